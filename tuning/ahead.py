@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 import threading
 from collections.abc import Callable, Hashable, Iterator
 from typing import Any
 
 import jax
+
+_log = logging.getLogger(__name__)
 
 
 def _begun(lowered: Callable[[], Any]) -> threading.Thread:
@@ -17,12 +20,15 @@ def _begun(lowered: Callable[[], Any]) -> threading.Thread:
     precision: str | None = jax.config.jax_default_matmul_precision  # type: ignore[attr-defined]
 
     def compile_it() -> None:
-        # The call that needs the program meets the error too, and there it is told.
-        with contextlib.suppress(Exception), jax.enable_x64(exact), jax.default_matmul_precision(precision):
-            lowered().compile()
+        try:
+            with jax.enable_x64(exact), jax.default_matmul_precision(precision):
+                lowered().compile()
+        except Exception as error:
+            # The call that needs the program meets it too.
+            _log.warning("a program did not compile ahead, and does so where it is called: %r", error)
 
-    # A daemon: the process may exit in the middle of a compilation.
-    thread = threading.Thread(target=compile_it, name="compile", daemon=True)
+    # No daemon: an exit waits for it. Python ends daemons by an exception that XLA does not bear: the process aborts.
+    thread = threading.Thread(target=compile_it, name="compile", daemon=False)
     thread.start()
     return thread
 
@@ -30,7 +36,7 @@ def _begun(lowered: Callable[[], Any]) -> threading.Thread:
 @contextlib.contextmanager
 def compiling(lowered: Callable[[], Any]) -> Iterator[None]:
     """Compiles what `lowered` returns in a thread, beside what is done within, and waits for its end: behind it arrays
-    may be gone. Where this thread is told to exit it does not wait."""
+    may be gone. Where this thread is told to exit, the process waits at its end."""
     thread = _begun(lowered)
     try:
         yield

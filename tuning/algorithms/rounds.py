@@ -17,7 +17,7 @@ import functools
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import jax.numpy as jnp
@@ -154,6 +154,12 @@ class _Round:
         return self.objective.old_logps == "sampler"
 
     @property
+    def moves(self) -> bool:
+        """Whether the policy has anything to follow. Without, a step would still move weights, by the optimizer's
+        momentum and weight decay."""
+        return self.settings.regularised or bool(self.signal_N.any())
+
+    @property
     def policy_step(self) -> StepFn:
         """The policy's optimizer step."""
         optimizer, compute = self.settings.optimizer, self.device.compute
@@ -171,8 +177,8 @@ class _Round:
 
     def overview(self) -> dict[str, Any]:
         """Metrics of the data, of what was trained on, and of the coefficients that adapt."""
-        counts = selection.overview(self.data, self.scored, self.algorithm, self.settings, self.keep_N)
-        return counts | self.coefficients.adapted(self.objective, self.settings)
+        of = self.data, self.scored, self.algorithm, self.settings, self.keep_N
+        return selection.overview(*of) | self.coefficients.adapted(self.objective, self.settings)
 
     def run(self, reference: Any) -> dict[str, Any]:
         """All of the round; the metrics of its steps."""
@@ -192,7 +198,7 @@ class _Round:
             return {"steps": 0}
         metrics |= self.train()
         # With old log-probabilities the mismatch was checked before any step.
-        self.check(0.0 if needs_old else metrics.get("mismatch_kl", 0.0))
+        check_mismatch(0.0 if needs_old else metrics.get("mismatch_kl", 0.0), settings.max_mismatch_kl)
         metrics["advantage_spread"] = spread(self.trained, self.advantages)
         return metrics | {f"seconds_{name}": round(s, 3) for name, s in self.seconds.items()}
 
@@ -212,6 +218,8 @@ class _Round:
 
     def compiling(self, **passes: bool) -> AbstractContextManager[None]:
         """Within it the policy's step compiles, beside the passes that columns of it come from."""
+        if not self.moves and self.objective.kl_in_reward == 0:
+            return nullcontext()
         names = ["advantages", *(name for name, comes in passes.items() if comes)]
         names += ["old_values", "returns"] if self.critic is not None else []
         groups, scalars = self.steps[0], self.coefficients.scalars()
@@ -229,7 +237,7 @@ class _Round:
             self.columns["ref"] = self.forward(logps, frozen, "reference")
         self.penalise()
         if self.steps and needs_old:
-            self.check(mismatch_kl(self.data, self.keep_N, self.columns["old"]))
+            check_mismatch(mismatch_kl(self.data, self.keep_N, self.columns["old"]), self.settings.max_mismatch_kl)
         if self.steps and self.critic is not None:
             return self.prepare_critic(self.critic, pretrain_epochs)
         if self.steps:
@@ -282,10 +290,6 @@ class _Round:
             self.steps = self.data.steps(keep_N, self.settings.prompts_per_step)
             if self.steps:
                 self.pack(0)
-
-    def check(self, kl: float) -> None:
-        """Raises Mismatch past the limit of the settings."""
-        check_mismatch(kl, self.settings.max_mismatch_kl)
 
     def ask_algorithm(self) -> None:
         """The algorithm's advantages, of each completion or of each token."""
@@ -348,8 +352,7 @@ class _Round:
     def train(self) -> dict[str, Any]:
         """All optimizer steps of the round; the metrics of policy and critic."""
         settings, critic, compute = self.settings, self.critic, self.device.compute
-        # Without anything to follow a step would still move weights, by the optimizer's momentum and weight decay.
-        step = self.policy_step if settings.regularised or self.signal_N.any() else None
+        step = self.policy_step if self.moves else None
         value_step = None
         if critic is not None:
             value_step = critic_step(self.model, settings.critic, compute, critic.graph, self.mesh)
@@ -362,18 +365,15 @@ class _Round:
             of_policy = {} if sums[0] is None else tally.add(sums[0]())
             if self.by_sampler and at[0] == 0:
                 # Each token once, of skipped steps too. A policy that has moved drifts, by far less than the limit.
-                self.check(of_policy.get("mismatch_kl", of_policy.get("drift_kl", 0.0)))
+                kl = of_policy.get("mismatch_kl", of_policy.get("drift_kl", 0.0))
+                check_mismatch(kl, settings.max_mismatch_kl)
             if sums[1] is not None:
                 tally.add_value(sums[1]())
             size = sum(g.size for g in groups)
             tally.tokens += size
             self._ticked(batches)
-            self.record(
-                epoch=at[0],
-                step=at[1],
-                **of_policy,
-                **meter.step(size, step_flops(self.model, groups, self.policy, critic)),
-            )
+            speed = meter.step(size, step_flops(self.model, groups, self.policy, critic))
+            self.record(epoch=at[0], step=at[1], **of_policy, **speed)
 
         # The step that the device may still compute. Its sums are read when it has the next one.
         under_way: Callable[[], None] = lambda: None  # noqa: E731

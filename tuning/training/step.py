@@ -147,7 +147,7 @@ def make_step(
     ) -> AbstractContextManager[None]:
         # Processes that compile in different orders may wait for each other. A GPU's compiler times kernels on the
         # device, and would choose others beside a pass.
-        if ranks.here().size > 1 or target_platform() == "gpu":
+        if max(ranks.here().size, jax.process_count()) > 1 or target_platform() == "gpu":
             return nullcontext()
         name, batch = "add" if len(batches) > 1 else "single", put_batch(batches[0], mesh)
         # Gradients are as parameters are.
