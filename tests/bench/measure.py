@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import mmap
 import os
@@ -66,8 +67,8 @@ def fresh_memory(pause: float, size: int = 2**30) -> float:
     for wait in (0.0, 0.0, pause):
         time.sleep(wait)
         with mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS) as memory:
-            if hasattr(mmap, "MADV_HUGEPAGE"):
-                # As arrays of a worker are.
+            # As arrays of a worker are, where the system has such pages.
+            with contextlib.suppress(AttributeError, OSError):
                 memory.madvise(mmap.MADV_HUGEPAGE)
             started = time.perf_counter()
             memory[:: mmap.PAGESIZE] = bytes(size // mmap.PAGESIZE)

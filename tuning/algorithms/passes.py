@@ -6,24 +6,21 @@ Axes: N completions of the round, C completions of a micro-batch.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import jax
 import numpy as np
 from jax.sharding import Mesh
 
-from tuning.algorithms.flat import Column
 from tuning.device import Compute
 from tuning.mesh import put_batch, under
 from tuning.models.config import DecoderConfig
 from tuning.models.decoder import decoder_graph, scalar_graph
-from tuning.precision import real
 from tuning.spread import whole
 from tuning.training.ahead import one_ahead
-from tuning.training.batch import Group, Packed
+from tuning.training.batch import Packed
 from tuning.training.forward import logps_and_entropy, values_and_last
-from tuning.training.step import counted
 
 Forward = Callable[[Any, dict[str, Any]], jax.Array]
 """A compiled (parameters, batch) -> an array whose first axis is C."""
@@ -69,20 +66,3 @@ def values_program(model: DecoderConfig, compute: Compute) -> Forward:
     """Values of a critic: of the tokens of completions, and behind them of the last one's state, [C, T + 1]."""
     graph = scalar_graph(model)
     return jax.jit(lambda params, batch: values_and_last(graph, params, batch, compute))
-
-
-def before_columns(
-    packed: Sequence[Packed],
-    groups: Sequence[Group],
-    scalars: dict[str, Any],
-    columns: Mapping[str, Column],
-    names: Iterable[str],
-) -> list[dict[str, Any]]:
-    """The arrays of a step with the columns that are there; zeros [C, T] stand for those of `names`, still to come."""
-    return [
-        arrays
-        | scalars
-        | {f"{name}_CT": column.gathered(batch.ids_C) for name, column in columns.items()}
-        | {f"{name}_CT": np.zeros(batch.mask_CT.shape, real()) for name in names}
-        for arrays, batch in zip(counted(groups, packed), packed, strict=True)
-    ]

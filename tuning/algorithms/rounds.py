@@ -16,7 +16,7 @@ import dataclasses
 import functools
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -29,7 +29,7 @@ from tuning.algorithms.diagnostics import Coefficients, plain
 from tuning.algorithms.flat import Column, Flat, blocks
 from tuning.algorithms.learner import Learner, critic_step, policy_step, step_flops
 from tuning.algorithms.mismatch import check_mismatch, mismatch_kl
-from tuning.algorithms.passes import Forward, before_columns, logps_program, run_pass, values_program
+from tuning.algorithms.passes import Forward, logps_program, run_pass, values_program
 from tuning.algorithms.round_data import RoundData
 from tuning.algorithms.settings import RoundSettings
 from tuning.algorithms.tally import Tally
@@ -222,9 +222,7 @@ class _Round:
             return nullcontext()
         names = ["advantages", *(name for name, comes in passes.items() if comes)]
         names += ["old_values", "returns"] if self.critic is not None else []
-        groups, scalars = self.steps[0], self.coefficients.scalars()
-        batches = before_columns(self.pack_step(groups), groups, scalars, self.columns, names)
-        return self.policy.compiling(self.policy_step, batches)
+        return self.policy.compiling(self.policy_step, self.arrays(self.steps[0], names))
 
     def passes(self, needs_old: bool, reference: Any, pretrain_epochs: int) -> dict[str, Any]:
         """All that comes before the steps: what they need as columns; the critic's metrics."""
@@ -331,18 +329,20 @@ class _Round:
         advantages.clear(~self.signal_N)
         self.columns |= {"old_values": values, "returns": returns, "advantages": advantages}
 
-    def arrays(self, groups: list[Group]) -> list[dict[str, Any]]:
-        """The micro-batches of a step: tokens, counts of the whole step, coefficients, and the round's columns."""
-        batches = self.pack_step(groups)
-        scalars = self.coefficients.scalars()
+    def arrays(self, groups: list[Group], to_come: Sequence[str] = ()) -> list[dict[str, Any]]:
+        """The micro-batches of a step: tokens, counts of the whole step, coefficients, and the round's columns; zeros
+        stand for those `to_come`."""
+        batches, scalars = self.pack_step(groups), self.coefficients.scalars()
         return [
-            arrays | scalars | {f"{name}_CT": column for name, column in self.gathered(batch).items()}
+            arrays | scalars | {f"{name}_CT": column for name, column in self.gathered(batch, to_come).items()}
             for arrays, batch in zip(counted(groups, batches), batches, strict=True)
         ]
 
-    def gathered(self, batch: Packed) -> dict[str, np.ndarray]:
+    def gathered(self, batch: Packed, to_come: Sequence[str]) -> dict[str, np.ndarray]:
         """The rows of a micro-batch of each of the round's columns, [C, T]."""
         columns = {name: column.gathered(batch.ids_C) for name, column in self.columns.items()}
+        if to_come:
+            return columns | dict.fromkeys(to_come, np.zeros(batch.mask_CT.shape, real()))
         if self.critic is None:
             shared = None if self.shared_N is None else batch.gather(self.shared_N)[:, None]
             of_tokens = columns["advantages"] if shared is None else shared

@@ -1,5 +1,6 @@
 """The policy's step compiles in a thread, beside the passes that come before it, and once."""
 
+import dataclasses
 import threading
 
 import numpy as np
@@ -50,3 +51,15 @@ def test_it_compiles_ahead_and_not_again(compiled, name, changes, lora):
     assert metrics["steps"] == 1 and np.isfinite(metrics["loss"])
     # The critic's own step is compiled where it is called.
     assert compiled("single") == ["compile"] + [threading.current_thread().name] * (critic is not None)
+
+
+def test_a_policy_that_has_nothing_to_follow_compiles_no_step(compiled):
+    rows, scores = rollouts(PARAMS, 0)
+    data = RoundData.from_rows(rows, [dataclasses.replace(score, total=1.0) for score in scores])
+    critic = CriticSettings(OptimizerSettings(learning_rate=0.0124))
+    optimizer = OptimizerSettings(learning_rate=0.0122)
+    config = settings("ppo", optimizer=optimizer, critic=critic, kl_in_reward=0.0, prompts_per_step=6)
+    policy = Learner.start(copy(PARAMS), optimizer)
+    judge = Learner.start(scalar_head_params(CONFIG, copy(PARAMS)), critic.optimizer)
+    assert run_round(data, config, CONFIG, policy, judge).metrics["value_loss"] > 0
+    assert "compile" not in compiled("single")
