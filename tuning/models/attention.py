@@ -20,8 +20,8 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
-from tuning.models.blocked import Segments, blocked_attention, visible
-from tuning.models.decoder import Attention, AttentionSpec, soft_cap
+from tuning.models.blocked import Segments, blocked_attention, plain_attention, visible
+from tuning.models.decoder import Attention, AttentionSpec
 from tuning.models.sharding import CONTEXT, ROWS, TENSOR, dividing, mesh_in_use, parts
 from tuning.target import target_platform
 
@@ -106,7 +106,11 @@ def packed_attention(
                 return masked_attention(q, k, v, mask[:, 0], spec.scale, spec.softcap)
 
             return _by_device(masked, q, k, v, mask), cache
-        return _by_device(lambda q, k, v, mask: _plain(q, k, v, mask, spec), q, k, v, mask), cache
+
+        def plain(q: jax.Array, k: jax.Array, v: jax.Array, mask: jax.Array) -> jax.Array:
+            return plain_attention(q, k, v, mask[:, 0], spec.scale, spec.softcap)
+
+        return _by_device(plain, q, k, v, mask), cache
 
     return attention
 
@@ -183,19 +187,3 @@ def _segments(q: jax.Array, k: jax.Array, v: jax.Array, group_BL: jax.Array, spe
     # The mask is part of the program: one for layers with a window and one for those without, chosen layer by layer.
     slides = spec.window == spec.sliding_window
     return jax.lax.cond(slides, within(spec.sliding_window), within(None), q, k, v, group_BL)
-
-
-def _plain(q: jax.Array, k: jax.Array, v: jax.Array, mask: jax.Array, spec: AttentionSpec) -> jax.Array:
-    """Attention [B, L, N, H]; mask [B, 1, L, L] is true to see."""
-    # JAX's own function has no softcap, and takes its softmax in float32 whatever the type of its arguments.
-    if spec.softcap is None and q.dtype != jnp.float64:
-        return jax.nn.dot_product_attention(q, k, v, mask=mask, scale=spec.scale)
-    b, length, n, h = q.shape
-    q = q.reshape(b, length, k.shape[2], n // k.shape[2], h)
-    accumulate = jnp.promote_types(q.dtype, jnp.float32)
-    logits = jnp.einsum("bmkah,blkh->bkaml", q, k, preferred_element_type=accumulate)
-    # A finite fill: a query without a visible key would give NaN with -inf. The cap comes before the mask, as it would
-    # bring -inf back to -cap.
-    logits = jnp.where(mask[:, :, None], soft_cap(logits * spec.scale, spec.softcap), -1e30)
-    weights = jax.nn.softmax(logits, axis=-1).astype(v.dtype)
-    return jnp.einsum("bkaml,blkh->bmkah", weights, v).reshape(b, length, n, h)

@@ -1,4 +1,4 @@
-"""Blocked attention equals the plain form, value and gradient, for every kind of mask."""
+"""Attention in blocks, and of whole rows, equals its formula, value and gradient, for every kind of mask."""
 
 import math
 import re
@@ -8,10 +8,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from tuning.models.blocked import BLOCK, SHORT, Segments, blocked_attention, visible
+from tuning.models.blocked import BLOCK, SHORT, Segments, blocked_attention, plain_attention, visible
 
 
-def plain(q, k, v, segments, window, scale, softcap):
+def formula(q, k, v, segments, window, scale, softcap):
     k, v = (jnp.repeat(x, q.shape[2] // x.shape[2], axis=2) for x in (k, v))
     z = jnp.einsum("blnh,bsnh->bnls", q, k) * scale
     z = z if softcap is None else softcap * jnp.tanh(z / softcap)
@@ -45,7 +45,7 @@ def inputs(length, seed=0):
         pytest.param(None, 2.0, marks=pytest.mark.slow),
     ],
 )
-def test_it_equals_the_plain_form(length, window, softcap):
+def test_blocks_equal_the_formula(length, window, softcap):
     q, k, v, segments = inputs(length)
     g = jnp.asarray(np.random.default_rng(1).normal(size=q.shape), jnp.float32)
 
@@ -53,19 +53,36 @@ def test_it_equals_the_plain_form(length, window, softcap):
         out, back = jax.vjp(lambda q, k, v: function(q, k, v, segments, window, 0.3, softcap), q, k, v)
         return out, *back(g)
 
-    for ours, theirs in zip(jax.jit(lambda: of(blocked_attention))(), jax.jit(lambda: of(plain))(), strict=True):
+    for ours, theirs in zip(jax.jit(lambda: of(blocked_attention))(), jax.jit(lambda: of(formula))(), strict=True):
         np.testing.assert_allclose(ours, theirs, atol=2e-5)
+
+
+@pytest.mark.parametrize("window, softcap", [(17, 2.0), (None, None)])
+def test_whole_rows_equal_the_formula(window, softcap):
+    q, k, v, segments = inputs(40)
+    g = jnp.asarray(np.random.default_rng(1).normal(size=q.shape), jnp.float32)
+
+    def whole(q, k, v):
+        return plain_attention(q, k, v, visible(segments, window, 0, 40, 40), 0.3, softcap)
+
+    def of(function):
+        out, back = jax.vjp(function, q, k, v)
+        return out, *back(g)
+
+    theirs = jax.jit(lambda: of(lambda q, k, v: formula(q, k, v, segments, window, 0.3, softcap)))()
+    for ours, expected in zip(jax.jit(lambda: of(whole))(), theirs, strict=True):
+        np.testing.assert_allclose(ours, expected, atol=2e-5)
 
 
 def test_a_window_may_be_traced():
     q, k, v, segments = inputs(140)
     run = jax.jit(lambda w: blocked_attention(q, k, v, segments, w, 0.3, None))
-    np.testing.assert_allclose(run(9), plain(q, k, v, segments, 9, 0.3, None), atol=1e-5)
+    np.testing.assert_allclose(run(9), formula(q, k, v, segments, 9, 0.3, None), atol=1e-5)
     gradient = jax.jit(jax.grad(lambda q, w: blocked_attention(q, k, v, segments, w, 0.3, None).sum()))
     assert np.isfinite(gradient(q, 9)).all()
 
 
-def test_a_long_row_needs_a_twentieth_of_the_plain_forms_memory():
+def test_a_long_row_needs_a_twentieth_of_the_logits_memory():
     length = 4096
     shape = jax.ShapeDtypeStruct((1, length, 4, 16), jnp.float32)
     keys = jax.ShapeDtypeStruct((1, length, 2, 16), jnp.float32)
@@ -79,7 +96,7 @@ def test_a_long_row_needs_a_twentieth_of_the_plain_forms_memory():
         loss = jax.grad(two_layers, argnums=(0, 1, 2))
         return jax.jit(loss).lower(shape, keys, keys, ids).compile().memory_analysis().temp_size_in_bytes
 
-    assert temporary(blocked_attention) < temporary(plain) / 20
+    assert temporary(blocked_attention) < temporary(formula) / 20
 
 
 def test_masks_are_not_held_over_the_layers():
