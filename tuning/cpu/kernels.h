@@ -25,6 +25,40 @@ INLINE float number_of(int type, const void *p, int64_t i) {
   return number;
 }
 
+// Vectors of floats for what defines their LANES, 16, before it includes this; compilers cut them for shorter registers.
+#if defined(LANES)
+typedef float vec __attribute__((vector_size(4 * LANES), aligned(4)));
+typedef int32_t bits __attribute__((vector_size(4 * LANES), aligned(4)));
+
+INLINE vec load(const float *p) { return *(const vec *)p; }
+INLINE void store(float *p, vec x) { *(vec *)p = x; }
+
+// Not zeros + x, which would be an addition.
+#define FOUR(x) x, x, x, x
+INLINE vec splat(float x) { return (vec){FOUR(x), FOUR(x), FOUR(x), FOUR(x)}; }
+
+INLINE vec larger(vec a, vec b) {
+  bits mask = a > b;
+  return (vec)(((bits)a & mask) | ((bits)b & ~mask));
+}
+
+// e^x for x <= 0, to 2 units in the last place: Cody and Waite's reduction, the polynomial of Cephes' expf.
+INLINE vec exponential(vec x) {
+  x = larger(splat(-87.0f), x);  // in this order a NaN stays one
+  vec shifted = x * 1.44269504f + 12582912.0f;  // 1.5 * 2^23: the integer nearest to x / ln 2 is in the low bits
+  vec n = shifted - 12582912.0f;
+  vec r = x - n * 0.693359375f - n * -2.12194440e-4f;
+  vec p = splat(1.9875691500e-4f);
+  p = p * r + 1.3981999507e-3f;
+  p = p * r + 8.3334519073e-3f;
+  p = p * r + 4.1665795894e-2f;
+  p = p * r + 1.6666665459e-1f;
+  p = p * r + 5.0000001201e-1f;
+  p = p * r * r + r + 1.0f;
+  return p * (vec)(((bits)shifted << 23) + (127 << 23));
+}
+#endif
+
 // Items `first` to `end` of some work. `scratch` is this thread's own.
 typedef void Part(const void *work, int64_t first, int64_t end, float *scratch);
 

@@ -22,7 +22,7 @@ import jax
 import jaxlib
 
 _HERE = Path(__file__).parent
-MODULES = ("models/matmul", "rollout/engine/cpu/attention", "rollout/engine/cpu/products")
+MODULES = ("models/fused", "models/matmul", "rollout/engine/cpu/attention", "rollout/engine/cpu/products")
 """Each has its kernel beside it, under its own name: keys hold what lies beside a module with the module."""
 SOURCES = (
     _HERE / "kernels.h",
@@ -45,6 +45,9 @@ class Kernels(NamedTuple):
     products: str | None = None
     matmul: str | None = None
     """Of factors rounded to bfloat16, where the processor multiplies those."""
+    fused_forward: str | None = None
+    fused_backward: str | None = None
+    """Attention of packed rows, and its gradient."""
 
 
 def build(kv: str = "float32", compiler: str | None = None) -> Kernels:

@@ -65,7 +65,7 @@ def scoring(asked: Scored, machine: Machine) -> Figures:
         parts |= of_others(asked.beside, mesh, compute.dtype) | {"micro-batch": bytes_of(batch)}
         own = local(asked.model, mesh.shape["tensor"])
         shapes = in_type(shapes_of(own, "scalar"), dtype)
-    with compiling_for(traceable(platform)):
+    with compiling_for(traceable(platform), part=machine.count > 1):
         traced = jax.make_jaxpr(lambda p, b: scores(scalar_graph(own), p, b, compute))(shapes, batch)
         found = held(traced, sizes_over(shapes, mesh.shape["fsdp"]))
     temporary = found.peak - found.within

@@ -140,7 +140,7 @@ def _training(asked: Trained, machine: Machine) -> Figures:
         parts["gradients"] = gradients
 
     item = item_bytes(compute.dtype)
-    with compiling_for(traceable(machine.kind.platform)):
+    with compiling_for(traceable(machine.kind.platform), part=machine.count > 1):
         traced = gradient(asked, compute, of_columns(batch, context), tensor, fsdp)
     outer, within = traced.peak - traced.within, traced.within
     # Keys and values of whole rows.

@@ -20,6 +20,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
+from tuning.models import fused
 from tuning.models.blocked import Segments, blocked_attention, plain_attention, visible
 from tuning.models.decoder import Attention, AttentionSpec
 from tuning.models.sharding import CONTEXT, ROWS, TENSOR, dividing, mesh_in_use, parts
@@ -87,6 +88,9 @@ def packed_attention(
 
     def attention(q: jax.Array, k: jax.Array, v: jax.Array, spec: AttentionSpec, cache: Any) -> tuple[jax.Array, Any]:
         context = parts(mesh_in_use(), _context(length))
+        if implementation is None and fused.suits(q, k, spec.softcap):
+            segments = Segments(group_BL, branches_BL, spec.positions_BL)
+            return fused.fused_attention(q, k, v, segments, spec.window, spec.scale), cache
         how = implementation or choose(q, spec.softcap, shared=branch_BL is not None, context=context)
         if how == "blocked":
             return _blocked(q, k, v, Segments(group_BL, branches_BL, spec.positions_BL), spec), cache

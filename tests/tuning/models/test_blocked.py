@@ -8,15 +8,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from tests.tuning.models.formulas import attention_formula
 from tuning.models.blocked import BLOCK, SHORT, Segments, blocked_attention, plain_attention, visible
-
-
-def formula(q, k, v, segments, window, scale, softcap):
-    k, v = (jnp.repeat(x, q.shape[2] // x.shape[2], axis=2) for x in (k, v))
-    z = jnp.einsum("blnh,bsnh->bnls", q, k) * scale
-    z = z if softcap is None else softcap * jnp.tanh(z / softcap)
-    p = jax.nn.softmax(jnp.where(visible(segments, window, 0, q.shape[1], q.shape[1])[:, None], z, -jnp.inf), axis=-1)
-    return jnp.einsum("bnls,bsnh->blnh", p, v)
 
 
 def inputs(length, seed=0):
@@ -53,7 +46,7 @@ def test_blocks_equal_the_formula(length, window, softcap):
         out, back = jax.vjp(lambda q, k, v: function(q, k, v, segments, window, 0.3, softcap), q, k, v)
         return out, *back(g)
 
-    for ours, theirs in zip(jax.jit(lambda: of(blocked_attention))(), jax.jit(lambda: of(formula))(), strict=True):
+    for ours, theirs in zip(jax.jit(lambda: of(blocked_attention))(), jax.jit(lambda: of(attention_formula))(), strict=True):
         np.testing.assert_allclose(ours, theirs, atol=2e-5)
 
 
@@ -69,7 +62,7 @@ def test_whole_rows_equal_the_formula(window, softcap):
         out, back = jax.vjp(function, q, k, v)
         return out, *back(g)
 
-    theirs = jax.jit(lambda: of(lambda q, k, v: formula(q, k, v, segments, window, 0.3, softcap)))()
+    theirs = jax.jit(lambda: of(lambda q, k, v: attention_formula(q, k, v, segments, window, 0.3, softcap)))()
     for ours, expected in zip(jax.jit(lambda: of(whole))(), theirs, strict=True):
         np.testing.assert_allclose(ours, expected, atol=2e-5)
 
@@ -77,7 +70,7 @@ def test_whole_rows_equal_the_formula(window, softcap):
 def test_a_window_may_be_traced():
     q, k, v, segments = inputs(140)
     run = jax.jit(lambda w: blocked_attention(q, k, v, segments, w, 0.3, None))
-    np.testing.assert_allclose(run(9), formula(q, k, v, segments, 9, 0.3, None), atol=1e-5)
+    np.testing.assert_allclose(run(9), attention_formula(q, k, v, segments, 9, 0.3, None), atol=1e-5)
     gradient = jax.jit(jax.grad(lambda q, w: blocked_attention(q, k, v, segments, w, 0.3, None).sum()))
     assert np.isfinite(gradient(q, 9)).all()
 
@@ -96,7 +89,7 @@ def test_a_long_row_needs_a_twentieth_of_the_logits_memory():
         loss = jax.grad(two_layers, argnums=(0, 1, 2))
         return jax.jit(loss).lower(shape, keys, keys, ids).compile().memory_analysis().temp_size_in_bytes
 
-    assert temporary(blocked_attention) < temporary(formula) / 20
+    assert temporary(blocked_attention) < temporary(attention_formula) / 20
 
 
 def test_masks_are_not_held_over_the_layers():

@@ -9,10 +9,10 @@
 // that this is compiled for, all else is float32.
 #include <math.h>
 
+#define LANES 16  // floats of a vector
 #include "kernels.h"
 
 enum {
-  LANES = 16,        // floats of a vector
   VECTORS = 4,       // vectors that a tile spans
   QUERIES = 4,       // query heads at a time: with VECTORS, the sums of a tile fit the registers
   SPAN = 6,          // numbers of a row's spans
@@ -20,42 +20,15 @@ enum {
   FEW_NUMBERS = 1 << 16,  // keys of fewer numbers than this are read sooner than another core wakes
 };
 
-typedef float vec __attribute__((vector_size(4 * LANES), aligned(4)));
-typedef int32_t bits __attribute__((vector_size(4 * LANES), aligned(4)));
 typedef uint16_t halves __attribute__((vector_size(2 * LANES), aligned(2)));
 typedef int8_t bytes __attribute__((vector_size(LANES), aligned(1)));
 
-INLINE vec load(const float *p) { return *(const vec *)p; }
-INLINE void store(float *p, vec x) { *(vec *)p = x; }
 // Number `i` of keys or values, and a vector of them.
 INLINE const char *at(const char *p, int64_t i) { return p + i * bytes_of(KV); }
 INLINE vec load_kv(const char *p) {
   if (KV == FLOAT) return load((const float *)p);
   if (KV == INT8) return __builtin_convertvector(__builtin_convertvector(*(const bytes *)p, bits), vec);
   return (vec)(__builtin_convertvector(*(const halves *)p, bits) << 16);
-}
-
-INLINE vec splat(float x) { return (vec){0} + x; }
-
-INLINE vec larger(vec a, vec b) {
-  bits mask = a > b;
-  return (vec)(((bits)a & mask) | ((bits)b & ~mask));
-}
-
-// e^x for x <= 0, to 2 units in the last place: Cody and Waite's reduction, the polynomial of Cephes' expf.
-INLINE vec exponential(vec x) {
-  x = larger(splat(-87.0f), x);  // in this order a NaN stays one
-  vec shifted = x * 1.44269504f + 12582912.0f;  // 1.5 * 2^23: the integer nearest to x / ln 2 is in the low bits
-  vec n = shifted - 12582912.0f;
-  vec r = x - n * 0.693359375f - n * -2.12194440e-4f;
-  vec p = splat(1.9875691500e-4f);
-  p = p * r + 1.3981999507e-3f;
-  p = p * r + 8.3334519073e-3f;
-  p = p * r + 4.1665795894e-2f;
-  p = p * r + 1.6666665459e-1f;
-  p = p * r + 5.0000001201e-1f;
-  p = p * r * r + r + 1.0f;
-  return p * (vec)(((bits)shifted << 23) + (127 << 23));
 }
 
 // Scores of `queries` heads with the tokens of a tile. Calls with constants become loops without branches.

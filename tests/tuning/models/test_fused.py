@@ -1,0 +1,169 @@
+"""Attention by the kernel for CPUs equals its formula in float64, value and gradient, for every kind of mask."""
+
+import os
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from tests.tuning.compilers import compiler_for
+from tests.tuning.models.formulas import attention_formula
+from tuning.cpu import kernels
+from tuning.models import attention as att
+from tuning.models import fused
+from tuning.models.blocked import Segments
+from tuning.models.decoder import AttentionSpec
+from tuning.target import compiling_for
+
+pytestmark = pytest.mark.skipif(not kernels.has_compiler(), reason="no C compiler")
+
+SIZES = {
+    "two heads": (2, 40, 2, 2, 16),
+    "the model's": (2, 130, 9, 3, 64),
+    "one block": (1, 64, 3, 3, 64),
+    "a token more": (1, 65, 3, 1, 64),
+    "one token": (2, 1, 2, 1, 16),
+    "wide heads": (1, 200, 8, 1, 128),
+    "many that share": (1, 150, 40, 2, 80),
+    "long": (1, 700, 3, 1, 32),
+}
+"""Rows, tokens, query heads, key-value heads, their size."""
+
+
+@pytest.fixture(params=["", "avx2", "sse"])
+def processor(request, tmp_path, monkeypatch):
+    """This one, and those with shorter vectors."""
+    if request.param:
+        if "avx512f" not in kernels._processor():
+            pytest.skip("this processor has no longer vectors")
+        monkeypatch.setenv("CC", compiler_for(request.param, tmp_path))
+        kernels._build.cache_clear()
+    assert kernels.build().fused_forward
+
+
+def packed(rows, length):
+    """Columns of rows: two groups of a prompt and two branches, then padding; one group; branches of one token each."""
+    group, branch = np.ones((rows, length)), np.zeros((rows, length))
+    position = np.tile(np.arange(length), (rows, 1))
+    third = length // 3
+    if third > 4:
+        group[0] = np.repeat([1, 2, 0], [third, third, length - 2 * third])
+        branch[0, third // 2 : 3 * third // 4], branch[0, 3 * third // 4 : third] = 1, 2
+        branch[0, third + third // 3 : 2 * third] = 1
+        position[0] = np.concatenate([np.arange(third), np.arange(third), np.zeros(length - 2 * third)])
+        branch[1:, third:] = np.arange(length - third) + 1
+        position[1:, third:] = third
+    return Segments(*(jnp.asarray(x, jnp.int32) for x in (group, branch, position)))
+
+
+def arrays(rows, length, heads, shared, size, kind=jnp.float32):
+    rng = np.random.default_rng(0)
+    return [jnp.asarray(rng.normal(size=(rows, length, n, size)), kind) for n in (heads, shared, shared, heads)]
+
+
+def value_and_gradients(attention, q, k, v, g):
+    out, back = jax.vjp(attention, q, k, v)
+    return out, *back(g)
+
+
+@pytest.mark.parametrize("window", [None, 17])
+@pytest.mark.parametrize("size", SIZES)
+def test_values_and_gradients_are_those_of_the_formula(size, window, processor):
+    inputs = arrays(*SIZES[size])
+    segments = packed(*inputs[0].shape[:2])
+
+    def ours(q, k, v):
+        return fused.fused_attention(q, k, v, segments, window, 0.3)
+
+    def exact(q, k, v):
+        return attention_formula(q, k, v, segments, window, 0.3, None)
+
+    found = jax.jit(lambda *x: value_and_gradients(ours, *x))(*inputs)
+    with jax.enable_x64():
+        doubles = [jnp.asarray(np.asarray(x), jnp.float64) for x in inputs]
+        expected = jax.jit(lambda *x: value_and_gradients(exact, *x))(*doubles)
+    for name, a, b in zip(("out", "dq", "dk", "dv"), found, expected, strict=True):
+        largest = max(1.0, float(np.max(np.abs(b))))
+        np.testing.assert_allclose(a, b, atol=4e-6 * largest, rtol=0, err_msg=name)
+
+
+def test_a_window_may_be_traced():
+    q, k, v, _ = arrays(2, 40, 4, 2, 16)
+    segments = packed(2, 40)
+    run = jax.jit(lambda window: fused.fused_attention(q, k, v, segments, window, 0.3))
+    for window in (1, 9, 2**31 - 1):
+        np.testing.assert_allclose(run(window), attention_formula(q, k, v, segments, window, 0.3, None), atol=1e-5)
+
+
+def test_large_logits_and_keys_that_nobody_sees_do_not_overflow():
+    q, k, v, g = arrays(1, 70, 2, 1, 16)
+    segments = packed(1, 70)._replace(group_BL=jnp.ones((1, 70), jnp.int32))
+    # The last key is seen by one query alone; its logits with the others would be infinite weights.
+    q, k = 6 * q, (2 * k).at[0, -1].set(1e4)
+
+    found = value_and_gradients(lambda *x: fused.fused_attention(*x, segments, None, 1.0), q, k, v, g)
+    expected = value_and_gradients(lambda *x: attention_formula(*x, segments, None, 1.0, None), q, k, v, g)
+    for a, b in zip(found, expected, strict=True):
+        assert np.isfinite(a).all() and np.abs(b).max() > 1
+        np.testing.assert_allclose(a, b, atol=2e-3)
+
+
+def test_what_is_not_a_number_stays_so():
+    q, k, v, _ = arrays(1, 40, 2, 1, 16)
+    segments = packed(1, 40)._replace(group_BL=jnp.ones((1, 40), jnp.int32), branch_BL=jnp.zeros((1, 40), jnp.int32))
+    out = fused.fused_attention(q, k.at[0, 20, 0, 3].set(jnp.nan), v, segments, None, 0.3)
+    # Queries before it do not see it.
+    assert np.isfinite(out[0, :20]).all() and np.isnan(out[0, 20:]).all()
+
+
+def test_rows_have_the_same_bits_whatever_lies_beside_them():
+    q, k, v, g = arrays(5, 150, 6, 2, 32)
+    segments = packed(5, 150)
+
+    @jax.jit
+    def run(q, k, v, g, segments):
+        return value_and_gradients(lambda *x: fused.fused_attention(*x, segments, None, 0.3), q, k, v, g)
+
+    whole = run(q, k, v, g, segments)
+    alone = run(*(x[3:4] for x in (q, k, v, g)), Segments(*(x[3:4] for x in segments[:3])))
+    for a, b in zip(whole, alone, strict=True):
+        assert np.array_equal(a[3:4], b)
+
+
+def test_it_is_taken_where_it_suits(monkeypatch):
+    q, k, _, _ = arrays(1, 40, 2, 1, 16)
+    assert fused.suits(q, k, None)
+    assert not fused.suits(q, k, 30.0)
+    assert not fused.suits(q.astype(jnp.bfloat16), k.astype(jnp.bfloat16), None)
+    # Queries that are some columns of their rows.
+    assert not fused.suits(q[:, :20], k, None)
+    odd = arrays(1, 40, 2, 1, 24)
+    assert not fused.suits(odd[0], odd[1], None)
+    for platform in ("tpu", "gpu"):
+        with compiling_for(platform):
+            assert not fused.suits(q, k, None)
+    with compiling_for("cpu", part=True):
+        assert not fused.suits(q, k, None)
+    monkeypatch.setattr(os, "cpu_count", lambda: 3)
+    assert not fused.suits(q, k, None)
+
+
+def test_without_a_compiler_xla_computes_the_same(monkeypatch):
+    q, k, v, _ = arrays(1, 40, 2, 1, 16)
+    segments = packed(1, 40)
+    spec = AttentionSpec(scale=0.3, softcap=None, window=None, positions_BL=segments.positions_BL)
+
+    def run():
+        return att.packed_attention(segments.group_BL, segments.branch_BL)(q, k, v, spec, None)[0]
+
+    def calls():
+        return "ffi_call" in str(jax.make_jaxpr(lambda: run())())
+
+    assert calls()
+    ours = run()
+    monkeypatch.setenv("CC", "false")
+    kernels._build.cache_clear()
+    assert not calls()
+    np.testing.assert_allclose(ours, run(), atol=1e-5)
+    np.testing.assert_allclose(ours, attention_formula(q, k, v, segments, None, 0.3, None), atol=1e-5)

@@ -1,0 +1,76 @@
+"""Attention of packed rows and its gradient by a kernel for CPUs (`fused.c`).
+
+XLA on CPU takes six times as long as its products would at their full rate: its products of small matrices reach a half
+of it, and what lies between them goes through memory. Axes as in `blocked`.
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from tuning.cpu.kernels import build
+from tuning.models.blocked import Segments
+from tuning.models.remat import ATTENTION, keep
+from tuning.models.sharding import mesh_in_use
+from tuning.target import is_a_part, target_platform
+
+LANES = 16
+"""The kernel's vectors: a head's size must be a multiple."""
+_NO_WINDOW = np.int32(2**31 - 1)
+
+
+def suits(q_BLNH: jax.Array, k_BLKH: jax.Array, softcap: float | None) -> bool:
+    """Whether the kernel is there and supports such arrays, on one device."""
+    if target_platform() != "cpu" or mesh_in_use() is not None or is_a_part():
+        return False
+    kinds = {q_BLNH.dtype.name, k_BLKH.dtype.name}
+    whole = kinds == {"float32"} and q_BLNH.shape[:2] == k_BLKH.shape[:2] and q_BLNH.shape[3] % LANES == 0
+    # The gradient's work is divided by rows and key-value heads; XLA's by less.
+    busy = 2 * q_BLNH.shape[0] * k_BLKH.shape[2] >= (os.cpu_count() or 1)
+    # A build takes seconds, and warns where it fails.
+    return whole and softcap is None and busy and build().fused_forward is not None
+
+
+def fused_attention(
+    q_BLNH: jax.Array,
+    k_BLKH: jax.Array,
+    v_BLKH: jax.Array,
+    segments: Segments,
+    window: jax.Array | int | None,
+    scale: float,
+) -> jax.Array:
+    """softmax(mask(scale * q k)) v, [B, L, N, H], of float32 arrays that `suits` accepts, all columns of their rows."""
+    limit = _NO_WINDOW if window is None else window
+    columns = (*segments[:3], jnp.asarray(limit))
+    return _attention(q_BLNH, k_BLKH, v_BLKH, tuple(x.astype(jnp.int32) for x in columns), scale)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(4,))
+def _attention(q: jax.Array, k: jax.Array, v: jax.Array, columns: tuple[jax.Array, ...], scale: float) -> jax.Array:
+    return _forward(q, k, v, columns, scale)[0]
+
+
+def _forward(
+    q: jax.Array, k: jax.Array, v: jax.Array, columns: tuple[jax.Array, ...], scale: float
+) -> tuple[jax.Array, tuple[Any, ...]]:
+    shapes = jax.ShapeDtypeStruct(q.shape, jnp.float32), jax.ShapeDtypeStruct(q.shape[:3], jnp.float32)
+    call = jax.ffi.ffi_call(str(build().fused_forward), shapes, vmap_method="sequential")
+    out, normaliser = (keep(x, ATTENTION) for x in call(q, k, v, *columns, scale=np.float32(scale)))
+    return out, (q, k, v, columns, out, normaliser)
+
+
+def _backward(scale: float, saved: tuple[Any, ...], g: jax.Array) -> tuple[jax.Array | None, ...]:
+    """As in `blocked`."""
+    q, k, v, columns, out, normaliser = saved
+    shapes = tuple(jax.ShapeDtypeStruct(x.shape, jnp.float32) for x in (q, k, v))
+    call = jax.ffi.ffi_call(str(build().fused_backward), shapes, vmap_method="sequential")
+    return *call(q, k, v, *columns, out, normaliser, g, scale=np.float32(scale)), None
+
+
+_attention.defvjp(_forward, _backward)
