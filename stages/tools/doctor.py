@@ -24,7 +24,10 @@ def found() -> dict[str, Any]:
 
     device = choose()
     half = device.compute.dtype == "bfloat16"
-    fused = {"gpu": "cuDNN" if half else None, "tpu": "splash"}.get(device.platform)
+    kernels = build() if device.platform == "cpu" else None
+    # What XLA cuts over several devices is left to it.
+    in_c = "a kernel in C" if kernels and kernels.fused_forward and device.count == 1 and not half else None
+    fused = {"gpu": "cuDNN" if half else None, "tpu": "splash", "cpu": in_c}.get(device.platform)
     little = device.memory_bytes < LITTLE_MEMORY
     return {
         "device": {"platform": device.platform, "kind": device.kind, "count": device.count},
@@ -33,7 +36,7 @@ def found() -> dict[str, Any]:
         "gflops": _rates() if device.platform == "cpu" else None,
         "dtype": device.compute.dtype,
         "attention": fused or "blocks of queries",
-        "kernels": any(build()) if device.platform == "cpu" else None,
+        "kernels": None if kernels is None else any(kernels),
         "remat": device.compute.remat,
         "memories": list(memory_kinds()),
         "flags": [

@@ -38,7 +38,8 @@ def products_of_a_step(dtype, loss, graph, params):
     (packed,) = micro_batches(ragged_groups(count=2), layout=Layout(64, 4), completion_tokens=8)
     # As many completions as pairs take.
     counts = {"n_tokens": np.float32(9), "n_groups": np.float32(2), "margin_C": np.zeros(len(packed.ids_C), np.float32)}
-    with using(dtype):
+    # A part of a mesh has attention by XLA, whose products are seen; those of the kernel are all in float32.
+    with using(dtype), compiling_for("cpu", part=True):
         of_batch = loss(graph, Compute(activations(dtype)))
         program = jax.make_jaxpr(jax.grad(lambda p: of_batch(p, packed.arrays() | counts, None)[0]))
         return products(program(params).jaxpr)

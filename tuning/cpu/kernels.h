@@ -126,7 +126,8 @@ static XLA_FFI_Error *no_memory(XLA_FFI_CallFrame *frame) {
 // 1 / `share` of what is left each time, at least one item.
 static XLA_FFI_Error *spread(XLA_FFI_CallFrame *frame, Part *part, const void *work, size_t bytes, int64_t count,
                              int64_t share, int64_t threads, int64_t scratch_floats) {
-  if (threads > count) threads = count > 0 ? count : 1;
+  if (threads > count) threads = count;
+  if (threads < 1) threads = 1;
   int64_t room = (bytes + 63) / 64 * 64;
   Job *job = aligned_alloc(64, (sizeof(Job) + room + sizeof(float) * threads * scratch_floats + 63) / 64 * 64);
   if (!job) return no_memory(frame);

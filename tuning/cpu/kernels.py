@@ -76,7 +76,7 @@ def _build(kv: str, compiler: str) -> Kernels:
         name, library = built(kv, compiler)
     except (OSError, subprocess.SubprocessError) as e:
         said = getattr(e, "stderr", None) or e
-        _log.warning("`%s` built no kernels, so XLA decodes and multiplies bfloat16, slower: %s", compiler, said)
+        _log.warning("`%s` built no kernels, so XLA does their work, slower: %s", compiler, said)
         return Kernels()
     # Programs in the compilation cache call a kernel by name, so another build must have another name.
     names = {kernel: f"rlhf_{kernel}_{name}" for kernel in Kernels._fields}

@@ -66,13 +66,14 @@ def choose(
 def packed_attention(
     group_BL: jax.Array, branch_BL: jax.Array | None, implementation: Implementation | None = None
 ) -> Attention:
-    """Attention for training and scoring of whole rows, without a cache; `choose` picks the implementation.
+    """Attention for training and scoring of whole rows, without a cache: by a CPU's kernel where `fused` suits,
+    else by what `choose` picks.
 
     branch_BL: None where no two completions share a prompt; the positions of a group are then consecutive.
     On a mesh that the caller has set (`tuning.mesh.under`) each device has the queries of its own rows and heads, and
     where `context` cuts rows, of its own columns; keys and values of the other columns it gathers.
 
-    Tested: `plain` and `blocked` on CPU against each other and transformers; `splash` against them on CPU in
+    Tested: `fused`, `plain` and `blocked` on CPU against a formula and transformers; `splash` against them on CPU in
     Pallas' interpreter, forward and backward, and by the compiler for TPU, on no TPU. Not run at all: `cudnn`, which
     is the documented `jax.nn.dot_product_attention(implementation="cudnn")` with a boolean mask.
     """
@@ -88,7 +89,7 @@ def packed_attention(
 
     def attention(q: jax.Array, k: jax.Array, v: jax.Array, spec: AttentionSpec, cache: Any) -> tuple[jax.Array, Any]:
         context = parts(mesh_in_use(), _context(length))
-        if implementation is None and fused.suits(q, k, spec.softcap):
+        if implementation is None and fused.suits(q, k, v, spec.softcap):
             segments = Segments(group_BL, branches_BL, spec.positions_BL)
             return fused.fused_attention(q, k, v, segments, spec.window, spec.scale), cache
         how = implementation or choose(q, spec.softcap, shared=branch_BL is not None, context=context)

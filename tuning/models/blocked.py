@@ -99,11 +99,15 @@ def plain_attention(
     seen_BLS: true to see; each query sees a key at least. Heads that share keys are rows of one matrix, which on a CPU
     takes four fifths of the time of `jax.nn.dot_product_attention`, and two thirds backward.
     """
-    b, length, n, h = q_BLNH.shape
     heads = k_BSKH.shape[2]
-    q_rows = _by_head(q_BLNH, heads).reshape(b, heads, -1, h)
+    q = _by_head(q_BLNH, heads)
     k, v = k_BSKH.transpose(0, 2, 1, 3), v_BSKH.transpose(0, 2, 1, 3)
-    return _by_token(_attend(q_rows, k, v, seen_BLS, n // heads, scale, softcap)[0])
+    z = _logits(q.reshape(*q.shape[:2], -1, q.shape[-1]), k, q.shape[2], scale, softcap)
+    # Weights of half types sum to 1 before they are rounded: divided behind the product, the two ways through which a
+    # gradient reaches the logits would be rounded apart, and what keys have in common would not cancel.
+    weights = jax.nn.softmax(jnp.where(seen_BLS[:, None, None], z, -jnp.inf), axis=-1).astype(v.dtype)
+    out = _dot(weights.reshape(*q.shape[:2], -1, k.shape[2]), v, 3, 2)
+    return _by_token(out.reshape(*q.shape[:4], -1).astype(v.dtype))
 
 
 def _stripes(length: int, keys: int, part: bool) -> list[tuple[int, int, int]]:
@@ -144,30 +148,6 @@ def _logits(q_rows: jax.Array, keys: jax.Array, groups: int, scale: float, softc
     z = z if softcap is None else softcap * jnp.tanh(z / softcap)
     b, k, rows, s = z.shape
     return z.reshape(b, k, groups, rows // groups, s)
-
-
-def _attend(
-    q_rows: jax.Array,
-    k: jax.Array,
-    v: jax.Array,
-    seen: jax.Array,
-    groups: int,
-    scale: float,
-    softcap: float | None,
-) -> tuple[jax.Array, jax.Array]:
-    """Outputs [B, K, G, Q, H] of queries [B, K, G * Q, H] that meet all keys [B, K, S, H], and log-normalisers.
-
-    seen: [B, Q, S]; each query sees a key, itself.
-    """
-    z = jnp.where(seen[:, None, None], _logits(q_rows, k, groups, scale, softcap), -jnp.inf)
-    # The quotient does not depend on it, so no gradient goes through it.
-    top = jax.lax.stop_gradient(jnp.max(z, axis=-1, keepdims=True))
-    e = jnp.exp(z - top)
-    total = jnp.sum(e, axis=-1, keepdims=True)
-    weights = e.astype(v.dtype).reshape(*e.shape[:2], -1, e.shape[-1])
-    # Dividing after the product takes H divisions a query in place of S.
-    out = _dot(weights, v, 3, 2).reshape(*e.shape[:4], -1) / total
-    return out.astype(v.dtype), top + jnp.log(total)
 
 
 def _block(x: jax.Array, start: jax.Array | int) -> jax.Array:
@@ -217,8 +197,16 @@ def _forward(
     q, k, v = _by_head(q_BLNH, heads), k_BLKH.transpose(0, 2, 1, 3), v_BLKH.transpose(0, 2, 1, 3)
 
     def block(start: jax.Array | int, stop: int) -> tuple[jax.Array, jax.Array]:
-        seen = visible(segments, window, start, BLOCK, stop)
-        return _attend(_block(q, start), k[:, :, :stop], v[:, :, :stop], seen, groups, scale, softcap)
+        z = _logits(_block(q, start), k[:, :, :stop], groups, scale, softcap)
+        z = jnp.where(visible(segments, window, start, BLOCK, stop)[:, None, None], z, -jnp.inf)
+        # Every token sees itself, so the maximum is finite.
+        top = jnp.max(z, axis=-1, keepdims=True)
+        e = jnp.exp(z - top)
+        total = jnp.sum(e, axis=-1, keepdims=True)
+        weights = e.astype(v.dtype).reshape(*e.shape[:2], -1, stop)
+        # Dividing after the product takes H divisions a query in place of S.
+        out = _dot(weights, v[:, :, :stop], 3, 2).reshape(*e.shape[:4], -1) / total
+        return out.astype(v.dtype), top + jnp.log(total)
 
     outs, normalisers = [], []
     for first, count, stop in _stripes(q.shape[3], k.shape[2], segments.first is not None):
@@ -241,7 +229,7 @@ def _backward(
 
         dv = p^T g
         dp = g v^T
-        dz = p * (dp - sum(p * dp))    of the softmax; the sum over keys is g . o, as p v = o
+        dz = p * (dp - sum(p * dp))    of the softmax; the sum over keys is g . o, as p v = o, unless o is rounded
         ds = dz * (1 - (z / c)^2)      of the softcap; tanh' = 1 - tanh^2
         dq = scale * ds k
         dk = scale * ds^T q
@@ -261,6 +249,9 @@ def _backward(
         # Logits are not masked here, so invisible keys are taken out of the probabilities.
         p = jnp.where(seen, jnp.exp(z - norm), 0.0)
         dp = _dot(g_rows, v[:, :, :stop], 3, 3).reshape(p.shape)
+        if out.dtype != dp.dtype:
+            # Of a rounded output it would be off by more than what keys have in common can bear.
+            dot = jnp.sum(p * dp, axis=-1, keepdims=True)
         # scale * ds; the factor of dq and dk is put in here, once.
         ds = p * (dp - dot) * scale
         if softcap is not None:

@@ -2,8 +2,8 @@
 //
 // Axes: B rows, L tokens, N query heads, K key-value heads, G = N / K, H head size (a multiple of LANES). The token of
 // column i sees that of column j <= i where group is the same, branch the same or 0 at j, and position[i] - position[j]
-// < window; itself always. Attribute: scale, float32, of the logits. All sums are in float32, in an order that threads
-// do not change.
+// < window, which is at least 1: so each sees itself. Attribute: scale, float32, of the logits. All sums are in
+// float32, in an order that threads do not change.
 //
 // fused_forward(q [B, L, N, H], k [B, L, K, H], v, group [B, L], branch, position, window []) -> out [B, L, N, H] and
 // the logarithm of each query's normaliser [B, L, N]; numbers are float32, the others int32.
@@ -27,8 +27,6 @@ enum {
   HEIGHT = 3, VECTORS = 2,
 #endif
 };
-
-static const float LEAST = -1e30f;
 
 INLINE bits load_bits(const int32_t *p) { return *(const bits *)p; }
 INLINE vec only(vec x, bits mask) { return (vec)((bits)x & mask); }
@@ -238,10 +236,10 @@ static void logits(const Work *w, const Scratch *s, Span span) {
 
 // Weights in place of the logits of one query, relative to the largest so far; what was summed before follows it.
 INLINE void add_weights(const Work *w, const int32_t *seen, float *s, float *top, float *total, float *o) {
-  vec most = splat(LEAST);
+  vec most = splat(-INFINITY);
   for (int j = 0; j < KEYS; j += LANES) {
     bits mask = load_bits(seen + j);
-    vec x = only(load(s + j), mask) + only(splat(LEAST), ~mask);
+    vec x = only(load(s + j), mask) + only(splat(-INFINITY), ~mask);
     store(s + j, x);
     most = larger(x, most);
   }
@@ -271,7 +269,7 @@ static void forward(const void *work, int64_t begin, int64_t end, float *scratch
     int64_t tokens = w->length - from < w->tokens ? w->length - from : w->tokens, rows = tokens * w->shared;
     take_queries(w, row, head, from, tokens, s.q);
     memset(s.o, 0, sizeof(float) * rows * w->size);
-    for (int64_t r = 0; r < rows; r++) s.top[r] = LEAST, s.total[r] = 0;
+    for (int64_t r = 0; r < rows; r++) s.top[r] = -INFINITY, s.total[r] = 0;
     for (int64_t key = 0; key < from + tokens; key += KEYS) {
       Span span = see(w, row, from, tokens, key, s.seen);
       if (span.first >= span.end) continue;
@@ -308,63 +306,110 @@ INLINE void differentiate(const int32_t *seen, float *s, float *d, float normali
   }
 }
 
+// A block of queries with what its gradient needs: those of the outputs, normalisers, and sum(g * out) of each query,
+// which is that of its weights with their gradients, as the weighted values are the output.
+static void take_block(const Work *w, int64_t row, int64_t head, int64_t from, int64_t tokens, const Scratch *s) {
+  int64_t size = w->size, wide = w->shared * size;
+  take_queries(w, row, head, from, tokens, s->q);
+  for (int64_t t = 0; t < tokens; t++) {
+    int64_t at = place(w, row, from + t, wide, head);
+    memcpy(s->g + t * wide, w->g + at, sizeof(float) * wide);
+    for (int64_t g = 0; g < w->shared; g++) {
+      vec sum = splat(0);
+      for (int64_t h = g * size; h < (g + 1) * size; h += LANES) sum += load(w->g + at + h) * load(w->out + at + h);
+      s->total[t * w->shared + g] = sum_of(sum);
+      s->top[t * w->shared + g] = w->normaliser[place(w, row, from + t, w->shared, head) + g];
+    }
+  }
+}
+
+enum { OF_QUERIES = 1, OF_KEYS = 2 };
+
+// Adds what a block of queries, which was taken, and a block of keys have in common to the gradients asked for.
+static void add_gradients(const Work *w, int64_t row, int64_t head, int64_t from, int64_t tokens, int64_t key,
+                          int asked, const Scratch *s) {
+  Span span = see(w, row, from, tokens, key, s->seen);
+  if (span.first >= span.end) return;
+  int64_t size = w->size, next = w->heads * size, at = place(w, row, key, size, head);
+  int64_t count = w->length - key < KEYS ? w->length - key : KEYS;
+  pack(w, w->k + at, count, s->k, s->kt);
+  pack(w, w->v + at, count, s->v, s->vt);
+  int64_t first = span.first * w->shared, rows = (span.end - span.first) * w->shared;
+  float *q = s->q + first * size, *g = s->g + first * size, *p = s->s + first * KEYS, *d = s->d + first * KEYS;
+  logits(w, s, span);
+  multiply((Product){.a = g, .down = size, .along = 1, .b = s->vt, .next_b = KEYS, .c = d, .next_c = KEYS,
+                     .depth = size},
+           rows, KEYS);
+  for (int64_t r = 0; r < rows; r++)
+    differentiate(s->seen + (first + r) / w->shared * KEYS, p + r * KEYS, d + r * KEYS, s->top[first + r],
+                  s->total[first + r]);
+  if (asked & OF_QUERIES)
+    multiply((Product){.a = d, .down = KEYS, .along = 1, .b = s->k, .next_b = size, .c = s->o + first * size,
+                       .next_c = size, .depth = KEYS, .adds = 1},
+             rows, size);
+  if (!(asked & OF_KEYS)) return;
+  multiply((Product){.a = d, .down = 1, .along = KEYS, .b = q, .next_b = size, .c = w->dk + at, .next_c = next,
+                     .depth = rows, .adds = 1},
+           count, size);
+  multiply((Product){.a = p, .down = 1, .along = KEYS, .b = g, .next_b = size, .c = w->dv + at, .next_c = next,
+                     .depth = rows, .adds = 1},
+           count, size);
+}
+
+static void clear_keys(const Work *w, int64_t row, int64_t head, int64_t key, int64_t end) {
+  for (int64_t i = key; i < end && i < w->length; i++) {
+    int64_t at = place(w, row, i, w->size, head);
+    memset(w->dk + at, 0, sizeof(float) * w->size);
+    memset(w->dv + at, 0, sizeof(float) * w->size);
+  }
+}
+
+// Gradients of a block of queries, and what it adds to those of the keys where they are asked for too.
+static void of_queries(const Work *w, int64_t row, int64_t head, int64_t from, int asked, const Scratch *s) {
+  int64_t tokens = w->length - from < w->tokens ? w->length - from : w->tokens, wide = w->shared * w->size;
+  take_block(w, row, head, from, tokens, s);
+  memset(s->o, 0, sizeof(float) * tokens * wide);
+  for (int64_t key = 0; key < from + tokens; key += KEYS) add_gradients(w, row, head, from, tokens, key, asked, s);
+  for (int64_t t = 0; t < tokens; t++) {
+    float *dq = w->dq + place(w, row, from + t, wide, head);
+    for (int64_t i = 0; i < wide; i += LANES) store(dq + i, load(s->o + t * wide + i) * w->scale);
+  }
+}
+
+// Gradients of a block of keys.
+static void of_keys(const Work *w, int64_t row, int64_t head, int64_t key, const Scratch *s) {
+  clear_keys(w, row, head, key, key + KEYS);
+  for (int64_t from = key / w->tokens * w->tokens; from < w->length; from += w->tokens) {
+    int64_t tokens = w->length - from < w->tokens ? w->length - from : w->tokens;
+    take_block(w, row, head, from, tokens, s);
+    add_gradients(w, row, head, from, tokens, key, OF_KEYS, s);
+  }
+}
+
 // Item: one key-value head of one row.
 static void backward(const void *work, int64_t begin, int64_t end, float *scratch) {
   const Work *w = work;
   Scratch s = scratch_of(w, scratch);
-  int64_t size = w->size, wide = w->shared * size, next = w->heads * size;
   for (int64_t item = begin; item < end; item++) {
     int64_t row = item / w->heads, head = item % w->heads;
-    for (int64_t i = 0; i < w->length; i++) {
-      int64_t at = place(w, row, i, size, head);
-      memset(w->dk + at, 0, sizeof(float) * size);
-      memset(w->dv + at, 0, sizeof(float) * size);
-    }
-    for (int64_t from = 0; from < w->length; from += w->tokens) {
-      int64_t tokens = w->length - from < w->tokens ? w->length - from : w->tokens;
-      take_queries(w, row, head, from, tokens, s.q);
-      for (int64_t t = 0; t < tokens; t++) {
-        int64_t at = place(w, row, from + t, wide, head);
-        memcpy(s.g + t * wide, w->g + at, sizeof(float) * wide);
-        for (int64_t g = 0; g < w->shared; g++) {
-          // sum(p * dp) over the keys, without p: p v is the output.
-          vec sum = splat(0);
-          for (int64_t h = g * size; h < (g + 1) * size; h += LANES) sum += load(w->g + at + h) * load(w->out + at + h);
-          s.total[t * w->shared + g] = sum_of(sum);
-          s.top[t * w->shared + g] = w->normaliser[place(w, row, from + t, w->shared, head) + g];
-        }
-      }
-      memset(s.o, 0, sizeof(float) * tokens * wide);
-      for (int64_t key = 0; key < from + tokens; key += KEYS) {
-        Span span = see(w, row, from, tokens, key, s.seen);
-        if (span.first >= span.end) continue;
-        int64_t count = w->length - key < KEYS ? w->length - key : KEYS, at = place(w, row, key, size, head);
-        pack(w, w->k + at, count, s.k, s.kt);
-        pack(w, w->v + at, count, s.v, s.vt);
-        int64_t first = span.first * w->shared, rows = (span.end - span.first) * w->shared;
-        float *q = s.q + first * size, *g = s.g + first * size, *p = s.s + first * KEYS, *d = s.d + first * KEYS;
-        logits(w, &s, span);
-        multiply((Product){.a = g, .down = size, .along = 1, .b = s.vt, .next_b = KEYS, .c = d, .next_c = KEYS,
-                           .depth = size},
-                 rows, KEYS);
-        for (int64_t r = 0; r < rows; r++)
-          differentiate(s.seen + (first + r) / w->shared * KEYS, p + r * KEYS, d + r * KEYS, s.top[first + r],
-                        s.total[first + r]);
-        multiply((Product){.a = d, .down = KEYS, .along = 1, .b = s.k, .next_b = size, .c = s.o + first * size,
-                           .next_c = size, .depth = KEYS, .adds = 1},
-                 rows, size);
-        multiply((Product){.a = d, .down = 1, .along = KEYS, .b = q, .next_b = size, .c = w->dk + at, .next_c = next,
-                           .depth = rows, .adds = 1},
-                 count, size);
-        multiply((Product){.a = p, .down = 1, .along = KEYS, .b = g, .next_b = size, .c = w->dv + at, .next_c = next,
-                           .depth = rows, .adds = 1},
-                 count, size);
-      }
-      for (int64_t t = 0; t < tokens; t++) {
-        float *dq = w->dq + place(w, row, from + t, wide, head);
-        for (int64_t i = 0; i < wide; i += LANES) store(dq + i, load(s.o + t * wide + i) * w->scale);
-      }
-    }
+    clear_keys(w, row, head, 0, w->length);
+    for (int64_t from = 0; from < w->length; from += w->tokens)
+      of_queries(w, row, head, from, OF_QUERIES | OF_KEYS, &s);
+  }
+}
+
+// Item: a block of queries, or behind those one of keys, of a key-value head of a row: 7 products in place of 5, added
+// up in the same order.
+static void backward_apart(const void *work, int64_t begin, int64_t end, float *scratch) {
+  const Work *w = work;
+  Scratch s = scratch_of(w, scratch);
+  int64_t blocks = (w->length + w->tokens - 1) / w->tokens, all = blocks + (w->length + KEYS - 1) / KEYS;
+  for (int64_t item = begin; item < end; item++) {
+    int64_t row = item / all / w->heads, head = item / all % w->heads, block = item % all;
+    if (block < blocks)
+      of_queries(w, row, head, block * w->tokens, OF_QUERIES, &s);
+    else
+      of_keys(w, row, head, (block - blocks) * KEYS, &s);
   }
 }
 
@@ -412,6 +457,10 @@ XLA_FFI_Error *fused_backward(XLA_FFI_CallFrame *frame) {
   w.dq = results[0]->data;
   w.dk = results[1]->data;
   w.dv = results[2]->data;
-  int64_t items = w.rows * w.heads, threads = threads_of(frame);
-  return spread(frame, backward, &w, sizeof w, items, items + 1, threads, scratch_floats(&w));
+  int64_t heads = w.rows * w.heads, threads = threads_of(frame);
+  // Fewer than two heads for each thread: one of them would wait for another.
+  if (heads >= 2 * threads || threads == 1)
+    return spread(frame, backward, &w, sizeof w, heads, heads + 1, threads, scratch_floats(&w));
+  int64_t blocks = (w.length + w.tokens - 1) / w.tokens + (w.length + KEYS - 1) / KEYS;
+  return spread(frame, backward_apart, &w, sizeof w, heads * blocks, heads * blocks + 1, threads, scratch_floats(&w));
 }

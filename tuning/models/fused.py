@@ -7,7 +7,6 @@ of it, and what lies between them goes through memory. Axes as in `blocked`.
 from __future__ import annotations
 
 import functools
-import os
 from typing import Any
 
 import jax
@@ -25,16 +24,14 @@ LANES = 16
 _NO_WINDOW = np.int32(2**31 - 1)
 
 
-def suits(q_BLNH: jax.Array, k_BLKH: jax.Array, softcap: float | None) -> bool:
+def suits(q_BLNH: jax.Array, k_BLKH: jax.Array, v_BLKH: jax.Array, softcap: float | None) -> bool:
     """Whether the kernel is there and supports such arrays, on one device."""
-    if target_platform() != "cpu" or mesh_in_use() is not None or is_a_part():
+    if target_platform() != "cpu" or mesh_in_use() is not None or is_a_part() or softcap is not None:
         return False
-    kinds = {q_BLNH.dtype.name, k_BLKH.dtype.name}
-    whole = kinds == {"float32"} and q_BLNH.shape[:2] == k_BLKH.shape[:2] and q_BLNH.shape[3] % LANES == 0
-    # The gradient's work is divided by rows and key-value heads; XLA's by less.
-    busy = 2 * q_BLNH.shape[0] * k_BLKH.shape[2] >= (os.cpu_count() or 1)
+    (b, length, _, size), kinds = q_BLNH.shape, {x.dtype.name for x in (q_BLNH, k_BLKH, v_BLKH)}
+    whole = k_BLKH.shape == v_BLKH.shape == (b, length, k_BLKH.shape[2], size) and size % LANES == 0
     # A build takes seconds, and warns where it fails.
-    return whole and softcap is None and busy and build().fused_forward is not None
+    return whole and kinds == {"float32"} and build().fused_forward is not None
 
 
 def fused_attention(
@@ -45,10 +42,13 @@ def fused_attention(
     window: jax.Array | int | None,
     scale: float,
 ) -> jax.Array:
-    """softmax(mask(scale * q k)) v, [B, L, N, H], of float32 arrays that `suits` accepts, all columns of their rows."""
-    limit = _NO_WINDOW if window is None else window
-    columns = (*segments[:3], jnp.asarray(limit))
-    return _attention(q_BLNH, k_BLKH, v_BLKH, tuple(x.astype(jnp.int32) for x in columns), scale)
+    """softmax(mask(scale * q k)) v, [B, L, N, H], of float32 arrays that `suits` accepts, all columns of their rows.
+
+    window: at least 1. The gradient has none of its own.
+    """
+    limit = jnp.minimum(_NO_WINDOW if window is None else window, _NO_WINDOW)
+    columns = (jnp.broadcast_to(x, q_BLNH.shape[:2]) for x in segments[:3])
+    return _attention(q_BLNH, k_BLKH, v_BLKH, tuple(x.astype(jnp.int32) for x in (*columns, limit)), scale)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(4,))

@@ -10,8 +10,8 @@ of attention, F feed-forward.
     full        0                  nothing (Chen et al., arXiv:1604.06174)
     offload     -D                 nothing, and its input is in the host's memory
 
-Attention without blocks, that of short rows and cuDNN's, has no name: it is computed again whatever the policy but
-`none`.
+Attention without blocks, XLA's of short rows and cuDNN's, has no name: it is computed again whatever the policy but
+`none`. A CPU's kernel gives N normalisers beside A.
 """
 
 from __future__ import annotations

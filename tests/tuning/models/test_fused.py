@@ -1,7 +1,5 @@
 """Attention by the kernel for CPUs equals its formula in float64, value and gradient, for every kind of mask."""
 
-import os
-
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -118,6 +116,7 @@ def test_what_is_not_a_number_stays_so():
 
 
 def test_rows_have_the_same_bits_whatever_lies_beside_them():
+    # A single row has its gradients of queries and of keys made apart, so that all cores have work.
     q, k, v, g = arrays(5, 150, 6, 2, 32)
     segments = packed(5, 150)
 
@@ -131,22 +130,46 @@ def test_rows_have_the_same_bits_whatever_lies_beside_them():
         assert np.array_equal(a[3:4], b)
 
 
-def test_it_is_taken_where_it_suits(monkeypatch):
-    q, k, _, _ = arrays(1, 40, 2, 1, 16)
-    assert fused.suits(q, k, None)
-    assert not fused.suits(q, k, 30.0)
-    assert not fused.suits(q.astype(jnp.bfloat16), k.astype(jnp.bfloat16), None)
-    # Queries that are some columns of their rows.
-    assert not fused.suits(q[:, :20], k, None)
-    odd = arrays(1, 40, 2, 1, 24)
-    assert not fused.suits(odd[0], odd[1], None)
+def test_overflowing_logits_are_no_numbers():
+    q, k, v, g = arrays(1, 40, 2, 1, 16)
+    segments = packed(1, 40)
+    # The first token of a group sees only itself, by a logit of minus infinity.
+    q, k = q.at[0, 0].set(1e20), k.at[0, 0].set(-1e20)
+    out, dq, *_ = value_and_gradients(lambda *x: fused.fused_attention(*x, segments, None, 0.3), q, k, v, g)
+    assert np.isnan(out[0, 0]).all() and np.isnan(dq[0, 0]).all()
+
+
+def test_logits_far_below_zero_have_their_weights():
+    q, k, v, _ = arrays(1, 3, 1, 1, 16)
+    segments = Segments(jnp.ones((1, 3), jnp.int32), jnp.zeros((1, 3), jnp.int32), jnp.arange(3)[None])
+    q, k = jnp.full_like(q, 1e16), jnp.full_like(k, -1e16) * jnp.asarray([3.0, 2.0, 1.0])[None, :, None, None]
+    out = fused.fused_attention(q, k, v, segments, None, 1.0)
+    np.testing.assert_allclose(out, v, rtol=1e-6)
+
+
+def test_columns_of_all_rows_may_be_given_once():
+    q, k, v, _ = arrays(2, 70, 6, 2, 16)
+    segments = packed(1, 70)
+    twice = Segments(*(jnp.tile(x, (2, 1)) for x in segments[:3]))
+    once = fused.fused_attention(q, k, v, segments, 9, 0.3)
+    assert np.array_equal(once, fused.fused_attention(q, k, v, twice, 9, 0.3))
+
+
+def test_it_is_taken_where_it_suits():
+    q, k, v, _ = arrays(1, 40, 2, 1, 16)
+    assert fused.suits(q, k, v, None)
+    assert not fused.suits(q, k, v, 30.0)
+    for half in range(3):
+        assert not fused.suits(*(x.astype(jnp.bfloat16) if i == half else x for i, x in enumerate((q, k, v))), None)
+    # Queries that are some columns of their rows; values of another size.
+    assert not fused.suits(q[:, :20], k, v, None)
+    assert not fused.suits(q, k, jnp.concatenate([v, v], -1), None)
+    assert not fused.suits(*arrays(1, 40, 2, 1, 24)[:3], None)
     for platform in ("tpu", "gpu"):
         with compiling_for(platform):
-            assert not fused.suits(q, k, None)
+            assert not fused.suits(q, k, v, None)
     with compiling_for("cpu", part=True):
-        assert not fused.suits(q, k, None)
-    monkeypatch.setattr(os, "cpu_count", lambda: 3)
-    assert not fused.suits(q, k, None)
+        assert not fused.suits(q, k, v, None)
 
 
 def test_without_a_compiler_xla_computes_the_same(monkeypatch):
