@@ -25,7 +25,8 @@ INLINE float number_of(int type, const void *p, int64_t i) {
   return number;
 }
 
-// Vectors of floats for what defines their LANES, 16, before it includes this; compilers cut them for shorter registers.
+// Vectors of floats for what defines their LANES, 16, before it includes this. For shorter registers compilers cut them,
+// in memory: results are the same, and slow.
 #if defined(LANES)
 typedef float vec __attribute__((vector_size(4 * LANES), aligned(4)));
 typedef int32_t bits __attribute__((vector_size(4 * LANES), aligned(4)));
@@ -33,9 +34,13 @@ typedef int32_t bits __attribute__((vector_size(4 * LANES), aligned(4)));
 INLINE vec load(const float *p) { return *(const vec *)p; }
 INLINE void store(float *p, vec x) { *(vec *)p = x; }
 
+#if defined(__AVX512F__)
 // Not zeros + x, which would be an addition.
 #define FOUR(x) x, x, x, x
 INLINE vec splat(float x) { return (vec){FOUR(x), FOUR(x), FOUR(x), FOUR(x)}; }
+#else
+INLINE vec splat(float x) { return (vec){0} + x; }
+#endif
 
 INLINE vec larger(vec a, vec b) {
   bits mask = a > b;

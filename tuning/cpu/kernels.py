@@ -47,7 +47,7 @@ class Kernels(NamedTuple):
     """Of factors rounded to bfloat16, where the processor multiplies those."""
     fused_forward: str | None = None
     fused_backward: str | None = None
-    """Attention of packed rows, and its gradient."""
+    """Attention of packed rows, and its gradient, where vectors are those of AVX-512."""
 
 
 def build(kv: str = "float32", compiler: str | None = None) -> Kernels:
@@ -55,7 +55,8 @@ def build(kv: str = "float32", compiler: str | None = None) -> Kernels:
 
     A build supports one type `kv` of keys and values, of `KV_TYPES`. `compiler` is a command, by default that of the
     environment variable CC, or `cc`. With a persistent compilation cache of JAX, libraries are stored in it, by
-    sources, type, compiler, processor and version of jaxlib; else each process builds its own.
+    sources, type, compiler, processor and version of jaxlib; else, or where it takes no files, each process builds its
+    own.
     """
     with _LOCK:
         return _build(kv, compiler or _default())
@@ -80,8 +81,7 @@ def _build(kv: str, compiler: str) -> Kernels:
         return Kernels()
     # Programs in the compilation cache call a kernel by name, so another build must have another name.
     names = {kernel: f"rlhf_{kernel}_{name}" for kernel in Kernels._fields}
-    if not hasattr(library, "matmul"):
-        del names["matmul"]
+    names = {kernel: target for kernel, target in names.items() if hasattr(library, kernel)}
     # The kernel of the system has to allow a matrix unit.
     if hasattr(library, "matmul_unit") and not library.matmul_unit():
         _log.warning("Linux denies the matrix unit (AMX) to this process: products of bfloat16 are slower without it")
@@ -110,7 +110,8 @@ def built(kv: str, compiler: str) -> tuple[str, ctypes.CDLL]:
             # What is no library is built again.
             with contextlib.suppress(OSError):
                 return name, ctypes.CDLL(str(library))
-        folder.mkdir(parents=True, exist_ok=True)
+        if not _takes_files(folder):
+            folder, library = Path(own), Path(own) / library.name
         # Renamed when complete: other processes may build the same library at the same time.
         with tempfile.TemporaryDirectory(dir=folder) as place:
             compiled = Path(place) / library.name
@@ -125,6 +126,15 @@ def built(kv: str, compiler: str) -> tuple[str, ctypes.CDLL]:
                 os.fsync(file.fileno())
             os.replace(compiled, library)
         return name, ctypes.CDLL(str(library))
+
+
+def _takes_files(folder: Path) -> bool:
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=folder):
+            return True
+    except OSError:
+        return False
 
 
 def _run(commands: Sequence[Sequence[str]], place: str) -> None:

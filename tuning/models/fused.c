@@ -1,4 +1,5 @@
-// Attention of packed rows and its gradient, without the logits of a whole row (Dao et al., 2022), on all cores.
+// Attention of packed rows and its gradient, without the logits of a whole row (Dao et al., 2022), on all cores, by
+// vectors of AVX-512: with shorter ones XLA's is as fast.
 //
 // Axes: B rows, L tokens, N query heads, K key-value heads, G = N / K, H head size (a multiple of LANES). The token of
 // column i sees that of column j <= i where group is the same, branch the same or 0 at j, and position[i] - position[j]
@@ -16,16 +17,12 @@
 #define LANES 16  // floats of a vector
 #include "kernels.h"
 
+#if defined(__AVX512F__)
 enum {
   KEYS = 64,    // of a block: one of a head, either way round, stays in a core's first cache
   ROWS = 192,   // of a block of queries, as near as tokens come to it: with KEYS and H, its matrices stay in the second
-#if defined(__AVX512F__)
-  HEIGHT = 6, VECTORS = 4,  // of a tile, whose sums are in registers
-#elif defined(__aarch64__)
-  HEIGHT = 6, VECTORS = 1,
-#else
-  HEIGHT = 3, VECTORS = 2,
-#endif
+  HEIGHT = 6,   // of a tile, whose sums are in registers,
+  VECTORS = 4,  // and its breadth
 };
 
 INLINE bits load_bits(const int32_t *p) { return *(const bits *)p; }
@@ -79,14 +76,10 @@ INLINE void tile(int rows, int vectors, const Product *p) {
 FOR_ROWS(1)
 FOR_ROWS(2)
 FOR_ROWS(3)
-#if defined(__AVX512F__) || defined(__aarch64__)
 FOR_ROWS(4)
 FOR_ROWS(5)
 FOR_ROWS(6)
 #define TILES(width) {tile_1_##width, tile_2_##width, tile_3_##width, tile_4_##width, tile_5_##width, tile_6_##width}
-#else
-#define TILES(width) {tile_1_##width, tile_2_##width, tile_3_##width}
-#endif
 static void (*const narrow[HEIGHT])(const Product *) = TILES(1);
 static void (*const broad[HEIGHT])(const Product *) = TILES(all);
 
@@ -180,6 +173,29 @@ typedef struct {
   int64_t first, end;
 } Span;
 
+INLINE void widen(int32_t x, int32_t range[2]) {
+  if (x < range[0]) range[0] = x;
+  if (x > range[1]) range[1] = x;
+}
+
+static void ranges(const Work *w, int64_t row, int64_t from, int64_t count, int32_t groups[2], int32_t positions[2]) {
+  groups[0] = positions[0] = INT32_MAX;
+  groups[1] = positions[1] = INT32_MIN;
+  for (int64_t i = row * w->length + from; count; i++, count--) {
+    widen(w->group[i], groups);
+    widen(w->position[i], positions);
+  }
+}
+
+// Whether no token of a block can see a key of another, by their ranges alone: rows of many groups, and narrow windows,
+// have few blocks that meet.
+static int apart(const Work *w, int64_t row, int64_t from, int64_t tokens, int64_t key) {
+  int32_t groups[2], positions[2], of_keys[2], their_positions[2];
+  ranges(w, row, from, tokens, groups, positions);
+  ranges(w, row, key, w->length - key < KEYS ? w->length - key : KEYS, of_keys, their_positions);
+  return groups[1] < of_keys[0] || groups[0] > of_keys[1] || positions[0] - (int64_t)their_positions[1] >= w->window;
+}
+
 // What `tokens` tokens from column `from` on see of the keys from column `key` on, and which tokens see any of them.
 static Span see(const Work *w, int64_t row, int64_t from, int64_t tokens, int64_t key, int32_t *seen) {
   const int32_t *group = w->group + row * w->length, *branch = w->branch + row * w->length;
@@ -271,6 +287,7 @@ static void forward(const void *work, int64_t begin, int64_t end, float *scratch
     memset(s.o, 0, sizeof(float) * rows * w->size);
     for (int64_t r = 0; r < rows; r++) s.top[r] = -INFINITY, s.total[r] = 0;
     for (int64_t key = 0; key < from + tokens; key += KEYS) {
+      if (apart(w, row, from, tokens, key)) continue;
       Span span = see(w, row, from, tokens, key, s.seen);
       if (span.first >= span.end) continue;
       int64_t count = w->length - key < KEYS ? w->length - key : KEYS, at = place(w, row, key, w->size, head);
@@ -328,6 +345,7 @@ enum { OF_QUERIES = 1, OF_KEYS = 2 };
 // Adds what a block of queries, which was taken, and a block of keys have in common to the gradients asked for.
 static void add_gradients(const Work *w, int64_t row, int64_t head, int64_t from, int64_t tokens, int64_t key,
                           int asked, const Scratch *s) {
+  if (apart(w, row, from, tokens, key)) return;
   Span span = see(w, row, from, tokens, key, s->seen);
   if (span.first >= span.end) return;
   int64_t size = w->size, next = w->heads * size, at = place(w, row, key, size, head);
@@ -381,6 +399,7 @@ static void of_keys(const Work *w, int64_t row, int64_t head, int64_t key, const
   clear_keys(w, row, head, key, key + KEYS);
   for (int64_t from = key / w->tokens * w->tokens; from < w->length; from += w->tokens) {
     int64_t tokens = w->length - from < w->tokens ? w->length - from : w->tokens;
+    if (apart(w, row, from, tokens, key)) continue;
     take_block(w, row, head, from, tokens, s);
     add_gradients(w, row, head, from, tokens, key, OF_KEYS, s);
   }
@@ -464,3 +483,4 @@ XLA_FFI_Error *fused_backward(XLA_FFI_CallFrame *frame) {
   int64_t blocks = (w.length + w.tokens - 1) / w.tokens + (w.length + KEYS - 1) / KEYS;
   return spread(frame, backward_apart, &w, sizeof w, heads * blocks, heads * blocks + 1, threads, scratch_floats(&w));
 }
+#endif

@@ -1,4 +1,4 @@
-"""Attention of packed rows and its gradient by a kernel for CPUs (`fused.c`).
+"""Attention of packed rows and its gradient by a kernel for CPUs with AVX-512 (`fused.c`).
 
 XLA on CPU takes six times as long as its products would at their full rate: its products of small matrices reach a half
 of it, and what lies between them goes through memory. Axes as in `blocked`.
@@ -47,29 +47,35 @@ def fused_attention(
     window: at least 1. The gradient has none of its own.
     """
     limit = jnp.minimum(_NO_WINDOW if window is None else window, _NO_WINDOW)
-    columns = (jnp.broadcast_to(x, q_BLNH.shape[:2]) for x in segments[:3])
-    return _attention(q_BLNH, k_BLKH, v_BLKH, tuple(x.astype(jnp.int32) for x in (*columns, limit)), scale)
+    columns = tuple(jnp.broadcast_to(x, q_BLNH.shape[:2]) for x in segments[:3])
+    kernels = build()
+    names = str(kernels.fused_forward), str(kernels.fused_backward)
+    return _attention(q_BLNH, k_BLKH, v_BLKH, tuple(x.astype(jnp.int32) for x in (*columns, limit)), scale, names)
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(4,))
-def _attention(q: jax.Array, k: jax.Array, v: jax.Array, columns: tuple[jax.Array, ...], scale: float) -> jax.Array:
-    return _forward(q, k, v, columns, scale)[0]
+@functools.partial(jax.custom_vjp, nondiff_argnums=(4, 5))
+def _attention(
+    q: jax.Array, k: jax.Array, v: jax.Array, columns: tuple[jax.Array, ...], scale: float, names: tuple[str, str]
+) -> jax.Array:
+    return _forward(q, k, v, columns, scale, names)[0]
 
 
 def _forward(
-    q: jax.Array, k: jax.Array, v: jax.Array, columns: tuple[jax.Array, ...], scale: float
+    q: jax.Array, k: jax.Array, v: jax.Array, columns: tuple[jax.Array, ...], scale: float, names: tuple[str, str]
 ) -> tuple[jax.Array, tuple[Any, ...]]:
     shapes = jax.ShapeDtypeStruct(q.shape, jnp.float32), jax.ShapeDtypeStruct(q.shape[:3], jnp.float32)
-    call = jax.ffi.ffi_call(str(build().fused_forward), shapes, vmap_method="sequential")
+    call = jax.ffi.ffi_call(names[0], shapes, vmap_method="sequential")
     out, normaliser = (keep(x, ATTENTION) for x in call(q, k, v, *columns, scale=np.float32(scale)))
     return out, (q, k, v, columns, out, normaliser)
 
 
-def _backward(scale: float, saved: tuple[Any, ...], g: jax.Array) -> tuple[jax.Array | None, ...]:
+def _backward(
+    scale: float, names: tuple[str, str], saved: tuple[Any, ...], g: jax.Array
+) -> tuple[jax.Array | None, ...]:
     """As in `blocked`."""
     q, k, v, columns, out, normaliser = saved
     shapes = tuple(jax.ShapeDtypeStruct(x.shape, jnp.float32) for x in (q, k, v))
-    call = jax.ffi.ffi_call(str(build().fused_backward), shapes, vmap_method="sequential")
+    call = jax.ffi.ffi_call(names[1], shapes, vmap_method="sequential")
     return *call(q, k, v, *columns, out, normaliser, g, scale=np.float32(scale)), None
 
 

@@ -14,7 +14,9 @@ from tuning.models.blocked import Segments
 from tuning.models.decoder import AttentionSpec
 from tuning.target import compiling_for
 
-pytestmark = pytest.mark.skipif(not kernels.has_compiler(), reason="no C compiler")
+pytestmark = pytest.mark.skipif(
+    not kernels.has_compiler() or "avx512f" not in kernels._processor(), reason="no C compiler, or no AVX-512"
+)
 
 SIZES = {
     "two heads": (2, 40, 2, 2, 16),
@@ -27,17 +29,6 @@ SIZES = {
     "long": (1, 700, 3, 1, 32),
 }
 """Rows, tokens, query heads, key-value heads, their size."""
-
-
-@pytest.fixture(params=["", "avx2", "sse"])
-def processor(request, tmp_path, monkeypatch):
-    """This one, and those with shorter vectors."""
-    if request.param:
-        if "avx512f" not in kernels._processor():
-            pytest.skip("this processor has no longer vectors")
-        monkeypatch.setenv("CC", compiler_for(request.param, tmp_path))
-        kernels._build.cache_clear()
-    assert kernels.build().fused_forward
 
 
 def packed(rows, length):
@@ -67,7 +58,7 @@ def value_and_gradients(attention, q, k, v, g):
 
 @pytest.mark.parametrize("window", [None, 17])
 @pytest.mark.parametrize("size", SIZES)
-def test_values_and_gradients_are_those_of_the_formula(size, window, processor):
+def test_values_and_gradients_are_those_of_the_formula(size, window):
     inputs = arrays(*SIZES[size])
     segments = packed(*inputs[0].shape[:2])
 
@@ -113,6 +104,37 @@ def test_what_is_not_a_number_stays_so():
     out = fused.fused_attention(q, k.at[0, 20, 0, 3].set(jnp.nan), v, segments, None, 0.3)
     # Queries before it do not see it.
     assert np.isfinite(out[0, :20]).all() and np.isnan(out[0, 20:]).all()
+
+
+def test_keys_behind_a_row_are_zeros_whatever_was_in_memory():
+    q, k, v, g = arrays(1, 40, 9, 1, 64)
+    segments = packed(1, 40)
+
+    @jax.jit
+    def run(q, k, v, g):
+        return value_and_gradients(lambda *x: fused.fused_attention(*x, segments, None, 0.3), q, k, v, g)
+
+    for _ in range(3):
+        run(*(jnp.full_like(x, jnp.nan) for x in (q, k, v, g)))
+        assert all(np.isfinite(x).all() for x in run(q, k, v, g))
+
+
+@pytest.mark.parametrize("window", [None, 30, 100])
+def test_blocks_that_do_not_meet_are_left_out_and_others_are_not(window):
+    length = 400
+    q, k, v, g = arrays(1, length, 2, 1, 16)
+    # Groups of all lengths that begin and end within blocks, in an order that ranges do not tell, and long branches.
+    ends = np.cumsum([5, 60, 64, 70, 3, 130, 68])
+    group = np.searchsorted(ends, np.arange(length), side="right")
+    start = np.concatenate([[0], ends])[group]
+    group = np.asarray([4, 1, 7, 1, 3, 2, 6])[group]
+    position = np.arange(length) - start
+    branch = np.where(position < 20, 0, position // 40 + 1)
+    segments = Segments(*(jnp.asarray(x, jnp.int32)[None] for x in (group, branch, position)))
+    found = value_and_gradients(lambda *x: fused.fused_attention(*x, segments, window, 0.3), q, k, v, g)
+    expected = value_and_gradients(lambda *x: attention_formula(*x, segments, window, 0.3, None), q, k, v, g)
+    for a, b in zip(found, expected, strict=True):
+        np.testing.assert_allclose(a, b, atol=3e-5)
 
 
 def test_rows_have_the_same_bits_whatever_lies_beside_them():
@@ -172,7 +194,8 @@ def test_it_is_taken_where_it_suits():
         assert not fused.suits(q, k, v, None)
 
 
-def test_without_a_compiler_xla_computes_the_same(monkeypatch):
+@pytest.mark.parametrize("lacks", ["a compiler", "long vectors"])
+def test_where_there_is_no_kernel_xla_computes_the_same(lacks, monkeypatch, tmp_path):
     q, k, v, _ = arrays(1, 40, 2, 1, 16)
     segments = packed(1, 40)
     spec = AttentionSpec(scale=0.3, softcap=None, window=None, positions_BL=segments.positions_BL)
@@ -185,8 +208,7 @@ def test_without_a_compiler_xla_computes_the_same(monkeypatch):
 
     assert calls()
     ours = run()
-    monkeypatch.setenv("CC", "false")
-    kernels._build.cache_clear()
+    monkeypatch.setenv("CC", "false" if lacks == "a compiler" else compiler_for("avx2", tmp_path))
     assert not calls()
     np.testing.assert_allclose(ours, run(), atol=1e-5)
     np.testing.assert_allclose(ours, attention_formula(q, k, v, segments, None, 0.3, None), atol=1e-5)

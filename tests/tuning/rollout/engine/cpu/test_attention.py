@@ -278,3 +278,11 @@ def test_a_kept_kernel_that_is_no_library_is_built_again(cache_folder):
     jax.config.update("jax_compilation_cache_dir", str(cache_folder / "other"))
     assert kernels.built("float32", "cc")[0] == name
     assert damaged.stat().st_size == kept.stat().st_size
+
+
+def test_a_folder_that_takes_no_files_is_done_without(cache_folder):
+    (cache_folder / "file").write_bytes(b"")
+    jax.config.update("jax_compilation_cache_dir", str(cache_folder / "file"))
+    _, library = kernels.built("float32", "cc")
+    assert library.attention
+    assert [f.name for f in cache_folder.iterdir()] == ["file"]
