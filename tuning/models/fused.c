@@ -477,8 +477,8 @@ XLA_FFI_Error *fused_backward(XLA_FFI_CallFrame *frame) {
   w.dk = results[1]->data;
   w.dv = results[2]->data;
   int64_t heads = w.rows * w.heads, threads = threads_of(frame);
-  // Fewer than two heads for each thread: one of them would wait for another.
-  if (heads >= 2 * threads || threads == 1)
+  // Threads that wait for others in a last round cost less than the further products, up to a point.
+  if (5 * threads * ((heads + threads - 1) / threads) <= 8 * heads)
     return spread(frame, backward, &w, sizeof w, heads, heads + 1, threads, scratch_floats(&w));
   int64_t blocks = (w.length + w.tokens - 1) / w.tokens + (w.length + KEYS - 1) / KEYS;
   return spread(frame, backward_apart, &w, sizeof w, heads * blocks, heads * blocks + 1, threads, scratch_floats(&w));

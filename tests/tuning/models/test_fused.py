@@ -138,8 +138,8 @@ def test_blocks_that_do_not_meet_are_left_out_and_others_are_not(window):
 
 
 def test_rows_have_the_same_bits_whatever_lies_beside_them():
-    # A single row has its gradients of queries and of keys made apart, so that all cores have work.
-    q, k, v, g = arrays(5, 150, 6, 2, 32)
+    # A single head has its gradients of queries and of keys made apart, so that all cores have work.
+    q, k, v, g = arrays(5, 150, 3, 1, 32)
     segments = packed(5, 150)
 
     @jax.jit
