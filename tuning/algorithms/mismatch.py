@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 import numpy as np
 
 from tuning.algorithms.flat import Column
@@ -22,6 +24,24 @@ def mismatch_kl(data: RoundData, keep_N: np.ndarray, old: Column) -> float:
         total += float((np.expm1(log_rho) - log_rho).sum())
         count += len(log_rho)
     return total / max(count, 1)
+
+
+DRIFT = 10.0
+"""Limit of how far a policy may have moved from its sampler within a round, in limits of a mismatch: single steps of a
+policy with little entropy have moved by one, without harm; rollouts of other weights are further away."""
+
+
+def check_step(of_policy: Mapping[str, float], limit: float) -> None:
+    """Raises Mismatch where a step whose log pi_old is the sampler's has rollouts that are by other weights."""
+    if "mismatch_kl" in of_policy:
+        check_mismatch(of_policy["mismatch_kl"], limit)
+    elif not of_policy.get("drift_kl", 0.0) <= DRIFT * limit:
+        raise Mismatch(
+            f"a step's rollouts are of another policy, or the policy has moved too far from its sampler: drift KL "
+            f"{of_policy['drift_kl']:.4f} is above {DRIFT:.0f} times max_mismatch_kl {limit}; see whether all rollouts "
+            "of the round have the same policy (`rlhf audit`), learn in smaller steps "
+            "(rl.update.optimizer.learning_rate), or raise the limit knowingly"
+        )
 
 
 def check_mismatch(kl: float, limit: float) -> None:

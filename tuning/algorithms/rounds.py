@@ -28,7 +28,7 @@ from tuning.algorithms.algorithm import find
 from tuning.algorithms.diagnostics import Coefficients, plain
 from tuning.algorithms.flat import Column, Flat, blocks
 from tuning.algorithms.learner import Learner, critic_step, policy_step, step_flops
-from tuning.algorithms.mismatch import check_mismatch, mismatch_kl
+from tuning.algorithms.mismatch import check_mismatch, check_step, mismatch_kl
 from tuning.algorithms.passes import Forward, logps_program, run_pass, values_program
 from tuning.algorithms.round_data import RoundData
 from tuning.algorithms.settings import RoundSettings
@@ -364,9 +364,8 @@ class _Round:
         ) -> None:
             of_policy = {} if sums[0] is None else tally.add(sums[0]())
             if self.by_sampler and at[0] == 0:
-                # Each token once, of skipped steps too. A policy that has moved drifts, by far less than the limit.
-                kl = of_policy.get("mismatch_kl", of_policy.get("drift_kl", 0.0))
-                check_mismatch(kl, settings.max_mismatch_kl)
+                # Each token once, of skipped steps too.
+                check_step(of_policy, settings.max_mismatch_kl)
             if sums[1] is not None:
                 tally.add_value(sums[1]())
             size = sum(g.size for g in groups)

@@ -159,7 +159,8 @@ class RoundSettings(Objective):
     """Step of the adaptive entropy bonus."""
     max_mismatch_kl: Positive = 0.1
     """Mean KL between sampler and trainer past which the run stops: of the round before its first step, or with
-    old_logps: sampler of each step of the first epoch as it is made."""
+    old_logps: sampler of the first step; there later steps of the first epoch, whose policy has moved, stop past ten
+    times as much."""
     truncated: Literal["keep", "mask", "mask-loss"] = "keep"
     """What becomes of completions cut off at max_tokens. keep: trained on as all others. mask: they leave the loss and
     every statistic, as a failed sample does. mask-loss: they leave the loss, but their reward counts in the baseline of

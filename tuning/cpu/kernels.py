@@ -22,7 +22,7 @@ import jax
 import jaxlib
 
 _HERE = Path(__file__).parent
-MODULES = ("models/fused", "models/matmul", "rollout/engine/cpu/attention", "rollout/engine/cpu/products")
+MODULES = ("models/matmul", "models/fused", "rollout/engine/cpu/attention", "rollout/engine/cpu/products")
 """Each has its kernel beside it, under its own name: keys hold what lies beside a module with the module."""
 SOURCES = (
     _HERE / "kernels.h",

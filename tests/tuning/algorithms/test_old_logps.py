@@ -11,7 +11,7 @@ from tests.tuning.algorithms.support import rollouts, settings
 from tests.tuning.tiny import CONFIG, PARAMS
 from tuning.algorithms import rounds
 from tuning.algorithms.learner import Learner
-from tuning.algorithms.mismatch import Mismatch
+from tuning.algorithms.mismatch import Mismatch, check_step
 from tuning.algorithms.round_data import RoundData
 from tuning.algorithms.rounds import run_round
 from tuning.algorithms.tally import Tally
@@ -115,9 +115,23 @@ def test_a_gap_of_later_steps_ends_the_round_too():
     rows, _ = sampled()
     rows = [*(r for r in rows if r.place < 3), *shifted(-2.0, [r for r in rows if r.place >= 3])]
     made = []
-    with pytest.raises(Mismatch, match=r"is above max_mismatch_kl 0.1"):
+    with pytest.raises(Mismatch, match=r"above 10 times max_mismatch_kl 0.1"):
         trained(settings(old_logps="sampler"), rows, record=lambda **v: made.append(v))
     assert len(made) == 1 and made[0]["mismatch_kl"] < 1e-9
+
+
+def test_a_policy_that_moves_within_a_round_is_no_gap():
+    """By more than the limit of a mismatch in one step, as one with little entropy does."""
+    rows, _ = sampled()
+    rows = [*(r for r in rows if r.place < 3), *shifted(-0.6, [r for r in rows if r.place >= 3])]
+    made = []
+    trained(settings(old_logps="sampler"), rows, record=lambda **v: made.append(v))
+    assert len(made) == 2 and 0.1 < made[1]["drift_kl"] < 1
+
+
+def test_drift_that_is_no_number_ends_the_round():
+    with pytest.raises(Mismatch, match="drift KL nan"):
+        check_step({"drift_kl": np.nan}, 0.1)
 
 
 def test_the_first_step_that_is_not_skipped_tells_the_gap():

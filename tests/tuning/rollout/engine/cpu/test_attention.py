@@ -225,7 +225,7 @@ def test_what_a_compiler_says_against_the_source_is_told(cache_folder, tmp_path,
 
 
 def test_a_compiler_that_fails_leaves_no_process_and_no_file(cache_folder, tmp_path):
-    """One source of three fails at once; of the others a process of the compiler's own would take a minute."""
+    """One source of four fails at once; of the others a process of the compiler's own would take a minute."""
     compiler, pids = tmp_path / "slow", tmp_path / "pids"
     compiler.write_text(f"""#!/bin/sh
 case "$*" in
