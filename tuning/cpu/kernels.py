@@ -26,6 +26,7 @@ MODULES = ("models/matmul", "models/fused", "rollout/engine/cpu/attention", "rol
 """Each has its kernel beside it, under its own name: keys hold what lies beside a module with the module."""
 SOURCES = (
     _HERE / "kernels.h",
+    _HERE.parent / "models/fused.h",
     _HERE.parent / "rollout/engine/cpu/products.h",
     *(_HERE.parent / f"{module}.c" for module in MODULES),
 )

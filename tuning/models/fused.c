@@ -14,88 +14,13 @@
 // token, as they lie in memory.
 #include <math.h>
 
-#define LANES 16  // floats of a vector
-#include "kernels.h"
+#include "fused.h"
 
 #if defined(__AVX512F__)
 enum {
   KEYS = 64,    // of a block: one of a head, either way round, stays in a core's first cache
   ROWS = 192,   // of a block of queries, as near as tokens come to it: with KEYS and H, its matrices stay in the second
-  HEIGHT = 6,   // of a tile, whose sums are in registers,
-  VECTORS = 4,  // and its breadth
 };
-
-INLINE bits load_bits(const int32_t *p) { return *(const bits *)p; }
-INLINE vec only(vec x, bits mask) { return (vec)((bits)x & mask); }
-
-INLINE float sum_of(vec x) {
-  for (int width = LANES / 2; width; width /= 2)
-    for (int i = 0; i < width; i++) x[i] += x[i + width];
-  return x[0];
-}
-
-INLINE float largest_of(vec x) {
-  float most = x[0];
-  for (int i = 1; i < LANES; i++) most = x[i] > most ? x[i] : most;
-  return most;
-}
-
-// C [rows, width] = A [rows, depth] B [depth, width], or C + A B: number (r, d) of A is a[r * down + d * along], a row
-// of B `next_b` numbers from the one before it, one of C `next_c`.
-typedef struct {
-  const float *a, *b;
-  float *c;
-  int64_t down, along, next_b, next_c, depth;
-  int adds;
-} Product;
-
-INLINE void tile(int rows, int vectors, const Product *p) {
-  vec sum[HEIGHT][VECTORS];
-  for (int r = 0; r < rows; r++)
-    for (int i = 0; i < vectors; i++) sum[r][i] = splat(0);
-  const float *a = p->a, *b = p->b;
-  for (int64_t d = 0; d < p->depth; d++, a += p->along, b += p->next_b) {
-    vec of_b[VECTORS];
-    for (int i = 0; i < vectors; i++) of_b[i] = load(b + i * LANES);
-    for (int r = 0; r < rows; r++) {
-      vec of_a = splat(a[r * p->down]);
-      for (int i = 0; i < vectors; i++) sum[r][i] += of_a * of_b[i];
-    }
-  }
-  for (int r = 0; r < rows; r++)
-    for (int i = 0; i < vectors; i++) {
-      float *c = p->c + r * p->next_c + i * LANES;
-      store(c, p->adds ? load(c) + sum[r][i] : sum[r][i]);
-    }
-}
-
-// Calls with constants become loops without branches.
-#define FOR_ROWS(n)                                                \
-  static void tile_##n##_1(const Product *p) { tile(n, 1, p); }    \
-  static void tile_##n##_all(const Product *p) { tile(n, VECTORS, p); }
-FOR_ROWS(1)
-FOR_ROWS(2)
-FOR_ROWS(3)
-FOR_ROWS(4)
-FOR_ROWS(5)
-FOR_ROWS(6)
-#define TILES(width) {tile_1_##width, tile_2_##width, tile_3_##width, tile_4_##width, tile_5_##width, tile_6_##width}
-static void (*const narrow[HEIGHT])(const Product *) = TILES(1);
-static void (*const broad[HEIGHT])(const Product *) = TILES(all);
-
-static void multiply(Product whole, int64_t rows, int64_t width) {
-  for (int64_t i = 0, step; i < width; i += step) {
-    int all = width - i >= VECTORS * LANES;
-    step = all ? VECTORS * LANES : LANES;
-    for (int64_t r = 0; r < rows; r += HEIGHT) {
-      Product p = whole;
-      p.a += r * p.down;
-      p.b += i;
-      p.c += r * p.next_c + i;
-      (all ? broad : narrow)[(rows - r < HEIGHT ? rows - r : HEIGHT) - 1](&p);
-    }
-  }
-}
 
 typedef struct {
   const float *q, *k, *v, *out, *normaliser, *g;
@@ -345,7 +270,6 @@ enum { OF_QUERIES = 1, OF_KEYS = 2 };
 // Adds what a block of queries, which was taken, and a block of keys have in common to the gradients asked for.
 static void add_gradients(const Work *w, int64_t row, int64_t head, int64_t from, int64_t tokens, int64_t key,
                           int asked, const Scratch *s) {
-  if (apart(w, row, from, tokens, key)) return;
   Span span = see(w, row, from, tokens, key, s->seen);
   if (span.first >= span.end) return;
   int64_t size = w->size, next = w->heads * size, at = place(w, row, key, size, head);
@@ -387,7 +311,8 @@ static void of_queries(const Work *w, int64_t row, int64_t head, int64_t from, i
   int64_t tokens = w->length - from < w->tokens ? w->length - from : w->tokens, wide = w->shared * w->size;
   take_block(w, row, head, from, tokens, s);
   memset(s->o, 0, sizeof(float) * tokens * wide);
-  for (int64_t key = 0; key < from + tokens; key += KEYS) add_gradients(w, row, head, from, tokens, key, asked, s);
+  for (int64_t key = 0; key < from + tokens; key += KEYS)
+    if (!apart(w, row, from, tokens, key)) add_gradients(w, row, head, from, tokens, key, asked, s);
   for (int64_t t = 0; t < tokens; t++) {
     float *dq = w->dq + place(w, row, from + t, wide, head);
     for (int64_t i = 0; i < wide; i += LANES) store(dq + i, load(s->o + t * wide + i) * w->scale);
