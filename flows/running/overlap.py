@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextvars
 import dataclasses
 import functools
 import threading
@@ -11,8 +12,6 @@ from flows.graph.build import Node
 from flows.running.gating import Agenda, agendas
 from flows.running.session import Session
 
-BEGUN_SECONDS = 30.0
-"""For a stage that was being begun when the run was ended."""
 Ended = Callable[[], None]
 Begin = Callable[[Node, Callable[[], None]], Ended]
 """(a node, what to call when it has ended) -> what raises the error that it has ended with, if any. It begins a node in
@@ -35,18 +34,24 @@ class _AtWork:
     """A stage that was begun."""
 
     node: Node
+    begun: bool = False
     ended: bool = False
     refused: bool = False
     """Whether it could not be begun."""
     result: Ended | None = None
     """None while it is being begun."""
 
+    def refuse(self, error: BaseException) -> None:
+        """It never was at work: its error is that of a stage, and what else is at work may end."""
+        self.result, self.refused, self.ended = functools.partial(_fail, error), True, True
+
 
 class _Overlapped:
     """One agenda, being worked off.
 
-    What has ended is a mark and no message: Ctrl-C may come between any two lines, and nothing that is at work may be
-    lost by it.
+    What has begun or ended is a mark and no message: Ctrl-C may come between any two lines, and nothing that is at work
+    may be lost by it. A node is begun in a thread, since signals strike the main thread alone: it has begun or never
+    will once the agenda is over.
     """
 
     def __init__(self, session: Session, agenda: Agenda, begin: Begin):
@@ -54,6 +59,8 @@ class _Overlapped:
         self._at_work: dict[str, _AtWork] = {}
         """What each worker makes, by the worker's name."""
         self._changed = threading.Condition()
+        self._over = False
+        """Whether nothing more may be begun."""
 
     def run(self) -> None:
         first: Exception | None = None
@@ -76,9 +83,8 @@ class _Overlapped:
         except BaseException:
             self._session.stop()
             with self._changed:
-                self._changed.wait_for(lambda: all(at.ended for at in self._at_work.values() if at.result))
-                # One that was being begun has begun or has not: nobody can tell, and it would end as soon.
-                self._changed.wait_for(lambda: all(at.ended for at in self._at_work.values()), timeout=BEGUN_SECONDS)
+                self._over = True
+                self._changed.wait_for(lambda: all(at.ended for at in self._at_work.values() if at.begun))
             raise
         if first is not None:
             raise first
@@ -92,15 +98,34 @@ class _Overlapped:
             begun.add(node.name)
             # There before it is at work.
             at = self._at_work[worker] = _AtWork(node)
-            try:
-                at.result = self._begin(node, functools.partial(self._end, at))
-            except Exception as e:
-                # It never was at work: its error is that of a stage, and what is at work may end.
-                at.result, at.refused = functools.partial(_fail, e), True
-                self._end(at)
+            self._begin_in_a_thread(at)
+            if at.refused or len(self._at_work) == len(self._session.crew.names):
                 return
-            if len(self._at_work) == len(self._session.crew.names):
+
+    def _begin_in_a_thread(self, at: _AtWork) -> None:
+        context = contextvars.copy_context()
+        try:
+            threading.Thread(target=context.run, args=(self._begin_one, at), daemon=True).start()
+        except RuntimeError as e:  # no thread is to be had
+            at.refuse(e)
+        with self._changed:
+            self._changed.wait_for(lambda: at.result is not None)
+
+    def _begin_one(self, at: _AtWork) -> None:
+        with self._changed:
+            if self._over:
                 return
+            at.begun = True
+        try:
+            result = self._begin(at.node, functools.partial(self._end, at))
+        except BaseException as e:
+            with self._changed:
+                at.refuse(e)
+                self._changed.notify_all()
+            return
+        with self._changed:
+            at.result = result
+            self._changed.notify_all()
 
     def _end(self, at: _AtWork) -> None:
         with self._changed:

@@ -229,19 +229,35 @@ def test_a_signal_at_any_moment_ends_a_run_and_loses_nothing_that_is_at_work(tmp
     assert store.is_dir() and "interrupted" in ends
 
 
-def test_a_stage_that_fails_to_begin_leaves_no_other_at_work(tmp_path):
+def test_a_signal_while_a_stage_is_being_begun_waits_for_no_longer_than_that_stage(tmp_path):
+    """What is being begun when the run ends is at work soon after: it is ended, and so is what is at work beside it."""
     session = Session(recipe(tmp_path, *ALL), Lines(), "told")
-    found = Told(session)
+    found, struck, out_of_wait = Told(session), threading.Event(), threading.Event()
     session.made |= {"base": NOTHING, "prepare": NOTHING}  # type: ignore[dict-item]
+    stop = session.stop
+
+    def stopped() -> None:
+        out_of_wait.set()
+        stop()
+
+    session.stop = stopped  # type: ignore[method-assign]
+
+    def strike(*_: Any) -> None:
+        struck.set()
+        raise KeyboardInterrupt
 
     def begin(node: Node, ended: Callable[[], None]) -> Callable[[], None]:
-        result = found.begin(node, ended)
-        if len(found.order) == 2:
-            raise KeyboardInterrupt
-        return result
+        if len(found.order) == 1:
+            signal.pthread_kill(threading.main_thread().ident, signal.SIGALRM)  # type: ignore[arg-type]
+            assert struck.wait(20) and out_of_wait.wait(20)
+        return found.begin(node, ended)
 
-    with pytest.raises(KeyboardInterrupt):
-        run_overlapped(session, None, begin)
+    before = signal.signal(signal.SIGALRM, strike)
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            run_overlapped(session, None, begin)
+    finally:
+        signal.signal(signal.SIGALRM, before)
     assert len(found.order) == 2 and found.at_work == {}
 
 
