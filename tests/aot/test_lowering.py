@@ -3,10 +3,11 @@
 import re
 
 import pytest
-from jax.sharding import AbstractMesh
 
 from tests.aot.cases import COMPLETION, PROMPT, TRAINING, Case
 from tests.aot.programs import lowered
+from tuning.axes import Axes
+from tuning.fit.places import abstract_mesh
 
 PROGRAMS = ["sft", "grpo", "dpo", "reward", "score", "move", "prefill", "decode"]
 LENGTH = PROMPT + COMPLETION
@@ -15,7 +16,7 @@ QUICK = [p if p in ("grpo", "score", "decode") else pytest.param(p, marks=pytest
 
 
 def mesh_of(program):
-    return AbstractMesh((1, 8, 1) if program in TRAINING else (8, 1, 1), ("data", "fsdp", "tensor"))
+    return abstract_mesh(Axes(1, 8, 1) if program in TRAINING else Axes(8, 1, 1), 8)
 
 
 @pytest.mark.parametrize("program", QUICK)
@@ -34,7 +35,7 @@ def test_for_eight_gpus_it_lowers_without_kernels_of_a_tpu(program):
 @pytest.mark.parametrize("parts", [pytest.param(1, marks=pytest.mark.slow), 2])
 @pytest.mark.parametrize("program", ["decode", "mixed"])
 def test_pages_are_read_by_the_kernel_for_tpus_and_gathered_on_gpus(program, parts):
-    mesh = AbstractMesh((1, 1, parts), ("data", "fsdp", "tensor"))
+    mesh = abstract_mesh(Axes(1, 1, parts), parts)
     case = Case(program, "small", "v5e:2x4", tensor=parts, paged=True)
     assert "ragged_paged_attention_kernel" in lowered(case, mesh)[0].as_text()
     on_gpu = lowered(Case(program, "small", "h100x8", tensor=parts, paged=True), mesh)[0].as_text()
@@ -42,6 +43,6 @@ def test_pages_are_read_by_the_kernel_for_tpus_and_gathered_on_gpus(program, par
 
 
 def test_with_tensor_and_an_adapter_it_lowers_too():
-    mesh = AbstractMesh((1, 4, 2), ("data", "fsdp", "tensor"))
+    mesh = abstract_mesh(Axes(1, 4, 2), 8)
     for marks in ({"tensor": 2}, {"tensor": 2, "lora": 8}):
         assert "tpu_custom_call" in lowered(Case("sft", "small", "v5e:2x4", **marks), mesh)[0].as_text()

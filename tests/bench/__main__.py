@@ -10,6 +10,7 @@ import subprocess
 import sys
 
 from stages.worker.client import worker_environment
+from tests.bench.inputs import SHAPES
 
 WORKS = dict.fromkeys(["W2", "W2lora", "W4", "W4c", "W6", "reward"], "training")
 WORKS |= dict.fromkeys(["W1", "W1b", "shared", "decode1", "decode1int8", "decode8", "decode32"], "rollouts")
@@ -21,7 +22,7 @@ WORKS |= dict.fromkeys(["data", "data1", "datasets"], "data")
 def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m tests.bench", description=__doc__)
     parser.add_argument("works", nargs="*", choices=[*WORKS, []], default=[], help="all by default")
-    parser.add_argument("--model", default="smol135", choices=["smol135", "tiny"])
+    parser.add_argument("--model", default="smol135", choices=list(SHAPES))
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument(
         "--dtype", default="auto", choices=["auto", "float32", "bfloat16", "mixed", "mixed-backward"], help="of steps"

@@ -6,6 +6,9 @@ import numpy as np
 
 SHAPES = {
     "smol135": dict(layers=30, vocabulary=49152, hidden=576, inner=1536, heads=9, kv_heads=3, head_dim=64, theta=1e5),
+    "llama1b": dict(
+        layers=16, vocabulary=128256, hidden=2048, inner=8192, heads=32, kv_heads=8, head_dim=64, theta=5e5
+    ),
     "tiny": dict(layers=4, vocabulary=2048, hidden=256, inner=1024, heads=4, kv_heads=4, head_dim=64, theta=1e4),
 }
 FIRST_TOKEN = 3

@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
+from jax.extend.core import jaxprs_in_params
 
 from tests.tuning.tiny import CONFIG, PARAMS, ragged_groups
 from tuning.algorithms.supervised import sft_loss
@@ -29,7 +30,7 @@ def products(jaxpr):
     for equation in jaxpr.eqns:
         if equation.primitive.name == "dot_general":
             found.append((equation.invars[0].aval.dtype.name, equation.params["precision"]))
-        for inner in jax.core.jaxprs_in_params(equation.params):
+        for inner in jaxprs_in_params(equation.params):
             found += products(inner)
     return found
 

@@ -140,7 +140,7 @@ def _called(equation: Any) -> Any:
     for name in ("jaxpr", "call_jaxpr", "fun_jaxpr"):
         inner = equation.params.get(name)
         if inner is not None and (hasattr(inner, "eqns") or hasattr(inner, "jaxpr")):
-            plain = inner.jaxpr if hasattr(inner, "jaxpr") else inner
+            plain = _plain(inner)
             return plain if len(plain.invars) == len(equation.invars) else None
     return None
 
@@ -151,7 +151,7 @@ def held(closed: Any, size: Size = nbytes, free: Sequence[int] = ()) -> Held:
     size: bytes of a value, smaller than `nbytes` for one that is cut over devices. free: numbers of arguments whose
     buffers it may write into.
     """
-    return _held(closed.jaxpr, size, set(free))
+    return _held(_plain(closed), size, set(free))
 
 
 def _held(jaxpr: Any, size: Size, free: set[int]) -> Held:
@@ -235,19 +235,31 @@ def _fused(flat: _Flat, inputs: set[int]) -> tuple[dict[int, set[int]], set[int]
 
 def _inside(step: _Step, size: Size) -> tuple[float, float]:
     """(bytes that an equation holds beside its results, bytes that it moves within)."""
-    params = step.equation.params
+    params, equation = step.equation.params, step.equation
     if step.name == "scan":
-        body = params["jaxpr"].jaxpr
-        kept, carried = params["num_consts"], params["num_carry"]
-        found = _held(body, size, set(range(kept, kept + carried)))
+        body = _plain(params["jaxpr"])
+        # In the order of constants, what is carried, what is read of each turn, which outside has an axis more.
+        stacked = sum(_more_axes(v, inner) for v, inner in zip(equation.invars, body.invars, strict=True))
+        carried = sum(not _more_axes(v, inner) for v, inner in zip(equation.outvars, body.outvars, strict=True))
+        end = len(body.invars) - stacked
+        found = _held(body, size, set(range(end - carried, end)))
         return found.peak, found.moved * params["length"]
     if step.name == "while":
-        body = params["body_jaxpr"].jaxpr
+        body = _plain(params["body_jaxpr"])
         # How often it runs is not known: its bytes are counted once.
-        found = _held(body, size, set(range(params["body_nconsts"], len(body.invars))))
+        found = _held(body, size, set(range(len(body.invars) - len(equation.outvars), len(body.invars))))
         return found.peak, found.moved
     if step.name == "cond":
-        branches = [_held(b.jaxpr, size, set()) for b in params["branches"]]
-        results = sum(size(v.aval, False) for v in step.equation.outvars)
+        branches = [_held(_plain(b), size, set()) for b in params["branches"]]
+        results = sum(size(v.aval, False) for v in equation.outvars)
         return max(0.0, max(b.peak for b in branches) - results), max(b.moved for b in branches)
     return 0.0, 0.0
+
+
+def _plain(jaxpr: Any) -> Any:
+    """Without its constants, which versions of JAX wrap it with or not."""
+    return jaxpr.jaxpr if hasattr(jaxpr, "jaxpr") else jaxpr
+
+
+def _more_axes(outer: Any, inner: Any) -> bool:
+    return len(outer.aval.shape) > len(inner.aval.shape)

@@ -10,7 +10,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import AbstractMesh
+from jax.sharding import AbstractMesh, AxisType
 
 from tuning.axes import Axes
 from tuning.device import HOST_MEMORY
@@ -69,7 +69,7 @@ def of_others(others: Iterable[Beside], mesh: Any, dtype: str) -> dict[str, int]
 def abstract_mesh(axes: Axes, count: int) -> AbstractMesh:
     """The mesh of so many devices. Raises ValueError where the axes do not multiply to that."""
     sizes = axis_sizes(axes, count)
-    return AbstractMesh(tuple(sizes.values()), tuple(sizes))
+    return AbstractMesh(tuple(sizes.values()), tuple(sizes), axis_types=(AxisType.Auto,) * len(sizes))
 
 
 def bytes_of(tree: Any, places: Any = None) -> int:

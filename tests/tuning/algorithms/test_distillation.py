@@ -5,6 +5,7 @@ from __future__ import annotations
 import jax
 import numpy as np
 import pytest
+from jax.extend.core import jaxprs_in_params
 
 from tests.tuning.tiny import CONFIG, PARAMS
 from tuning.algorithms.distillation import divergences
@@ -56,7 +57,7 @@ def _outputs(jaxpr):
     """Every intermediate value of a program and of the programs in it."""
     for equation in jaxpr.eqns:
         yield from equation.outvars
-        for inner in jax.core.jaxprs_in_params(equation.params):
+        for inner in jaxprs_in_params(equation.params):
             yield from _outputs(inner)
 
 

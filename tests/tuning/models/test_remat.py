@@ -53,7 +53,9 @@ def stacked(remat):
     traced = jax.make_jaxpr(jax.grad(long))(PARAMS)
     layers = (e for e in traced.eqns if e.primitive.name == "scan" and e.params["length"] == CONFIG.num_layers)
     forward = next(e for e in layers if not e.params["reverse"])
-    outputs = [v.aval for v in forward.outvars[forward.params["num_carry"] :]]
+    # What is kept of each layer has an axis more outside than within.
+    pairs = zip(forward.outvars, forward.params["jaxpr"].out_avals, strict=True)
+    outputs = [v.aval for v, of_layer in pairs if v.aval.shape != of_layer.shape]
     tokens = CONFIG.num_layers * batch["tokens_BL"].size
     on_host = [x.memory_space == jax.memory.Space.Host for x in outputs]
     return tuple(sum(x.size for x, h in zip(outputs, on_host, strict=True) if h == side) / tokens for side in (0, 1))

@@ -1,0 +1,79 @@
+"""The accelerator in use against float64 on the host's processor, against itself, and its sampler against its trainer.
+
+`make test-device` runs them where there is one; on a CPU they hold as well.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from tests.device.program import PROMPTS, SAMPLES, TOKENS
+
+pytestmark = pytest.mark.device
+
+ROOT = Path(__file__).parents[2]
+
+
+def _computed(folder: Path, dtype: str, platform: str | None = None) -> dict[str, np.ndarray]:
+    out = folder / f"{dtype}-{platform}.npz"
+    env = os.environ | {"XLA_FLAGS": "", "XLA_PYTHON_CLIENT_PREALLOCATE": "false"}
+    if platform:
+        env["JAX_PLATFORMS"] = platform
+    command = [sys.executable, "-m", "tests.device.program", str(out), dtype]
+    done = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=500)
+    assert done.returncode == 0, done.stderr
+    with np.load(out) as found:
+        return dict(found)
+
+
+@pytest.fixture(scope="module")
+def exact(tmp_path_factory):
+    return _computed(tmp_path_factory.mktemp("exact"), "float64", "cpu")
+
+
+@pytest.fixture(scope="module", params=["float32", "bfloat16"])
+def found(request, tmp_path_factory):
+    return request.param, _computed(tmp_path_factory.mktemp(request.param), request.param)
+
+
+LOGP = {"float32": 2e-5, "bfloat16": 2e-2}
+"""What a token's log-probability may be off, on average."""
+NORM = {"float32": 1e-5, "bfloat16": 2e-2}
+"""Most that a gradient's norm may be off, relative."""
+KL = {"float32": 1e-10, "bfloat16": 1e-3}
+"""Most that the sampler may be from the trainer, in nats a token."""
+
+
+def test_log_probabilities_are_those_of_float64(found, exact):
+    dtype, values = found
+    tokens = exact["logps"] < 0
+    off = np.abs(values["logps"] - exact["logps"])[tokens]
+    print(values["device"], dtype, "logps off by", off.mean(), "most", off.max())
+    assert len(off) > 300 and (values["logps"][~tokens] == 0).all()
+    assert off.mean() <= LOGP[dtype] and off.max() <= 20 * LOGP[dtype]
+
+
+def test_gradients_are_those_of_float64(found, exact):
+    dtype, values = found
+    print(values["device"], dtype, "norms", values["norms"], exact["norms"])
+    np.testing.assert_allclose(values["norms"], exact["norms"], rtol=NORM[dtype])
+
+
+def test_the_sampler_gives_tokens_the_trainers_probabilities(found):
+    dtype, values = found
+    assert values["tokens"].shape == (PROMPTS * SAMPLES, TOKENS)
+    off = values["trainer"] - values["sampler"]
+    kl = float(np.mean(np.expm1(off) - off))
+    print(values["device"], dtype, "mismatch KL", kl, "most", np.abs(off).max())
+    assert kl <= KL[dtype]
+
+
+def test_what_is_computed_twice_is_the_same_to_the_bit(found):
+    _, values = found
+    assert [name for name, same in values.items() if name.startswith("again/") and not same] == []
