@@ -17,7 +17,7 @@ import jax.numpy as jnp
 from tuning import precision
 from tuning.device import peak_memory_bytes
 from tuning.models.matmul import matmul
-from tuning.training.speed import rate
+from tuning.training.speed import measured_peak, rate
 
 
 def peak_memory_mb() -> float:
@@ -46,7 +46,10 @@ def timed(function: Callable[[], Any], repeats: int) -> dict[str, Any]:
 
 
 def gemm_flops(hidden: int, inner: int, dtype: str = "float32") -> float:
-    """FLOP/s of a matrix product of the model's size, [2048, hidden] x [hidden, inner], in a compute dtype."""
+    """FLOP/s of a matrix product of the model's size, [2048, hidden] x [hidden, inner], in a compute dtype; on an
+    accelerator of a large square one, since a small one is over before the next is launched."""
+    if jax.default_backend() != "cpu":
+        return measured_peak(precision.activations(precision.resolved(dtype)))
     with precision.using(dtype):
         kind = precision.activations(precision.resolved(dtype))
         a, b = jnp.ones((2048, hidden), kind), jnp.ones((hidden, inner), kind)
@@ -54,8 +57,8 @@ def gemm_flops(hidden: int, inner: int, dtype: str = "float32") -> float:
 
 
 def memory_bandwidth() -> float:
-    """Bytes/s of reading 512 MiB once, as decoding one token at a time reads the weights."""
-    a = jnp.ones(2**27, jnp.float32)
+    """Bytes/s of reading 512 MiB once, as decoding one token at a time reads the weights; 8 GiB on an accelerator."""
+    a = jnp.ones(2**27 if jax.default_backend() == "cpu" else 2**31, jnp.float32)
     return statistics.median(rate(lambda x: jnp.sum(x), a, work=float(a.nbytes)))
 
 

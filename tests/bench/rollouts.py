@@ -30,7 +30,7 @@ from tuning.rollout.engine.engine import Engine
 from tuning.rollout.engine.limits import Limits
 from tuning.rollout.requests import Request
 from tuning.shapes import bucket
-from tuning.training.speed import rate
+from tuning.training.speed import measured_peak, rate
 
 GEMM_ROWS = 32
 """Rows from which decoding is bound by matrix products; with fewer it is bound by memory bandwidth."""
@@ -53,6 +53,8 @@ def requests_of(work: str, vocabulary: int) -> list[Request]:
 
 def _gemm_flops(config: DecoderConfig) -> float:
     """As `gemm_flops`, with the faster of XLA and the decoding kernel."""
+    if jax.default_backend() != "cpu":
+        return measured_peak("bfloat16")
     x = jnp.ones((2048, config.hidden_size))
     weight = jnp.ones((1, config.intermediate_size, config.hidden_size), factor_type("float32"))
     by = {None, kernels.build().products if products.suits("float32") else None}
