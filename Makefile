@@ -10,7 +10,7 @@ export PIP_DISABLE_PIP_VERSION_CHECK := 1
 # Images of Python set it: then each process would compile all that it imports again, JAX alone for 1.5 s.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: venv demo test compiled coverage test-slow faults year test-vllm tpu gpu-aot lint bench profile lock clean
+.PHONY: venv demo test compiled coverage test-slow faults year test-vllm test-device tpu gpu-aot lint bench profile lock clean
 
 # What users need, and nothing to run.
 venv: $(VENV)/.ready
@@ -49,6 +49,10 @@ test-vllm: $(VENV)/.ready-dev $(VLLM_VENV)/.ready
 
 $(VLLM_VENV)/.ready: infra/vllm.sh
 	infra/vllm.sh $(VLLM_VENV) $(PYTHON)
+
+# What the accelerator of this machine computes, against float64; its packages go into .venv before (docs/infra.md).
+test-device: $(VENV)/.ready-dev
+	$(BIN)/pytest -m device --numprocesses=0 -s $(ARGS)
 
 # The programs compiled for TPUs that are not here, in an environment of its own that has their compiler.
 tpu: $(TPU_VENV)/.ready

@@ -149,5 +149,5 @@ class _Overlapped:
         return None
 
 
-def _fail(error: Exception) -> None:
+def _fail(error: BaseException) -> None:
     raise error

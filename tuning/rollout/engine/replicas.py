@@ -1,4 +1,4 @@
-"""Engines side by side, one in each place of a mesh, that take requests from one queue.
+r"""Engines side by side, one in each place of a mesh, that take requests from one queue.
 
     submit -> queue by prompt --deal--> engine 0 (device 0)          --> updates
                                \------> engine 1 (device 1) ...
