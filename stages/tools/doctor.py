@@ -79,7 +79,7 @@ def show(of: dict[str, Any]) -> None:
         exact, half = of["gflops"]["float32"], of["gflops"]["bfloat16"]
         advice = "pays" if half > PAYS * exact else "does not pay"
         print(f"products      {exact:.0f} GFLOP/s of float32, {half:.0f} of bfloat16: compute.dtype=mixed {advice}")
-    print(f"attention     {of['attention']} (plain XLA where rows are short or a feature is missing)")
+    print(f"attention     {of['attention']} (XLA's where it does not suit a row or a feature)")
     if of["kernels"] is not None:
         print(f"decoding      {'kernels in C' if of['kernels'] else 'XLA alone, which is slower'}")
     print(f"remat         {of['remat']}")

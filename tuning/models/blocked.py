@@ -231,7 +231,7 @@ def _backward(
         dp = g v^T
         dz = p * (dp - sum(p * dp))    of the softmax; the sum over keys is g . o, as p v = o, unless o is rounded
         ds = dz * (1 - (z / c)^2)      of the softcap; tanh' = 1 - tanh^2
-        dq = scale * ds k
+        dq = scale * ds k = scale * (ds (k - m) + sum(ds) m), for any m
         dk = scale * ds^T q
     """
     q, k, v, segments, window, out, normaliser = saved
@@ -239,6 +239,12 @@ def _backward(
     g = _by_head(g_BLNH, heads)
     # sum(p * dp), one number a query, without p.
     g_dot_out = jnp.sum(g.astype(_accumulator(g)) * out.astype(_accumulator(out)), axis=-1, keepdims=True)
+    rounds = k.dtype != _accumulator(k)
+    # Without a softcap ds sums to 0, but rounded it does not: what keys have in common would be left. Columns that fill a
+    # block up are 0.
+    there = jnp.any(k != 0, axis=3, keepdims=True)
+    mean = jnp.sum(k, axis=2, keepdims=True, dtype=_accumulator(k)) / jnp.sum(there, axis=2, keepdims=True).clip(1)
+    k_own = (k - mean).astype(k.dtype) if rounds else k
 
     def block(sums: tuple[jax.Array, jax.Array], start: jax.Array | int, stop: int) -> Any:
         """Adds to (dk, dv) what one block of queries contributes, and gives its dq."""
@@ -259,7 +265,9 @@ def _backward(
             ds = ds * (1.0 - jnp.square(z / softcap))
         flat = (*p.shape[:2], -1, stop)
         p_rows, ds_rows = p.astype(v.dtype).reshape(flat), ds.astype(k.dtype).reshape(flat)
-        dq = _dot(ds_rows, k[:, :, :stop], 3, 2).reshape(*p.shape[:4], -1)
+        dq = _dot(ds_rows, k_own[:, :, :stop], 3, 2).reshape(*p.shape[:4], -1)
+        if rounds and softcap is not None:
+            dq += jnp.sum(ds, axis=-1, keepdims=True) * mean[:, :, None]
         dk, dv = sums
         return (dk + _dot(q_rows, ds_rows, 2, 2), dv + _dot(g_rows, p_rows, 2, 2)), dq
 
