@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import _thread
+import contextlib
 import contextvars
 import dataclasses
 import functools
-import threading
+import queue
 from collections.abc import Callable, Collection
 
 from flows.graph.build import Node
 from flows.running.gating import Agenda, agendas
 from flows.running.session import Session
 
+LOOK_SECONDS = 1.0
+"""Between two looks, however quiet it is."""
 Ended = Callable[[], None]
 Begin = Callable[[Node, Callable[[], None]], Ended]
 """(a node, what to call when it has ended) -> what raises the error that it has ended with, if any. It begins a node in
@@ -51,14 +55,16 @@ class _Overlapped:
 
     What has begun or ended is a mark and no message: Ctrl-C may come between any two lines, and nothing that is at work
     may be lost by it. A node is begun in a thread, since signals strike the main thread alone: it has begun or never
-    will once the agenda is over.
+    will once the agenda is over. Neither locks nor threads of `threading` are used here: their own lines are Python's,
+    and Ctrl-C between two of these leaves a lock held, or becomes another error.
     """
 
     def __init__(self, session: Session, agenda: Agenda, begin: Begin):
         self._session, self._agenda, self._begin = session, agenda, begin
         self._at_work: dict[str, _AtWork] = {}
         """What each worker makes, by the worker's name."""
-        self._changed = threading.Condition()
+        self._changed = queue.SimpleQueue[None]()
+        """Something, after each mark."""
         self._over = False
         """Whether nothing more may be begun."""
 
@@ -82,9 +88,8 @@ class _Overlapped:
                 first = first or error
         except BaseException:
             self._session.stop()
-            with self._changed:
-                self._over = True
-                self._changed.wait_for(lambda: all(at.ended for at in self._at_work.values() if at.begun))
+            self._over = True
+            self._until(lambda: all(at.ended for at in self._at_work.values() if at.begun))
             raise
         if first is not None:
             raise first
@@ -105,37 +110,36 @@ class _Overlapped:
     def _begin_in_a_thread(self, at: _AtWork) -> None:
         context = contextvars.copy_context()
         try:
-            threading.Thread(target=context.run, args=(self._begin_one, at), daemon=True).start()
+            _thread.start_new_thread(context.run, (self._begin_one, at))
         except RuntimeError as e:  # no thread is to be had
             at.refuse(e)
-        with self._changed:
-            self._changed.wait_for(lambda: at.result is not None)
+        self._until(lambda: at.result is not None)
 
     def _begin_one(self, at: _AtWork) -> None:
-        with self._changed:
-            if self._over:
-                return
-            at.begun = True
-        try:
-            result = self._begin(at.node, functools.partial(self._end, at))
-        except BaseException as e:
-            with self._changed:
-                at.refuse(e)
-                self._changed.notify_all()
+        # In this order: who has set `_over` looks whether it has begun.
+        at.begun = True
+        if self._over:
+            self._end(at)
             return
-        with self._changed:
-            at.result = result
-            self._changed.notify_all()
+        try:
+            at.result = self._begin(at.node, functools.partial(self._end, at))
+        except BaseException as e:
+            at.refuse(e)
+        self._changed.put(None)
 
     def _end(self, at: _AtWork) -> None:
-        with self._changed:
-            at.ended = True
-            self._changed.notify_all()
+        at.ended = True
+        self._changed.put(None)
+
+    def _until(self, holds: Callable[[], bool]) -> None:
+        while not holds():
+            # A signal that comes just before the wait is noticed behind it.
+            with contextlib.suppress(queue.Empty):
+                self._changed.get(timeout=LOOK_SECONDS)
 
     def _wait(self) -> BaseException | None:
         """Waits for a stage that is at work; what it has ended with."""
-        with self._changed:
-            self._changed.wait_for(lambda: any(at.ended for at in self._at_work.values()))
+        self._until(lambda: any(at.ended for at in self._at_work.values()))
         ended = [(name, at) for name, at in self._at_work.items() if at.ended]
         # Nothing more is begun after an error, also where a stage has ended meanwhile.
         worker, at = min(ended, key=lambda item: not item[1].refused)

@@ -51,7 +51,12 @@ def _run_overlapped(session: Session, only: set[str] | None) -> None:
     with ThreadPoolExecutor(len(session.crew.names), "stage") as pool:
 
         def begin(node: Node, ended: Callable[[], None]) -> Callable[[], None]:
-            future = pool.submit(session.run_with_retries, node.name)
+            try:
+                future = pool.submit(session.run_with_retries, node.name)
+            except RuntimeError:
+                # No thread is to be had, but the work is queued already, and another stage's thread would take it up.
+                pool.shutdown(wait=False, cancel_futures=True)
+                raise
             future.add_done_callback(lambda _: ended())
 
             def result() -> None:

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import functools
 import os
+import random
 import shutil
 import signal
 import subprocess
 import threading
 import time
 import types
+from collections import Counter
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -227,6 +230,53 @@ def test_a_signal_at_any_moment_ends_a_run_and_loses_nothing_that_is_at_work(tmp
     finally:
         signal.signal(signal.SIGALRM, before)
     assert store.is_dir() and "interrupted" in ends
+
+
+def test_a_signal_that_strikes_is_what_a_run_ends_with_and_no_stage_is_left(tmp_path):
+    """Also between lines of the library's own locks and threads, which are Python too: thousands of moments."""
+    session, rng = Session(recipe(tmp_path, *ALL), Lines(), "struck"), random.Random(0)
+    names = {"base", "prepare", "sft", "reward", "evaluate.base"}
+    armed = struck = False
+    live = set[str]()
+
+    def strike(*_: Any) -> None:
+        nonlocal armed, struck
+        if armed:
+            armed, struck = False, True
+            raise KeyboardInterrupt
+
+    def begin(node: Node, ended: Callable[[], None], pool: ThreadPoolExecutor) -> Callable[[], None]:
+        live.add(node.name)
+
+        def work() -> None:
+            session.made[node.name] = NOTHING  # type: ignore[assignment]
+            live.discard(node.name)
+
+        future = pool.submit(work)
+        future.add_done_callback(lambda _: ended())
+        return lambda: future.result()
+
+    before, ends = signal.signal(signal.SIGALRM, strike), Counter[str]()
+    try:
+        with ThreadPoolExecutor(4) as pool:
+            for _ in range(3000):
+                session.made.clear()
+                struck = False
+                signal.setitimer(signal.ITIMER_REAL, rng.uniform(2e-5, 1.5e-3))
+                try:
+                    armed = True
+                    run_overlapped(session, names, functools.partial(begin, pool=pool))
+                    armed = False
+                    ends["lost" if struck else "whole"] += 1
+                except KeyboardInterrupt:
+                    ends["interrupted"] += 1
+                finally:
+                    armed = False
+                    signal.setitimer(signal.ITIMER_REAL, 0)
+                assert not live
+    finally:
+        signal.signal(signal.SIGALRM, before)
+    assert ends["interrupted"] > 100 and ends["lost"] == 0
 
 
 def test_a_signal_while_a_stage_is_being_begun_waits_for_no_longer_than_that_stage(tmp_path):
