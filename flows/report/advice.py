@@ -45,7 +45,7 @@ def round_warnings(
     `series` (`flows.report.measures.round_series`) has a list by name with one entry a round, None for no number.
     """
     known = _known(series)
-    checks = (_entropy, _kl, _mismatch, _weights, _gradient)
+    checks = (_entropy, _kl, _mismatch, _drift, _weights, _gradient)
     warnings = [check(known, update) for check in checks]
     even = _known(series, uneven)
     warnings += [_signal(even, refills), _length(even)]
@@ -279,6 +279,18 @@ def _mismatch(known: Numbers, update: Mapping[str, Any]) -> Warn | None:
         "Mismatch",
         f"sampler and trainer disagree by up to {worst:.3g} nats a token (the run stops above {limit:.3g}). Compare "
         "their dtypes.",
+    )
+
+
+def _drift(known: Numbers, update: Mapping[str, Any]) -> Warn | None:
+    worst, limit = max(known.get("drift_kl", []), default=0.0), update.get("max_mismatch_kl") or 0.1
+    if worst <= limit:
+        return None
+    return Warn(
+        "Drift within a round",
+        f"in later steps of a round the policy is up to {worst:.3g} nats a token from the one that sampled. Either it "
+        "moves far in a step, as one of little entropy does (lower the learning rate), or rollouts of other weights "
+        "are among the round's: rl.update.old_logps=trainer tells which.",
     )
 
 

@@ -64,6 +64,8 @@ MEASURES = (
     Measure("lag_max", "rollout", "Largest lag", "updates", "of the oldest token that is trained on", least=1.0),
     Measure("carried", "rollout", "Carried", "completions", "go on in the next round", least=2.0),
     Measure("mismatch_kl", "update", "Mismatch KL", "nats / token", "sampler against trainer; near 0", least=1e-3),
+    Measure("drift_kl", "update", "Drift KL", "nats / token", "policy against its sampler, most of the later steps",
+            least=1e-2),
     Measure("clip_fraction", "update", "Clip fraction", "share", "tokens whose ratio was clipped", least=0.05),
     Measure("zero_variance", "score", "Zero-variance prompts", "share",
             "prompts whose completions all score alike: no signal", True),

@@ -42,7 +42,8 @@ def main() -> None:
     parser.add_argument("works", nargs="*", choices=[*WORKS, []], default=[], help="all by default")
     parser.add_argument("--model", default="smol135", choices=["smol135", "tiny"])
     parser.add_argument("--dtype", nargs="+", default=["float32", "mixed"], choices=DTYPES)
-    parser.add_argument("--write", nargs="?", const="profile", metavar="NAME", help="write NAME.json among the results")
+    parser.add_argument("--write", action="store_true", help="write NAME.json among the results")
+    parser.add_argument("--name", default="profile", help="NAME")
     parser.add_argument("--here", metavar="FOLDER", help="in this process, whose programs are dumped there")
     args = parser.parse_args()
     if args.here:
@@ -57,7 +58,7 @@ def main() -> None:
     print(summary(found))
     if args.write:
         kept = json.dumps({"processor": processor(), "works": found}, indent=1) + "\n"
-        (RESULTS / f"{args.write}.json").write_text(kept)
+        (RESULTS / f"{args.name}.json").write_text(kept)
 
 
 def summary(found: list[dict[str, Any]]) -> str:

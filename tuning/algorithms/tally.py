@@ -23,6 +23,8 @@ class Tally:
     sums: Counter[str] = dataclasses.field(default_factory=Counter)
     apart: Counter[str] = dataclasses.field(default_factory=Counter)
     """The same, of steps that tell how far sampler and trainer are apart."""
+    drifts: list[float] = dataclasses.field(default_factory=list)
+    """`drift_kl` of each step that tells it."""
     norms: list[float] = dataclasses.field(default_factory=list)
     """Of the gradients of each step that was not skipped."""
     skipped: int = 0
@@ -38,6 +40,7 @@ class Tally:
         apart = mismatch_means(step)
         if self.by_sampler and self.norms:
             apart = {"drift_kl": apart["mismatch_kl"]} if apart else {}
+            self.drifts += apart.values()
         elif not skip:
             self.apart.update(step)
         self.skipped += int(skip)
@@ -56,6 +59,8 @@ class Tally:
         """Of the policy over the round."""
         metrics: dict[str, Any] = {"steps": len(self.norms) + self.skipped, "skipped": self.skipped}
         metrics["row_tokens"] = self.tokens
+        if self.drifts:
+            metrics["drift_kl"] = max(self.drifts)
         if self.norms:
             metrics |= summarise(self.sums) | mismatch_means(self.apart)
             metrics |= {"loss": self.sums["loss"] / len(self.norms), "grad_norm": float(np.mean(self.norms))}

@@ -21,6 +21,8 @@ from typing import Any, NamedTuple
 import jax
 import jaxlib
 
+from tuning.atomic import whole_file
+
 _HERE = Path(__file__).parent
 MODULES = ("models/matmul", "models/fused", "rollout/engine/cpu/attention", "rollout/engine/cpu/products")
 """Each has its kernel beside it, under its own name: keys hold what lies beside a module with the module."""
@@ -102,40 +104,29 @@ def built(kv: str, compiler: str) -> tuple[str, ctypes.CDLL]:
     parts = (*texts, *options, version, jaxlib.__version__, _processor())
     name = hashlib.sha256("\n".join(parts).encode()).hexdigest()[:16]
     cache = jax.config.jax_compilation_cache_dir  # type: ignore[attr-defined]
-    # A library stays loaded after its file is deleted, so a build without a cache may go with its folder.
+    # A compilation cache at a URL cannot hold a file to load.
+    kept = Path(cache) / "kernels" / f"{name}.so" if cache and "://" not in cache else None
+    # What is no library, or lies where nothing may be looked for, is built again.
+    with contextlib.suppress(OSError):
+        if kept is not None and kept.exists():
+            return name, ctypes.CDLL(str(kept))
+    # A library stays loaded after its file is deleted.
     with tempfile.TemporaryDirectory() as own:
-        # A compilation cache at a URL cannot hold a file to load.
-        folder = Path(cache) / "kernels" if cache and "://" not in cache else Path(own)
-        library = folder / f"{name}.so"
-        if library.exists():
-            # What is no library is built again.
+        built = Path(own) / f"{name}.so"
+        sources = [source for source in SOURCES if source.suffix == ".c"]
+        command = [compiler, *options, f"-I{jax.ffi.include_dir()}", f"-I{_HERE}"]
+        objects = [str(Path(own) / f"{source.stem}.o") for source in sources]
+        # Side by side: a first start waits for them.
+        _run([[*command, "-c", str(s), "-o", o] for s, o in zip(sources, objects, strict=True)], own)
+        _run([[*command, "-shared", *objects, "-o", str(built), "-lm"]], own)
+        # A disk may be full, or mounted so that nothing on it is run.
+        if kept is not None:
             with contextlib.suppress(OSError):
-                return name, ctypes.CDLL(str(library))
-        if not _takes_files(folder):
-            folder, library = Path(own), Path(own) / library.name
-        # Renamed when complete: other processes may build the same library at the same time.
-        with tempfile.TemporaryDirectory(dir=folder) as place:
-            compiled = Path(place) / library.name
-            sources = [source for source in SOURCES if source.suffix == ".c"]
-            command = [compiler, *options, f"-I{jax.ffi.include_dir()}", f"-I{_HERE}"]
-            objects = [str(Path(place) / f"{source.stem}.o") for source in sources]
-            # Side by side: a first start waits for them.
-            _run([[*command, "-c", str(s), "-o", o] for s, o in zip(sources, objects, strict=True)], place)
-            _run([[*command, "-shared", *objects, "-o", str(compiled), "-lm"]], place)
-            # Whole on the disk before it has its name: the loader dies of one that a lost machine has cut short.
-            with compiled.open("rb") as file:
-                os.fsync(file.fileno())
-            os.replace(compiled, library)
-        return name, ctypes.CDLL(str(library))
-
-
-def _takes_files(folder: Path) -> bool:
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryFile(dir=folder):
-            return True
-    except OSError:
-        return False
+                # The loader dies of a library that a lost machine has cut short.
+                with whole_file(kept) as partial:
+                    shutil.copy(built, partial)
+                return name, ctypes.CDLL(str(kept))
+        return name, ctypes.CDLL(str(built))
 
 
 def _run(commands: Sequence[Sequence[str]], place: str) -> None:

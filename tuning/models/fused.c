@@ -185,6 +185,13 @@ INLINE void add_weights(const Work *w, const int32_t *seen, float *s, float *top
     most = larger(x, most);
   }
   float now = largest_of(most);
+  // Nothing seen so far has a weight, which against the largest logit, -infinity too, would be none. A NaN stays one.
+  int none = now == -INFINITY && *top == -INFINITY;
+  for (int j = 0; none && j < KEYS; j++) none = s[j] == -INFINITY;
+  if (none) {
+    memset(s, 0, sizeof(float) * KEYS);
+    return;
+  }
   if (now > *top) {
     float less = exponential(splat(*top - now))[0];
     *top = now;

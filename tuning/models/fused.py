@@ -21,7 +21,7 @@ from tuning.target import is_a_part, target_platform
 
 LANES = 16
 """The kernel's vectors: a head's size must be a multiple."""
-_NO_WINDOW = np.int32(2**31 - 1)
+_NO_WINDOW = 2**31 - 1
 
 
 def suits(q_BLNH: jax.Array, k_BLKH: jax.Array, v_BLKH: jax.Array, softcap: float | None) -> bool:
@@ -29,7 +29,8 @@ def suits(q_BLNH: jax.Array, k_BLKH: jax.Array, v_BLKH: jax.Array, softcap: floa
     if target_platform() != "cpu" or mesh_in_use() is not None or is_a_part() or softcap is not None:
         return False
     (b, length, _, size), kinds = q_BLNH.shape, {x.dtype.name for x in (q_BLNH, k_BLKH, v_BLKH)}
-    whole = k_BLKH.shape == v_BLKH.shape == (b, length, k_BLKH.shape[2], size) and size % LANES == 0
+    heads = k_BLKH.shape[2]
+    whole = k_BLKH.shape == v_BLKH.shape == (b, length, heads, size) and size % LANES == q_BLNH.shape[2] % heads == 0
     # A build takes seconds, and warns where it fails.
     return whole and kinds == {"float32"} and build().fused_forward is not None
 
@@ -46,7 +47,9 @@ def fused_attention(
 
     window: at least 1. The gradient has none of its own.
     """
-    limit = jnp.minimum(_NO_WINDOW if window is None else window, _NO_WINDOW)
+    if window is None or not isinstance(window, jax.Array):
+        window = np.int32(min(_NO_WINDOW if window is None else int(window), _NO_WINDOW))
+    limit = jnp.minimum(window, np.asarray(_NO_WINDOW, window.dtype))
     columns = tuple(jnp.broadcast_to(x, q_BLNH.shape[:2]) for x in segments[:3])
     kernels = build()
     names = str(kernels.fused_forward), str(kernels.fused_backward)

@@ -23,6 +23,7 @@ HEALTHY = {"entropy": [1.0] * 3, "kl": [0.01] * 3, "mean_length": [5.0] * 3, "ze
         ({"effective_sample_size": [0.99, 0.4, None]}, "Few effective samples"),
         ({"grad_norm": [1.0, 1.1, 0.9, 40.0]}, "Gradient spike"),
         ({"mismatch_kl": [1e-6, 0.02, 1e-6]}, "Mismatch"),
+        ({"drift_kl": [0.02, 0.13, 0.02]}, "Drift within a round"),
         ({"kl": [0.0, 0.006, 0.006, 0.367]}, "KL growth"),
         ({"kl": [0.0, 0.1, 0.3, 5.0]}, "KL blow-up"),
         ({"zero_variance": [0.09, 0.5, 0.55, 0.59]}, "Fading signal"),

@@ -157,6 +157,7 @@ def test_the_first_step_that_is_not_skipped_tells_the_gap():
     ]
     metrics = tally.metrics()
     assert (metrics["mismatch_kl"], metrics["steps"], metrics["trained_tokens"]) == (0.25, 4, 20)
+    assert metrics["drift_kl"] == 2
     by_trainer = Tally()
     for skipped, k3 in ((True, 0.5), (False, 0.25), (False, 0.75)):
         by_trainer.add(step(skipped, k3))

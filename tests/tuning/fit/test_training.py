@@ -27,7 +27,7 @@ ROOT = Path(__file__).parents[3]
 def compiled(model, kind, devices, *options):
     # LLVM, which the first saves, comes behind what is measured: the bytes are the same.
     flags = f"--xla_backend_optimization_level=0 --xla_force_host_platform_device_count={devices}"
-    environment = os.environ | {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": flags, "PYTHONPATH": str(ROOT)}
+    environment = os.environ | {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": flags}
     command = [sys.executable, "-m", "tests.tuning.fit.compiled_program", model, kind, *options]
     done = subprocess.run(command, capture_output=True, text=True, env=environment, cwd=ROOT)
     assert done.returncode == 0, done.stderr

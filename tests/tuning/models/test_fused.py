@@ -1,5 +1,9 @@
 """Attention by the kernel for CPUs equals its formula in float64, value and gradient, for every kind of mask."""
 
+import os
+import subprocess
+import sys
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -85,6 +89,17 @@ def test_a_window_may_be_traced():
         np.testing.assert_allclose(run(window), attention_formula(q, k, v, segments, window, 0.3, None), atol=1e-5)
 
 
+@pytest.mark.parametrize("kind", [int, np.int64, "an array"])
+def test_a_window_of_more_than_a_column_may_be_is_none(kind):
+    q, k, v, _ = arrays(2, 40, 4, 2, 16)
+    segments = packed(2, 40)
+    expected = fused.fused_attention(q, k, v, segments, None, 0.3)
+    with jax.enable_x64():
+        for window in (2**31, 2**40):
+            window = jnp.asarray(window) if kind == "an array" else kind(window)
+            assert np.array_equal(fused.fused_attention(q, k, v, segments, window, 0.3), expected)
+
+
 def test_large_logits_and_keys_that_nobody_sees_do_not_overflow():
     q, k, v, g = arrays(1, 70, 2, 1, 16)
     segments = packed(1, 70)._replace(group_BL=jnp.ones((1, 70), jnp.int32))
@@ -152,6 +167,16 @@ def test_rows_have_the_same_bits_whatever_lies_beside_them():
         assert np.array_equal(a[3:4], b)
 
 
+def test_as_many_threads_as_a_machine_may_have_compute_the_same():
+    """How a gradient is divided follows from XLA's threads: where they are few heads are whole, else they are not."""
+    threads = "1" if len(os.sched_getaffinity(0)) >= 10 else "16"
+    environment = {k: v for k, v in os.environ.items() if not k.startswith("PYTEST_")} | {"NPROC": threads}
+    tests = "values_and_gradients or same_bits or do_not_meet"
+    command = [sys.executable, "-m", "pytest", "--numprocesses=0", __file__, "-k", tests]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=500)
+    assert done.returncode == 0, done.stdout[-3000:]
+
+
 def test_overflowing_logits_are_no_numbers():
     q, k, v, g = arrays(1, 40, 2, 1, 16)
     segments = packed(1, 40)
@@ -159,6 +184,20 @@ def test_overflowing_logits_are_no_numbers():
     q, k = q.at[0, 0].set(1e20), k.at[0, 0].set(-1e20)
     out, dq, *_ = value_and_gradients(lambda *x: fused.fused_attention(*x, segments, None, 0.3), q, k, v, g)
     assert np.isnan(out[0, 0]).all() and np.isnan(dq[0, 0]).all()
+
+
+def test_keys_of_no_weight_take_none_from_those_behind_them():
+    """A whole block of keys whose logits are minus infinity, and more keys."""
+    length = 130
+    q, k, v, _ = arrays(1, length, 1, 1, 16)
+    ones = jnp.ones((1, length), jnp.int32)
+    segments = Segments(ones, 0 * ones, jnp.arange(length)[None])
+    q, k = q.at[0, -1].set(1e20), k.at[0, :64].set(-1e20)
+    k = k.at[0, 64:].set(1e-20 * k[0, 64:])
+    out = fused.fused_attention(q, k, v, segments, None, 0.3)
+    expected = attention_formula(q, k, v, segments, None, 0.3, None)
+    assert np.isfinite(expected[0, -1]).all()
+    np.testing.assert_allclose(out[0, -1], expected[0, -1], atol=1e-5)
 
 
 def test_logits_far_below_zero_have_their_weights():
@@ -187,6 +226,8 @@ def test_it_is_taken_where_it_suits():
     assert not fused.suits(q[:, :20], k, v, None)
     assert not fused.suits(q, k, jnp.concatenate([v, v], -1), None)
     assert not fused.suits(*arrays(1, 40, 2, 1, 24)[:3], None)
+    # Query heads that share no key-value head evenly.
+    assert not fused.suits(*arrays(1, 40, 3, 2, 16)[:3], None) and not fused.suits(*arrays(1, 40, 1, 2, 16)[:3], None)
     for platform in ("tpu", "gpu"):
         with compiling_for(platform):
             assert not fused.suits(q, k, v, None)

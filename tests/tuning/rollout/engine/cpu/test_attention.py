@@ -2,11 +2,15 @@
 
 import contextlib
 import dataclasses
+import errno
 import functools
 import logging
 import os
+import shutil
 import subprocess
+import tempfile
 import time
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -224,9 +228,11 @@ def test_what_a_compiler_says_against_the_source_is_told(cache_folder, tmp_path,
     assert "no-such-option" in caplog.text
 
 
-def test_a_compiler_that_fails_leaves_no_process_and_no_file(cache_folder, tmp_path):
+def test_a_compiler_that_fails_leaves_no_process_and_no_file(cache_folder, tmp_path, monkeypatch):
     """One source of four fails at once; of the others a process of the compiler's own would take a minute."""
-    compiler, pids = tmp_path / "slow", tmp_path / "pids"
+    compiler, pids, temporary = tmp_path / "slow", tmp_path / "pids", tmp_path / "temporary"
+    temporary.mkdir()
+    monkeypatch.setattr(tempfile, "tempdir", str(temporary))
     compiler.write_text(f"""#!/bin/sh
 case "$*" in
   --version) echo 1;;
@@ -244,7 +250,7 @@ esac
     assert e.value.stderr == "no\n"
     # What might write to the folder has ended before it goes.
     assert (tmp_path / "late").exists()
-    assert list((cache_folder / "kernels").iterdir()) == []
+    assert not list(temporary.iterdir()) and not list(cache_folder.rglob("*.so*"))
     for pid in pids.read_text().split():
         end = time.monotonic() + 15
         while alive(int(pid)):
@@ -286,3 +292,15 @@ def test_a_folder_that_takes_no_files_is_done_without(cache_folder):
     _, library = kernels.built("float32", "cc")
     assert library.attention
     assert [f.name for f in cache_folder.iterdir()] == ["file"]
+
+
+@pytest.mark.parametrize("denies", ["looking", "room"])
+def test_a_folder_that_denies_a_look_or_has_no_room_is_done_without(cache_folder, monkeypatch, denies):
+    def denied(*_):
+        raise OSError(errno.EACCES if denies == "looking" else errno.ENOSPC, "denied")
+
+    monkeypatch.setattr(*((Path, "exists", denied) if denies == "looking" else (shutil, "copy", denied)))
+    _, library = kernels.built("float32", "cc")
+    assert library.attention
+    kept = list(cache_folder.rglob("*.so*"))
+    assert len(kept) == (denies == "looking")
