@@ -47,9 +47,10 @@ def fused_attention(
 
     window: at least 1. The gradient has none of its own.
     """
-    if window is None or not isinstance(window, jax.Array):
-        window = np.int32(min(_NO_WINDOW if window is None else int(window), _NO_WINDOW))
-    limit = jnp.minimum(window, np.asarray(_NO_WINDOW, window.dtype))
+    if isinstance(window, jax.Array):
+        limit = jnp.minimum(window, jnp.asarray(_NO_WINDOW, window.dtype))
+    else:
+        limit = jnp.asarray(_NO_WINDOW if window is None else min(int(window), _NO_WINDOW), jnp.int32)
     columns = tuple(jnp.broadcast_to(x, q_BLNH.shape[:2]) for x in segments[:3])
     kernels = build()
     names = str(kernels.fused_forward), str(kernels.fused_backward)
