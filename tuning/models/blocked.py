@@ -240,10 +240,11 @@ def _backward(
     # sum(p * dp), one number a query, without p.
     g_dot_out = jnp.sum(g.astype(_accumulator(g)) * out.astype(_accumulator(out)), axis=-1, keepdims=True)
     rounds = k.dtype != _accumulator(k)
-    # Without a softcap ds sums to 0, but rounded it does not: what keys have in common would be left. Columns that fill
-    # a block up are 0.
-    there = jnp.any(k != 0, axis=3, keepdims=True)
-    mean = jnp.sum(k, axis=2, keepdims=True, dtype=_accumulator(k)) / jnp.sum(there, axis=2, keepdims=True).clip(1)
+    if rounds:
+        # Without a softcap ds sums to 0, but rounded it does not: what keys have in common would be left. Columns that
+        # fill a block up are 0.
+        there = jnp.any(k != 0, axis=3, keepdims=True)
+        mean = jnp.sum(k, axis=2, keepdims=True, dtype=_accumulator(k)) / jnp.sum(there, axis=2, keepdims=True).clip(1)
     k_own = (k - mean).astype(k.dtype) if rounds else k
 
     def block(sums: tuple[jax.Array, jax.Array], start: jax.Array | int, stop: int) -> Any:

@@ -2,25 +2,18 @@
 
 from __future__ import annotations
 
-import functools
 import os
-import random
 import shutil
 import signal
 import subprocess
 import threading
 import time
-import types
-from collections import Counter
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
-from typing import Any
 
 import psutil
 import pytest
 
 from flows.graph.build import Node
-from flows.recipe.reading import load_recipe
 from flows.running import crew
 from flows.running.overlap import run_overlapped
 from flows.running.plain import run_plain
@@ -30,70 +23,13 @@ from stages.store import runs
 from stages.store.artifacts import Store
 from stages.worker.client import StageFailed
 from tests.flows.lines import Lines
+from tests.flows.running.support import ALL, EXACT, NOTHING, Told, recipe
 from tests.support import RLHF, write_files
-
-ALL = ["workers.train={}", "workers.sample={}", "workers.score={}", "workers.data={}"]
-EXACT = "rl.score.rewards.model.function=exact_match"
-
-
-def recipe(folder, *sets):
-    return load_recipe("smoke", sets=[f"store={folder / 'store'}", *sets])
 
 
 def made(record):
     """Key, digest and place of each node."""
     return [(name, e["key"], e["digest"]) for name, e in record["nodes"].items()]
-
-
-NOTHING = types.SimpleNamespace(metrics={})
-"""An artifact of which only the metrics are asked."""
-
-
-class Told:
-    """Makes the nodes of a session when the test says so: each is known by when it was begun and ended."""
-
-    def __init__(self, session: Session):
-        self.session, self.order = session, list[str]()
-        self.at_work: dict[str, tuple[threading.Event, list[Exception]]] = {}
-        self.changed = threading.Condition()
-
-    def begin(self, node: Node, ended: Callable[[], None]) -> Callable[[], None]:
-        go, errors = threading.Event(), list[Exception]()
-        with self.changed:
-            self.order.append(node.name)
-            self.at_work[node.name] = go, errors
-            self.changed.notify_all()
-
-        def work() -> None:
-            while not go.wait(0.02):
-                if self.session._stopped.is_set():
-                    errors.append(InterruptedError(node.name))
-                    break
-            if not errors:
-                self.session.made[node.name] = NOTHING  # type: ignore[assignment]
-            with self.changed:
-                del self.at_work[node.name]
-                self.changed.notify_all()
-            ended()
-
-        threading.Thread(target=work, daemon=True).start()
-
-        def result() -> None:
-            if errors:
-                raise errors[0]
-
-        return result
-
-    def until(self, *names: str) -> None:
-        """Waits until exactly these are at work."""
-        with self.changed:
-            assert self.changed.wait_for(lambda: set(self.at_work) == set(names), 20), (names, list(self.at_work))
-
-    def end(self, name: str, error: Exception | None = None) -> None:
-        go, errors = self.at_work[name]
-        if error is not None:
-            errors.append(error)
-        go.set()
 
 
 @pytest.fixture
@@ -193,122 +129,6 @@ def test_what_ends_the_run_itself_ends_what_is_at_work(told, monkeypatch):
     thread.join(20)
     assert [type(e) for e in raised] == [KeyboardInterrupt]
     assert found.at_work == {}
-
-
-def test_a_signal_at_any_moment_ends_a_run_and_loses_nothing_that_is_at_work(tmp_path, smoke_store):
-    """Between any two lines of the thread that waits: what is at work is ended, and the signal is what is raised."""
-    store = shutil.copytree(smoke_store, tmp_path / "store")
-    session = Session(recipe(tmp_path, *ALL), Lines(), "cached")
-    ends, at_work = [], [False]
-
-    def struck(*_: Any) -> None:
-        if at_work[0]:
-            raise KeyboardInterrupt
-
-    before = signal.signal(signal.SIGALRM, struck)
-    try:
-        for number in range(40):
-            session = Session(recipe(tmp_path, *ALL), Lines(), f"cached-{number}")
-            with ThreadPoolExecutor(4) as pool:
-
-                def begin(node: Node, ended: Callable[[], None], pool=pool, session=session) -> Callable[[], None]:
-                    future = pool.submit(session.run_node, node.name)
-                    future.add_done_callback(lambda _: ended())
-                    return lambda: future.result() and None  # type: ignore[func-returns-value]
-
-                signal.setitimer(signal.ITIMER_REAL, 0.02 + 0.004 * number)
-                try:
-                    at_work[0] = True
-                    run_overlapped(session, None, begin)
-                    at_work[0] = False
-                    ends.append("whole")
-                except KeyboardInterrupt:
-                    ends.append("interrupted")
-                finally:
-                    signal.setitimer(signal.ITIMER_REAL, 0)
-            assert threading.active_count() < 20
-    finally:
-        signal.signal(signal.SIGALRM, before)
-    assert store.is_dir() and "interrupted" in ends
-
-
-def test_a_signal_that_strikes_is_what_a_run_ends_with_and_no_stage_is_left(tmp_path):
-    """Also between lines of the library's own locks and threads, which are Python too: thousands of moments."""
-    session, rng = Session(recipe(tmp_path, *ALL), Lines(), "struck"), random.Random(0)
-    names = {"base", "prepare", "sft", "reward", "evaluate.base"}
-    armed = struck = False
-    live = set[str]()
-
-    def strike(*_: Any) -> None:
-        nonlocal armed, struck
-        if armed:
-            armed, struck = False, True
-            raise KeyboardInterrupt
-
-    def begin(node: Node, ended: Callable[[], None], pool: ThreadPoolExecutor) -> Callable[[], None]:
-        live.add(node.name)
-
-        def work() -> None:
-            session.made[node.name] = NOTHING  # type: ignore[assignment]
-            live.discard(node.name)
-
-        future = pool.submit(work)
-        future.add_done_callback(lambda _: ended())
-        return lambda: future.result()
-
-    before, ends = signal.signal(signal.SIGALRM, strike), Counter[str]()
-    try:
-        with ThreadPoolExecutor(4) as pool:
-            for _ in range(3000):
-                session.made.clear()
-                struck = False
-                signal.setitimer(signal.ITIMER_REAL, rng.uniform(2e-5, 1.5e-3))
-                try:
-                    armed = True
-                    run_overlapped(session, names, functools.partial(begin, pool=pool))
-                    armed = False
-                    ends["lost" if struck else "whole"] += 1
-                except KeyboardInterrupt:
-                    ends["interrupted"] += 1
-                finally:
-                    armed = False
-                    signal.setitimer(signal.ITIMER_REAL, 0)
-                assert not live
-    finally:
-        signal.signal(signal.SIGALRM, before)
-    assert ends["interrupted"] > 100 and ends["lost"] == 0
-
-
-def test_a_signal_while_a_stage_is_being_begun_waits_for_no_longer_than_that_stage(tmp_path):
-    """What is being begun when the run ends is at work soon after: it is ended, and so is what is at work beside it."""
-    session = Session(recipe(tmp_path, *ALL), Lines(), "told")
-    found, struck, out_of_wait = Told(session), threading.Event(), threading.Event()
-    session.made |= {"base": NOTHING, "prepare": NOTHING}  # type: ignore[dict-item]
-    stop = session.stop
-
-    def stopped() -> None:
-        out_of_wait.set()
-        stop()
-
-    session.stop = stopped  # type: ignore[method-assign]
-
-    def strike(*_: Any) -> None:
-        struck.set()
-        raise KeyboardInterrupt
-
-    def begin(node: Node, ended: Callable[[], None]) -> Callable[[], None]:
-        if len(found.order) == 1:
-            signal.pthread_kill(threading.main_thread().ident, signal.SIGALRM)  # type: ignore[arg-type]
-            assert struck.wait(20) and out_of_wait.wait(20)
-        return found.begin(node, ended)
-
-    before = signal.signal(signal.SIGALRM, strike)
-    try:
-        with pytest.raises(KeyboardInterrupt):
-            run_overlapped(session, None, begin)
-    finally:
-        signal.signal(signal.SIGALRM, before)
-    assert len(found.order) == 2 and found.at_work == {}
 
 
 def test_a_stage_that_cannot_begin_has_failed_and_what_is_at_work_may_end(tmp_path):

@@ -1,0 +1,69 @@
+"""Nodes that are made when a test says so, in place of stages."""
+
+from __future__ import annotations
+
+import threading
+import types
+from collections.abc import Callable
+
+from flows.graph.build import Node
+from flows.recipe.reading import load_recipe
+from flows.running.session import Session
+
+ALL = ["workers.train={}", "workers.sample={}", "workers.score={}", "workers.data={}"]
+EXACT = "rl.score.rewards.model.function=exact_match"
+
+
+def recipe(folder, *sets):
+    return load_recipe("smoke", sets=[f"store={folder / 'store'}", *sets])
+
+
+NOTHING = types.SimpleNamespace(metrics={})
+"""An artifact of which only the metrics are asked."""
+
+
+class Told:
+    """Makes the nodes of a session when the test says so: each is known by when it was begun and ended."""
+
+    def __init__(self, session: Session):
+        self.session, self.order = session, list[str]()
+        self.at_work: dict[str, tuple[threading.Event, list[Exception]]] = {}
+        self.changed = threading.Condition()
+
+    def begin(self, node: Node, ended: Callable[[], None]) -> Callable[[], None]:
+        go, errors = threading.Event(), list[Exception]()
+        with self.changed:
+            self.order.append(node.name)
+            self.at_work[node.name] = go, errors
+            self.changed.notify_all()
+
+        def work() -> None:
+            while not go.wait(0.02):
+                if self.session._stopped.is_set():
+                    errors.append(InterruptedError(node.name))
+                    break
+            if not errors:
+                self.session.made[node.name] = NOTHING  # type: ignore[assignment]
+            with self.changed:
+                del self.at_work[node.name]
+                self.changed.notify_all()
+            ended()
+
+        threading.Thread(target=work, daemon=True).start()
+
+        def result() -> None:
+            if errors:
+                raise errors[0]
+
+        return result
+
+    def until(self, *names: str) -> None:
+        """Waits until exactly these are at work."""
+        with self.changed:
+            assert self.changed.wait_for(lambda: set(self.at_work) == set(names), 20), (names, list(self.at_work))
+
+    def end(self, name: str, error: Exception | None = None) -> None:
+        go, errors = self.at_work[name]
+        if error is not None:
+            errors.append(error)
+        go.set()
