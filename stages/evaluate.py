@@ -132,7 +132,7 @@ def run(ctx: Context) -> dict[str, Any]:
     groups = {place: problem.group or problem.prompt for place, problem in placed}
     draw = Draw(config.samples, config.max_tokens, config.temperature, config.shard_prompts)
     rows = sample_rows(ctx, placed, draw)
-    if not ctx.is_lead:
+    if not ctx.is_primary:
         return {}
     reachable = code_can_reach(ctx, [judge.function for judge in config.all_judges.values()])
     episodes = _episodes(ctx)
@@ -248,7 +248,6 @@ STAGE = Stage(
     run,
     sources=source_digests,
     loads=loads,
-    gang=lambda config: "episodes of an environment are played by one process" if config.environment else "all",
     work="sample",
     section="evaluate",
     title="evaluation",

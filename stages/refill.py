@@ -17,7 +17,7 @@ from stages.contract.definition import Context, Reads, Stage
 from stages.sampling.groups import NAMED, missing_prompts, read_scored
 from stages.sampling.order import prompts_of_refill
 from stages.sampling.rows import FOLDER, Draw, room_of, sample_rows
-from stages.sampling.settings import Rollout, gang, loads, sources
+from stages.sampling.settings import Rollout, loads, sources
 from stages.store.artifacts import Artifact
 from tuning.rows import CompletionRow, PromptRow, write_table
 
@@ -78,7 +78,6 @@ STAGE = Stage(
     Config,
     run,
     loads=loads,
-    gang=gang,
     sources=sources,
     work="sample",
     title="refill",

@@ -73,6 +73,8 @@ def room_of(ctx: Context, max_tokens: int) -> float:
 
 def write_refused(ctx: Context, refused: Sequence[RefusedRow]) -> None:
     """Lists refused prompts in the artifact (R16) and in the log."""
+    if not ctx.is_primary:
+        return
     # A prompt that is there twice is told once.
     for prompt, reason in {row.prompt_id: row.reason for row in refused}.items():
         ctx.log(f"prompt {prompt} is refused: {reason}; shorten it, or rl.rollout.max_tokens")
@@ -92,9 +94,9 @@ def sample_rows(ctx: Context, prompts: Sequence[tuple[int, PromptRow]], draw: Dr
     sampler = _Sampler(ctx, draw, [prompt for _, prompt in prompts])
     shards = Shards(FOLDER, CompletionRow, CompletionRow.schema(), draw.shard_prompts, "prompts")
     if in_one_go(draw.engine):
-        rows, files = as_they_end(ctx, shards, prompts, sampler.stream)
+        rows, files = as_they_end(ctx, shards, prompts, sampler.stream, dealt=True)
     else:
-        rows, files = by_shard(ctx, shards, prompts, sampler.shard)
+        rows, files = by_shard(ctx, shards, prompts, sampler.shard, dealt=True)
     publish(files, ctx.out / FOLDER)
     return rows
 
