@@ -46,7 +46,8 @@ def run(ctx: Context) -> dict[str, Any]:
     chosen = rows_at(data, "prompts/", PromptRow, prompts_of_refill(missing, total, config.start, seed, used))
     if not chosen:
         # Stages that follow read a table, empty or not.
-        write_table(ctx.out / FOLDER / "part-00000.parquet", [], CompletionRow.schema())
+        if ctx.is_primary:
+            write_table(ctx.out / FOLDER / "part-00000.parquet", [], CompletionRow.schema())
         return {"prompts": 0, "completions": 0, "tokens": 0}
     # Behind the places of the round and of the refills before this one, which have at most as many prompts each.
     places = enumerate(chosen, start=config.number * config.prompts)

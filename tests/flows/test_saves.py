@@ -13,7 +13,7 @@ from flows.running import session
 from flows.running.session import Session
 from stages.store.artifacts import Store
 from stages.store.leases import lease
-from stages.worker.client import StageFailed
+from stages.worker.client import StageFailed, Worker
 
 
 @pytest.fixture
