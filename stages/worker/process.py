@@ -95,7 +95,7 @@ def run_request(request: Request, memory: dict[str, Any], events: Events) -> dic
 
 
 def _run(request: Request, stage: Stage, config: StageConfig, memory: dict[str, Any], events: Events) -> dict[str, Any]:
-    from stages.store.artifacts import Store
+    from stages.store.artifacts import Store, content_digest
     from stages.store.disk import check_room, files_of
     from stages.store.leases import check
     from stages.store.work import OUT, WorkFolder
@@ -142,7 +142,8 @@ def _run(request: Request, stage: Stage, config: StageConfig, memory: dict[str, 
         finally:
             context.close()
         manifest = manifest_of(request, config, inputs, metrics, memory, started)
-        committed = store.commit(out, manifest, replace=bool(request.force), files=files_of(out), check=still_ours)
+        files = files_of(out)
+        committed = store.commit(out, manifest, replace=bool(request.force), files=files, check=still_ours)
     except BaseException as e:
         # Else the next request would take it for its own.
         name_new(memory, None)
@@ -155,8 +156,8 @@ def _run(request: Request, stage: Stage, config: StageConfig, memory: dict[str, 
             stage.tidied(context)
         raise
     # Another process may have committed the key meanwhile: its artifact stays, and is not what is in memory here.
-    ours = all(committed.manifest[name] == manifest[name] for name in ("started", "seconds", "host"))
-    name_new(memory, multihost.from_primary(lambda: committed.digest if ours else None))
+    ours = multihost.from_primary(lambda: committed.digest == content_digest(files))
+    name_new(memory, committed.digest if ours else None)
     folder.drop()
     stage.tidied(context)
     if request.hand_over != "no":
