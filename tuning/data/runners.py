@@ -101,6 +101,6 @@ def reach(runner: Runner) -> None:
             grpc.channel_ready_future(channel).result(REACH_SECONDS)
         except grpc.FutureTimeoutError as error:
             raise RunnerError(
-                f"runner option job_endpoint: no job service answers at {endpoint} within {REACH_SECONDS:g} s; expected "
-                "its HOST:PORT"
+                f"runner option job_endpoint: no job service answers at {endpoint} within {REACH_SECONDS:g} s; "
+                "expected its HOST:PORT"
             ) from error

@@ -26,25 +26,13 @@ def settings(pairs, tmp_path, monkeypatch):
     return sources | {"shards": 3, "near_duplicates": 0.9, "chunk_megabytes": 0.0005} | RULES
 
 
-def killed(process, folder, then=lambda: None):
-    """Kills a process once a worker waits at the gate."""
-
-    def kill():
-        waiting(folder)
-        process.kill()
-        then()
-
-    thread = threading.Thread(target=kill)
-    thread.start()
-    return thread
-
-
 def test_workers_of_a_job_service_write_the_bytes_of_this_machine_also_after_it_died(
     run, settings, tmp_path, s3, capsys
 ):
     runner = {"name": "PortableRunner", "scratch": f"{s3}/portable"}
     with job_server(tmp_path / "1") as (jobs, service), worker_pool(tmp_path / "1") as (workers, _):
-        thread = killed(service, tmp_path)
+        thread = threading.Thread(target=lambda: [waiting(tmp_path), service.kill()])
+        thread.start()
         lost = f"PortableRunner has lost its job service at {jobs['job_endpoint']} .*run again"
         with pytest.raises(RunnerError, match=lost):
             run(Config(**settings, runner=runner | {"options": jobs | workers}), work=tmp_path / "work")
@@ -73,6 +61,7 @@ def test_a_cluster_without_its_workers_is_a_stage_that_makes_no_progress(setting
             worker.run(ask, lambda event: None)
         thread.join()
         (tmp_path / "open").touch()
+        worker.stall_seconds = 120.0
         with worker_pool(tmp_path / "1") as (workers, _):
             ask.config["runner"]["options"] = jobs | workers
             assert worker.run(ask, lambda event: None)["metrics"]["records"]["kept"] == 60

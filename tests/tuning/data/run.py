@@ -90,21 +90,29 @@ def worker_pool(folder: Path, code: Path | None = None) -> Iterator[tuple[dict[s
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
     pool = ["apache_beam.runners.worker.worker_pool_main", f"--service_port={port}"]
-    with _module(pool, folder, PYTHONPATH=str(code or Path.cwd())) as process:
+    code = code or Path.cwd()
+    with _module(pool, folder, code, PYTHONPATH=str(code)) as process:
         while socket.socket().connect_ex(("127.0.0.1", port)) and process.poll() is None:
             time.sleep(0.1)
         yield {"environment_type": "EXTERNAL", "environment_config": f"localhost:{port}"}, process
 
 
 @contextlib.contextmanager
-def _module(command: list[str], folder: Path, **variables: str) -> Iterator[subprocess.Popen[bytes]]:
+def _module(
+    command: list[str], folder: Path, cwd: Path | None = None, **variables: str
+) -> Iterator[subprocess.Popen[bytes]]:
     """A module that runs in a process group, which is killed at the end."""
     # The pool starts `python`.
     variables["PATH"] = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
     with (
         (folder / f"{command[0]}.log").open("w") as log,
         subprocess.Popen(
-            [sys.executable, "-m", *command], stdout=log, stderr=log, env=os.environ | variables, start_new_session=True
+            [sys.executable, "-m", *command],
+            stdout=log,
+            stderr=log,
+            env=os.environ | variables,
+            cwd=cwd,
+            start_new_session=True,
         ) as process,
     ):
         try:
