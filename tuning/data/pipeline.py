@@ -355,7 +355,7 @@ def pipeline_on(runner: Runner) -> beam.Pipeline:
 
 def executed(pipeline: beam.Pipeline, runner: Runner) -> dict[str, int]:
     """Runs a pipeline to its end; Beam's counters, as step/name."""
-    result = None
+    result: Any = None
     try:
         result = pipeline.run()
         result.wait_until_finish()
