@@ -132,7 +132,7 @@ def run(ctx: Context) -> dict[str, Any]:
     groups = {place: problem.group or problem.prompt for place, problem in placed}
     draw = Draw(config.samples, config.max_tokens, config.temperature, config.shard_prompts)
     rows = sample_rows(ctx, placed, draw)
-    if not ctx.is_lead:
+    if not ctx.is_primary:
         return {}
     reachable = code_can_reach(ctx, [judge.function for judge in config.all_judges.values()])
     episodes = _episodes(ctx)

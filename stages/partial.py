@@ -56,7 +56,7 @@ def run(ctx: Context) -> dict[str, Any]:
         ended = {group.place: group for group in going.on([first], None, f"{FOLDER}-first")}
         after = [ended.get(group.place, group) for group in after]
     seconds = time.monotonic() - started
-    if not ctx.is_lead:
+    if not ctx.is_primary:
         return {}
     if [group.place for group in after] != [group.place for group in groups]:
         raise RuntimeError(f"{len(after)} groups were sampled of {len(groups)}")

@@ -30,7 +30,7 @@ def run(ctx: Context) -> dict[str, Any]:
     started = time.monotonic()
     rows = sample_rows(ctx, prompts, Draw.of(config, config.completions, config.temperature))
     seconds = time.monotonic() - started
-    if not ctx.is_lead:
+    if not ctx.is_primary:
         return {}
     if len(rows) != len(prompts) * config.completions:
         raise RuntimeError(f"{len(rows)} completions for {len(prompts)} prompts x {config.completions}")

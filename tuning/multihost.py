@@ -17,7 +17,10 @@ import json
 import os
 import threading
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    import numpy as np
 
 ADDRESS, COUNT, INDEX = "JAX_COORDINATOR_ADDRESS", "JAX_NUM_PROCESSES", "JAX_PROCESS_ID"
 """JAX's own environment variables, by which whoever starts the processes describes their group."""
@@ -133,6 +136,19 @@ def gather(value: Any, channel: str = "main") -> list[Any]:
 def barrier(channel: str = "main") -> None:
     """Return when every process has called this."""
     gather(None, channel)
+
+
+def to_host(value: Any) -> np.ndarray:
+    """Return the whole value of an array on the host of every process. One that several processes have a part of is
+    copied to each device first: take a layer at a time of what is large."""
+    import jax
+    import numpy as np
+
+    if not isinstance(value, jax.Array) or value.is_fully_addressable or value.is_fully_replicated:
+        return np.asarray(value)
+    from jax.experimental import multihost_utils
+
+    return np.asarray(multihost_utils.process_allgather(value, tiled=True))
 
 
 def _next(channel: str) -> str:

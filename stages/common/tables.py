@@ -120,7 +120,7 @@ def as_they_end(
     if kept:
         ctx.progress(done, len(items), shards.unit)
     for number, new_rows in make(missing) if missing else ():
-        if ctx.is_lead:
+        if ctx.is_primary:
             rows.write_table(files[number], new_rows, shards.schema)
             ctx.saved()
         found[number] = new_rows

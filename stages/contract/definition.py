@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import string
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from pathlib import Path
 from typing import Any, Literal, Protocol
 
@@ -57,11 +57,12 @@ class Context:
     memory: dict[str, Any]
     """Objects that this worker keeps between stages, by content digest (params on device, tokenizers)."""
     saved: Callable[[], None] = lambda: None
-    """Call after each finished folder in `work`: a remote store gets its copy."""
+    """Call after each finished folder in `work`: a remote store gets its copy, and the processes of a group join theirs."""
+    fetch: Callable[[Iterable[Path]], None] = lambda paths: None
+    """Brings files of an earlier try's checkpoints to their paths in `work`."""
 
-    is_lead: bool = True
-    """Whether this process writes what is kept: of a gang of processes one does. What the others write into `out` and
-    `work` is thrown away."""
+    is_primary: bool = True
+    """Whether this is process 0 of its group, which alone writes tables; other processes write shards of checkpoints."""
 
     name: str = "stage"
     """Label of the metrics in TensorBoard and Weights & Biases."""
@@ -69,7 +70,7 @@ class Context:
 
     def metrics_line(self, **values: Any) -> None:
         """Adds a row of metrics (`stages.contract.metrics`); timings are allowed: logs are no content."""
-        if not self.is_lead:
+        if not self.is_primary:
             return
         # Opened with the first row: most stages write none, and the logs import TensorBoard.
         if self._metrics is None:

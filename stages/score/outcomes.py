@@ -80,7 +80,7 @@ def outcomes_of(ctx: Context, names: Sequence[str], rollouts: Sequence[Completio
     )
     found: dict[int, OutcomeRow] = {}
     again: list[list[int]] = []
-    if ctx.is_lead:
+    if ctx.is_primary:
         # A shard has its groups one after the other, which the table of rollouts need not.
         found = dict(zip([i for group in groups for i in group], rows, strict=True))
         again = [group for group in groups if any(found[i].failed and i not in scoring.made for i in group)]
@@ -88,7 +88,7 @@ def outcomes_of(ctx: Context, names: Sequence[str], rollouts: Sequence[Completio
     if again:
         ctx.log(f"{len(again)} groups with rewards that failed in an earlier try are scored again")
         found |= dict(zip([i for group in again for i in group], scoring.make(again), strict=True))
-    if not ctx.is_lead:
+    if not ctx.is_primary:
         return {}
     columns = {name: [found[i].outcome(name) for i in range(len(rollouts))] for name in names}
     # What the environment failed has been judged where episodes were played.
@@ -155,7 +155,7 @@ class _Scoring:
             return [reward_of(self._rollouts[i], self._episodes) for i in numbers]
         if name not in self._journals:
             return _learned(self._ctx, [self._rollouts[i] for i in numbers]) if numbers else []
-        if not self._ctx.is_lead:
+        if not self._ctx.is_primary:
             # The devices of all ranks score for the reward model; functions are called once.
             return [Outcome(None) for _ in numbers]
         match self._rewards[name].batch:
