@@ -103,9 +103,8 @@ def laid_out(shapes: Any, mesh: Mesh | None) -> Any:
     """Shapes of parameters, each with its place on the mesh, to restore into."""
     if mesh is None:
         return shapes
-    return jax.tree.map(
-        lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s), shapes, shardings(shapes, mesh)
-    )
+    places = shardings(shapes, mesh)
+    return jax.tree.map(lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s), shapes, places)
 
 
 def own_params(params: Any, mesh: Mesh | None) -> Any:

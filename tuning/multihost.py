@@ -17,10 +17,7 @@ import json
 import os
 import threading
 from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, Any
-
-if TYPE_CHECKING:
-    import numpy as np
+from typing import Any
 
 ADDRESS, COUNT, INDEX = "JAX_COORDINATOR_ADDRESS", "JAX_NUM_PROCESSES", "JAX_PROCESS_ID"
 """JAX's own environment variables, by which whoever starts the processes describes their group."""
@@ -138,17 +135,16 @@ def barrier(channel: str = "main") -> None:
     gather(None, channel)
 
 
-def to_host(value: Any) -> np.ndarray:
-    """Return the whole value of an array on the host of every process. One that several processes have a part of is
+def to_host(value: Any) -> Any:
+    """Return the whole value of an array as a NumPy array on every process. One that several processes have a part of is
     copied to each device first: take a layer at a time of what is large."""
     import jax
-    import numpy as np
 
     if not isinstance(value, jax.Array) or value.is_fully_addressable or value.is_fully_replicated:
-        return np.asarray(value)
+        return jax.device_get(value)
     from jax.experimental import multihost_utils
 
-    return np.asarray(multihost_utils.process_allgather(value, tiled=True))
+    return multihost_utils.process_allgather(value, tiled=True)
 
 
 def _next(channel: str) -> str:

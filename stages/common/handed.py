@@ -1,8 +1,8 @@
 """Policies that no artifact holds, on their way from the worker that trains to those that sample.
 
-Rounds between checkpoints store no weights: the worker that made one has it in memory, and any other would have to train
-it once more. The processes that train write their shards to the store, below `handed/`; a reader loads those of its own
-mesh, and takes them if they have the fingerprint that the artifact records.
+Rounds between checkpoints store no weights: the worker that made one has it in memory, and any other would have to
+train it once more. The processes that train write their shards to the store, below `handed/`. A reader loads those of
+its own mesh, and takes them if they have the fingerprint that the artifact records.
 """
 
 from __future__ import annotations

@@ -92,10 +92,8 @@ class Artifact:
         return any(f["path"].startswith(part) for f in self.manifest["files"])
 
     def local(self, part: str = "", wanted: Callable[[str], bool] = lambda path: True) -> Path:
-        """A local path of the artifact or of one folder or file in it, fetched first from a remote store.
-
-        wanted: whether to fetch the file of a path; `fetch` brings others.
-        """
+        """A local path of the artifact or of one folder or file in it. Of a remote store the wanted files are fetched
+        first; `fetch` brings others."""
         if part and not self.has(part):
             raise ArtifactError(f"{self.url} has no {part!r}; it holds {[f['path'] for f in self.manifest['files']]}")
         if self.store.is_local:
@@ -292,8 +290,7 @@ class Store:
         beside it, and the one step that makes them the artifact is the write of the manifest: at each moment there is
         one of the two, and the old one's files stay where its readers have them.
 
-        Every process of a group calls this with its own folder, and brings its own files. Process 0 decides, and writes
-        the manifest when all files are there.
+        Every process of a group calls this with its own folder; process 0 writes the manifest when all files are there.
 
         files: `transfers.files_of(folder)`, from a caller that has it. check: called before the files are written and
         again before the manifest is; raises where somebody else makes this artifact by now.

@@ -50,10 +50,8 @@ def files_of(folder: Path) -> list[dict[str, Any]]:
     sums = checksums(folder, paths)
     sizes = multihost.gather({path.relative_to(folder).as_posix(): path.stat().st_size for path in paths})
     size = {name: found for part in reversed(sizes) for name, found in part.items()}
-    return [
-        {"path": name, "size": size[name], "sha256": found}
-        for name, found in sorted(joined(folder, sums, "main").items())
-    ]
+    whole = joined(folder, sums, "main")
+    return [{"path": name, "size": size[name], "sha256": found} for name, found in sorted(whole.items())]
 
 
 def send(store: Store, folder: Path, target: str) -> None:

@@ -2,8 +2,8 @@
 
 A unit is complete or it does not count: a step below `checkpoints/`, or any other folder (a shard, a chunk). It never
 changes once it is complete. Its seal in `.sealed/`, written when all of it is on the disk, has the checksums of its
-files: the next try takes a unit that fits its seal, and removes any other. A marker in `.mirrored/` on the remote store,
-written last, is the seal of a unit that the remote store has.
+files: the next try takes a unit that fits its seal, and removes any other. A marker in `.mirrored/` on the remote
+store, written last, is the seal of a unit that the remote store has.
 
 The processes of a group have a folder each. Process 0 has the work folder itself; it alone adds units, except for
 checkpoints, to which each process adds its shards. Of a checkpoint a process has the files that it reads.
@@ -186,8 +186,8 @@ class WorkFolder:
             shutil.rmtree(aside, ignore_errors=True)
 
     def _arrived(self, unit: Path, aside: Path, log: Callable[[str], None]) -> None:
-        """Brings one unit by way of `aside`; of a checkpoint without the chunks. One that does not fit the seal that its
-        marker is, is left out."""
+        """Brings one unit by way of `aside`; of a checkpoint without the chunks. Leaves out one that does not fit the
+        seal in its marker."""
         marker = f"{self._markers}/{self._name(unit)}"
         seal = self._store.fs.cat_file(marker)
         known = _read(seal) or {}
