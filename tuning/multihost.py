@@ -136,8 +136,10 @@ def barrier(channel: str = "main") -> None:
 
 
 def to_host(value: Any) -> Any:
-    """Return the whole value of an array as a NumPy array on every process. One that several processes have a part of is
-    copied to each device first: take a layer at a time of what is large."""
+    """Return the whole value of an array as a NumPy array on every process.
+
+    An array that several processes have a part of is copied to each device: pass large ones a layer at a time.
+    """
     import jax
 
     if not isinstance(value, jax.Array) or value.is_fully_addressable or value.is_fully_replicated:
