@@ -177,11 +177,11 @@ class WorkFolder:
         # Aside: half a download must not look like finished work.
         aside = self.path.with_name(f".{self.path.name}.{os.getpid()}-{uuid.uuid4().hex[:8]}.part")
         try:
-            for unit in shared:
-                if not (self.path / unit).exists() and _step(unit, newest) >= newest:
+            for name in shared:
+                if not (self.path / name).exists() and _step(name, newest) >= newest:
                     # Another machine may remove a checkpoint that it has replaced meanwhile.
                     with contextlib.suppress(FileNotFoundError):
-                        self._arrived(self.path / unit, aside / unit, log)
+                        self._arrived(self.path / name, aside / name, log)
         finally:
             shutil.rmtree(aside, ignore_errors=True)
 
