@@ -130,14 +130,16 @@ class WorkFolder:
         return transfers.checksums(unit, self._files(unit))
 
     def _is_whole(self, unit: Path) -> bool:
-        """Whether a unit fits its seal. Of a checkpoint that the shared folder has, files may be missing here."""
+        """Whether a unit fits its seal. Of a checkpoint that the shared folder has, chunks may be missing here."""
         try:
             wanted = _read(self._seal_of(unit).read_bytes())
         except OSError:
             return False
         found = self._sums(unit)
         if wanted is not None and self._is_step(unit) and self._is_copy and self._mark_of(unit).exists():
-            return found.items() <= wanted.items()
+            return found.items() <= wanted.items() and all(
+                is_chunk(f"/{name}") for name in wanted.keys() - found.keys()
+            )
         return found == wanted
 
     def _remove(self, unit: Path) -> None:
