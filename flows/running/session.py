@@ -22,7 +22,7 @@ from flows.recipe.model import Recipe
 from flows.records import log_of
 from flows.running.ahead import Ahead
 from flows.running.checks import as_it_is
-from flows.running.crew import Crew, Pooled, hand_over, read_elsewhere
+from flows.running.crew import Crew, Pooled, read_elsewhere
 from flows.running.limits import RunLimit
 from flows.running.naming import before, free_name
 from flows.running.remarks import of_data
@@ -36,7 +36,7 @@ from stages.store.leases import held, lease, release_dead, this_process
 from stages.store.runs import Recorder
 from stages.store.work import WorkFolder
 from stages.worker.client import CodeChanged, StageFailed, WorkerDied
-from stages.worker.protocol import HandOver, Heartbeat, Log, Progress, Report, Request
+from stages.worker.protocol import Heartbeat, Log, Progress, Report, Request
 
 EDITS = 3
 """How often a stage is made again because its code was edited while it ran."""
@@ -264,8 +264,8 @@ class Session:
             self.made = in_order(self.made, name, artifact, self._places)
         # Beside others it may be hours until the next stage begins, and is recorded.
         self.save(soon=self.recipe.workers is None)
-        if (place := self._hand_over(name)) != "no":
-            handed.claim(self.store, artifact.digest, self.name, far=place == "store")
+        if self._read_elsewhere.get(name):
+            handed.claim(self.store, artifact.digest, self.name)
         self._drop_read(node)
         self.reporter.stage_ended(node, state, artifact.manifest, seconds)
         if node.stage in ("prepare", "fresh"):
@@ -278,11 +278,7 @@ class Session:
         for source in {i.node for i in node.inputs.values()}:
             readers = self._read_elsewhere.get(source, set())
             if node.name in readers and all(reader in self.made for reader in readers):
-                handed.drop(self.store, self.made[source].digest, self.name, far=self._hand_over(source) == "store")
-
-    def _hand_over(self, name: str) -> HandOver:
-        readers = self._read_elsewhere.get(name, set())
-        return hand_over(self.recipe.workers, self.nodes[name], self.nodes, readers)
+                handed.drop(self.store, self.made[source].digest, self.name)
 
     def _tidy(self, stage: str, key: str) -> None:
         """Removes what a kill just after a commit has left: the work on this host, and the lease."""
@@ -323,7 +319,7 @@ class Session:
             lease=token,
             # A retry within this run resumes its own partial work; another forced run starts from nothing.
             force=self.name if node.name in self.force else None,
-            hand_over=self._hand_over(node.name),
+            hand_over=bool(self._read_elsewhere.get(node.name)),
             ahead=self.ahead.folder(node, parts, inputs),
         )
 

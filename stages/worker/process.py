@@ -96,8 +96,9 @@ def run_request(request: Request, memory: dict[str, Any], events: Events) -> dic
 
 def _run(request: Request, stage: Stage, config: StageConfig, memory: dict[str, Any], events: Events) -> dict[str, Any]:
     from stages.store.artifacts import Store, content_digest
-    from stages.store.disk import check_room, files_of
+    from stages.store.disk import check_room
     from stages.store.leases import check
+    from stages.store.transfers import files_of
     from stages.store.work import OUT, WorkFolder
 
     store = Store(request.store)
@@ -132,7 +133,7 @@ def _run(request: Request, stage: Stage, config: StageConfig, memory: dict[str, 
         take_over(request, store, work, events.send)
     started = time.time()
     context = _context(request, config, inputs, out, work, memory, events)
-    context.saved = folder.save
+    context.saved, context.fetch = folder.save, folder.fetch
     try:
         try:
             metrics = stage.run(context)
@@ -160,12 +161,12 @@ def _run(request: Request, stage: Stage, config: StageConfig, memory: dict[str, 
     name_new(memory, committed.digest if ours else None)
     folder.drop()
     stage.tidied(context)
-    if request.hand_over != "no":
-        _hand_over(committed, request.hand_over == "store", memory, events)
+    if request.hand_over:
+        _hand_over(committed, memory, events)
     return committed.manifest
 
 
-def _hand_over(artifact: Artifact, far: bool, memory: dict[str, Any], events: Events) -> None:
+def _hand_over(artifact: Artifact, memory: dict[str, Any], events: Events) -> None:
     """Leaves a policy that the artifact does not hold for the workers that read it."""
     from stages.common import handed
 
@@ -174,7 +175,7 @@ def _hand_over(artifact: Artifact, far: bool, memory: dict[str, Any], events: Ev
         return
     try:
         config, params = kept
-        handed.hand_over(artifact, config, params, far=far)
+        handed.hand_over(artifact, config, params)
     except Exception as e:
         # It is committed: whoever reads it trains it once more. Full disks have errors of safetensors.
         events.send(Log(f"the policy could not be handed over ({type(e).__name__}: {e}): it will be replayed"))

@@ -15,10 +15,7 @@ import json
 import os
 import select
 from collections.abc import Iterator
-from typing import Any, Literal, TypeAlias
-
-HandOver: TypeAlias = Literal["no", "host", "store"]
-"""Nowhere; on this host; on others, which see the store alone."""
+from typing import Any, TypeAlias
 
 
 @dataclasses.dataclass(frozen=True)
@@ -45,8 +42,8 @@ class Request:
     """The token of the lease under which it is made; None: nobody else can make it."""
     force: str | None = None
     """Set to the run's name where an artifact with this key is replaced: a retry in that run resumes its own work."""
-    hand_over: HandOver = "no"
-    """Where workers that are others read the policy that it makes (`stages.common.handed`)."""
+    hand_over: bool = False
+    """Whether other workers read the policy that it makes (`stages.common.handed`)."""
     elsewhere: bool = False
     """Whether the run is on another host, whose code the key has."""
     ahead: str | None = None

@@ -19,6 +19,7 @@ from flax import nnx
 from flax.traverse_util import flatten_dict, unflatten_dict
 from jax.sharding import Mesh
 
+from tuning import multihost
 from tuning.models.config import DecoderConfig
 from tuning.models.sharding import shardings
 from tuning.models.tensors import ParamPath, Place
@@ -29,7 +30,6 @@ from tuning.rollout.engine.placement import part_of
 from tuning.rollout.engine.replicas import Replicas
 from tuning.rollout.engine.weights import Weights
 from tuning.rollout.inside.rlhf_weights.frames import Fingerprint, Kind, Piece
-from tuning.spread import whole
 
 
 class Unfit(ValueError):
@@ -177,4 +177,4 @@ def _empty(shape: tuple[int, ...], dtype: Any) -> np.ndarray:
 def _on_host(leaf: Any) -> np.ndarray:
     # JAX keeps what it has gathered beside the array for as long as that lives: here beside a copy.
     on_cpu = isinstance(leaf, jax.Array) and {d.platform for d in leaf.devices()} == {"cpu"}
-    return whole(leaf if on_cpu or not isinstance(leaf, jax.Array) else jnp.copy(leaf))
+    return multihost.to_host(leaf if on_cpu or not isinstance(leaf, jax.Array) else jnp.copy(leaf))
