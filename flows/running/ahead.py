@@ -28,8 +28,8 @@ from stages.worker.protocol import Log, Report, Request
 if TYPE_CHECKING:
     from flows.running.session import Session
 
-SCORE, ROLLOUTS, PARTIAL = "score", "rollouts", "partial"
-"""The stage, which has its worker's name, its input, and a stage that makes one."""
+SCORE, ROLLOUTS = "score", "rollouts"
+"""The stage, which has its worker's name, and its input."""
 TURN_SECONDS = 0.5
 END_SECONDS = 20.0
 """For a thread whose worker was killed."""
@@ -125,8 +125,7 @@ class Ahead:
             return False
         sampled = self._session.nodes[node.inputs[ROLLOUTS].node]
         here = crew.of(sampled) != SCORE and not crew.is_elsewhere(node) and not crew.is_elsewhere(sampled)
-        # A shard of partial rollouts has completions that go on in the next round, and no text yet.
-        return here and sampled.stage != PARTIAL and getattr(sampled.config, "environment", None) is None
+        return here and getattr(sampled.config, "environment", None) is None
 
     def _request(self, node: Node, key: str) -> Request | None:
         """What the worker is asked for while a node is made; None where that is nothing."""

@@ -21,7 +21,7 @@ import psutil
 import pytest
 
 from stages.worker.interpreter import PROJECT
-from tests.faults.support import Run, first_difference, shards
+from tests.faults.support import Run, first_difference
 from tests.support import with_devices
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1800)]
@@ -141,35 +141,6 @@ def test_a_rank_that_is_lost_in_any_stage_is_named_and_costs_no_digest(use, tmp_
         why = "was ended by signal SIGKILL" if how == signal.SIGKILL else "has sent nothing for 6 s"
         assert "lost rank 1 (pid" in log and why in log
     assert "try 2 of" in log
-
-
-PARTIAL = {
-    "sft": "null",
-    "reward": "null",
-    "evaluate": "null",
-    "export": "null",
-    "rl.rounds": 2,
-    "rl.rollout": "{prompts: 4, completions: 4, max_tokens: 6, shard_prompts: 1}",
-    "rl.partial": "{round_tokens: 2}",
-    "rl.score.rewards.model": "{function: matches, arguments: {pattern: '.*[a-mA-M0-4].*'}}",
-    "rl.update": "{prompts_per_step: 2, max_idle_rounds: 9}",
-}
-"""Few tokens a round: in the first none of the groups becomes whole, and its oldest runs to its end."""
-
-
-def test_a_gang_carries_completions_as_one_process_does_also_where_only_the_lead_has_shards(use, tmp_path) -> None:
-    use(2)
-    alone = ended(tmp_path / "alone", sets=PARTIAL)
-    use(1, "2", RLHF_GANG_SILENCE="6")
-    gang = Run(tmp_path / "gang", "gang", retries=1, sets=PARTIAL)
-    # The work folder is the lead's: the next try finds there what rank 1 has not.
-    gang.until(lambda: shards(gang.store, "partial", "rollouts") > 0, seconds=600)
-    ranks_of(gang)[0].kill()
-    log = gang.ends(0, seconds=900)
-    assert "try 2 of" in log and "shards of rollouts were there" in log
-    assert gang.record()["nodes"]["round-000.rollout"]["metrics"]["groups"] == 1
-    assert first_difference(alone, gang) == []
-    assert nodes(gang) == nodes(alone)
 
 
 def test_when_the_flow_is_killed_no_rank_is_left(use, tmp_path) -> None:

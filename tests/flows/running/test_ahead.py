@@ -114,9 +114,8 @@ def scored(store: Path) -> dict[str, int]:
         # Nothing that can be called ahead.
         ([*WORKERS, *(f"rl.score.rewards.{name}.batch=round" for name in ("exact", "digits"))], (), None, False),
         # Completions that are no whole ones yet.
-        ([*WORKERS, "rl.partial={round_tokens: 4}"], (), None, False),
     ],
-    ids=["three", "one", "no-scorer", "two", "chosen", "forced", "whole-rounds", "partial"],
+    ids=["three", "one", "no-scorer", "two", "chosen", "forced", "whole-rounds"],
 )
 def test_it_is_asked_for_where_a_worker_of_its_own_would_wait(tmp_path, sets, force, chosen, asked):
     run = session(tmp_path, *sets)
