@@ -26,7 +26,6 @@ from typing import TYPE_CHECKING, Any, TextIO
 
 from stages.common.compilation import configure_jax, use_precision
 from stages.worker import distributed, loaded, places, stacks
-from stages.worker.ahead import run_ahead, take_over
 from stages.worker.failing import failure_of
 from stages.worker.gang import Gang, GangLost
 from stages.worker.manifest import manifest_of
@@ -122,7 +121,6 @@ def run_request(request: Request, memory: dict[str, Any], events: Events, gang: 
         if request.lease is not None:
             check(store, request.stage, request.key, request.lease)
 
-    take_over(request, store, work, events.send)
     started = time.time()
     context = _context(request, config, inputs, out, work, memory, events)
     context.saved = folder.save
@@ -283,8 +281,7 @@ def _begin(request: Request) -> None:
     now = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
     with contextlib.suppress(OSError):
         # The log's disk may be full: that fails no stage.
-        what = "ahead" if request.sampled is not None else request.key[:12]
-        print(f"---- {request.node or request.stage} ({request.stage} {what}) {now} ----", flush=True)
+        print(f"---- {request.node or request.stage} ({request.stage} {request.key[:12]}) {now} ----", flush=True)
 
 
 def heartbeat(events: Events, compiling: Callable[[], bool]) -> None:
@@ -321,8 +318,7 @@ def main() -> None:
     threading.Thread(target=heartbeat, args=(events, compiling), daemon=True).start()
     configure_jax()
     changed = False
-    # An empty line has ended what was over by then.
-    for line in filter(None, requests):
+    for line in requests:
         request = Request.parse(line)
         _begin(request)
         changed = False
@@ -331,10 +327,7 @@ def main() -> None:
             gang = gang or gather(events)
             gathered = True
             try:
-                if request.sampled is not None:
-                    made = run_ahead(request, *settings_of(request), requests, events.send)
-                else:
-                    made = run_request(request, memory, events, gang)
+                made = run_request(request, memory, events, gang)
             finally:
                 # Before the flow learns of it: it may end this process at once.
                 with contextlib.suppress(OSError):
