@@ -99,7 +99,7 @@ class EagerScoring:
         # The stage's own worker, on the host of the one that samples.
         if crew.of(reader) != SCORE or crew.of(node) == SCORE or crew.is_elsewhere(reader) or crew.is_elsewhere(node):
             return None
-        from stages.score.eager_scoring import eager_rewards  # Arrow, which a run without it does not need
+        from stages.worker.eager_scoring import eager_rewards  # Arrow, which a run without it does not need
 
         assert isinstance(reader.config, Config)
         unwanted = reader.taken or reader.shared or (chosen is not None and reader.name not in chosen)
@@ -120,7 +120,7 @@ class EagerScoring:
         worker = self._session.crew.here(SCORE)
         log = log_of_worker(worker.log, "eager")
         log.parent.mkdir(parents=True, exist_ok=True)
-        command = interpreter.command("stages.score.eager_scoring")
+        command = interpreter.command("stages.worker.eager_scoring")
 
         def start() -> None:
             with log.open("ab") as out:

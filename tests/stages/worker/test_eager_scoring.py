@@ -13,10 +13,10 @@ import pytest
 from stages.contract.definition import Context
 from stages.sampling.played import FAILED
 from stages.score import stage as score
-from stages.score.eager_scoring import CALLS_A_SLOT, score_shards
 from stages.score.settings import Config, Reward
 from stages.store.artifacts import Artifact, Store
 from stages.store.work import WorkFolder
+from stages.worker.eager_scoring import CALLS_A_SLOT, score_shards
 from tuning.rewards.failures import Outage
 from tuning.rows import CompletionRow, write_table
 
