@@ -106,11 +106,11 @@ class Crew:
         """Whether a node's worker is on another host, or may be."""
         return self._workers[self.of(node)].elsewhere
 
-    def here(self, name: str) -> tuple[Worker, Turn]:
-        """A worker of this host, for what fills its time between stages: it is used in its turn."""
+    def here(self, name: str) -> Worker:
+        """A worker of this host."""
         worker = self._workers[name]
         assert isinstance(worker, Worker)
-        return worker, self._turns[name]
+        return worker
 
     def finish(self) -> None:
         """Ends the workers, all of them also where one does not end well, of which the first is raised."""

@@ -20,9 +20,9 @@ from flows.graph.standing import Standing, promoted_by, standing_of
 from flows.graph.taken import Records, check_point, taken_artifact
 from flows.recipe.model import Recipe
 from flows.records import log_of
-from flows.running.ahead import Ahead
 from flows.running.checks import as_it_is
 from flows.running.crew import Crew, Pooled, read_elsewhere
+from flows.running.eager_scoring import EagerScoring
 from flows.running.limits import RunLimit
 from flows.running.naming import before, free_name
 from flows.running.remarks import of_data
@@ -96,7 +96,7 @@ class Session:
         self.crew = Crew(recipe, self.name, log, pooled)
         self.chosen: Collection[str] | None = None
         """Names of the nodes that the run makes; None: all."""
-        self.ahead = Ahead(self, self._check, (unfinished or {}).get("nodes", {}))
+        self.eager_scoring = EagerScoring(self, self._check)
         self._stopped = threading.Event()
         self._lock = threading.RLock()
         """Of the record, and of what is made."""
@@ -230,7 +230,7 @@ class Session:
         artifact = taken if taken is not None else None if forced else self.store.get(node.stage, key)
         started = time.monotonic()
         entry: dict[str, Any] = {"stage": node.stage, "key": key, "started": now(), "state": "running"}
-        begun.append(self.ahead.noted(node, entry))
+        begun.append(entry)
         with self._lock:
             self.record["nodes"] = in_order(self.record["nodes"], name, entry, self._places)
         if artifact is not None:
@@ -254,7 +254,7 @@ class Session:
                 state = "hit" if artifact is not None else "made"
                 if artifact is None:
                     artifact = self._make(node, inputs, key, parts, files, token, entry)
-        self.ahead.drop(node, parts, inputs)
+        self.eager_scoring.take_over(node, parts, inputs)
         check_point(node, artifact)
         seconds = time.monotonic() - started
         # The last: what making took, here or in the run that did it.
@@ -320,7 +320,6 @@ class Session:
             # A retry within this run resumes its own partial work; another forced run starts from nothing.
             force=self.name if node.name in self.force else None,
             hand_over=bool(self._read_elsewhere.get(node.name)),
-            ahead=self.ahead.folder(node, parts, inputs),
         )
 
         def on_event(event: Report) -> None:
@@ -334,7 +333,9 @@ class Session:
 
         started = time.monotonic()
         try:
-            with self.ahead.of(node, entry):
+            work = f"{key}-{request.force}" if request.force else key
+            self.eager_scoring.take_over(node, parts, inputs, work)
+            with self.eager_scoring.during(node, key):
                 manifest = self.crew.run(node, request, on_event, self._check)
         except BaseException as e:
             with self._lock:
@@ -363,7 +364,7 @@ class Session:
         """Ends the workers and closes the record; a remote store gets their logs."""
         try:
             try:
-                self.ahead.end(at_once=status == "interrupted")
+                self.eager_scoring.end()
             finally:
                 self.crew.finish()
         except Exception as e:

@@ -73,17 +73,6 @@ def test_the_same_policy_is_not_loaded_twice(url, state, policy):
     assert "/v1/completions" in state.calls
 
 
-def test_a_piece_of_a_completion_is_no_request_for_servers(url, state, policy):
-    """They would begin with the random numbers of a first token."""
-    engine = remote(RemoteServer(url))
-    engine.load(policy("first"))
-    state.calls.clear()
-    for more in ({"begun": 1}, {"first_sample": 2}):
-        with pytest.raises(RefusedRequest, match="request p: servers take whole completions alone"):
-            run(engine, [dataclasses.replace(requests_of(1)[0], name="p", **more)])
-    assert "/v1/completions" not in state.calls
-
-
 def test_a_stale_server_is_refused_and_both_policies_are_named(url, state, policy):
     state.version = "older"
     with pytest.raises(StalePolicy, match="says that it has policy older, wanted is second; nothing is sampled"):

@@ -20,7 +20,7 @@ from typing import Any, Literal
 import httpx
 import numpy as np
 
-from tuning.rollout.requests import Completion, RefusedRequest, Request
+from tuning.rollout.requests import Completion, Request
 from tuning.rollout.servers.protocol import Policy, ServerKind, ServerLost, ServerRefused, StalePolicy, Way
 from tuning.rollout.servers.server import RemoteServer
 
@@ -98,8 +98,6 @@ class Fleet:
         policy = self._policy
         if policy is None:
             raise RuntimeError("the engine has no policy; call load(policy) first")
-        if apart := next((r for r in requests if r.begun or r.first_sample), None):
-            raise RefusedRequest(f"request {apart.name or apart.counter}: servers take whole completions alone")
         bodies = [self._kind.body(r, policy) for r in requests]
         jobs: asyncio.Queue[Job] = asyncio.Queue()
         results: asyncio.Queue[tuple[int, list[Completion]] | Exception] = asyncio.Queue()

@@ -1,5 +1,5 @@
-"""Scoring ahead that is killed, hangs or is interrupted costs nothing but time: no call that came to its end is made
-again, and the run ends with the bits of one that scores nothing ahead."""
+"""Eager scoring that is killed, hangs or is interrupted costs nothing but time: no call that came to its end is made
+again, and the run ends with the bits of one that scores nothing eagerly."""
 
 from __future__ import annotations
 
@@ -103,18 +103,18 @@ def check(run: Run, alone: list[tuple[str, str, str]]) -> str:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("which", ["score", "sample"])
+@pytest.mark.parametrize("which", ["score-eager", "sample"])
 def test_a_worker_that_is_killed_costs_no_call_that_was_made(place, alone, which):
     run, sampler, completions = begun(place, retries=1)
     run.until(lambda: calls(place) == completions)
     killed = worker(run, which)
     run.kill_worker(killed)
-    if which == "score":
+    if which == "score-eager":
         sampler.resume()
     output = check(run, alone)
     assert calls(place) == COMPLETIONS
-    if which == "score":
-        assert f"{SCORE}: no more is scored ahead (the worker (pid {killed.pid}) was ended by signal SIGKILL" in output
+    if which == "score-eager":
+        assert f"{SCORE}: eager scoring was ended by signal SIGKILL; the stage scores the rest" in output
         # The sampler's stage was not tried again: what died was at work for nothing that is recorded.
         assert "try 2 of 2" not in output
     else:
