@@ -25,6 +25,8 @@ from stages.sampling.rows import FOLDER
 from stages.score.settings import COMPUTED, Config, Reward
 from stages.score.stage import SEEN
 from stages.store.work import WorkFolder
+from tuning.parallel.children import cores
+from tuning.rewards.processes import WAITS
 from tuning.rewards.samples import Outcome
 from tuning.rows import CompletionRow, by_trajectory, read_table
 
@@ -118,14 +120,14 @@ class Scoring:
     def go_on(self, leave: Leave, check: Callable[[], None]) -> bool:
         """Scores shards as they are finished, until all are, or it is to leave; whether nothing is left to do.
 
-        leave: asked before each call; those under way come to their end: none is made twice.
+        leave: asked between calls.
         check: called before a value is kept, raises where it may be of other code.
         """
         for journal in self._journals.values():
             journal.check = check
         while not leave(0.0):
             if self._todo:
-                self._call(self._todo.popleft(), leave)
+                self._call(self._todo.popleft())
             elif 0 < self._total == len(self._seen) or not self._rewards:
                 return True
             elif self._finished:
@@ -154,24 +156,22 @@ class Scoring:
             if calls := _calls(reward, rows):
                 self._todo.append(_Piece(reward_name, rows, calls))
 
-    def _call(self, piece: _Piece, leave: Leave) -> None:
-        """Makes calls that the reward's journal has not; what it has not begun as it leaves is still to be done."""
-        from tuning.rewards.processes import LEFT
-
+    def _call(self, piece: _Piece) -> None:
+        """Makes some calls that the reward's journal has not; the others are still to be done."""
         name, reward = piece.name, self._rewards[piece.name]
         journal = self._journals[name]
         journal.outage = False
-        found = journaled(
+        most = max(self._config.workers or cores(), self._config.max_concurrency if reward.function in WAITS else 1)
+        journaled(
             journal,
             piece.rows,
-            piece.calls,
+            piece.calls[:most],
             reward.function,
             reward.arguments,
             seconds=reward.seconds,
             megabytes=reward.megabytes,
             workers=self._config.workers,
             max_concurrency=self._config.max_concurrency,
-            leave=lambda: journal.outage or self._has_failed(name) or leave(0.0),
         )
         if self._has_failed(name):
             del self._rewards[name]
@@ -180,7 +180,7 @@ class Scoring:
                 f"reward {name} has failed on {journal.failures.total()} completions, more than max_failed_fraction "
                 f"allows, most often ({count} times) with: {reason}; no more of it is scored ahead"
             )
-        elif not journal.outage and (left := [call for call in piece.calls if found[call[0]] is LEFT]):
+        elif not journal.outage and (left := piece.calls[most:]):
             self._todo.appendleft(dataclasses.replace(piece, calls=left))
         # After an outage it is tried with the next shard; the stage says so where it lasts.
 
