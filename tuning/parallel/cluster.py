@@ -57,7 +57,6 @@ class Node:
         options: dict[str, Any] = {
             "num_cpus": 0,
             "scheduling_strategy": NodeAffinitySchedulingStrategy(node["NodeID"], soft=False),
-            "concurrency_groups": {"receive": 1},
         }
         runtime = json.loads(os.environ.get(RUNTIME_ENVIRONMENT, "{}"))
         if VARIABLE in os.environ:
@@ -66,7 +65,7 @@ class Node:
         if runtime:
             options["runtime_env"] = runtime
         processes = max(1, int(node["Resources"].get("CPU", 1)))
-        self._agent = ray.remote(Agent).options(**options).remote({**settings, "processes": processes})
+        self._agent = ray.remote(concurrency_groups={"receive": 1})(Agent).options(**options).remote({**settings, "processes": processes})
         threading.Thread(target=self._receive, name="jobs", daemon=True).start()
 
     def _receive(self) -> None:

@@ -201,6 +201,7 @@ class Host:
                 stream.close()
             return None
         if pid == 0:
+            ours.close()
             self._become(host, theirs, folder, job["session"] is not None)
         theirs.close()
         ours.setblocking(False)
@@ -220,6 +221,7 @@ class Host:
             for key in list(self._selector.get_map().values()):
                 os.close(key.fd)
             self._selector.close()
+            self._wakes.close()
             serve(stream, self._settings["target"], self._settings["arguments"], session, folder)
             status = 0
         finally:

@@ -102,15 +102,13 @@ class _State:
     processes: int = 0
     """Stateless children that it may have; 0 until it is ready."""
     jobs: set[int] = dataclasses.field(default_factory=set)
+    steps: set[int] = dataclasses.field(default_factory=set)
+    """Jobs of its sessions."""
     sessions: set[int] = dataclasses.field(default_factory=set)
 
     @property
     def room(self) -> int:
         return self.processes * self.host.blocks - len(self.jobs)
-
-    @property
-    def load(self) -> float:
-        return (len(self.jobs) + len(self.sessions)) / self.processes if self.processes else float("inf")
 
 
 class Pool:
@@ -119,6 +117,7 @@ class Pool:
     def __init__(self, target: str, arguments: Mapping[str, Any], processes: int | None = None) -> None:
         """processes: children for stateless jobs on this machine; None: one a core. A node has one a CPU of its own."""
         self._settings = {"target": target, "arguments": dict(arguments), "processes": processes or cores()}
+        self._cluster = os.environ.get(CLUSTER)
         self._news: queue.SimpleQueue[tuple[Any, dict[str, Any]]] = queue.SimpleQueue()
         self._numbers = itertools.count()
         self._jobs: dict[int, tuple[Job, int]] = {}
@@ -137,12 +136,15 @@ class Pool:
         self.close()
 
     def submit(self, job: Job) -> None:
-        """Queue a job; `poll` returns its result. Raises Refused if no host runs."""
-        self._check()
+        """Give a job to a host, or queue it until one has room; `poll` returns its result. Raises Refused."""
+        self.wait_until_ready()
         number = next(self._numbers)
         self._jobs[number] = job, TRIES
-        self._waiting.append(number)
-        self._deal()
+        if job.session is None:
+            self._waiting.append(number)
+            self._deal()
+        else:
+            self._give(number, job.session)
 
     def poll(self, seconds: float) -> list[tuple[Job, Result]]:
         """Return the results since the last call; wait up to `seconds` for the first, and not if no job is under way.
@@ -151,7 +153,6 @@ class Pool:
         """
         deadline = time.monotonic() + seconds
         ready = self._ready
-        self._deal()
         while not self._results and self._jobs and self._ready <= ready:
             if not self._take_news(deadline - time.monotonic()):
                 break
@@ -194,6 +195,7 @@ class Pool:
 
     def wait_until_ready(self) -> None:
         """Wait until a host has imported the target. Raises Refused."""
+        self._check()
         while not self._ready:
             self._take_news(float("inf"))
 
@@ -203,41 +205,41 @@ class Pool:
 
     def _open(self) -> list[_State]:
         deliver: Deliver = lambda host, message: self._news.put((host, message))  # noqa: E731
-        if address := os.environ.get(CLUSTER):
+        if self._cluster:
             from tuning.parallel.cluster import open_nodes
 
-            return [_State(node) for node in open_nodes(address, self._settings, deliver)]
+            return [_State(node) for node in open_nodes(self._cluster, self._settings, deliver)]
         return [_State(Local(self._settings, deliver))]
 
     def _deal(self) -> None:
-        """Give jobs to hosts: those of a session to its host, others to the host with the least load."""
-        messages: dict[int, list[dict[str, Any]]] = collections.defaultdict(list)
-        kept: list[int] = []
-        while self._waiting and self._ready:
-            number = self._waiting.popleft()
-            job, tries = self._jobs[number]
-            state = min(self._states, key=lambda state: state.load)
-            if job.session is not None:
-                state = next((state for state in self._states if job.session in state.sessions), state)
-            elif state.room <= 0:
-                kept.append(number)
-                # Sessions have no limit here: their jobs may be further behind.
-                if all(self._jobs[other][0].session is None for other in self._waiting):
-                    break
-                continue
-            if job.session in self._lost:
-                self._settle(number, Result(failure=Failure("crash", "the process has ended with its host")))
-                continue
-            message = {"job": number, "payload": job.payload, "seconds": job.seconds, "megabytes": job.megabytes}
-            first = job.session is not None and job.session not in state.sessions
-            message |= {"tries": tries, "session": job.session, "first": first}
-            state.jobs.add(number)
-            if job.session is not None:
-                state.sessions.add(job.session)
-            messages[self._states.index(state)].append(message)
-        self._waiting.extendleft(reversed(kept))
-        for index, some in messages.items():
-            self._states[index].host.send(some)
+        """Give stateless jobs to the hosts with the most room, in one block for each."""
+        blocks: dict[int, list[int]] = collections.defaultdict(list)
+        while self._waiting:
+            index, state = max(enumerate(self._states), key=lambda one: one[1].room)
+            if state.room <= 0:
+                break
+            state.jobs.add(number := self._waiting.popleft())
+            blocks[index].append(number)
+        for index, numbers in blocks.items():
+            self._states[index].host.send([self._message(number) for number in numbers])
+
+    def _give(self, number: int, session: int) -> None:
+        """Give a job of a session to the host of the session, or the first one to the host with the fewest."""
+        if session in self._lost:
+            self._settle(number, Result(failure=Failure("crash", "the process has ended with its host")))
+            return
+        ready = [state for state in self._states if state.processes]
+        fewest = min(ready, key=lambda state: len(state.sessions) / state.processes)
+        state = next((state for state in ready if session in state.sessions), fewest)
+        first = session not in state.sessions
+        state.sessions.add(session)
+        state.steps.add(number)
+        state.host.send([{**self._message(number), "first": first}])
+
+    def _message(self, number: int) -> dict[str, Any]:
+        job, tries = self._jobs[number]
+        limits = {"seconds": job.seconds, "megabytes": job.megabytes, "tries": tries}
+        return {"job": number, "payload": job.payload, "session": job.session, **limits}
 
     def _take_news(self, seconds: float) -> bool:
         """Take what hosts have sent; wait up to `seconds` for the first. False if there was nothing."""
@@ -257,6 +259,7 @@ class Pool:
                 state.processes = message["ready"]
             elif "job" in message:
                 state.jobs.discard(message["job"])
+                state.steps.discard(message["job"])
                 failure = Failure(message["failure"], message["message"]) if "failure" in message else None
                 self._settle(message["job"], Result(message.get("value"), failure))
             else:
@@ -272,7 +275,7 @@ class Pool:
         how = f"the process ended with its host on {state.host.name} ({message.get('lost', 'not imported')})"
         _log.warning("%s: %d jobs of it are tried again", how, len(state.jobs))
         self._lost |= state.sessions
-        for number in sorted(state.jobs):
+        for number in sorted(state.jobs | state.steps):
             job, tries = self._jobs.get(number, (None, 0))
             if job is not None and job.session is not None:
                 self._settle(number, Result(failure=Failure("crash", how)))

@@ -15,7 +15,7 @@ import psutil
 import pytest
 
 from tuning.agents.contract import Fault, Observed, Spec, Task
-from tuning.agents.handle import EnvironmentRefused
+from tuning.agents.processes import EnvironmentRefused
 from tuning.agents.processes import EnvironmentLimits, Environments
 
 OWN = "tests.tuning.agents.own_environments"
