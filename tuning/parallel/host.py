@@ -131,11 +131,10 @@ class Host:
                 here = here and self._listen()
             elif key.fileobj is self._woken:
                 self._woken.recv(PIECE)
-            elif not key.data.ended:
-                if events & selectors.EVENT_WRITE:
-                    self._send(key.data)
-                if events & selectors.EVENT_READ:
-                    self._read(key.data)
+            elif events & selectors.EVENT_WRITE:
+                self._send(key.data)
+            else:
+                self._read(key.data)
         now = time.monotonic()
         for child in [child for child in self._children.values() if child.end_at <= now]:
             if child.job is not None and child.leaving:
@@ -182,8 +181,9 @@ class Host:
             self._waiting.append(job)
             return
         child = self._fork(job) if job["first"] else self._sessions.get(session)
-        if child is not None and child.ended:
-            self._tell(job, failure="crash", message=f"the process has ended since its last answer: {child.ended}")
+        if child is not None and child.leaving:
+            how = child.ended or "it closed its stream"
+            self._tell(job, failure="crash", message=f"the process has ended since its last answer: {how}")
         elif child is not None:
             self._sessions[session] = child
             self._give(child, job)
@@ -243,8 +243,7 @@ class Host:
                 # `_reap` reports its end.
                 child.unsent = b""
         events = selectors.EVENT_READ | (selectors.EVENT_WRITE if child.unsent else 0)
-        with contextlib.suppress(KeyError):
-            self._selector.modify(child.stream, events, child)
+        self._selector.modify(child.stream, events, child)
 
     def _read(self, child: _Child) -> bool:
         """Take what a child has sent; False at the end of its stream, and if there is nothing now."""
@@ -262,6 +261,7 @@ class Host:
             return False
         if not piece:
             self._selector.unregister(child.stream)
+            child.stream.close()
             # `_reap` reports how it has ended, unless it lives on.
             child.leaving, child.end_at = True, min(child.end_at, time.monotonic() + LOOK_SECONDS)
         return bool(piece)
@@ -318,11 +318,12 @@ class Host:
         # Without adoption of orphans, the rest of its group is all that can be found.
         with contextlib.suppress(OSError):
             os.killpg(child.pid, signal.SIGKILL)
-        while child.stream in self._selector.get_map() and self._read(child):
+        while child.stream.fileno() >= 0 and self._read(child):
             pass
-        with contextlib.suppress(KeyError):
+        if child.stream.fileno() >= 0:
+            # Something that it has started holds the stream's other end.
             self._selector.unregister(child.stream)
-        child.stream.close()
+            child.stream.close()
         shutil.rmtree(child.folder, ignore_errors=True)
         child.ended = children.ending(status)
         job = child.job

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import dataclasses
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +20,6 @@ from stages.store.artifacts import Artifact, Store
 from stages.store.work import WorkFolder
 from tests.judge_server import judge_server
 from tuning.rewards.failures import Outage
-from tuning.rewards.processes import _pool
 from tuning.rows import CompletionRow, write_table
 
 FUNCTIONS = "tests.stages.score.functions:"
@@ -37,13 +36,6 @@ def rows(place: int, *texts: str) -> list[CompletionRow]:
 
 
 SHARDS = [rows(0, "4", "55", "666"), rows(1, "boom", "4", "77"), rows(2, "8", "99", "4")]
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _no_processes_stay() -> Iterator[None]:
-    yield
-    for process in (*_pool(1), *_pool(2)):
-        process.kill()
 
 
 class Round:
@@ -146,14 +138,6 @@ def test_it_leaves_between_two_calls_and_goes_on_from_there(a_round):
     assert a_round.called() == ["4", "55"]
     a_round.ahead(rewards)
     assert a_round.called() == ["4", "55", "666"]
-
-
-def test_a_call_that_takes_long_holds_up_no_other_of_its_shard(a_round):
-    a_round.finish(0, SHARDS[0])
-    arguments = {"calls": str(a_round.calls), "waits": "4", "of": 3}
-    a_round.ahead({"slow": Reward(function=f"{FUNCTIONS}patient", arguments=arguments, seconds=60)}, workers=2)
-    journal = a_round.folder / "ahead" / "work" / "journal-slow.jsonl"
-    assert a_round.called() == ["4", "55", "666"] and len(journal.read_text().split("\n")[1:]) == 3
 
 
 def test_a_shard_without_a_completion_to_score_is_nothing_to_do(a_round):

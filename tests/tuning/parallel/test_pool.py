@@ -18,7 +18,9 @@ from tuning.parallel.pool import CLUSTER, Job, Pool, Refused
 
 TARGET = "tests.tuning.parallel.targets:Target"
 PROJECT = Path(__file__).parents[3]
-SMALL = {"num_cpus": 1, "object_store_memory": 80 * 2**20, "include_dashboard": False, "node_ip_address": "127.0.0.1"}
+SMALL = {"num_cpus": 1, "object_store_memory": 80 * 2**20, "include_dashboard": False}
+# Before Ray is imported: its processes listen at loopback alone.
+os.environ["RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"] = "0"
 
 
 def job(do, argument=None, seconds=20.0, session=None, megabytes=256):
