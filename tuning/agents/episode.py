@@ -1,9 +1,9 @@
 """The environment of one episode, in a child of a pool (`tuning.parallel`). Payloads and values:
 
-    {"do": "schemas"}                    a list of schemas
-    {"do": "reset", "seed", "row"}       fields of `Observed`
-    {"do": "step", "text"}               fields of `Observed`
-    {"do": "finish"}                     fields of `Observed`
+{"do": "schemas"}                    a list of schemas
+{"do": "reset", "seed", "row"}       fields of `Observed`
+{"do": "step", "text"}               fields of `Observed`
+{"do": "finish"}                     fields of `Observed`
 """
 
 from __future__ import annotations

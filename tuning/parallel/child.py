@@ -1,7 +1,7 @@
 """The process of one session, or of one stateless job after another: it makes the target and answers jobs.
 
-    host to child   {"payload": ..., "megabytes": 1024}
-    child to host   {"started": true} or {"refused": "..."}, then {"value": ...} or {"error": "..."} for each job
+host to child   {"payload": ..., "megabytes": 1024}
+child to host   {"started": true} or {"refused": "..."}, then {"value": ...} or {"error": "..."} for each job
 """
 
 from __future__ import annotations

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import logging
 import os
 import queue
 import threading
@@ -65,7 +66,9 @@ class Node:
         if runtime:
             options["runtime_env"] = runtime
         processes = max(1, int(node["Resources"].get("CPU", 1)))
-        self._agent = ray.remote(concurrency_groups={"receive": 1})(Agent).options(**options).remote({**settings, "processes": processes})
+        grouped: dict[str, Any] = {"concurrency_groups": {"receive": 1}}
+        actor = ray.remote(**grouped)(Agent).options(**options)
+        self._agent = actor.remote({**settings, "processes": processes})
         threading.Thread(target=self._receive, name="jobs", daemon=True).start()
 
     def _receive(self) -> None:
@@ -76,7 +79,8 @@ class Node:
                     self._deliver(self, message)
         except Exception as error:
             # Ray's own errors of a lost actor or node, and any other: nothing more comes from it.
-            self._deliver(self, {"lost": f"{type(error).__name__}: {str(error).strip().splitlines()[0]}"})
+            reason = str(error).strip().partition("\n")[0]
+            self._deliver(self, {"lost": f"{type(error).__name__}: {reason}"})
 
     def send(self, messages: Sequence[Mapping[str, Any]]) -> None:
         """Send messages. The thread that receives reports a node that is lost."""
@@ -91,5 +95,5 @@ class Node:
 def open_nodes(address: str, settings: Mapping[str, Any], deliver: Deliver) -> list[Node]:
     """Return a host for each living node of the cluster."""
     if not ray.is_initialized():
-        ray.init(address, log_to_driver=False, logging_level="warning")
+        ray.init(address, log_to_driver=False, logging_level=logging.WARNING)
     return [Node(node, settings, deliver) for node in ray.nodes() if node["Alive"]]

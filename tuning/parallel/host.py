@@ -149,10 +149,11 @@ class Host:
         idle = [child for child in stateless if child.job is None and not child.leaving]
         while self._waiting and (idle or len(stateless) < self._settings["processes"]):
             job = self._waiting.popleft()
-            child = idle.pop() if idle else self._fork(job)
-            if child is not None:
-                stateless += [child] if child not in stateless else []
-                self._give(child, job)
+            if idle:
+                self._give(idle.pop(), job)
+            elif (forked := self._fork(job)) is not None:
+                stateless.append(forked)
+                self._give(forked, job)
         return here
 
     def _listen(self) -> bool:

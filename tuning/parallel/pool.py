@@ -169,7 +169,7 @@ class Pool:
         try:
             while not exhausted or self._jobs or self._results:
                 self.wait_until_ready()
-                while not exhausted and sum(max(0, state.room) for state in self._states):
+                while not exhausted and any(state.room > 0 for state in self._states):
                     if (job := next(left, None)) is not None:
                         self.submit(job)
                     exhausted = job is None

@@ -5,9 +5,9 @@ A call gets one sample, a group or all of them, as its caller says. A failure co
 
 from __future__ import annotations
 
-import dataclasses
+import contextlib
 import functools
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from typing import Any
 
 from tuning.parallel.pool import Failure, Job, Pool, Refused, run_in_threads
@@ -71,16 +71,17 @@ def attempt(
         payload = {"arguments": dict(arguments), "samples": [vars(sample) for sample in call.samples]}
         return Job(payload, call_seconds(name, arguments, seconds, len(some)), megabytes, label=some)
 
-    results: Iterator[tuple[Sequence[int], Sequence[Outcome]]]
     if name in WAITS:
         asked = run_in_threads(lambda one: one[1].make(), left(), max_concurrency)
         results = ((some, found) for (some, _), found in asked)
     else:
         results = _in_processes(name, workers, (job_of(*one) for one in left()))
     try:
-        for some, found in results:
-            streak.add(found)
-            settle(some, found)
+        # If `finished` raises, nobody waits for the calls under way any more.
+        with contextlib.closing(results):
+            for some, found in results:
+                streak.add(found)
+                settle(some, found)
     except Refused as error:
         outage = Outcome(None, str(error), "outage")
         for some in numbers:
@@ -109,7 +110,7 @@ def evaluate(
 
 def _in_processes(
     name: str, workers: int | None, jobs: Iterator[Job]
-) -> Iterator[tuple[Sequence[int], Sequence[Outcome]]]:
+) -> Generator[tuple[Sequence[int], list[Outcome]], None, None]:
     try:
         for job, result in _pool(name, workers).run(jobs):
             if result.failure is None:

@@ -254,7 +254,7 @@ def test_a_node_that_is_removed_costs_its_sessions_and_no_job(cluster, monkeypat
         hosts = {session: ask(pool, "where", session=session)["host"] for session in range(8)}
         assert len(set(hosts.values())) == 4
         found, crashed = [], set()
-        for number, (one, result) in enumerate(pool.run(job("sleep", 0.05 + n / 1000) for n in range(60))):
+        for number, (_, result) in enumerate(pool.run(job("sleep", 0.05 + n / 1000) for n in range(60))):
             found.append(_short(result))
             if number == 5:
                 cluster.remove_node(node)
@@ -264,4 +264,3 @@ def test_a_node_that_is_removed_costs_its_sessions_and_no_job(cluster, monkeypat
         assert sorted(found) == [0.05 + n / 1000 for n in range(60)]
         assert len(crashed) == 2 and len({hosts[session] for session in crashed}) == 1
         assert gone({hosts[session] for session in crashed}, 20.0)
-
