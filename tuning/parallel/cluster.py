@@ -68,7 +68,7 @@ class Node:
         processes = max(1, int(node["Resources"].get("CPU", 1)))
         grouped: dict[str, Any] = {"concurrency_groups": {"receive": 1}}
         actor = ray.remote(**grouped)(Agent).options(**options)
-        self._agent = actor.remote({**settings, "processes": processes})
+        self._agent: Any = actor.remote({**settings, "processes": processes})
         threading.Thread(target=self._receive, name="jobs", daemon=True).start()
 
     def _receive(self) -> None:
