@@ -295,20 +295,6 @@ class Store:
         files: `transfers.files_of(folder)`, from a caller that has it. check: called before the files are written and
         again before the manifest is; raises where somebody else makes this artifact by now.
         """
-        if multihost.process_count() > 1:
-            made = multihost.from_primary(lambda: self._commit(folder, manifest, replace, files, check).manifest)
-            shutil.rmtree(folder, ignore_errors=True)
-            return Artifact(self, made)
-        return self._commit(folder, manifest, replace, files, check)
-
-    def _commit(
-        self,
-        folder: Path,
-        manifest: dict[str, Any],
-        replace: bool,
-        files: list[dict[str, Any]] | None,
-        check: Callable[[], None],
-    ) -> Artifact:
         readonly.refuse(self.shown)
         stage, key = manifest["stage"], manifest["key"]
         files = transfers.files_of(folder) if files is None else files
