@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import select
 import signal
 import sys
@@ -110,6 +111,7 @@ def _batches(config: Config, reward: Reward, rows: Sequence[CompletionRow]) -> I
         groups.setdefault(row.place, []).append(number)
     calls = list(groups.values()) if reward.batch == "group" else [[i] for group in groups.values() for i in group]
     # Requests to a judge need no processes.
-    size = CALLS_A_SLOT * (config.max_concurrency if reward.function == "judge" else config.workers)
+    slots = config.max_concurrency if reward.function == "judge" else config.workers or os.cpu_count() or 1
+    size = CALLS_A_SLOT * slots
     for start in range(0, len(calls), size):
         yield calls[start : start + size]

@@ -113,7 +113,7 @@ class Replicas(Batches):
     @property
     def weights_dtype(self) -> str:
         """As `Engine.weights_dtype`."""
-        return self.own()[0][0].weights_dtype
+        return self._engines[0].weights_dtype
 
     @property
     def loading_mesh(self) -> Mesh:
