@@ -1,22 +1,24 @@
-"""The workers of a run: one that makes everything, or several beside each other as the recipe's `workers` says."""
+"""The workers of a run: one for all stages, or one for each role of the recipe's `workers`."""
 
 from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 from flows.graph.build import Node
 from flows.recipe.model import Recipe, RecipeError
 from flows.recipe.workers import Workers, WorkerSettings
 from flows.running.turns import Turn
 from stages.contract.registry import stage
-from stages.store.keys import published
 from stages.worker.client import Worker
 from stages.worker.devices import confined, device_kind
 from stages.worker.places import GANG, place_of
 from stages.worker.protocol import HandOver, Log, Report, Request
+
+if TYPE_CHECKING:
+    from flows.running.cluster import Cluster
 
 POLICY = "policy"
 """The input that is the policy which a stage samples from, trains or exports."""
@@ -25,7 +27,7 @@ ONLY = ""
 
 
 class Maker(Protocol):
-    """A worker, of this host (`stages.worker.client.Worker`) or of another."""
+    """A worker of this host (`stages.worker.client.Worker`), or the workers of a role on a cluster."""
 
     log: Path
     starts: int
@@ -38,33 +40,32 @@ class Maker(Protocol):
     def finish(self, goes_on: bool) -> None: ...
 
 
-Pooled = Callable[[Recipe, str, str, WorkerSettings, Path], Maker]
-"""(recipe, run, name of the worker, its settings, file of its output) -> a worker in a work pool."""
-
-
 class Crew:
     """Workers by name. Each makes one stage at a time, and is started for its first."""
 
-    def __init__(self, recipe: Recipe, run: str, log: Path, pooled: Pooled | None = None):
-        """log: file of a worker's output; those of several are beside it, with their names (`log_of_worker`).
+    def __init__(self, recipe: Recipe, run: str, log: Path):
+        """log: file of a worker's output; those of several are next to it, with their names (`log_of_worker`).
 
-        Raises RecipeError for a worker in a pool where none can be had.
+        Raises RecipeError where the cluster that the recipe names cannot be reached.
         """
         self._settings = recipe.workers
         self._workers: dict[str, Maker] = {}
+        self._cluster: Cluster | None = None
+        shared: dict[str, str] = {}
+        if recipe.workers is not None and recipe.workers.cluster is not None:
+            # Here and not above: nothing of Ray is imported for a run on one host.
+            from flows.running.cluster import Cluster
+
+            self._cluster = Cluster(recipe, run)
+            shared = self._cluster.variables(self._cluster.runtime_env())
         limits = recipe.limits
         for name, variables in _variables(recipe.workers).items():
             place = log_of_worker(log, name)
             settings = _settings(recipe.workers, name)
-            if settings is None or settings.pool is None:
-                self._workers[name] = Worker(place, limits.stall_seconds, limits.stage_seconds, variables)
-            elif pooled is None:
-                raise RecipeError(
-                    f"workers.{name}.pool: pools are those of a Prefect server: set PREFECT_API_URL, and leave "
-                    "--no-prefect out"
-                )
+            if self._cluster is not None and settings is not None and self._cluster.has(name):
+                self._workers[name] = self._cluster.workers(name, settings, place)
             else:
-                self._workers[name] = pooled(recipe, run, name, settings, place)
+                self._workers[name] = Worker(place, limits.stall_seconds, limits.stage_seconds, variables | shared)
         self._turns = {name: Turn() for name in self._workers}
 
     @property
@@ -79,8 +80,8 @@ class Crew:
 
     @property
     def logs(self) -> list[Path]:
-        """The files of their output on this host; those of workers that were not started are not there."""
-        return [worker.log for worker in self._workers.values() if not worker.elsewhere]
+        """The files of their output; those of workers that were not started do not exist."""
+        return [worker.log for worker in self._workers.values()]
 
     def of(self, node: Node) -> str:
         """The name of the worker that makes a node."""
@@ -112,6 +113,8 @@ class Crew:
             for worker in self._workers.values():
                 worker.leave()
         with contextlib.ExitStack() as ends:
+            if self._cluster is not None:
+                ends.callback(self._cluster.close)
             for worker in self._workers.values():
                 ends.callback(worker.finish, goes_on)
 
@@ -145,7 +148,7 @@ def hand_over(workers: Workers | None, node: Node, nodes: Mapping[str, Node], re
     if workers is None or not readers:
         return "no"
     names = {worker_of(workers, nodes[name]) for name in readers} | {worker_of(workers, node)}
-    return "host" if all(workers.settings(name).pool is None for name in names) else "store"
+    return "store" if any(workers.on_cluster(name) for name in names) else "host"
 
 
 def _settings(workers: Workers | None, name: str) -> WorkerSettings | None:
@@ -159,18 +162,12 @@ def check_workers(recipe: Recipe, nodes: Collection[Node]) -> None:
         return
     if place_of() is not None:
         raise RecipeError(f"workers are processes of one host each, and {GANG} makes one of several: leave one out")
-    for node in nodes:
-        name = worker_of(workers, node)
-        values = node.config.model_dump(mode="json")
-        if workers.settings(name).pool is not None and published(values) != values:
-            raise RecipeError(
-                f"workers.{name}.pool: {node.name} has passwords or variables among its settings, which would lie in "
-                "the store for hosts to read: give them in those hosts' environment, with *** as their values here"
-            )
     kind = device_kind()
     for name, settings in workers.named.items():
-        here = [n for n, s in workers.named.items() if s.pool is None]
-        if settings.pool is None and settings.devices is None and len(here) > 1 and not kind.startswith("cpu"):
+        if workers.on_cluster(name):
+            continue
+        here = [n for n in workers.named if not workers.on_cluster(n)]
+        if settings.devices is None and len(here) > 1 and not kind.startswith("cpu"):
             raise RecipeError(
                 f"workers.{name}.devices: this machine has {kind}, and two workers cannot have all of them: say which "
                 "this one has, such as [0, 1], or [] for none"
@@ -192,7 +189,7 @@ def check_workers(recipe: Recipe, nodes: Collection[Node]) -> None:
 
 
 def _variables(workers: Workers | None) -> dict[str, dict[str, str]]:
-    """The variables of each worker's environment by its name; none of those in pools."""
+    """The variables of each worker's environment by its name."""
     if workers is None:
         return {ONLY: {}}
     return {
