@@ -104,7 +104,7 @@ def _kept(ctx: Context, name: str, make: Callable[[], np.ndarray]) -> np.ndarray
         ctx.log(f"resumed: the {name.replace('-', ' ')} were there")
     else:
         made = make()
-        if ctx.is_lead:
+        if ctx.is_primary:
             path.parent.mkdir(parents=True, exist_ok=True)
             partial = path.with_name(".values.npy")
             np.save(partial, made)

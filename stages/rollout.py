@@ -11,7 +11,7 @@ from stages.sampling.order import prompts_of_round
 from stages.sampling.played import FOLDER, summary, turns_summary
 from stages.sampling.rows import Draw, sample_rows, too_long, write_refused
 from stages.sampling.settings import Rollout as Config
-from stages.sampling.settings import gang, loads, sources
+from stages.sampling.settings import loads, sources
 from tuning.agents.rows import TrajectoryRow
 from tuning.rows import PromptRow
 from tuning.rows import read_table as read_rows
@@ -30,7 +30,7 @@ def run(ctx: Context) -> dict[str, Any]:
     started = time.monotonic()
     rows = sample_rows(ctx, prompts, Draw.of(config, config.completions, config.temperature))
     seconds = time.monotonic() - started
-    if not ctx.is_lead:
+    if not ctx.is_primary:
         return {}
     if len(rows) != len(prompts) * config.completions:
         raise RuntimeError(f"{len(rows)} completions for {len(prompts)} prompts x {config.completions}")
@@ -66,7 +66,6 @@ STAGE = Stage(
     Config,
     run,
     loads=loads,
-    gang=gang,
     sources=sources,
     work="sample",
     section="rl.rollout",

@@ -28,10 +28,11 @@ class WorkerSettings(BaseModel):
 
     devices: list[Annotated[int, Field(ge=0)]] | None = None
     """Accelerators of this host that the role uses: numbers as nvidia-smi counts them, or chips of a TPU; []: none, for
-    stages that do not compute on them; null: all, or the processor. Without a cluster only."""
+    stages that do not compute on them; null: all, or the processor. Several processes of this host get equal shares, in
+    this order. Without a cluster only."""
     hosts: Annotated[int, Field(ge=1)] = 1
     """Processes that compute each stage of the role together, one on each host; without a cluster all of them run on
-    this host."""
+    this host. The mesh of a stage spans the devices of all of them."""
     cpus: Annotated[float, Field(ge=0)] | None = None
     """Processors to reserve on each host of the cluster; null: 1."""
     gpus: Annotated[int, Field(ge=1)] | None = None
@@ -45,12 +46,22 @@ class WorkerSettings(BaseModel):
     "gpu:NVIDIA H100 80GB HBM3"; it is part of the keys of the role's stages. null: the kind of the run's own host."""
 
     @model_validator(mode="after")
-    def _one_kind_of_device(self) -> WorkerSettings:
+    def _possible(self) -> WorkerSettings:
         if self.tpu is not None and (self.gpus is not None or self.hosts != 1):
             raise ValueError("tpu determines the number of hosts and their devices: leave hosts and gpus out")
         if (self.gpus or self.tpu) and self.device is not None and self.device.startswith("cpu:"):
             raise ValueError(f"device is {self.device}, and the role reserves accelerators: name their kind")
+        if (count := len(self.devices or ())) % self.hosts:
+            raise ValueError(f"{count} devices cannot be divided among {self.hosts} processes (hosts)")
         return self
+
+    @property
+    def shares(self) -> list[list[int]] | None:
+        """The devices of each process of this host; None where they are not listed."""
+        if self.devices is None:
+            return None
+        size = len(self.devices) // self.hosts
+        return [self.devices[i * size : (i + 1) * size] for i in range(self.hosts)]
 
     def bundle(self) -> dict[str, float]:
         """The resources of one host by Ray's names; without those of a TPU slice."""

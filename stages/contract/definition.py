@@ -59,9 +59,8 @@ class Context:
     saved: Callable[[], None] = lambda: None
     """Call after each finished folder in `work`: a remote store gets its copy."""
 
-    is_lead: bool = True
-    """Whether this process writes what is kept: of a gang of processes one does. What the others write into `out` and
-    `work` is thrown away."""
+    is_primary: bool = True
+    """Whether this is process 0 of its group, which alone writes tables and reports."""
 
     name: str = "stage"
     """Label of the metrics in TensorBoard and Weights & Biases."""
@@ -69,7 +68,7 @@ class Context:
 
     def metrics_line(self, **values: Any) -> None:
         """Adds a row of metrics (`stages.contract.metrics`); timings are allowed: logs are no content."""
-        if not self.is_lead:
+        if not self.is_primary:
             return
         # Opened with the first row: most stages write none, and the logs import TensorBoard.
         if self._metrics is None:
@@ -118,6 +117,8 @@ class _Figures(string.Formatter):
 
 Work = Literal["data", "train", "sample", "score"]
 """What a stage does: a recipe may name a worker for each (`flows.recipe.workers`)."""
+Processes = Literal["all", "primary"]
+"""Which processes of a process group run a stage."""
 Figure = str | Callable[[Mapping[str, Any]], str]
 """A template over metrics, such as `loss {loss:.4f}`, or a function of them for what no template can say."""
 
@@ -138,7 +139,7 @@ def _leaves_nothing(ctx: Context) -> None:
     pass
 
 
-def _by_all(config: Any) -> str:
+def _by_all(config: Any) -> Processes:
     return "all"
 
 
@@ -166,9 +167,8 @@ class Stage:
     """Libraries whose versions are part of the key."""
     computes: Callable[[Any], bool] = _computes
     """Settings -> whether it computes on the device, whose kind is then part of the key: bits differ between kinds."""
-    gang: Callable[[Any], str] = _by_all
-    """Settings -> which ranks of a gang run it: `all`, each with the devices that it has, or the `lead` alone; else why
-    a gang cannot."""
+    processes: Callable[[Any], Processes] = _by_all
+    """Settings -> which processes of a group run it: all, each with the devices that it has, or process 0 alone."""
     restore: Callable[[Context, Artifact], tuple[Any, Any]] | None = None
     """(DecoderConfig, parameters) of an artifact that may hold no weights; None: its folder `model` has them."""
     section: str = ""

@@ -44,7 +44,7 @@ def run(ctx: Context) -> dict[str, Any]:
     names = sorted(config.rewards)
     reachable = code_can_reach(ctx, [reward.function for reward in config.rewards.values()])
     columns = outcomes_of(ctx, names, rollouts)
-    if not ctx.is_lead:
+    if not ctx.is_primary:
         return {}
     scales = _scales(ctx, columns)
     rows = with_totals(config, rollouts, columns, scales)
@@ -180,7 +180,7 @@ STAGE = Stage(
     run,
     sources=source_digests,
     computes=lambda config: config.learned,
-    gang=lambda config: "all" if config.learned else "lead",
+    processes=lambda config: "all" if config.learned else "primary",
     work="score",
     section="rl.score",
     title="scores",

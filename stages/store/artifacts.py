@@ -26,6 +26,7 @@ from pydantic import TypeAdapter
 from stages.store import disk, forms, readonly
 from stages.store.keys import digest, without_userinfo
 from stages.store.manifests import strange, with_checksum
+from tuning import multihost
 from tuning.atomic import whole_file
 
 MANIFEST = "manifest.json"
@@ -276,6 +277,20 @@ class Store:
         files: `disk.files_of(folder)`, from a caller that has it. check: called before the files are written and again
         before the manifest is; raises where somebody else makes this artifact by now.
         """
+        if multihost.process_count() > 1:
+            made = multihost.from_primary(lambda: self._commit(folder, manifest, replace, files, check).manifest)
+            shutil.rmtree(folder, ignore_errors=True)
+            return Artifact(self, made)
+        return self._commit(folder, manifest, replace, files, check)
+
+    def _commit(
+        self,
+        folder: Path,
+        manifest: dict[str, Any],
+        replace: bool,
+        files: list[dict[str, Any]] | None,
+        check: Callable[[], None],
+    ) -> Artifact:
         readonly.refuse(self.shown)
         stage, key = manifest["stage"], manifest["key"]
         files = disk.files_of(folder) if files is None else files

@@ -18,6 +18,7 @@ from pathlib import Path
 
 from stages.store import disk
 from stages.store.artifacts import Store
+from tuning import multihost
 from tuning.atomic import is_partial, whole_file
 
 # Folders that hold what is under way, not what is finished, and those whose files are checked one by one.
@@ -32,7 +33,8 @@ class WorkFolder:
     """The work of one stage at one key."""
 
     def __init__(self, store: Store, stage: str, key: str):
-        self.path = store.scratch / "work" / stage / key
+        index = multihost.process_index()
+        self.path = store.scratch / "work" / stage / (f"{key}.{index}" if index else key)
         self._store = store
         self._remote = store.join("work", stage, key)
 
@@ -49,7 +51,7 @@ class WorkFolder:
                 shutil.rmtree(unit)
                 for kind in (SEALED, MIRRORED):
                     (self.path / kind / self._name(unit)).unlink(missing_ok=True)
-        if not self._store.is_local:
+        if not self._store.is_local and multihost.is_primary():
             self._download(log)
         return self.path
 
@@ -154,7 +156,7 @@ class WorkFolder:
         for seal in list((self.path / SEALED / CHECKPOINTS).glob("*")):
             if not (self.path / CHECKPOINTS / seal.name).exists():
                 seal.unlink(missing_ok=True)
-        if not self._store.is_local:
+        if not self._store.is_local and multihost.is_primary():
             self._mirror()
 
     def _mirror(self) -> None:
@@ -192,7 +194,7 @@ class WorkFolder:
         # Downloads that a kill has cut short.
         for partial in self.path.parent.glob(f".{self.path.name}.*.part"):
             shutil.rmtree(partial, ignore_errors=True)
-        if not self._store.is_local and self._store.fs.exists(self._remote):
+        if not self._store.is_local and multihost.is_primary() and self._store.fs.exists(self._remote):
             self._store.remove_folder(self._remote)
 
 

@@ -1,7 +1,7 @@
 """Properties of a host that change results although no key contains them.
 
-A key contains the code of its stage, the versions of its libraries and the kind of device. All processes of one host share
-the rest: Python, variables of JAX and XLA, the processor. Between hosts they are compared.
+A key contains the code of its stage, the versions of its libraries and the kind of device. All processes of one host
+share the rest: Python, variables of JAX and XLA, the processor. Between hosts they are compared.
 """
 
 from __future__ import annotations

@@ -101,11 +101,6 @@ def _differs(found: str | None, there: str) -> str:
     return f"is not here as it is {there}" if found is None else f"is other code here than {there}"
 
 
-def check_after_on_rank(request: Request) -> None:
-    """As `check_after`, for the code that this rank has loaded."""
-    check_after(request, request.key_parts.get("sources", {}))
-
-
 def _check_packages(request: Request, how: str) -> None:
     for name, version in request.key_parts.get("versions", {}).items():
         # Not remembered: an upgrade in the middle of a run is what is looked for.
@@ -133,7 +128,8 @@ def _check_device(request: Request) -> None:
         what = f"{request.stage} was to be computed on {wanted}, this worker has {found}"
         if request.elsewhere:
             raise RuntimeError(
-                f"{what}: if the hosts of the role are right, set `device` of the role in the recipe's `workers` to \"{found}\""
+                f"{what}: where the hosts of the role are right, set `device` of the role in the recipe's `workers` to "
+                f'"{found}"'
             )
         raise RuntimeError(f"{what}: run again for {found}, or set JAX_PLATFORMS so that JAX finds the other")
 

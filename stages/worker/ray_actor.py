@@ -20,29 +20,22 @@ POLL_SECONDS = 1.0
 """How long a poll waits for news."""
 LOG_BYTES = 1 << 20
 """The most that one poll returns of the log."""
-STOP_SECONDS = 5.0
-"""For a worker to write the stacks of its threads before it is ended."""
-
-
-class RunStopped(RuntimeError):
-    """The run has ended the stage."""
 
 
 class HostWorker:
     """The worker of one host."""
 
-    def __init__(self, name: str, limits: tuple[float | None, float | None]):
-        """name: of the log. limits: `stall_seconds` and `stage_seconds` of the recipe."""
+    def __init__(self, name: str, stage_seconds: float | None):
+        """name: of the log. stage_seconds: how long a stage may take."""
         # Ray sets it to the number of reserved processors: the worker uses the threads that it uses without Ray.
         os.environ.pop("OMP_NUM_THREADS", None)
         interpreter.add_current_folder()
-        self._worker = Worker(interpreter.PROJECT / f"{name}-{os.getpid()}.log", *limits)
+        self._worker = Worker(interpreter.PROJECT / f"{name}-{os.getpid()}.log", None, stage_seconds)
         self._number = -1
         self._events: list[Report | Done | Exception] = []
         self._read = 0
         """Number of events that the run has received; `_events` begins after them."""
         self._news = threading.Condition()
-        self._stopped = threading.Event()
         self._thread = threading.Thread()
 
     def describe(self, kind: str, store: str) -> dict[str, Any]:
@@ -68,8 +61,8 @@ class HostWorker:
             return int(probe.getsockname()[1])
 
     def set_environment(self, variables: dict[str, str]) -> None:
-        """Adds variables to the environment of the worker process that the first stage starts."""
-        os.environ.update(variables)
+        """Sets variables of the worker process that the first stage starts."""
+        self._worker.variables = variables
 
     def begin(self, number: int, request: Request) -> None:
         """Starts a stage. number: of the request; one more with each."""
@@ -95,10 +88,9 @@ class HostWorker:
             log.seek(offset)
             return events, log.read(LOG_BYTES)
 
-    def stop(self) -> None:
-        """Ends the stage under way; the log gets the stacks of the worker's threads."""
-        self._stopped.set()
-        self._thread.join(STOP_SECONDS)
+    def write_stacks(self) -> None:
+        """Has the worker write the stacks of its threads to its log."""
+        self._worker.write_stacks()
 
     def close(self) -> None:
         """Ends the worker."""
@@ -106,7 +98,7 @@ class HostWorker:
 
     def _run(self, request: Request) -> None:
         try:
-            self._add(Done(self._worker.run(request, self._add, self._check)))
+            self._add(Done(self._worker.run(request, self._add)))
         except (StageFailed, WorkerDied, CodeChanged) as e:
             self._add(e)
         except Exception as e:
@@ -116,7 +108,3 @@ class HostWorker:
         with self._news:
             self._events.append(event)
             self._news.notify_all()
-
-    def _check(self) -> None:
-        if self._stopped.is_set():
-            raise RunStopped("the run has ended the stage")

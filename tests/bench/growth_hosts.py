@@ -21,10 +21,11 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from stages.worker import channel, distributed
 from stages.worker.gang import Gang
 from stages.worker.places import Place
 from stages.worker.rank import Member
+
+from stages.worker import channel, distributed
 from tests.bench.round_memory import resident
 
 HOST, TOKEN, WAIT = "127.0.0.1", "0123456789abcdef", 60.0

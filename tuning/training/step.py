@@ -20,7 +20,7 @@ import numpy as np
 import optax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from tuning import ahead, ranks
+from tuning import ahead
 from tuning.losses.aggregate import count
 from tuning.mesh import put_batch, state_shardings, under
 from tuning.models.sharding import with_cut_gradients
@@ -147,7 +147,7 @@ def make_step(
     ) -> AbstractContextManager[None]:
         # Processes that compile in different orders may wait for each other. A GPU's compiler times kernels on the
         # device, and would choose others beside a pass.
-        if max(ranks.here().size, jax.process_count()) > 1 or target_platform() == "gpu":
+        if jax.process_count() > 1 or target_platform() == "gpu":
             return nullcontext()
         name, batch = "add" if len(batches) > 1 else "single", put_batch(batches[0], mesh)
         # Gradients are as parameters are.

@@ -68,18 +68,13 @@ def test_the_name_of_a_longer_flag_is_not_taken_for_a_shorter_one():
 def test_cpus_that_compute_together_have_their_collectives_in_one_order(monkeypatch):
     monkeypatch.setenv("JAX_PLATFORMS", "cpu")
     monkeypatch.setenv("XLA_FLAGS", "--mine=3")
-    monkeypatch.setenv("RLHF_GANG", "2")
-    found = worker_environment()["XLA_FLAGS"]
+    found = worker_environment(group=True)["XLA_FLAGS"]
     assert found == "--mine=3 --xla_cpu_enable_concurrency_optimized_scheduler=false"
-    # A host that joins a gang need not name it.
-    monkeypatch.delenv("RLHF_GANG")
-    assert worker_environment(gang=True)["XLA_FLAGS"] == found
     assert worker_environment()["XLA_FLAGS"] == "--mine=3"
 
 
 def test_a_cpu_has_none(monkeypatch):
     monkeypatch.setenv("JAX_PLATFORMS", "cpu")
     monkeypatch.delenv("XLA_FLAGS", raising=False)
-    monkeypatch.delenv("RLHF_GANG", raising=False)
     environment = worker_environment()
     assert "XLA_FLAGS" not in environment and environment.get("LIBTPU_INIT_ARGS") == os.environ.get("LIBTPU_INIT_ARGS")

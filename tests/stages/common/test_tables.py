@@ -23,7 +23,7 @@ def ctx(tmp_path):
         log=told.append,
         saved=lambda: None,
         progress=lambda *done: told.append(done),
-        is_lead=True,
+        is_primary=True,
     )
 
 

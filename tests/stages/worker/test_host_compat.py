@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import shutil
 
-from stages.worker import sameness
 from stages.worker.sameness import difference, of_this_host
+
+from stages.worker import sameness
 
 PLAIN = {"PATH": "/bin", "JAX_PLATFORMS": "cpu", "JAX_COMPILATION_CACHE_DIR": "/c", "JAX_CUDA_VISIBLE_DEVICES": "0"}
 
