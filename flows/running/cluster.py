@@ -1,9 +1,4 @@
-"""The workers of a run on a Ray cluster.
-
-A role with workers on a cluster holds a placement group with one bundle, and one actor (`stages.worker.ray_actor`), on
-each of its hosts. Actors are not detached: Ray ends them with the process of the run, and their worker processes end with
-them. An actor or node that is lost is a worker that died: the stage is tried again, by new actors.
-"""
+"""The connection of a run to its Ray cluster, and the code that travels to its nodes."""
 
 from __future__ import annotations
 
@@ -19,7 +14,6 @@ from pathlib import Path
 from typing import Any
 
 from flows.recipe.model import Recipe, RecipeError
-from flows.recipe.workers import WorkerSettings
 from flows.running.code_package import write_package
 from stages.store.artifacts import Store
 
@@ -85,18 +79,6 @@ class Cluster:
     def variables(self, runtime_env: dict[str, Any]) -> dict[str, str]:
         """The environment of workers that spread requests over the cluster."""
         return {ADDRESS: self.gcs, RUNTIME_ENV: json.dumps(runtime_env)}
-
-    def has(self, role: str) -> bool:
-        """Whether a role's workers run on the cluster."""
-        assert self.recipe.workers is not None
-        return self.recipe.workers.on_cluster(role)
-
-    def workers(self, role: str, settings: WorkerSettings, log: Path) -> RoleWorkers:
-        """The workers of a role, which its first stage starts."""
-        # Here and not above: it imports this module.
-        from flows.running.cluster_role import RoleWorkers
-
-        return RoleWorkers(self, role, settings, log)
 
     def close(self) -> None:
         """Disconnects: Ray ends what is left of the run's actors."""

@@ -1,4 +1,9 @@
-"""The workers of one role on a Ray cluster: an actor on each host, and the process group of their workers."""
+"""The workers of one role on a Ray cluster: an actor on each of its hosts, and the process group of their workers.
+
+A role holds a placement group with one bundle for each host. Actors (`stages.worker.ray_actor`) are not detached: Ray
+ends them with the process of the run, and their worker processes end with them. An actor or node that is lost is a
+worker that died: the stage is tried again, by new actors.
+"""
 
 from __future__ import annotations
 
@@ -30,6 +35,7 @@ class ClusterWorker:
         """about: what the actor says of its host. log: the run's own copy of the worker's log."""
         self.log, self._cluster, self._actor, self._about = log, cluster, actor, about
         self._number = self._copied = 0
+        self._leaving: Any = None
 
     @property
     def logs(self) -> list[Path]:
@@ -109,17 +115,18 @@ class ClusterWorker:
         with contextlib.suppress(Exception):
             ray.kill(self._actor)
 
-    def leave(self) -> Any:
+    def leave(self) -> None:
         """Starts the end of the worker."""
         with contextlib.suppress(Exception):
-            return self._actor.close.remote()
+            self._leaving = self._leaving or self._actor.close.remote()
 
     def close(self) -> None:
         """Ends the worker, then the actor."""
         import ray
 
+        self.leave()
         with contextlib.suppress(Exception):
-            ray.get(self.leave(), timeout=STOP_SECONDS)
+            ray.wait([self._leaving], timeout=STOP_SECONDS)
         self.kill()
 
 

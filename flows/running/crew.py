@@ -5,20 +5,19 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any, Protocol
 
 from flows.graph.build import Node
 from flows.recipe.model import Recipe, RecipeError
-from flows.recipe.workers import Workers, WorkerSettings
+from flows.recipe.workers import Workers
+from flows.running.cluster import Cluster
+from flows.running.cluster_role import RoleWorkers
 from flows.running.turns import Turn
 from stages.contract.registry import stage
 from stages.worker.client import Worker
 from stages.worker.devices import confined, device_kind
 from stages.worker.group import local_group
 from stages.worker.protocol import HandOver, Log, Report, Request
-
-if TYPE_CHECKING:
-    from flows.running.cluster import Cluster
 
 POLICY = "policy"
 """The input that is the policy which a stage samples from, trains or exports."""
@@ -53,27 +52,21 @@ class Crew:
         """
         self._settings = recipe.workers
         self._workers: dict[str, Maker] = {}
-        self._cluster: Cluster | None = None
-        shared: dict[str, str] = {}
-        if recipe.workers is not None and recipe.workers.cluster is not None:
-            # Here and not above: nothing of Ray is imported for a run on one host.
-            from flows.running.cluster import Cluster
-
-            self._cluster = Cluster(recipe, run)
-            shared = self._cluster.variables(self._cluster.runtime_env())
-        limits = recipe.limits
+        self._cluster = Cluster(recipe, run) if recipe.workers is not None and recipe.workers.cluster else None
+        shared = {} if self._cluster is None else self._cluster.variables(self._cluster.runtime_env())
+        limits = (recipe.limits.stall_seconds, recipe.limits.stage_seconds)
         for name, variables in _variables(recipe.workers).items():
             place = log_of_worker(log, name)
-            settings = _settings(recipe.workers, name)
             own = [one | shared for one in variables]
-            if self._cluster is not None and settings is not None and self._cluster.has(name):
-                self._workers[name] = self._cluster.workers(name, settings, place)
-            elif settings is not None and settings.hosts > 1:
-                self._workers[name] = local_group(
-                    settings.hosts, place, limits.stall_seconds, limits.stage_seconds, own
-                )
+            settings = None if recipe.workers is None else recipe.workers.settings(name)
+            if settings is None or recipe.workers is None:
+                self._workers[name] = Worker(place, *limits, own[0])
+            elif self._cluster is not None and recipe.workers.on_cluster(name):
+                self._workers[name] = RoleWorkers(self._cluster, name, settings, place)
+            elif settings.hosts > 1:
+                self._workers[name] = local_group(settings.hosts, place, *limits, own)
             else:
-                self._workers[name] = Worker(place, limits.stall_seconds, limits.stage_seconds, own[0])
+                self._workers[name] = Worker(place, *limits, own[0])
         self._turns = {name: Turn() for name in self._workers}
 
     @property
@@ -159,10 +152,6 @@ def hand_over(workers: Workers | None, node: Node, nodes: Mapping[str, Node], re
     return "store" if any(workers.on_cluster(name) for name in names) else "host"
 
 
-def _settings(workers: Workers | None, name: str) -> WorkerSettings | None:
-    return None if workers is None else workers.settings(name)
-
-
 def check_workers(recipe: Recipe, nodes: Collection[Node]) -> None:
     """Raises RecipeError where this machine cannot have the recipe's workers, or one lacks devices for its stages."""
     workers = recipe.workers
@@ -178,7 +167,7 @@ def check_workers(recipe: Recipe, nodes: Collection[Node]) -> None:
                 f"workers.{name}.devices: this machine has {kind}, and two workers cannot have all of them: say which "
                 "this one has, such as [0, 1], or [] for none"
             )
-        if settings.pool is None and settings.hosts > 1 and not settings.devices and not kind.startswith("cpu"):
+        if settings.hosts > 1 and not settings.devices and not kind.startswith("cpu"):
             raise RecipeError(
                 f"workers.{name}.devices: the {settings.hosts} processes of this worker share this machine's {kind}: "
                 "list the devices that they divide, such as [0, 1]"
