@@ -47,10 +47,10 @@ def ray_cluster(folder: Path) -> Iterator[RayCluster]:
         "RAY_health_check_period_ms": "1000",
         "RAY_health_check_failure_threshold": "3",
     }
-    place.mkdir()
+    (place / "ray").mkdir(parents=True)
     with (folder / "ray.log").open("w") as log:
         process = subprocess.Popen(
-            [sys.executable, "-m", "tests.flows.running.ray_cluster", str(place)],
+            [sys.executable, "-m", "tests.flows.running.ray_cluster"],
             stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=log, text=True, env=environment,
         )  # fmt: skip
         try:
@@ -69,13 +69,12 @@ def ray_cluster(folder: Path) -> Iterator[RayCluster]:
             subprocess.run(["rm", "-rf", str(place)], check=False)
 
 
-def main(folder: str) -> None:
+def main() -> None:
     """Serves a test until its end of the input is closed."""
     out, sys.stdout = sys.stdout, sys.stderr
-    Path("/tmp/ray").mkdir(exist_ok=True)  # Cluster writes its address there for ray.init() without one
     from ray.cluster_utils import Cluster
 
-    head: dict[str, Any] = {"num_cpus": 0, "include_dashboard": False, "temp_dir": folder}
+    head: dict[str, Any] = {"num_cpus": 0, "include_dashboard": False}
     cluster = Cluster(initialize_head=True, head_node_args=SMALL | head)
     nodes = {name: cluster.add_node(wait=False, num_cpus=2, resources=found, **SMALL) for name, found in NODES.items()}
     cluster.wait_for_nodes()
@@ -91,4 +90,4 @@ def main(folder: str) -> None:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1])
+    main()
