@@ -17,9 +17,7 @@ from prefect.task_runners import ThreadPoolTaskRunner
 
 from flows.graph.build import Node, select, with_inputs
 from flows.graph.standing import Standing
-from flows.orchestration.deployments import check_pools
 from flows.orchestration.ending import give_up_soon, send_events
-from flows.orchestration.pools import PoolWorker
 from flows.orchestration.show import (
     PrefectReporter,
     errors_logged,
@@ -132,9 +130,7 @@ def rlhf_pipeline(
     if run_name is None and name != _numbered(_own_name(resolved)):
         with errors_logged():
             rename_flow_run(name)
-    if resolved.workers is not None and resolved.workers.pooled:
-        check_pools(resolved)
-    session = Session(resolved, reporter, name, None, standing, PoolWorker)
+    session = Session(resolved, reporter, name, None, standing)
     try:
         return _run(session, force or [], only or [])
     finally:

@@ -30,19 +30,24 @@ fi
 # The devices of a TPU belong to root on some images.
 if compgen -G '/dev/vfio/*' > /dev/null; then chown rlhf /dev/vfio/*; fi
 if compgen -G '/dev/accel*' > /dev/null; then chown rlhf /dev/accel*; fi
-# Each host of a slice is a rank (docs/gangs.md). An endpoint is NAME:NUMBER:ADDRESS.
-gang=()
+# The hosts of a slice are the nodes of a Ray cluster (docs/cluster.md). An endpoint is NAME:NUMBER:ADDRESS.
+cluster=() environment=()
 IFS=, read -ra hosts <<< "$(meta worker-network-endpoints || true)"
 if [ "${#hosts[@]}" -gt 1 ]; then
-  lead=$(cut -d: -f3 <<< "${hosts[0]}") rank=$(meta agent-worker-number) token=$(meta rlhf-token)
-  (umask 077 && printf '%s\n' "RLHF_GANG=${#hosts[@]}@$lead:9765" "RLHF_GANG_RANK=$rank" "RLHF_GANG_TOKEN=$token" \
-    RLHF_GANG_WAIT=1500 > /etc/rlhf-gang)
-  gang=(--property=EnvironmentFile=/etc/rlhf-gang)
+  head=$(cut -d: -f3 <<< "${hosts[0]}") number=$(meta agent-worker-number) token=$(meta rlhf-token)
+  (umask 077 && printf '%s\n' RAY_AUTH_MODE=token "RAY_AUTH_TOKEN=$token" > /etc/rlhf-ray)
+  environment=(--property=EnvironmentFile=/etc/rlhf-ray) cluster=(--cluster "$head:6379")
+  place=(--address="$head:6379")
+  if [ "$number" -eq 0 ]; then place=(--head --port=6379 --node-ip-address="$head" --dashboard-host=127.0.0.1); fi
+  systemd-run --unit=rlhf-ray --uid=rlhf --working-directory="$home/project" --property=LimitMEMLOCK=infinity \
+    --property=Restart=always --property=RestartSec=10 "${environment[@]}" .venv/bin/ray start --block "${place[@]}"
+  # The first host runs the pipeline.
+  if [ "$number" -ne 0 ]; then exit 0; fi
 fi
 # What cannot run (2: the recipe, the name, a run that is finished already) would not run another time either, and five
-# starts a day are enough for what fails. A lead waits until the one before it counts as ended, and ranks longer for it.
+# starts a day are enough for what fails. A run waits until the one before it counts as ended.
 systemd-run --unit=rlhf-run --uid=rlhf --working-directory="$home/project" --property=LimitMEMLOCK=infinity \
   --property=Restart=on-failure --property=SuccessExitStatus=3 --property=RestartPreventExitStatus=2 \
   --property=RestartSec=30 --property=StartLimitBurst=5 --property=StartLimitIntervalSec=1d \
-  --property=KillSignal=SIGINT --property=KillMode=mixed --property=TimeoutStopSec=300 "${gang[@]}" \
-  .venv/bin/rlhf run "$recipe" --name "$run" --wait --no-prefect --set "store=$store"
+  --property=KillSignal=SIGINT --property=KillMode=mixed --property=TimeoutStopSec=300 "${environment[@]}" \
+  .venv/bin/rlhf run "$recipe" --name "$run" --wait --no-prefect --set "store=$store" "${cluster[@]}"

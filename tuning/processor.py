@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import hashlib
 from pathlib import Path
 
 CPUINFO = Path("/proc/cpuinfo")
@@ -17,6 +18,12 @@ FAST = {"fast": "mixed", "fast-backward": "mixed-backward"}
 def multiplies_bfloat16() -> bool:
     """Whether it has products of bfloat16 that XLA and this project's kernels use. Elsewhere than on Linux: no."""
     return any(FLAGS & of_one for of_one in _flags())
+
+
+def instructions() -> str:
+    """A short digest of the instructions that the processor has; empty where the system does not list them."""
+    text = "\n".join(sorted(" ".join(sorted(of_one)) for of_one in _flags()))
+    return hashlib.sha256(text.encode()).hexdigest()[:8] if text else ""
 
 
 @functools.cache

@@ -122,11 +122,6 @@ def run_with_prefect(
         from prefect.settings import get_current_settings
 
         private = get_current_settings().api.url is None
-        if private and recipe.workers is not None and recipe.workers.pooled:
-            raise RecipeError(
-                "workers: pools are those of a Prefect server, and this run would have a private one: set "
-                "PREFECT_API_URL, as docs/prefect.md shows"
-            )
         if private:
             server = server or PrivateServer()
             os.environ["PREFECT_API_URL"] = server.url

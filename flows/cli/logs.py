@@ -13,7 +13,7 @@ from typing import Annotated, Any
 import typer
 
 from flows.cli.shared import RunName, StoreUrl, err, group, record_of, usage_error
-from flows.recipe.workers import ALL
+from flows.recipe.workers import ALL, DATA
 from flows.records import log_of, status_of
 from flows.running.crew import ONLY, log_of_worker
 from stages.store import runs
@@ -53,19 +53,11 @@ def logs(store: StoreUrl, run_name: RunName = None, node: Node = "", follow: Fol
 def _paths(store: Store, record: dict[str, Any]) -> dict[str, Path]:
     """The log of each worker by its name; of a run with one worker under no name."""
     path, workers = log_of(store, record["name"]), record["recipe"].get("workers") or {}
-    found = {ONLY: path} if not workers else {}
-    for name in ALL:
-        settings = workers.get(name)
-        if settings is None:
-            continue
-        here = log_of_worker(path, name)
-        if settings.get("pool") is None:
-            found[name] = here
-            continue
-        # One of each host that it was on, as they come to the store.
-        hosts = [n for n in store.names("runs", record["name"]) if n.startswith(f"{here.stem}.") and n.endswith(".log")]
-        found |= {f"{name}.{host.split('.')[1]}": here.with_name(host) for host in hosts}
-    return found
+    if not workers:
+        return {ONLY: path}
+    # On a cluster the data stays with the run unless the recipe names its role.
+    names = [n for n in ALL if workers.get(n) is not None or (n == DATA and workers.get("cluster"))]
+    return {name: log_of_worker(path, name) for name in names}
 
 
 def _text(store: Store, record: dict[str, Any], paths: dict[str, Path]) -> Iterator[str]:
@@ -132,15 +124,6 @@ def _following(store: Store, record: dict[str, Any], paths: dict[str, Path], nod
     """The lines of the logs as they come, until the run has ended; of several workers with the worker's name."""
     looked = 0.0
     running = status_of(record, store) == "running"
-    pools = [
-        s["pool"] for s in (record["recipe"].get("workers") or {}).values() if isinstance(s, dict) and s.get("pool")
-    ]
-    if pools and not store.is_local:
-        err.print(
-            f"workers in pools ({', '.join(sorted(set(pools)))}) write on their hosts; `rlhf logs` without -f has what "
-            "came to the store, each half minute",
-            soft_wrap=True,
-        )
     if not any(path.exists() for path in paths.values()) and (not running or not _is_here(store, record, paths)):
         yield from _of(_text(store, record, paths), node)
         return

@@ -40,8 +40,17 @@ OwnStore = Annotated[
 ]
 
 
-def _with_store(sets: list[str] | None, store: str | None) -> list[str]:
-    return [*(sets or []), *([f"store={store}"] if store is not None else [])]
+OnCluster = Annotated[
+    str | None,
+    typer.Option(
+        "--cluster", metavar="ADDRESS", help="Ray cluster of the roles, HOST:PORT or auto; the recipe's if left out."
+    ),
+]
+
+
+def _with(sets: list[str] | None, store: str | None, cluster: str | None) -> list[str]:
+    given = {"store": store, "workers.cluster": cluster}
+    return [*(sets or []), *(f"{field}={value}" for field, value in given.items() if value is not None)]
 
 
 @commands.command()
@@ -49,6 +58,7 @@ def run(
     recipe: RecipeName,
     sets: Sets = None,
     store: OwnStore = None,
+    cluster: OnCluster = None,
     name: RunTitle = None,
     force: Annotated[
         list[str] | None, typer.Option(help="Make this stage or node again although it is cached.")
@@ -73,7 +83,7 @@ def run(
 
     if wait and name is None:
         raise usage_error("--wait is for the run of a --name; say which")
-    resolved = read_recipe(recipe, _with_store(sets, store))
+    resolved = read_recipe(recipe, _with(sets, store, cluster))
     part = _part(resolved, only, until)
     forced = _nodes(resolved, force) if force else None
     launch(resolved, no_prefect, name=name, force=forced, only=part, wait=wait)
@@ -97,6 +107,7 @@ def plan(
     recipe: RecipeName,
     sets: Sets = None,
     store: OwnStore = None,
+    cluster: OnCluster = None,
     config: Annotated[
         bool, typer.Option("--config", help="Print the recipe with all defaults and presets filled in, as YAML.")
     ] = False,
@@ -107,7 +118,7 @@ def plan(
     from flows.running.checks import check_columns
     from flows.running.remarks import of_data
 
-    resolved = read_recipe(recipe, _with_store(sets, store))
+    resolved = read_recipe(recipe, _with(sets, store, cluster))
     if config:
         import yaml
 

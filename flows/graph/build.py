@@ -191,7 +191,7 @@ class _Graph:
         """
         definition = find_stage(stage)
         workers = self.recipe.workers
-        config = settled(config, far=workers is not None and any(w.device or w.pool for w in workers.named.values()))
+        config = settled(config, far=workers is not None and workers.cluster is not None)
         available = {**self.roles, **(roles or {})}
         inputs: dict[str, Input] = {}
         for input_name, reads in definition.inputs(config, self.recipe.data.splits).items():

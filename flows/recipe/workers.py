@@ -1,6 +1,6 @@
-"""The section `workers` of a recipe: which stages run beside each other, and where.
+"""The section `workers` of a recipe: the roles that run at the same time, and the hosts and devices of each.
 
-Of it the kind of device alone is in keys.
+Only `device` is part of keys.
 """
 
 from __future__ import annotations
@@ -14,91 +14,115 @@ from stages.contract.definition import Work
 
 ALL: tuple[Work, ...] = get_args(Work)
 TRAIN: Work = "train"
-"""The worker that does what no other is named for."""
+"""The role that runs the stages of roles that a recipe does not name."""
+DATA: Work = "data"
+"""The role that reads files: on a cluster it stays on the host of the run unless the recipe names it."""
+ON_CLUSTER = ("cpus", "gpus", "tpu", "resources", "device")
+"""Settings that need a cluster."""
 
 
 class WorkerSettings(BaseModel):
-    """One worker: a process, or a process group, that makes one stage after another."""
+    """A role: one worker process, or a process on each of several hosts, that runs one stage at a time."""
 
     model_config = ConfigDict(extra="forbid", strict=True, frozen=True)
 
-    hosts: Annotated[int, Field(ge=1)] = 1
-    """Processes that compute each stage together, one per host; on this machine as long as no cluster is named. The
-    mesh of a stage is over the devices of all of them."""
-
     devices: list[Annotated[int, Field(ge=0)]] | None = None
-    """Numbers of the accelerators of this host that it has, as nvidia-smi counts them or as chips of a TPU; []: none,
-    for stages that do not compute on them; null: where there is none, the processor. Several processes of this host
-    get equal shares, in this order."""
-    pool: Annotated[str, Field(min_length=1)] | None = None
-    """A work pool of the Prefect server, whose hosts run it, with all devices of the one that takes it; the store has
-    to be one that they see. null: this host."""
+    """Accelerators of this host that the role uses: numbers as nvidia-smi counts them, or chips of a TPU; []: none, for
+    stages that do not compute on them; null: all, or the processor. Several processes of this host get equal shares, in
+    this order. Without a cluster only."""
+    hosts: Annotated[int, Field(ge=1)] = 1
+    """Processes that compute each stage of the role together, one on each host; without a cluster all of them run on
+    this host. The mesh of a stage spans the devices of all of them."""
+    cpus: Annotated[float, Field(ge=0)] | None = None
+    """Processors to reserve on each host of the cluster; null: 1."""
+    gpus: Annotated[int, Field(ge=1)] | None = None
+    """GPUs to reserve on each host of the cluster; null: none."""
+    tpu: Annotated[str, Field(pattern=r"^v\d+[a-z]*:\d+(x\d+){1,2}$")] | None = None
+    """A TPU slice to reserve, VERSION:TOPOLOGY such as "v6e:4x4"; it determines `hosts`."""
+    resources: dict[str, Annotated[float, Field(gt=0)]] | None = None
+    """Custom Ray resources to reserve on each host of the cluster, by name."""
     device: Annotated[str, Field(pattern="^[a-z]+:.+$")] | None = None
-    """The kind of device that hosts of the pool have, PLATFORM:KIND where `rlhf doctor` there says PLATFORM (KIND),
-    such as "gpu:NVIDIA H100 80GB HBM3": it is in the keys of what is computed. null: the kind of this host."""
+    """The kind of device that the role's hosts have, PLATFORM:KIND where `rlhf doctor` prints PLATFORM (KIND), such as
+    "gpu:NVIDIA H100 80GB HBM3"; it is part of the keys of the role's stages. null: the kind of the run's own host."""
 
     @model_validator(mode="after")
-    def _in_one_place(self) -> WorkerSettings:
-        if self.pool is not None and self.devices is not None:
-            raise ValueError("devices are of this host, and a worker in a pool has those of its own: leave one out")
-        if self.pool is None and self.device is not None:
-            raise ValueError("device is of the hosts of a pool: name the pool, or leave it out")
-        count = len(self.devices or ())
-        if count % self.hosts:
+    def _possible(self) -> WorkerSettings:
+        if self.tpu is not None and (self.gpus is not None or self.hosts != 1):
+            raise ValueError("tpu determines the number of hosts and their devices: leave hosts and gpus out")
+        if (self.gpus or self.tpu) and self.device is not None and self.device.startswith("cpu:"):
+            raise ValueError(f"device is {self.device}, and the role reserves accelerators: name their kind")
+        if (count := len(self.devices or ())) % self.hosts:
             raise ValueError(f"{count} devices cannot be divided among {self.hosts} processes (hosts)")
         return self
 
     @property
     def shares(self) -> list[list[int]] | None:
-        """The devices of each process; None where they are not listed."""
+        """The devices of each process of this host; None where they are not listed."""
         if self.devices is None:
             return None
         size = len(self.devices) // self.hosts
         return [self.devices[i * size : (i + 1) * size] for i in range(self.hosts)]
 
+    def bundle(self) -> dict[str, float]:
+        """The resources of one host by Ray's names; without those of a TPU slice."""
+        found = {"CPU": 1.0 if self.cpus is None else self.cpus, "GPU": float(self.gpus or 0), **(self.resources or {})}
+        return {name: amount for name, amount in found.items() if amount}
+
 
 class Workers(BaseModel):
-    """Which workers a run has; a stage begins when what it reads is made and its worker is free."""
+    """The roles of a run; a stage starts when its inputs are made and its role is free."""
 
     model_config = ConfigDict(extra="forbid", strict=True, frozen=True)
 
+    cluster: Annotated[str, Field(pattern="^(auto|[^:/]+:[0-9]+)$")] | None = None
+    """Address of a Ray cluster, HOST:PORT, or "auto" for the one that this host belongs to; null: the roles run on this
+    host."""
     train: WorkerSettings = WorkerSettings()
-    """Trains policies and reward models, and does what no other worker here is named for; it is always there."""
+    """Trains policies and reward models, and runs the stages of roles that are not named here."""
     sample: WorkerSettings | None = None
-    """Samples: rollouts, refills, greedy baselines, evaluations. null: train does it."""
+    """Samples rollouts, refills, greedy baselines and evaluations. null: train does it."""
     score: WorkerSettings | None = None
     """Scores rollouts. null: train does it."""
     data: WorkerSettings | None = None
-    """The base model, data, choices and the export. null: train does it."""
+    """Reads and writes models and data: base, prepare, select, gate, export. null: train does it; with a cluster, a
+    worker on the run's own host."""
 
-    silence_seconds: Annotated[float, Field(ge=15)] = 300.0
-    """Without a sign of life for so long a worker in a pool counts as gone, and so does the run for the worker."""
-
-    idle_seconds: Annotated[float, Field(ge=10)] = 900.0
-    """A worker in a pool of which nothing is asked for so long gives its place to others; the run asks for another."""
+    wait_seconds: Annotated[float, Field(ge=0)] = 600.0
+    """How long a role waits for resources that the cluster does not have, such as nodes that an autoscaler starts;
+    for resources that are in use it waits without limit."""
 
     @model_validator(mode="after")
-    def _of_their_own(self) -> Workers:
+    def _possible(self) -> Workers:
         counts = Counter(number for worker in self.named.values() for number in worker.devices or ())
         if twice := sorted(number for number, count in counts.items() if count > 1):
-            raise ValueError(f"device {twice[0]} is given twice: each worker has devices of its own")
+            raise ValueError(f"two roles use device {twice[0]}: give each role its own devices")
+        for name, role in self.named.items():
+            if self.cluster is None and (given := [s for s in ON_CLUSTER if getattr(role, s) is not None]):
+                raise ValueError(f"{name}.{given[0]} needs a Ray cluster: name it in workers.cluster, or remove it")
+            if self.on_cluster(name) and role.devices is not None:
+                raise ValueError(
+                    f"{name}.devices are devices of this host: on a cluster give {name}.gpus or {name}.tpu"
+                )
+            if self.on_cluster(name) and role.tpu is None and not role.bundle():
+                raise ValueError(f"{name} reserves nothing on the cluster: give {name}.cpus, gpus or resources")
         return self
 
     @property
     def named(self) -> dict[Work, WorkerSettings]:
-        """The workers by what they do."""
+        """The settings of the run's roles by name."""
         found = {work: getattr(self, work) for work in ALL}
+        if self.cluster is not None and self.data is None:
+            found[DATA] = WorkerSettings()
         return {work: settings for work, settings in found.items() if settings is not None}
 
-    @property
-    def pooled(self) -> bool:
-        """Whether any is in a pool."""
-        return any(worker.pool is not None for worker in self.named.values())
+    def on_cluster(self, name: str) -> bool:
+        """Whether the role's workers run on the cluster."""
+        return self.cluster is not None and (name != DATA or self.data is not None)
 
-    def settings(self, work: Work | str) -> WorkerSettings:
-        """The settings of the worker of this name. Raises KeyError for one that is not named."""
-        return {str(name): found for name, found in self.named.items()}[work]
+    def settings(self, name: str) -> WorkerSettings:
+        """The settings of a role. Raises KeyError for one that the run does not have."""
+        return {str(work): found for work, found in self.named.items()}[name]
 
     def of(self, work: Work) -> Work:
-        """The worker that does this."""
+        """The role that runs the stages of this kind of work."""
         return work if work in self.named else TRAIN

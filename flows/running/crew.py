@@ -1,4 +1,4 @@
-"""The workers of a run: one that makes everything, or several beside each other as the recipe's `workers` says."""
+"""The workers of a run: one for all stages, or one for each role of the recipe's `workers`."""
 
 from __future__ import annotations
 
@@ -9,10 +9,11 @@ from typing import Any, Protocol
 
 from flows.graph.build import Node
 from flows.recipe.model import Recipe, RecipeError
-from flows.recipe.workers import Workers, WorkerSettings
+from flows.recipe.workers import Workers
+from flows.running.cluster import Cluster
+from flows.running.cluster_role import RoleWorkers
 from flows.running.turns import Turn
 from stages.contract.registry import stage
-from stages.store.keys import published
 from stages.worker.client import Worker
 from stages.worker.devices import confined, device_kind
 from stages.worker.group import local_group
@@ -25,7 +26,7 @@ ONLY = ""
 
 
 class Maker(Protocol):
-    """A worker, of this host (`stages.worker.client.Worker`) or of another."""
+    """A worker of this host (`stages.worker.client.Worker`), or the workers of a role on a cluster."""
 
     log: Path
     starts: int
@@ -41,37 +42,31 @@ class Maker(Protocol):
     def close(self) -> None: ...
 
 
-Pooled = Callable[[Recipe, str, str, WorkerSettings, Path], Maker]
-"""(recipe, run, name of the worker, its settings, file of its output) -> a worker in a work pool."""
-
-
 class Crew:
     """Workers by name. Each makes one stage at a time, and is started for its first."""
 
-    def __init__(self, recipe: Recipe, run: str, log: Path, pooled: Pooled | None = None):
-        """log: file of a worker's output; those of several are beside it, with their names (`log_of_worker`).
+    def __init__(self, recipe: Recipe, run: str, log: Path):
+        """log: file of a worker's output; those of several are next to it, with their names (`log_of_worker`).
 
-        Raises RecipeError for a worker in a pool where none can be had.
+        Raises RecipeError where the cluster that the recipe names cannot be reached.
         """
         self._settings = recipe.workers
         self._workers: dict[str, Maker] = {}
-        limits = recipe.limits
+        self._cluster = Cluster(recipe, run) if recipe.workers is not None and recipe.workers.cluster else None
+        shared = {} if self._cluster is None else self._cluster.variables(self._cluster.runtime_env())
+        limits = (recipe.limits.stall_seconds, recipe.limits.stage_seconds)
         for name, variables in _variables(recipe.workers).items():
             place = log_of_worker(log, name)
-            settings = _settings(recipe.workers, name)
-            if settings is not None and settings.hosts > 1 and settings.pool is None:
-                self._workers[name] = local_group(
-                    settings.hosts, place, limits.stall_seconds, limits.stage_seconds, variables
-                )
-            elif settings is None or settings.pool is None:
-                self._workers[name] = Worker(place, limits.stall_seconds, limits.stage_seconds, variables[0])
-            elif pooled is None:
-                raise RecipeError(
-                    f"workers.{name}.pool: pools are those of a Prefect server: set PREFECT_API_URL, and leave "
-                    "--no-prefect out"
-                )
+            own = [one | shared for one in variables]
+            settings = None if recipe.workers is None else recipe.workers.settings(name)
+            if settings is None or recipe.workers is None:
+                self._workers[name] = Worker(place, *limits, own[0])
+            elif self._cluster is not None and recipe.workers.on_cluster(name):
+                self._workers[name] = RoleWorkers(self._cluster, name, settings, place)
+            elif settings.hosts > 1:
+                self._workers[name] = local_group(settings.hosts, place, *limits, own)
             else:
-                self._workers[name] = pooled(recipe, run, name, settings, place)
+                self._workers[name] = Worker(place, *limits, own[0])
         self._turns = {name: Turn() for name in self._workers}
 
     @property
@@ -86,8 +81,8 @@ class Crew:
 
     @property
     def logs(self) -> list[Path]:
-        """The files of their output on this host; those of workers that were not started are not there."""
-        return [log for worker in self._workers.values() if not worker.elsewhere for log in worker.logs]
+        """The files of their output; those of workers that were not started do not exist."""
+        return [log for worker in self._workers.values() for log in worker.logs]
 
     def of(self, node: Node) -> str:
         """The name of the worker that makes a node."""
@@ -119,6 +114,8 @@ class Crew:
             for worker in self._workers.values():
                 worker.leave()
         with contextlib.ExitStack() as ends:
+            if self._cluster is not None:
+                ends.callback(self._cluster.close)
             for worker in self._workers.values():
                 ends.callback(worker.close)
 
@@ -147,8 +144,6 @@ def read_elsewhere(workers: Workers | None, nodes: Mapping[str, Node]) -> dict[s
     return found
 
 
-def _settings(workers: Workers | None, name: str) -> WorkerSettings | None:
-    return None if workers is None else workers.settings(name)
 
 
 def check_workers(recipe: Recipe, nodes: Collection[Node]) -> None:
@@ -156,23 +151,17 @@ def check_workers(recipe: Recipe, nodes: Collection[Node]) -> None:
     workers = recipe.workers
     if workers is None:
         return
-    for node in nodes:
-        name = worker_of(workers, node)
-        values = node.config.model_dump(mode="json")
-        if workers.settings(name).pool is not None and published(values) != values:
-            raise RecipeError(
-                f"workers.{name}.pool: {node.name} has passwords or variables among its settings, which would lie in "
-                "the store for hosts to read: give them in those hosts' environment, with *** as their values here"
-            )
     kind = device_kind()
     for name, settings in workers.named.items():
-        here = [n for n, s in workers.named.items() if s.pool is None]
-        if settings.pool is None and settings.devices is None and len(here) > 1 and not kind.startswith("cpu"):
+        if workers.on_cluster(name):
+            continue
+        here = [n for n in workers.named if not workers.on_cluster(n)]
+        if settings.devices is None and len(here) > 1 and not kind.startswith("cpu"):
             raise RecipeError(
                 f"workers.{name}.devices: this machine has {kind}, and two workers cannot have all of them: say which "
                 "this one has, such as [0, 1], or [] for none"
             )
-        if settings.pool is None and settings.hosts > 1 and not settings.devices and not kind.startswith("cpu"):
+        if settings.hosts > 1 and not settings.devices and not kind.startswith("cpu"):
             raise RecipeError(
                 f"workers.{name}.devices: the {settings.hosts} processes of this worker share this machine's {kind}: "
                 "list the devices that they divide, such as [0, 1]"

@@ -21,7 +21,7 @@ from flows.graph.taken import Records, check_point, taken_artifact
 from flows.recipe.model import Recipe
 from flows.records import log_of
 from flows.running.checks import as_it_is
-from flows.running.crew import Crew, Pooled, read_elsewhere
+from flows.running.crew import Crew, read_elsewhere
 from flows.running.eager_scoring import EagerScoring
 from flows.running.limits import RunLimit
 from flows.running.naming import before, free_name
@@ -72,9 +72,7 @@ class Session:
         name: str | None = None,
         force: set[str] | None = None,
         standing: Standing | None = None,
-        pooled: Pooled | None = None,
     ):
-        """pooled: makes workers of other pools, where the recipe names any."""
         self.recipe = recipe
         self.store = Store(recipe.store)
         self.reporter = reporter
@@ -93,7 +91,7 @@ class Session:
         self._whole = Whole(self.store, lambda line: self.reporter.line(line), self._check)
         log = log_of(self.store, self.name)
         self.limit = RunLimit(self.name, recipe.limits.run_seconds)
-        self.crew = Crew(recipe, self.name, log, pooled)
+        self.crew = Crew(recipe, self.name, log)
         self.chosen: Collection[str] | None = None
         """Names of the nodes that the run makes; None: all."""
         self.eager_scoring = EagerScoring(self, self._check)

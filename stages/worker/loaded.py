@@ -128,7 +128,8 @@ def _check_device(request: Request) -> None:
         what = f"{request.stage} was to be computed on {wanted}, this worker has {found}"
         if request.elsewhere:
             raise RuntimeError(
-                f"{what}: the kind of a pool's hosts is its worker's `device` in the recipe, \"{found}\""
+                f"{what}: where the hosts of the role are right, set `device` of the role in the recipe's `workers` to "
+                f'"{found}"'
             )
         raise RuntimeError(f"{what}: run again for {found}, or set JAX_PLATFORMS so that JAX finds the other")
 

@@ -107,7 +107,7 @@ class Slurm:
         self.project.mkdir()
         (self.project / "infra").symlink_to(INFRA)
         (self.project / ".venv").symlink_to(sys.prefix)
-        unset = [n for n in os.environ if n.startswith(("SLURM_", "SBATCH_", "SRUN_", "RLHF_GANG", "RLHF_SCRATCH"))]
+        unset = [n for n in os.environ if n.startswith(("SLURM_", "SBATCH_", "SRUN_", "RLHF_SCRATCH"))]
         self.environment = {name: value for name, value in os.environ.items() if name not in unset}
         self.environment |= {"SLURM_CONF": str(folder / "slurm.conf"), "TMPDIR": str(folder / "scratch")}
 

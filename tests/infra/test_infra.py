@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import re
+import shlex
 import shutil
 import subprocess
 import sys
@@ -16,9 +18,8 @@ import pytest
 import yaml
 from packaging.requirements import Requirement
 from prefect.utilities.templating import apply_values
-from stages.worker.places import Place, place_of
 
-from flows.records import SILENT_MINUTES
+from flows.recipe.reading import load_recipe
 from tests.flows.prefect_server import Prefect, prefect_server
 
 ROOT = Path(__file__).parents[2]
@@ -32,7 +33,7 @@ POOLS = {
     "docker": "docker",
     **{f"kubernetes-{kind}": "kubernetes" for kind in ("cpu", "gpu", "tpu")},
 }
-SCRIPTS = sorted([*INFRA.glob("*.sh"), *INFRA.glob("*.sbatch")])
+SCRIPTS = sorted([*INFRA.glob("*.sh"), *INFRA.rglob("*.sbatch")])
 UNITS = sorted((INFRA / "systemd").iterdir())
 
 
@@ -127,19 +128,28 @@ def test_the_job_of_a_run_fits_the_schema_and_has_what_its_deployment_says(deplo
     assert pod["serviceAccountName"] in named("ServiceAccount")
 
 
-def test_the_ranks_of_the_job_set_find_their_lead() -> None:
-    (found,) = yaml.safe_load_all((INFRA / "jobset" / "jobset.yaml").read_text())
-    name, (ranks,) = found["metadata"]["name"], found["spec"]["replicatedJobs"]
-    # The schemas have no JobSet; of its parts, the jobs, they do.
-    job = {"apiVersion": "batch/v1", "kind": "Job", "metadata": {"name": ranks["name"]}, **ranks["template"]}
-    kubernetes_validate.validate(job, KUBERNETES, strict=True)
-    (container,) = job["spec"]["template"]["spec"]["containers"]
-    environment = {one["name"]: one.get("value", "0123456789abcdef") for one in container["env"]}
-    places = [place_of(environment | {"JOB_COMPLETION_INDEX": str(n)}) for n in range(job["spec"]["completions"])]
-    assert [place.rank for place in places if place] == list(range(job["spec"]["parallelism"]))
-    # JobSet names a pod JOBSET-JOB-REPLICA-INDEX, in a service that is called as it is.
-    assert {(place.ranks, place.host) for place in places if place} == {(4, f"{name}-{ranks['name']}-0-0.{name}")}
-    assert job["spec"]["completionMode"] == "Indexed" and found["spec"]["network"]["enableDNSHostnames"]
+def test_the_pods_of_ray_fit_the_schemas_and_its_network_policy_selects_them() -> None:
+    (cluster,), (job,), (policy,) = (
+        list(yaml.safe_load_all((INFRA / "ray" / f"{name}.yaml").read_text())) for name in ("cluster", "job", "network")
+    )
+    groups = [cluster["spec"]["headGroupSpec"], *cluster["spec"]["workerGroupSpecs"]]
+    selected = policy["spec"]["podSelector"]["matchLabels"]
+    kubernetes_validate.validate(policy, KUBERNETES, strict=True)
+    for group in groups:
+        # The schemas have no RayCluster; they have its pods.
+        pod = {"apiVersion": "v1", "kind": "Pod", **group["template"]}
+        kubernetes_validate.validate({**pod, "metadata": {**pod["metadata"], "name": "pod"}}, KUBERNETES, strict=True)
+        assert selected.items() <= pod["metadata"]["labels"].items()
+        environment = {one["name"]: one.get("value") for one in pod["spec"]["containers"][0]["env"]}
+        assert environment["RAY_AUTH_MODE"] == "token" and "RAY_AUTH_TOKEN" in environment
+    assert job["spec"]["clusterSelector"] == {"ray.io/cluster": cluster["metadata"]["name"]}
+    image = (INFRA / "requirements-image.txt").read_text()
+    assert f"ray[default]=={cluster['spec']['rayVersion']} " in image
+    # The recipe takes the settings that the job gives.
+    command = shlex.split(job["spec"]["entrypoint"])
+    values = [value for option, value in itertools.pairwise(command) if option == "--set"]
+    workers = load_recipe(command[2], sets=[*values, "workers.cluster=auto"]).workers
+    assert workers is not None and workers.train.bundle()["GPU"] == 8
 
 
 def test_a_service_and_a_policy_of_the_network_find_their_pods() -> None:
@@ -206,14 +216,10 @@ def test_systemd_reads_the_unit_of_a_tpu_machine_and_does_not_start_for_ever_wha
     assert "rlhf-run" not in output, output
 
 
-@pytest.mark.parametrize("file", ["jobset/jobset.yaml", "slurm.sbatch", "slurm-gang.sbatch", "tpu-startup.sh"])
+@pytest.mark.parametrize("file", ["slurm.sbatch", "ray/slurm.sbatch", "ray/job.yaml", "tpu-startup.sh"])
 def test_what_starts_a_run_again_waits_until_the_one_before_counts_as_ended(file: str) -> None:
-    """Ten minutes after its last sign of life; ranks that wait for the lead have to wait longer than it does."""
     text = (INFRA / file).read_text()
     assert re.search(r"--wait\b", text) and "--name" in text
-    found = re.findall(r"RLHF_GANG_WAIT\D*(\d+)", text)
-    assert [seconds for seconds in found if int(seconds) <= 60 * SILENT_MINUTES + Place.wait] == []
-    assert bool(found) == ("RLHF_GANG" in text)
 
 
 def test_units_of_workers_leave_code_of_completions_its_namespaces() -> None:

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import psutil
 import pytest
 
 from flows.records import find_run, status_of
@@ -22,10 +20,9 @@ pytestmark = [
     pytest.mark.skipif(bool(why_not()), reason=why_not()),
 ]
 THREADS = {"NPROC": "4", "PJRT_NPROC": "4"}
-"""As many threads compute on each device, however many processes there are (docs/gangs.md)."""
+"""As many threads compute on each device, however many processes there are ."""
 SECONDS = 900.0
 """In which a run of `smoke` ends on a busy machine."""
-SCRIPTS = ["slurm.sbatch", "slurm-gang.sbatch"]
 
 
 @pytest.fixture(scope="module")
@@ -35,14 +32,14 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Slurm]:
 
 
 class Job:
-    """A run of `smoke` as a job: on one node with two devices, or on two nodes with a device each."""
+    """A run of `smoke` as a job on one node with two devices."""
 
-    def __init__(self, cluster: Slurm, script: str, store: Path, *options: str):
+    def __init__(self, cluster: Slurm, store: Path, *options: str):
         self.cluster, self.store = cluster, store
-        devices = with_devices(2 if script == "slurm.sbatch" else 1, os.environ["XLA_FLAGS"])
+        devices = with_devices(2, os.environ["XLA_FLAGS"])
         environment = {name: devices[name] for name in ("XLA_FLAGS", "JAX_PLATFORMS")} | THREADS
         self.number = cluster.submit(
-            script, *options, environment=environment, RUN="run", RECIPE="smoke", STORE=str(store)
+            "slurm.sbatch", *options, environment=environment, RUN="run", RECIPE="smoke", STORE=str(store)
         )
 
     def until_it_is_at(self, node: str) -> None:
@@ -74,17 +71,6 @@ class Job:
         return {name: (e["key"], e["digest"], e["metrics"].get("loss")) for name, e in found.items()}
 
 
-def on_node(cluster: Slurm, node: str, word: str) -> psutil.Process:
-    """The process of a node that has a word in its command line."""
-    found = []
-    for pid in cluster.processes_of(node):
-        with contextlib.suppress(psutil.NoSuchProcess):
-            if word in psutil.Process(pid).cmdline():
-                found.append(psutil.Process(pid))
-    (process,) = found
-    return process
-
-
 def was_interrupted(output: str) -> bool:
     """Whether a first try was recorded as interrupted, for which the second one has not waited."""
     first, _, second = output.partition("run run goes on (try 2)")
@@ -93,15 +79,14 @@ def was_interrupted(output: str) -> bool:
 
 @pytest.fixture(scope="module")
 def undisturbed(cluster: Slurm, tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[str, str, Any]]:
-    job = Job(cluster, "slurm.sbatch", tmp_path_factory.mktemp("undisturbed") / "store")
+    job = Job(cluster, tmp_path_factory.mktemp("undisturbed") / "store")
     job.ends("COMPLETED")
     return job.nodes()
 
 
-@pytest.mark.parametrize("script", SCRIPTS)
-def test_a_run_that_its_time_cuts_off_goes_on_under_its_name(cluster, undisturbed, tmp_path, script) -> None:
+def test_a_run_that_its_time_cuts_off_goes_on_under_its_name(cluster, undisturbed, tmp_path) -> None:
     # A minute is the shortest; the signal comes when less than 55 s of it are left, of which Slurm looks each 30 s.
-    job = Job(cluster, script, tmp_path / "store", "--time=1", "--signal=B:USR1@55")
+    job = Job(cluster, tmp_path / "store", "--time=1", "--signal=B:USR1@55")
     job.until_it_is_back()
     cluster.command("scontrol", "update", f"JobId={job.number}", "TimeLimit=60")
     output = job.ends("COMPLETED")
@@ -109,9 +94,8 @@ def test_a_run_that_its_time_cuts_off_goes_on_under_its_name(cluster, undisturbe
     assert len(undisturbed) == 17 and job.nodes() == undisturbed
 
 
-@pytest.mark.parametrize("script", SCRIPTS)
-def test_a_job_that_is_cancelled_is_recorded_as_interrupted_and_does_not_come_back(cluster, tmp_path, script) -> None:
-    job = Job(cluster, script, tmp_path / "store")
+def test_a_job_that_is_cancelled_is_recorded_as_interrupted_and_does_not_come_back(cluster, tmp_path) -> None:
+    job = Job(cluster, tmp_path / "store")
     job.until_it_is_at("prepare")
     cluster.command("scancel", str(job.number))
     job.ends("CANCELLED")
@@ -119,9 +103,8 @@ def test_a_job_that_is_cancelled_is_recorded_as_interrupted_and_does_not_come_ba
     assert job.status() == "interrupted"
 
 
-@pytest.mark.parametrize("script", SCRIPTS)
-def test_a_job_that_is_preempted_is_recorded_as_interrupted_and_comes_back(cluster, tmp_path, script) -> None:
-    job = Job(cluster, script, tmp_path / "store")
+def test_a_job_that_is_preempted_is_recorded_as_interrupted_and_comes_back(cluster, tmp_path) -> None:
+    job = Job(cluster, tmp_path / "store")
     job.until_it_is_at("prepare")
     (cluster.project / "urgent.sh").write_text("#!/bin/sh\n")
     urgent = ["--partition=urgent", f"--nodes={len(NODES)}", "--gpus-per-node=8"]
@@ -131,25 +114,9 @@ def test_a_job_that_is_preempted_is_recorded_as_interrupted_and_comes_back(clust
     assert was_interrupted(job.ends("CANCELLED"))
 
 
-def test_a_rank_that_is_killed_joins_again_and_its_run_ends_as_one_process_does(cluster, undisturbed, tmp_path) -> None:
-    job = Job(cluster, "slurm-gang.sbatch", tmp_path / "store")
-    job.until_it_is_at("sft")
-    # The step has the processors and the GPUs that the script has asked for.
-    assert "TresPerStep=cpu:64" in cluster.command("scontrol", "show", "step", f"{job.number}.0")
-    rank = on_node(cluster, "node2", "stages.worker.rank")
-    assert rank.environ()["CUDA_VISIBLE_DEVICES"] == "0,1,2,3,4,5,6,7"
-    rank.kill()
-    job.until_it_is_at("reward")
-    on_node(cluster, "node2", "--no-prefect").kill()
-    output = job.ends("COMPLETED")
-    assert "rank 1 was in the gang, and its process was ended by signal SIGKILL" in output
-    assert output.count("rank 1 of the gang at node1:") == 2
-    assert job.nodes() == undisturbed
-
-
 def test_after_the_loss_of_its_node_a_run_counts_as_killed_and_ends_on_another(cluster, undisturbed, tmp_path) -> None:
     """Ten minutes pass, in which nothing computes."""
-    job = Job(cluster, "slurm.sbatch", tmp_path / "store")
+    job = Job(cluster, tmp_path / "store")
     job.until_it_is_at("reward")
     lost = cluster.job(job.number)["BatchHost"]
     cluster.kill_node(lost)

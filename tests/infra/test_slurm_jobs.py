@@ -1,4 +1,4 @@
-"""Signals, ends and restarts of both scripts under a real Slurm, with a short shell script in place of the run."""
+"""Signals, ends and restarts of the script under a real Slurm, with a short shell script in place of the run."""
 
 from __future__ import annotations
 
@@ -16,10 +16,8 @@ pytestmark = [
     pytest.mark.timeout(600),
     pytest.mark.skipif(bool(why_not()), reason=why_not()),
 ]
-SCRIPTS = ["slurm.sbatch", "slurm-gang.sbatch"]
 STAYS = "trap 'echo interrupted; exit 130' INT TERM; echo begun; while true; do sleep 0.2; done"
 """A run until it is interrupted."""
-LEADS = '[ "$RLHF_GANG_RANK" -eq 0 ]'
 
 
 @pytest.fixture(scope="module")
@@ -31,9 +29,7 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Slurm]:
 class Job:
     """A job whose run is a script for bash; `commands` go before those of Slurm."""
 
-    def __init__(
-        self, cluster: Slurm, folder: Path, script: str, run: str, *options: str, commands: dict[str, str] | None = None
-    ):
+    def __init__(self, cluster: Slurm, folder: Path, run: str, *options: str, commands: dict[str, str] | None = None):
         self.cluster, self.folder = cluster, folder
         (folder / "infra").symlink_to(INFRA)
         self.executable(folder / ".venv" / "bin" / "rlhf", run)
@@ -41,7 +37,7 @@ class Job:
             self.executable(folder / "bin" / name, text)
         path = f"{folder / 'bin'}:{cluster.environment['PATH']}"
         self.number = cluster.submit(
-            script, *options, folder=folder, environment={"PATH": path}, RUN="run", STORE="store"
+            "slurm.sbatch", *options, folder=folder, environment={"PATH": path}, RUN="run", STORE="store"
         )
 
     @staticmethod
@@ -71,27 +67,23 @@ def once(command: str, text: str, *words: str) -> str:
     return f'if [[ "$*" = *"{" ".join(words)}"* ]] && mkdir "$0.called" 2> /dev/null; then {text}; fi\nexec {real} "$@"'
 
 
-@pytest.mark.parametrize("script", SCRIPTS)
-def test_a_job_whose_time_is_over_when_it_has_begun_comes_back_once_and_ends_with_the_reason(
-    cluster, tmp_path, script
-) -> None:
-    job = Job(cluster, tmp_path, script, STAYS, "--time=1", "--signal=B:USR1@55")
+def test_a_job_whose_time_is_over_when_it_has_begun_comes_back_once_and_ends_with_the_reason(cluster, tmp_path) -> None:
+    job = Job(cluster, tmp_path, STAYS, "--time=1", "--signal=B:USR1@55")
     output = cluster.ends(job.number, "FAILED", 300)
     assert "after its start, as before; give the job more --time" in output
     assert cluster.job(job.number)["Restarts"] == "1"
 
 
-@pytest.mark.parametrize("script", SCRIPTS)
-def test_a_job_comes_back_as_often_as_a_variable_says(cluster, tmp_path, script, monkeypatch) -> None:
+def test_a_job_comes_back_as_often_as_a_variable_says(cluster, tmp_path, monkeypatch) -> None:
     monkeypatch.setitem(cluster.environment, "RLHF_RESTARTS", "1")
-    job = Job(cluster, tmp_path, script, "exit 130")
+    job = Job(cluster, tmp_path, "exit 130")
     assert "after 1 restarts (RLHF_RESTARTS=1)" in cluster.ends(job.number, "FAILED", 180)
     assert cluster.job(job.number)["Restarts"] == "1"
 
 
 def test_a_job_comes_back_when_slurmctld_has_been_away_for_a_moment(cluster, tmp_path) -> None:
     fails = {"scontrol": once("scontrol", "echo scontrol is away; exit 1", "requeue")}
-    job = Job(cluster, tmp_path, "slurm.sbatch", f"{STAYS.replace('true', '[ ! -e over ]')}; exit 130", commands=fails)
+    job = Job(cluster, tmp_path, f"{STAYS.replace('true', '[ ! -e over ]')}; exit 130", commands=fails)
     job.until_it_says("begun")
     cluster.end("slurmctld")
     try:
@@ -105,10 +97,9 @@ def test_a_job_comes_back_when_slurmctld_has_been_away_for_a_moment(cluster, tmp
     job.is_cancelled()
 
 
-@pytest.mark.parametrize("script", SCRIPTS)
-def test_a_preempted_run_is_interrupted_at_once_and_not_when_the_grace_is_over(cluster, tmp_path, script) -> None:
-    job = Job(cluster, tmp_path, script, STAYS)
-    job.until_it_says("begun", 1 if script == "slurm.sbatch" else 2)
+def test_a_preempted_run_is_interrupted_at_once_and_not_when_the_grace_is_over(cluster, tmp_path) -> None:
+    job = Job(cluster, tmp_path, STAYS)
+    job.until_it_says("begun")
     (cluster.project / "urgent.sh").write_text("#!/bin/sh\n")
     cluster.command("sbatch", "--partition=urgent", f"--nodes={len(NODES)}", "--gpus-per-node=8", "urgent.sh")
     begun = time.monotonic()
@@ -119,39 +110,10 @@ def test_a_preempted_run_is_interrupted_at_once_and_not_when_the_grace_is_over(c
     job.is_cancelled()
 
 
-@pytest.mark.parametrize("script", SCRIPTS)
-def test_a_signal_that_comes_before_the_step_is_not_lost(cluster, tmp_path, script) -> None:
+def test_a_signal_that_comes_before_the_step_is_not_lost(cluster, tmp_path) -> None:
     slow = {"srun": once("srun", "echo later; sleep 10")}
-    job = Job(cluster, tmp_path, script, STAYS, commands=slow)
+    job = Job(cluster, tmp_path, STAYS, commands=slow)
     job.until_it_says("later")
     cluster.command("scancel", "--batch", "--signal=USR1", str(job.number))
     job.until_it_is_back()
     job.is_cancelled()
-
-
-def test_a_rank_between_two_lives_ends_with_the_lead(cluster, tmp_path, monkeypatch) -> None:
-    monkeypatch.setitem(cluster.environment, "RLHF_RESTARTS", "0")
-    lead = "until [ -e killed ]; do sleep 0.2; done; sleep 1; exit 130"
-    job = Job(
-        cluster, tmp_path, "slurm-gang.sbatch", f"if {LEADS}; then {lead}; fi\necho begun; touch killed; kill -9 $$"
-    )
-    assert cluster.ends(job.number, "FAILED", 120).count("begun") == 1
-
-
-def test_ranks_that_stay_behind_end_with_a_lead_that_has_ended_well(cluster, tmp_path) -> None:
-    run = f"if {LEADS}; then exit 0; fi\n{STAYS}"
-    job = Job(cluster, tmp_path, "slurm-gang.sbatch", run)
-    assert "interrupted" in cluster.ends(job.number, "COMPLETED", 120)
-
-
-def test_a_rank_that_does_not_come_back_ends_the_job(cluster, tmp_path) -> None:
-    job = Job(cluster, tmp_path, "slurm-gang.sbatch", f"if {LEADS}; then {STAYS}; fi\nexit 77")
-    output = cluster.ends(job.number, "FAILED", 120)
-    assert "rank 1 has ended with status 77 and does not join again" in output and "interrupted" in output
-
-
-def test_a_rank_that_is_killed_again_and_again_ends_the_job(cluster, tmp_path) -> None:
-    run = f"if {LEADS}; then {STAYS.replace('begun', 'leads')}; fi\necho begun; kill -9 $$"
-    output = cluster.ends(Job(cluster, tmp_path, "slurm-gang.sbatch", run).number, "FAILED", 180)
-    assert "rank 1 has ended with status 137 and does not join again" in output
-    assert output.count("begun") == 11

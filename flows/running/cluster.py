@@ -1,0 +1,118 @@
+"""The connection of a run to its Ray cluster, and the code that travels to its nodes."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+import socket
+import tempfile
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from flows.recipe.model import Recipe, RecipeError
+from flows.running.code_package import write_package
+from stages.store.artifacts import Store
+
+AUTH_MODE = "RAY_AUTH_MODE"
+ADDRESS, RUNTIME_ENV = "RLHF_CLUSTER", "RLHF_CLUSTER_RUNTIME_ENV"
+"""Variables by which workers spread requests over the cluster (`tuning.parallel`)."""
+LOOPBACK_NODES = "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"
+LOOPBACK = ("127.", "::1", "localhost")
+CONNECT_SECONDS = 10.0
+"""For the head of the cluster to accept a connection; Ray itself tries for minutes."""
+
+
+class Cluster:
+    """The connection of a run to its cluster."""
+
+    def __init__(self, recipe: Recipe, run: str):
+        """Connects. Raises RecipeError, with the remedy, where that fails."""
+        assert recipe.workers is not None and recipe.workers.cluster is not None
+        self.address, self.recipe, self.run = recipe.workers.cluster, recipe, run
+        self.store = Store(recipe.store)
+        self._folder = tempfile.TemporaryDirectory(prefix="rlhf-cluster-")
+        if self.address.startswith(LOOPBACK):
+            # Else Ray takes the address of a network interface in place of the loopback address.
+            os.environ.setdefault(LOOPBACK_NODES, "0")
+        else:
+            # By default Ray decides by whether it finds a token.
+            os.environ.setdefault(AUTH_MODE, "token")
+        try:
+            import ray
+        except ImportError:
+            raise RecipeError("workers.cluster needs Ray: pip install 'rlhf-pipeline[ray]'") from None
+        with _own_signal_handlers():
+            try:
+                if self.address != "auto":
+                    host, _, port = self.address.rpartition(":")
+                    socket.create_connection((host, int(port)), CONNECT_SECONDS).close()
+                ray.init(
+                    self.address,
+                    namespace=run,
+                    runtime_env={"working_dir": str(self._package())},
+                    log_to_driver=False,
+                    configure_logging=False,
+                )
+            except Exception as e:
+                raise RecipeError(_not_connected(self.address, e)) from e
+        self.gcs = str(ray.get_runtime_context().gcs_address)
+
+    def _package(self) -> Path:
+        path = Path(self._folder.name) / "code.zip"
+        try:
+            write_package(path, Path.cwd())
+        except ValueError as e:
+            raise RecipeError(f"workers.cluster: {e}") from e
+        return path
+
+    def runtime_env(self) -> dict[str, Any]:
+        """Ray's `runtime_env` with the code as it is now, which a fresh worker loads."""
+        # The public way is `ray.init`, once a run.
+        from ray._private.runtime_env.working_dir import upload_working_dir_if_needed
+
+        return upload_working_dir_if_needed({"working_dir": str(self._package())}, include_gitignore=False)
+
+    def variables(self, runtime_env: dict[str, Any]) -> dict[str, str]:
+        """The environment of workers that spread requests over the cluster."""
+        return {ADDRESS: self.gcs, RUNTIME_ENV: json.dumps(runtime_env)}
+
+    def close(self) -> None:
+        """Disconnects: Ray ends what is left of the run's actors."""
+        import ray
+
+        with _own_signal_handlers(), contextlib.suppress(Exception):
+            ray.shutdown()
+        self._folder.cleanup()
+
+
+@contextlib.contextmanager
+def _own_signal_handlers() -> Iterator[None]:
+    """Keeps the handlers of SIGTERM and SIGINT, which Ray replaces, where this is the main thread."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    kept = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}
+    try:
+        yield
+    finally:
+        for number, handler in kept.items():
+            signal.signal(number, handler)
+
+
+def _not_connected(address: str, error: Exception) -> str:
+    from ray.exceptions import AuthenticationError
+
+    if isinstance(error, AuthenticationError):
+        return (
+            f"workers.cluster: {address} was not reached with token authentication ({error}). Generate a token once "
+            "(`ray get-auth-token --generate`), copy it to ~/.ray/auth_token or RAY_AUTH_TOKEN of every host, and "
+            "start Ray there with RAY_AUTH_MODE=token"
+        )
+    return (
+        f"workers.cluster: no connection to Ray at {address} ({type(error).__name__}: {error}). The run's own host has "
+        "to be a node of the cluster: `ray status` shows it, `ray start --address=HOST:PORT` joins it"
+    )

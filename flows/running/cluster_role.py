@@ -1,0 +1,257 @@
+"""The workers of one role on a Ray cluster: an actor on each of its hosts, and the process group of their workers.
+
+A role holds a placement group with one bundle for each host. Actors (`stages.worker.ray_actor`) are not detached: Ray
+ends them with the process of the run, and their worker processes end with them. An actor or node that is lost is a
+worker that died: the stage is tried again, by new actors.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from flows.recipe.workers import WorkerSettings
+from flows.running.cluster import AUTH_MODE, LOOPBACK, Cluster
+from flows.running.placement import Placement, place
+from stages.worker import host_compat
+from stages.worker.client import RESUMES, StageFailed, WorkerDied, any_time
+from stages.worker.devices import device_kind
+from stages.worker.group import ProcessGroup, log_of_process
+from stages.worker.protocol import Done, Log, Report, Request
+from tuning import multihost
+
+WAIT_SECONDS = 1.0
+STOP_SECONDS = 8.0
+"""For an actor to end its worker."""
+
+
+class ClusterWorker:
+    """A worker on one host of the cluster: a member of a process group."""
+
+    def __init__(self, cluster: Cluster, actor: Any, about: dict[str, Any], log: Path):
+        """about: what the actor says of its host. log: the run's own copy of the worker's log."""
+        self.log, self._cluster, self._actor, self._about = log, cluster, actor, about
+        self._number = self._copied = 0
+        self._leaving: Any = None
+
+    @property
+    def logs(self) -> list[Path]:
+        """The files of its output."""
+        return [self.log]
+
+    @property
+    def pid(self) -> int | None:
+        """The process of the actor, on its host."""
+        return int(self._about["pid"])
+
+    @property
+    def where(self) -> str:
+        """The node, for messages."""
+        return f"node {self._about['host']} ({self._about['address']})"
+
+    def run(
+        self, request: Request, on_event: Callable[[Report], None], check_time: Callable[[], None] = any_time
+    ) -> dict[str, Any]:
+        """Runs one stage and returns its manifest; as `Worker.run`, with the same errors."""
+        import ray
+
+        store = self._cluster.store
+        sent = dataclasses.replace(request, store=store.root if store.is_local else request.store, elsewhere=True)
+        self._number += 1
+        read = 0
+        try:
+            _answer(self._actor.begin.remote(self._number, sent), check_time)
+            while True:
+                events = self._poll(read, check_time)
+                read += len(events)
+                for event in events:
+                    match event:
+                        case Done(manifest):
+                            return manifest
+                        case Exception():
+                            raise self._shown(event)
+                        case report:
+                            on_event(report)
+        except ray.exceptions.RayError as e:
+            raise WorkerDied(self._obituary(request, e)) from e
+
+    def _poll(self, read: int, check_time: Callable[[], None] = any_time) -> list[Any]:
+        """The next events; the log that came with them is appended to the run's copy."""
+        events, text = _answer(self._actor.poll.remote(read, self._copied), check_time)
+        if text:
+            self._copied += len(text)
+            with self.log.open("ab") as log:
+                log.write(text)
+        return list(events)
+
+    def _shown(self, error: Exception) -> Exception:
+        """The error of the host with the run's own names."""
+        return type(error)(f"{str(error).replace(self._about['log'], str(self.log))}\n  on {self.where}")
+
+    def _obituary(self, request: Request, error: Exception) -> str:
+        import ray
+
+        cause = f"its actor ended ({str(error).strip().splitlines()[0]})"
+        with contextlib.suppress(Exception):
+            if not any(node["NodeID"] == self._about["node"] and node["Alive"] for node in ray.nodes()):
+                cause = f"the node left the cluster; `ray start --address={self._cluster.gcs}` on it joins it again"
+        return f"the worker on {self.where} was lost in stage {request.stage}: {cause}\n{RESUMES}\n  log: {self.log}"
+
+    def write_stacks(self) -> None:
+        """Has the worker write the stacks of its threads to its log."""
+        import ray
+
+        with contextlib.suppress(Exception):
+            ray.get(self._actor.write_stacks.remote(), timeout=STOP_SECONDS)
+            self._poll(0)
+
+    def kill(self) -> None:
+        """Ends the actor and its worker at once."""
+        import ray
+
+        with contextlib.suppress(Exception):
+            ray.kill(self._actor)
+
+    def leave(self) -> None:
+        """Starts the end of the worker."""
+        with contextlib.suppress(Exception):
+            self._leaving = self._leaving or self._actor.close.remote()
+
+    def close(self) -> None:
+        """Ends the worker, then the actor."""
+        import ray
+
+        self.leave()
+        with contextlib.suppress(Exception):
+            ray.wait([self._leaving], timeout=STOP_SECONDS)
+        self.kill()
+
+
+class RoleWorkers(ProcessGroup):
+    """The workers of a role on the cluster: reserved and started for a stage, and again after a failure."""
+
+    elsewhere = True
+
+    def __init__(self, cluster: Cluster, role: str, settings: WorkerSettings, log: Path):
+        super().__init__(self._started, log, cluster.recipe.limits.stall_seconds)
+        self._cluster, self._role, self._settings = cluster, role, settings
+        self._placement: Placement | None = None
+        self._tell: Callable[[str], None] = print
+        self._check_time: Callable[[], None] = any_time
+
+    def run(
+        self, request: Request, on_event: Callable[[Report], None], check_time: Callable[[], None] | None = None
+    ) -> dict[str, Any]:
+        """As `ProcessGroup.run`; the first stage waits for the role's resources."""
+        self._tell = lambda line: on_event(Log(line))
+        self._check_time = check_time or any_time
+        return super().run(request, on_event, check_time)
+
+    def close(self) -> None:
+        """Ends the workers, and returns their resources to the cluster."""
+        super().close()
+        placement, self._placement = self._placement, None
+        if placement is not None:
+            with contextlib.suppress(Exception):
+                placement.release()
+
+    def _started(self) -> list[ClusterWorker]:
+        import ray
+
+        assert self._cluster.recipe.workers is not None
+        wait_seconds = self._cluster.recipe.workers.wait_seconds
+        placement = place(self._role, self._settings, wait_seconds, self._tell, self._check_time)
+        self._placement = placement
+        actors: list[Any] = []
+        try:
+            runtime_env = self._cluster.runtime_env()
+            actors = self._actors(placement, runtime_env)
+            members = self._described(actors)
+            address = members[0]._about["address"]
+            port = _answer(members[0]._actor.free_port.remote(address), self._check_time)
+            for number, member in enumerate(members):
+                group = multihost.variables(f"{address}:{port}", len(members), number) if len(members) > 1 else {}
+                variables = group | self._cluster.variables(runtime_env)
+                _answer(member._actor.set_environment.remote(variables), self._check_time)
+        except BaseException as e:
+            for actor in actors:
+                with contextlib.suppress(Exception):
+                    ray.kill(actor)
+            self.close()
+            if isinstance(e, ray.exceptions.RayError):
+                raise WorkerDied(f"the workers of role {self._role} did not start on the cluster: {e}") from e
+            raise
+        self._tell(f"role {self._role} runs on {', '.join(member.where for member in members)}")
+        return members
+
+    def _actors(self, placement: Placement, runtime_env: dict[str, Any]) -> list[Any]:
+        import ray
+        from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+
+        from stages.worker.ray_actor import HostWorker
+
+        host_worker = ray.remote(HostWorker)
+        return [
+            host_worker.options(
+                num_cpus=bundle.get("CPU", 0),
+                num_gpus=bundle.get("GPU", 0),
+                resources={name: amount for name, amount in bundle.items() if name not in ("CPU", "GPU")},
+                scheduling_strategy=PlacementGroupSchedulingStrategy(placement.group, number),
+                runtime_env=runtime_env,
+                # A poll waits while another call arrives.
+                max_concurrency=4,
+                max_restarts=0,
+                max_task_retries=-1,
+            ).remote(f"{self._cluster.run}-{self._role}", self._cluster.recipe.limits.stage_seconds)
+            for number, bundle in enumerate(placement.bundles)
+        ]
+
+    def _described(self, actors: list[Any]) -> list[ClusterWorker]:
+        """The members in the order of their processes, each of which the run accepts."""
+        import ray
+
+        kind = self._settings.device or device_kind()
+        # A folder of the same name on a node may be another one: the run's own is in its store alone.
+        record = self._cluster.store.join("runs", self._cluster.run)
+        found = [(actor, _answer(actor.describe.remote(kind, record), self._check_time)) for actor in actors]
+        # A TPU numbers its hosts, and JAX numbers processes as the TPU does.
+        numbers = {node["NodeID"]: int(node["Labels"].get("ray.io/tpu-worker-id", 0)) for node in ray.nodes()}
+        found.sort(key=lambda one: numbers.get(one[1]["node"], 0))
+        members = []
+        for number, (actor, about) in enumerate(found):
+            log = log_of_process(self.log, number)
+            log.parent.mkdir(parents=True, exist_ok=True)
+            members.append(ClusterWorker(self._cluster, actor, about, log))
+        own = host_compat.properties(kind) if self._settings.device is None else found[0][1]["properties"]
+        for member in members:
+            self._check(member, own)
+        return members
+
+    def _check(self, member: ClusterWorker, own: dict[str, str]) -> None:
+        """Raises StageFailed for a node that would compute other bits than a key says, or is open to others."""
+        about, role, store = member._about, self._role, self._cluster.store
+        if not about["token"] and not about["address"].startswith(LOOPBACK):
+            raise StageFailed(
+                f"{member.where} runs Ray without token authentication, so that whoever reaches its ports runs code "
+                f"there: start Ray on every host with {AUTH_MODE}=token"
+            )
+        if store.is_local and not about["store"]:
+            raise StageFailed(
+                f"{member.where} of role {role} does not see the run in {store.root}: the store has to be a folder "
+                "that all hosts share, or a URL such as s3://BUCKET/PATH"
+            )
+        if (found := host_compat.difference(own, about["properties"], same_kind=True)) is not None:
+            hint = f", or set workers.{role}.device" if self._settings.device is None else ""
+            raise StageFailed(f"{member.where} of role {role} is refused: {found}{hint}")
+
+
+def _answer(call: Any, check_time: Callable[[], None]) -> Any:
+    """The result of a call; `check_time` is called every second."""
+    import ray
+
+    while not ray.wait([call], timeout=WAIT_SECONDS)[0]:
+        check_time()
+    return ray.get(call)

@@ -1,0 +1,190 @@
+"""Runs whose roles are actors of a real Ray cluster of three nodes on this machine."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import subprocess
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, ClassVar
+
+import psutil
+import pytest
+
+from stages.store.artifacts import Store
+from tests.flows.running.ray_cluster import RayCluster, ray_cluster
+from tests.support import RLHF
+
+TRAIN = ["workers.train={hosts: 2, resources: {train: 1}}"]
+ROLES = [*TRAIN, "workers.sample={resources: {sample: 1}}", "workers.score={resources: {score: 1}}"]
+LOCAL = ["workers.train={hosts: 2}", "workers.sample={}", "workers.score={}"]
+
+
+@pytest.fixture(scope="module")
+def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RayCluster]:
+    with ray_cluster(tmp_path_factory.mktemp("ray")) as found:
+        yield found
+
+
+@pytest.fixture(autouse=True)
+def no_run_is_left() -> Iterator[None]:
+    yield
+    for process in (run.process for run in Run.all if run.process.poll() is None):
+        process.kill()
+        process.wait()
+    Run.all.clear()
+
+
+class Run:
+    """A run as a process, and its lines as they come."""
+
+    all: ClassVar[list[Run]] = []
+
+    def __init__(self, store: Path, *options: str, recipe: str = "smoke", environment: dict[str, str] | None = None):
+        command = [RLHF, "run", recipe, "--no-prefect", "--store", str(store), "--name", "run", *options]
+        self.store, self.lines = store, list[str]()
+        self.process = subprocess.Popen(
+            command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=environment or dict(os.environ)
+        )
+        self.all.append(self)
+        self._reader = threading.Thread(target=self._read, daemon=True)
+        self._reader.start()
+
+    def _read(self) -> None:
+        assert self.process.stdout is not None
+        for line in self.process.stdout:
+            self.lines.append(line.rstrip())
+
+    @property
+    def text(self) -> str:
+        return "\n".join(self.lines)
+
+    def until(self, said: str, seconds: float = 120) -> None:
+        end = time.monotonic() + seconds
+        while said not in self.text:
+            assert time.monotonic() < end and self.process.poll() is None, self.text
+            time.sleep(0.2)
+
+    def ends(self, code: int = 0, seconds: float = 240) -> str:
+        assert self.process.wait(seconds) == code, self.text
+        self._reader.join(10)
+        return self.text
+
+    def nodes(self) -> dict[str, tuple[Any, ...]]:
+        """Key, digest and state of each node."""
+        record = Store(str(self.store)).read_json("runs", "run", "run.json")
+        return {name: (e["key"], e.get("digest")) for name, e in record["nodes"].items()}
+
+
+def sets(values: list[str]) -> list[str]:
+    return [part for value in values for part in ("--set", value)]
+
+
+def on(cluster: RayCluster, store: Path, *options: str, roles: list[str] = ROLES, recipe: str = "smoke") -> Run:
+    return Run(
+        store, "--cluster", cluster.address, *sets(roles), *options, recipe=recipe, environment=cluster.environment
+    )
+
+
+def workers() -> set[int]:
+    """The processes of this session that run stages."""
+    found = set()
+    for process in psutil.process_iter():
+        with contextlib.suppress(psutil.Error):
+            own = process.environ().get("RLHF_SCRATCH") == os.environ["RLHF_SCRATCH"]
+            if own and "stages.worker.process" in process.cmdline():
+                found.add(process.pid)
+    return found
+
+
+def no_worker_is_left(seconds: float = 20) -> bool:
+    end = time.monotonic() + seconds
+    while workers() and time.monotonic() < end:
+        time.sleep(0.5)
+    return not workers()
+
+
+@pytest.mark.timeout(400)
+def test_a_lost_node_is_named_and_the_run_resumes_with_the_artifacts_of_a_local_one(cluster, tmp_path):
+    local = Run(tmp_path / "local", "--only", "sft", *sets(LOCAL[:1]))
+    run = on(cluster, tmp_path / "store", "--only", "sft", roles=TRAIN)
+    run.until("role train runs on node")
+    cluster.command("remove two")
+    run.until("role train waits for resources that the cluster does not have: 2 hosts with {CPU: 1, train: 1} each")
+    assert "the node left the cluster; `ray start --address=" in run.text
+    cluster.command("add two")
+    assert "try 2 of" in run.ends()
+    local.ends()
+    assert run.nodes() == local.nodes()
+    assert no_worker_is_left()
+    log = Store(str(tmp_path / "store")).scratch / "runs" / "run" / "worker-train.log"
+    assert "---- sft (sft " in log.read_text()
+
+
+def test_resources_that_no_node_has_are_named_with_the_nodes(cluster, tmp_path):
+    roles = ["workers.train={gpus: 2}", "workers.wait_seconds=3"]
+    text = on(cluster, tmp_path / "store", "--only", "sft", roles=roles).ends(1)
+    assert "role train needs {CPU: 1, GPU: 2}; nodes: " in text and "train: 1, two: 1}" in text
+    assert "No such resources within 3 s (workers.wait_seconds)" in text
+
+
+def test_a_node_that_would_compute_other_bits_is_refused_before_its_first_stage(cluster, tmp_path):
+    environment = cluster.environment | {"JAX_DEFAULT_MATMUL_PRECISION": "highest"}
+    run = Run(tmp_path / "store", "--cluster", cluster.address, "--only", "sft", *sets(TRAIN), environment=environment)
+    text = run.ends(1)
+    assert (
+        "of role train is refused: JAX_DEFAULT_MATMUL_PRECISION is not set there and highest on the run's host" in text
+    )
+
+
+def test_an_address_that_nobody_answers_is_refused_within_seconds(tmp_path):
+    run = Run(tmp_path / "store", "--cluster", "127.0.0.1:9")
+    assert "workers.cluster: no connection to Ray at 127.0.0.1:9 (ConnectionRefusedError" in run.ends(2, 60)
+
+
+def test_workers_end_with_the_driver_of_their_run(cluster, tmp_path):
+    run = on(cluster, tmp_path / "store", "--only", "sft", roles=TRAIN)
+    run.until("role train runs on node")
+    end = time.monotonic() + 60
+    while len(workers()) < 3 and time.monotonic() < end:
+        time.sleep(0.2)
+    # The data's worker here, and two of the role.
+    assert len(workers()) == 3, run.text
+    run.process.send_signal(signal.SIGKILL)
+    run.process.wait()
+    assert no_worker_is_left(60)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("recipe", ["smoke", "guess"])
+def test_a_run_with_all_roles_on_a_cluster_makes_the_artifacts_of_a_local_one(cluster, tmp_path, recipe):
+    more = sets(["rl.staleness=1"]) if recipe == "smoke" else []
+    run = on(cluster, tmp_path / "store", *more, recipe=recipe)
+    local = Run(tmp_path / "local", *sets(LOCAL), *more, recipe=recipe)
+    run.ends(seconds=600)
+    local.ends(seconds=600)
+    assert run.nodes() == local.nodes()
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("stage", ["evaluate.sft", "reward", "round-000.update"])
+def test_any_node_may_be_lost_in_any_stage(cluster, tmp_path, stage):
+    run = on(cluster, tmp_path / "store")
+    store = Store(str(tmp_path / "store"))
+    end = time.monotonic() + 400
+    while ((store.read_json("runs", "run", "run.json") or {"nodes": {}})["nodes"].get(stage) or {}).get(
+        "state"
+    ) != "running":
+        assert run.process.poll() is None and time.monotonic() < end, run.text
+        time.sleep(0.1)
+    node = "three" if stage == "evaluate.sft" else "one"
+    cluster.command(f"remove {node}")
+    run.until("the node left the cluster")
+    cluster.command(f"add {node}")
+    run.ends(seconds=600)
