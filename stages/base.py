@@ -178,7 +178,7 @@ STAGE = Stage(
     Config,
     run,
     sources=source_digests,
-    gang=lambda config: "lead",
+    processes=lambda config: "primary",
     work="data",
     section="base",
     title="base",

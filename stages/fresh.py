@@ -83,7 +83,7 @@ STAGE = Stage(
     run,
     libraries=("pyarrow", "numpy"),
     computes=lambda config: False,
-    gang=lambda config: "lead",
+    processes=lambda config: "primary",
     work="data",
     title="new data",
     makes="data",

@@ -8,7 +8,7 @@ from typing import Any
 from stages.common.tables import read_table
 from stages.contract.definition import Context, Reads, Stage
 from stages.sampling.rows import FOLDER, Draw, sample_rows
-from stages.sampling.settings import SamplingConfig, gang, loads, sources
+from stages.sampling.settings import SamplingConfig, loads, sources
 from tuning.rows import CompletionRow, PromptRow
 
 # Of the completions themselves a baseline needs nothing.
@@ -40,7 +40,6 @@ STAGE = Stage(
     Config,
     run,
     loads=loads,
-    gang=gang,
     sources=sources,
     work="sample",
     title="greedy completions",

@@ -19,7 +19,7 @@ from stages.contract.definition import Context, Reads, Stage
 from stages.sampling.carried import CARRIED, SEGMENTS, Going, Group, begun, first_to_end, read_carried, spread
 from stages.sampling.order import prompts_of_round
 from stages.sampling.rows import FOLDER, too_long, write_refused
-from stages.sampling.settings import Rollout, gang
+from stages.sampling.settings import Rollout
 from tuning.rollout.segments import SegmentRow
 from tuning.rows import CompletionRow, PromptRow, Row, write_table
 
@@ -52,7 +52,7 @@ def run(ctx: Context) -> dict[str, Any]:
     going = Going(ctx, config, groups, version, oldest=config.round + 1 - config.max_lag)
     after = going.on(groups, config.round_tokens, FOLDER)
     if (first := first_to_end(after)) is not None:
-        # Of a gang only the lead has it where an earlier try has sampled it.
+        # Of a group process 0 alone has it where an earlier try has sampled it.
         ended = {group.place: group for group in going.on([first], None, f"{FOLDER}-first")}
         after = [ended.get(group.place, group) for group in after]
     seconds = time.monotonic() - started
@@ -126,7 +126,6 @@ STAGE = Stage(
     1,
     Config,
     run,
-    gang=gang,
     work="sample",
     title="rollouts",
     makes="rollouts",

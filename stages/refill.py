@@ -17,7 +17,7 @@ from stages.contract.definition import Context, Reads, Stage
 from stages.sampling.groups import NAMED, missing_prompts, read_scored
 from stages.sampling.order import prompts_of_refill
 from stages.sampling.rows import FOLDER, Draw, room_of, sample_rows
-from stages.sampling.settings import Rollout, gang, loads, sources
+from stages.sampling.settings import Rollout, loads, sources
 from stages.store.artifacts import Artifact
 from tuning.rows import CompletionRow, PromptRow, write_table
 
@@ -46,7 +46,8 @@ def run(ctx: Context) -> dict[str, Any]:
     chosen = rows_at(data, "prompts/", PromptRow, prompts_of_refill(missing, total, config.start, seed, used))
     if not chosen:
         # Stages that follow read a table, empty or not.
-        write_table(ctx.out / FOLDER / "part-00000.parquet", [], CompletionRow.schema())
+        if ctx.is_primary:
+            write_table(ctx.out / FOLDER / "part-00000.parquet", [], CompletionRow.schema())
         return {"prompts": 0, "completions": 0, "tokens": 0}
     # Behind the places of the round and of the refills before this one, which have at most as many prompts each.
     places = enumerate(chosen, start=config.number * config.prompts)
@@ -78,7 +79,6 @@ STAGE = Stage(
     Config,
     run,
     loads=loads,
-    gang=gang,
     sources=sources,
     work="sample",
     title="refill",

@@ -11,7 +11,7 @@ from stages.sampling.order import prompts_of_round
 from stages.sampling.played import FOLDER, summary, turns_summary
 from stages.sampling.rows import Draw, sample_rows, too_long, write_refused
 from stages.sampling.settings import Rollout as Config
-from stages.sampling.settings import gang, loads, sources
+from stages.sampling.settings import loads, sources
 from tuning.agents.rows import TrajectoryRow
 from tuning.rows import PromptRow
 from tuning.rows import read_table as read_rows
@@ -66,7 +66,6 @@ STAGE = Stage(
     Config,
     run,
     loads=loads,
-    gang=gang,
     sources=sources,
     work="sample",
     section="rl.rollout",

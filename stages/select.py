@@ -68,7 +68,7 @@ STAGE = Stage(
     Config,
     run,
     restore=restore,
-    gang=lambda config: "lead",
+    processes=lambda config: "primary",
     work="data",
     title="best of RL",
     reads={"candidates": Reads(f"{POLICY}*"), "evaluations": Reads(f"{EVALUATION}*", ("scores.json",))},

@@ -49,7 +49,7 @@ STAGE = Stage(
     1,
     Config,
     run,
-    gang=lambda config: "lead",
+    processes=lambda config: "primary",
     work="data",
     title="start",
     makes="policy",

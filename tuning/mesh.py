@@ -58,8 +58,9 @@ def _by_links(devices: list[Any], shape: tuple[int, ...]) -> np.ndarray:
 
 
 def over_devices(axes: Axes) -> Mesh | None:
-    """The mesh of all devices; None for a single device."""
-    return None if jax.device_count() == 1 else make_mesh(axes)
+    """The mesh of all devices, those of this process where it is alone (`multihost.alone`); None for a single one."""
+    devices = jax.devices() if multihost.process_count() == jax.process_count() else jax.local_devices()
+    return None if len(devices) == 1 else make_mesh(axes, devices)
 
 
 def mesh_of(tree: Any) -> Mesh | None:

@@ -12,12 +12,15 @@ JAX ends it when another process of the group is lost. Importing this module doe
 from __future__ import annotations
 
 import collections
+import contextlib
 import itertools
 import json
 import os
 import threading
-from collections.abc import Callable, Mapping
-from typing import Any
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import Any, TypeVar
+
+T = TypeVar("T")
 
 ADDRESS, COUNT, INDEX = "JAX_COORDINATOR_ADDRESS", "JAX_NUM_PROCESSES", "JAX_PROCESS_ID"
 """JAX's own environment variables, by which whoever starts the processes describes their group."""
@@ -128,6 +131,64 @@ def gather(value: Any, channel: str = "main") -> list[Any]:
         _group.client.key_value_delete(read)
     _group.unread[channel].append(own)
     return found
+
+
+def to_primary(
+    values: Iterable[T], encode: Callable[[T], bytes], decode: Callable[[bytes], T], channel: str = "main"
+) -> Iterator[T]:
+    """On process 0 yields the values of all processes as they arrive; on the others sends theirs and yields nothing.
+
+    The order is that of arrival. encode and decode: a value as bytes, and back.
+    """
+    if _group.count == 1:
+        yield from values
+        return
+    key, client = _next(channel), _group.client
+    if _group.index > 0:
+        number = 0
+        for number, value in enumerate(values, start=1):
+            client.key_value_set_bytes(f"{key}/{_group.index}/{number}", b"+" + encode(value))
+        client.key_value_set_bytes(f"{key}/{_group.index}/{number + 1}", b".")
+        return
+    following = dict.fromkeys(range(1, _group.count), 1)
+
+    def arrived(index: int, wait: bool) -> Iterator[T]:
+        """The values of a process that have arrived; with `wait` those that are still to come, too."""
+        while index in following:
+            name = f"{key}/{index}/{following[index]}"
+            try:
+                found = client.blocking_key_value_get_bytes(name, LONGEST_MS if wait else 1)
+            except Exception:
+                if wait:
+                    raise
+                return
+            client.key_value_delete(name)
+            following[index] += 1
+            if found == b".":
+                del following[index]
+            else:
+                yield decode(found[1:])
+
+    for value in values:
+        yield value
+        for index in list(following):
+            yield from arrived(index, wait=False)
+    for index in list(following):
+        yield from arrived(index, wait=True)
+
+
+@contextlib.contextmanager
+def alone() -> Iterator[None]:
+    """Within it this process is a group of its own to all of this module: process 0 does something without the others.
+
+    Devices stay those of all processes: what runs here must not compute over them.
+    """
+    before = _group.index, _group.count
+    _group.index, _group.count = 0, 1
+    try:
+        yield
+    finally:
+        _group.index, _group.count = before
 
 
 def barrier(channel: str = "main") -> None:

@@ -12,6 +12,7 @@ The columns of a table are the fields of its class, by name and in their order; 
 from __future__ import annotations
 
 import dataclasses
+import io
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from types import NoneType
@@ -308,8 +309,24 @@ def _check(columns: Sequence[str], path: Path, kind: type[Row]) -> None:
 
 def write_table(path: Path, rows: Sequence[Row], schema: pa.Schema) -> None:
     """One Parquet file, which is visible only when it is complete. Raises KeyError for a field that was not read."""
+    write_arrow(path, _table(rows, schema))
+
+
+def to_bytes(rows: Sequence[Row], schema: pa.Schema) -> bytes:
+    """Rows on their way to another process (`from_bytes`)."""
+    sink = io.BytesIO()
+    pq.write_table(_table(rows, schema), sink, compression="zstd")
+    return sink.getvalue()
+
+
+def from_bytes(data: bytes, kind: type[R]) -> list[R]:
+    """The rows of `to_bytes`."""
+    return [kind(**row) for row in _dictionaries(pq.read_table(io.BytesIO(data)))]
+
+
+def _table(rows: Sequence[Row], schema: pa.Schema) -> pa.Table:
     columns = {field.name: _column([vars(row)[field.name] for row in rows], field.type) for field in schema}
-    write_arrow(path, pa.Table.from_arrays(list(columns.values()), schema=schema))
+    return pa.Table.from_arrays(list(columns.values()), schema=schema)
 
 
 def _column(values: Sequence[Any], kind: pa.DataType) -> pa.Array:

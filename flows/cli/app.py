@@ -11,7 +11,7 @@ import sys
 
 import typer
 
-from flows.cli import audit, change, episodes, fit, gang, gc, logs, look, machine, policy, promote, run, settings, watch
+from flows.cli import audit, change, episodes, fit, gc, logs, look, machine, policy, promote, run, settings, watch
 from flows.cli.shared import usage_error
 from flows.orchestration.leaving import leave
 from stages.store.readonly import ReadOnlyStore
@@ -24,7 +24,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     rich_markup_mode=None,
 )
-for module in (run, change, settings, fit, look, logs, watch, audit, gc, episodes, policy, promote, machine, gang):
+for module in (run, change, settings, fit, look, logs, watch, audit, gc, episodes, policy, promote, machine):
     app.add_typer(module.commands)
 
 

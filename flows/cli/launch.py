@@ -40,10 +40,8 @@ def launch(
     """Runs a recipe. Exits with 3 where its gate refuses the policy, 2 for a usage error, 1 for a failed stage or
     store, 130 after Ctrl-C; without Prefect, which has an end of its own for it, also after SIGTERM.
 
-    A rank of a gang that is not its lead computes for the run of that instead. wait: for the end of a run of this name
-    that another process has at work.
+    wait: for the end of a run of this name that another process has at work.
     """
-    from flows.cli.gang import join_instead
     from flows.running.limits import RunTooLong
     from flows.running.naming import before, wait_until_ended
     from flows.running.plain import run_plain
@@ -54,7 +52,6 @@ def launch(
     from stages.worker.client import StageFailed, WorkerDied
 
     refuse(recipe.store)
-    join_instead()
     if no_prefect:
         interrupt_at_sigterm()
     try:

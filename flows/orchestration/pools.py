@@ -338,7 +338,11 @@ class PoolWorker:
         if self._at is not None:
             self._at.box.leave(LEAVE_SECONDS)
 
-    def finish(self, goes_on: bool = False) -> None:
+    @property
+    def logs(self) -> list[Path]:
+        return [self.log]
+
+    def close(self) -> None:
         """Ends the worker."""
         at = self._at
         if at is None:

@@ -18,13 +18,18 @@ TRAIN: Work = "train"
 
 
 class WorkerSettings(BaseModel):
-    """One worker: a process that makes one stage after another."""
+    """One worker: a process, or a process group, that makes one stage after another."""
 
     model_config = ConfigDict(extra="forbid", strict=True, frozen=True)
 
+    hosts: Annotated[int, Field(ge=1)] = 1
+    """Processes that compute each stage together, one per host; on this machine as long as no cluster is named. The
+    mesh of a stage is over the devices of all of them."""
+
     devices: list[Annotated[int, Field(ge=0)]] | None = None
     """Numbers of the accelerators of this host that it has, as nvidia-smi counts them or as chips of a TPU; []: none,
-    for stages that do not compute on them; null: where there is none, the processor."""
+    for stages that do not compute on them; null: where there is none, the processor. Several processes of this host
+    get equal shares, in this order."""
     pool: Annotated[str, Field(min_length=1)] | None = None
     """A work pool of the Prefect server, whose hosts run it, with all devices of the one that takes it; the store has
     to be one that they see. null: this host."""
@@ -38,7 +43,18 @@ class WorkerSettings(BaseModel):
             raise ValueError("devices are of this host, and a worker in a pool has those of its own: leave one out")
         if self.pool is None and self.device is not None:
             raise ValueError("device is of the hosts of a pool: name the pool, or leave it out")
+        count = len(self.devices or ())
+        if count % self.hosts:
+            raise ValueError(f"{count} devices cannot be divided among {self.hosts} processes (hosts)")
         return self
+
+    @property
+    def shares(self) -> list[list[int]] | None:
+        """The devices of each process; None where they are not listed."""
+        if self.devices is None:
+            return None
+        size = len(self.devices) // self.hosts
+        return [self.devices[i * size : (i + 1) * size] for i in range(self.hosts)]
 
 
 class Workers(BaseModel):

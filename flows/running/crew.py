@@ -15,7 +15,7 @@ from stages.contract.registry import stage
 from stages.store.keys import published
 from stages.worker.client import Worker
 from stages.worker.devices import confined, device_kind
-from stages.worker.places import GANG, place_of
+from stages.worker.group import local_group
 from stages.worker.protocol import Log, Report, Request
 
 POLICY = "policy"
@@ -31,11 +31,14 @@ class Maker(Protocol):
     starts: int
     elsewhere: bool
 
+    @property
+    def logs(self) -> list[Path]: ...
+
     def run(
         self, request: Request, on_event: Callable[[Report], None], check_time: Callable[[], None]
     ) -> dict[str, Any]: ...
     def leave(self) -> None: ...
-    def finish(self, goes_on: bool) -> None: ...
+    def close(self) -> None: ...
 
 
 Pooled = Callable[[Recipe, str, str, WorkerSettings, Path], Maker]
@@ -56,8 +59,12 @@ class Crew:
         for name, variables in _variables(recipe.workers).items():
             place = log_of_worker(log, name)
             settings = _settings(recipe.workers, name)
-            if settings is None or settings.pool is None:
-                self._workers[name] = Worker(place, limits.stall_seconds, limits.stage_seconds, variables)
+            if settings is not None and settings.hosts > 1 and settings.pool is None:
+                self._workers[name] = local_group(
+                    settings.hosts, place, limits.stall_seconds, limits.stage_seconds, variables
+                )
+            elif settings is None or settings.pool is None:
+                self._workers[name] = Worker(place, limits.stall_seconds, limits.stage_seconds, variables[0])
             elif pooled is None:
                 raise RecipeError(
                     f"workers.{name}.pool: pools are those of a Prefect server: set PREFECT_API_URL, and leave "
@@ -80,7 +87,7 @@ class Crew:
     @property
     def logs(self) -> list[Path]:
         """The files of their output on this host; those of workers that were not started are not there."""
-        return [worker.log for worker in self._workers.values() if not worker.elsewhere]
+        return [log for worker in self._workers.values() if not worker.elsewhere for log in worker.logs]
 
     def of(self, node: Node) -> str:
         """The name of the worker that makes a node."""
@@ -105,7 +112,7 @@ class Crew:
         assert isinstance(worker, Worker)
         return worker, self._turns[name]
 
-    def finish(self, goes_on: bool) -> None:
+    def finish(self) -> None:
         """Ends the workers, all of them also where one does not end well, of which the first is raised."""
         if len(self._workers) > 1:
             # They leave beside each other.
@@ -113,7 +120,7 @@ class Crew:
                 worker.leave()
         with contextlib.ExitStack() as ends:
             for worker in self._workers.values():
-                ends.callback(worker.finish, goes_on)
+                ends.callback(worker.close)
 
 
 def worker_of(workers: Workers | None, node: Node) -> str:
@@ -149,8 +156,6 @@ def check_workers(recipe: Recipe, nodes: Collection[Node]) -> None:
     workers = recipe.workers
     if workers is None:
         return
-    if place_of() is not None:
-        raise RecipeError(f"workers are processes of one host each, and {GANG} makes one of several: leave one out")
     for node in nodes:
         name = worker_of(workers, node)
         values = node.config.model_dump(mode="json")
@@ -167,9 +172,15 @@ def check_workers(recipe: Recipe, nodes: Collection[Node]) -> None:
                 f"workers.{name}.devices: this machine has {kind}, and two workers cannot have all of them: say which "
                 "this one has, such as [0, 1], or [] for none"
             )
+        if settings.pool is None and settings.hosts > 1 and not settings.devices and not kind.startswith("cpu"):
+            raise RecipeError(
+                f"workers.{name}.devices: the {settings.hosts} processes of this worker share this machine's {kind}: "
+                "list the devices that they divide, such as [0, 1]"
+            )
         if settings.devices:
             try:
-                confined(settings.devices, kind)
+                for share in settings.shares or ():
+                    confined(share, kind)
             except ValueError as e:
                 raise RecipeError(f"workers.{name}.devices: {e}") from e
     if kind.startswith("cpu"):
@@ -183,11 +194,12 @@ def check_workers(recipe: Recipe, nodes: Collection[Node]) -> None:
             )
 
 
-def _variables(workers: Workers | None) -> dict[str, dict[str, str]]:
-    """The variables of each worker's environment by its name; none of those in pools."""
+def _variables(workers: Workers | None) -> dict[str, list[dict[str, str]]]:
+    """The variables of the environment of each worker's processes by its name; none for all of them together."""
     if workers is None:
-        return {ONLY: {}}
-    return {
-        name: {} if settings.devices is None else confined(settings.devices, device_kind())
-        for name, settings in workers.named.items()
-    }
+        return {ONLY: [{}]}
+    found: dict[str, list[dict[str, str]]] = {}
+    for name, settings in workers.named.items():
+        shares = settings.shares
+        found[name] = [{}] if shares is None else [confined(share, device_kind()) for share in shares]
+    return found

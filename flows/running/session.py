@@ -365,7 +365,7 @@ class Session:
             try:
                 self.ahead.end(at_once=status == "interrupted")
             finally:
-                self.crew.finish(goes_on=status in ("failed", "interrupted"))
+                self.crew.finish()
         except Exception as e:
             # A record that stays open would tell of a run at work.
             self.reporter.line(f"a worker of run {self.name} did not end well ({type(e).__name__}: {e})")

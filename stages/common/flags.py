@@ -46,23 +46,23 @@ FLAGS: dict[str, tuple[Flag, ...]] = {
     ),
 }
 """The flags by platform."""
-OF_GANGS: dict[str, tuple[Flag, ...]] = {
+OF_GROUPS: dict[str, tuple[Flag, ...]] = {
     # XLA on CPU orders the collectives of a program by when they are handed out, and a loop counts as handed out while
     # its own have yet to come: where much runs beside each other, two processes meet in different ones, and wait.
     "cpu": (Flag("XLA_FLAGS", "xla_cpu_enable_concurrency_optimized_scheduler", "false", "collectives in one order"),),
 }
-"""Those of processes that compute together, beside these."""
+"""Further flags for the processes of a group."""
 
 
-def with_flags(environment: Mapping[str, str], platform: str, gang: bool = False) -> dict[str, str]:
+def with_flags(environment: Mapping[str, str], platform: str, group: bool = False) -> dict[str, str]:
     """The environment with the platform's flags behind what is there; a flag that is there keeps its value.
 
-    gang: whether several processes compute together.
+    group: whether the process is one of a process group.
 
     A variable that names a file of flags, as XLA allows, stays as it is: behind the name no flag can stand.
     """
     found = dict(environment)
-    for flag in FLAGS.get(platform, ()) + (OF_GANGS.get(platform, ()) if gang else ()):
+    for flag in FLAGS.get(platform, ()) + (OF_GROUPS.get(platform, ()) if group else ()):
         before = found.get(flag.variable, "").strip()
         if before and not before.startswith("-"):
             continue

@@ -4,6 +4,7 @@ a kill."""
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import shutil
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -14,7 +15,7 @@ import pyarrow.parquet as pq
 
 from stages.contract.definition import Context
 from stages.store.artifacts import Artifact
-from tuning import ranks, rows
+from tuning import multihost, rows
 
 Item = TypeVar("Item")
 R = TypeVar("R", bound=rows.Row)
@@ -88,9 +89,12 @@ class Shards(Generic[R]):
 
 
 def by_shard(
-    ctx: Context, shards: Shards[R], items: Sequence[Item], make: Callable[[Sequence[Item]], list[R]]
+    ctx: Context,
+    shards: Shards[R],
+    items: Sequence[Item],
+    make: Callable[[Sequence[Item]], list[R]],
 ) -> tuple[list[R], list[Path]]:
-    """All rows that `make` gives for slices of `items`, and the files of the slices.
+    """All rows that `make` gives for slices of `items`, and the files of the slices; on process 0 of a group alone.
 
     Slices that an earlier try has finished are read, not made.
     """
@@ -102,33 +106,77 @@ def as_they_end(
     shards: Shards[R],
     items: Sequence[Item],
     make: Callable[[dict[int, Sequence[Item]]], Iterable[tuple[int, list[R]]]],
+    dealt: int = 0,
 ) -> tuple[list[R], list[Path]]:
-    """As `by_shard`. `make` gets all missing slices by number and gives (number, rows) of each, in any order."""
+    """As `by_shard`. `make` gets all missing slices by number and gives (number, rows) of each, in any order.
+
+    dealt: items that each process of a group makes in its turn, with as many rows of each; 0: all make all together.
+    """
     total = -(-len(items) // shards.size)
     # The name has the number of shards: after a change of their size none is taken for another.
     files = [
         ctx.work / f"{shards.name}-{number:05d}" / f"part-{number:05d}-of-{total:05d}.parquet"
         for number in range(total)
     ]
-    read = {n: _kept(ctx, path, shards.kind) for n, path in enumerate(files)}
-    found = {n: table for n, table in read.items() if table is not None}
+    found: dict[int, list[R]] = {}
+    if ctx.is_primary:
+        read = {n: _kept(ctx, path, shards.kind) for n, path in enumerate(files)}
+        found = {n: table for n, table in read.items() if table is not None}
     slices = {n: items[n * shards.size : (n + 1) * shards.size] for n in range(total)}
-    # The work folder is the lead's: other ranks have the rows of what is made now alone.
-    there = ranks.from_lead(lambda: sorted(found))
+    there = multihost.from_primary(lambda: sorted(found))
     missing = {n: part for n, part in slices.items() if n not in there}
     kept, done = len(there), sum(len(slices[n]) for n in there)
     if kept:
         ctx.progress(done, len(items), shards.unit)
-    for number, new_rows in make(missing) if missing else ():
+    made: Iterable[tuple[int, list[R]]] = ()
+    if missing:
+        made = _shared(shards, missing, make, dealt) if dealt else make(missing)
+    for number, new_rows in made:
         if ctx.is_primary:
             rows.write_table(files[number], new_rows, shards.schema)
             ctx.saved()
-        found[number] = new_rows
+            found[number] = new_rows
         done += len(slices[number])
         ctx.progress(done, len(items), shards.unit)
     if kept:
         ctx.log(f"resumed: {kept} of {total} shards of {shards.name} were there")
     return [row for number in range(total) for row in found.get(number, ())], files
+
+
+def _shared(
+    shards: Shards[R],
+    missing: Mapping[int, Sequence[Item]],
+    make: Callable[[dict[int, Sequence[Item]]], Iterable[tuple[int, list[R]]]],
+    dealt: int,
+) -> Iterator[tuple[int, list[R]]]:
+    """As `make`: each process makes the items that are dealt to it, and process 0 yields the slices once they are
+    whole."""
+    index = multihost.process_index()
+    turns = itertools.count()
+    owners = {n: [next(turns) // dealt % multihost.process_count() for _ in part] for n, part in missing.items()}
+    own = {n: [item for item, owner in zip(missing[n], owners[n], strict=True) if owner == index] for n in missing}
+    made = ((number, index, some) for number, some in make({n: part for n, part in own.items() if part}))
+    parts: dict[int, dict[int, list[R]]] = {n: {} for n in missing}
+    for number, process, some in multihost.to_primary(
+        made,
+        lambda part: b"%d %d " % part[:2] + rows.to_bytes(part[2], shards.schema),
+        lambda data: _received(data, shards.kind),
+    ):
+        parts[number][process] = some
+        if len(parts[number]) == len(set(owners[number])):
+            yield number, _in_order(parts.pop(number), owners[number])
+
+
+def _in_order(parts: Mapping[int, list[R]], owners: Sequence[int]) -> list[R]:
+    """The rows of a slice, of which each process has those of its items in their order."""
+    each = sum(map(len, parts.values())) // len(owners)
+    left = {process: iter(part) for process, part in parts.items()}
+    return [row for owner in owners for row in itertools.islice(left[owner], each)]
+
+
+def _received(data: bytes, kind: type[R]) -> tuple[int, int, list[R]]:
+    number, process, table = data.split(b" ", 2)
+    return int(number), int(process), rows.from_bytes(table, kind)
 
 
 def _kept(ctx: Context, path: Path, kind: type[R]) -> list[R] | None:
@@ -147,8 +195,8 @@ def _kept(ctx: Context, path: Path, kind: type[R]) -> list[R] | None:
 
 
 def publish(files: Sequence[Path], folder: Path) -> None:
-    """Copies finished shards into the artifact; on a rank that is not the lead there are none."""
+    """Copies finished shards into the artifact; process 0 of a group has all of them."""
     folder.mkdir(parents=True, exist_ok=True)
-    for path in files if ranks.is_lead() else ():
+    for path in files if multihost.is_primary() else ():
         # The shard stays in the work folder: a kill before the artifact is committed must find it there.
         shutil.copyfile(path, folder / path.name)

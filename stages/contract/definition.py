@@ -119,6 +119,8 @@ class _Figures(string.Formatter):
 
 Work = Literal["data", "train", "sample", "score"]
 """What a stage does: a recipe may name a worker for each (`flows.recipe.workers`)."""
+Processes = Literal["all", "primary"]
+"""Which processes of a process group run a stage."""
 Figure = str | Callable[[Mapping[str, Any]], str]
 """A template over metrics, such as `loss {loss:.4f}`, or a function of them for what no template can say."""
 
@@ -139,7 +141,7 @@ def _leaves_nothing(ctx: Context) -> None:
     pass
 
 
-def _by_all(config: Any) -> str:
+def _by_all(config: Any) -> Processes:
     return "all"
 
 
@@ -167,9 +169,8 @@ class Stage:
     """Libraries whose versions are part of the key."""
     computes: Callable[[Any], bool] = _computes
     """Settings -> whether it computes on the device, whose kind is then part of the key: bits differ between kinds."""
-    gang: Callable[[Any], str] = _by_all
-    """Settings -> which ranks of a gang run it: `all`, each with the devices that it has, or the `lead` alone; else why
-    a gang cannot."""
+    processes: Callable[[Any], Processes] = _by_all
+    """Settings -> which processes of a group run it: all, each with the devices that it has, or process 0 alone."""
     restore: Callable[[Context, Artifact], tuple[Any, Any]] | None = None
     """(DecoderConfig, parameters) of an artifact that may hold no weights; None: its folder `model` has them."""
     section: str = ""

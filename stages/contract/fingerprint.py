@@ -45,7 +45,7 @@ NUMERIC_LIBRARIES = (
 # Arguments of a module's `STAGE = Stage(...)` that describe the stage and place it in a run or on processes: no part of
 # its key.
 # Which artifacts it reads is in the key already, as the digests of its inputs.
-DESCRIPTION = ("section", "title", "reads", "makes", "headline", "samples", "gang", "work", "tidy")
+DESCRIPTION = ("section", "title", "reads", "makes", "headline", "samples", "processes", "work", "tidy")
 
 _OWN_NAME = re.compile(rf"({'|'.join(OWN)})(\.\w+)+\.?")
 

@@ -115,7 +115,7 @@ STAGE = Stage(
     run,
     libraries=("numpy", "scipy", "pyarrow"),
     computes=lambda config: False,
-    gang=lambda config: "lead",
+    processes=lambda config: "primary",
     work="data",
     section="gate",
     title="gate",

@@ -23,7 +23,7 @@ from stages.sampling.native import in_one_go, open_engine
 from stages.sampling.rows import context_of
 from stages.sampling.settings import Rollout
 from stages.store.artifacts import Artifact
-from tuning import ranks
+from tuning import multihost
 from tuning.columns import Numbers
 from tuning.rollout.segments import SegmentRow
 from tuning.rows import CompletionRow, PromptRow
@@ -153,7 +153,7 @@ class Going:
     def on(self, groups: Sequence[Group], tokens: int | None, folder: str) -> list[Group]:
         """The groups with their new tokens. folder: of the shards in the work folder.
 
-        tokens: most that a completion gets; None: all that it has left. Of a gang of processes the lead has all groups,
+        tokens: most that a completion gets; None: all that it has left. Of a process group process 0 has all groups,
         the others those that were sampled in this try.
         """
         self.tokens = tokens
@@ -278,7 +278,7 @@ def spread(groups: Sequence[Group]) -> list[Group]:
 def first_to_end(groups: Sequence[Group]) -> Group | None:
     """The oldest group where none is whole, to be run to its end: each round trains on something. None where one is.
 
-    groups: after the round; of a gang those of the lead count, which has all of them.
+    groups: after the round; of a process group those of process 0 count, which has all of them.
     """
 
     def of_lead() -> dict[str, Any] | None:
@@ -290,7 +290,7 @@ def first_to_end(groups: Sequence[Group]) -> Group | None:
         # Keys of JSON are text.
         return oldest | {"segments": list(oldest["segments"].items())}
 
-    found = ranks.from_lead(of_lead)
+    found = multihost.from_primary(of_lead)
     if found is None:
         return None
     rows = tuple(CompletionRow(**row) for row in found.pop("rows"))

@@ -14,7 +14,7 @@ import dataclasses
 import importlib
 import json
 import math
-from collections.abc import Generator, Iterator, Sequence
+from collections.abc import Generator, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, TextIO
 
 from stages.common.models import load_policy, load_tokenizer, stop_ids
@@ -22,6 +22,7 @@ from stages.contract.definition import Context
 from stages.sampling.environment import PROGRAMS, Environment
 from stages.sampling.native import open_engine
 from stages.sampling.played import task_of
+from tuning import multihost
 from tuning.agents.contract import WITHOUT_REWARD, Spec
 from tuning.agents.rows import TrajectoryRow, TurnRow
 from tuning.agents.trajectory import (
@@ -58,6 +59,8 @@ def play_rows(ctx: Context, prompts: Sequence[tuple[int, PromptRow]], draw: Draw
     tokens than a trajectory may.
     """
     played = _Episodes(ctx, draw).all(prompts)
+    if not ctx.is_primary:
+        return []
     policy = ctx.inputs["policy"].digest
     by_place = dict(prompts)
     rows = [
@@ -82,33 +85,44 @@ class _Episodes:
         self.count = 0
 
     def all(self, prompts: Sequence[tuple[int, PromptRow]]) -> list[Ended]:
-        """Every episode, by place and sample; those that an earlier try has finished are read."""
+        """Every episode, by place and sample; those that an earlier try has finished are read.
+
+        Each process of a group plays an equal share, and process 0 has all of them.
+        """
         episodes = [
             Episode(place, sample, prompt.id, task_of(prompt), self._messages(prompt))
             for place, prompt in prompts
             for sample in range(self.draw.samples)
         ]
         self.count = len(episodes)
-        found = self._finished({(e.place, e.sample): e for e in episodes})
+        by_name = {(e.place, e.sample): e for e in episodes}
+        found = self._finished(by_name) if self.ctx.is_primary else {}
+        there = {(place, sample) for place, sample in multihost.from_primary(lambda: list(found))}
         recorded = self._recorded() if self.settings.replay else {}
         left = [
             dataclasses.replace(e, **recorded.get((e.place, e.sample), {}))
-            for e in episodes
-            if (e.place, e.sample) not in found
+            for turn, e in enumerate(e for e in episodes if (e.place, e.sample) not in there)
+            if turn % multihost.process_count() == multihost.process_index()
         ]
-        if left:
-            with self._lines(self.journal) as journal:
-                for ended in self._played(left, [prompt for _, prompt in prompts]):
+        if len(there) < len(episodes):
+            played = self._played(left, [prompt for _, prompt in prompts])
+            with self._lines(self.journal) as journal, contextlib.closing(played):
+                for ended in multihost.to_primary(
+                    played, lambda ended: to_line(ended).encode(), lambda line: _ended(line, by_name)
+                ):
                     found[ended.episode.place, ended.episode.sample] = ended
                     _write(journal, to_line(ended))
                     self.ctx.progress(len(found), len(episodes), "episodes")
                     if len(found) % SAVE_EVERY == 0:
-                        self.ctx.saved()
+                        with multihost.alone():
+                            self.ctx.saved()
+        if not self.ctx.is_primary:
+            return []
         every = [found[e.place, e.sample] for e in episodes]
         self._check(every)
         return every
 
-    def _played(self, episodes: Sequence[Episode], prompts: Sequence[PromptRow]) -> Iterator[Ended]:
+    def _played(self, episodes: Sequence[Episode], prompts: Sequence[PromptRow]) -> Generator[Ended, None, None]:
         positions = load_policy(self.ctx, self.ctx.inputs["policy"])[0].max_positions
         tokens = min(self.settings.max_tokens, positions)
         plays = self._by_program if self.settings.agent else self._in_environments
@@ -288,6 +302,12 @@ class _Episodes:
                 f"the first: {failed[0].episode.name}: {failed[0].status}, {failed[0].reason}. Finished episodes are "
                 "kept: mend the environment and give the same command"
             )
+
+
+def _ended(line: bytes, episodes: Mapping[tuple[int, int], Episode]) -> Ended:
+    """An episode that another process has played."""
+    place, sample, values = json.loads(line)
+    return from_line(values, episodes[place, sample])
 
 
 def _write(file: TextIO, line: str) -> None:

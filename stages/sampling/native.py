@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import dataclasses
 import importlib
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Protocol
 
-from stages.common.models import limits_of, load_rounded
+from stages.common.models import limits_of, load_policy, load_rounded, mesh_of
 from stages.contract.definition import Context
 from stages.sampling.settings import NATIVE, SERVERS, EngineSettings
+from tuning import multihost
 
 if TYPE_CHECKING:
     from tuning.rollout.requests import Completion, Request
@@ -52,6 +54,32 @@ def _native(ctx: Context, settings: EngineSettings, quantize: str, context: int)
     engine.load(params)
     ctx.log(f"the engine has {engine.size}")
     return engine
+
+
+def with_local_policy(ctx: Context) -> Context:
+    """The context with the stage's policy on the devices of this process alone. All processes of a group call it."""
+    import jax
+
+    from tuning.mesh import gather
+    from tuning.models.sharding import shardings
+
+    artifact = ctx.inputs["policy"]
+    config, params = load_policy(ctx, artifact)
+    params = gather(params)
+    memory: dict[str, object] = {}
+    if ctx.is_primary:
+        with multihost.alone():
+            mesh = mesh_of(ctx)
+        local = jax.device_put(params) if mesh is None else jax.device_put(params, shardings(params, mesh))
+        memory[f"decoder:{artifact.digest}"] = config, local
+    return dataclasses.replace(ctx, memory=memory)
+
+
+def replicas_here(ctx: Context) -> int:
+    """How many engines of this project sample on the devices of each process of the group."""
+    from tuning.rollout.engine.placement import replicas_of, sampling_mesh
+
+    return max(1, replicas_of(sampling_mesh(ctx.config.compute.mesh)) // multihost.process_count())
 
 
 def in_one_go(settings: EngineSettings) -> bool:

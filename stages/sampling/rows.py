@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import importlib
 import math
@@ -14,8 +15,9 @@ from stages.common.models import load_policy, load_tokenizer, stop_ids
 from stages.common.tables import Shards, as_they_end, by_shard, publish
 from stages.contract.definition import Context
 from stages.sampling.environment import EPISODES
-from stages.sampling.native import in_one_go, open_engine
+from stages.sampling.native import in_one_go, open_engine, replicas_here, with_local_policy
 from stages.sampling.settings import EngineSettings, SamplingConfig
+from tuning import multihost
 from tuning.columns import Numbers
 from tuning.rows import CompletionRow, PromptRow, RefusedRow, write_table
 
@@ -73,6 +75,8 @@ def room_of(ctx: Context, max_tokens: int) -> float:
 
 def write_refused(ctx: Context, refused: Sequence[RefusedRow]) -> None:
     """Lists refused prompts in the artifact (R16) and in the log."""
+    if not ctx.is_primary:
+        return
     # A prompt that is there twice is told once.
     for prompt, reason in {row.prompt_id: row.reason for row in refused}.items():
         ctx.log(f"prompt {prompt} is refused: {reason}; shorten it, or rl.rollout.max_tokens")
@@ -83,8 +87,18 @@ def sample_rows(ctx: Context, prompts: Sequence[tuple[int, PromptRow]], draw: Dr
     """Samples completions of (place, prompt) and leaves them as the artifact's rollout table.
 
     Prompts are sampled in shards, each of which outlives a kill. In an environment they are tasks, and completions
-    their trajectories.
+    their trajectories. Of a process group process 0 returns the rows, and asks HTTP servers alone.
     """
+    if not draw.engine.in_worker and multihost.process_count() > 1:
+        local = with_local_policy(ctx)
+        if not ctx.is_primary:
+            return []
+        with multihost.alone(), contextlib.closing(local):
+            return _sampled(local, prompts, draw)
+    return _sampled(ctx, prompts, draw)
+
+
+def _sampled(ctx: Context, prompts: Sequence[tuple[int, PromptRow]], draw: Draw) -> list[CompletionRow]:
     if ctx.config.environment is not None:
         # By name, not by import: the code of episodes must not be in the keys of rollouts without them.
         rows: list[CompletionRow] = importlib.import_module(EPISODES).play_rows(ctx, prompts, draw)
@@ -92,7 +106,7 @@ def sample_rows(ctx: Context, prompts: Sequence[tuple[int, PromptRow]], draw: Dr
     sampler = _Sampler(ctx, draw, [prompt for _, prompt in prompts])
     shards = Shards(FOLDER, CompletionRow, CompletionRow.schema(), draw.shard_prompts, "prompts")
     if in_one_go(draw.engine):
-        rows, files = as_they_end(ctx, shards, prompts, sampler.stream)
+        rows, files = as_they_end(ctx, shards, prompts, sampler.stream, dealt=replicas_here(ctx))
     else:
         rows, files = by_shard(ctx, shards, prompts, sampler.shard)
     publish(files, ctx.out / FOLDER)

@@ -178,13 +178,6 @@ class Rollout(SamplingConfig):
     """Sampling temperature; training uses the same."""
 
 
-def gang(config: SamplingConfig) -> str:
-    """Which ranks of a gang sample (`Stage.gang`)."""
-    if config.environment is not None:
-        return "episodes of an environment are played by one process"
-    return "all" if config.engine.in_worker else f"{config.engine.kind} servers are asked by one process"
-
-
 def loads(config: SamplingConfig) -> tuple[str, ...]:
     """The modules behind an engine that is not in the worker, and behind episodes, which the stage loads by name."""
     servers = () if config.engine.in_worker else (SERVERS,)

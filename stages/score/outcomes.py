@@ -24,7 +24,7 @@ from stages.sampling.groups import begun
 from stages.sampling.played import FAILED, episodes_of, reward_of, sample_of
 from stages.score.grouped import hint
 from stages.score.settings import COMPUTED, ENVIRONMENT, Config, Reward
-from tuning import ranks
+from tuning import multihost
 from tuning.columns import Numbers
 from tuning.rewards.failures import TooManyFailures, check_failures
 from tuning.rewards.samples import Outcome, outcome_of
@@ -65,7 +65,7 @@ class OutcomeRow(Row):
 
 
 def outcomes_of(ctx: Context, names: Sequence[str], rollouts: Sequence[CompletionRow]) -> Columns:
-    """The outcomes of the rewards `names`, in the order of the rollouts; none on a rank that is not the lead.
+    """The outcomes of the rewards `names`, in the order of the rollouts; of a process group on process 0 alone.
 
     Raises Outage and TooManyFailures (`tuning.rewards.failures`), and RewardFailed for a reward whose `on_failure` is
     `stop`. What was scored until then is kept in the work folder.
@@ -84,7 +84,7 @@ def outcomes_of(ctx: Context, names: Sequence[str], rollouts: Sequence[Completio
         # A shard has its groups one after the other, which the table of rollouts need not.
         found = dict(zip([i for group in groups for i in group], rows, strict=True))
         again = [group for group in groups if any(found[i].failed and i not in scoring.made for i in group)]
-    again = ranks.from_lead(lambda: again)
+    again = multihost.from_primary(lambda: again)
     if again:
         ctx.log(f"{len(again)} groups with rewards that failed in an earlier try are scored again")
         found |= dict(zip([i for group in again for i in group], scoring.make(again), strict=True))
@@ -156,7 +156,7 @@ class _Scoring:
         if name not in self._journals:
             return _learned(self._ctx, [self._rollouts[i] for i in numbers]) if numbers else []
         if not self._ctx.is_primary:
-            # The devices of all ranks score for the reward model; functions are called once.
+            # The devices of all processes score for the reward model; process 0 calls the functions.
             return [Outcome(None) for _ in numbers]
         match self._rewards[name].batch:
             case "round":

@@ -180,7 +180,7 @@ STAGE = Stage(
     run,
     sources=source_digests,
     computes=lambda config: config.learned,
-    gang=lambda config: "all" if config.learned else "lead",
+    processes=lambda config: "all" if config.learned else "primary",
     work="score",
     section="rl.score",
     title="scores",

@@ -110,17 +110,15 @@ class DiskFull(OSError):
     """There is no room for what is to be written; the message says where, and what to do."""
 
 
-def full_disk(error: BaseException, folder: Path, elsewhere: tuple[type[BaseException], ...] = ()) -> DiskFull | None:
+def full_disk(error: BaseException, folder: Path) -> DiskFull | None:
     """The error of a full disk that is behind another one, told with its place and a remedy; None where there is none.
 
-    folder: where most is written, if the error names no file. elsewhere: errors that tell of another machine.
+    folder: where most is written, if the error names no file.
     """
     told: tuple[BaseException, int] | None = None
     for found in with_causes(error, suppressed=True):
         if isinstance(found, DiskFull):
             return found
-        if isinstance(found, elsewhere):
-            return None
         if isinstance(found, OSError) and found.errno in FULL and _is_local(found):
             assert found.errno is not None
             return _full(found.errno, found, folder)

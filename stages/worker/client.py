@@ -6,6 +6,7 @@ import contextlib
 import os
 import select
 import signal
+import socket
 import subprocess
 import time
 from collections import deque
@@ -17,9 +18,9 @@ from typing import Any
 from stages.common.flags import with_flags
 from stages.worker import interpreter
 from stages.worker.devices import device_kind
-from stages.worker.places import GANG
 from stages.worker.protocol import Changed, Done, Event, Failed, Heartbeat, Lost, Report, Request, parse_event
 from stages.worker.starter import in_lasting_thread
+from tuning import multihost
 
 # A worker sends a heartbeat every two seconds: after this time without one it counts as stopped.
 SILENCE_SECONDS = 600.0
@@ -35,16 +36,17 @@ COMPILING = 3
 WAIT_SECONDS, ASK_SECONDS = 1.0, 0.05
 """How long one wait for an event is, and where a request is to leave off in time."""
 LEAVE_OFF = b"\n"
+RESUMES = "  finished stages, shards and checkpoints are kept; the same command goes on from there"
 LOG_LINES = 8
 """Lines of its log that the error of a dead worker has."""
 # For glibc's allocator: transparent huge pages by madvise.
 HUGE_PAGES = "glibc.malloc.hugetlb=1"
 
 
-def worker_environment(gang: bool | None = None) -> dict[str, str]:
+def worker_environment(group: bool = False) -> dict[str, str]:
     """The environment of a process that computes: flags of XLA for its devices, and large arrays on huge pages.
 
-    gang: whether it is one of several that compute together; None: as the environment says (`stages.worker.places`).
+    group: whether the process is one of a process group.
 
     A train step allocates and frees gigabytes; on pages of 4 KiB the kernel spends a quarter of it on page faults.
     Linux with glibc 2.35 and newer; other systems ignore the setting. What the user has set stays.
@@ -53,7 +55,10 @@ def worker_environment(gang: bool | None = None) -> dict[str, str]:
     # Where JAX finds no device the process itself says so.
     with contextlib.suppress(RuntimeError):
         platform = device_kind().partition(":")[0]
-    environment = with_flags(os.environ, platform, bool(os.environ.get(GANG)) if gang is None else gang)
+    environment = with_flags(os.environ, platform, group)
+    # A scheduler may have described a group to the flow's process: its workers are in none.
+    for name in (multihost.ADDRESS, multihost.COUNT, multihost.INDEX):
+        environment.pop(name, None)
     # Else transformers says in each process that torch, which nothing here needs, is not installed.
     environment.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")
     tunables = environment.get("GLIBC_TUNABLES", "")
@@ -78,8 +83,27 @@ class WorkerDied(RuntimeError):
     """The worker process ended during a stage; a new one resumes from checkpoints and finished shards."""
 
 
-def _any_time() -> None:
+def any_time() -> None:
     """A run without a limit."""
+
+
+def stall(limit: float | None, still: float, compiling: float) -> str | None:
+    """How a worker that has reported nothing for so many seconds, still or compiling, is ended; None within `limit`."""
+    if limit is None or still + compiling / COMPILING <= limit:
+        return None
+    what = f"made no progress for {limit:g} s (`limits.stall_seconds`)"
+    if compiling > still:
+        what = f"compiled for {COMPILING * limit:g} s ({COMPILING} times `limits.stall_seconds`)"
+    return f"{what}, and was ended"
+
+
+def last_lines(log: Path) -> str:
+    """The end of a worker's log, as the last part of an error."""
+    tail = ""
+    if log.exists():
+        with log.open(errors="replace") as f:
+            tail = "".join(f"\n    {line.rstrip()}" for line in deque(f, maxlen=LOG_LINES))
+    return f"{RESUMES}\n  log: {log}{tail}"
 
 
 class Worker:
@@ -109,11 +133,20 @@ class Worker:
         self._events: int = -1
         self._buffer = b""
         self._cause = ""
-        self._check_time: Callable[[], None] = _any_time
+        self._check_time: Callable[[], None] = any_time
         self._enough: Callable[[], bool] | None = None
         """Of a request that goes on until it is told to leave off, and was not told so."""
         self._busy = 0.0
-        self._ended_with: int | None = None
+
+    @property
+    def logs(self) -> list[Path]:
+        """The files of its output."""
+        return [self.log]
+
+    @property
+    def where(self) -> str:
+        """The process, for messages."""
+        return f"pid {self.pid} on {socket.gethostname()}"
 
     @property
     def pid(self) -> int | None:
@@ -132,7 +165,7 @@ class Worker:
                 stdout=log,
                 stderr=subprocess.STDOUT,
                 pass_fds=(request_read, event_write),
-                env=worker_environment() | dict(self.variables),
+                env=worker_environment(multihost.in_group(self.variables)) | dict(self.variables),
             )
         # The worker has these ends. An event pipe still open for writing here would hide its death.
         os.close(request_read)
@@ -160,7 +193,7 @@ class Worker:
         request's key says (it is ended then), WorkerDied when the process ends, sends nothing for SILENCE_SECONDS,
         has nothing to report for `stall_seconds`, or takes longer than `stage_seconds`.
         """
-        self._check_time, self._enough, self._busy = check_time or _any_time, enough, 0.0
+        self._check_time, self._enough, self._busy = check_time or any_time, enough, 0.0
         if self._process is None or self._process.poll() is not None:
             self.close()
             # The kernel ends it with the thread that starts it.
@@ -239,14 +272,9 @@ class Worker:
 
     def _end_if_hung(self, still: float, compiling: float) -> None:
         """Ends a worker that lives and does not move; its log gets the stacks of its threads. Raises EOFError."""
-        limit = self.stall_seconds
-        if limit is None or still + compiling / COMPILING <= limit:
-            return
-        self._write_stacks()
-        what = f"made no progress for {limit:g} s (`limits.stall_seconds`)"
-        if compiling > still:
-            what = f"compiled for {COMPILING * limit:g} s ({COMPILING} times `limits.stall_seconds`)"
-        self._end(f"{what}, and was ended")
+        if (cause := stall(self.stall_seconds, still, compiling)) is not None:
+            self.write_stacks()
+            self._end(cause)
 
     def _end_if_late(self) -> None:
         """Ends a worker whose stage has had its time, or whose run has. Raises EOFError, or what `check_time` does."""
@@ -255,17 +283,17 @@ class Worker:
         except KeyboardInterrupt:
             raise
         except BaseException:
-            self._write_stacks()
+            self.write_stacks()
             raise
         if self.stage_seconds is not None and self._busy > self.stage_seconds:
-            self._write_stacks()
+            self.write_stacks()
             self._end(f"took longer than {self.stage_seconds:g} s (`limits.stage_seconds`), and was ended")
 
-    def _write_stacks(self) -> None:
+    def write_stacks(self) -> None:
         """Has the worker write the stacks of its threads to its log."""
-        assert self._process is not None
-        os.kill(self._process.pid, signal.SIGUSR1)
-        time.sleep(STACK_SECONDS)
+        if self._process is not None and self._process.poll() is None:
+            self._process.send_signal(signal.SIGUSR1)
+            time.sleep(STACK_SECONDS)
 
     def _end(self, cause: str) -> None:
         self._cause = cause
@@ -285,41 +313,14 @@ class Worker:
             cause = interpreter.end_of(code)
             if -code == signal.SIGKILL:
                 cause += " (the kernel does this when memory runs out; `dmesg` tells)"
-        cause, newline, advice = cause.partition("\n")
-        tail = ""
-        if self.log.exists():
-            with self.log.open(errors="replace") as f:
-                tail = "".join(f"\n    {line.rstrip()}" for line in deque(f, maxlen=LOG_LINES))
-        return (
-            f"the worker (pid {self._process.pid}) {cause} in stage {request.stage}{newline}{advice}\n"
-            f"  finished stages, shards and checkpoints are kept; the same command goes on from there\n"
-            f"  log: {self.log}{tail}"
-        )
+        who = f"the worker (pid {self._process.pid})"
+        return f"{who} {cause} in stage {request.stage}\n{last_lines(self.log)}"
 
     def kill(self) -> None:
         """Ends the worker at once; its stage can resume from the work folder."""
         if self._process is not None and self._process.poll() is None:
             self._process.kill()
             self._process.wait()
-
-    def finish(self, goes_on: bool = False) -> None:
-        """As `close`, at the end of a run: ranks of a gang that wait for a worker are told too.
-
-        goes_on: the run has failed, or was interrupted, and the same command goes on: ranks wait for its next lead.
-        """
-        from stages.worker.places import place_of
-
-        if goes_on and place_of() is not None:
-            # They see the end of their connection.
-            self.kill()
-        self.close()
-        if goes_on:
-            return
-        # A worker that ends well has told them.
-        if self._ended_with != 0 and (place := place_of()) is not None:
-            from stages.worker.joining import send_home
-
-            send_home(place)
 
     def leave(self) -> None:
         """Has the worker leave, which it does when its request pipe closes; `close` waits for that."""
@@ -337,5 +338,4 @@ class Worker:
             self._process.wait(timeout=15)
         except subprocess.TimeoutExpired:
             self.kill()
-        self._ended_with = self._process.returncode
         self._process = None

@@ -18,7 +18,6 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
 from stages.store.leases import host_scope
-from stages.worker.places import GANG
 from tuning.atomic import whole_file
 
 CPU = "cpu:cpu"
@@ -46,7 +45,9 @@ def device_kind() -> str:
     if place.is_file():
         return place.read_text()
     # Memory that it would reserve may be in use.
-    environment = os.environ | {"XLA_PYTHON_CLIENT_PREALLOCATE": "false"} | (ONE_CHIP if GANG in os.environ else {})
+    environment = os.environ | {"XLA_PYTHON_CLIENT_PREALLOCATE": "false"}
+    if "," in os.environ.get("TPU_WORKER_HOSTNAMES", ""):
+        environment |= ONE_CHIP
     done = subprocess.run([sys.executable, "-P", "-c", _ASK], capture_output=True, text=True, env=environment)
     if done.returncode:
         raise RuntimeError(f"JAX finds no device; `rlhf doctor` shows the versions:\n{done.stderr.strip()[-1000:]}")

@@ -8,7 +8,6 @@ import traceback
 from typing import Any
 
 from stages.contract.place import place_of
-from stages.worker.gang import RankFailed
 from stages.worker.protocol import Failed
 
 
@@ -28,8 +27,8 @@ def failure_of(error: BaseException, store: str) -> Failed:
         # The log may lie on the disk that is full: what has failed is told all the same.
         print(told, file=sys.stderr, flush=True)
     text: Any = f"{place_of(error)}{type(error).__name__}: {error}"
-    outage = error.outage if isinstance(error, RankFailed) else kind_of(error) == "outage"
-    full = full_disk(error, Store(store).scratch, (RankFailed,)) if isinstance(error, Exception) else None
+    outage = kind_of(error) == "outage"
+    full = full_disk(error, Store(store).scratch) if isinstance(error, Exception) else None
     if full is not None:
         text, outage = full.strerror if full is error else f"{full.strerror} ({text})", True
     return Failed(without_userinfo(str(text)), told, outage)

@@ -101,11 +101,6 @@ def _differs(found: str | None, there: str) -> str:
     return f"is not here as it is {there}" if found is None else f"is other code here than {there}"
 
 
-def check_after_on_rank(request: Request) -> None:
-    """As `check_after`, for the code that this rank has loaded."""
-    check_after(request, request.key_parts.get("sources", {}))
-
-
 def _check_packages(request: Request, how: str) -> None:
     for name, version in request.key_parts.get("versions", {}).items():
         # Not remembered: an upgrade in the middle of a run is what is looked for.

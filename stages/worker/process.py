@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import dataclasses
 import datetime
+import faulthandler
 import json
 import logging
 import os
@@ -19,32 +19,29 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING, Any, TextIO
 
 from stages.common.compilation import configure_jax, use_precision
-from stages.worker import distributed, loaded, places, stacks
+from stages.worker import loaded
 from stages.worker.ahead import run_ahead, take_over
 from stages.worker.failing import failure_of
-from stages.worker.gang import Gang, GangLost
 from stages.worker.manifest import manifest_of
 from stages.worker.parent import die_with_parent
 from stages.worker.protocol import (
     Changed,
     Done,
     Event,
-    Failed,
     Heartbeat,
     Lines,
     Log,
-    Lost,
     Progress,
     Request,
     event_line,
 )
-from tuning import ranks
+from tuning import multihost
 
 if TYPE_CHECKING:
     from stages.contract.definition import Context, Stage, StageConfig
@@ -86,8 +83,18 @@ def is_compiling() -> bool:
     return False
 
 
-def run_request(request: Request, memory: dict[str, Any], events: Events, gang: Gang | None = None) -> dict[str, Any]:
-    """Runs one stage and commits its artifact; returns the manifest. gang: the ranks that run it too."""
+def run_request(request: Request, memory: dict[str, Any], events: Events) -> dict[str, Any]:
+    """Runs one stage and commits its artifact; returns the manifest, empty where process 0 of a group runs it alone."""
+    stage, config = settings_of(request)
+    if stage.processes(config) == "all":
+        return _run(request, stage, config, memory, events)
+    if not multihost.is_primary():
+        return {}
+    with multihost.alone():
+        return _run(request, stage, config, memory, events)
+
+
+def _run(request: Request, stage: Stage, config: StageConfig, memory: dict[str, Any], events: Events) -> dict[str, Any]:
     from stages.store.artifacts import Store, content_digest
     from stages.store.disk import check_room
     from stages.store.leases import check
@@ -95,13 +102,12 @@ def run_request(request: Request, memory: dict[str, Any], events: Events, gang: 
     from stages.store.work import OUT, WorkFolder
 
     store = Store(request.store)
-    stage, config = settings_of(request)
     if request.elsewhere:
         # First: a fresh process of this host would have no other code.
         loaded.check_elsewhere(request, stage.sources(config), "where the run is")
     loaded.check_before(request)
     use_precision(config, memory)
-    gang = of_stage(gang, stage, config)
+    forget_unless_equal(memory)
     inputs = inputs_of(store, request)
     if request.stage in WRITES_MODELS:
         # The model that a stage makes is as large as the one that it begins with: known before hours of work.
@@ -123,24 +129,25 @@ def run_request(request: Request, memory: dict[str, Any], events: Events, gang: 
         if request.lease is not None:
             check(store, request.stage, request.key, request.lease)
 
-    take_over(request, store, work, events.send)
+    if multihost.is_primary():
+        take_over(request, store, work, events.send)
     started = time.time()
     context = _context(request, config, inputs, out, work, memory, events)
     context.saved, context.fetch = folder.save, folder.fetch
     try:
-        with _with_ranks(gang, request, store, memory):
-            try:
-                metrics = stage.run(context)
-                loaded.check_after(request, stage.sources(config))
-            finally:
-                context.close()
+        try:
+            metrics = stage.run(context)
+            # Files of data are on the host of process 0, which has read them.
+            read = stage.sources(config) if multihost.is_primary() else request.key_parts.get("sources", {})
+            loaded.check_after(request, read)
+        finally:
+            context.close()
         manifest = manifest_of(request, config, inputs, metrics, memory, started)
         files = files_of(out)
-        made = content_digest(files)
         committed = store.commit(out, manifest, replace=bool(request.force), files=files, check=still_ours)
     except BaseException as e:
         # Else the next request would take it for its own.
-        _keep(memory, gang, None)
+        name_new(memory, None)
         # Whoever has taken over may have removed what it was about to read: that is the error then.
         with contextlib.suppress(OSError):
             still_ours()
@@ -150,7 +157,8 @@ def run_request(request: Request, memory: dict[str, Any], events: Events, gang: 
             stage.tidied(context)
         raise
     # Another process may have committed the key meanwhile: its artifact stays, and is not what is in memory here.
-    _keep(memory, gang, made if committed.digest == made else None)
+    ours = multihost.from_primary(lambda: committed.digest == content_digest(files))
+    name_new(memory, committed.digest if ours else None)
     folder.drop()
     stage.tidied(context)
     if request.hand_over:
@@ -173,48 +181,6 @@ def _hand_over(artifact: Artifact, memory: dict[str, Any], events: Events) -> No
         events.send(Log(f"the policy could not be handed over ({type(e).__name__}: {e}): it will be replayed"))
 
 
-@contextlib.contextmanager
-def _with_ranks(gang: Gang | None, request: Request, store: Store, memory: dict[str, Any]) -> Iterator[None]:
-    """Within it all ranks run the stage; at its end they have ended it."""
-    if gang is None:
-        yield
-        return
-    # Elsewhere the current folder is another.
-    sent = dataclasses.replace(request, store=store.root if store.is_local else request.store)
-    same = gang.ask(sent, names_kept(memory))
-    if not same:
-        memory.clear()
-    gang.go(forget=not same)
-    ranks.use(gang)
-    try:
-        yield
-        gang.together()
-    except BaseException:
-        gang.abandon()
-        raise
-    finally:
-        ranks.use(None)
-
-
-def _keep(memory: dict[str, Any], gang: Gang | None, digest: str | None) -> None:
-    """`name_new`, on all ranks."""
-    name_new(memory, digest)
-    if gang is not None:
-        gang.name(digest)
-
-
-def of_stage(gang: Gang | None, stage: Stage, config: StageConfig) -> Gang | None:
-    """The gang where all ranks run a stage, None where the lead does alone. Raises RuntimeError where a gang cannot."""
-    if gang is None:
-        return None
-    which = stage.gang(config)
-    if which not in ("all", "lead"):
-        raise RuntimeError(
-            f"a gang of {gang.size} ranks cannot run {stage.name}: {which}. Run it without {places.GANG}"
-        )
-    return gang if which == "all" else None
-
-
 def settings_of(request: Request) -> tuple[Stage, StageConfig]:
     """The stage of a request, and its settings."""
     from stages.contract.registry import stage as find_stage
@@ -232,11 +198,16 @@ def name_new(memory: dict[str, Any], digest: str | None) -> None:
             memory[name.removesuffix("new") + digest] = value
 
 
-def names_kept(memory: dict[str, Any]) -> list[str]:
-    """The names of what is in memory on devices: it has to be the same on all ranks, which use it together."""
+def forget_unless_equal(memory: dict[str, Any]) -> None:
+    """Drops what is in memory unless all processes of the group keep the same values on devices, in the same order.
+
+    The processes compute with these values together, and the order decides which of them leaves first.
+    """
     from stages.common.models import bytes_by_device
 
-    return sorted(name for name, value in memory.items() if bytes_by_device(value))
+    kept = multihost.gather([name for name, value in memory.items() if bytes_by_device(value)])
+    if any(names != kept[0] for names in kept):
+        memory.clear()
 
 
 def inputs_of(store: Store, request: Request) -> dict[str, Artifact]:
@@ -275,6 +246,7 @@ def _context(
         progress=progress,
         log=lambda line: events.send(Log(str(line))),
         memory=memory,
+        is_primary=multihost.is_primary(),
         name=f"{request.run}.{request.stage}",
     )
 
@@ -312,75 +284,64 @@ def main() -> None:
     events = Events(os.fdopen(args.events, "w"))
     memory: dict[str, Any] = {}
 
-    gang: Gang | None = None
-    # The signal is sent by the parent before it ends a process that makes no progress.
-    stacks.write_on_request(lambda: gang.write_stacks() if gang is not None else None)
+    # The parent sends this signal before it ends a process that makes no progress.
+    faulthandler.register(signal.SIGUSR1, all_threads=True)
+    threading.Thread(target=heartbeat, args=(events, is_compiling), daemon=True).start()
+    status = 1
+    try:
+        _join()
+        _serve(requests, memory, events)
+        status = 0
+    except BaseException:
+        if multihost.process_count() > 1:
+            traceback.print_exc()
+        raise
+    finally:
+        if multihost.process_count() > 1:
+            # JAX would wait for the other processes, which may have ended already.
+            for stream in (sys.stdout, sys.stderr):
+                with contextlib.suppress(OSError):
+                    stream.flush()
+            os._exit(status)
 
-    def compiling() -> bool:
-        return is_compiling() or (gang is not None and gang.compiling)
 
-    threading.Thread(target=heartbeat, args=(events, compiling), daemon=True).start()
+def _join() -> None:
+    """Sets JAX up, over all processes of the group where the environment describes one."""
+    multihost.initialize()
     configure_jax()
-    changed = False
+    if multihost.process_count() > 1:
+        from tuning.device import memory_bytes
+
+        # Kept from now on: all processes go by the least memory that one has.
+        memory_bytes()
+
+
+def _serve(requests: Lines, memory: dict[str, Any], events: Events) -> None:
+    """Runs what is requested until the pipe closes."""
     # An empty line has ended what was over by then.
     for line in filter(None, requests):
         request = Request.parse(line)
         _begin(request)
-        changed = False
         try:
-            gathered = False
-            gang = gang or gather(events)
-            gathered = True
             try:
-                if request.sampled is not None:
+                if request.sampled is None:
+                    made = run_request(request, memory, events)
+                elif multihost.is_primary():
                     made = run_ahead(request, *settings_of(request), requests, events.send)
                 else:
-                    made = run_request(request, memory, events, gang)
+                    made = {}
             finally:
                 # Before the flow learns of it: it may end this process at once.
                 with contextlib.suppress(OSError):
                     sys.stdout.flush()
             events.send(Done(made))
         except loaded.CodeDiffers as e:
-            changed = True
             events.send(Changed(str(e)))
-            if gang is not None and gang.broken:
-                distributed.leave()
-        except GangLost as e:
-            events.send(Lost(str(e)))
-            distributed.leave()
         except BaseException as e:
             events.send(failure_of(e, request.store))
-            # SystemExit and the like: reported, and then the worker ends; without its ranks too, which learn it so.
-            if not isinstance(e, Exception) or not gathered or (gang is not None and gang.broken):
-                if gang is None and gathered:
-                    raise
-                # Some ranks may be there although not all are.
-                traceback.print_exc()
-                distributed.leave()
-    if gang is not None:
-        gang.close(again=changed)
-        sys.stdout.flush()
-        # JAX would wait for the other processes, which may have ended already.
-        os._exit(0)
-
-
-def gather(events: Events) -> Gang | None:
-    """The gang that the environment names, with all ranks there; None for one process.
-
-    Raises PlaceError, GangLost. A rank that is lost later ends this process, which says so.
-    """
-    place = places.place_of()
-    if place is None:
-        return None
-    gang = Gang(
-        place,
-        lost=lambda what: events.send(Lost(what)),
-        failed=lambda what, outage: events.send(Failed(what, "", outage)),
-        told=lambda line: events.send(Log(line)),
-    )
-    gang.start()
-    return gang
+            # SystemExit and the like: reported, and then the worker ends.
+            if not isinstance(e, Exception):
+                raise
 
 
 if __name__ == "__main__":

@@ -5,7 +5,6 @@ parent                                worker
   another line       ---------->        ends scoring ahead (`Request.sampled`), an empty one without another request
                      <----------        Log, Progress, Heartbeat, in any number and order
                      <----------        Done or Failed: the worker is ready for the next request
-                                        Lost: the worker ends, as one that dies
                                         Changed: a fresh worker has to make it, under the key of the new code
 """
 
@@ -133,10 +132,10 @@ class Failed:
 
 @dataclasses.dataclass(frozen=True)
 class Lost:
-    """A rank of the gang that this worker leads is lost, and the worker ends: another one resumes."""
+    """The worker process on a pool's host is lost: the next request starts another one there."""
 
     what: str
-    """Which rank, and how: what the worker did, and on a second line, indented, what to do."""
+    """How it ended."""
 
 
 @dataclasses.dataclass(frozen=True)

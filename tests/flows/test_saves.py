@@ -13,7 +13,7 @@ from flows.running import session
 from flows.running.session import Session
 from stages.store.artifacts import Store
 from stages.store.leases import lease
-from stages.worker.client import StageFailed
+from stages.worker.client import StageFailed, Worker
 
 
 @pytest.fixture
@@ -88,14 +88,22 @@ def test_a_run_that_is_interrupted_while_it_waits_for_another_says_so(run, store
     assert {name: entry["state"] for name, entry in nodes.items()} == {"base": "hit", "prepare": "interrupted"}
 
 
-def test_a_worker_that_does_not_end_well_leaves_no_record_open(run, store, capsys, monkeypatch):
+class Unclosable(Worker):
+    """A worker that does not end well."""
+
+    def close(self):
+        super().close()
+        raise OSError("no process of this number")
+
+
+def test_a_worker_that_does_not_end_well_leaves_no_record_open(run, store, capsys):
     run.run_node("base")
-    # What describes no gang has failed the run, and again when its ranks are to be told of that.
-    monkeypatch.setenv("RLHF_GANG", "two")
+    (worker,) = run.crew._workers.values()
+    worker.__class__ = Unclosable
     run.finish("failed")
     record = Store(str(store)).read_json("runs", "again", "run.json")
     assert record["status"] == "failed" and record["ended"]
-    assert "PlaceError: RLHF_GANG is 'two'" in " ".join(capsys.readouterr().out.split())
+    assert "OSError: no process of this number" in " ".join(capsys.readouterr().out.split())
 
 
 def test_a_store_that_cannot_be_written_to_ends_a_run_with_a_sentence(rlhf, tmp_path):

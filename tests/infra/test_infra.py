@@ -16,9 +16,9 @@ import pytest
 import yaml
 from packaging.requirements import Requirement
 from prefect.utilities.templating import apply_values
+from stages.worker.places import Place, place_of
 
 from flows.records import SILENT_MINUTES
-from stages.worker.places import Place, place_of
 from tests.flows.prefect_server import Prefect, prefect_server
 
 ROOT = Path(__file__).parents[2]

@@ -11,7 +11,6 @@ import psutil
 import pytest
 
 from stages.store.artifacts import Store
-from stages.worker import channel
 from tests.support import RLHF
 
 
@@ -64,13 +63,3 @@ def test_signals_that_come_together_are_one_interruption_and_do_not_end_its_reco
     assert run.wait(timeout=30) in (130, -signal.SIGINT)
     assert run.stderr.read().count("already ending; another signal after 5 s ends at once\n") == 1
     assert Store(str(tmp_path / "store")).read_json("runs", "stopped", "run.json")["status"] == "interrupted"
-
-
-def test_sigterm_ends_a_rank_that_waits_for_its_lead(started):
-    with channel.listen("127.0.0.1", 0) as server:
-        address = "{}:{}".format(*server.getsockname())
-        rank = started("join", address, "--rank", "1", RLHF_GANG_TOKEN="0123456789abcdef")
-        begun = children(rank)
-        rank.terminate()
-        assert rank.wait(timeout=30) == 130
-    assert psutil.wait_procs(begun, timeout=10)[1] == []

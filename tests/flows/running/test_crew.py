@@ -47,8 +47,7 @@ def test_workers_that_there_cannot_be_are_refused_by_name(monkeypatch, tmp_path)
     assert "3 chips of a TPU are no part of a host: give it 1, 2, 4 or 8" in refused(
         "tpu:TPU v5 lite", "workers.train={devices: [0, 1, 2]}"
     )
-    monkeypatch.setenv("RLHF_GANG", "2")
-    assert "RLHF_GANG" in refused("cpu:cpu", "workers.train={}")
+    assert "the 2 processes of this worker share this machine's gpu" in refused(gpu, "workers.train={hosts: 2}")
 
 
 @pytest.mark.parametrize(

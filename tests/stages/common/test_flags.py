@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from stages.common.flags import FLAGS, OF_GANGS, value_of, with_flags
+from stages.common.flags import FLAGS, OF_GROUPS, value_of, with_flags
 from stages.worker.client import worker_environment
 
 PLATFORMS = ("gpu", "tpu")
@@ -23,7 +23,7 @@ def test_every_name_occurs_in_the_library_that_reads_it(platform):
         pytest.skip(f"{package} is not installed")
     with (Path(spec.submodule_search_locations[0]) / library).open("rb") as f:
         content = mmap.mmap(f.fileno(), 0, access=mmap.ACCESS_READ)
-        flags = [*FLAGS[platform], *(OF_GANGS["cpu"] if package == "jaxlib" else ())]
+        flags = [*FLAGS[platform], *(OF_GROUPS["cpu"] if package == "jaxlib" else ())]
         assert [flag.name for flag in flags if content.find(flag.name.encode()) < 0] == []
 
 
@@ -68,18 +68,13 @@ def test_the_name_of_a_longer_flag_is_not_taken_for_a_shorter_one():
 def test_cpus_that_compute_together_have_their_collectives_in_one_order(monkeypatch):
     monkeypatch.setenv("JAX_PLATFORMS", "cpu")
     monkeypatch.setenv("XLA_FLAGS", "--mine=3")
-    monkeypatch.setenv("RLHF_GANG", "2")
-    found = worker_environment()["XLA_FLAGS"]
+    found = worker_environment(group=True)["XLA_FLAGS"]
     assert found == "--mine=3 --xla_cpu_enable_concurrency_optimized_scheduler=false"
-    # A host that joins a gang need not name it.
-    monkeypatch.delenv("RLHF_GANG")
-    assert worker_environment(gang=True)["XLA_FLAGS"] == found
     assert worker_environment()["XLA_FLAGS"] == "--mine=3"
 
 
 def test_a_cpu_has_none(monkeypatch):
     monkeypatch.setenv("JAX_PLATFORMS", "cpu")
     monkeypatch.delenv("XLA_FLAGS", raising=False)
-    monkeypatch.delenv("RLHF_GANG", raising=False)
     environment = worker_environment()
     assert "XLA_FLAGS" not in environment and environment.get("LIBTPU_INIT_ARGS") == os.environ.get("LIBTPU_INIT_ARGS")

@@ -12,7 +12,7 @@ from stages.worker import process
 from stages.worker.protocol import Heartbeat
 
 
-def waits_for_ever(request, memory, events, gang=None):
+def waits_for_ever(request, memory, events):
     beats = int(os.environ.get("BEATS", "-1"))
     while beats:
         time.sleep(0.1)

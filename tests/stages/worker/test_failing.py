@@ -9,7 +9,6 @@ import pytest
 from stages.store.disk import DiskFull
 from stages.worker.client import StageFailed, Worker
 from stages.worker.failing import failure_of
-from stages.worker.gang import RankFailed
 from tests.stages.worker.support import ignore, request
 
 
@@ -27,15 +26,8 @@ def test_a_full_disk_is_known_by_what_caused_an_error(tmp_path):
     assert failed.error.startswith("No space left on device: ")
 
 
-FULL_ELSEWHERE = {
-    "a rank's": RankFailed("rank 1 (pid 7 on b): OSError: [Errno 28] No space left on device: '/scratch/x'", True),
-    "a service's": RuntimeError("the judge http://10.0.0.5/v1 has answered 500: No space left on device"),
-}
-
-
-@pytest.mark.parametrize("case", FULL_ELSEWHERE)
-def test_a_full_disk_of_another_machine_is_not_told_as_this_ones(tmp_path, case):
-    error = FULL_ELSEWHERE[case]
+def test_a_full_disk_of_a_service_is_not_told_as_this_machines(tmp_path):
+    error = RuntimeError("the judge http://10.0.0.5/v1 has answered 500: No space left on device")
     failed = failure_of(error, str(tmp_path))
     assert failed.error.endswith(f"{type(error).__name__}: {error}") and "MB left" not in failed.error
 
@@ -52,11 +44,6 @@ def test_memory_that_runs_out_is_no_full_disk(tmp_path):
     failed = failure_of(ValueError("RESOURCE_EXHAUSTED: out of memory"), str(tmp_path))
     assert not failed.outage
     assert failed.error.endswith("ValueError: RESOURCE_EXHAUSTED: out of memory")
-
-
-@pytest.mark.parametrize("outage", [True, False])
-def test_an_outage_on_another_rank_is_one(tmp_path, outage):
-    assert failure_of(RankFailed("rank 1 on b: the judge is down", outage), str(tmp_path)).outage == outage
 
 
 def test_secrets_in_urls_are_not_told(tmp_path):

@@ -41,18 +41,6 @@ def test_a_worker_that_lives_and_does_not_move_is_ended_with_its_stacks_in_the_l
     worker.close()
 
 
-def test_each_rank_of_a_gang_that_does_not_move_writes_its_stacks_too(tmp_path, monkeypatch):
-    monkeypatch.setenv("RLHF_GANG", "2")
-    real = interpreter.command
-    monkeypatch.setattr(interpreter, "command", lambda _, *arguments: real("tests.stages.worker.hanging", *arguments))
-    worker = Worker(tmp_path / "worker.log", stall_seconds=1.0)
-    with pytest.raises(WorkerDied, match="made no progress"):
-        worker.run(request(tmp_path), ignore)
-    worker.close()
-    lead, _, rank = worker.log.read_text().partition("rank 1: what its threads do")
-    assert "in waits_for_ever" in lead and "rank.py" in rank and "in serve" in rank
-
-
 @pytest.fixture
 def hanging(tmp_path, monkeypatch):
     """A worker that lives, tells that it compiles and makes nothing."""

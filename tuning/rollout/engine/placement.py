@@ -48,19 +48,22 @@ def places_of(mesh: Mesh) -> list[Place]:
     return [row[0] if len(row) == 1 else Mesh(row.reshape(1, 1, -1), ("data", "fsdp", "tensor")) for row in rows]
 
 
-def owner_of(place: Place) -> int:
-    """The process whose devices a place of `places_of` has.
+def own_places(mesh: Mesh) -> list[Place]:
+    """The places of `places_of` on the devices of this process.
 
-    Raises ValueError where they are of several: an engine is driven by one.
+    Raises ValueError where one is on devices of several processes: one process drives an engine.
     """
-    devices = list(place.devices.flat) if isinstance(place, Mesh) else [place or jax.local_devices()[0]]
-    owners = {device.process_index for device in devices}
-    if len(owners) > 1:
-        raise ValueError(
-            f"mesh.tensor {len(devices)} puts one engine on the devices of processes {sorted(owners)}: heads are cut "
-            "over devices of one process; lower it to a divisor of what each process has"
-        )
-    return int(owners.pop())
+    found = []
+    for place in places_of(mesh):
+        owners = {d.process_index for d in (place.devices.flat if isinstance(place, Mesh) else [place])}
+        if len(owners) > 1:
+            raise ValueError(
+                f"mesh.tensor {mesh.shape['tensor']} puts one engine on the devices of processes {sorted(owners)}: "
+                "lower it to a divisor of the devices of one process"
+            )
+        if owners == {jax.process_index()}:
+            found.append(place)
+    return found
 
 
 def put_weights(state: nnx.State, mesh: Mesh | None) -> nnx.State:

@@ -22,11 +22,11 @@ import dataclasses
 from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import Any, Literal
 
+import jax
 import numpy as np
 from flax import nnx
 from jax.sharding import Mesh
 
-from tuning import ranks
 from tuning.axes import Axes
 from tuning.mesh import make_mesh
 from tuning.models.config import DecoderConfig
@@ -36,7 +36,7 @@ from tuning.rollout.engine.cache import KV
 from tuning.rollout.engine.engine import Engine
 from tuning.rollout.engine.limits import Limits
 from tuning.rollout.engine.paged.engine import PagedEngine, runs_paged
-from tuning.rollout.engine.placement import Place, part_of, places_of, put_weights
+from tuning.rollout.engine.placement import Place, own_places, part_of, places_of, put_weights
 from tuning.rollout.engine.sampling import request_keys
 from tuning.rollout.engine.scores import Scores
 from tuning.rollout.requests import Completion, Request, Update
@@ -73,10 +73,11 @@ class Replicas(Batches):
     def __init__(
         self, config: DecoderConfig, dtype: str = "float32", limits: Limits | None = None, *, mesh: Mesh, **options: Any
     ):
-        """`mesh` as of `placement.sampling_mesh`. The other arguments are of each `Engine`; slots and memory too."""
+        """`mesh` as of `placement.sampling_mesh`, of which each process of a group has the engines on its own devices,
+        with requests of its own. The other arguments are of each `Engine`; slots and memory too."""
         self.config, self.mesh = config, mesh
-        self._places = places_of(mesh)
-        self._engines = [self._engine_at(place, config, dtype, limits, **options) for place in self._places]
+        self._places = own_places(mesh)
+        self._engines = [engine_at(place, config, dtype, limits, **options) for place in self._places]
         self._groups: dict[bytes, collections.deque[_Queued]] = {}
         """By prompt, its token ids in four bytes each, in the order of arrival; none is empty."""
         self._owner: dict[bytes, int] = {}
@@ -94,17 +95,14 @@ class Replicas(Batches):
         """Engines of which two in a row have: they are dealt nothing more."""
         self._threads = concurrent.futures.ThreadPoolExecutor(len(self._engines), "replica")
 
-    def _engine_at(self, place: Place, *arguments: Any, **options: Any) -> Engine:
-        return engine_at(place, *arguments, **options)
-
-    def own(self) -> list[tuple[Engine, Place]]:
-        """The engines of this process, each with its place."""
+    def engines(self) -> list[tuple[Engine, Place]]:
+        """The engines, each with its place."""
         return list(zip(self._engines, self._places, strict=True))
 
     @without_float64
     def load(self, params: nnx.State) -> None:
         """As `Engine.load`, once for all: weights are moved between devices alone, and each engine has one copy."""
-        own = self.own()
+        own = self.engines()
         for engine, _ in own:
             engine.weights.drop()
         graph, state = own[0][0].weights.laid_out(params)
@@ -149,7 +147,7 @@ class Replicas(Batches):
     @property
     def size(self) -> str:
         """As `Engine.size`, with the number of replicas."""
-        return f"{len(self._engines)} replicas, each with {self.own()[0][0].size}"
+        return f"{len(self._engines)} replicas, each with {self._engines[0].size}"
 
     def submit(self, request: Request, keys: np.ndarray | None = None) -> int:
         """As `Engine.submit`. A request `after` another goes to the engine that keeps the slot."""
@@ -220,7 +218,7 @@ class Replicas(Batches):
     def _finished(self, i: int) -> list[Update]:
         """The updates of the step that an engine has begun, by the names of the samples. Raises StepFailed."""
         try:
-            found = self._finish(i)
+            found = self._engines[i].finish()
         except Exception as error:
             raise self._failed(i, error) from error
         self._failing.discard(i)
@@ -231,10 +229,6 @@ class Replicas(Batches):
                 del self._dealt[i][update.number]
             updates.append(dataclasses.replace(update, number=number, sample=sample))
         return updates
-
-    def _finish(self, i: int) -> list[Update]:
-        """The updates of an engine's step, by its own numbers."""
-        return self._engines[i].finish()
 
     def _begin(self, numbers: list[int]) -> None:
         crowded = bool(self._groups)
@@ -256,7 +250,7 @@ class Replicas(Batches):
         """Gives queued runs to engines that have room, one by one to the one with the fewest."""
         if not self._groups:
             return
-        rooms, loads = self._rooms_and_loads()
+        rooms, loads = [engine.room for engine in self._engines], [engine.runs for engine in self._engines]
         while self._groups:
             able = [i for i, room in enumerate(rooms) if room > 0 and i not in self._out]
             if not able:
@@ -270,10 +264,6 @@ class Replicas(Batches):
                 del self._groups[prompt], self._owner[prompt]
             rooms[i] -= 1
             loads[i] += 1
-
-    def _rooms_and_loads(self) -> tuple[list[int], list[int]]:
-        """How many runs each engine could take, and has."""
-        return [engine.room for engine in self._engines], [engine.runs for engine in self._engines]
 
     def _next_for(self, engine: int) -> bytes:
         """The prompt whose run an engine takes: of those that it has begun, else one that is new, else the first."""
@@ -368,12 +358,7 @@ def engine_over(
     """The engine of a mesh of `placement.sampling_mesh`: `Replicas` where there are several, else `engine_at`."""
     if mesh is None:
         return engine_at(None, config, dtype, limits, **options)
-    if ranks.here().size > 1:
-        # Not at the top: it is a kind of what is here.
-        from tuning.rollout.engine.gang import GangReplicas
-
-        return GangReplicas(config, dtype, limits, mesh=mesh, **options)
     places = places_of(mesh)
-    if len(places) == 1:
+    if len(places) == 1 and jax.process_count() == 1:
         return engine_at(places[0], config, dtype, limits, **options)
     return Replicas(config, dtype, limits, mesh=mesh, **options)

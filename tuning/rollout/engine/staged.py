@@ -127,7 +127,7 @@ def take(engine: Engine | Replicas, layout: Layout, state: nnx.State) -> None:
 
     On a CPU its own weights stay where that fails. Elsewhere it drops them first, and raises WeightsLost.
     """
-    own = [one for one, _ in engine.own()] if isinstance(engine, Replicas) else [engine]
+    own = [one for one, _ in engine.engines()] if isinstance(engine, Replicas) else [engine]
     dropped = not _on_cpu(engine)
     if dropped:
         for one in own:
@@ -148,7 +148,7 @@ def _parts(engine: Engine | Replicas, state: nnx.State) -> list[nnx.State]:
     """A state in the places of the engine, or of each of its replicas."""
     if isinstance(engine, Replicas):
         state = jax.tree.map(jax.device_put, state, shardings(state, engine.mesh))
-        return [part_of(state, place) for _, place in engine.own()]
+        return [part_of(state, place) for _, place in engine.engines()]
     place = engine.weights.place
     where = shardings(state, place) if isinstance(place, Mesh) else jax.tree.map(lambda _: place, state)
     put = functools.partial(jax.tree.map, jax.device_put)
@@ -162,7 +162,7 @@ def _on_cpu(engine: Engine | Replicas) -> bool:
 
 def weights_of(engine: Engine | Replicas) -> Weights:
     """The weights of an engine; of replicas those of the first, since all have the same."""
-    return engine.own()[0][0].weights if isinstance(engine, Replicas) else engine.weights
+    return engine.engines()[0][0].weights if isinstance(engine, Replicas) else engine.weights
 
 
 def _empty(shape: tuple[int, ...], dtype: Any) -> np.ndarray:

@@ -1,0 +1,36 @@
+"""A process of a group without JAX: process 1 does what the request's source says, process 0 waits for it."""
+
+import os
+import signal
+import time
+
+from stages.worker import process
+from stages.worker.protocol import Log
+from tuning import multihost
+
+OWN = int(os.environ[multihost.INDEX])
+
+
+def runs(request, memory, events):
+    events.send(Log(f"process {OWN}"))
+    match request.config["source"], OWN:
+        case "well", _:
+            return {"made by": OWN}
+        case "raises", 1:
+            raise ValueError("no such layer")
+        case "both raise", _:
+            raise ValueError(f"process {OWN} says so")
+        case "dies", 1:
+            os.kill(os.getpid(), signal.SIGKILL)
+        case "fails late", 0:
+            return {"made by": OWN}
+        case "fails late", 1:
+            time.sleep(0.5)
+            raise ValueError("after the commit")
+    time.sleep(600)
+
+
+def main() -> None:
+    process._join = lambda: None
+    process.run_request = runs
+    process.main()
