@@ -14,9 +14,6 @@ from stages.store.pins import pins
 from stages.store.reach import Roots, Run
 from stages.store.registry import referenced
 
-AHEAD = "ahead"
-"""In the entry of rollouts: the node that scores them, and the key of the work folder of what is scored ahead of it."""
-
 
 def roots_of(store: Store, retention: Retention, recipe: str | None = None) -> Roots:
     """What holds the artifacts of a store at this moment.
@@ -80,9 +77,6 @@ def _age(record: dict[str, Any]) -> datetime.timedelta:
 def _run(record: dict[str, Any], why: str, running: bool) -> Run:
     entries = record["nodes"].values()
     begun = {(e["stage"], e["key"]) for e in entries if "digest" not in e}
-    for scorer, key in (e[AHEAD] for e in entries if AHEAD in e):
-        if "digest" not in record["nodes"].get(scorer, {}):
-            begun.add(("score", key))
     return Run(
         name=record["name"],
         why=why,

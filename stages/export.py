@@ -44,7 +44,7 @@ def lineage(artifact: Artifact) -> list[dict[str, Any]]:
 
 def run(ctx: Context) -> dict[str, Any]:
     """Writes the Hugging Face folder, `provenance.json` and the card; returns size and fingerprint."""
-    from tuning.models import huggingface, tokenizer
+    from tuning.models import huggingface, identity, tokenizer
     from tuning.models.tensors import Tensors
 
     policy, base = ctx.inputs["policy"], ctx.inputs["tokenizer"]
@@ -69,7 +69,7 @@ def run(ctx: Context) -> dict[str, Any]:
         shutil.rmtree(stray, ignore_errors=True)
     size = sum(file.stat().st_size for file in ctx.out.glob("*.safetensors"))
     ctx.log(f"exported {ctx.config.name}: {_size({'bytes': size})} of safetensors")
-    return {"bytes": size, "fingerprint": huggingface.fingerprint(params)}
+    return {"bytes": size, "fingerprint": identity.fingerprint(params)}
 
 
 def _card(name: str, policy: Artifact, history: list[dict[str, Any]]) -> str:

@@ -9,6 +9,7 @@ reference point is the step's mean log-ratio on completions of other prompts (Et
 from __future__ import annotations
 
 import dataclasses
+import io
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -20,7 +21,7 @@ from stages.contract.definition import Context, Reads, Stage
 from stages.training.adapters import fit
 from stages.training.examples import train_and_heldout
 from stages.training.fit import Task
-from tuning import ranks
+from tuning import multihost
 from tuning.algorithms import settings as core
 
 if TYPE_CHECKING:
@@ -100,18 +101,18 @@ def _kept(ctx: Context, name: str, make: Callable[[], np.ndarray]) -> np.ndarray
     import numpy as np
 
     path = ctx.work / name / "values.npy"
-    if ranks.from_lead(path.is_file):
+    if multihost.from_primary(path.is_file):
         ctx.log(f"resumed: the {name.replace('-', ' ')} were there")
-    else:
-        made = make()
-        if ctx.is_primary:
-            path.parent.mkdir(parents=True, exist_ok=True)
-            partial = path.with_name(".values.npy")
-            np.save(partial, made)
-            # Renamed when complete: the next try must not read half a file.
-            partial.rename(path)
-            ctx.saved()
-    return ranks.array_from_lead(lambda: np.asarray(np.load(path)))
+        return np.asarray(np.load(io.BytesIO(multihost.bytes_from_primary(path.read_bytes))))
+    made = make()
+    if ctx.is_primary:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        partial = path.with_name(".values.npy")
+        np.save(partial, made)
+        # Renamed when complete: the next try must not read half a file.
+        partial.rename(path)
+        ctx.saved()
+    return made
 
 
 def _pairs(

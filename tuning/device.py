@@ -9,7 +9,7 @@ import os
 
 import jax
 
-from tuning import ranks
+from tuning import multihost
 from tuning.precision import activations, real, resolved
 from tuning.target import target_platform
 
@@ -62,15 +62,15 @@ class Device:
 
 
 def memory_bytes() -> int:
-    """Memory of one device, the least that any rank has; on CPU the host's, or its control group's where that is less,
-    over the devices there."""
-    return _memory_here() if ranks.here().size == 1 else _least_memory()
+    """Return the memory of one device, the least that any process of the group has. On CPU it is that of the host, or
+    of its control group if that is less, over the devices there."""
+    return _memory_here() if multihost.process_count() == 1 else _least_memory()
 
 
 @functools.cache
 def _least_memory() -> int:
-    # Asked once: what is kept in memory, and how much is sampled at a time, must be the same on all ranks.
-    return ranks.least(_memory_here())
+    # Asked once: what is kept in memory, and how much is sampled at a time, must be the same on all processes.
+    return min(multihost.gather(_memory_here()))
 
 
 def _memory_here() -> int:

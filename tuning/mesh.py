@@ -17,7 +17,6 @@ from tuning import multihost
 from tuning.axes import Axes
 from tuning.device import HOST_MEMORY
 from tuning.models.sharding import CONTEXT, ROWS, shardings
-from tuning.spread import whole
 
 
 def make_mesh(axes: Axes, devices: list[Any] | None = None) -> Mesh:
@@ -88,7 +87,7 @@ def put(value: Any, sharding: NamedSharding) -> jax.Array:
     if isinstance(value, jax.Array) and value.is_fully_addressable == sharding.is_fully_addressable:
         # A shard may share memory with its source, and donating the shard would invalidate the source.
         return jax.device_put(jnp.copy(value), sharding)
-    host = whole(value)
+    host = multihost.to_host(value)
     # device_put reaches local devices only; here each process contributes the shards that it can address.
     return jax.make_array_from_callback(host.shape, sharding, lambda index: host[index].copy())
 
@@ -99,6 +98,14 @@ def put_params(params: Any, mesh: Mesh | None) -> Any:
     Arrays that already have their sharding are returned as they are.
     """
     return params if mesh is None else _lay(params, shardings(params, mesh))
+
+
+def laid_out(shapes: Any, mesh: Mesh | None) -> Any:
+    """Shapes of parameters, each with its place on the mesh, to restore into."""
+    if mesh is None:
+        return shapes
+    places = shardings(shapes, mesh)
+    return jax.tree.map(lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s), shapes, places)
 
 
 def own_params(params: Any, mesh: Mesh | None) -> Any:
@@ -196,4 +203,4 @@ def gather(tree: Any) -> Any:
     """The tree with complete arrays on this process: NumPy arrays where they are spread over several processes."""
     if all(x.is_fully_addressable for x in jax.tree.leaves(tree)):
         return tree
-    return jax.tree.map(whole, tree)
+    return jax.tree.map(multihost.to_host, tree)

@@ -196,6 +196,20 @@ def barrier(channel: str = "main") -> None:
     gather(None, channel)
 
 
+def to_host(value: Any) -> Any:
+    """Return the whole value of an array as a NumPy array on every process.
+
+    An array that several processes have a part of is copied to each device: pass large ones a layer at a time.
+    """
+    import jax
+
+    if not isinstance(value, jax.Array) or value.is_fully_addressable or value.is_fully_replicated:
+        return jax.device_get(value)
+    from jax.experimental import multihost_utils
+
+    return multihost_utils.process_allgather(value, tiled=True)
+
+
 def _next(channel: str) -> str:
     with _group.lock:
         return f"rlhf/{channel}/{next(_group.numbers[channel])}"

@@ -12,7 +12,6 @@ from rich.table import Table
 
 from flows.cli.shared import RecipeName, Sets, group, out, usage_error
 from flows.recipe.model import Recipe, RecipeError
-from flows.recipe.partial import carried_rounds
 from flows.recipe.reading import load_recipe
 from stages.worker import interpreter
 
@@ -53,7 +52,6 @@ def fit(
         "completion_tokens": completion_tokens,
         "turns": 1 if resolved.environment is None else resolved.environment.turns,
         "sections": _sections(resolved),
-        **_carrying(resolved),
     }
     command = interpreter.command("stages.tools.fit")
     done = subprocess.run(command, input=json.dumps(question), capture_output=True, text=True)
@@ -66,14 +64,6 @@ def fit(
         typer.echo(last)
     else:
         _show(json.loads(last))
-
-
-def _carrying(recipe: Recipe) -> dict[str, int | None]:
-    """How many new tokens of a completion a round has at most, and how many rounds' completions it goes on with."""
-    if recipe.rl is None or recipe.rl.partial is None or recipe.rl.rounds == 1:
-        return {"round_tokens": None, "carried": 0}
-    carried = min(carried_rounds(recipe.rl), recipe.rl.rounds - 1)
-    return {"round_tokens": recipe.rl.partial.round_tokens, "carried": carried}
 
 
 def _sections(recipe: Recipe) -> dict[str, Any]:

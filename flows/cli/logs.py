@@ -25,7 +25,7 @@ LOG = "worker.log"
 POLL_SECONDS = 0.5
 STATUS_SECONDS = 2.0
 """Time between two looks at whether a run that is followed goes on."""
-BEGUN = re.compile(r"^---- (\S+) \((\S+) (?:[0-9a-f]{12}|ahead)\) (.*) ----$")
+BEGUN = re.compile(r"^---- (\S+) \((\S+) [0-9a-f]{12}\) (.*) ----$")
 """The line with which a worker begins an artifact (`stages.worker.process`): its node, its stage, and when."""
 
 Node = Annotated[str, typer.Option("--node", help="Of this node alone, or of those that begin so: sft, round-003.")]

@@ -10,7 +10,6 @@ from typing import Any, TypeVar
 
 from pydantic import ValidationError
 
-from flows.graph.partial import SEEDS, goes_on, idle_rounds, sampled_by
 from flows.graph.standing import Standing, standing_of
 from flows.recipe.fork import Fork
 from flows.recipe.model import RL, Recipe, RecipeError, policies_of, training_sections
@@ -197,7 +196,7 @@ class _Graph:
         inputs: dict[str, Input] = {}
         for input_name, reads in definition.inputs(config, self.recipe.data.splits).items():
             inputs |= _resolved(input_name, reads, available)
-        seed = derive_seed(self.recipe.seed, SEEDS.get(stage, stage), *seed_names)
+        seed = derive_seed(self.recipe.seed, stage, *seed_names)
         device = None if workers is None else workers.named[workers.of(definition.work)].device
         self.nodes.append(Node(name, stage, config, inputs, seed, taken, device=device))
         output = Input(name)
@@ -263,14 +262,13 @@ def _rounds(graph: _Graph, section: str, policies: Policies) -> None:
         while (number := len(sampled)) < len(settings_of) and number - settings_of[number].staleness <= i:
             # trained[k] is the policy before round k.
             policy = trained[max(0, number - settings_of[number].staleness)]
-            sampled.append(_scored(graph, number, settings_of, policy, drawn[number], refilled[number]))
+            sampled.append(_scored(graph, number, settings_of[number], policy, drawn[number], refilled[number]))
         judged = _judged(graph.recipe, i)
         stored = (i + 1) % rl.checkpoint_every == 0 or i + 1 == len(settings_of) or (judged and choosing)
         change: dict[str, Any] = {"round": i, "temperature": rl.rollout.temperature, "store_state": stored}
         # The first round is sampled from the policy that it updates, whatever the staleness.
-        if rl.rollouts_from is not None or (rl.staleness and i) or goes_on(settings_of, i):
+        if rl.rollouts_from is not None or (rl.staleness and i):
             change["off_policy"] = True
-        change["max_idle_rounds"] = idle_rounds(settings_of, i)
         settings = rl.update.model_copy(update=change)
         roles = {"policy": trained[-1], "reference": start, **sampled[i]}
         trained.append(graph.add(f"round-{i:03d}.update", "update", settings, (i,), roles=roles))
@@ -296,15 +294,13 @@ def _judged(recipe: Recipe, number: int) -> bool:
     return evaluate.load_best_model_at_end if last else (number + 1) % evaluate.every == 0
 
 
-def _scored(
-    graph: _Graph, number: int, settings_of: list[RL], policy: Input, drawn: int, refilled: int
-) -> dict[str, Input]:
+def _scored(graph: _Graph, number: int, rl: RL, policy: Input, drawn: int, refilled: int) -> dict[str, Input]:
     """A round's rollouts, scores, refills and baselines by the roles that they have for the update.
 
-    settings_of: those of each round. drawn, refilled: prompts of the rounds before, and of their refills: the round's
+    rl: the settings of the round. drawn, refilled: prompts of the rounds before, and of their refills: the round's
     stretch of either order is behind.
     """
-    name, rl = f"round-{number:03d}", settings_of[number]
+    name = f"round-{number:03d}"
     # The first update turns the base into the quantised one; until then the sampler has to round it.
     quantize = stored_as(rl.update.lora) if number <= rl.staleness else "none"
     # One order for all rounds (R22); the seeds of sampling differ by round.
@@ -313,7 +309,7 @@ def _scored(
     told = {"round": number, "quantize": quantize, "order_seed": order, "environment": _environment(graph.recipe)}
     if drawn != number * rl.rollout.prompts:
         told["first"] = drawn
-    stage, sampling = sampled_by(settings_of, number, rl.rollout.model_copy(update=told))
+    sampling = rl.rollout.model_copy(update=told)
 
     def scored(rollouts: Input, place: str) -> Input:
         first = f"{name}.score"
@@ -321,8 +317,7 @@ def _scored(
         settings = rl.score.model_copy(update={"round_scale": place != first and rl.score.scaled})
         return graph.add(place, "score", settings, roles={"rollouts": rollouts, "scale": Input(first)})
 
-    sources = {"policy": policy, "carried": Input(f"round-{number - 1:03d}.rollout")}
-    rollouts = graph.add(f"{name}.rollout", stage, sampling, (number,), rl.rollouts_from, sources)
+    rollouts = graph.add(f"{name}.rollout", "rollout", sampling, (number,), rl.rollouts_from, {"policy": policy})
     roles = {"rollouts": rollouts, "scores": scored(rollouts, f"{name}.score")}
     for i in range(1, rl.refills + 1):
         # Each refill has a stretch of their order, as long as a round: it can take no more.

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import difflib
 import re
-import string
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -146,23 +145,11 @@ def _told(store: Store, node: Node, old: dict[str, Any], new: dict[str, Any]) ->
     return lines or reached
 
 
-_CARRYING = {
-    "round_tokens": "rl.partial.round_tokens",
-    "max_lag": "rl.partial.max_lag",
-    "lag": "rl.staleness",
-    "carried": "rl.partial of the round before: carried",
-}
-"""What the stage `partial` has beside the settings of `rl.rollout`, by its places in a recipe."""
-
-
 def setting(stage: str, rest: str) -> str:
     """A setting's change with its place in the recipe, where the environment has a section of its own."""
     if rest.startswith(("environment.", "environment:")):
         return rest
-    if stage != "partial":
-        return f"{find_stage(stage).section or stage}.{rest}"
-    name = rest[: len(rest) - len(rest.lstrip(string.ascii_lowercase + "_"))]
-    return f"{_CARRYING.get(name, f'rl.rollout.{name}')}{rest[len(name) :]}"
+    return f"{find_stage(stage).section or stage}.{rest}"
 
 
 def changed_lines(before: Mapping[str, str] | None, path: Path | None) -> list[str]:

@@ -78,14 +78,9 @@ def check_point(node: Node, artifact: Artifact) -> None:
 def _check_sampling(node: Node, artifact: Artifact) -> None:
     """Raises ArtifactError where a recipe asks for other rollouts than those that it takes."""
     old, new = _of_sampling(_settings_of(node, artifact)), _of_sampling(config_content(node.config))
-    if old.get("round_tokens") is not None and new.get("round_tokens") is None:
-        raise ArtifactError(
-            f"rl.rounds, rl.partial: {node.name} of run {node.taken} has left completions to its next round, which "
-            "would be lost here; leave both as they were, or sample anew (`rlhf run`)"
-        )
     if changed := differences(old, new):
         raise ArtifactError(
-            f"{_listed([setting('partial', line) for line in changed])}: the rollouts are those of run "
+            f"{_listed([setting(node.stage, line) for line in changed])}: the rollouts are those of run "
             f"{node.taken}, sampled as they are; leave the setting as it was, or sample anew (`rlhf run`)"
         )
 

@@ -10,8 +10,6 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
-from flows.recipe.partial import check_going_on
-
 if TYPE_CHECKING:
     from flows.recipe.model import RL
     from stages.common.settings import Optimizer
@@ -74,9 +72,6 @@ def check_fork(fork: Fork, rl: RL | None, before: RL | None) -> None:
         raise ValueError(f"rl.rounds {rl.rounds} leaves no round behind the fork, which is at round {fork.round}")
     if rl.rollout.order_seed != before.rollout.order_seed:
         raise ValueError("rl.rollout.order_seed: another order would draw prompts again that the shared rounds drew")
-    # The last round of the run that is shared has ended what was under way.
-    if fork.round < before.rounds:
-        check_going_on(rl, before)
     if rl.update.lora != before.update.lora:
         raise ValueError("rl.update.lora: an adapter is trained from the first round on; fork at round=0 to change it")
     if rl.update.needs_critic != before.update.needs_critic:

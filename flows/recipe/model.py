@@ -11,7 +11,6 @@ from flows.recipe.computing import Defaults, filled
 from flows.recipe.fork import Fork, check_fork
 from flows.recipe.gated import BASE, Data, Name, check_gated
 from flows.recipe.limits import Limits
-from flows.recipe.partial import Partial, check_episodes, check_partial
 from flows.recipe.retention import Retention
 from flows.recipe.weights import environment_weight, shape_of
 from flows.recipe.workers import Workers
@@ -78,8 +77,6 @@ class RL(StageConfig):
     """Rounds between stored weights; the policies between are made again from their rollouts when needed."""
     staleness: Annotated[int, Field(ge=0)] = 0
     """Rollouts of a round come from the policy of so many rounds before; importance weights account for it."""
-    partial: Partial | None = None
-    """Completions that have not ended after so many tokens go on in the next round; null: a round ends all of its."""
     refills: Annotated[int, Field(ge=0, le=20)] = 0
     """Most times that a round samples other prompts in place of those whose completions all score alike."""
     rollouts_from: str | None = None
@@ -144,7 +141,6 @@ class RL(StageConfig):
             )
         if self.score.round_scale:
             raise ValueError("score.round_scale is said by the pipeline: leave it out")
-        check_partial(self)
         for name, reward in self.score.rewards.items():
             self._comparable(name, reward)
         return self
@@ -311,9 +307,7 @@ class Recipe(BaseModel):
         for section in ("rl.rollout", "evaluate"):
             if getattr(self.settings(section), "environment", None) is not None:
                 raise ValueError(f"{section}.environment is told by the pipeline: name it in the section environment")
-        if self.environment is not None:
-            check_episodes(self.rl)
-        else:
+        if self.environment is None:
             self._needs_no_turns()
             rewards = self.rl.score.rewards if self.rl is not None else {}
             named = [f"rl.score.rewards.{n}" for n, r in rewards.items() if r.function == ENVIRONMENT]

@@ -18,7 +18,7 @@ from stages.store.artifacts import Store
 
 MISMATCH = 1.0
 """Mean KL between sampler and trainer up to which rescored rounds go on, unless it is set."""
-SAMPLED = ("rollout", "partial", "refill", "greedy")
+SAMPLED = ("rollout", "refill", "greedy")
 """Stages whose artifacts a rescored run takes."""
 LOOSENED = ("max_mismatch_kl", "short_of_groups", "old_logps")
 """Settings of rl.update that stop a run whose rounds train on what another policy sampled, or leave no weights that

@@ -34,53 +34,25 @@ def round_warnings(
     update: Mapping[str, Any],
     learned: Collection[str] = (),
     alike: Sequence[str] = (),
-    uneven: Collection[int] = (),
-    refills: bool = True,
 ) -> list[Warn]:
     """The warnings of a run's rounds so far; `update` are the settings of `rl.update`, `learned` names reward models.
 
-    `alike` names the rewards that tell no completions of a prompt apart (`alike_rewards`), `uneven` has the
-    rounds whose lengths and groups are not compared (`uneven_rounds`). refills: whether the recipe may have them.
+    `alike` names the rewards that tell no completions of a prompt apart (`alike_rewards`).
 
     `series` (`flows.report.measures.round_series`) has a list by name with one entry a round, None for no number.
     """
     known = _known(series)
     checks = (_entropy, _kl, _mismatch, _drift, _weights, _gradient)
     warnings = [check(known, update) for check in checks]
-    even = _known(series, uneven)
-    warnings += [_signal(even, refills), _length(even)]
+    warnings += [_signal(known), _length(known)]
     warnings += [_flat(known, name) for name in learned]
     warnings.append(Warn("Reward without a difference", f"{alone(alike)}.") if alike else None)
     return [warning for warning in warnings if warning is not None]
 
 
-def _known(series: Mapping[str, Sequence[float | None]], left_out: Collection[int] = ()) -> Numbers:
-    """The known numbers of the rounds but for some of these."""
-
-    def known(values: Sequence[float | None]) -> list[float]:
-        numbered = zip(series.get("round", range(len(values))), values, strict=True)
-        return [value for number, value in numbered if value is not None and number not in left_out]
-
-    return {name: known(values) for name, values in series.items()}
-
-
-def uneven_rounds(sampling: Mapping[int, Mapping[str, Any]]) -> set[int]:
-    """Rounds whose completions are not as long as those that they begin, by the settings of each round's sampling.
-
-    Where long completions go on in later rounds the first ones lack these, down to one group a round, and the round
-    that ends all has what was left.
-    """
-    uneven: set[int] = set()
-    first = behind = 0
-    for number, config in sorted(sampling.items()):
-        if config.get("round_tokens") is None:
-            uneven |= {number} if config.get("carried") else set()
-            continue
-        # Updates by which the first rounds lag are fewer than the staleness.
-        carrying = config["max_lag"] - config["lag"]
-        first, behind = (first, min(behind, carrying)) if config["carried"] else (number, carrying)
-        uneven |= {number} if number < first + behind else set()
-    return uneven
+def _known(series: Mapping[str, Sequence[float | None]]) -> Numbers:
+    """The known numbers of the rounds."""
+    return {name: [value for value in values if value is not None] for name, values in series.items()}
 
 
 def alike_rewards(record: Mapping[str, Any]) -> list[str]:
@@ -95,18 +67,16 @@ def run_warnings(
     series: Mapping[str, Sequence[float | None]],
     evaluations: Mapping[str, Mapping[str, Any]],
     differences: Mapping[str, Mapping[str, Difference]],
-    uneven: Collection[int] = (),
 ) -> list[Warn]:
     """The warnings of a run: those of its rounds, of its rewards, and of its policies' evaluations in order.
 
-    differences: of each policy to those that it is compared with (`stages.common.verdicts.differences`). uneven: as of
-    `round_warnings`.
+    differences: of each policy to those that it is compared with (`stages.common.verdicts.differences`).
     """
     rl = (record.get("recipe") or {}).get("rl") or {}
     update = dict(rl.get("update") or {})
-    update["off_policy"] = bool(rl.get("staleness") or rl.get("partial") or rl.get("rollouts_from"))
+    update["off_policy"] = bool(rl.get("staleness") or rl.get("rollouts_from"))
     learned = learned_rewards((rl.get("score") or {}).get("rewards") or {})
-    warnings = round_warnings(series, update, learned, alike_rewards(record), uneven, not rl.get("partial"))
+    warnings = round_warnings(series, update, learned, alike_rewards(record))
     warnings += _reward_model((record.get("nodes", {}).get("reward") or {}).get("metrics") or {})
     scores = [e.get("metrics") or {} for name, e in record.get("nodes", {}).items() if name.endswith(".score")]
     worst = max(scores, key=lambda metrics: metrics.get("failed") or 0.0, default={})
@@ -234,7 +204,7 @@ def _length(known: Numbers) -> Warn | None:
     )
 
 
-def _signal(known: Numbers, refills: bool) -> Warn | None:
+def _signal(known: Numbers) -> Warn | None:
     flat, passed = known.get("zero_variance", [])[-WINDOW:], known.get("pass_rate", [])[-WINDOW:]
     if len(flat) < WINDOW:
         return None
@@ -242,8 +212,8 @@ def _signal(known: Numbers, refills: bool) -> Warn | None:
     if min(flat) > 0.5 and len(passed) == WINDOW and max(passed) < 0.1:
         return Warn(
             "Dead groups",
-            f"{share} gave completions that are all wrong, so they taught nothing. Use easier prompts"
-            f"{', more completions of each, or rl.refills' if refills else ', or more completions of each'}.",
+            f"{share} gave completions that are all wrong, so they taught nothing. Use easier prompts, more "
+            "completions of each, or rl.refills.",
         )
     if min(flat) > 0.9:
         return Warn(
@@ -256,7 +226,7 @@ def _signal(known: Numbers, refills: bool) -> Warn | None:
         return Warn(
             "Fading signal",
             f"prompts whose completions all score alike rose from {100 * start:.0f} % to {100 * flat[-1]:.0f} %: that "
-            f"share of the sampling taught nothing. Use harder prompts{', rl.refills,' * refills} or stop earlier.",
+            f"share of the sampling taught nothing. Use harder prompts, rl.refills, or stop earlier.",
         )
     return None
 
@@ -272,7 +242,7 @@ def _mismatch(known: Numbers, update: Mapping[str, Any]) -> Warn | None:
         return Warn(
             "Stale rollouts",
             f"the policy that is trained is up to {worst:.3g} nats a token from the older one that sampled (the run "
-            f"stops above {limit:.3g}). Lower the learning rate, the staleness or rl.partial.max_lag, or raise "
+            f"stops above {limit:.3g}). Lower the learning rate or the staleness, or raise "
             "rl.update.max_mismatch_kl.",
         )
     return Warn(
@@ -301,7 +271,7 @@ def _weights(known: Numbers, update: Mapping[str, Any]) -> Warn | None:
     return Warn(
         "Few effective samples",
         f"importance weights between sampler and trainer leave {100 * worst:.0f} % of the tokens' worth in the worst "
-        "round. Sample anew more often: lower the staleness, rl.partial.max_lag or the epochs.",
+        "round. Sample anew more often: lower the staleness or the epochs.",
     )
 
 

@@ -15,9 +15,9 @@ from rich.table import Table
 from rich.text import Text
 
 from flows.graph.build import Node
-from flows.report.advice import alike_rewards, learned_rewards, round_warnings, uneven_rounds
+from flows.report.advice import alike_rewards, learned_rewards, round_warnings
 from flows.report.levels import levels_of, verdict
-from flows.report.measures import finished_rounds, round_series
+from flows.report.measures import round_series
 from stages.contract.definition import Stage
 from stages.contract.registry import by_section
 from stages.contract.registry import stage as find_stage
@@ -156,10 +156,7 @@ class ConsoleReporter:
         record = {"nodes": self._nodes, "recipe": {"rl": {"score": scored}}}
         series = round_series(record)
         learned = learned_rewards(scored.get("rewards", {}))
-        rollouts = {n: self._nodes.get(f"round-{n:03d}.rollout", {}) for n in finished_rounds(record)}
-        sampling = {n: rollout.get("config", {}) for n, rollout in rollouts.items()}
-        uneven, refills = uneven_rounds(sampling), "round_tokens" not in sampling.get(max(sampling, default=0), {})
-        for warning in round_warnings(series, update, learned, alike_rewards(record), uneven, refills):
+        for warning in round_warnings(series, update, learned, alike_rewards(record)):
             if warning.title not in self._warned:
                 self._warned.add(warning.title)
                 self._print(f"! {warning.title}: {warning.text}", "yellow")

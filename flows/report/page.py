@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from flows.records import find_run
-from flows.report.advice import run_warnings, uneven_rounds
+from flows.report.advice import run_warnings
 from flows.report.charts import round_charts, stage_graph
 from flows.report.decisions import decision_rows, outcome
 from flows.report.episodes import episodes
@@ -72,7 +72,7 @@ def view(store: Store, record: Mapping[str, Any]) -> dict[str, Any]:
         "labels": LABELS,
         "summary": run.summary(stages),
         "known": {name: [v for v in values if v is not None] for name, values in series.items()},
-        "warnings": run_warnings(record, series, evaluations, compared.content or {}, uneven_rounds(run.sampling())),
+        "warnings": run_warnings(record, series, evaluations, compared.content or {}),
         "failures": [(n, e.get("error", "")) for n, e in run.nodes.items() if e["state"] == "failed"],
         "evaluation": _evaluation(run, evaluations),
         "compared": compared,

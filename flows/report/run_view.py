@@ -6,7 +6,6 @@ import contextlib
 import dataclasses
 import functools
 import json
-import re
 from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Generic, NotRequired, TypedDict, TypeVar
@@ -218,11 +217,6 @@ class RunView:
         """Inputs of each node, from the recipe; none are known where the recipe is of another version."""
         found = {n.name: sorted({i.node for i in n.inputs.values()}) for n in self.planned}
         return found or {name: [] for name in self.nodes}
-
-    def sampling(self) -> dict[int, dict[str, Any]]:
-        """The settings of sampling of each round, by its number."""
-        found = ((node.config, re.fullmatch(r"round-(\d+)\.rollout", node.name)) for node in self.planned)
-        return {int(named[1]): config.model_dump(mode="json") for config, named in found if named is not None}
 
     def summary(self, stages: Sequence[StageRow]) -> dict[str, Any]:
         """Counts and seconds of the run as a whole."""

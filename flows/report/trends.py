@@ -19,7 +19,7 @@ from stages.store.reach import versions
 from stages.store.registry import RegistryError
 
 FOLDER = "trends"
-SAMPLING = ("rollout", "partial", "refill", "greedy", "evaluate")
+SAMPLING = ("rollout", "refill", "greedy", "evaluate")
 """Stages that sample."""
 KINDS = ("sampling", "training", "rest")
 MB = 1e6

@@ -17,7 +17,7 @@ from stages.contract.registry import stage
 from stages.worker.client import Worker
 from stages.worker.devices import confined, device_kind
 from stages.worker.group import local_group
-from stages.worker.protocol import HandOver, Log, Report, Request
+from stages.worker.protocol import Log, Report, Request
 
 POLICY = "policy"
 """The input that is the policy which a stage samples from, trains or exports."""
@@ -101,11 +101,11 @@ class Crew:
         """Whether a node's worker is on another host, or may be."""
         return self._workers[self.of(node)].elsewhere
 
-    def here(self, name: str) -> tuple[Worker, Turn]:
-        """A worker of this host, for what fills its time between stages: it is used in its turn."""
+    def here(self, name: str) -> Worker:
+        """A worker of this host."""
         worker = self._workers[name]
         assert isinstance(worker, Worker)
-        return worker, self._turns[name]
+        return worker
 
     def finish(self) -> None:
         """Ends the workers, all of them also where one does not end well, of which the first is raised."""
@@ -144,12 +144,6 @@ def read_elsewhere(workers: Workers | None, nodes: Mapping[str, Node]) -> dict[s
     return found
 
 
-def hand_over(workers: Workers | None, node: Node, nodes: Mapping[str, Node], readers: Collection[str]) -> HandOver:
-    """Where the policy of a node is left for those that read it elsewhere."""
-    if workers is None or not readers:
-        return "no"
-    names = {worker_of(workers, nodes[name]) for name in readers} | {worker_of(workers, node)}
-    return "store" if any(workers.on_cluster(name) for name in names) else "host"
 
 
 def check_workers(recipe: Recipe, nodes: Collection[Node]) -> None:

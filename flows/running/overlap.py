@@ -77,7 +77,7 @@ class _Overlapped:
                 if error is not None and not isinstance(error, Exception):
                     raise error
                 if error is not None:
-                    self._session.ahead.begin_no_more()
+                    self._session.eager_scoring.end()
                 if first is None and error is None:
                     self._begin_what_can()
                 elif first is None and self._at_work:

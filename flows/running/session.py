@@ -20,9 +20,9 @@ from flows.graph.standing import Standing, promoted_by, standing_of
 from flows.graph.taken import Records, check_point, taken_artifact
 from flows.recipe.model import Recipe
 from flows.records import log_of
-from flows.running.ahead import Ahead
 from flows.running.checks import as_it_is
-from flows.running.crew import Crew, hand_over, read_elsewhere
+from flows.running.crew import Crew, read_elsewhere
+from flows.running.eager_scoring import EagerScoring
 from flows.running.limits import RunLimit
 from flows.running.naming import before, free_name
 from flows.running.remarks import of_data
@@ -36,7 +36,7 @@ from stages.store.leases import held, lease, release_dead, this_process
 from stages.store.runs import Recorder
 from stages.store.work import WorkFolder
 from stages.worker.client import CodeChanged, StageFailed, WorkerDied
-from stages.worker.protocol import HandOver, Heartbeat, Log, Progress, Report, Request
+from stages.worker.protocol import Heartbeat, Log, Progress, Report, Request
 
 EDITS = 3
 """How often a stage is made again because its code was edited while it ran."""
@@ -94,7 +94,7 @@ class Session:
         self.crew = Crew(recipe, self.name, log)
         self.chosen: Collection[str] | None = None
         """Names of the nodes that the run makes; None: all."""
-        self.ahead = Ahead(self, self._check, (unfinished or {}).get("nodes", {}))
+        self.eager_scoring = EagerScoring(self, self._check)
         self._stopped = threading.Event()
         self._lock = threading.RLock()
         """Of the record, and of what is made."""
@@ -228,7 +228,7 @@ class Session:
         artifact = taken if taken is not None else None if forced else self.store.get(node.stage, key)
         started = time.monotonic()
         entry: dict[str, Any] = {"stage": node.stage, "key": key, "started": now(), "state": "running"}
-        begun.append(self.ahead.noted(node, entry))
+        begun.append(entry)
         with self._lock:
             self.record["nodes"] = in_order(self.record["nodes"], name, entry, self._places)
         if artifact is not None:
@@ -252,7 +252,7 @@ class Session:
                 state = "hit" if artifact is not None else "made"
                 if artifact is None:
                     artifact = self._make(node, inputs, key, parts, files, token, entry)
-        self.ahead.drop(node, parts, inputs)
+        self.eager_scoring.take_over(node, parts, inputs)
         check_point(node, artifact)
         seconds = time.monotonic() - started
         # The last: what making took, here or in the run that did it.
@@ -262,8 +262,8 @@ class Session:
             self.made = in_order(self.made, name, artifact, self._places)
         # Beside others it may be hours until the next stage begins, and is recorded.
         self.save(soon=self.recipe.workers is None)
-        if (place := self._hand_over(name)) != "no":
-            handed.claim(self.store, artifact.digest, self.name, far=place == "store")
+        if self._read_elsewhere.get(name):
+            handed.claim(self.store, artifact.digest, self.name)
         self._drop_read(node)
         self.reporter.stage_ended(node, state, artifact.manifest, seconds)
         if node.stage in ("prepare", "fresh"):
@@ -276,11 +276,7 @@ class Session:
         for source in {i.node for i in node.inputs.values()}:
             readers = self._read_elsewhere.get(source, set())
             if node.name in readers and all(reader in self.made for reader in readers):
-                handed.drop(self.store, self.made[source].digest, self.name, far=self._hand_over(source) == "store")
-
-    def _hand_over(self, name: str) -> HandOver:
-        readers = self._read_elsewhere.get(name, set())
-        return hand_over(self.recipe.workers, self.nodes[name], self.nodes, readers)
+                handed.drop(self.store, self.made[source].digest, self.name)
 
     def _tidy(self, stage: str, key: str) -> None:
         """Removes what a kill just after a commit has left: the work on this host, and the lease."""
@@ -321,8 +317,7 @@ class Session:
             lease=token,
             # A retry within this run resumes its own partial work; another forced run starts from nothing.
             force=self.name if node.name in self.force else None,
-            hand_over=self._hand_over(node.name),
-            ahead=self.ahead.folder(node, parts, inputs),
+            hand_over=bool(self._read_elsewhere.get(node.name)),
         )
 
         def on_event(event: Report) -> None:
@@ -336,7 +331,9 @@ class Session:
 
         started = time.monotonic()
         try:
-            with self.ahead.of(node, entry):
+            work = f"{key}-{request.force}" if request.force else key
+            self.eager_scoring.take_over(node, parts, inputs, work)
+            with self.eager_scoring.during(node, key):
                 manifest = self.crew.run(node, request, on_event, self._check)
         except BaseException as e:
             with self._lock:
@@ -365,7 +362,7 @@ class Session:
         """Ends the workers and closes the record; a remote store gets their logs."""
         try:
             try:
-                self.ahead.end(at_once=status == "interrupted")
+                self.eager_scoring.end()
             finally:
                 self.crew.finish()
         except Exception as e:

@@ -89,7 +89,6 @@ class Verdict:
 def all_laws() -> list[Law]:
     """Every law, in the order in which data flows."""
     from stages.auditing import (
-        carried,
         choices,
         evaluations,
         lineage,
@@ -101,7 +100,7 @@ def all_laws() -> list[Law]:
         updates,
     )
 
-    modules = (lineage, prompts, rounds, carried, trajectories, scores, updates, choices, evaluations, replay)
+    modules = (lineage, prompts, rounds, trajectories, scores, updates, choices, evaluations, replay)
     return [law for module in modules for law in module.LAWS]
 
 

@@ -23,7 +23,7 @@ HELD_OUT = ("heldout", "heldout_preference", "heldout_sft", "heldout_labelled")
 
 def drawn(own: Sampled) -> dict[int, str]:
     """The prompt id of each place of a round, refused ones included."""
-    return {row.place: row.prompt_id for row in own.refused} | {row.place: row.prompt_id for row in own.begun}
+    return {row.place: row.prompt_id for row in own.refused} | {row.place: row.prompt_id for row in own.rows}
 
 
 def pass_by_pass(run: AuditedRun) -> OfRounds:
@@ -64,17 +64,15 @@ def one_group_a_place(run: AuditedRun) -> OfRounds:
 def _places(sampled: Sampled, finding: Finding) -> None:
     config = sampled.rollouts.manifest["config"]
     groups: dict[int, list[tuple[str, int]]] = {}
-    for row in (*sampled.ends, *sampled.carried):
+    for row in sampled.ends:
         groups.setdefault(row.place, []).append((row.prompt_id, row.sample))
-    begun = {row.place for row in sampled.begun}
+    begun = {row.place for row in sampled.rows}
     for place, members in groups.items():
         prompts = {prompt for prompt, _ in members}
         samples = sorted(sample for _, sample in members)
-        # A group of an earlier round has as many as that one sampled.
-        count = config["completions"] if place in begun else len(samples)
-        right = len(prompts) == 1 and samples == list(range(count))
+        right = len(prompts) == 1 and samples == list(range(config["completions"]))
         finding.check(right, f"{sampled.name}, place {place}: prompts and samples {members[:4]}")
-    if sampled.rollouts.stage in ("rollout", "partial"):
+    if sampled.rollouts.stage == "rollout":
         refused = {row.place for row in sampled.refused}
         finding.checked += len(refused)
         if refused & begun or len(refused) + len(begun) != config["prompts"]:
@@ -91,8 +89,7 @@ def recorded(run: AuditedRun) -> OfRounds:
             limit = sampled.rollouts.manifest["config"]["max_tokens"]
             for row in sampled.rows:
                 tokens = len(row.token_ids)
-                # Of one that was carried `segments` looks: it may have ended in a round before.
-                right = tokens == len(row.logprobs) and (row.policy == policy or bool(sampled.segments))
+                right = tokens == len(row.logprobs) and row.policy == policy
                 if not is_played(sampled.rollouts):
                     right = right and 0 < tokens <= limit and (row.stop == "eos" or tokens == limit)
                 logps = np.asarray(row.logprobs)

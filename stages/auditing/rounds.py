@@ -34,8 +34,6 @@ def made_of_own(run: AuditedRun) -> OfRounds:
 def _reads(round_: Round, last: Round | None) -> Iterator[Read]:
     """What each node of a round has to read of this round, and of the last."""
     own = round_.sampled[0]
-    if own.rollouts.manifest["config"].get("carried") and last is not None and last.number + 1 == round_.number:
-        yield own.name, "carried", own.rollouts, last.sampled[0].rollouts
     for table in round_.scored:
         assert table.scores is not None
         yield f"{table.name} (its scores)", "rollouts", table.scores, table.rollouts

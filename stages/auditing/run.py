@@ -16,7 +16,6 @@ import pyarrow.parquet as pq
 from stages.common.tables import read_table
 from stages.store.artifacts import Artifact, Store
 from tuning.columns import list_rows
-from tuning.rollout.segments import SegmentRow
 from tuning.rows import CompletionRow, FateRow, RefusedRow, ScoreRow, VerdictRow
 
 ROUND = re.compile(r"round-(\d+)\.(.+)")
@@ -60,24 +59,6 @@ class Sampled(Tables):
     def score_rows(self) -> list[ScoreRow]:
         """The score table."""
         return [] if self.scores is None else read_table(self.scores, "scores/", ScoreRow)
-
-    @functools.cached_property
-    def carried(self) -> list[CompletionRow]:
-        """The completions of groups that go on in the next round."""
-        return read_table(self.rollouts, "carried/", CompletionRow) if self.rollouts.has("carried/") else []
-
-    @functools.cached_property
-    def segments(self) -> list[SegmentRow]:
-        """Which policies sampled the completions of a round whose completions may go on."""
-        return read_table(self.rollouts, "segments/", SegmentRow) if self.rollouts.has("segments/") else []
-
-    @property
-    def begun(self) -> list[CompletionRow]:
-        """The completions that began here: not those that the round before has left, whose places are behind."""
-        if self.rollouts.stage != "partial":
-            return self.rows
-        own = self.rollouts.manifest["config"]["prompts"]
-        return [row for row in (*self.rows, *self.carried) if row.place < own]
 
     @functools.cached_property
     def refused(self) -> list[RefusedRow]:

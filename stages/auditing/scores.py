@@ -14,7 +14,6 @@ import numpy as np
 
 from stages.auditing.laws import Finding, Law, OfRounds
 from stages.auditing.run import AuditedRun, Sampled
-from stages.sampling.groups import begun
 from stages.sampling.played import Name, episodes_of, sample_of
 from tuning.agents.rows import TrajectoryRow
 from tuning.rows import CompletionRow, ScoreRow
@@ -228,15 +227,13 @@ def few_failures(run: AuditedRun) -> OfRounds:
 def _failures(sampled: Sampled, finding: Finding) -> None:
     assert sampled.scores is not None
     rows, config = sampled.score_rows, sampled.scores.manifest["config"]
-    # A round of partial rollouts may have one group, all of whose completions are no large share of a round.
-    of = max(len(rows), begun(sampled.rollouts))
-    limit = math.ceil(config.get("max_failed_fraction", 1.0) * of)
+    limit = math.ceil(config.get("max_failed_fraction", 1.0) * len(rows))
     finding.checked += 1
     for name in config["rewards"]:
         failures = [row.failure for row in rows if failed(row, name)]
         if len(failures) > limit:
             finding.broken.append(f"{sampled.name}: {name} failed on {len(failures)} of {len(rows)}: {failures[0]}")
-    if all(row.total is None for row in rows) and len(rows) > (limit if of > len(rows) else 0):
+    if rows and all(row.total is None for row in rows):
         finding.broken.append(f"{sampled.name}: no completion has a total")
 
 

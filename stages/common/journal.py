@@ -96,8 +96,7 @@ def journaled(
 ) -> dict[int, Outcome]:
     """Outcomes of `function` by number of the row, for calls on some rows each; those in the journal are not made.
 
-    limits: as in `tuning.rewards.processes.attempt`, whose outages, and calls that it has left, are among the outcomes
-        and not in the journal.
+    limits: as in `tuning.rewards.processes.attempt`, whose outages are among the outcomes and not in the journal.
     """
     from tuning.rewards.processes import attempt
 

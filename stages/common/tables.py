@@ -93,17 +93,12 @@ def by_shard(
     shards: Shards[R],
     items: Sequence[Item],
     make: Callable[[Sequence[Item]], list[R]],
-    *,
-    dealt: bool = False,
 ) -> tuple[list[R], list[Path]]:
     """All rows that `make` gives for slices of `items`, and the files of the slices; on process 0 of a group alone.
 
-    Slices that an earlier try has finished are read, not made. dealt: whether each process of a group makes an equal
-    share of every slice; else all make all of it together.
+    Slices that an earlier try has finished are read, not made.
     """
-    return as_they_end(
-        ctx, shards, items, lambda missing: ((n, make(part)) for n, part in missing.items()), dealt=dealt
-    )
+    return as_they_end(ctx, shards, items, lambda missing: ((n, make(part)) for n, part in missing.items()))
 
 
 def as_they_end(
@@ -111,10 +106,12 @@ def as_they_end(
     shards: Shards[R],
     items: Sequence[Item],
     make: Callable[[dict[int, Sequence[Item]]], Iterable[tuple[int, list[R]]]],
-    *,
-    dealt: bool = False,
+    dealt: int = 0,
 ) -> tuple[list[R], list[Path]]:
-    """As `by_shard`. `make` gets all missing slices by number and gives (number, rows) of each, in any order."""
+    """As `by_shard`. `make` gets all missing slices by number and gives (number, rows) of each, in any order.
+
+    dealt: items that each process of a group makes in its turn, with as many rows of each; 0: all make all together.
+    """
     total = -(-len(items) // shards.size)
     # The name has the number of shards: after a change of their size none is taken for another.
     files = [
@@ -133,12 +130,11 @@ def as_they_end(
         ctx.progress(done, len(items), shards.unit)
     made: Iterable[tuple[int, list[R]]] = ()
     if missing:
-        made = _shared(shards, missing, make) if dealt else make(missing)
+        made = _shared(shards, missing, make, dealt) if dealt else make(missing)
     for number, new_rows in made:
         if ctx.is_primary:
             rows.write_table(files[number], new_rows, shards.schema)
-            with multihost.alone():
-                ctx.saved()
+            ctx.saved()
             found[number] = new_rows
         done += len(slices[number])
         ctx.progress(done, len(items), shards.unit)
@@ -151,21 +147,31 @@ def _shared(
     shards: Shards[R],
     missing: Mapping[int, Sequence[Item]],
     make: Callable[[dict[int, Sequence[Item]]], Iterable[tuple[int, list[R]]]],
+    dealt: int,
 ) -> Iterator[tuple[int, list[R]]]:
-    """As `make`: each process makes its part of every slice, and process 0 yields the slices once they are whole."""
-    count, index = multihost.process_count(), multihost.process_index()
-    cuts = {n: [len(part) * i // count for i in range(count + 1)] for n, part in missing.items()}
-    own = {n: part[cuts[n][index] : cuts[n][index + 1]] for n, part in missing.items()}
-    made = make({n: part for n, part in own.items() if part})
+    """As `make`: each process makes the items that are dealt to it, and process 0 yields the slices once they are
+    whole."""
+    index = multihost.process_index()
+    turns = itertools.count()
+    owners = {n: [next(turns) // dealt % multihost.process_count() for _ in part] for n, part in missing.items()}
+    own = {n: [item for item, owner in zip(missing[n], owners[n], strict=True) if owner == index] for n in missing}
+    made = ((number, index, some) for number, some in make({n: part for n, part in own.items() if part}))
     parts: dict[int, dict[int, list[R]]] = {n: {} for n in missing}
     for number, process, some in multihost.to_primary(
-        ((number, index, some) for number, some in made),
+        made,
         lambda part: b"%d %d " % part[:2] + rows.to_bytes(part[2], shards.schema),
         lambda data: _received(data, shards.kind),
     ):
         parts[number][process] = some
-        if len(parts[number]) == sum(a < b for a, b in itertools.pairwise(cuts[number])):
-            yield number, [row for _, part in sorted(parts.pop(number).items()) for row in part]
+        if len(parts[number]) == len(set(owners[number])):
+            yield number, _in_order(parts.pop(number), owners[number])
+
+
+def _in_order(parts: Mapping[int, list[R]], owners: Sequence[int]) -> list[R]:
+    """The rows of a slice, of which each process has those of its items in their order."""
+    each = sum(map(len, parts.values())) // len(owners)
+    left = {process: iter(part) for process, part in parts.items()}
+    return [row for owner in owners for row in itertools.islice(left[owner], each)]
 
 
 def _received(data: bytes, kind: type[R]) -> tuple[int, int, list[R]]:

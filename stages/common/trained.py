@@ -27,7 +27,7 @@ SPLITS = ("sft", "preference", "labelled", "prompts")
 """Parts of the data that are trained on."""
 COLUMNS = ("id", "prompt", "content", "turns", "group")
 """The columns of a row of any part that name it."""
-_SAMPLED = ("rollout", "partial", "refill")
+_SAMPLED = ("rollout", "refill")
 _BLIND = ("base", "evaluate")
 """Stages whose artifacts have learned nothing from data to train on."""
 

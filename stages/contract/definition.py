@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import string
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from pathlib import Path
 from typing import Any, Literal, Protocol
 
@@ -57,10 +57,12 @@ class Context:
     memory: dict[str, Any]
     """Objects that this worker keeps between stages, by content digest (params on device, tokenizers)."""
     saved: Callable[[], None] = lambda: None
-    """Call after each finished folder in `work`: a remote store gets its copy."""
+    """Call after each finished folder in `work`: a remote store gets its copy, and a group joins a checkpoint."""
+    fetch: Callable[[Iterable[Path]], None] = lambda paths: None
+    """Brings files of an earlier try's checkpoints to their paths in `work`."""
 
     is_primary: bool = True
-    """Whether this is process 0 of its group, which alone writes tables and reports."""
+    """Whether this is process 0 of its group, which alone writes tables; others write shards of checkpoints."""
 
     name: str = "stage"
     """Label of the metrics in TensorBoard and Weights & Biases."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -18,12 +18,10 @@ FETCHES = 16
 """Shards of a cluster that are copied at a time."""
 
 
-def write_outputs(ctx: Context, pieces: Pieces, fates: Fates, sizes: Mapping[str, int]) -> dict[str, int]:
+def write_outputs(ctx: Context, pieces: Pieces, fates: Fates) -> dict[str, int]:
     """Writes the final files, and the tokens of those with completions; returns the rows written by output.
 
-    sizes: bytes of the rows of each block, in memory.
-
-    Raises LostRows where a cluster has lost some, SourceError where what it made cannot be read.
+    Raises FileNotFoundError if a cluster has not written a shard, SourceError if one cannot be read.
     """
     from tuning.data.flat import write_arrays
     from tuning.data.gather import outputs_of
@@ -34,11 +32,11 @@ def write_outputs(ctx: Context, pieces: Pieces, fates: Fates, sizes: Mapping[str
     outputs = [*dict.fromkeys(config.splits), *more]
     # None: by id.
     seed = config.seed if config.order == "shuffled" else None
+    jobs = [(output, shard) for output in outputs for shard in range(pieces.shards)]
     if config.on_cluster:
-        write, threads = _fetched(ctx, pieces, fates, sizes, outputs, seed), FETCHES
+        write, threads = _fetched(ctx, pieces, fates, jobs, seed), FETCHES
     else:
         write, threads = _merged(pieces, fates, seed), config.workers
-    jobs = [(output, shard) for output in outputs for shard in range(pieces.shards)]
     paths = [ctx.out / output / f"part-{shard:05d}-of-{pieces.shards:05d}.parquet" for output, shard in jobs]
     # Every output has an entry, also one without rows.
     counts = Counter[str](dict.fromkeys(outputs, 0))
@@ -62,21 +60,15 @@ def _merged(pieces: Pieces, fates: Fates, seed: int | None) -> Write:
     return lambda job, path: write_output(pieces, *job, path, fates.gone, seed)
 
 
-def _fetched(
-    ctx: Context, pieces: Pieces, fates: Fates, sizes: Mapping[str, int], outputs: Sequence[str], seed: int | None
-) -> Write:
-    """The cluster makes the shards, of which those of a killed try are reused, and this machine copies them."""
-    from tuning.data import by_shard
+def _fetched(ctx: Context, pieces: Pieces, fates: Fates, jobs: Sequence[tuple[str, int]], seed: int | None) -> Write:
+    """The cluster writes the shards, and this machine copies them."""
+    from tuning.data import merge_pipeline
 
-    config: Config = ctx.config
-    gone = None if fates.gone is None else fates.gone.column
-    merge, groups = by_shard.planned(
-        *(pieces.source, f"{pieces.source}-merged", pieces.blocks, sizes, outputs, pieces.shards, seed, gone)
-    )
-    total = len(outputs) * pieces.shards
-    if done := by_shard.finished(merge):
-        ctx.log(f"resumed: {len(done)} of {total} shards of the data were there")
-    receipts = by_shard.run(
-        *(merge, groups, config.beam_runner()), progress=lambda shards: ctx.progress(shards, total, "shard")
-    )
-    return lambda job, path: by_shard.fetch(merge, job, receipts[job], path)
+    merge = merge_pipeline.Merge(pieces.source, f"{pieces.source}-merged", seed)
+    runner = ctx.config.beam_runner()
+
+    def report(shards: int) -> None:
+        ctx.progress(min(shards, len(jobs)), len(jobs), "shard")
+
+    merge_pipeline.run(merge, pieces.blocks, jobs, runner, fates.gone, report)
+    return lambda job, path: merge_pipeline.fetch(merge, job, path)

@@ -81,7 +81,6 @@ def run(ctx: Context) -> dict[str, Any]:
         PrepareError: no rows for a wanted split, too many dead records, one id for two records, a group or prompt
             both in training and held out, or records that are not accounted for.
         SourceError: a source cannot be found or read.
-        LostRows: a cluster has lost rows, or has not made a shard.
     """
     from stages.prepare.card import write_card
     from tuning.data import extracted, merge, statistics
@@ -108,7 +107,7 @@ def run(ctx: Context) -> dict[str, Any]:
     records = {"read": read, "kept": fates.kept, "duplicates": fates.duplicates}
     records |= {"dropped": fates.dropped.total(), "dead": dead}
     _refuse_too_long(config, fates)
-    written = write_outputs(ctx, pieces, fates, {name: receipt["bytes"] for name, receipt in receipts.items()})
+    written = write_outputs(ctx, pieces, fates)
     _check_counts(records, fates.rows, written)
     crowd = crowd_of(ctx.out, fates, config)
     for split in config.splits:

@@ -21,8 +21,6 @@ PROGRAMS = "stages.serving.programs"
 """The module that plays episodes by a program."""
 AGENT_SECONDS = 600.0
 """Wall-clock limit of a program's episode where none is said."""
-PROCESS = "tuning.agents.zygote"
-"""The module that each process of an environment begins with: adapters and tools are reached from it."""
 PREFIXES = ("gem", "gymnasium", "textarena", "mcp")
 """Kinds of names whose part behind the colon is no module."""
 FUNCTIONS = ("renderer", "parser")
@@ -110,8 +108,7 @@ def modules_of(environment: Environment | None) -> tuple[str, ...]:
     if environment.agent:
         return (EPISODES, PROGRAMS)
     built_in = environment.name if environment.name and ":" not in environment.name else None
-    # The process is started by a command, which no import shows.
-    return (EPISODES, PROCESS, *([f"tuning.agents.environments.{built_in}"] if built_in else []))
+    return (EPISODES, *([f"tuning.agents.environments.{built_in}"] if built_in else []))
 
 
 def source_digests(environment: Environment) -> dict[str, str]:

@@ -101,8 +101,8 @@ class _Episodes:
         recorded = self._recorded() if self.settings.replay else {}
         left = [
             dataclasses.replace(e, **recorded.get((e.place, e.sample), {}))
-            for e in episodes[multihost.process_index() :: multihost.process_count()]
-            if (e.place, e.sample) not in there
+            for turn, e in enumerate(e for e in episodes if (e.place, e.sample) not in there)
+            if turn % multihost.process_count() == multihost.process_index()
         ]
         if len(there) < len(episodes):
             played = self._played(left, [prompt for _, prompt in prompts])

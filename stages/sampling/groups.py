@@ -27,21 +27,6 @@ BINS = 5
 """Bins of the histogram of pass rates in an error."""
 
 
-PARTIAL = "partial"
-"""The stage whose rounds have as many groups as became whole in them."""
-
-
-def begun(rollouts: Artifact) -> int:
-    """Completions that a round begins where others may end in it than these; 0 where those that it has are all.
-
-    Shares of a round with one whole group are of these: few completions are a large share of a group.
-    """
-    if rollouts.stage != PARTIAL:
-        return 0
-    config = rollouts.manifest["config"]
-    return int(config["prompts"] * config["completions"])
-
-
 class TooFewGroups(RuntimeError):
     """All refills together left fewer informative groups than the round wants."""
 

@@ -75,6 +75,13 @@ def with_local_policy(ctx: Context) -> Context:
     return dataclasses.replace(ctx, memory=memory)
 
 
+def replicas_here(ctx: Context) -> int:
+    """How many engines of this project sample on the devices of each process of the group."""
+    from tuning.rollout.engine.placement import replicas_of, sampling_mesh
+
+    return max(1, replicas_of(sampling_mesh(ctx.config.compute.mesh)) // multihost.process_count())
+
+
 def in_one_go(settings: EngineSettings) -> bool:
     """Whether all shards of a round are sampled together, each written when its last completion has come.
 

@@ -15,7 +15,7 @@ from stages.common.models import load_policy, load_tokenizer, stop_ids
 from stages.common.tables import Shards, as_they_end, by_shard, publish
 from stages.contract.definition import Context
 from stages.sampling.environment import EPISODES
-from stages.sampling.native import in_one_go, open_engine, with_local_policy
+from stages.sampling.native import in_one_go, open_engine, replicas_here, with_local_policy
 from stages.sampling.settings import EngineSettings, SamplingConfig
 from tuning import multihost
 from tuning.columns import Numbers
@@ -106,9 +106,9 @@ def _sampled(ctx: Context, prompts: Sequence[tuple[int, PromptRow]], draw: Draw)
     sampler = _Sampler(ctx, draw, [prompt for _, prompt in prompts])
     shards = Shards(FOLDER, CompletionRow, CompletionRow.schema(), draw.shard_prompts, "prompts")
     if in_one_go(draw.engine):
-        rows, files = as_they_end(ctx, shards, prompts, sampler.stream, dealt=True)
+        rows, files = as_they_end(ctx, shards, prompts, sampler.stream, dealt=replicas_here(ctx))
     else:
-        rows, files = by_shard(ctx, shards, prompts, sampler.shard, dealt=True)
+        rows, files = by_shard(ctx, shards, prompts, sampler.shard)
     publish(files, ctx.out / FOLDER)
     return rows
 

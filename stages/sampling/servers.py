@@ -1,4 +1,4 @@
-"""Rollouts by HTTP servers (`tuning.rollout.servers`): the policy that they get, as tensors, a folder or an adapter.
+"""Rollouts by HTTP servers (`tuning.rollout.servers`): the policy that they get, as files, a folder or an adapter.
 
 Servers that are started here live as long as the worker: the next round gives them new weights.
 """
@@ -6,6 +6,7 @@ Servers that are started here live as long as the worker: the next round gives t
 from __future__ import annotations
 
 import atexit
+import contextlib
 import dataclasses
 import functools
 import json
@@ -14,9 +15,11 @@ import secrets
 import shutil
 import socket
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
+
+import fsspec
 
 from stages.common.models import ADAPTER, load_rounded, load_tokenizer, stop_ids, token_ids
 from stages.contract.definition import Context
@@ -42,10 +45,12 @@ class _Started:
 
 _started: dict[str, _Started] = {}
 """Servers by the digest of their settings; one entry at a time, because two would not fit the devices."""
+_transfers: dict[Path, Any] = {}
+"""The newest policy that servers read as files, by its folder here."""
 _loading = threading.Lock()
 """Held while a policy is loaded or written: servers get theirs side by side, from one copy and one folder."""
-_places: set[Path] = set()
-"""Folders in which this worker stores weights for servers."""
+_places: set[str] = set()
+"""Folders and URLs below which this worker stores weights for servers."""
 
 
 def open_engine(ctx: Context, settings: EngineSettings, quantize: str, context: int, requests: Sequence[Any]) -> Any:
@@ -56,10 +61,7 @@ def open_engine(ctx: Context, settings: EngineSettings, quantize: str, context: 
     names = ("sync", "concurrency", "tries", "start_seconds", "wait_seconds", "tolerance", "version")
     policy = _policy(ctx, settings, quantize, requests)
     servers = _servers(ctx, settings, context)
-    # Servers that are started here see the folder of this worker.
-    shared = settings.command is not None or settings.folder is not None
-    options = Options(**{n: getattr(settings, n) for n in names}, shared=shared)
-    remote = Fleet(KINDS[settings.kind], servers, options, ctx.log)
+    remote = Fleet(KINDS[settings.kind], servers, Options(**{n: getattr(settings, n) for n in names}), ctx.log)
     remote.load(policy)
     ctx.metrics_line(servers=len(remote.gaps), logprob_gap=max(remote.gaps.values()))
     return remote
@@ -70,7 +72,10 @@ def end_all() -> None:
     for name in list(_started):
         _end(_started.pop(name))
     for place in _places:
-        shutil.rmtree(place, ignore_errors=True)
+        # Clients of object stores have errors of their own.
+        with contextlib.suppress(Exception):
+            fs, path = fsspec.core.url_to_fs(place)
+            fs.rm(path, recursive=True)
 
 
 def _end(started: _Started) -> None:
@@ -90,8 +95,7 @@ def _servers(ctx: Context, settings: EngineSettings, context: int) -> list[Any]:
         return [RemoteServer(url, **options) for url in settings.urls]
     # Settings that a running server cannot change: with others it is started anew.
     same = {"kind", "command", "arguments", "environment", "servers", "dtype"}
-    ways = {"adapters": settings.sync == "adapter", "streams": settings.sync == "stream"}
-    wanted = digest(settings.model_dump(mode="json", include=same) | ways)
+    wanted = digest(settings.model_dump(mode="json", include=same) | {"adapters": settings.sync == "adapter"})
     # Ended before others start: the devices would not hold both.
     for name in [n for n, group in _started.items() if n != wanted or group.context < context]:
         _end(_started.pop(name))
@@ -110,39 +114,45 @@ def _server(ctx: Context, settings: EngineSettings, context: int, number: int, o
     from tuning.rollout.servers.protocol import ServerStart
     from tuning.rollout.servers.server import RemoteServer
 
-    kind, streams = KINDS[settings.kind], settings.sync == "stream"
+    kind = KINDS[settings.kind]
 
     def command(folder: Path, port: int) -> list[str]:
-        start = ServerStart(folder, settings.dtype, context, settings.sync == "adapter", streams)
+        start = ServerStart(folder, settings.dtype, context, settings.sync == "adapter")
         return [*settings.words, *kind.arguments(start, port), *settings.arguments]
 
     log = _place(ctx, settings) / f"{settings.kind}-{number}.log"
     # Other users of this machine reach the port too.
     key = options["key"] or secrets.token_urlsafe(32)
-    own = kind.environment(key, streams)
-    environment = own | settings.environment
-    if "PYTHONPATH" in own and "PYTHONPATH" in settings.environment:
-        environment["PYTHONPATH"] = os.pathsep.join([own["PYTHONPATH"], settings.environment["PYTHONPATH"]])
+    environment = kind.environment(key) | settings.environment
     options = options | {"key": environment.get("VLLM_API_KEY", options["key"])}
     return RemoteServer(child=Child(command, environment, log), **options)
 
 
 def _place(ctx: Context, settings: EngineSettings) -> Path:
-    """The folder of this worker's weights for servers; folders of dead workers of this machine are removed."""
-    root = Path(settings.folder) if settings.folder else ctx.inputs["policy"].store.scratch / "engines"
-    host, pid = socket.gethostname(), os.getpid()
-    for old in root.glob(f"{host}-*"):
-        # Without /proc nothing is known of other processes: their folders stay.
-        number = old.name.removeprefix(f"{host}-")
-        if number.isdigit() and int(number) != pid and not Path("/proc", number).exists() and Path("/proc").exists():
-            shutil.rmtree(old, ignore_errors=True)
-    place = (root / f"{host}-{pid}").absolute()
+    """The folder of this worker's weights for servers; they are copied from there to a URL."""
+    local = settings.folder if settings.folder and "://" not in settings.folder else None
+    place = Path(_own(local or str(ctx.inputs["policy"].store.scratch / "engines")))
     place.mkdir(parents=True, exist_ok=True)
+    return place
+
+
+def _own(root: str) -> str:
+    """This worker's folder below a folder or URL. Those of dead workers of this machine are removed."""
+    fs, path = fsspec.core.url_to_fs(root)
+    host, pid = socket.gethostname(), os.getpid()
+    for old in fs.ls(path, detail=False) if fs.exists(path) else ():
+        # Without /proc nothing is known of other processes: their folders stay.
+        name, _, number = old.rstrip("/").rpartition("/")[2].rpartition("-")
+        dead = number.isdigit() and not Path("/proc", number).exists() and Path("/proc").exists()
+        if name == host and dead:
+            with contextlib.suppress(FileNotFoundError):
+                fs.rm(old, recursive=True)
+    own = f"{path}/{host}-{pid}"
     # Once, with the first folder.
     if not _places:
         atexit.register(end_all)
-    _places.add(place)
-    return place
+    _places.add(fs.unstrip_protocol(own))
+    return own
 
 
 def _policy(ctx: Context, settings: EngineSettings, quantize: str, requests: Sequence[Any]) -> Any:
@@ -166,8 +176,7 @@ def _policy(ctx: Context, settings: EngineSettings, quantize: str, requests: Seq
         folder=functools.partial(_folder, ctx, settings, base, kind),
         logps=_logps(ctx, quantize),
         probe=probe,
-        tensors=functools.partial(_tensors, ctx, base, kind),
-        config=functools.partial(_config, ctx, base, kind),
+        transfer=functools.partial(_transfer, ctx, settings, base, kind) if settings.transfers else None,
         dtype=settings.dtype,
         base=_name(base, kind) if below is not None else "",
         adapter=adapter,
@@ -207,7 +216,7 @@ def _folder(ctx: Context, settings: EngineSettings, artifact: Artifact, quantize
         for old in place.glob("model-*"):
             shutil.rmtree(old)
         config, params = load_rounded(ctx, artifact, quantize)
-        if choose().platform == "cpu" and not config.family.startswith("gemma"):
+        if choose().platform == "cpu" and settings.kind != "native" and not config.family.startswith("gemma"):
             # vLLM's CPU kernels keep a packed copy of the LM head, which a reload renews only where the head is no tied
             # one. Its Gemma knows tied ones alone: there the probe finds the old head, and the server is restarted.
             config, params = huggingface.untied(config, params)
@@ -220,23 +229,24 @@ def _folder(ctx: Context, settings: EngineSettings, artifact: Artifact, quantize
         return target
 
 
-def _config(ctx: Context, artifact: Artifact, quantize: str) -> dict[str, Any]:
-    """The policy's config, for `Policy.config`."""
+def _transfer(ctx: Context, settings: EngineSettings, artifact: Artifact, quantize: str) -> Any:
+    """The policy's files below `folder`, where this worker writes them first if that is a URL."""
+    from tuning.rollout.servers.transfer import Transfer, digests
+
+    source = _folder(ctx, settings, artifact, quantize)
+    assert settings.folder is not None
     with _loading:
-        return dataclasses.asdict(load_rounded(ctx, artifact, quantize)[0])
-
-
-def _tensors(ctx: Context, artifact: Artifact, quantize: str, types: Mapping[str, str]) -> Iterator[tuple[str, Any]]:
-    """The policy's tensors, for `Policy.tensors`."""
-    import jax.numpy as jnp
-    from flax import nnx
-
-    from tuning.models.huggingface import tensors_from_params
-
-    with _loading:
-        _, params = load_rounded(ctx, artifact, quantize)
-    for name, value in tensors_from_params(nnx.to_pure_dict(params)):
-        yield name, value.astype(jnp.dtype(types.get(name, value.dtype.name)), copy=False)
+        if source not in _transfers:
+            if "://" in settings.folder:
+                fs, _ = fsspec.core.url_to_fs(settings.folder)
+                own = _own(settings.folder)
+                # Removed before the new one is written, as in `_folder`.
+                if fs.exists(own):
+                    fs.rm(own, recursive=True)
+                fs.put(f"{source}/", f"{own}/{source.name}/", recursive=True)
+            _transfers.clear()
+            _transfers[source] = Transfer(settings.folder, f"{source.parent.name}/{source.name}", digests(source))
+        return _transfers[source]
 
 
 def _logps(ctx: Context, quantize: str) -> Callable[[Sequence[tuple[Sequence[int], Sequence[int]]], float], Any]:

@@ -25,7 +25,7 @@ class EngineSettings(StageConfig):
     """The engine that samples rollouts: this project's own, or HTTP servers that are somewhere or are started here."""
 
     kind: Literal["native", "vllm", "sglang"] = "native"
-    """native: in the worker, with the trainer's model code, or with `url` by rlhf serve --take-weights; vllm, sglang:
+    """native: in the worker, with the trainer's model code, or with `url` by rlhf serve; vllm, sglang:
     these servers, or any with the same API."""
     quantization: Literal["none", "int8"] = "none"
     """How the native engine stores the weight matrices of layers. Its samples are slightly off the policy, for which
@@ -54,13 +54,13 @@ class EngineSettings(StageConfig):
     where rlhf runs, which is how a run is repeated from its record."""
     servers: int = execution_setting(1, ge=1)
     """How many are started."""
-    sync: Literal["auto", "stream", "weights", "adapter", "restart", "none"] = execution_setting("auto")
-    """How they get a new policy: stream, all weights over HTTP (vllm with rlhf_weights); weights, all by a folder and
-    their endpoints for RL; the adapter alone; by a restart; or not from here. auto: stream where servers at url take it
-    and no folder is named, else weights, and a restart where that fails."""
+    sync: Literal["auto", "transfer", "weights", "adapter", "restart", "none"] = execution_setting("auto")
+    """How they get a new policy: transfer, files of `folder` by vLLM's weight transfer (with this project's plugin) or
+    by rlhf serve; weights, a reload of `folder`; the adapter alone; by a restart; or not from here. auto: transfer for
+    native servers and where `folder` is a URL, else weights, and a restart where that fails."""
     folder: str | None = execution_setting(None)
-    """Folder for the weights, under the same path for this machine and the servers; null: in the store's scratch.
-    Not for servers that get them over HTTP."""
+    """Folder for the weights, under the same path for this machine and the servers, or a URL that both reach
+    (s3://bucket/policies); null: in the store's scratch."""
     concurrency: int = execution_setting(64, ge=1)
     """Prompts at one server at a time."""
     timeout: float = execution_setting(600.0, gt=0)
@@ -118,19 +118,27 @@ class EngineSettings(StageConfig):
                 raise ValueError(f"{name} is of servers that are started here: say command in place of url")
         if self.command is None and self.sync == "restart":
             raise ValueError("sync restart is for servers that are started here: say command in place of url")
-        if self.sync == "stream" and (self.kind == "sglang" or (self.command is None and self.folder is not None)):
-            raise ValueError("sync stream is for vllm and native servers, and needs no folder: leave it out")
-        if self.kind == "native" and (self.command is not None or self.sync == "adapter" or self.folder is not None):
+        if self.kind == "native" and (self.command is not None or self.sync not in ("auto", "none")):
+            raise ValueError("native servers are at url, and read whole policies: leave command and sync out")
+        if self.transfers and (self.command is not None or self.kind == "sglang" or self.folder is None):
             raise ValueError(
-                "native servers are at url, and get whole policies over HTTP: leave command, folder and sync: adapter "
-                "out"
+                "sync transfer is for vllm and native servers at url: set url, and folder to a folder or URL that they "
+                "and this machine reach"
             )
+        if "://" in (self.folder or "") and not self.transfers:
+            raise ValueError(f"sync {self.sync} needs a folder that is a path: {without_userinfo(self.folder or '')}")
         return self
 
     @property
     def in_worker(self) -> bool:
         """Whether the engine is this project's own, in the worker."""
         return self.kind == "native" and self.url is None and self.command is None
+
+    @property
+    def transfers(self) -> bool:
+        """Whether servers read policies as files below `folder`."""
+        shared = self.kind == "native" or "://" in (self.folder or "")
+        return self.sync == "transfer" or (self.sync == "auto" and shared)
 
     @property
     def urls(self) -> list[str]:

@@ -20,7 +20,6 @@ from stages.common.journal import Journal, journaled
 from stages.common.models import load_scorer, load_tokenizer
 from stages.common.tables import Shards, by_shard
 from stages.contract.definition import Context
-from stages.sampling.groups import begun
 from stages.sampling.played import FAILED, episodes_of, reward_of, sample_of
 from stages.score.grouped import hint
 from stages.score.settings import COMPUTED, ENVIRONMENT, Config, Reward
@@ -96,7 +95,7 @@ def outcomes_of(ctx: Context, names: Sequence[str], rollouts: Sequence[Completio
     limit, setting = config.max_failed_fraction, "rl.score.max_failed_fraction"
     try:
         named = {name: config.rewards[name].function for name in names}
-        check_failures(played, limit, least=begun(ctx.inputs["rollouts"]), setting=setting, functions=named)
+        check_failures(played, limit, setting=setting, functions=named)
     except TooManyFailures as error:
         by_number = {name: dict(enumerate(column)) for name, column in columns.items()}
         raise TooManyFailures(f"{error}{hint(ctx, by_number, rollouts)}") from None

@@ -89,8 +89,8 @@ class Config(StageConfig):
     and greedy completions."""
     compute: Compute = Compute()
     """How to compute."""
-    workers: int = execution_setting(2, ge=1)
-    """Processes that run reward functions."""
+    workers: int | None = execution_setting(None, ge=1)
+    """Processes that run reward functions; null: one a core. Nodes of a cluster run one a CPU."""
     max_concurrency: int = execution_setting(32, ge=1)
     """Requests to a judge at a time; for these there are no processes."""
 

@@ -20,10 +20,10 @@ from starlette.exceptions import HTTPException
 from stages.serving.access import Keys
 from stages.serving.answers import completion_logprobs
 from stages.serving.api import Asked, ChatRequest, CompletionRequest
-from stages.serving.guard import METRICS, Bounds, Guard
+from stages.serving.guard import METRICS, WEIGHTS, Bounds, Guard
 from stages.serving.server import ContextFull, Job, PolicyChanged, Server, UnknownModel
 from stages.serving.sessions import EvictedSession, LimitReached, UnknownSession
-from stages.serving.weights import NotTaken, PushBusy, PushEnded, Pushes, add_routes
+from stages.serving.weights import Given, NotTaken, Weights
 
 
 class Rewarded(BaseModel):
@@ -39,15 +39,18 @@ STALLED_SECONDS = 900.0
 
 
 def make_app(
-    server: Server, bounds: Bounds | None = None, keys: Keys | None = None, pushes: Pushes | None = None
+    server: Server, bounds: Bounds | None = None, keys: Keys | None = None, weights: Weights | None = None
 ) -> Any:
-    """The web application, behind its guard. It neither takes nor tells of weights unless it is given what does."""
+    """The web application, behind its guard. Without `weights` it has no route that changes its policy."""
     app = FastAPI(title=server.name, docs_url=None, redoc_url=None, openapi_url=None)
-    guard = Guard(app, server.counts, bounds, keys, pushes)
+    guard = Guard(app, server.counts, bounds, keys)
     _errors(app)
     _about(app, server, guard)
-    if pushes is not None:
-        add_routes(app, pushes)
+    if weights is not None:
+        # No coroutine: a thread reads the policy.
+        @app.post(WEIGHTS)
+        def take(given: Given) -> Any:
+            return weights.take(given)
 
     async def completions(asked: CompletionRequest, http: Request, name: str | None = None) -> Any:
         server.check_model(asked, server.policy)
@@ -123,7 +126,7 @@ def _about(app: Any, server: Server, guard: Guard) -> None:
 
     @app.get("/weight_info")
     async def weight_info() -> dict[str, str | None]:
-        return {"weight_version": server.policy}
+        return {"weight_version": server.policy, "dtype": await asyncio.to_thread(lambda: server.dtype)}
 
     @app.get("/v1/models")
     @app.get("/sessions/{name}/v1/models")
@@ -161,8 +164,6 @@ def _of(error: Exception) -> tuple[int, str | None]:
         (EvictedSession, 410, "session_evicted"),
         (UnknownModel, 404, "model_not_found"),
         (NotTaken, 403, "weights_not_taken"),
-        (PushEnded, 409, "push_ended"),
-        (PushBusy, 503, "push_busy"),
         (PolicyChanged, 503, "policy_changed"),
         (EngineStopped, 503, "engine_failed"),
     ]
@@ -190,7 +191,7 @@ def _errors(app: Any) -> None:
         return _error(status, str(error), param, code)
 
     told = (ValueError, UnknownSession, EvictedSession, UnknownModel, EngineStopped)
-    for kind in (*told, NotTaken, PushEnded, PushBusy, PolicyChanged):
+    for kind in (*told, NotTaken, PolicyChanged):
         app.add_exception_handler(kind, refused)
 
     @app.exception_handler(Exception)

@@ -8,10 +8,10 @@ from collections.abc import Iterator, Mapping
 
 SECONDS = (0.1, 0.5, 1.0, 5.0, 30.0, 120.0, 600.0)
 """Upper bounds of the buckets of answers' times."""
-ROUTES = re.compile(r"/(sessions|weights)/[^/]+(?=/|$)")
+ROUTES = re.compile(r"/sessions/[^/]+(?=/|$)")
 KNOWN = (
     *("/v1/completions", "/v1/chat/completions", "/v1/models", "/health", "/ready", "/metrics", "/version"),
-    *("/weight_info", "/weights", "/weights/NAME", "/weights/NAME/commit"),
+    *("/weight_info", "/weights"),
     *("/sessions/NAME", "/sessions/NAME/reward", "/sessions/NAME/v1/models"),
     *("/sessions/NAME/v1/completions", "/sessions/NAME/v1/chat/completions"),
 )
@@ -19,7 +19,7 @@ KNOWN = (
 
 def route_of(path: str) -> str:
     """A path as a label: one of few, whatever clients ask for."""
-    route = ROUTES.sub(r"/\1/NAME", path, count=1)
+    route = ROUTES.sub("/sessions/NAME", path, count=1)
     return route if route in KNOWN else "other"
 
 

@@ -18,7 +18,6 @@ from typing import Any
 
 from stages.serving.access import Keys, is_address
 from stages.serving.counts import Counts
-from stages.serving.weights import PushEnded, Pushes
 
 Message = MutableMapping[str, Any]
 Receive = Callable[[], Awaitable[Message]]
@@ -27,8 +26,8 @@ Send = Callable[[Message], Awaitable[None]]
 OPEN = ("/health", "/ready")
 """Asked without a key, and while the server is full: supervisors act on them."""
 METRICS = "/metrics"
-WEIGHTS = "/weights/"
-"""Below it are buckets of weights, which have a limit of their own."""
+WEIGHTS = "/weights"
+"""A policy comes to a busy server too."""
 RETRY_SECONDS = 1
 DRAINED = 4
 """A body that is too large is read, and dropped, up to so many times its limit: then its client gets the answer in
@@ -43,8 +42,6 @@ class Bounds:
     body_bytes: int = 4 * 2**20
     body_seconds: float = 30.0
     """For the whole body to arrive."""
-    bucket_bytes: int = 0
-    """A bucket of weights, where it may be larger than other bodies."""
     requests: int = 256
     """Answered at once; further ones get status 429."""
     request_seconds: float = 600.0
@@ -62,17 +59,8 @@ class Refused(Exception):
 class Guard:
     """An ASGI application around another one."""
 
-    def __init__(
-        self,
-        app: Any,
-        counts: Counts,
-        bounds: Bounds | None = None,
-        keys: Keys | None = None,
-        pushes: Pushes | None = None,
-    ):
-        """pushes: whose buckets arrive one at a time."""
+    def __init__(self, app: Any, counts: Counts, bounds: Bounds | None = None, keys: Keys | None = None):
         self._app, self.counts, self.bounds, self._keys = app, counts, bounds or Bounds(), keys or Keys()
-        self._pushes = pushes
 
     async def __call__(self, scope: Mapping[str, Any], receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -104,47 +92,17 @@ class Guard:
         if scope["method"] not in ("POST", "PUT", "PATCH"):
             await self._app(scope, receive, answer.send)
             return
-        # A policy comes to a busy server too: its buckets come one at a time.
-        pushing = self._pushes is not None and f"{scope['path']}/".startswith(WEIGHTS)
-        if not pushing and self.counts.in_flight >= self.bounds.requests:
+        counted = scope["path"] != WEIGHTS
+        if counted and self.counts.in_flight >= self.bounds.requests:
             text = f"{self.bounds.requests} requests are being answered (--requests): ask again"
             raise Refused(429, text, "too_many_requests", {"retry-after": str(RETRY_SECONDS)})
-        self.counts.in_flight += not pushing
+        self.counts.in_flight += counted
         try:
-            number = scope["path"].removeprefix(WEIGHTS)
-            if self._pushes is None or number == scope["path"] or "/" in number:
-                await self._read(headers, scope, receive, answer, self.bounds.body_bytes)
-            else:
-                await self._bucket(self._pushes, number, headers, scope, receive, answer)
+            body = await self._body(headers, receive, self.bounds.body_bytes)
+            if body is not None:
+                await self._app(scope, _replayed(body, receive), answer.send)
         finally:
-            self.counts.in_flight -= not pushing
-
-    async def _bucket(
-        self,
-        pushes: Pushes,
-        number: str,
-        headers: Mapping[bytes, bytes],
-        scope: Mapping[str, Any],
-        receive: Receive,
-        answer: Answer,
-    ) -> None:
-        """A bucket of a push: memory holds one at a time, and none of a push that there is not."""
-        most = max(self.bounds.body_bytes, self.bounds.bucket_bytes)
-        try:
-            arriving = pushes.arriving(number)
-        except PushEnded as error:
-            await self._body(headers, receive, most, kept=False)
-            raise Refused(409, str(error), "push_ended") from None
-        async with arriving:
-            await self._read(headers, scope, receive, answer, most)
-
-    async def _read(
-        self, headers: Mapping[bytes, bytes], scope: Mapping[str, Any], receive: Receive, answer: Answer, most: int
-    ) -> None:
-        """Passes a request on, once its body is there."""
-        body = await self._body(headers, receive, most)
-        if body is not None:
-            await self._app(scope, _replayed(body, receive), answer.send)
+            self.counts.in_flight -= counted
 
     def _check(self, headers: Mapping[bytes, bytes]) -> None:
         if not self._keys.take(headers.get(b"authorization")):
@@ -157,10 +115,8 @@ class Guard:
             # A page of the browser whose name was pointed at this machine (DNS rebinding).
             raise Refused(403, f"Host is {host!r}: without a key only an address or localhost is answered", "host")
 
-    async def _body(
-        self, headers: Mapping[bytes, bytes], receive: Receive, limit: int, kept: bool = True
-    ) -> bytes | None:
-        """The whole body, of at most `limit` bytes, or nothing of it unless it is kept; None where the client left."""
+    async def _body(self, headers: Mapping[bytes, bytes], receive: Receive, limit: int) -> bytes | None:
+        """The whole body, of at most `limit` bytes; None where the client left."""
         seconds = self.bounds.body_seconds
         told = headers.get(b"content-length", b"0")
         large = Refused(413, f"the body is larger than {limit} bytes (--body-megabytes): send less", "body_too_large")
@@ -175,7 +131,7 @@ class Guard:
                         return None
                     part = message.get("body", b"")
                     size += len(part)
-                    if kept and size <= limit:
+                    if size <= limit:
                         parts.append(part)
                     if size > DRAINED * limit or not message.get("more_body", False):
                         break

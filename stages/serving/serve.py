@@ -20,7 +20,7 @@ from stages.serving.policy import open_policy
 from stages.serving.server import TOP_LOGPROBS, Server
 from stages.serving.sessions import Sessions
 from stages.serving.settings import Serve
-from stages.serving.weights import BODY_BYTES, Pushes
+from stages.serving.weights import Weights
 
 STEP_SECONDS = 5.0
 """For the step that the engine is in when the server has ended; one that hangs is left."""
@@ -73,9 +73,8 @@ def main() -> None:
         body_bytes=int(options.body_megabytes * 2**20),
         requests=options.requests,
         request_seconds=options.request_seconds,
-        bucket_bytes=BODY_BYTES if options.take_weights else 0,
     )
-    serve(make_app(server, bounds, keys, Pushes(server, options.take_weights)), live, options.host, options.port)
+    serve(make_app(server, bounds, keys, Weights(server, options.take_weights)), live, options.host, options.port)
 
 
 def unusable(host: str, port: int) -> str | None:

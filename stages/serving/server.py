@@ -6,6 +6,7 @@ import asyncio
 import concurrent.futures
 import contextlib
 import dataclasses
+import functools
 import json
 import queue
 from collections.abc import AsyncIterator, Callable, Sequence
@@ -80,6 +81,11 @@ class Server:
     def policy(self) -> str | None:
         """Name of the weights that it has now."""
         return self.policies.get(self.live.generation)
+
+    @functools.cached_property
+    def dtype(self) -> str:
+        """Type of the matrices of layers."""
+        return str(self.live.look(lambda engine, _: engine.weights_dtype))
 
     def policy_of(self, job: Job) -> str | None:
         """Name of the weights that a job was answered by. Raises PolicyChanged where it was by several."""

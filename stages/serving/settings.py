@@ -59,8 +59,8 @@ class ServeOptions(StageConfig):
     """Time for a request from its head to the end of its answer."""
     body_megabytes: Annotated[float, Field(gt=0, le=1024)] = 4.0
     """Largest body of a request."""
-    take_weights: bool = False
-    """Whoever may ask may also push another policy of the same model (POST /weights)."""
+    take_weights: str | None = None
+    """Folder or URL with policies of the same model: clients may name another one of them (POST /weights)."""
     context: Annotated[int, Field(ge=0)] = 0
     """Longest prompt with its answer in tokens, at most the model's positions; 0: 4,096."""
     slots: Annotated[int, Field(ge=0)] = 0

@@ -16,14 +16,14 @@ import os
 import shutil
 import uuid
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
 import fsspec
 from pydantic import TypeAdapter
 
-from stages.store import disk, forms, readonly
+from stages.store import disk, forms, readonly, transfers
 from stages.store.keys import digest, without_userinfo
 from stages.store.manifests import strange, with_checksum
 from tuning import multihost
@@ -91,13 +91,21 @@ class Artifact:
         """Whether the artifact has a file whose path begins with `part`."""
         return any(f["path"].startswith(part) for f in self.manifest["files"])
 
-    def local(self, part: str = "") -> Path:
-        """A local path of the artifact or of one folder or file in it, fetched first from a remote store."""
+    def local(self, part: str = "", wanted: Callable[[str], bool] = lambda path: True) -> Path:
+        """A local path of the artifact or of one folder or file in it. Of a remote store the wanted files are fetched
+        first; `fetch` brings others."""
         if part and not self.has(part):
             raise ArtifactError(f"{self.url} has no {part!r}; it holds {[f['path'] for f in self.manifest['files']]}")
         if self.store.is_local:
             return Path(self.store.root, "artifacts", self.stage, self.folder, part)
-        return self.store.fetch(self, part)
+        self.store.fetch(self, lambda path: path.startswith(part) and wanted(path))
+        return self.store.fetched(self) / part
+
+    def fetch(self, paths: Iterable[Path]) -> None:
+        """Fetches files of the artifact from a remote store to their paths below `local`."""
+        if not self.store.is_local:
+            names = {path.relative_to(self.store.fetched(self)).as_posix() for path in paths}
+            self.store.fetch(self, names.__contains__)
 
 
 class Store:
@@ -198,12 +206,14 @@ class Store:
         fault = self._fault(artifact, artifact.stage, artifact.key)
         if fault:
             return fault
-        for f in artifact.manifest["files"]:
+
+        def differs(f: dict[str, Any]) -> str | None:
             with self.fs.open(f"{artifact.url}/{f['path']}", "rb") as data:
                 checksum = hashlib.file_digest(data, "sha256").hexdigest()
-            if checksum != f["sha256"]:
-                return f"{f['path']} has checksum {checksum[:12]}, the manifest says {f['sha256'][:12]}"
-        return None
+            same = checksum == f["sha256"]
+            return None if same else f"{f['path']} has checksum {checksum[:12]}, the manifest says {f['sha256'][:12]}"
+
+        return next(filter(None, transfers.each(differs, artifact.manifest["files"])), None)
 
     def aside(self, stage: str, key: str) -> str | None:
         """As `set_aside`; None where the store may not be written to, and the artifact stays."""
@@ -244,19 +254,25 @@ class Store:
             return []
         return sorted(path.rstrip("/").rsplit("/", 1)[1] for path in paths)
 
-    def fetch(self, artifact: Artifact, part: str = "") -> Path:
-        """Downloads the files below `part` to scratch (complete files only) and returns the local path."""
+    def fetched(self, artifact: Artifact) -> Path:
+        """The local folder to which `fetch` brings files of an artifact."""
         # By content, not by key alone: a stage that was forced has other bytes under the same key.
         content = digest([[f["path"], f["sha256"]] for f in artifact.manifest["files"]])[:12]
-        base = self.scratch / "fetched" / artifact.stage / f"{artifact.key}-{content}"
-        for f in artifact.manifest["files"]:
+        return self.scratch / "fetched" / artifact.stage / f"{artifact.key}-{content}"
+
+    def fetch(self, artifact: Artifact, wanted: Callable[[str], bool]) -> None:
+        """Downloads the files with wanted paths, several at a time; none of them is there before it is complete."""
+        base = self.fetched(artifact)
+
+        def one(f: dict[str, Any]) -> None:
             target = base / f["path"]
-            if not f["path"].startswith(part) or (target.exists() and target.stat().st_size == f["size"]):
-                continue
+            if target.exists() and target.stat().st_size == f["size"]:
+                return
             with whole_file(target) as partial:
                 if not disk.fetched(self.fs, f"{artifact.url}/{f['path']}", partial, f["sha256"]):
                     raise ArtifactError(f"{artifact.url}/{f['path']} differs from its checksum; run `rlhf verify`")
-        return base / part
+
+        transfers.each(one, [f for f in artifact.manifest["files"] if wanted(f["path"])])
 
     # -- writing ---------------------------------------------------------------------------
 
@@ -274,69 +290,39 @@ class Store:
         beside it, and the one step that makes them the artifact is the write of the manifest: at each moment there is
         one of the two, and the old one's files stay where its readers have them.
 
-        files: `disk.files_of(folder)`, from a caller that has it. check: called before the files are written and again
-        before the manifest is; raises where somebody else makes this artifact by now.
-        """
-        if multihost.process_count() > 1:
-            made = multihost.from_primary(lambda: self._commit(folder, manifest, replace, files, check).manifest)
-            shutil.rmtree(folder, ignore_errors=True)
-            return Artifact(self, made)
-        return self._commit(folder, manifest, replace, files, check)
+        Every process of a group calls this with its own folder; process 0 writes the manifest when all files are there.
 
-    def _commit(
-        self,
-        folder: Path,
-        manifest: dict[str, Any],
-        replace: bool,
-        files: list[dict[str, Any]] | None,
-        check: Callable[[], None],
-    ) -> Artifact:
+        files: `transfers.files_of(folder)`, from a caller that has it. check: called before the files are written and
+        again before the manifest is; raises where somebody else makes this artifact by now.
+        """
         readonly.refuse(self.shown)
         stage, key = manifest["stage"], manifest["key"]
-        files = disk.files_of(folder) if files is None else files
-        manifest = manifest | {
+        files = transfers.files_of(folder) if files is None else files
+        made = manifest | {
             "files": files,
             "digest": content_digest(files),
             "committed": datetime.datetime.now(datetime.UTC).isoformat(),
         }
         check()
-        existing = self.get(stage, key)
-        if existing is not None and not replace:
-            shutil.rmtree(folder)
-            return existing
-        if existing is not None:
-            self._keep_manifest(existing)
-        manifest = with_checksum(manifest | {"folder": self._place(folder, files, stage, key)})
-        check()
-        self.write_json(manifest, "artifacts", stage, key, MANIFEST)
+
+        def existing() -> dict[str, Any] | None:
+            found = self.get(stage, key)
+            if found is not None and replace:
+                self._keep_manifest(found)
+            return None if found is None or replace else found.manifest
+
+        def written() -> dict[str, Any]:
+            whole = with_checksum(made | {"folder": name})
+            check()
+            self.write_json(whole, "artifacts", stage, key, MANIFEST)
+            return whole
+
+        kept: dict[str, Any] | None = multihost.from_primary(existing)
+        if kept is None:
+            name = transfers.place(self, folder, stage, key)
+            kept = multihost.from_primary(written)
         shutil.rmtree(folder, ignore_errors=True)
-        return Artifact(self, manifest)
-
-    def _place(self, folder: Path, files: list[dict[str, Any]], stage: str, key: str) -> str:
-        """Brings files into a folder of the store that nobody else writes to, and returns its name.
-
-        Of two that commit one key each has its own files; what a killed commit has left is in none of them.
-        """
-        name = f"{key}.{uuid.uuid4().hex[:8]}"
-        target = self.join("artifacts", stage, name)
-        if not self.is_local:
-            for parent in sorted({f"{target}/{f['path']}".rsplit("/", 1)[0] for f in files}):
-                self.fs.makedirs(parent, exist_ok=True)
-            for f in files:
-                self.fs.put_file(str(folder / f["path"]), f"{target}/{f['path']}")
-            return name
-        # Before the rename: after a loss of power a manifest must not be there without them.
-        disk.shared_and_synced(folder)
-        beside = Path(self.join("artifacts", stage))
-        beside.mkdir(parents=True, exist_ok=True)
-        try:
-            # Fails where the folder has files already.
-            os.rename(folder, beside / key)
-            name = key
-        except OSError:
-            os.rename(folder, target)
-        disk.sync_folders(p for p in (beside, *beside.parents) if p.is_relative_to(self.root))
-        return name
+        return Artifact(self, kept)
 
     def remove(self, path: str) -> None:
         """Removes one file. Raises FileNotFoundError, where the file system does, if there is none."""

@@ -88,14 +88,6 @@ def fetched(fs: Any, source: str, target: Path, sha256: str) -> bool:
     return False
 
 
-def files_of(folder: Path) -> list[dict[str, Any]]:
-    """Path, size and checksum of each file of a folder, as a manifest has them."""
-    return [
-        {"path": path.relative_to(folder).as_posix(), "size": path.stat().st_size, "sha256": sha256_file(path)}
-        for path in sorted(p for p in folder.rglob("*") if p.is_file())
-    ]
-
-
 @functools.cache
 def umask() -> int:
     """The bits that this process takes from the modes of new files."""

@@ -19,12 +19,13 @@ from typing import Any
 from stages.store.artifacts import MANIFEST, Store
 from stages.store.leases import beats, forsaken
 from stages.store.reach import Roots, Version
+from stages.store.work import OF_PROCESS
 from tuning.atomic import is_partial
 
 PREFIX_CHARACTERS = 64
 """Length of a key, with which the name of a folder of fetched files begins."""
 READERS = ".readers"
-"""Behind a policy's digest: the folder of empty files with the names of the runs that are to read it
+"""After a policy's digest: the folder of empty files with the names of the runs that are to read it
 (`stages.common.handed`)."""
 
 
@@ -64,9 +65,6 @@ def residues(store: Store, found: list[Version], roots: Roots, old: float) -> It
         # On a local store it is the folder of the record, which goes with the run.
         if not store.is_local and folder.name not in names:
             yield from _local("log", folder, old)
-    for folder in _below(store.scratch / "policies", 1):
-        if not any((folder.with_name(_readers(folder.name)) / run).exists() for run in active):
-            yield from _local("policy", folder, old)
     for path in sorted(store.scratch.rglob(".*.part")) if store.scratch.is_dir() else ():
         if is_partial(path):
             yield from _local("partial", path, old)
@@ -131,10 +129,12 @@ def _beside_manifest(store: Store, version: Version, old: float) -> Iterator[Res
 def _work(store: Store, pending: set[tuple[str, str]], old: float) -> Iterator[Residue]:
     for stage in store.names("work"):
         for key in store.names("work", stage):
-            if (stage, key) not in pending and not beats(store, stage, key):
+            place = (stage, key.partition(OF_PROCESS)[0])
+            if place not in pending and not beats(store, *place):
                 yield from _remote(store, "work", ("work", stage, key), old)
     for folder in () if store.is_local else _below(store.scratch / "work", 2):
-        place = (folder.parent.name, folder.name)
+        # A folder for each process of a group.
+        place = (folder.parent.name, folder.name.partition(OF_PROCESS)[0])
         if place not in pending and not beats(store, *place):
             yield from _local("work", folder, old)
 

@@ -1,23 +1,28 @@
-"""The work folder of a stage under way: local, and copied to a remote store so that another machine can go on.
+"""The work folder of a stage under way: local, and copied to a remote store so that another machine can resume it.
 
-A unit is what is kept as a whole: a step below `checkpoints/`, or any other folder (a shard, a chunk). It never
+A unit is complete or it does not count: a step below `checkpoints/`, or any other folder (a shard, a chunk). It never
 changes once it is complete. Its seal in `.sealed/`, written when all of it is on the disk, has the checksums of its
-files: the next try takes a unit that fits its seal, and makes any other again. A marker in `.mirrored/` on the remote
-store, written last, says that it has all of a unit, and is the seal that the unit must fit when it arrives elsewhere.
+files: the next try takes a unit that fits its seal, and removes any other. A marker in `.mirrored/` on the remote
+store, written last, is the seal of a unit that the remote store has.
+
+The processes of a group have a folder each. Process 0 has the work folder itself; it alone adds units, except for
+checkpoints, to which each process adds its shards. Of a checkpoint a process has the files that it reads.
 """
 
 from __future__ import annotations
 
 import contextlib
+import itertools
 import json
 import os
+import re
 import shutil
 import uuid
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterable
 from pathlib import Path
 
-from stages.store import disk
-from stages.store.artifacts import Store
+from stages.store import disk, transfers
+from stages.store.artifacts import ArtifactError, Store
 from tuning import multihost
 from tuning.atomic import is_partial, whole_file
 
@@ -27,6 +32,15 @@ OUT = "out"
 """How folders with the output of a try are named, up to a dot."""
 CHECKPOINTS = "checkpoints"
 MIRRORED, SEALED = ".mirrored", ".sealed"
+OF_PROCESS = ".process-"
+"""Between the key and the number of the process in the name of the folder of a process that is not the first."""
+CHUNK = re.compile(r"/\d+/c(/[\d/]+)?$")
+"""Files of a checkpoint that hold values; the others describe them."""
+
+
+def is_chunk(path: str) -> bool:
+    """Whether a file of a checkpoint holds values: a process reads those of its shards alone."""
+    return CHUNK.search(path) is not None
 
 
 class WorkFolder:
@@ -34,26 +48,52 @@ class WorkFolder:
 
     def __init__(self, store: Store, stage: str, key: str):
         index = multihost.process_index()
-        self.path = store.scratch / "work" / stage / (f"{key}.{index}" if index else key)
-        self._store = store
-        self._remote = store.join("work", stage, key)
+        self.path = store.scratch / "work" / stage / (f"{key}{OF_PROCESS}{index}" if index else key)
+        self._key, self._store = key, store
+        self._shared = store.join("work", stage, key)
+        """The folder that all processes see; of a local store it is that of process 0."""
+        self._is_copy = index > 0 or not store.is_local
+        self._markers = f"{self._shared}/{SEALED if store.is_local else MIRRORED}"
 
     def open(self, log: Callable[[str], None] = lambda _: None) -> Path:
-        """The folder, which is made where there is none: on a remote store from the units that were mirrored there.
+        """The folder, which is made if there is none: on a remote store from the units that were mirrored there.
 
         Units without their seal, or that do not fit it, are removed: a loss of power, a disk or a transfer has damaged
-        them. log: is told of those that have arrived so.
+        them. log: called with a line on those that have arrived so. Every process of a group calls this.
         """
         self.path.mkdir(parents=True, exist_ok=True)
         for unit in self._units():
-            begun = self._files(unit) or (self.path / SEALED / self._name(unit)).exists()
-            if begun and not self._is_whole(unit):
-                shutil.rmtree(unit)
-                for kind in (SEALED, MIRRORED):
-                    (self.path / kind / self._name(unit)).unlink(missing_ok=True)
-        if not self._store.is_local and multihost.is_primary():
-            self._download(log)
+            if (self._files(unit) or self._seal_of(unit).exists()) and not self._is_whole(unit):
+                self._remove(unit)
+        if self._is_copy or multihost.process_count() > 1:
+            shared: list[str] = multihost.from_primary(self._in_shared)
+            if self._is_copy:
+                self._download(shared, log)
         return self.path
+
+    def fetch(self, paths: Iterable[Path]) -> None:
+        """Brings files of complete checkpoints to their paths here. Raises ArtifactError for a damaged file."""
+        missing = [path for path in paths if self._is_copy and not path.exists()]
+        seals: dict[Path, dict[str, str]] = {}
+
+        def one(path: Path) -> None:
+            unit = self.path.joinpath(*path.relative_to(self.path).parts[:2])
+            sha256 = seals[unit].get(path.relative_to(unit).as_posix())
+            # Zarr writes no file for a chunk of zeros.
+            if sha256 is None:
+                return
+            with whole_file(path) as partial:
+                if not disk.fetched(self._store.fs, self._there(path), partial, sha256):
+                    with contextlib.suppress(OSError):
+                        self._store.remove(f"{self._markers}/{self._name(unit)}")
+                    raise ArtifactError(
+                        f"{self._there(path)} differs from its checksum: the checkpoint is not used any more; "
+                        "run the same command again"
+                    )
+
+        for unit in {self.path.joinpath(*path.relative_to(self.path).parts[:2]) for path in missing}:
+            seals[unit] = _read(self._seal_of(unit).read_bytes()) or {}
+        transfers.each(one, missing)
 
     def finished(self, known: Collection[str] = ()) -> set[str]:
         """The names of finished folders, which another process may be adding to; none of checkpoints, and none of those
@@ -73,110 +113,162 @@ class WorkFolder:
     def _name(self, unit: Path) -> str:
         return unit.relative_to(self.path).as_posix()
 
+    def _there(self, path: Path) -> str:
+        return f"{self._shared}/{self._name(path)}"
+
+    def _seal_of(self, unit: Path) -> Path:
+        return self.path / SEALED / self._name(unit)
+
+    def _mark_of(self, unit: Path) -> Path:
+        """The file that says that the shared folder has the unit."""
+        return self.path / MIRRORED / self._name(unit)
+
     def _files(self, unit: Path) -> list[Path]:
         return sorted(path for path in unit.rglob("*") if path.is_file() and not is_partial(path))
 
     def _sums(self, unit: Path) -> dict[str, str]:
-        return {path.relative_to(unit).as_posix(): disk.sha256_file(path) for path in self._files(unit)}
+        return transfers.checksums(unit, self._files(unit))
 
     def _is_whole(self, unit: Path) -> bool:
-        """Whether a unit fits its seal."""
+        """Whether a unit fits its seal. Of a checkpoint that the shared folder has, chunks may be missing here."""
         try:
-            seal = (self.path / SEALED / self._name(unit)).read_bytes()
+            wanted = _read(self._seal_of(unit).read_bytes())
         except OSError:
             return False
-        return _read(seal) == self._sums(unit)
+        found = self._sums(unit)
+        if wanted is not None and self._is_step(unit) and self._is_copy and self._mark_of(unit).exists():
+            return found.items() <= wanted.items() and all(
+                is_chunk(f"/{name}") for name in wanted.keys() - found.keys()
+            )
+        return found == wanted
+
+    def _remove(self, unit: Path) -> None:
+        shutil.rmtree(unit, ignore_errors=True)
+        for path in (self._seal_of(unit), self._mark_of(unit)):
+            path.unlink(missing_ok=True)
 
     def _seal(self, unit: Path, seal: bytes | None = None) -> None:
-        """Has a unit on the disk, then its seal. seal: of one that has arrived; None: it is what is there."""
+        """Has a unit on the disk, then its seal. seal: of one that has arrived or was joined; None: of what is here."""
         folders = {self.path, unit.parent}
         for path in unit.rglob("*"):
             folders.add(path.parent)
             if path.is_file():
                 disk.sync_file(path)
         disk.sync_folders(folders)
-        self._write_seal(self._name(unit), json.dumps(self._sums(unit)).encode() if seal is None else seal)
+        self._write_seal(self._seal_of(unit), json.dumps(self._sums(unit)).encode() if seal is None else seal)
 
-    def _write_seal(self, name: str, seal: bytes) -> None:
-        path = self.path / SEALED / name
+    def _write_seal(self, path: Path, seal: bytes) -> None:
         with whole_file(path) as partial, partial.open("wb") as f:
             f.write(seal)
             f.flush()
             os.fsync(f.fileno())
         disk.sync_folders([path.parent, self.path / SEALED, self.path])
 
-    def _download(self, log: Callable[[str], None]) -> None:
+    def _in_shared(self) -> list[str]:
+        """The units that the shared folder has, by their markers."""
+        return [marker.removeprefix(f"{self._markers}/") for marker in self._store.fs.find(self._markers)]
+
+    def _download(self, shared: list[str], log: Callable[[str], None]) -> None:
         """Brings the units that another machine has finished since: the work may have been there and come back."""
-        fs, markers = self._store.fs, f"{self._remote}/{MIRRORED}/"
-        units = [marker.removeprefix(markers) for marker in fs.find(markers.rstrip("/"))]
+        if multihost.process_count() > 1:
+            # A checkpoint that not all processes have is none.
+            for unit in self._units():
+                if self._name(unit) not in shared:
+                    self._remove(unit)
         newest = max((int(step.name) for step in self._steps()), default=-1)
-        missing = [u for u in units if not (self.path / u).exists() and _step(u, newest) >= newest]
         # Aside: half a download must not look like finished work.
         aside = self.path.with_name(f".{self.path.name}.{os.getpid()}-{uuid.uuid4().hex[:8]}.part")
         try:
-            for unit in missing:
-                # Another machine may remove a checkpoint that it has replaced meanwhile.
-                with contextlib.suppress(FileNotFoundError):
-                    self._arrived(unit, aside, log)
+            for name in shared:
+                if not (self.path / name).exists() and _step(name, newest) >= newest:
+                    # Another machine may remove a checkpoint that it has replaced meanwhile.
+                    with contextlib.suppress(FileNotFoundError):
+                        self._arrived(self.path / name, aside / name, log)
         finally:
             shutil.rmtree(aside, ignore_errors=True)
 
-    def _arrived(self, unit: str, aside: Path, log: Callable[[str], None]) -> None:
-        """Brings one unit by way of `aside`. One that does not fit the seal that its marker is, is left out."""
-        fs, marker = self._store.fs, f"{self._remote}/{MIRRORED}/{unit}"
-        seal = fs.cat_file(marker)
-        wanted = _read(seal) or {}
-        # What an earlier try has left there besides is not of the unit.
-        for path in fs.find(f"{self._remote}/{unit}"):
-            if sha256 := wanted.get(path.removeprefix(f"{self._remote}/{unit}/")):
-                local = aside / path.removeprefix(f"{self._remote}/")
-                local.parent.mkdir(parents=True, exist_ok=True)
-                disk.fetched(fs, path, local, sha256)
-        if not wanted or self._sums(aside / unit) != wanted:
+    def _arrived(self, unit: Path, aside: Path, log: Callable[[str], None]) -> None:
+        """Brings one unit by way of `aside`; of a checkpoint without the chunks. Leaves out one that does not fit the
+        seal in its marker."""
+        marker = f"{self._markers}/{self._name(unit)}"
+        seal = self._store.fs.cat_file(marker)
+        known = _read(seal) or {}
+        wanted = {name: sha256 for name, sha256 in known.items() if not (self._is_step(unit) and is_chunk(f"/{name}"))}
+
+        def one(name: str) -> bool:
+            (aside / name).parent.mkdir(parents=True, exist_ok=True)
+            return disk.fetched(self._store.fs, self._there(unit / name), aside / name, wanted[name])
+
+        there = {path.removeprefix(f"{self._there(unit)}/") for path in self._store.fs.find(self._there(unit))}
+        if not known or known.keys() - there or not all(transfers.each(one, wanted)):
             # Removed by another machine, not damaged: the marker goes first.
-            if fs.exists(marker):
-                log(f"{unit} of unfinished work does not fit its checksums on {self._store.shown}, and is made again")
+            if self._store.fs.exists(marker):
+                log(
+                    f"{self._name(unit)} of unfinished work does not fit its checksums on {self._store.shown}, "
+                    "and is made again"
+                )
             return
-        (self.path / unit).parent.mkdir(parents=True, exist_ok=True)
-        (aside / unit).rename(self.path / unit)
-        self._seal(self.path / unit, seal)
+        unit.parent.mkdir(parents=True, exist_ok=True)
+        aside.rename(unit)
+        self._seal(unit, seal)
         self._mark(unit)
 
-    def _mark(self, unit: str) -> None:
-        mark = self.path / MIRRORED / unit
+    def _mark(self, unit: Path) -> None:
+        mark = self._mark_of(unit)
         mark.parent.mkdir(parents=True, exist_ok=True)
         mark.write_bytes(b"{}")
 
     def save(self) -> None:
         """Seals finished units, and copies them to a remote store; removes checkpoints that a newer one has replaced
-        there."""
+        there.
+
+        Process 0 of a group calls this for any unit, and every process for a checkpoint, which is complete when each
+        has added its files.
+        """
         for unit in self._units():
-            if not (self.path / SEALED / self._name(unit)).exists():
+            if self._seal_of(unit).exists():
+                continue
+            if self._is_step(unit) and multihost.process_count() > 1:
+                self._join(unit)
+            elif multihost.is_primary():
                 self._seal(unit)
-        for seal in list((self.path / SEALED / CHECKPOINTS).glob("*")):
-            if not (self.path / CHECKPOINTS / seal.name).exists():
-                seal.unlink(missing_ok=True)
         if not self._store.is_local and multihost.is_primary():
             self._mirror()
+        for kind in (SEALED, MIRRORED):
+            for path in list((self.path / kind / CHECKPOINTS).glob("*")):
+                if not (self.path / CHECKPOINTS / path.name).exists():
+                    path.unlink(missing_ok=True)
+
+    def _join(self, unit: Path) -> None:
+        """Adds the files of this process to a checkpoint; process 0 seals it when all have done so."""
+        # Checkpoints are saved in the background: by its name, no other exchange comes between.
+        channel = f"work/{self._key}/{self._name(unit)}"
+        seal = json.dumps(transfers.joined(unit, self._sums(unit), channel)).encode()
+        if self._is_copy:
+            transfers.send(self._store, unit, self._there(unit))
+        multihost.barrier(channel)
+        if multihost.is_primary() and not self._store.is_local:
+            self._store.fs.pipe_file(f"{self._markers}/{self._name(unit)}", seal)
+        if self._is_copy:
+            self._mark(unit)
+        self._seal(unit, seal)
 
     def _mirror(self) -> None:
         for unit in self._units():
-            name = self._name(unit)
-            if (self.path / MIRRORED / name).exists():
+            if self._mark_of(unit).exists():
                 continue
-            for path in self._files(unit):
-                self._store.fs.put_file(str(path), f"{self._remote}/{path.relative_to(self.path).as_posix()}")
-            self._store.fs.pipe_file(f"{self._remote}/{MIRRORED}/{name}", (self.path / SEALED / name).read_bytes())
-            self._mark(name)
+            transfers.send(self._store, unit, self._there(unit))
+            self._store.fs.pipe_file(f"{self._markers}/{self._name(unit)}", self._seal_of(unit).read_bytes())
+            self._mark(unit)
         for mark in list((self.path / MIRRORED / CHECKPOINTS).glob("*")):
-            name = mark.relative_to(self.path / MIRRORED).as_posix()
-            if (self.path / name).exists():
+            unit = self.path / CHECKPOINTS / mark.name
+            if unit.exists():
                 continue
             # The marker goes first: without it nothing takes the rest for a complete unit. Another machine, or a try
             # that was killed here, may have removed it.
             with contextlib.suppress(FileNotFoundError):
-                self._store.remove(f"{self._remote}/{MIRRORED}/{name}")
-            self._store.remove_folder(f"{self._remote}/{name}")
+                self._store.remove(f"{self._markers}/{self._name(unit)}")
+            self._store.remove_folder(self._there(unit))
             mark.unlink()
 
     def _units(self) -> list[Path]:
@@ -188,14 +280,18 @@ class WorkFolder:
     def _steps(self) -> list[Path]:
         return [p for p in (self.path / CHECKPOINTS).glob("*") if p.name.isdigit()]
 
+    def _is_step(self, unit: Path) -> bool:
+        return unit.parent.name == CHECKPOINTS
+
     def drop(self) -> None:
         """Removes the work here and on the store, once the artifact is committed."""
         shutil.rmtree(self.path, ignore_errors=True)
-        # Downloads that a kill has cut short.
-        for partial in self.path.parent.glob(f".{self.path.name}.*.part"):
-            shutil.rmtree(partial, ignore_errors=True)
-        if not self._store.is_local and multihost.is_primary() and self._store.fs.exists(self._remote):
-            self._store.remove_folder(self._remote)
+        # Folders of other processes, and downloads that a kill has cut short.
+        left = [f".{self.path.name}.*.part", *([f"{self._key}{OF_PROCESS}*"] if multihost.is_primary() else [])]
+        for path in itertools.chain.from_iterable(map(self.path.parent.glob, left)):
+            shutil.rmtree(path, ignore_errors=True)
+        if not self._store.is_local and multihost.is_primary() and self._store.fs.exists(self._shared):
+            self._store.remove_folder(self._shared)
 
 
 def _step(unit: str, other: int) -> int:

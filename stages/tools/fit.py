@@ -60,7 +60,7 @@ def answer(question: dict[str, Any]) -> dict[str, Any]:
     lengths = Lengths(
         question["prompt_tokens"] or data["max_prompt_tokens"], known, given=bool(question["completion_tokens"])
     )
-    run = Run(sections, model, teacher, lengths, question["turns"], question["round_tokens"], question["carried"])
+    run = Run(sections, model, teacher, lengths, question["turns"])
     stages = []
     for name, section, asked in run.asks(on):
         figures = figures_of(asked, on)

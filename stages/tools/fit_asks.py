@@ -46,10 +46,6 @@ class Run:
     teacher: DecoderConfig
     lengths: Lengths
     turns: int = 1
-    round_tokens: int | None = None
-    """Most new tokens of a completion in a round, where it may go on in the next."""
-    carried: int = 0
-    """Rounds whose completions may be under way beside those that a round begins."""
 
     def asks(self, machine: Machine) -> Iterator[tuple[str, str, Asked]]:
         """(name, section, what it asks) of each in the order of a run."""
@@ -232,11 +228,10 @@ def _distill(run: Run, config: Any, machine: Machine) -> Iterator[tuple[str, Ask
 
 def _rollout(run: Run, config: Any, machine: Machine) -> Iterator[tuple[str, Asked]]:
     if config.engine.in_worker:
-        under_way = config.prompts * config.completions * (run.carried + 1)
-        asked = _sampled(run, config, machine, under_way, config.max_tokens)
+        asked = _sampled(run, config, machine, config.prompts * config.completions, config.max_tokens)
         engine = config.engine
         own = {"kv": engine.kv_cache_dtype, "cache": engine.cache, "quantization": engine.quantization}
-        yield "rollout", dataclasses.replace(asked, new=run.round_tokens, **own)
+        yield "rollout", dataclasses.replace(asked, **own)
 
 
 def _sampled(run: Run, config: Any, machine: Machine, samples: int, tokens: int) -> Sampled:
@@ -255,9 +250,7 @@ def _sampled(run: Run, config: Any, machine: Machine, samples: int, tokens: int)
 def _score(run: Run, config: Any, machine: Machine) -> Iterator[tuple[str, Asked]]:
     rollout = run.sections["rl.rollout"]
     if config.learned:
-        # The last round scores all that is under way.
-        prompts = rollout.prompts * (run.carried + 1)
-        groups = run.groups(prompts, rollout.completions, run.cut(rollout.max_tokens * run.turns))
+        groups = run.groups(rollout.prompts, rollout.completions, run.cut(rollout.max_tokens * run.turns))
         yield "score", Scored(run.model, groups, config.compute, run.trainer)
 
 

@@ -60,7 +60,7 @@ def fit(ctx: Context, task: Task, params: Any, config: Fitted, frozen: Any = Non
     if not len(task.examples):
         raise ValueError("there are no examples to train on; the data's card.html says what was dropped and why")
     loop = _Loop(ctx, task, config, params, frozen)
-    checkpoints = Checkpoints(ctx.work / "checkpoints", ctx.saved)
+    checkpoints = Checkpoints(ctx.work / "checkpoints", ctx.saved, ctx.fetch)
     try:
         first = loop.resume(checkpoints)
         for step in range(first, loop.total):

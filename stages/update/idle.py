@@ -15,8 +15,8 @@ if TYPE_CHECKING:
 
 UNREWARDED = "has a reward: each reward returned None for it, or failed"
 ADVICE = (
-    "Read the samples of the last round. Where nothing is right, use easier prompts{}; where all is right, end with "
-    "fewer rl.rounds; or raise rl.update.max_idle_rounds"
+    "Read the samples of the last round. Where nothing is right, use easier prompts, more completions of each or "
+    "rl.refills; where all is right, end with fewer rl.rounds; or raise rl.update.max_idle_rounds"
 )
 ADVICE_UNREWARDED = (
     "A built-in reward has none where a problem has no answer: give the data its answers (data.fields, data.rename), "
@@ -75,15 +75,13 @@ def _followed(data: RoundData, metrics: dict[str, Any], config: Config) -> str:
     return f"; its steps followed {found} alone" if found else ""
 
 
-def check_idle(metrics: dict[str, Any], limit: int, alike: Sequence[str] = (), refills: bool = True) -> None:
+def check_idle(metrics: dict[str, Any], limit: int, alike: Sequence[str] = ()) -> None:
     """Raises IdleRounds where the round is the last of `limit` in a row that have taught nothing.
 
-    alike: names of the rewards that tell no completions of a prompt apart (`stages.sampling.alike`). refills: whether
-    the recipe may have them.
+    alike: names of the rewards that tell no completions of a prompt apart (`stages.sampling.alike`).
     """
     count = metrics.get("idle_rounds", 0)
     if count >= limit:
-        more = ", more completions of each or rl.refills" if refills else " or more completions of each"
         hint = f"{alone(alike)}. " if alike else ""
-        advice = ADVICE_UNREWARDED if metrics["idle"].endswith(UNREWARDED) else ADVICE.format(more)
+        advice = ADVICE_UNREWARDED if metrics["idle"].endswith(UNREWARDED) else ADVICE
         raise IdleRounds(f"{count} rounds in a row have taught nothing; in this one {metrics['idle']}. {hint}{advice}")

@@ -19,7 +19,7 @@ from stages.common.settings import stored_as
 from stages.common.tables import read_table
 from stages.contract.definition import Context, Reads, Stage
 from stages.contract.sources import user_digests
-from stages.sampling.groups import OF_TURNS, PARTIAL, TRAINED, Scored, chosen_groups, read_scored, read_turns, refills
+from stages.sampling.groups import OF_TURNS, TRAINED, Scored, chosen_groups, read_scored, read_turns, refills
 from stages.store.artifacts import Artifact
 from stages.training.adapters import lora_config, name_of
 from stages.update import near
@@ -51,8 +51,7 @@ def run(ctx: Context) -> dict[str, Any]:
 
     state, metrics = _advance(ctx, first=True)
     # Here and not in `_advance`, which also replays rounds that have been committed.
-    alike, refills = ctx.inputs["scores"].metrics.get("alike", ()), ctx.inputs["rollouts"].stage != PARTIAL
-    check_idle(metrics, ctx.config.max_idle_rounds, alike, refills)
+    check_idle(metrics, ctx.config.max_idle_rounds, ctx.inputs["scores"].metrics.get("alike", ()))
     content = {"fingerprint": states.fingerprint_of(state), "round": ctx.config.round}
     if ctx.config.kl_target is not None or ctx.config.entropy_target is not None:
         assert state.coefficients is not None
@@ -164,9 +163,7 @@ def _round_data(ctx: Context, chosen: Scored) -> RoundData:
     from tuning.algorithms.round_data import RoundData
 
     greedy = read_table(ctx.inputs["greedy_scores"], "scores/", ScoreRow) if ctx.config.needs_greedy else None
-    data = RoundData.from_rows(chosen.rows, chosen.scores, greedy, read_turns(ctx.inputs, OF_TURNS))
-    # As many groups as became whole in the round, and not those that it began.
-    return dataclasses.replace(data, to_nearest=ctx.inputs["rollouts"].stage == PARTIAL)
+    return RoundData.from_rows(chosen.rows, chosen.scores, greedy, read_turns(ctx.inputs, OF_TURNS))
 
 
 STAGE = Stage(

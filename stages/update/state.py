@@ -20,6 +20,7 @@ from stages.common.models import TRAINER, load_policy, load_scorer, mesh_of, rec
 from stages.common.settings import Mesh
 from stages.contract.definition import Context
 from stages.store.artifacts import Artifact
+from stages.store.work import is_chunk
 from stages.training.adapters import based, lora_config
 from stages.update import near
 from stages.update.settings import Config
@@ -71,7 +72,7 @@ class State:
 
 def fingerprint_of(state: State) -> str:
     """The fingerprint of a policy: of its parameters and, where there is one, of the adapter among them."""
-    from tuning.models.huggingface import fingerprint
+    from tuning.models.identity import fingerprint
 
     dense = fingerprint(state.params)
     if state.adapter is None:
@@ -234,12 +235,12 @@ def _load(own: Context, artifact: Artifact) -> State:
     from tuning.models.huggingface import load_decoder
     from tuning.training.checkpoint import load_tree
 
-    folder: Path = artifact.local("state/")
+    folder: Path = artifact.local("state/", lambda path: not is_chunk(path))
     if own.config.lora is None:
         config, params = load_decoder(folder / "model", mesh_of(own))
-        return State(config, params, *load_tree(folder / "trainer", trainer_shapes(own, config)))
+        return State(config, params, *load_tree(folder / "trainer", trainer_shapes(own, config), artifact.fetch))
     config, _ = load_policy(own, start_of(own.config, artifact))
-    trainer = load_tree(folder / "trainer", trainer_shapes(own, config))
+    trainer = load_tree(folder / "trainer", trainer_shapes(own, config), artifact.fetch)
     return State(*merged(own, trainer[-1]), *trainer)
 
 

@@ -33,9 +33,8 @@ STACK_SECONDS = 1.0
 """Time that a worker has to write the stacks of its threads before it is ended."""
 COMPILING = 3
 """A compilation may be silent so many times longer than a stage: some take an hour, and none tells how far it is."""
-WAIT_SECONDS, ASK_SECONDS = 1.0, 0.05
-"""How long one wait for an event is, and where a request is to leave off in time."""
-LEAVE_OFF = b"\n"
+WAIT_SECONDS = 1.0
+"""How long one wait for an event is."""
 RESUMES = "  finished stages, shards and checkpoints are kept; the same command goes on from there"
 LOG_LINES = 8
 """Lines of its log that the error of a dead worker has."""
@@ -134,8 +133,6 @@ class Worker:
         self._buffer = b""
         self._cause = ""
         self._check_time: Callable[[], None] = any_time
-        self._enough: Callable[[], bool] | None = None
-        """Of a request that goes on until it is told to leave off, and was not told so."""
         self._busy = 0.0
 
     @property
@@ -182,18 +179,16 @@ class Worker:
         request: Request,
         on_event: Callable[[Report], None],
         check_time: Callable[[], None] | None = None,
-        enough: Callable[[], bool] | None = None,
     ) -> dict[str, Any]:
         """Runs one stage and returns its manifest.
 
         on_event: called with each progress report, log line and heartbeat of a compilation. check_time: called every
-        second; what it raises ends the worker, whose log gets the stacks, and is raised. enough: of a request that is
-        to leave off some time (`Request.sampled`): whether it is to; limits count from then on. Raises StageFailed with
+        second; what it raises ends the worker, whose log gets the stacks, and is raised. Raises StageFailed with
         the stage's own error (StageOutage where it is one), CodeChanged where the worker has other code than the
         request's key says (it is ended then), WorkerDied when the process ends, sends nothing for SILENCE_SECONDS,
         has nothing to report for `stall_seconds`, or takes longer than `stage_seconds`.
         """
-        self._check_time, self._enough, self._busy = check_time or any_time, enough, 0.0
+        self._check_time, self._busy = check_time or any_time, 0.0
         if self._process is None or self._process.poll() is not None:
             self.close()
             # The kernel ends it with the thread that starts it.
@@ -213,8 +208,6 @@ class Worker:
                         still += waited
                     case _:
                         still = compiling = 0.0
-                if self._enough is not None:
-                    still = compiling = 0.0
                 self._end_if_hung(still, compiling)
                 match event:
                     case Done(manifest):
@@ -245,13 +238,9 @@ class Worker:
         self._end_if_late()
         while b"\n" not in self._buffer:
             since = time.monotonic()
-            if self._enough is not None and self._enough():
-                self._enough = None
-                self._unsent += LEAVE_OFF
-            wait = WAIT_SECONDS if self._enough is None else ASK_SECONDS
-            ready, writable, _ = select.select([self._events], [self._requests] if self._unsent else [], [], wait)
-            if self._enough is None:
-                self._busy += min(time.monotonic() - since, LONGEST_BEAT_SECONDS)
+            sending = [self._requests] if self._unsent else []
+            ready, writable, _ = select.select([self._events], sending, [], WAIT_SECONDS)
+            self._busy += min(time.monotonic() - since, LONGEST_BEAT_SECONDS)
             self._end_if_late()
             if writable:
                 sent = os.write(self._requests, self._unsent[:PIPE_BYTES])
@@ -265,7 +254,7 @@ class Worker:
                 waits = 0.0
             elif writable:
                 waits = 0.0
-            elif (waits := waits + wait) >= SILENCE_SECONDS:
+            elif (waits := waits + WAIT_SECONDS) >= SILENCE_SECONDS:
                 self._end(f"sent nothing for {SILENCE_SECONDS:g} s, and was ended")
         line, self._buffer = self._buffer.split(b"\n", 1)
         return parse_event(line)

@@ -256,7 +256,7 @@ def local_group(
             address = f"127.0.0.1:{server.getsockname()[1]}"
         members = []
         for number in range(count):
-            own = variables[number % len(variables)] | multihost.variables(address, count, number)
+            own = {**variables[number % len(variables)], **multihost.variables(address, count, number)}
             members.append(Worker(log_of_process(log, number), None, stage_seconds, own))
         return members
 

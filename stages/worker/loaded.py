@@ -18,7 +18,7 @@ from typing import Any
 from stages.worker import devices, interpreter
 from stages.worker.protocol import Request
 
-IN_CHILDREN = ("tuning.agents.", "tuning.data.", "tuning.rewards.")
+IN_CHILDREN = ("tuning.agents.", "tuning.data.", "tuning.parallel.", "tuning.rewards.")
 """Modules of this project that children of the worker import, too."""
 USER_CODE = ("module:", "reached from ")
 """How names of sources in a key begin that are a user's code (`stages.contract.sources`), after where they are used."""

@@ -26,7 +26,6 @@ from typing import TYPE_CHECKING, Any, TextIO
 
 from stages.common.compilation import configure_jax, use_precision
 from stages.worker import loaded
-from stages.worker.ahead import run_ahead, take_over
 from stages.worker.failing import failure_of
 from stages.worker.manifest import manifest_of
 from stages.worker.parent import die_with_parent
@@ -95,9 +94,10 @@ def run_request(request: Request, memory: dict[str, Any], events: Events) -> dic
 
 
 def _run(request: Request, stage: Stage, config: StageConfig, memory: dict[str, Any], events: Events) -> dict[str, Any]:
-    from stages.store.artifacts import Store
-    from stages.store.disk import check_room, files_of
+    from stages.store.artifacts import Store, content_digest
+    from stages.store.disk import check_room
     from stages.store.leases import check
+    from stages.store.transfers import files_of
     from stages.store.work import OUT, WorkFolder
 
     store = Store(request.store)
@@ -128,11 +128,9 @@ def _run(request: Request, stage: Stage, config: StageConfig, memory: dict[str, 
         if request.lease is not None:
             check(store, request.stage, request.key, request.lease)
 
-    if multihost.is_primary():
-        take_over(request, store, work, events.send)
     started = time.time()
     context = _context(request, config, inputs, out, work, memory, events)
-    context.saved = folder.save
+    context.saved, context.fetch = folder.save, folder.fetch
     try:
         try:
             metrics = stage.run(context)
@@ -142,7 +140,8 @@ def _run(request: Request, stage: Stage, config: StageConfig, memory: dict[str, 
         finally:
             context.close()
         manifest = manifest_of(request, config, inputs, metrics, memory, started)
-        committed = store.commit(out, manifest, replace=bool(request.force), files=files_of(out), check=still_ours)
+        files = files_of(out)
+        committed = store.commit(out, manifest, replace=bool(request.force), files=files, check=still_ours)
     except BaseException as e:
         # Else the next request would take it for its own.
         name_new(memory, None)
@@ -155,16 +154,16 @@ def _run(request: Request, stage: Stage, config: StageConfig, memory: dict[str, 
             stage.tidied(context)
         raise
     # Another process may have committed the key meanwhile: its artifact stays, and is not what is in memory here.
-    ours = all(committed.manifest[name] == manifest[name] for name in ("started", "seconds", "host"))
-    name_new(memory, multihost.from_primary(lambda: committed.digest if ours else None))
+    ours = multihost.from_primary(lambda: committed.digest == content_digest(files))
+    name_new(memory, committed.digest if ours else None)
     folder.drop()
     stage.tidied(context)
-    if request.hand_over != "no":
-        _hand_over(committed, request.hand_over == "store", memory, events)
+    if request.hand_over:
+        _hand_over(committed, memory, events)
     return committed.manifest
 
 
-def _hand_over(artifact: Artifact, far: bool, memory: dict[str, Any], events: Events) -> None:
+def _hand_over(artifact: Artifact, memory: dict[str, Any], events: Events) -> None:
     """Leaves a policy that the artifact does not hold for the workers that read it."""
     from stages.common import handed
 
@@ -173,7 +172,7 @@ def _hand_over(artifact: Artifact, far: bool, memory: dict[str, Any], events: Ev
         return
     try:
         config, params = kept
-        handed.hand_over(artifact, config, params, far=far)
+        handed.hand_over(artifact, config, params)
     except Exception as e:
         # It is committed: whoever reads it trains it once more. Full disks have errors of safetensors.
         events.send(Log(f"the policy could not be handed over ({type(e).__name__}: {e}): it will be replayed"))
@@ -254,8 +253,7 @@ def _begin(request: Request) -> None:
     now = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
     with contextlib.suppress(OSError):
         # The log's disk may be full: that fails no stage.
-        what = "ahead" if request.sampled is not None else request.key[:12]
-        print(f"---- {request.node or request.stage} ({request.stage} {what}) {now} ----", flush=True)
+        print(f"---- {request.node or request.stage} ({request.stage} {request.key[:12]}) {now} ----", flush=True)
 
 
 def heartbeat(events: Events, compiling: Callable[[], bool]) -> None:
@@ -316,18 +314,12 @@ def _join() -> None:
 
 def _serve(requests: Lines, memory: dict[str, Any], events: Events) -> None:
     """Runs what is requested until the pipe closes."""
-    # An empty line has ended what was over by then.
-    for line in filter(None, requests):
+    for line in requests:
         request = Request.parse(line)
         _begin(request)
         try:
             try:
-                if request.sampled is None:
-                    made = run_request(request, memory, events)
-                elif multihost.is_primary():
-                    made = run_ahead(request, *settings_of(request), requests, events.send)
-                else:
-                    made = {}
+                made = run_request(request, memory, events)
             finally:
                 # Before the flow learns of it: it may end this process at once.
                 with contextlib.suppress(OSError):

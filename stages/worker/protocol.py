@@ -2,7 +2,6 @@
 
 parent                                worker
   Request            ---------->        one stage at a time
-  another line       ---------->        ends scoring ahead (`Request.sampled`), an empty one without another request
                      <----------        Log, Progress, Heartbeat, in any number and order
                      <----------        Done or Failed: the worker is ready for the next request
                                         Changed: a fresh worker has to make it, under the key of the new code
@@ -13,12 +12,8 @@ from __future__ import annotations
 import dataclasses
 import json
 import os
-import select
 from collections.abc import Iterator
-from typing import Any, Literal, TypeAlias
-
-HandOver: TypeAlias = Literal["no", "host", "store"]
-"""Nowhere; on this host; on others, which see the store alone."""
+from typing import Any, TypeAlias
 
 
 @dataclasses.dataclass(frozen=True)
@@ -45,15 +40,10 @@ class Request:
     """The token of the lease under which it is made; None: nobody else can make it."""
     force: str | None = None
     """Set to the run's name where an artifact with this key is replaced: a retry in that run resumes its own work."""
-    hand_over: HandOver = "no"
-    """Where workers that are others read the policy that it makes (`stages.common.handed`)."""
+    hand_over: bool = False
+    """Whether other workers read the policy that it makes (`stages.common.handed`)."""
     elsewhere: bool = False
     """Whether the run is on another host, whose code the key has."""
-    ahead: str | None = None
-    """The key of the work folder with what was scored ahead of this stage (`stages.score.ahead`)."""
-    sampled: tuple[str, str] | None = None
-    """(stage, key) of rollouts under way, whose finished shards are to be scored ahead: there are no inputs, nothing is
-    committed, and `key` is that of the work folder for it."""
 
     def line(self) -> str:
         """The request as it travels."""
@@ -84,10 +74,6 @@ class Lines:
         line = bytes(self._arrived[:end])
         del self._arrived[: end + 1]
         return line
-
-    def come(self, seconds: float) -> bool:
-        """Whether another line comes, or the pipe's end, for which it waits so long."""
-        return bool(self._arrived) or bool(select.select([self._pipe], [], [], seconds)[0])
 
 
 @dataclasses.dataclass(frozen=True)

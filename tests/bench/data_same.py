@@ -1,8 +1,8 @@
 """The same bytes of data preparation with 1 and 8 processes, and through a portable runner.
 
 `python -m tests.bench.data_same --records 50000` prepares the same records in each way, by the real stage, and prints
-the digest of all outputs. The portable runner is Beam's own job server, whose workers make pieces, and final shards of
-them, in a bucket of an S3 server of this machine. The command fails where digests differ.
+the digest of all outputs. The portable runner is Beam's job service with external workers, which write pieces and
+final shards to a bucket of an S3 server of this machine. The command fails where digests differ.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from typing import Any
 
 from tests.bench import data
 from tests.bench.data_scale import WORDS, digest
-from tests.tuning.data.run import job_server
+from tests.tuning.data.run import job_server, worker_pool
 
 SEVERAL = {"shards": 5, "chunk_megabytes": 0.25}
 """Shards and blocks."""
@@ -44,8 +44,8 @@ def portable(folder: Path) -> dict[str, Any]:
     os.environ |= secrets | {"AWS_ENDPOINT_URL": f"http://{host}:{port}", "AWS_DEFAULT_REGION": "us-east-1"}
     boto3.client("s3").create_bucket(Bucket="bucket")
     try:
-        with job_server(folder) as options:
-            runner = {"name": "PortableRunner", "options": options, "scratch": "s3://bucket/scratch"}
+        with job_server(folder) as (jobs, _), worker_pool(folder) as (workers, _):
+            runner = {"name": "PortableRunner", "options": jobs | workers, "scratch": "s3://bucket/scratch"}
             return prepared(folder, "portable", {"workers": 1, "runner": runner})
     finally:
         server.stop()

@@ -1,4 +1,4 @@
-"""Growth of cost: tokens of a step, length of a sequence, completions of a round, vocabulary, and hosts of a gang.
+"""Growth of cost: tokens of a step, length of a sequence, completions of a round and vocabulary.
 
 `python -m tests.bench.growth --write` measures every size in a process of its own: processor seconds of calls behind
 the first one, the peak of memory above the idle process, programs, and what can be counted. What any size costs is the
@@ -76,14 +76,6 @@ SERIES = {
     "vocabulary": Series(
         "vocabulary", "vocabulary", (1000, 8000, 32000, 128000), ("step_seconds", "token_seconds", "step_memory_mb"),
         flat=("step_programs", "token_programs"),
-    ),
-    "processes": Series(
-        "hosts", "processes", (1, 2, 4, 8), ("save_seconds", "restore_seconds"),
-        flat=("lead_save_memory_mb", "lead_restore_memory_mb", "other_save_memory_mb", "other_restore_memory_mb"),
-    ),
-    "ranks": Series(
-        "hosts", "ranks", (1, 2, 8, 32, 128), ("lead_seconds",), ("lead_messages",), ("lead_memory_mb",),
-        {"lead_mb": "each rank is told what all others have told"},
     ),
 }  # fmt: skip
 SECONDS = 1800
@@ -170,8 +162,7 @@ def main() -> None:
     args = parser.parse_args()
     if args.child:
         print(json.dumps(rounded(growth_of.run(args.child[0], int(args.child[1])))), flush=True)
-        # JAX would wait for the other processes of a gang, which have ended.
-        os._exit(0)
+        return
     kept = json.loads(RESULTS.read_text()) if RESULTS.exists() else {}
     failed: list[str] = []
     with tempfile.TemporaryDirectory() as folder:

@@ -18,7 +18,6 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from tests.bench import growth_hosts
 from tests.bench.round_memory import resident
 
 REPEATS = 3
@@ -220,7 +219,7 @@ def vocabulary(size: int) -> Figures:
 
 WORK: dict[str, Callable[[int], Figures]] = {
     "tokens": tokens, "packing": packing, "length": length, "completions": completions, "requests": requests,
-    "vocabulary": vocabulary, "processes": growth_hosts.processes, "ranks": growth_hosts.ranks,
+    "vocabulary": vocabulary,
 }  # fmt: skip
 
 
@@ -228,6 +227,5 @@ def run(series: str, size: int) -> Figures:
     """The figures of one size."""
     from stages.common.compilation import configure_jax
 
-    if series != "ranks":
-        configure_jax()
+    configure_jax()
     return WORK[series](size)

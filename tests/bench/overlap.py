@@ -143,7 +143,7 @@ def sampled_slowly() -> None:
     made = Crew.run
 
     def run(self: Crew, node: Any, request: Any, *arguments: Any) -> Any:
-        worker = self.here(self.of(node))[0]
+        worker = self.here(self.of(node))
         if node.stage != "rollout":
             return made(self, node, request, *arguments)
         work = WorkFolder(Store(request.store), node.stage, request.key).path

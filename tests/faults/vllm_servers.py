@@ -9,17 +9,15 @@ from pathlib import Path
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
-from flax import nnx
 
 from stages.base import Config as BaseConfig
 from stages.base import locate
 from tuning.device import Compute
 from tuning.models.config_json import from_hugging_face
 from tuning.models.gguf import GGUFCheckpoint, GGUFFile
-from tuning.models.huggingface import params_from_tensors, save_decoder, tensors_from_params, untied
+from tuning.models.huggingface import params_from_tensors, save_decoder, untied
 from tuning.models.tokenizer import chat_prompt_ids, save_tokenizer, tokenizer_from_gguf
 from tuning.rollout.requests import Request, Sampling
 from tuning.rollout.servers.child import Child
@@ -108,12 +106,7 @@ class Model:
 
         probe = [dataclasses.replace(r, counter=10**6 + r.counter) for r in self.requests(3, temperature, 1, 12)]
 
-        def tensors(types: Any) -> Any:
-            for tensor, value in tensors_from_params(nnx.to_pure_dict(self.params[name])):
-                yield tensor, value.astype(jnp.dtype(types.get(tensor, "float32")), copy=False)
-
-        config = dataclasses.asdict(self.config)
-        made = Policy(name, lambda: self.place(name), logps, probe, tensors, lambda: config)
+        made = Policy(name, lambda: self.place(name), logps, probe)
         return dataclasses.replace(made, **changes)
 
 
@@ -133,15 +126,14 @@ def smollm(folder: Path) -> Model:
     return Model(config, policies, tokenizer, ids, folder, prompts)
 
 
-def child(folder: Path, number: int = 0, dtype: str = "float32", key: str = "", more: Sequence[str] = ()) -> Child:
-    """A vLLM server that takes a stream of weights; its log goes to `folder`."""
+def child(folder: Path, number: int = 0, more: Sequence[str] = ()) -> Child:
+    """A vLLM server that takes policies by weight transfer; its log goes to `folder`."""
 
     def words(model: Path, port: int) -> list[str]:
-        start = ServerStart(model, dtype, 1024, False, streams=True)
-        return [*command(), *KINDS["vllm"].arguments(start, port), *more]
+        arguments = KINDS["vllm"].arguments(ServerStart(model, "float32", 1024, False), port)
+        return [*command(), *arguments, "--weight-transfer-config", '{"backend": "rlhf"}', *more]
 
-    environment = KINDS["vllm"].environment(key, streams=True) | ENVIRONMENT
-    return Child(words, environment, folder / f"log-{number}")
+    return Child(words, KINDS["vllm"].environment() | ENVIRONMENT, folder / f"log-{number}")
 
 
 def remote(*servers: RemoteServer, **changes: Any) -> Any:

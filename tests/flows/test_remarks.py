@@ -17,8 +17,6 @@ from flows.running.remarks import of_data, of_recipe
 from flows.running.session import Session
 
 ALL_FROM_THE_START = "every round samples from the policy that RL starts from"
-# Completions of up to 8 tokens.
-CARRY = "rl.partial={round_tokens: 4}"
 
 
 @pytest.mark.parametrize(
@@ -43,65 +41,10 @@ def test_a_staleness_of_all_rounds_is_told(rounds, staleness, said):
     assert [said in line for line in found] == ([True] if said else [])
 
 
-def test_one_round_that_would_carry_completions_is_told():
-    (found,) = of_recipe(load_recipe("smoke", sets=[CARRY, "rl.rounds=1"]))
-    assert found.startswith("rl.partial changes nothing: rl.rounds is 1")
-    assert not of_recipe(load_recipe("smoke", sets=[CARRY, "rl.rounds=3"]))
-
-
-@pytest.mark.parametrize(
-    ("rounds", "partial", "staleness", "told"),
-    [
-        (3, "{round_tokens: 4}", 0, None),
-        (2, "{round_tokens: 4}", 0, 1),
-        (3, "{round_tokens: 2}", 0, 3),
-        (4, "{round_tokens: 2}", 0, 3),
-        (5, "{round_tokens: 2}", 0, None),
-        (4, "{round_tokens: 2, max_lag: 2}", 0, None),
-        # Updates by which all rounds lag carry nothing.
-        (4, "{round_tokens: 2, max_lag: 3}", 1, None),
-        (4, "{round_tokens: 2, max_lag: 4}", 1, 3),
-    ],
-)
-def test_rounds_all_but_the_last_of_which_may_have_one_whole_group_are_told(rounds, partial, staleness, told):
-    sets = [f"rl.rounds={rounds}", f"rl.partial={partial}", f"rl.staleness={staleness}"]
-    found = of_recipe(load_recipe("smoke", sets=sets))
-    start = f"rl.partial with rl.rounds {rounds}: a completion may go on in {told} later rounds, so every round but the"
-    assert [line.startswith(start) for line in found] == ([True] if told else [])
-
-
-def test_a_critic_that_would_first_learn_from_few_groups_is_told():
-    ppo = "rl.update={algorithm: ppo, critic: {start: policy, pretrain_epochs: 2}}"
-    (found,) = of_recipe(load_recipe("smoke", sets=[CARRY, ppo]))
-    assert found.startswith(
-        "rl.partial with rl.update.critic.pretrain_epochs 2: they pass over the whole groups of the"
-    )
-    assert not of_recipe(load_recipe("smoke", sets=[ppo]))
-    assert not of_recipe(load_recipe("smoke", sets=[CARRY, "rl.update={algorithm: ppo, critic: {start: policy}}"]))
-
-
-@pytest.mark.parametrize(
-    ("update", "said"),
-    [
-        ("{}", None),
-        ("{correction: mask}", None),
-        ("{algorithm: rloo}", "correction sequence: one weight for a whole completion is a product"),
-        ("{algorithm: online-dpo, kl_coef: 0.0}", "correction none: nothing corrects for tokens of older policies"),
-        ("{correction: none}", "of older policies; truncate and mask weigh each token by itself"),
-        ("{correction: sequence-mask}", "correction sequence-mask: the mean ratio of a whole completion"),
-    ],
-)
-def test_weights_that_do_not_tell_the_policies_of_a_completion_apart_are_told(update, said):
-    carried, whole = (load_recipe("smoke", sets=[*more, f"rl.update={update}"]) for more in ([CARRY], []))
-    assert [said in line for line in of_recipe(carried)] == ([True] if said else [])
-    assert not of_recipe(whole)
-
-
-@pytest.mark.parametrize(("older", "said"), [("rl.staleness=1", "rl.staleness 1"), (CARRY, "rl.partial")])
-def test_ratios_to_policies_that_are_known_to_be_older_are_told(older, said):
-    sampler = "rl.update.old_logps=sampler"
+def test_ratios_to_policies_that_are_known_to_be_older_are_told():
+    older, sampler = "rl.staleness=1", "rl.update.old_logps=sampler"
     (found,) = of_recipe(load_recipe("smoke", sets=[older, sampler]))
-    assert found.startswith(f"{said} with rl.update.old_logps sampler: ratios are to the older policies")
+    assert found.startswith("rl.staleness 1 with rl.update.old_logps sampler: ratios are to the older policies")
     assert not of_recipe(load_recipe("smoke", sets=[older])) and not of_recipe(load_recipe("smoke", sets=[sampler]))
 
 

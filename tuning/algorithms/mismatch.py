@@ -49,6 +49,6 @@ def check_mismatch(kl: float, limit: float) -> None:
     if not kl <= limit:
         raise Mismatch(
             f"sampler and trainer disagree: mismatch KL {kl:.4f} is above max_mismatch_kl {limit}; compare dtypes "
-            "(those of rl.rollout.engine too), let newer policies sample (a lower rl.staleness or "
-            "rl.partial.max_lag, or more rl.partial.round_tokens), or raise the limit knowingly"
+            "(those of rl.rollout.engine too), let newer policies sample (a lower rl.staleness), or raise "
+            "the limit knowingly"
         )

@@ -13,11 +13,11 @@ import jax
 import numpy as np
 from jax.sharding import Mesh
 
+from tuning import multihost
 from tuning.device import Compute
 from tuning.mesh import put_batch, under
 from tuning.models.config import DecoderConfig
 from tuning.models.decoder import decoder_graph, scalar_graph
-from tuning.spread import whole
 from tuning.training.ahead import one_ahead
 from tuning.training.batch import Packed
 from tuning.training.forward import logps_and_entropy, values_and_last
@@ -39,7 +39,7 @@ def run_pass(
     """
 
     def read(batch: Packed, values: jax.Array) -> None:
-        take(batch.ids_C, whole(values))
+        take(batch.ids_C, multihost.to_host(values))
 
     # The micro-batch that the device may still compute: it is read when the device has the next one.
     under_way: Callable[[], None] | None = None

@@ -70,7 +70,7 @@ def token_advantages(
     a truncated completion is continued by the value of its last state, since it has not ended (Pardo et al.,
     arXiv:1712.00378). Raises ValueError for `bi_level_gae` without turns.
     """
-    # By blocks of rows: the last round of partial rollouts, padded all at once, would be several times the others.
+    # By blocks of rows: a round with one long completion, padded all at once, would be several times its tokens.
     lengths_N, width = lengths_of(judged, "values_NT"), scored.width
     advantages, returns = (Flat.zeros(lengths_N, width, real()) for _ in range(2))
     rewards = None

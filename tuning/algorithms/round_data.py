@@ -60,8 +60,6 @@ class RoundData:
     """Of trajectories in several parts, by number of the completion."""
     turns: Turns | None = None
     """Where the rollouts are of an environment."""
-    to_nearest: bool = False
-    """Whether the number of `steps` is rounded to the nearest, and not up: for rounds whose number of groups varies."""
 
     def __post_init__(self) -> None:
         # Of lists too; arrays of these types are not copied.
@@ -157,8 +155,7 @@ class RoundData:
     def steps(self, keep_N: np.ndarray, prompts_per_step: int) -> list[list[Group]]:
         """Kept completions of at most `prompts_per_step` places a step, in table order, as groups of equal prompts.
 
-        Steps are even: a last step of few groups would move the weights as far, on little evidence. With `to_nearest`
-        they have `prompts_per_step` places as nearly as even steps can: one place more makes no two half steps.
+        Steps are even: a last step of few groups would move the weights as far, on little evidence.
         """
         members: dict[int, list[int]] = {}
         for i in np.flatnonzero(keep_N):
@@ -166,8 +163,6 @@ class RoundData:
         places = [self._packed_together(m) for m in members.values()]
         # Rounded up. 9 groups in 2 steps become 4 + 5, not 8 + 1.
         count = -(-len(places) // prompts_per_step)
-        if self.to_nearest and places:
-            count = max(1, (2 * len(places) + prompts_per_step) // (2 * prompts_per_step))
         bounds = [len(places) * i // count for i in range(count + 1)] if count else []
         return [[group for place in places[a:b] for group in place] for a, b in zip(bounds, bounds[1:], strict=False)]
 

@@ -5,8 +5,8 @@
 
 Where there are more shards than files may be open, rows go to files of ranges of shards first, which are divided in the
 same way. So the files that are opened are as many as there are blocks, ranges and shards, never blocks times shards,
-and rows are written in batches of some size, however few a block has of a shard. Where a cluster makes the shards
-(`tuning.data.by_shard`) only the ledger comes here.
+and rows are written in batches of some size, however few a block has of a shard. Where a cluster writes the
+shards (`tuning.data.merge_pipeline`) only the ledger comes here.
 """
 
 from __future__ import annotations

@@ -18,15 +18,21 @@ their receipts.
 from __future__ import annotations
 
 import contextlib
+import functools
 import hashlib
+import multiprocessing
 import os
 import pickle
-import sys
+import threading
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
 from pathlib import Path
 from typing import Any
 
 import apache_beam as beam
+import grpc
 import pyarrow as pa
 from apache_beam.metrics import Metrics
 from apache_beam.options.pipeline_options import PipelineOptions
@@ -36,12 +42,18 @@ from tuning.data.files import Part, read_part
 from tuning.data.overlap import hash64, prompt_names, turn_names
 from tuning.data.receipts import counted, read_receipts, write_receipt
 from tuning.data.remote import publish
-from tuning.data.runners import Runner, flags_of, reach
+from tuning.data.runners import Runner, RunnerError, flags_of, reach
 from tuning.data.schema import DEAD, LEDGER, ORDER, SCHEMAS, ipc_bytes, table_of
 from tuning.data.steps import STEPS, wanted_steps
 
 # Limits the number of Python objects where records are much smaller than a block.
 BLOCK_RECORDS = 8192
+PARTS_AT_A_TIME = 4
+"""Parts that a process of this machine takes, for which it runs one pipeline."""
+
+
+class ProcessDied(RuntimeError):
+    """A process that prepares data on this machine was killed; the message says what to do."""
 
 
 class BlockCoder(beam.coders.Coder):
@@ -125,13 +137,11 @@ class Write(beam.DoFn):
     def process(self, block: Block) -> Iterator[str]:
         pieces: dict[str, list[dict[str, Any]]] = {}
         sums: dict[str, str] = {}
-        size = 0
         for entry in block.entries:
             for draft in entry.drafts:
                 pieces.setdefault(draft.output, []).extend(_placed(entry, draft, block.part.label))
         for output, rows in sorted(pieces.items()):
             table = self.table(rows, {**SCHEMAS[output], **ORDER})
-            size += table.nbytes
             sums |= self.publish(f"{block.name}.{output}.arrow", table)
         ledger = self.table([_fate(entry) for entry in block.entries], LEDGER)
         sums |= self.publish(f"{block.name}.ledger.arrow", ledger)
@@ -147,7 +157,6 @@ class Write(beam.DoFn):
             "records": len(block.entries) + len(block.dead),
             "dead": len(block.dead),
             "reasons": [letter["reason"] for letter in block.dead[:3]],
-            "bytes": size,
             "counts": block.counts,
             "extracted": block.extracted,
             "fields": block.fields,
@@ -278,9 +287,17 @@ def run(
     Returns:
         Beam's counters, as step/name.
     Raises:
-        RunnerError: no job server answers where the runner's options name one.
+        RunnerError: no job server answers at the address in the runner's options.
+        ProcessDied: a process of this machine was killed.
     """
     runner = runner or Runner()
+    with counted(folder, progress):
+        if runner.workers > 1:
+            return _by_processes(parts, plan, folder, block_bytes, runner.workers)
+        return _tokenized(parts, plan, folder, block_bytes, runner)
+
+
+def _tokenized(parts: Sequence[Part], plan: Plan, folder: str, block_bytes: int, runner: Runner) -> dict[str, int]:
     pipeline = pipeline_on(runner)
     blocks = (
         pipeline
@@ -292,8 +309,42 @@ def run(
     for name in wanted_steps(plan):
         blocks = blocks | name >> beam.ParDo(Apply(name, plan)).with_output_types(Block)
     _ = blocks | "Write" >> beam.ParDo(Write(folder, plan.shards))
-    with counted(folder, progress):
-        return executed(pipeline, runner)
+    return executed(pipeline, runner)
+
+
+def _by_processes(parts: Sequence[Part], plan: Plan, folder: str, block_bytes: int, workers: int) -> dict[str, int]:
+    """Runs a pipeline for every few parts, in several processes.
+
+    Beam's own processes would talk through ports that are open to the network, without a password.
+    """
+    size = max(1, min(PARTS_AT_A_TIME, len(parts) // (2 * workers)))
+    slices = [parts[start : start + size] for start in range(0, len(parts), size)]
+    total = Counter[str]()
+    # Spawned: the caller may hold JAX and its threads, which a fork does not copy.
+    with ProcessPoolExecutor(workers, multiprocessing.get_context("spawn"), _begin) as pool:
+        one = functools.partial(_tokenized, plan=plan, folder=folder, block_bytes=block_bytes, runner=Runner())
+        try:
+            for counters in pool.map(one, slices):
+                total.update(counters)
+        except BrokenProcessPool as error:
+            raise ProcessDied(
+                "a process that prepares data was killed, such as by the kernel when memory ran out: run again, with "
+                "lower data.workers or data.chunk_megabytes if it repeats; finished blocks are kept"
+            ) from error
+    return dict(total)
+
+
+def _begin() -> None:
+    """Begins a process: the processes occupy the cores, so the tokenizer starts no threads; it ends with its parent."""
+    os.environ["TOKENIZERS_PARALLELISM"] = "false"
+    parent = multiprocessing.parent_process()
+    assert parent is not None
+
+    def watch() -> None:
+        parent.join()
+        os._exit(1)
+
+    threading.Thread(target=watch, daemon=True).start()
 
 
 def pipeline_on(runner: Runner) -> beam.Pipeline:
@@ -304,39 +355,20 @@ def pipeline_on(runner: Runner) -> beam.Pipeline:
 
 def executed(pipeline: beam.Pipeline, runner: Runner) -> dict[str, int]:
     """Runs a pipeline to its end; Beam's counters, as step/name."""
-    with _environment_of_workers(runner.workers):
+    result: Any = None
+    try:
         result = pipeline.run()
-        try:
-            result.wait_until_finish()
-        except BaseException:
-            # A job that went on would write beside that of the next run. The local runner has no job to cancel.
-            with contextlib.suppress(Exception):
-                result.cancel()
-            raise
+        result.wait_until_finish()
+    except BaseException as error:
+        # A job that went on would write beside that of the next run. The local runner has no job to cancel.
+        with contextlib.suppress(Exception):
+            result.cancel()
+        if isinstance(error, grpc.RpcError):
+            raise RunnerError(
+                f"{runner.name} has lost its job service at {runner.options.get('job_endpoint')} ({error.details()}): "
+                "start it and run again; finished blocks are kept"
+            ) from error
+        raise
     counters = result.metrics().query()["counters"]
     # Not every runner reports committed values.
     return {f"{c.key.metric.namespace}/{c.key.metric.name}": c.committed or c.attempted for c in counters}
-
-
-@contextlib.contextmanager
-def _environment_of_workers(workers: int) -> Iterator[None]:
-    """Sets the environment that Beam's worker processes inherit, and restores it.
-
-    Workers can import every module that this process can (a checkout, the user's rules). With several workers the
-    tokenizer uses no threads, since each worker occupies a core already.
-    """
-    root = str(Path(__file__).resolve().parents[2])
-    paths = dict.fromkeys([root, *(path or os.getcwd() for path in sys.path)])
-    values = {"PYTHONPATH": os.pathsep.join(paths)}
-    if workers > 1:
-        values["TOKENIZERS_PARALLELISM"] = "false"
-    before = {name: os.environ.get(name) for name in values}
-    os.environ.update(values)
-    try:
-        yield
-    finally:
-        for name, value in before.items():
-            if value is None:
-                del os.environ[name]
-            else:
-                os.environ[name] = value

@@ -49,15 +49,21 @@ def remove_receipt(folder: str, name: str) -> None:
 
 
 @contextlib.contextmanager
-def counted(folder: str, progress: Callable[[int], None]) -> Iterator[None]:
-    """Meanwhile reports the number of receipts in a folder or below a URL. A look that fails reports nothing."""
+def counted(folder: str, progress: Callable[[int], None], suffix: str = SUFFIX) -> Iterator[None]:
+    """Meanwhile reports the number of files with the suffix in a folder or below a URL, each time that it changes.
+
+    A look that fails reports nothing.
+    """
     fs, path = filesystem(folder)
     stop = threading.Event()
 
     def watch() -> None:
+        last = 0
         while not stop.wait(COUNT_SECONDS["://" in folder]):
             with contextlib.suppress(Exception):
-                progress(sum(name.endswith(SUFFIX) for name in fs.ls(path, detail=False)))
+                count = sum(name.endswith(suffix) for name in fs.ls(path, detail=False))
+                if count != last:
+                    progress(last := count)
 
     thread = threading.Thread(target=watch, daemon=True)
     thread.start()

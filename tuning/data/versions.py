@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 TUNING = Path(__file__).resolve().parents[1]
-ROOTS = ("tuning.data.pipeline", "tuning.data.by_shard")
+ROOTS = ("tuning.data.pipeline", "tuning.data.merge_pipeline")
 """What workers run."""
 LIBRARIES = ("apache-beam", "jinja2", "numpy", "pyarrow", "regex", "tokenizers", "transformers")
 ABSENT = "absent"

@@ -61,7 +61,7 @@ def answers_of(
     problems: Sequence[int],
     *,
     seconds: float,
-    workers: int = 2,
+    workers: int | None = None,
 ) -> list[str | None]:
     """`answer_of` of each sample; answers of one of the `problems` [N] that the judge takes for equal are equal.
 

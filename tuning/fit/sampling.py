@@ -52,8 +52,6 @@ class Sampled:
     quantization: Any = "none"
     beside: tuple[Beside, ...] = ()
     """What else is in the devices' memory meanwhile."""
-    new: int | None = None
-    """Most tokens that the stage adds to a completion; None: all of them."""
 
 
 def sampling(asked: Sampled, machine: Machine) -> Figures:
@@ -118,7 +116,7 @@ def _sampling(asked: Sampled, machine: Machine) -> Figures:
             "capacity": cached.capacity,
             "cache": "paged" if with_pages else "slots",
             "kv_cache_dtype": kv,
-            "tokens": min(asked.new or asked.completion, asked.completion) * -(-asked.samples // (own * replicas)),
+            "tokens": asked.completion * -(-asked.samples // (own * replicas)),
             "run": steps,
         },
         step="token",

@@ -5,7 +5,6 @@ from __future__ import annotations
 import collections
 import dataclasses
 import functools
-import hashlib
 import json
 import math
 import re
@@ -21,14 +20,13 @@ from flax.traverse_util import flatten_dict
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from safetensors.numpy import save_file
 
-from tuning import ranks
+from tuning import multihost
 from tuning.models.config import DecoderConfig, UnsupportedModel
 from tuning.models.config_json import from_hugging_face, to_hugging_face
 from tuning.models.decoder import Decoder, ScalarHead, abstract_decoder
 from tuning.models.mapping import SCORE, tensor_names
 from tuning.models.tensors import INDEX, KINDS, Named, Place, Tensors, check, load_tensors, place_tensors
 from tuning.precision import real
-from tuning.spread import whole
 
 SHARD_BYTES = 5_000_000_000
 """The largest file that is written, unless one tensor is larger."""
@@ -89,20 +87,10 @@ def _lazy_tensors(pure: dict[str, Any], dtype: Any, types: Mapping[str, str] | N
 
 
 def _tensor(leaf: Any, layer: int | None, transposed: bool, dtype: Any) -> np.ndarray:
-    value = _on_host(leaf) if layer is None else whole(leaf[layer])
+    # JAX keeps a copy on the host for as long as an array lives: here for as long as a slice or a copy does.
+    part = jnp.copy(leaf) if layer is None and isinstance(leaf, jax.Array) else leaf if layer is None else leaf[layer]
+    value = multihost.to_host(part)
     return np.ascontiguousarray((value.T if transposed else value).astype(dtype))
-
-
-def _on_host(leaf: Any) -> np.ndarray:
-    """The values of an array, gathered from its devices."""
-    # JAX keeps what it has gathered beside the array for as long as that lives: here beside a copy.
-    return whole(leaf if _in_host_memory(leaf) else jnp.copy(leaf))
-
-
-def _in_host_memory(leaf: Any) -> bool:
-    return (
-        not isinstance(leaf, jax.Array) or {d.platform for d in leaf.devices()} == {"cpu"} and len(leaf.devices()) == 1
-    )
 
 
 def read_config(folder: Path) -> DecoderConfig:
@@ -186,10 +174,10 @@ def save_decoder(
     scalar = "decoder" in pure
     tensors = list(_lazy_tensors(pure["decoder"] if scalar else pure, kind, types))
     if scalar:
-        score = whole(pure["score"])[None].astype(kind)
+        score = multihost.to_host(pure["score"])[None].astype(kind)
         tensors.append((SCORE, score.nbytes, lambda: score))
     _write(folder, tensors, shard_bytes)
-    _write_config(folder, config, scalar, token_ids, kind.name)
+    write_config(folder, config, scalar, token_ids, kind.name)
 
 
 def copy_decoder(
@@ -219,14 +207,14 @@ def write_decoder(
         lazy.append((name, size * kind.itemsize, functools.partial(tensors.read, name)))
     _write(folder, lazy, shard_bytes)
     # Of most of the weights: some models have norms in a wider type than matrices.
-    _write_config(folder, config, False, token_ids, max(held, key=lambda kind: held[kind]))
+    write_config(folder, config, False, token_ids, max(held, key=lambda kind: held[kind]))
     return sum(sizes.values())
 
 
 def _write(folder: Path, tensors: Sequence[Lazy], shard_bytes: int) -> None:
-    """Writes tensors as one safetensors file, or as several with an index. Of several ranks the lead alone writes; all
-    of them make the tensors."""
-    if not ranks.is_lead():
+    """Writes tensors as one safetensors file, or as several with an index. Every process of a group makes the tensors,
+    one at a time; process 0 writes them."""
+    if not multihost.is_primary():
         for _, _, make in tensors:
             make()
         return
@@ -245,8 +233,9 @@ def _write(folder: Path, tensors: Sequence[Lazy], shard_bytes: int) -> None:
         (folder / INDEX).write_text(json.dumps(index, indent=2, sort_keys=True) + "\n")
 
 
-def _write_config(folder: Path, config: DecoderConfig, scalar: bool, token_ids: dict[str, Any], dtype: str) -> None:
-    if not ranks.is_lead():
+def write_config(folder: Path, config: DecoderConfig, scalar: bool, token_ids: dict[str, Any], dtype: str) -> None:
+    """Writes config.json, on process 0; `dtype` is that of the weights."""
+    if not multihost.is_primary():
         return
     values = to_hugging_face(config, scalar=scalar, **token_ids | {"torch_dtype": dtype})
     (folder / "config.json").write_text(json.dumps(values, indent=2, sort_keys=True) + "\n")
@@ -271,18 +260,3 @@ def untied(config: DecoderConfig, params: Any) -> tuple[DecoderConfig, Any]:
     if not config.tie_embeddings:
         return config, pure
     return dataclasses.replace(config, tie_embeddings=False), pure | {"head": pure["embedding"]}
-
-
-def fingerprint(params: Any) -> str:
-    """SHA-256 over names, types, shapes and bytes of the parameters: the identity of a policy.
-
-    Of parameters on several devices, or not in the host's memory, one layer at a time is gathered.
-    """
-    h = hashlib.sha256()
-    for path, leaf in sorted(jax.tree_util.tree_leaves_with_path(nnx.to_pure_dict(params)), key=lambda x: str(x[0])):
-        name = jax.tree_util.keystr(path)
-        h.update(f"{name}{leaf.dtype}{leaf.shape}".encode())
-        by_layer = "['layers']" in name and not _in_host_memory(leaf)
-        for part in (whole(leaf[i]) for i in range(leaf.shape[0])) if by_layer else [_on_host(leaf)]:
-            h.update(np.ascontiguousarray(part).reshape(-1).view(np.uint8).data)
-    return h.hexdigest()

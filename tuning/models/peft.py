@@ -18,12 +18,11 @@ from flax.traverse_util import flatten_dict, unflatten_dict
 from safetensors import safe_open
 from safetensors.numpy import save_file
 
-from tuning import ranks
+from tuning import multihost
 from tuning.models.config import DecoderConfig, UnsupportedModel
 from tuning.models.lora import PROJECTIONS, LoraConfig, Role, trainable_shapes
 from tuning.models.mapping import PROJECTIONS as MODULES
 from tuning.precision import real
-from tuning.spread import whole
 
 CONFIG, TENSORS = "adapter_config.json", "adapter_model.safetensors"
 _PREFIX = "base_model.model."
@@ -53,15 +52,16 @@ _ORDINARY: dict[str, tuple[Any, ...]] = {
 
 def save_adapter(folder: Path, trainable: Any, lora: LoraConfig, base: str | None = None) -> None:
     """Writes a trainable tree of `lora.tune` in PEFT's format; `base` is the name or path of the model below it."""
-    folder.mkdir(parents=True, exist_ok=True)
     tensors: dict[str, np.ndarray] = {}
     scalar = False
     for path, value in flatten_dict(nnx.to_pure_dict(trainable)).items():
+        # An adapter's factor of all layers is no larger than one layer of the model.
+        host = multihost.to_host(value)
         if path == ("score",):
-            tensors[_SCORE], scalar = whole(value)[None], True
+            tensors[_SCORE], scalar = host[None], True
             continue
         name, factor = path[-3], path[-1].upper()
-        for i, matrix in enumerate(whole(value)):
+        for i, matrix in enumerate(host):
             key = f"{_PREFIX}model.layers.{i}.{MODULES[name]}.lora_{factor}.weight"
             tensors[key] = np.ascontiguousarray(matrix.T)
     values = {
@@ -80,8 +80,9 @@ def save_adapter(folder: Path, trainable: Any, lora: LoraConfig, base: str | Non
         "use_dora": False,
         "use_rslora": lora.use_rslora,
     }
-    if not ranks.is_lead():
+    if not multihost.is_primary():
         return
+    folder.mkdir(parents=True, exist_ok=True)
     save_file(tensors, folder / TENSORS, metadata={"format": "pt"})
     (folder / CONFIG).write_text(json.dumps(values, indent=2, sort_keys=True) + "\n")
 

@@ -12,8 +12,9 @@ from typing import Any
 import jax
 import numpy as np
 from flax import nnx
+from jax.experimental import multihost_utils
 
-from tuning.spread import everywhere
+from tuning import multihost
 
 MOST = 2048
 """Probes of a tensor; a stack of layers is one."""
@@ -26,7 +27,20 @@ def probes(params: Any) -> Probes:
     """Values at random places, which rest on names and shapes of tensors alone. Read where they are: nothing moves
     between devices. Of several processes each reads what its devices have."""
     leaves = jax.tree_util.tree_leaves_with_path(nnx.to_pure_dict(params))
-    return {name: _of_tensor(name, leaf) for name, leaf in ((jax.tree_util.keystr(path), x) for path, x in leaves)}
+    found = {jax.tree_util.keystr(path): _of_tensor(jax.tree_util.keystr(path), leaf) for path, leaf in leaves}
+    if multihost.process_count() == 1:
+        return {name: values for name, (values, _) in found.items()}
+    # As bytes: without float64 a device would lose digits.
+    raw = np.concatenate([part.view(np.uint8) for values, known in found.values() for part in (values, known)])
+    others = np.asarray(multihost_utils.process_allgather(raw)).reshape(-1, raw.size)
+    at, out = 0, {}
+    for name, (values, _) in found.items():
+        middle, end = at + values.nbytes, at + values.nbytes + values.size
+        for other in others:
+            known = other[middle:end].view(bool)
+            values[known] = other[at:middle].copy().view(np.float64)[known]
+        at, out[name] = end, values
+    return out
 
 
 def distance(one: Probes, other: Probes) -> float:
@@ -39,7 +53,8 @@ def distance(one: Probes, other: Probes) -> float:
     return math.sqrt(sum(float(np.square(one[name] - other[name]).sum()) for name in one))
 
 
-def _of_tensor(name: str, leaf: Any) -> np.ndarray:
+def _of_tensor(name: str, leaf: Any) -> tuple[np.ndarray, np.ndarray]:
+    """The probes of a tensor, and which of them are on the devices of this process."""
     size = math.prod(leaf.shape)
     count = min(size, MOST)
     rng = np.random.default_rng(int.from_bytes(hashlib.sha256(name.encode()).digest()[:8], "big"))
@@ -56,4 +71,4 @@ def _of_tensor(name: str, leaf: Any) -> np.ndarray:
             found = shard.data[tuple(at[inside] for at in local)]
             values[inside] = np.asarray(found).astype(np.float64)
             known |= inside
-    return everywhere(values, known) * math.sqrt(size / count)
+    return values * math.sqrt(size / count), known

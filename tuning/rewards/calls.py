@@ -1,37 +1,42 @@
-"""One call of a reward function, and the process that makes it: what is imported there is not timed, nothing escapes.
+"""One call of a reward function, in a child of a pool (`tuning.parallel`) or in this process.
 
-The process gets a `Call` over its pipe, imports the function, answers STARTED, calls it and answers with its outcomes.
-Answers are plain texts and numbers: an exception of a user need not survive being pickled.
+Answers are plain texts and numbers: an exception of a user does not leave the child.
 """
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
-import faulthandler
 import importlib
 import inspect
 import os
-import shutil
-import signal
-import sys
-import tempfile
-import threading
-import time
 import traceback
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from multiprocessing.connection import Connection
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from tuning.rewards.failures import REASON_CHARACTERS, kind_of
 from tuning.rewards.functions import BUILT_IN, LOADS, find
 from tuning.rewards.samples import Outcome, Sample, outcome_of
 
-STARTED = "started"
-"""The answer that precedes the outcomes: the function is there, and its time begins."""
-PARENT_SECONDS = 0.5
-GRACE_SECONDS = 30.0
-"""Seconds after its limit at which a process ends itself, in case that nothing else has ended it."""
+
+class Caller:
+    """A reward function in a child: its payloads are calls, its values the fields of their outcomes."""
+
+    def __init__(self, function: str) -> None:
+        self._function = function
+
+    @staticmethod
+    def load(function: str) -> None:
+        """Import the function, and what a built-in imports when it is called."""
+        find(function)
+        for name in LOADS.get(function, ()):
+            importlib.import_module(name)
+
+    def __call__(self, payload: Mapping[str, Any]) -> list[tuple[Any, ...]]:
+        samples = [Sample(**fields) for fields in payload["samples"]]
+        return [dataclasses.astuple(outcome) for outcome in Call(self._function, payload["arguments"], samples).make()]
+
+    def close(self) -> None:
+        """Do nothing: a function holds nothing that would have to be closed."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -41,73 +46,22 @@ class Call:
     function: str
     arguments: Mapping[str, Any]
     samples: Sequence[Sample]
-    seconds: float
-    megabytes: int
 
-
-def serve(pipe: Connection, parent: int, folder: str) -> None:
-    """Answers calls until the pipe closes; temporary files of the calls are below `folder`, which is removed then.
-
-    What the calls start is in the process group of this process, and is ended with it.
-    """
-    os.setsid()
-    watch = threading.Thread(target=_end_with, args=(parent, folder), daemon=True)
-    watch.start()
-    # Both: subprocesses read the environment, this process has read it.
-    tempfile.tempdir = os.environ["TMPDIR"] = folder
-    with contextlib.suppress(EOFError, OSError):
-        while True:
-            call: Call = pipe.recv()
-            pipe.send(_answer(call, pipe))
-    shutil.rmtree(folder, ignore_errors=True)
-    # A pipe may close a little before its other end's process is gone, with which the whole group ends.
-    watch.join(3 * PARENT_SECONDS)
-
-
-def _end_with(parent: int, folder: str) -> None:
-    while os.getppid() == parent:
-        time.sleep(PARENT_SECONDS)
-    # A parent that was killed cannot. Renamed first: what still runs finds no place to write to.
-    gone = f"{folder}.gone"
-    with contextlib.suppress(OSError):
-        os.rename(folder, gone)
-    shutil.rmtree(gone, ignore_errors=True)
-    os.killpg(0, signal.SIGKILL)
-
-
-def _answer(call: Call, pipe: Connection) -> list[Outcome]:
-    """The outcome of each sample of a call."""
-    try:
-        function = find(call.function)
-        for name in LOADS.get(call.function, ()):
-            importlib.import_module(name)
-    # Also SystemExit, which a module may raise as it is imported.
-    except BaseException as error:
-        return [Outcome(None, _text(error), "outage")] * len(call.samples)
-    pipe.send(STARTED)
-    try:
-        with _last_resort(call.seconds + GRACE_SECONDS), _memory_limit(call.megabytes):
-            return _made(function, call)
-    except MemoryError:
-        return [Outcome(None, f"MemoryError: more than {call.megabytes} MB")] * len(call.samples)
-    # A user's function may raise anything, SystemExit and KeyboardInterrupt among them.
-    except BaseException as error:
-        kind = kind_of(error)
-        place = _place(error, function) if kind == "sample" else ""
-        return [Outcome(None, _text(error) + place, kind)] * len(call.samples)
-
-
-def answered(call: Call) -> list[Outcome]:
-    """The outcome of each sample of a call that this process makes, without limits: of a built-in that has its own."""
-    try:
-        return _made(find(call.function), call)
-    except Exception as error:
-        return [Outcome(None, _text(error), kind_of(error))] * len(call.samples)
-
-
-def _made(function: Any, call: Call) -> list[Outcome]:
-    texts = [s.prompt for s in call.samples], [s.completion for s in call.samples]
-    return _outcomes(function(*texts, **keyword_arguments(function, call)), len(call.samples))
+    def make(self) -> list[Outcome]:
+        """Call the function in this process, without limits but memory's: MemoryError is raised."""
+        function: Any = None
+        try:
+            function = find(self.function)
+            texts = [s.prompt for s in self.samples], [s.completion for s in self.samples]
+            return _outcomes(function(*texts, **keyword_arguments(function, self)), len(self.samples))
+        except MemoryError:
+            raise
+        # A user's function may raise anything, SystemExit and KeyboardInterrupt among them.
+        except BaseException as error:
+            kind = kind_of(error)
+            text = f"{type(error).__name__}: {error}".replace("\n", " ")[:REASON_CHARACTERS]
+            place = _place(error, function) if kind == "sample" else ""
+            return [Outcome(None, text + place, kind)] * len(self.samples)
 
 
 def _outcomes(values: Any, count: int) -> list[Outcome]:
@@ -127,10 +81,6 @@ def _number(value: Any) -> float:
     except (TypeError, ValueError):
         shown = repr(value)[:60]
         raise TypeError(f"the function returned {shown} for a completion: expected a number, or None") from None
-
-
-def _text(error: BaseException) -> str:
-    return f"{type(error).__name__}: {error}".replace("\n", " ")[:REASON_CHARACTERS]
 
 
 def _place(error: BaseException, function: Any) -> str:
@@ -170,39 +120,3 @@ def keyword_arguments(function: Any, call: Call) -> dict[str, Any]:
     if parameters and not any(p.kind is inspect.Parameter.VAR_KEYWORD for p in parameters.values()):
         columns = {name: column for name, column in columns.items() if name in parameters}
     return {**columns, **call.arguments}
-
-
-@contextlib.contextmanager
-def _last_resort(seconds: float) -> Iterator[None]:
-    """Ends this process after `seconds`, though it runs no Python any more and its parent is gone."""
-    with open(os.devnull, "w") as nowhere:
-        # A thread in C: it needs no interpreter lock, which a regular expression may hold for ever.
-        faulthandler.dump_traceback_later(seconds, exit=True, file=nowhere)
-        try:
-            yield
-        finally:
-            faulthandler.cancel_dump_traceback_later()
-
-
-@contextlib.contextmanager
-def _memory_limit(megabytes: int) -> Iterator[None]:
-    """Limits the process's data to its present size plus `megabytes`: a larger allocation raises MemoryError.
-
-    Linux only.
-    """
-    if sys.platform != "linux":
-        yield
-        return
-    import resource
-
-    with open("/proc/self/status") as f:
-        # /proc counts in units of 1024 bytes.
-        held_bytes = next(int(line.split()[1]) for line in f if line.startswith("VmData")) * 1024
-    # Data, not address space: libraries reserve far more addresses than they use. The soft limit alone, so that it can
-    # be lifted again.
-    before = resource.getrlimit(resource.RLIMIT_DATA)
-    resource.setrlimit(resource.RLIMIT_DATA, (held_bytes + megabytes * 2**20, before[1]))
-    try:
-        yield
-    finally:
-        resource.setrlimit(resource.RLIMIT_DATA, before)

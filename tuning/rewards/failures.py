@@ -119,7 +119,6 @@ def check_failures(
     outcomes: Mapping[str, Sequence[Outcome]],
     max_failed_fraction: float,
     *,
-    least: int = 0,
     setting: str = "max_failed_fraction",
     what: str = "reward",
     functions: Mapping[str, str] | None = None,
@@ -130,7 +129,6 @@ def check_failures(
     Args:
         outcomes: of each reward by name, one for each sample.
         max_failed_fraction: share of the samples, rounded up to whole ones, that each reward may fail on.
-        least: samples of which this is the share where there are fewer.
         setting: how that limit is called in a recipe. what: how what gives the outcomes is.
         functions: the function of each reward, where its name says little.
         kept: what an outage leaves for the next try of the caller's stage.
@@ -149,7 +147,7 @@ def check_failures(
             )
     for name, column in outcomes.items():
         found = tallied(column)
-        if found.failed > math.ceil(max_failed_fraction * max(least, len(column))):
+        if found.failed > math.ceil(max_failed_fraction * len(column)):
             reason, count = next(iter(found.reasons.items()))
             example = next(number for number, outcome in enumerate(column) if outcome.failure == reason)
             # What fails on all of them is no fault of completions.

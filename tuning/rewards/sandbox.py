@@ -15,7 +15,6 @@ import json
 import os
 import re
 import secrets
-import signal
 import subprocess
 import sys
 import tempfile
@@ -25,6 +24,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, BinaryIO, Literal
 
+from tuning.parallel.children import kill
 from tuning.rewards import confine
 from tuning.rewards.failures import Outage
 
@@ -186,8 +186,7 @@ def _run(
             return confine.KILLED
         finally:
             # The session is a process group of its own.
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(process.pid, signal.SIGKILL)
+            kill(process.pid)
             process.wait()
 
 

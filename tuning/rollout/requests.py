@@ -101,11 +101,6 @@ class Request:
     that one has cached, and an engine in the worker also its slot."""
     keep: bool = False
     """Whether its slot stays its own when it has ended, for a request `after` it or until `Engine.release`."""
-    first_sample: int = 0
-    """Number of the first of its samples, for those of one prompt that are asked for apart."""
-    begun: int = 0
-    """How many tokens at the end of `prompt` are the completion's own, made before: the next one draws what it would
-    have drawn behind them."""
 
     def __post_init__(self) -> None:
         who = f"request {self.name or self.counter}"
@@ -115,13 +110,6 @@ class Request:
             raise RefusedRequest(f"{who}: max_tokens is {self.max_tokens}, samples {self.samples}; both are 1 or more")
         if self.samples > 1 and (self.keep or self.after is not None):
             raise RefusedRequest(f"{who}: a slot is kept for one sample, not for {self.samples}")
-        if not 0 <= self.begun < len(self.prompt) or self.first_sample < 0:
-            raise RefusedRequest(
-                f"{who}: begun is {self.begun}, of a prompt of {len(self.prompt)} tokens, first_sample "
-                f"{self.first_sample}; a completion goes on behind a prompt, and samples count from 0"
-            )
-        if self.begun and self.find_stop is not None:
-            raise RefusedRequest(f"{who}: find_stop does not see the {self.begun} tokens that were made before")
         if len(self.stop_ids) > MAX_STOP_IDS:
             raise RefusedRequest(f"{who} has {len(self.stop_ids)} stop ids; at most {MAX_STOP_IDS}: use find_stop")
 

@@ -1,13 +1,17 @@
 """Trainer state on disk with Orbax: parameters, optimizer state and data position of the newest complete step.
 
-Of several ranks the lead alone has the folder. An array goes to it whole, one after the other, and comes back so: what
-is on disk is the same for any number of processes and devices.
+Each process of a group writes the shards of its own devices to a folder of its own, one file a shard. `committed` puts
+these folders together: their union is the checkpoint. It restores bit for bit on any mesh and number of processes. Each
+process reads the files that hold its shards; `fetch` brings them from elsewhere.
 """
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator
+import itertools
+import json
+import math
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -16,9 +20,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import orbax.checkpoint as ocp
+from jax.sharding import SingleDeviceSharding
 
-from tuning import ranks
-from tuning.spread import from_first, whole
+from tuning import multihost
+
+Fetch = Callable[[Sequence[Path]], None]
+"""Brings files to these paths; those that exist nowhere hold zeros, and are left out."""
 
 
 class SaveFailed(RuntimeError):
@@ -30,12 +37,26 @@ class Checkpoints:
 
     `committed` is called from another thread, after each save is complete and before the next begins; the step before
     is deleted when it has returned, and it is called once more then. An error of a save is raised, as SaveFailed, by
-    that call where its folder cannot be made, else by the next one.
+    that call if its folder cannot be made, else by the next one.
     """
 
-    def __init__(self, folder: Path, committed: Callable[[], None] = lambda: None):
-        self.folder, self._committed = folder, committed
-        self._manager = _manager(folder) if ranks.is_lead() else None
+    def __init__(self, folder: Path, committed: Callable[[], None] = lambda: None, fetch: Fetch = lambda files: None):
+        self.folder, self._committed, self._fetch = folder, committed, fetch
+        self.bytes_written = 0
+        """By this process, in all saves that are complete."""
+        options = ocp.CheckpointManagerOptions(
+            # Orbax would delete the step before as soon as it has named the newer one, whose files may not be on disk.
+            max_to_keep=None,
+            create=True,
+            multiprocessing_options=_processes(),
+            # Otherwise threads that wait for a folder which could not be made keep the process for five minutes.
+            async_options=ocp.AsyncOptions(create_directories_asynchronously=False),
+        )
+        handlers = {
+            "state": _handler(),
+            "position": ocp.JsonCheckpointHandler(multiprocessing_options=_processes()),
+        }
+        self._manager = ocp.CheckpointManager(folder.absolute(), options=options, item_handlers=handlers)
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="checkpoint")
         self._saving: Future[None] | None = None
 
@@ -45,19 +66,18 @@ class Checkpoints:
         Waits for the save before, then for a copy of the state in host memory: on return the arrays may be donated.
         """
         self.wait()
-        leaves = _leaves(state, _held)
-        if self._manager is None:
-            return
-        args = ocp.args.Composite(state=ocp.args.StandardSave(leaves), position=ocp.args.JsonSave(position))
+        args = ocp.args.Composite(
+            state=ocp.args.PyTreeSave(_numbered(state, _held)), position=ocp.args.JsonSave(position)
+        )
         with self._failing(step):
             self._manager.save(step, args=args)
         self._saving = self._thread.submit(self._commit, step)
 
     def _commit(self, step: int) -> None:
-        assert self._manager is not None
         with self._failing(step):
             self._manager.wait_until_finished()
             self._manager.check_for_errors()
+            self.bytes_written += sum(p.stat().st_size for p in (self.folder / str(step)).rglob("*") if p.is_file())
             self._committed()
             replaced = [other for other in self._manager.all_steps() if other < step]
             for other in replaced:
@@ -76,28 +96,17 @@ class Checkpoints:
             ) from error
 
     def restore(self, like: Any) -> tuple[Any, dict[str, Any]] | None:
-        """The newest state, shaped as `like` (arrays or shapes), and its position; None where there is none.
+        """The newest state, shaped as `like` (arrays or shapes), and its position; None if there is none.
 
-        Raises ValueError when a saved leaf has another shape: Orbax alone would return it.
+        Raises ValueError if a saved leaf has another shape or type.
         """
-        step = ranks.from_lead(lambda: self._manager.latest_step() if self._manager is not None else None)
+        step = multihost.from_primary(self._manager.latest_step)
         if step is None:
             return None
-        wanted, tree = jax.tree.flatten(like)
-        alone = ranks.here().size == 1
-        shapes = {str(i): _abstract(leaf) if alone else _on_host(leaf) for i, leaf in enumerate(wanted)}
-        leaves: list[Any] = [None] * len(wanted)
-        position: dict[str, Any] = {}
-        if self._manager is not None:
-            restored = self._manager.restore(
-                step, args=ocp.args.Composite(state=ocp.args.StandardRestore(shapes), position=ocp.args.JsonRestore())
-            )
-            leaves, position = [restored.state[str(i)] for i in range(len(wanted))], restored.position
-            _check(self.folder / str(step), leaves, wanted)
-        if not alone:
-            position = ranks.from_lead(lambda: position)
-            leaves = [_handed_on(leaf, want) for leaf, want in zip(leaves, wanted, strict=True)]
-        return jax.tree.unflatten(tree, leaves), position
+        state, tree = _wanted(self.folder / str(step) / "state", like, self._fetch)
+        args = ocp.args.Composite(state=state, position=ocp.args.JsonRestore())
+        restored = self._manager.restore(step, args=args)
+        return _unnumbered(restored.state, tree), restored.position
 
     def wait(self) -> None:
         """Returns when every started save is complete on disk and `committed` has seen it; raises SaveFailed."""
@@ -112,61 +121,45 @@ class Checkpoints:
         except SaveFailed:
             # Orbax would raise the same error again.
             with contextlib.suppress(Exception):
-                self._end()
+                self._manager.close()
             raise
         else:
-            self._end()
+            self._manager.close()
         finally:
             self._thread.shutdown()
 
-    def _end(self) -> None:
-        if self._manager is not None:
-            self._manager.close()
+
+def save_tree(folder: Path, tree: Any) -> None:
+    """Writes this process's shards of the leaves of a pytree; they are on disk when this returns."""
+    with ocp.Checkpointer(_handler(), multiprocessing_options=_processes()) as checkpointer:
+        checkpointer.save(folder.absolute(), args=ocp.args.PyTreeSave(_numbered(tree)))
 
 
-# Otherwise threads that wait for a folder which could not be made keep the process for five minutes at its end.
-_ASYNC = ocp.AsyncOptions(create_directories_asynchronously=False)
+def load_tree(folder: Path, like: Any, fetch: Fetch = lambda files: None) -> Any:
+    """Reads what `save_tree` wrote into the structure of `like`; ValueError if a shape or type differs."""
+    args, tree = _wanted(folder, like, fetch)
+    with ocp.Checkpointer(_handler(), multiprocessing_options=_processes()) as checkpointer:
+        return _unnumbered(checkpointer.restore(folder.absolute(), args=args), tree)
 
 
-def _manager(folder: Path) -> ocp.CheckpointManager:
-    # Orbax would delete the step before as soon as it has named the newer one, whose files may not be on disk.
-    if ranks.here().size == 1:
-        options = ocp.CheckpointManagerOptions(max_to_keep=None, create=True, async_options=_ASYNC)
-    else:
-        folder.mkdir(parents=True, exist_ok=True)
-        options = ocp.CheckpointManagerOptions(
-            max_to_keep=None, create=False, async_options=_ASYNC, multiprocessing_options=_of_lead()
-        )
-    return ocp.CheckpointManager(folder.absolute(), options=options)
+def _processes() -> ocp.options.MultiprocessingOptions:
+    # None: every process makes and names its own folder.
+    return ocp.options.MultiprocessingOptions(primary_host=0 if multihost.process_count() == 1 else None)
 
 
-def _of_lead() -> ocp.options.MultiprocessingOptions:
-    """No process waits for another: the lead writes alone."""
-    return ocp.options.MultiprocessingOptions(primary_host=0, active_processes={0}, barrier_sync_key_prefix="lead")
+def _handler() -> ocp.PyTreeCheckpointHandler:
+    # OCDBT would pack the shards of a process into files that no other mesh can fetch in part. Weights hardly shrink.
+    return ocp.PyTreeCheckpointHandler(
+        use_ocdbt=False, use_zarr3=True, use_compression=False, multiprocessing_options=_processes()
+    )
 
 
-def _leaves(tree: Any, keep: Callable[[Any], Any]) -> dict[str, Any]:
-    """The leaves to write, by number; of several ranks the lead has them on the host, and the others none."""
-    if ranks.here().size == 1:
-        return {str(i): keep(leaf) for i, leaf in enumerate(jax.tree.leaves(tree))}
-    found = {}
-    for i, leaf in enumerate(jax.tree.leaves(tree)):
-        value = whole(leaf)
-        if ranks.is_lead():
-            # A copy: the array may be donated.
-            found[str(i)] = np.array(value)
-    return found
+def _numbered(tree: Any, keep: Callable[[Any], Any] = lambda leaf: leaf) -> dict[str, Any]:
+    return {str(i): keep(leaf) for i, leaf in enumerate(jax.tree.leaves(tree))}
 
 
-def _on_host(leaf: Any) -> np.ndarray:
-    """An array of the shape and type of a leaf to restore into the host's memory; itself it takes none."""
-    return np.broadcast_to(np.empty((), leaf.dtype), leaf.shape)
-
-
-def _handed_on(value: Any, want: Any) -> jax.Array:
-    """A leaf that the lead has read, as and where `want` is; each process keeps the parts of its own devices."""
-    host = from_first(np.asarray(_on_host(want) if value is None else value))
-    return jax.make_array_from_callback(want.shape, want.sharding, lambda index: host[index].copy())
+def _unnumbered(leaves: dict[str, Any], tree: Any) -> Any:
+    return jax.tree.unflatten(tree, [leaves[str(i)] for i in range(len(leaves))])
 
 
 def _held(leaf: Any) -> Any:
@@ -179,37 +172,41 @@ def _held(leaf: Any) -> Any:
     return jnp.copy(leaf) if on_cpu else leaf
 
 
-def save_tree(folder: Path, tree: Any) -> None:
-    """Writes the leaves of a pytree with Orbax; they are on disk when this returns."""
-    leaves = _leaves(tree, lambda leaf: leaf)
-    if not ranks.is_lead():
-        return
-    options: dict[str, Any] = {} if ranks.here().size == 1 else {"multiprocessing_options": _of_lead()}
-    with ocp.StandardCheckpointer(async_options=_ASYNC, **options) as checkpointer:
-        checkpointer.save(folder.absolute(), leaves)
-
-
-def load_tree(folder: Path, like: Any) -> Any:
-    """Reads what `save_tree` wrote into the structure of `like`; ValueError where a shape differs."""
+def _wanted(folder: Path, like: Any, fetch: Fetch) -> tuple[ocp.args.PyTreeRestore, Any]:
+    """The arguments with which Orbax restores leaves as and where those of `like` are, and the structure of the tree;
+    the files with this process's shards are in the folder then."""
     wanted, tree = jax.tree.flatten(like)
-    shapes = {str(i): _abstract(leaf) for i, leaf in enumerate(wanted)}
-    with ocp.StandardCheckpointer() as checkpointer:
-        restored = checkpointer.restore(folder.absolute(), shapes)
-    leaves = [restored[str(i)] for i in range(len(wanted))]
-    _check(folder, leaves, wanted)
-    return jax.tree.unflatten(tree, leaves)
+    saved = len([path for path in folder.glob("*") if path.name.isdigit()])
+    if saved != len(wanted):
+        raise ValueError(f"checkpoint {folder} has {saved} leaves, the model asks for {len(wanted)}; {_REMEDY}")
+    shapes = {
+        str(i): jax.ShapeDtypeStruct(
+            leaf.shape,
+            leaf.dtype,
+            sharding=getattr(leaf, "sharding", None) or SingleDeviceSharding(jax.local_devices()[0]),
+        )
+        for i, leaf in enumerate(wanted)
+    }
+    fetch([path for name, shape in shapes.items() for path in _chunks(folder, name, shape)])
+    return ocp.args.PyTreeRestore(shapes, restore_args=ocp.checkpoint_utils.construct_restore_args(shapes)), tree
 
 
-def _abstract(leaf: Any) -> jax.ShapeDtypeStruct:
-    """Shape, type and sharding of a leaf to restore: those of `leaf`, whatever mesh it was saved from."""
-    return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=getattr(leaf, "sharding", None))
+_REMEDY = "remove the folder to start this stage again"
 
 
-def _check(where: Path, leaves: list[Any], wanted: list[Any]) -> None:
-    # Orbax returns a leaf of another shape without an error.
-    for i, (leaf, want) in enumerate(zip(leaves, wanted, strict=True)):
-        if leaf.shape != want.shape or np.dtype(leaf.dtype) != np.dtype(want.dtype):
-            raise ValueError(
-                f"checkpoint {where}: leaf {i} is {leaf.dtype}{leaf.shape}, "
-                f"the model asks for {want.dtype}{want.shape}; remove the folder to start this stage again"
-            )
+def _chunks(folder: Path, name: str, want: jax.ShapeDtypeStruct) -> set[Path]:
+    """The files that hold the shards of this process. Raises ValueError for a leaf of another shape or type, which
+    Orbax would cut, fill or cast without an error."""
+    saved = json.loads((folder / name / "zarr.json").read_text())
+    shape, kind = tuple(saved["shape"]), saved["data_type"]
+    if (shape, kind) != (want.shape, np.dtype(want.dtype).name):
+        raise ValueError(
+            f"checkpoint {folder}: leaf {name} is {kind}{shape}, the model asks for {want.dtype}{want.shape}; {_REMEDY}"
+        )
+    sizes = saved["chunk_grid"]["configuration"]["chunk_shape"]
+    found = set()
+    for index in want.sharding.addressable_devices_indices_map(shape).values():
+        cuts = [at.indices(n)[:2] for at, n in zip(index, shape, strict=True)]
+        grid = [range(start // size, math.ceil(stop / size)) for (start, stop), size in zip(cuts, sizes, strict=True)]
+        found |= {folder.joinpath(name, "c", *map(str, chunk)) for chunk in itertools.product(*grid)}
+    return found

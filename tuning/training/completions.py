@@ -10,7 +10,7 @@ import jax
 import numpy as np
 from jax.sharding import Mesh
 
-from tuning import spread
+from tuning import multihost
 from tuning.device import Compute
 from tuning.mesh import put_batch, row_shards, under
 from tuning.models.config import DecoderConfig
@@ -50,7 +50,7 @@ def per_completion(
         part = [groups[i] for i in range(start, min(start + AT_ONCE, len(groups)))]
         for batch in micro_batches(part, layout=layout, completion_tokens=width, shards=row_shards(mesh)):
             with under(mesh):
-                values_C = spread.whole(forward(put_batch(batch.arrays(), mesh)))
+                values_C = multihost.to_host(forward(put_batch(batch.arrays(), mesh)))
             filled = batch.ids_C >= 0
             out[batch.ids_C[filled]] = values_C[filled]
     return out
@@ -78,7 +78,7 @@ def token_logps(
     layout, width = choose_rows([groups], budget), bucket(max(len(tokens) for _, tokens in pairs))
     logps: dict[int, list[float]] = {}
     for batch in micro_batches(groups, layout=layout, completion_tokens=width):
-        logps_CT = spread.whole(_forward(model, temperature, compute)(params, batch.arrays()))
+        logps_CT = multihost.to_host(_forward(model, temperature, compute)(params, batch.arrays()))
         for i, row in zip(batch.ids_C.tolist(), logps_CT, strict=True):
             if i >= 0:
                 logps[i] = row[: len(pairs[i][1])].tolist()

@@ -113,16 +113,16 @@ def kill_reward(scene: Scene) -> None:
 
 
 def kill_beam(scene: Scene) -> None:
-    """Processes that Beam has started for the preparation of the data die."""
+    """Processes that prepare the data die."""
     scene.partly("prepare")
     for _ in range(2):
         run, done = scene.start(sets={"data.workers": 2, "data.chunk_megabytes": 0.01}), False
         while not run.over and not done:
-            for process in run.find("sdk_worker_main"):
+            for process in run.find("multiprocessing", "spawn_main"):
                 scene.pause(0.5)
                 with contextlib.suppress(psutil.Error):
                     process.kill()
-                    scene.struck("kill Beam worker", "prepare", "at work")
+                    scene.struck("kill data process", "prepare", "at work")
                     done = True
                 break
             time.sleep(0.01)

@@ -51,25 +51,6 @@ def test_every_stage_of_a_recipe_is_told_from_a_config_without_weights(tmp_path)
     assert all(s["peak"][0] <= s["peak"][1] <= s["peak"][2] for s in answer["stages"])
 
 
-def test_rounds_that_carry_completions_have_more_of_them_under_way_and_fewer_steps(tmp_path):
-    (tmp_path / "config.json").write_text(json.dumps(CONFIG))
-    rollout = {"max_tokens": 64, "prompts": 8, "completions": 4}
-    rewards = {"model": {"function": "reward_model"}}
-    told = {}
-    for name, partial in (("whole", None), ("carried", {"round_tokens": 16, "max_lag": 2})):
-        rl = {"rounds": 9, "rollout": rollout, "score": {"rewards": rewards}, "partial": partial}
-        sections = {"sft": None, "evaluate": None, "reward": {}, "rl": rl}
-        code, output = fit(recipe(tmp_path, tmp_path, **sections), "--on", "v5e-4", "--json")
-        assert code == 0, output
-        told[name] = {s["stage"]: s for s in json.loads(output.splitlines()[-1])["stages"]}
-    shapes = {name: stages["rollout"]["shape"] for name, stages in told.items()}
-    # Those of two rounds more, and a round adds 16 tokens of 64.
-    assert [shapes[name]["slots"] for name in ("whole", "carried")] == [32, 96]
-    assert [shapes[name]["tokens"] for name in ("whole", "carried")] == [64, 16]
-    # What the last round scores.
-    assert told["carried"]["score"]["flops"] > 2.5 * told["whole"]["score"]["flops"]
-
-
 def test_what_has_no_room_says_what_it_lacks_and_what_was_tried(tmp_path):
     sections = {"sft": {"examples_per_step": 64}, "rl": None, "evaluate": None}
     code, output = fit(recipe(tmp_path, "random:tiny", **sections), "--model", "llama-3-8b", "--on", "v5e-4")

@@ -19,8 +19,7 @@ from stages.store.artifacts import Store
 from stages.store.leases import this_process
 from tests.support import RLHF, write_files
 
-# The second as where a worker scores ahead.
-BEGUN = {"sft": "0" * 12, "round-000.score": "ahead"}
+BEGUN = {"sft": "0" * 12, "round-000.score": "1" * 12}
 LINES = [f"---- {node} (stage {what}) now ----\nof {node}" for node, what in BEGUN.items()]
 
 

@@ -10,7 +10,7 @@ from typing import Any
 import pyarrow.parquet as pq
 import pytest
 
-from stages.auditing import carried, trajectories
+from stages.auditing import trajectories
 from stages.auditing.laws import Finding, Law, all_laws, audit, look
 from stages.auditing.prompts import HELD_OUT
 from stages.auditing.run import AuditedRun, Round
@@ -18,8 +18,6 @@ from stages.common.trained import FOLDER, names_of, rows_of, write_names
 from stages.store.artifacts import Store
 from tests.stages.auditing.support import broken, edited, restated
 from tuning import rows
-
-CARRIED = [law.name for law in carried.LAWS]
 
 
 @pytest.fixture
@@ -31,14 +29,13 @@ def run(store: Path, record: Callable[..., dict[str, Any]]) -> tuple[Store, dict
 def test_a_run_that_nothing_has_touched_keeps_every_law(run):
     verdicts = {v.law.name: v for v in audit(*run)}
     assert {name for name, v in verdicts.items() if v.finding.broken} == set()
-    # Each law has looked at something, but for those of ReMax, a choice, a fork, carried completions and episodes, of
+    # Each law has looked at something, but for those of ReMax, a choice, a fork and episodes, of
     # which there is nothing in the run.
     played = {law.name for law in trajectories.LAWS}
     assert {name for name, v in verdicts.items() if not v.finding.checked} == {
         "greedy",
         "choice",
         "fork",
-        *CARRIED,
         *played,
     }
     assert verdicts.keys() == {law.name for law in all_laws() if not law.deep}

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from stages.common.flags import FLAGS, OF_GANGS, value_of, with_flags
+from stages.common.flags import FLAGS, OF_GROUPS, value_of, with_flags
 from stages.worker.client import worker_environment
 
 PLATFORMS = ("gpu", "tpu")
@@ -23,7 +23,7 @@ def test_every_name_occurs_in_the_library_that_reads_it(platform):
         pytest.skip(f"{package} is not installed")
     with (Path(spec.submodule_search_locations[0]) / library).open("rb") as f:
         content = mmap.mmap(f.fileno(), 0, access=mmap.ACCESS_READ)
-        flags = [*FLAGS[platform], *(OF_GANGS["cpu"] if package == "jaxlib" else ())]
+        flags = [*FLAGS[platform], *(OF_GROUPS["cpu"] if package == "jaxlib" else ())]
         assert [flag.name for flag in flags if content.find(flag.name.encode()) < 0] == []
 
 

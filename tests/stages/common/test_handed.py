@@ -1,30 +1,69 @@
-"""Policies on their way between workers of a host stay as long as a run reads them."""
+"""Policies on their way between workers: verified when they arrive, and kept as long as a run reads them."""
 
 from __future__ import annotations
 
+import json
+import types
+import uuid
+
+import jax
+import numpy as np
+import pytest
+
 from stages.common import handed
 from stages.store.artifacts import Store
+from tests.tuning.tiny import CONFIG, PARAMS
+from tuning.models.identity import fingerprint
+
+
+def artifact_of(store, tmp_path, policy):
+    """An update that stores no weights, as `hand_over` and `taken` see it."""
+    path = tmp_path / f"{uuid.uuid4().hex}.json"
+    path.write_text(json.dumps({"fingerprint": policy}))
+    manifest = {"config": {"compute": {"dtype": "float32"}}}
+    return types.SimpleNamespace(store=store, digest="d1", manifest=manifest, local=lambda part: path)
+
+
+@pytest.mark.parametrize("kind", ["local", "remote"])
+def test_a_policy_arrives_with_equal_values_or_not_at_all(request, tmp_path, kind):
+    url = str(tmp_path / "store") if kind == "local" else f"{request.getfixturevalue('s3')}/{uuid.uuid4().hex}"
+    store = Store(url, tmp_path / "scratch")
+    made = artifact_of(store, tmp_path, fingerprint(PARAMS))
+    assert handed.taken(made, None) is None
+    handed.hand_over(made, CONFIG, PARAMS)
+    # A second call leaves what is there.
+    handed.hand_over(made, CONFIG, PARAMS)
+    config, params = handed.taken(made, None)
+    assert config == CONFIG
+    jax.tree.map(np.testing.assert_array_equal, params, PARAMS)
+    # Another policy than the artifact records is removed, and so is one with a damaged file.
+    assert handed.taken(artifact_of(store, tmp_path, "0" * 64), None) is None
+    assert store.names(handed.FOLDER, "d1") == []
+    handed.hand_over(made, CONFIG, PARAMS)
+    chunk = next(path for path in store.fs.find(store.join(handed.FOLDER, "d1")) if "/c/" in path)
+    data = store.fs.cat_file(chunk)
+    store.fs.pipe_file(chunk, data[:-1] + bytes([data[-1] ^ 1]))
+    assert handed.taken(made, None) is None
+    assert store.names(handed.FOLDER, "d1") == []
+    assert not list((tmp_path / "scratch").glob(".handed*"))
 
 
 def test_a_handed_policy_stays_until_no_run_reads_it(tmp_path):
     store = Store(str(tmp_path / "store"), tmp_path / "scratch")
-    place = handed.place_of(store, "d1")
-    place.mkdir(parents=True)
+    store.write_json({}, handed.FOLDER, "d1", handed.COMPLETE)
     handed.claim(store, "d1", "one")
     handed.claim(store, "d1", "two")
-    handed.drop(store, "d1", "one")
-    assert place.is_dir()
     # A run that has none of its claims left takes nothing of the other's.
-    handed.drop(store, "d1", "one")
-    assert place.is_dir()
+    for _ in range(2):
+        handed.drop(store, "d1", "one")
+        assert store.names(handed.FOLDER, "d1") == [handed.COMPLETE]
     handed.drop(store, "d1", "two")
-    assert list(place.parent.iterdir()) == []
+    assert store.names(handed.FOLDER) == []
     handed.drop(store, "d1", "two")
 
 
 def test_what_cannot_be_claimed_is_no_error(tmp_path):
     store = Store(str(tmp_path / "store"), tmp_path / "scratch")
-    (tmp_path / "scratch").mkdir()
-    (tmp_path / "scratch" / handed.FOLDER).write_text("a file in the folder's place")
+    store.write_bytes(b"a file in the folder's place", handed.FOLDER)
     handed.claim(store, "d1", "one")
     handed.drop(store, "d1", "one")

@@ -9,11 +9,10 @@ from stages.contract.definition import Stage, StageConfig
 from stages.contract.registry import by_section, modules, stage
 
 # The graph itself gives these roles: other policies, the base model's tokenizer, scores of a round's other tables, the
-# scores that set their scale, the policy that a run goes on from, what a gate compares and has audited, and what the
-# round before has left.
+# scores that set their scale, the policy that a run goes on from, and what a gate compares and has audited.
 OF_THE_GRAPH = {"base", "tokenizer", "teacher", "reference", "greedy_scores", "scale"}
 OF_THE_GRAPH |= {"start", "champion", "candidate", "against", "node_*"}
-OF_THE_GRAPH |= {"refill_*", "candidate_*", "evaluation_*", "carried"}
+OF_THE_GRAPH |= {"refill_*", "candidate_*", "evaluation_*"}
 
 
 def test_every_section_is_one_of_the_recipe_and_holds_the_settings_of_its_stage():

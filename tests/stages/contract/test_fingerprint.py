@@ -290,13 +290,13 @@ def unedited(tree):
             "tuning/settings.py",
             "= 0.95",
             "= 0.96",
-            FITTED | {"rollout", "partial", "refill", "greedy", "score", "update", "evaluate"},
+            FITTED | {"rollout", "refill", "greedy", "score", "update", "evaluate"},
         ),
         (
             "tuning/rollout/engine/engine.py",
             "\ndef ",
             "\nX = 1\n\n\ndef ",
-            {"distill", "rollout", "partial", "refill", "greedy", "evaluate"},
+            {"distill", "rollout", "refill", "greedy", "evaluate"},
         ),
         # Engines over HTTP are loaded by name, by those rollouts alone that use them.
         ("tuning/rollout/servers/protocol.py", "\nclass ", "\nX = 1\n\n\nclass ", set()),

@@ -2,8 +2,16 @@
 
 import hashlib
 import json
+import os
+import time
+from pathlib import Path
 
 import pyarrow.parquet as pq
+
+from stages.store.artifacts import Store
+from stages.worker.protocol import Request
+from tuning.models.byte_tokenizer import byte_tokenizer
+from tuning.models.tokenizer import save_tokenizer
 
 SYSTEM = "Reply with the answer only."
 
@@ -20,3 +28,37 @@ def digests(out):
 def write(path, records):
     path.write_text("".join(json.dumps(record) + "\n" for record in records))
     return str(path)
+
+
+def request(folder, **settings):
+    """A request to prepare data over a base of a store in `folder`."""
+    store = Store(str(folder / "store"))
+    save_tokenizer(byte_tokenizer(), folder / "base" / "tokenizer")
+    base = store.commit(folder / "base", {"stage": "base", "key": "b" * 64, "metrics": {}})
+    inputs = {"base": ("base", base.key, base.digest)}
+    return Request("prepare", "d" * 64, {}, settings, inputs, seed=7, store=store.url, run="test")
+
+
+SEEN = []
+
+
+def gate(record):
+    """A rule that waits at the 12th record of a process until the folder GATE has a file `open`."""
+    folder = Path(os.environ["GATE"])
+    SEEN.append(record)
+    if len(SEEN) >= 12 and not (folder / "open").exists():
+        (folder / f"waits-{os.getpid()}").touch()
+        while not (folder / "open").exists():
+            time.sleep(0.02)
+    return True
+
+
+def waiting(folder, count=1, seconds=60.0):
+    """Waits until `count` processes wait at the gate; removes their signs, and returns their numbers."""
+    until = time.monotonic() + seconds
+    while len(found := list(folder.glob("waits-*"))) < count:
+        assert time.monotonic() < until, f"{len(found)} processes wait at the gate"
+        time.sleep(0.02)
+    for path in found:
+        path.unlink()
+    return [int(path.name.removeprefix("waits-")) for path in found]

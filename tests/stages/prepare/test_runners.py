@@ -1,60 +1,97 @@
-"""A cluster's runner and this machine's processes prepare the same bytes, also after a kill."""
+"""Processes of this machine and a cluster of Beam's job service prepare the same bytes, also after one of them died."""
 
-import json
+import os
 import signal
-import subprocess
-import sys
+import threading
+from concurrent.futures import ThreadPoolExecutor
 
-import fsspec
+import psutil
 import pytest
 
 from stages.prepare.stage import Config
-from tests.stages.prepare.support import digests, write
-from tests.tuning.data.run import job_server
+from stages.worker.client import StageFailed, Worker, WorkerDied
+from tests.stages.prepare.support import digests, request, waiting, write
+from tests.tuning.data.run import job_server, worker_pool
+from tuning.data.runners import RunnerError
+
+RULES = {"rules": ["tests.stages.prepare.support:gate"]}
 
 
 @pytest.fixture
-def settings(pairs, tmp_path):
+def settings(pairs, tmp_path, monkeypatch):
     """Of several blocks and shards, with a copy by weight, equal records and one that is dead."""
+    monkeypatch.setenv("GATE", str(tmp_path))
     source = write(tmp_path / "data.jsonl", [*pairs, *pairs[:5], {"prompt": 3}])
     sources = {"sources": [{"source": source, "weight": 2}]}
-    return sources | {"shards": 3, "near_duplicates": 0.9, "chunk_megabytes": 0.002}
+    return sources | {"shards": 3, "near_duplicates": 0.9, "chunk_megabytes": 0.0005} | RULES
 
 
-def finished(folder):
-    """The receipts of finished shards below a URL, and when each was written."""
-    fs, path = fsspec.core.url_to_fs(folder, use_listings_cache=False)
-    found = {name: about for name, about in fs.find(path, detail=True).items() if "-merged/" in name}
-    return {name: str(about["LastModified"]) for name, about in found.items() if name.endswith(".json")}
-
-
-def test_a_portable_runner_gives_the_bytes_of_this_machine(run, settings, tmp_path, s3):
-    """Its workers leave their pieces in a bucket, and there the shards that they make of them."""
+def test_workers_of_a_job_service_write_the_bytes_of_this_machine_also_after_it_died(
+    run, settings, tmp_path, s3, capsys
+):
+    runner = {"name": "PortableRunner", "scratch": f"{s3}/portable"}
+    with job_server(tmp_path / "1") as (jobs, service), worker_pool(tmp_path / "1") as (workers, _):
+        thread = threading.Thread(target=lambda: [waiting(tmp_path), service.kill()])
+        thread.start()
+        lost = f"PortableRunner has lost its job service at {jobs['job_endpoint']} .*run again"
+        with pytest.raises(RunnerError, match=lost):
+            run(Config(**settings, runner=runner | {"options": jobs | workers}), work=tmp_path / "work")
+        thread.join()
+    (tmp_path / "open").touch()
     metrics, out = run(Config(**settings))
     assert metrics["records"] == {"read": 66, "kept": 60, "duplicates": 5, "dropped": 0, "dead": 1}
-    with job_server(tmp_path) as options:
-        runner = {"name": "PortableRunner", "options": options, "scratch": f"{s3}/portable"}
-        again, other = run(Config(**settings, runner=runner))
+    capsys.readouterr()
+    with job_server(tmp_path / "2") as (jobs, _), worker_pool(tmp_path / "2") as (workers, _):
+        config = Config(**settings, runner=runner | {"options": jobs | workers})
+        again, other = run(config, work=tmp_path / "work")
     assert digests(other) == digests(out) and again == metrics
-    assert len(finished(f"{s3}/portable")) == 6 * 3
+    assert "parts of the data were there" in capsys.readouterr().out
 
 
-def test_a_merge_that_was_killed_goes_on_from_its_finished_shards(run, base, settings, tmp_path, s3, capsys):
-    expected = digests(run(Config(**settings))[1])
-    for name in ("first", "second"):
-        (tmp_path / name).mkdir()
-    with job_server(tmp_path / "first") as options:
-        runner = {"name": "PortableRunner", "options": options, "scratch": f"{s3}/killed"}
-        command = [sys.executable, "-m", "tests.stages.prepare.killed", str(base.local()), str(tmp_path / "place")]
-        command += [json.dumps(settings | {"runner": runner}), "4"]
-        killed = subprocess.run(command, capture_output=True, text=True)
-        assert killed.returncode == -signal.SIGKILL, killed.stderr[-2000:]
-        before = finished(f"{s3}/killed")
-        assert 4 <= len(before) < 6 * 3
-    with job_server(tmp_path / "second") as options:
-        runner = {"name": "PortableRunner", "options": options, "scratch": f"{s3}/killed"}
-        _, out = run(Config(**settings, runner=runner), work=tmp_path / "place" / "work")
-    after = finished(f"{s3}/killed")
-    assert len(after) == 6 * 3 and {name: after[name] for name in before} == before
-    assert f"resumed: {len(before)} of 18 shards of the data were there" in capsys.readouterr().out
-    assert digests(out) == expected
+@pytest.mark.slow
+def test_a_cluster_without_its_workers_is_a_stage_that_makes_no_progress(settings, tmp_path, s3):
+    """Beam's job service waits for lost workers; the limit of the stage ends that."""
+    runner = {"name": "PortableRunner", "scratch": f"{s3}/lost"}
+    worker = Worker(tmp_path / "worker.log", stall_seconds=15.0)
+    with job_server(tmp_path / "1") as (jobs, _), worker_pool(tmp_path / "1") as (workers, pool):
+        thread = threading.Thread(target=lambda: [waiting(tmp_path), os.killpg(pool.pid, signal.SIGKILL)])
+        thread.start()
+        ask = request(tmp_path, **settings, runner=runner | {"options": jobs | workers})
+        with pytest.raises(WorkerDied, match=r"made no progress for 15 s .`limits.stall_seconds`"):
+            worker.run(ask, lambda event: None)
+        thread.join()
+        (tmp_path / "open").touch()
+        worker.stall_seconds = 120.0
+        with worker_pool(tmp_path / "1") as (workers, _):
+            ask.config["runner"]["options"] = jobs | workers
+            assert worker.run(ask, lambda event: None)["metrics"]["records"]["kept"] == 60
+    worker.close()
+
+
+def test_processes_of_this_machine_open_no_ports_and_end_with_the_stage(settings, tmp_path):
+    worker = Worker(tmp_path / "worker.log")
+    ask = request(tmp_path, **settings, workers=2)
+    with ThreadPoolExecutor(1) as pool:
+        running = pool.submit(worker.run, ask, lambda event: None)
+        one, other = waiting(tmp_path, 2)
+        tree = [psutil.Process(worker.pid), *psutil.Process(worker.pid).children(recursive=True)]
+        assert {worker.pid, one, other} <= {process.pid for process in tree}
+        assert not [c for process in tree for c in process.net_connections("inet")]
+        os.kill(one, signal.SIGKILL)
+        with pytest.raises(StageFailed, match="a process that prepares data was killed.*finished blocks are kept"):
+            running.result()
+        psutil.wait_procs([psutil.Process(other)] if psutil.pid_exists(other) else [], 10)
+        assert not psutil.pid_exists(other)
+
+        running = pool.submit(worker.run, ask, lambda event: None)
+        children = [psutil.Process(pid) for pid in waiting(tmp_path, 2)]
+        psutil.Process(worker.pid).kill()
+        with pytest.raises(WorkerDied):
+            running.result()
+        assert not psutil.wait_procs(children, 10)[1]
+
+    (tmp_path / "open").touch()
+    lines = []
+    assert worker.run(ask, lines.append)["metrics"]["records"]["kept"] == 60
+    assert "parts of the data were there" in str(lines)
+    worker.close()

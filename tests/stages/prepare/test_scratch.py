@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 
 import fsspec
@@ -11,11 +12,8 @@ from stages.prepare.groups import PrepareError
 from stages.store.artifacts import Store
 from stages.worker.loaded import SourceDiffers
 from stages.worker.process import Events, run_request
-from stages.worker.protocol import Request
-from tests.stages.prepare.support import write
+from tests.stages.prepare.support import request, write
 from tests.stages.store.disturbed import Disturbed
-from tuning.models.byte_tokenizer import byte_tokenizer
-from tuning.models.tokenizer import save_tokenizer
 
 KEY = "d" * 64
 RECORDS = [{"prompt": f"p{number}", "completion": f"c{number}"} for number in range(50)]
@@ -25,15 +23,11 @@ SPLITS = {"splits": ["sft", "heldout"], "sft_fraction": 1.0}
 @pytest.fixture
 def prepare(tmp_path, s3):
     """Has a worker prepare records in a store, with a folder of the bucket to share; returns the events' file."""
-    store = Store(str(tmp_path / "store"))
-    save_tokenizer(byte_tokenizer(), tmp_path / "base" / "tokenizer")
-    base = store.commit(tmp_path / "base", {"stage": "base", "key": "b" * 64, "metrics": {}})
     source = write(tmp_path / "data.jsonl", [*RECORDS, {"prompt": 3}])
 
     def prepare(scratch, key_parts=None, **settings):
         config = {"source": source, "runner": {"scratch": scratch}} | SPLITS | settings
-        inputs = {"base": ("base", base.key, base.digest)}
-        ask = Request("prepare", KEY, key_parts or {}, config, inputs, seed=7, store=store.url, run="test")
+        ask = dataclasses.replace(request(tmp_path, **config), key_parts=key_parts or {})
         with (tmp_path / "events").open("w") as events:
             run_request(ask, {}, Events(events))
         return [json.loads(line) for line in (tmp_path / "events").read_text().splitlines()]

@@ -5,19 +5,20 @@ import dataclasses
 import pytest
 
 from tests.stages.sampling.http_server import State, make_app, serve
-from tests.stages.sampling.support import CONFIG, GREEDY, PARAMS, TOKENIZER, requests_of, tensors, trainer
+from tests.stages.sampling.support import CONFIG, GREEDY, PARAMS, TOKENIZER, requests_of, trainer
 from tuning.models.huggingface import save_decoder
 from tuning.models.tokenizer import save_tokenizer
 from tuning.rollout.engine.engine import Engine
 from tuning.rollout.engine.limits import Limits
 from tuning.rollout.servers.protocol import Policy
+from tuning.rollout.servers.transfer import Transfer, digests
 
 
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory):
-    found = {}
+    found, root = {}, tmp_path_factory.mktemp("models")
     for name, params in PARAMS.items():
-        found[name] = tmp_path_factory.mktemp("models") / name
+        found[name] = root / name
         save_decoder(found[name], CONFIG, params, {})
         save_tokenizer(TOKENIZER, found[name])
     return found
@@ -39,9 +40,20 @@ def native():
 def policy(folders):
     def make(name, temperature=1.0, **changes):
         probe = [dataclasses.replace(r, samples=1, counter=1000 + i) for i, r in enumerate(requests_of(2, temperature))]
-        config = dataclasses.asdict(CONFIG)
-        made = Policy(name, lambda: folders[name], trainer(name), probe, tensors(name), lambda: config)
+        made = Policy(name, lambda: folders[name], trainer(name), probe)
         return dataclasses.replace(made, **changes)
+
+    return make
+
+
+@pytest.fixture
+def shared(folders, policy):
+    """Makes policies that servers read below the folder of both."""
+
+    def make(name, **changes):
+        folder = folders[name]
+        sent = Transfer(str(folder.parent), name, digests(folder))
+        return policy(name, **{"transfer": lambda: sent, "dtype": "float32"} | changes)
 
     return make
 

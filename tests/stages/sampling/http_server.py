@@ -9,7 +9,6 @@ from __future__ import annotations
 import argparse
 import asyncio
 import os
-import pkgutil
 import socket
 import threading
 import time
@@ -23,9 +22,7 @@ import stages.serving.app
 import stages.serving.server
 from stages.serving.access import Keys
 from stages.serving.counts import Counts
-from stages.serving.guard import Bounds, Guard
-from stages.serving.weights import BODY_BYTES, Pushes
-from tests.stages.sampling.vllm_engine import Client
+from stages.serving.guard import Guard
 from tuning.models.huggingface import read_config
 from tuning.models.tokenizer import load_tokenizer
 from tuning.rollout.engine.engine import Engine
@@ -34,6 +31,7 @@ from tuning.rollout.engine.limits import Limits
 from tuning.rollout.engine.live import Live
 from tuning.rollout.requests import Request as Asked
 from tuning.rollout.requests import Sampling
+from tuning.rollout.servers.transfer import pull
 
 VERSION = "0.0.test"
 
@@ -48,9 +46,7 @@ class State:
         self.version = "default"
         self.context = context
         self.calls: list[str] = []
-        self.running = asyncio.Event()
-        """Not set while it is paused."""
-        self.running.set()
+        self.root = ""
         self.tokenizer = load_tokenizer(folder)
 
     def load(self, folder: str) -> None:
@@ -58,18 +54,13 @@ class State:
         self.live.look(lambda engine, generation: load_folder(engine, Path(folder)))
 
 
-def make_app(state: State, middleware: Any = None, native: bool = False) -> FastAPI:
-    """The web application. It takes a stream of weights by a middleware of vLLM's, or as `rlhf serve` does."""
+def make_app(state: State) -> FastAPI:
+    """The web application."""
     app = FastAPI()
-    if middleware is not None:
-        app.state.engine_client = Client(state)
-        app.add_middleware(middleware)
 
     @app.middleware("http")
     async def record(request: Request, call: Any) -> Any:
         state.calls.append(request.url.path)
-        if request.url.path == "/v1/completions":
-            await state.running.wait()
         return await call(request)
 
     @app.get("/version")
@@ -101,6 +92,21 @@ def make_app(state: State, middleware: Any = None, native: bool = False) -> Fast
         state.version = body["weight_version"]
         return {"success": True, "message": "Succeeded to update model weights.", "num_paused_requests": 0}
 
+    @app.post("/init_weight_transfer_engine")
+    async def init(body: dict[str, Any]) -> Any:
+        state.root = body["init_info"]["root"]
+        return {}
+
+    @app.post("/update_weights")
+    async def update(body: dict[str, Any]) -> Any:
+        assert state.calls[-2] == "/start_weight_update"
+        info = body["update_info"]
+        folder = await asyncio.to_thread(pull, state.root, info["folder"], info["files"], Path("none"))
+        await asyncio.to_thread(state.load, str(folder))
+        return {}
+
+    @app.post("/start_weight_update")
+    @app.post("/finish_weight_update")
     @app.post("/pause")
     @app.post("/resume")
     @app.post("/reset_prefix_cache")
@@ -125,8 +131,7 @@ def make_app(state: State, middleware: Any = None, native: bool = False) -> Fast
         return {"text": "", "output_ids": done.tokens, "meta_info": about}
 
     server = stages.serving.server.Server(state.live, state.tokenizer, "policy", (), state.context)
-    pushes = Pushes(server) if native else None
-    app.mount("/", stages.serving.app.make_app(server, Bounds(bucket_bytes=BODY_BYTES), pushes=pushes))
+    app.mount("/", stages.serving.app.make_app(server))
     return app
 
 
@@ -152,17 +157,14 @@ def main() -> None:
     parser.add_argument("--max-model-len", type=int, required=True)
     parser.add_argument("--pids", type=Path)
     parser.add_argument("--port-file", type=Path)
-    parser.add_argument("--middleware")
-    parser.add_argument("--take-weights", action="store_true")
-    for name in ("--dtype", "--logprobs-mode", "--served-model-name", "--worker-extension-cls"):
+    for name in ("--dtype", "--logprobs-mode", "--served-model-name"):
         parser.add_argument(name)
     args = parser.parse_args()
     assert args.host == "127.0.0.1"
     if args.pids is not None:
         with args.pids.open("a") as f:
             f.write(f"{os.getpid()}\n")
-    middleware = None if args.middleware is None else pkgutil.resolve_name(args.middleware)
-    app: Any = make_app(State(args.model, min(args.max_model_len, 256)), middleware, args.take_weights)
+    app: Any = make_app(State(args.model, min(args.max_model_len, 256)))
     if key := os.environ.get("VLLM_API_KEY"):
         app = Guard(app, Counts(), keys=Keys([key]))
     listener = socket.create_server((args.host, args.port))

@@ -8,9 +8,8 @@ from typing import Any
 
 import stages.serving.server
 from stages.serving.app import make_app
-from stages.serving.guard import Bounds
 from stages.serving.serve import serve
-from stages.serving.weights import BODY_BYTES, Pushes
+from stages.serving.weights import Weights
 from tuning.models.huggingface import read_config
 from tuning.models.tokenizer import load_tokenizer
 from tuning.rollout.engine.decoders import Quantization
@@ -42,9 +41,9 @@ def server_over(
     return stages.serving.server.Server(kind(engine), load_tokenizer(folder), "policy", (), engine.context, name)
 
 
-def app_over(server: Any) -> Any:
-    """The web application of a server that takes weights."""
-    return make_app(server, Bounds(bucket_bytes=BODY_BYTES), pushes=Pushes(server))
+def app_over(server: Any, root: Path) -> Any:
+    """The web application of a server that takes policies below a folder."""
+    return make_app(server, weights=Weights(server, str(root)))
 
 
 def main() -> None:
@@ -55,7 +54,7 @@ def main() -> None:
     parser.add_argument("--context", type=int, default=256)
     args = parser.parse_args()
     server = server_over(args.folder, args.name, context=args.context)
-    serve(app_over(server), server.live, "127.0.0.1", args.port)
+    serve(app_over(server, args.folder.parent), server.live, "127.0.0.1", args.port)
 
 
 if __name__ == "__main__":

@@ -3,20 +3,16 @@
 import dataclasses
 import time
 
-import httpx
 import jax
-import jax.numpy as jnp
 import numpy as np
-from flax import nnx
 
 from tuning.device import Compute
 from tuning.models.byte_tokenizer import byte_tokenizer
 from tuning.models.config import tiny
-from tuning.models.huggingface import random_params, tensors_from_params
+from tuning.models.huggingface import random_params
 from tuning.rollout.requests import Request, Sampling
 from tuning.rollout.servers.fleet import Fleet, Options
 from tuning.rollout.servers.kinds import KINDS
-from tuning.rollout.servers.server import RemoteServer
 from tuning.training.completions import token_logps
 
 TOKENIZER = byte_tokenizer()
@@ -45,16 +41,6 @@ def trainer(name):
     return lambda pairs, temperature: token_logps(CONFIG, PARAMS[name], pairs, temperature, Compute(), 512)
 
 
-def tensors(name):
-    """The tensors of a policy as `Policy.tensors` gives them."""
-
-    def typed(types):
-        for tensor, value in tensors_from_params(nnx.to_pure_dict(PARAMS[name])):
-            yield tensor, value.astype(jnp.dtype(types.get(tensor, "float32")))
-
-    return typed
-
-
 def remote(*servers, kind="vllm", **changes):
     lines = []
     made = Fleet(KINDS[kind], servers, dataclasses.replace(OPTIONS, **changes), lines.append)
@@ -68,36 +54,6 @@ def until(happened):
     while not happened():
         assert time.monotonic() < deadline
         time.sleep(0.02)
-
-
-def small(url, kind=RemoteServer, **options):
-    """Buckets of 16 KiB: the policy of these tests is a few hundred."""
-
-    class Small(kind):
-        def get(self, path):
-            told = super().get(path)
-            return told | {"bucket_bytes": 2**14} if path == "/weights" else told
-
-    return Small(url, **options)
-
-
-class Unheard(RemoteServer):
-    """A proxy passes a request on and loses its answer: each third one, and that of the commit."""
-
-    def __init__(self, url):
-        super().__init__(url)
-        self.asked, self.lost = 0, []
-
-    def _answered(self, path, ask, again):
-        def heard():
-            response = ask()
-            self.asked += again
-            if again and (self.asked % 3 == 0 or (path.endswith("/commit") and path not in self.lost)):
-                self.lost.append(path)
-                raise httpx.ReadError("the connection was closed")
-            return response
-
-        return super()._answered(path, heard, again)
 
 
 def run(engine, requests):

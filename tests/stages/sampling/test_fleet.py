@@ -16,9 +16,8 @@ from fastapi import FastAPI, Request, Response
 
 import stages.serving.app
 import stages.serving.server
-from tests.stages.sampling.http_server import VERSION, State, make_app, serve
+from tests.stages.sampling.http_server import VERSION, State, serve
 from tests.stages.sampling.support import GREEDY, STOPS, TOKENIZER, remote, requests_of, run, same, trainer
-from tuning.rollout.inside.rlhf_weights.routes import Weights
 from tuning.rollout.requests import RefusedRequest, Sampling
 from tuning.rollout.requests import Request as Asked
 from tuning.rollout.servers.kinds import KINDS
@@ -26,21 +25,22 @@ from tuning.rollout.servers.protocol import ServerLost, ServerRefused, StalePoli
 from tuning.rollout.servers.server import RemoteServer
 
 
-@pytest.fixture(params=["folder", "stream"])
-def url(request, state):
-    """The server, which gets weights by a folder, or takes them as a stream."""
-    server, thread, url = serve(make_app(state, Weights if request.param == "stream" else None))
-    yield url
-    server.should_exit = True
-    thread.join()
-
-
-@pytest.mark.parametrize("kind", ["vllm", "sglang"])
-def test_greedy_completions_are_the_native_engines_before_and_after_an_update(kind, url, state, policy, native):
-    engine = remote(RemoteServer(url), kind=kind)
+@pytest.mark.parametrize(
+    ("kind", "way", "path"),
+    [
+        ("vllm", "policy", "/collective_rpc"),
+        ("vllm", "shared", "/update_weights"),
+        ("sglang", "policy", "/update_weights_from_disk"),
+    ],
+)
+def test_greedy_completions_are_the_native_engines_before_and_after_an_update(
+    request, kind, way, path, url, state, native
+):
+    engine, policy = remote(RemoteServer(url), kind=kind), request.getfixturevalue(way)
     for name in ("first", "second"):
         engine.load(policy(name))
         assert state.version == name
+        assert path in state.calls
         assert engine.gaps[url] < 1e-5
         same(run(engine, GREEDY), native[name])
     assert {c.stop for c in native["first"]} == {"eos", "length"}
@@ -69,19 +69,8 @@ def test_the_same_policy_is_not_loaded_twice(url, state, policy):
     engine.load(policy("second"))
     state.calls.clear()
     remote(RemoteServer(url)).load(policy("second"))
-    assert not any(path.startswith(("/collective_rpc", "/weights/")) for path in state.calls)
+    assert "/collective_rpc" not in state.calls
     assert "/v1/completions" in state.calls
-
-
-def test_a_piece_of_a_completion_is_no_request_for_servers(url, state, policy):
-    """They would begin with the random numbers of a first token."""
-    engine = remote(RemoteServer(url))
-    engine.load(policy("first"))
-    state.calls.clear()
-    for more in ({"begun": 1}, {"first_sample": 2}):
-        with pytest.raises(RefusedRequest, match="request p: servers take whole completions alone"):
-            run(engine, [dataclasses.replace(requests_of(1)[0], name="p", **more)])
-    assert "/v1/completions" not in state.calls
 
 
 def test_a_stale_server_is_refused_and_both_policies_are_named(url, state, policy):
@@ -131,6 +120,17 @@ def test_answers_of_other_weights_are_thrown_away(url, state, policy, native):
     assert any("was given policy second while it sampled from first" in line for line in engine.lines)
     same([found[i] for i in range(len(GREEDY))], native["first"])
     assert state.version == "first"
+
+
+def test_a_transfer_that_fails_is_finished_and_leaves_a_server_without_a_policy(url, state, shared, native):
+    damaged = dataclasses.replace(shared("second").transfer(), files={"model.safetensors": "0" * 64})
+    with pytest.raises(ServerLost, match="/update_weights answered 500"):
+        remote(RemoteServer(url)).load(shared("second", transfer=lambda: damaged))
+    assert state.version == "unknown"
+    assert state.calls[-2:] == ["/finish_weight_update", "/resume"]
+    engine = remote(RemoteServer(url))
+    engine.load(shared("second"))
+    same(run(engine, GREEDY), native["second"])
 
 
 def test_another_version_is_refused(url, policy):

@@ -1,4 +1,7 @@
-"""A round sampled by `rlhf serve` servers: its policy goes to them by HTTP alone, and its rows are the trainer's."""
+"""A round sampled by `rlhf serve`: the server reads the policy from a shared folder, and rows are the trainer's."""
+
+import dataclasses
+from types import SimpleNamespace
 
 import httpx
 import jax
@@ -8,6 +11,7 @@ import pytest
 from stages import base as base_model
 from stages import rollout
 from stages.common.compilation import configure_jax
+from stages.sampling import servers
 from stages.sampling.settings import EngineSettings
 from tests.stages.sampling.http_server import serve
 from tests.stages.sampling.native_server import app_over, server_over
@@ -46,33 +50,43 @@ def url(inputs):
     for path in (*served.local("model/").iterdir(), *served.local("tokenizer/").iterdir()):
         (model / path.name).write_bytes(path.read_bytes())
     server = server_over(model, "served", context=512)
-    web, thread, url = serve(app_over(server))
+    web, thread, url = serve(app_over(server, folder / "shared"))
     yield url
     web.should_exit = True
     thread.join()
     server.live.close()
 
 
-def engine_at(url, **changes):
+def engine_at(url, folder, **changes):
     version = httpx.get(f"{url}/version").json()["version"]
-    return EngineSettings(**{"kind": "native", "url": url, "version": version, "dtype": "float32"} | changes)
+    return EngineSettings(
+        **{"kind": "native", "url": url, "version": version, "dtype": "float32", "folder": folder} | changes
+    )
 
 
-def test_a_round_by_a_native_server_needs_no_folder_and_its_rows_are_the_trainers(inputs, url):
+@pytest.mark.parametrize(("name", "scheme"), [("trained", ""), ("served", "file://")])
+def test_a_round_by_a_native_server_has_the_rows_of_the_trainer(inputs, url, name, scheme):
     folder, memory, served, trained, prompts = inputs
-    config = rollout.Config(prompts=3, completions=2, max_tokens=6, engine=engine_at(url))
-    given = {"policy": trained, "tokenizer": served, "data": prompts}
-    metrics, made = perform(rollout, config, folder / "rollout", memory, **given)
+    policy = dataclasses.replace({"trained": trained, "served": served}[name], digest=name * 3)
+    # Files of a URL are written there and copied.
+    policy.store = SimpleNamespace(scratch=folder / "scratch")
+    engine = engine_at(url, f"{scheme}{folder}/shared")
+    config = rollout.Config(prompts=3, completions=2, max_tokens=6, engine=engine)
+    given = {"policy": policy, "tokenizer": served, "data": prompts}
+    metrics, made = perform(rollout, config, folder / f"rollout {name}", memory, **given)
     assert metrics["completions"] == 6
     rows = read_table(sorted(made.local("rollouts").glob("*.parquet")), CompletionRow)
-    assert {row.policy for row in rows} == {trained.digest}
-    assert httpx.get(f"{url}/weight_info").json() == {"weight_version": trained.digest}
-    model, params = load_decoder(trained.local("model/"))
+    assert {row.policy for row in rows} == {policy.digest}
+    assert httpx.get(f"{url}/weight_info").json()["weight_version"] == policy.digest
+    model, params = load_decoder(policy.local("model/"))
     texts = {f"p{i}": ids(text, end=False) for i, text in enumerate(QUESTIONS)}
     pairs = [(texts[row.prompt_id], row.token_ids) for row in rows]
     for row, expected in zip(rows, token_logps(model, params, pairs, 1.0, Compute(), 512), strict=True):
         np.testing.assert_allclose(row.logprobs, expected, atol=1e-5)
-    assert not [path for path in folder.rglob("*.safetensors") if "engines" in path.parts]
+    # The server's root has the newest policy alone, and none when the worker ends.
+    assert len(list((folder / "shared").rglob("*.safetensors"))) == 1
+    servers.end_all()
+    assert not list((folder / "shared").rglob("*.safetensors"))
 
 
 def test_a_server_of_another_version_or_type_is_refused(inputs, url):
@@ -82,6 +96,8 @@ def test_a_server_of_another_version_or_type_is_refused(inputs, url):
         ({"version": "0.0"}, "and 0.0 was asked for"),
         ({"dtype": "bfloat16"}, "it computes in float32, and dtype is bfloat16"),
     ):
-        config = rollout.Config(prompts=3, completions=2, max_tokens=6, engine=engine_at(url, **changes))
+        config = rollout.Config(
+            prompts=3, completions=2, max_tokens=6, engine=engine_at(url, str(folder / "shared"), **changes)
+        )
         with pytest.raises(ServerRefused, match=message):
             perform(rollout, config, folder / f"refused {message}", memory, **given)

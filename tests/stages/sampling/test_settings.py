@@ -21,9 +21,12 @@ def sets(**values):
         (sets(kind="vlm"), "'native', 'vllm' or 'sglang'"),
         (sets(concurrency=3), "concurrency has no meaning with kind native in the worker; say kind: vllm or"),
         (sets(url="http://x"), "version is missing; a server tells it at /version"),
-        (sets(url="http://x", version="'1'", folder="/x"), "native servers are at url, and get whole policies"),
-        (sets(url="http://x", version="'1'", sync="adapter"), "native servers are at url, and get whole policies"),
-        (sets(command="rlhf serve", version="'1'"), "native servers are at url, and get whole policies"),
+        (
+            sets(url="http://x", version="'1'"),
+            "sync transfer is for vllm and native servers at url: set url, and folder",
+        ),
+        (sets(url="http://x", version="'1'", sync="adapter"), "native servers are at url, and read whole policies"),
+        (sets(command="rlhf serve", version="'1'"), "native servers are at url, and read whole policies"),
         (sets(url="http://x", version="'1'", quantization="int8"), "quantization is of kind native in the worker"),
         (sets(kind="vllm", version="'1'"), "say url, where servers are, or command, which starts one"),
         ([*URL, *sets(command="vllm serve")], "not both"),
@@ -31,11 +34,13 @@ def sets(**values):
         (sets(kind="sglang", url="http://x"), "a server tells it at /server_info"),
         ([*URL, *sets(servers=2)], "servers is of servers that are started here: say command in place of url"),
         ([*URL, *sets(arguments="[--x]")], "arguments is of servers that are started here"),
-        ([*URL, *sets(sync="stream", folder="/x")], "sync stream is for vllm and native servers, and needs no folder"),
+        ([*URL, *sets(sync="transfer")], "set url, and folder to a folder or URL that they and this machine reach"),
         (
-            sets(kind="sglang", url="http://x", version="'1'", sync="stream"),
-            "sync stream is for vllm and native servers, and needs no folder",
+            sets(kind="sglang", url="http://x", version="'1'", folder="s3://b/x"),
+            "sync transfer is for vllm and native servers at url",
         ),
+        (sets(kind="vllm", command="x", version="'1'", folder="s3://b/x"), "sync transfer is for vllm and native"),
+        ([*URL, *sets(sync="adapter", folder="s3://b/x")], "sync adapter needs a folder that is a path: s3://b/x"),
         ([*URL, *sets(sync="restart")], "sync restart is for servers that are started here"),
         (
             [*URL, *sets(quantization="int8")],
@@ -58,10 +63,10 @@ def test_where_servers_are_is_no_content_and_what_they_are_is():
         return config_content(load_recipe("smoke", sets=[*URL, *told]).rl.rollout)
 
     assert content(*sets(url="[http://a, http://b]", concurrency=3, tolerance=0.2)) == content()
-    assert content(*sets(sync="stream")) == content(*sets(sync="weights", folder="/x")) == content()
+    assert content(*sets(folder="s3://b/x")) == content(*sets(sync="weights", folder="/x")) == content()
     assert content(*sets(version="'1.1'")) != content()
     assert content(*sets(dtype="float32")) != content()
-    assert content(*sets(kind="native")) != config_content(load_recipe("smoke").rl.rollout)
+    assert content(*sets(kind="native", folder="/x")) != config_content(load_recipe("smoke").rl.rollout)
 
 
 def test_how_a_server_is_started_is_content_and_who_asks_and_where_it_lies_is_not():

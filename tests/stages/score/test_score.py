@@ -4,15 +4,11 @@ import dataclasses
 import json
 import shutil
 import tracemalloc
-from contextlib import nullcontext
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
 from pydantic import ValidationError
 
-from stages.auditing.run import Sampled
-from stages.auditing.scores import few_failures
 from stages.common import journal
 from stages.sampling.groups import read_scored, read_turns
 from stages.score import stage as score
@@ -142,31 +138,6 @@ def test_a_stage_that_failures_have_ended_goes_on_when_their_cause_is_gone(tmp_p
     assert metrics["failed"] == 0 and metrics["reward"] == 1.0
     # The first group had a failure of its own; its other scores, and all that follows an outage, are not asked again.
     assert any("scored again" in line for line in log) == (error is not RewardFailed)
-
-
-@pytest.mark.parametrize(
-    ("stage", "prompts", "ends"), [("partial", 17, False), ("partial", 16, True), ("rollout", 17, True)]
-)
-def test_of_a_round_that_has_the_groups_that_became_whole_so_many_fail_as_of_all_that_it_begins(
-    tmp_path, rollouts, stage, prompts, ends
-):
-    """One prompt that a reward fails on may be all that such a round has."""
-    config = {"prompts": prompts, "completions": 3}
-    rollouts = Folder(rollouts.local(), "made", stage, {"config": config})
-    given = {"function": "tests.stages.score.functions:flaky", "arguments": {"broken": str(tmp_path), "outage": "none"}}
-    ctx, _ = context(tmp_path / "a", rollouts, rewards={"mine": Reward(**given)}, max_failed_fraction=0.1)
-    with pytest.raises(TooManyFailures, match="failed on 6 of 6") if ends else nullcontext():
-        metrics = score.run(ctx)
-        assert metrics["failed"] == 1.0 and metrics["reward"] is None
-        # The law of an audit allows as much, and no more.
-        scores = Folder(ctx.out, "scores", manifest={"config": ctx.config.model_dump(mode="json")})
-        for of, broken in ((rollouts, False), (Folder(tmp_path, "whole", manifest={"config": {}}), True)):
-            law = few_failures(None)
-            next(law)
-            law.send(SimpleNamespace(scored=[Sampled("round-000", of, scores)]))
-            with pytest.raises(StopIteration) as found:
-                law.send(None)
-            assert bool(found.value.value.broken) is broken
 
 
 def test_scoring_makes_no_object_for_each_token(tmp_path, rollouts):

@@ -47,9 +47,9 @@ def conversation():
     return words.first([QUESTION]), said[0], words.suffix([RESULT], ended=True), said[1]
 
 
-def serving(server, bounds=None, keys=None, protocol=Patient, pushes=None):
+def serving(server, bounds=None, keys=None, protocol=Patient, weights=None):
     """(base URL, what ends it) of a server in a thread."""
-    web = web_server(make_app(server, bounds, keys, pushes), "127.0.0.1", 0, protocol)
+    web = web_server(make_app(server, bounds, keys, weights), "127.0.0.1", 0, protocol)
     thread = threading.Thread(target=web.run, daemon=True)
     thread.start()
     while not web.started:

@@ -37,7 +37,6 @@ EXECUTION = {
     "distill": FITTED,
     "reward": FITTED,
     "rollout": COMPUTE | ENGINE,
-    "partial": COMPUTE | ENGINE,
     "refill": COMPUTE | ENGINE,
     "greedy": COMPUTE | ENGINE,
     "score": COMPUTE | {"workers", "max_failed_fraction", "max_concurrency"},

@@ -11,6 +11,7 @@ from stages.common.settings import Lora
 from stages.training.adapters import lora_config
 from tests.stages.training.support import FAST, data, perform, rows_of, settings
 from tuning.models import huggingface
+from tuning.models.identity import fingerprint
 from tuning.models.lora import PROJECTIONS, merge
 from tuning.models.peft import load_adapter
 
@@ -37,7 +38,7 @@ def test_sft_keeps_the_adapter_and_the_merged_model(kind, base, memory, tmp_path
     lora, trained = load_adapter(made.path / "adapter", model)
     assert (lora.rank, lora.scale, lora.targets) == (4, 2.0, ("q", "v", "down"))
     wanted = merge(model, "decoder", start, trained, lora_config(config.lora))
-    assert huggingface.fingerprint(after) == huggingface.fingerprint(wanted)
+    assert fingerprint(after) == fingerprint(wanted)
     assert (
         metrics["trained_parameters"] == sum(x.size for x in leaves(trained)) < 0.2 * sum(x.size for x in leaves(start))
     )
@@ -62,7 +63,7 @@ def test_a_reward_model_trains_its_adapter_and_its_head(base, memory, judged, tm
     np.testing.assert_array_equal(trained["score"][...], after["score"][...])
     assert np.abs(trained["score"][...]).max() > 1e-3
     start = huggingface.scalar_head_params(model, huggingface.load_decoder(base.path / "model")[1])
-    assert huggingface.fingerprint(merge(model, "scalar", start, trained, lora)) == huggingface.fingerprint(after)
+    assert fingerprint(merge(model, "scalar", start, trained, lora)) == fingerprint(after)
 
 
 @pytest.mark.parametrize("stage", ["kto", "distill"])

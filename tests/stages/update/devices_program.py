@@ -23,7 +23,7 @@ from tests.stages.training.support import settings as settings_of
 from tests.stages.update.support import Rounds, settings
 from tuning import precision
 from tuning.models.config import tiny
-from tuning.models.huggingface import fingerprint
+from tuning.models.identity import fingerprint
 
 COMPUTE = {"dtype": "float64"}
 # Every matrix can be cut by eight, and the norms, which are not, are less than a hundredth.

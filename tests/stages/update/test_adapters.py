@@ -18,6 +18,7 @@ from tests.stages.update.support import CONFIG, Rounds, policy_of, settings
 from tuning.device import Compute
 from tuning.models import huggingface
 from tuning.models.decoder import decoder_graph
+from tuning.models.identity import fingerprint
 from tuning.models.lora import merge
 from tuning.models.peft import load_adapter
 from tuning.training.batch import Group, Layout, micro_batches
@@ -40,8 +41,8 @@ def test_an_adapter_goes_on_through_the_rounds(algorithm, kind, tmp_path):
     base = huggingface.load_decoder(rounds.base.local("model/"))[1]
     adapters = [load_adapter(a.local("adapter/"), CONFIG)[1] for a in (first, second)]
     merged = merge(CONFIG, "decoder", base, adapters[1], lora_config(second_config.lora))
-    assert huggingface.fingerprint(merged) == huggingface.fingerprint(params)
-    assert huggingface.fingerprint(adapters[0]) != huggingface.fingerprint(adapters[1])
+    assert fingerprint(merged) == fingerprint(params)
+    assert fingerprint(adapters[0]) != fingerprint(adapters[1])
     about = json.loads((second.local("adapter/") / "adapter_config.json").read_text())
     assert about["base_model_name_or_path"] == f"base-{rounds.base.digest[:12]}"
 
@@ -58,7 +59,7 @@ def test_an_adapter_goes_on_through_the_rounds(algorithm, kind, tmp_path):
         assert policy_of(again) == policy_of(second)
         assert any("replaying" in line for line in rounds.log) == replayed
     _, restored = update.restore(rounds.context(second_config, {}, {}), second)
-    assert huggingface.fingerprint(restored) == huggingface.fingerprint(params)
+    assert fingerprint(restored) == fingerprint(params)
 
 
 def test_another_adapter_starts_at_the_policy_of_the_last(tmp_path):
@@ -69,7 +70,7 @@ def test_another_adapter_starts_at_the_policy_of_the_last(tmp_path):
     second, _, params = rounds.run(other, rounds.inputs(other, first), memory)
     adapter = load_adapter(second.local("adapter/"), CONFIG)[1]
     wanted = merge(CONFIG, "decoder", merged, adapter, lora_config(other.lora))
-    assert huggingface.fingerprint(wanted) == huggingface.fingerprint(params)
+    assert fingerprint(wanted) == fingerprint(params)
 
 
 def test_the_fingerprint_of_a_policy_sees_its_adapter():

@@ -79,14 +79,6 @@ def test_without_any_reward_the_advice_is_of_rewards_and_not_of_samples():
     assert "easier prompts" not in str(e.value)
 
 
-@pytest.mark.parametrize("refills", [True, False])
-def test_refills_are_no_advice_where_the_recipe_cannot_have_them(refills):
-    found = idle_metrics(DATA, NOTHING, Config(), parent())
-    with pytest.raises(IdleRounds, match="use easier prompts,? .*more completions of each.*; where all is right") as e:
-        check_idle(found, 1, refills=refills)
-    assert ("rl.refills" in str(e.value)) is refills
-
-
 def test_a_reward_that_tells_no_completions_apart_is_named_where_rounds_end():
     found = idle_metrics(DATA, NOTHING, Config(), parent())
     with pytest.raises(IdleRounds, match=r"“rank” gave .* needs rl.score.rewards.rank.batch: group\. Read"):

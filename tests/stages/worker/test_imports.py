@@ -31,14 +31,3 @@ def test_stages_import_nothing_heavy_at_the_top():
         f"print([m for m in {HEAVY} if m in sys.modules])"
     )
     assert subprocess.check_output([sys.executable, "-c", code], text=True) == "[]\n"
-
-
-def test_a_worker_that_takes_over_nothing_does_not_load_the_scores_of_other_stages():
-    """An error in them would fail it, and an edit would end it."""
-    code = (
-        "import sys, stages.worker.process\nfrom stages.worker.ahead import take_over\n"
-        "from stages.worker.protocol import Request\n"
-        "take_over(Request('base', 'k', {}, {}, {}, 0, '', ''), None, None, print)\n"
-        "print([m for m in sys.modules if m.startswith('stages.score')])"
-    )
-    assert subprocess.check_output([sys.executable, "-c", code], text=True) == "[]\n"

@@ -9,7 +9,7 @@ from stages.worker.loaded import CodeDiffers, check_after
 from stages.worker.protocol import Request
 
 
-@pytest.mark.parametrize("module", ["tuning.agents.child", "tuning.agents.adapters.gym", "tuning.rewards.processes"])
+@pytest.mark.parametrize("module", ["tuning.parallel.child", "tuning.agents.adapters.gym", "tuning.rewards.calls"])
 def test_a_module_that_children_alone_load_is_that_of_the_key_when_the_stage_ends(module):
     files = reached(module).files
     assert module in files

@@ -128,7 +128,7 @@ def test_a_sampler_that_disagrees_with_the_trainer_ends_the_round(epochs):
     rows, scores = rollouts(PARAMS, 0)
     data = RoundData.from_rows([dataclasses.replace(r, logprobs=[x - 1 for x in r.logprobs]) for r in rows], scores)
     config = settings(epochs=epochs, prompts_per_step=6)
-    with pytest.raises(Mismatch, match=r"is above max_mismatch_kl 0.1; .*a lower rl.staleness or rl.partial.max_lag"):
+    with pytest.raises(Mismatch, match=r"is above max_mismatch_kl 0.1; .*a lower rl.staleness\)"):
         run_round(data, config, CONFIG, Learner.start(copy(PARAMS), config.optimizer))
 
 
@@ -145,11 +145,6 @@ def test_steps_are_even():
     data = RoundData([[1]] * 9, [[2]] * 9, [[0.0]] * 9, np.arange(9), ones, ones > 0, ones < 0)
     assert [len(s) for s in data.steps(np.ones(9, bool), 8)] == [4, 5]
     assert data.steps(np.zeros(9, bool), 8) == []
-    # Where the number of groups varies from round to round, one more is not a step more.
-    nearest = dataclasses.replace(data, to_nearest=True)
-    sizes = {n: [len(step) for step in nearest.steps(np.arange(9) < n, 4)] for n in range(10)}
-    assert sizes[0] == [] and sizes[1] == [1] and sizes[5] == [5] and sizes[6] == [3, 3] and sizes[9] == [4, 5]
-    assert [len(step) for step in nearest.steps(np.ones(9, bool), 8)] == [9]
 
 
 @pytest.mark.parametrize(

@@ -44,9 +44,8 @@ def rows():
 def only(data, keep):
     kept = np.flatnonzero(keep)
     values = {f.name: getattr(data, f.name) for f in dataclasses.fields(data) if f.name not in ("parts", "turns")}
-    to_nearest = values.pop("to_nearest")
     some = {k: v[kept] if isinstance(v, np.ndarray) else [v[i] for i in kept] for k, v in values.items()}
-    found = RoundData(**some, to_nearest=to_nearest)
+    found = RoundData(**some)
     return dataclasses.replace(found, turns=token_turns(found))
 
 

@@ -58,7 +58,7 @@ def test_a_critics_advantages_are_those_of_the_padded_round(drawn, changes, monk
 
     monkeypatch.setattr(ppo, "gae", seen)
     advantages, found = ppo.token_advantages(scored, judged, critic)
-    # Nothing of the size of the padded round: the last round of partial rollouts is several times the others.
+    # Nothing of the size of the padded round.
     assert max(most) == 3 and sum(most) == N
     mask = jnp.asarray(mask_NT, real())
     rewards = token_rewards(jnp.asarray(scored.totals_N), jnp.asarray(penalty_NT), mask)

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import json
+import os
+import signal
+import socket
 import subprocess
 import sys
 import time
@@ -69,20 +72,51 @@ def shards(folder: Path, rows: list[dict[str, Any]], output: str = "sft", files:
 
 
 @contextlib.contextmanager
-def job_server(folder: Path) -> Iterator[dict[str, Any]]:
-    """Options for PortableRunner of Beam's own job server, which takes pipelines in the form that Flink and Spark take.
+def job_server(folder: Path) -> Iterator[tuple[dict[str, Any], subprocess.Popen[bytes]]]:
+    """Options for PortableRunner of Beam's Python job service, and its process. Workers are threads of this process."""
+    folder.mkdir(parents=True, exist_ok=True)
+    port = folder / "port"
+    service = ["apache_beam.runners.portability.local_job_service_main", "--port", "0"]
+    with _module([*service, "--port_file", str(port), "--staging_dir", str(folder / "staging")], folder) as server:
+        while not port.exists() and server.poll() is None:
+            time.sleep(0.1)
+        yield {"job_endpoint": f"localhost:{port.read_text()}", "environment_type": "LOOPBACK"}, server
 
-    Its workers are threads of this process.
-    """
-    port_file = folder / "port"
-    command = [*(sys.executable, "-m", "apache_beam.runners.portability.local_job_service_main"), "--port", "0"]
-    command += ["--port_file", str(port_file), "--staging_dir", str(folder / "staging")]
-    with (folder / "log").open("w") as log, subprocess.Popen(command, stdout=log, stderr=log) as server:
+
+@contextlib.contextmanager
+def worker_pool(folder: Path, code: Path | None = None) -> Iterator[tuple[dict[str, Any], subprocess.Popen[bytes]]]:
+    """Options of Beam's external worker pool, and its process, the first of its process group. code: on its path."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    pool = ["apache_beam.runners.worker.worker_pool_main", f"--service_port={port}"]
+    code = code or Path.cwd()
+    with _module(pool, folder, code, PYTHONPATH=str(code)) as process:
+        while socket.socket().connect_ex(("127.0.0.1", port)) and process.poll() is None:
+            time.sleep(0.1)
+        yield {"environment_type": "EXTERNAL", "environment_config": f"localhost:{port}"}, process
+
+
+@contextlib.contextmanager
+def _module(
+    command: list[str], folder: Path, cwd: Path | None = None, **variables: str
+) -> Iterator[subprocess.Popen[bytes]]:
+    """A module that runs in a process group, which is killed at the end."""
+    # The pool starts `python`.
+    variables["PATH"] = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
+    with (
+        (folder / f"{command[0]}.log").open("w") as log,
+        subprocess.Popen(
+            [sys.executable, "-m", *command],
+            stdout=log,
+            stderr=log,
+            env=os.environ | variables,
+            cwd=cwd,
+            start_new_session=True,
+        ) as process,
+    ):
         try:
-            for _ in range(600):
-                if port_file.exists() or server.poll() is not None:
-                    break
-                time.sleep(0.1)
-            yield {"job_endpoint": f"localhost:{port_file.read_text()}", "environment_type": "LOOPBACK"}
+            yield process
         finally:
-            server.kill()
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)

@@ -13,7 +13,7 @@ import fsspec
 import pyarrow.parquet as pq
 import pytest
 
-from tuning.data import by_shard, files, merge, pipeline, remote
+from tuning.data import files, merge, merge_pipeline, pipeline, remote
 from tuning.data.blocks import Plan
 from tuning.data.remote import SourceError
 from tuning.data.runners import Runner
@@ -138,18 +138,19 @@ def test_shards_that_workers_make_in_a_bucket_survive_its_faults(bucket, plan, t
     app, url = bucket
     (tmp_path / "in.jsonl").write_text("".join(json.dumps(r) + "\n" for r in RECORDS))
     expected = prepared(plan, str(tmp_path / "in.jsonl"), f"{url}/shards", tmp_path / "copy")
-    receipts = pipeline.receipts(f"{url}/shards/pieces")
-    sums, sizes = ({name: r[of] for name, r in receipts.items()} for of in ("sums", "bytes"))
-    shards, groups = by_shard.planned(f"{url}/shards/pieces", f"{url}/shards/merged", sums, sizes, plan.splits, 2)
+    blocks = {name: receipt["sums"] for name, receipt in pipeline.receipts(f"{url}/shards/pieces").items()}
+    merge_of = merge_pipeline.Merge(f"{url}/shards/pieces", f"{url}/shards/merged")
+    shards = [(output, shard) for output in plan.splits for shard in range(2)]
     app.share = 0.2
     try:
-        for key, receipt in by_shard.run(shards, groups, Runner()).items():
-            by_shard.fetch(shards, key, receipt, tmp_path / "out" / by_shard.name_of(*key))
+        merge_pipeline.run(merge_of, blocks, shards, Runner())
+        for output, shard in shards:
+            merge_pipeline.fetch(merge_of, (output, shard), tmp_path / "out" / f"{output}-{shard}")
     finally:
         app.share = 0.0
     for output, tables in expected.items():
         for shard, table in enumerate(tables):
-            found = pq.read_table(tmp_path / "out" / by_shard.name_of(output, shard))
+            found = pq.read_table(tmp_path / "out" / f"{output}-{shard}")
             assert found.drop_columns(["source", "record"]).equals(table)
 
 

@@ -1,18 +1,13 @@
 """Workers with other code or libraries than the run are refused by name; what they have left is not gone on with."""
 
 import json
-import os
 import pickle
 import shutil
-import socket
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
 
 from tests.tuning.data import run as by_hand
-from tuning.data import by_shard, files, pipeline, versions
+from tuning.data import files, merge_pipeline, pipeline, versions
 from tuning.data.blocks import Plan
 from tuning.data.receipts import read_receipts, write_receipt
 from tuning.data.runners import Runner
@@ -39,11 +34,11 @@ def test_what_differs_is_named_with_both_versions(name):
     assert pickle.loads(pickle.dumps(versions.here())) == versions.here()
 
 
-def test_workers_compare_before_they_read_cut_or_finish(plan, tmp_path):
+def test_workers_compare_before_they_read_divide_or_finish(plan, tmp_path):
     there = versions.Versions(versions.here() | {"numpy": "0.1"})
-    shards = by_shard.Merge("in", "out", ("sft",), 1, None, 1, None, versions=there)
+    merge = merge_pipeline.Merge("in", "out", versions=there)
     steps = pipeline.Apply("Validate", Plan(tokenizer="", splits=(), versions=there))
-    for step in (steps, by_shard.Cut(shards, {}), by_shard.Finish(shards)):
+    for step in (steps, merge_pipeline.Divide(merge, False), merge_pipeline.Finish(merge)):
         with pytest.raises(versions.OtherVersion, match="numpy"):
             pickle.loads(pickle.dumps(step))
 
@@ -55,20 +50,12 @@ def test_an_image_of_another_commit_makes_no_rows(plan, tmp_path):
     drafts.write_text(drafts.read_text() + "\n# Another commit.\n")
     (tmp_path / "data.jsonl").write_text(json.dumps({"prompt": "p", "completion": "c"}) + "\n")
     parts = list(files.parts_of(files.DataFile(str(tmp_path / "data.jsonl"), "d"), 1 << 20, str(tmp_path)))
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    command = [sys.executable, "-m", "apache_beam.runners.worker.worker_pool_main", f"--service_port={port}"]
-    # The pool starts `python`.
-    paths = {"PYTHONPATH": str(old), "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"}
-    with subprocess.Popen(command, env=os.environ | paths, cwd=old) as pool:
-        try:
-            with by_hand.job_server(tmp_path) as options:
-                options |= {"environment_type": "EXTERNAL", "environment_config": f"localhost:{port}"}
-                with pytest.raises(Exception, match=r"tuning.data.drafts is \w+ in this worker and \w+ where"):
-                    pipeline.run(parts, plan, str(tmp_path / "pieces"), runner=Runner("PortableRunner", 1, options))
-        finally:
-            pool.kill()
+    with (
+        by_hand.job_server(tmp_path) as (jobs, _),
+        by_hand.worker_pool(tmp_path, old) as (workers, _),
+        pytest.raises(Exception, match=r"tuning.data.drafts is \w+ in this worker and \w+ where"),
+    ):
+        pipeline.run(parts, plan, str(tmp_path / "pieces"), runner=Runner("PortableRunner", 1, jobs | workers))
     assert not (tmp_path / "pieces").exists()
 
 

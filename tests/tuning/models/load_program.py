@@ -20,13 +20,13 @@ from tuning.models.config_json import to_hugging_face
 from tuning.models.decoder import abstract_decoder
 from tuning.models.huggingface import (
     _places,
-    fingerprint,
     load_decoder,
     load_scalar_head,
     random_params,
     save_decoder,
     scalar_head_params,
 )
+from tuning.models.identity import fingerprint
 from tuning.models.sharding import shardings
 
 SMALL = dataclasses.replace(

@@ -17,6 +17,7 @@ from tuning.models.attention import packed_attention
 from tuning.models.config import DecoderConfig, UnsupportedModel
 from tuning.models.config_json import from_hugging_face, to_hugging_face
 from tuning.models.decoder import decoder_graph, scalar_graph
+from tuning.models.identity import fingerprint
 from tuning.models.sharding import shardings
 
 torch = pytest.importorskip("torch", reason="parity needs torch")
@@ -96,7 +97,7 @@ def test_a_saved_folder_loads_back_equal_here_and_in_transformers(tied, tmp_path
     params = hf.random_params(config(tied), 1)
     hf.save_decoder(tmp_path, config(tied), params, {"eos_token_id": 2})
     cfg, again = hf.load_decoder(tmp_path)
-    assert hf.fingerprint(again) == hf.fingerprint(params)
+    assert fingerprint(again) == fingerprint(params)
     model = AutoModelForCausalLM.from_pretrained(tmp_path, dtype="float32")
     with torch.no_grad():
         theirs = model(torch.tensor(TOKENS)).logits.numpy()
@@ -121,7 +122,7 @@ def test_a_reward_model_folder_is_a_sequence_classifier(tmp_path):
     params = hf.scalar_head_params(config(True), decoder, score)
     hf.save_decoder(tmp_path, config(True), params, {"pad_token_id": 100})
     cfg, again = hf.load_scalar_head(tmp_path)
-    assert hf.fingerprint(again) == hf.fingerprint(params)
+    assert fingerprint(again) == fingerprint(params)
     model = AutoModelForSequenceClassification.from_pretrained(tmp_path, dtype="float32")
     ids = TOKENS.copy()
     ids[ids == 100] = 5
@@ -140,7 +141,7 @@ def test_the_fingerprint_sees_one_changed_weight():
     pure = nnx.to_pure_dict(changed)
     pure["norm"] = pure["norm"].at[0].add(1e-7)
     nnx.replace_by_pure_dict(changed, pure)
-    assert hf.fingerprint(changed) != hf.fingerprint(params)
+    assert fingerprint(changed) != fingerprint(params)
 
 
 @pytest.mark.parametrize(
@@ -185,7 +186,7 @@ def test_another_type_is_saved_rounded_once_and_loads_in_transformers(tmp_path):
     hf.save_decoder(tmp_path, config(False), params, {}, dtype="bfloat16")
     _, again = hf.load_decoder(tmp_path)
     rounded = jax.tree.map(lambda x: x.astype(jnp.bfloat16).astype(jnp.float32), params)
-    assert hf.fingerprint(again) == hf.fingerprint(rounded)
+    assert fingerprint(again) == fingerprint(rounded)
     model = AutoModelForCausalLM.from_pretrained(tmp_path, dtype="auto")
     assert {p.dtype for p in model.parameters()} == {torch.bfloat16}
     kernel = nnx.to_pure_dict(rounded)["layers"]["q"]["kernel"][2]
@@ -220,7 +221,7 @@ def test_a_tensor_is_read_from_the_file_that_the_index_names(tmp_path):
     for path in tmp_path.glob("*.safetensors"):
         if first not in load_file(path):
             again_with(path, **{first: np.full(48, 9, np.float32)})
-    assert hf.fingerprint(hf.load_decoder(tmp_path)[1]) == hf.fingerprint(params)
+    assert fingerprint(hf.load_decoder(tmp_path)[1]) == fingerprint(params)
 
 
 def test_a_tensor_that_two_files_have_is_refused_without_an_index(tmp_path):
@@ -260,7 +261,7 @@ def test_files_beside_the_model_are_not_read(tmp_path):
     params = hf.random_params(config(True), 1)
     hf.save_decoder(tmp_path, config(True), params, {})
     save_file({"tok_embeddings.weight": np.ones(2, np.float32)}, tmp_path / "consolidated.safetensors")
-    assert hf.fingerprint(hf.load_decoder(tmp_path)[1]) == hf.fingerprint(params)
+    assert fingerprint(hf.load_decoder(tmp_path)[1]) == fingerprint(params)
 
 
 def test_quantised_tensors_are_refused(tmp_path):
@@ -277,7 +278,7 @@ def test_parameters_land_where_the_mesh_says(tmp_path):
     _, placed = hf.load_decoder(tmp_path, mesh)
     where = jax.tree.leaves(shardings(params, mesh))
     assert [x.sharding for x in jax.tree.leaves(placed)] == where
-    assert hf.fingerprint(placed) == hf.fingerprint(params)
+    assert fingerprint(placed) == fingerprint(params)
 
 
 def test_matrices_may_be_loaded_in_the_type_of_computation(tmp_path):
@@ -348,7 +349,7 @@ def test_a_copied_folder_keeps_the_type_of_each_tensor_and_drops_what_is_not_rea
     assert about["torch_dtype"] == "bfloat16" and about["eos_token_id"] == 2
     with tensors.Tensors(copied) as read:
         assert read.kinds == {name: "F32" if name in norms else "BF16" for name in named}
-    assert hf.fingerprint(hf.load_decoder(copied)[1]) == hf.fingerprint(hf.load_decoder(source)[1])
+    assert fingerprint(hf.load_decoder(copied)[1]) == fingerprint(hf.load_decoder(source)[1])
 
 
 def test_a_folder_that_lacks_a_tensor_is_not_copied(tmp_path):

@@ -12,7 +12,8 @@ from tests.tuning.models.support import BATCH, PARAMS, gradient, logps, moved
 from tests.tuning.tiny import CONFIG
 from tuning.device import Compute
 from tuning.models.decoder import decoder_graph, scalar_graph
-from tuning.models.huggingface import fingerprint, scalar_head_params
+from tuning.models.huggingface import scalar_head_params
+from tuning.models.identity import fingerprint
 from tuning.models.lora import (
     PROJECTIONS,
     LoraConfig,

@@ -11,7 +11,8 @@ from safetensors.numpy import load_file, save_file
 from tests.tuning.models.support import PARAMS, moved
 from tests.tuning.tiny import CONFIG
 from tuning.models.config import UnsupportedModel
-from tuning.models.huggingface import fingerprint, scalar_head_params
+from tuning.models.huggingface import scalar_head_params
+from tuning.models.identity import fingerprint
 from tuning.models.lora import LoraConfig, tune
 from tuning.models.peft import load_adapter, save_adapter
 

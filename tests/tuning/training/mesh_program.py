@@ -21,7 +21,7 @@ from tuning.axes import Axes
 from tuning.device import Compute
 from tuning.mesh import gather, init_state, make_mesh, put_params, row_shards
 from tuning.models.decoder import decoder_graph
-from tuning.models.huggingface import fingerprint
+from tuning.models.identity import fingerprint
 from tuning.models.lora import LoraConfig, tune
 from tuning.training.batch import Layout, micro_batches
 from tuning.training.checkpoint import Checkpoints

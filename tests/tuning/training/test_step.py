@@ -9,7 +9,7 @@ import pytest
 from tests.tuning.tiny import CONFIG, PARAMS, ragged_groups
 from tuning.device import Compute
 from tuning.models.decoder import decoder_graph
-from tuning.models.huggingface import fingerprint
+from tuning.models.identity import fingerprint
 from tuning.training.batch import Layout, micro_batches
 from tuning.training.checkpoint import Checkpoints
 from tuning.training.forward import logps_and_entropy

@@ -21,10 +21,10 @@ from typing import Any
 
 from tuning.agents.calls import Call
 from tuning.agents.contract import Message, Spec
-from tuning.agents.frames import plain
 from tuning.agents.tools import calculator, mcp, python, search
 from tuning.agents.tools.schemas import schema_of
 from tuning.names import function_of, nearest
+from tuning.parallel.messages import plain
 
 BUILT_IN: Mapping[str, Callable[..., Callable[..., Any]]] = {
     "calculator": calculator.make,

@@ -128,6 +128,11 @@ class Engine(Batches):
         self._pool.forget()
 
     @property
+    def weights_dtype(self) -> str:
+        """Type of the matrices of layers: int8 where they are quantised."""
+        return self.weights.dtype if self.weights.dense else "int8"
+
+    @property
     def loading_mesh(self) -> Mesh | None:
         """A mesh for the parameters of `load`; None for one device."""
         return self._place if isinstance(self._place, Mesh) else None

@@ -12,7 +12,7 @@ from tuning.models.config import DecoderConfig, UnsupportedModel
 from tuning.models.decoder import abstract_decoder
 from tuning.models.huggingface import load_decoder, read_config
 from tuning.models.mapping import tensor_names
-from tuning.models.tensors import ParamPath, Place, Tensors, load_tensors
+from tuning.models.tensors import ParamPath, Place, Tensors, check, load_tensors
 from tuning.rollout.engine.decoders import JOINED
 from tuning.rollout.engine.engine import Engine
 from tuning.rollout.engine.replicas import Replicas
@@ -21,8 +21,8 @@ from tuning.rollout.engine.replicas import Replicas
 def load_folder(engine: Engine | Replicas, folder: Path) -> None:
     """`Engine.load` from a Hugging Face folder; dense weights on one device are in memory only once.
 
-    Raises UnsupportedModel where the folder's config is not the engine's, or a tensor is unknown, missing or of another
-    shape.
+    Raises UnsupportedModel, before the engine drops its weights, where the folder's config is not the engine's, or a
+    tensor is unknown, missing or of another shape.
     """
     config = read_config(folder)
     if config != engine.config:
@@ -31,11 +31,11 @@ def load_folder(engine: Engine | Replicas, folder: Path) -> None:
         engine.load(load_decoder(folder, engine.loading_mesh)[1])
         return
 
-    def read(shapes: Any) -> Any:
-        with Tensors(folder) as tensors:
-            return load_tensors(config, tensors, shapes, places_in(config, shapes))
-
-    engine.load_laid_out(read)
+    with Tensors(folder) as tensors:
+        shapes = engine.weights.shapes[1]
+        places = places_in(config, shapes)
+        check(config, tensors, shapes, places)
+        engine.load_laid_out(lambda shapes: load_tensors(config, tensors, shapes, places))
 
 
 def places_in(config: DecoderConfig, shapes: Any) -> dict[str, Place]:

@@ -16,7 +16,6 @@ from flax import nnx
 from tuning.rollout.engine.engine import Engine
 from tuning.rollout.engine.replicas import Replicas, StepFailed
 from tuning.rollout.engine.scores import Scores
-from tuning.rollout.engine.staged import WeightsLost
 from tuning.rollout.requests import Completion, Request, Update
 
 CLOSING_SECONDS = 60.0
@@ -24,6 +23,10 @@ CLOSING_SECONDS = 60.0
 
 class EngineStopped(RuntimeError):
     """The engine has been closed, or a step has failed with this request under way; the cause is chained."""
+
+
+class WeightsLost(EngineStopped):
+    """The engine has dropped its weights and could not load others: it has none."""
 
 
 class Stream:

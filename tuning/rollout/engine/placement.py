@@ -55,7 +55,8 @@ def own_places(mesh: Mesh) -> list[Place]:
     """
     found = []
     for place in places_of(mesh):
-        owners = {d.process_index for d in (place.devices.flat if isinstance(place, Mesh) else [place])}
+        devices = place.devices.flat if isinstance(place, Mesh) else [place]
+        owners = {device.process_index for device in devices if device is not None}
         if len(owners) > 1:
             raise ValueError(
                 f"mesh.tensor {mesh.shape['tensor']} puts one engine on the devices of processes {sorted(owners)}: "

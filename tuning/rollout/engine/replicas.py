@@ -111,6 +111,11 @@ class Replicas(Batches):
             engine.use(graph, part_of(state, place))
 
     @property
+    def weights_dtype(self) -> str:
+        """As `Engine.weights_dtype`."""
+        return self._engines[0].weights_dtype
+
+    @property
     def loading_mesh(self) -> Mesh:
         """A mesh for the parameters of `load`: each device holds a part."""
         tensor = self.mesh.shape["tensor"]

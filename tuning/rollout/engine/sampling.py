@@ -34,22 +34,22 @@ class Controls(NamedTuple, Generic[Array]):
 
 
 @without_float64
-def completion_keys(seed: int, prompt_counters: Sequence[int], samples: int, first: int = 0) -> np.ndarray:
-    """Key data [P * samples, 2] of fold_in(fold_in(key(seed), prompt), sample), from sample number `first` on.
+def completion_keys(seed: int, prompt_counters: Sequence[int], samples: int) -> np.ndarray:
+    """Key data [P * samples, 2] of fold_in(fold_in(key(seed), prompt), sample).
 
     A sample's key depends on these three numbers alone, not on the other prompts of the call.
     """
-    numbers = np.arange(first, first + samples, dtype=np.uint32)
+    numbers = np.arange(samples, dtype=np.uint32)
     data = _key_data(np.uint32(seed & 0xFFFFFFFF), np.asarray(prompt_counters, np.uint32), numbers)
     return np.asarray(data).reshape(len(prompt_counters) * samples, -1)
 
 
 def request_keys(requests: Sequence[Request]) -> Iterator[np.ndarray]:
     """Key data [samples, 2] of each request. Neighbours that differ by counter only are computed in one call."""
-    which = operator.attrgetter("seed", "samples", "first_sample")
-    for (seed, samples, first), alike in itertools.groupby(requests, key=which):
+    which = operator.attrgetter("seed", "samples")
+    for (seed, samples), alike in itertools.groupby(requests, key=which):
         counters = [r.counter for r in alike]
-        yield from completion_keys(seed, counters, samples, first).reshape(len(counters), samples, -1)
+        yield from completion_keys(seed, counters, samples).reshape(len(counters), samples, -1)
 
 
 @jax.jit

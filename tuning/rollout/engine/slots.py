@@ -41,11 +41,8 @@ class Run:
         return self.request.max_tokens - len(self.tokens)
 
     def shares_prompt(self, other: Run) -> bool:
-        """Whether both have the same prompt: of one request, or of episodes that begin alike. Completions that have
-        begun count as different ones: equal only by chance, they would be compared token by token."""
+        """Whether both have the same prompt: of one request, or of episodes that begin alike."""
         mine, its = self.request.prompt, other.request.prompt
-        if self.request.begun or other.request.begun:
-            return mine is its
         return mine is its or (len(mine) == len(its) and all(map(operator.eq, mine, its)))
 
     def extend(self, row: Decoded[np.ndarray]) -> int:
@@ -133,12 +130,9 @@ SMALLEST_PREFIX = 16
 
 
 def longest_prefix(slots: list[Slot], run: Run) -> tuple[Slot | None, int]:
-    """The slot that holds the longest prefix of what `run` must have cached, and its length in tokens.
-
-    Tokens of a completion that was begun before are not looked for: they are its own, and many.
-    """
+    """The slot that holds the longest prefix of what `run` must have cached, and its length in tokens."""
     request = run.request
-    wanted = np.asarray(request.prompt[: len(request.prompt) - max(1, request.begun)], np.int64)
+    wanted = np.asarray(request.prompt[:-1], np.int64)
     best, most = None, 0
     for slot in slots:
         count = min(len(slot.held), len(wanted))
@@ -160,7 +154,7 @@ def fill_row(rows: Rows[np.ndarray], i: int, slot: Slot) -> None:
     rows.token_R[i] = run.next_input
     rows.length_R[i] = len(slot.held)
     rows.left_R[i] = run.left
-    rows.made_R[i] = run.request.begun + len(run.tokens)
+    rows.made_R[i] = len(run.tokens)
     rows.live_R[i] = True
     rows.key_R2[i] = run.key
     rows.stops_RE[i, : len(run.request.stop_ids)] = run.request.stop_ids

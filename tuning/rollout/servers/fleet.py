@@ -20,11 +20,11 @@ from typing import Any, Literal
 import httpx
 import numpy as np
 
-from tuning.rollout.requests import Completion, RefusedRequest, Request
-from tuning.rollout.servers.protocol import Policy, ServerKind, ServerLost, ServerRefused, StalePolicy, Way
+from tuning.rollout.requests import Completion, Request
+from tuning.rollout.servers.protocol import Policy, ServerKind, ServerLost, ServerRefused, StalePolicy
 from tuning.rollout.servers.server import RemoteServer
 
-Sync = Literal["auto", "stream", "weights", "adapter", "restart", "none"]
+Sync = Literal["auto", "transfer", "weights", "adapter", "restart", "none"]
 Job = tuple[int, Request, int]
 """Index, request, number of servers that lost it so far."""
 
@@ -34,10 +34,7 @@ class Options:
     """How servers are used; none of it changes the distribution that is sampled from."""
 
     sync: Sync = "auto"
-    """How they get new weights. `auto`: as a stream where they take one, else by their own endpoints; a child that has
-    none is restarted."""
-    shared: bool = False
-    """Whether a folder is named that they see too, by which `auto` then goes."""
+    """How they get new weights. `auto`: by their own endpoints; a child that has none is restarted."""
     concurrency: int = 64
     """Requests at one server at a time."""
     tries: int = 4
@@ -98,8 +95,6 @@ class Fleet:
         policy = self._policy
         if policy is None:
             raise RuntimeError("the engine has no policy; call load(policy) first")
-        if apart := next((r for r in requests if r.begun or r.first_sample), None):
-            raise RefusedRequest(f"request {apart.name or apart.counter}: servers take whole completions alone")
         bodies = [self._kind.body(r, policy) for r in requests]
         jobs: asyncio.Queue[Job] = asyncio.Queue()
         results: asyncio.Queue[tuple[int, list[Completion]] | Exception] = asyncio.Queue()
@@ -205,13 +200,6 @@ class Fleet:
             who = request.name or request.counter
             results.put_nowait(ServerLost(f"request {who} has lost its server {tries + 1} times; the last: {error}"))
 
-    @property
-    def _way(self) -> Way:
-        if self._options.sync == "auto":
-            return "folder" if self._options.shared else "any"
-        # Adapters are folders too.
-        return "stream" if self._options.sync == "stream" else "folder"
-
     def _prepare(self, server: RemoteServer) -> None:
         """Makes a server healthy, gives it the policy's weights and checks its log-probabilities; records the gap.
 
@@ -228,7 +216,7 @@ class Fleet:
             try:
                 gap = self._prove(server, policy)
             except (ServerLost, ServerRefused, StalePolicy) as e:
-                if fresh or server.child is None or options.sync not in ("auto", "stream", "restart"):
+                if fresh or server.child is None or options.sync not in ("auto", "restart"):
                     raise
                 if options.sync != "restart":
                     self._log(f"{e}\n  it is started again")
@@ -262,7 +250,7 @@ class Fleet:
             if self._options.sync in ("none", "restart"):
                 raise self._stale(server, has, "its weights are not changed from here")
             server.started_on = server.given = None
-            self._kind.reload(server, policy, self._way)
+            self._kind.reload(server, policy)
             server.given = policy.weights
             has = self._weights(server, policy)
         if has not in (None, policy.weights):

@@ -8,17 +8,12 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import math
-import threading
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, Literal, Protocol
-
-import numpy as np
+from typing import Any, Protocol
 
 from tuning.rollout.requests import Completion, RefusedRequest, Request
-
-Way = Literal["any", "stream", "folder"]
-"""How weights reach a server: streamed, by a folder that both sides see, or any: streamed where it takes that."""
+from tuning.rollout.servers.transfer import Transfer
 
 
 class ServerLost(RuntimeError):
@@ -45,24 +40,18 @@ class Policy:
     """The trainer's log-probabilities of (prompt, completion) token ids at a temperature."""
     probe: Sequence[Request]
     """Requests by which each server is compared with `logps` before it is used."""
-    tensors: Callable[[Mapping[str, str]], Iterator[tuple[str, np.ndarray]]]
-    """Yields the dense weights as named tensors, one at a time, each in the type that the argument names for it."""
-    config: Callable[[], Mapping[str, Any]]
-    """Returns the model's config, which a server that is given tensors must have."""
+    transfer: Callable[[], Transfer] | None = None
+    """Returns the policy's files below the root that servers share; None where they load `folder` themselves."""
     dtype: str | None = None
-    """Type in which servers that are given tensors have to compute; None: theirs."""
+    """Type in which native servers have to compute; None: theirs."""
     base: str = ""
     """Name of the dense weights under an adapter."""
     adapter: Path | None = None
     """A folder in PEFT's format over `base`; None where the policy is dense."""
-    fingerprints: dict[str, str] = dataclasses.field(default_factory=dict)
-    """Those of `tensors` that are known, by types (`servers.pushes`)."""
-    reading: threading.Lock = dataclasses.field(default_factory=threading.Lock, compare=False)
-    """Held while a fingerprint is read."""
 
     @property
     def weights(self) -> str:
-        """Name of the dense weights that `folder` and `tensors` give."""
+        """Name of the dense weights that `folder` and `transfer` give."""
         return self.base or self.digest
 
 
@@ -77,17 +66,13 @@ class ServerStart:
     """Longest prompt with its completion, in tokens."""
     adapters: bool
     """Whether it must accept LoRA adapters."""
-    streams: bool = False
-    """Whether it must take weights as a stream."""
 
 
 class Control(Protocol):
     """Blocking calls to one server; they raise ServerLost and ServerRefused."""
 
     def get(self, path: str) -> Any: ...
-    def post(self, path: str, body: Any = None, again: bool = False) -> Any: ...
-    def send(self, path: str, bodies: Iterable[bytes]) -> None: ...
-    def delete(self, path: str) -> Any: ...
+    def post(self, path: str, body: Any = None) -> Any: ...
 
 
 def sample_seed(bits: int, *counters: int) -> int:
@@ -108,8 +93,8 @@ class ServerKind(Protocol):
     def arguments(self, start: ServerStart, port: int) -> list[str]:
         """Command-line arguments that make it serve a folder on loopback."""
 
-    def environment(self, key: str = "", streams: bool = False) -> dict[str, str]:
-        """Environment variables that it needs to change weights, to take them as a stream, and to ask for a key."""
+    def environment(self, key: str = "") -> dict[str, str]:
+        """Environment variables that it needs to change weights and to ask for a key."""
 
     def body(self, request: Request, policy: Policy) -> dict[str, Any]:
         """The JSON of a request. Raises RefusedRequest for settings that it lacks or defines differently."""
@@ -124,14 +109,13 @@ class ServerKind(Protocol):
         """The version of its code; None if it does not report one."""
 
     def weights(self, server: Control, policy: Policy) -> str | None:
-        """Name of the dense weights that it has; None if it does not report it. A kind that proves its weights names
-        the policy only where they are the policy's."""
+        """Name of the dense weights that it has; None if it does not report it."""
 
     def label(self, server: Control, policy: Policy) -> None:
         """Tells a server that was started on the policy's folder the name of its weights."""
 
-    def reload(self, server: Control, policy: Policy, by: Way = "any") -> None:
-        """Makes it load the dense weights and store their name. Kinds that know one way alone take that."""
+    def reload(self, server: Control, policy: Policy) -> None:
+        """Makes it load the dense weights and store their name."""
 
     def adapt(self, server: Control, policy: Policy, previous: str | None) -> None:
         """Makes it load the adapter beside its dense weights, and drop the previous one."""

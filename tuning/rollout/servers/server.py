@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import functools
 import threading
 import time
-from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -87,37 +85,15 @@ class RemoteServer:
         """The JSON of a path. Raises ServerLost and ServerRefused (see `protocol.Control`)."""
         return self._call("GET", path, None)
 
-    def post(self, path: str, body: Any = None, again: bool = False) -> Any:
-        """As `get`; None if the answer is empty. again: whether it may be asked again where the answer was lost."""
-        return self._call("POST", path, body, again)
+    def post(self, path: str, body: Any = None) -> Any:
+        """As `get`; None if the answer is empty."""
+        return self._call("POST", path, body)
 
-    def delete(self, path: str) -> Any:
-        """As `get`."""
-        return self._call("DELETE", path, None)
-
-    def send(self, path: str, bodies: Iterable[bytes]) -> None:
-        """Posts bodies one behind the other, on one connection; the next is made when the last is answered.
-
-        A body may be sent again where its answer was lost.
-        """
-        with httpx.Client(**self.options) as client:
-            for body in bodies:
-                self._answered(path, functools.partial(client.post, self._url + path, content=body), again=True)
-
-    def _call(self, method: str, path: str, body: Any, again: bool = False) -> Any:
-        ask = functools.partial(httpx.request, method, self._url + path, json=body, **self.options)
-        return self._answered(path, ask, again)
-
-    def _answered(self, path: str, ask: Callable[[], httpx.Response], again: bool) -> Any:
+    def _call(self, method: str, path: str, body: Any) -> Any:
         for attempt in range(self._retries + 1):
             try:
-                response = ask()
+                response = httpx.request(method, self._url + path, json=body, **self.options)
             except httpx.TransportError as e:
-                # A server that takes so long is not asked to do it twice.
-                slow = isinstance(e, httpx.TimeoutException)
-                if again and not slow and attempt < self._retries and (self.child is None or self.child.alive):
-                    time.sleep(pause(attempt, FIRST_PAUSE, LONGEST_PAUSE))
-                    continue
                 raise self._lost(path, e) from e
             # A call that changes weights and fails with 500 fails again; the other busy statuses are worth a retry.
             if response.status_code not in BUSY or response.status_code == 500 or attempt == self._retries:

@@ -16,7 +16,6 @@ from tuning.rollout.servers.protocol import (
     ServerLost,
     ServerRefused,
     ServerStart,
-    Way,
     checked,
     refuse_strings,
     sample_seed,
@@ -34,7 +33,7 @@ class SGLang:
         arguments += ["--dtype", start.dtype, "--context-length", str(start.context)]
         return [*arguments, "--enable-lora"] if start.adapters else arguments
 
-    def environment(self, key: str = "", streams: bool = False) -> dict[str, str]:
+    def environment(self, key: str = "") -> dict[str, str]:
         # It takes a key as an argument alone, which every user of the machine can read.
         return {"HF_HUB_OFFLINE": "1"}
 
@@ -90,7 +89,7 @@ class SGLang:
     def label(self, server: Control, policy: Policy) -> None:
         server.post("/update_weight_version", {"new_version": policy.weights, "abort_all_requests": False})
 
-    def reload(self, server: Control, policy: Policy, by: Way = "any") -> None:
+    def reload(self, server: Control, policy: Policy) -> None:
         body = {"model_path": str(policy.folder()), "weight_version": policy.weights, "abort_all_requests": True}
         answer = server.post("/update_weights_from_disk", body)
         if not answer.get("success"):

@@ -1,15 +1,13 @@
 """vLLM over HTTP: `/v1/completions` with `return_token_ids`, as in version 0.32.
 
-Weights come as a stream to a server that runs `tuning/rollout/inside/rlhf_weights` (`ARGUMENTS`), else by a folder and
-its development endpoints (VLLM_SERVER_DEV_MODE=1). It must run with `--logprobs-mode processed_logprobs`: its default
-are log-probabilities before the temperature.
+Weights reach it by its development endpoints (VLLM_SERVER_DEV_MODE=1): a reload of a folder, or its weight transfer
+with the engine of `vllm_plugin`. It must run with `--logprobs-mode processed_logprobs`: its default are
+log-probabilities before the temperature.
 """
 
 from __future__ import annotations
 
 import contextlib
-import os
-from pathlib import Path
 from typing import Any
 
 from tuning.rollout.requests import Completion, Request
@@ -19,17 +17,11 @@ from tuning.rollout.servers.protocol import (
     ServerLost,
     ServerRefused,
     ServerStart,
-    Way,
     checked,
     refuse_strings,
     sample_seed,
 )
-from tuning.rollout.servers.pushes import Everywhere, named, push
-
-INSIDE = Path(__file__).parents[1] / "inside"
-"""What PYTHONPATH of a server has that takes a stream."""
-ARGUMENTS = ["--worker-extension-cls", "rlhf_weights.vllm.Worker", "--middleware", "rlhf_weights.routes.Weights"]
-"""Its arguments for that."""
+from tuning.rollout.servers.transfer import Transfer
 
 
 class VLLM:
@@ -42,13 +34,11 @@ class VLLM:
         arguments = ["--model", str(start.folder), "--served-model-name", "policy", "--host", "127.0.0.1"]
         arguments += ["--port", str(port), "--dtype", start.dtype, "--max-model-len", str(start.context)]
         arguments += ["--logprobs-mode", "processed_logprobs"]
-        return [*arguments, *(["--enable-lora"] if start.adapters else []), *(ARGUMENTS if start.streams else [])]
+        return [*arguments, *(["--enable-lora"] if start.adapters else [])]
 
-    def environment(self, key: str = "", streams: bool = False) -> dict[str, str]:
+    def environment(self, key: str = "") -> dict[str, str]:
         own = {"VLLM_SERVER_DEV_MODE": "1", "VLLM_ALLOW_RUNTIME_LORA_UPDATING": "1", "VLLM_NO_USAGE_STATS": "1"}
         # It asks for the key below /v1 alone, not at its development endpoints.
-        if streams:
-            own["PYTHONPATH"] = os.pathsep.join([str(INSIDE), *filter(None, [os.environ.get("PYTHONPATH")])])
         return own | {"HF_HUB_OFFLINE": "1"} | ({"VLLM_API_KEY": key} if key else {})
 
     def body(self, request: Request, policy: Policy) -> dict[str, Any]:
@@ -95,40 +85,42 @@ class VLLM:
         return None
 
     def weights(self, server: Control, policy: Policy) -> str | None:
-        info = _info(server)
-        if not info.get("streams"):
-            return info.get("weight_version")
-        told = server.get("/weights")
-        return named(told["policy"], policy, told["fingerprint"], _types(told, policy))
+        with contextlib.suppress(ServerRefused):
+            version: str | None = server.get("/weight_info")["weight_version"]
+            return version
+        return None
 
     def label(self, server: Control, policy: Policy) -> None:
         server.post("/update_weight_version", {"new_version": policy.weights})
 
-    def reload(self, server: Control, policy: Policy, by: Way = "any") -> None:
-        streams = _info(server).get("streams")
-        if not streams and by == "stream":
-            raise ServerRefused(
-                "it takes no stream of weights: start it with PYTHONPATH at a copy of tuning/rollout/inside and "
-                f"{' '.join(ARGUMENTS)}, or say sync: weights and a folder that both sides see"
-            )
-        if streams and by != "folder":
-            told = server.get("/weights")
-            tied = bool(policy.config()["tie_embeddings"])
-            push(server, policy, _types(told, policy), told["bucket_bytes"], {"tied": tied})
-            return
-        folder = policy.folder()
+    def reload(self, server: Control, policy: Policy) -> None:
+        # Written before the server stops answering.
+        sent, folder = (None, policy.folder()) if policy.transfer is None else (policy.transfer(), None)
         # The name goes first: if the reload fails half-way, the server must not claim either policy.
         server.post("/update_weight_version", {"new_version": "unknown"})
-        if streams:
-            # Half of a stream must not be mixed with the folder, nor its fingerprint be taken for the folder's.
-            server.delete("/weights")
         server.post("/pause?mode=wait")
         try:
-            server.post("/collective_rpc", {"method": "reload_weights", "kwargs": {"weights_path": str(folder)}})
+            if sent is None:
+                server.post("/collective_rpc", {"method": "reload_weights", "kwargs": {"weights_path": str(folder)}})
+            else:
+                self._transfer(server, sent)
             server.post("/reset_prefix_cache")
         finally:
             server.post("/resume")
         self.label(server, policy)
+
+    def _transfer(self, server: Control, sent: Transfer) -> None:
+        """Has its workers read a policy's files, by the phases of its weight transfer."""
+        server.post("/init_weight_transfer_engine", {"init_info": {"root": sent.root}})
+        server.post("/start_weight_update")
+        try:
+            server.post("/update_weights", {"update_info": {"folder": sent.folder, "files": sent.files}})
+        except (ServerLost, ServerRefused):
+            # The workers that did not fail would refuse the next start.
+            with contextlib.suppress(ServerLost, ServerRefused):
+                server.post("/finish_weight_update")
+            raise
+        server.post("/finish_weight_update")
 
     def adapt(self, server: Control, policy: Policy, previous: str | None) -> None:
         assert policy.adapter is not None
@@ -137,17 +129,3 @@ class VLLM:
             server.post("/v1/load_lora_adapter", {"lora_name": policy.digest, "lora_path": str(policy.adapter)})
         if previous in known - {policy.digest}:
             server.post("/v1/unload_lora_adapter", {"lora_name": previous})
-
-
-def _info(server: Control) -> dict[str, Any]:
-    """What a server says of its weights at once: `weight_version`, and `streams` if it takes them as a stream."""
-    with contextlib.suppress(ServerRefused):
-        info: dict[str, Any] = server.get("/weight_info")
-        return info
-    return {}
-
-
-def _types(told: dict[str, Any], policy: Policy) -> Everywhere:
-    """The type in which tensors are sent: the server's, but for servers of float32 that are given a narrower one."""
-    narrower = policy.dtype == "bfloat16" and told["dtype"] == "float32"
-    return Everywhere("bfloat16" if narrower else told["dtype"])

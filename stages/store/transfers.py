@@ -1,0 +1,105 @@
+"""Files on their way between this process and a store: several at a time, and those of a group joined to one folder."""
+
+from __future__ import annotations
+
+import os
+import uuid
+from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from stages.store import disk
+from tuning import multihost
+from tuning.atomic import is_partial
+
+if TYPE_CHECKING:
+    from stages.store.artifacts import Store
+
+AT_ONCE = 16
+"""Files that are read, hashed or transferred at a time."""
+T = TypeVar("T")
+R = TypeVar("R")
+
+
+def each(work: Callable[[T], R], items: Iterable[T]) -> list[R]:
+    """Return the results of `work` in the order of the items, computed in threads; raise the first error."""
+    with ThreadPoolExecutor(AT_ONCE, thread_name_prefix="transfer") as threads:
+        return list(threads.map(work, items))
+
+
+def checksums(folder: Path, paths: Sequence[Path]) -> dict[str, str]:
+    """Return SHA-256 (hex) of files by their names in the folder."""
+    sums = each(disk.sha256_file, paths)
+    return {path.relative_to(folder).as_posix(): found for path, found in zip(paths, sums, strict=True)}
+
+
+def joined(folder: Path, sums: dict[str, str], channel: str) -> dict[str, str]:
+    """Return the checksums of the files of all processes of the group. Of files with one name the process with the
+    lowest number keeps its own; the others remove theirs."""
+    parts = multihost.gather(sums, channel)
+    for name in {name for part in parts[: multihost.process_index()] for name in part} & sums.keys():
+        (folder / name).unlink()
+    return {name: found for part in reversed(parts) for name, found in part.items()}
+
+
+def files_of(folder: Path) -> list[dict[str, Any]]:
+    """Return path, size and checksum of each file that the processes of the group have in their folders, as a manifest
+    has them. Every process calls this; see `joined` for files of one name."""
+    paths = sorted(p for p in folder.rglob("*") if p.is_file())
+    sums = checksums(folder, paths)
+    sizes = multihost.gather({path.relative_to(folder).as_posix(): path.stat().st_size for path in paths})
+    size = {name: found for part in reversed(sizes) for name, found in part.items()}
+    whole = joined(folder, sums, "main")
+    return [{"path": name, "size": size[name], "sha256": found} for name, found in sorted(whole.items())]
+
+
+def send(store: Store, folder: Path, target: str) -> None:
+    """Bring the files of a folder into one of the store, to which other processes may bring theirs. On a local store
+    they are moved, and on the disk when this returns."""
+    paths = [path for path in folder.rglob("*") if path.is_file() and not is_partial(path)]
+    names = [path.relative_to(folder).as_posix() for path in paths]
+    for parent in sorted({f"{target}/{name}".rpartition("/")[0] for name in names}):
+        store.fs.makedirs(parent, exist_ok=True)
+
+    def one(name: str) -> None:
+        if store.is_local:
+            disk.sync_file(folder / name)
+            os.replace(folder / name, f"{target}/{name}")
+        else:
+            store.fs.put_file(str(folder / name), f"{target}/{name}")
+
+    each(one, names)
+    if store.is_local:
+        disk.sync_folders(Path(target, name).parent for name in names)
+
+
+def place(store: Store, folder: Path, stage: str, key: str) -> str:
+    """Bring the files of the group's folders into a folder of the store that nobody else writes to; return its name.
+
+    Of two that commit one key each has its own files; what a killed commit has left is in none of them.
+    """
+    parent = Path(store.join("artifacts", stage))
+
+    def renamed() -> str:
+        name = f"{key}.{uuid.uuid4().hex[:8]}"
+        if store.is_local:
+            # Before the rename: after a loss of power a manifest must not be there without them.
+            disk.shared_and_synced(folder)
+            parent.mkdir(parents=True, exist_ok=True)
+            try:
+                # Fails if the folder has files already.
+                os.rename(folder, parent / key)
+                name = key
+            except OSError:
+                os.rename(folder, parent / name)
+            disk.sync_folders(p for p in (parent, *parent.parents) if p.is_relative_to(store.root))
+        return name
+
+    name: str = multihost.from_primary(renamed)
+    if not store.is_local or not multihost.is_primary():
+        if store.is_local:
+            disk.shared_and_synced(folder)
+        send(store, folder, store.join("artifacts", stage, name))
+    multihost.barrier()
+    return name

@@ -1,0 +1,97 @@
+"""A process of a group that trains, saves and restores; run by `test_state`, which reads the JSON of its last line.
+
+Usage: state_program.py STORE SCRATCH DATA,FSDP,TENSOR train|end
+"""
+
+import hashlib
+import json
+import os
+import signal
+import sys
+from pathlib import Path
+
+from tuning import multihost
+
+if multihost.in_group():
+    multihost.initialize(10)
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from stages.store.artifacts import Store
+from stages.store.transfers import files_of
+from stages.store.work import WorkFolder, is_chunk
+from tests.tuning.tiny import CONFIG, PARAMS
+from tuning.axes import Axes
+from tuning.mesh import init_state, make_mesh, put_params, state_shapes
+from tuning.models.huggingface import load_decoder, save_decoder
+from tuning.models.identity import fingerprint
+from tuning.training.checkpoint import Checkpoints, load_tree, save_tree
+from tuning.training.optimizers import make_optimizer, make_schedule
+from tuning.training.step import make_step
+
+KEY = "k" * 64
+OPTIMIZER = make_optimizer(
+    make_schedule("constant", 1e-2, 0, 10), b1=0.9, b2=0.95, weight_decay=0.1, clip_norm=1.0, max_skipped=2
+)
+
+
+def pull(params, batch, frozen):
+    return sum(jnp.sum(jnp.sin(3 * x) * batch["weight"]) for x in jax.tree.leaves(params)), {}
+
+
+def values(tree):
+    """A digest of whole values: the judge of restores, which shares no code with `fingerprint`."""
+    h = hashlib.sha256()
+    for leaf in jax.tree.leaves(tree):
+        h.update(np.ascontiguousarray(multihost.to_host(leaf)).tobytes())
+    return h.hexdigest()
+
+
+def peak():
+    return next(int(x.split()[1]) for x in Path("/proc/self/status").read_text().splitlines() if x.startswith("VmHWM"))
+
+
+url, scratch, axes, what = sys.argv[1:]
+store = Store(url, scratch=Path(scratch) / str(multihost.process_index()))
+mesh = make_mesh(Axes(*map(int, axes.split(","))))
+folder = WorkFolder(store, "sft", KEY)
+work = folder.open(print)
+checkpoints = Checkpoints(work / "checkpoints", folder.save, folder.fetch)
+like = state_shapes(OPTIMIZER, PARAMS, mesh)
+restored = checkpoints.restore(like)
+found = {"bytes": sum(p.stat().st_size for p in work.rglob("*") if p.is_file() and is_chunk(p.as_posix()))}
+if restored is None:
+    params, first = put_params(PARAMS, mesh), 0
+    state = params, init_state(OPTIMIZER, params, mesh)
+else:
+    state, position = restored
+    first = position["step"]
+if what == "train":
+    step_fn = make_step(pull, OPTIMIZER, 2, mesh)
+    for step in range(first, first + 2):
+        state = step_fn(*state, [{"weight": np.float32(1 + step)}])[:2]
+        # What differs by process does not reach the others.
+        checkpoints.save(step + 1, state, {"step": step + 1, "process": multihost.process_index()})
+    checkpoints.wait()
+    found |= {"written": checkpoints.bytes_written}
+found |= {"first": first, "values": values(state), "fingerprint": fingerprint(state[0]), "peak": peak()}
+if what == "train":
+    print(json.dumps(found), flush=True)
+    os.kill(os.getpid(), signal.SIGKILL)
+checkpoints.close()
+out = work / "out"
+save_tree(out / "state" / "trainer", state[1])
+save_decoder(out / "model", CONFIG, state[0], {})
+artifact = store.commit(out, {"stage": "sft", "key": KEY, "metrics": {}}, files=files_of(out))
+trainer = load_tree(artifact.local("state/", lambda path: not is_chunk(path)) / "trainer", like[1], artifact.fetch)
+found |= {
+    "digest": artifact.digest,
+    "verified": store.verify(artifact),
+    "position": position,
+    "kept": values(trainer) == values(state[1]),
+    "model": fingerprint(load_decoder(artifact.local("model/"), mesh)[1]),
+}
+folder.drop()
+print(json.dumps(found), flush=True)

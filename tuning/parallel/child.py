@@ -1,0 +1,67 @@
+"""The process of one session, or of one stateless job after another: it makes the target and answers jobs.
+
+host to child   {"payload": ..., "megabytes": 1024}
+child to host   {"started": true} or {"refused": "..."}, then {"value": ...} or {"error": "..."} for each job
+"""
+
+from __future__ import annotations
+
+import importlib
+import json
+import os
+import socket
+import tempfile
+import traceback
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from tuning.parallel.children import memory_limit, status_of
+from tuning.parallel.messages import pack
+
+REASON_CHARACTERS = 500
+"""Length to which the message of an error is cut."""
+
+
+def target_of(name: str) -> Any:
+    """Import the class `module:Class` that a pool names."""
+    module, _, attribute = name.partition(":")
+    return getattr(importlib.import_module(module), attribute)
+
+
+def serve(stream: socket.socket, target: str, arguments: Mapping[str, Any], session: bool, folder: str) -> None:
+    """Answer jobs until the stream ends; temporary files are below `folder`."""
+    # Both: subprocesses read the environment, this process may have read it.
+    tempfile.tempdir = os.environ["TMPDIR"] = folder
+    try:
+        make = target_of(target)
+        make.load(**arguments)
+        handler = make(**arguments)
+    # A module may raise anything as it is imported, SystemExit too.
+    except BaseException as error:
+        stream.sendall(pack({"refused": describe(error)}))
+        return
+    stream.sendall(pack({"started": True}))
+    held = status_of("VmData")
+    with stream.makefile("rb") as jobs:
+        for line in jobs:
+            job = json.loads(line)
+            # A session keeps what it allocates; a stateless job begins with what the process already holds.
+            held = held if session else status_of("VmData")
+            try:
+                with memory_limit(held + job["megabytes"] * 1024):
+                    answer = pack({"value": handler(job["payload"])})
+            except MemoryError:
+                answer = pack({"error": f"MemoryError: more than {job['megabytes']} MB"})
+            # A user's code may raise anything, SystemExit and KeyboardInterrupt among them.
+            except BaseException as error:
+                answer = pack({"error": describe(error)})
+            stream.sendall(answer)
+    handler.close()
+
+
+def describe(error: BaseException) -> str:
+    """Describe an exception in one line, with the file and line that raised it."""
+    frames = traceback.extract_tb(error.__traceback__)
+    place = f" ({Path(frames[-1].filename).name}:{frames[-1].lineno})" if frames else ""
+    return f"{type(error).__name__}: {error}".replace("\n", " ")[:REASON_CHARACTERS] + place

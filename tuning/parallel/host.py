@@ -1,0 +1,342 @@
+"""The process that children are forked from: it imports the target once, gives jobs to children, and ends them in time.
+
+It has no threads and never waits for a child, so that none delays another. When its owner closes the stream or dies, it
+kills all children with what they have started, and ends.
+
+    owner to host   {"job": 7, "payload", "seconds", "megabytes", "tries", "session", "first"}, {"cancel": [7]},
+                    {"end": session, "seconds"}
+    host to owner   {"ready": processes} or {"refused": "..."}, then {"job": 7, "value"} or {"job": 7, "failure": kind,
+                    "message": "..."}
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import json
+import os
+import selectors
+import shutil
+import signal
+import socket
+import sys
+import tempfile
+import time
+from collections import deque
+from pathlib import Path
+from typing import Any, NoReturn
+
+from tuning.parallel import children
+from tuning.parallel.child import describe, serve, target_of
+from tuning.parallel.messages import PIECE, Inbox, pack
+
+LOAD_SECONDS = 600
+"""Longest time to import the target."""
+TRIES = 3
+"""How often a stateless job is given to a child, if children that have it are killed from outside."""
+IDLE_SECONDS = 10.0
+"""After so long without a job a stateless child is ended."""
+LOOK_SECONDS = 1.0
+"""Between two looks whether the owner is still the parent."""
+# Signals by which the kernel (out of memory) or a person ends a process; code that crashes gets others.
+_FROM_OUTSIDE = (signal.SIGKILL, signal.SIGTERM, signal.SIGHUP, signal.SIGINT)
+_NEVER = float("inf")
+
+
+def main(folder: str, descriptor: int, preload: bool = True) -> NoReturn:
+    """Run a host with the settings in `folder` and the socket `descriptor`, which leads to its owner."""
+    settings = json.loads(Path(folder, "settings.json").read_text())
+    owner = socket.socket(fileno=descriptor)
+    owner.set_inheritable(False)
+    try:
+        if preload:
+            # An import that hangs ends this process by the alarm.
+            signal.alarm(LOAD_SECONDS)
+            target_of(settings["target"]).load(**settings["arguments"])
+            signal.alarm(0)
+        if children.status_of("Threads") > 1 and preload:
+            # Threads do not survive a fork: each child imports the target for itself.
+            owner.set_inheritable(True)
+            *command, start = sys.orig_argv
+            os.execv(sys.executable, [*command, start.removesuffix(")") + ", False)"])
+        message: dict[str, Any] = {"ready": settings["processes"]}
+    # A module may raise anything as it is imported, SystemExit too.
+    except BaseException as error:
+        message = {"refused": describe(error)}
+    with contextlib.suppress(OSError):
+        owner.sendall(pack(message))
+        if "ready" in message:
+            Host(owner, settings, folder).run()
+    os._exit(0)
+
+
+class _Child:
+    """A forked process."""
+
+    def __init__(self, pid: int, stream: socket.socket, folder: str, session: int | None) -> None:
+        self.pid, self.stream, self.folder, self.session = pid, stream, folder, session
+        self.inbox, self.unsent = Inbox(), b""
+        self.job: dict[str, Any] | None = None
+        """The job that it has; None while it waits for one."""
+        self.started = self.leaving = False
+        """Whether it has the target; whether it gets no further job, since it is killed or its stream has ended."""
+        self.end_at = _NEVER
+        """When it is killed: the deadline of its job, or the end of its idle time."""
+        self.ended = ""
+        """How it has ended; empty while it lives."""
+
+
+class Host:
+    """Forks children, gives them jobs, and ends them."""
+
+    def __init__(self, owner: socket.socket, settings: dict[str, Any], folder: str) -> None:
+        self._owner, self._inbox, self._folder = owner, Inbox(), folder
+        self._settings = settings
+        self._parent = os.getppid()
+        self._waiting: deque[dict[str, Any]] = deque()
+        """Stateless jobs that no child has."""
+        self._children: dict[int, _Child] = {}
+        self._sessions: dict[int, _Child] = {}
+        self._selector = selectors.DefaultSelector()
+        self._woken, self._wakes = socket.socketpair()
+
+    def run(self) -> None:
+        """Work until the owner is gone."""
+        children.adopt_orphans()
+        # A person's interrupt reaches the owner too, which decides what to end.
+        signal.signal(signal.SIGINT, signal.SIG_IGN)
+        # The end of a child wakes the selector.
+        signal.signal(signal.SIGCHLD, lambda *_: None)
+        self._wakes.setblocking(False)
+        signal.set_wakeup_fd(self._wakes.fileno(), warn_on_full_buffer=False)
+        self._selector.register(self._owner, selectors.EVENT_READ)
+        self._selector.register(self._woken, selectors.EVENT_READ)
+        # What is loaded now is shared with children; a collection of theirs would copy it.
+        gc.freeze()
+        try:
+            while self._turn():
+                pass
+        finally:
+            for pid in self._children:
+                children.kill(pid)
+            children.kill_orphans()
+            shutil.rmtree(self._folder, ignore_errors=True)
+
+    def _turn(self) -> bool:
+        """Wait for events and act on them; False if the owner is gone."""
+        nearest = min((child.end_at for child in self._children.values()), default=_NEVER)
+        here = os.getppid() == self._parent
+        for key, events in self._selector.select(max(0.0, min(nearest - time.monotonic(), LOOK_SECONDS))):
+            if key.fileobj is self._owner:
+                here = here and self._listen()
+            elif key.fileobj is self._woken:
+                self._woken.recv(PIECE)
+            elif events & selectors.EVENT_WRITE:
+                self._send(key.data)
+            else:
+                self._read(key.data)
+        now = time.monotonic()
+        for child in [child for child in self._children.values() if child.end_at <= now]:
+            if child.job is not None and child.leaving:
+                self._fail(child, "crash", "the process closed its stream")
+            elif child.job is not None and not child.started:
+                self._fail(child, "refused", f"not imported within {LOAD_SECONDS} s")
+            elif child.job is not None:
+                self._fail(child, "timeout", f"no answer within {child.job['seconds']:g} s")
+            self._kill(child)
+        self._reap()
+        stateless = [child for child in self._children.values() if child.session is None]
+        idle = [child for child in stateless if child.job is None and not child.leaving]
+        while self._waiting and (idle or len(stateless) < self._settings["processes"]):
+            job = self._waiting.popleft()
+            if idle:
+                self._give(idle.pop(), job)
+            elif (forked := self._fork(job)) is not None:
+                stateless.append(forked)
+                self._give(forked, job)
+        return here
+
+    def _listen(self) -> bool:
+        try:
+            piece = self._owner.recv(PIECE)
+        except OSError:
+            return False
+        for message in self._inbox.add(piece):
+            if "job" in message:
+                self._take_job(message)
+            elif "end" in message:
+                child = self._sessions.pop(message["end"], None)
+                if child is not None and not child.ended:
+                    self._end(child, message["seconds"])
+            else:
+                cancelled = set(message["cancel"])
+                self._waiting = deque(job for job in self._waiting if job["job"] not in cancelled)
+                for child in self._children.values():
+                    if child.job is not None and child.job["job"] in cancelled:
+                        self._end(child, 0.0)
+        return bool(piece)
+
+    def _take_job(self, job: dict[str, Any]) -> None:
+        session = job["session"]
+        if session is None:
+            self._waiting.append(job)
+            return
+        child = self._fork(job) if job["first"] else self._sessions.get(session)
+        if child is not None and child.leaving:
+            how = child.ended or "it closed its stream"
+            self._tell(job, failure="crash", message=f"the process has ended since its last answer: {how}")
+        elif child is not None:
+            self._sessions[session] = child
+            self._give(child, job)
+
+    def _fork(self, job: dict[str, Any]) -> _Child | None:
+        folder = tempfile.mkdtemp(dir=self._folder)
+        ours, theirs = socket.socketpair()
+        host = os.getpid()
+        try:
+            pid = os.fork()
+        except OSError as error:
+            # Too many processes, or no memory: the next one may succeed.
+            self._tell(job, failure="killed", message=f"the process was not forked: {error.strerror}")
+            for stream in (ours, theirs):
+                stream.close()
+            return None
+        if pid == 0:
+            ours.close()
+            self._become(host, theirs, folder, job["session"] is not None)
+        theirs.close()
+        ours.setblocking(False)
+        child = self._children[pid] = _Child(pid, ours, folder, job["session"])
+        self._selector.register(ours, selectors.EVENT_READ, child)
+        return child
+
+    def _become(self, host: int, stream: socket.socket, folder: str, session: bool) -> NoReturn:
+        """Serve jobs in the forked process, without what is the host's."""
+        status = 1
+        try:
+            # Before anything else: its group is what is killed.
+            children.become_child(host)
+            signal.set_wakeup_fd(-1)
+            signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+            signal.signal(signal.SIGINT, signal.default_int_handler)
+            for key in list(self._selector.get_map().values()):
+                os.close(key.fd)
+            self._selector.close()
+            self._wakes.close()
+            serve(stream, self._settings["target"], self._settings["arguments"], session, folder)
+            status = 0
+        finally:
+            os._exit(status)
+
+    def _give(self, child: _Child, job: dict[str, Any]) -> None:
+        """Give a child a job. The deadline runs from now, or from the moment at which its process has started."""
+        child.job = job
+        child.end_at = time.monotonic() + (job["seconds"] if child.started else LOAD_SECONDS)
+        child.unsent = pack({"payload": job["payload"], "megabytes": job["megabytes"]})
+        self._send(child)
+
+    def _send(self, child: _Child) -> None:
+        """Send what the stream takes; the rest follows when it takes more."""
+        with contextlib.suppress(BlockingIOError):
+            try:
+                child.unsent = child.unsent[child.stream.send(child.unsent) :]
+            except (BrokenPipeError, ConnectionResetError):
+                # `_reap` reports its end.
+                child.unsent = b""
+        events = selectors.EVENT_READ | (selectors.EVENT_WRITE if child.unsent else 0)
+        self._selector.modify(child.stream, events, child)
+
+    def _read(self, child: _Child) -> bool:
+        """Take what a child has sent; False at the end of its stream, and if there is nothing now."""
+        try:
+            piece = child.stream.recv(PIECE)
+            for message in child.inbox.add(piece):
+                self._take_answer(child, message)
+        except BlockingIOError:
+            return False
+        except OSError:
+            piece = b""
+        except (ValueError, RecursionError, TypeError) as error:
+            self._fail(child, "crash", f"its answer cannot be read: {error}")
+            self._kill(child)
+            return False
+        if not piece:
+            self._selector.unregister(child.stream)
+            child.stream.close()
+            # `_reap` reports how it has ended, unless it lives on.
+            child.leaving, child.end_at = True, min(child.end_at, time.monotonic() + LOOK_SECONDS)
+        return bool(piece)
+
+    def _take_answer(self, child: _Child, message: dict[str, Any]) -> None:
+        if child.job is None:
+            return
+        if "started" in message:
+            child.started = True
+            child.end_at = time.monotonic() + child.job["seconds"]
+            return
+        if "value" in message:
+            self._tell(child.job, value=message["value"])
+        else:
+            kind = "error" if "error" in message else "refused"
+            self._tell(child.job, failure=kind, message=str(message[kind]))
+        child.job = None
+        child.end_at = _NEVER if child.session is not None else time.monotonic() + IDLE_SECONDS
+
+    def _fail(self, child: _Child, kind: str, message: str) -> None:
+        if child.job is not None:
+            self._tell(child.job, failure=kind, message=message)
+            child.job = None
+
+    def _tell(self, job: dict[str, Any], **answer: Any) -> None:
+        with contextlib.suppress(OSError):
+            self._owner.sendall(pack({"job": job["job"], **answer}))
+
+    def _end(self, child: _Child, seconds: float) -> None:
+        """End a child, after time to close its target if it is at rest."""
+        seconds = seconds if child.job is None else 0.0
+        child.job, child.leaving, child.end_at = None, True, time.monotonic() + seconds
+        with contextlib.suppress(OSError):
+            child.stream.shutdown(socket.SHUT_WR)
+        if not seconds:
+            self._kill(child)
+
+    def _kill(self, child: _Child) -> None:
+        child.leaving, child.end_at = True, _NEVER
+        children.kill(child.pid)
+
+    def _reap(self) -> None:
+        """Take the answers of children that have ended, report jobs that have none, and kill what they have left."""
+        ended = False
+        with contextlib.suppress(ChildProcessError):
+            while (found := os.waitpid(-1, os.WNOHANG))[0]:
+                ended = True
+                if child := self._children.pop(found[0], None):
+                    self._bury(child, os.waitstatus_to_exitcode(found[1]))
+        if ended:
+            children.kill_orphans(self._children)
+
+    def _bury(self, child: _Child, status: int) -> None:
+        # Without adoption of orphans, the rest of its group is all that can be found.
+        with contextlib.suppress(OSError):
+            os.killpg(child.pid, signal.SIGKILL)
+        while child.stream.fileno() >= 0 and self._read(child):
+            pass
+        if child.stream.fileno() >= 0:
+            # Something that it has started holds the stream's other end.
+            self._selector.unregister(child.stream)
+            child.stream.close()
+        shutil.rmtree(child.folder, ignore_errors=True)
+        child.ended = children.ending(status)
+        job = child.job
+        if job is None:
+            return
+        job["tries"] -= 1
+        if child.session is not None or -status not in _FROM_OUTSIDE:
+            kind = "crash" if child.started else "refused"
+            self._fail(child, kind, f"the process ended: {child.ended}")
+        elif job["tries"]:
+            # Not at once: what needs more memory than the others leave may find it at the end.
+            self._waiting.append(job)
+        else:
+            reason = f"the process was killed {TRIES} times from outside ({child.ended}), probably for want of memory"
+            self._fail(child, "killed", reason)
