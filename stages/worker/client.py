@@ -18,7 +18,7 @@ from typing import Any
 from stages.common.flags import with_flags
 from stages.worker import interpreter
 from stages.worker.devices import device_kind
-from stages.worker.protocol import Changed, Done, Event, Failed, Heartbeat, Lost, Report, Request, parse_event
+from stages.worker.protocol import Changed, Done, Event, Failed, Heartbeat, Report, Request, parse_event
 from stages.worker.starter import in_lasting_thread
 from tuning import multihost
 
@@ -217,8 +217,6 @@ class Worker:
                     case Changed(what):
                         self.close()
                         raise CodeChanged(what)
-                    case Lost(what):
-                        self._end(what)
                     case Heartbeat(compiling=False):
                         continue
                     case report:

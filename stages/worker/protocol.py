@@ -120,14 +120,6 @@ class Failed:
 
 
 @dataclasses.dataclass(frozen=True)
-class Lost:
-    """The worker process on a pool's host is lost: the next request starts another one there."""
-
-    what: str
-    """How it ended."""
-
-
-@dataclasses.dataclass(frozen=True)
 class Changed:
     """Nothing is committed: the code that this process has loaded is not the one that the request's key names."""
 
@@ -137,10 +129,10 @@ class Changed:
 
 Report: TypeAlias = Progress | Log | Heartbeat
 """Events that the caller of a worker sees; the others end or only prolong the wait."""
-Event: TypeAlias = Report | Heartbeat | Done | Failed | Changed | Lost
+Event: TypeAlias = Report | Heartbeat | Done | Failed | Changed
 
 _EVENTS: dict[str, type[Event]] = {
-    kind.__name__.lower(): kind for kind in (Progress, Log, Heartbeat, Done, Failed, Changed, Lost)
+    kind.__name__.lower(): kind for kind in (Progress, Log, Heartbeat, Done, Failed, Changed)
 }
 
 

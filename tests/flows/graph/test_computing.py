@@ -61,7 +61,7 @@ def test_fast_is_mixed_where_the_processor_computes_and_multiplies_bfloat16(mach
 def test_fast_is_auto_where_hosts_that_nobody_here_knows_compute_some_of_it(machine):
     machine(True)
     assert set(types("compute.dtype=fast", "workers.train={}").values()) == {"mixed"}
-    assert set(types("compute.dtype=fast", "workers.train={}", "workers.sample={pool: far}").values()) == {"auto"}
+    assert set(types("compute.dtype=fast", "workers.train={}", "workers.cluster=auto").values()) == {"auto"}
 
 
 def test_results_of_two_processors_share_no_key_where_they_compute_otherwise(machine):

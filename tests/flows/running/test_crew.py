@@ -53,8 +53,13 @@ def test_workers_that_there_cannot_be_are_refused_by_name(monkeypatch, tmp_path)
 @pytest.mark.parametrize(
     ("sets", "said"),
     [
-        (["workers.train={devices: [0, 1]}", "workers.sample={devices: [1]}"], "device 1 is given twice"),
+        (["workers.train={devices: [0, 1]}", "workers.sample={devices: [1]}"], "two roles use device 1"),
         (["workers.train={}", "workers.rollout={}"], "workers.rollout"),
+        (["workers.train={gpus: 2}"], "train.gpus needs a Ray cluster"),
+        (["workers.cluster=auto", "workers.train={devices: [0]}"], "train.devices are devices of this host"),
+        (["workers.cluster=auto", "workers.train={cpus: 0}"], "train reserves nothing on the cluster"),
+        (["workers.cluster=auto", 'workers.train={tpu: "v6e:4x4", hosts: 4}'], "tpu determines the number of hosts"),
+        (["workers.cluster=ray://host:10001"], "workers.cluster"),
     ],
 )
 def test_a_section_that_cannot_be_is_refused_when_it_is_read(tmp_path, sets, said):
