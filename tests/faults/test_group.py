@@ -20,7 +20,7 @@ SETTINGS = {"rl.rounds": 2, "rl.checkpoint_every": 2, "evaluate": "null", "sft.c
 GUESS = """
 name: guess
 base: {source: "random:tiny"}
-data: {source: guess, source_args: {transcripts: 24, prompts: 8, heldout: 4}}
+data: {source: guess, source_args: {transcripts: 14, prompts: 7, heldout: 7}}
 environment: {name: guess, turns: 3, max_tokens: 200}
 sft: null
 rl:

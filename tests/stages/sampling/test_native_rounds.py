@@ -1,6 +1,10 @@
 """A round sampled by `rlhf serve`: the server reads the policy from a shared folder, and rows are the trainer's."""
 
 import dataclasses
+import json
+import socket
+import subprocess
+import sys
 from types import SimpleNamespace
 
 import httpx
@@ -16,6 +20,8 @@ from stages.sampling.settings import EngineSettings
 from tests.stages.sampling.http_server import serve
 from tests.stages.sampling.native_server import app_over, server_over
 from tests.stages.training.support import Folder, data, ids, perform
+from tests.support import with_devices
+from tuning import multihost
 from tuning.device import Compute
 from tuning.models.huggingface import load_decoder, save_decoder
 from tuning.rollout.servers.protocol import ServerRefused
@@ -101,3 +107,35 @@ def test_a_server_of_another_version_or_type_is_refused(inputs, url):
         )
         with pytest.raises(ServerRefused, match=message):
             perform(rollout, config, folder / f"refused {message}", memory, **given)
+
+
+@pytest.mark.slow
+def test_process_0_of_a_group_asks_servers_with_a_policy_that_both_processes_hold(inputs, url):
+    folder, memory, served, trained, prompts = inputs
+    policy = dataclasses.replace(trained, digest="grouped")
+    policy.store = SimpleNamespace(scratch=folder / "scratch")
+    config = rollout.Config(prompts=3, completions=2, max_tokens=6, engine=engine_at(url, str(folder / "shared")))
+    given = {"policy": policy, "tokenizer": served, "data": prompts}
+    metrics, made = perform(rollout, config, folder / "alone", memory, **given)
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        address = f"127.0.0.1:{server.getsockname()[1]}"
+    asked = {
+        "inputs": {name: (str(one.path), one.digest) for name, one in given.items()},
+        "scratch": str(folder / "scratch"),
+        "config": config.model_dump(mode="json"),
+        "out": str(folder / "group"),
+    }
+    command = [sys.executable, "-m", "tests.stages.sampling.of_group", json.dumps(asked)]
+    environment = with_devices(1)
+    processes = [
+        subprocess.Popen(command, env=environment | multihost.variables(address, 2, i), stdout=subprocess.PIPE)
+        for i in range(2)
+    ]
+    found = [json.loads(process.communicate(timeout=300)[0].splitlines()[-1]) for process in processes]
+    assert (found[0]["completions"], found[0]["tokens"], found[1]) == (6, metrics["tokens"], {})
+    rows = [
+        read_table(sorted(path.glob("rollouts/*.parquet")), CompletionRow)
+        for path in (made.local(), folder / "group" / "0" / "out")
+    ]
+    assert [list(row.token_ids) for row in rows[1]] == [list(row.token_ids) for row in rows[0]]
+    servers.end_all()

@@ -11,6 +11,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from stages.contract.definition import Context
+from tuning import multihost
 from tuning.data.pipeline import SCHEMAS
 from tuning.models.byte_tokenizer import byte_tokenizer
 
@@ -45,7 +46,7 @@ def perform(
     logs: list[str] = []
     ctx = Context(
         config=config, inputs=inputs, out=out, work=work, seed=seed, progress=lambda *a, **k: None, log=logs.append,
-        memory=memory,
+        memory=memory, is_primary=multihost.is_primary(),
     )  # fmt: skip
     return module.run(ctx), Folder(out, str(folder), module.STAGE.name, {"config": config.model_dump()})
 
