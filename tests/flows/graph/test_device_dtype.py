@@ -10,6 +10,7 @@ from flows.graph.build import build
 from flows.graph.keying import key_of, key_parts
 from flows.recipe.reading import load_recipe
 from stages.store.keys import SHOWN
+from stages.worker import device_dtype
 
 COMPUTED = {"sft", "reward", "round-000.rollout", "round-000.score", "round-000.update", "evaluate.base"}
 
