@@ -29,7 +29,7 @@ from stages.select import Config as SelectConfig
 from stages.start import Config as StartConfig
 from stages.store.artifacts import Store
 from stages.store.keys import SHOWN, derive_seed
-from stages.worker.computing import settled
+from stages.worker.device_dtype import settled
 
 T = TypeVar("T")
 # What the role `tokenizer` offers of the base: special ids are in the two configs.

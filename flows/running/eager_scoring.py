@@ -28,7 +28,7 @@ from stages.store.artifacts import Artifact
 from stages.store.keys import digest
 from stages.store.work import WorkFolder
 from stages.worker import interpreter
-from stages.worker.starter import in_lasting_thread
+from stages.worker.parent_death import in_lasting_thread
 
 if TYPE_CHECKING:
     from flows.running.session import Session

@@ -18,8 +18,8 @@ from typing import Any
 from stages.common.flags import with_flags
 from stages.worker import interpreter
 from stages.worker.devices import device_kind
+from stages.worker.parent_death import in_lasting_thread
 from stages.worker.protocol import Changed, Done, Event, Failed, Heartbeat, Report, Request, parse_event
-from stages.worker.starter import in_lasting_thread
 from tuning import multihost
 
 # A worker sends a heartbeat every two seconds: after this time without one it counts as stopped.

@@ -25,7 +25,7 @@ from stages.score.settings import COMPUTED, Config, Reward
 from stages.score.stage import SEEN
 from stages.store.artifacts import Store
 from stages.store.work import WorkFolder
-from stages.worker.parent import die_with_parent
+from stages.worker.parent_death import die_with_parent
 from tuning.rows import CompletionRow, by_trajectory, read_table
 
 LOOK_SECONDS = 0.5

@@ -25,10 +25,10 @@ from types import FrameType
 from typing import TYPE_CHECKING, Any, TextIO
 
 from stages.common.compilation import configure_jax, use_precision
-from stages.worker import loaded
-from stages.worker.failing import failure_of
+from stages.worker import loaded_code
+from stages.worker.failure_event import failure_of
 from stages.worker.manifest import manifest_of
-from stages.worker.parent import die_with_parent
+from stages.worker.parent_death import die_with_parent
 from stages.worker.protocol import (
     Changed,
     Done,
@@ -103,8 +103,8 @@ def _run(request: Request, stage: Stage, config: StageConfig, memory: dict[str, 
     store = Store(request.store)
     if request.elsewhere:
         # First: a fresh process of this host would have no other code.
-        loaded.check_elsewhere(request, stage.sources(config), "where the run is")
-    loaded.check_before(request)
+        loaded_code.check_elsewhere(request, stage.sources(config), "where the run is")
+    loaded_code.check_before(request)
     use_precision(config, memory)
     forget_unless_equal(memory)
     inputs = inputs_of(store, request)
@@ -136,7 +136,7 @@ def _run(request: Request, stage: Stage, config: StageConfig, memory: dict[str, 
             metrics = stage.run(context)
             # Files of data are on the host of process 0, which has read them.
             read = stage.sources(config) if multihost.is_primary() else request.key_parts.get("sources", {})
-            loaded.check_after(request, read)
+            loaded_code.check_after(request, read)
         finally:
             context.close()
         manifest = manifest_of(request, config, inputs, metrics, memory, started)
@@ -148,7 +148,7 @@ def _run(request: Request, stage: Stage, config: StageConfig, memory: dict[str, 
         # Whoever has taken over may have removed what it was about to read: that is the error then.
         with contextlib.suppress(OSError):
             still_ours()
-        if isinstance(e, loaded.SourceDiffers):
+        if isinstance(e, loaded_code.SourceDiffers):
             # Were the edit undone, the next try would go on with it.
             folder.drop()
             stage.tidied(context)
@@ -328,7 +328,7 @@ def _serve(requests: Lines, memory: dict[str, Any], events: Events) -> None:
                 with contextlib.suppress(OSError):
                     sys.stdout.flush()
             events.send(Done(made))
-        except loaded.CodeDiffers as e:
+        except loaded_code.CodeDiffers as e:
             events.send(Changed(str(e)))
         except BaseException as e:
             events.send(failure_of(e, request.store))

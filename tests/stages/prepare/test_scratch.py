@@ -10,7 +10,7 @@ import pytest
 
 from stages.prepare.groups import PrepareError
 from stages.store.artifacts import Store
-from stages.worker.loaded import SourceDiffers
+from stages.worker.loaded_code import SourceDiffers
 from stages.worker.process import Events, run_request
 from tests.stages.prepare.support import request, write
 from tests.stages.store.disturbed import Disturbed

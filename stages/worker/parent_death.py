@@ -1,16 +1,41 @@
-"""Starts processes from a thread that lives as long as this process.
+"""The end of a worker with the process that has started it.
 
 The kernel can end a process with its parent (`PR_SET_PDEATHSIG` of prctl(2)), and takes the end of the thread that
-started it for the parent's death: threads that run stages come and go.
+started it for the parent's death. Threads that run stages come and go, so workers are started from a thread that lives
+as long as its process.
 """
 
 from __future__ import annotations
 
+import ctypes
 import functools
 import os
 import queue
+import signal
+import sys
 import threading
+import time
 from collections.abc import Callable
+
+PARENT_SECONDS = 0.5
+
+
+def die_with_parent(parent: int) -> None:
+    """Ends this process when its parent dies: a thread polls for that, and on Linux the kernel signals it too, also
+    while no thread of Python can run. It takes the end of the thread that started this process for the parent's death
+    (`in_lasting_thread`)."""
+    if sys.platform == "linux":
+        # PR_SET_PDEATHSIG of <sys/prctl.h>.
+        pr_set_pdeathsig = 1
+        ctypes.CDLL(None).prctl(pr_set_pdeathsig, signal.SIGKILL)
+
+    def watch() -> None:
+        # An orphan gets another parent.
+        while os.getppid() == parent:
+            time.sleep(PARENT_SECONDS)
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    threading.Thread(target=watch, name="parent-watch", daemon=True).start()
 
 
 def in_lasting_thread(action: Callable[[], None]) -> None:

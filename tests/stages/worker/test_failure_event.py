@@ -8,7 +8,7 @@ import pytest
 
 from stages.store.disk import DiskFull
 from stages.worker.client import StageFailed, Worker
-from stages.worker.failing import failure_of
+from stages.worker.failure_event import failure_of
 from tests.stages.worker.support import ignore, request
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from stages.contract.fingerprint import reached
-from stages.worker.loaded import CodeDiffers, check_after
+from stages.worker.loaded_code import CodeDiffers, check_after
 from stages.worker.protocol import Request
 
 

@@ -10,7 +10,7 @@ from flows.graph.build import build
 from flows.graph.keying import key_of, key_parts
 from flows.recipe.reading import load_recipe
 from stages.store.keys import SHOWN
-from stages.worker import computing
+from stages.worker import device_dtype
 
 COMPUTED = {"sft", "reward", "round-000.rollout", "round-000.score", "round-000.update", "evaluate.base"}
 
@@ -20,8 +20,8 @@ def machine(monkeypatch):
     """Makes this machine another one: whether its processor multiplies bfloat16, and the kind of its devices."""
 
     def become(multiplies: bool, kind: str = "cpu:cpu") -> None:
-        monkeypatch.setattr(computing, "multiplies_bfloat16", lambda: multiplies)
-        monkeypatch.setattr(computing, "device_kind", lambda: kind)
+        monkeypatch.setattr(device_dtype, "multiplies_bfloat16", lambda: multiplies)
+        monkeypatch.setattr(device_dtype, "device_kind", lambda: kind)
 
     return become
 
