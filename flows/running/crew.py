@@ -144,8 +144,6 @@ def read_elsewhere(workers: Workers | None, nodes: Mapping[str, Node]) -> dict[s
     return found
 
 
-
-
 def check_workers(recipe: Recipe, nodes: Collection[Node]) -> None:
     """Raises RecipeError where this machine cannot have the recipe's workers, or one lacks devices for its stages."""
     workers = recipe.workers
