@@ -21,7 +21,6 @@ from stages.sampling.environment import ENVIRONMENT, Environment, modules_of
 from stages.sampling.environment import source_digests as environment_digests
 from stages.sampling.played import FAILED, FOLDER, by_name, sample_of, success_of, summary, task_of, turns_summary
 from stages.sampling.rows import Draw, sample_rows
-from tuning import multihost
 from tuning.agents.rows import TrajectoryRow
 from tuning.draws import some_by_group
 from tuning.rewards.samples import Outcome, Sample
@@ -210,8 +209,7 @@ def _verdicts(
         # An episode without an end is not judged: its environment failed, not the policy.
         asked = [[i] for i, row in enumerate(rows) if row.stop != FAILED]
         found = journaled(journal, rows, asked, judge.function, judge.arguments, **limits)
-        with multihost.alone():
-            ctx.saved()
+        ctx.saved()
         outcomes = [found.get(i, Outcome(None)) for i in range(len(rows))]
     setting, kept = "evaluate.max_failed_fraction", "the completions are kept, and every verdict on them"
     check_failures({name: outcomes}, config.max_failed_fraction, setting=setting, what="judge", kept=kept)

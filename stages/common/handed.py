@@ -69,6 +69,7 @@ def hand_over(artifact: Artifact, config: DecoderConfig, params: Any) -> None:
         write_config(folder, config, False, {}, precision.real().name)
         files = transfers.files_of(folder)
         transfers.send(store, folder, store.join(*parts))
+        multihost.barrier()
         multihost.from_primary(lambda: store.write_json({f["path"]: f["sha256"] for f in files}, *parts, COMPLETE))
 
 

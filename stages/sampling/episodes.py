@@ -114,8 +114,7 @@ class _Episodes:
                     _write(journal, to_line(ended))
                     self.ctx.progress(len(found), len(episodes), "episodes")
                     if len(found) % SAVE_EVERY == 0:
-                        with multihost.alone():
-                            self.ctx.saved()
+                        self.ctx.saved()
         if not self.ctx.is_primary:
             return []
         every = [found[e.place, e.sample] for e in episodes]

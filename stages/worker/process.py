@@ -174,6 +174,9 @@ def _hand_over(artifact: Artifact, memory: dict[str, Any], events: Events) -> No
         config, params = kept
         handed.hand_over(artifact, config, params)
     except Exception as e:
+        if multihost.process_count() > 1:
+            # The others are in the middle of an exchange that this process has left: the group has to end.
+            raise
         # It is committed: whoever reads it trains it once more. Full disks have errors of safetensors.
         events.send(Log(f"the policy could not be handed over ({type(e).__name__}: {e}): it will be replayed"))
 

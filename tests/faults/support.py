@@ -31,7 +31,7 @@ SETTINGS = {
 
 
 class Run:
-    """`rlhf run smoke` as a process group of its own, with its output in a file."""
+    """`rlhf run` as a process group of its own, with its output in a file."""
 
     def __init__(
         self,
@@ -40,12 +40,13 @@ class Run:
         retries: int = 0,
         sets: dict[str, Any] = SETTINGS,
         folder: Path | None = None,
+        recipe: str = "smoke",
         **more: Any,
     ):
         self.store, self.name = store, name
         self.log = store.with_name(f"{store.name}-{name}.log")
         sets = [f"{k}={v}" for k, v in (sets | {"store": store, "retries": retries} | more).items()]
-        command = [RLHF, "run", "smoke", "--no-prefect", "--name", name]
+        command = [RLHF, "run", recipe, "--no-prefect", "--name", name]
         command += [word for item in sets for word in ("--set", item)]
         with self.log.open("w") as log:
             self.process = subprocess.Popen(command, stdout=log, stderr=log, start_new_session=True, cwd=folder)

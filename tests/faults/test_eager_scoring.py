@@ -94,6 +94,11 @@ def calls(place: Path) -> int:
     return path.stat().st_size if path.exists() else 0
 
 
+def kept(place: Path) -> int:
+    """Finished calls in the journal: a kill costs those under way."""
+    return sum(path.read_bytes().count(b"values") for path in (place / "work" / "score").glob("*/journal-exact.jsonl"))
+
+
 def check(run: Run, alone: list[tuple[str, str, str]]) -> str:
     output = run.ends(0)
     assert made(run) == alone
@@ -106,7 +111,7 @@ def check(run: Run, alone: list[tuple[str, str, str]]) -> str:
 @pytest.mark.parametrize("which", ["score-eager", "sample"])
 def test_a_worker_that_is_killed_costs_no_call_that_was_made(place, alone, which):
     run, sampler, completions = begun(place, retries=1)
-    run.until(lambda: calls(place) == completions)
+    run.until(lambda: kept(place) == completions)
     killed = worker(run, which)
     run.kill_worker(killed)
     if which == "score-eager":
@@ -124,7 +129,7 @@ def test_a_worker_that_is_killed_costs_no_call_that_was_made(place, alone, which
 @pytest.mark.slow
 def test_ctrl_c_ends_both_workers_and_the_same_command_goes_on(place, alone):
     run, _, completions = begun(place)
-    run.until(lambda: calls(place) == completions)
+    run.until(lambda: kept(place) == completions)
     family = psutil.Process(run.process.pid).children(recursive=True)
     os.kill(run.process.pid, signal.SIGINT)
     run.ends(130, 60)
@@ -154,7 +159,7 @@ def test_a_reward_that_hangs_holds_up_nothing_for_longer_than_one_call(place, al
 def test_a_reward_that_is_edited_meanwhile_leaves_no_score_of_its_own(place, alone):
     """The rollouts are those of before; what the old reward has given is in no artifact of the new one."""
     run, sampler, completions = begun(place)
-    run.until(lambda: calls(place) == completions)
+    run.until(lambda: kept(place) == completions)
     path = place.parent / "own_reward.py"
     path.write_text(path.read_text().replace("float(len(c))", "float(len(c)) + 1"))
     sampler.resume()

@@ -18,7 +18,7 @@ import ray
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from tuning.allowed import VARIABLE
-from tuning.parallel.local import Deliver, Local
+from tuning.parallel.local import STOP_SECONDS, Deliver, Local
 
 RUNTIME_ENVIRONMENT = "RLHF_CLUSTER_RUNTIME_ENV"
 """The environment variable with Ray's `runtime_env` of the actors, as JSON."""
@@ -45,6 +45,10 @@ class Agent:
             while True:
                 news.append(self._news.get_nowait())
         return news
+
+    def close(self) -> None:
+        """End the host process, with its children and folders."""
+        self._host.close()
 
 
 class Node:
@@ -88,6 +92,9 @@ class Node:
 
     def close(self) -> None:
         """End the actor, and with it the host process of the node."""
+        with contextlib.suppress(Exception):
+            # Ray kills the processes that an actor has started, but not those further below.
+            ray.get(self._agent.close.remote(), timeout=2 * STOP_SECONDS)
         with contextlib.suppress(Exception):
             ray.kill(self._agent)
 

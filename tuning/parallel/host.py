@@ -67,6 +67,7 @@ def main(folder: str, descriptor: int, preload: bool = True) -> NoReturn:
         owner.sendall(pack(message))
         if "ready" in message:
             Host(owner, settings, folder).run()
+    shutil.rmtree(folder, ignore_errors=True)
     os._exit(0)
 
 
@@ -120,7 +121,6 @@ class Host:
             for pid in self._children:
                 children.kill(pid)
             children.kill_orphans()
-            shutil.rmtree(self._folder, ignore_errors=True)
 
     def _turn(self) -> bool:
         """Wait for events and act on them; False if the owner is gone."""

@@ -47,7 +47,7 @@ class Checkpoints:
         options = ocp.CheckpointManagerOptions(
             # Orbax would delete the step before as soon as it has named the newer one, whose files may not be on disk.
             max_to_keep=None,
-            create=True,
+            create=multihost.process_count() == 1,
             multiprocessing_options=_processes(),
             # Otherwise threads that wait for a folder which could not be made keep the process for five minutes.
             async_options=ocp.AsyncOptions(create_directories_asynchronously=False),
@@ -56,6 +56,9 @@ class Checkpoints:
             "state": _handler(),
             "position": ocp.JsonCheckpointHandler(multiprocessing_options=_processes()),
         }
+        if multihost.process_count() > 1:
+            # Orbax does not make the folder of named processes.
+            folder.mkdir(parents=True, exist_ok=True)
         self._manager = ocp.CheckpointManager(folder.absolute(), options=options, item_handlers=handlers)
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="checkpoint")
         self._saving: Future[None] | None = None
@@ -143,8 +146,12 @@ def load_tree(folder: Path, like: Any, fetch: Fetch = lambda files: None) -> Any
 
 
 def _processes() -> ocp.options.MultiprocessingOptions:
-    # None: every process makes and names its own folder.
-    return ocp.options.MultiprocessingOptions(primary_host=0 if multihost.process_count() == 1 else None)
+    count = multihost.process_count()
+    if count == 1:
+        return ocp.options.MultiprocessingOptions()
+    # Without a primary host every process makes and names its own folder. Named processes wait for each other through
+    # the coordinator; Orbax would use a collective, also in its own threads, where it meets those of training.
+    return ocp.options.MultiprocessingOptions(primary_host=None, active_processes=set(range(count)))
 
 
 def _handler() -> ocp.PyTreeCheckpointHandler:

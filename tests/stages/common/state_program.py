@@ -13,7 +13,7 @@ from pathlib import Path
 from tuning import multihost
 
 if multihost.in_group():
-    multihost.initialize(10)
+    multihost.initialize(60)
 
 import jax
 import jax.numpy as jnp

@@ -42,7 +42,7 @@ def group(tmp_path: Path) -> Group:
             for index in range(count)
         ]
         try:
-            ended = [process.communicate(timeout=200) for process in processes]
+            ended = [process.communicate(timeout=400) for process in processes]
         finally:
             for process in processes:
                 process.kill()
