@@ -16,6 +16,7 @@ from typing import Any
 from flows.recipe.model import Recipe, RecipeError
 from flows.running.code_package import write_package
 from stages.store.artifacts import Store
+from tuning.allowed import VARIABLE
 
 AUTH_MODE = "RAY_AUTH_MODE"
 ADDRESS, RUNTIME_ENV = "RLHF_CLUSTER", "RLHF_CLUSTER_RUNTIME_ENV"
@@ -78,7 +79,9 @@ class Cluster:
 
     def variables(self, runtime_env: dict[str, Any]) -> dict[str, str]:
         """The environment of workers that spread requests over the cluster."""
-        return {ADDRESS: self.gcs, RUNTIME_ENV: json.dumps(runtime_env)}
+        # Which code a recipe may name here holds there too.
+        allowed = {VARIABLE: os.environ[VARIABLE]} if VARIABLE in os.environ else {}
+        return {ADDRESS: self.gcs, RUNTIME_ENV: json.dumps(runtime_env)} | allowed
 
     def close(self) -> None:
         """Disconnects: Ray ends what is left of the run's actors."""
