@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import collections
 import contextlib
+import functools
 import itertools
 import json
 import os
@@ -74,12 +75,24 @@ def initialize(heartbeat_seconds: int = 100) -> None:
         coordinator_bind_address=address if index == 0 else None,
         heartbeat_timeout_seconds=heartbeat_seconds,
     )
+    if address.startswith("127.0.0.1:"):
+        _keep_on_loopback(distributed.global_state.client)
     if (jax.process_index(), jax.process_count()) != (index, count):
         raise RuntimeError(
             f"process {index} of {count} is process {jax.process_index()} of {jax.process_count()} to its devices: "
             f"number the processes ({INDEX}) as the devices' platform does"
         )
     _group.index, _group.count, _group.client = index, count, distributed.global_state.client
+
+
+def _keep_on_loopback(client: Any) -> None:
+    """Have the collectives of CPUs listen at the loopback address; by default they use that of the host's name."""
+    from jax._src import xla_bridge
+    from jaxlib import _jax
+
+    collectives = _jax.make_gloo_tcp_collectives(distributed_client=client, hostname="127.0.0.1")
+    factory = functools.partial(xla_bridge.make_cpu_client, collectives=collectives)
+    xla_bridge.register_backend_factory("cpu", factory, fail_quietly=False)
 
 
 def process_index() -> int:

@@ -22,7 +22,8 @@ AUTH_MODE = "RAY_AUTH_MODE"
 ADDRESS, RUNTIME_ENV = "RLHF_CLUSTER", "RLHF_CLUSTER_RUNTIME_ENV"
 """Variables by which workers spread requests over the cluster (`tuning.parallel`)."""
 LOOPBACK_NODES = "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"
-LOOPBACK = ("127.", "::1", "localhost")
+LOOPBACK = ("127.0.0.1", "localhost")
+"""Names of the one address at which Ray listens on loopback alone: at 127.0.0.2 it listens at all addresses."""
 CONNECT_SECONDS = 10.0
 """For the head of the cluster to accept a connection; Ray itself tries for minutes."""
 
@@ -36,7 +37,7 @@ class Cluster:
         self.address, self.recipe, self.run = recipe.workers.cluster, recipe, run
         self.store = Store(recipe.store)
         self._folder = tempfile.TemporaryDirectory(prefix="rlhf-cluster-")
-        if self.address.startswith(LOOPBACK):
+        if self.address.rpartition(":")[0] in LOOPBACK:
             # Else Ray takes the address of a network interface in place of the loopback address.
             os.environ.setdefault(LOOPBACK_NODES, "0")
         else:

@@ -80,7 +80,7 @@ class ClusterWorker:
 
     def _poll(self, read: int, check_time: Callable[[], None] = any_time) -> list[Any]:
         """The next events; the log that came with them is appended to the run's copy."""
-        events, text = _answer(self._actor.poll.remote(read, self._copied), check_time)
+        events, text = _answer(self._actor.poll.remote(self._number, read, self._copied), check_time)
         if text:
             self._copied += len(text)
             with self.log.open("ab") as log:
@@ -225,15 +225,16 @@ class RoleWorkers(ProcessGroup):
             log = log_of_process(self.log, number)
             log.parent.mkdir(parents=True, exist_ok=True)
             members.append(ClusterWorker(self._cluster, actor, about, log))
-        own = host_compat.properties(kind) if self._settings.device is None else found[0][1]["properties"]
         for member in members:
-            self._check(member, own)
+            self._check(member, found[0][1]["properties"], same_kind=True)
+            self._check(member, host_compat.properties(device_kind()), same_kind=kind == device_kind())
         return members
 
-    def _check(self, member: ClusterWorker, own: dict[str, str]) -> None:
-        """Raises StageFailed for a node that would compute other bits than a key says, or is open to others."""
+    def _check(self, member: ClusterWorker, own: dict[str, str], same_kind: bool) -> None:
+        """Raises StageFailed for a node that would compute other bits than a host with these properties, or is open to
+        others. same_kind: whether that host has the same kind of device."""
         about, role, store = member._about, self._role, self._cluster.store
-        if not about["token"] and not about["address"].startswith(LOOPBACK):
+        if not about["token"] and about["address"] not in LOOPBACK:
             raise StageFailed(
                 f"{member.where} runs Ray without token authentication, so that whoever reaches its ports runs code "
                 f"there: start Ray on every host with {AUTH_MODE}=token"
@@ -243,7 +244,7 @@ class RoleWorkers(ProcessGroup):
                 f"{member.where} of role {role} does not see the run in {store.root}: the store has to be a folder "
                 "that all hosts share, or a URL such as s3://BUCKET/PATH"
             )
-        if (found := host_compat.difference(own, about["properties"], same_kind=True)) is not None:
+        if (found := host_compat.difference(own, about["properties"], same_kind)) is not None:
             hint = f", or set workers.{role}.device" if self._settings.device is None else ""
             raise StageFailed(f"{member.where} of role {role} is refused: {found}{hint}")
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+from collections import ChainMap
 from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
 from typing import Any, Protocol
@@ -53,11 +54,14 @@ class Crew:
         self._settings = recipe.workers
         self._workers: dict[str, Maker] = {}
         self._cluster = Cluster(recipe, run) if recipe.workers is not None and recipe.workers.cluster else None
-        shared = {} if self._cluster is None else self._cluster.variables(self._cluster.runtime_env())
+        self._shared: dict[str, str] = {}
+        """Variables of the cluster, with the code as it is when a stage begins."""
+        self._code: dict[str, dict[str, str]] = {}
+        """The variables with which each worker of this host has begun its last stage."""
         limits = (recipe.limits.stall_seconds, recipe.limits.stage_seconds)
         for name, variables in _variables(recipe.workers).items():
             place = log_of_worker(log, name)
-            own = [one | shared for one in variables]
+            own = [ChainMap(one, self._shared) for one in variables]
             settings = None if recipe.workers is None else recipe.workers.settings(name)
             if settings is None or recipe.workers is None:
                 self._workers[name] = Worker(place, *limits, own[0])
@@ -95,15 +99,33 @@ class Crew:
         name = self.of(node)
         # Stages are begun where no other has their worker; an input that has to be made again may find it at work.
         with self._turns[name].of_stage(check_time, lambda line: on_event(Log(line))):
+            self._take_current_code(name)
             return self._workers[name].run(request, on_event, check_time)
+
+    def _take_current_code(self, name: str) -> None:
+        """Restart a worker of this host whose requests would run earlier code on the nodes of the cluster."""
+        worker = self._workers[name]
+        if self._cluster is None or worker.elsewhere:
+            return
+        current = self._current_code()
+        if self._code.get(name, current) != current:
+            worker.close()
+        self._code[name] = current
+
+    def _current_code(self) -> dict[str, str]:
+        """The variables of the cluster for the code as it is now, which processes that start from now on get."""
+        if self._cluster is not None:
+            self._shared.update(self._cluster.variables(self._cluster.runtime_env()))
+        return dict(self._shared)
 
     def is_elsewhere(self, node: Node) -> bool:
         """Whether a node's worker is on another host, or may be."""
         return self._workers[self.of(node)].elsewhere
 
     def here(self, name: str) -> Worker:
-        """A worker of this host."""
+        """A worker of this host, with the variables for the code as it is now."""
         worker = self._workers[name]
+        self._current_code()
         assert isinstance(worker, Worker)
         return worker
 

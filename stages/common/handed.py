@@ -82,13 +82,17 @@ def taken(artifact: Artifact, mesh: Mesh | None) -> tuple[DecoderConfig, Any] | 
     sums = multihost.from_primary(lambda: _complete(store, artifact.digest))
     if sums is None:
         return None
+    policy = None
     # The fingerprint is of the type that it was trained in.
     with precision.using(artifact.manifest["config"]["compute"]["dtype"]), _scratch(store) as folder:
         found = None
         with contextlib.suppress(Exception):
             found = _loaded(store, artifact.digest, sums, Path(folder), mesh)
         if all(multihost.gather(found is not None)) and found is not None and fingerprint(found[1]) == wanted:
-            return found[0], precision.in_real(found[1])
+            policy = found
+    if policy is not None:
+        # In the type of this stage.
+        return policy[0], precision.in_real(policy[1])
     if multihost.is_primary():
         # A whole one may take its place.
         with contextlib.suppress(Exception):
@@ -116,8 +120,15 @@ def _loaded(store: Store, digest: str, sums: dict[str, str], folder: Path, mesh:
             raise OSError(f"{store.join(FOLDER, digest, name)} differs from its checksum")
 
     def fetch(paths: Iterable[Path]) -> None:
-        # Zarr writes no file for a chunk of zeros.
-        transfers.each(one, sums.keys() & {path.relative_to(folder).as_posix() for path in paths})
+        error: Exception | None = None
+        try:
+            # Zarr writes no file for a chunk of zeros.
+            transfers.each(one, sums.keys() & {path.relative_to(folder).as_posix() for path in paths})
+        except Exception as e:
+            error = e
+        # Orbax waits for all processes: either all of them begin to read, or none does.
+        if not all(multihost.gather(error is None)):
+            raise error or OSError("another process could not fetch its part")
 
     fetch(folder / name for name in sums if not is_chunk(f"/{name}"))
     config = read_config(folder)

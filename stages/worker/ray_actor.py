@@ -66,20 +66,24 @@ class HostWorker:
 
     def begin(self, number: int, request: Request) -> None:
         """Starts a stage. number: of the request; one more with each."""
-        if number == self._number:
+        if number <= self._number:
             return
         self._number, self._events, self._read = number, [], 0
         self._thread = threading.Thread(target=self._run, args=(request,), daemon=True)
         self._thread.start()
 
-    def poll(self, read: int, offset: int) -> tuple[list[Report | Done | Exception], bytes]:
-        """The events after the first `read`, for which it waits a moment, and the log after `offset` bytes.
+    def poll(self, number: int, read: int, offset: int) -> tuple[list[Report | Done | Exception], bytes]:
+        """The events of a request after the first `read`, for which it waits a moment; the log after `offset` bytes.
 
         The last event of a stage is Done or an error of `Worker.run`.
         """
         with self._news:
-            del self._events[: read - self._read]
-            self._read = read
+            if number != self._number:
+                # A call that arrives late: nobody reads its answer.
+                return [], b""
+            if read > self._read:
+                del self._events[: read - self._read]
+                self._read = read
             self._news.wait_for(lambda: self._events, POLL_SECONDS)
             events = list(self._events)
         if not self._worker.log.exists():

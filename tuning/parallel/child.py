@@ -1,7 +1,7 @@
 """The process of one session, or of one stateless job after another: it makes the target and answers jobs.
 
-host to child   {"payload": ..., "megabytes": 1024}
-child to host   {"started": true} or {"refused": "..."}, then {"value": ...} or {"error": "..."} for each job
+host to child   {"job": 7, "payload": ..., "megabytes": 1024}
+child to host   {"started": true} or {"refused": "..."}, then {"job": 7, "value": ...} or {"job": 7, "error": "..."}
 """
 
 from __future__ import annotations
@@ -42,20 +42,24 @@ def serve(stream: socket.socket, target: str, arguments: Mapping[str, Any], sess
         stream.sendall(pack({"refused": describe(error)}))
         return
     stream.sendall(pack({"started": True}))
-    held = status_of("VmData")
+    held, own = status_of("VmData"), os.getpid()
     with stream.makefile("rb") as jobs:
         for line in jobs:
             job = json.loads(line)
+            number = {"job": job["job"]}
             # A session keeps what it allocates; a stateless job begins with what the process already holds.
             held = held if session else status_of("VmData")
             try:
                 with memory_limit(held + job["megabytes"] * 1024):
-                    answer = pack({"value": handler(job["payload"])})
+                    answer = pack({**number, "value": handler(job["payload"])})
             except MemoryError:
-                answer = pack({"error": f"MemoryError: more than {job['megabytes']} MB"})
+                answer = pack({**number, "error": f"MemoryError: more than {job['megabytes']} MB"})
             # A user's code may raise anything, SystemExit and KeyboardInterrupt among them.
             except BaseException as error:
-                answer = pack({"error": describe(error)})
+                answer = pack({**number, "error": describe(error)})
+            if os.getpid() != own:
+                # The job has forked: only the child itself answers and takes the next job.
+                os._exit(1)
             stream.sendall(answer)
     handler.close()
 

@@ -22,12 +22,14 @@ import socket
 import sys
 import tempfile
 import time
+import traceback
 from collections import deque
 from pathlib import Path
 from typing import Any, NoReturn
 
 from tuning.parallel import children
 from tuning.parallel.child import describe, serve, target_of
+from tuning.parallel.code import loaded_code
 from tuning.parallel.messages import PIECE, Inbox, pack
 
 LOAD_SECONDS = 600
@@ -59,16 +61,22 @@ def main(folder: str, descriptor: int, preload: bool = True) -> NoReturn:
             owner.set_inheritable(True)
             *command, start = sys.orig_argv
             os.execv(sys.executable, [*command, start.removesuffix(")") + ", False)"])
-        message: dict[str, Any] = {"ready": settings["processes"]}
+        message: dict[str, Any] = {"ready": settings["processes"], "code": loaded_code(settings["target"])}
     # A module may raise anything as it is imported, SystemExit too.
     except BaseException as error:
         message = {"refused": describe(error)}
-    with contextlib.suppress(OSError):
-        owner.sendall(pack(message))
-        if "ready" in message:
-            Host(owner, settings, folder).run()
-    shutil.rmtree(folder, ignore_errors=True)
-    os._exit(0)
+    status = 1
+    try:
+        with contextlib.suppress(BrokenPipeError, ConnectionResetError):
+            owner.sendall(pack(message))
+            if "ready" in message:
+                Host(owner, settings, folder).run()
+        status = 0
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+        if status:
+            traceback.print_exc()
+        os._exit(status)
 
 
 class _Child:
@@ -190,17 +198,18 @@ class Host:
             self._give(child, job)
 
     def _fork(self, job: dict[str, Any]) -> _Child | None:
-        folder = tempfile.mkdtemp(dir=self._folder)
-        ours, theirs = socket.socketpair()
-        host = os.getpid()
+        host, streams = os.getpid(), list[socket.socket]()
         try:
+            folder = tempfile.mkdtemp(dir=self._folder)
+            streams += socket.socketpair()
             pid = os.fork()
         except OSError as error:
-            # Too many processes, or no memory: the next one may succeed.
+            # Too many processes or descriptors, no memory, a full disk: the next one may succeed.
             self._tell(job, failure="killed", message=f"the process was not forked: {error.strerror}")
-            for stream in (ours, theirs):
+            for stream in streams:
                 stream.close()
             return None
+        ours, theirs = streams
         if pid == 0:
             ours.close()
             self._become(host, theirs, folder, job["session"] is not None)
@@ -232,7 +241,7 @@ class Host:
         """Give a child a job. The deadline runs from now, or from the moment at which its process has started."""
         child.job = job
         child.end_at = time.monotonic() + (job["seconds"] if child.started else LOAD_SECONDS)
-        child.unsent = pack({"payload": job["payload"], "megabytes": job["megabytes"]})
+        child.unsent = pack({"job": job["job"], "payload": job["payload"], "megabytes": job["megabytes"]})
         self._send(child)
 
     def _send(self, child: _Child) -> None:
@@ -273,6 +282,9 @@ class Host:
         if "started" in message:
             child.started = True
             child.end_at = time.monotonic() + child.job["seconds"]
+            return
+        if "refused" not in message and message["job"] != child.job["job"]:
+            # Of a job that has ended: a process that it forked has answered once more.
             return
         if "value" in message:
             self._tell(child.job, value=message["value"])

@@ -27,6 +27,7 @@ from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from typing import Any, Literal, Protocol, TypeVar
 
 from tuning.parallel.children import cores
+from tuning.parallel.code import difference
 from tuning.parallel.host import TRIES
 from tuning.parallel.local import Deliver, Local
 
@@ -255,7 +256,9 @@ class Pool:
             state = next((state for state in self._states if state.host is host), None)
             if state is None:
                 continue
-            if "ready" in message:
+            if "ready" in message and self._cluster and (other := difference(message["code"])) is not None:
+                self._lose(state, {"refused": f"{host.name} is not used: {other}"})
+            elif "ready" in message:
                 state.processes = message["ready"]
             elif "job" in message:
                 state.jobs.discard(message["job"])
@@ -272,7 +275,8 @@ class Pool:
         state.host.close()
         if not state.processes and not self._states:
             raise Refused(message.get("refused") or f"its import ended the process ({message['lost']})")
-        how = f"the process ended with its host on {state.host.name} ({message.get('lost', 'not imported')})"
+        cause = message.get("lost") or message["refused"]
+        how = f"the process ended with its host on {state.host.name} ({cause})"
         _log.warning("%s: %d jobs of it are tried again", how, len(state.jobs))
         self._lost |= state.sessions
         for number in sorted(state.jobs | state.steps):

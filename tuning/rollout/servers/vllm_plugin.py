@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import os
 import shutil
 import tempfile
 from pathlib import Path
@@ -20,6 +21,9 @@ from vllm.distributed.weight_transfer.base import (
 )
 
 from tuning.rollout.servers.transfer import pull
+
+ROOT = "RLHF_WEIGHTS_ROOT"
+"""The server's environment variable with the only root that it takes; else whoever reaches its port chooses one."""
 
 
 @dataclasses.dataclass
@@ -52,6 +56,8 @@ class Files(WeightTransferEngine[Init, Update]):
         return Path(tempfile.gettempdir(), f"rlhf-weights-{self.vllm_config.instance_id}")
 
     def init_transfer_engine(self, init_info: Init) -> None:
+        if (allowed := os.environ.get(ROOT, init_info.root)) != init_info.root:
+            raise ValueError(f"this server reads weights below {allowed} ({ROOT}), not {init_info.root}")
         self._root = init_info.root
 
     def start_weight_update(self) -> None:
