@@ -283,7 +283,7 @@ class Host:
             child.started = True
             child.end_at = time.monotonic() + child.job["seconds"]
             return
-        if "refused" not in message and message["job"] != child.job["job"]:
+        if "refused" not in message and message.get("job") != child.job["job"]:
             # Of a job that has ended: a process that it forked has answered once more.
             return
         if "value" in message:

@@ -58,6 +58,13 @@ class Target:
     def allocate(self, megabytes):
         return len(bytearray(megabytes * 2**20))
 
+    def fork(self, seconds):
+        """The forked copy returns later than the job, with another value."""
+        if os.fork() == 0:
+            time.sleep(seconds)
+            return "the copy"
+        return "the job"
+
     def sleep(self, seconds):
         time.sleep(seconds)
         return seconds

@@ -14,6 +14,7 @@ import pytest
 
 from tests.support import python
 from tuning.parallel.children import PASS
+from tuning.parallel.code import difference, loaded_code
 from tuning.parallel.pool import CLUSTER, Job, Pool, Refused
 
 TARGET = "tests.tuning.parallel.targets:Target"
@@ -201,6 +202,34 @@ def test_a_busy_owner_costs_no_job_its_answer():
         time.sleep(1.0)
         [(_, result)] = pool.poll(0.0)
         assert len(result.value) == 3_000_000
+
+
+def test_a_copy_that_a_job_forks_answers_for_no_job():
+    with Pool(TARGET, {}, processes=1) as pool:
+        assert results(pool, job("fork", 0.3), job("sleep", 1.0), job("echo", 2)) == ["the job", 1.0, 2]
+
+
+def test_a_host_that_is_killed_in_the_middle_of_an_answer_is_lost():
+    with Pool(TARGET, {}, processes=1) as pool:
+        host = ask(pool, "where", session=1)["host"]
+        # Nobody reads while the host writes more than a socket holds.
+        pool._states[0].host._deliver, deliver = (
+            lambda *news: (time.sleep(2.0), deliver(*news)),
+            pool._states[0].host._deliver,
+        )
+        pool.submit(job("large", 3_000_000, session=1))
+        time.sleep(1.0)
+        os.kill(host, signal.SIGKILL)
+        [(_, result)] = pool.poll(30.0)
+        assert result.value is not None or result.failure.kind == "crash"
+        assert results(pool, job("echo", 1)) == [1]
+
+
+def test_code_that_differs_from_that_of_the_pool_is_named():
+    own = loaded_code(TARGET)
+    assert own["tests.tuning.parallel.targets"] and difference(own) is None
+    assert "tests.tuning.parallel.targets is" in difference(own | {"tests.tuning.parallel.targets": "0" * 64})
+    assert "numpy is" in difference({"numpy": "0.1"})
 
 
 def test_a_dead_host_costs_its_sessions_and_no_job():
