@@ -63,7 +63,7 @@ class WorkFolder:
         """
         self.path.mkdir(parents=True, exist_ok=True)
         for unit in self._units():
-            if (self._files(unit) or self._seal_of(unit).exists()) and not self._is_whole(unit):
+            if not self._is_whole(unit):
                 self._remove(unit)
         if self._is_copy or multihost.process_count() > 1:
             shared: list[str] = multihost.from_primary(self._in_shared)
@@ -168,12 +168,17 @@ class WorkFolder:
         """The units that the shared folder has, by their markers."""
         return [marker.removeprefix(f"{self._markers}/") for marker in self._store.fs.find(self._markers)]
 
+    def _shared_seal(self, unit: Path) -> bytes | None:
+        with contextlib.suppress(FileNotFoundError):
+            return bytes(self._store.fs.cat_file(f"{self._markers}/{self._name(unit)}"))
+        return None
+
     def _download(self, shared: list[str], log: Callable[[str], None]) -> None:
         """Brings the units that another machine has finished since: the work may have been there and come back."""
         if multihost.process_count() > 1:
-            # A checkpoint that not all processes have is none.
+            # A checkpoint that not all processes have is none, and one of another try has other bits.
             for unit in self._units():
-                if self._name(unit) not in shared:
+                if self._name(unit) not in shared or self._seal_of(unit).read_bytes() != self._shared_seal(unit):
                     self._remove(unit)
         newest = max((int(step.name) for step in self._steps()), default=-1)
         # Aside: half a download must not look like finished work.

@@ -65,6 +65,9 @@ def _parts(leaf: Any, threads: ThreadPoolExecutor) -> list[Part]:
 
 def _shards(leaf: Any, shape: tuple[int, ...], blocks: list[int]) -> Iterator[tuple[Any, int, int]]:
     """Arrays of at least two axes with their first row and column of blocks."""
+    if not multihost.is_primary() and (not isinstance(leaf, jax.Array) or leaf.is_fully_addressable):
+        # Each process has the same values: one hashes them.
+        return
     if isinstance(leaf, jax.Array):
         part = (1, 1, *leaf.sharding.shard_shape(leaf.shape))[-len(shape) :]
         if part[:-2] == shape[:-2] and not any(n % block for n, block in zip(part[-2:], blocks, strict=True)):

@@ -100,7 +100,7 @@ class Node:
 
 
 def open_nodes(address: str, settings: Mapping[str, Any], deliver: Deliver) -> list[Node]:
-    """Return a host for each living node of the cluster."""
+    """Return a host for each living node of the cluster that has processors for jobs."""
     if not ray.is_initialized():
         ray.init(address, log_to_driver=False, logging_level=logging.WARNING)
-    return [Node(node, settings, deliver) for node in ray.nodes() if node["Alive"]]
+    return [Node(node, settings, deliver) for node in ray.nodes() if node["Alive"] and node["Resources"].get("CPU")]
