@@ -83,6 +83,11 @@ def initialize(heartbeat_seconds: int = 100) -> None:
             f"number the processes ({INDEX}) as the devices' platform does"
         )
     _group.index, _group.count, _group.client = index, count, distributed.global_state.client
+    if jax.default_backend() == "cpu":
+        from jax.experimental import multihost_utils
+
+        # The first collective gives all processes 30 s to connect: here they are in step, later one may still compile.
+        multihost_utils.sync_global_devices("rlhf")
 
 
 def _keep_on_loopback(client: Any) -> None:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import shutil
 import subprocess
 import sys
 import uuid
@@ -15,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 NODES = {"one": {"train": 1, "one": 1}, "two": {"train": 1, "two": 1}, "three": {"sample": 1, "score": 1}}
+TRIES = 3
 SMALL = {"object_store_memory": 80 << 20, "node_ip_address": "127.0.0.1"}
 
 
@@ -45,28 +47,40 @@ def ray_cluster(folder: Path) -> Iterator[RayCluster]:
         "RAY_TMPDIR": str(place),
         # A lost node is noticed within seconds.
         "RAY_health_check_period_ms": "1000",
-        "RAY_health_check_failure_threshold": "3",
+        "RAY_health_check_failure_threshold": "10",
     }
     (place / "ray").mkdir(parents=True)
-    with (folder / "ray.log").open("w") as log:
+    try:
+        # Ray gives a node 30 seconds to start, which a busy machine may exceed.
+        for attempt in range(TRIES):
+            with _process(folder / "ray.log", environment) as process:
+                assert process.stdout is not None
+                if address := process.stdout.readline().strip():
+                    yield RayCluster(process, address, environment)
+                    return
+                assert attempt < TRIES - 1, (folder / "ray.log").read_text()
+    finally:
+        shutil.rmtree(place, ignore_errors=True)
+
+
+@contextlib.contextmanager
+def _process(log: Path, environment: dict[str, str]) -> Iterator[subprocess.Popen[str]]:
+    command = [sys.executable, "-m", "tests.flows.running.ray_cluster"]
+    with log.open("w") as out:
         process = subprocess.Popen(
-            [sys.executable, "-m", "tests.flows.running.ray_cluster"],
-            stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=log, text=True, env=environment,
-        )  # fmt: skip
+            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=out, text=True, env=environment
+        )
+    try:
+        yield process
+    finally:
+        assert process.stdin is not None
+        with contextlib.suppress(OSError):
+            process.stdin.close()
         try:
-            assert process.stdin is not None and process.stdout is not None
-            address = process.stdout.readline().strip()
-            assert address, (folder / "ray.log").read_text()
-            yield RayCluster(process, address, environment)
-        finally:
-            with contextlib.suppress(OSError):
-                process.stdin.close()
-            try:
-                process.wait(30)
-            except subprocess.TimeoutExpired:
-                process.kill()
-                process.wait()
-            subprocess.run(["rm", "-rf", str(place)], check=False)
+            process.wait(30)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.wait()
 
 
 def main() -> None:
