@@ -3,6 +3,7 @@
 import contextlib
 import re
 import signal
+import socket
 import subprocess
 import sys
 import threading
@@ -11,8 +12,6 @@ from pathlib import Path
 
 import httpx
 import pytest
-
-from stages.worker import channel
 
 ROOT = Path(__file__).parents[3]
 
@@ -69,7 +68,7 @@ def start():
 
 
 def free_port():
-    with channel.listen("127.0.0.1", 0) as probe:
+    with socket.create_server(("127.0.0.1", 0)) as probe:
         return probe.getsockname()[1]
 
 
