@@ -13,6 +13,7 @@ import pytest
 from stages.common import handed
 from stages.store.artifacts import Store
 from tests.tuning.tiny import CONFIG, PARAMS
+from tuning import precision
 from tuning.models.identity import fingerprint
 
 
@@ -67,3 +68,15 @@ def test_what_cannot_be_claimed_is_no_error(tmp_path):
     store.write_bytes(b"a file in the folder's place", handed.FOLDER)
     handed.claim(store, "d1", "one")
     handed.drop(store, "d1", "one")
+
+
+def test_a_policy_has_the_type_of_the_stage_that_takes_it(tmp_path):
+    store = Store(str(tmp_path / "store"), tmp_path / "scratch")
+    with precision.using("float64"):
+        wide = precision.in_real(PARAMS)
+        made = artifact_of(store, tmp_path, fingerprint(wide))
+        made.manifest["config"]["compute"]["dtype"] = "float64"
+        handed.hand_over(made, CONFIG, wide)
+    _, params = handed.taken(made, None)
+    assert {leaf.dtype.name for leaf in jax.tree.leaves(params)} == {"float32"}
+    jax.tree.map(np.testing.assert_array_equal, params, PARAMS)
