@@ -166,16 +166,23 @@ class RoleWorkers(ProcessGroup):
         placement = place(self._role, self._settings, wait_seconds, self._tell, self._check_time)
         self._placement = placement
         actors: list[Any] = []
+
+        def check() -> None:
+            self._check_time()
+            # Ray would wait in silence until the cluster has another node for the actor.
+            if not placement.is_whole():
+                raise WorkerDied(f"a node of role {self._role} left the cluster while its workers started")
+
         try:
             runtime_env = self._cluster.runtime_env()
             actors = self._actors(placement, runtime_env)
-            members = self._described(actors)
+            members = self._described(actors, check)
             address = members[0]._about["address"]
-            port = _answer(members[0]._actor.free_port.remote(address), self._check_time)
+            port = _answer(members[0]._actor.free_port.remote(address), check)
             for number, member in enumerate(members):
                 group = multihost.variables(f"{address}:{port}", len(members), number) if len(members) > 1 else {}
                 variables = group | self._cluster.variables(runtime_env)
-                _answer(member._actor.set_environment.remote(variables), self._check_time)
+                _answer(member._actor.set_environment.remote(variables), check)
         except BaseException as e:
             for actor in actors:
                 with contextlib.suppress(Exception):
@@ -209,14 +216,14 @@ class RoleWorkers(ProcessGroup):
             for number, bundle in enumerate(placement.bundles)
         ]
 
-    def _described(self, actors: list[Any]) -> list[ClusterWorker]:
+    def _described(self, actors: list[Any], check: Callable[[], None]) -> list[ClusterWorker]:
         """The members in the order of their processes, each of which the run accepts."""
         import ray
 
         kind = self._settings.device or device_kind()
         # A folder of the same name on a node may be another one: the run's own is in its store alone.
         record = self._cluster.store.join("runs", self._cluster.run)
-        found = [(actor, _answer(actor.describe.remote(kind, record), self._check_time)) for actor in actors]
+        found = [(actor, _answer(actor.describe.remote(kind, record), check)) for actor in actors]
         # A TPU numbers its hosts, and JAX numbers processes as the TPU does.
         numbers = {node["NodeID"]: int(node["Labels"].get("ray.io/tpu-worker-id", 0)) for node in ray.nodes()}
         found.sort(key=lambda one: numbers.get(one[1]["node"], 0))

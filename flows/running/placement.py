@@ -27,6 +27,12 @@ class Placement:
     bundles: list[dict[str, float]]
     release: Callable[[], None]
 
+    def is_whole(self) -> bool:
+        """Whether no node of it was lost since it was reserved."""
+        from ray.util import placement_group_table
+
+        return bool(placement_group_table(self.group)["state"] == "CREATED")
+
 
 def place(
     role: str,
