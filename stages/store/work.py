@@ -63,7 +63,8 @@ class WorkFolder:
         """
         self.path.mkdir(parents=True, exist_ok=True)
         for unit in self._units():
-            if not self._is_whole(unit):
+            begun = self._is_step(unit) or self._files(unit) or self._seal_of(unit).exists()
+            if begun and not self._is_whole(unit):
                 self._remove(unit)
         if self._is_copy or multihost.process_count() > 1:
             shared: list[str] = multihost.from_primary(self._in_shared)

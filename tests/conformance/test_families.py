@@ -17,6 +17,7 @@ from tuning.models import huggingface as hf
 from tuning.models.attention import packed_attention
 from tuning.models.config_json import from_hugging_face, to_hugging_face
 from tuning.models.decoder import decoder_graph, scalar_graph
+from tuning.models.identity import fingerprint
 from tuning.rollout.engine.engine import Engine
 from tuning.rollout.requests import Sampling
 from tuning.training.batch import Group, Layout, micro_batches
@@ -200,7 +201,7 @@ def test_a_saved_folder_loads_back_bitwise_and_in_transformers(family, tmp_path)
     assert len(list(tmp_path.glob("model-*-of-*.safetensors"))) > 1
     config, params = hf.load_decoder(tmp_path)
     assert config == family.config
-    assert hf.fingerprint(params) == hf.fingerprint(family.params)
+    assert fingerprint(params) == fingerprint(family.params)
     model = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float64, attn_implementation="eager")
     with torch.no_grad():
         again, first = (m(torch.tensor(TOKENS)).logits.numpy() for m in (model, family.model))
@@ -267,7 +268,7 @@ def test_a_score_head_is_a_sequence_classifier(family, tmp_path):
     params = hf.scalar_head_params(family.config, family.params, jax.random.normal(jax.random.key(0), (24,)))
     hf.save_decoder(tmp_path, family.config, params, {"pad_token_id": 0})
     config, again = hf.load_scalar_head(tmp_path)
-    assert hf.fingerprint(again) == hf.fingerprint(params)
+    assert fingerprint(again) == fingerprint(params)
     model = AutoModelForSequenceClassification.from_pretrained(
         tmp_path, dtype=torch.float64, attn_implementation="eager"
     )

@@ -174,7 +174,7 @@ def test_a_run_with_several_workers_makes_what_one_makes_in_the_same_order_of_it
     assert (one["worker_starts"], several["worker_starts"]) == (1, workers)
     # A policy that no artifact holds went from worker to worker, and is gone; it was not trained twice.
     assert not store.get("update", several["nodes"]["round-000.update"]["key"]).has("state/")
-    assert list((store.scratch / "policies").iterdir()) == []
+    assert store.names("handed") == []
     sampler = (store.scratch / "runs" / "several" / "worker-sample.log").read_text()
     assert "---- round-001.rollout" in sampler
     # The same recipe without workers goes on with all of it.
