@@ -50,7 +50,7 @@ class ClusterWorker:
     @property
     def where(self) -> str:
         """The node, for messages."""
-        return f"node {self._about['host']} ({self._about['address']})"
+        return f"node {self._about['host']} ({self._about['address']}, {self._about['node'][:8]})"
 
     def run(
         self, request: Request, on_event: Callable[[Report], None], check_time: Callable[[], None] = any_time
