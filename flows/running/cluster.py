@@ -45,7 +45,7 @@ class Cluster:
             os.environ.setdefault(AUTH_MODE, "token")
         try:
             import ray
-            from ray._private.ray_logging import global_worker_stdstream_dispatcher
+            from ray._private import worker as ray_worker
         except ImportError:
             raise RecipeError("workers.cluster needs Ray: pip install 'rlhf-pipeline[ray]'") from None
         with _own_signal_handlers():
@@ -60,8 +60,8 @@ class Cluster:
                     log_to_driver=False,
                     configure_logging=False,
                 )
-                # What Ray prints of a lost node is a screen of its internals; the run names the node itself.
-                global_worker_stdstream_dispatcher.remove_handler("ray_print_logs")
+                # Ray has no setting for the screen of internals that it prints of a lost node.
+                ray_worker.print_to_stdstream = lambda *_, **__: None
             except Exception as e:
                 raise RecipeError(_not_connected(self.address, e)) from e
         self.gcs = str(ray.get_runtime_context().gcs_address)

@@ -171,7 +171,7 @@ class RoleWorkers(ProcessGroup):
             self._check_time()
             # Ray would wait in silence until the cluster has another node for the actor.
             if not placement.is_whole():
-                raise WorkerDied(f"a node of role {self._role} left the cluster while its workers started")
+                raise WorkerDied(self._left())
 
         try:
             runtime_env = self._cluster.runtime_env()
@@ -184,15 +184,24 @@ class RoleWorkers(ProcessGroup):
                 variables = group | self._cluster.variables(runtime_env)
                 _answer(member._actor.set_environment.remote(variables), check)
         except BaseException as e:
+            whole: bool | None = None
+            with contextlib.suppress(Exception):
+                whole = placement.is_whole()
             for actor in actors:
                 with contextlib.suppress(Exception):
                     ray.kill(actor)
             self.close()
             if isinstance(e, ray.exceptions.RayError):
-                raise WorkerDied(f"the workers of role {self._role} did not start on the cluster: {e}") from e
+                cause = str(e).strip().splitlines()[0]
+                left = f"\n  {self._left()}" if whole is False else ""
+                raise WorkerDied(f"the workers of role {self._role} did not start ({cause}){left}") from e
             raise
         self._tell(f"role {self._role} runs on {', '.join(member.where for member in members)}")
         return members
+
+    def _left(self) -> str:
+        again = f"`ray start --address={self._cluster.gcs}` on it joins it again"
+        return f"a node of role {self._role} left the cluster while its workers started; {again}"
 
     def _actors(self, placement: Placement, runtime_env: dict[str, Any]) -> list[Any]:
         import ray
