@@ -133,7 +133,8 @@ class _Wait:
         if now - self._reported >= REPORT_SECONDS:
             self._reported = now
             which = "the cluster does not have" if lacking else "others use"
-            self._tell(f"role {self.role} waits for resources that {which}: {needs}")
+            join = f"; `ray start --address={_gcs()}` on a host adds it" if lacking else ""
+            self._tell(f"role {self.role} waits for resources that {which}: {needs}{join}")
 
     def _needs(self) -> str:
         settings = self._settings
@@ -141,6 +142,12 @@ class _Wait:
             return f"a TPU slice {settings.tpu}"
         hosts = f"{settings.hosts} hosts with " if settings.hosts > 1 else ""
         return f"{hosts}{_shown(settings.bundle())}{' each' if hosts else ''}"
+
+
+def _gcs() -> str:
+    import ray
+
+    return str(ray.get_runtime_context().gcs_address)
 
 
 def _nodes() -> list[dict[str, Any]]:

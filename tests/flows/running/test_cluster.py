@@ -185,6 +185,7 @@ def test_any_node_may_be_lost_in_any_stage(cluster, tmp_path, stage):
         time.sleep(0.1)
     node = "two" if stage == "round-000.update" else "three"
     cluster.command(f"remove {node}")
-    run.until("left the cluster", 240)
+    # JAX may end the other process of a group before Ray misses the node; the role then waits for another one.
+    run.until(f"`ray start --address={cluster.address}` on", 240)
     cluster.command(f"add {node}")
     assert "try 2 of" in run.ends(seconds=600)
