@@ -94,7 +94,7 @@ class ClusterWorker:
     def _obituary(self, request: Request, error: Exception) -> str:
         import ray
 
-        cause = f"its actor ended ({str(error).strip().splitlines()[0]})"
+        cause = f"its actor ended ({_cause(error)})"
         with contextlib.suppress(Exception):
             if not any(node["NodeID"] == self._about["node"] and node["Alive"] for node in ray.nodes()):
                 cause = f"the node left the cluster; `ray start --address={self._cluster.gcs}` on it joins it again"
@@ -192,7 +192,7 @@ class RoleWorkers(ProcessGroup):
                     ray.kill(actor)
             self.close()
             if isinstance(e, ray.exceptions.RayError):
-                cause = str(e).strip().splitlines()[0]
+                cause = _cause(e)
                 left = f"\n  {self._left()}" if whole is False else ""
                 raise WorkerDied(f"the workers of role {self._role} did not start ({cause}){left}") from e
             raise
@@ -263,6 +263,12 @@ class RoleWorkers(ProcessGroup):
         if (found := host_compat.difference(own, about["properties"], same_kind)) is not None:
             hint = f", or set workers.{role}.device" if self._settings.device is None else ""
             raise StageFailed(f"{member.where} of role {role} is refused: {found}{hint}")
+
+
+def _cause(error: Exception) -> str:
+    """An error of Ray in one line: what raised it, where the text ends with a traceback, else its first line."""
+    lines = str(error).strip().splitlines()
+    return lines[-1 if any(line.startswith("Traceback") or "ray::" in line for line in lines) else 0].strip()
 
 
 def _answer(call: Any, check_time: Callable[[], None]) -> Any:

@@ -90,7 +90,13 @@ def main() -> None:
 
     head: dict[str, Any] = {"num_cpus": 0, "include_dashboard": False}
     cluster = Cluster(initialize_head=True, head_node_args=SMALL | head)
-    nodes = {name: cluster.add_node(wait=False, num_cpus=2, resources=found, **SMALL) for name, found in NODES.items()}
+
+    def add(name: str, wait: bool) -> Any:
+        # In a common folder, a node that starts unpacks the code over that of another node's running workers.
+        folder = f"{os.environ['RAY_TMPDIR']}/{name}"
+        return cluster.add_node(wait=wait, num_cpus=2, resources=NODES[name], temp_dir=folder, **SMALL)
+
+    nodes = {name: add(name, wait=False) for name in NODES}
     cluster.wait_for_nodes()
     print(cluster.address, file=out, flush=True)
     for line in sys.stdin:
@@ -98,7 +104,7 @@ def main() -> None:
         if action == "remove":
             cluster.remove_node(nodes.pop(name), allow_graceful=False)
         else:
-            nodes[name] = cluster.add_node(num_cpus=2, resources=NODES[name], **SMALL)
+            nodes[name] = add(name, wait=True)
         print(f"done {line.strip()}", file=out, flush=True)
     cluster.shutdown()
 
