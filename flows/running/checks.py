@@ -8,7 +8,7 @@ from __future__ import annotations
 import subprocess
 import sys
 from collections.abc import Collection, Iterator, Mapping
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, get_args
 
 from flows.graph.build import Node, nodes_of
 from flows.graph.keying import Codes, key_parts
@@ -20,6 +20,7 @@ from stages.base import positions
 from stages.contract import signatures
 from stages.contract.registry import stage
 from stages.contract.sources import built_in_parameters, check_imports, is_own_source
+from stages.prepare.settings import Verifier
 from stages.score.settings import COMPUTED
 from stages.store.artifacts import Artifact, ArtifactError, Store
 from stages.tools.environments import check as check_environment
@@ -132,7 +133,7 @@ def as_it_is(node: Node, inputs: Mapping[str, Artifact]) -> tuple[dict[str, str]
 
 def check_columns(recipe: Recipe, metrics: Mapping[str, Any], stages: Collection[str]) -> None:
     """Raises RecipeError for a reward or a judge of one's own with a parameter that neither the recipe nor the data
-    gives, before anything is sampled for it.
+    gives, and for one that reads answers where none of its rows has one, before anything is sampled for it.
 
     metrics: of the artifact of `prepare`. stages: those still to make; of others nothing is asked.
     """
@@ -142,14 +143,23 @@ def check_columns(recipe: Recipe, metrics: Mapping[str, Any], stages: Collection
     for called in _rewards(recipe) if recipe.environment is None else ():
         split, calls = ("prompts", "score") if called.at.startswith("rl.") else ("heldout", "evaluate")
         there = None if taken and split == "prompts" else columns.get(split)
-        if there is None or calls not in stages or built_in_parameters(called.function) is not None:
+        if there is None or calls not in stages:
             continue
+        built_in = built_in_parameters(called.function)
         try:
-            parameters = signatures.of_name(called.function, called.at)
+            parameters = built_in or signatures.of_name(called.function, called.at)
         except ValueError as e:
             # The file was edited since the run began.
             raise RecipeError(str(e)) from e
         if parameters is None:
+            continue
+        compares = called.function in get_args(Verifier) if built_in else "answer" in parameters.required
+        if compares and metrics.get("answered", {}).get(split) == 0:
+            raise RecipeError(
+                f"{called.at}: {called.function} reads answers, and none of the {metrics['rows'][split]} rows of "
+                f"{split} has one: name their field in data.fields or data.rename, or another function"
+            )
+        if built_in:
             continue
         given = (*parameters.positional[:2], *REWARD_COLUMNS[2:], *called.arguments, *there)
         if missing := [name for name in parameters.required if name not in given]:

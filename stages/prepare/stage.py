@@ -125,6 +125,10 @@ def run(ctx: Context) -> dict[str, Any]:
         ctx.log(f"{crowd}")
     if fates.kept < read:
         ctx.log(f"not kept: {losses(config, records, fates, receipts.values())}")
+    answered = {name: _answered(ctx.out, name) for name in ("prompts", "heldout") if name in written}
+    for name, count in answered.items():
+        if 0 < count < written[name]:
+            ctx.log(f"{written[name] - count} of the {written[name]} rows of {name} have no answer to compare with")
     metrics = {
         "records": records,
         "dropped_records": dict(sorted(fates.dropped.items())),
@@ -135,6 +139,7 @@ def run(ctx: Context) -> dict[str, Any]:
         "constant_answer_baseline": baseline,
         "constant_answer": constant,
         "extracted": taken,
+        "answered": answered,
         "columns": {n: statistics.metadata_names(ctx.out, n) for n in ("prompts", "heldout") if n in written},
     }
     counts = statistics.added(receipts.values())
@@ -357,6 +362,15 @@ def _constant_answer(out: Path) -> tuple[float | None, str | None]:
     # The first by text where several are as common: metrics must not depend on an order of reading.
     answer, count = min(answers.items(), key=lambda item: (-item[1], item[0]))
     return count / answers.total(), answer
+
+
+def _answered(out: Path, output: str) -> int:
+    """The number of rows that have an answer, accepted answers or tests: those that a comparison can judge."""
+    count = 0
+    for table in _tables(out, output, ["answer", "metadata"]):
+        for row in table.to_pylist():
+            count += row["answer"] is not None or not {"answers", "tests"}.isdisjoint(json.loads(row["metadata"]))
+    return count
 
 
 def _tables(out: Path, output: str, columns: list[str]) -> Iterator[Any]:
