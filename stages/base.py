@@ -126,6 +126,11 @@ def run(ctx: Context) -> dict[str, Any]:
     path, model = locate(ctx.config.source), ctx.out / "model"
     if path is not None and path.is_dir():
         config, count = huggingface.copy_decoder(path, model, token_ids_of(path))
+        if huggingface.read_config(path).tie_embeddings and not config.tie_embeddings:
+            ctx.log(
+                f"{path}: lm_head.weight differs from the embeddings, though config.json says tie_word_embeddings: the "
+                "model keeps its own head"
+            )
         tok = tokenizer.load_tokenizer(path)
     elif path is not None:
         config, count, tok = _from_gguf(path, model)
@@ -133,9 +138,32 @@ def run(ctx: Context) -> dict[str, Any]:
         config, params, tok, ids = _random(ctx.seed)
         huggingface.save_decoder(model, config, params, ids)
         count = sum(leaf.size for leaf in jax.tree.leaves(params))
+    spare = _without_row(ctx.config.source, tok, config.vocab_size)
+    if spare:
+        ctx.log(
+            f"{ctx.config.source}: the tokenizer has {len(spare)} tokens beyond the model's {config.vocab_size} rows, "
+            f"such as {spare[0]}; training and sampling refuse texts that hold one"
+        )
     tokenizer.save_tokenizer(tok, ctx.out / "tokenizer")
     ctx.log(f"{ctx.config.source}: {count / 1e6:.1f} M parameters, vocabulary {config.vocab_size}")
     return {"parameters": int(count), "vocabulary": config.vocab_size, "layers": config.num_layers}
+
+
+def _without_row(source: str, tok: Any, rows: int) -> list[str]:
+    """Tokens for which the model has no row, with their ids.
+
+    Published models have some that nothing writes. Raises UnsupportedModel if one of them is in every chat.
+    """
+    from tuning.models.config import UnsupportedModel
+    from tuning.models.tokenizer import always_written
+
+    beyond = {index: token for token, index in sorted(tok.get_vocab().items()) if index >= rows}
+    for index in sorted(always_written(tok) & beyond.keys()):
+        raise UnsupportedModel(
+            f"{source}: token {beyond[index]!r} has the id {index}, the model has {rows} rows: fit the model to its "
+            "tokenizer (model.resize_token_embeddings(len(tokenizer)) in transformers)"
+        )
+    return [f"{token!r} ({index})" for index, token in sorted(beyond.items())]
 
 
 Model = tuple["DecoderConfig", Any, Any, dict[str, Any]]

@@ -219,6 +219,11 @@ def token_ids(base: Artifact) -> dict[str, Any]:
     return {k: values[k] for k in ("bos_token_id", "eos_token_id", "pad_token_id") if values.get(k) is not None}
 
 
+def vocabulary(base: Artifact) -> int:
+    """Rows of the base model's embeddings."""
+    return int(json.loads(base.local("model/config.json").read_text())["vocab_size"])
+
+
 def stop_ids(ctx: Context, base: Artifact) -> tuple[int, ...]:
     """Every id that ends a completion: the generation config's, the tokenizer's and the chat template's (R10, R23)."""
     from tuning.models.tokenizer import eos_ids
