@@ -102,15 +102,25 @@ def positions(source: str) -> int | None:
 
 def token_ids_of(folder: Path) -> dict[str, Any]:
     """bos, eos and pad ids of a model folder; eos holds every id that config.json or generation_config.json names."""
-    values = json.loads((folder / "config.json").read_text())
     generation = folder / "generation_config.json"
+    files = [folder / "config.json", *([generation] if generation.is_file() else [])]
     # Chat models often name their end-of-turn token in generation_config.json only.
-    named = [values, json.loads(generation.read_text()) if generation.is_file() else {}]
-    ends = [v["eos_token_id"] for v in named if v.get("eos_token_id") is not None]
-    # A config has one id or a list of them.
-    every = sorted({i for end in ends for i in (end if isinstance(end, list) else [end])})
-    ids = {k: values[k] for k in ("bos_token_id", "pad_token_id") if values.get(k) is not None}
+    every = sorted({index for file in files for index in _ids(file, "eos_token_id")})
+    ids = {name: index for name in ("bos_token_id", "pad_token_id") for index in _ids(files[0], name)[:1]}
     return ids | ({"eos_token_id": every[0] if len(every) == 1 else every} if every else {})
+
+
+def _ids(file: Path, name: str) -> list[int]:
+    """The token ids of a field: it has one id, a list of them, or none."""
+    try:
+        values = json.loads(file.read_bytes())
+    except ValueError as error:
+        raise ValueError(f"{file}: not readable as JSON ({error}); check that the download is complete") from error
+    found = values.get(name)
+    ids = [] if found is None else found if isinstance(found, list) else [found]
+    if not all(type(index) is int for index in ids):
+        raise ValueError(f"{file}: {name} is {found!r}, expected a token id or a list of them")
+    return ids
 
 
 def run(ctx: Context) -> dict[str, Any]:

@@ -137,7 +137,7 @@ def _coefficients(config: Config, parent: Artifact) -> Coefficients | None:
 
     if not states.continues(config, parent):
         return None
-    kept = json.loads(parent.local("policy.json").read_text())
+    kept = json.loads(parent.local("policy.json").read_bytes())
     names = {f.name for f in dataclasses.fields(Coefficients)}
     return Coefficients(**{n: kept[n] for n in names}) if names <= kept.keys() else None
 

@@ -264,7 +264,7 @@ def _replay(ctx: Context, own: Context, artifact: Artifact, advance: Advance) ->
     finally:
         # The replay writes metrics to a folder of its own, below the work folder.
         own.close()
-    wanted = json.loads(artifact.local("policy.json").read_text())["fingerprint"]
+    wanted = json.loads(artifact.local("policy.json").read_bytes())["fingerprint"]
     rebuilt = fingerprint_of(state)
     if rebuilt == wanted:
         return state

@@ -48,6 +48,23 @@ def test_every_end_that_config_or_generation_config_names_is_kept(tmp_path, conf
     assert token_ids_of(tmp_path) == {"bos_token_id": 1} | ({} if expected is None else {"eos_token_id": expected})
 
 
+@pytest.mark.parametrize("value", ["2", 2.0, True, ["2"], {"id": 2}])
+@pytest.mark.parametrize("name", ["config.json", "generation_config.json"])
+def test_a_token_id_of_another_type_is_refused_with_file_and_field(tmp_path, value, name):
+    (tmp_path / "config.json").write_text("{}")
+    (tmp_path / name).write_text(json.dumps({"eos_token_id": value}))
+    with pytest.raises(ValueError, match=rf"{name}: eos_token_id is .*, expected a token id or a list of them"):
+        token_ids_of(tmp_path)
+
+
+def test_a_config_with_a_byte_order_mark_is_read_and_one_that_is_cut_off_is_named(tmp_path):
+    (tmp_path / "config.json").write_bytes(b'\xef\xbb\xbf{"eos_token_id": 2}')
+    assert token_ids_of(tmp_path) == {"eos_token_id": 2}
+    (tmp_path / "generation_config.json").write_text('{"eos_tok')
+    with pytest.raises(ValueError, match="generation_config.json: not readable as JSON"):
+        token_ids_of(tmp_path)
+
+
 @pytest.fixture
 def imported(tmp_path):
     """Runs the stage on a folder; returns the folder it made and its log."""

@@ -103,7 +103,7 @@ def read_config(folder: Path) -> DecoderConfig:
     if not path.is_file():
         raise FileNotFoundError(f"{path} is missing: a model folder holds config.json and *.safetensors")
     try:
-        values = json.loads(path.read_text())
+        values = json.loads(path.read_bytes())
     except ValueError as error:
         raise ValueError(f"{path}: not readable as JSON ({error}); check that the download is complete") from error
     return from_hugging_face(values, str(path))

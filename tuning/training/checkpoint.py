@@ -204,7 +204,7 @@ _REMEDY = "remove the folder to start this stage again"
 def _chunks(folder: Path, name: str, want: jax.ShapeDtypeStruct) -> set[Path]:
     """The files that hold the shards of this process. Raises ValueError for a leaf of another shape or type, which
     Orbax would cut, fill or cast without an error."""
-    saved = json.loads((folder / name / "zarr.json").read_text())
+    saved = json.loads((folder / name / "zarr.json").read_bytes())
     shape, kind = tuple(saved["shape"]), saved["data_type"]
     if (shape, kind) != (want.shape, np.dtype(want.dtype).name):
         raise ValueError(
