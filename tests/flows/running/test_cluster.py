@@ -160,14 +160,13 @@ def test_workers_end_with_the_driver_of_their_run(cluster, tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(900)
-@pytest.mark.parametrize("recipe", ["smoke", "guess"])
-def test_a_run_with_all_roles_on_a_cluster_makes_the_artifacts_of_a_local_one(cluster, tmp_path, recipe):
-    more = sets(["rl.staleness=1"]) if recipe == "smoke" else []
-    run = on(cluster, tmp_path / "store", *more, recipe=recipe)
-    local = Run(tmp_path / "local", *sets(LOCAL), *more, recipe=recipe)
-    run.ends(seconds=600)
-    local.ends(seconds=600)
+@pytest.mark.timeout(3600)
+@pytest.mark.parametrize("recipe, more", [("smoke", ["rl.staleness=1"]), ("guess", ["rl.rounds=2"])])
+def test_a_run_with_all_roles_on_a_cluster_makes_the_artifacts_of_a_local_one(cluster, tmp_path, recipe, more):
+    local = Run(tmp_path / "local", *sets(LOCAL + more), recipe=recipe)
+    local.ends(seconds=1600)
+    run = on(cluster, tmp_path / "store", *sets(more), recipe=recipe)
+    run.ends(seconds=1600)
     assert run.nodes() == local.nodes()
 
 
