@@ -8,7 +8,7 @@ import signal
 import subprocess
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -44,8 +44,15 @@ class Run:
 
     all: ClassVar[list[Run]] = []
 
-    def __init__(self, store: Path, *options: str, recipe: str = "smoke", environment: dict[str, str] | None = None):
-        command = [RLHF, "run", recipe, "--no-prefect", "--store", str(store), "--name", "run", *options]
+    def __init__(
+        self,
+        store: Path,
+        *options: str,
+        recipe: str = "smoke",
+        environment: dict[str, str] | None = None,
+        prefix: Sequence[str] = (),
+    ):
+        command = [*prefix, RLHF, "run", recipe, "--no-prefect", "--store", str(store), "--name", "run", *options]
         self.store, self.lines = store, list[str]()
         self.process = subprocess.Popen(
             command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=environment or dict(os.environ)
