@@ -21,6 +21,8 @@ from tests.support import RLHF
 
 TRAIN = ["workers.train={hosts: 2, resources: {train: 1}}"]
 ROLES = [*TRAIN, "workers.sample={resources: {sample: 1}}", "workers.score={resources: {score: 1}}"]
+FEW = ["rl.rounds=1", "data.source_args={transcripts: 24, skilled: 0.5, prompts: 14, heldout: 14}"]
+"""Fewer rows: two processes with a model of 135 million parameters share two cores."""
 LOCAL = ["workers.train={hosts: 2}", "workers.sample={}", "workers.score={}"]
 
 
@@ -168,7 +170,7 @@ def test_workers_end_with_the_driver_of_their_run(cluster, tmp_path):
 
 @pytest.mark.slow
 @pytest.mark.timeout(3600)
-@pytest.mark.parametrize("recipe, more", [("smoke", ["rl.staleness=1"]), ("guess", ["rl.rounds=2"])])
+@pytest.mark.parametrize("recipe, more", [("smoke", ["rl.staleness=1"]), ("guess", FEW)])
 def test_a_run_with_all_roles_on_a_cluster_makes_the_artifacts_of_a_local_one(cluster, tmp_path, recipe, more):
     local = Run(tmp_path / "local", *sets(LOCAL + more), recipe=recipe)
     local.ends(seconds=1600)
