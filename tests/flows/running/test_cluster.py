@@ -21,7 +21,7 @@ from tests.support import RLHF
 
 TRAIN = ["workers.train={hosts: 2, resources: {train: 1}}"]
 ROLES = [*TRAIN, "workers.sample={resources: {sample: 1}}", "workers.score={resources: {score: 1}}"]
-FEW = ["rl.rounds=1", "data.source_args={transcripts: 24, skilled: 0.5, prompts: 14, heldout: 14}"]
+FEW = ["rl.rounds=1", "data.source_args={transcripts: 28, skilled: 0.5, prompts: 14, heldout: 14}"]
 """Fewer rows: two processes with a model of 135 million parameters share two cores."""
 LOCAL = ["workers.train={hosts: 2}", "workers.sample={}", "workers.score={}"]
 
