@@ -39,6 +39,7 @@ class Network:
             "RAY_AUTH_MODE": "token",
             "RAY_AUTH_TOKEN": uuid.uuid4().hex * 2,
             "RAY_USAGE_STATS_ENABLED": "0",
+            "RAY_worker_niceness": "0",
             "RAY_health_check_period_ms": "1000",
             "RAY_health_check_failure_threshold": "10",
         }
