@@ -65,7 +65,8 @@ class Decontaminate(StageConfig):
     fields: dict[str, str | dict[Literal["from", "pattern", "template"], str]] = Field(default_factory=dict)
     """Fields from others, as in `data.fields`."""
     words: Annotated[int, Field(ge=1)] = 13
-    """Length in words of a run that is a match; a prompt of fewer words must occur in full."""
+    """Length in words of a run that is a match; a prompt of fewer words must occur in full. In scripts without spaces,
+    such as Chinese or Thai, each character is a word; symbols are words, punctuation is not, and case is ignored."""
 
     @model_validator(mode="after")
     def _readable(self) -> Decontaminate:

@@ -336,6 +336,7 @@ def _prompts(out: Path, name: str) -> Iterator[tuple[dict[str, Any], set[Hashabl
     """Each row of an output and its prompts: the text, names of its turns, and the tokens before trained ones."""
     from tuning.data.conversations import contexts
     from tuning.data.schema import SCHEMAS
+    from tuning.texts import normal
 
     wanted = ("id", "prompt", "prompt_ids", "completion_ids", "completion_mask", "turns")
     columns: list[str] = [column for column in wanted if column in SCHEMAS[name]]
@@ -344,7 +345,7 @@ def _prompts(out: Path, name: str) -> Iterator[tuple[dict[str, Any], set[Hashabl
             # A document has no prompt.
             if row["prompt"]:
                 ids = row["prompt_ids"], row.get("completion_ids") or [], row.get("completion_mask")
-                yield row, {row["prompt"], *contexts(*ids), *row["turns"]}
+                yield row, {normal(row["prompt"]), *contexts(*ids), *row["turns"]}
 
 
 def _constant_answer(out: Path) -> tuple[float | None, str | None]:

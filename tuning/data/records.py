@@ -34,9 +34,10 @@ from typing import Any
 
 from tuning.data import layouts
 from tuning.data.fields import Mapper
-from tuning.data.kinds import canonical_json, is_finite, is_list_of_objects, kind_of, opening
+from tuning.data.kinds import canonical_json, comparable, is_finite, is_list_of_objects, kind_of, opening
 from tuning.names import closest
 from tuning.rows import PROMPT_GROUP
+from tuning.texts import normal
 
 SPLITS = ("sft", "preference", "labelled", "prompts", "heldout")
 ROLES = ("system", "user", "assistant", "tool")
@@ -194,7 +195,7 @@ class _Parser:
             "metadata": metadata,
         }
         text = self.canonical(content)
-        beginning: Any = opening(prompt) if document is None else document
+        beginning: Any = [comparable(m) for m in opening(prompt)] if document is None else normal(document)
         return Record(
             id=self.optional_text("id", values) or digest(text),
             content=digest(text),
