@@ -117,6 +117,7 @@ def plan(
     from flows.graph.plan import plan as make_plan
     from flows.running.checks import check_columns
     from flows.running.remarks import of_data
+    from stages.prepare.lost import rows_by_source
 
     resolved = read_recipe(recipe, _with(sets, store, cluster))
     if config:
@@ -130,6 +131,7 @@ def plan(
     except ArtifactError as e:
         raise usage_error(str(e)) from e
     data = [p.metrics for p in planned if p.node.stage == "prepare"]
+    sources = [source for metrics in data for source in metrics.get("sources", ())]
     remarks = [line for metrics in data for line in of_data(resolved, metrics)]
     try:
         for metrics in data:
@@ -142,6 +144,7 @@ def plan(
     if as_json:
         about: dict[str, Any] = {"recipe": resolved.name, "store": Store(resolved.store).shown, "counts": counts}
         about |= {"seconds": sum(known) if known else None, "remarks": remarks}
+        about["sources"] = sources
         print_json(about | {"nodes": [_as_json(p) for p in planned]})
         return
     for label, nodes in _folded(planned):
@@ -152,6 +155,8 @@ def plan(
         out.print(f"{first.state:<6} {label}{count}{against}", soft_wrap=True)
         for reason in _reasons(nodes):
             out.print(f"         {reason}", soft_wrap=True)
+    for line in rows_by_source(sources) if sources else ():
+        out.print(f"  {line}", soft_wrap=True)
     for line in remarks:
         out.print(f"! {line}", soft_wrap=True)
     guess = f"; {sum(known):.0f} s when such stages were made last, without starts" if known else ""

@@ -31,7 +31,8 @@ def is_managed(model: type[BaseModel], name: str) -> bool:
 def fields_at(place: Sequence[str]) -> list[str]:
     """Names of the fields of the section at `place`."""
     model = _model_at(place)
-    return list(model.model_fields) if model is not None else []
+    names = model.model_fields.items() if model is not None else ()
+    return [field.alias or name for name, field in names if not is_managed(model, name)]
 
 
 def models_in(kind: Any) -> list[tuple[str, type[BaseModel]]]:
@@ -69,7 +70,7 @@ def _every_place(model: type[BaseModel], above: str) -> Iterator[str]:
     for name, field in model.model_fields.items():
         if is_managed(model, name):
             continue
-        yield f"{above}{name}"
+        yield f"{above}{field.alias or name}"
         for key, one in models_in(field.annotation):
             yield from _every_place(one, f"{above}{name}{key}.")
 

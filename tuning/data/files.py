@@ -321,6 +321,11 @@ _PIECES: dict[str, Callable[[DataFile], Iterator[bytes]]] = {
 }
 
 
+def records_of(file: DataFile) -> Iterator[bytes]:
+    """JSON of each record of a file, from the first on; a line that holds none is empty or white space."""
+    return _PIECES[file.kind](file)
+
+
 def row_bytes(row: dict[str, Any]) -> bytes:
     """JSON of a row. Dates and decimals, which JSON does not have, become text."""
     return json.dumps(row, default=str).encode()

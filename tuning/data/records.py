@@ -103,6 +103,19 @@ class Record:
         return "\n".join(f"{message['role']}: {message['content']}" for message in self.prompt)
 
 
+def usable(record: Record) -> list[str]:
+    """The outputs of training whose fields the record has."""
+    if record.text is not None:
+        return ["sft"]
+    fits = {
+        "sft": record.completion is not None and record.label is not False,
+        "preference": bool(record.rejected),
+        "labelled": record.label is not None,
+        "prompts": True,
+    }
+    return [output for output, has in fits.items() if has]
+
+
 def digest(text: str) -> str:
     """sha256 of the text, as 64 hex digits."""
     return hashlib.sha256(text.encode()).hexdigest()
