@@ -61,7 +61,7 @@ def run(ctx: Context) -> dict[str, Any]:
         below = name_of(states.start_of(ctx.config, ctx.inputs["policy"]))
         save_adapter(ctx.out / ADAPTER, state.adapter, lora_config(ctx.config.lora), below)
     if _stores(ctx.config):
-        states.save(ctx, state)
+        metrics["checkpoint_bytes"] = states.save(ctx, state)
     states.remember_policy(ctx, state, "new")
     return metrics
 
