@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -315,7 +316,13 @@ def _folded(planned: list[Planned]) -> list[tuple[str, list[Planned]]]:
 
 
 def _rounds(nodes: list[Planned]) -> str:
-    """The rounds and stages of a folded line, such as `rounds 1 to 7: rollout, score, update`."""
-    numbers = sorted({int(p.node.name.removeprefix("round-").split(".")[0]) for p in nodes})
-    rounds = f"rounds {numbers[0]} to {numbers[-1]}" if len(numbers) > 1 else f"round {numbers[0]}"
-    return f"{rounds}: {', '.join(dict.fromkeys(p.node.stage for p in nodes))}"
+    """The rounds and stages of a folded line, such as `rounds 1 to 7: rollout, score, update; round 8: rollout`."""
+    stages: dict[int, list[str]] = {}
+    for p in nodes:
+        stages.setdefault(int(p.node.name.removeprefix("round-").split(".")[0]), []).append(p.node.stage)
+    parts = []
+    for _, alike in itertools.groupby(sorted(stages), lambda number: sorted(stages[number])):
+        first, *more = alike
+        rounds = f"rounds {first} to {more[-1]}" if more else f"round {first}"
+        parts.append(f"{rounds}: {', '.join(dict.fromkeys(stages[first]))}")
+    return "; ".join(parts)

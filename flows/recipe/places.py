@@ -23,6 +23,15 @@ OPTIMIZER = "optimizer"
 """The field whose settings may be written one level up."""
 
 
+SYNONYMS = {
+    "base_model": "base.source", "model_name_or_path": "base.source", "datasets": "data.sources",
+    "num_train_epochs": "epochs", "num_epochs": "epochs", "lr": "learning_rate", "save_steps": "checkpoint_every",
+    "per_device_train_batch_size": "examples_per_step", "r": "rank", "lora_r": "rank", "lora_alpha": "alpha",
+    "num_generations": "rollout.completions", "max_completion_length": "rollout.max_tokens",
+}  # fmt: skip
+"""Ends of places by the names that TRL and axolotl have for them."""
+
+
 def is_managed(model: type[BaseModel], name: str) -> bool:
     """Whether a field is set by the graph and by nobody else; `gate.first` is a user's."""
     return name in _MANAGED and not issubclass(model, Gate)
@@ -56,10 +65,10 @@ def hint(place: Sequence[str]) -> str:
     places = list(_every_place(Recipe, ""))
     names = dict.fromkeys(p.rpartition(".")[2] for p in places)
     # A name that is right in another section is no typing error in this one.
-    if place[-1] not in names and closest(place[-1], fields):
+    if place[-1] not in {*names, *SYNONYMS} and closest(place[-1], fields):
         return nearest(place[-1], fields)
-    name = closest(place[-1], names)
-    same = [p for p in places if p.rpartition(".")[2] == name]
+    name = SYNONYMS.get(place[-1]) or closest(place[-1], names)
+    same = [p for p in places if f".{p}".endswith(f".{name}")]
     if not same:
         return nearest(place[-1], fields)
     return f"did you mean {max(same, key=lambda p: (_in_common(p, place), -p.count('.')))}?"
