@@ -248,7 +248,7 @@ class Session:
 
             with lease(self.store, node.stage, key, waits, self._check) as token:
                 # Another run that held the lease before may have made it meanwhile.
-                artifact = None if forced else self.store.get(node.stage, key)
+                artifact = None if forced else self.store.get(node.stage, key, repair=True)
                 state = "hit" if artifact is not None else "made"
                 if artifact is None:
                     artifact = self._make(node, inputs, key, parts, files, token, entry)

@@ -133,7 +133,7 @@ def rollback(store: Store, name: str, to: int | None, reason: str) -> Entry:
         target = by_number[by_number[wanted].promotion]
         if target.policy.digest == last.policy.digest:
             raise RegistryError(f"{name} is the policy of entry {wanted} already")
-        gone = store.with_digest(target.policy.stage, target.policy.key, target.policy.digest, repair=False) is None
+        gone = store.with_digest(target.policy.stage, target.policy.key, target.policy.digest) is None
         if gone:
             raise RegistryError(f"the policy of entry {wanted} ({target.policy.run}) is gone from {store.shown}")
         return Entry(number, target.policy, _now(), who(), reason, last.promotion, restores=target.number)
@@ -143,7 +143,7 @@ def rollback(store: Store, name: str, to: int | None, reason: str) -> Entry:
 
 def trained_ref(store: Store, policy: Policy) -> tuple[str, str, str] | None:
     """(stage, key, digest) of the policy that was trained: of an export, what it is of. None where it is gone."""
-    artifact = store.with_digest(policy.stage, policy.key, policy.digest, repair=False)
+    artifact = store.with_digest(policy.stage, policy.key, policy.digest)
     if artifact is None or policy.stage != "export":
         return None if artifact is None else (policy.stage, policy.key, policy.digest)
     ref = artifact.manifest["inputs"]["policy"]

@@ -85,7 +85,7 @@ def test_a_damaged_artifact_is_set_aside_with_a_warning_and_made_again(store, tm
             store.fs.pipe_file(store.join("artifacts", "sft", KEY, MANIFEST), b'{"stage": "sft", ')
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        assert store.get("sft", KEY, repair=False) is None  # a plan looks and changes nothing
+        assert store.get("sft", KEY) is None  # a plan looks and changes nothing
     assert damaged(store) == []
     expected = {
         "truncated": "weights.bin has 99 bytes, the manifest says 100",
@@ -94,7 +94,7 @@ def test_a_damaged_artifact_is_set_aside_with_a_warning_and_made_again(store, tm
         "manifest": "is not JSON",
     }[fault]
     with pytest.warns(UserWarning, match=expected):
-        assert store.get("sft", KEY) is None
+        assert store.get("sft", KEY, repair=True) is None
     assert MANIFEST in damaged(store)
     # Which folder has its files, only a manifest says: those of an object store stay, as those of a killed commit do.
     if fault != "manifest" or store.is_local:
@@ -176,7 +176,7 @@ def test_a_replacing_commit_leaves_readers_their_files(store, tmp_path):
     # A damaged replacement goes aside without what it replaced.
     overwrite(store, found, "config.json", b"")
     with pytest.warns(UserWarning, match="is damaged"):
-        assert store.get("sft", KEY) is None
+        assert store.get("sft", KEY, repair=True) is None
     assert (MANIFEST in damaged(store)) and ("config.json" in damaged(store))
     assert store.verify(reader) is None
 

@@ -345,7 +345,7 @@ def test_a_collection_that_is_killed_at_any_moment_is_finished_by_the_next(tmp_p
     for n in range(1, moments):
         after = Store(f"{url}-{n}")
         # What is half deleted does not look whole.
-        found = after.get(other.stage, other.key, repair=False)
+        found = after.get(other.stage, other.key)
         assert keys(after) >= wanted and (found is None) == ((other.stage, other.key) not in keys(after))
         collect(after, lambda: roots(*runs), NOW)
         assert keys(after) == wanted and after.names("runs") == ["kept"]
