@@ -19,7 +19,7 @@ from flows.cli.app import app
 from flows.graph.build import nodes_of, select, until
 from flows.recipe.model import Recipe
 from flows.recipe.reading import load_recipe
-from flows.running.session import now
+from flows.running.saving import now
 from stages.auditing.laws import all_laws
 from stages.store.artifacts import Store
 from tests.support import RLHF, write_files

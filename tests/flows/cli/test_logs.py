@@ -14,7 +14,8 @@ from flows.cli.app import app
 from flows.cli.logs import _following
 from flows.recipe.reading import load_recipe
 from flows.report.console import ConsoleReporter
-from flows.running.session import Session, now
+from flows.running.saving import now
+from flows.running.session import Session
 from stages.store.artifacts import Store
 from stages.store.leases import this_process
 from tests.support import RLHF, write_files
