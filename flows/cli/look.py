@@ -97,8 +97,9 @@ def _places(record: dict[str, Any], store: Store) -> dict[str, str | None]:
     log = log_of(store, record["name"])
     # A run of another machine has it there; a store that was moved has it here.
     where = str(log) if log.exists() else record.get("log", str(log))
-    report = store.join("runs", record["name"], "report.html")
-    return {"report": report if store.fs.exists(report) else None, "log": where}
+    report = ("runs", record["name"], "report.html")
+    there = store.fs.exists(store.join(*report))
+    return {"report": store.address(*report) if there else None, "log": where}
 
 
 @commands.command()

@@ -81,6 +81,11 @@ class Artifact:
 
     @property
     def url(self) -> str:
+        return self.store.address("artifacts", self.stage, self.folder)
+
+    @property
+    def path(self) -> str:
+        """Its folder as the file system takes it."""
         return self.store.join("artifacts", self.stage, self.folder)
 
     def part_digest(self, parts: tuple[str, ...] = ("",)) -> str:
@@ -185,11 +190,11 @@ class Store:
         if found := strange(artifact.manifest, stage, key):
             return found
         # One listing: a request for each file would make a hit slow on an object store.
-        sizes = self._sizes(artifact.url)
+        sizes = self._sizes(artifact.path)
         for f in artifact.manifest["files"]:
             size = sizes.get(f["path"])
             # A listing may leave out for a moment what is there: the file itself is asked before it counts as damaged.
-            size = self._size(f"{artifact.url}/{f['path']}") if size != f["size"] else size
+            size = self._size(f"{artifact.path}/{f['path']}") if size != f["size"] else size
             if size is None:
                 return f"{f['path']} is missing"
             if size != f["size"]:
@@ -211,7 +216,7 @@ class Store:
 
         def differs(f: dict[str, Any]) -> str | None:
             try:
-                with self.fs.open(f"{artifact.url}/{f['path']}", "rb") as data:
+                with self.fs.open(f"{artifact.path}/{f['path']}", "rb") as data:
                     checksum = hashlib.file_digest(data, "sha256").hexdigest()
             except FileNotFoundError:
                 return f"{f['path']} is missing"
@@ -228,19 +233,20 @@ class Store:
         """Moves an artifact out of the way (never deletes it) and returns where to."""
         readonly.refuse(self.shown)
         place = self.join("artifacts", stage, key)
-        aside = self.join("damaged", stage, f"{key[:16]}-{uuid.uuid4().hex[:6]}")
+        aside = ("damaged", stage, f"{key[:16]}-{uuid.uuid4().hex[:6]}")
+        target = self.join(*aside)
         folder = place
         with contextlib.suppress(ArtifactError):
             manifest = self.read_record(forms.MANIFEST, "artifacts", stage, key, MANIFEST)
             if manifest is not None and not strange(manifest, stage, key):
                 folder = self.join("artifacts", stage, manifest.get("folder", key))
         # The manifest goes first: without it nothing reads the half-moved folder as whole.
-        moves = {f"{place}/{MANIFEST}": f"{aside}/{MANIFEST}"}
-        moves |= {path: aside + path[len(folder) :] for path in self.fs.find(folder)}
+        moves = {f"{place}/{MANIFEST}": f"{target}/{MANIFEST}"}
+        moves |= {path: target + path[len(folder) :] for path in self.fs.find(folder)}
         transfers.move(self, moves)
         if self.is_local:
             shutil.rmtree(folder, ignore_errors=True)
-        return aside
+        return self.address(*aside)
 
     def all_keys(self) -> list[tuple[str, str]]:
         """(stage, key) of everything in the store that has a manifest."""

@@ -103,7 +103,7 @@ def lease(
                     break
             continue
         if not announced:
-            on_wait(_wait_line(stage, path, holder))
+            on_wait(_wait_line(stage, store.address("leases", name), holder))
             announced = True
         check_time()
         time.sleep(POLL_SECONDS)

@@ -221,7 +221,7 @@ def _read(store: Store, name: str, number: int) -> Entry:
         assert value is not None
         return Entry(**{**value, "policy": Policy(**value["policy"])})
     except (AssertionError, KeyError, TypeError) as e:
-        path = store.join(FOLDER, name, f"{number:06d}.json")
+        path = store.address(FOLDER, name, f"{number:06d}.json")
         raise RegistryError(f"{path} is not an entry of the registry ({e}): restore it from a backup") from e
 
 

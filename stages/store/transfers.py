@@ -85,7 +85,7 @@ def bring(store: Store, artifact: Artifact, base: Path, wanted: Callable[[str], 
         if disk.is_whole(target, f["sha256"]):
             return
         with whole_file(target) as partial:
-            if not disk.fetched(store.fs, f"{artifact.url}/{f['path']}", partial, f["sha256"]):
+            if not disk.fetched(store.fs, f"{artifact.path}/{f['path']}", partial, f["sha256"]):
                 path = store.address("artifacts", artifact.stage, artifact.folder, f["path"])
                 raise ArtifactError(f"{path} differs from its checksum; run `rlhf verify`")
         disk.note_whole(target, f["sha256"])
