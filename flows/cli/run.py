@@ -200,7 +200,7 @@ def rerun(
     stage: Annotated[list[str] | None, typer.Option("--stage", help="Stage or node to make again; repeatable.")] = None,
     no_prefect: NoPrefect = False,
 ) -> None:
-    """Make one stage of a run again, and that stage alone."""
+    """Recompute stages of a run, with what they need and the store lacks; nothing that follows them."""
     from flows.cli.launch import launch
     from flows.graph.build import build, with_inputs
     from flows.graph.standing import recorded
@@ -224,10 +224,13 @@ def rerun(
     name = free_name(Store(store), recipe.name)
     launch(recipe, no_prefect, name=name, force=chosen, only=with_inputs(nodes, chosen), standing=standing)
     after = find_run(Store(store), name)
-    changed = [n for n in chosen if before.get(n) not in (None, after["nodes"][n]["digest"])]
+    changed = sorted(n for n in chosen if before.get(n) not in (None, after["nodes"][n]["digest"]))
+    new = sorted(n for n in chosen if before.get(n) is None)
+    if new:
+        out.print(f"{', '.join(new)}: computed for the first time; `rlhf run` computes what follows")
     if changed:
-        out.print(f"{', '.join(sorted(changed))}: the output differs; `rlhf run` makes what follows again")
-    else:
+        out.print(f"{', '.join(changed)}: the output differs; `rlhf run` makes what follows again")
+    elif not new:
         out.print("the output is the same as before; nothing that follows needs to be made again")
 
 

@@ -39,8 +39,7 @@ def write_report(store: Store, run_name: str) -> str:
     page = render(store, find_run(store, run_name))
     # Errors may quote file names that are not valid Unicode; the page is written all the same.
     store.write_bytes(page.encode(errors="replace"), "runs", run_name, "report.html")
-    path = store.join("runs", run_name, "report.html")
-    return path if store.is_local else store.fs.unstrip_protocol(path)
+    return store.address("runs", run_name, "report.html")
 
 
 def render(store: Store, record: Mapping[str, Any]) -> str:

@@ -111,7 +111,7 @@ def trained_names(policy: Artifact) -> set[str]:
 
 
 def _input(artifact: Artifact, role: str, ref: Mapping[str, str]) -> Artifact:
-    found = artifact.store.with_digest(ref["stage"], ref["key"], ref["digest"], repair=False)
+    found = artifact.store.with_digest(ref["stage"], ref["key"], ref["digest"])
     if found is None:
         raise ArtifactError(
             f"{artifact.url}: its {role} ({ref['stage']}/{ref['key'][:12]}) is gone from {artifact.store.shown}: it is "
