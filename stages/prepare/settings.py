@@ -48,7 +48,11 @@ class DataSource(StageConfig):
     """Layout of the records, which those of another one fail; auto goes by the fields of each."""
     weight: Annotated[float, Field(ge=0, le=100)] = 1.0
     """How often each training record is used: 0.5 takes half of them, by a hash; 2 takes each twice."""
-    uses: Annotated[list[Split], Field(min_length=1)] | None = Field(None, validation_alias="for", serialization_alias="for")
+    uses: Annotated[list[Split], Field(min_length=1)] | None = Field(
+        default=None, validation_alias="for", serialization_alias="for"
+    )
+        None, validation_alias="for", serialization_alias="for"
+    )
     """Outputs that its records are for, such as [sft] or [prompts, heldout]. All records of a source for [heldout] are
     held out; of others the share `heldout_fraction`, as evaluation problems if they are for prompts. Of several
     sources each states it, unless its records fit one output of training alone; null: each that they fit."""
