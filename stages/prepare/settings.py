@@ -51,8 +51,6 @@ class DataSource(StageConfig):
     uses: Annotated[list[Split], Field(min_length=1)] | None = Field(
         default=None, validation_alias="for", serialization_alias="for"
     )
-        None, validation_alias="for", serialization_alias="for"
-    )
     """Outputs that its records are for, such as [sft] or [prompts, heldout]. All records of a source for [heldout] are
     held out; of others the share `heldout_fraction`, as evaluation problems if they are for prompts. Of several
     sources each states it, unless its records fit one output of training alone; null: each that they fit."""
