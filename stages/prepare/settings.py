@@ -18,7 +18,7 @@ Layout = Literal[
     "verifiable", "text",
 ]
 # fmt: on
-Verifier = Literal["number_match", "math_equal", "code_passes"]
+Verifier = Literal["exact_match", "number_match", "math_equal", "code_passes"]
 Scalar = str | int | float | bool | None
 
 
