@@ -17,6 +17,8 @@ from collections.abc import Sequence
 from pathlib import Path
 
 VARIABLE = "RLHF_ALLOW_CODE"
+PASS = "RLHF_PASS_VARIABLES"
+"""Names, separated by commas, of further environment variables that children get (`tuning.parallel.children`)."""
 SHIPPED = ("tuning.rewards.sentiment",)
 """Modules of this package whose functions are for recipes. Others, such as those that start processes, are not."""
 

@@ -15,7 +15,7 @@ from flows.cli import audit, change, episodes, fit, gc, logs, look, machine, pol
 from flows.cli.shared import usage_error
 from flows.orchestration.leaving import leave
 from stages.store.readonly import ReadOnlyStore
-from stages.worker.interpreter import add_current_folder
+from stages.worker.interpreter import add_current_folder, escape_output
 
 app = typer.Typer(
     help="Post-training as explicit, cached, resumable stages: data, SFT, reward model, RL rounds, evaluation, export.",
@@ -32,6 +32,7 @@ def main() -> None:
     """Entry point of the console script."""
     # A user's `module:function` may be in the current folder.
     add_current_folder()
+    escape_output()
     try:
         app()
     except ReadOnlyStore as e:

@@ -94,7 +94,7 @@ def check_imports(module: str, where: str) -> None:
     """
     parts = module.split(".")
     files = [signatures.source_file(".".join(parts[: i + 1])) for i in range(len(parts))]
-    trees = [ast.parse(path.read_text(), filename=str(path)) for path in files if path is not None]
+    trees = [ast.parse(path.read_bytes(), filename=str(path)) for path in files if path is not None]
     path = files[-1]
     named = {node.id for tree in trees for node in ast.walk(tree) if isinstance(node, ast.Name)}
     if path is None or named & {"sys", "site", "importlib"}:

@@ -35,8 +35,20 @@ def _why(reason: str, config: Config) -> str:
     return f" (sft has data.sft_fraction {config.sft_fraction} of the groups, and no section reads prompts)"
 
 
-def advice(split: str, config: Config) -> str:
-    """A sentence on how to get rows for an empty split."""
+def advice(split: str, config: Config, fates: Fates) -> str:
+    """A sentence on how to get rows for an empty split, by what left it empty."""
+    for part in ("prompt", "completion"):
+        if count := fates.dropped_rows[f"{split}:{part}_too_long"]:
+            name = f"max_{part}_tokens"
+            return (
+                f"{count} rows have a {part} of more than data.{name} {getattr(config, name)}; raise it, or set "
+                "data.too_long to truncate."
+            )
+    from tuning.data.steps import UNWANTED
+
+    # Where records are left, the settings decide which split takes them.
+    if not fates.kept and fates.dropped.total() > fates.dropped[UNWANTED]:
+        return "every record was dropped, for the reasons below."
     if split == "heldout":
         return (
             f"heldout_fraction is {config.heldout_fraction}; raise it, or mark records with split 'heldout'. Plain "

@@ -113,10 +113,13 @@ def run(ctx: Context) -> dict[str, Any]:
     for split in config.splits:
         if not written[split]:
             others = ", ".join(name for name in config.splits if name != split)
+            without = (
+                f" If {split} is not needed, set the section that reads it to null, and leave it out of `data.splits`: "
+                f"data.splits=[{others}]."
+            )
             raise PrepareError(
-                f"no rows for `{split}`: {advice(split, config)} {crowd or ''} Records: {records}; dropped: "
-                f"{dict(fates.dropped + fates.dropped_rows) or 'none'}. If {split} is not needed, set the section "
-                f"that reads it to null, and leave it out of `data.splits`: data.splits=[{others}]."
+                f"no rows for `{split}`: {advice(split, config, fates)} {crowd or ''} Records: {records}; dropped: "
+                f"{dict(fates.dropped + fates.dropped_rows) or 'none'}." + (without if others else "")
             )
     _check_leak(ctx.out, list(written), merge.leaks(pieces, fates))
     baseline, constant = _constant_answer(ctx.out)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import math
 from collections.abc import Mapping, Sequence
@@ -47,3 +48,8 @@ _canonical = json.JSONEncoder(sort_keys=True, separators=(",", ":"), ensure_asci
 def canonical_json(value: Any) -> str:
     """The one JSON text of a value: sorted keys, no spaces. Raises ValueError or TypeError for a value without one."""
     return _canonical(value)
+
+
+def digest(text: str) -> str:
+    """sha256 of the text, as 64 hex digits."""
+    return hashlib.sha256(text.encode()).hexdigest()
