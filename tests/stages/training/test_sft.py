@@ -65,6 +65,7 @@ def test_no_examples_is_said(base, memory, tmp_path):
         perform(sft, settings(sft), tmp_path / "sft", memory, base=base, data=table, tokenizer=base)
 
 
+@pytest.mark.slow
 def test_training_ends_when_the_held_out_loss_no_longer_falls(base, memory, tmp_path):
     """A rate at which it grows from some step on; the two measurements after the least end the stage."""
     table = data(tmp_path / "data", sft=rows_of("sft", 16), heldout_sft=rows_of("sft", 8, 500))
