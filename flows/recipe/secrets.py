@@ -16,6 +16,25 @@ NAMES = re.compile(
     re.IGNORECASE,
 )
 """Names that say of a text that it is secret. A bare `token` or `key` may be anything."""
+_TEXT = r"(?i)://[^/@\s]*@|[?&]([\w.-]*(signature|token|secret|passw|credential|api[-_]?key|accesskey)[\w.-]*|sig|auth|key)="
+"""Texts with user and password or with a signature in a URL, as `stages.store.keys.without_userinfo` removes them."""
+
+
+def without_secrets(place: str) -> dict[str, Any]:
+    """A JSON schema that refuses secrets at any depth, which Prefect would store and show with a run's parameters.
+
+    place: the JSON pointer of the schema in its document.
+    """
+    names = NAMES.pattern.replace("_", "[-_]")
+    # Pydantic looks up each `$ref` among its own definitions.
+    engine = {"properties": {"environment": {"maxProperties": 0}}}
+    return {
+        "not": {"type": "string", "pattern": rf"{_TEXT}|^--?({names})(=|$)"},
+        "propertyNames": {"not": {"pattern": f"(?i)^({names})$"}},
+        "additionalProperties": {"$dynamicRef": place},
+        "items": {"$dynamicRef": place},
+        "allOf": [{"properties": {"engine": engine}}],
+    }
 
 
 def secrets_in(values: Any, place: tuple[str, ...] = ()) -> Iterator[str]:

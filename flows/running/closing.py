@@ -24,8 +24,11 @@ def evaluations_of(session: Session) -> dict[str, dict[str, Any]]:
 
 
 def status_after(error: BaseException) -> str:
-    """The status of a run that this error has ended: `interrupted` by Ctrl-C, else `failed`."""
-    return "interrupted" if isinstance(error, KeyboardInterrupt) else "failed"
+    """The status of a run that this error has ended: `failed`, or `interrupted` by Ctrl-C, a signal or a cancellation.
+
+    Prefect's exception for SIGTERM is not an Exception, as KeyboardInterrupt is not.
+    """
+    return "failed" if isinstance(error, Exception) else "interrupted"
 
 
 def status_at_end(session: Session) -> str:

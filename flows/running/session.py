@@ -390,6 +390,6 @@ class Session:
 
 def _ended_by(error: BaseException) -> dict[str, Any]:
     """What the record says of a stage that an error has ended."""
-    if isinstance(error, KeyboardInterrupt):
+    if not isinstance(error, Exception):
         return {"state": "interrupted"}
     return {"state": "failed", "error": without_userinfo(f"{type(error).__name__}: {error}")}

@@ -8,7 +8,10 @@ import sys
 import threading
 
 import pytest
+from prefect.exceptions import ParameterTypeError
+from prefect.utilities.schema_tools import ValidationError, validate
 
+from flows.pipeline import rlhf_pipeline
 from flows.recipe.model import RecipeError
 from flows.recipe.reading import load_recipe
 from stages.store.keys import config_content, published, without_userinfo
@@ -38,6 +41,34 @@ def test_names_that_only_sound_like_secrets_are_settings():
     load_recipe("smoke", sets=["rl.score.rewards.m={function: matches, arguments: {pattern: token}}"])
     for name in ("key_variable", "token", "key", "tokenizer", "author"):
         load_recipe("smoke", sets=[f"data.source_args.{name}=abc"])
+
+
+@pytest.mark.parametrize(
+    "parameters",
+    [
+        {"rl": {"score": {"rewards": {"j": {"function": "judge", "arguments": {"url": "http://me:abc@host/v1"}}}}}},
+        {"rl": {"score": {"rewards": {"j": {"function": "judge", "arguments": {"api-key": "abc"}}}}}},
+        {"rl": {"rollout": {"engine": {"kind": "vllm", "environment": {"HF_TOKEN": "abc"}}}}},
+        {"rl": {"rollout": {"engine": {"kind": "vllm", "arguments": ["--api-key", "abc"]}}}},
+        {"data": {"source": ["https://host/x?X-Amz-Signature=abc"]}},
+        {"store": "s3://me:abc@host/x"},
+    ],
+    ids=lambda parameters: json.dumps(parameters)[:60],
+)
+def test_a_deployment_refuses_a_secret_among_its_parameters(parameters):
+    """The server checks the schema before it stores parameters; the flow checks it where a server does not."""
+    with pytest.raises(ValidationError):
+        validate(parameters, rlhf_pipeline.parameters.model_dump_for_openapi(), raise_on_error=True)
+    with pytest.raises(ParameterTypeError, match="it holds a secret") as error:
+        rlhf_pipeline.validate_parameters(parameters)
+    assert "abc" not in str(error.value).partition("[type=")[0]
+
+
+def test_parameters_without_a_secret_pass():
+    rewards = {"j": {"function": "judge", "arguments": {"url": "http://host/v1?a=1", "key_variable": "MY_KEY"}}}
+    parameters = {"recipe": "demo", "rl": {"rounds": 3, "score": {"rewards": rewards}}, "store": "s3://bucket/x"}
+    validate(parameters, rlhf_pipeline.parameters.model_dump_for_openapi(), raise_on_error=True)
+    rlhf_pipeline.validate_parameters(parameters)
 
 
 URLS = {
