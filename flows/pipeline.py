@@ -141,6 +141,8 @@ def rlhf_pipeline(
     if name != str(runtime.flow_run.name) and runtime.flow_run.run_count <= 1:
         with errors_logged():
             rename_flow_run(name)
+    if runtime.deployment.name:
+        session.command["command"] = f"prefect deployment run {NAME}/{runtime.deployment.name}"
     try:
         return _run(session, force or [], only or [])
     finally:

@@ -16,6 +16,8 @@ NAMES = re.compile(
     re.IGNORECASE,
 )
 """Names that say of a text that it is secret. A bare `token` or `key` may be anything."""
+VARIABLE = r"[A-Z_][A-Z0-9_]*"
+"""What `key_variable` names. Anything else there is the key itself, which is the commonest slip."""
 _TEXT = r"(?i)://[^/@\s]*@|[?&]([\w.-]*(signature|token|secret|passw|credential|api[-_]?key|accesskey)[\w.-]*|sig|auth|key)="
 """Texts with user and password or with a signature in a URL, as `stages.store.keys.without_userinfo` removes them."""
 
@@ -33,7 +35,7 @@ def without_secrets(place: str) -> dict[str, Any]:
         "propertyNames": {"not": {"pattern": f"(?i)^({names})$"}},
         "additionalProperties": {"$dynamicRef": place},
         "items": {"$dynamicRef": place},
-        "allOf": [{"properties": {"engine": engine}}],
+        "allOf": [{"properties": {"engine": engine, "key_variable": {"pattern": f"^{VARIABLE}$"}}}],
     }
 
 
@@ -43,13 +45,18 @@ def secrets_in(values: Any, place: tuple[str, ...] = ()) -> Iterator[str]:
         if place[-2:] == ("engine", "environment"):
             return
         for name, value in values.items():
-            if isinstance(value, str) and value and NAMES.fullmatch(name.replace("-", "_")):
+            if isinstance(value, str) and value and _is_secret(name.replace("-", "_"), value):
                 yield ".".join((*place, name))
             yield from secrets_in(value, (*place, name))
     elif isinstance(values, Sequence) and not isinstance(values, str):
         yield from _options(values, place)
         for number, value in enumerate(values):
             yield from secrets_in(value, (*place, str(number)))
+
+
+def _is_secret(name: str, value: str) -> bool:
+    """Whether a setting of this name holds a secret."""
+    return (name == "key_variable" and not re.fullmatch(VARIABLE, value)) or NAMES.fullmatch(name) is not None
 
 
 def _options(words: Sequence[Any], place: tuple[str, ...]) -> Iterator[str]:

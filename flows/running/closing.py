@@ -82,12 +82,10 @@ def close(session: Session, status: str) -> str | None:
 def _note(session: Session, status: str) -> None:
     """Adds the run to the store's trail."""
     states = [entry["state"] for entry in session.record["nodes"].values()]
-    counts = {"made": states.count("made"), "cached": states.count("hit")}
+    more: dict[str, Any] = {"made": states.count("made"), "cached": states.count("hit")} | session.command
     forced = sorted(session.force) or None
     recipe = session.recipe.name
-    failed = trail.append(
-        session.store, "run", run=session.name, recipe=recipe, outcome=status, forced=forced, **counts
-    )
+    failed = trail.append(session.store, "run", run=session.name, recipe=recipe, outcome=status, forced=forced, **more)
     if failed:
         session.reporter.line(f"the trail has no entry of this run: {failed}")
 

@@ -77,6 +77,8 @@ class Session:
         self.store = Store(recipe.store)
         self.reporter = reporter
         self.name = name or free_name(self.store, recipe.name)
+        self.command: dict[str, str] = {}
+        """`command`, for the store's trail, if this process was not started by the user's command."""
         # A generated name is free already.
         unfinished = before(self.store, recipe, name) if name is not None else None
         # A run that goes on starts from the policy that it started from.

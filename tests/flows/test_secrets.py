@@ -24,6 +24,8 @@ from tests.support import RLHF
     [
         "rl.score.rewards.j={function: judge, arguments: {api_key: sk-123456}}",
         "rl.score.rewards.j={function: judge, arguments: {Authorization: Bearer 1}}",
+        "rl.score.rewards.j={function: judge, arguments: {key_variable: sk-123abc}}",
+        "evaluate.judge_arguments.key_variable=hf_abc",
         "evaluate.judge_arguments.secret_key=abc",
         "data.source_args.password=abc",
         "rl.rollout.engine={kind: vllm, version: '1', command: [vllm, serve], arguments: [--api-key, abc]}",
@@ -39,7 +41,10 @@ def test_a_secret_that_would_be_recorded_is_refused_with_its_place(item):
 
 def test_names_that_only_sound_like_secrets_are_settings():
     load_recipe("smoke", sets=["rl.score.rewards.m={function: matches, arguments: {pattern: token}}"])
-    for name in ("key_variable", "token", "key", "tokenizer", "author"):
+    load_recipe(
+        "smoke", sets=["rl.score.rewards.j={function: judge, arguments: {url: http://h/v1, key_variable: MY_KEY}}"]
+    )
+    for name in ("token", "key", "tokenizer", "author"):
         load_recipe("smoke", sets=[f"data.source_args.{name}=abc"])
 
 
@@ -50,6 +55,7 @@ def test_names_that_only_sound_like_secrets_are_settings():
         {"rl": {"score": {"rewards": {"j": {"function": "judge", "arguments": {"api-key": "abc"}}}}}},
         {"rl": {"rollout": {"engine": {"kind": "vllm", "environment": {"HF_TOKEN": "abc"}}}}},
         {"rl": {"rollout": {"engine": {"kind": "vllm", "arguments": ["--api-key", "abc"]}}}},
+        {"rl": {"score": {"rewards": {"j": {"function": "judge", "arguments": {"key_variable": "sk-abc"}}}}}},
         {"data": {"source": ["https://host/x?X-Amz-Signature=abc"]}},
         {"store": "s3://me:abc@host/x"},
     ],
