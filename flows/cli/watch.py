@@ -50,7 +50,7 @@ def trends(
         if to is None:
             out.print(write_trends(Store(store), recipe), soft_wrap=True)
         else:
-            to.write_text(render(Store(store), recipe), errors="replace")
+            to.write_text(render(Store(store), recipe), encoding="utf-8", errors="replace")
             out.print(str(to), soft_wrap=True)
     except ValueError as e:
         raise usage_error(str(e)) from e
@@ -90,7 +90,7 @@ def metrics(
         return
     # A reader sees the old file or the new one.
     with whole_file(to) as partial:
-        partial.write_text(text)
+        partial.write_text(text, encoding="utf-8")
 
 
 def _line(event: dict[str, Any]) -> str:

@@ -222,7 +222,8 @@ def policy_title(label: str) -> str:
 def closing_table(evaluations: Mapping[str, Mapping[str, Any]]) -> Table:
     """The policies side by side, with intervals, the constant answer, and what an environment gives unlearnt."""
     first = next(iter(evaluations.values()))
-    table = Table(title=f"Held-out problems, {first['problems']}", title_justify="left")
+    judged = f"{first['problems'] - left_out} of " if (left_out := first.get("not_applicable")) else ""
+    table = Table(title=f"Held-out problems, {judged}{first['problems']}", title_justify="left")
     tops = [name for name in (f"pass_at_{first['samples']}", f"maj_at_{first['samples']}") if name in first]
     shown = [name.replace("_at_", "@") for name in tops]
     for column in ("policy", "score", "95 % interval", *shown, "cut off", "mean tokens"):

@@ -46,7 +46,7 @@ def append(store: Store, what: str, **fields: Any) -> str | None:
         name = f"{at.strftime('%Y%m%dT%H%M%S%f')}-{uuid.uuid4().hex[:8]}.json"
         create(store, store.join(FOLDER, name), json.dumps(event, indent=1, ensure_ascii=False, default=str).encode())
     except Exception as e:
-        return f"{store.join(FOLDER)} cannot be written ({type(e).__name__}: {e})"
+        return f"{store.address(FOLDER)} cannot be written ({type(e).__name__}: {e})"
     return None
 
 

@@ -55,6 +55,7 @@ def fit(ctx: Context, task: Task, params: Any, config: Fitted, frozen: Any = Non
     and `heldout_NAME` of what the task measures, after training and as `heldout_NAME_before` before it. Raises
     ValueError where there are no examples.
     """
+    from tuning import multihost
     from tuning.training.checkpoint import Checkpoints
 
     if not len(task.examples):
@@ -74,6 +75,8 @@ def fit(ctx: Context, task: Task, params: Any, config: Fitted, frozen: Any = Non
     if "tokens" in loop.last:
         # All that were trained on; the other metrics are those of the last step.
         metrics["tokens"] = float(sum(line.get("tokens", 0.0) for line in loop.lines))
+    # Of the process that wrote most.
+    metrics["checkpoint_bytes"] = max(multihost.gather(checkpoints.bytes_written))
     return loop.state[0], metrics | loop.heldout() | loop.meter.whole()
 
 

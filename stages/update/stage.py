@@ -61,7 +61,7 @@ def run(ctx: Context) -> dict[str, Any]:
         below = name_of(states.start_of(ctx.config, ctx.inputs["policy"]))
         save_adapter(ctx.out / ADAPTER, state.adapter, lora_config(ctx.config.lora), below)
     if _stores(ctx.config):
-        states.save(ctx, state)
+        metrics["checkpoint_bytes"] = states.save(ctx, state)
     states.remember_policy(ctx, state, "new")
     return metrics
 
@@ -137,7 +137,7 @@ def _coefficients(config: Config, parent: Artifact) -> Coefficients | None:
 
     if not states.continues(config, parent):
         return None
-    kept = json.loads(parent.local("policy.json").read_text())
+    kept = json.loads(parent.local("policy.json").read_bytes())
     names = {f.name for f in dataclasses.fields(Coefficients)}
     return Coefficients(**{n: kept[n] for n in names}) if names <= kept.keys() else None
 

@@ -26,6 +26,10 @@ from tests.support import RLHF
         "rl.score.rewards.j={function: judge, arguments: {Authorization: Bearer 1}}",
         "rl.score.rewards.j={function: judge, arguments: {key_variable: sk-123abc}}",
         "evaluate.judge_arguments.key_variable=hf_abc",
+        "rl.score.rewards.j={function: judge, arguments: {openai_api_key: sk-123456}}",
+        "rl.score.rewards.j={function: judge, arguments: {hf_token: hf_abc1234567}}",
+        "environment={name: guess, arguments: {service_auth: 0abc123456}}",
+        "rl.rollout.engine={kind: vllm, version: '1', command: [vllm, serve, --hf-token=hf_abc1234567]}",
         "evaluate.judge_arguments.secret_key=abc",
         "data.source_args.password=abc",
         "rl.rollout.engine={kind: vllm, version: '1', command: [vllm, serve], arguments: [--api-key, abc]}",
@@ -46,6 +50,13 @@ def test_names_that_only_sound_like_secrets_are_settings():
     )
     for name in ("token", "key", "tokenizer", "author"):
         load_recipe("smoke", sets=[f"data.source_args.{name}=abc"])
+    for pair in (
+        "eos_token=<|im_end|>",
+        "answer_key=solution",
+        "sort_key=column 12",
+        "judge_key_variable=OPENAI_API_KEY2",
+    ):
+        load_recipe("smoke", sets=[f"data.source_args.{pair}"])
 
 
 @pytest.mark.parametrize(
@@ -56,6 +67,7 @@ def test_names_that_only_sound_like_secrets_are_settings():
         {"rl": {"rollout": {"engine": {"kind": "vllm", "environment": {"HF_TOKEN": "abc"}}}}},
         {"rl": {"rollout": {"engine": {"kind": "vllm", "arguments": ["--api-key", "abc"]}}}},
         {"rl": {"score": {"rewards": {"j": {"function": "judge", "arguments": {"key_variable": "sk-abc"}}}}}},
+        {"environment": {"name": "guess", "arguments": {"hf_token": "hf_abc1234567"}}},
         {"data": {"source": ["https://host/x?X-Amz-Signature=abc"]}},
         {"store": "s3://me:abc@host/x"},
     ],

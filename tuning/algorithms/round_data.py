@@ -115,6 +115,15 @@ class RoundData:
         return dataclasses.replace(data, turns=Turns.from_rows(turns, trajectories, data.width))
 
     @property
+    def unfinished_N(self) -> np.ndarray:
+        """Truncated completions after which the episode would have continued, [N] (Pardo et al., arXiv:1712.00378).
+
+        A turn that its limit cut off may be the answer that ends the episode.
+        """
+        ended_N = None if self.turns is None else self.turns.ended_N
+        return self.truncated_N if ended_N is None else self.truncated_N & ~ended_N
+
+    @property
     def lengths_N(self) -> np.ndarray:
         """Tokens of each completion, [N]."""
         return np.asarray([len(c) for c in self.completions], np.int64)

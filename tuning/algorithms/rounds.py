@@ -324,7 +324,7 @@ class _Round:
         program = values_program(self.model, self.device.compute)
         after_N = np.zeros(len(self.keep_N), real())
         values = self.forward(program, critic.weights, "values", after_N)
-        judged = ppo.Judged(values, after_N, self.data.truncated_N)
+        judged = ppo.Judged(values, after_N, self.data.unfinished_N)
         advantages, returns = ppo.token_advantages(self.scored, judged, self.settings.critic, lam)
         advantages.clear(~self.signal_N)
         self.columns |= {"old_values": values, "returns": returns, "advantages": advantages}

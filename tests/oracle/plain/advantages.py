@@ -165,10 +165,13 @@ def gigpo(settings: Any, samples: Sequence[Sample]) -> list[np.ndarray]:
         r = [returns[m] for m in members]
         if not tied(r):
             of_turn |= dict(zip(members, _of_group(settings, r, [], []), strict=True))
+    # The authors' code has one score a step (`compute_mean_std_cross_steps`).
+    steps = [i for i, sample in enumerate(samples) for _ in sample.ends]
+    episodes = dict(zip(steps, of_completions(settings, [samples[i] for i in steps]), strict=True))
     found = []
-    for i, (sample, episode) in enumerate(zip(samples, of_completions(settings, samples), strict=True)):
+    for i, sample in enumerate(samples):
         of_tokens = [of_turn[i, u] for u in sample.turns or []]
-        found.append(episode + settings["step_advantage_w"] * np.asarray(of_tokens, np.float64))
+        found.append(episodes.get(i, 0.0) + settings["step_advantage_w"] * np.asarray(of_tokens, np.float64))
     return found
 
 

@@ -52,6 +52,8 @@ def test_the_loss_on_examples_kept_out_is_measured_before_between_and_after(base
     # The same model before its first step, on as many tokens of the same kind.
     assert metrics["heldout_loss_before"] == pytest.approx(lines[0]["loss"], rel=0.05)
     assert metrics["examples"] == 16
+    # Three checkpoints of parameters and two moments.
+    assert metrics["checkpoint_bytes"] > 3 * 3 * 4 * 50_000
     # While the first one was measured.
     assert compiled("single", "int32[2,64]") == ["compile"]
 
