@@ -37,11 +37,10 @@ def undecided(config: Config, number: int, outputs: str) -> str:
 def rows_by_source(sources: Sequence[Mapping[str, Any]]) -> list[str]:
     """A table in lines, of the metric `sources`: the rows that each source gives to each output."""
     outputs = list(dict.fromkeys(output for source in sources for output in source["rows"]))
-    table = [["rows by source", *outputs]]
-    table += [[source["source"], *(str(source["rows"].get(output, 0)) for output in outputs)] for source in sources]
+    rows = [[source["source"], *(str(source["rows"].get(output, 0)) for output in outputs)] for source in sources]
+    table = [["rows by source", *outputs], *rows]
     widths = [max(map(len, column)) for column in zip(*table, strict=True)]
-    lines = [[cell.rjust(width) for cell, width in zip(row, widths, strict=True)] for row in table]
-    return ["  ".join([name.ljust(widths[0]), *cells]) for (name, *_), (_, *cells) in zip(table, lines, strict=True)]
+    return ["  ".join(map(str.ljust, row, widths)).rstrip() for row in table]
 
 
 def _why(reason: str, config: Config) -> str:
@@ -68,15 +67,11 @@ def advice(split: str, config: Config, fates: Fates) -> str:
     # Where records are left, the settings decide which split takes them.
     if not fates.kept and fates.dropped.total() > fates.dropped[UNWANTED]:
         return "every record was dropped, for the reasons below."
-    if split == "heldout" and not fates.drawn and any(source.fields.get("split") for source in config.all_sources()):
-        return (
-            "no record is drawn for it, because each names its `split`: give a source `for: [sft]`, or another output, "
-            "in place of fields.split, or add a source with `for: [heldout]`."
-        )
     if split == "heldout":
         return (
-            f"heldout_fraction is {config.heldout_fraction}; raise it, or mark records with split 'heldout'. Plain "
-            "texts are no problems and cannot be among them: SFT keeps a share of its own, and splits are said (below)."
+            f"heldout_fraction is {config.heldout_fraction} of {fates.drawn} records that name no split; raise it, mark "
+            "records with split 'heldout', or add heldout to the `for` of a source. Plain texts are no problems and "
+            "cannot be among them: SFT keeps a share of its own, and splits are said (below)."
         )
     if split == "sft":
         return f"it needs records with a completion, and sft_fraction is {config.sft_fraction}."

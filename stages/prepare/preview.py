@@ -1,4 +1,4 @@
-"""A look at the first records of each source before a run: `prepare` finds the same faults once the base is made."""
+"""A look at the first record of each source before a run: `prepare` finds the same faults once the base is made."""
 
 from __future__ import annotations
 
@@ -9,12 +9,9 @@ from collections.abc import Iterator
 from stages.prepare.lost import undecided
 from stages.prepare.settings import Config
 
-FIRST = 100
-"""Records that are read of a source's first file."""
-
 
 def faults(config: Config) -> Iterator[str]:
-    """A sentence for each source of files of which no record can be used, or that has to state its use and does not."""
+    """A sentence for each source of files whose first record cannot be used, or could be by several outputs."""
     from tuning.data import files, tasks
     from tuning.data.fields import Mapper
     from tuning.data.records import RecordError, parse_line, usable
@@ -23,23 +20,16 @@ def faults(config: Config) -> Iterator[str]:
     for number, source in enumerate(sources):
         if source.source in tasks.NAMES or not files.is_files(source.source):
             continue
-        mapper, wrong, fits = Mapper(source.rename, source.fields), list[str](), dict[str, int]()
-        records = 0
         # A file that cannot be read ends `prepare`, with its name.
         with contextlib.suppress(OSError, EOFError, ValueError, ImportError):
-            file = files.expand(source.source)[0]
-            lines = files.records_of(file)
-            for records, line in enumerate(itertools.islice(filter(bytes.strip, lines), FIRST), start=1):
+            file, mapper = files.expand(source.source)[0], Mapper(source.rename, source.fields)
+            for line in itertools.islice(filter(bytes.strip, files.records_of(file)), 1):
+                settings = mapper, config.extra_fields, source.layout, file.kind == "csv"
                 try:
-                    settings = mapper, config.extra_fields, source.layout, file.kind == "csv"
-                    record = parse_line(line, file.label, records, *settings)
+                    record = parse_line(line, file.label, 1, *settings)
                 except RecordError as error:
-                    wrong.append(str(error))
+                    yield f"the first record of {source.source} cannot be used: {error}"
                     continue
-                outputs = [output for output in usable(record) if output in config.splits]
-                if record.split is None and len(outputs) > 1:
-                    fits[", ".join(outputs)] = 1
-        if wrong and len(wrong) == records:
-            yield f"none of the first {records} records of {source.source} can be used: {wrong[0]}"
-        elif fits and source.uses is None and len(sources) > 1:
-            yield undecided(config, number, next(iter(fits)))
+                fits = [output for output in usable(record) if output in config.splits]
+                if len(sources) > 1 and source.uses is None and record.split is None and len(fits) > 1:
+                    yield undecided(config, number, ", ".join(fits))

@@ -51,11 +51,9 @@ class DataSource(StageConfig):
     uses: Annotated[list[Split], Field(min_length=1)] | None = Field(
         default=None, validation_alias="for", serialization_alias="for"
     )
-        None, validation_alias="for", serialization_alias="for"
-    )
-    """Outputs that its records are for, such as [sft] or [prompts, heldout]. All records of a source for [heldout] are
-    held out; of others the share `heldout_fraction`, as evaluation problems if they are for prompts. Of several
-    sources each states it, unless its records fit one output of training alone; null: each that they fit."""
+    """Outputs that its records are for, such as [sft] or [prompts]. Evaluation problems are the held-out share of
+    sources for prompts or heldout, and all records of a source for [heldout]. Each of several sources states it, unless
+    its records fit one output of training alone; null: each that they fit."""
 
     @model_validator(mode="after")
     def _readable(self) -> DataSource:
@@ -185,15 +183,6 @@ class Config(StageConfig):
             layout=self.layout,
         )
         return self.sources or [single]
-
-    def uses(self) -> list[tuple[Split, ...] | None]:
-        """The outputs that each source is for. Sources for prompts have the evaluation problems, if there are any."""
-        stated = [source.uses for source in self.all_sources()]
-        problems = any(uses is None or {"prompts", "heldout"} & set(uses) for uses in stated)
-        return [
-            None if uses is None else (*uses, "heldout") if "prompts" in uses or not problems else tuple(uses)
-            for uses in stated
-        ]
 
     @property
     def on_cluster(self) -> bool:

@@ -183,8 +183,8 @@ def _planned(ctx: Context) -> tuple[list[Part], Plan, str]:
         tokenizer=tokenizer,
         splits=tuple(config.splits),
         sources=tuple(
-            blocks.SourcePlan(s.rename, s.fields, s.layout, s.weight, uses)
-            for s, uses in zip(config.all_sources(), config.uses(), strict=True)
+            blocks.SourcePlan(s.rename, s.fields, s.layout, s.weight, s.uses and tuple(s.uses))
+            for s in config.all_sources()
         ),
         system_prompt=config.system_prompt,
         extra_fields=config.extra_fields,

@@ -40,7 +40,7 @@ def test_a_plan_names_a_source_that_has_to_state_its_use_and_a_column_that_is_no
     assert "data.sources.0 " in done.stderr and "can be used for sft, prompts" in done.stderr
     done = plan(sources("qestion", **{"for": ["sft"]}), store)
     assert "data.sources.0 " not in done.stderr
-    assert "none of the first 3 records of" in done.stderr and "nothing at `qestion`" in done.stderr
+    assert "the first record of " in done.stderr and "nothing at `qestion`" in done.stderr
     assert not of_recipe(load_recipe("smoke", sets=[sources(**{"for": ["sft"]})]))
 
 
@@ -74,4 +74,4 @@ def test_settings_of_a_source_are_listed_by_the_names_that_a_recipe_has_and_no_m
     assert hint(["data", "sources", "0", "fro"]) == "did you mean for?"
     assert not {"round", "first"} & set(fields_at(["rl", "rollout"]))
     shown = CliRunner().invoke(app, ["settings", "data.sources"]).stdout
-    assert "data.sources.*.for: " in shown and "[prompts, heldout]" in shown and "uses:" not in shown
+    assert "data.sources.*.for: " in shown and "such as [sft] or [prompts]" in shown and "uses:" not in shown

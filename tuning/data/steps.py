@@ -58,7 +58,7 @@ def splits_of(record: Record, plan: Plan, uses: Sequence[str] | None = None) -> 
         return [split for split in planned if split in own]
     measured = plan.splits if uses == ("heldout",) else own
     more = [f"heldout_{output}" for output in fits if output != "prompts" and output in measured]
-    return ["heldout"] * ("heldout" in own) + more if "heldout" in plan.splits else []
+    return ["heldout"] * bool({"prompts", "heldout"} & set(uses or own)) + more if "heldout" in plan.splits else []
 
 
 def validate(plan: Plan) -> Step:
