@@ -183,7 +183,7 @@ def _planned(ctx: Context) -> tuple[list[Part], Plan, str]:
         tokenizer=tokenizer,
         splits=tuple(config.splits),
         sources=tuple(
-            blocks.SourcePlan(s.rename, s.fields, s.layout, s.weight, s.uses and tuple(s.uses))
+            blocks.SourcePlan(s.rename, s.fields, s.layout, s.weight, tuple(s.uses) if s.uses else None)
             for s in config.all_sources()
         ),
         system_prompt=config.system_prompt,
