@@ -117,11 +117,11 @@ def test_a_split_that_a_comparison_cannot_judge_is_an_error_before_training(spli
     sets = ["rl.score.rewards.exact.function=number_match", "evaluate.judge=math_equal"]
     recipe = load_recipe("smoke", sets=sets)
     rows = {"prompts": 8, "heldout": 4}
-    metrics = {"columns": {"prompts": [], "heldout": []}, "rows": rows, "answered": rows}
+    metrics = {"columns": {"prompts": [], "heldout": []}, "rows": rows, "unanswered": dict.fromkeys(rows, 0)}
     check_columns(recipe, metrics, ["score", "evaluate"])
-    none = metrics | {"answered": rows | {split: 0}}
+    none = metrics | {"unanswered": {split: rows[split]}}
     with pytest.raises(
-        RecipeError, match=f"{place}.*_(match|equal) reads answers, and none of the . rows of {split} has"
+        RecipeError, match=rf"{place}.*_(match|equal) compares with `answer`, which (.) of \2 rows of {split} do not"
     ):
         check_columns(recipe, none, ["score", "evaluate"])
     # What is there already is not asked.

@@ -80,24 +80,37 @@ class Coefficients:
     kl_scale: float = 1.0
     """Factor on the weights of the KL, in the loss and in the reward."""
     entropy_coef: float = 0.0
+    entropy_bonus: bool = True
+    """Whether the entropy bonus is in the loss: with a target, whether the last round's entropy was not above it."""
+
+    @classmethod
+    def start(cls, objective: Objective) -> Coefficients:
+        """Of the first round; its entropy is unknown, so with a target it has no bonus."""
+        return cls(1.0, objective.entropy_coef, objective.entropy_target is None)
+
+    @property
+    def entropy_weight(self) -> float:
+        """Weight of the entropy bonus in the loss."""
+        return self.entropy_coef * self.entropy_bonus
 
     def scalars(self) -> dict[str, Any]:
         """By name, for a batch: as constants of the program each new value would compile it again."""
-        return {name: real().type(value) for name, value in dataclasses.asdict(self).items()}
+        values = {"kl_scale": self.kl_scale, "entropy_coef": self.entropy_weight}
+        return {name: real().type(value) for name, value in values.items()}
 
     def adapted(self, objective: Objective, settings: Any) -> dict[str, float]:
         """Those that adapt, by name, as metrics."""
         scale = {} if settings.kl_target is None else {"kl_scale": self.kl_scale}
-        return scale | ({} if objective.entropy_target is None else {"entropy_coef": self.entropy_coef})
+        return scale | ({} if objective.entropy_target is None else {"entropy_coef": self.entropy_weight})
 
     def next(self, objective: Objective, settings: Any, metrics: Mapping[str, Any]) -> Coefficients:
         """The coefficients of the next round, from this one's metrics and the settings `kl_target`, `kl_horizon` and
         `entropy_step`.
 
         KL: Ziegler et al., arXiv:1909.08593, in completions. Entropy: a step up below the target and a step down above
-        it, never below 0 (Skywork-OR1, arXiv:2505.22312).
+        it, never below 0; no bonus above it (Skywork-OR1, arXiv:2505.22312, alpha_k = c_k 1[entropy <= target]).
         """
-        scale, entropy = self.kl_scale, self.entropy_coef
+        scale, entropy, bonus = self.kl_scale, self.entropy_coef, self.entropy_bonus
         if settings.kl_target is not None and "kl" in metrics:
             scale = adaptive_kl_coef(
                 scale,
@@ -110,4 +123,5 @@ class Coefficients:
             # A fixed step up or down, as the paper has it: no gain to tune.
             below = metrics["entropy"] < objective.entropy_target
             entropy = max(0.0, entropy + (settings.entropy_step if below else -settings.entropy_step))
-        return Coefficients(scale, entropy)
+            bonus = metrics["entropy"] <= objective.entropy_target
+        return Coefficients(scale, entropy, bonus)

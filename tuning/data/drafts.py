@@ -12,8 +12,8 @@ from jinja2 import TemplateError
 
 from tuning.data.blocks import Block, Counts, Draft, Plan, Step, tokenizer_of
 from tuning.data.conversations import ConversationError, conversation_ids, render_prompt
-from tuning.data.kinds import canonical_json
-from tuning.data.records import Message, Record, digest
+from tuning.data.kinds import canonical_json, digest
+from tuning.data.records import Message, Record
 from tuning.models.tokenizer import begins_with_bos, turn_end
 
 

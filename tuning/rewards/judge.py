@@ -12,6 +12,7 @@ import urllib.request
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from tuning.allowed import NotAllowed, check_key
 from tuning.retries import BUSY, pause, retried
 from tuning.rewards.failures import Outage, Refusal, kind_of
 
@@ -29,6 +30,16 @@ FIRST_PAUSE_SECONDS = 0.5
 _VERDICT = re.compile(r"(-?\d+(?:\.\d+)?)(?:[^\w.]*(?:/|out of|of)[^\w.]*(\d+(?:\.\d+)?))?")
 # Such a last line says nothing but a number.
 _ALONE = re.compile(r"[^\w\n]*\d+(?:\.\d+)?[^\w\n]*")
+
+
+class _NoRedirects(urllib.request.HTTPRedirectHandler):
+    """A redirect would send the key to another place, and turns a POST into a GET."""
+
+    def redirect_request(self, *_: Any) -> None:
+        return None
+
+
+_opener = urllib.request.build_opener(_NoRedirects)
 
 
 class JudgeFailed(RuntimeError):
@@ -63,11 +74,17 @@ def judge(
     server refuses as such (400), which is the sample's failure; Outage for a server that cannot be reached, stays busy
     or silent, or does not know the key; Refusal for another error status.
     """
+    key = os.environ.get(key_variable)
+    if key:
+        try:
+            check_key(key_variable, url)
+        except NotAllowed as error:
+            raise Outage(str(error)) from error
     verdicts = []
     for prompt, text, gold in zip(prompts, completions, answer, strict=True):
         reference = "" if gold is None else f"\nReference answer:\n{gold}\n"
         question = template.format(prompt=prompt, completion=text, reference=reference, low=low, high=high)
-        reply = _ask(url, model, question, os.environ.get(key_variable), retries, timeout)
+        reply = _ask(url, model, question, key, retries, timeout)
         verdicts.append((_number(reply, low, high) - low) / (high - low))
     return verdicts
 
@@ -100,7 +117,7 @@ def _ask(url: str, model: str, text: str, key: str | None, retries: int, timeout
     request = urllib.request.Request(f"{url.rstrip('/')}/chat/completions", json.dumps(body).encode(), headers)
 
     def reply() -> Any:
-        with urllib.request.urlopen(request, timeout=timeout) as response:
+        with _opener.open(request, timeout=timeout) as response:
             return json.load(response)
 
     try:

@@ -103,7 +103,7 @@ class Written:
         """One text for all forms of the number: 7, 7.0 and 14/2 have the same; None without a value."""
         if not self.readings:
             return None
-        value = self.readings[0] * max(self.scale, 1)
+        value = self.readings[0] * max(self.scale, Fraction(1))
         try:
             text = repr(float(value))
             exact = Fraction(text) == value

@@ -8,8 +8,11 @@ import subprocess
 import threading
 import time
 import urllib.error
+from decimal import Decimal
+from fractions import Fraction
 from pathlib import Path
 
+import numpy as np
 import psutil
 import pytest
 
@@ -95,6 +98,34 @@ def test_what_a_sample_does_to_its_call_costs_that_sample():
     assert {t: o.failure for t, o in found.items() if o.failure} == reasons
     assert not any(o.is_outage for o in found.values())
     assert (found["x"].value, found["none"].value, found["y"].value) == (0.5, None, 0.5)
+
+
+def returns(prompts, completions, value, **_):
+    return value
+
+
+@pytest.mark.parametrize(
+    "value", ["11", b"11", {0.5: 1, 1.0: 2}, {0.5, 1.0}, ["1.0", 1.0], [b"1", 1.0], [1.0, [0.5, 0.2]], [{}, 1.0]]
+)
+def test_a_reward_is_a_number_and_no_text_with_digits_nor_the_keys_of_a_mapping(value):
+    found = Call(f"{__name__}:returns", {"value": value}, samples("a", "b")).make()
+    assert all(o.value is None and o.failure.startswith("TypeError: the function returned") for o in found)
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        (1, 0),
+        [True, False],
+        np.asarray([1, 0]),
+        [np.float32(1), np.int64(0)],
+        [Fraction(1), Decimal(0)],
+        iter([1.0, 0]),
+    ],
+)
+def test_rewards_are_numbers_of_any_type_in_any_sequence(value):
+    found = Call(f"{__name__}:returns", {"value": value}, samples("a", "b")).make()
+    assert [(o.value, o.failure) for o in found] == [(1.0, None), (0.0, None)]
 
 
 def test_an_outage_is_no_verdict_and_the_others_are_scored():
