@@ -35,7 +35,7 @@ HIDDEN = (types.FunctionType, types.MethodType, types.ModuleType, types.Generato
 OPERATIONS: dict[str, Callable[..., Any]] = {
     **{
         "call": lambda target, *args, **named: target(*args, **named),
-        "isinstance": lambda kind, one: isinstance(one, kind),
+        "__instancecheck__": lambda kind, one: isinstance(one, kind),
     },
     **{function.__name__: function for function in (bool, iter, len, next, str, getattr, setattr)},
 }
@@ -77,8 +77,7 @@ def _operator(name: str) -> Any:
 
 for _name in ("bool", "iter", "len", "next", "str", "setattr"):
     setattr(Proxy, f"__{_name}__", _operation(_name))
-Proxy.__instancecheck__ = _operation("isinstance")  # type: ignore[attr-defined]
-for _name in ("__getitem__", "__setitem__", "__delitem__", "__enter__", "__exit__"):
+for _name in ("__instancecheck__", "__getitem__", "__setitem__", "__delitem__", "__enter__", "__exit__"):
     setattr(Proxy, _name, _operation(_name))
 for _name in OPERATORS:
     setattr(Proxy, f"__{_name}__", _operator(f"__{_name}__"))
