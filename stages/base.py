@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import re
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -55,7 +56,8 @@ def locate(source: str) -> Path | None:
         path = Path(source).expanduser()
     if not path.exists():
         random = "; the random model is random:tiny" if source.startswith("random") else ""
-        raise SourceMissing(f"base.source: {path} does not exist{random}")
+        hub = f"; on the Hugging Face Hub it is hub:{source}" if re.fullmatch(r"\w[\w.-]*/[\w.-]+", source) else ""
+        raise SourceMissing(f"base.source: {path} does not exist{random}{hub}")
     return path
 
 

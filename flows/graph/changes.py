@@ -90,7 +90,7 @@ def _nearest(
         if "digest" not in entry or entry["key"] in keys or len(keys) == MOST_COMPARED:
             continue
         keys.add(entry["key"])
-        artifact = store.get(node.stage, entry["key"], repair=False)
+        artifact = store.get(node.stage, entry["key"])
         if artifact is not None:
             lines = differences(*_moves_left_out(artifact.manifest["key_parts"], parts))
             other = record["recipe"]["name"] != recipe

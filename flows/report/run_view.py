@@ -114,7 +114,7 @@ class RunView:
             if entry and entry["state"] in ("hit", "made"):
                 with contextlib.suppress(ArtifactError, OSError):
                     # By digest: another run may have made the key anew since.
-                    found = self.store.with_digest(entry["stage"], entry["key"], entry["digest"], repair=False)
+                    found = self.store.with_digest(entry["stage"], entry["key"], entry["digest"])
             self._artifacts[name] = found
         return self._artifacts[name]
 

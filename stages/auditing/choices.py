@@ -50,7 +50,7 @@ def _input(run: AuditedRun, choice: Artifact, role: str) -> Artifact | None:
     source = choice.manifest["inputs"].get(role)
     if source is None:
         return None
-    return run.store.with_digest(source["stage"], source["key"], source["digest"], repair=False)
+    return run.store.with_digest(source["stage"], source["key"], source["digest"])
 
 
 def _value(evaluation: Artifact, metric: str) -> float:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from stages.prepare.settings import Config
@@ -23,6 +23,24 @@ def losses(config: Config, records: Mapping[str, int], fates: Fates, receipts: I
     if first is not None:
         parts.append(f"{records['dead']} dead ({first})")
     return "; ".join(parts)
+
+
+def undecided(config: Config, number: int, outputs: str) -> str:
+    """The error of a source whose records several outputs could use."""
+    source, last = config.all_sources()[number].source, outputs.rpartition(", ")[2]
+    return (
+        f"data.sources.{number} ({source}): its records can be used for {outputs}, and each of several sources states "
+        f"its use: add `for: [{last}]`, or `for: [{outputs}]` for all of them"
+    )
+
+
+def rows_by_source(sources: Sequence[Mapping[str, Any]]) -> list[str]:
+    """A table in lines, of the metric `sources`: the rows that each source gives to each output."""
+    outputs = list(dict.fromkeys(output for source in sources for output in source["rows"]))
+    rows = [[source["source"], *(str(source["rows"].get(output, 0)) for output in outputs)] for source in sources]
+    table = [["rows by source", *outputs], *rows]
+    widths = [max(map(len, column)) for column in zip(*table, strict=True)]
+    return ["  ".join(map(str.ljust, row, widths)).rstrip() for row in table]
 
 
 def _why(reason: str, config: Config) -> str:
@@ -51,8 +69,9 @@ def advice(split: str, config: Config, fates: Fates) -> str:
         return "every record was dropped, for the reasons below."
     if split == "heldout":
         return (
-            f"heldout_fraction is {config.heldout_fraction}; raise it, or mark records with split 'heldout'. Plain "
-            "texts are no problems and cannot be among them: SFT keeps a share of its own, and splits are said (below)."
+            f"heldout_fraction is {config.heldout_fraction} of {fates.drawn} records that name no split; raise it, "
+            "mark records with split 'heldout', or add heldout to the `for` of a source. Plain texts are no problems "
+            "and cannot be among them: SFT keeps a share of its own, and splits are said (below)."
         )
     if split == "sft":
         return f"it needs records with a completion, and sft_fraction is {config.sft_fraction}."

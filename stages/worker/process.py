@@ -253,7 +253,7 @@ def _context(
 
 
 def _begin(request: Request) -> None:
-    """A line of the log that says what is made from here on (`rlhf logs --node`)."""
+    """A line of the log that says what is made from here on (`rlhf logs --node NODE`)."""
     now = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
     with contextlib.suppress(OSError):
         # The log's disk may be full: that fails no stage.

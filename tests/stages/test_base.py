@@ -30,6 +30,14 @@ def test_a_hub_model_is_its_snapshot_of_that_revision(tmp_path, monkeypatch):
     assert calls[1][1]["revision"] is None
 
 
+def test_a_name_of_the_hub_without_its_prefix_is_told_with_it(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(SourceMissing, match=r"HuggingFaceTB/Smol-1 does not exist; .* is hub:HuggingFaceTB/Smol-1$"):
+        locate("HuggingFaceTB/Smol-1")
+    with pytest.raises(SourceMissing, match=r"\./a/b does not exist$|a/b does not exist$"):
+        locate("./a/b")
+
+
 @pytest.mark.parametrize("name", ["org/no-such-model", "not//a-name"])
 def test_without_the_hub_the_error_says_what_to_do(name, tmp_path, monkeypatch):
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)

@@ -54,18 +54,22 @@ def mismatch_means(sums: Mapping[str, float]) -> dict[str, float]:
 
 
 def pass_histogram(totals_N: np.ndarray, groups_N: np.ndarray, valid_N: np.ndarray, bins: int = 5) -> list[int]:
-    """Prompts by the share of their completions whose total is above the round's midpoint of totals."""
+    """Prompts by the share of their completions that are right: whose total is above the middle of the round's totals.
+
+    The middle is that of the 5 % and 95 % quantiles, which rare penalties and bonuses do not move. If these are equal,
+    as in a round that is all right or all wrong, a total is right that is above 0 and not below them.
+    """
     counts = [0] * bins
     totals = totals_N[valid_N]
     if not len(totals):
         return counts
-    # The midpoint: rewards need not be 0 and 1.
-    middle = (totals.min() + totals.max()) / 2
-    for group in np.unique(groups_N):
-        totals_of_group = totals_N[(groups_N == group) & valid_N]
-        if len(totals_of_group):
-            # A share of 1 belongs to the last bin.
-            counts[min(bins - 1, int((totals_of_group > middle).mean() * bins))] += 1
+    # Rewards need not be 0 and 1.
+    low, high = np.quantile(totals, [0.05, 0.95], method="nearest")
+    right_N = totals_N > (low + high) / 2 if low < high else (totals_N >= high) & (totals_N > 0)
+    for group in np.unique(groups_N[valid_N]):
+        share = right_N[(groups_N == group) & valid_N].mean()
+        # A share of 1 belongs to the last bin.
+        counts[min(bins - 1, int(share * bins))] += 1
     return counts
 
 

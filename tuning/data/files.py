@@ -319,6 +319,11 @@ def _pylist(batch: pa.RecordBatch) -> list[dict[str, Any]]:
     return batch.to_pylist(maps_as_pydicts="strict")
 
 
+def records_of(file: DataFile) -> Iterator[bytes]:
+    """JSON of each record of a file, from the first on; a line that holds none is empty or white space."""
+    return _PIECES[file.kind](file)
+
+
 def row_bytes(row: dict[str, Any]) -> bytes:
     """JSON of a row. Bytes are text in UTF-8; dates, times, decimals and UUIDs, which JSON does not have, become text.
 

@@ -8,6 +8,8 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from tuning.texts import normal
+
 
 def is_list_of_objects(value: Any) -> bool:
     """Whether the value is a list of one or more objects."""
@@ -39,6 +41,12 @@ def opening(messages: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
     turns = [message for message in messages if message["role"] != "system"]
     first = next((i for i, message in enumerate(turns) if message["role"] == "assistant"), len(turns))
     return turns[:first] or turns
+
+
+def comparable(message: Mapping[str, Any]) -> dict[str, Any]:
+    """A message with its content in the form in which texts are compared."""
+    content = message.get("content")
+    return {**message, "content": normal(content)} if isinstance(content, str) else dict(message)
 
 
 # `json.dumps` with these settings builds an encoder at each call, which is noticeable on millions of records.

@@ -33,9 +33,10 @@ from typing import Any
 
 from tuning.data import layouts
 from tuning.data.fields import Mapper
-from tuning.data.kinds import canonical_json, digest, is_finite, is_list_of_objects, kind_of, opening
+from tuning.data.kinds import canonical_json, comparable, digest, is_finite, is_list_of_objects, kind_of, opening
 from tuning.names import closest
 from tuning.rows import PROMPT_GROUP
+from tuning.texts import normal
 
 SPLITS = ("sft", "preference", "labelled", "prompts", "heldout")
 ROLES = ("system", "user", "assistant", "tool")
@@ -99,6 +100,19 @@ class Record:
         if len(self.prompt) == 1 and self.prompt[0]["role"] == "user":
             return self.prompt[0]["content"]
         return "\n".join(f"{message['role']}: {message['content']}" for message in self.prompt)
+
+
+def usable(record: Record) -> list[str]:
+    """The outputs of training whose fields the record has."""
+    if record.text is not None:
+        return ["sft"]
+    fits = {
+        "sft": record.completion is not None and record.label is not False,
+        "preference": bool(record.rejected),
+        "labelled": record.label is not None,
+        "prompts": True,
+    }
+    return [output for output, has in fits.items() if has]
 
 
 def parse_line(
@@ -188,7 +202,7 @@ class _Parser:
             "metadata": metadata,
         }
         text = self.canonical(content)
-        beginning: Any = opening(prompt) if document is None else document
+        beginning: Any = [comparable(m) for m in opening(prompt)] if document is None else normal(document)
         return Record(
             id=self.optional_text("id", values) or digest(text),
             content=digest(text),

@@ -17,13 +17,11 @@ from typing import Any
 import ray
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-from tuning.allowed import PASS, VARIABLE
+from tuning.allowed import RULES
 from tuning.parallel.local import STOP_SECONDS, Deliver, Local
 
 RUNTIME_ENVIRONMENT = "RLHF_CLUSTER_RUNTIME_ENV"
 """The environment variable with Ray's `runtime_env` of the actors, as JSON."""
-RULES = (VARIABLE, PASS)
-"""Environment variables whose values hold on all nodes."""
 WAIT_SECONDS = 5.0
 """Longest time of one call that waits for messages of a node."""
 
@@ -66,7 +64,6 @@ class Node:
             "scheduling_strategy": NodeAffinitySchedulingStrategy(node["NodeID"], soft=False),
         }
         runtime = json.loads(os.environ.get(RUNTIME_ENVIRONMENT, "{}"))
-        # Which code a recipe may name, and which variables of a node its children get, holds there too.
         rules = {name: os.environ[name] for name in RULES if name in os.environ}
         if rules:
             runtime["env_vars"] = {**runtime.get("env_vars", {}), **rules}
