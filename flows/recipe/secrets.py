@@ -18,14 +18,41 @@ NAMES = re.compile(
     re.IGNORECASE,
 )
 """Names that say of a text that it is secret. A bare `token` or `key` may be anything."""
+VARIABLE = r"[A-Z_][A-Z0-9_]*"
+"""What `key_variable` names. Anything else there is the key itself, which is the commonest slip."""
+_TEXT = r"(?i)://[^/@\s]*@|[?&]([\w.-]*(signature|token|secret|passw|credential|api[-_]?key|accesskey)[\w.-]*|sig|auth|key)="
+"""Texts with user and password or with a signature in a URL, as `stages.store.keys.without_userinfo` removes them."""
 DRAWN = re.compile(r"(?=.*[0-9])(?=.*[A-Za-z])[\w.+/=-]{8,}")
 """Texts that may be a key: letters and digits without spaces. A token of a vocabulary is not."""
+
+
+def without_secrets(place: str) -> dict[str, Any]:
+    """A JSON schema that refuses secrets at any depth, which Prefect would store and show with a run's parameters.
+
+    place: the JSON pointer of the schema in its document.
+    """
+    names = NAMES.pattern.replace("_", "[-_]")
+    # Pydantic looks up each `$ref` among its own definitions.
+    engine = {"properties": {"environment": {"maxProperties": 0}}}
+    may_be = r"(?i)^(?!.*_variable$).*[-_](token|secret|passw(or)?d|credentials?|key|auth)([-_]|$)"
+    return {
+        "not": {"type": "string", "pattern": rf"{_TEXT}|^--?({names})(=|$)"},
+        "propertyNames": {"not": {"pattern": f"(?i)^({names})$"}},
+        "additionalProperties": {"$dynamicRef": place},
+        "items": {"$dynamicRef": place},
+        "allOf": [
+            {"properties": {"engine": engine, "key_variable": {"pattern": f"^{VARIABLE}$"}}},
+            {"patternProperties": {may_be: {"not": {"type": "string", "pattern": f"^{DRAWN.pattern}$"}}}},
+        ],
+    }
 
 
 def _is_secret(name: str, value: str) -> bool:
     """Whether a text under a name is a secret: by the name alone, or if a name such as hf_token has a drawn text."""
     name = name.replace("-", "_")
     variable = name.lower().endswith("_variable") or "_" not in name
+    if name == "key_variable" and not re.fullmatch(VARIABLE, value):
+        return True
     drawn = not variable and is_secret(name) and DRAWN.fullmatch(value) is not None
     return NAMES.fullmatch(name) is not None or drawn
 

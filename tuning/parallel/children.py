@@ -10,8 +10,8 @@ import sys
 from collections.abc import Collection, Iterator
 from pathlib import Path
 
-PASS = "RLHF_PASS_VARIABLES"
-"""Names, separated by commas, of further environment variables that children get."""
+from tuning.allowed import PASS
+
 _NAMES = {
     *("PATH", "HOME", "USER", "LOGNAME", "SHELL", "LANG", "LANGUAGE", "TZ", "TMPDIR", "LD_LIBRARY_PATH", "VIRTUAL_ENV"),
     *("PYTHONPATH", "PYTHONDONTWRITEBYTECODE", "CUDA_VISIBLE_DEVICES", "SSL_CERT_FILE", "SSL_CERT_DIR"),
