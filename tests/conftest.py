@@ -18,6 +18,7 @@ from typing import Any
 
 import pytest
 
+from tests.sockets import LISTENERS, listeners
 from tests.support import QUICK, RLHF
 
 os.environ.setdefault("XLA_FLAGS", QUICK)

@@ -15,7 +15,7 @@ server = socket.create_server(("", 0), family=socket.{family})
 datagrams = socket.socket(socket.{family}, socket.SOCK_DGRAM)
 datagrams.bind(("", 0))
 print("listening", flush=True)
-time.sleep(2)
+time.sleep(1)
 """
 
 
