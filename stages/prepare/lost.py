@@ -69,9 +69,9 @@ def advice(split: str, config: Config, fates: Fates) -> str:
         return "every record was dropped, for the reasons below."
     if split == "heldout":
         return (
-            f"heldout_fraction is {config.heldout_fraction} of {fates.drawn} records that name no split; raise it, mark "
-            "records with split 'heldout', or add heldout to the `for` of a source. Plain texts are no problems and "
-            "cannot be among them: SFT keeps a share of its own, and splits are said (below)."
+            f"heldout_fraction is {config.heldout_fraction} of {fates.drawn} records that name no split; raise it, "
+            "mark records with split 'heldout', or add heldout to the `for` of a source. Plain texts are no problems "
+            "and cannot be among them: SFT keeps a share of its own, and splits are said (below)."
         )
     if split == "sft":
         return f"it needs records with a completion, and sft_fraction is {config.sft_fraction}."

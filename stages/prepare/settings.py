@@ -18,7 +18,7 @@ Layout = Literal[
     "verifiable", "text",
 ]
 # fmt: on
-Verifier = Literal["number_match", "math_equal", "code_passes"]
+Verifier = Literal["exact_match", "number_match", "math_equal", "code_passes"]
 Scalar = str | int | float | bool | None
 
 
@@ -48,9 +48,7 @@ class DataSource(StageConfig):
     """Layout of the records, which those of another one fail; auto goes by the fields of each."""
     weight: Annotated[float, Field(ge=0, le=100)] = 1.0
     """How often each training record is used: 0.5 takes half of them, by a hash; 2 takes each twice."""
-    uses: Annotated[list[Split], Field(min_length=1)] | None = Field(
-        default=None, validation_alias="for", serialization_alias="for"
-    )
+    uses: Annotated[list[Split], Field(min_length=1)] | None = Field(default=None, alias="for")
     """Outputs that its records are for, such as [sft] or [prompts]. Evaluation problems are the held-out share of
     sources for prompts or heldout, and all records of a source for [heldout]. Each of several sources states it, unless
     its records fit one output of training alone; null: each that they fit."""

@@ -183,7 +183,7 @@ def _planned(ctx: Context) -> tuple[list[Part], Plan, str]:
         tokenizer=tokenizer,
         splits=tuple(config.splits),
         sources=tuple(
-            blocks.SourcePlan(s.rename, s.fields, s.layout, s.weight, s.uses and tuple(s.uses))
+            blocks.SourcePlan(s.rename, s.fields, s.layout, s.weight, tuple(s.uses) if s.uses else None)
             for s in config.all_sources()
         ),
         system_prompt=config.system_prompt,
@@ -375,9 +375,11 @@ def _prompts(out: Path, name: str) -> Iterator[tuple[dict[str, Any], set[Hashabl
 
 
 def _unanswered(out: Path, output: str) -> int:
-    """The rows of an output that have neither an answer nor tests."""
+    """The number of rows of an output without an answer, accepted answers or tests: no comparison can judge them."""
     rows = (row for table in _tables(out, output, ["answer", "metadata"]) for row in table.to_pylist())
-    return sum(row["answer"] is None and not json.loads(row["metadata"] or "{}").get("tests") for row in rows)
+    return sum(
+        row["answer"] is None and {"answers", "tests"}.isdisjoint(json.loads(row["metadata"] or "{}")) for row in rows
+    )
 
 
 def _constant_answer(out: Path) -> tuple[float | None, str | None]:

@@ -94,8 +94,9 @@ def _advance(ctx: Context, first: bool = False) -> tuple[State, dict[str, Any]]:
         ctx.memory.pop(f"decoder:{parent.digest}", None)
     reference = None
     if config.needs_reference:
-        # Rounded like the stored base, so that the KL is 0 while the adapter is.
-        reference = load_frozen(ctx, ctx.inputs["reference"], stored_as(config.lora))[1]
+        source = ctx.inputs["reference"]
+        # Rounded like the stored base, so that the KL is 0 while the adapter is. A later policy is an adapter over it.
+        reference = load_frozen(ctx, source, "none" if source.stage == NAME else stored_as(config.lora))[1]
     started = time.monotonic()
     policy, critic = state.learners(states.bases(ctx))
     result = run_round(

@@ -185,6 +185,9 @@ def _verifiable(raw: Raw) -> Raw:
         if answer is not None:
             # Verifiers that compare lists or objects read them from JSON.
             raw["answer"] = answer if isinstance(answer, str) else json.dumps(answer, ensure_ascii=False)
+            if isinstance(answer, list | dict):
+                # The accepted answers, for the built-in rewards.
+                metadata["answers"] = answer
         metadata |= {"reward": {k: v for k, v in spec.items() if k != "ground_truth" and v is not None}}
     elif raw.get("answer") is None:
         raise LayoutError("answer", "an answer, as there is no `reward_model`", "nothing")

@@ -14,7 +14,7 @@ from typing import Any
 
 from tuning.allowed import NotAllowed, check_key
 from tuning.retries import BUSY, pause, retried
-from tuning.rewards.failures import Outage, kind_of
+from tuning.rewards.failures import Outage, Refusal, kind_of
 
 TEMPLATE = (
     "Rate the answer to the question for correctness and helpfulness from {low:g} to {high:g}.\n\n"
@@ -72,7 +72,7 @@ def judge(
     Raises JudgeFailed for a reply without a number in the range, with one out of another than `high` (3/5 where 10 is
     best) or with `high` behind other numbers in its last line (2 on a scale of 1 to 10), and for a request that the
     server refuses as such (400), which is the sample's failure; Outage for a server that cannot be reached, stays busy
-    or silent, or knows neither key nor model.
+    or silent, or does not know the key; Refusal for another error status.
     """
     key = os.environ.get(key_variable)
     if key:
@@ -125,7 +125,7 @@ def _ask(url: str, model: str, text: str, key: str | None, retries: int, timeout
             lambda: _within(timeout, reply), tries=retries + 1, first_seconds=FIRST_PAUSE_SECONDS, passing=_passing
         )
     except urllib.error.HTTPError as e:
-        failed = Outage if kind_of(e) == "outage" else JudgeFailed
+        failed = {"sample": JudgeFailed, "refusal": Refusal, "outage": Outage}[kind_of(e)]
         raise failed(f"{url} answered {e.code} {e.reason}") from e
     except TimeoutError as e:
         raise Outage(f"{url} gave no answer within {timeout:g} s") from e

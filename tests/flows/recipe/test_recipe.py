@@ -6,6 +6,7 @@ import json
 from pathlib import Path
 
 import pytest
+import yaml
 
 from flows.graph.build import build
 from flows.recipe.model import Recipe, RecipeError
@@ -204,6 +205,27 @@ def test_a_step_of_a_small_round_takes_all_of_its_prompts(recipe):
     assert load_recipe(recipe("rl: {rollout: {prompts: 64}}\n")).rl.update.prompts_per_step == 8
 
 
+@pytest.mark.parametrize("name", ["opo", "gpg"])
+def test_an_algorithm_without_a_clip_takes_one_step_a_round(recipe, name):
+    text = "rl: {rollout: {prompts: 64}, update: {algorithm: %s%s}}\n"
+    loaded = load_recipe(recipe(text % (name, "")))
+    assert loaded.rl.update.prompts_per_step == 64
+    assert Recipe.model_validate_json(json.dumps(loaded.model_dump(mode="json"))) == loaded
+    for more in (", prompts_per_step: 8", ", epochs: 2"):
+        message = refused(recipe(text % (name, more)))
+        assert f"{name} takes one optimizer step a round" in message and "prompts_per_step to 64" in message
+
+
+def test_built_in_recipes_set_their_own_rates():
+    """So that no default changes their results."""
+    for path in RECIPES.glob("*.yaml"):
+        written = yaml.safe_load(path.read_text())
+        rl = written.get("rl") or {}
+        sections = [written.get(name) for name in ("sft", "reward", "preference", "distill")] + [rl.get("update")]
+        for section in filter(None, sections):
+            assert "learning_rate" in section["optimizer"], path
+
+
 def test_the_update_takes_the_temperature_of_its_rollouts(recipe):
     assert load_recipe(recipe("rl: {rollout: {temperature: 0.7}}\n")).rl.update.temperature == 0.7
 
@@ -240,7 +262,7 @@ def test_an_optimizer_given_in_part_keeps_the_other_defaults_of_its_stage(recipe
 rl: {update: {algorithm: ppo, optimizer: {beta1: 0.8}, critic: {optimizer: {beta1: 0.7}}}}
 """)
     ).rl.update
-    assert (rl.optimizer.learning_rate, rl.critic.optimizer.learning_rate) == (2e-5, 5e-5)
+    assert (rl.optimizer.learning_rate, rl.critic.optimizer.learning_rate) == (1e-6, 1e-5)
 
 
 def test_merge_keeps_what_it_is_given():
