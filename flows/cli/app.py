@@ -14,6 +14,7 @@ import typer
 from flows.cli import audit, change, episodes, fit, gc, logs, look, machine, policy, promote, run, settings, watch
 from flows.cli.shared import usage_error
 from flows.orchestration.leaving import leave
+from stages.store.artifacts import ArtifactError
 from stages.store.readonly import ReadOnlyStore
 from stages.worker.interpreter import add_current_folder
 
@@ -34,7 +35,7 @@ def main() -> None:
     add_current_folder()
     try:
         app()
-    except ReadOnlyStore as e:
+    except (ArtifactError, ReadOnlyStore) as e:
         sys.exit(usage_error(str(e)).exit_code)
     except BaseException as e:
         leave(e)
