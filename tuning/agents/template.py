@@ -107,11 +107,11 @@ class Template:
 
     def write(self, messages: Sequence[Message], header: bool = False) -> str:
         """The text of messages from `fitted`. Raises TemplateRefused where the template does not take them."""
-        return self._rendered(messages, lambda: render(self.tokenizer, messages, self._tools, header, **self._options))
+        return self._rendered(messages, lambda: render(self.tokenizer, messages, self._tools, header, self._options))
 
     def marked(self, messages: Sequence[Message]) -> tuple[str, list[tuple[int, int]]]:
         """As `write`, with the (start, stop) of each stretch that the template marks as generated."""
-        return self._rendered(messages, lambda: marked(self.tokenizer, messages, self._tools, **self._options))
+        return self._rendered(messages, lambda: marked(self.tokenizer, messages, self._tools, self._options))
 
     def _rendered(self, messages: Sequence[Message], call: Callable[[], T]) -> T:
         from jinja2 import TemplateError
@@ -129,7 +129,7 @@ class Template:
         text = self.write(messages, header)
         shape = tuple((str(m["role"]), bool(m.get("content")), bool(m.get("tool_calls"))) for m in messages)
         if shape not in self._complete:
-            probes = [m | {"content": f"{PROBE}{i}x"} if m.get("content") else m for i, m in enumerate(messages)]
+            probes = [{**m, "content": f"{PROBE}{i}x"} if m.get("content") else m for i, m in enumerate(messages)]
             probed = self.write(probes, header)
             for number, probe in enumerate(probes, start=1):
                 if str(probe.get("content") or "") not in probed:

@@ -8,9 +8,9 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from tuning.agents.template import Template, TemplateRefused
+from tuning.agents.template import Template
 from tuning.data.blocks import Block, Counts, Draft, Plan, Step, tokenizer_of
-from tuning.data.conversations import ConversationError, NoPrefix, sample, tokenized
+from tuning.data.conversations import NoPrefix, sample, tokenized
 from tuning.data.records import Message, Record, digest, spoken, text_of
 from tuning.models.tokenizer import begins_with_bos
 
@@ -33,7 +33,7 @@ def render(plan: Plan) -> Step:
                     if record.text is None:
                         mine = template(json.dumps(record.tools), json.dumps(record.chat_template_kwargs))
                     entry.drafts += drafts_of(mine, plan, output, record)
-            except (ConversationError, TemplateRefused) as error:
+            except ValueError as error:  # of the conversation, of the template, or of a tool's schema
                 bad[entry.position] = f"{block.part.label}, record {entry.number}, field `{record.field}`: {error}"
         block.bury(bad, "render")
         return {"dead": len(bad), "rows": sum(len(entry.drafts) for entry in block.entries)}
@@ -80,7 +80,7 @@ def _imitated(template: Template, plan: Plan, output: str, record: Record, colum
         return [Draft(output, record.content, columns, samples={"completion_ids": whole})]
     except NoPrefix:
         pass
-    drafts = []
+    drafts: list[Draft] = []
     for i, turn in enumerate(turns):
         if turn["role"] == "assistant":
             one = sample(template, _messages(plan, turns[: i + 1]), every=False)

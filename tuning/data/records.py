@@ -152,7 +152,8 @@ class _Parser(MessageParser):
         metadata = self.metadata(values, extra)
         document = self.document(values)
         prompt, answers = self.turns(values) if document is None else ([], [])
-        completion, *rejected = [spoken(answer) for answer in answers] or [None]
+        texts = [spoken(answer) for answer in answers]
+        completion, rejected = (texts[0] if texts else None), texts[1:]
         conversation = self.conversation(values)
         label = self.label(values, completion, rejected)
         tools, options = self.tools(values), self.options(values)

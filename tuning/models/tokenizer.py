@@ -198,7 +198,7 @@ def render(
     messages: Sequence[Mapping[str, Any]],
     tools: Sequence[Mapping[str, Any]] = (),
     header: bool = False,
-    **options: Any,
+    options: Mapping[str, Any] | None = None,
 ) -> str:
     """The text of the messages under the chat template: the only call of a template in this project (R31).
 
@@ -216,7 +216,7 @@ def render(
         add_generation_prompt=header,
         tokenize=False,
         chat_template=template_of(tokenizer, bool(tools)),
-        **_check_options(tokenizer, options),
+        **_check_options(tokenizer, options or {}),
     )
     return str(text)
 
@@ -233,7 +233,7 @@ def marked(
     tokenizer: PreTrainedTokenizerFast,
     messages: Sequence[Mapping[str, Any]],
     tools: Sequence[Mapping[str, Any]] = (),
-    **options: Any,
+    options: Mapping[str, Any] | None = None,
 ) -> tuple[str, list[tuple[int, int]]]:
     """As `render`, with the (start, stop) of each stretch of the text that the template marks."""
     from transformers.utils.chat_template_utils import render_jinja_template
@@ -243,7 +243,7 @@ def marked(
         [dict(tool) for tool in tools] or None,
         chat_template=template_of(tokenizer, bool(tools)),
         return_assistant_tokens_mask=True,
-        **{**tokenizer.special_tokens_map, **_check_options(tokenizer, options)},
+        **{**tokenizer.special_tokens_map, **_check_options(tokenizer, options or {})},
     )
     return texts[0], [(start, stop) for start, stop in spans[0]]
 
@@ -284,14 +284,16 @@ def opened(tokenizer: PreTrainedTokenizerFast, prompt_ids: Sequence[int]) -> str
 
 
 def chat_prompt_ids(
-    tokenizer: PreTrainedTokenizerFast, messages: Sequence[Mapping[str, Any]], **options: Any
+    tokenizer: PreTrainedTokenizerFast,
+    messages: Sequence[Mapping[str, Any]],
+    options: Mapping[str, Any] | None = None,
 ) -> list[int]:
     """Token ids of the messages under the chat template, ending in the header of the assistant's turn.
 
     Text of a control token inside a message becomes that control token, as the template is tokenized whole; screen
     untrusted content before. Raises as `render` does.
     """
-    return list(tokenizer.encode(render(tokenizer, messages, (), True, **options), add_special_tokens=False))
+    return list(tokenizer.encode(render(tokenizer, messages, (), True, options), add_special_tokens=False))
 
 
 def turn_end(tokenizer: PreTrainedTokenizerFast) -> int | None:
