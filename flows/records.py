@@ -71,7 +71,7 @@ def _record(store: Store, name: str) -> dict[str, Any] | None:
         return None
     fits = isinstance(record, dict) and NEEDED.items() <= {n: type(record.get(n)) for n in NEEDED}.items()
     if not fits or (record["status"] == "running" and not isinstance(record.get("process"), dict)):
-        place = store.join(runs.FOLDER, name, runs.HEAD)
+        place = store.address(runs.FOLDER, name, runs.HEAD)
         raise ArtifactError(f"{place} is no record of a run; move it away")
     return record
 

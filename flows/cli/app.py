@@ -14,8 +14,9 @@ import typer
 from flows.cli import audit, change, episodes, fit, gc, logs, look, machine, policy, promote, run, settings, watch
 from flows.cli.shared import usage_error
 from flows.orchestration.leaving import leave
+from stages.store.artifacts import ArtifactError
 from stages.store.readonly import ReadOnlyStore
-from stages.worker.interpreter import add_current_folder
+from stages.worker.interpreter import add_current_folder, escape_output
 
 app = typer.Typer(
     help="Post-training as explicit, cached, resumable stages: data, SFT, reward model, RL rounds, evaluation, export.",
@@ -32,9 +33,10 @@ def main() -> None:
     """Entry point of the console script."""
     # A user's `module:function` may be in the current folder.
     add_current_folder()
+    escape_output()
     try:
         app()
-    except ReadOnlyStore as e:
+    except (ArtifactError, ReadOnlyStore) as e:
         sys.exit(usage_error(str(e)).exit_code)
     except BaseException as e:
         leave(e)

@@ -64,6 +64,8 @@ def fit(
         typer.echo(last)
     else:
         _show(json.loads(last))
+        if resolved.rl is not None and (kind := resolved.rl.rollout.engine.kind) != "native":
+            out.print(f"rollout: sampled by {kind} servers, whose memory and time are not counted", soft_wrap=True)
 
 
 def _sections(recipe: Recipe) -> dict[str, Any]:

@@ -41,7 +41,9 @@ def gc(
     compile_cache: Annotated[
         float, typer.Option(min=0, help="GiB that the cache of compiled programs may take.")
     ] = 10.0,
-    yes: Annotated[bool, typer.Option("--yes", help="Free it; without, only say what would go.")] = False,
+    yes: Annotated[
+        bool, typer.Option("--yes/--dry-run", help="Free it. Without --yes, only say what would go.")
+    ] = False,
     as_json: AsJson = False,
 ) -> None:
     """Free what no kept run needs: show it, or with --yes delete it. Running and pinned runs always stay."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import codecs
 import contextlib
 import re
+import socket
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -90,10 +91,12 @@ def _read(store: Store, name: str, path: Path) -> str | None:
 def _where(store: Store, record: dict[str, Any]) -> str:
     """Why there is no log here, and where it is."""
     name = record["name"]
-    if not any(e["state"] != "hit" for e in record["nodes"].values()):
-        return f"run {name} has no log: it has made nothing itself, all was in the store"
+    if record.get("worker_starts") == 0 or not any(e["state"] != "hit" for e in record["nodes"].values()):
+        return f"run {name} has no log: it started no worker; `rlhf show {name}` lists its stages"
     host = record.get("host", "another host")
     place = record.get("log", f"runs/{name}/{LOG} of its scratch folder")
+    if host == socket.gethostname() and record["status"] != "running":
+        return f"the log of run {name} was {place}, which is gone"
     return (
         f"the log of run {name} is not on this machine: it is {place} on {host}; a copy comes to {store.shown} when "
         "the run ends"

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from typing import Any
 
 import typer
@@ -13,7 +12,10 @@ from flows.cli.shared import AsJson, RunName, StoreUrl, group, note, out, print_
 from flows.records import log_of, readable_runs, status_of
 from flows.report.decisions import decision_lines
 from flows.report.formats import when
-from stages.store.artifacts import Store
+from stages.store.artifacts import IT_STAYS, Store
+from stages.store.damage import fault_of, set_aside
+from stages.store.leases import beats
+from stages.store.readonly import refused
 
 commands = group()
 
@@ -72,12 +74,16 @@ def show(store: StoreUrl, run_name: RunName = None, as_json: AsJson = False) -> 
     from stages.contract.registry import stage
 
     record, place = record_of(store, run_name, partial=True), Store(store)
+    status = status_of(record, place)
+    for entry in record["nodes"].values():
+        # A run that was killed has recorded no end of its stage.
+        entry["state"] = status if entry["state"] == "running" else entry["state"]
     if as_json:
         nodes = [{"node": n} | {key: e.get(key) for key in NODE_KEYS} for n, e in record["nodes"].items()]
         more = {"tries": record.get("tries"), "nodes": nodes} | _places(record, place)
         print_json(summary_of(record, place) | more)
         return
-    out.print(f"{record['name']}  {status_of(record, place)}  {record['started']}")
+    out.print(f"{record['name']}  {status}  {record['started']}")
     for name, e in record["nodes"].items():
         figures = stage(e["stage"]).figures(e["metrics"]) if "metrics" in e else e.get("error", "")
         # A stage that runs, or was killed, has no end.
@@ -95,8 +101,9 @@ def _places(record: dict[str, Any], store: Store) -> dict[str, str | None]:
     log = log_of(store, record["name"])
     # A run of another machine has it there; a store that was moved has it here.
     where = str(log) if log.exists() else record.get("log", str(log))
-    report = store.join("runs", record["name"], "report.html")
-    return {"report": report if store.fs.exists(report) else None, "log": where}
+    report = ("runs", record["name"], "report.html")
+    there = store.fs.exists(store.join(*report))
+    return {"report": store.address(*report) if there else None, "log": where}
 
 
 @commands.command()
@@ -129,16 +136,15 @@ def verify(store: StoreUrl, as_json: AsJson = False) -> None:
 
 
 def _damage(store: Store, stage: str, key: str) -> str | None:
-    """What is wrong with an artifact, which is then set aside; None where all checksums are right."""
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        # Without a readable manifest `get` itself sets the artifact aside, and warns.
-        artifact = store.get(stage, key)
-    if artifact is None:
-        return str(caught[-1].message) if caught else key
-    fault = store.verify(artifact)
-    if fault is None:
+    """What is wrong with an artifact, which is then set aside; None if all checksums are right or it is gone."""
+    _, fault = fault_of(store, stage, key)
+    # A process that is computing the artifact replaces it.
+    if fault is None or beats(store, stage, key):
         return None
-    aside = store.aside(stage, key)
-    fate = f"moved to {aside}" if aside else "it stays where it is: the store is read-only here"
-    return f"{artifact.url}: {fault}; {fate}"
+    if not store.read_only:
+        try:
+            return set_aside(store, stage, key, out.print)
+        except Exception as e:
+            if not refused(e):
+                raise
+    return f"{store.address('artifacts', stage, key)}: {fault}; {IT_STAYS}"

@@ -18,6 +18,7 @@ from rich.console import Console
 
 from flows.recipe.model import Recipe
 from flows.records import REFUSED, UnknownRun, candidates, finished_nodes, refusal_of, whole_first
+from flows.report.terminal import LastingConsole
 from stages.store.artifacts import Artifact, Store
 from stages.store.registry import RegistryError, current
 from stages.store.trail import append
@@ -25,7 +26,7 @@ from stages.worker import interpreter
 from stages.worker.client import worker_environment
 
 out = Console(highlight=False, markup=False)
-err = Console(stderr=True, highlight=False, markup=False)
+err = LastingConsole(stderr=True, highlight=False, markup=False)
 
 ONCE_SECONDS = 5.0
 """In which several signals are one interruption."""
@@ -37,10 +38,24 @@ RecipeName = Annotated[
 Sets = Annotated[
     list[str] | None, typer.Option("--set", metavar="A.B=VALUE", help="Set one field of the recipe; repeatable.")
 ]
+
+
+def _existing(url: str) -> str:
+    """The URL of a store; a usage error if there is none: a mistyped bucket looks like an empty store."""
+    store = Store(url)
+    try:
+        store.fs.info(store.root)
+    except FileNotFoundError:
+        hint = "`rlhf run` creates one; name another with --store, or mount it"
+        raise usage_error(f"no store at {store.shown}: {hint}") from None
+    return url
+
+
 StoreUrl = Annotated[
     str,
     typer.Option(
         "--store",
+        callback=_existing,
         help=f"Folder or fsspec URL of the artifacts; {DEFAULT_STORE} if left out.",
         default_factory=lambda: DEFAULT_STORE,
         show_default=False,

@@ -90,7 +90,7 @@ def _nearest(
         if "digest" not in entry or entry["key"] in keys or len(keys) == MOST_COMPARED:
             continue
         keys.add(entry["key"])
-        artifact = store.get(node.stage, entry["key"], repair=False)
+        artifact = store.get(node.stage, entry["key"])
         if artifact is not None:
             lines = differences(*_moves_left_out(artifact.manifest["key_parts"], parts))
             other = record["recipe"]["name"] != recipe
@@ -159,7 +159,7 @@ def changed_lines(before: Mapping[str, str] | None, path: Path | None) -> list[s
     """
     if path is None or before is None:
         return []
-    return lines_between(before["text"], path.read_text(), path.name)
+    return lines_between(before["text"], path.read_text(encoding="utf-8"), path.name)
 
 
 def lines_between(old_text: str, new_text: str, name: str) -> list[str]:

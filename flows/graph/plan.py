@@ -62,8 +62,7 @@ def plan(recipe: Recipe, force: set[str] | None = None) -> list[Planned]:
             continue
         parts = key_parts(node, artifacts, codes)
         key = key_of(parts)
-        # repair=False: looking must not move a damaged artifact.
-        artifact = known.get((node.stage, key)) or store.get(node.stage, key, repair=False)
+        artifact = known.get((node.stage, key)) or store.get(node.stage, key)
         if artifact is not None and node.name not in (force or set()):
             check_point(node, artifact)
             artifacts[node.name] = artifact
@@ -98,7 +97,7 @@ def _beside_inputs(
         if entry["key"] in found:
             continue
         place = node.stage, entry["key"]
-        artifact = known.get(place) or (stores.get(*place, repair=False) if stores else None)
+        artifact = known.get(place) or (stores.get(*place) if stores else None)
         if artifact is None:
             continue
         parts = parts or key_parts(node, made, codes, partial=True)
@@ -121,5 +120,5 @@ def _known(store: Store, recipe: str, runs: Sequence[Mapping[str, Any]]) -> dict
     of_recipe = (record["nodes"] for record in reversed(runs) if record["recipe"]["name"] == recipe)
     newest: Mapping[str, Any] = next(of_recipe, {})
     refs: list[tuple[str, str]] = [(e["stage"], e["key"]) for e in newest.values() if "digest" in e]
-    found = in_parallel(store, lambda ref: store.get(ref[0], ref[1], repair=False), refs)
+    found = in_parallel(store, lambda ref: store.get(ref[0], ref[1]), refs)
     return {ref: artifact for ref, artifact in zip(refs, found, strict=True) if artifact is not None}

@@ -113,7 +113,7 @@ def _held(store: Store, name: str, where: str) -> Held | None:
     if entry is None:
         return None
     policy, ref = entry.policy, registry.trained_ref(store, entry.policy)
-    if ref is None or store.with_digest(*ref, repair=False) is None:
+    if ref is None or store.with_digest(*ref) is None:
         raise RecipeError(
             f"{where}: the policy of {name} (run {policy.run}, entry {entry.number}) is gone from {store.shown}: "
             f"`rlhf rollback --as {name}` or `rlhf promote --as {name}` names another"

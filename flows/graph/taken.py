@@ -36,7 +36,7 @@ def taken_artifact(store: Store, node: Node, known: Records | None = None) -> Ar
     known: for several nodes, so that the record of a run is read once.
     """
     if node.held is not None:
-        held = store.with_digest(*node.held, repair=False)
+        held = store.with_digest(*node.held)
         if held is None:
             raise ArtifactError(f"{node.name}: {node.held[0]}/{node.held[1][:12]} is gone from {store.shown}")
         return held
@@ -45,9 +45,7 @@ def taken_artifact(store: Store, node: Node, known: Records | None = None) -> Ar
         return None
     entry = _entry(store, run, node.name, {} if known is None else known)
     # What that run had, also where it was made again since.
-    artifact = (
-        store.with_digest(entry["stage"], entry["key"], entry["digest"], repair=False) if "digest" in entry else None
-    )
+    artifact = store.with_digest(entry["stage"], entry["key"], entry["digest"]) if "digest" in entry else None
     if node.taken is not None and artifact is None:
         raise ArtifactError(f"rl.rollouts_from: run {run} has no finished {node.name} in {store.shown}")
     if artifact is not None and node.taken is not None:

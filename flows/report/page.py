@@ -39,8 +39,7 @@ def write_report(store: Store, run_name: str) -> str:
     page = render(store, find_run(store, run_name))
     # Errors may quote file names that are not valid Unicode; the page is written all the same.
     store.write_bytes(page.encode(errors="replace"), "runs", run_name, "report.html")
-    path = store.join("runs", run_name, "report.html")
-    return path if store.is_local else store.fs.unstrip_protocol(path)
+    return store.address("runs", run_name, "report.html")
 
 
 def render(store: Store, record: Mapping[str, Any]) -> str:
@@ -124,6 +123,7 @@ def _evaluation(run: RunView, evaluations: Mapping[str, dict[str, Any]]) -> dict
         "guess": guess(evaluations),
         "against_blind": [text for label, m in evaluations.items() if (text := verdict(label, m))][-1:],
         "problems": first.get("problems"),
+        "left_out": first.get("not_applicable") or 0,
         "samples": first.get("samples"),
         "settings": run.record["recipe"].get("evaluate") or {},
         "range": (low, high),

@@ -114,7 +114,7 @@ class RunView:
             if entry and entry["state"] in ("hit", "made"):
                 with contextlib.suppress(ArtifactError, OSError):
                     # By digest: another run may have made the key anew since.
-                    found = self.store.with_digest(entry["stage"], entry["key"], entry["digest"], repair=False)
+                    found = self.store.with_digest(entry["stage"], entry["key"], entry["digest"])
             self._artifacts[name] = found
         return self._artifacts[name]
 
@@ -158,7 +158,7 @@ class RunView:
 
     def charts(self, name: str) -> list[Chart]:
         """Charts of a stage that trains on examples. Raises ArtifactError where its log is not in the store."""
-        lines = self.stored(name).local("logs/metrics.jsonl").read_text().splitlines()
+        lines = self.stored(name).local("logs/metrics.jsonl").read_text(encoding="utf-8").splitlines()
         return step_charts([json.loads(line) for line in lines if line.strip()])
 
     def stages(self) -> list[StageRow]:

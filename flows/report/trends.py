@@ -163,5 +163,4 @@ def write_trends(store: Store, recipe: str) -> str:
     """Writes the page to the store and returns its path or URL. Raises ValueError as `render`."""
     page = render(store, recipe)
     store.write_bytes(page.encode(errors="replace"), FOLDER, f"{recipe}.html")
-    path = store.join(FOLDER, f"{recipe}.html")
-    return path if store.is_local else store.fs.unstrip_protocol(path)
+    return store.address(FOLDER, f"{recipe}.html")

@@ -141,7 +141,7 @@ def _check_tokenizers(session: Session) -> None:
     """Raises ArtifactError where a policy that the run starts from or compares with has another tokenizer."""
     base, standing = session.made["base"], session.standing
     for held in (standing.start, standing.champion):
-        other = None if held is None else session.store.with_digest("base", held.base, held.base_digest, repair=False)
+        other = None if held is None else session.store.with_digest("base", held.base, held.base_digest)
         if held is None:
             continue
         if other is None or other.part_digest(TOKENIZER) != base.part_digest(TOKENIZER):

@@ -5,7 +5,6 @@ The Prefect flow (`flows.pipeline`) and the plain runner both drive it.
 
 from __future__ import annotations
 
-import datetime
 import os
 import socket
 import threading
@@ -26,6 +25,7 @@ from flows.running.eager_scoring import EagerScoring
 from flows.running.limits import RunLimit
 from flows.running.naming import before, free_name
 from flows.running.remarks import of_data
+from flows.running.saving import Saver, now
 from flows.running.whole import Whole
 from stages.common import handed
 from stages.contract.kept import keep
@@ -33,7 +33,6 @@ from stages.store.artifacts import Artifact, Store
 from stages.store.disk import full_disk
 from stages.store.keys import published, without_userinfo
 from stages.store.leases import held, lease, release_dead, this_process
-from stages.store.runs import Recorder
 from stages.store.work import WorkFolder
 from stages.worker.client import CodeChanged, StageFailed, WorkerDied
 from stages.worker.protocol import Heartbeat, Log, Progress, Report, Request
@@ -42,8 +41,6 @@ EDITS = 3
 """How often a stage is made again because its code was edited while it ran."""
 LOG_BYTES = 1 << 24
 """The end of the worker's log that a remote store gets."""
-SAVE_SECONDS = 2.0
-"""How often the record is written while nothing is made: what of it is new (`stages.store.runs`)."""
 
 
 class Reporter(Protocol):
@@ -55,11 +52,6 @@ class Reporter(Protocol):
     def line(self, text: str) -> None: ...
     def stage_ended(self, node: Node, state: str, manifest: dict[str, Any], seconds: float) -> None: ...
     def run_ended(self) -> None: ...
-
-
-def now() -> str:
-    """The present moment as a record has it: ISO 8601 in UTC, with milliseconds."""
-    return datetime.datetime.now(datetime.UTC).isoformat(timespec="milliseconds")
 
 
 class Session:
@@ -77,6 +69,8 @@ class Session:
         self.store = Store(recipe.store)
         self.reporter = reporter
         self.name = name or free_name(self.store, recipe.name)
+        self.command: dict[str, str] = {}
+        """`command`, for the store's trail, if this process was not started by the user's command."""
         # A generated name is free already.
         unfinished = before(self.store, recipe, name) if name is not None else None
         # A run that goes on starts from the policy that it started from.
@@ -98,8 +92,6 @@ class Session:
         self._stopped = threading.Event()
         self._lock = threading.RLock()
         """Of the record, and of what is made."""
-        self._saved = 0.0
-        self._recorder = Recorder(self.store, self.name)
         self.record: dict[str, Any] = {
             "name": self.name,
             "recipe": published(recipe.model_dump(mode="json")),
@@ -117,6 +109,7 @@ class Session:
             self.record["promoted"] = promoted
         if self.standing != Standing():
             self.record["standing"] = self.standing.as_json()
+        self._saver = Saver(self.store, self.record, self._lock)
         self.save()
 
     def _store_log(self) -> None:
@@ -134,16 +127,8 @@ class Session:
                 self.reporter.line(f"the worker's log stays on this machine ({type(e).__name__}: {e})")
 
     def save(self, soon: bool = False) -> None:
-        """Writes the record to the store.
-
-        soon: not where it was written in the last `SAVE_SECONDS`; the next save has what this one would have had.
-        """
-        with self._lock:
-            if soon and time.monotonic() - self._saved < SAVE_SECONDS:
-                return
-            self._saved = time.monotonic()
-            self.record["saved"] = now()
-            self._recorder.write(self.record)
+        """Writes the record to the store (`Saver.save`)."""
+        self._saver.save(soon)
 
     def stop(self) -> None:
         """Has every thread that runs a node end it as interrupted, within seconds."""
@@ -235,10 +220,11 @@ class Session:
             state = "hit"
             self._tidy(node.stage, key)
         else:
+            # On disk before the work begins: `rlhf show` sees the stage as running, also after a kill, and a collection
+            # what was found so far, however long the inputs are checked.
+            self.save()
             if self._another_input(inputs, begun):
                 return self._made_or_read(name, begun)
-            self.save()
-            # On disk before the work begins: `rlhf show` sees the stage as running, also after a kill.
             self.reporter.stage_started(node)
 
             def waits(line: str) -> None:
@@ -248,7 +234,7 @@ class Session:
 
             with lease(self.store, node.stage, key, waits, self._check) as token:
                 # Another run that held the lease before may have made it meanwhile.
-                artifact = None if forced else self.store.get(node.stage, key)
+                artifact = None if forced else self.store.get(node.stage, key, repair=True)
                 state = "hit" if artifact is not None else "made"
                 if artifact is None:
                     artifact = self._make(node, inputs, key, parts, files, token, entry)
@@ -372,6 +358,7 @@ class Session:
             self._close(status)
 
     def _close(self, status: str) -> None:
+        self._saver.end()
         self._store_log()
         self.record |= {"status": status, "ended": now(), "worker_starts": self.crew.starts}
         if status in ("failed", "interrupted"):
@@ -390,6 +377,6 @@ class Session:
 
 def _ended_by(error: BaseException) -> dict[str, Any]:
     """What the record says of a stage that an error has ended."""
-    if isinstance(error, KeyboardInterrupt):
+    if not isinstance(error, Exception):
         return {"state": "interrupted"}
     return {"state": "failed", "error": without_userinfo(f"{type(error).__name__}: {error}")}

@@ -6,7 +6,8 @@ import threading
 from collections import defaultdict
 from collections.abc import Callable, Mapping
 
-from stages.store.artifacts import Artifact, Store
+from stages.store.artifacts import Artifact, ArtifactError, Store
+from stages.store.damage import set_aside
 
 
 class Whole:
@@ -45,9 +46,12 @@ class Whole:
                 return
             fault = self._store.verify(artifact)
             if fault is not None:
-                aside = self._store.set_aside(artifact.stage, artifact.key)
-                self._tell(f"! {name}: {artifact.url} is damaged ({fault}); moved to {aside}; made again")
+                moved = set_aside(self._store, artifact.stage, artifact.key, self._tell, self._check_time)
+                self._tell(f"! {name}: {moved or fault}; computed again")
                 again()
+                # One that another run has recorded is not computed again here.
+                if moved is None and (fault := self._store.verify(made()[name])):
+                    raise ArtifactError(f"{name}: {made()[name].url} is damaged ({fault})")
             self._digests.add(artifact.digest)
         finally:
             look.release()

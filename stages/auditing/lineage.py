@@ -30,7 +30,7 @@ def made_from(run: AuditedRun) -> Finding:
     finding = Finding("inputs")
     for name, artifact in run.artifacts.items():
         for role, source in artifact.manifest["inputs"].items():
-            found = run.store.with_digest(source["stage"], source["key"], source["digest"], repair=False)
+            found = run.store.with_digest(source["stage"], source["key"], source["digest"])
             place = f"{name} was made from {role} {source['stage']}/{source['key'][:12]}"
             finding.check(found is not None, f"{place} with digest {source['digest'][:12]}, which is gone")
     return finding

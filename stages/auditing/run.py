@@ -141,7 +141,7 @@ class AuditedRun:
         found = {}
         for name, entry in self.entries.items():
             # By digest: another run may have made the key anew since.
-            found[name] = self.store.with_digest(entry["stage"], entry["key"], entry["digest"], repair=False)
+            found[name] = self.store.with_digest(entry["stage"], entry["key"], entry["digest"])
         return {name: artifact for name, artifact in found.items() if artifact is not None}
 
     @property

@@ -78,7 +78,7 @@ def taken(artifact: Artifact, mesh: Mesh | None) -> tuple[DecoderConfig, Any] | 
     from tuning import precision
     from tuning.models.identity import fingerprint
 
-    store, wanted = artifact.store, json.loads(artifact.local("policy.json").read_text())["fingerprint"]
+    store, wanted = artifact.store, json.loads(artifact.local("policy.json").read_bytes())["fingerprint"]
     sums = multihost.from_primary(lambda: _complete(store, artifact.digest))
     if sums is None:
         return None
@@ -117,7 +117,7 @@ def _loaded(store: Store, digest: str, sums: dict[str, str], folder: Path, mesh:
     def one(name: str) -> None:
         (folder / name).parent.mkdir(parents=True, exist_ok=True)
         if not disk.fetched(store.fs, store.join(FOLDER, digest, name), folder / name, sums[name]):
-            raise OSError(f"{store.join(FOLDER, digest, name)} differs from its checksum")
+            raise OSError(f"{store.address(FOLDER, digest, name)} differs from its checksum")
 
     def fetch(paths: Iterable[Path]) -> None:
         error: Exception | None = None

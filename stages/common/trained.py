@@ -18,6 +18,7 @@ from stages.common.tables import batches, table_paths
 from stages.contract.registry import modules, stage
 from stages.store.artifacts import Artifact, ArtifactError
 from tuning.rows import PROMPT_GROUP, write_arrow
+from tuning.texts import normal
 
 FOLDER = "trained"
 """The folder of the table of names, in an artifact that has one."""
@@ -36,7 +37,11 @@ def names_of(row: Mapping[str, Any]) -> list[str]:
     """The names of a row, its text's first."""
     if not row["prompt"]:
         return [f"content {row.get('content') or row['id']}"]
-    return [f"prompt {_digest(row['prompt'])}", *(f"turns {name}" for name in row.get("turns") or ()), *_grouped(row)]
+    return [
+        f"prompt {_digest(normal(row['prompt']))}",
+        *(f"turns {name}" for name in row.get("turns") or ()),
+        *_grouped(row),
+    ]
 
 
 def _grouped(row: Mapping[str, Any]) -> list[str]:
@@ -106,7 +111,7 @@ def trained_names(policy: Artifact) -> set[str]:
 
 
 def _input(artifact: Artifact, role: str, ref: Mapping[str, str]) -> Artifact:
-    found = artifact.store.with_digest(ref["stage"], ref["key"], ref["digest"], repair=False)
+    found = artifact.store.with_digest(ref["stage"], ref["key"], ref["digest"])
     if found is None:
         raise ArtifactError(
             f"{artifact.url}: its {role} ({ref['stage']}/{ref['key'][:12]}) is gone from {artifact.store.shown}: it is "

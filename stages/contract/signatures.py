@@ -83,7 +83,7 @@ def _parameters(module: str, name: str, where: str, kind: str, hops: int) -> Par
     if path is None or not hops:
         return None
     try:
-        tree = ast.parse(path.read_text(), filename=str(path))
+        tree = ast.parse(path.read_bytes(), filename=str(path))
     except SyntaxError as e:
         raise ValueError(f"{where}{path}, line {e.lineno}: {e.msg}") from e
     bound = _bound(tree.body)

@@ -57,8 +57,8 @@ class Wording:
             one["content"] = message.text
             if message.role == "tool":
                 one |= {"tool_call_id": message.tool_call_id} if message.tool_call_id else {}
-                if name := (message.model_extra or {}).get("name") or names.get(message.tool_call_id):
-                    one["name"] = str(name)
+                if name := message.name or names.get(message.tool_call_id):
+                    one["name"] = name
             if message.tool_calls:
                 names |= {call.id: call.function.name for call in message.tool_calls}
                 one["tool_calls"] = [call.plain() for call in message.tool_calls]

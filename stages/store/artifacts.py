@@ -25,17 +25,18 @@ from pydantic import TypeAdapter
 
 from stages.store import disk, forms, readonly, transfers
 from stages.store.keys import digest, without_userinfo
+from stages.store.manifests import ArtifactError as ArtifactError
 from stages.store.manifests import strange, with_checksum
 from tuning import multihost
 from tuning.atomic import whole_file
+from tuning.extras import remedy
 
 MANIFEST = "manifest.json"
 NOT_CONTENT = ("state/", "logs/")
 """Folders of any artifact that downstream keys do not see: what can be replayed, and timings."""
 
 
-class ArtifactError(RuntimeError):
-    """An artifact that is missing or damaged, or lacks the requested part."""
+IT_STAYS = "it stays where it is: the store is read-only here"
 
 
 def content_digest(files: list[dict[str, Any]], parts: tuple[str, ...] = ("",)) -> str:
@@ -81,6 +82,11 @@ class Artifact:
 
     @property
     def url(self) -> str:
+        return self.store.address("artifacts", self.stage, self.folder)
+
+    @property
+    def path(self) -> str:
+        """Its folder as the file system takes it."""
         return self.store.join("artifacts", self.stage, self.folder)
 
     def part_digest(self, parts: tuple[str, ...] = ("",)) -> str:
@@ -115,7 +121,10 @@ class Store:
         self.url = url
         # Other processes write to the same store, so a cached listing is out of date.
         options = {"use_listings_cache": False} if "://" in url and not url.startswith(("file:", "local:")) else {}
-        self.fs, root = fsspec.core.url_to_fs(url, **options)
+        try:
+            self.fs, root = fsspec.core.url_to_fs(url, **options)
+        except ImportError as e:
+            raise ArtifactError(f"the store {self.shown}: {remedy(url, e)}") from e
         self.is_local = "file" in (self.fs.protocol if isinstance(self.fs.protocol, tuple) else (self.fs.protocol,))
         self.root = os.path.abspath(root) if self.is_local else root.rstrip("/")
         name = hashlib.sha256(url.encode()).hexdigest()[:12]
@@ -132,36 +141,38 @@ class Store:
         """A path below the root, as the file system takes it."""
         return "/".join((self.root, *parts))
 
+    def address(self, *parts: str) -> str:
+        """A path below the root as messages and records have it: with the scheme of a remote store."""
+        return self.join(*parts) if self.is_local else "/".join((self.shown.rstrip("/"), *parts))
+
     # -- reading ---------------------------------------------------------------------------
 
-    def get(self, stage: str, key: str, repair: bool = True) -> Artifact | None:
-        """The artifact, or None where there is none or a damaged one: file sizes differ from the manifest.
+    def get(self, stage: str, key: str, repair: bool = False) -> Artifact | None:
+        """Return the artifact of a key; None if it is absent or damaged (a file's size differs from the manifest).
 
-        repair: move a damaged one to `damaged/`, where this may be written: the caller is about to make it again.
+        repair: move a damaged one to `damaged/`, if this may be written. The caller holds the lease of the key: without
+        it another process may commit a whole one between the check and the move.
         """
+        artifact, fault = self.examine(stage, key)
+        if fault is not None and repair:
+            aside = self.aside(stage, key)
+            fate = f"moved to {aside}; computed again" if aside else IT_STAYS
+            place = self.address("artifacts", stage, key)
+            warnings.warn(f"artifact {place} is damaged ({fault}); {fate}", stacklevel=2)
+        return artifact if fault is None else None
+
+    def examine(self, stage: str, key: str) -> tuple[Artifact | None, str | None]:
+        """Return the artifact of a key and what is wrong with its manifest or the sizes of its files."""
         try:
             manifest = self.read_record(forms.MANIFEST, "artifacts", stage, key, MANIFEST)
         except ArtifactError as e:
-            fault: str | None = str(e)
-        else:
-            if manifest is None:
-                return None
-            artifact = Artifact(self, manifest)
-            fault = self._fault(artifact, stage, key)
-            if fault is None:
-                return artifact
-        if repair:
-            place, aside = self.join("artifacts", stage, key), self.aside(stage, key)
-            fate = f"moved to {aside}; made again" if aside else "it stays where it is: the store is read-only here"
-            warnings.warn(f"artifact {place} is damaged ({fault}); {fate}", stacklevel=2)
-        return None
+            return None, str(e)
+        artifact = Artifact(self, manifest) if manifest is not None else None
+        return artifact, self._fault(artifact, stage, key) if artifact is not None else None
 
-    def with_digest(self, stage: str, key: str, digest: str, repair: bool = True) -> Artifact | None:
-        """The artifact of a key that has this content, also where it was replaced since; None where it is gone.
-
-        repair: as in `get`.
-        """
-        artifact = self.get(stage, key, repair)
+    def with_digest(self, stage: str, key: str, digest: str) -> Artifact | None:
+        """Return the artifact of a key with this content, also if another one has replaced it; None if it is gone."""
+        artifact = self.get(stage, key)
         if artifact is not None and artifact.digest == digest:
             return artifact
         for name in self.names("replaced", stage):
@@ -183,11 +194,11 @@ class Store:
         if found := strange(artifact.manifest, stage, key):
             return found
         # One listing: a request for each file would make a hit slow on an object store.
-        sizes = self._sizes(artifact.url)
+        sizes = self._sizes(artifact.path)
         for f in artifact.manifest["files"]:
             size = sizes.get(f["path"])
             # A listing may leave out for a moment what is there: the file itself is asked before it counts as damaged.
-            size = self._size(f"{artifact.url}/{f['path']}") if size != f["size"] else size
+            size = self._size(f"{artifact.path}/{f['path']}") if size != f["size"] else size
             if size is None:
                 return f"{f['path']} is missing"
             if size != f["size"]:
@@ -208,8 +219,11 @@ class Store:
             return fault
 
         def differs(f: dict[str, Any]) -> str | None:
-            with self.fs.open(f"{artifact.url}/{f['path']}", "rb") as data:
-                checksum = hashlib.file_digest(data, "sha256").hexdigest()
+            try:
+                with self.fs.open(f"{artifact.path}/{f['path']}", "rb") as data:
+                    checksum = hashlib.file_digest(data, "sha256").hexdigest()
+            except FileNotFoundError:
+                return f"{f['path']} is missing"
             same = checksum == f["sha256"]
             return None if same else f"{f['path']} has checksum {checksum[:12]}, the manifest says {f['sha256'][:12]}"
 
@@ -223,22 +237,20 @@ class Store:
         """Moves an artifact out of the way (never deletes it) and returns where to."""
         readonly.refuse(self.shown)
         place = self.join("artifacts", stage, key)
-        aside = self.join("damaged", stage, f"{key[:16]}-{uuid.uuid4().hex[:6]}")
+        aside = ("damaged", stage, f"{key[:16]}-{uuid.uuid4().hex[:6]}")
+        target = self.join(*aside)
         folder = place
         with contextlib.suppress(ArtifactError):
             manifest = self.read_record(forms.MANIFEST, "artifacts", stage, key, MANIFEST)
             if manifest is not None and not strange(manifest, stage, key):
                 folder = self.join("artifacts", stage, manifest.get("folder", key))
         # The manifest goes first: without it nothing reads the half-moved folder as whole.
-        moves = {f"{place}/{MANIFEST}": f"{aside}/{MANIFEST}"}
-        moves |= {path: aside + path[len(folder) :] for path in self.fs.find(folder)}
-        for path, target in moves.items():
-            self.fs.makedirs(target.rsplit("/", 1)[0], exist_ok=True)
-            with contextlib.suppress(FileNotFoundError):  # another process moves it too
-                self._move(path, target)
+        moves = {f"{place}/{MANIFEST}": f"{target}/{MANIFEST}"}
+        moves |= {path: target + path[len(folder) :] for path in self.fs.find(folder)}
+        transfers.move(self, moves)
         if self.is_local:
             shutil.rmtree(folder, ignore_errors=True)
-        return aside
+        return self.address(*aside)
 
     def all_keys(self) -> list[tuple[str, str]]:
         """(stage, key) of everything in the store that has a manifest."""
@@ -261,18 +273,8 @@ class Store:
         return self.scratch / "fetched" / artifact.stage / f"{artifact.key}-{content}"
 
     def fetch(self, artifact: Artifact, wanted: Callable[[str], bool]) -> None:
-        """Downloads the files with wanted paths, several at a time; none of them is there before it is complete."""
-        base = self.fetched(artifact)
-
-        def one(f: dict[str, Any]) -> None:
-            target = base / f["path"]
-            if target.exists() and target.stat().st_size == f["size"]:
-                return
-            with whole_file(target) as partial:
-                if not disk.fetched(self.fs, f"{artifact.url}/{f['path']}", partial, f["sha256"]):
-                    raise ArtifactError(f"{artifact.url}/{f['path']} differs from its checksum; run `rlhf verify`")
-
-        transfers.each(one, [f for f in artifact.manifest["files"] if wanted(f["path"])])
+        """Downloads the files with wanted paths that are not here whole; raises ArtifactError for a damaged one."""
+        transfers.bring(self, artifact, self.fetched(artifact), wanted)
 
     # -- writing ---------------------------------------------------------------------------
 
@@ -306,7 +308,7 @@ class Store:
         check()
 
         def existing() -> dict[str, Any] | None:
-            found = self.get(stage, key)
+            found = self.get(stage, key, repair=True)
             if found is not None and replace:
                 self._keep_manifest(found)
             return None if found is None or replace else found.manifest
@@ -347,38 +349,38 @@ class Store:
         with contextlib.suppress(OSError, NotImplementedError, ValueError):
             self.fs.rmdir(folder)
 
-    def _move(self, path: str, target: str) -> None:
-        if self.is_local:
-            os.replace(path, target)
-            return
-        # Not `fs.mv`, for patterns as in `remove`.
-        self.fs.cp_file(path, target)
-        self.fs.rm_file(path)
-
     def _keep_manifest(self, old: Artifact) -> None:
         """Leaves the manifest of an artifact that is about to be replaced in `replaced/`, to find its files by."""
         name = f"{old.key}-{digest([old.folder, old.manifest['committed']])[:8]}.json"
         self.write_json(old.manifest, "replaced", old.stage, name)
 
-    def read_json(self, *parts: str) -> Any | None:
-        """The JSON value of a file, or None where there is no such file."""
+    def read_bytes(self, *parts: str) -> bytes | None:
+        """Return the content of a file; None if there is none. This one read decides: a second look could see the file
+        of another process."""
         try:
-            data = self.fs.cat_file(self.join(*parts))
+            return self.fs.cat_file(self.join(*parts))  # type: ignore[no-any-return]
         except FileNotFoundError:
             return None
+
+    def read_json(self, *parts: str) -> Any | None:
+        """Return the JSON value of a file; None if there is no file, or it holds `null`."""
+        data = self.read_bytes(*parts)
+        return None if data is None else self._value(data, parts)
+
+    def _value(self, data: bytes, parts: tuple[str, ...]) -> Any:
         try:
             return json.loads(data)
         except ValueError as e:
-            raise ArtifactError(f"{self.join(*parts)} is not JSON ({e}); move it away and run again") from e
+            raise ArtifactError(f"{self.address(*parts)} is not JSON ({e}); move it away and run again") from e
 
     def read_record(self, form: TypeAdapter[Any], *parts: str) -> dict[str, Any] | None:
         """As `read_json`, of one of `forms`. Raises ArtifactError, which names the file, where it has another form."""
-        value = self.read_json(*parts)
-        # JSON's null is no absence.
-        if value is None and not self.fs.exists(self.join(*parts)):
+        data = self.read_bytes(*parts)
+        if data is None:
             return None
+        value = self._value(data, parts)
         if fault := forms.misfit(value, form):
-            raise ArtifactError(f"{self.join(*parts)} has another form ({fault}); move it away and run again")
+            raise ArtifactError(f"{self.address(*parts)} has another form ({fault}); move it away and run again")
         return value  # type: ignore[no-any-return]
 
     def write_json(self, value: Any, *parts: str) -> None:

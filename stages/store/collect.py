@@ -3,11 +3,12 @@
 1. The manifest of each unreachable artifact is moved to `condemned/`, under the artifact's lease. From then on no run
    finds it.
 2. The roots are read again. A run writes its record before it asks for artifacts, and at most `SETTLE_SECONDS` after it
-   has found one; where one is under way, this long is waited first. A condemned artifact that is reachable by now
-   gets its manifest back.
+   has found one, whatever it waits for; where one is under way, this long is waited first. A condemned artifact that is
+   reachable by now gets its manifest back, unless a process makes it again.
 3. The files of the others are deleted, under the lease, then their entry in `condemned/`.
 4. Records of runs that go, and residues (`stages/store/residue.py`), are deleted.
 
+Each step on an artifact holds its lease, checks it before each removal, and is left out while a live process has it.
 A collection that is killed is finished by the next one. The trail (`trail.py`) has an entry from before the first
 deletion and one from the end.
 """
@@ -24,7 +25,7 @@ from typing import Any
 
 from stages.store import runs, trail
 from stages.store.artifacts import MANIFEST, Store
-from stages.store.leases import beats, lease
+from stages.store.leases import unless_held
 from stages.store.reach import CONDEMNED, Roots, Version, reach, tomb, versions
 from stages.store.residue import Residue, compiled, residues
 
@@ -140,51 +141,58 @@ def _short(done: Survey) -> dict[str, Any]:
     return {name: value for name, value in done.as_json().items() if name in names} | {"runs": done.runs}
 
 
-def _quiet(line: str) -> None:
-    pass
-
-
-def _condemn(store: Store, version: Version) -> None:
+def _condemn(store: Store, version: Version) -> bool:
     """Moves a manifest to `condemned/`, unless the artifact is being made or was replaced meanwhile."""
-    if beats(store, version.stage, version.key):
-        return
-    with lease(store, version.stage, version.key, _quiet):
+
+    def step(check: Callable[[], None]) -> bool:
         if store.read_json(*version.place) != version.manifest:
-            return
-        value = {"place": list(version.place), "manifest": version.manifest, "swept": False}
-        store.write_json(value, CONDEMNED, version.stage, version.identity)
+            return False
+        _bury(store, version, version.identity, swept=False)
+        check()
         store.remove(store.join(*version.place))
+        return True
+
+    return unless_held(store, version.stage, version.key, step)
 
 
-def _restore(store: Store, version: Version) -> None:
-    """Gives a condemned artifact its manifest back, unless its key was made again since."""
-    assert version.tomb is not None
-    with lease(store, version.stage, version.key, _quiet):
-        now = tomb(store, version.stage, version.tomb)
+def _bury(store: Store, version: Version, name: str, swept: bool) -> None:
+    value = {"place": list(version.place), "manifest": version.manifest, "swept": swept}
+    store.write_json(value, CONDEMNED, version.stage, name)
+
+
+def _restore(store: Store, version: Version) -> bool:
+    """Gives a condemned artifact its manifest back, unless its key was made again since. While a process makes it
+    again its entry stays, for the next collection."""
+
+    def step(check: Callable[[], None]) -> bool:
+        now = tomb(store, version.stage, str(version.tomb))
         if now is None or now.swept:
-            return
+            return False
         if store.read_json(*version.place) is None:
+            check()
             store.write_json(version.manifest, *version.place)
         _forget(store, version)
+        return True
+
+    return unless_held(store, version.stage, version.key, step)
 
 
 def _sweep(store: Store, version: Version) -> bool:
-    """Deletes the files of a condemned artifact; False where another process has dealt with it."""
-    assert version.tomb is not None
-    if beats(store, version.stage, version.key):
-        # It is being made again: the next collection looks at what is left.
-        return False
-    with lease(store, version.stage, version.key, _quiet):
-        now = tomb(store, version.stage, version.tomb)
+    """Deletes the files of a condemned artifact; False where another process has dealt with it, or makes it again."""
+
+    def step(check: Callable[[], None]) -> bool:
+        now = tomb(store, version.stage, str(version.tomb))
         if now is None:
             return False
         if not _in_use(store, now):
             # From here on it cannot be whole again.
-            value = {"place": list(now.place), "manifest": now.manifest, "swept": True}
-            store.write_json(value, CONDEMNED, now.stage, version.tomb)
-            _delete_files(store, now)
+            check()
+            _bury(store, now, str(version.tomb), swept=True)
+            _delete_files(store, now, check)
         _forget(store, version)
         return True
+
+    return unless_held(store, version.stage, version.key, step)
 
 
 def _in_use(store: Store, version: Version) -> bool:
@@ -200,17 +208,20 @@ def _in_use(store: Store, version: Version) -> bool:
     return version.folder in folders
 
 
-def _delete_files(store: Store, version: Version) -> None:
+def _delete_files(store: Store, version: Version, check: Callable[[], None]) -> None:
     folder = store.join("artifacts", version.stage, version.folder)
-    present = f"{folder}/{MANIFEST}"
-    if not store.fs.exists(present):
-        store.remove_folder(folder)
-        return
     # The folder of the key also holds the manifest of the artifact that has replaced this one.
+    present = f"{folder}/{MANIFEST}"
+    check()
     for path in store.fs.find(folder):
         if path != present:
+            # On a local disk whoever takes over may commit into the same folder.
+            if store.is_local:
+                check()
             with contextlib.suppress(FileNotFoundError):
                 store.remove(path)
+    if not store.fs.exists(present):
+        store.remove_folder(folder)
 
 
 def _forget(store: Store, version: Version) -> None:

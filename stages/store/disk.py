@@ -78,6 +78,33 @@ def sha256_file(path: Path) -> str:
         return hashlib.file_digest(f, "sha256").hexdigest()
 
 
+_whole: dict[tuple[Path, str], tuple[int, ...]] = {}
+"""The mark of each file that this process has checked, by its path and checksum."""
+
+
+def is_whole(path: Path, sha256: str) -> bool:
+    """Whether a file has this checksum: read once in a process, and again after a change of its mark."""
+    if _whole.get((path, sha256)) == (mark := _mark(path)) and mark:
+        return True
+    if not mark or sha256_file(path) != sha256:
+        return False
+    _whole[path, sha256] = mark
+    return True
+
+
+def note_whole(path: Path, sha256: str) -> None:
+    """Note that a file has this checksum."""
+    _whole[path, sha256] = _mark(path)
+
+
+def _mark(path: Path) -> tuple[int, ...]:
+    """What differs between two contents of a file; empty if there is none."""
+    with contextlib.suppress(FileNotFoundError):
+        stat = path.stat()
+        return stat.st_mtime_ns, stat.st_ctime_ns, stat.st_size, stat.st_ino
+    return ()
+
+
 def fetched(fs: Any, source: str, target: Path, sha256: str) -> bool:
     """Brings a file of a file system here; whether it has this checksum. One that has not is fetched again first: what
     was damaged on its way is whole where it came from."""

@@ -103,7 +103,7 @@ def lease(
                     break
             continue
         if not announced:
-            on_wait(_wait_line(stage, path, holder))
+            on_wait(_wait_line(stage, store.address("leases", name), holder))
             announced = True
         check_time()
         time.sleep(POLL_SECONDS)
@@ -128,6 +128,30 @@ def lease(
         with contextlib.suppress(Exception):
             if (_holder(store, name) or {}).get("token") == token:
                 store.remove(path)
+
+
+class _Held(Exception):
+    """A live process holds the lease."""
+
+
+def unless_held(store: Store, stage: str, key: str, step: Callable[[Callable[[], None]], bool]) -> bool:
+    """Run a step under the lease of a key; False, without a long wait, if a live process holds it or takes it over.
+
+    step: gets a function that raises LeaseLost where the lease is another's by now, and calls it before each removal.
+    """
+    deadline = time.monotonic() + 2 * DEAD_AFTER_SECONDS
+
+    def give_up() -> None:
+        if time.monotonic() > deadline or beats(store, stage, key):
+            raise _Held
+
+    try:
+        if not beats(store, stage, key):
+            with lease(store, stage, key, lambda line: None, give_up) as token:
+                return step(lambda: check(store, stage, key, token))
+    except (_Held, LeaseLost):
+        pass
+    return False
 
 
 def release_dead(store: Store, stage: str, key: str) -> None:

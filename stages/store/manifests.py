@@ -10,6 +10,10 @@ from typing import Any
 CHECKSUM = "checksum"
 
 
+class ArtifactError(RuntimeError):
+    """An artifact that is missing or damaged, or lacks the requested part."""
+
+
 def strange(manifest: dict[str, Any], stage: str, key: str) -> str | None:
     """What a manifest says that none of this stage and key can; None where there is nothing."""
     if (manifest["stage"], manifest["key"]) != (stage, key):

@@ -133,7 +133,7 @@ def rollback(store: Store, name: str, to: int | None, reason: str) -> Entry:
         target = by_number[by_number[wanted].promotion]
         if target.policy.digest == last.policy.digest:
             raise RegistryError(f"{name} is the policy of entry {wanted} already")
-        gone = store.with_digest(target.policy.stage, target.policy.key, target.policy.digest, repair=False) is None
+        gone = store.with_digest(target.policy.stage, target.policy.key, target.policy.digest) is None
         if gone:
             raise RegistryError(f"the policy of entry {wanted} ({target.policy.run}) is gone from {store.shown}")
         return Entry(number, target.policy, _now(), who(), reason, last.promotion, restores=target.number)
@@ -143,7 +143,7 @@ def rollback(store: Store, name: str, to: int | None, reason: str) -> Entry:
 
 def trained_ref(store: Store, policy: Policy) -> tuple[str, str, str] | None:
     """(stage, key, digest) of the policy that was trained: of an export, what it is of. None where it is gone."""
-    artifact = store.with_digest(policy.stage, policy.key, policy.digest, repair=False)
+    artifact = store.with_digest(policy.stage, policy.key, policy.digest)
     if artifact is None or policy.stage != "export":
         return None if artifact is None else (policy.stage, policy.key, policy.digest)
     ref = artifact.manifest["inputs"]["policy"]
@@ -221,7 +221,7 @@ def _read(store: Store, name: str, number: int) -> Entry:
         assert value is not None
         return Entry(**{**value, "policy": Policy(**value["policy"])})
     except (AssertionError, KeyError, TypeError) as e:
-        path = store.join(FOLDER, name, f"{number:06d}.json")
+        path = store.address(FOLDER, name, f"{number:06d}.json")
         raise RegistryError(f"{path} is not an entry of the registry ({e}): restore it from a backup") from e
 
 

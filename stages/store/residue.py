@@ -17,13 +17,13 @@ from pathlib import Path
 from typing import Any
 
 from stages.store.artifacts import MANIFEST, Store
-from stages.store.leases import beats, forsaken
+from stages.store.leases import beats, forsaken, unless_held
 from stages.store.reach import Roots, Version
 from stages.store.work import OF_PROCESS
 from tuning.atomic import is_partial
 
-PREFIX_CHARACTERS = 64
-"""Length of a key, with which the name of a folder of fetched files begins."""
+KEY_CHARACTERS = 64
+"""Length of a key, with which names of folders of fetched files and of work begin."""
 READERS = ".readers"
 """After a policy's digest: the folder of empty files with the names of the runs that are to read it
 (`stages.common.handed`)."""
@@ -36,7 +36,7 @@ class Residue:
     kind: str
     name: str
     bytes: int
-    remove: Callable[[], None]
+    remove: Callable[[], object]
 
 
 def residues(store: Store, found: list[Version], roots: Roots, old: float) -> Iterator[Residue]:
@@ -59,7 +59,7 @@ def residues(store: Store, found: list[Version], roots: Roots, old: float) -> It
     yield from _leases(store, old)
     keys = {version.key for version in found}
     for folder in _below(store.scratch / "fetched", 2):
-        if not store.is_local and folder.name[:PREFIX_CHARACTERS] not in keys:
+        if not store.is_local and folder.name[:KEY_CHARACTERS] not in keys:
             yield from _local("fetched", folder, old)
     for folder in _below(store.scratch / "runs", 1):
         # On a local store it is the folder of the record, which goes with the run.
@@ -108,13 +108,12 @@ def _orphans(store: Store, found: list[Version], old: float) -> Iterator[Residue
             if (stage, folder) in owned or store.fs.exists(store.join("artifacts", stage, folder, MANIFEST)):
                 # One with a manifest that cannot be read is `rlhf verify`'s.
                 continue
-            if beats(store, stage, key):
-                continue
-            yield from _remote(store, "orphan", ("artifacts", stage, folder), old)
+            if not beats(store, stage, key):
+                yield from _leased(store, stage, key, _remote(store, "orphan", ("artifacts", stage, folder), old))
     filled = {(version.stage, version.folder) for version in found}
     for version in found:
         if version.current and (version.stage, version.key) not in filled:
-            yield from _beside_manifest(store, version, old)
+            yield from _leased(store, version.stage, version.key, _beside_manifest(store, version, old))
 
 
 def _beside_manifest(store: Store, version: Version, old: float) -> Iterator[Residue]:
@@ -127,16 +126,29 @@ def _beside_manifest(store: Store, version: Version, old: float) -> Iterator[Res
 
 
 def _work(store: Store, pending: set[tuple[str, str]], old: float) -> Iterator[Residue]:
+    def left(stage: str, folder: str, found: Iterator[Residue]) -> Iterator[Residue]:
+        # After the key: the number of a process of a group, the run that has forced the stage.
+        key = folder[:KEY_CHARACTERS].partition(OF_PROCESS)[0]
+        if (stage, key) not in pending and not beats(store, stage, key):
+            yield from _leased(store, stage, key, found)
+
     for stage in store.names("work"):
-        for key in store.names("work", stage):
-            place = (stage, key.partition(OF_PROCESS)[0])
-            if place not in pending and not beats(store, *place):
-                yield from _remote(store, "work", ("work", stage, key), old)
+        for name in store.names("work", stage):
+            yield from left(stage, name, _remote(store, "work", ("work", stage, name), old))
     for folder in () if store.is_local else _below(store.scratch / "work", 2):
-        # A folder for each process of a group.
-        place = (folder.parent.name, folder.name.partition(OF_PROCESS)[0])
-        if place not in pending and not beats(store, *place):
-            yield from _local("work", folder, old)
+        yield from left(folder.parent.name, folder.name, _local("work", folder, old))
+
+
+def _leased(store: Store, stage: str, key: str, found: Iterator[Residue]) -> Iterator[Residue]:
+    """The residues, each removed under the lease of a key, and not while a process makes that."""
+    for residue in found:
+
+        def remove(check: Callable[[], None], residue: Residue = residue) -> bool:
+            check()
+            residue.remove()
+            return True
+
+        yield dataclasses.replace(residue, remove=functools.partial(unless_held, store, stage, key, remove))
 
 
 def _leases(store: Store, old: float) -> Iterator[Residue]:

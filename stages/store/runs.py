@@ -44,11 +44,11 @@ def read(store: Store, name: str) -> Any | None:
             return found
         nodes: dict[str, Any] = {}
         if fault := forms.misfit(found, forms.PARTED):
-            raise ArtifactError(f"{store.join(FOLDER, name, HEAD)} has another form ({fault}); move it away")
+            raise ArtifactError(f"{store.address(FOLDER, name, HEAD)} has another form ({fault}); move it away")
         for part in _expanded(found[PARTS]):
             entries = store.read_json(FOLDER, name, part)
             if not isinstance(entries, dict):
-                missing = store.join(FOLDER, name, part)
+                missing = store.address(FOLDER, name, part)
                 break
             nodes |= entries
         else:

@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import uuid
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from stages.store import disk
+from stages.store.manifests import ArtifactError
 from tuning import multihost
-from tuning.atomic import is_partial
+from tuning.atomic import is_partial, whole_file
 
 if TYPE_CHECKING:
-    from stages.store.artifacts import Store
+    from stages.store.artifacts import Artifact, Store
 
 AT_ONCE = 16
 """Files that are read, hashed or transferred at a time."""
@@ -72,6 +74,36 @@ def send(store: Store, folder: Path, target: str) -> None:
     each(one, names)
     if store.is_local:
         disk.sync_folders(Path(target, name).parent for name in names)
+
+
+def bring(store: Store, artifact: Artifact, base: Path, wanted: Callable[[str], bool]) -> None:
+    """Download the wanted files of an artifact that `base` does not have whole, several at a time; a file gets its name
+    when it is complete. Raise ArtifactError for one that differs from its checksum in the store."""
+
+    def one(f: dict[str, Any]) -> None:
+        target = base / f["path"]
+        if disk.is_whole(target, f["sha256"]):
+            return
+        with whole_file(target) as partial:
+            if not disk.fetched(store.fs, f"{artifact.path}/{f['path']}", partial, f["sha256"]):
+                path = store.address("artifacts", artifact.stage, artifact.folder, f["path"])
+                raise ArtifactError(f"{path} differs from its checksum; run `rlhf verify`")
+        disk.note_whole(target, f["sha256"])
+
+    each(one, [f for f in artifact.manifest["files"] if wanted(f["path"])])
+
+
+def move(store: Store, moves: Mapping[str, str]) -> None:
+    """Move files of a store in this order; skip one that another process has moved."""
+    for path, target in moves.items():
+        store.fs.makedirs(target.rpartition("/")[0], exist_ok=True)
+        with contextlib.suppress(FileNotFoundError):
+            if store.is_local:
+                os.replace(path, target)
+            else:
+                # Not `fs.mv`, which would take a `[` or `*` for a pattern.
+                store.fs.cp_file(path, target)
+                store.fs.rm_file(path)
 
 
 def place(store: Store, folder: Path, stage: str, key: str) -> str:

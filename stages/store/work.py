@@ -87,8 +87,9 @@ class WorkFolder:
                 if not disk.fetched(self._store.fs, self._there(path), partial, sha256):
                     with contextlib.suppress(OSError):
                         self._store.remove(f"{self._markers}/{self._name(unit)}")
+                    there = self._store.address("work", *Path(self._shared).parts[-2:], self._name(path))
                     raise ArtifactError(
-                        f"{self._there(path)} differs from its checksum: the checkpoint is not used any more; "
+                        f"{there} differs from its checksum: the checkpoint is not used any more; "
                         "run the same command again"
                     )
 

@@ -113,7 +113,7 @@ def model_of(name: str, where: str) -> DecoderConfig:
         if not path.is_file():
             raise ValueError(f"{where}: {path} does not exist; a folder with a config.json is enough, or say --model")
     if path.suffix == ".json":
-        return from_hugging_face(json.loads(path.read_text()), str(path))
+        return from_hugging_face(json.loads(path.read_bytes()), str(path))
     from tuning.models.gguf import GGUFCheckpoint, GGUFFile
 
     return from_hugging_face(GGUFCheckpoint(GGUFFile(path)).config(), str(path))

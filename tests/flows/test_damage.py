@@ -34,7 +34,7 @@ def test_a_changed_byte_in_an_input_is_found_before_a_stage_reads_it(store, reco
     assert run.made["base"].digest == nodes["base"]["digest"]
     assert place.verify(place.get("base", nodes["base"]["key"])) is None
     out = " ".join(capsys.readouterr().out.split())
-    assert "! base: " in out and "model.safetensors has checksum" in out and "made again" in out
+    assert "! base: " in out and "model.safetensors has checksum" in out and "computed again" in out
 
 
 def test_work_and_lease_that_a_kill_has_left_behind_a_commit_are_removed(store, record):

@@ -83,7 +83,7 @@ def test_nothing_is_collected_past_a_record_that_cannot_be_read(store):
 
 def test_the_command_shows_first_deletes_when_told_and_keeps_what_is_pinned(store, rlhf):
     rlhf("pin", "r3", "--store", store.root, "--note", "of the paper")
-    shown = rlhf("gc", "--store", store.root, "--keep", 1, "--grace", 0).stdout
+    shown = rlhf("gc", "--store", store.root, "--keep", 1, "--grace", 0, "--dry-run").stdout
     assert "pinned: of the paper" in shown and "7 runs" in shown and "nothing was deleted" in shown
     assert len(store.names("runs")) == 10
     done = json.loads(rlhf("gc", "--store", store.root, "--keep", 1, "--grace", 0, "--yes", "--json").stdout)

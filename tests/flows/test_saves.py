@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import shutil
+import threading
+import time
 
 import pytest
 
 from flows.graph.keying import key_of, key_parts
 from flows.recipe.reading import load_recipe
 from flows.report.console import ConsoleReporter
-from flows.running import session
+from flows.running import saving
 from flows.running.session import Session
 from stages.store.artifacts import Store
 from stages.store.leases import lease
@@ -19,7 +21,7 @@ from stages.worker.client import StageFailed, Worker
 @pytest.fixture
 def run(store, monkeypatch):
     """A session over a store that has everything."""
-    monkeypatch.setattr(session, "SAVE_SECONDS", 1e9)
+    monkeypatch.setattr(saving, "SAVE_SECONDS", 1e9)
     return Session(load_recipe("smoke", sets=[f"store={store}"]), ConsoleReporter(), "again")
 
 
@@ -34,6 +36,41 @@ def test_a_run_that_makes_nothing_writes_its_record_at_its_two_ends(run, store):
     run.finish("finished")
     record = Store(str(store)).read_json("runs", "again", "run.json")
     assert record == run.record and {e["state"] for e in record["nodes"].values()} == {"hit"}
+
+
+@pytest.mark.parametrize("waits", ["sources", "bytes"])
+def test_what_a_run_has_found_is_in_its_record_however_long_it_reads_data_or_inputs(store, monkeypatch, waits):
+    """A collection waits ten seconds for that; ten minutes of silence are the end of a run to another host."""
+    monkeypatch.setattr(saving, "SAVE_SECONDS", 0.2)
+    monkeypatch.setattr(saving, "SIGN_SECONDS", 0.5)
+    run, ends = Session(load_recipe("smoke", sets=[f"store={store}"]), ConsoleReporter(), "again"), threading.Event()
+    for name in ("base", "prepare"):
+        assert run.run_node(name)[0] == "hit"
+    run.force = {"sft"}
+
+    def wait(*_):
+        assert ends.wait(60)
+        raise KeyboardInterrupt
+
+    if waits == "sources":
+        monkeypatch.setattr("flows.running.session.as_it_is", wait)
+    else:
+        monkeypatch.setattr(run._whole, "ensure", wait)
+    thread = threading.Thread(target=lambda: pytest.raises(KeyboardInterrupt, run.run_node, "sft"))
+    thread.start()
+    place, seen = Store(str(store)), set()
+    while len(seen) < 3:
+        record = place.read_json("runs", "again", "run.json")
+        if all("digest" in record["nodes"].get(name, {}) for name in ("base", "prepare")):
+            seen.add(record["saved"])
+        time.sleep(0.05)
+    ends.set()
+    thread.join()
+    assert waits == "sources" or record["nodes"]["sft"]["state"] == "running"
+    run.finish("interrupted")
+    ended = place.read_json("runs", "again", "run.json")
+    time.sleep(0.8)
+    assert place.read_json("runs", "again", "run.json") == ended
 
 
 def test_a_stage_is_on_disk_as_running_before_its_work_begins(run, store):

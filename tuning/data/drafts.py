@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import json
+import re
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -11,8 +12,10 @@ from typing import Any
 from tuning.agents.template import Template
 from tuning.data.blocks import Block, Counts, Draft, Plan, Step, tokenizer_of
 from tuning.data.conversations import NoPrefix, sample, tokenized
-from tuning.data.records import Message, Record, digest, spoken, text_of
-from tuning.models.tokenizer import begins_with_bos
+from tuning.data.kinds import canonical_json, digest
+from tuning.data.messages import Message, spoken, text_of
+from tuning.data.records import Record
+from tuning.models.tokenizer import begins_with_bos, control_ids
 
 
 def render(plan: Plan) -> Step:
@@ -65,8 +68,14 @@ def drafts_of(template: Template | None, plan: Plan, output: str, record: Record
     judged = bool(record.rejected) or record.label is not None
     known: list[Any] = [record.prompt, record.answer, record.tools, None if judged else record.metadata]
     known += [record.chat_template_kwargs] if record.chat_template_kwargs else []
-    columns |= {"answer": record.answer, "metadata": record.metadata, "group": record.group}
     prompt = template.checked(template.fitted(_messages(plan, record.prompt)), header=True)
+    metadata = record.metadata
+    opened = _OPENED_TAG.search(prompt)
+    control = {str(template.tokenizer.convert_ids_to_tokens(index)) for index in control_ids(template.tokenizer)}
+    if opened and opened[0].strip() not in control:
+        # Rewards read completions alone: they have to know that a completion begins within a tag.
+        metadata = canonical_json({**json.loads(metadata), "opened_tag": opened[1]})
+    columns |= {"answer": record.answer, "metadata": metadata, "group": record.group}
     return [Draft(output, digest(json.dumps(known, sort_keys=True)), columns, {"prompt_ids": prompt})]
 
 
@@ -106,6 +115,8 @@ def _pairs(template: Template, plan: Plan, output: str, record: Record, columns:
     return drafts
 
 
+_OPENED_TAG = re.compile(r"<(\w+)>\s*$")
+"""A tag that the header of the assistant's turn opens, as templates of reasoning models open <think>."""
 _BATCH = 512
 """Texts that are encoded at a time."""
 

@@ -143,11 +143,11 @@ class MessageParser:
             checked.append({**outer, "function": {**inner, "name": read.name, "arguments": dict(read.arguments)}})
         return checked
 
-    def text(self, field: str, value: Any) -> str:
+    def text(self, field: str, value: Any, expected: str = "a non-empty string") -> str:
         if not isinstance(value, str) or not value.strip():
-            raise self.error(field, "a non-empty string", kind_of(value))
+            raise self.error(field, expected, kind_of(value))
         try:
             value.encode()
         except UnicodeEncodeError:
-            raise self.error(field, "valid Unicode", "a lone surrogate") from None
+            raise self.error(field, "text in UTF-8", kind_of(value)) from None
         return value

@@ -30,6 +30,7 @@ from tuning.precision import real
 
 SHARD_BYTES = 5_000_000_000
 """The largest file that is written, unless one tensor is larger."""
+_ROWS = 4096
 Lazy = tuple[str, int, Callable[[], np.ndarray]]
 """Name, size in bytes and maker of a tensor."""
 
@@ -102,7 +103,7 @@ def read_config(folder: Path) -> DecoderConfig:
     if not path.is_file():
         raise FileNotFoundError(f"{path} is missing: a model folder holds config.json and *.safetensors")
     try:
-        values = json.loads(path.read_text())
+        values = json.loads(path.read_bytes())
     except ValueError as error:
         raise ValueError(f"{path}: not readable as JSON ({error}); check that the download is complete") from error
     return from_hugging_face(values, str(path))
@@ -114,9 +115,24 @@ def load_decoder(folder: Path, mesh: Mesh | None = None, dtype: str | None = Non
     Parameters are of `precision.real`. With `dtype` those of `tensors.MATRICES` have that type: for weights that are
     not trained, in the type of computation, to which the decoder casts them anyway.
     """
-    config = read_config(folder)
     with Tensors(folder) as tensors:
+        config = _as_stored(read_config(folder), tensors)
         return config, load_tensors(config, tensors, abstract_decoder(config)[1], _places(config), mesh, dtype)
+
+
+def _as_stored(config: DecoderConfig, tensors: Tensors) -> DecoderConfig:
+    """The config, untied if the files hold an LM head that differs from the embeddings.
+
+    transformers 5 and vLLM read such folders in this way too.
+    """
+    head, table = "lm_head.weight", "model.embed_tokens.weight"
+    shape = tensors.shapes.get(head)
+    if not config.tie_embeddings or shape is None or shape != tensors.shapes.get(table):
+        return config
+    # Some rows at a time: the two matrices are the largest of a model.
+    cuts = (np.s_[row : min(row + _ROWS, shape[0]), :] for row in range(0, shape[0], _ROWS))
+    same = all(np.array_equal(tensors.read(head, cut), tensors.read(table, cut)) for cut in cuts)
+    return config if same else dataclasses.replace(config, tie_embeddings=False)
 
 
 def load_scalar_head(folder: Path, mesh: Mesh | None = None, dtype: str | None = None) -> tuple[DecoderConfig, Any]:
@@ -183,9 +199,12 @@ def save_decoder(
 def copy_decoder(
     source: Path, folder: Path, token_ids: dict[str, Any], *, shard_bytes: int = SHARD_BYTES
 ) -> tuple[DecoderConfig, int]:
-    """`write_decoder` of the decoder of a model folder. Raises as `load_decoder` does."""
-    config = read_config(source)
+    """`write_decoder` of the decoder of a model folder. Raises as `load_decoder` does.
+
+    A head that differs from the embeddings is kept although config.json says that they are tied.
+    """
     with Tensors(source) as tensors:
+        config = _as_stored(read_config(source), tensors)
         return config, write_decoder(folder, config, tensors, token_ids, shard_bytes=shard_bytes)
 
 

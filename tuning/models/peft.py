@@ -96,7 +96,7 @@ def load_adapter(folder: Path, config: DecoderConfig) -> tuple[LoraConfig, Any]:
     for name in (CONFIG, TENSORS):
         if not (folder / name).is_file():
             raise FileNotFoundError(f"{folder / name} is missing: an adapter folder holds {CONFIG} and {TENSORS}")
-    values = json.loads((folder / CONFIG).read_text())
+    values = json.loads((folder / CONFIG).read_bytes())
     for name, ordinary in _ORDINARY.items():
         if name in values and values[name] not in ordinary:
             raise UnsupportedModel(f"{folder / CONFIG}: {name} is {values[name]!r}, supported is {ordinary[0]!r}")

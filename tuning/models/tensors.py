@@ -148,7 +148,7 @@ def _files(folder: Path) -> tuple[dict[str, str], list[Path]]:
 
 def _weight_map(index: Path) -> dict[str, str]:
     try:
-        found: dict[str, str] = json.loads(index.read_text())["weight_map"]
+        found: dict[str, str] = json.loads(index.read_bytes())["weight_map"]
     except (ValueError, KeyError, TypeError) as error:
         raise ValueError(f"{index} has no readable weight_map; check that the download is complete") from error
     return found

@@ -10,7 +10,7 @@ import importlib
 import inspect
 import os
 import traceback
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence, Set
 from typing import Any
 
 from tuning.rewards.failures import REASON_CHARACTERS, kind_of
@@ -66,7 +66,8 @@ class Call:
 
 def _outcomes(values: Any, count: int) -> list[Outcome]:
     """What a function returned as outcomes. Raises TypeError for anything but `count` numbers and None."""
-    if not isinstance(values, Iterable):
+    # The characters of a text, the keys of a mapping and the members of a set would be taken for rewards.
+    if not isinstance(values, Iterable) or isinstance(values, str | bytes | Mapping | Set):
         one = f"{values!r:.60} in place of a list: it gets lists of prompts and completions"
         raise TypeError(f"the function returned {one}, and returns a number, or None, for each completion")
     found = list(values)
@@ -77,6 +78,9 @@ def _outcomes(values: Any, count: int) -> list[Outcome]:
 
 def _number(value: Any) -> float:
     try:
+        # A text is no number, whatever its digits.
+        if isinstance(value, str | bytes | bytearray):
+            raise TypeError
         return float(value)
     except (TypeError, ValueError):
         shown = repr(value)[:60]

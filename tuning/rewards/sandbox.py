@@ -9,6 +9,7 @@ means harm, run the pipeline in a virtual machine.
 
 from __future__ import annotations
 
+import ast
 import contextlib
 import functools
 import json
@@ -18,15 +19,19 @@ import secrets
 import subprocess
 import sys
 import tempfile
+import textwrap
 import threading
 import time
+import warnings
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, BinaryIO, Literal
 
 from tuning.parallel.children import kill
 from tuning.rewards import confine
+from tuning.rewards.answers import tests_of
 from tuning.rewards.failures import Outage
+from tuning.rewards.texts import spoken
 
 Isolation = Literal["required", "best-effort"]
 """Whether code runs on machines where it can reach something."""
@@ -67,10 +72,65 @@ main()
 """
 
 
-def code_of(text: str) -> str:
-    """The last fenced block of Python, or of no language, in the text; the whole text without one."""
-    blocks = re.findall(r"```(?:python|py)?[ \t]*\n(.*?)```", text, re.DOTALL)
-    return blocks[-1] if blocks else text
+_FENCE = re.compile(r"^[ \t]*(?:```+|~~~+)([^\n`]*)$", re.MULTILINE)
+_READS_INPUT = re.compile(r"\binput\(|\bstdin\b|\bopen\(0\b")
+
+
+def code_of(text: str, tests: Sequence[Any] = ()) -> str:
+    """The code of a completion, after its thoughts: a fenced block of Python, or of no language; else the whole text.
+
+    Of several blocks it is the last that defines a name which the `tests` use, or, for tests of input and output, the
+    last that reads input: examples may come after it. Functions, classes and imports of earlier blocks come before it.
+    A block may lack its end; an end without a start belongs to code that the prompt has begun.
+    """
+    text = spoken(text).replace("\r\n", "\n")
+    named = {name for test in tests if isinstance(test, str) for name in re.findall(r"\w+", test)}
+    blocks = _blocks(text)
+    if not blocks:
+        return text
+    chosen = len(blocks) - 1
+    for number, block in enumerate(blocks):
+        if named & _defined(block) if named else _READS_INPUT.search(block):
+            chosen = number
+    earlier = [ast.unparse(node) for block in blocks[:chosen] for node in _statements(block, _DEFINITIONS)]
+    return "\n".join([*earlier, blocks[chosen]])
+
+
+def _blocks(text: str) -> list[str]:
+    """The blocks of Python, or without any those of no language."""
+    fences = list(_FENCE.finditer(text))
+    if len(fences) % 2 and not fences[0][1].strip() and _statements(text[: fences[0].start()], _WORKS):
+        return [text[: fences[0].start()]]
+    ends = [*(fence.start() for fence in fences[1::2]), len(text)]
+    found: dict[bool, list[str]] = {True: [], False: []}
+    for start, end in zip(fences[::2], ends, strict=False):
+        language = start[1].strip().lower().strip("{.}")
+        if not language or language.startswith("py"):
+            found[bool(language)].append(textwrap.dedent(text[start.end() + 1 : end]))
+    return found[True] or found[False]
+
+
+_DEFINITIONS = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef, ast.Import, ast.ImportFrom)
+_WORKS = (*_DEFINITIONS, ast.Assign, ast.For, ast.While, ast.If)
+
+
+def _statements(code: str, kinds: tuple[type[ast.stmt], ...]) -> list[ast.stmt]:
+    """The statements of these kinds at the top of a program; none of a text that is not Python."""
+    try:
+        with warnings.catch_warnings(action="ignore"):
+            return [node for node in ast.parse(code).body if isinstance(node, kinds)]
+    # Text with a null character, or nested too deep, is a ValueError or worse.
+    except (SyntaxError, ValueError, MemoryError, RecursionError):
+        return []
+
+
+def _defined(code: str) -> set[str]:
+    """The names that a program defines at its top."""
+    names = set()
+    for node in _statements(code, _WORKS):
+        targets = node.targets if isinstance(node, ast.Assign) else [node]
+        names |= {getattr(target, "name", getattr(target, "id", "")) for target in targets}
+    return names
 
 
 def run_python(code: str, stdin: str = "", *, seconds: float, megabytes: int) -> tuple[int, str]:
@@ -206,18 +266,19 @@ def code_passes(
     """1 where the completion's code passes its tests; else 0. With `partial` the share of tests that pass.
 
     Tests are `metadata["tests"]`: programs (text) that run after the code in its names, or {"input", "output"} for
-    standard input and output; without them the column `answer` is one such program. Without any test the reward does
-    not apply. A test that runs for longer than `seconds`, takes more than `megabytes` or ends the program has failed;
-    so have those that `budget_seconds` for all tests of a completion leaves no time for. `isolation: required` raises
-    an Outage on a machine where the code can reach something (`gaps`); `best-effort` runs it there.
+    standard input and output; without them the answer is one such program, or each of a list of answers. Without any
+    test the reward does not apply. A test that runs for longer than `seconds`, takes more than `megabytes` or ends the
+    program has failed; so have those that `budget_seconds` for all tests of a completion leaves no time for.
+    `isolation: required` raises an Outage on a machine where the code can reach something (`gaps`); `best-effort` runs
+    it there.
     """
     refuse_gaps(isolation)
 
     def one(text: str, answer: str | None, meta: dict[str, Any]) -> float | None:
-        tests = meta.get("tests") or ([answer] if answer is not None else [])
+        tests = tests_of(answer, meta)
         if not tests:
             return None
-        code, passed, deadline = code_of(text), 0, time.monotonic() + budget_seconds
+        code, passed, deadline = code_of(text, tests), 0, time.monotonic() + budget_seconds
         for test in tests:
             left = deadline - time.monotonic()
             good = left > 0 and _passes(code, test, min(seconds, left), megabytes)

@@ -19,7 +19,7 @@ from flows.cli.app import app
 from flows.graph.build import nodes_of, select, until
 from flows.recipe.model import Recipe
 from flows.recipe.reading import load_recipe
-from flows.running.session import now
+from flows.running.saving import now
 from stages.auditing.laws import all_laws
 from stages.store.artifacts import Store
 from tests.support import RLHF, write_files
@@ -32,7 +32,7 @@ def state(record: dict, *names: str) -> dict[str, str]:
 def test_help_names_every_verb(rlhf):
     text = rlhf("--help").stdout
     verbs = ["run", "plan", "settings", "rerun", "rescore", "runs", "show", "chat", "serve", "export", "verify"]
-    verbs += ["report", "doctor", "gc", "pin", "unpin", "logs", "fork", "diff", "history", "metrics", "alerts"]
+    verbs += ["report", "doctor", "gc", "pin", "unpin", "logs", "fork", "diff", "history", "metrics"]
     verbs += ["trends"]
     for verb in verbs:
         assert re.search(rf"^\W*{verb}\s+\w", text, re.MULTILINE), verb
@@ -169,6 +169,27 @@ def test_rerun_makes_one_stage_again_and_that_stage_alone(rlhf, store, record):
     assert all(e["digest"] == first["nodes"][n]["digest"] for n, e in again["nodes"].items())
     artifact = Store(str(store)).get("evaluate", again["nodes"]["evaluate.rl"]["key"])
     assert artifact.manifest["run"] == name
+
+
+def test_rerun_of_a_stage_that_had_no_output_says_so(rlhf_here, store, record, monkeypatch):
+    """The stage had failed: nothing is the same as before."""
+    first, place = record(store, "first"), Store(str(store))
+    failed = {n: e for n, e in first["nodes"].items() if not n.startswith("evaluate")}
+    place.write_json(first | {"status": "failed", "nodes": failed}, "runs", "first", "run.json")
+
+    def launch(recipe, no_prefect, name, **_):
+        place.write_json(first | {"name": name}, "runs", name, "run.json")
+
+    monkeypatch.setattr("flows.cli.launch.launch", launch)
+    out = rlhf_here("rerun", "first", "--stage", "evaluate.rl", "--store", store).stdout
+    assert "evaluate.rl: computed for the first time; `rlhf run` computes what follows" in out and "same" not in out
+
+
+@pytest.mark.parametrize("command", ["runs", "metrics", "champions", "gc", "show", "history", "verify"])
+def test_a_store_that_is_not_there_is_named_and_no_empty_one(rlhf_here, tmp_path, s3, command):
+    for url in (str(tmp_path / "none"), "s3://nosuchbucket/x"):
+        error = rlhf_here(command, "--store", url, code=2).stderr
+        assert f"error: no store at {url}: `rlhf run` creates one; name another with --store, or mount it" in error
 
 
 def test_a_part_of_a_recipe_is_made_and_the_same_command_goes_on_with_it(rlhf, rlhf_here, store, record):
@@ -313,7 +334,8 @@ def test_verify_finds_damage_and_the_next_run_repairs_it(rlhf, store, record):
     assert {n: e["digest"] for n, e in repaired["nodes"].items()} == {n: e["digest"] for n, e in entry.items()}
 
 
-def test_a_store_that_is_not_there_is_not_well(rlhf_here, tmp_path):
+def test_an_empty_store_is_not_well(rlhf_here, tmp_path):
+    (tmp_path / "mount").mkdir()
     assert f"no artifacts in {tmp_path / 'mount'}" in rlhf_here("verify", "--store", tmp_path / "mount", code=2).stderr
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import signal
+import socket
 import subprocess
 from pathlib import Path
 
@@ -14,7 +15,8 @@ from flows.cli.app import app
 from flows.cli.logs import _following
 from flows.recipe.reading import load_recipe
 from flows.report.console import ConsoleReporter
-from flows.running.session import Session, now
+from flows.running.saving import now
+from flows.running.session import Session
 from stages.store.artifacts import Store
 from stages.store.leases import this_process
 from tests.support import RLHF, write_files
@@ -113,7 +115,15 @@ def test_a_log_on_another_machine_is_told_with_its_host_and_a_remote_store_has_a
 def test_a_run_that_made_nothing_has_no_log(tmp_path):
     place = Store(str(tmp_path))
     write_record(place, nodes={"sft": {"stage": "sft", "state": "hit", "key": "k", "digest": "d"}})
-    assert "run first has no log: it has made nothing itself" in shown(place, code=2)
+    assert "run first has no log: it started no worker" in shown(place, code=2)
+
+
+def test_a_log_that_is_gone_from_this_host_is_not_looked_for_elsewhere(tmp_path):
+    remote, here = Store("memory://gone", tmp_path), socket.gethostname()
+    write_record(remote, host=here, worker_starts=1)
+    assert "was /far/log, which is gone" in shown(remote, code=2)
+    write_record(remote, host=here, worker_starts=0)
+    assert "it started no worker" in shown(remote, code=2)
 
 
 def test_the_end_of_a_run_copies_its_log_to_a_remote_store():

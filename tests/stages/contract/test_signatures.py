@@ -84,6 +84,13 @@ def own(tmp_path, monkeypatch):
     return tmp_path
 
 
+def test_a_file_that_a_package_of_this_project_hides_is_named(tmp_path, monkeypatch):
+    write_files(tmp_path, **{"tuning.py": REWARD})
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(RecipeError, match="/tuning.py has the name of a module of Python or of this project; give"):
+        check(load_recipe("smoke", sets=["rl.score.rewards={j: {function: 'tuning:right'}}"]))
+
+
 @pytest.mark.parametrize(
     ("sets", "message"),
     [
@@ -95,7 +102,7 @@ def own(tmp_path, monkeypatch):
         ([MINE % ("of_one", "{}")], "own_code:of_one takes answer among its first two arguments; it is called with"),
         ([MINE % ("slow", "{}")], "mine.function: own_code:slow is `async def`: it is called, and not awaited"),
         ([MINE % ("constant", "{}")], "mine.function: own_code.py has 'constant', a value: expected a function"),
-        (["rl.score.rewards={j: {function: 'code:right'}}"], "/code.py has the name of a module of Python itself"),
+        (["rl.score.rewards={j: {function: 'code:right'}}"], "/code.py has the name of a module of Python or of this"),
         (["rl.score.rewards={j: {function: 'lacking:right'}}"], "lacking.py, line 2: no module 'nowhere' can be im"),
         (["rl.score.rewards={j: {function: 'own_code.py:vowels'}}"], "is a file: a module is written"),
         (["rl.score.rewards={t: {function: token_share}}"], "t.arguments: token_share needs token"),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import time
 import uuid
 import warnings
@@ -85,7 +86,7 @@ def test_a_damaged_artifact_is_set_aside_with_a_warning_and_made_again(store, tm
             store.fs.pipe_file(store.join("artifacts", "sft", KEY, MANIFEST), b'{"stage": "sft", ')
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        assert store.get("sft", KEY, repair=False) is None  # a plan looks and changes nothing
+        assert store.get("sft", KEY) is None  # a plan looks and changes nothing
     assert damaged(store) == []
     expected = {
         "truncated": "weights.bin has 99 bytes, the manifest says 100",
@@ -94,7 +95,7 @@ def test_a_damaged_artifact_is_set_aside_with_a_warning_and_made_again(store, tm
         "manifest": "is not JSON",
     }[fault]
     with pytest.warns(UserWarning, match=expected):
-        assert store.get("sft", KEY) is None
+        assert store.get("sft", KEY, repair=True) is None
     assert MANIFEST in damaged(store)
     # Which folder has its files, only a manifest says: those of an object store stay, as those of a killed commit do.
     if fault != "manifest" or store.is_local:
@@ -176,7 +177,7 @@ def test_a_replacing_commit_leaves_readers_their_files(store, tmp_path):
     # A damaged replacement goes aside without what it replaced.
     overwrite(store, found, "config.json", b"")
     with pytest.warns(UserWarning, match="is damaged"):
-        assert store.get("sft", KEY) is None
+        assert store.get("sft", KEY, repair=True) is None
     assert (MANIFEST in damaged(store)) and ("config.json" in damaged(store))
     assert store.verify(reader) is None
 
@@ -266,7 +267,7 @@ def test_what_a_killed_commit_left_is_no_part_of_the_next(store, tmp_path):
         store.fs.pipe_file(place, b"left over")
     artifact = make(store, tmp_path)
     assert store.verify(artifact) is None
-    names = {p[len(artifact.url) + 1 :] for p in store.fs.find(artifact.url)}
+    names = {p[len(artifact.path) + 1 :] for p in store.fs.find(artifact.path)}
     assert names == {p.replace("__", "/") for p in FILES}
 
 
@@ -300,6 +301,16 @@ def test_a_replaced_artifact_is_fetched_again(remote, tmp_path):
     assert remote.get("sft", KEY).local("config.json").read_text() == "{}"
     make(remote, tmp_path, replace=True, **FILES | {"config.json": "[]"})
     assert remote.get("sft", KEY).local("config.json").read_text() == "[]"
+
+
+def test_what_messages_name_of_a_remote_store_has_its_scheme(remote, tmp_path):
+    artifact = make(remote, tmp_path)
+    assert artifact.url.startswith(f"{remote.url}/artifacts/sft/{KEY}.")
+    with lease(remote, "sft", KEY, print):
+        assert remote.set_aside("sft", KEY).startswith(f"{remote.url}/damaged/sft/")
+    remote.write_bytes(b"{", "runs", "one", "run.json")
+    with pytest.raises(ArtifactError, match=re.escape(f"{remote.url}/runs/one/run.json is not JSON")):
+        remote.read_json("runs", "one", "run.json")
 
 
 def test_another_process_s_files_are_seen_at_once(remote):

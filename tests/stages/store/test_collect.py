@@ -1,5 +1,6 @@
 """A collection frees what no kept run reaches, and nothing else: whatever the graph, beside runs, and after a kill."""
 
+import contextlib
 import dataclasses
 import json
 import os
@@ -345,7 +346,7 @@ def test_a_collection_that_is_killed_at_any_moment_is_finished_by_the_next(tmp_p
     for n in range(1, moments):
         after = Store(f"{url}-{n}")
         # What is half deleted does not look whole.
-        found = after.get(other.stage, other.key, repair=False)
+        found = after.get(other.stage, other.key)
         assert keys(after) >= wanted and (found is None) == ((other.stage, other.key) not in keys(after))
         collect(after, lambda: roots(*runs), NOW)
         assert keys(after) == wanted and after.names("runs") == ["kept"]
@@ -354,3 +355,77 @@ def test_a_collection_that_is_killed_at_any_moment_is_finished_by_the_next(tmp_p
         )
         assert all(after.verify(after.get(*place)) is None for place in wanted)
         assert json.dumps(after.read_json("trail", after.names("trail")[-1]))
+
+
+def test_work_that_a_forced_run_computes_stays_with_that_of_its_processes(store):
+    """Its folder is named after the key and the run; its lease and its record have the key alone."""
+    key, dead = digest("live"), digest("dead")
+    for folder in (key, f"{key}-again", f"{key}-again.process-1", f"{dead}-again"):
+        store.write_json({}, "work", "sft", folder, "shard-0", "part.json")
+    with lease(store, "sft", key, print):
+        collect(store, roots, NOW)
+    assert store.names("work", "sft") == sorted([key, f"{key}-again", f"{key}-again.process-1"])
+    run = dataclasses.replace(run_of("again", [], "running"), pending=frozenset({("sft", key)}))
+    collect(store, lambda: roots(run), NOW)
+    assert len(store.names("work", "sft")) == 3
+    collect(store, roots, NOW)
+    assert not store.names("work", "sft")
+
+
+def test_a_collection_waits_for_no_stage_and_restores_the_others(tmp_path):
+    """A run makes a condemned artifact again for hours; the rest is condemned for seconds alone."""
+    store = Store(str(tmp_path / "store"))
+    sft, other = put(store, 1), put(store, 2)
+    making, reads = contextlib.ExitStack(), []
+
+    def read():
+        reads.append(1)
+        if len(reads) == 1:
+            return roots()
+        if len(reads) == 2:
+            making.enter_context(lease(store, sft.stage, sft.key, print))
+        return roots(run_of("new", [sft, other], "running"))
+
+    with making:
+        began = time.monotonic()
+        assert collect(store, read, NOW).garbage == ()
+        assert time.monotonic() - began < 10 and keys(store) == {(other.stage, other.key)}
+        assert store.names("condemned", sft.stage)
+    collect(store, lambda: roots(run_of("new", [sft, other], "running")), NOW)
+    assert keys(store) == {(sft.stage, sft.key), (other.stage, other.key)} and not store.names("condemned", sft.stage)
+
+
+@pytest.mark.parametrize("at", ["tomb", "sweep", "file"])
+def test_a_collection_that_has_lost_its_lease_removes_nothing_more(tmp_path, monkeypatch, at):
+    """Its host was suspended; another one has taken the lease over and committed other content."""
+    store = Store(str(tmp_path / "store"))
+    sft = put(store, 1)
+    made = []
+
+    def taken_over():
+        monkeypatch.undo()
+        path = store.join("leases", f"{sft.stage}-{sft.key}.json")
+        store.remove(path)
+        with lease(store, sft.stage, sft.key, print):
+            made.append(put(store, 1, content="of another host", replace=True))
+        store.write_json(
+            {"token": "other", "beat": time.time()} | this_process() | {"host": "far boot"}, *path.split("/")[-2:]
+        )
+
+    write, remove = store.write_json, store.remove
+
+    def written(value, *parts):
+        write(value, *parts)
+        if parts[0] == "condemned" and value["swept"] == (at == "sweep") and at != "file":
+            taken_over()
+
+    def removed(path):
+        remove(path)
+        if at == "file" and path.endswith("moments.bin"):
+            taken_over()
+
+    monkeypatch.setattr(store, "write_json", written)
+    monkeypatch.setattr(store, "remove", removed)
+    collect(store, roots, NOW)
+    (new,) = made
+    assert store.get(new.stage, new.key).digest == new.digest and store.verify(new) is None

@@ -84,11 +84,11 @@ def test_a_replacing_commit_that_is_killed_leaves_the_first_or_the_second(tmp_pa
     calls = commit(store.url, tmp_path, files, how="replace")
     kept = 0
     for place in [1, calls, *random.Random(0).sample(range(2, calls), 4)]:
-        before = store.get("sft", KEY, repair=False)
+        before = store.get("sft", KEY)
         process = python(COMMITTER, store.url, tmp_path / f"out-{place}", files, place, "replace")
         while process.poll() is None:
             # Not for a moment is there none.
-            assert store.get("sft", KEY, repair=False) is not None
+            assert store.get("sft", KEY) is not None
         process.communicate()
         assert process.returncode in (0, -signal.SIGKILL)
         after = store.get("sft", KEY)

@@ -24,7 +24,7 @@ def test_a_manifest_names_no_file_outside_of_its_folder(tmp_path, path):
     manifest = {"stage": "export", "key": "k", "digest": "d", "metrics": {}, "files": [file]}
     store.write_json(manifest, "artifacts", "export", "k", "manifest.json")
     with pytest.warns(UserWarning, match="which is not in its folder"):
-        assert store.get("export", "k") is None
+        assert store.get("export", "k", repair=True) is None
     assert not list(tmp_path.rglob("owned"))
 
 
@@ -33,7 +33,7 @@ def test_a_manifest_is_of_the_stage_and_key_that_were_asked_for(tmp_path, change
     store = Store(str(tmp_path / "store"))
     made = store.commit(write_files(tmp_path / "out", data="1"), {"stage": "export", "key": "k", "metrics": {}})
     store.write_json(made.manifest | change, "artifacts", "export", "k", "manifest.json")
-    assert store.get("export", "k", repair=False) is None
+    assert store.get("export", "k") is None
 
 
 def test_a_bit_that_a_disk_has_lost_is_found_wherever_it_is_in_a_manifest(tmp_path):
@@ -51,7 +51,7 @@ def test_a_bit_that_a_disk_has_lost_is_found_wherever_it_is_in_a_manifest(tmp_pa
     taken = []
     for at in range(len(text)):
         place.write_bytes(text[:at] + bytes([text[at] ^ 1]) + text[at + 1 :])
-        found = store.get("export", "k", repair=False)
+        found = store.get("export", "k")
         if found is not None and found.manifest != json.loads(text):
             taken.append(text[at - 10 : at + 10])
     # Nobody knows a manifest whose checksum has another name from one of before, which has none.
@@ -60,7 +60,7 @@ def test_a_bit_that_a_disk_has_lost_is_found_wherever_it_is_in_a_manifest(tmp_pa
     assert store.verify(made) is None
     store.write_json(made.manifest | {"metrics": {"score": 0.75}}, "artifacts", "export", "k", "manifest.json")
     with pytest.warns(UserWarning, match="its manifest has checksum [0-9a-f]{12} and says [0-9a-f]{12}"):
-        assert store.get("export", "k") is None
+        assert store.get("export", "k", repair=True) is None
 
 
 def test_a_manifest_of_before_has_no_checksum(tmp_path):
@@ -95,7 +95,7 @@ def test_json_of_another_form_is_damage_and_its_file_is_named(tmp_path, text):
     store.commit(write_files(tmp_path / "out", data="1"), {"stage": "export", "key": "k", "metrics": {}})
     store.write_bytes(text.encode(), "artifacts", "export", "k", "manifest.json")
     with pytest.warns(UserWarning, match=r"export/k/manifest\.json has another form \("):
-        assert store.get("export", "k") is None
+        assert store.get("export", "k", repair=True) is None
     assert len(store.fs.find(store.join("damaged"))) == 2
 
 

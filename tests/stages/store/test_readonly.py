@@ -56,11 +56,11 @@ def test_with_the_variable_a_damaged_artifact_is_told_and_stays(store, tmp_path,
     monkeypatch.setenv("RLHF_READ_ONLY", "1")
     looked = Store(store.url, store.scratch)
     with pytest.warns(UserWarning, match="damaged .* it stays where it is: the store is read-only here"):
-        assert looked.get("sft", KEY) is None
+        assert looked.get("sft", KEY, repair=True) is None
     assert files(store) == before
     monkeypatch.setenv("RLHF_READ_ONLY", "0")
     with pytest.warns(UserWarning, match="moved to"):
-        assert Store(store.url, store.scratch).get("sft", KEY) is None
+        assert Store(store.url, store.scratch).get("sft", KEY, repair=True) is None
     assert files(store) != before
 
 
@@ -94,7 +94,7 @@ def test_a_store_that_refuses_to_be_written_to_keeps_its_damaged_artifacts(tmp_p
     before = files(store)
     monkeypatch.setattr(Guarded, "refuses", True)
     with pytest.warns(UserWarning, match="it stays where it is"):
-        assert store.get("sft", KEY) is None
+        assert store.get("sft", KEY, repair=True) is None
     assert files(store) == before
 
 

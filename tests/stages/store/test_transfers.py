@@ -7,6 +7,7 @@ import uuid
 
 import pytest
 
+from stages.store import disk
 from stages.store.artifacts import ArtifactError, Store
 from stages.store.disk import FETCHES
 from stages.store.work import WorkFolder
@@ -32,6 +33,19 @@ def test_a_file_of_an_artifact_is_fetched_again(far, tmp_path):
     with pytest.raises(ArtifactError, match="weights differs from its checksum; run `rlhf verify`"):
         artifact.local("weights")
     assert not list(far.scratch.rglob("weights"))
+
+
+def test_a_file_that_the_scratch_disk_has_changed_is_fetched_again(far, tmp_path, monkeypatch):
+    """A bit flips between two processes: its size is right, and the store has it whole."""
+    artifact = far.commit(write_files(tmp_path / "out", weights="w" * 100), {"stage": "sft", "key": KEY, "metrics": {}})
+    path = artifact.local("weights")
+    path.write_text("v" + "w" * 99)
+    monkeypatch.setattr(disk, "_whole", {})
+    assert artifact.local("weights").read_text() == "w" * 100
+    Disturbed.disturb()
+    reads: list[object] = []
+    monkeypatch.setattr(disk, "sha256_file", lambda path: reads.append(path))
+    assert artifact.local("weights") == path and not reads and "get_file" not in Disturbed.calls
 
 
 def test_a_unit_of_unfinished_work_is_fetched_again(far, tmp_path):

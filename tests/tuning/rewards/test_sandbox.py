@@ -1,5 +1,6 @@
 """Code of completions: what it may do, what it can reach, what each limit costs, and that only tests are paid for."""
 
+import contextlib
 import json
 import os
 import shutil
@@ -26,9 +27,45 @@ def passes(text, tests, **options):
     return found[0]
 
 
-def test_the_last_block_of_python_is_the_code():
+GOOD = "def add(a, b):\n    return a + b\n"
+EXAMPLE = "```python\nprint(add(1, 2))\n```"
+
+
+@pytest.mark.parametrize(
+    ("text", "right"),
+    [
+        *((f"```{name}\n{GOOD}```", True) for name in ("python", "python3", "Python", " python", "py", "", "{.py}")),
+        (f"Here it is:\n```python\n{GOOD}", True),
+        (f"{GOOD}```", True),
+        (f"{GOOD}```\nThis adds them.", True),
+        (f"~~~python\n{GOOD}~~~", True),
+        ("1. So:\n   ```python\n   def add(a, b):\n       return a + b\n   ```\n", True),
+        (f"```python\n{GOOD}```\nFor example:\n{EXAMPLE}", True),
+        (f"```python\n{GOOD}```\nIt prints\n```\n3\n```", True),
+        (f"```python\ndef add(a, b):\n    return 0\n```\nNo:\n```python\n{GOOD}```", True),
+        (f"```python\n{GOOD}```\nNo:\n```python\ndef add(a, b):\n    return 0\n```", False),
+        ("```py\ndef plus(a, b):\n    return a + b\n```\n```py\ndef add(a, b):\n    return plus(a, b)\n```", True),
+        ("```python\nadd = lambda a, b: a + b\n```", True),
+        (f"<think>\n```python\n{GOOD}```\n</think>\nI do not know.", False),
+        (f"a thought\n```python\nx\n```\n</think>\n```python\n{GOOD}```", True),
+        (f"```python\r\n{GOOD}```".replace("\n", "\r\n"), True),
+        ("```python3\ndef add(a, b):\n    return a - b\n```", False),
+        (GOOD, True),
+        ("no code", False),
+        (f"```java\nint x;\n```\n```python\n{GOOD}```", True),
+    ],
+)  # fmt: skip
+def test_the_block_that_defines_what_tests_use_is_the_code(text, right):
+    scope = {}
+    with contextlib.suppress(SyntaxError, NameError):
+        exec(code_of(text, [TEST]), scope)
+    assert ("add" in scope and scope["add"](1, 2) == 3) == right
+
+
+def test_the_block_that_reads_input_is_the_program():
+    program = "```python\nprint(int(input()) + 1)\n```\nAn example:\n```python\nprint(2 + 1)\n```"
+    assert code_of(program, [{"input": "2", "output": "3"}]) == "print(int(input()) + 1)\n"
     assert code_of("```\nx = 1\n```\n```python\nx = 2\n```") == "x = 2\n"
-    assert code_of("x = 3") == "x = 3"
 
 
 def test_code_passes_its_tests_or_a_share_of_them():

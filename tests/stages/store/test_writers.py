@@ -1,0 +1,117 @@
+"""Two processes that commit, replace and remove: what a third one reads meanwhile is whole or absent, never damaged."""
+
+from __future__ import annotations
+
+import os
+import warnings
+from pathlib import Path
+
+import pytest
+
+from flows.cli.look import _damage
+from stages.store import leases
+from stages.store.artifacts import MANIFEST, Store
+from stages.store.damage import set_aside
+from stages.store.leases import lease
+from stages.store.pins import pins
+from stages.store.reach import tomb, versions
+from tests.support import finish, python
+
+KEY, READS = "k" * 64, 8
+WRITER = """
+import os, random, sys, time
+from pathlib import Path
+from stages.store import leases
+from stages.store.artifacts import MANIFEST, Store
+from stages.store.leases import lease
+store, folder, me = Store(sys.argv[1]), Path(sys.argv[2]), sys.argv[3]
+leases.POLL_SECONDS = 0.01
+os.fsync = lambda file: None  # no power is lost here
+key, rng = "k" * 64, random.Random(me)
+committed = {"stage": "sft", "key": key, "digest": "d", "metrics": {}, "files": []}
+committed["committed"] = "2026-01-01T00:00:00+00:00"
+records = {
+    ("artifacts", "base", key, MANIFEST): committed | {"stage": "base"},
+    ("condemned", "sft", "tomb"): {"place": ["artifacts", "sft", key, MANIFEST], "manifest": committed, "swept": False},
+    ("leases", "base-k.json"): {"token": "t", "pid": 1, "started": 1.0, "host": "far boot", "beat": time.time()},
+    ("pins", "one.json"): {"run": "one", "note": "", "by": "?", "at": "?"},
+}
+count = 0
+print("writes", flush=True)
+while not (folder / 'end').exists():
+    for place, record in records.items():
+        store.write_json(record, *place)
+        try:
+            store.remove(store.join(*place))
+        except FileNotFoundError:
+            pass  # the other writer
+    if count % 10 == 0:
+        with lease(store, "sft", key, lambda line: None):
+            if rng.random() < 0.5 and store.get("sft", key):
+                store.remove(store.join("artifacts", "sft", key, MANIFEST))
+                store.remove_folder(store.join("artifacts", "sft", key))
+            out = folder / f"{me}-{count}"
+            out.mkdir()
+            (out / "data").write_text("x" * rng.randrange(1, 99))
+            store.commit(out, {"stage": "sft", "key": key, "metrics": {}}, replace=True)
+    count += 1
+print(count)
+"""
+
+
+@pytest.mark.filterwarnings("error")
+def test_no_read_calls_damaged_what_another_process_commits(tmp_path, monkeypatch):
+    monkeypatch.setattr(leases, "POLL_SECONDS", 0.01)
+    monkeypatch.setattr(os, "fsync", lambda file: None)
+    store = Store(str(tmp_path / "store"))
+    writers = [python(WRITER, store.url, tmp_path, name) for name in "ab"]
+    for writer in writers:
+        assert writer.stdout.readline() == "writes\n"
+    for _ in range(READS):
+        for _ in range(20):
+            store.get("base", KEY)
+            assert store.examine("base", KEY)[1] is None
+            leases.beats(store, "base", "k")
+            tomb(store, "sft", "tomb")
+            assert all(found["by"] == "?" for found in pins(store).values())
+        versions(store)
+        assert _damage(store, "sft", KEY) is None
+        assert set_aside(store, "sft", KEY, lambda line: None) is None
+        with lease(store, "sft", KEY, lambda line: None), warnings.catch_warnings():
+            warnings.simplefilter("error")
+            store.get("sft", KEY, repair=True)
+    (tmp_path / "end").touch()
+    assert all(int(finish(writer)) > 10 for writer in writers)
+    assert store.names("damaged") == []
+    assert store.verify(store.get("sft", KEY)) is None
+
+
+def test_a_file_that_appears_after_the_read_that_missed_it_is_absent(tmp_path, monkeypatch):
+    """On any file system: the second look is the one that another process can come before."""
+    store = Store(f"memory://{tmp_path.name}", scratch=tmp_path / "scratch")
+    place = ("artifacts", "sft", KEY, MANIFEST)
+    read = store.fs.cat_file
+
+    def missed(path, *rest, **named):
+        try:
+            return read(path, *rest, **named)
+        finally:
+            store.write_json({"stage": "sft", "key": KEY, "digest": "d", "metrics": {}, "files": []}, *place)
+
+    monkeypatch.setattr(store.fs, "cat_file", missed)
+    assert store.get("sft", KEY, repair=True) is None
+    assert store.names("damaged") == [] and store.fs.exists(store.join(*place))
+
+
+def test_an_artifact_that_was_computed_again_since_the_damage_was_seen_stays(tmp_path):
+    store = Store(str(tmp_path / "store"))
+    for content in "ab":
+        out = tmp_path / "out"
+        out.mkdir()
+        Path(out, "data").write_text(content)
+        made = store.commit(out, {"stage": "sft", "key": KEY, "metrics": {}}, replace=True)
+        if content == "a":
+            (made.local() / "data").write_text("torn")
+    assert set_aside(store, "sft", KEY, print) is None and store.get("sft", KEY).digest == made.digest
+    (made.local() / "data").write_text("c")
+    assert "checksum" in set_aside(store, "sft", KEY, print) and store.get("sft", KEY) is None
