@@ -271,7 +271,8 @@ def _dated(template: str, date: str) -> str:
 
 
 def _check_options(tokenizer: PreTrainedTokenizerFast, options: Mapping[str, Any]) -> Mapping[str, Any]:
-    reserved = {"messages", *inspect.signature(tokenizer.apply_chat_template).parameters}
+    # The names are only read where there are options: this runs once a rendering.
+    reserved = {"messages", *inspect.signature(tokenizer.apply_chat_template).parameters} if options else ()
     if wrong := [name for name in options if name in reserved or not name.isidentifier()]:
         raise ValueError(f"chat_template_kwargs: {wrong[0]!r} is not a value that a chat template can be given")
     return options
