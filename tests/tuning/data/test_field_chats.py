@@ -7,6 +7,8 @@ import pytest
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
+from stages.serving.api import ChatRequest
+from stages.serving.wording import Wording
 from tests.tuning.data.test_rendering import RESULT, THOUGHT, bot, call, tokenizer, tool, user
 from tuning.agents.template import Template
 from tuning.data import drafts
@@ -183,6 +185,19 @@ def test_values_of_the_template_are_the_recipes_and_a_records_own(tmp_path):
     for name in ("tokenize", "chat_template", "messages", "not a name"):
         with pytest.raises(ValueError, match="is not a value that a chat template can be given"):
             chat_prompt_ids(made, [user("Hi")], {name: "x"})
+
+
+def test_a_request_has_the_context_of_a_record_with_its_values(tmp_path):
+    made = tokenizer("qwen3")
+    asked = {"messages": [{"role": "developer", "content": "Be kind."}, user("Hi")]}
+    values = {"chat_template_kwargs": {"enable_thinking": False}}
+    served = made.decode(Wording(made).context(ChatRequest.model_validate(asked | values)))
+    chat = {"messages": [{"role": "system", "content": "Be kind."}, user("Hi"), bot("Yo")]}
+    [row], _ = prepared(made, tmp_path, chat | values)
+    assert served == row["prompt_ids"] and served.endswith("</think>\n\n")
+    with pytest.raises(ValueError, match="'chat_template' is not a value"):
+        wrong = {"chat_template_kwargs": {"chat_template": "{{ 7 }}"}}
+        Wording(made).context(ChatRequest.model_validate(asked | wrong))
 
 
 def test_a_prompt_may_open_the_thought_that_a_completion_continues(tmp_path):
