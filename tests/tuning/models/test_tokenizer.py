@@ -187,7 +187,7 @@ def test_chat_errors(saved: Path) -> None:
     with pytest.raises(ValueError, match="messages is empty"):
         chat_prompt_ids(tokenizer, [])
     tokenizer.chat_template = None
-    with pytest.raises(ValueError, match="no chat_template"):
+    with pytest.raises(ValueError, match="no chat template"):
         chat_prompt_ids(tokenizer, MESSAGES)
     tokenizer.eos_token = None
     assert eos_ids(tokenizer) == ()
