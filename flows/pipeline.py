@@ -13,6 +13,7 @@ from coolname import generate_slug
 from httpx import TransportError
 from prefect import flow, get_run_logger, runtime, task
 from prefect.cache_policies import NO_CACHE
+from prefect.client.orchestration import get_client
 from prefect.states import Cancelled, Completed, Failed, State
 from prefect.task_runners import ThreadPoolTaskRunner
 
@@ -197,7 +198,7 @@ def _run(session: Session, force: list[str], only: list[str]) -> State[Any]:
         if _resolved.get() is not None:
             _errors[session.name] = e
         if cancellation.is_asked():
-            return Cancelled(message=f"Cancelled. To resume: {_command(session)}")
+            return Cancelled(message=f"Cancelled; finished stages are kept. Type: {_command(session)}")
         if isinstance(e, Exception):
             return _failed(session, e)
         raise
@@ -284,7 +285,11 @@ def run_recipe(
         _errors.clear()
         send_events()
     wait_until_recorded(state.state_details.flow_run_id)
-    if state.is_cancelled():
+    if state.is_cancelling():
+        # Somebody cancelled it after the last look: the server took no other end.
+        with errors_logged(), get_client(sync_client=True) as client:
+            client.set_flow_run_state(state.state_details.flow_run_id, Cancelled(), force=True)
+    if state.is_cancelling() or state.is_cancelled():
         raise KeyboardInterrupt("cancelled in Prefect")
     result: dict[str, Any] = state.result(raise_on_failure=True)
     return str(result["status"])

@@ -37,8 +37,8 @@ def fault(command: str | list[str]) -> str | None:
             RLHF.commands[words[0]].make_context(words[0], words[1:])  # type: ignore[attr-defined]
     except KeyError:
         return f"no command {words[0]}"
-    except (typer.BadParameter, cyclopts.CoercionError):
-        # A value in capitals stands for a number, a file or an id.
+    except (typer.Exit, typer.BadParameter, cyclopts.CoercionError):
+        # The options are there. A value in capitals stands for a number, a file or an id, and there is no store here.
         return None
     except (USAGE, cyclopts.CycloptsError) as error:
         return str(error)

@@ -78,7 +78,7 @@ def user_code(name: str, where: str) -> Code:
     places = [*(top.submodule_search_locations or []), top.origin] if top is not None else []
     if not places or not places[0]:
         near = closest(module, [path.stem for path in Path.cwd().glob("*.py")])
-        hint = f"; did you mean {near}?" if near else ""
+        hint = f"; did you mean {near}?" if near else "; or set PYTHONPATH to its folder"
         raise ValueError(f"{where}: no module {module!r} can be imported from {Path.cwd()}{hint}")
     try:
         code = reached(module, folder=Path(places[0]).parent)

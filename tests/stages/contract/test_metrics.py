@@ -47,7 +47,8 @@ def test_a_tracker_that_is_not_installed_is_an_error_that_says_what_to_install(t
 
 def test_mlflow_has_the_numbers_of_each_stage_in_a_run_of_its_own(tmp_path, monkeypatch):
     mlflow = pytest.importorskip("mlflow")
-    monkeypatch.setenv("MLFLOW_TRACKING_URI", f"sqlite:///{tmp_path / 'runs.db'}")
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", f"file://{tmp_path / 'runs'}")
+    monkeypatch.setenv("MLFLOW_ALLOW_FILE_STORE", "true")
     for name in ("run.sft", "run.reward"):
         metrics = Metrics(tmp_path / name, name)
         metrics.write({"step": 0, "loss": 2.5, "note": "first"})
