@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import shlex
 from collections.abc import Callable
 from contextvars import ContextVar
 from functools import partial
@@ -10,27 +11,29 @@ from typing import Any
 
 from coolname import generate_slug
 from httpx import TransportError
-from prefect import flow, runtime, task
+from prefect import flow, get_run_logger, runtime, task
 from prefect.cache_policies import NO_CACHE
-from prefect.states import Completed, Failed, State
+from prefect.client.orchestration import get_client
+from prefect.states import Cancelled, Completed, Failed, State
 from prefect.task_runners import ThreadPoolTaskRunner
 
 from flows.graph.build import Node, select, with_inputs
 from flows.graph.standing import Standing
-from flows.orchestration.ending import give_up_soon, send_events
+from flows.orchestration.ending import Cancellation, give_up_soon, send_events
 from flows.orchestration.show import (
     PrefectReporter,
     errors_logged,
     rename_flow_run,
     show_artifact,
+    show_command,
     show_run,
     wait_until_recorded,
 )
-from flows.recipe.model import Recipe
+from flows.recipe.model import Recipe, RecipeError
 from flows.recipe.overrides import recipe_parameters, values_of
 from flows.recipe.reading import load_recipe
 from flows.recipe.workers import ALL
-from flows.records import DECIDED
+from flows.records import DECIDED, REFUSED
 from flows.running.checks import check, try_algorithm
 from flows.running.closing import close, evaluations_of, status_after, status_at_end, summary
 from flows.running.gating import stages_of
@@ -39,8 +42,9 @@ from flows.running.overlap import run_overlapped
 from flows.running.session import Session
 from stages.contract.registry import stage as find_stage
 from stages.store import runs
-from stages.store.artifacts import Store
-from stages.store.keys import published
+from stages.store.artifacts import ArtifactError, Store
+from stages.store.keys import published, without_userinfo
+from stages.store.registry import RegistryError
 from stages.worker.client import StageFailed, WorkerDied
 
 NAME = "rlhf-pipeline"
@@ -55,8 +59,10 @@ _sessions: dict[str, Session] = {}
 _resolved: ContextVar[tuple[Recipe, Standing | None] | None] = ContextVar("resolved", default=None)
 # As many as a recipe may name: else a setting of Prefect decides how many stages are made beside each other.
 _AT_A_TIME: Any = ThreadPoolTaskRunner(max_workers=len(ALL))
-# Runs that took too long: that is a state of the flow, which a server that is gone does not take.
-_late: dict[str, RunTooLong] = {}
+# The errors that ended runs of this command: their states do not reach a server that is gone.
+_errors: dict[str, BaseException] = {}
+EXPECTED = (RecipeError, ArtifactError, RegistryError, StageFailed, WorkerDied, RunTooLong, OSError)
+"""Errors with a message for the user: the flow's log has no traceback of them."""
 
 
 @task(name="stage", task_run_name="{node}", cache_policy=NO_CACHE, persist_result=False, retry_delay_seconds=1)
@@ -121,16 +127,23 @@ def rlhf_pipeline(
         skip: Sections of the recipe to leave out.
     """
     from_command = _resolved.get()
-    resolved, standing = from_command or (load_recipe(recipe, values_of(fields) | dict.fromkeys(skip or [])), None)
-    if from_command is None:
-        check(resolved)
-        try_algorithm(resolved)
     reporter = PrefectReporter(silent=from_command is None)
-    name = free_name(resolved, run_name)
-    if run_name is None and name != _numbered(_own_name(resolved)):
+    try:
+        resolved, standing = from_command or (load_recipe(recipe, values_of(fields) | dict.fromkeys(skip or [])), None)
+        if from_command is None:
+            check(resolved)
+            try_algorithm(resolved)
+        name = free_name(resolved, run_name)
+        session = Session(resolved, reporter, name, None, standing)
+    except EXPECTED as e:
+        if from_command is not None:
+            raise
+        return Failed(message=without_userinfo(f"no run of recipe {recipe} began: {e}"), data=e)
+    if name != str(runtime.flow_run.name) and runtime.flow_run.run_count <= 1:
         with errors_logged():
             rename_flow_run(name)
-    session = Session(resolved, reporter, name, None, standing)
+    if runtime.deployment.name:
+        session.command["command"] = f"prefect deployment run {NAME}/{runtime.deployment.name}"
     try:
         return _run(session, force or [], only or [])
     finally:
@@ -167,6 +180,9 @@ def _run(session: Session, force: list[str], only: list[str]) -> State[Any]:
     assert isinstance(reporter, PrefectReporter)
     _sessions[session.name] = session
     reporter.console.print(f"run {session.name}  store {session.store.shown}")
+    with errors_logged():
+        show_command(reporter.display, session.name, _command(session))
+    cancellation = Cancellation(session.stop)
     try:
         session.force = select(session.nodes, force)
         chosen = with_inputs(session.nodes, select(session.nodes, only)) if only else None
@@ -176,16 +192,18 @@ def _run(session: Session, force: list[str], only: list[str]) -> State[Any]:
                 task(session.name, node.name, node.stage, return_state=True).result(raise_on_failure=True)
         else:
             run_overlapped(session, chosen, partial(_begin, session, task))
-    except RunTooLong as e:
+    except BaseException as raised:
+        e = _own(raised)
         close(session, status_after(e))
         if _resolved.get() is not None:
-            _late[session.name] = e
-        # The name that Prefect gives to its own limits of time: automations can tell it from other failures.
-        return Failed(name="TimedOut", message=str(e), data=e)
-    except BaseException as e:
-        close(session, status_after(e))
+            _errors[session.name] = e
+        if cancellation.is_asked():
+            return Cancelled(message=f"Cancelled; finished stages are kept. Type: {_command(session)}")
+        if isinstance(e, Exception):
+            return _failed(session, e)
         raise
     finally:
+        cancellation.end()
         _sessions.pop(session.name)
     # Display last, and guarded: by now everything is in the store.
     status = status_at_end(session)
@@ -197,8 +215,27 @@ def _run(session: Session, force: list[str], only: list[str]) -> State[Any]:
     decision = session.record.get("decision") or {}
     name = DECIDED.get(decision.get("decision", ""), "Completed")
     said = "; ".join(decision.get("reasons", [])) or None
+    if status == REFUSED:
+        said = f"{said}. Type: {_command(session)}; {_command(session, 'champions')}"
     data = {"run": session.name, "status": status, "evaluations": scores}
     return Completed(name=name, message=said, data=data)
+
+
+def _command(session: Session, command: str = "") -> str:
+    """A command that a person can type on the run's machine, or anywhere where the store is remote."""
+    store = session.store
+    words = ["rlhf", command or "show", *([] if command else [session.name])]
+    return shlex.join([*words, "--store", store.root if store.is_local else store.shown])
+
+
+def _failed(session: Session, error: Exception) -> State[Any]:
+    """The flow's last state after an error; alerts forward its message."""
+    if not isinstance(error, EXPECTED):
+        get_run_logger().error("the run ended with an unexpected error", exc_info=error)
+    # Prefect gives the same name to its own limits of time: automations can tell it from other failures.
+    name = "TimedOut" if isinstance(error, RunTooLong) else "Failed"
+    said = without_userinfo(f"{type(error).__name__}: {error}").rstrip(".")
+    return Failed(name=name, message=f"run {session.name}: {said}. Type: {_command(session)}", data=error)
 
 
 def _begin(session: Session, task: Any, node: Node, ended: Callable[[], None]) -> Callable[[], None]:
@@ -212,12 +249,12 @@ def _begin(session: Session, task: Any, node: Node, ended: Callable[[], None]) -
     return result
 
 
-def _behind(error: BaseException) -> BaseException | None:
-    """The run's own error behind that of a server which was gone when it was to be told; None where there is none."""
-    found = error.__context__
+def _own(error: BaseException) -> BaseException:
+    """The run's own error, where Prefect's client raised another one because it could not report it to the server."""
+    found: BaseException | None = error if isinstance(error, TransportError) else None
     while found is not None and not isinstance(found, StageFailed | WorkerDied | RunTooLong | KeyboardInterrupt):
         found = found.__context__
-    return found
+    return found or error
 
 
 def run_recipe(
@@ -239,14 +276,20 @@ def run_recipe(
     try:
         state: Any = local(recipe.name, **options, **shown, return_state=True)
     except TransportError as e:
-        error = _late.get(name) or _behind(e)
-        if error is None:
+        error = _errors.get(name, e)
+        if isinstance(error, TransportError):
             raise
         raise error from e
     finally:
         _resolved.reset(token)
-        _late.clear()
+        _errors.clear()
         send_events()
     wait_until_recorded(state.state_details.flow_run_id)
+    if state.is_cancelling():
+        # Somebody cancelled it after the last look: the server took no other end.
+        with errors_logged(), get_client(sync_client=True) as client:
+            client.set_flow_run_state(state.state_details.flow_run_id, Cancelled(), force=True)
+    if state.is_cancelling() or state.is_cancelled():
+        raise KeyboardInterrupt("cancelled in Prefect")
     result: dict[str, Any] = state.result(raise_on_failure=True)
     return str(result["status"])

@@ -1,14 +1,14 @@
 #!/usr/bin/env bash
-# Startup script of a TPU VM, on each host of a slice; it runs as root at each boot, so a preempted machine goes on with
-# its run. Metadata of the machine: rlhf-source (a git URL), rlhf-recipe, rlhf-run, rlhf-store (gs://bucket/path), and of
-# a slice of several hosts rlhf-token (openssl rand -hex 16).
+# Startup script of a TPU VM, on each host of a slice; it runs as root at each boot, so a preempted machine resumes its run.
+# Metadata of the machine: rlhf-source (a git URL), rlhf-commit (all hosts and later machines run the same code), rlhf-recipe,
+# rlhf-run, rlhf-store (gs://bucket/path), and of a slice of several hosts rlhf-token (openssl rand -hex 16).
 set -euo pipefail
 export DEBIAN_FRONTEND=noninteractive
 meta() {
   curl --fail --silent --show-error --retry 5 -H 'Metadata-Flavor: Google' \
     "http://metadata.google.internal/computeMetadata/v1/instance/attributes/$1"
 }
-source=$(meta rlhf-source) recipe=$(meta rlhf-recipe) run=$(meta rlhf-run) store=$(meta rlhf-store)
+source=$(meta rlhf-source) commit=$(meta rlhf-commit) recipe=$(meta rlhf-recipe) run=$(meta rlhf-run) store=$(meta rlhf-store)
 home=/opt/rlhf
 # The pinned packages are resolved for Python 3.11; python3 of an image may be older.
 if ! command -v python3.11 > /dev/null; then
@@ -19,6 +19,7 @@ id rlhf > /dev/null 2>&1 || useradd --system --create-home --home-dir "$home" rl
 as_rlhf() { runuser -u rlhf -- "$@"; }
 [ -d "$home/project" ] || as_rlhf git clone --quiet "$source" "$home/project"
 cd "$home/project"
+as_rlhf git checkout --quiet --detach "$commit"
 if [ ! -e .venv/.ready ]; then
   as_rlhf python3.11 -m venv .venv
   for file in image tpu model; do

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
-import json
+import re
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -55,7 +55,8 @@ def locate(source: str) -> Path | None:
         path = Path(source).expanduser()
     if not path.exists():
         random = "; the random model is random:tiny" if source.startswith("random") else ""
-        raise SourceMissing(f"base.source: {path} does not exist{random}")
+        hub = f"; on the Hugging Face Hub it is hub:{source}" if re.fullmatch(r"\w[\w.-]*/[\w.-]+", source) else ""
+        raise SourceMissing(f"base.source: {path} does not exist{random}{hub}")
     return path
 
 
@@ -102,15 +103,23 @@ def positions(source: str) -> int | None:
 
 def token_ids_of(folder: Path) -> dict[str, Any]:
     """bos, eos and pad ids of a model folder; eos holds every id that config.json or generation_config.json names."""
-    values = json.loads((folder / "config.json").read_text())
     generation = folder / "generation_config.json"
+    files = [folder / "config.json", *([generation] if generation.is_file() else [])]
     # Chat models often name their end-of-turn token in generation_config.json only.
-    named = [values, json.loads(generation.read_text()) if generation.is_file() else {}]
-    ends = [v["eos_token_id"] for v in named if v.get("eos_token_id") is not None]
-    # A config has one id or a list of them.
-    every = sorted({i for end in ends for i in (end if isinstance(end, list) else [end])})
-    ids = {k: values[k] for k in ("bos_token_id", "pad_token_id") if values.get(k) is not None}
+    every = sorted({index for file in files for index in _ids(file, "eos_token_id")})
+    ids = {name: index for name in ("bos_token_id", "pad_token_id") for index in _ids(files[0], name)[:1]}
     return ids | ({"eos_token_id": every[0] if len(every) == 1 else every} if every else {})
+
+
+def _ids(file: Path, name: str) -> list[int]:
+    """The token ids of a field: it has one id, a list of them, or none."""
+    from tuning.models.json_file import json_object
+
+    found = json_object(file).get(name)
+    ids = [] if found is None else found if isinstance(found, list) else [found]
+    if not all(type(index) is int for index in ids):
+        raise ValueError(f"{file}: {name} is {found!r}, expected a token id or a list of them")
+    return ids
 
 
 def run(ctx: Context) -> dict[str, Any]:
@@ -126,6 +135,11 @@ def run(ctx: Context) -> dict[str, Any]:
     path, model = locate(ctx.config.source), ctx.out / "model"
     if path is not None and path.is_dir():
         config, count = huggingface.copy_decoder(path, model, token_ids_of(path))
+        if huggingface.read_config(path).tie_embeddings and not config.tie_embeddings:
+            ctx.log(
+                f"{path}: lm_head.weight differs from the embeddings, though config.json says tie_word_embeddings: the "
+                "model keeps its own head"
+            )
         tok = tokenizer.load_tokenizer(path)
     elif path is not None:
         config, count, tok = _from_gguf(path, model)
@@ -133,9 +147,32 @@ def run(ctx: Context) -> dict[str, Any]:
         config, params, tok, ids = _random(ctx.seed)
         huggingface.save_decoder(model, config, params, ids)
         count = sum(leaf.size for leaf in jax.tree.leaves(params))
+    spare = _without_row(ctx.config.source, tok, config.vocab_size)
+    if spare:
+        ctx.log(
+            f"{ctx.config.source}: the tokenizer has {len(spare)} tokens beyond the model's {config.vocab_size} rows, "
+            f"such as {spare[0]}; training and sampling refuse texts that hold one"
+        )
     tokenizer.save_tokenizer(tok, ctx.out / "tokenizer")
     ctx.log(f"{ctx.config.source}: {count / 1e6:.1f} M parameters, vocabulary {config.vocab_size}")
     return {"parameters": int(count), "vocabulary": config.vocab_size, "layers": config.num_layers}
+
+
+def _without_row(source: str, tok: Any, rows: int) -> list[str]:
+    """Tokens for which the model has no row, with their ids.
+
+    Published models have some that nothing writes. Raises UnsupportedModel if one of them is in every chat.
+    """
+    from tuning.models.config import UnsupportedModel
+    from tuning.models.tokenizer import always_written
+
+    beyond = {index: token for token, index in sorted(tok.get_vocab().items()) if index >= rows}
+    for index in sorted(always_written(tok) & beyond.keys()):
+        raise UnsupportedModel(
+            f"{source}: token {beyond[index]!r} has the id {index}, the model has {rows} rows: fit the model to its "
+            "tokenizer (model.resize_token_embeddings(len(tokenizer)) in transformers)"
+        )
+    return [f"{token!r} ({index})" for index, token in sorted(beyond.items())]
 
 
 Model = tuple["DecoderConfig", Any, Any, dict[str, Any]]

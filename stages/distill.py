@@ -115,6 +115,7 @@ def run(ctx: Context) -> dict[str, Any]:
         flops=lambda groups: forward_flops(teacher_model, groups),
         sample=_sampler(ctx, model, device) if config.on_policy > 0 else None,
         measure=measure if held else None,
+        judged="divergence",
         **sizes,
     )
     params, metrics = fit(ctx, task, model, start, config, frozen=teacher)

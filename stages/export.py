@@ -52,7 +52,7 @@ def run(ctx: Context) -> dict[str, Any]:
     ids = token_ids(base)
     dtype, types = ctx.config.dtype, None
     if dtype == "base":
-        dtype = json.loads(base.local("model/config.json").read_text())["torch_dtype"]
+        dtype = json.loads(base.local("model/config.json").read_bytes())["torch_dtype"]
         with Tensors(base.local("model/")) as tensors:
             types = tensors.types
     huggingface.save_decoder(ctx.out, config, params, ids, dtype=dtype, types=types)
@@ -64,7 +64,7 @@ def run(ctx: Context) -> dict[str, Any]:
         shutil.copytree(policy.local(f"{ADAPTER}/"), ctx.out / ADAPTER)
     history = lineage(policy)
     (ctx.out / "provenance.json").write_text(json.dumps(history, indent=1, sort_keys=True) + "\n")
-    (ctx.out / "README.md").write_text(_card(ctx.config.name, policy, history))
+    (ctx.out / "README.md").write_text(_card(ctx.config.name, policy, history), encoding="utf-8")
     for stray in ctx.out.glob(".*.part"):
         shutil.rmtree(stray, ignore_errors=True)
     size = sum(file.stat().st_size for file in ctx.out.glob("*.safetensors"))

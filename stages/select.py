@@ -43,7 +43,7 @@ def run(ctx: Context) -> dict[str, Any]:
 
 def _value(evaluation: Artifact, metric: str) -> float:
     """A metric of an evaluation. Raises ValueError where it has none."""
-    scores = json.loads(evaluation.local("scores.json").read_text())
+    scores = json.loads(evaluation.local("scores.json").read_bytes())
     value = scores["judges"][metric].get("score") if metric in scores.get("judges", {}) else scores.get(metric)
     if value is None:
         raise ValueError(

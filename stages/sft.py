@@ -5,12 +5,12 @@ Of a conversation every assistant turn is trained, its end-of-turn token include
 
 from __future__ import annotations
 
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
 from stages.common.models import load_policy, save_model
-from stages.common.settings import Fitted, Optimizer
+from stages.common.settings import Fitted, Optimizer, refuse_unused
 from stages.contract.definition import Context, Reads, Stage
 from stages.training.adapters import fit
 from stages.training.examples import train_and_heldout
@@ -22,16 +22,27 @@ class Config(Fitted):
 
     tokens_per_step: Annotated[int, Field(ge=1)] | None = None
     """Tokens of one optimizer step, prompts included, in place of examples_per_step: it takes the examples that fit."""
+    loss: Literal["nll", "dft"] = "nll"
+    """Loss of a token: -log p, or DFT's -p log p, whose p has no gradient (arXiv:2508.05629), as in TRL. Held-out
+    examples are measured by -log p."""
+    label_smoothing: Annotated[float, Field(ge=0, lt=1)] = 0.0
+    """Share of each target that is spread evenly over the vocabulary, as in transformers."""
     heldout_fraction: Annotated[float, Field(ge=0, lt=1)] = 0.0
     """Share of the examples kept out of training to measure the loss on, where the data holds out none."""
-    optimizer: Optimizer = Optimizer(learning_rate=1e-4, schedule="linear", warmup_steps=2)
+    optimizer: Optimizer = Optimizer(learning_rate=2e-5, schedule="linear", warmup_steps=2)
     """The optimizer."""
+
+    @model_validator(mode="after")
+    def _meaningful(self) -> Config:
+        refuse_unused(self, "loss", {"label_smoothing": ("nll",)})
+        return self
 
 
 def run(ctx: Context) -> dict[str, Any]:
     """Trains the policy on the data's completions; returns metrics of the last step and the loss on held-out ones."""
     from tuning.algorithms.supervised import heldout_loss, sft_loss, sft_summary
     from tuning.device import choose
+    from tuning.losses import sft
     from tuning.models.decoder import decoder_graph
 
     config, base = load_policy(ctx, ctx.inputs["base"])
@@ -45,7 +56,9 @@ def run(ctx: Context) -> dict[str, Any]:
         return {"loss": heldout_loss(config, params, held.examples, device.compute, budget)}
 
     task = Task(
-        make_loss=lambda compute: sft_loss(decoder_graph(config), compute),
+        make_loss=lambda compute: sft_loss(
+            decoder_graph(config), compute, getattr(sft, ctx.config.loss), ctx.config.label_smoothing
+        ),
         examples=train.examples,
         measure=measure if held else None,
         tokens_per_step=ctx.config.tokens_per_step,

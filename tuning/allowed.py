@@ -4,8 +4,13 @@
     none                               what this package brings
     team.rewards,/opt/rlhf/code        modules of that package, and modules, programs and recipes in that folder
 
-Whoever starts the worker sets it; no setting of a recipe reaches it. Read at each use, so that processes which a stage
-starts hold to it too.
+Where it is set, RLHF_ALLOW_KEYS lists the environment variables that a recipe may send, with their hosts:
+
+    unset                              none
+    JUDGE_KEY@api.example.org          that variable, to that host, over https; over http to this machine
+
+Whoever starts the worker sets them; no setting of a recipe reaches them. Read at each use, so that processes which a
+stage starts hold to them too.
 """
 
 from __future__ import annotations
@@ -15,14 +20,21 @@ import os
 import shutil
 from collections.abc import Sequence
 from pathlib import Path
+from urllib.parse import urlsplit
 
 VARIABLE = "RLHF_ALLOW_CODE"
+KEYS = "RLHF_ALLOW_KEYS"
+PASS = "RLHF_PASS_VARIABLES"
+"""Names, separated by commas, of further environment variables that children get (`tuning.parallel.children`)."""
+RULES = (VARIABLE, KEYS, PASS)
+"""Environment variables of a run that hold on all nodes of its cluster."""
+LOOPBACK = ("localhost", "127.0.0.1", "::1")
 SHIPPED = ("tuning.rewards.sentiment",)
 """Modules of this package whose functions are for recipes. Others, such as those that start processes, are not."""
 
 
 class NotAllowed(ValueError):
-    """Code that RLHF_ALLOW_CODE does not name."""
+    """Code that RLHF_ALLOW_CODE does not name, or a key that RLHF_ALLOW_KEYS does not."""
 
 
 def places() -> list[str] | None:
@@ -59,6 +71,20 @@ def check_program(words: Sequence[str]) -> None:
     program = shutil.which(words[0]) if words else None
     if program is None or not _in_folder(Path(program), allowed):
         raise NotAllowed(f"the program {words[0] if words else ''!r} is not allowed here: {_remedy()}")
+
+
+def check_key(variable: str, url: str) -> None:
+    """Raises NotAllowed for an environment variable whose value a recipe sends to a URL that is not listed for it."""
+    if places() is None:
+        return
+    parts = urlsplit(url)
+    name = f"{variable}@{parts.hostname}"
+    if name not in map(str.strip, os.environ.get(KEYS, "").split(",")):
+        raise NotAllowed(f"the key {variable} is not for {parts.hostname} here: {KEYS} of the worker lacks {name}")
+    if parts.scheme != "https" and parts.hostname not in LOOPBACK:
+        raise NotAllowed(
+            f"the key {variable} is sent over https alone, and the address is {parts.scheme}://{parts.hostname}"
+        )
 
 
 def check_file(path: Path) -> None:

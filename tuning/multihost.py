@@ -17,6 +17,7 @@ import functools
 import itertools
 import json
 import os
+import socket
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, TypeVar
@@ -75,8 +76,7 @@ def initialize(heartbeat_seconds: int = 100) -> None:
         coordinator_bind_address=address if index == 0 else None,
         heartbeat_timeout_seconds=heartbeat_seconds,
     )
-    if address.startswith("127.0.0.1:"):
-        _keep_on_loopback(distributed.global_state.client)
+    _listen_at(_own_address(address), distributed.global_state.client)
     if (jax.process_index(), jax.process_count()) != (index, count):
         raise RuntimeError(
             f"process {index} of {count} is process {jax.process_index()} of {jax.process_count()} to its devices: "
@@ -90,12 +90,23 @@ def initialize(heartbeat_seconds: int = 100) -> None:
         multihost_utils.sync_global_devices("rlhf")
 
 
-def _keep_on_loopback(client: Any) -> None:
-    """Have the collectives of CPUs listen at the loopback address; by default they use that of the host's name."""
+def _own_address(coordinator: str) -> str:
+    """The address of this host on the network of the coordinator (HOST:PORT)."""
+    host, _, port = coordinator.rpartition(":")
+    [(family, *_, there), *_] = socket.getaddrinfo(host.strip("[]"), int(port), type=socket.SOCK_DGRAM)
+    with socket.socket(family, socket.SOCK_DGRAM) as probe:
+        # Without a packet: it only chooses a route.
+        probe.connect(there)
+        return str(probe.getsockname()[0])
+
+
+def _listen_at(host: str, client: Any) -> None:
+    """Has the collectives of CPUs listen at an address; by default they use that of the host's name, which may be a
+    loopback address."""
     from jax._src import xla_bridge
     from jaxlib import _jax
 
-    collectives = _jax.make_gloo_tcp_collectives(distributed_client=client, hostname="127.0.0.1")
+    collectives = _jax.make_gloo_tcp_collectives(distributed_client=client, hostname=host)
     factory = functools.partial(xla_bridge.make_cpu_client, collectives=collectives)
     xla_bridge.register_backend_factory("cpu", factory, fail_quietly=False)
 

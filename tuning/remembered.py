@@ -67,7 +67,7 @@ def _remembered(place: str, known: dict[str, Any], read: Callable[[], str], cert
     name = hashlib.sha256(place.encode(errors="surrogatepass")).hexdigest()
     entry = folder() / name[:2] / f"{name}.json"
     with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
-        value = json.loads(entry.read_text())
+        value = json.loads(entry.read_bytes())
         if value["state"] == known:
             return str(value["digest"])
     digest = read()

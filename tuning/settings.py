@@ -31,7 +31,7 @@ class OptimizerSettings:
     ] = "adamw"  # fmt: skip
     """The rule. Muon moves kernels of layers and Adam the rest; Adafactor does not scale by the parameter's norm."""
     learning_rate: Positive = 1e-5
-    """Peak learning rate."""
+    """Peak learning rate. Each stage has its own default: of all parameters, and ten times as much of an adapter."""
     schedule: Literal["constant", "linear", "cosine", "wsd"] = "constant"
     """Shape after the warm-up; all but constant go down to the end. wsd goes down in the last fifth."""
     warmup_steps: Annotated[int, Field(ge=0)] = 0
@@ -47,7 +47,8 @@ class OptimizerSettings:
     beta1: Decay = 0.9
     """Decay of the first moment; momentum of sgd and rmsprop (0 unless given), adafactor (0) and muon (0.95)."""
     beta2: Decay = 0.95
-    """Decay of the second moment; with lion 0.99 unless given."""
+    """Decay of the second moment; with lion 0.99 unless given. TRL and verl have 0.999: at 0.95 the moment follows the
+    gradients of the last 20 steps, as long as a run of RL here may be."""
     epsilon: Positive = 1e-8
     """Added to the root of the second moment."""
     clip_norm: Positive | None = 1.0

@@ -16,7 +16,7 @@ from flows.cli.shared import usage_error
 from flows.orchestration.leaving import leave
 from stages.store.artifacts import ArtifactError
 from stages.store.readonly import ReadOnlyStore
-from stages.worker.interpreter import add_current_folder
+from stages.worker.interpreter import add_current_folder, escape_output
 
 app = typer.Typer(
     help="Post-training as explicit, cached, resumable stages: data, SFT, reward model, RL rounds, evaluation, export.",
@@ -33,6 +33,7 @@ def main() -> None:
     """Entry point of the console script."""
     # A user's `module:function` may be in the current folder.
     add_current_folder()
+    escape_output()
     try:
         app()
     except (ArtifactError, ReadOnlyStore) as e:

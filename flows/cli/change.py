@@ -47,7 +47,8 @@ def fork(
         raise usage_error(f"{to} exists")
     import yaml
 
-    to.write_text(yaml.safe_dump(recipe.model_dump(mode="json"), sort_keys=False, allow_unicode=True, width=120))
+    text = yaml.safe_dump(recipe.model_dump(mode="json"), sort_keys=False, allow_unicode=True, width=120)
+    to.write_text(text, encoding="utf-8")
     out.print(f"recipe  {to}", soft_wrap=True)
 
 

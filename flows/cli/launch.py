@@ -80,7 +80,9 @@ def launch(
         err.print("what is finished is kept; the same command goes on from there", soft_wrap=True)
         raise typer.Exit(1) from e
     except KeyboardInterrupt as e:
-        err.print("interrupted; what is finished is kept, the same command goes on from there", soft_wrap=True)
+        err.print(
+            f"{e or 'interrupted'}; what is finished is kept, the same command goes on from there", soft_wrap=True
+        )
         raise typer.Exit(130) from e
     if status == REFUSED:
         raise typer.Exit(GATE)
@@ -124,7 +126,7 @@ def run_with_prefect(
         private = get_current_settings().api.url is None
         if private:
             server = server or PrivateServer()
-            os.environ["PREFECT_API_URL"] = server.url
+            os.environ |= {"PREFECT_API_URL": server.url, "PREFECT_API_AUTH_STRING": server.auth}
             reach_directly()
             refresh_global_settings_context()
         from flows.orchestration.ending import BEGIN_SECONDS, asked
@@ -146,6 +148,7 @@ def run_with_prefect(
         ) from None
     finally:
         if server:
-            # The address of a server that has ended must not be used by what this process does next.
-            os.environ.pop("PREFECT_API_URL", None)
+            # What this process does next must not use the address of a server that has ended.
+            for setting in ("PREFECT_API_URL", "PREFECT_API_AUTH_STRING"):
+                os.environ.pop(setting, None)
             server.stop()

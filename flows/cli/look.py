@@ -74,12 +74,16 @@ def show(store: StoreUrl, run_name: RunName = None, as_json: AsJson = False) -> 
     from stages.contract.registry import stage
 
     record, place = record_of(store, run_name, partial=True), Store(store)
+    status = status_of(record, place)
+    for entry in record["nodes"].values():
+        # A run that was killed has recorded no end of its stage.
+        entry["state"] = status if entry["state"] == "running" else entry["state"]
     if as_json:
         nodes = [{"node": n} | {key: e.get(key) for key in NODE_KEYS} for n, e in record["nodes"].items()]
         more = {"tries": record.get("tries"), "nodes": nodes} | _places(record, place)
         print_json(summary_of(record, place) | more)
         return
-    out.print(f"{record['name']}  {status_of(record, place)}  {record['started']}")
+    out.print(f"{record['name']}  {status}  {record['started']}")
     for name, e in record["nodes"].items():
         figures = stage(e["stage"]).figures(e["metrics"]) if "metrics" in e else e.get("error", "")
         # A stage that runs, or was killed, has no end.

@@ -14,6 +14,6 @@ commands = group()
 
 @commands.command()
 def doctor(as_json: AsJson = False) -> None:
-    """Show the device, what it decides for a recipe, and the versions in use."""
+    """Show the device, the defaults that follow from it, and the versions of libraries."""
     options = ["--json"] if as_json else []
     raise typer.Exit(subprocess.call(interpreter.command("stages.tools.doctor", *options)))

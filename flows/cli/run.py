@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -117,6 +118,7 @@ def plan(
     from flows.graph.plan import plan as make_plan
     from flows.running.checks import check_columns
     from flows.running.remarks import of_data
+    from stages.prepare.lost import rows_by_source
 
     resolved = read_recipe(recipe, _with(sets, store, cluster))
     if config:
@@ -130,6 +132,7 @@ def plan(
     except ArtifactError as e:
         raise usage_error(str(e)) from e
     data = [p.metrics for p in planned if p.node.stage == "prepare"]
+    sources = [source for metrics in data for source in metrics.get("sources", ())]
     remarks = [line for metrics in data for line in of_data(resolved, metrics)]
     try:
         for metrics in data:
@@ -142,6 +145,7 @@ def plan(
     if as_json:
         about: dict[str, Any] = {"recipe": resolved.name, "store": Store(resolved.store).shown, "counts": counts}
         about |= {"seconds": sum(known) if known else None, "remarks": remarks}
+        about["sources"] = sources
         print_json(about | {"nodes": [_as_json(p) for p in planned]})
         return
     for label, nodes in _folded(planned):
@@ -152,6 +156,8 @@ def plan(
         out.print(f"{first.state:<6} {label}{count}{against}", soft_wrap=True)
         for reason in _reasons(nodes):
             out.print(f"         {reason}", soft_wrap=True)
+    for line in rows_by_source(sources) if sources else ():
+        out.print(f"  {line}", soft_wrap=True)
     for line in remarks:
         out.print(f"! {line}", soft_wrap=True)
     guess = f"; {sum(known):.0f} s when such stages were made last, without starts" if known else ""
@@ -313,7 +319,13 @@ def _folded(planned: list[Planned]) -> list[tuple[str, list[Planned]]]:
 
 
 def _rounds(nodes: list[Planned]) -> str:
-    """The rounds and stages of a folded line, such as `rounds 1 to 7: rollout, score, update`."""
-    numbers = sorted({int(p.node.name.removeprefix("round-").split(".")[0]) for p in nodes})
-    rounds = f"rounds {numbers[0]} to {numbers[-1]}" if len(numbers) > 1 else f"round {numbers[0]}"
-    return f"{rounds}: {', '.join(dict.fromkeys(p.node.stage for p in nodes))}"
+    """The rounds and stages of a folded line, such as `rounds 1 to 7: rollout, score, update; round 8: rollout`."""
+    stages: dict[int, list[str]] = {}
+    for p in nodes:
+        stages.setdefault(int(p.node.name.removeprefix("round-").split(".")[0]), []).append(p.node.stage)
+    parts = []
+    for _, alike in itertools.groupby(sorted(stages), lambda number: sorted(stages[number])):
+        first, *more = alike
+        rounds = f"rounds {first} to {more[-1]}" if more else f"round {first}"
+        parts.append(f"{rounds}: {', '.join(dict.fromkeys(stages[first]))}")
+    return "; ".join(parts)

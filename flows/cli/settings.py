@@ -65,7 +65,7 @@ def _settings(model: type[BaseModel], above: str, given: BaseModel | None) -> It
     for name, field in model.model_fields.items():
         if is_managed(model, name):
             continue
-        place = f"{above}{name}"
+        place = f"{above}{field.alias or name}"
         default = getattr(given, name) if given is not None else field.get_default(call_default_factory=True)
         required = field.is_required() and given is None
         text = " ".join(field_docs(model).get(name, "").split())

@@ -18,6 +18,7 @@ from rich.console import Console
 
 from flows.recipe.model import Recipe
 from flows.records import REFUSED, UnknownRun, candidates, finished_nodes, refusal_of, whole_first
+from flows.report.terminal import LastingConsole
 from stages.store.artifacts import Artifact, Store
 from stages.store.registry import RegistryError, current
 from stages.store.trail import append
@@ -25,7 +26,7 @@ from stages.worker import interpreter
 from stages.worker.client import worker_environment
 
 out = Console(highlight=False, markup=False)
-err = Console(stderr=True, highlight=False, markup=False)
+err = LastingConsole(stderr=True, highlight=False, markup=False)
 
 ONCE_SECONDS = 5.0
 """In which several signals are one interruption."""

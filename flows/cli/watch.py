@@ -1,10 +1,8 @@
-"""Commands that watch a store over many runs: its trail, trends and metrics, and alerts."""
+"""Commands that watch a store over many runs: its trail, trends and metrics."""
 
 from __future__ import annotations
 
 import contextlib
-import os
-import re
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -52,7 +50,7 @@ def trends(
         if to is None:
             out.print(write_trends(Store(store), recipe), soft_wrap=True)
         else:
-            to.write_text(render(Store(store), recipe), errors="replace")
+            to.write_text(render(Store(store), recipe), encoding="utf-8", errors="replace")
             out.print(str(to), soft_wrap=True)
     except ValueError as e:
         raise usage_error(str(e)) from e
@@ -92,38 +90,7 @@ def metrics(
         return
     # A reader sees the old file or the new one.
     with whole_file(to) as partial:
-        partial.write_text(text)
-
-
-@commands.command()
-def alerts(
-    webhook: Annotated[
-        str | None, typer.Option("--webhook", metavar="URL", help="Gets a POST with JSON; its `text` is a sentence.")
-    ] = None,
-    silent_hours: Annotated[
-        float, typer.Option("--silent-hours", min=0.001, help="Call after so long without a run that came to its end.")
-    ] = 26.0,
-    remove: Annotated[bool, typer.Option("--remove", help="Take the alerts away.")] = False,
-) -> None:
-    """Have a Prefect server call a webhook when a night fails, crashes, hangs, is cancelled, refused or missing."""
-    from flows.cli.launch import QUIET
-
-    if remove == (webhook is not None):
-        raise usage_error("say --webhook URL, or --remove")
-    if webhook is not None and not re.match(r"https?://[^/]", webhook):
-        raise usage_error(f"--webhook {webhook}: expected http://... or https://...")
-    for setting, value in QUIET.items():
-        os.environ.setdefault(setting, value)
-    import httpx
-
-    from flows.orchestration import alerts as server
-
-    try:
-        lines = server.remove() if webhook is None else server.set_up(webhook, silent_hours)
-    except (server.NoServer, httpx.HTTPError) as e:
-        raise usage_error(f"{type(e).__name__}: {e}" if isinstance(e, httpx.HTTPError) else str(e)) from e
-    for line in lines or ["no alerts were there"]:
-        out.print(line)
+        partial.write_text(text, encoding="utf-8")
 
 
 def _line(event: dict[str, Any]) -> str:

@@ -247,8 +247,8 @@ def _rounds(graph: _Graph, section: str, policies: Policies) -> None:
         update of        p[0]  p[1]  p[2]  p[3]
     """
     settings_of = settings_by_round(graph.recipe)
-    start = graph.roles["policy"]
-    trained = [start]
+    reference = graph.roles["policy"]
+    trained = [reference]
     sampled: list[dict[str, Input]] = []
     evaluate = graph.recipe.evaluate
     choosing = evaluate is not None and evaluate.load_best_model_at_end
@@ -265,12 +265,16 @@ def _rounds(graph: _Graph, section: str, policies: Policies) -> None:
             sampled.append(_scored(graph, number, settings_of[number], policy, drawn[number], refilled[number]))
         judged = _judged(graph.recipe, i)
         stored = (i + 1) % rl.checkpoint_every == 0 or i + 1 == len(settings_of) or (judged and choosing)
+        if rl.reference_every is not None and i % rl.reference_every == 0:
+            reference = trained[-1]
+        # Later rounds read it as a reference, so it is not rebuilt.
+        stored = stored or (rl.reference_every is not None and (i + 1) % rl.reference_every == 0)
         change: dict[str, Any] = {"round": i, "temperature": rl.rollout.temperature, "store_state": stored}
         # The first round is sampled from the policy that it updates, whatever the staleness.
         if rl.rollouts_from is not None or (rl.staleness and i):
             change["off_policy"] = True
         settings = rl.update.model_copy(update=change)
-        roles = {"policy": trained[-1], "reference": start, **sampled[i]}
+        roles = {"policy": trained[-1], "reference": reference, **sampled[i]}
         trained.append(graph.add(f"round-{i:03d}.update", "update", settings, (i,), roles=roles))
         if judged:
             assert evaluate is not None

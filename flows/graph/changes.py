@@ -159,7 +159,7 @@ def changed_lines(before: Mapping[str, str] | None, path: Path | None) -> list[s
     """
     if path is None or before is None:
         return []
-    return lines_between(before["text"], path.read_text(), path.name)
+    return lines_between(before["text"], path.read_text(encoding="utf-8"), path.name)
 
 
 def lines_between(old_text: str, new_text: str, name: str) -> list[str]:

@@ -1,17 +1,23 @@
-"""Whether a Prefect server answers, and how long a command waits at the end of its run where it does not."""
+"""The end of a run in Prefect: its cancellation there, and a server that does not answer any more."""
 
 from __future__ import annotations
 
+import contextlib
 import os
+import threading
 import time
+from collections.abc import Callable
 
 from httpx import HTTPStatusError, Timeout
+from prefect import runtime
 from prefect.client.orchestration import get_client
+from prefect.client.schemas import StateType
 from prefect.context import SyncClientContext, refresh_global_settings_context
 from prefect.events.worker import EventsWorker
 from prefect.logging.handlers import APILogWorker
 from prefect.settings import PREFECT_CLIENT_MAX_RETRIES, temporary_settings
 
+from flows.orchestration.display import short_client
 from flows.orchestration.leaving import leave_soon
 
 ASK_SECONDS = 5.0
@@ -22,6 +28,40 @@ END_SECONDS = 30.0
 """For a server to answer at the end of a run: a private one that has died is started again meanwhile."""
 DRAIN_SECONDS = 5.0
 """For events, and for logs, to be sent."""
+
+CANCEL_SECONDS = 5.0
+"""Between two questions whether the flow run is being cancelled."""
+
+
+class Cancellation:
+    """Asks the server whether somebody cancels this flow run, and then calls `stop`.
+
+    Prefect ends the flow runs of its workers by a signal; nobody sends one to a flow run of `rlhf run`.
+    """
+
+    def __init__(self, stop: Callable[[], None]):
+        self._stop, self._flow_run = stop, runtime.flow_run.id
+        self._asked, self._over = threading.Event(), threading.Event()
+        threading.Thread(target=self._watch, name="cancellation", daemon=True).start()
+
+    def is_asked(self) -> bool:
+        """Whether somebody has cancelled the flow run."""
+        return self._asked.is_set()
+
+    def end(self) -> None:
+        """Asks no more."""
+        self._over.set()
+
+    def _watch(self) -> None:
+        with temporary_settings({PREFECT_CLIENT_MAX_RETRIES: 0}), short_client() as client:
+            while not self._over.wait(CANCEL_SECONDS):
+                # A server that is away is asked again.
+                with contextlib.suppress(Exception):
+                    state = client.read_flow_run(self._flow_run).state
+                    if state is not None and state.type in (StateType.CANCELLING, StateType.CANCELLED):
+                        self._asked.set()
+                        self._stop()
+                        return
 
 
 def asked(seconds: float) -> Exception | None:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import fcntl
 import os
+import secrets
 import socket
 import subprocess
 import sys
@@ -77,7 +78,14 @@ class PrivateServer:
     def __init__(self) -> None:
         # The socket listens before the process is ready: no port can be lost, and early requests wait.
         self._listener = socket.create_server(("127.0.0.1", 0))
-        self.url = f"http://127.0.0.1:{self._listener.getsockname()[1]}/api"
+        origin = f"http://127.0.0.1:{self._listener.getsockname()[1]}"
+        self.url = f"{origin}/api"
+        self.auth = f"rlhf:{secrets.token_urlsafe(24)}"
+        """The value of PREFECT_API_AUTH_STRING for clients: other users of this machine can reach the port."""
+        self._environment = os.environ | {
+            "PREFECT_SERVER_API_AUTH_STRING": self.auth,
+            "PREFECT_SERVER_API_CORS_ALLOWED_ORIGINS": origin,
+        }
         self._log = tempfile.TemporaryFile()  # noqa: SIM115
         self._stopping = threading.Event()
         self._process = self._started()
@@ -87,6 +95,7 @@ class PrivateServer:
         return subprocess.Popen(
             interpreter.command("flows.orchestration.server", str(self._listener.fileno()), str(os.getpid())),
             pass_fds=[self._listener.fileno()],
+            env=self._environment,
             stdin=subprocess.DEVNULL,
             stdout=self._log,
             stderr=subprocess.STDOUT,

@@ -28,8 +28,9 @@ from rich.console import Console
 from flows.graph.build import Node
 from flows.orchestration.display import Display, not_shown, short_client
 from flows.report.charts import curves_png_data
-from flows.report.console import ConsoleReporter, log_width
+from flows.report.console import ConsoleReporter
 from flows.report.decisions import decision_rows, outcome
+from flows.report.terminal import LastingConsole, log_width
 from flows.running.closing import evaluations_of
 from flows.running.session import Session
 from stages.contract.registry import stage as find_stage
@@ -48,7 +49,7 @@ PUNCTUATION = re.compile(r"[!-/:-@\[-`{-~]")
 CELL_CHARACTERS = 120
 
 
-class LoggedConsole(Console):
+class LoggedConsole(LastingConsole):
     """A console whose lines are in the flow run's log too; with `silent` they are only there."""
 
     def __init__(self, silent: bool):
@@ -188,6 +189,11 @@ def _cell(value: Any) -> int | float | str:
     if isinstance(value, float) and not math.isfinite(value):
         return str(value)
     return value if isinstance(value, int | float | str) else json.dumps(value)
+
+
+def show_command(display: Display, run: str, command: str) -> None:
+    """Attaches the command that shows the run: alerts of a run that ended without a word link to its page."""
+    _show_text(display, "run", f"`{command}`", f"run {run}")
 
 
 def show_run(display: Display, session: Session, report: str | None) -> None:

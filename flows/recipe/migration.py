@@ -19,4 +19,7 @@ def migrated(values: Mapping[str, Any]) -> dict[str, Any]:
         section, _, name = new.partition(".")
         # A value at the new place is a later one's.
         found[section] = {name: found.pop(old)} | found.get(section, {})
+    update = (found.get("rl") or {}).get("update") or {}
+    if update.get("tied_groups") == "regularise":
+        update["tied_groups"] = "count"
     return found

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from typing import Annotated, Any, get_args
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
@@ -32,7 +33,7 @@ from stages.score.settings import Config as ScoreConfig
 from stages.sft import Config as SFTConfig
 from stages.store.keys import SHOWN
 from stages.update.settings import Config as UpdateConfig
-from stages.update.settings import aggregation_of, needs_groups
+from stages.update.settings import aggregation_of, needs_groups, on_policy
 
 
 class RecipeError(ValueError):
@@ -75,6 +76,9 @@ class RL(StageConfig):
     """The policy update of each round."""
     checkpoint_every: Annotated[int, Field(ge=1)] = 5
     """Rounds between stored weights; the policies between are made again from their rollouts when needed."""
+    reference_every: Annotated[int, Field(ge=1)] | None = None
+    """Rounds after which the reference of the KL becomes the policy of then (ProRL, TR-DPO's hard update); null: it is
+    the policy before the first round in all of them."""
     staleness: Annotated[int, Field(ge=0)] = 0
     """Rollouts of a round come from the policy of so many rounds before; importance weights account for it."""
     refills: Annotated[int, Field(ge=0, le=20)] = 0
@@ -94,6 +98,8 @@ class RL(StageConfig):
         # Where a recipe gives both, `_possible` checks that they agree.
         derived = {"temperature": rollout["temperature"]} if "temperature" in rollout else {}
         prompts, step = rollout.get("prompts"), UpdateConfig.model_fields["prompts_per_step"].default
+        if on_policy(update):
+            prompts, step = rollout.get("prompts", RolloutConfig.model_fields["prompts"].default), math.inf
         if isinstance(prompts, int) and 0 < prompts < step:
             derived["prompts_per_step"] = prompts
         if aggregation_of(update) == "constant" and update.get("constant") is None:
@@ -122,6 +128,13 @@ class RL(StageConfig):
                 f"{self.rollout.prompts}: an optimizer step has prompts of one round; lower the former, or raise the "
                 "latter"
             )
+        if on_policy(self.update) and (self.update.epochs, self.update.prompts_per_step) != (1, self.rollout.prompts):
+            raise ValueError(
+                f"update.algorithm {self.update.algorithm} takes one optimizer step a round: no clip bounds later "
+                f"steps, and update.epochs {self.update.epochs} with update.prompts_per_step "
+                f"{self.update.prompts_per_step} of rollout.prompts {self.rollout.prompts} make several; set epochs to "
+                f"1 and prompts_per_step to {self.rollout.prompts}"
+            )
         counted = {"rollout.round": self.rollout.round, "update.round": self.update.round}
         for name, number in (counted | {"rollout.first": self.rollout.first}).items():
             if number:
@@ -133,6 +146,11 @@ class RL(StageConfig):
             raise ValueError(
                 f"rollout.completions is 1, and {self.update.algorithm} compares the completions of a prompt: each "
                 "would teach nothing; use 2 or more"
+            )
+        if self.reference_every is not None and not self.update.needs_reference:
+            raise ValueError(
+                "reference_every moves the reference of the KL, and update.kl_coef and update.kl_in_reward are 0: give "
+                "one of them a value, or leave reference_every out"
             )
         if self.refills and not needs_groups(self.update.algorithm):
             raise ValueError(

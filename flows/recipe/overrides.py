@@ -14,11 +14,15 @@ import typing
 from collections.abc import Callable, Mapping
 from typing import Annotated, Any, Literal, ParamSpec, TypeVar
 
+from jsonschema import Draft202012Validator
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, TypeAdapter, ValidationError, create_model
 from pydantic.fields import FieldInfo
+from pydantic.json_schema import GetJsonSchemaHandler, JsonSchemaValue
+from pydantic_core import CoreSchema
 
 from flows.recipe.model import Recipe
 from flows.recipe.places import is_managed
+from flows.recipe.secrets import without_secrets
 from stages.contract.described import field_docs
 
 P = ParamSpec("P")
@@ -61,23 +65,47 @@ def _partial_type(kind: Any) -> Any:
     return kind
 
 
+class _WithoutSecrets:
+    """Has the server refuse a run with a secret among its parameters before it stores them."""
+
+    def __init__(self, parameter: str):
+        self._parameter = parameter
+        # `if` and `then`: the UI's form reads `allOf` and `not` of a property.
+        self._schema = {"if": {}, "then": without_secrets(f"#/properties/{parameter}/then")}
+
+    def __get_pydantic_json_schema__(self, core: CoreSchema, handler: GetJsonSchemaHandler) -> JsonSchemaValue:
+        return handler(core) | self._schema
+
+    def check(self, value: Any) -> None:
+        """Raises ValueError with the place of a secret. A deployment may not enforce the schema."""
+        checker = Draft202012Validator({"properties": {self._parameter: self._schema}})
+        for error in checker.iter_errors({self._parameter: value}):
+            place = ".".join(map(str, error.absolute_path))
+            raise ValueError(
+                f"{place}: it holds a secret, which Prefect's database has now: replace the secret, and give it to the "
+                "worker as an environment variable (key_variable) or in the recipe's file"
+            )
+
+
 def parameter(name: str) -> Any:
     """The type of the flow's parameter for one field of the recipe."""
     field = Recipe.model_fields[name]
     kind = _partial_type(field.annotation) | None
     bounded: Any = Annotated[(kind, *field.metadata)] if field.metadata else kind
     adapter: TypeAdapter[Any] = TypeAdapter(bounded, config=ConfigDict(strict=True))
+    without = _WithoutSecrets(name)
 
     def check(value: Any) -> Any:
         if value is None or isinstance(value, BaseModel):
             return value
+        without.check(value)
         try:
             # Strict JSON takes 1 for a float, which strict Python does not; neither takes "1".
             return adapter.validate_json(json.dumps(value))
         except ValidationError as e:
             raise ValueError("; ".join(_explain(name, error) for error in e.errors())) from None
 
-    return Annotated[bounded, BeforeValidator(check)]
+    return Annotated[bounded, BeforeValidator(check), without]
 
 
 def _explain(parameter: str, error: Any) -> str:

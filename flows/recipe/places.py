@@ -23,6 +23,15 @@ OPTIMIZER = "optimizer"
 """The field whose settings may be written one level up."""
 
 
+SYNONYMS = {
+    "base_model": "base.source", "model_name_or_path": "base.source", "datasets": "data.sources",
+    "num_train_epochs": "epochs", "num_epochs": "epochs", "lr": "learning_rate", "save_steps": "checkpoint_every",
+    "per_device_train_batch_size": "examples_per_step", "r": "rank", "lora_r": "rank", "lora_alpha": "alpha",
+    "num_generations": "rollout.completions", "max_completion_length": "rollout.max_tokens",
+}  # fmt: skip
+"""Ends of places by the names that TRL and axolotl have for them."""
+
+
 def is_managed(model: type[BaseModel], name: str) -> bool:
     """Whether a field is set by the graph and by nobody else; `gate.first` is a user's."""
     return name in _MANAGED and not issubclass(model, Gate)
@@ -31,7 +40,8 @@ def is_managed(model: type[BaseModel], name: str) -> bool:
 def fields_at(place: Sequence[str]) -> list[str]:
     """Names of the fields of the section at `place`."""
     model = _model_at(place)
-    return list(model.model_fields) if model is not None else []
+    names = model.model_fields.items() if model is not None else ()
+    return [field.alias or name for name, field in names if not is_managed(model, name)]
 
 
 def models_in(kind: Any) -> list[tuple[str, type[BaseModel]]]:
@@ -55,10 +65,10 @@ def hint(place: Sequence[str]) -> str:
     places = list(_every_place(Recipe, ""))
     names = dict.fromkeys(p.rpartition(".")[2] for p in places)
     # A name that is right in another section is no typing error in this one.
-    if place[-1] not in names and closest(place[-1], fields):
+    if place[-1] not in {*names, *SYNONYMS} and closest(place[-1], fields):
         return nearest(place[-1], fields)
-    name = closest(place[-1], names)
-    same = [p for p in places if p.rpartition(".")[2] == name]
+    name = SYNONYMS.get(place[-1]) or closest(place[-1], names)
+    same = [p for p in places if f".{p}".endswith(f".{name}")]
     if not same:
         return nearest(place[-1], fields)
     return f"did you mean {max(same, key=lambda p: (_in_common(p, place), -p.count('.')))}?"
@@ -69,7 +79,7 @@ def _every_place(model: type[BaseModel], above: str) -> Iterator[str]:
     for name, field in model.model_fields.items():
         if is_managed(model, name):
             continue
-        yield f"{above}{name}"
+        yield f"{above}{field.alias or name}"
         for key, one in models_in(field.annotation):
             yield from _every_place(one, f"{above}{name}{key}.")
 

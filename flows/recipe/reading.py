@@ -144,7 +144,7 @@ def checked(
     for place in secrets_in(values):
         raise RecipeError(
             f"{path}: {place} looks like a secret, and records of runs hold a recipe's values: name an environment "
-            "variable (key_variable of a judge), or give it to a server by engine.environment"
+            "variable in capitals (key_variable of a judge), or give it to a server by engine.environment"
         )
     try:
         # Through JSON: strict JSON input may give lists and floats as YAML writes them.

@@ -133,7 +133,7 @@ class Chart:
             paths = [_line(thinned(points))]
             dots = [p for p in points if p[1] is not None and len(points) <= DOTS_UP_TO]
         # A power of ten in the unit keeps the labels of very small numbers short.
-        largest = max(map(abs, totals))
+        largest = max(abs(low), abs(high))
         power = math.floor(math.log10(largest)) if 0 < largest < 2e-3 else 0
         unit = f"10{str(power).translate(SUPERSCRIPT)} {self.unit}" if power else self.unit
         rows = [Tick(up(v), _tick_text(v / 10.0**power)) for v in ticks(low, high, 5)]

@@ -19,7 +19,7 @@ from stages.store.keys import differences, published
 
 SAMPLES = 3
 """Problems shown side by side."""
-SPEED = re.compile(r"seconds|_per_second$|^mfu$|memory")
+SPEED = re.compile(r"seconds|_per_second$|^mfu$|memory|^checkpoint_bytes$")
 """Metrics of the machine and the moment, which say nothing of a run."""
 
 

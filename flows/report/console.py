@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import sys
 import threading
 import time
 from collections.abc import Mapping
@@ -18,6 +17,7 @@ from flows.graph.build import Node
 from flows.report.advice import alike_rewards, learned_rewards, round_warnings
 from flows.report.levels import levels_of, verdict
 from flows.report.measures import round_series
+from flows.report.terminal import LastingConsole, log_width
 from stages.contract.definition import Stage
 from stages.contract.registry import by_section
 from stages.contract.registry import stage as find_stage
@@ -29,16 +29,11 @@ if TYPE_CHECKING:
 LINE_SECONDS = 10.0
 
 
-def log_width() -> int | None:
-    """Columns of output that is no terminal: Rich takes 80, less than the line of a round. None on a terminal."""
-    return None if sys.stdout.isatty() else 160
-
-
 class ConsoleReporter:
     """Live bars on a terminal, a line every ten seconds elsewhere; of each stage that is at work."""
 
     def __init__(self, console: Console | None = None):
-        self.console = console or Console(highlight=False, markup=False, width=log_width())
+        self.console = console or LastingConsole(highlight=False, markup=False, width=log_width())
         self._lock = threading.RLock()
         self._bars: Progress | None = None
         """On a terminal, while a stage is at work."""
@@ -227,7 +222,8 @@ def policy_title(label: str) -> str:
 def closing_table(evaluations: Mapping[str, Mapping[str, Any]]) -> Table:
     """The policies side by side, with intervals, the constant answer, and what an environment gives unlearnt."""
     first = next(iter(evaluations.values()))
-    table = Table(title=f"Held-out problems, {first['problems']}", title_justify="left")
+    judged = f"{first['problems'] - left_out} of " if (left_out := first.get("not_applicable")) else ""
+    table = Table(title=f"Held-out problems, {judged}{first['problems']}", title_justify="left")
     tops = [name for name in (f"pass_at_{first['samples']}", f"maj_at_{first['samples']}") if name in first]
     shown = [name.replace("_at_", "@") for name in tops]
     for column in ("policy", "score", "95 % interval", *shown, "cut off", "mean tokens"):

@@ -11,6 +11,8 @@ LABELS = {
     "sft": "SFT", "distill": "distilled", "preference": "preference", "rl": "RL",
 }  # fmt: skip
 """Names of the policies that a run evaluates, in the order in which it trains them."""
+ROUNDING = 1e-12
+"""Below it a number is the error of a sum."""
 LONGEST = 1200
 """Characters shown of a text."""
 # Control characters but tab and newline, and characters that change the direction of text: a model's output must not
@@ -19,9 +21,10 @@ UNSEEN = r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u200e\u200f\u202a-\u202e\u2066-\u2069]"
 
 
 def show(value: float | None, digits: int = 3) -> str:
-    """A number with that many significant digits; thousands are kept whole."""
+    """A number with that many significant digits; thousands are kept whole, and what rounding leaves of 0 is 0."""
     if value is None:
         return "–"
+    value = 0.0 if abs(value) < ROUNDING else value
     return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.{digits}g}"
 
 

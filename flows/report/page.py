@@ -123,6 +123,7 @@ def _evaluation(run: RunView, evaluations: Mapping[str, dict[str, Any]]) -> dict
         "guess": guess(evaluations),
         "against_blind": [text for label, m in evaluations.items() if (text := verdict(label, m))][-1:],
         "problems": first.get("problems"),
+        "left_out": first.get("not_applicable") or 0,
         "samples": first.get("samples"),
         "settings": run.record["recipe"].get("evaluate") or {},
         "range": (low, high),

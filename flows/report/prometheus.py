@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import shutil
 import threading
 import time
 from collections import Counter, defaultdict
@@ -12,15 +14,16 @@ from prometheus_client import CollectorRegistry, generate_latest, make_wsgi_app
 from prometheus_client.core import GaugeMetricFamily
 from prometheus_client.registry import Collector
 
-from flows.records import readable_runs, status_of
+from flows.records import WHOLE, readable_runs, status_of
 from flows.report.formats import seconds_at
 from flows.report.measures import number
 from flows.report.scrapes import ScrapeServer
+from stages.store import registry
 from stages.store.artifacts import Store
 from stages.store.leases import held_by
 from stages.store.reach import versions
 
-STATES = ("running", "finished", "partial", "failed", "interrupted", "killed", "refused")
+STATES = ("running", "partial", "failed", "interrupted", "killed", *WHOLE)
 """States of runs; each has a sample in every recipe, so that an alert can count from 0."""
 Record = Mapping[str, Any]
 
@@ -72,6 +75,22 @@ class StoreCollector(Collector):
         yield from _of_newest(by_recipe)
         yield self._waiting([record for record in runs if status[record["name"]] == "running"])
         yield self._bytes()
+        yield from self._names()
+        if self._store.is_local and os.path.isdir(self._store.root):
+            free = GaugeMetricFamily("rlhf_store_free_bytes", "Free bytes of the disk that the store is on.")
+            free.add_metric([], shutil.disk_usage(self._store.root).free)
+            yield free
+
+    def _names(self) -> Iterator[GaugeMetricFamily]:
+        """Of each name, such as champion: its newest entry and its age."""
+        entry = GaugeMetricFamily("rlhf_name_entry", "Number of the newest entry of a name.", labels=["name", "run"])
+        age = GaugeMetricFamily("rlhf_name_seconds", "Seconds since the newest entry of a name.", labels=["name"])
+        for name in registry.names(self._store):
+            if (now := registry.current(self._store, name)) is not None:
+                entry.add_metric([name, now.policy.run], now.number)
+                age.add_metric([name], max(0.0, time.time() - seconds_at(now.when)))
+        yield entry
+        yield age
 
     def _waiting(self, running: list[Record]) -> GaugeMetricFamily:
         """Runs that wait for what another process makes."""
@@ -109,17 +128,22 @@ def _by_state(by_recipe: Mapping[str, list[Record]], status: Mapping[str, str]) 
 def _of_finished(by_recipe: Mapping[str, list[Record]], status: Mapping[str, str]) -> Iterator[GaugeMetricFamily]:
     """Of the newest finished run of each recipe: its age and its scores."""
     age = GaugeMetricFamily(
-        "rlhf_seconds_since_finished", "Seconds since the last finished run of a recipe.", labels=["recipe"]
+        "rlhf_seconds_since_finished",
+        "Seconds since a run of a recipe came to its end, whatever its gate decided.",
+        labels=["recipe"],
     )
     score = GaugeMetricFamily(
         "rlhf_score", "Held-out scores of the last finished run.", labels=["recipe", "policy"]
     )  # fmt: skip
     for recipe, records in by_recipe.items():
-        done = [record for record in records if status[record["name"]] == "finished" and record.get("ended")]
+        whole = [record for record in records if status[record["name"]] in WHOLE and record.get("ended")]
+        if whole:
+            newest = max(seconds_at(record["ended"]) for record in whole)
+            age.add_metric([recipe], max(0.0, time.time() - newest))
+        done = [record for record in whole if record["status"] == "finished"]
         if not done:
             continue
         last = max(done, key=lambda record: seconds_at(record["ended"]))
-        age.add_metric([recipe], max(0.0, time.time() - seconds_at(last["ended"])))
         for name, entry in last["nodes"].items():
             value = number((entry.get("metrics") or {}).get("score")) if name.startswith("evaluate.") else None
             if value is not None:
@@ -160,9 +184,9 @@ def _of_newest(by_recipe: Mapping[str, list[Record]]) -> Iterator[GaugeMetricFam
 
 
 def _registry(store: Store) -> CollectorRegistry:
-    registry = CollectorRegistry()
-    registry.register(StoreCollector(store))
-    return registry
+    found = CollectorRegistry()
+    found.register(StoreCollector(store))
+    return found
 
 
 def text_of(store: Store) -> str:

@@ -158,7 +158,7 @@ class RunView:
 
     def charts(self, name: str) -> list[Chart]:
         """Charts of a stage that trains on examples. Raises ArtifactError where its log is not in the store."""
-        lines = self.stored(name).local("logs/metrics.jsonl").read_text().splitlines()
+        lines = self.stored(name).local("logs/metrics.jsonl").read_text(encoding="utf-8").splitlines()
         return step_charts([json.loads(line) for line in lines if line.strip()])
 
     def stages(self) -> list[StageRow]:

@@ -1,4 +1,4 @@
-"""Code that a recipe names, where RLHF_ALLOW_CODE limits it (`tuning.allowed`): refused before anything runs."""
+"""Code and keys that a recipe names, where RLHF_ALLOW_CODE limits them (`tuning.allowed`): refused before a run."""
 
 from __future__ import annotations
 
@@ -39,6 +39,11 @@ def check_allowed(recipe: Recipe) -> None:
             allowed.check_program(recipe.rl.rollout.engine.words)
     except allowed.NotAllowed as error:
         raise RecipeError(str(error)) from error
+    for place, variable, url in _keys(values, ""):
+        try:
+            allowed.check_key(variable, url)
+        except allowed.NotAllowed as error:
+            raise RecipeError(f"{place}key_variable: {error}") from error
     if recipe.data.runner.options:
         raise RecipeError(f"data.runner.options can name programs, which {allowed.VARIABLE} does not allow here")
 
@@ -53,3 +58,16 @@ def _texts(value: Any, place: str, name: str) -> Iterator[tuple[str, str, str]]:
             yield from _texts(one, f"{place}.{number}", name)
     elif isinstance(value, str):
         yield place, name, value
+
+
+def _keys(value: Any, place: str) -> Iterator[tuple[str, str, str]]:
+    """(place, environment variable, URL that its value is sent to) of all judges and servers of a recipe."""
+    if isinstance(value, list):
+        value = {str(number): one for number, one in enumerate(value)}
+    if isinstance(value, Mapping):
+        variable, urls = value.get("key_variable"), value.get("url")
+        for url in urls if isinstance(urls, list) else [urls]:
+            if isinstance(variable, str) and isinstance(url, str):
+                yield place, variable, url
+        for key, one in value.items():
+            yield from _keys(one, f"{place}{key}.")

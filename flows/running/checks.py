@@ -132,26 +132,19 @@ def as_it_is(node: Node, inputs: Mapping[str, Artifact]) -> tuple[dict[str, str]
 
 def check_columns(recipe: Recipe, metrics: Mapping[str, Any], stages: Collection[str]) -> None:
     """Raises RecipeError for a reward or a judge of one's own with a parameter that neither the recipe nor the data
-    gives, before anything is sampled for it.
+    gives, and for prompts without the answers that rewards compare with, before anything is sampled for it.
 
     metrics: of the artifact of `prepare`. stages: those still to make; of others nothing is asked.
     """
     columns = metrics.get("columns", {})
-    # Rollouts that are taken have metadata of their own; an environment adds to it.
-    taken = recipe.rl is not None and recipe.rl.rollouts_from is not None
-    for called in _rewards(recipe) if recipe.environment is None else ():
-        split, calls = ("prompts", "score") if called.at.startswith("rl.") else ("heldout", "evaluate")
-        there = None if taken and split == "prompts" else columns.get(split)
-        if there is None or calls not in stages or built_in_parameters(called.function) is not None:
+    for message, is_error in unanswered(recipe, metrics, stages):
+        if is_error:
+            raise RecipeError(message)
+    for called, split, parameters in _calls(recipe, stages):
+        there = columns.get(split)
+        if there is None or built_in_parameters(called.function) is not None:
             continue
-        try:
-            parameters = signatures.of_name(called.function, called.at)
-        except ValueError as e:
-            # The file was edited since the run began.
-            raise RecipeError(str(e)) from e
-        if parameters is None:
-            continue
-        given = (*parameters.positional[:2], *REWARD_COLUMNS[2:], *called.arguments, *there)
+        given = (*parameters.texts, *REWARD_COLUMNS[2:], *called.arguments, *there)
         if missing := [name for name in parameters.required if name not in given]:
             has = f"have {', '.join(there)}" if there else "have none"
             raise RecipeError(
@@ -159,6 +152,43 @@ def check_columns(recipe: Recipe, metrics: Mapping[str, Any], stages: Collection
                 f"{split} {has} beside {', '.join(REWARD_COLUMNS[2:])}. Name a field of the records in data.fields "
                 f"(or data.extra_fields: metadata), give the parameter a default, or a value in {called.arguments_at}"
             )
+
+
+def _calls(recipe: Recipe, stages: Collection[str]) -> Iterator[tuple[Called, str, signatures.Parameters]]:
+    """The rewards and judges that stages still to make call, the output whose rows each gets, and its parameters."""
+    # Rollouts that are taken have metadata of their own; an environment adds to it.
+    taken = recipe.rl is not None and recipe.rl.rollouts_from is not None
+    for called in _rewards(recipe) if recipe.environment is None else ():
+        split, calls = ("prompts", "score") if called.at.startswith("rl.") else ("heldout", "evaluate")
+        if calls not in stages or (taken and split == "prompts"):
+            continue
+        try:
+            parameters = built_in_parameters(called.function) or signatures.of_name(called.function, called.at)
+        except ValueError as e:
+            # The file was edited since the run began.
+            raise RecipeError(str(e)) from e
+        if parameters is not None:
+            yield called, split, parameters
+
+
+def unanswered(
+    recipe: Recipe, metrics: Mapping[str, Any], stages: Collection[str] = ("score", "evaluate")
+) -> Iterator[tuple[str, bool]]:
+    """(message, whether no run can go on) for each reward and judge that compares with answers which rows lack.
+
+    Of prompts some may lack it if another reward judges them, and of held-out problems, which are left out then.
+    """
+    readers = [(called, split) for called, split, p in _calls(recipe, stages) if "answer" in p.required]
+    alone = recipe.rl is not None and [s for _, s in readers].count("prompts") == len(recipe.rl.score.rewards)
+    for called, split in readers:
+        missing, rows = metrics.get("unanswered", {}).get(split, 0), metrics.get("rows", {}).get(split, 0)
+        if missing:
+            message = (
+                f"{called.at}: {called.function} compares with `answer`, which {missing} of {rows} rows of {split} do "
+                "not have: name its field in data.fields, or state in data.sources what each is for, such as "
+                "`for: [prompts]` of those with answers and `for: [sft]` of others"
+            )
+            yield message, missing == rows or (split == "prompts" and alone)
 
 
 def _check_reward(called: Called) -> None:
@@ -181,10 +211,10 @@ def _check_call(parameters: signatures.Parameters, called: Called) -> None:
     how = "it is called with prompts and completions, and by name with columns of the data"
     if parameters.is_async:
         raise ValueError(f"{called.at}: {called.function} is `async def`: it is called, and not awaited; write `def`")
-    if len(parameters.positional) < 2 and not parameters.takes_any:
+    if len(parameters.texts) < 2 and not parameters.takes_any:
         count = len(parameters.positional)
         raise ValueError(f"{called.at}: {called.function} takes {count} of its arguments by position; {how}")
-    if columns := [name for name in parameters.positional[:2] if name in REWARD_COLUMNS[2:]]:
+    if columns := [name for name in parameters.texts if name in REWARD_COLUMNS[2:]]:
         raise ValueError(f"{called.at}: {called.function} takes {columns[0]} among its first two arguments; {how}")
 
 

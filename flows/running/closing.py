@@ -24,8 +24,11 @@ def evaluations_of(session: Session) -> dict[str, dict[str, Any]]:
 
 
 def status_after(error: BaseException) -> str:
-    """The status of a run that this error has ended: `interrupted` by Ctrl-C, else `failed`."""
-    return "interrupted" if isinstance(error, KeyboardInterrupt) else "failed"
+    """The status of a run that this error has ended: `failed`, or `interrupted` by Ctrl-C, a signal or a cancellation.
+
+    Prefect's exception for SIGTERM is not an Exception, as KeyboardInterrupt is not.
+    """
+    return "failed" if isinstance(error, Exception) else "interrupted"
 
 
 def status_at_end(session: Session) -> str:
@@ -79,12 +82,10 @@ def close(session: Session, status: str) -> str | None:
 def _note(session: Session, status: str) -> None:
     """Adds the run to the store's trail."""
     states = [entry["state"] for entry in session.record["nodes"].values()]
-    counts = {"made": states.count("made"), "cached": states.count("hit")}
+    more: dict[str, Any] = {"made": states.count("made"), "cached": states.count("hit")} | session.command
     forced = sorted(session.force) or None
     recipe = session.recipe.name
-    failed = trail.append(
-        session.store, "run", run=session.name, recipe=recipe, outcome=status, forced=forced, **counts
-    )
+    failed = trail.append(session.store, "run", run=session.name, recipe=recipe, outcome=status, forced=forced, **more)
     if failed:
         session.reporter.line(f"the trail has no entry of this run: {failed}")
 

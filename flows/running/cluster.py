@@ -16,7 +16,7 @@ from typing import Any
 from flows.recipe.model import Recipe, RecipeError
 from flows.running.code_package import write_package
 from stages.store.artifacts import Store
-from tuning.allowed import VARIABLE
+from tuning.allowed import RULES
 
 AUTH_MODE = "RAY_AUTH_MODE"
 ADDRESS, RUNTIME_ENV = "RLHF_CLUSTER", "RLHF_CLUSTER_RUNTIME_ENV"
@@ -83,9 +83,8 @@ class Cluster:
 
     def variables(self, runtime_env: dict[str, Any]) -> dict[str, str]:
         """The environment of workers that spread requests over the cluster."""
-        # Which code a recipe may name here holds there too.
-        allowed = {VARIABLE: os.environ[VARIABLE]} if VARIABLE in os.environ else {}
-        return {ADDRESS: self.gcs, RUNTIME_ENV: json.dumps(runtime_env)} | allowed
+        rules = {name: os.environ[name] for name in RULES if name in os.environ}
+        return {ADDRESS: self.gcs, RUNTIME_ENV: json.dumps(runtime_env)} | rules
 
     def close(self) -> None:
         """Disconnects: Ray ends what is left of the run's actors."""

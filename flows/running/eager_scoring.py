@@ -167,7 +167,7 @@ def _marks(node: Node) -> dict[str, list[int]]:
 
 def _read_marks(folder: Path) -> Any:
     with contextlib.suppress(OSError, ValueError):
-        return json.loads((folder / MARKS).read_text())
+        return json.loads((folder / MARKS).read_bytes())
 
 
 def _end_input(process: subprocess.Popen[bytes]) -> None:

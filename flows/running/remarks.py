@@ -6,15 +6,17 @@ from collections.abc import Mapping
 from typing import Any
 
 from flows.recipe.model import RL, Recipe
+from flows.running.checks import unanswered
+from stages.prepare.preview import faults
 
 
 def of_recipe(recipe: Recipe) -> list[str]:
-    """Remarks on settings alone."""
-    rl = recipe.rl
+    """Remarks on settings, and on the first records of data sources."""
+    rl, lines = recipe.rl, list(faults(recipe.data))
     # What is scored again was sampled by another run.
     if rl is None or rl.rollouts_from is not None:
-        return []
-    return [*_of_staleness(rl), *_of_ratios(rl)]
+        return lines
+    return [*lines, *_of_staleness(rl), *_of_ratios(rl)]
 
 
 def _of_ratios(rl: RL) -> list[str]:
@@ -42,9 +44,11 @@ def _of_staleness(rl: RL) -> list[str]:
 def of_data(recipe: Recipe, metrics: Mapping[str, Any]) -> list[str]:
     """Remarks on settings and the data, of which `metrics` are those of the artifact of `prepare`."""
     rl, there = recipe.rl, metrics.get("rows", {}).get("prompts", 0)
+    lines = [message for message, is_error in unanswered(recipe, metrics) if not is_error]
     if rl is None or rl.rollouts_from is not None or not 0 < there < rl.rollout.prompts:
-        return []
+        return lines
     return [
+        *lines,
         f"rl.rollout.prompts is {rl.rollout.prompts}, and the data has {there} prompts: a round draws some of them "
-        "more than once, as groups of their own; lower it, or add data"
+        "more than once, as groups of their own; lower it, or add data",
     ]

@@ -71,6 +71,8 @@ class Session:
         self.store = Store(recipe.store)
         self.reporter = reporter
         self.name = name or free_name(self.store, recipe.name)
+        self.command: dict[str, str] = {}
+        """`command`, for the store's trail, if this process was not started by the user's command."""
         # A generated name is free already. Of two commands with one name the second sees that the first has begun.
         with nullcontext() if name is None else lease(self.store, runs.FOLDER, name, self.reporter.line):
             self._begin(name, force, standing)
@@ -382,6 +384,6 @@ class Session:
 
 def _ended_by(error: BaseException) -> dict[str, Any]:
     """What the record says of a stage that an error has ended."""
-    if isinstance(error, KeyboardInterrupt):
+    if not isinstance(error, Exception):
         return {"state": "interrupted"}
     return {"state": "failed", "error": without_userinfo(f"{type(error).__name__}: {error}")}

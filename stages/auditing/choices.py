@@ -55,7 +55,7 @@ def _input(run: AuditedRun, choice: Artifact, role: str) -> Artifact | None:
 
 def _value(evaluation: Artifact, metric: str) -> float:
     """The number of an evaluation that a choice goes by: one of its own, or the score of a further judge."""
-    scores: dict[str, Any] = json.loads(evaluation.local("scores.json").read_text())
+    scores: dict[str, Any] = json.loads(evaluation.local("scores.json").read_bytes())
     of_judge = scores.get("judges", {}).get(metric)
     return float(scores[metric] if of_judge is None else of_judge["score"])
 

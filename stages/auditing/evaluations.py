@@ -119,7 +119,7 @@ def _rates(evaluated: Evaluated, finding: Finding) -> None:
         finding.check(_close(metrics.get(name), value), case)
     if artifact.has("scores.json"):
         # What a choice among policies goes by.
-        same = json.loads(artifact.local("scores.json").read_text()) == json.loads(json.dumps(metrics))
+        same = json.loads(artifact.local("scores.json").read_bytes()) == json.loads(json.dumps(metrics))
         if not same:
             finding.broken.append(f"{evaluated.name}: scores.json has other numbers than the manifest")
 

@@ -17,6 +17,7 @@ from stages.common.trained import read_names, rows_of, was_seen
 from stages.store.artifacts import Artifact
 from tuning.columns import list_rows
 from tuning.rows import PROMPT_GROUP
+from tuning.texts import normal
 
 HELD_OUT = ("heldout", "heldout_preference", "heldout_sft", "heldout_labelled")
 
@@ -134,7 +135,7 @@ def _seen_before(run: AuditedRun, data: Artifact, splits: Collection[str]) -> di
     before = set(read_names(start)) if start is not None else set()
     rows = ((split, row) for split in HELD_OUT if before and split in splits for row in rows_of(data, split))
     return {
-        row["prompt"]: f"{split}: {row['prompt']!r} was trained on before, by the policy of start"
+        normal(row["prompt"]): f"{split}: {row['prompt']!r} was trained on before, by the policy of start"
         for split, row in rows
         if was_seen(row, before)
     }
@@ -163,6 +164,8 @@ def _names(data: Artifact, split: str) -> Iterable[tuple[str, list[str]]]:
 
 def _values(name: str, column: pa.Array) -> list[Any]:
     """The values of a column; of token ids digests, and None without any."""
+    if name == "prompt":
+        return [normal(text) for text in column.to_pylist()]
     if name != "prompt_ids":
         return column.to_pylist()
     return [tokens_digest(ids).hex() if ids else None for ids in list_rows(pa.chunked_array([column]))]

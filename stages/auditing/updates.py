@@ -21,7 +21,9 @@ ROUNDING = 8 * float(np.finfo(np.float32).eps)
 """Of the largest total of a group: what a mean and a difference in float32 may lose."""
 LEAST_SPREAD = 1e-6
 """Rewards of a group that differ by less tie."""
-DIVIDED = ("grpo", "dapo", "gspo", "gspo-token", "cispo", "sapo", "gmpo", "dppo", "dppo-kl")
+DIVIDED = (
+    "grpo", "dapo", "gspo", "gspo-token", "cispo", "sapo", "vespo", "gmpo", "dppo", "dppo-kl", "clip-cov", "kl-cov",
+)  # fmt: skip
 """Advantages r - mean of the group, divided as `normalisation` says."""
 CENTRED = ("dr-grpo",)
 """Advantages r - mean of the group."""

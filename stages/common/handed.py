@@ -79,7 +79,7 @@ def taken(artifact: Artifact, mesh: Mesh | None) -> tuple[DecoderConfig, Any] | 
     from tuning import precision
     from tuning.models.identity import fingerprint
 
-    store, wanted = artifact.store, json.loads(artifact.local("policy.json").read_text())["fingerprint"]
+    store, wanted = artifact.store, json.loads(artifact.local("policy.json").read_bytes())["fingerprint"]
     sums = multihost.from_primary(lambda: _complete(store, artifact.digest))
     if sums is None:
         return None

@@ -117,7 +117,13 @@ def journaled(
             journal.add([rows[numbers[k]] for k in some], outcomes)
 
     samples = [journal.sample(rows[i]) for i in numbers]
+    # Any call with a verdict shows whether the function's service is up.
+    judged: Sequence[int] = next((call for call, kept in known.items() if kept is not None), ())
     outcomes = attempt(
-        function, arguments, samples, calls=[[place[i] for i in call] for call in todo], finished=finished, **limits
+        *(function, arguments, samples),
+        calls=[[place[i] for i in call] for call in todo],
+        control=[journal.sample(rows[i]) for i in judged],
+        finished=finished,
+        **limits,
     )
     return found | dict(zip(numbers, outcomes, strict=True))

@@ -215,8 +215,13 @@ def load_tokenizer(ctx: Context, artifact: Artifact) -> Any:
 
 def token_ids(base: Artifact) -> dict[str, Any]:
     """bos, eos and pad ids of the base model's config, for the configs of its descendants."""
-    values = json.loads(base.local("model/config.json").read_text())
+    values = json.loads(base.local("model/config.json").read_bytes())
     return {k: values[k] for k in ("bos_token_id", "eos_token_id", "pad_token_id") if values.get(k) is not None}
+
+
+def vocabulary(base: Artifact) -> int:
+    """Rows of the base model's embeddings."""
+    return int(json.loads(base.local("model/config.json").read_bytes())["vocab_size"])
 
 
 def stop_ids(ctx: Context, base: Artifact) -> tuple[int, ...]:

@@ -82,6 +82,11 @@ RULE_IGNORES = {
 """Settings that a rule does not read."""
 
 
+ADAPTER_RATE = 10
+"""Default learning rate of an adapter over that of all parameters: the ratio in TRL's scripts for SFT, DPO, reward
+models and GKD, and in Schulman et al., "LoRA Without Regret", for RL."""
+
+
 class Trained(StageConfig):
     """Base of settings with an `optimizer`, whose fields may be written one level up, `sft.learning_rate` for short."""
 
@@ -91,17 +96,23 @@ class Trained(StageConfig):
     @model_validator(mode="before")
     @classmethod
     def _short_form(cls, values: Any) -> Any:
-        if not isinstance(values, dict):
-            return values
+        return cls.with_rate(values, values.get("lora") is not None) if isinstance(values, dict) else values
+
+    @classmethod
+    def with_rate(cls, values: dict[str, Any], adapter: bool) -> dict[str, Any]:
+        """Settings as written, with their optimizer whole; an adapter's default rate is ADAPTER_RATE times as high."""
         short = {k: v for k, v in values.items() if k in cls.short_names()}
         optimizer = values.get("optimizer", {})
-        if not isinstance(optimizer, dict) or not (short or optimizer):
+        if not isinstance(optimizer, dict) or not (short or optimizer or adapter):
             return values
         if twice := short.keys() & optimizer.keys():
             name = sorted(twice)[0]
             raise ValueError(f"{name} is here and in optimizer.{name}: the first is short for the second; give one")
         # Fields that the recipe leaves out keep the stage's own default, not the optimizer's.
         default = cls.model_fields["optimizer"].default.model_dump(mode="json", exclude_unset=True)
+        if adapter and "learning_rate" in default:
+            # Rounded: ten times 1e-6 is not 1e-5 in binary.
+            default["learning_rate"] = float(f"{ADAPTER_RATE * default['learning_rate']:.9g}")
         return {k: v for k, v in values.items() if k not in short} | {"optimizer": default | optimizer | short}
 
     @classmethod
@@ -185,6 +196,11 @@ class Fitted(Trained):
     """Steps between checkpoints."""
     heldout_examples: Annotated[int, Field(ge=0)] = 0
     """About so many held-out examples are measured on: whole groups, drawn at random; 0: all."""
+    early_stopping_every: Annotated[int, Field(ge=1)] | None = None
+    """Steps between measurements that may end training early; null: it makes all steps."""
+    early_stopping_patience: Annotated[int, Field(ge=1)] = 3
+    """Such measurements in a row without a held-out loss below the least before them that end training. The weights are
+    those of the last step."""
     heldout_every: int = execution_setting(0, ge=0)
     """Steps between measurements on the held-out examples, a curve in the report; 0: only before the first step and
     after the last."""

@@ -18,6 +18,7 @@ from stages.common.tables import batches, table_paths
 from stages.contract.registry import modules, stage
 from stages.store.artifacts import Artifact, ArtifactError
 from tuning.rows import PROMPT_GROUP, write_arrow
+from tuning.texts import normal
 
 FOLDER = "trained"
 """The folder of the table of names, in an artifact that has one."""
@@ -36,7 +37,11 @@ def names_of(row: Mapping[str, Any]) -> list[str]:
     """The names of a row, its text's first."""
     if not row["prompt"]:
         return [f"content {row.get('content') or row['id']}"]
-    return [f"prompt {_digest(row['prompt'])}", *(f"turns {name}" for name in row.get("turns") or ()), *_grouped(row)]
+    return [
+        f"prompt {_digest(normal(row['prompt']))}",
+        *(f"turns {name}" for name in row.get("turns") or ()),
+        *_grouped(row),
+    ]
 
 
 def _grouped(row: Mapping[str, Any]) -> list[str]:

@@ -1,4 +1,4 @@
-"""Logs of a running stage's metrics: JSON lines, TensorBoard, and Weights & Biases if WANDB_PROJECT is set."""
+"""Logs of a running stage's metrics: JSON lines, TensorBoard, and the trackers that the environment asks for."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ from typing import Any
 class Metrics:
     """One row after the other, under `logs/` of the artifact (logs are no content).
 
-    `metrics.jsonl` has every value, `tensorboard/` the numbers, with the count of rows as the step. With
-    WANDB_PROJECT set (extra `wandb`) the numbers also go to a run of that project.
+    `metrics.jsonl` has every value, `tensorboard/` the numbers, with the count of rows as the step. The numbers also go
+    to each of TRACKERS with its variable set.
     """
 
     def __init__(self, folder: Path, name: str):
         folder.mkdir(parents=True, exist_ok=True)
         self._lines = (folder / "metrics.jsonl").open("a")
         self._board = _summary_writer()(str(folder / "tensorboard"), filename_suffix=f".{name}", write_to_disk=True)
-        self._wandb = _wandb_run(folder, name) if os.environ.get("WANDB_PROJECT") else None
+        self._trackers = [_tracker(variable, folder, name) for variable in TRACKERS if os.environ.get(variable)]
         self._rows = 0
 
     def write(self, values: dict[str, Any]) -> None:
@@ -32,16 +32,16 @@ class Metrics:
             self._board.add_scalar(name, value, self._rows)
         # Both logs are flushed: a kill loses no row.
         self._board.flush()
-        if self._wandb is not None:
-            self._wandb.log(numbers, step=self._rows)
+        for tracker in self._trackers:
+            tracker.log(numbers, step=self._rows)
         self._rows += 1
 
     def close(self) -> None:
         """Closes all logs."""
         self._lines.close()
         self._board.close()
-        if self._wandb is not None:
-            self._wandb.finish()
+        for tracker in self._trackers:
+            tracker.finish()
 
 
 def _summary_writer() -> Any:
@@ -61,12 +61,45 @@ def _summary_writer() -> Any:
     return SummaryWriter
 
 
-def _wandb_run(folder: Path, name: str) -> Any:
-    try:
-        import wandb
-    except ImportError as error:
-        raise RuntimeError(
-            "WANDB_PROJECT is set, but wandb is not installed: pip install 'rlhf-pipeline[wandb]', or unset it"
-        ) from error
+def _wandb(folder: Path, name: str) -> Any:
+    import wandb
+
     # create_new: a worker runs several stages in one process, each with a run of its own.
     return wandb.init(project=os.environ["WANDB_PROJECT"], name=name, dir=str(folder), reinit="create_new")
+
+
+def _trackio(folder: Path, name: str) -> Any:
+    import trackio
+
+    return trackio.init(project=os.environ["TRACKIO_PROJECT"], name=name, embed=False)
+
+
+class _MLflow:
+    """A run of MLflow with the methods of the others."""
+
+    def __init__(self, folder: Path, name: str):
+        from mlflow import MlflowClient, log_metrics, set_experiment
+
+        self._client, self._log = MlflowClient(), log_metrics
+        experiment = set_experiment(os.environ.get("MLFLOW_EXPERIMENT_NAME", "rlhf-pipeline")).experiment_id
+        self._run = self._client.create_run(experiment, run_name=name).info.run_id
+
+    def log(self, numbers: dict[str, float], step: int) -> None:
+        self._log(numbers, step=step, run_id=self._run)
+
+    def finish(self) -> None:
+        self._client.set_terminated(self._run)
+
+
+TRACKERS = {"WANDB_PROJECT": _wandb, "TRACKIO_PROJECT": _trackio, "MLFLOW_TRACKING_URI": _MLflow}
+"""By the environment variable that asks for it; each is an extra of this project."""
+
+
+def _tracker(variable: str, folder: Path, name: str) -> Any:
+    try:
+        return TRACKERS[variable](folder, name)
+    except ImportError as error:
+        extra = variable.partition("_")[0].lower()
+        raise RuntimeError(
+            f"{variable} is set, but {extra} is not installed: pip install 'rlhf-pipeline[{extra}]', or unset it"
+        ) from error

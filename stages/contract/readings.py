@@ -27,7 +27,7 @@ def _file() -> Path:
 
 def _kept() -> dict[str, Any]:
     with contextlib.suppress(OSError, ValueError):
-        value = json.loads(_file().read_text())
+        value = json.loads(_file().read_bytes())
         if isinstance(value, dict):
             return value
     return {}

@@ -37,6 +37,14 @@ class Parameters:
     is_async: bool = False
     """Whether it is `async def`, whose calls return something to wait for."""
 
+    @property
+    def texts(self) -> tuple[str, ...]:
+        """The parameters of a reward that get prompts and completions: by name if they are called so, else the first
+        two (`tuning.rewards.calls`)."""
+        names = ("prompts", "completions")
+        by_name = "completions" in self.named and (*self.positional, *self.named)[0] in names
+        return names if by_name else self.positional[:2]
+
 
 def of_callable(function: Callable[..., Any]) -> Parameters:
     """The parameters of a function at hand."""
@@ -83,7 +91,7 @@ def _parameters(module: str, name: str, where: str, kind: str, hops: int) -> Par
     if path is None or not hops:
         return None
     try:
-        tree = ast.parse(path.read_text(), filename=str(path))
+        tree = ast.parse(path.read_bytes(), filename=str(path))
     except SyntaxError as e:
         raise ValueError(f"{where}{path}, line {e.lineno}: {e.msg}") from e
     bound = _bound(tree.body)

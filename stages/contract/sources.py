@@ -70,12 +70,15 @@ def user_code(name: str, where: str) -> Code:
     # The folder of the top-level package: modules beside it count as the user's.
     name_of_top = module.split(".")[0]
     top = find_spec(name_of_top)
-    if (beside := Path(f"{name_of_top}.py").absolute()).is_file() and name_of_top in sys.stdlib_module_names:
-        raise ValueError(f"{where}: {beside} has the name of a module of Python itself; give the file another one")
+    taken = {*sys.stdlib_module_names, *OWN, "flows"}
+    if (beside := Path(f"{name_of_top}.py").absolute()).is_file() and name_of_top in taken:
+        raise ValueError(
+            f"{where}: {beside} has the name of a module of Python or of this project; give the file another one"
+        )
     places = [*(top.submodule_search_locations or []), top.origin] if top is not None else []
     if not places or not places[0]:
         near = closest(module, [path.stem for path in Path.cwd().glob("*.py")])
-        hint = f"; did you mean {near}?" if near else ""
+        hint = f"; did you mean {near}?" if near else "; or set PYTHONPATH to its folder"
         raise ValueError(f"{where}: no module {module!r} can be imported from {Path.cwd()}{hint}")
     try:
         code = reached(module, folder=Path(places[0]).parent)
@@ -94,7 +97,7 @@ def check_imports(module: str, where: str) -> None:
     """
     parts = module.split(".")
     files = [signatures.source_file(".".join(parts[: i + 1])) for i in range(len(parts))]
-    trees = [ast.parse(path.read_text(), filename=str(path)) for path in files if path is not None]
+    trees = [ast.parse(path.read_bytes(), filename=str(path)) for path in files if path is not None]
     path = files[-1]
     named = {node.id for tree in trees for node in ast.walk(tree) if isinstance(node, ast.Name)}
     if path is None or named & {"sys", "site", "importlib"}:

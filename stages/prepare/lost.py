@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from stages.prepare.settings import Config
@@ -25,6 +25,24 @@ def losses(config: Config, records: Mapping[str, int], fates: Fates, receipts: I
     return "; ".join(parts)
 
 
+def undecided(config: Config, number: int, outputs: str) -> str:
+    """The error of a source whose records several outputs could use."""
+    source, last = config.all_sources()[number].source, outputs.rpartition(", ")[2]
+    return (
+        f"data.sources.{number} ({source}): its records can be used for {outputs}, and each of several sources states "
+        f"its use: add `for: [{last}]`, or `for: [{outputs}]` for all of them"
+    )
+
+
+def rows_by_source(sources: Sequence[Mapping[str, Any]]) -> list[str]:
+    """A table in lines, of the metric `sources`: the rows that each source gives to each output."""
+    outputs = list(dict.fromkeys(output for source in sources for output in source["rows"]))
+    rows = [[source["source"], *(str(source["rows"].get(output, 0)) for output in outputs)] for source in sources]
+    table = [["rows by source", *outputs], *rows]
+    widths = [max(map(len, column)) for column in zip(*table, strict=True)]
+    return ["  ".join(map(str.ljust, row, widths)).rstrip() for row in table]
+
+
 def _why(reason: str, config: Config) -> str:
     """The setting that leaves records out for this reason, in brackets; nothing where it may be another one."""
     from tuning.data.steps import UNWANTED
@@ -35,12 +53,25 @@ def _why(reason: str, config: Config) -> str:
     return f" (sft has data.sft_fraction {config.sft_fraction} of the groups, and no section reads prompts)"
 
 
-def advice(split: str, config: Config) -> str:
-    """A sentence on how to get rows for an empty split."""
+def advice(split: str, config: Config, fates: Fates) -> str:
+    """A sentence on how to get rows for an empty split, by what left it empty."""
+    for part in ("prompt", "completion"):
+        if count := fates.dropped_rows[f"{split}:{part}_too_long"]:
+            name = f"max_{part}_tokens"
+            return (
+                f"{count} rows have a {part} of more than data.{name} {getattr(config, name)}; raise it, or set "
+                "data.too_long to truncate."
+            )
+    from tuning.data.steps import UNWANTED
+
+    # Where records are left, the settings decide which split takes them.
+    if not fates.kept and fates.dropped.total() > fates.dropped[UNWANTED]:
+        return "every record was dropped, for the reasons below."
     if split == "heldout":
         return (
-            f"heldout_fraction is {config.heldout_fraction}; raise it, or mark records with split 'heldout'. Plain "
-            "texts are no problems and cannot be among them: SFT keeps a share of its own, and splits are said (below)."
+            f"heldout_fraction is {config.heldout_fraction} of {fates.drawn} records that name no split; raise it, "
+            "mark records with split 'heldout', or add heldout to the `for` of a source. Plain texts are no problems "
+            "and cannot be among them: SFT keeps a share of its own, and splits are said (below)."
         )
     if split == "sft":
         return f"it needs records with a completion, and sft_fraction is {config.sft_fraction}."

@@ -18,7 +18,7 @@ Layout = Literal[
     "verifiable", "text",
 ]
 # fmt: on
-Verifier = Literal["number_match", "math_equal", "code_passes"]
+Verifier = Literal["exact_match", "number_match", "math_equal", "code_passes"]
 Scalar = str | int | float | bool | None
 
 
@@ -33,8 +33,8 @@ def check_fields(source: DataSource | Decontaminate | Config) -> None:
 class DataSource(StageConfig):
     """One of several sources."""
 
-    # In a list, where Prefect's form shows the model itself.
-    model_config = ConfigDict(use_attribute_docstrings=True)
+    # In a list, where Prefect's form shows the model itself. `for` is a word of Python.
+    model_config = ConfigDict(use_attribute_docstrings=True, serialize_by_alias=True)
 
     source: str = execution_setting("addition")
     """Built-in task, `module:function`, or path, folder, glob or URL of files; in the key by content, not by name."""
@@ -48,6 +48,10 @@ class DataSource(StageConfig):
     """Layout of the records, which those of another one fail; auto goes by the fields of each."""
     weight: Annotated[float, Field(ge=0, le=100)] = 1.0
     """How often each training record is used: 0.5 takes half of them, by a hash; 2 takes each twice."""
+    uses: Annotated[list[Split], Field(min_length=1)] | None = Field(default=None, alias="for")
+    """Outputs that its records are for, such as [sft] or [prompts]. Evaluation problems are the held-out share of
+    sources for prompts or heldout, and all records of a source for [heldout]. Each of several sources states it, unless
+    its records fit one output of training alone; null: each that they fit."""
 
     @model_validator(mode="after")
     def _readable(self) -> DataSource:
@@ -65,7 +69,8 @@ class Decontaminate(StageConfig):
     fields: dict[str, str | dict[Literal["from", "pattern", "template"], str]] = Field(default_factory=dict)
     """Fields from others, as in `data.fields`."""
     words: Annotated[int, Field(ge=1)] = 13
-    """Length in words of a run that is a match; a prompt of fewer words must occur in full."""
+    """Length in words of a run that is a match; a prompt of fewer words must occur in full. In scripts without spaces,
+    such as Chinese or Thai, each character is a word; symbols are words, punctuation is not, and case is ignored."""
 
     @model_validator(mode="after")
     def _readable(self) -> Decontaminate:
@@ -115,8 +120,8 @@ class Config(StageConfig):
     heldout_fraction: float = Field(default=0.2, ge=0, lt=1)
     """Share of the groups that is held out; records that name their split are not counted and stay there."""
     sft_fraction: float = Field(default=0.33, ge=0, le=1)
-    """Share of the training groups that feeds `sft`. A recipe that leaves it out and reads neither prompts nor pairs
-    has 1."""
+    """Share of the training groups that feeds `sft`; all of a source that is for SFT alone. A recipe that leaves it out
+    and reads neither prompts nor pairs has 1."""
     preference: Literal["sft", "all-training"] = "all-training"
     """Training groups whose pairs, or completions with a label, are used."""
     prompts: Literal["rest", "all-training"] = "rest"
@@ -174,7 +179,6 @@ class Config(StageConfig):
             rename=self.rename,
             fields=self.fields,
             layout=self.layout,
-            weight=1.0,
         )
         return self.sources or [single]
 

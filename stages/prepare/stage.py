@@ -32,9 +32,10 @@ from typing import TYPE_CHECKING, Any
 
 from stages.contract.definition import Context, Reads, Stage
 from stages.prepare.groups import PrepareError, crowd_of
-from stages.prepare.lost import advice, losses
+from stages.prepare.lost import advice, losses, rows_by_source, undecided
 from stages.prepare.outputs import write_outputs
 from stages.prepare.settings import Config
+from stages.store.keys import published
 
 if TYPE_CHECKING:
     from tuning.data.blocks import Plan
@@ -100,8 +101,11 @@ def run(ctx: Context) -> dict[str, Any]:
         raise PrepareError(f"{', '.join(s.source for s in config.all_sources())}: there are no records in it")
     dead = _write_dead(ctx, config, pieces, receipts, read)
     _check_renamed(config, receipts.values())
+    _check_decided(config, receipts.values())
 
-    fates = merge.fates(pieces, config.near_duplicates)
+    numbers = range(len(config.all_sources()))
+    starts = [next((part.position for part in parts if part.source >= number), 1 << 62) for number in numbers]
+    fates = merge.fates(pieces, config.near_duplicates, starts)
     if fates.clash:
         raise PrepareError(fates.clash)
     records = {"read": read, "kept": fates.kept, "duplicates": fates.duplicates}
@@ -113,27 +117,36 @@ def run(ctx: Context) -> dict[str, Any]:
     for split in config.splits:
         if not written[split]:
             others = ", ".join(name for name in config.splits if name != split)
+            without = (
+                f" If {split} is not needed, set the section that reads it to null, and leave it out of `data.splits`: "
+                f"data.splits=[{others}]."
+            )
             raise PrepareError(
-                f"no rows for `{split}`: {advice(split, config)} {crowd or ''} Records: {records}; dropped: "
-                f"{dict(fates.dropped + fates.dropped_rows) or 'none'}. If {split} is not needed, set the section "
-                f"that reads it to null, and leave it out of `data.splits`: data.splits=[{others}]."
+                f"no rows for `{split}`: {advice(split, config, fates)} {crowd or ''} Records: {records}; dropped: "
+                f"{dict(fates.dropped + fates.dropped_rows) or 'none'}." + (without if others else "")
             )
     _check_leak(ctx.out, list(written), merge.leaks(pieces, fates))
     baseline, constant = _constant_answer(ctx.out)
     ctx.log(f"{fates.kept} of {read} records kept; rows " + ", ".join(f"{k} {v}" for k, v in written.items()))
     if crowd is not None:
         ctx.log(f"{crowd}")
+    sources = [{"source": published(s.source), "rows": dict(sorted(rows.items()))}
+               for s, rows in zip(config.all_sources(), fates.by_source, strict=True)]  # fmt: skip
+    for line in rows_by_source(sources) if len(sources) > 1 else ():
+        ctx.log(line)
     if fates.kept < read:
         ctx.log(f"not kept: {losses(config, records, fates, receipts.values())}")
     metrics = {
         "records": records,
         "dropped_records": dict(sorted(fates.dropped.items())),
         "rows": written,
+        "sources": sources,
         "dropped_rows": dict(sorted(fates.dropped_rows.items())),
         "repeated_prompts": {n: fates.rows[n] - written[n] for n in ("prompts", "heldout") if n in written},
         "tokens": {name: statistics.token_lengths(ctx.out, name) for name in written},
         "constant_answer_baseline": baseline,
         "constant_answer": constant,
+        "unanswered": {name: _unanswered(ctx.out, name) for name in ("prompts", "heldout") if name in written},
         "extracted": taken,
         "columns": {n: statistics.metadata_names(ctx.out, n) for n in ("prompts", "heldout") if n in written},
     }
@@ -169,7 +182,10 @@ def _planned(ctx: Context) -> tuple[list[Part], Plan, str]:
     plan = blocks.Plan(
         tokenizer=tokenizer,
         splits=tuple(config.splits),
-        sources=tuple(blocks.SourcePlan(s.rename, s.fields, s.layout, s.weight) for s in config.all_sources()),
+        sources=tuple(
+            blocks.SourcePlan(s.rename, s.fields, s.layout, s.weight, tuple(s.uses) if s.uses else None)
+            for s in config.all_sources()
+        ),
         system_prompt=config.system_prompt,
         extra_fields=config.extra_fields,
         seed=config.seed,
@@ -272,6 +288,16 @@ def _check_renamed(config: Config, receipts: Iterable[Receipt]) -> None:
             raise PrepareError(f"{where} {fault} ({source.source})")
 
 
+def _check_decided(config: Config, receipts: Iterable[Receipt]) -> None:
+    """Raises PrepareError for a source that several outputs could use, where it does not state which."""
+    from tuning.data.steps import UNDECIDED
+
+    for receipt in receipts:
+        for name in receipt["counts"]["Split"]:
+            if name.startswith(UNDECIDED):
+                raise PrepareError(undecided(config, receipt["source"], name.removeprefix(UNDECIDED)))
+
+
 def _write_dead(ctx: Context, config: Config, pieces: Pieces, receipts: Mapping[str, Receipt], read: int) -> int:
     """Write the dead letters; raises PrepareError where they are more than the settings allow."""
     from tuning.data.schema import DEAD, write_parquet
@@ -336,6 +362,7 @@ def _prompts(out: Path, name: str) -> Iterator[tuple[dict[str, Any], set[Hashabl
     """Each row of an output and its prompts: the text, names of its turns, and the tokens before trained ones."""
     from tuning.data.conversations import contexts
     from tuning.data.schema import SCHEMAS
+    from tuning.texts import normal
 
     wanted = ("id", "prompt", "prompt_ids", "completion_ids", "completion_mask", "turns")
     columns: list[str] = [column for column in wanted if column in SCHEMAS[name]]
@@ -344,7 +371,15 @@ def _prompts(out: Path, name: str) -> Iterator[tuple[dict[str, Any], set[Hashabl
             # A document has no prompt.
             if row["prompt"]:
                 ids = row["prompt_ids"], row.get("completion_ids") or [], row.get("completion_mask")
-                yield row, {row["prompt"], *contexts(*ids), *row["turns"]}
+                yield row, {normal(row["prompt"]), *contexts(*ids), *row["turns"]}
+
+
+def _unanswered(out: Path, output: str) -> int:
+    """The number of rows of an output without an answer, accepted answers or tests: no comparison can judge them."""
+    rows = (row for table in _tables(out, output, ["answer", "metadata"]) for row in table.to_pylist())
+    return sum(
+        row["answer"] is None and {"answers", "tests"}.isdisjoint(json.loads(row["metadata"] or "{}")) for row in rows
+    )
 
 
 def _constant_answer(out: Path) -> tuple[float | None, str | None]:

@@ -45,6 +45,9 @@ class Environment(StageConfig):
     [python, agent.py]: its calls are the trajectory. It reads its task from RLHF_TASK (JSON of the prompt's columns and
     the seed), and its last line may be {"reward": 1.0}. Files among the words are part of the key, what they import is
     not. In place of name and tools."""
+    agent_grades: bool = False
+    """Whether the agent's program grades its episodes: it gets the prompt's `answer`, and the key for POST
+    RLHF_SESSION/reward, over the descriptor RLHF_GRADER_FD, which commands of the policy do not inherit."""
     tool_arguments: dict[str, dict[str, Value]] = {}
     """Arguments of tools that the policy does not choose, by the tool's name (search: {path: notes})."""
     tool_format: Literal["auto", "hermes", "llama", "gemma"] = "auto"
@@ -89,6 +92,8 @@ class Environment(StageConfig):
                 if getattr(self, name):
                     raise ValueError(f"{name} is not for an agent, a program that plays by itself: leave it out")
             return self
+        if self.agent_grades:
+            raise ValueError("agent_grades is for an agent: leave it out, or name a program as the agent")
         if self.name is None and not self.tools:
             raise ValueError("name and tools are both empty: name an environment, a tool, or an agent")
         if self.name is None and self.arguments:

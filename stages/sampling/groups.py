@@ -23,8 +23,6 @@ OF_TURNS = ("place", "sample", "turn", "part", "start", "token_ids", "state", "r
 """Columns of a table of turns that an update reads."""
 LEAST_SHARE = 0.25
 """A refill expects at least this share of its prompts to be informative: it stays small."""
-BINS = 5
-"""Bins of the histogram of pass rates in an error."""
 
 
 class TooFewGroups(RuntimeError):
@@ -146,7 +144,7 @@ def chosen_groups(scored: Scored, when_short: str, truncated: str = "keep") -> t
     if len(good) < scored.prompts and when_short == "stop":
         raise TooFewGroups(
             f"{len(good)} of the {scored.prompts} groups that the round wants are informative, after {len(groups)} "
-            f"prompts; prompts by share of better completions, 0 to 1: {_histogram(groups)}. Use prompts that are "
+            f"prompts; prompts by share of right completions, 0 to 1: {_histogram(groups)}. Use prompts that are "
             "neither too hard nor too easy, raise rl.refills or rl.rollout.completions, or set "
             "rl.update.short_of_groups: train"
         )
@@ -161,15 +159,14 @@ def chosen_groups(scored: Scored, when_short: str, truncated: str = "keep") -> t
 
 
 def _histogram(groups: Mapping[int, Sequence[float]]) -> list[int]:
-    """Prompts by the share of their completions whose total is above the middle of all totals."""
-    every = [total for totals in groups.values() for total in totals]
-    middle = (min(every) + max(every)) / 2 if every else 0.0
-    counts = [0] * BINS
-    for totals in filter(None, groups.values()):
-        share = sum(total > middle for total in totals) / len(totals)
-        # A share of 1 belongs to the last bin.
-        counts[min(BINS - 1, int(share * BINS))] += 1
-    return counts
+    """Prompts by the share of their completions that are right, as the update counts them."""
+    import numpy as np
+
+    from tuning.algorithms.diagnostics import pass_histogram
+
+    places = [place for place, totals in groups.items() for _ in totals]
+    totals_N = np.asarray([total for totals in groups.values() for total in totals])
+    return pass_histogram(totals_N, np.asarray(places), np.ones(len(places), bool))
 
 
 def missing_prompts(groups: Mapping[int, Sequence[float]], wanted: int) -> int:

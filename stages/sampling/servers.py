@@ -26,6 +26,7 @@ from stages.contract.definition import Context
 from stages.sampling.settings import EngineSettings
 from stages.store.artifacts import Artifact
 from stages.store.keys import digest
+from tuning.allowed import check_key
 from tuning.atomic import whole_folder
 
 # Completions, and tokens of each, that show whether a server has the policy.
@@ -91,6 +92,9 @@ def _servers(ctx: Context, settings: EngineSettings, context: int) -> list[Any]:
     if settings.key_variable is not None and not key:
         raise ValueError(f"rl.rollout.engine.key_variable: the environment has no {settings.key_variable}; export it")
     options: dict[str, Any] = {"timeout": settings.timeout, "retries": settings.tries, "key": key}
+    if settings.key_variable is not None:
+        for url in settings.urls:
+            check_key(settings.key_variable, url)
     if settings.command is None:
         return [RemoteServer(url, **options) for url in settings.urls]
     # Settings that a running server cannot change: with others it is started anew.

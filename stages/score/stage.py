@@ -78,7 +78,7 @@ def _scales(ctx: Context, columns: Columns) -> dict[str, Scale]:
 
     config: Config = ctx.config
     if config.round_scale:
-        kept = json.loads(ctx.inputs["scale"].local(SCALE).read_text())
+        kept = json.loads(ctx.inputs["scale"].local(SCALE).read_bytes())
         return {name: (mean, deviation) for name, (mean, deviation) in kept.items()}
     parts = _parts(config)
     scales = scales_of(list(_shaped(columns, parts).values()), parts, config.unscored)

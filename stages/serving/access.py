@@ -37,6 +37,10 @@ class Keys:
         fits = [hmac.compare_digest(given, digest) for digest in self._digests]
         return not self._digests or (kind.lower() == b"bearer" and any(fits))
 
+    def owner(self, authorization: bytes | None) -> str:
+        """Whose requests these are among several keys: the digest of the key; empty where all requests are of one."""
+        return _digest((authorization or b"").partition(b" ")[2].strip()).hex() if len(self._digests) > 1 else ""
+
 
 def _digest(key: bytes) -> bytes:
     return hashlib.sha256(key).digest()

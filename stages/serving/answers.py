@@ -128,6 +128,8 @@ class Completed:
 
     def __init__(self, text: Text, top: int | None):
         self._text, self._top = text, top
+        self._at = 0
+        """Characters of the tokens of earlier updates, as `whole` counts them: their text may be held back."""
 
     def _logprobs(self, one: Any, at: int) -> Any:
         if self._top is None:
@@ -136,9 +138,10 @@ class Completed:
 
     def delta(self, new: str, update: Any) -> dict[str, Any]:
         """What an update adds, as part of a stream."""
-        # Where the new part begins in the text.
-        at = len(self._text.sent) - len(new)
-        return {"text": new, "logprobs": self._logprobs(update, at)}
+        logprobs = self._logprobs(update, self._at)
+        if logprobs is not None:
+            self._at += sum(map(len, logprobs["tokens"]))
+        return {"text": new, "logprobs": logprobs}
 
     def whole(self, done: Any) -> dict[str, Any]:
         """The choice when it has ended."""

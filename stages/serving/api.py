@@ -6,13 +6,23 @@ Source: the OpenAI API reference; `top_k`, `min_p`, `repetition_penalty`, `stop_
 
 from __future__ import annotations
 
-import json
 import os
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, TypeVar
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import (
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Discriminator,
+    Field,
+    Tag,
+    field_validator,
+    model_validator,
+)
 
+from stages.serving.bodies import MOST_FIELDS
 from stages.serving.tools import Tool, ToolCall, ToolChoice
+from tuning.agents.schemas import nodes_of
 
 NEUTRAL: dict[str, tuple[Any, ...]] = {
     "frequency_penalty": (None, 0, 0.0),
@@ -33,9 +43,25 @@ GREEDY = 1e-5
 """Temperatures below it are 0, as in vLLM: logits divided by them would leave 32-bit floats."""
 MOST_SAMPLES = 1024
 """Of all prompts of a request."""
+MOST_TOOLS = 128
+MOST_TOOL_NODES = 4096
+"""Of the schemas of all tools of a request."""
 
 Id = Annotated[int, Field(ge=0, lt=2**31)]
 Token = Annotated[int, Field(strict=True)]
+T = TypeVar("T")
+Many = Annotated[list[T], Field(fail_fast=True)]
+"""A list whose first wrong element is its only error: a million others would take gigabytes."""
+Prompts = Annotated[list[T], Field(fail_fast=True, max_length=MOST_SAMPLES)]
+Stops = Annotated[
+    list[str], Field(max_length=16), BeforeValidator(lambda value: [value] if isinstance(value, str) else value)
+]
+
+
+def _kind_of(prompt: Any) -> str:
+    """The form of a prompt by its first element: only that one is tried."""
+    kinds = {str: "texts", int: "ids", list: "lists"}
+    return kinds.get(type(prompt[0]), "texts") if isinstance(prompt, list) and prompt else "text"
 
 
 class StreamOptions(BaseModel):
@@ -56,8 +82,8 @@ class Asked(BaseModel):
     repetition_penalty: Annotated[float, Field(ge=0.01, le=100)] | None = 1.0
     n: Annotated[int, Field(ge=1, le=128)] | None = 1
     seed: int | None = None
-    stop: str | Annotated[list[str], Field(max_length=16)] | None = None
-    stop_token_ids: list[Id] | None = None
+    stop: Stops | None = None
+    stop_token_ids: Annotated[Many[Id], Field(max_length=1024)] | None = None
     ignore_eos: bool = False
     stream: bool | None = False
     stream_options: StreamOptions | None = None
@@ -68,24 +94,20 @@ class Asked(BaseModel):
     def _only_what_is_offered(cls, values: Any) -> Any:
         if not isinstance(values, dict):
             return values
-        try:
-            json.dumps(values, ensure_ascii=False).encode()
-        except UnicodeEncodeError as error:
-            # JSON can write it, tokenizers take no such text.
-            raise ValueError("a text has half of a surrogate pair, which is no character") from error
         # Before the check for unknown fields: these are known, and refused only where they would have an
         # effect.
         neutral = {name: allowed for name, allowed in NEUTRAL.items() if name not in cls.model_fields}
         for name, allowed in neutral.items():
             if name in values and values[name] not in allowed:
                 raise ValueError(f"{name} is not offered by this server; leave it out")
-        return {k: v for k, v in values.items() if k in cls.model_fields or k not in (*neutral, *IGNORED)}
+        # Clients send null for what they leave out.
+        left_out = {*neutral, *IGNORED, *(name for name, value in values.items() if value is None)}
+        return {k: v for k, v in values.items() if k in cls.model_fields or k not in left_out}
 
     @property
     def strings(self) -> list[str]:
         """The stop strings."""
-        listed = [self.stop] if isinstance(self.stop, str) else list(self.stop or [])
-        return [s for s in listed if s]
+        return [s for s in self.stop or [] if s]
 
     def sampling(self) -> Any:
         """The engine's sampling settings; null is the default."""
@@ -113,7 +135,13 @@ class Asked(BaseModel):
 class CompletionRequest(Asked):
     """POST /v1/completions."""
 
-    prompt: str | list[Token] | list[str] | list[list[Token]]
+    prompt: Annotated[
+        Annotated[str | Annotated[list[str], Field(max_length=0)], Tag("text")]
+        | Annotated[Many[Token], Tag("ids")]
+        | Annotated[Prompts[str], Tag("texts")]
+        | Annotated[Prompts[Many[Token]], Tag("lists")],
+        Discriminator(_kind_of),
+    ]
     max_tokens: Annotated[int, Field(ge=0)] | None = 16
     logprobs: Annotated[int, Field(ge=0)] | None = None
     echo: bool | None = False
@@ -142,14 +170,19 @@ class CompletionRequest(Asked):
 class Message(BaseModel):
     model_config = ConfigDict(extra="allow")
     role: Literal["system", "developer", "user", "assistant", "tool"]
-    content: str | list[dict[str, Any]] | None = None
-    tool_calls: list[ToolCall] | None = None
+    name: Annotated[str, Field(max_length=64)] | None = None
+    content: str | Many[dict[str, Any]] | None = None
+    tool_calls: Many[ToolCall] | None = None
     tool_call_id: str | None = None
 
     @model_validator(mode="after")
     def _says_something(self) -> Message:
         if self.content is None and self.role != "assistant":
             raise ValueError(f"a message of role {self.role} needs content")
+        if len(self.model_extra or {}) > MOST_FIELDS:
+            raise ValueError(
+                f"a message has {len(self.model_extra or {})} further fields; at most {MOST_FIELDS} are supported"
+            )
         return self
 
     @property
@@ -159,25 +192,40 @@ class Message(BaseModel):
             wrong = [p.get("type") for p in self.content if p.get("type") != "text"]
             if wrong:
                 raise ValueError(f"messages: a part of type {wrong[0]!r} is not offered; this model reads text")
-            return "".join(str(p.get("text", "")) for p in self.content)
+            texts = [p["text"] for p in self.content if isinstance(p.get("text"), str)]
+            if len(texts) < len(self.content):
+                raise ValueError("messages: a part of type 'text' needs a string in `text`")
+            return "".join(texts)
         return self.content or ""
 
     def plain(self) -> dict[str, Any]:
         """The message for a chat template."""
-        return {"role": self.role, "content": self.text} | (self.model_extra or {})
+        name = {} if self.name is None else {"name": self.name}
+        return {"role": self.role, "content": self.text} | name | (self.model_extra or {})
 
 
 class ChatRequest(Asked):
     """POST /v1/chat/completions."""
 
-    messages: Annotated[list[Message], Field(min_length=1)]
+    messages: Annotated[Many[Message], Field(min_length=1)]
     max_tokens: Annotated[int, Field(ge=1)] | None = None
     max_completion_tokens: Annotated[int, Field(ge=1)] | None = None
     logprobs: bool | None = False
     top_logprobs: Annotated[int, Field(ge=0)] | None = None
-    tools: Annotated[list[Tool], Field(max_length=128)] | None = None
+    tools: Annotated[Many[Tool], Field(max_length=MOST_TOOLS)] | None = None
     tool_choice: ToolChoice | None = None
     parallel_tool_calls: bool | None = True
+
+    @field_validator("tools", mode="before")
+    @classmethod
+    def _tools_are_small(cls, value: Any) -> Any:
+        functions = [one.get("function") for one in value if isinstance(one, dict)] if isinstance(value, list) else []
+        nodes = sum(nodes_of(one.get("parameters")) for one in functions if isinstance(one, dict))
+        if nodes > MOST_TOOL_NODES:
+            raise ValueError(
+                f"the schemas have {nodes} objects, lists and elements; at most {MOST_TOOL_NODES} are supported"
+            )
+        return value
 
     @model_validator(mode="after")
     def _alternatives_go_with_logprobs(self) -> ChatRequest:

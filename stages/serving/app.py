@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import hmac
 import importlib.metadata
 import json
 import time
@@ -12,7 +13,6 @@ from typing import Annotated, Any
 
 # Routes' annotations are text that is looked up in this module.
 from fastapi import FastAPI, Request, Response
-from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse, StreamingResponse
 from pydantic import BaseModel, ConfigDict, Field
 from starlette.exceptions import HTTPException
@@ -20,9 +20,10 @@ from starlette.exceptions import HTTPException
 from stages.serving.access import Keys
 from stages.serving.answers import completion_logprobs
 from stages.serving.api import Asked, ChatRequest, CompletionRequest
-from stages.serving.guard import METRICS, WEIGHTS, Bounds, Guard
+from stages.serving.bodies import ModelT, read_body
+from stages.serving.guard import METRICS, OWNER, WEIGHTS, Bounds, Guard
 from stages.serving.server import ContextFull, Job, PolicyChanged, Server, UnknownModel
-from stages.serving.sessions import EvictedSession, LimitReached, UnknownSession
+from stages.serving.sessions import EvictedSession, LimitReached, Session, UnknownSession
 from stages.serving.weights import Given, NotTaken, Weights
 
 
@@ -34,6 +35,12 @@ class Rewarded(BaseModel):
     success: bool | None = None
 
 
+class RewardRefused(RuntimeError):
+    """A reward without the key of its session."""
+
+
+REWARD_KEY = "x-rlhf-reward-key"
+"""Header with the key of a session's reward, which the model's key does not open."""
 STALLED_SECONDS = 900.0
 """A step of the engine that takes longer has hung: programs that compile take minutes."""
 
@@ -49,50 +56,64 @@ def make_app(
     if weights is not None:
         # No coroutine: a thread reads the policy.
         @app.post(WEIGHTS)
-        def take(given: Given) -> Any:
-            return weights.take(given)
+        async def take(http: Request) -> Any:
+            return await asyncio.to_thread(weights.take, await _body(server, Given, http))
 
-    async def completions(asked: CompletionRequest, http: Request, name: str | None = None) -> Any:
-        server.check_model(asked, server.policy)
-        session = None if name is None else server.sessions.of_call(name)
-        return await _answer(server, await server.read(server.completion, asked, session), http)
+    async def completions(http: Request) -> Any:
+        return await answered(CompletionRequest, server.completion, http)
 
-    async def chat(asked: ChatRequest, http: Request, name: str | None = None) -> Any:
+    async def chat(http: Request) -> Any:
+        return await answered(ChatRequest, server.chat, http)
+
+    async def answered(kind: Any, job: Any, http: Request) -> Any:
+        asked = await _body(server, kind, http)
         server.check_model(asked, server.policy)
-        session = None if name is None else server.sessions.of_call(name)
-        return await _answer(server, await server.read(server.chat, asked, session), http)
+        name = http.path_params.get("name")
+        session = None if name is None else server.sessions.of_call(name, _owner(http))
+        return await _answer(server, await server.read(job, asked, session), http)
 
     for path, route in (("completions", completions), ("chat/completions", chat)):
-        app.post(f"/v1/{path}")(_outside(route))
+        app.post(f"/v1/{path}")(route)
         app.post(f"/sessions/{{name}}/v1/{path}")(route)
 
     @app.post("/sessions/{name}/reward")
-    async def reward(name: str, given: Rewarded) -> Any:
-        session = server.sessions.get(name)
+    async def reward(name: str, http: Request) -> Any:
+        given = await _body(server, Rewarded, http)
+        session = _owned(server, name, http)
         session.reward, session.success = given.reward, given.success
         return {"session": name, "reward": given.reward, "success": given.success}
 
-    # No coroutine: a record of millions of tokens is written in a thread, beside the streams of others.
+    # Not a coroutine: a thread writes a record of millions of tokens while others' streams continue.
     @app.get("/sessions/{name}")
-    def session(name: str) -> Any:
-        return Response(json.dumps(server.sessions.get(name).record()), media_type="application/json")
+    def session(name: str, http: Request) -> Any:
+        record = server.sessions.get(name, _owner(http)).record()
+        return Response(json.dumps(record), media_type="application/json")
 
     @app.delete("/sessions/{name}")
-    async def forget(name: str) -> Any:
-        return {"session": name, "turns": len(server.sessions.remove(name).calls)}
+    async def forget(name: str, http: Request) -> Any:
+        session = _owned(server, name, http)
+        server.sessions.remove(name, session.owner)
+        return {"session": name, "turns": len(session.calls)}
 
     return guard
 
 
-def _outside(route: Any) -> Any:
-    """A route of calls that belong to no session."""
-    asked = route.__annotations__["asked"]
+async def _body(server: Server, kind: type[ModelT], http: Request) -> ModelT:
+    """The body of a request, read in a thread."""
+    return await server.in_reader(read_body, kind, await http.body(), http.headers.get("content-type", ""))
 
-    async def alone(asked: Any, http: Request) -> Any:
-        return await route(asked, http)
 
-    alone.__annotations__ = {"asked": asked, "http": Request, "return": Any}
-    return alone
+def _owned(server: Server, name: str, http: Request) -> Session:
+    """A session that a request may end or reward. Raises RewardRefused where it has only the model's key."""
+    session = server.sessions.get(name, _owner(http))
+    if session.reward_key is not None and not hmac.compare_digest(http.headers.get(REWARD_KEY, ""), session.reward_key):
+        raise RewardRefused(f"the header {REWARD_KEY} is missing or wrong: it takes the line that RLHF_REWARD_FD gives")
+    return session
+
+
+def _owner(http: Request) -> str:
+    """The key of a request, by its digest: sessions of several keys are apart."""
+    return str(http.scope.get(OWNER, ""))
 
 
 def _about(app: Any, server: Server, guard: Guard) -> None:
@@ -118,7 +139,10 @@ def _about(app: Any, server: Server, guard: Guard) -> None:
             "engine_failed_steps_total": float(server.live.failed_steps),
             "sessions": float(len(server.sessions)),
         }
-        return Response(guard.counts.text(gauges), media_type="text/plain; version=0.0.4")
+        policy = {"model": server.name, "digest": server.policy or ""}
+        if server.named is not None:
+            policy |= {"name": server.named.name, "entry": str(server.named.entry)}
+        return Response(guard.counts.text(gauges, {"policy_info": policy}), media_type="text/plain; version=0.0.4")
 
     @app.get("/version")
     async def version() -> dict[str, str]:
@@ -128,10 +152,18 @@ def _about(app: Any, server: Server, guard: Guard) -> None:
     async def weight_info() -> dict[str, str | None]:
         return {"weight_version": server.policy, "dtype": await asyncio.to_thread(lambda: server.dtype)}
 
+    def model(name: str) -> dict[str, Any]:
+        return {"id": name, "object": "model", "created": 0, "owned_by": "rlhf"}
+
     @app.get("/v1/models")
     @app.get("/sessions/{name}/v1/models")
     async def models() -> dict[str, Any]:
-        return {"object": "list", "data": [{"id": server.name, "object": "model", "created": 0, "owned_by": "rlhf"}]}
+        return {"object": "list", "data": [model(name) for name in server.ids]}
+
+    @app.get("/v1/models/{wanted:path}")
+    async def retrieve(wanted: str) -> dict[str, Any]:
+        server.check_model(Asked(model=wanted), server.policy)
+        return model(wanted)
 
 
 def _fault(server: Server) -> str | None:
@@ -164,6 +196,7 @@ def _of(error: Exception) -> tuple[int, str | None]:
         (EvictedSession, 410, "session_evicted"),
         (UnknownModel, 404, "model_not_found"),
         (NotTaken, 403, "weights_not_taken"),
+        (RewardRefused, 403, "reward_refused"),
         (PolicyChanged, 503, "policy_changed"),
         (EngineStopped, 503, "engine_failed"),
     ]
@@ -174,24 +207,13 @@ def _errors(app: Any) -> None:
     """Errors in OpenAI's form."""
     from tuning.rollout.engine.live import EngineStopped
 
-    @app.exception_handler(RequestValidationError)
-    async def invalid(_: Request, error: RequestValidationError) -> Any:
-        first = error.errors()[0]
-        if first["type"] == "json_invalid":
-            return _error(400, f"the body is no JSON: {first['ctx']['error']} at character {first['loc'][-1]}")
-        if first["loc"] == ("body",) and first["type"] in ("model_attributes_type", "missing"):
-            return _error(400, "the body: expected a JSON object, sent with `Content-Type: application/json`")
-        where = ".".join(str(p) for p in first["loc"][1:])
-        message = first["msg"].removeprefix("Value error, ")
-        return _error(400, f"{where}: {message}" if where else message, param=where or None)
-
     async def refused(_: Request, error: Exception) -> Any:
         status, code = _of(error)
-        param = "model" if isinstance(error, UnknownModel) else None
+        param = "model" if isinstance(error, UnknownModel) else getattr(error, "param", None)
         return _error(status, str(error), param, code)
 
     told = (ValueError, UnknownSession, EvictedSession, UnknownModel, EngineStopped)
-    for kind in (*told, NotTaken, PolicyChanged):
+    for kind in (*told, NotTaken, PolicyChanged, RewardRefused):
         app.add_exception_handler(kind, refused)
 
     @app.exception_handler(Exception)

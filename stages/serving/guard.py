@@ -26,6 +26,8 @@ Send = Callable[[Message], Awaitable[None]]
 OPEN = ("/health", "/ready")
 """Asked without a key, and while the server is full: supervisors act on them."""
 METRICS = "/metrics"
+OWNER = "rlhf.owner"
+"""In a request's scope: whose key it has."""
 WEIGHTS = "/weights"
 """A policy comes to a busy server too."""
 RETRY_SECONDS = 1
@@ -89,6 +91,7 @@ class Guard:
             await self._app(scope, receive, answer.send)
             return
         self._check(headers)
+        scope = {**scope, OWNER: self._keys.owner(headers.get(b"authorization"))}
         if scope["method"] not in ("POST", "PUT", "PATCH"):
             await self._app(scope, receive, answer.send)
             return

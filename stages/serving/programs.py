@@ -1,10 +1,12 @@
 """Episodes that a program plays: it speaks to an OpenAI URL, and its calls are recorded as a trajectory.
 
     program  --OPENAI_BASE_URL-->  a session of a server in this process  -->  the stage's engine
-             <--RLHF_TASK--        the task: columns of its prompt, and its seed
+             <--RLHF_TASK--        the task: columns of its prompt without the answer, and its seed
+             <--RLHF_GRADER_FD--   the answer and the key of the reward, to be read once (environment.agent_grades)
              --last line-->        {"reward": 1.0, "success": true}, or POST .../reward
 
-The server takes OPENAI_API_KEY alone, which each stage draws anew.
+The server takes OPENAI_API_KEY alone, which each stage draws. The policy's commands usually inherit the program's
+variables: none holds a secret of the worker, the answer, or the key that a reward needs.
 
 The program is ended with all that it has started, at its deadline and with this process. What its client asks of
 sampling is not heeded: a rollout has one temperature. Random numbers follow from the episode's names and the number of
@@ -42,6 +44,7 @@ from stages.serving.sessions import Call, Part, Session, Sessions, Terms
 from tuning.agents.contract import LIMITS, Fault, Message, Status
 from tuning.agents.play import turn_seed
 from tuning.agents.trajectory import Ended, Episode, Turn
+from tuning.parallel.children import clean_environment
 from tuning.rollout.servers import keeper
 
 TAIL_BYTES = 65536
@@ -92,11 +95,11 @@ class Programs:
     def one(self, episode: Episode) -> Ended:
         """An episode, which is begun again where its program fails."""
         for tries in range(1, self._settings.tries + 1):
-            session = Session(secrets.token_hex(16), self._terms(episode))
+            session = Session(secrets.token_hex(16), self._terms(episode), reward_key=secrets.token_hex(16))
             self._sessions.add(session)
             began = time.monotonic()
             try:
-                outcome = self._run(episode, session.name)
+                outcome = self._run(episode, session)
             finally:
                 # What still arrives reaches no trajectory.
                 self._sessions.remove(session.name)
@@ -105,14 +108,14 @@ class Programs:
                 break
         return found
 
-    def _run(self, episode: Episode, name: str) -> Finished | Fault:
+    def _run(self, episode: Episode, session: Session) -> Finished | Fault:
         """Runs the program on a session of its own."""
         seconds = self._settings.episode_seconds or AGENT_SECONDS
         words = list(self._settings.agent)
         command = [sys.executable if words[0] in ("python", "python3") else words[0], *words[1:]]
         with tempfile.TemporaryFile() as out, tempfile.TemporaryFile() as errors:
             try:
-                process = self._started(command, episode, name, out, errors)
+                process = self._started(command, episode, session, out, errors)
             except OSError as error:
                 # A task longer than the system lets a variable be, such as 128 KiB.
                 return Fault("error", f"{' '.join(words)} cannot be started: {error}")
@@ -129,18 +132,28 @@ class Programs:
             return outcome_of(_tail(out))
 
     def _started(
-        self, command: Sequence[str], episode: Episode, name: str, out: IO[bytes], errors: IO[bytes]
+        self, command: Sequence[str], episode: Episode, session: Session, out: IO[bytes], errors: IO[bytes]
     ) -> subprocess.Popen[bytes]:
         """The program under a keeper, which ends it with this process, and with a limit of memory on Linux."""
         limited = [*_LIMITED, str(self._settings.megabytes * 1024)] if sys.platform == "linux" else []
-        return subprocess.Popen(
-            [sys.executable, "-S", str(Path(keeper.__file__)), *limited, *command],
-            stdin=subprocess.PIPE,
-            stdout=out,
-            stderr=errors,
-            env=self._environment(episode, name),
-            start_new_session=True,
-        )
+        environment = self._environment(episode, session)
+        grader = {"answer": episode.task.row.get("answer"), "reward_key": session.reward_key}
+        ends = [_readable(json.dumps(grader).encode())] if self._settings.agent_grades else []
+        if ends:
+            environment[keeper.GRADER] = str(ends[0])
+        try:
+            return subprocess.Popen(
+                [sys.executable, "-S", str(Path(keeper.__file__)), *limited, *command],
+                stdin=subprocess.PIPE,
+                stdout=out,
+                stderr=errors,
+                env=environment,
+                pass_fds=ends,
+                start_new_session=True,
+            )
+        finally:
+            for end in ends:
+                os.close(end)
 
     @property
     def _limit(self) -> str:
@@ -154,20 +167,33 @@ class Programs:
                 return True
         return False
 
-    def _environment(self, episode: Episode, name: str) -> dict[str, str]:
-        here = os.environ
-        session = f"{self._url}/sessions/{name}"
+    def _environment(self, episode: Episode, session: Session) -> dict[str, str]:
+        here = clean_environment()
+        url = f"{self._url}/sessions/{session.name}"
         # Loopback is reached without the machine's proxies.
         direct = {n: ",".join(filter(None, (here.get(n), "127.0.0.1"))) for n in ("NO_PROXY", "no_proxy")}
-        task = {**episode.task.row, "seed": episode.task.seed, "sample": episode.sample}
+        row = {name: value for name, value in episode.task.row.items() if name != "answer"}
+        task = {**row, "seed": episode.task.seed, "sample": episode.sample}
         return {
             **here,
             **direct,
-            "OPENAI_BASE_URL": f"{session}/v1",
+            "OPENAI_BASE_URL": f"{url}/v1",
             "OPENAI_API_KEY": self._key,
-            "RLHF_SESSION": session,
+            "RLHF_SESSION": url,
             "RLHF_TASK": json.dumps(task, ensure_ascii=False),
         }
+
+
+def _readable(data: bytes) -> int:
+    """A descriptor from which data can be read once. Raises OSError for more than a pipe holds (64 KiB)."""
+    end, start = os.pipe()
+    os.set_blocking(start, False)
+    with open(start, "wb", buffering=0) as pipe:
+        written = pipe.write(data)
+    if written != len(data):
+        os.close(end)
+        raise OSError(f"its answer has {len(data)} bytes, more than a pipe holds")
+    return end
 
 
 def _end(process: subprocess.Popen[bytes]) -> None:

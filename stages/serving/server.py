@@ -16,6 +16,7 @@ from stages.serving.answers import Choice, Completed, Spoken, Text
 from stages.serving.api import Asked, ChatRequest, CompletionRequest
 from stages.serving.counts import Counts
 from stages.serving.sessions import Call, Session, Sessions, said_by
+from stages.serving.settings import Named
 from stages.serving.tools import Offer, same_call, without_thoughts
 from stages.serving.wording import Wording
 
@@ -25,6 +26,7 @@ READERS = 2
 """Requests that are rendered and tokenized at a time."""
 
 AskedT = TypeVar("AskedT", bound=Asked)
+T = TypeVar("T")
 
 
 @dataclasses.dataclass
@@ -70,6 +72,8 @@ class Server:
         self.any_model = any_model
         self.policies: dict[int, str | None] = {live.generation: policy}
         """Names of the weights that it has had, by their generation (`Live.swap`)."""
+        self.named: Named | None = None
+        """The entry of the registry that it serves."""
         self.live, self._tokenizer, self.name, self._stops, self._context = live, tokenizer, name, stops, context
         self._special = set(tokenizer.all_special_ids) | set(stops)
         self.sessions = Sessions(most=1024, tokens=2**22) if sessions is None else sessions
@@ -95,8 +99,13 @@ class Server:
 
     def check_model(self, asked: Asked, policy: str | None) -> None:
         """Raises UnknownModel where a request is for another model than the weights of this name."""
-        if not self.any_model and asked.model not in (None, ANY, self.name, policy):
-            raise UnknownModel(f"no model {asked.model!r}; this server has {self.name}, which {ANY!r} stands for too")
+        if not self.any_model and asked.model not in (None, ANY, policy, *self.ids):
+            raise UnknownModel(f"no model {asked.model!r}; this server has {', '.join(self.ids)}, and {ANY!r} for it")
+
+    @property
+    def ids(self) -> list[str]:
+        """Names of its model: its own, and the one of the registry."""
+        return [self.name, *([] if self.named is None else [self.named.name])]
 
     async def read(self, job: Callable[[AskedT, Session | None], Job], asked: AskedT, session: Session | None) -> Job:
         """`completion` or `chat` of a request, in a thread: megabytes of text do not stop the streams of others."""
@@ -105,7 +114,11 @@ class Server:
             with session.lock if session is not None else contextlib.nullcontext():
                 return job(asked, session)
 
-        return await asyncio.get_running_loop().run_in_executor(self._readers, locked)
+        return await self.in_reader(locked)
+
+    async def in_reader(self, action: Callable[..., T], *arguments: Any) -> T:
+        """The result of an action that grows with a request, in a thread."""
+        return await asyncio.get_running_loop().run_in_executor(self._readers, action, *arguments)
 
     def completion(self, asked: CompletionRequest, session: Session | None) -> Job:
         """The job of a request. Raises ValueError for one that cannot be met."""
@@ -117,7 +130,7 @@ class Server:
             "cmpl",
             lambda text, i: Completed(text, asked.logprobs),
         )
-        _check_top(asked.logprobs)
+        _check_top("logprobs", asked.logprobs)
         if session is None:
             return job
         if asked.echo:
@@ -141,7 +154,7 @@ class Server:
     def chat(self, asked: ChatRequest, session: Session | None) -> Job:
         """As `completion`, of a conversation."""
         top = (asked.top_logprobs or 0) if asked.logprobs else None
-        _check_top(asked.top_logprobs)
+        _check_top("top_logprobs", asked.top_logprobs)
         limit = asked.max_completion_tokens or asked.max_tokens
         offer = Offer(asked.schemas, self.wording.form, asked.choice, asked.parallel_tool_calls is not False)
         job = Job(
@@ -153,6 +166,7 @@ class Server:
             lambda text, i: Spoken(text, offer, job.prompts[i], top),
             session,
         )
+        self._refuse_longer(sum(len(message.text) for message in asked.messages))
         begun = self.wording.begun(offer)
         if session is None:
             job.prompts.append(self.wording.context(asked) + begun)
@@ -250,9 +264,23 @@ class Server:
         """An empty text."""
         return Text(self._tokenizer, self._special, list(strings))
 
+    @functools.cached_property
+    def longest(self) -> int:
+        """Characters of the longest text of which all tokens fit into the context."""
+        return self._context * max(map(len, self._tokenizer.get_vocab()))
+
+    def _refuse_longer(self, characters: int) -> None:
+        """Raises ContextFull for a text that is too long to be tokenized: its tokens take hundreds of its bytes."""
+        if characters > self.longest:
+            raise ContextFull(
+                f"the prompt has {characters} characters; a context of {self._context} tokens takes at most "
+                f"{self.longest}: shorten it, or serve with more"
+            )
+
     def _prompt_ids(self, prompt: str | list[int]) -> list[int]:
         """Token ids of a prompt; none is added."""
         if isinstance(prompt, str):
+            self._refuse_longer(len(prompt))
             return list(self._tokenizer.encode(prompt, add_special_tokens=False))
         return prompt
 
@@ -286,6 +314,9 @@ class Server:
                         text, choice = texts[number]
                         new = text.add(update.tokens, update.completion is not None)
                         self.counts.completion_tokens += len(update.tokens)
+                        if update.completion is not None:
+                            # Calls in the answer are compared with their schemas.
+                            await asyncio.to_thread(choice.finish, update.completion)
                         if update.completion is not None and job.session is not None:
                             kept = (job, job.session, number, update.completion, text, choice)
                             await asyncio.to_thread(self._keep, *kept)
@@ -313,7 +344,7 @@ class Server:
         calls = tuple(same_call(one["name"], _object(one["arguments"])) for one in called)
         with session.lock:
             session.keep(call, reply, ("assistant", without_thoughts(reply["content"] or ""), calls))
-        self.sessions.evict(keep=session.name)
+        self.sessions.evict(keep=session)
 
 
 class UnknownModel(LookupError):
@@ -328,9 +359,9 @@ class ContextFull(ValueError):
     """A prompt that leaves no room for an answer."""
 
 
-def _check_top(count: int | None) -> None:
+def _check_top(field: str, count: int | None) -> None:
     if (count or 0) > TOP_LOGPROBS:
-        raise ValueError(f"at most {TOP_LOGPROBS} of the most probable tokens can be shown, {count} were asked for")
+        raise ValueError(f"{field} is {count}; this server has the {TOP_LOGPROBS} most probable tokens of a position")
 
 
 def _object(text: str) -> dict[str, Any]:

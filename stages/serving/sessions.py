@@ -25,6 +25,8 @@ from stages.serving.api import Message
 from stages.serving.tools import same_call, without_thoughts
 
 NAME = re.compile(r"[\w.:-]{1,128}")
+CHARACTERS = 16
+"""Characters of a token, at least, in what a session holds."""
 FORGOTTEN = 65536
 """Names of evicted sessions that are remembered."""
 
@@ -114,8 +116,9 @@ class Call:
 
     @property
     def size(self) -> int:
-        """Tokens of its own."""
-        return len(self.context_ids) + len(self.token_ids)
+        """Tokens of its own; of text that a template leaves out, characters stand for some."""
+        texts = [self.kind, self.text, *(str(value) for one in self.messages for value in one.values())]
+        return max(len(self.context_ids) + len(self.token_ids), sum(map(len, texts)) // CHARACTERS)
 
 
 @dataclasses.dataclass
@@ -143,6 +146,10 @@ class Session:
 
     name: str
     terms: Terms | None = None
+    owner: str = ""
+    """Whose key began it; others do not find it."""
+    reward_key: str | None = None
+    """What a reward has to be sent with; None: the key of the model alone."""
     created: float = dataclasses.field(default_factory=time.time)
     opened: int = 0
     """Calls that have begun."""
@@ -259,8 +266,9 @@ class Sessions:
     def __init__(self, most: int, tokens: int, *, closed: bool = False):
         """tokens: of all sessions together. closed: whether only sessions that were added have calls."""
         self.most, self.tokens, self._closed = most, tokens, closed
-        self._sessions: collections.OrderedDict[str, Session] = collections.OrderedDict()
-        self._evicted: collections.OrderedDict[str, None] = collections.OrderedDict()
+        self._sessions: collections.OrderedDict[tuple[str, str], Session] = collections.OrderedDict()
+        """By owner and name."""
+        self._evicted: collections.OrderedDict[tuple[str, str], None] = collections.OrderedDict()
         self._lock = threading.RLock()
 
     def __len__(self) -> int:
@@ -269,16 +277,16 @@ class Sessions:
     def add(self, session: Session) -> None:
         """A session whose terms are decided here."""
         with self._lock:
-            self._sessions[session.name] = session
+            self._sessions[session.owner, session.name] = session
 
-    def of_call(self, name: str) -> Session:
+    def of_call(self, name: str, owner: str = "") -> Session:
         """The session of a call, which begins with its first one.
 
         Raises ValueError for a name that is none, EvictedSession and, where only known ones have calls, UnknownSession.
         """
         with self._lock:
-            if name in self._sessions or self._closed:
-                session = self.get(name)
+            if (owner, name) in self._sessions or self._closed:
+                session = self.get(name, owner)
                 if session.tokens > self.tokens:
                     raise LimitReached(
                         f"session {name} alone has all {self.tokens} tokens that sessions may have: DELETE it"
@@ -286,45 +294,46 @@ class Sessions:
                 return session
             if not NAME.fullmatch(name):
                 raise ValueError("a session's name is 1 to 128 letters, digits and . _ : -")
-            self._not_evicted(name)
-            self.add(Session(name))
-            self.evict(keep=name)
-            return self._sessions[name]
+            self._not_evicted(name, owner)
+            session = Session(name, owner=owner)
+            self.add(session)
+            self.evict(keep=session)
+            return session
 
-    def get(self, name: str) -> Session:
+    def get(self, name: str, owner: str = "") -> Session:
         """The session of a name. Raises UnknownSession and EvictedSession."""
         with self._lock:
-            self._not_evicted(name)
-            if name not in self._sessions:
+            self._not_evicted(name, owner)
+            if (owner, name) not in self._sessions:
                 raise UnknownSession(f"there is no session {name!r}; it begins with its first call")
-            self._sessions.move_to_end(name)
-            return self._sessions[name]
+            self._sessions.move_to_end((owner, name))
+            return self._sessions[owner, name]
 
-    def remove(self, name: str) -> Session:
+    def remove(self, name: str, owner: str = "") -> Session:
         """Forgets a session, also that it was dropped; its name may be used again. Raises as `get` does."""
         with self._lock:
             try:
-                session = self.get(name)
+                session = self.get(name, owner)
             finally:
-                self._evicted.pop(name, None)
-            del self._sessions[name]
+                self._evicted.pop((owner, name), None)
+            del self._sessions[owner, name]
             return session
 
-    def evict(self, keep: str) -> None:
+    def evict(self, keep: Session) -> None:
         """Drops the sessions that were not used for longest until the others fit; never the one that is in use."""
         with self._lock:
             held = sum(session.tokens for session in self._sessions.values())
-            for name in list(self._sessions):
+            for name, session in list(self._sessions.items()):
                 if len(self._sessions) <= self.most and held <= self.tokens:
                     break
-                if name != keep:
+                if session is not keep:
                     held -= self._sessions.pop(name).tokens
                     self._evicted[name] = None
             while len(self._evicted) > FORGOTTEN:
                 self._evicted.popitem(last=False)
 
-    def _not_evicted(self, name: str) -> None:
-        if name in self._evicted:
+    def _not_evicted(self, name: str, owner: str) -> None:
+        if (owner, name) in self._evicted:
             raise EvictedSession(
                 f"session {name!r} was dropped: the server holds {self.most} sessions of {self.tokens} tokens; "
                 "read and DELETE sessions when they end, or serve with more (sessions, session_tokens)"

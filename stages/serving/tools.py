@@ -16,8 +16,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator
 
-from stages.serving.patterns import check_schema
-from tuning.agents import calls
+from tuning.agents import calls, schemas
 
 
 class Function(BaseModel):
@@ -29,19 +28,7 @@ class Function(BaseModel):
     @field_validator("parameters")
     @classmethod
     def _is_a_schema(cls, value: dict[str, Any] | None) -> dict[str, Any] | None:
-        from jsonschema.exceptions import SchemaError
-        from jsonschema.validators import Draft202012Validator, validator_for
-
-        try:
-            validator_for(value or {}, default=Draft202012Validator).check_schema(value or {})
-        except SchemaError as error:
-            raise ValueError(f"no JSON schema: {error.message}") from error
-        return value
-
-    @field_validator("parameters", mode="before")
-    @classmethod
-    def _ends(cls, value: Any) -> Any:
-        check_schema(value)
+        schemas.check(value)
         return value
 
 

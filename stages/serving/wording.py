@@ -65,10 +65,8 @@ class Wording:
         for message in messages:
             one: dict[str, Any] = {"role": "system" if message.role == "developer" else message.role}
             one["content"] = message.text
-            if message.role == "tool":
-                extra = (message.model_extra or {}).get("name")
-                if name := extra or names.get(message.tool_call_id):
-                    one["name"] = str(name)
+            if message.role == "tool" and (name := message.name or names.get(message.tool_call_id)):
+                one["name"] = name
             if message.tool_calls:
                 names |= {call.id: call.function.name for call in message.tool_calls}
                 written = calls.render([call.function.call() for call in message.tool_calls], self.form)

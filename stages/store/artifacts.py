@@ -29,6 +29,7 @@ from stages.store.manifests import ArtifactError as ArtifactError
 from stages.store.manifests import is_inside, strange, with_checksum
 from tuning import multihost
 from tuning.atomic import whole_file
+from tuning.extras import remedy
 
 MANIFEST = "manifest.json"
 NOT_CONTENT = ("state/", "logs/")
@@ -120,7 +121,10 @@ class Store:
         self.url = url
         # Other processes write to the same store, so a cached listing is out of date.
         options = {"use_listings_cache": False} if "://" in url and not url.startswith(("file:", "local:")) else {}
-        self.fs, root = fsspec.core.url_to_fs(url, **options)
+        try:
+            self.fs, root = fsspec.core.url_to_fs(url, **options)
+        except ImportError as e:
+            raise ArtifactError(f"the store {self.shown}: {remedy(url, e)}") from e
         self.is_local = "file" in (self.fs.protocol if isinstance(self.fs.protocol, tuple) else (self.fs.protocol,))
         self.root = os.path.abspath(root) if self.is_local else root.rstrip("/")
         name = hashlib.sha256(url.encode()).hexdigest()[:12]

@@ -93,7 +93,7 @@ def config_content(config: BaseModel) -> dict[str, Any]:
             continue
         value = getattr(config, name)
         forms = [m.of for m in field.metadata if isinstance(m, KeyForm)]
-        content[name] = forms[0](value) if forms else _content(value)
+        content[field.alias or name] = forms[0](value) if forms else _content(value)
     return content
 
 

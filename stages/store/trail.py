@@ -36,11 +36,11 @@ _BEARER = re.compile(r"\b(Bearer|Basic|Token)\s+[^\s,}\"']+", re.IGNORECASE)
 def append(store: Store, what: str, **fields: Any) -> str | None:
     """Adds what was done to the trail; returns None, or why it could not be written.
 
-    fields: run, outcome, forced and what else there is to say, as JSON.
+    fields: run, outcome, forced and what else there is to say, as JSON; command, if it is not that of this process.
     """
     at = datetime.datetime.now(datetime.UTC)
-    event = {"at": at.isoformat(timespec="milliseconds"), "by": who(), "what": what} | fields
-    event |= {"command": without_secrets(sys.argv)} | checkout(PROJECT)
+    event = {"at": at.isoformat(timespec="milliseconds"), "by": who(), "what": what}
+    event |= {"command": without_secrets(sys.argv)} | fields | checkout(PROJECT)
     try:
         store.fs.makedirs(store.join(FOLDER), exist_ok=True)
         name = f"{at.strftime('%Y%m%dT%H%M%S%f')}-{uuid.uuid4().hex[:8]}.json"

@@ -76,7 +76,8 @@ def write(artifact: Artifact, name: str, choice: Choice, folder: Path) -> int:
     count = 0
     for episode, found in trajectories(artifact, name, choice):
         with whole_file(folder / f"{episode.place:05d}-{episode.sample:03d}.json") as partial:
-            partial.write_text(json.dumps(found, ensure_ascii=False, allow_nan=False, indent=1) + "\n")
+            text = json.dumps(found, ensure_ascii=False, allow_nan=False, indent=1) + "\n"
+            partial.write_text(text, encoding="utf-8")
         count += 1
     return count
 

@@ -6,6 +6,7 @@ import copy
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
+from stages.common.models import load_tokenizer, vocabulary
 from stages.common.tables import table_paths
 from stages.contract.definition import Context
 from stages.store.artifacts import Artifact
@@ -79,9 +80,23 @@ def train_and_heldout(ctx: Context, data: Artifact, part: str, fraction: float, 
     is left to train on.
     """
     train, held = _divided(ctx, data, part, fraction)
+    for table in (train, held):
+        _check_ids(ctx, part, table)
     if most and len(held) > most:
         held = held.only(whole_groups(held.groups(), most, ctx.seed, "measured"))
     return train, held
+
+
+def _check_ids(ctx: Context, part: str, table: Table) -> None:
+    """Raises ValueError for a token that the model has no row for: JAX would take the last row."""
+    base = ctx.inputs["tokenizer"]
+    rows, largest = vocabulary(base), int(table.examples.tokens.max(initial=0))
+    if largest >= rows:
+        token = load_tokenizer(ctx, base).convert_ids_to_tokens(largest)
+        raise ValueError(
+            f"{part} holds token {largest} ({token!r}), expected ids below the model's {rows} rows: remove the token "
+            "from the data, or fit the base model to its tokenizer (model.resize_token_embeddings(len(tokenizer)))"
+        )
 
 
 def _divided(ctx: Context, data: Artifact, part: str, fraction: float) -> tuple[Table, Table]:

@@ -40,6 +40,8 @@ class Task:
     """(parameters, example numbers, micro-batches) -> what the loss needs of each beside its tokens."""
     measure: Callable[[Any], dict[str, float]] | None = None
     """Parameters -> metrics on held-out examples, such as `loss`; None: there are no such examples."""
+    judged: str = "loss"
+    """The one of these that early stopping follows."""
     tokens_per_step: int | None = None
     """Tokens of a step, in place of a number of examples."""
     longest: int = 0
@@ -55,25 +57,33 @@ def fit(ctx: Context, task: Task, params: Any, config: Fitted, frozen: Any = Non
     and `heldout_NAME` of what the task measures, after training and as `heldout_NAME_before` before it. Raises
     ValueError where there are no examples.
     """
+    from tuning import multihost
     from tuning.training.checkpoint import Checkpoints
 
     if not len(task.examples):
         raise ValueError("there are no examples to train on; the data's card.html says what was dropped and why")
     loop = _Loop(ctx, task, config, params, frozen)
+    early = config.early_stopping_every or 0
     checkpoints = Checkpoints(ctx.work / "checkpoints", ctx.saved, ctx.fetch)
     try:
         first = loop.resume(checkpoints)
         for step in range(first, loop.total):
-            loop.train(step, measure=step + 1 == loop.total or _due(step + 1, config.heldout_every))
+            judged = _due(step + 1, early)
+            loop.train(step, measure=step + 1 == loop.total or judged or _due(step + 1, config.heldout_every))
+            if judged and loop.stalled(early, config.early_stopping_patience):
+                ctx.log(f"stopped after step {step + 1} of {loop.total}: the held-out loss no longer falls")
+                break
             # None after the last step: the artifact follows at once.
             if (step + 1) % config.checkpoint_every == 0 and step + 1 < loop.total:
                 checkpoints.save(step + 1, loop.state, {"step": step + 1, "lines": loop.lines})
     finally:
         checkpoints.close()
-    metrics: dict[str, Any] = {"steps": loop.total} | {k: float(v) for k, v in loop.last.items()}
+    metrics: dict[str, Any] = {"steps": len(loop.lines)} | {k: float(v) for k, v in loop.last.items()}
     if "tokens" in loop.last:
         # All that were trained on; the other metrics are those of the last step.
         metrics["tokens"] = float(sum(line.get("tokens", 0.0) for line in loop.lines))
+    # Of the process that wrote most.
+    metrics["checkpoint_bytes"] = max(multihost.gather(checkpoints.bytes_written))
     return loop.state[0], metrics | loop.heldout() | loop.meter.whole()
 
 
@@ -167,6 +177,17 @@ class _Loop:
         self.lines.append(line)
         self.ctx.metrics_line(**line)
         self.ctx.progress(step + 1, self.total, "step", loss=self.last["loss"], **self.meter.rates())
+
+    def stalled(self, every: int, patience: int) -> bool:
+        """Whether the last `patience` of the measurements each `every` steps are not below the least before them.
+
+        Raises ValueError without held-out examples.
+        """
+        name = f"heldout_{self.task.judged}"
+        if name not in self.lines[-1]:
+            raise ValueError("early_stopping_every needs held-out examples: raise heldout_fraction")
+        losses = [line[name] for line in self.lines[every - 1 :: every]]
+        return len(losses) > patience and bool(min(losses[-patience:]) >= min(losses[:-patience]))
 
     def measured(self) -> dict[str, float]:
         """Metrics on the held-out examples with the parameters of now; none where there are no such examples."""

@@ -18,6 +18,7 @@ FATES = "fates"
 FAILED = {"failed": "its episode failed"}
 VARIED = "the totals of other groups vary more (keep_most_varied)"
 TIED = "the rewards of its group are equal"
+COUNTED = f"{TIED}: it counts in denominators, KL and entropy alone"
 NO_BASELINE = "the greedy completion of its prompt, the baseline, has no reward"
 
 
@@ -35,7 +36,7 @@ def fates_of(
 
     def fate(rollout: CompletionRow, score: ScoreRow, number: int | None) -> tuple[str, str | None]:
         if number is not None and result.trained_N[number]:
-            return "trained", None if result.signal_N[number] else f"{TIED}: it counts for KL and entropy alone"
+            return "trained", None if result.signal_N[number] else COUNTED
         if score.total is None or rollout.stop == "failed":
             return "failed", score.failure or FAILED.get(rollout.stop, "no reward applies to it")
         if number is None:

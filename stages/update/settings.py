@@ -19,7 +19,8 @@ class CriticSettings(Trained, core.CriticSettings):  # type: ignore[misc]
 
 
 class Config(Trained, core.RoundSettings):  # type: ignore[misc]
-    """The update of one round. What is left out is as the algorithm's authors have it."""
+    """The update of one round. What is left out is as the algorithm's authors have it, but for the differences that
+    docs/rl.md lists."""
 
     algorithm_arguments: dict[str, str | int | float | bool] = {}
     optimizer: Optimizer = Optimizer(learning_rate=core.RoundSettings.optimizer.learning_rate)
@@ -47,7 +48,12 @@ class Config(Trained, core.RoundSettings):  # type: ignore[misc]
     @classmethod
     def _presets_of_the_algorithm(cls, values: Any) -> Any:
         name = _name(values) if isinstance(values, dict) else None
-        return {**registry.presets(name), **values} if isinstance(name, str) else values
+        if not isinstance(name, str):
+            return values
+        entry, critic = registry.ALGORITHMS.get(name), values.get("critic", {})
+        if entry and entry.critic and values.get("lora") is not None and isinstance(critic, dict):
+            values = values | {"critic": CriticSettings.with_rate(critic, adapter=True)}
+        return {**registry.presets(name), **values}
 
     @model_validator(mode="after")
     def _consistent(self) -> Config:
@@ -124,6 +130,12 @@ def aggregation_of(values: dict[str, Any]) -> Any:
     name = _name(values)
     presets = registry.presets(name) if isinstance(name, str) else {}
     return values.get("aggregation", presets.get("aggregation"))
+
+
+def on_policy(update: dict[str, Any] | Config) -> bool:
+    """Whether the algorithm, of settings as written or read, takes one step a round."""
+    name = update.algorithm if isinstance(update, Config) else _name(update)
+    return isinstance(name, str) and name in registry.ALGORITHMS and registry.ALGORITHMS[name].on_policy
 
 
 def _name(values: dict[str, Any]) -> Any:

@@ -61,7 +61,7 @@ def run(ctx: Context) -> dict[str, Any]:
         below = name_of(states.start_of(ctx.config, ctx.inputs["policy"]))
         save_adapter(ctx.out / ADAPTER, state.adapter, lora_config(ctx.config.lora), below)
     if _stores(ctx.config):
-        states.save(ctx, state)
+        metrics["checkpoint_bytes"] = states.save(ctx, state)
     states.remember_policy(ctx, state, "new")
     return metrics
 
@@ -94,8 +94,9 @@ def _advance(ctx: Context, first: bool = False) -> tuple[State, dict[str, Any]]:
         ctx.memory.pop(f"decoder:{parent.digest}", None)
     reference = None
     if config.needs_reference:
-        # Rounded like the stored base, so that the KL is 0 while the adapter is.
-        reference = load_frozen(ctx, ctx.inputs["reference"], stored_as(config.lora))[1]
+        source = ctx.inputs["reference"]
+        # Rounded like the stored base, so that the KL is 0 while the adapter is. A later policy is an adapter over it.
+        reference = load_frozen(ctx, source, "none" if source.stage == NAME else stored_as(config.lora))[1]
     started = time.monotonic()
     policy, critic = state.learners(states.bases(ctx))
     result = run_round(
@@ -137,7 +138,7 @@ def _coefficients(config: Config, parent: Artifact) -> Coefficients | None:
 
     if not states.continues(config, parent):
         return None
-    kept = json.loads(parent.local("policy.json").read_text())
+    kept = json.loads(parent.local("policy.json").read_bytes())
     names = {f.name for f in dataclasses.fields(Coefficients)}
     return Coefficients(**{n: kept[n] for n in names}) if names <= kept.keys() else None
 

@@ -80,15 +80,20 @@ def fingerprint_of(state: State) -> str:
     return hashlib.sha256(f"{dense}{fingerprint(state.adapter)}".encode()).hexdigest()
 
 
-def save(ctx: Context, state: State) -> None:
-    """Writes the state below `state/`; of a policy with an adapter, the adapter alone."""
+def save(ctx: Context, state: State) -> int:
+    """Writes the state below `state/`; of a policy with an adapter, the adapter alone.
+
+    Returns the bytes that the process of the group that wrote most has written.
+    """
+    from tuning import multihost
     from tuning.models import huggingface
-    from tuning.training.checkpoint import save_tree
+    from tuning.training.checkpoint import bytes_below, save_tree
 
     folder = ctx.out / "state"
     if state.adapter is None:
         huggingface.save_decoder(folder / "model", state.config, state.params, token_ids(ctx.inputs["tokenizer"]))
     save_tree(folder / "trainer", state.trainer)
+    return max(multihost.gather(bytes_below(folder)))
 
 
 def state_after(ctx: Context, artifact: Artifact, advance: Advance) -> State:
@@ -264,7 +269,7 @@ def _replay(ctx: Context, own: Context, artifact: Artifact, advance: Advance) ->
     finally:
         # The replay writes metrics to a folder of its own, below the work folder.
         own.close()
-    wanted = json.loads(artifact.local("policy.json").read_text())["fingerprint"]
+    wanted = json.loads(artifact.local("policy.json").read_bytes())["fingerprint"]
     rebuilt = fingerprint_of(state)
     if rebuilt == wanted:
         return state

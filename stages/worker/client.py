@@ -56,7 +56,8 @@ def worker_environment(group: bool = False) -> dict[str, str]:
         platform = device_kind().partition(":")[0]
     environment = with_flags(os.environ, platform, group)
     # A scheduler may have described a group to the flow's process: its workers are in none.
-    for name in (multihost.ADDRESS, multihost.COUNT, multihost.INDEX):
+    # A stage asks nothing of Prefect: the keys of its server are the flow's alone.
+    for name in (multihost.ADDRESS, multihost.COUNT, multihost.INDEX, "PREFECT_API_AUTH_STRING", "PREFECT_API_KEY"):
         environment.pop(name, None)
     # Else transformers says in each process that torch, which nothing here needs, is not installed.
     environment.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")

@@ -27,7 +27,7 @@ def failure_of(error: BaseException, store: str) -> Failed:
         # The log may lie on the disk that is full: what has failed is told all the same.
         print(told, file=sys.stderr, flush=True)
     text: Any = f"{place_of(error)}{type(error).__name__}: {error}"
-    outage = kind_of(error) == "outage"
+    outage = kind_of(error) != "sample"
     full = full_disk(error, Store(store).scratch) if isinstance(error, Exception) else None
     if full is not None:
         text, outage = full.strerror if full is error else f"{full.strerror} ({text})", True

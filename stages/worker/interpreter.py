@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import importlib.machinery
+import io
 import json
 import os
 import signal
@@ -56,6 +57,13 @@ def add_current_folder() -> None:
     for folder in (str(PROJECT), os.getcwd()):
         if folder not in sys.path:
             sys.path.append(folder)
+
+
+def escape_output() -> None:
+    """Lets stdout and stderr escape characters that their encoding lacks, where they would raise an error."""
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="backslashreplace")
 
 
 class _Recorder(importlib.machinery.SourceFileLoader):

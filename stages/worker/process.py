@@ -27,6 +27,7 @@ from typing import TYPE_CHECKING, Any, TextIO
 from stages.common.compilation import configure_jax, use_precision
 from stages.worker import loaded_code
 from stages.worker.failure_event import failure_of
+from stages.worker.interpreter import escape_output
 from stages.worker.manifest import manifest_of
 from stages.worker.parent_death import die_with_parent
 from stages.worker.protocol import (
@@ -252,7 +253,7 @@ def _context(
 
 
 def _begin(request: Request) -> None:
-    """A line of the log that says what is made from here on (`rlhf logs --node`)."""
+    """A line of the log that says what is made from here on (`rlhf logs --node NODE`)."""
     now = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
     with contextlib.suppress(OSError):
         # The log's disk may be full: that fails no stage.
@@ -275,6 +276,7 @@ def main() -> None:
     parser.add_argument("--parent", type=int, required=True)
     args = parser.parse_args()
     die_with_parent(args.parent)
+    escape_output()
     # Ctrl-C goes to the whole foreground group; the parent decides when the worker ends.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     # Beam says on import that Google's client for BigQuery is not there: as the last line of a log it misleads.

@@ -47,6 +47,10 @@ OWN: dict[str, dict[str, Any]] = {
     "gspo-token": {"clip_low": 0.2, "clip_high": 0.2},
     "ppo": {"critic": CriticSettings(OptimizerSettings(learning_rate=0.003), pretrain_epochs=2)},
     "dr-grpo": {"constant": float(TOKENS)},
+    "dppo": {"constant": float(TOKENS)},
+    "dppo-kl": {"constant": float(TOKENS)},
+    "opo": {"prompts_per_step": PROMPTS},
+    "gpg": {"prompts_per_step": PROMPTS},
 }
 
 LONGER = {"remax": 90, "online-dpo": 60}

@@ -74,8 +74,10 @@ def opo(case: Case) -> dict[str, Any]:
 @op("advantages_group", "gpg")
 def gpg(case: Case) -> dict[str, Any]:
     case.known("alpha", "batch_size / count_nonzero(rewards)")
-    out = adv.gpg_advantages(case["rewards"], case["group_ids"], f_norm=case.param("f_norm"), singleton=singleton(case))
-    return {"advantages": out}
+    # verl's alpha; the authors' own counts groups without a gradient (tests/tuning/algorithms/test_authors.py).
+    alpha = len(case["rewards"]) / np.count_nonzero(case["rewards"])
+    out = adv.group_advantages(case["rewards"], case["group_ids"], normalisation="none", singleton=singleton(case))
+    return {"advantages": alpha * out / case.param("f_norm")}
 
 
 @op("advantages_group", "reinforce_pp_baseline")

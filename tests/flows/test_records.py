@@ -1,9 +1,13 @@
 """What is said of a run whose process this host cannot see."""
 
 import datetime
+import re
+import subprocess
 
 import pytest
+from typer.testing import CliRunner
 
+from flows.cli.app import app
 from flows.records import UnknownRun, all_runs, candidates, readable_runs, status_of, whole_first
 from stages.store.artifacts import ArtifactError, Store
 from stages.store.leases import booted, host_scope
@@ -28,6 +32,18 @@ def test_a_run_of_an_earlier_boot_has_ended_and_one_of_a_host_of_the_same_name_m
         "nodes": {},
     }
     assert status_of(record, Store("memory://records"), at.timestamp()) == status
+
+
+def test_no_stage_of_a_run_that_was_killed_is_shown_as_running(tmp_path):
+    gone = subprocess.Popen(["true"])
+    gone.wait()
+    process = {"pid": gone.pid, "started": 0.0, "host": host_scope()}
+    node = {"stage": "sft", "state": "running", "key": "a" * 64}
+    record = {"name": "lost", "recipe": {"name": "lost"}, "status": "running", "started": "2026-01-01T00:00:00+00:00",
+              "process": process, "nodes": {"sft": node}}  # fmt: skip
+    Store(str(tmp_path)).write_json(record, "runs", "lost", "run.json")
+    done = CliRunner().invoke(app, ["show", "lost", "--store", str(tmp_path)])
+    assert re.search(r"^  sft +killed ", done.stdout, re.MULTILINE) and "running" not in done.stdout
 
 
 @pytest.fixture

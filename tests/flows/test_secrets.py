@@ -8,7 +8,10 @@ import sys
 import threading
 
 import pytest
+from prefect.exceptions import ParameterTypeError
+from prefect.utilities.schema_tools import ValidationError, validate
 
+from flows.pipeline import rlhf_pipeline
 from flows.recipe.model import RecipeError
 from flows.recipe.reading import load_recipe
 from stages.store.keys import config_content, published, without_userinfo
@@ -21,6 +24,12 @@ from tests.support import RLHF
     [
         "rl.score.rewards.j={function: judge, arguments: {api_key: sk-123456}}",
         "rl.score.rewards.j={function: judge, arguments: {Authorization: Bearer 1}}",
+        "rl.score.rewards.j={function: judge, arguments: {key_variable: sk-123abc}}",
+        "evaluate.judge_arguments.key_variable=hf_abc",
+        "rl.score.rewards.j={function: judge, arguments: {openai_api_key: sk-123456}}",
+        "rl.score.rewards.j={function: judge, arguments: {hf_token: hf_abc1234567}}",
+        "environment={name: guess, arguments: {service_auth: 0abc123456}}",
+        "rl.rollout.engine={kind: vllm, version: '1', command: [vllm, serve, --hf-token=hf_abc1234567]}",
         "evaluate.judge_arguments.secret_key=abc",
         "data.source_args.password=abc",
         "rl.rollout.engine={kind: vllm, version: '1', command: [vllm, serve], arguments: [--api-key, abc]}",
@@ -36,8 +45,48 @@ def test_a_secret_that_would_be_recorded_is_refused_with_its_place(item):
 
 def test_names_that_only_sound_like_secrets_are_settings():
     load_recipe("smoke", sets=["rl.score.rewards.m={function: matches, arguments: {pattern: token}}"])
-    for name in ("key_variable", "token", "key", "tokenizer", "author"):
+    load_recipe(
+        "smoke", sets=["rl.score.rewards.j={function: judge, arguments: {url: http://h/v1, key_variable: MY_KEY}}"]
+    )
+    for name in ("token", "key", "tokenizer", "author"):
         load_recipe("smoke", sets=[f"data.source_args.{name}=abc"])
+    for pair in (
+        "eos_token=<|im_end|>",
+        "answer_key=solution",
+        "sort_key=column 12",
+        "judge_key_variable=OPENAI_API_KEY2",
+    ):
+        load_recipe("smoke", sets=[f"data.source_args.{pair}"])
+
+
+@pytest.mark.parametrize(
+    "parameters",
+    [
+        {"rl": {"score": {"rewards": {"j": {"function": "judge", "arguments": {"url": "http://me:abc@host/v1"}}}}}},
+        {"rl": {"score": {"rewards": {"j": {"function": "judge", "arguments": {"api-key": "abc"}}}}}},
+        {"rl": {"rollout": {"engine": {"kind": "vllm", "environment": {"HF_TOKEN": "abc"}}}}},
+        {"rl": {"rollout": {"engine": {"kind": "vllm", "arguments": ["--api-key", "abc"]}}}},
+        {"rl": {"score": {"rewards": {"j": {"function": "judge", "arguments": {"key_variable": "sk-abc"}}}}}},
+        {"environment": {"name": "guess", "arguments": {"hf_token": "hf_abc1234567"}}},
+        {"data": {"source": ["https://host/x?X-Amz-Signature=abc"]}},
+        {"store": "s3://me:abc@host/x"},
+    ],
+    ids=lambda parameters: json.dumps(parameters)[:60],
+)
+def test_a_deployment_refuses_a_secret_among_its_parameters(parameters):
+    """The server checks the schema before it stores parameters; the flow checks it where a server does not."""
+    with pytest.raises(ValidationError):
+        validate(parameters, rlhf_pipeline.parameters.model_dump_for_openapi(), raise_on_error=True)
+    with pytest.raises(ParameterTypeError, match="it holds a secret") as error:
+        rlhf_pipeline.validate_parameters(parameters)
+    assert "abc" not in str(error.value).partition("[type=")[0]
+
+
+def test_parameters_without_a_secret_pass():
+    rewards = {"j": {"function": "judge", "arguments": {"url": "http://host/v1?a=1", "key_variable": "MY_KEY"}}}
+    parameters = {"recipe": "demo", "rl": {"rounds": 3, "score": {"rewards": rewards}}, "store": "s3://bucket/x"}
+    validate(parameters, rlhf_pipeline.parameters.model_dump_for_openapi(), raise_on_error=True)
+    rlhf_pipeline.validate_parameters(parameters)
 
 
 URLS = {

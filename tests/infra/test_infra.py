@@ -17,6 +17,7 @@ import kubernetes_validate
 import pytest
 import yaml
 from packaging.requirements import Requirement
+from prefect.settings import Settings
 from prefect.utilities.templating import apply_values
 
 from flows.recipe.reading import load_recipe
@@ -158,6 +159,70 @@ def test_a_service_and_a_policy_of_the_network_find_their_pods() -> None:
     policies = [o["spec"]["podSelector"].get("matchLabels", {}) for o in named("NetworkPolicy").values()]
     unmatched = [s for s in services + policies if not any(s.items() <= labels.items() for labels in pods)]
     assert services and policies and unmatched == []
+
+
+def test_prefect_marks_the_run_of_a_dead_pod_and_drops_no_run_for_another() -> None:
+    """Without its namespace the observer asks for the whole cluster, which the worker's Role refuses."""
+    workers = [d for name, d in named("Deployment").items() if name.startswith("worker-")]
+    assert len(workers) == 3
+    for worker in workers:
+        environment = {
+            one["name"]: one.get("value") for one in worker["spec"]["template"]["spec"]["containers"][0]["env"]
+        }
+        assert environment["PREFECT_INTEGRATIONS_KUBERNETES_OBSERVER_NAMESPACES"] == worker["metadata"]["namespace"]
+    for name, deployment in DEPLOYMENTS.items():
+        assert deployment["concurrency_limit"] == {"limit": 1, "collision_strategy": "ENQUEUE"}, name
+        assert not any(schedule["active"] for schedule in deployment["schedules"]), f"{name} would run tonight"
+
+
+def test_prefects_api_asks_for_a_key_and_lets_no_web_page_in(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(ROOT)
+    origins = Settings().server.api.cors_allowed_origins.split(",")
+    assert origins == ["http://127.0.0.1:4200", "http://localhost:4200"]
+    services = yaml.safe_load((INFRA / "compose" / "compose.yaml").read_text())["services"]
+    for name in ("prefect", "worker"):
+        assert services[name]["environment"]["PREFECT_PROFILES_PATH"] == "/run/secrets/profiles.toml"
+        # A unit does not start without this file.
+        unit = "server" if name == "prefect" else name
+        assert "\nEnvironmentFile=/etc/rlhf/prefect\n" in (INFRA / "systemd" / f"prefect-{unit}.service").read_text()
+    server = named("Deployment")["prefect"]["spec"]["template"]["spec"]["containers"][0]["env"]
+    assert "PREFECT_SERVER_API_AUTH_STRING" in {one["name"] for one in server}
+    for page in ("prefect.md", "infra.md"):
+        assert "PREFECT_SERVER_API_AUTH_STRING=" in (ROOT / "docs" / page).read_text()
+
+
+def test_runs_get_no_more_of_a_store_and_a_cloud_than_they_need() -> None:
+    services = yaml.safe_load((INFRA / "compose" / "compose.yaml").read_text())["services"]
+    assert not set(services["serve"]["networks"]) & set(services["prefect"]["networks"])
+    assert "aws" not in services["serve"]["secrets"] and services["serve"]["environment"]["RLHF_READ_ONLY"] == "1"
+    # The parts of SeaweedFS that ask for no key.
+    assert (
+        services["seaweedfs"]["network_mode"] == "service:s3"
+        and "-ip.bind=127.0.0.1" in services["seaweedfs"]["command"]
+    )
+    serve = named("Deployment")["serve"]["spec"]["template"]["spec"]["containers"][0]
+    assert serve["envFrom"] == [{"secretRef": {"name": "rlhf-store-read"}}]
+    (policy,) = (
+        p for p in named("NetworkPolicy").values() if "Egress" in p["spec"]["policyTypes"] and "egress" in p["spec"]
+    )
+    assert "169.254.0.0/16" in policy["spec"]["egress"][0]["to"][0]["ipBlock"]["except"]
+    assert job_of("kubernetes-cpu")["spec"]["template"]["spec"]["shareProcessNamespace"]
+    variables = json.loads((INFRA / "kubernetes" / "job.json").read_text())["variables"]["properties"]
+    assert (
+        variables["env"]["default"]
+        == {"RLHF_ALLOW_CODE": "none"}
+        == {
+            "RLHF_ALLOW_CODE": services["worker"]["environment"]["RLHF_ALLOW_CODE"].removeprefix("${RLHF_ALLOW_CODE:-")[
+                :-1
+            ]
+        }
+    )
+
+
+def test_the_hosts_of_a_slice_and_later_machines_run_one_commit() -> None:
+    assert 'git checkout --quiet --detach "$commit"' in (INFRA / "tpu-startup.sh").read_text()
+    for page in ("infra.md", "cluster.md"):
+        assert "rlhf-commit=" in (ROOT / "docs" / page).read_text()
 
 
 @pytest.fixture(scope="module")

@@ -106,6 +106,7 @@ def update_tables(
         reference=model.load(product.other.local("model/")) if full.needs_reference else None,
     )
     now.coefficients.entropy = settings["entropy_coef"]
+    now.coefficients.bonus = settings["entropy_target"] is None
     if full.needs_critic:
         critic = model.load(product.reward.local("model/"))
         now.critic = rl.Learner.of(critic, settings["critic"]["optimizer"])

@@ -64,6 +64,7 @@ STEPS: dict[str, dict[str, Any]] = {
         "compute": {"dtype": DTYPE, "tokens_per_micro_batch": 64},
         "epochs": 2,
     },
+    "dft": {"loss": "dft"},
     "decay": {"optimizer": {"weight_decay": 0.1, "clip_norm": 0.2, "schedule": "cosine", "learning_rate": 0.01}},
     "wsd": {
         "optimizer": {"schedule": "wsd", "warmup_steps": 2, "end_fraction": 0.1, "learning_rate": 0.01},

@@ -75,8 +75,8 @@ MUTATIONS: dict[str, tuple[str, str, str, str]] = {
     ),
     "pi_old is at another temperature": (
         "tuning/algorithms/rounds.py",
-        "logps = logps_program(self.model, settings.temperature, compute)",
-        "logps = logps_program(self.model, 1.0, compute)",
+        "logps = logps_program(self.model, self.settings.temperature, self.device.compute)",
+        "logps = logps_program(self.model, 1.0, self.device.compute)",
         "test_rl.py::test_every_algorithm[rloo]",
     ),
     "the mean of the others includes oneself": (

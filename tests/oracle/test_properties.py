@@ -17,7 +17,7 @@ from tests.oracle.product import Product
 from tests.oracle.rounds import COMMON, check_round
 from tests.oracle.support import COMMONLY
 from tests.oracle.tables import Drawn
-from tuning.algorithms.registry import ALGORITHMS
+from tuning.algorithms.registry import ALGORITHMS, presets
 
 # Few values of each setting: every new combination compiles a program.
 RECIPES: dict[str, st.SearchStrategy[Any]] = {
@@ -35,7 +35,7 @@ RECIPES: dict[str, st.SearchStrategy[Any]] = {
     "importance_max": st.sampled_from([1.2, 2.0]),
     "dual_clip": st.sampled_from([None, 1.5]),
     "truncated": st.sampled_from(["keep", "mask", "mask-loss"]),
-    "tied_groups": st.sampled_from(["drop", "regularise"]),
+    "tied_groups": st.sampled_from(["drop", "count"]),
     "epochs": st.sampled_from([1, 2]),
     "prompts_per_step": st.sampled_from([1, 2, 5]),
 }
@@ -48,7 +48,7 @@ def recipes(draw: st.DrawFn) -> dict[str, Any]:
     names = draw(st.sets(st.sampled_from(sorted(RECIPES.keys() - {"algorithm"})), max_size=5))
     recipe = {name: draw(RECIPES[name]) for name in ["algorithm", *sorted(names)]}
     # Without its pair either of the two is refused, which one example would show.
-    if recipe["algorithm"] == "dr-grpo" and "aggregation" not in recipe:
+    if presets(recipe["algorithm"]).get("aggregation") == "constant" and "aggregation" not in recipe:
         recipe["constant"] = 7.0
     return recipe
 

@@ -12,7 +12,7 @@ from tests.oracle.plain import model, refills, rl, tables
 from tests.oracle.product import Product
 from tests.oracle.rounds import COMMON, assert_fates, check_round, update_once
 from tests.oracle.tables import Drawn, round_of
-from tuning.algorithms.registry import ALGORITHMS
+from tuning.algorithms.registry import ALGORITHMS, presets
 
 FAST = ("grpo", "ppo")
 
@@ -23,7 +23,7 @@ NAMES = [name for name, entry in ALGORITHMS.items() if not entry.turns]
 
 @pytest.mark.parametrize("algorithm", [a if a in FAST else pytest.param(a, marks=pytest.mark.slow) for a in NAMES])
 def test_every_algorithm(algorithm: str, product: Product) -> None:
-    more = {"constant": 5.0} if algorithm == "dr-grpo" else {}
+    more = {"constant": 5.0} if presets(algorithm).get("aggregation") == "constant" else {}
     # Two passes: in the second one pi is no longer pi_old.
     check_round(algorithm, product, {"algorithm": algorithm, "epochs": 2} | more, awkward())
 
@@ -44,7 +44,9 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "kl in both": {"kl_coef": 0.1, "kl_in_reward": 0.2, "kl_kind": "k3-k2", "entropy_coef": 0.02, "kl_clamp": 2.0},
     "masked": {"truncated": "mask", "aggregation": "sequence-mean-token-mean", "normalisation": "batch-std"},
     "masked in the loss": {"truncated": "mask-loss", "kl_coef": 0.1},
-    "ties stay": {"tied_groups": "regularise", "kl_coef": 0.3, "aggregation": "sequence-mean-token-sum"},
+    "ties stay": {"tied_groups": "count", "kl_coef": 0.3, "aggregation": "sequence-mean-token-sum"},
+    "high entropy": {"top_entropy": 0.3, "epochs": 2},
+    "ties count": {"kl_coef": 0.0, "prompts_per_step": 1, "epochs": 2},
     "ties leave": {"tied_groups": "drop", "kl_coef": 0.3, "aggregation": "constant", "constant": 6.0},
     "sequence weights": {"correction": "sequence", "importance_max": 1.5},
     "masked weights": {"correction": "mask", "importance_min": 0.8, "importance_max": 1.3, "normalisation": "none"},

@@ -2,9 +2,17 @@
 
 import json
 
+import numpy as np
 import pytest
+from safetensors.numpy import load_file, save_file
 
+from stages import base
 from stages.base import HUB_FILES, Config, SourceMissing, locate, source_digests, token_ids_of
+from stages.contract.definition import Context
+from tuning.models import huggingface
+from tuning.models.byte_tokenizer import byte_tokenizer
+from tuning.models.config import UnsupportedModel, tiny
+from tuning.models.tokenizer import save_tokenizer
 
 
 def test_a_hub_model_is_its_snapshot_of_that_revision(tmp_path, monkeypatch):
@@ -20,6 +28,14 @@ def test_a_hub_model_is_its_snapshot_of_that_revision(tmp_path, monkeypatch):
     assert calls == [("org/name", {"revision": "v2", "allow_patterns": HUB_FILES})]
     assert list(source_digests(Config(source="hub:org/name"))) == ["config.json"]
     assert calls[1][1]["revision"] is None
+
+
+def test_a_name_of_the_hub_without_its_prefix_is_told_with_it(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(SourceMissing, match=r"HuggingFaceTB/Smol-1 does not exist; .* is hub:HuggingFaceTB/Smol-1$"):
+        locate("HuggingFaceTB/Smol-1")
+    with pytest.raises(SourceMissing, match=r"\./a/b does not exist$|a/b does not exist$"):
+        locate("./a/b")
 
 
 @pytest.mark.parametrize("name", ["org/no-such-model", "not//a-name"])
@@ -38,3 +54,90 @@ def test_every_end_that_config_or_generation_config_names_is_kept(tmp_path, conf
     if generation is not None:
         (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": generation}))
     assert token_ids_of(tmp_path) == {"bos_token_id": 1} | ({} if expected is None else {"eos_token_id": expected})
+
+
+@pytest.mark.parametrize("value", ["2", 2.0, True, ["2"], {"id": 2}])
+@pytest.mark.parametrize("name", ["config.json", "generation_config.json"])
+def test_a_token_id_of_another_type_is_refused_with_file_and_field(tmp_path, value, name):
+    (tmp_path / "config.json").write_text("{}")
+    (tmp_path / name).write_text(json.dumps({"eos_token_id": value}))
+    with pytest.raises(ValueError, match=rf"{name}: eos_token_id is .*, expected a token id or a list of them"):
+        token_ids_of(tmp_path)
+
+
+def test_a_config_with_a_byte_order_mark_is_read_and_one_that_is_cut_off_is_named(tmp_path):
+    (tmp_path / "config.json").write_bytes(b'\xef\xbb\xbf{"eos_token_id": 2}')
+    assert token_ids_of(tmp_path) == {"eos_token_id": 2}
+    for text, message in (('{"eos_tok', "not readable as JSON"), ("[1]", "expected a JSON object, got list")):
+        (tmp_path / "generation_config.json").write_text(text)
+        with pytest.raises(ValueError, match=f"generation_config.json: {message}"):
+            token_ids_of(tmp_path)
+
+
+@pytest.fixture
+def imported(tmp_path):
+    """Runs the stage on a folder; returns the folder it made and its log."""
+
+    def run(source):
+        out, lines = tmp_path / f"out-{source.name}", []
+        out.mkdir()
+        base.run(
+            Context(
+                config=Config(source=str(source)),
+                inputs={},
+                out=out,
+                work=tmp_path,
+                seed=0,
+                progress=lambda *a, **k: None,
+                log=lines.append,
+                memory={},
+            )  # fmt: skip
+        )
+        return out, "\n".join(lines)
+
+    return run
+
+
+def folder(path, tokenizer, tied=True, vocabulary=None):
+    config = tiny(vocabulary or len(tokenizer))
+    huggingface.save_decoder(path, config, huggingface.random_params(config, 0), {"eos_token_id": 1})
+    save_tokenizer(tokenizer, path)
+    return path
+
+
+@pytest.mark.parametrize("kind", ["other", "same", "same in another type"])
+def test_a_head_that_differs_from_the_embeddings_is_kept_although_the_config_says_tied(imported, tmp_path, kind):
+    source = folder(tmp_path / kind.replace(" ", "-"), byte_tokenizer())
+    tensors = load_file(source / "model.safetensors")
+    head = tensors["model.embed_tokens.weight"].copy()
+    if kind == "other":
+        # One element of the last row.
+        head[-1, -1] += 1
+    tensors["lm_head.weight"] = head.astype(np.float64) if kind == "same in another type" else head
+    save_file(tensors, source / "model.safetensors", metadata={"format": "pt"})
+    out, log = imported(source)
+    written, config = load_file(out / "model" / "model.safetensors"), huggingface.read_config(out / "model")
+    assert ("lm_head.weight differs from the embeddings" in log) == (kind == "other")
+    assert config.tie_embeddings == (kind != "other") == ("lm_head.weight" not in written)
+    if kind == "other":
+        np.testing.assert_array_equal(written["lm_head.weight"], head)
+        # The same where a folder is read directly.
+        found, params = huggingface.load_decoder(source)
+        assert not found.tie_embeddings
+        np.testing.assert_array_equal(params["head"][...], head)
+
+
+def test_a_token_without_a_row_in_the_model_is_refused_where_every_chat_has_it_and_named_elsewhere(imported, tmp_path):
+    tokenizer = byte_tokenizer()
+    rows = len(tokenizer)
+    tokenizer.add_tokens(["<|extra|>"])
+    out, log = imported(folder(tmp_path / "spare", tokenizer, vocabulary=rows))
+    assert f"'<|extra|>' ({rows})" in log and f"{rows} rows" in log
+    template = tokenizer.chat_template
+    tokenizer.chat_template = template.replace("<|im_start|>", "<|extra|><|im_start|>")
+    assert tokenizer.chat_template != template
+    with pytest.raises(UnsupportedModel, match=rf"token '<\|extra\|>' has the id {rows}, the model has {rows} rows"):
+        imported(folder(tmp_path / "in-template", tokenizer, vocabulary=rows))
+    tokenizer.chat_template, tokenizer.eos_token = template, "<|extra|>"
+    with pytest.raises(UnsupportedModel, match=r"token '<\|extra\|>'.*resize_token_embeddings"):
+        imported(folder(tmp_path / "as-eos", tokenizer, vocabulary=rows))

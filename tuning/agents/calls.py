@@ -13,6 +13,7 @@ from collections.abc import Mapping, Sequence
 from keyword import iskeyword
 from typing import Any
 
+from tuning.agents import schemas
 from tuning.agents.call_text import CLOSE, END, ESCAPE, FENCE, OPEN, PYTHON_TAG, READERS, START, Written, shown
 from tuning.agents.contract import FORMATS
 
@@ -178,23 +179,20 @@ def _fault(
 def _mismatch(arguments: Mapping[str, Any], parameters: Mapping[str, Any], tool: str) -> str | None:
     """The first argument that its schema does not accept, in the order of the schema's paths."""
     from jsonschema.exceptions import SchemaError, UnknownType
-    from jsonschema.validators import Draft202012Validator, validator_for
-    from referencing import Registry
     from referencing.exceptions import Unresolvable
 
-    kind = validator_for(parameters, default=Draft202012Validator)
-    # An own registry: the default one would fetch a schema's remote references.
-    validator = kind(dict(parameters), registry=Registry())
     try:
-        errors = sorted(validator.iter_errors(dict(arguments)), key=lambda error: (error.json_path, error.message))
-    except (SchemaError, UnknownType, Unresolvable) as error:
-        raise ValueError(f"tool {tool}: its parameters are no JSON schema ({str(error).splitlines()[0]})") from error
+        error = schemas.first_mismatch(dict(arguments), parameters)
+    except (SchemaError, UnknownType, Unresolvable, ValueError) as error:
+        raise ValueError(f"tool {tool}: its parameters are not a JSON schema ({str(error).splitlines()[0]})") from error
     except RecursionError:
         return "an argument is nested too deeply"
-    if not errors:
+    except schemas.TooManySteps:
+        return "the comparison of the arguments with the schema takes too long"
+    if error is None:
         return None
-    message = errors[0].message
-    where = errors[0].json_path.removeprefix("$").removeprefix(".")
+    message = error.message
+    where = error.json_path.removeprefix("$").removeprefix(".")
     said = message if len(message) <= 200 else message[:100] + " ... " + message[-100:]
     return f"argument {where}: {said}" if where else said
 

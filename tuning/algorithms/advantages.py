@@ -14,7 +14,6 @@ per token (GAE, whitening) are in `tuning.losses.returns`.
 | `rloo_advantages` | r - mean of the group's other rewards | RLOO |
 | `reinforce_pp_baseline_advantages` | r - mean, whitened over the round's tokens | REINFORCE++ with baseline |
 | `opo_advantages` | r - mean weighted by length | OPO |
-| `gpg_advantages` | (r - mean) * samples / samples of non-zero reward | GPG |
 | `passk_advantages` | the best reward's lead over the second best, the others 0 | pass@k |
 
 Defaults where implementations disagree: ddof 1, eps 1e-4 added to the standard deviation, a group of one gets 0.
@@ -195,22 +194,6 @@ def opo_advantages(
     if singleton == "reward":
         advantages = jnp.where(_group_sum(keep.astype(r.dtype), groups) == 1, r, advantages)
     return masked(advantages, keep)
-
-
-def gpg_advantages(
-    rewards: jax.Array,
-    group_ids: jax.Array | None = None,
-    *,
-    f_norm: float = 1.0,
-    valid: jax.Array | None = None,
-    singleton: Singleton = "zero",
-) -> jax.Array:
-    """GPG (arXiv:2504.02546): alpha (r - mean_group) / f_norm, alpha = samples / samples of non-zero reward."""
-    r, _, keep = _flat(rewards, group_ids, valid)
-    # Invalid samples have reward 0 (`_flat`), so neither count has them.
-    alpha = keep.sum() / jnp.maximum((r != 0).sum(), 1)
-    centred = group_advantages(rewards, group_ids, normalisation="none", valid=valid, singleton=singleton)
-    return alpha * centred / f_norm
 
 
 def passk_advantages(

@@ -97,6 +97,8 @@ class Terms:
     advantages_CT: jax.Array
     mask_CT: jax.Array
     ref_CT: jax.Array | None = None
+    marked_CT: jax.Array | float = 0.0
+    """1 on the tokens that `Algorithm.mark` chose."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -113,6 +115,8 @@ class Algorithm:
     """Whether `keep` leaves two completions of a prompt, which are then packed in slots 2b and 2b + 1."""
     signal: Callable[[Scored], np.ndarray] | None = None
     """Where `keep` is None, which completions have an advantage, [N] bool; None: `informative`."""
+    mark: Callable[[np.ndarray, np.ndarray], np.ndarray] | None = None
+    """Advantages and log pi_old of all tokens of a step -> 1 on those that the surrogate reads as `Terms.marked_CT`."""
 
 
 def find(objective: Objective) -> Algorithm:

@@ -54,18 +54,22 @@ def mismatch_means(sums: Mapping[str, float]) -> dict[str, float]:
 
 
 def pass_histogram(totals_N: np.ndarray, groups_N: np.ndarray, valid_N: np.ndarray, bins: int = 5) -> list[int]:
-    """Prompts by the share of their completions whose total is above the round's midpoint of totals."""
+    """Prompts by the share of their completions that are right: whose total is above the middle of the round's totals.
+
+    The middle is that of the 5 % and 95 % quantiles, which rare penalties and bonuses do not move. If these are equal,
+    as in a round that is all right or all wrong, a total is right that is above 0 and not below them.
+    """
     counts = [0] * bins
     totals = totals_N[valid_N]
     if not len(totals):
         return counts
-    # The midpoint: rewards need not be 0 and 1.
-    middle = (totals.min() + totals.max()) / 2
-    for group in np.unique(groups_N):
-        totals_of_group = totals_N[(groups_N == group) & valid_N]
-        if len(totals_of_group):
-            # A share of 1 belongs to the last bin.
-            counts[min(bins - 1, int((totals_of_group > middle).mean() * bins))] += 1
+    # Rewards need not be 0 and 1.
+    low, high = np.quantile(totals, [0.05, 0.95], method="nearest")
+    right_N = totals_N > (low + high) / 2 if low < high else (totals_N >= high) & (totals_N > 0)
+    for group in np.unique(groups_N[valid_N]):
+        share = right_N[(groups_N == group) & valid_N].mean()
+        # A share of 1 belongs to the last bin.
+        counts[min(bins - 1, int(share * bins))] += 1
     return counts
 
 
@@ -76,24 +80,37 @@ class Coefficients:
     kl_scale: float = 1.0
     """Factor on the weights of the KL, in the loss and in the reward."""
     entropy_coef: float = 0.0
+    entropy_bonus: bool = True
+    """Whether the entropy bonus is in the loss: with a target, whether the last round's entropy was not above it."""
+
+    @classmethod
+    def start(cls, objective: Objective) -> Coefficients:
+        """Of the first round; its entropy is unknown, so with a target it has no bonus."""
+        return cls(1.0, objective.entropy_coef, objective.entropy_target is None)
+
+    @property
+    def entropy_weight(self) -> float:
+        """Weight of the entropy bonus in the loss."""
+        return self.entropy_coef * self.entropy_bonus
 
     def scalars(self) -> dict[str, Any]:
         """By name, for a batch: as constants of the program each new value would compile it again."""
-        return {name: real().type(value) for name, value in dataclasses.asdict(self).items()}
+        values = {"kl_scale": self.kl_scale, "entropy_coef": self.entropy_weight}
+        return {name: real().type(value) for name, value in values.items()}
 
     def adapted(self, objective: Objective, settings: Any) -> dict[str, float]:
         """Those that adapt, by name, as metrics."""
         scale = {} if settings.kl_target is None else {"kl_scale": self.kl_scale}
-        return scale | ({} if objective.entropy_target is None else {"entropy_coef": self.entropy_coef})
+        return scale | ({} if objective.entropy_target is None else {"entropy_coef": self.entropy_weight})
 
     def next(self, objective: Objective, settings: Any, metrics: Mapping[str, Any]) -> Coefficients:
         """The coefficients of the next round, from this one's metrics and the settings `kl_target`, `kl_horizon` and
         `entropy_step`.
 
         KL: Ziegler et al., arXiv:1909.08593, in completions. Entropy: a step up below the target and a step down above
-        it, never below 0 (Skywork-OR1, arXiv:2505.22312).
+        it, never below 0; no bonus above it (Skywork-OR1, arXiv:2505.22312, alpha_k = c_k 1[entropy <= target]).
         """
-        scale, entropy = self.kl_scale, self.entropy_coef
+        scale, entropy, bonus = self.kl_scale, self.entropy_coef, self.entropy_bonus
         if settings.kl_target is not None and "kl" in metrics:
             scale = adaptive_kl_coef(
                 scale,
@@ -106,4 +123,5 @@ class Coefficients:
             # A fixed step up or down, as the paper has it: no gain to tune.
             below = metrics["entropy"] < objective.entropy_target
             entropy = max(0.0, entropy + (settings.entropy_step if below else -settings.entropy_step))
-        return Coefficients(scale, entropy)
+            bonus = metrics["entropy"] <= objective.entropy_target
+        return Coefficients(scale, entropy, bonus)

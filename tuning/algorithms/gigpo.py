@@ -2,11 +2,13 @@
 the same state. No critic.
 
     A_it = AE_i + step_advantage_w AS_iu                      t a token of turn u of trajectory i
-    AE_i = R_i - mean_group(R)                                of the episode, as in GRPO
+    AE_i = R_i - mean of R over the turns of the group        of the episode: a trajectory weighs by its turns
     AS_iu = G_iu - mean(G) over the turns of the group's trajectories that were chosen in the state of turn u
     G_iu = sum_{v >= u} step_gamma^(v - u) r_iv               r_iv: what turn v earned (`credit`)
 
-With `normalisation: std` both are divided by the spread of what they are compared with. A state that no other turn of
+Equation 3 of the paper has the mean over trajectories, the authors' code that over turns
+(`compute_mean_std_cross_steps`, on by default). With `normalisation: std` both advantages are divided by the spread of
+what they are compared with. A state that no other turn of
 the group met has AS 0. Settings: `settings.Objective`; presets: `registry` (gigpo).
 """
 
@@ -17,7 +19,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from tuning.algorithms.advantages import group_advantages
-from tuning.algorithms.algorithm import Algorithm, Scored, clipped, group_relative
+from tuning.algorithms.algorithm import Algorithm, Scored, clipped
 from tuning.algorithms.settings import Objective
 from tuning.algorithms.turns import Turns
 from tuning.losses.groups import informative_groups
@@ -28,10 +30,10 @@ def algorithm(objective: Objective) -> Algorithm:
     """GiGPO with PPO's clip. Raises ValueError for statistics over the round: a turn has its state's alone."""
     if objective.normalisation == "batch-std":
         raise ValueError("gigpo compares turns of one state: normalisation is std or none, not batch-std")
-    of_episodes = group_relative(objective.normalisation)
 
     def advantages(scored: Scored) -> jax.Array:
-        return of_episodes(scored)[:, None] + objective.step_advantage_w * jnp.asarray(_of_turns(scored, objective))
+        of_turns_NT = objective.step_advantage_w * jnp.asarray(_of_turns(scored, objective))
+        return _of_episodes(scored, objective)[:, None] + of_turns_NT
 
     def signal(scored: Scored) -> np.ndarray:
         # A group that ties on the whole may differ within: by when a trajectory earned its reward.
@@ -39,6 +41,21 @@ def algorithm(objective: Objective) -> Algorithm:
         return scored.valid_N & np.isin(scored.groups_N, scored.groups_N[taught_N])
 
     return Algorithm(advantages, clipped(objective), signal=signal)
+
+
+def _of_episodes(scored: Scored, objective: Objective) -> jax.Array:
+    """Advantages of the trajectories against the turns of their group, [N]."""
+    turns_N = np.asarray([len(states) for states in _with_states(scored).states])
+    # Each trajectory as often as it has turns.
+    rows = np.repeat(np.arange(len(turns_N)), turns_N)
+    found = group_advantages(
+        jnp.asarray(scored.rewards_N)[rows],
+        jnp.asarray(scored.groups_N[rows]),
+        normalisation=objective.normalisation,
+        valid=jnp.asarray(scored.valid_N[rows]),
+    )
+    # A failed episode may have no turn.
+    return jnp.zeros(len(turns_N), found.dtype).at[rows].set(found)
 
 
 def _of_turns(scored: Scored, objective: Objective) -> np.ndarray:

@@ -1,9 +1,11 @@
 """GPG (Chu et al., 2025, arXiv:2504.02546): plain policy gradient against the group's mean; no ratio, clip or KL.
 
-    loss_t = -alpha (R - mean_group) log pi_t,   alpha = completions / completions of non-zero reward
+    loss_t = -alpha (R - mean_group) log pi_t,   alpha = B / (B - M)
 
-alpha makes up for completions of reward 0, which would lower the mean gradient. Settings: the presets of
-`tuning.algorithms.registry`.
+Of the B completions of a round M are in groups of equal rewards, which have no gradient but count in the mean over
+tokens: alpha makes up for them. With `tied_groups: drop` they do not count, and alpha is 1. verl's port takes the
+completions of reward 0 for M, so that its result depends on the zero of the rewards. There is no ratio: a round is one
+step (`registry`, on_policy). Settings: the presets of `registry`.
 """
 
 from __future__ import annotations
@@ -11,21 +13,24 @@ from __future__ import annotations
 import jax
 import jax.numpy as jnp
 
-from tuning.algorithms.advantages import gpg_advantages
-from tuning.algorithms.algorithm import Algorithm, Objective, Scored, Terms
+from tuning.algorithms.advantages import group_advantages
+from tuning.algorithms.algorithm import Algorithm, Objective, Scored, Terms, informative
 from tuning.losses.policy import Metrics, log_ratio, metric_sums, reinforce
 
 
 def algorithm(objective: Objective) -> Algorithm:
     """GPG: REINFORCE on rewards relative to the group."""
 
+    def advantages(scored: Scored) -> jax.Array:
+        groups, valid = jnp.asarray(scored.groups_N), jnp.asarray(scored.valid_N)
+        centred = group_advantages(scored.rewards_N, groups, normalisation="none", valid=valid)
+        if objective.tied_groups == "drop":
+            return centred
+        return centred * (scored.valid_N.sum() / max(informative(scored).sum(), 1))
+
     def surrogate(t: Terms) -> tuple[jax.Array, Metrics]:
         losses, _ = reinforce(t.logps_CT, t.advantages_CT, t.mask_CT)
         # The loss has no ratio; the report shows how far several steps of a round moved the policy all the same.
         return losses, metric_sums(log_ratio(t.logps_CT, t.old_CT, t.mask_CT), t.mask_CT)
 
-    return Algorithm(_advantages, surrogate)
-
-
-def _advantages(scored: Scored) -> jax.Array:
-    return gpg_advantages(scored.rewards_N, jnp.asarray(scored.groups_N), valid=jnp.asarray(scored.valid_N))
+    return Algorithm(advantages, surrogate)

@@ -73,7 +73,7 @@ def policy_loss(graph: Any, algorithm: Algorithm, objective: Objective, compute:
         logps, entropy = logps_and_entropy(graph, params, batch, objective.temperature, compute)
         # In a single update pi is pi_old: the value of a ratio is 1, and its gradient that of log pi.
         old = batch.get("old_CT", jax.lax.stop_gradient(logps))
-        terms = Terms(logps, old, batch["advantages_CT"], mask, batch.get("ref_CT"))
+        terms = Terms(logps, old, batch["advantages_CT"], mask, batch.get("ref_CT"), batch.get("marked_CT", 0.0))
 
         def total(x_CT: jax.Array) -> jax.Array:
             return aggregate(
@@ -86,6 +86,8 @@ def policy_loss(graph: Any, algorithm: Algorithm, objective: Objective, compute:
             )
 
         surrogate, sums = _surrogate(objective.algorithm, algorithm, terms)
+        # Denominators, KL and entropy are of all tokens.
+        surrogate = surrogate * batch.get("top_CT", 1.0)
         # The correction multiplies outside the surrogate: a clip compares pi with pi_old, not with mu.
         value = total(surrogate * correction_weights(objective, old, batch["mu_CT"], mask))
         begun = jax.lax.stop_gradient(logps) if objective.old_logps == "sampler" else old

@@ -2,8 +2,8 @@
 
     loss_t = -r_t (R - b),   b = sum_i L_i R_i / sum_i L_i over the prompt's completions of lengths L_i
 
-A completion's gradient varies with its length, so longer ones weigh more in the baseline. There is no clip: keep one
-step a round (`epochs: 1`, `prompts_per_step` the round's prompts). Settings: `tuning.algorithms.registry`.
+A completion's gradient varies with its length, so longer ones weigh more in the baseline. There is no clip: a round is
+one step (`registry`, on_policy). Settings: `tuning.algorithms.registry`.
 """
 
 from __future__ import annotations

@@ -55,10 +55,10 @@ def run_pass(
 
 # Kept between rounds: a new function would be compiled again.
 @functools.lru_cache(maxsize=8)
-def logps_program(model: DecoderConfig, temperature: float, compute: Compute) -> Forward:
-    """Log-probabilities of the tokens of completions, [C, T]."""
+def logps_program(model: DecoderConfig, temperature: float, compute: Compute, which: int = 0) -> Forward:
+    """Log-probabilities of the tokens of completions, or with `which` 1 entropies at them, [C, T]."""
     graph = decoder_graph(model)
-    return jax.jit(lambda params, batch: logps_and_entropy(graph, params, batch, temperature, compute)[0])
+    return jax.jit(lambda params, batch: logps_and_entropy(graph, params, batch, temperature, compute)[which])
 
 
 @functools.lru_cache(maxsize=8)

@@ -43,7 +43,7 @@ class Judged:
     after_N: np.ndarray
     """Value of the state after the last token."""
     truncated_N: np.ndarray
-    """Completions truncated by max_tokens or a limit of their episodes, [N] bool."""
+    """Completions that max_tokens or a limit of their episodes cut off, and no environment ended, [N] bool."""
 
     def some(self, ids: Sequence[int]) -> Judged:
         """Those of some completions, dense."""

@@ -35,11 +35,15 @@ class Entry:
     """Whether its loss compares with the reference whatever the weights of the KL."""
     turns: bool = False
     """Whether it needs the turns of an environment, and their states."""
+    on_policy: bool = False
+    """Whether it takes one step a round: without a ratio or a clip further steps are off policy and unbounded."""
 
 
 # Presets that several algorithms share.
 SEQUENCE = {"aggregation": "sequence-mean-token-mean"}
 GSPO = SEQUENCE | {"clip_low": 3e-4, "clip_high": 4e-4, "kl_coef": 0.0}
+# The authors' script (Stable-RL, run_qwen3_30b_a3b_megatron.sh); the trust region is around the sampler.
+DPPO = {"old_logps": "sampler", "normalisation": "none", "aggregation": "constant", "kl_coef": 0.0}
 # A completion is one action, so its correction is a product over its tokens too. The KL: the paper's appendix C.
 RLOO = SEQUENCE | {"kl_coef": 0.0, "kl_in_reward": 0.03, "correction": "sequence"}
 
@@ -53,11 +57,15 @@ ALGORITHMS: dict[str, Entry] = {
     # clip_low 1: no lower bound.
     "cispo": Entry("cispo", {"clip_low": 1.0, "clip_high": 4.0, "kl_coef": 0.0}),
     "sapo": Entry("sapo", SEQUENCE | {"kl_coef": 0.0}),
+    # TRL's loss_type vespo.
+    "vespo": Entry("vespo", {"old_logps": "sampler", "kl_coef": 0.0}),
     "gmpo": Entry("gmpo", SEQUENCE | {"clip_low": 0.4, "clip_high": 0.4, "kl_coef": 0.0}, ratio="sequence"),
-    "dppo": Entry("dppo", {"clip_low": 0.15, "clip_high": 0.15, "kl_coef": 0.0}),
-    "dppo-kl": Entry("dppo", {"clip_low": 0.05, "clip_high": 0.05, "kl_coef": 0.0}),
-    "opo": Entry("opo", {"aggregation": "sequence-mean-token-sum", "kl_coef": 0.0}),
-    "gpg": Entry("gpg", {"kl_coef": 0.0}),
+    "dppo": Entry("dppo", DPPO | {"clip_low": 0.15, "clip_high": 0.15}),
+    "dppo-kl": Entry("dppo", DPPO | {"clip_low": 0.05, "clip_high": 0.05}),
+    "clip-cov": Entry("cov", {"kl_coef": 0.0}),
+    "kl-cov": Entry("cov", {"kl_coef": 0.0}),
+    "opo": Entry("opo", {"kl_coef": 0.0}, on_policy=True),
+    "gpg": Entry("gpg", {"kl_coef": 0.0}, on_policy=True),
     "pass-at-k": Entry("pass_at_k"),
     "rloo": Entry("rloo", RLOO, ratio="sequence-sum"),
     "reinforce-pp": Entry("reinforce_pp", {"kl_coef": 0.0, "kl_in_reward": 0.01}, groups=False, whitened=True),
@@ -72,7 +80,9 @@ ALGORITHMS: dict[str, Entry] = {
 }
 
 # Algorithms whose advantages are `group_relative`, so that a normalisation has a meaning.
-GROUP_RELATIVE = ("grpo", "dapo", "gspo", "gspo-token", "cispo", "sapo", "gmpo", "dppo", "dppo-kl")
+GROUP_RELATIVE = (
+    "grpo", "dapo", "gspo", "gspo-token", "cispo", "sapo", "vespo", "gmpo", "dppo", "dppo-kl", "clip-cov", "kl-cov",
+)  # fmt: skip
 NOT_PAIRED = tuple(name for name in ALGORITHMS if name != "online-dpo")
 # Algorithms whose loss has a ratio to pi_old.
 RATIOS = tuple(name for name in NOT_PAIRED if name != "gpg")
@@ -81,13 +91,14 @@ TIED = (*GROUP_RELATIVE, "opo", "gpg", "pass-at-k", "rloo", "gigpo")
 # Algorithms whose baseline is of rewards alone: completions outside the loss may count in it.
 GROUP_BASELINE = (*GROUP_RELATIVE, "gpg", "pass-at-k", "rloo", "reinforce-pp-baseline")
 # Algorithms with a range for the ratio, or for the move of a probability.
-BOUNDED = tuple(name for name in NOT_PAIRED if name not in ("sapo", "opo", "gpg"))
+BOUNDED = tuple(name for name in NOT_PAIRED if name not in ("sapo", "vespo", "opo", "gpg", "kl-cov"))
 # Algorithms with PPO's clipped surrogate, the only one that a dual clip bounds.
-CLIPPED = tuple(name for name in BOUNDED if name not in ("cispo", "gmpo", "dppo", "dppo-kl"))
+CLIPPED = tuple(name for name in BOUNDED if name not in ("cispo", "gmpo", "dppo", "dppo-kl", "clip-cov"))
 
 USES: dict[str, tuple[str, ...]] = {
     "normalisation": (*GROUP_RELATIVE, "gigpo"),
     "tied_groups": TIED,
+    "top_entropy": tuple(name for name in NOT_PAIRED if ALGORITHMS[name].ratio == "token" and name != "vespo"),
     "clip_low": BOUNDED,
     "clip_high": BOUNDED,
     "dual_clip": CLIPPED,

@@ -17,6 +17,7 @@ import numpy as np
 from tuning.agents.rows import TurnRow
 from tuning.algorithms.flat import Column
 from tuning.algorithms.turns import Turns
+from tuning.losses.aggregate import Counts
 from tuning.losses.masks import sampled_mask
 from tuning.rows import CompletionRow, ScoreRow, by_trajectory, names_of, numbers_of_groups
 from tuning.shapes import bucket
@@ -34,6 +35,18 @@ class Part:
     start: int
     """Tokens of the trajectory before it."""
     length: int
+
+
+@dataclasses.dataclass(frozen=True)
+class Division:
+    """The completions of a loss in optimizer steps."""
+
+    packed_N: np.ndarray
+    """Those that micro-batches have, [N] bool."""
+    groups: list[list[Group]]
+    """The same, as groups of equal prompts, of each step."""
+    unpacked: list[Counts]
+    """Counts of the others of each step."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -115,6 +128,15 @@ class RoundData:
         return dataclasses.replace(data, turns=Turns.from_rows(turns, trajectories, data.width))
 
     @property
+    def unfinished_N(self) -> np.ndarray:
+        """Truncated completions after which the episode would have continued, [N] (Pardo et al., arXiv:1712.00378).
+
+        A turn that its limit cut off may be the answer that ends the episode.
+        """
+        ended_N = None if self.turns is None else self.turns.ended_N
+        return self.truncated_N if ended_N is None else self.truncated_N & ~ended_N
+
+    @property
     def lengths_N(self) -> np.ndarray:
         """Tokens of each completion, [N]."""
         return np.asarray([len(c) for c in self.completions], np.int64)
@@ -152,19 +174,38 @@ class RoundData:
         """`mask_of` every completion as a new array, [N, T] bool."""
         return self.sampled.dense()
 
-    def steps(self, keep_N: np.ndarray, prompts_per_step: int) -> list[list[Group]]:
-        """Kept completions of at most `prompts_per_step` places a step, in table order, as groups of equal prompts.
+    def layout(self, keep_N: np.ndarray, prompts_per_step: int) -> list[list[int]]:
+        """The completions of each step: those kept of at most `prompts_per_step` places, in table order.
 
         Steps are even: a last step of few groups would move the weights as far, on little evidence.
         """
-        members: dict[int, list[int]] = {}
-        for i in np.flatnonzero(keep_N):
-            members.setdefault(int(self.groups_N[i]), []).append(int(i))
-        places = [self._packed_together(m) for m in members.values()]
+        places = self._by_place(np.flatnonzero(keep_N))
         # Rounded up. 9 groups in 2 steps become 4 + 5, not 8 + 1.
         count = -(-len(places) // prompts_per_step)
         bounds = [len(places) * i // count for i in range(count + 1)] if count else []
-        return [[group for place in places[a:b] for group in place] for a, b in zip(bounds, bounds[1:], strict=False)]
+        return [[i for place in places[a:b] for i in place] for a, b in zip(bounds, bounds[1:], strict=False)]
+
+    def divided(self, keep_N: np.ndarray, computed_N: np.ndarray, prompts_per_step: int) -> Division:
+        """Those kept in steps, as in `layout`; micro-batches have those of `computed_N`, which others add 0 to."""
+        steps = self.layout(keep_N, prompts_per_step)
+        # A step of others alone is one of the optimizer all the same: a single completion stands for them.
+        packed = [[i for i in ids if computed_N[i]] or ids[:1] for ids in steps]
+        packed_N = np.isin(np.arange(len(keep_N)), [i for ids in packed for i in ids])
+        rest = [[self.mask_of(i) for i in ids if not packed_N[i]] for ids in steps]
+        groups = [[group for place in self._by_place(ids) for group in self._packed_together(place)] for ids in packed]
+        return Division(
+            packed_N, groups, [Counts(sum(int(mask.sum()) for mask in masks), len(masks)) for masks in rest]
+        )
+
+    def steps(self, keep_N: np.ndarray, prompts_per_step: int) -> list[list[Group]]:
+        """Those kept as the groups of each step."""
+        return self.divided(keep_N, keep_N, prompts_per_step).groups
+
+    def _by_place(self, ids: Iterable[int]) -> list[list[int]]:
+        members: dict[int, list[int]] = {}
+        for i in ids:
+            members.setdefault(int(self.groups_N[i]), []).append(int(i))
+        return list(members.values())
 
     def check_pairs(self, algorithm: str) -> None:
         """Raises ValueError where completions of one place cannot be packed as a pair behind one prompt."""

@@ -20,13 +20,12 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
-import jax.numpy as jnp
 import numpy as np
 
-from tuning.algorithms import ppo, selection
-from tuning.algorithms.algorithm import find
+from tuning.algorithms import marks, ppo, selection
+from tuning.algorithms.algorithm import Algorithm, Scored, find
 from tuning.algorithms.diagnostics import Coefficients, plain
-from tuning.algorithms.flat import Column, Flat, blocks
+from tuning.algorithms.flat import Column, Flat
 from tuning.algorithms.learner import Learner, critic_step, policy_step, step_flops
 from tuning.algorithms.mismatch import check_mismatch, check_step, mismatch_kl
 from tuning.algorithms.passes import Forward, logps_program, run_pass, values_program
@@ -35,7 +34,6 @@ from tuning.algorithms.settings import RoundSettings
 from tuning.algorithms.tally import Tally
 from tuning.algorithms.trained import Trained, shared_N, spread
 from tuning.device import choose
-from tuning.losses.rewards import kl_penalty
 from tuning.mesh import over_devices, put_params, row_shards
 from tuning.models.config import DecoderConfig
 from tuning.precision import real
@@ -83,7 +81,7 @@ def run_round(
     first. progress: called with (micro-batches done, all, unit). record: called with the metrics of each step by name.
     Raises Mismatch past `settings.max_mismatch_kl`.
     """
-    coefficients = coefficients or Coefficients(entropy_coef=settings.entropy_coef)
+    coefficients = coefficients or Coefficients.start(settings.objective)
     under_way = _Round(data, settings, model, policy, critic, coefficients, progress, record)
     of_steps = under_way.run(reference) if under_way.steps else {"steps": 0}
     metrics = {k: plain(v) for k, v in (under_way.overview() | of_steps).items()}
@@ -95,7 +93,7 @@ def run_round(
         # Without a step nothing was trained, whatever was to be.
         under_way.keep_N & bool(metrics["steps"]),
         under_way.signal_N,
-        shared_N(under_way.trained, under_way.advantages),
+        shared_N(under_way.trained, under_way.columns.get("advantages")),
         under_way.filtered_N,
     )
 
@@ -130,34 +128,36 @@ class _Round:
         compute = settings.compute
         self.device, self.mesh = choose(compute.dtype, compute.remat), over_devices(compute.mesh)
         self.scored, self.filtered_N = selection.scored(data, settings), selection.filtered(data, settings)
-        self.keep_N = selection.candidates(data, self.scored, self.algorithm, settings)
-        self.steps = data.steps(self.keep_N, settings.prompts_per_step)
+        self.keep_N = selection.candidates(*self.of)
+        self.division = selection.divided(*self.of, self.keep_N)
         self.lengths_N, self.width = data.lengths_N, data.width
         self.in_loss = selection.mask_in_loss(data, self.scored.valid_N, settings)
         # By name; a micro-batch has its rows of each as `NAME_CT`.
         self.columns: dict[str, Column] = dict.fromkeys(["mu", "old"] if self.by_sampler else ["mu"], data.sampler)
-        # The algorithm's, one of each completion, [N]; those of tokens, and a critic's, are a column.
-        self.shared_N: np.ndarray | None = None
         self.done = self.total_work = 0
         self.seconds: dict[str, float] = defaultdict(float)
         # Before anything compiles beside it: it may measure the processor.
         self.meter = Meter(self.device.compute.dtype)
 
     @property
+    def of(self) -> tuple[RoundData, Scored, Algorithm, RoundSettings]:
+        """What `selection` decides by."""
+        return self.data, self.scored, self.algorithm, self.settings
+
+    @property
+    def steps(self) -> list[list[Group]]:
+        """The groups of each optimizer step."""
+        return self.division.groups
+
+    @property
     def signal_N(self) -> np.ndarray:
         """Completions with an advantage, [N] bool."""
-        return selection.with_signal(self.scored, self.algorithm, self.settings)
+        return selection.with_signal(*self.of[1:])
 
     @property
     def by_sampler(self) -> bool:
         """Whether log pi_old is what the rollouts recorded."""
         return self.objective.old_logps == "sampler"
-
-    @property
-    def moves(self) -> bool:
-        """Whether the policy has anything to follow. Without, a step would still move weights, by the optimizer's
-        momentum and weight decay."""
-        return self.settings.regularised or bool(self.signal_N.any())
 
     @property
     def policy_step(self) -> StepFn:
@@ -170,15 +170,9 @@ class _Round:
         """Tokens that take part in the loss."""
         return Trained(self.in_loss, self.keep_N)
 
-    @property
-    def advantages(self) -> np.ndarray | Column | None:
-        """Of completions [N] or of tokens; None where the round came to none."""
-        return self.columns.get("advantages") if self.shared_N is None else self.shared_N
-
     def overview(self) -> dict[str, Any]:
         """Metrics of the data, of what was trained on, and of the coefficients that adapt."""
-        of = self.data, self.scored, self.algorithm, self.settings, self.keep_N
-        return selection.overview(*of) | self.coefficients.adapted(self.objective, self.settings)
+        return selection.overview(*self.of, self.keep_N) | self.coefficients.adapted(self.objective, self.settings)
 
     def run(self, reference: Any) -> dict[str, Any]:
         """All of the round; the metrics of its steps."""
@@ -186,12 +180,14 @@ class _Round:
         pretrain_epochs = settings.critic.pretrain_epochs if critic is not None and settings.round == 0 else 0
         single_update = len(self.steps) * settings.epochs == 1
         # With a single update pi_old is pi: its gradient-free copy in the loss saves the pass (R4).
-        needs_old = not self.by_sampler and (not single_update or critic is not None or self.objective.kl_in_reward > 0)
+        top, by_mark = self.objective.top_entropy is not None, self.algorithm.mark is not None
+        needed = not single_update or critic is not None or by_mark
+        needs_old = not self.by_sampler and (needed or self.objective.kl_in_reward > 0)
         values_passes = int(critic is not None) + pretrain_epochs
         self.policy.put(settings.optimizer, self.mesh)
         # Old and reference log-probabilities, and values: passes that the progress counts before the updates.
-        self.pack(int(needs_old) + int(reference is not None) + values_passes)
-        with self.compiling(old=needs_old, ref=reference is not None):
+        self.pack(int(needs_old) + int(reference is not None) + int(top) + values_passes)
+        with self.compiling(old=needs_old, ref=reference is not None, top=top, marked=by_mark):
             metrics, passed = self.passes(needs_old, reference, pretrain_epochs), time.monotonic()
         self.seconds["compile"] += time.monotonic() - passed
         if not self.steps:
@@ -199,7 +195,7 @@ class _Round:
         metrics |= self.train()
         # With old log-probabilities the mismatch was checked before any step.
         check_mismatch(0.0 if needs_old else metrics.get("mismatch_kl", 0.0), settings.max_mismatch_kl)
-        metrics["advantage_spread"] = spread(self.trained, self.advantages)
+        metrics["advantage_spread"] = spread(self.trained, self.columns["advantages"])
         return metrics | {f"seconds_{name}": round(s, 3) for name, s in self.seconds.items()}
 
     def pack(self, passes: int) -> None:
@@ -218,11 +214,11 @@ class _Round:
 
     def compiling(self, **passes: bool) -> AbstractContextManager[None]:
         """Within it the policy's step compiles, beside the passes that columns of it come from."""
-        if not self.moves and self.objective.kl_in_reward == 0:
+        if not selection.moves(*self.of) and self.objective.kl_in_reward == 0:
             return nullcontext()
         names = ["advantages", *(name for name, comes in passes.items() if comes)]
         names += ["old_values", "returns"] if self.critic is not None else []
-        return self.policy.compiling(self.policy_step, self.arrays(self.steps[0], names))
+        return self.policy.compiling(self.policy_step, self.arrays(0, names))
 
     def passes(self, needs_old: bool, reference: Any, pretrain_epochs: int) -> dict[str, Any]:
         """All that comes before the steps: what they need as columns; the critic's metrics."""
@@ -235,12 +231,25 @@ class _Round:
             self.columns["ref"] = self.forward(logps, frozen, "reference")
         self.penalise()
         if self.steps and needs_old:
-            check_mismatch(mismatch_kl(self.data, self.keep_N, self.columns["old"]), self.settings.max_mismatch_kl)
-        if self.steps and self.critic is not None:
-            return self.prepare_critic(self.critic, pretrain_epochs)
-        if self.steps:
+            kl = mismatch_kl(self.data, self.division.packed_N, self.columns["old"])
+            check_mismatch(kl, self.settings.max_mismatch_kl)
+        if not self.steps:
+            return {}
+        metrics = {} if self.critic is None else self.prepare_critic(self.critic, pretrain_epochs)
+        if self.critic is None:
             self.ask_algorithm()
-        return {}
+        self.mark()
+        return metrics
+
+    def mark(self) -> None:
+        """The tokens that the loss treats in another way, as columns."""
+        if (share := self.objective.top_entropy) is not None:
+            program = logps_program(self.model, self.settings.temperature, self.device.compute, 1)
+            entropy = self.forward(program, self.policy.weights, "entropy")
+            self.columns["top"] = marks.marked(marks.highest(share), [entropy], self.in_loss, self.steps)
+        if self.algorithm.mark is not None:
+            columns = [self.columns["advantages"], self.columns["old"]]
+            self.columns["marked"] = marks.marked(self.algorithm.mark, columns, self.in_loss, self.steps)
 
     def forward(self, program: Forward, weights: Any, name: str, behind_N: np.ndarray | None = None) -> Flat:
         """The outputs [C, T] of a program as a column, 0 for completions in no step; its time counts under `name`.
@@ -265,28 +274,16 @@ class _Round:
         self.progress(self.done, self.total_work, "micro-batch")
 
     def penalise(self) -> None:
-        """The KL to the reference inside the reward (R8), from pi_old."""
-        o = self.objective
-        if o.kl_in_reward > 0:
-            limit = None if o.kl_clamp is None else (-o.kl_clamp, o.kl_clamp)
-            weight = o.kl_in_reward * self.coefficients.kl_scale
-            penalties = Flat.zeros(self.lengths_N, self.width, real())
-            columns = (self.columns["old"], self.columns["ref"], self.data.sampled)
-            for rows in blocks(len(self.keep_N), self.width):
-                old, ref, mask = (jnp.asarray(column.gathered(rows)) for column in columns)
-                penalty = kl_penalty(old, ref, mask, coef=weight, kind=o.kl_in_reward_kind, value_clamp=limit)
-                penalties.put(rows, np.asarray(penalty))
+        """The KL to the reference inside the reward (R8), from pi_old; then what has no place in the loss leaves."""
+        if self.objective.kl_in_reward > 0:
+            scale = self.coefficients.kl_scale
+            penalties = marks.penalties(self.objective, scale, self.columns, self.data.sampled)
             # The mask as it is kept: one that is read is an array.
             self.scored = dataclasses.replace(self.scored, mask_NT=self.in_loss, penalty_NT=penalties)
-            self.select()
-
-    def select(self) -> None:
-        """Leaves out what has no place in the loss now that rewards are whole, and packs the rest anew."""
-        keep_N = selection.trained(self.data, self.scored, self.algorithm, self.settings)
-        if (keep_N != self.keep_N).any():
-            self.keep_N = keep_N
-            self.steps = self.data.steps(keep_N, self.settings.prompts_per_step)
-            if self.steps:
+            before_N = self.division.packed_N
+            self.keep_N = selection.trained(*self.of)
+            self.division = selection.divided(*self.of, self.keep_N)
+            if self.steps and (before_N != self.division.packed_N).any():
                 self.pack(0)
 
     def ask_algorithm(self) -> None:
@@ -294,11 +291,13 @@ class _Round:
         found = self.algorithm.advantages(self.scored)
         # Those of a tied group are rounding where they are not 0.
         if isinstance(found, Flat) or found.ndim == 2:
-            column = found if isinstance(found, Flat) else Flat.of(np.asarray(found, real()), self.lengths_N)
-            column.clear(~self.signal_N)
-            self.columns["advantages"] = column
+            flat = found if isinstance(found, Flat) else Flat.of(np.asarray(found, real()), self.lengths_N)
+            flat.clear(~self.signal_N)
+            self.columns["advantages"] = flat
         else:
-            self.shared_N = np.where(self.signal_N, np.asarray(found, real()), 0.0).astype(real())
+            of_N = np.where(self.signal_N, np.asarray(found, real()), 0.0).astype(real())
+            row = lambda i: np.full(self.lengths_N[i], of_N[i])  # noqa: E731
+            self.columns["advantages"] = Column(row, len(of_N), self.width, of_N.dtype)
 
     def prepare_critic(self, critic: Learner, pretrain_epochs: int) -> dict[str, Any]:
         """Trains the critic alone where the settings ask for it, then takes advantages and returns from it."""
@@ -316,7 +315,8 @@ class _Round:
         for _ in range(epochs):
             # Again in each epoch: the clipped value loss needs the values that the critic has now.
             self.judge(critic, lam=1.0)
-            losses = [critic.train(step, arrays)["loss"] for arrays in one_ahead(map(self.arrays, self.steps))]
+            ahead = one_ahead(map(self.arrays, range(len(self.steps))))
+            losses = [critic.train(step, arrays)["loss"] for arrays in ahead]
         return float(np.mean(losses))
 
     def judge(self, critic: Learner, lam: float | None = None) -> None:
@@ -324,18 +324,19 @@ class _Round:
         program = values_program(self.model, self.device.compute)
         after_N = np.zeros(len(self.keep_N), real())
         values = self.forward(program, critic.weights, "values", after_N)
-        judged = ppo.Judged(values, after_N, self.data.truncated_N)
+        judged = ppo.Judged(values, after_N, self.data.unfinished_N)
         advantages, returns = ppo.token_advantages(self.scored, judged, self.settings.critic, lam)
         advantages.clear(~self.signal_N)
         self.columns |= {"old_values": values, "returns": returns, "advantages": advantages}
 
-    def arrays(self, groups: list[Group], to_come: Sequence[str] = ()) -> list[dict[str, Any]]:
+    def arrays(self, step: int, to_come: Sequence[str] = ()) -> list[dict[str, Any]]:
         """The micro-batches of a step: tokens, counts of the whole step, coefficients, and the round's columns; zeros
         stand for those `to_come`."""
-        batches, scalars = self.pack_step(groups), self.coefficients.scalars()
+        groups, scalars = self.steps[step], self.coefficients.scalars()
+        batches = self.pack_step(groups)
         return [
             arrays | scalars | {f"{name}_CT": column for name, column in self.gathered(batch, to_come).items()}
-            for arrays, batch in zip(counted(groups, batches), batches, strict=True)
+            for arrays, batch in zip(counted(groups, batches, self.division.unpacked[step]), batches, strict=True)
         ]
 
     def gathered(self, batch: Packed, to_come: Sequence[str]) -> dict[str, np.ndarray]:
@@ -344,16 +345,14 @@ class _Round:
         if to_come:
             return columns | dict.fromkeys(to_come, np.zeros(batch.mask_CT.shape, real()))
         if self.critic is None:
-            shared = None if self.shared_N is None else batch.gather(self.shared_N)[:, None]
-            of_tokens = columns["advantages"] if shared is None else shared
-            columns["advantages"] = np.where(self.in_loss.gathered(batch.ids_C) > 0, of_tokens, 0.0).astype(real())
+            in_loss = self.in_loss.gathered(batch.ids_C) > 0
+            columns["advantages"] = np.where(in_loss, columns["advantages"], 0.0).astype(real())
         return columns
 
     def train(self) -> dict[str, Any]:
         """All optimizer steps of the round; the metrics of policy and critic."""
         settings, critic, compute = self.settings, self.critic, self.device.compute
-        step = self.policy_step if self.moves else None
-        value_step = None
+        step, value_step = self.policy_step if selection.moves(*self.of) else None, None
         if critic is not None:
             value_step = critic_step(self.model, settings.critic, compute, critic.graph, self.mesh)
         tally, started, meter = Tally(self.by_sampler), time.monotonic(), self.meter
@@ -362,7 +361,7 @@ class _Round:
         def ended(
             at: tuple[int, int], groups: list[Group], batches: int, sums: list[Callable[[], Sums] | None]
         ) -> None:
-            of_policy = {} if sums[0] is None else tally.add(sums[0]())
+            of_policy = {} if sums[0] is None else tally.add(sums[0](), self.division.unpacked[at[1]].n_tokens)
             if self.by_sampler and at[0] == 0:
                 # Each token once, of skipped steps too.
                 check_step(of_policy, settings.max_mismatch_kl)
@@ -396,4 +395,4 @@ class _Round:
         """((epoch, step), groups, arrays) of each optimizer step of the round."""
         for epoch in range(self.settings.epochs):
             for number, groups in enumerate(self.steps):
-                yield (epoch, number), groups, self.arrays(groups)
+                yield (epoch, number), groups, self.arrays(number)

@@ -3,7 +3,7 @@
     failed reward or episode                 leaves everything: baselines, whitening, coefficients, loss
     `truncated: mask`, `keep_most_varied`    likewise
     `truncated: mask-loss`                   leaves the loss; its reward counts in the baseline of its group
-    group of equal rewards                   no advantage; `tied_groups` says whether it stays for KL and entropy
+    group of equal rewards                   no advantage; `tied_groups` says whether it counts in its step
     round that tells nothing apart           likewise, where advantages are scaled by the round
 
 Axes: N completions of the round, T completion tokens.
@@ -19,8 +19,8 @@ import numpy as np
 from tuning.algorithms import registry
 from tuning.algorithms.algorithm import Algorithm, Scored, informative
 from tuning.algorithms.diagnostics import pass_histogram
-from tuning.algorithms.flat import Column
-from tuning.algorithms.round_data import RoundData
+from tuning.algorithms.flat import Column, sums_of_rows
+from tuning.algorithms.round_data import Division, RoundData
 from tuning.algorithms.settings import RoundSettings
 from tuning.losses.groups import LEAST_SPREAD, informative_groups, is_informative, most_varied_groups
 from tuning.precision import real
@@ -84,11 +84,39 @@ def candidates(data: RoundData, found: Scored, algorithm: Algorithm, settings: R
 def trained(data: RoundData, found: Scored, algorithm: Algorithm, settings: RoundSettings) -> np.ndarray:
     """Completions in the loss, [N] bool, by their whole rewards (R9, R24)."""
     without = is_noise(found, algorithm, settings)
-    stays = settings.regularised and settings.tied_groups == "regularise" and (algorithm.keep is None or without)
+    regularised = without and settings.regularised and settings.tied_groups == "count"
     # A critic learns from rewards that are all equal too.
-    if stays or (without and settings.needs_critic):
+    if counts_ties(algorithm, settings) or regularised or (without and settings.needs_critic):
         return _in_loss(data, found.valid_N, settings)
     return _in_loss(data, with_signal(found, algorithm, settings), settings)
+
+
+def counts_ties(algorithm: Algorithm, settings: RoundSettings) -> bool:
+    """Whether groups without an advantage stay in their steps and denominators."""
+    return algorithm.keep is None and settings.tied_groups == "count"
+
+
+def divided(
+    data: RoundData, found: Scored, algorithm: Algorithm, settings: RoundSettings, keep_N: np.ndarray
+) -> Division:
+    """The loss's completions `keep_N` in steps; micro-batches have those that may add anything but 0 to it."""
+    computed_N = keep_N
+    # A custom surrogate may have terms without an advantage; a KL in the reward that is still 0 is unknown.
+    # Marks are relative to all tokens of a step.
+    whole = settings.regularised or settings.entry is None or settings.top_entropy is not None or algorithm.mark
+    known = settings.kl_in_reward == 0 or bool(sums_of_rows(found, "penalty_NT").any())
+    if known and counts_ties(algorithm, settings) and not whole:
+        computed_N = keep_N & with_signal(found, algorithm, settings)
+    return data.divided(keep_N, computed_N, settings.prompts_per_step)
+
+
+def moves(data: RoundData, found: Scored, algorithm: Algorithm, settings: RoundSettings) -> bool:
+    """Whether the policy takes its steps: where it has anything to follow, and where ties count.
+
+    A step without anything to follow moves weights too, by the optimizer's momentum and weight decay.
+    """
+    counts = counts_ties(algorithm, settings)
+    return counts or settings.regularised or bool(with_signal(found, algorithm, settings).any())
 
 
 def with_signal(found: Scored, algorithm: Algorithm, settings: RoundSettings) -> np.ndarray:

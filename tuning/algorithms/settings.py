@@ -21,8 +21,9 @@ class Objective:
     """What decides the loss of a step; hashable, so that compiled steps are kept by it."""
 
     algorithm: str = "grpo"
-    """grpo, dr-grpo, dapo, gspo, gspo-token, cispo, sapo, gmpo, dppo, dppo-kl, opo, gpg, pass-at-k, rloo, reinforce-pp,
-    reinforce-pp-baseline, remax, ppo, gigpo, online-dpo, or `module:function` of one's own."""
+    """grpo, dr-grpo, dapo, gspo, gspo-token, cispo, sapo, vespo, gmpo, dppo, dppo-kl, clip-cov, kl-cov, opo, gpg,
+    pass-at-k, rloo, reinforce-pp, reinforce-pp-baseline, remax, ppo, gigpo, online-dpo, or `module:function` of one's
+    own."""
     algorithm_arguments: Mapping[str, str | int | float | bool] = dataclasses.field(default_factory=dict, hash=False)
     """Keyword arguments of an algorithm of one's own."""
     temperature: Positive = 1.0
@@ -38,7 +39,7 @@ class Objective:
     clip_high: Positive = 0.2
     """Upper clip: above a ratio of 1 + clip_high a token with a positive advantage gets no further gradient."""
     dual_clip: Annotated[float, Field(gt=1)] | None = None
-    """Bound c of the loss where the advantage is negative."""
+    """Bound c of the loss where the advantage is negative; null: none, as in the papers. verl's default is 3."""
     kl_coef: NotNegative = 0.01
     """Weight of the KL to the reference in the loss; 0 for both KL weights loads no reference."""
     kl_kind: Literal["k1", "k2", "k3", "k3-k2"] = "k3"
@@ -50,9 +51,18 @@ class Objective:
     kl_clamp: Positive | None = None
     """Largest size of either estimate on one token."""
     entropy_coef: NotNegative = 0.0
-    """Weight of the entropy bonus; the first one where there is a target."""
+    """Weight of the entropy bonus; with a target the first one."""
     entropy_target: Positive | None = None
-    """Entropy per token below which the bonus grows by entropy_step a round, and above which it shrinks."""
+    """Entropy per token. After a round below it the weight of the bonus grows by entropy_step; after a round above it
+    the weight shrinks, and the next round has no bonus (Skywork-OR1, TRL)."""
+    top_entropy: Annotated[float, Field(gt=0, lt=1)] | None = None
+    """Share of the tokens of each step, those at which the policy before the round has the highest entropy, that have
+    a policy gradient (Wang et al., arXiv:2506.01939: 0.2); null: all. It takes one more pass."""
+    tied_groups: Literal["count", "drop"] = "count"
+    """What becomes of a group whose rewards are equal, so that it has no advantage. count: it stays in its step, in
+    the denominators of the loss, in the KL and in the entropy bonus, as in GRPO's paper, TRL, verl and Dr. GRPO; with
+    kl_coef 0 and no bonus it adds 0 to the loss and takes no pass of the model. drop: it leaves the round, and steps
+    are made of the other groups, as in DAPO. The total decides with the KL of kl_in_reward taken off."""
     old_logps: Literal["trainer", "sampler"] = "trainer"
     """Where log pi_old of the ratios comes from. trainer: a forward pass of the policy before the first step. sampler:
     what the rollouts recorded, without the pass, as verl's bypass mode and slime's use-rollout-logprobs have it. Then
@@ -118,7 +128,7 @@ class CriticSettings:
     start: Literal["reward_model", "policy"] = "reward_model"
     """What it starts from: the run's reward model (Ouyang et al., 2022), or the policy before the first round with a
     value head of zeros, where nothing has learnt rewards before, as in games."""
-    optimizer: OptimizerSettings = OptimizerSettings(learning_rate=5e-5)
+    optimizer: OptimizerSettings = OptimizerSettings(learning_rate=1e-5)
     """Its own optimizer."""
     gamma: Fraction = 1.0
     """Discount of a token step."""
@@ -165,10 +175,6 @@ class RoundSettings(Objective):
     """What becomes of completions cut off at max_tokens. keep: trained on as all others. mask: they leave the loss and
     every statistic, as a failed sample does. mask-loss: they leave the loss, but their reward counts in the baseline of
     their group, as with DAPO's overlong filtering and in TRL."""
-    tied_groups: Literal["regularise", "drop"] = "regularise"
-    """What becomes of a group whose rewards are equal, so that it has no advantage. regularise: it stays for kl_coef
-    and the entropy bonus, as in GRPO's paper, TRL and verl; without either it would add nothing, and leaves. drop: it
-    leaves the step, its KL and its entropy too, as in DAPO. The total decides with the KL of kl_in_reward taken off."""
     keep_most_varied: Annotated[float, Field(gt=0, lt=1)] | None = None
     """Fraction of a round's groups that are trained on: those whose totals have the greatest standard deviation, as in
     RAGEN (0.25 there). The others leave every statistic. null: all."""
@@ -179,7 +185,7 @@ class RoundSettings(Objective):
     rewards, else trajectory."""
     environment_weight: float = 1.0
     """Weight of the environment's rewards in the totals; the recipe's comes from rl.score.rewards."""
-    optimizer: OptimizerSettings = OptimizerSettings(learning_rate=2e-5)
+    optimizer: OptimizerSettings = OptimizerSettings(learning_rate=1e-6)
     """The policy's optimizer; its state lives through all rounds."""
     critic: CriticSettings = CriticSettings()
     """For PPO."""

@@ -21,18 +21,26 @@ from tuning.models.config import DecoderConfig
 from tuning.models.decoder import decoder_graph
 from tuning.training.batch import Group
 from tuning.training.completions import per_completion
-from tuning.training.forward import logps_and_entropy, scores
+from tuning.training.forward import logps_and_entropy, logps_and_leads, scores
 from tuning.training.step import LossFn
 
 
-def sft_loss(graph: Any, compute: Compute) -> LossFn:
-    """-log p of the completion tokens, mean over the tokens of the step."""
+def sft_loss(graph: Any, compute: Compute, of_token: Any = nll, label_smoothing: float = 0.0) -> LossFn:
+    """The loss `of_token`, a function of log p, of the completion tokens, mean over the tokens of the step.
+
+    label_smoothing e: with `nll` the cross-entropy to (1 - e) of the token and e of the whole vocabulary, evenly.
+    """
 
     def loss(params: Any, batch: dict[str, jax.Array], frozen: Any) -> tuple[jax.Array, dict[str, jax.Array]]:
-        logps, _ = logps_and_entropy(graph, params, batch, 1.0, compute)
+        if label_smoothing:
+            logps, leads = logps_and_leads(graph, params, batch, compute)
+            losses = of_token(logps) + label_smoothing * leads
+        else:
+            logps, _ = logps_and_entropy(graph, params, batch, 1.0, compute)
+            losses = of_token(logps)
         mask, n = batch["mask_CT"], batch["n_tokens"]
         # A token mean reads no number of sequences.
-        value = aggregate(nll(logps), mask, "token-mean", n_tokens=n, n_sequences=jnp.ones(()))
+        value = aggregate(losses, mask, "token-mean", n_tokens=n, n_sequences=jnp.ones(()))
         # Log-probabilities are 0 where masked.
         return value, {"nll": -jnp.sum(logps), "tokens": jnp.sum(mask)}
 

@@ -28,13 +28,15 @@ class Tally:
     norms: list[float] = dataclasses.field(default_factory=list)
     """Of the gradients of each step that was not skipped."""
     skipped: int = 0
+    trained: float = 0.0
+    """Tokens in the loss."""
     tokens: int = 0
     """Tokens in rows, padding not counted."""
     value_sums: Counter[str] = dataclasses.field(default_factory=Counter)
     value_steps: int = 0
 
-    def add(self, step: Sums) -> dict[str, float]:
-        """Adds a step of the policy; its own metrics."""
+    def add(self, step: Sums, unpacked: int = 0) -> dict[str, float]:
+        """Adds a step of the policy; its own metrics. unpacked: tokens of the loss that were in no micro-batch."""
         # A norm is not a sum: kept apart from what is added over steps.
         norm, skip = step.pop("grad_norm"), step.pop("skipped")
         apart = mismatch_means(step)
@@ -47,6 +49,7 @@ class Tally:
         if not skip:
             self.norms.append(norm)
             self.sums.update(step)
+            self.trained += step["old_n_tokens"] + unpacked
         return {"grad_norm": norm} | summarise(step) | apart
 
     def add_value(self, step: Sums) -> None:
@@ -65,7 +68,7 @@ class Tally:
             metrics |= summarise(self.sums) | mismatch_means(self.apart)
             metrics |= {"loss": self.sums["loss"] / len(self.norms), "grad_norm": float(np.mean(self.norms))}
             # Of all epochs: for audits, which count what may be trained on in the tables.
-            metrics["trained_tokens"] = round(self.sums["old_n_tokens"])
+            metrics["trained_tokens"] = round(self.trained)
         return metrics
 
     def value_metrics(self, returns: np.ndarray) -> dict[str, float]:

@@ -28,26 +28,15 @@ class Trained:
         """True on the tokens of completion i that take part; empty where none does."""
         return self.in_loss.row(i) if self.keep_N[i] else np.zeros(0, bool)
 
-    @property
-    def counts_N(self) -> np.ndarray:
-        """How many each completion has, [N]."""
-        return np.asarray([np.count_nonzero(self.mask_of(i)) for i in range(len(self.keep_N))])
-
     def numbers(self, column: Column) -> list[np.ndarray]:
         """What a column has for them, by completion."""
         masks = [self.mask_of(i) for i in range(len(self.keep_N))]
         return [column.row(i)[: len(mask)][mask] for i, mask in enumerate(masks)]
 
 
-def spread(trained: Trained, advantages: np.ndarray | Column | None) -> float:
-    """Standard deviation of the advantage over the tokens that are trained; 0 without one.
-
-    advantages: of completions [N], or of tokens.
-    """
-    if isinstance(advantages, Column):
-        of_tokens = np.concatenate(trained.numbers(advantages))
-    else:
-        of_tokens = np.repeat(advantages, trained.counts_N) if advantages is not None else np.zeros(0)
+def spread(trained: Trained, advantages: Column) -> float:
+    """Standard deviation of the advantage over the tokens that are trained; 0 without one."""
+    of_tokens = np.concatenate(trained.numbers(advantages))
     if not of_tokens.size:
         # Completions without a token have no advantage.
         return 0.0
@@ -57,16 +46,10 @@ def spread(trained: Trained, advantages: np.ndarray | Column | None) -> float:
     return float(np.sqrt(of_tokens.mean()))
 
 
-def shared_N(trained: Trained, advantages: np.ndarray | Column | None) -> np.ndarray:
-    """The advantage that the trained tokens of each completion share, [N]; NaN without one.
-
-    Arguments as of `spread`.
-    """
+def shared_N(trained: Trained, advantages: Column | None) -> np.ndarray:
+    """The advantage that the trained tokens of each completion share, [N]; NaN without one."""
     found = np.full(len(trained.keep_N), np.nan, real())
-    if isinstance(advantages, Column):
-        for i, of_tokens in enumerate(trained.numbers(advantages)):
-            if len(of_tokens) and (of_tokens == of_tokens[0]).all():
-                found[i] = of_tokens[0]
-    elif advantages is not None:
-        found = np.where(trained.counts_N > 0, advantages, found)
+    for i, of_tokens in enumerate(trained.numbers(advantages) if advantages is not None else ()):
+        if len(of_tokens) and (of_tokens == of_tokens[0]).all():
+            found[i] = of_tokens[0]
     return found

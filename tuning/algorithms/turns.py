@@ -24,6 +24,8 @@ class Turns:
     """The environment's reward for each turn; 0 where there is no turn, or none that it rewarded."""
     states: Sequence[Sequence[str | None]]
     """Hash of the state in which each turn was chosen, [N] lists by turn; None where the environment tells none."""
+    ended_N: np.ndarray | None = None
+    """Whether the environment ended the trajectory, so that nothing follows its last state; None: unknown."""
 
     @classmethod
     def from_rows(cls, turns: Iterable[TurnRow], trajectories: Sequence[Sequence[CompletionRow]], width: int) -> Turns:
@@ -41,12 +43,14 @@ class Turns:
         for i, (rows, own) in enumerate(zip(trajectories, ordered, strict=True)):
             _number(number_NT[i], rows, own)
             rewards_NU[i, : len(own)] = [0.0 if turn.reward is None else turn.reward for turn in own]
-        return cls(number_NT, rewards_NU, [[turn.state for turn in own] for own in ordered])
+        ended_N = np.asarray([any(turn.terminated for turn in own) for own in ordered], bool)
+        return cls(number_NT, rewards_NU, [[turn.state for turn in own] for own in ordered], ended_N)
 
     def some(self, ids: Sequence[int]) -> Turns:
         """Those of some trajectories."""
         rows = list(ids)
-        return Turns(self.number_NT[rows], self.rewards_NU[rows], [self.states[i] for i in rows])
+        ended_N = None if self.ended_N is None else self.ended_N[rows]
+        return Turns(self.number_NT[rows], self.rewards_NU[rows], [self.states[i] for i in rows], ended_N)
 
     def ends_NT(self, mask_NT: np.ndarray) -> np.ndarray:
         """True on the last token of each turn that counts in the mask, [N, T] bool."""

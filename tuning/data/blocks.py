@@ -33,6 +33,8 @@ class SourcePlan:
     """By name where their values come from, as for `tuning.data.fields.Mapper`."""
     layout: str = "auto"
     weight: float = 1.0
+    uses: tuple[str, ...] | None = None
+    """Outputs that its records are for; None: those that they have the fields for."""
 
 
 @dataclasses.dataclass(frozen=True)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections import Counter
 from collections.abc import Sequence
 from typing import Any
@@ -11,7 +12,8 @@ from jinja2 import TemplateError
 
 from tuning.data.blocks import Block, Counts, Draft, Plan, Step, tokenizer_of
 from tuning.data.conversations import ConversationError, conversation_ids, render_prompt
-from tuning.data.records import Message, Record, digest
+from tuning.data.kinds import canonical_json, digest
+from tuning.data.records import Message, Record
 from tuning.models.tokenizer import begins_with_bos, turn_end
 
 
@@ -59,7 +61,12 @@ def drafts_of(tokenizer: Any, plan: Plan, output: str, record: Record) -> list[D
     judged = bool(record.rejected) or record.label is not None
     known = [record.prompt, record.answer, record.tools, None if judged else record.metadata]
     key = digest(json.dumps(known, sort_keys=True))
-    columns |= {"answer": record.answer, "metadata": record.metadata, "group": record.group}
+    metadata = record.metadata
+    opened = _OPENED_TAG.search(texts["prompt_ids"])
+    if opened and opened[0].strip() not in {t.content for t in tokenizer.added_tokens_decoder.values() if t.special}:
+        # Rewards read completions alone: they have to know that a completion begins within a tag.
+        metadata = canonical_json({**json.loads(metadata), "opened_tag": opened[1]})
+    columns |= {"answer": record.answer, "metadata": metadata, "group": record.group}
     return [Draft(output, key, columns, texts)]
 
 
@@ -86,6 +93,8 @@ def _pairs(output: str, record: Record, columns: dict[str, Any], texts: dict[str
     return drafts
 
 
+_OPENED_TAG = re.compile(r"<(\w+)>\s*$")
+"""A tag that the header of the assistant's turn opens, as templates of reasoning models open <think>."""
 _BATCH = 512
 """Texts that are encoded at a time."""
 

@@ -47,7 +47,7 @@ def warnings(extracted: Extracted) -> list[str]:
     """A sentence for each field whose pattern took a part of a number."""
     return [
         f"the pattern of `fields.{field}` takes a part of a number in {found['parts']} records ({found['example']}); "
-        r"put the group `(-?\d+(?:[.,]\d+)*)` in the place of its own, which takes all of one, and leave the rest"
+        r"put the group `(-?\d+(?:[.,/]\d+)*)` in the place of its own, which takes all of one, and leave the rest"
         for field, found in extracted.items()
         if found["parts"]
     ]

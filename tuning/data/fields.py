@@ -170,7 +170,7 @@ class _Field:
         return Found(self.name, self.pattern.pattern, text[start:stop].strip(), _cut(text, start, stop))
 
 
-_NUMBER = re.compile(r"\d+(?:[.,]\d+)*")
+_NUMBER = re.compile(r"(?:(?<![\w)\]}])[-−])?\d+(?:[.,/]\d+)*")
 
 
 def _cut(text: str, start: int, stop: int) -> str | None:

@@ -11,7 +11,6 @@ spooled: converted to compressed pieces of JSON Lines, one a part.
 
 from __future__ import annotations
 
-import csv
 import dataclasses
 import hashlib
 import io
@@ -25,7 +24,9 @@ from typing import Any
 import pyarrow as pa
 
 from tuning import remembered
-from tuning.data.lines import LONGEST, json_values, text_lines, whole_lines
+from tuning.data.arrow_lines import batch_lines
+from tuning.data.folders import check_one_split, files_of
+from tuning.data.lines import csv_rows, json_values, whole_lines
 from tuning.data.remote import SourceError, again, filesystem, open_input, publish, read_range, type_of
 
 KINDS = {
@@ -53,7 +54,7 @@ class DataFile:
 
     @property
     def compression(self) -> str | None:
-        return COMPRESSIONS.get("." + self.url.rsplit(".", 1)[-1])
+        return COMPRESSIONS.get("." + self.url.rsplit(".", 1)[-1].lower())
 
     @property
     def suffix(self) -> str:
@@ -101,21 +102,28 @@ def is_files(source: str) -> bool:
 
 
 def expand(source: str) -> list[DataFile]:
-    """The files of a path, folder, glob or URL, in the order of their names. Raises SourceError where there is none."""
+    """The files of a path, folder, glob or URL, in the order of their names.
+
+    Raises SourceError if there is none, or if they are files of several splits.
+    """
     fs, path = filesystem(source)
     http = source.startswith(("http:", "https:"))
     # In a web address `?` begins the query, and brackets occur in names.
-    marks = "*" if http else "*?["
-    if any(mark in path for mark in marks):
-        listed = again(lambda: fs.glob(path, detail=True), source)
-        paths = [name for name, info in listed.items() if info["type"] == "file"]
+    pattern = any(mark in path for mark in ("*" if http else "*?["))
+    # A path that exists is no pattern, whatever its characters.
+    kind = None if http and pattern else type_of(fs, path, source)
+    # Over HTTP every address can be listed and read.
+    if kind == "directory" and not http:
+        paths = files_of(fs, path.rstrip("/"), source, SUFFIXES)
+    elif kind is not None:
+        paths = [path]
     else:
-        kind = type_of(fs, path, source)
-        # Over HTTP every address can be listed and read.
-        folder = kind == "directory" and not http
-        paths = _of_folder(fs, path.rstrip("/"), source) if folder else [path] * (kind is not None)
+        listed = again(lambda: fs.glob(path, detail=True), source) if pattern else {}
+        paths = [name for name, info in listed.items() if info["type"] == "file"]
     if not paths:
-        raise SourceError(f"source {source!r}: no such file")
+        why = "no file matches the pattern; write [[] for a bracket of a name" if pattern else "no such file"
+        raise SourceError(f"source {source!r}: {why}")
+    check_one_split(paths, source)
     urls = sorted(fs.unstrip_protocol(name) if "://" in source else name for name in paths)
     for url in urls:
         if not url.lower().endswith(SUFFIXES):
@@ -123,28 +131,6 @@ def expand(source: str) -> list[DataFile]:
     names = [url.rsplit("/", 1)[-1] for url in urls]
     labels = names if len(set(names)) == len(names) else urls
     return [DataFile(url, label) for url, label in zip(urls, labels, strict=True)]
-
-
-def _of_folder(fs: Any, folder: str, source: str) -> list[str]:
-    """Data files below a folder; for a folder saved by `datasets`, the files that its state lists."""
-    listed = again(lambda: fs.find(folder), source)
-    names = {name[len(folder) + 1 :]: name for name in listed}
-    if "dataset_dict.json" in names:
-        splits = json.loads(fs.cat_file(names["dataset_dict.json"]))["splits"]
-        if len(splits) > 1:
-            raise SourceError(
-                f"source {source!r} holds the splits {', '.join(splits)}: name one, as {source}/{splits[0]}"
-            )
-        return _of_folder(fs, f"{folder}/{splits[0]}", source)
-    if "state.json" in names:
-        state = json.loads(fs.cat_file(names["state.json"]))
-        # An index selects and orders rows of the data files; reading them alone would give other rows.
-        if state.get("_indices_data_files"):
-            raise SourceError(f"source {source!r} has an index beside its data: save it after `flatten_indices()`")
-        return [f"{folder}/{entry['filename']}" for entry in state["_data_files"]]
-    hidden = (".", "_")
-    shown = [name for name in names if not any(step.startswith(hidden) for step in name.split("/"))]
-    return [names[name] for name in shown if name.lower().endswith(SUFFIXES) and name != "dataset_info.json"]
 
 
 def file_digest(url: str) -> str:
@@ -172,6 +158,8 @@ def parts_of(file: DataFile, part_bytes: int, spool: str, source: int = 0, posit
     Reads the file once. `spool` is the folder or URL for pieces. Raises SourceError, naming the file, if that fails.
     """
     try:
+        if file.kind in ("lines", "json", "csv"):
+            _check_encoding(file)
         if file.kind == "lines" and file.ranges:
             yield from _cut_lines(file, part_bytes, source, position)
         # Skipping batches of an Arrow file is free only where it can be mapped, that is locally.
@@ -180,10 +168,22 @@ def parts_of(file: DataFile, part_bytes: int, spool: str, source: int = 0, posit
         else:
             lines = _PIECES[file.kind](file)
             yield from spooled(lines, file.label, part_bytes, spool, source, position, file.kind == "csv")
-    except (OSError, EOFError, ValueError, RecursionError, csv.Error, pa.ArrowException) as error:
+    except (OSError, EOFError, ValueError, RecursionError, pa.ArrowException) as error:
         if isinstance(error, SourceError | FileNotFoundError):
             raise
         raise SourceError(f"{file.url} cannot be read as {file.suffix}: {error}") from error
+
+
+def _check_encoding(file: DataFile) -> None:
+    """Raises SourceError, with the command that converts the file, if its text is not in UTF-8."""
+    with _stream(file) as stream:
+        # By its first four bytes, as the JSON module of the standard library.
+        found = json.detect_encoding(stream.read(4)).upper()
+    if not found.startswith("UTF-8"):
+        name = found.replace("-LE", "LE").replace("-BE", "BE")
+        raise SourceError(
+            f"{file.url}: expected UTF-8, got {name}; convert the text with `iconv -f {name} -t UTF-8 OLD > NEW`"
+        )
 
 
 def _count(block: bytes) -> int:
@@ -286,20 +286,12 @@ def _json_list(file: DataFile) -> Iterator[bytes]:
 
 
 def _csv_rows(file: DataFile) -> Iterator[bytes]:
-    """Rows as objects. A row with more or fewer cells than the header is a list, which `parse_record` rejects."""
-    csv.field_size_limit(LONGEST)
     delimiter = "\t" if file.suffix == ".tsv" else ","
     with _stream(file) as stream:
         # A byte that is not UTF-8 becomes a lone surrogate: then one record is dead, not the file.
         text = io.TextIOWrapper(stream, encoding="utf-8-sig", errors="surrogateescape", newline="")
-        rows = csv.reader(text_lines(text), delimiter=delimiter)
-        header = next(rows, [])
-        if len(set(header)) < len(header):
-            raise SourceError(f"{file.url}: the first line names a column twice: {header}")
-        for cells in rows:
-            if cells:
-                row = dict(zip(header, cells, strict=True)) if len(cells) == len(header) else cells
-                yield json.dumps(row).encode()
+        for row in csv_rows(text, delimiter):
+            yield json.dumps(row).encode()
 
 
 def _rows(file: DataFile) -> Iterator[bytes]:
@@ -309,7 +301,7 @@ def _rows(file: DataFile) -> Iterator[bytes]:
         import pyarrow.parquet as pq
 
         batches = pq.ParquetFile(open_input(file.url)).iter_batches(batch_size=1024)
-    return (row_bytes(row) for batch in batches for row in batch.to_pylist())
+    return (line for batch in batches for line in batch_lines(batch))
 
 
 _PIECES: dict[str, Callable[[DataFile], Iterator[bytes]]] = {
@@ -321,9 +313,9 @@ _PIECES: dict[str, Callable[[DataFile], Iterator[bytes]]] = {
 }
 
 
-def row_bytes(row: dict[str, Any]) -> bytes:
-    """JSON of a row. Dates and decimals, which JSON does not have, become text."""
-    return json.dumps(row, default=str).encode()
+def records_of(file: DataFile) -> Iterator[bytes]:
+    """JSON of each record of a file, from the first on; a line that holds none is empty or white space."""
+    return _PIECES[file.kind](file)
 
 
 def _arrow_batches(url: str) -> Iterator[pa.RecordBatch]:
@@ -356,8 +348,7 @@ def read_part(part: Part) -> Iterator[tuple[int, bytes]]:
     file = DataFile(part.url, part.label)
     if _groups(file)[1] != part.checksum:
         raise SourceError(f"{part.url} was changed while it was read: run again")
-    for number, row in enumerate(_group_rows(file, part.start, part.stop), part.number):
-        yield number, row_bytes(row)
+    yield from enumerate(_group_lines(file, part.start, part.stop), part.number)
 
 
 def _spooled(part: Part) -> bytes:
@@ -365,18 +356,18 @@ def _spooled(part: Part) -> bytes:
     return pa.decompress(again(lambda: fs.cat_file(path), part.url), part.stop, "zstd", asbytes=True)
 
 
-def _group_rows(file: DataFile, start: int, stop: int) -> Iterator[dict[str, Any]]:
+def _group_lines(file: DataFile, start: int, stop: int) -> Iterator[bytes]:
     import pyarrow.parquet as pq
 
     if file.kind == "arrow":
         for i, batch in enumerate(_arrow_batches(file.url)):
             if start <= i < stop:
                 for offset in range(0, batch.num_rows, 1024):
-                    yield from batch.slice(offset, 1024).to_pylist()
+                    yield from batch_lines(batch.slice(offset, 1024))
         return
     with open_input(file.url) as stream:
         for batch in pq.ParquetFile(stream).iter_batches(batch_size=1024, row_groups=range(start, stop)):
-            yield from batch.to_pylist()
+            yield from batch_lines(batch)
 
 
 def upload(local: str, url: str) -> str:

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import math
 from collections.abc import Mapping, Sequence
 from typing import Any
+
+from tuning.texts import normal
 
 
 def is_list_of_objects(value: Any) -> bool:
@@ -40,6 +43,12 @@ def opening(messages: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
     return turns[:first] or turns
 
 
+def comparable(message: Mapping[str, Any]) -> dict[str, Any]:
+    """A message with its content in the form in which texts are compared."""
+    content = message.get("content")
+    return {**message, "content": normal(content)} if isinstance(content, str) else dict(message)
+
+
 # `json.dumps` with these settings builds an encoder at each call, which is noticeable on millions of records.
 _canonical = json.JSONEncoder(sort_keys=True, separators=(",", ":"), ensure_ascii=False, allow_nan=False).encode
 
@@ -47,3 +56,8 @@ _canonical = json.JSONEncoder(sort_keys=True, separators=(",", ":"), ensure_asci
 def canonical_json(value: Any) -> str:
     """The one JSON text of a value: sorted keys, no spaces. Raises ValueError or TypeError for a value without one."""
     return _canonical(value)
+
+
+def digest(text: str) -> str:
+    """sha256 of the text, as 64 hex digits."""
+    return hashlib.sha256(text.encode()).hexdigest()

@@ -3,7 +3,8 @@
     prompt, prompt-completion, messages, preference      TRL's four
     labelled    prompt, completion and a label, as for KTO
     native      any of those, by the fields of each record
-    alpaca      instruction, optional input, output; optional system and history (pairs of earlier turns)
+    alpaca      instruction, optional input, output; optional system and history (pairs of earlier turns); a `text`
+                that repeats instruction and output is left out
     sharegpt    conversations: turns of {from, value}, from human, gpt, system, function_call, observation, ...
     hh          chosen and rejected as texts with "\\n\\nHuman:" and "\\n\\nAssistant:" before the turns
     verifiable  prompt (or question) without completion, and reward_model {style, ground_truth} or answer
@@ -93,7 +94,7 @@ def _native_as(name: str) -> Callable[[Raw], Raw]:
 
 def _alpaca(raw: Raw) -> Raw:
     instruction = _take(raw, "instruction", str, "the task as a string")
-    extra = raw.pop("input", None) or ""
+    extra, text = raw.pop("input", None) or "", raw.get("text")
     if not isinstance(extra, str):
         raise LayoutError("input", "a string", type(extra).__name__)
     user = f"{instruction}\n\n{extra}" if extra.strip() else instruction
@@ -105,6 +106,9 @@ def _alpaca(raw: Raw) -> Raw:
         turns += [{"role": "user", "content": pair[0]}, {"role": "assistant", "content": pair[1]}]
     turns.append({"role": "user", "content": user})
     output = raw.pop("output", None)
+    # The original data set repeats each record in one text.
+    if isinstance(text, str) and isinstance(output, str) and instruction in text and output in text:
+        del raw["text"]
     # With earlier answers SFT trains every turn, so the record is a conversation.
     if history and output is not None:
         return raw | {"messages": [*turns, {"role": "assistant", "content": output}]}
@@ -181,12 +185,12 @@ def _verifiable(raw: Raw) -> Raw:
         if answer is not None:
             # Verifiers that compare lists or objects read them from JSON.
             raw["answer"] = answer if isinstance(answer, str) else json.dumps(answer, ensure_ascii=False)
+            if isinstance(answer, list | dict):
+                # The accepted answers, for the built-in rewards.
+                metadata["answers"] = answer
         metadata |= {"reward": {k: v for k, v in spec.items() if k != "ground_truth" and v is not None}}
     elif raw.get("answer") is None:
         raise LayoutError("answer", "an answer, as there is no `reward_model`", "nothing")
-    answer = raw.get("answer")
-    if isinstance(answer, int | float) and not isinstance(answer, bool):
-        raw["answer"] = json.dumps(answer)
     # Fields of verl's data sets: rewards find them in the metadata.
     for name in ("data_source", "ability", "extra_info", "info", "task"):
         if raw.get(name) is not None:
@@ -216,7 +220,8 @@ LAYOUTS = tuple(_TRANSLATE)
 def from_strings(raw: Mapping[str, Any]) -> Raw:
     """A row of CSV, where all values are text, with the types of the record layout.
 
-    Empty cells are absent. Text that starts like a list or object is read as JSON in the fields that may hold one.
+    Empty cells are absent. Text that starts like a list or object is JSON in the fields that hold no text, and where a
+    list of messages, or of rejected texts, replaces text.
     """
     values: Raw = {}
     for name, text in raw.items():
@@ -226,8 +231,12 @@ def from_strings(raw: Mapping[str, Any]) -> Raw:
         if not isinstance(text, str) or text == "":
             continue
         values[name] = typed(name, text)
-        if name in _STRUCTURED and text.lstrip()[:1] in ("[", "{"):
+        if text.lstrip()[:1] not in ("[", "{"):
+            continue
+        if name in _STRUCTURED:
             values[name] = _from_json(name, text)
+        elif name in _TEXTS:
+            values[name] = _messages_or_text(name, text)
     return values
 
 
@@ -239,10 +248,21 @@ def typed(name: str, text: str) -> bool | float | str:
 
 
 _BOOLEANS = {"true": True, "1": True, "yes": True, "false": False, "0": False, "no": False}
-_STRUCTURED = {
-    *("messages", "conversations", "prompt", "chosen", "rejected", "completion", "tools", "metadata", "reward_model"),
-    *("history", "extra_info"),
-}
+_STRUCTURED = {"messages", "conversations", "tools", "metadata", "reward_model", "history", "extra_info"}
+_TEXTS = {"prompt", "completion", "chosen", "rejected"}
+"""Fields that hold either text or messages."""
+
+
+def _messages_or_text(name: str, text: str) -> Any:
+    try:
+        value = json.loads(text)
+    except (ValueError, RecursionError):
+        return text
+    if not isinstance(value, list) or not value:
+        return text
+    messages = all(isinstance(item, dict) and "role" in item for item in value)
+    texts = name == "rejected" and all(isinstance(item, str) for item in value)
+    return value if messages or texts else text
 
 
 def _number(text: str) -> float | str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import codecs
+import csv
 import json
 from collections.abc import Iterator
 from typing import Any
@@ -41,6 +42,31 @@ def text_lines(text: Any) -> Iterator[str]:
             raise ValueError(f"line {number} is longer than {LONGEST} characters: end each record with a newline")
         yield line
         number += 1
+
+
+def csv_rows(text: Any, delimiter: str) -> Iterator[dict[str, str] | list[str]]:
+    """The rows of a text file of CSV, as objects with the header's names.
+
+    A row with more or fewer cells than the header is a list, which `parse_record` rejects. Raises ValueError for a
+    header that names a column twice, and for marks of quotation that do not pair: one that nothing closes would take
+    all later rows into its cell.
+    """
+    csv.field_size_limit(LONGEST)
+    rows, line = csv.reader(text_lines(text), delimiter=delimiter, strict=True), 1
+    try:
+        header = next(rows, [])
+        if len(set(header)) < len(header):
+            raise ValueError(f"the first line names a column twice: {header}")
+        line = rows.line_num + 1
+        for cells in rows:
+            if cells:
+                yield dict(zip(header, cells, strict=True)) if len(cells) == len(header) else cells
+            line = rows.line_num + 1
+    except csv.Error as error:
+        raise ValueError(
+            f"the row that begins in line {line} has an unpaired quotation mark ({error}); a cell that begins with one "
+            "ends with one, and a mark within the cell is doubled"
+        ) from None
 
 
 class _Text:

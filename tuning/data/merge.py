@@ -74,6 +74,8 @@ class Fates:
     """Records without a row by reason, copies included."""
     rows: Counter[str] = dataclasses.field(default_factory=Counter)
     """Planned rows by output."""
+    by_source: list[Counter[str]] = dataclasses.field(default_factory=list)
+    """The same of each source; equal prompts of several records count each."""
     dropped_rows: Counter[str] = dataclasses.field(default_factory=Counter)
     """Dropped rows by output:reason."""
     gone: Digests | None = None
@@ -111,9 +113,12 @@ def _firsts(table: pa.Table) -> tuple[pa.Array, np.ndarray]:
     return at.filter(pa.array(first)), np.diff(np.append(starts, len(first)))
 
 
-def fates(pieces: Pieces, threshold: float | None = None) -> Fates:
-    """Counts the ledger. With a threshold, near duplicates of at least that similarity are dropped first."""
-    total = Fates()
+def fates(pieces: Pieces, threshold: float | None = None, starts: Sequence[int] = (0,)) -> Fates:
+    """Counts the ledger. With a threshold, near duplicates of at least that similarity are dropped first.
+
+    starts: the place of the first record of each source, among those of all.
+    """
+    total = Fates(by_source=[Counter() for _ in starts])
     if threshold is not None:
         total.gone = _similar(pieces, threshold)
     ids, defaults = (Buckets(pieces.folder / f"hashes-{name}") for name in ("ids", "defaults"))
@@ -133,7 +138,9 @@ def fates(pieces: Pieces, threshold: float | None = None) -> Fates:
             if reason:
                 total.dropped[reason] += count
         mask = pa.array(kept)
-        total.rows.update(_counted(ledger["rows"].filter(mask)))
+        of = np.searchsorted(starts, ledger["position"].to_numpy(), "right") - 1
+        for source, rows in enumerate(total.by_source):
+            rows.update(_counted(ledger["rows"].filter(pa.array(kept & (of == source)))))
         near_rows = pa.array(np.ones(len(ledger), bool)) if near is None else pc.invert(near)
         total.dropped_rows.update(_counted(ledger["dropped"].filter(near_rows)))
         live = ledger.filter(mask)
@@ -146,6 +153,7 @@ def fates(pieces: Pieces, threshold: float | None = None) -> Fates:
         defaults.add(_uint64(drawn.filter(pc.is_null(drawn["group_hash"]))["drawn_hash"]))
         ids.add(_uint64(ledger["id_hash"]))
         groups.add(_uint64(named["group_hash"]), heldout=named["heldout"].to_numpy())
+    total.rows = sum(total.by_source, Counter())
     group, size = _most_frequent(defaults)
     if size:
         largest = pa.scalar(group, pa.uint64())

@@ -1,8 +1,8 @@
 """Names of what a record asks, by which a held-out prompt is found in training data.
 
-A name is a 60-bit hash. Names agree where the texts of two prompts agree, or the tokens before what is trained, or the
-turns before it without the system's: a recipe adds a system prompt to records that have none, and one that differs
-makes no other question.
+A name is a 60-bit hash. Names agree if the texts of two prompts agree (as `tuning.texts.normal` writes them), or the
+tokens before what is trained, or the turns before it without the system's: a recipe adds a system prompt to records
+that have none, and one that differs makes no other question.
 """
 
 from __future__ import annotations
@@ -12,7 +12,8 @@ from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
 from tuning.data.conversations import contexts
-from tuning.data.kinds import canonical_json
+from tuning.data.kinds import canonical_json, comparable
+from tuning.texts import normal
 
 if TYPE_CHECKING:
     from tuning.data.blocks import Draft
@@ -43,7 +44,7 @@ def turn_names(record: Record, output: str) -> list[int]:
     said, anything = hashlib.sha256(), False
     for number, message in enumerate(turns, start=1):
         if message["role"] != "system":
-            said.update(canonical_json(message).encode() + b"\n")
+            said.update(canonical_json(comparable(message)).encode() + b"\n")
             anything = True
         # Here the assistant answers.
         if number in ends and anything:
@@ -55,7 +56,7 @@ def prompt_names(record: Record, drafts: Iterable[Draft]) -> list[int]:
     """Names of a record's rows: of the prompt's text, and of tokens and turns before what is trained."""
     if record.text is not None:
         return []
-    names = {hash64(record.prompt_text)}
+    names = {hash64(normal(record.prompt_text))}
     for draft in drafts:
         before = contexts(draft.ids["prompt_ids"], draft.ids.get("completion_ids", []), draft.mask)
         names.update(hash64(" ".join(map(str, context))) for context in set(before))

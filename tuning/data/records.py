@@ -1,17 +1,17 @@
 """One layout for raw training records, and the check of each record against it.
 
-A raw record is a JSON object:
+A raw record is a JSON object. A number as `id`, `answer` or `group` is its JSON text; any other type is an error:
 
-    id          str, optional: unique name of the record. Default: the digest of its content.
+    id          str or number, optional: unique name of the record. Default: the digest of its content.
     prompt      str, or a list of messages {"role", "content"} that ends before the assistant's turn.
     completion  str, optional: the wanted (for a pair: the preferred) answer of the assistant.
     rejected    str or list of str, optional: answers that lose against `completion`.
     label       bool, optional: whether `completion` is a good answer, where there is no other to compare it with.
-    answer      str, optional: what a verifier compares with.
+    answer      str or number, optional: what a verifier compares with.
     margin      float, optional: how much better `completion` is than `rejected`.
     tools       list of objects, optional: the functions that the chat template tells the assistant about.
     split       "sft" | "preference" | "labelled" | "prompts" | "heldout", optional: the only one to use the record.
-    group       str, optional: records of one group never straddle training and held-out. Default: by `opening`.
+    group       str or number, optional: training and held-out share no group. Default: by `opening`.
     metadata    object, optional: passed through to rewards and reports.
     text        str, alone: a document for SFT, every token of which is trained.
 
@@ -27,16 +27,16 @@ tool's `name` and `tool_call_id`.
 from __future__ import annotations
 
 import dataclasses
-import hashlib
 import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 from tuning.data import layouts
 from tuning.data.fields import Mapper
-from tuning.data.kinds import canonical_json, is_finite, is_list_of_objects, kind_of, opening
+from tuning.data.kinds import canonical_json, comparable, digest, is_finite, is_list_of_objects, kind_of, opening
 from tuning.names import closest
 from tuning.rows import PROMPT_GROUP
+from tuning.texts import normal
 
 SPLITS = ("sft", "preference", "labelled", "prompts", "heldout")
 ROLES = ("system", "user", "assistant", "tool")
@@ -102,9 +102,17 @@ class Record:
         return "\n".join(f"{message['role']}: {message['content']}" for message in self.prompt)
 
 
-def digest(text: str) -> str:
-    """sha256 of the text, as 64 hex digits."""
-    return hashlib.sha256(text.encode()).hexdigest()
+def usable(record: Record) -> list[str]:
+    """The outputs of training whose fields the record has."""
+    if record.text is not None:
+        return ["sft"]
+    fits = {
+        "sft": record.completion is not None and record.label is not False,
+        "preference": bool(record.rejected),
+        "labelled": record.label is not None,
+        "prompts": True,
+    }
+    return [output for output, has in fits.items() if has]
 
 
 def parse_line(
@@ -194,7 +202,7 @@ class _Parser:
             "metadata": metadata,
         }
         text = self.canonical(content)
-        beginning: Any = opening(prompt) if document is None else document
+        beginning: Any = [comparable(m) for m in opening(prompt)] if document is None else normal(document)
         return Record(
             id=self.optional_text("id", values) or digest(text),
             content=digest(text),
@@ -296,7 +304,8 @@ class _Parser:
             return None
         beside = sorted(set(values) & {"prompt", "completion", "rejected", "answer", "label", "tools", *ALIASES})
         if beside:
-            raise self.error("text", "a document has neither prompt nor completion", f"`{beside[0]}` beside it")
+            expected = f"a document without `{beside[0]}` (to leave it out, set rename: {{text: null}})"
+            raise self.error("text", expected, kind_of(values["text"]))
         return self.text("text", values["text"])
 
     def turns(self, values: dict[str, Any]) -> tuple[list[Message], str | None, list[str]]:
@@ -385,13 +394,16 @@ class _Parser:
         return self.text(field, value)
 
     def optional_text(self, field: str, values: dict[str, Any]) -> str | None:
-        return self.text(field, values[field]) if field in values else None
+        """The text of a field that may be a number, which is its JSON text. No other field converts."""
+        if (value := values.get(field)) is None:
+            return None
+        return self.text(field, json.dumps(value) if is_finite(value) else value, "a non-empty string or a number")
 
-    def text(self, field: str, value: Any) -> str:
+    def text(self, field: str, value: Any, expected: str = "a non-empty string") -> str:
         if not isinstance(value, str) or not value.strip():
-            raise self.error(field, "a non-empty string", kind_of(value))
+            raise self.error(field, expected, kind_of(value))
         try:
             value.encode()
         except UnicodeEncodeError:
-            raise self.error(field, "valid Unicode", "a lone surrogate") from None
+            raise self.error(field, "text in UTF-8", kind_of(value)) from None
         return value

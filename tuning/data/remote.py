@@ -17,6 +17,7 @@ from typing import Any, TypeVar
 import fsspec
 
 from tuning.atomic import whole_file
+from tuning.extras import remedy
 from tuning.retries import retried
 
 T = TypeVar("T")
@@ -43,7 +44,8 @@ def filesystem(url: str) -> tuple[Any, str]:
     try:
         return fsspec.core.url_to_fs(url, **({"use_listings_cache": False} if remote else {}))  # type: ignore[no-any-return]
     except (ImportError, ValueError) as error:
-        raise SourceError(f"{url}: {error}") from error
+        said = remedy(url, error) if isinstance(error, ImportError) else error
+        raise SourceError(f"{url}: {said}") from error
 
 
 def again(action: Callable[[], T], what: str) -> T:

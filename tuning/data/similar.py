@@ -10,10 +10,11 @@ from __future__ import annotations
 
 import functools
 import hashlib
-import re
 from collections.abc import Iterable, Iterator
 
 import numpy as np
+
+from tuning.texts import words
 
 PERMUTATIONS = 128
 MIN_RECALL = 0.98
@@ -21,7 +22,6 @@ MIN_RECALL = 0.98
 LOWEST_THRESHOLD = 0.3
 """Below it nearly all records would be compared with each other."""
 SHINGLE_WORDS = 5
-_WORD = re.compile(r"\w+")
 _PRIME = np.uint64(0x100000001B3)
 # In buckets up to this size all pairs are compared; in larger ones each record with the first and with the one before.
 _ALL_PAIRS = 16
@@ -33,9 +33,17 @@ def _word_hash(word: str) -> int:
     return int.from_bytes(hashlib.blake2b(word.encode(), digest_size=8).digest(), "little")
 
 
+def _hashes(text: str) -> np.ndarray:
+    """Hashes uint64 of the text's words (`tuning.texts.words`)."""
+    return np.array([_word_hash(word) for word in words(text)], np.uint64)
+
+
 def ngrams(text: str, length: int) -> np.ndarray:
-    """Hashes [G] uint64 of all runs of `length` words (letters and digits, lower case); a shorter text is one run."""
-    hashes = np.array([_word_hash(word) for word in _WORD.findall(text.lower())], np.uint64)
+    """Hashes [G] uint64 of all runs of `length` words; a shorter text is one run."""
+    return _runs(_hashes(text), length)
+
+
+def _runs(hashes: np.ndarray, length: int) -> np.ndarray:
     length = min(length, len(hashes))
     if not length:
         return hashes
@@ -56,15 +64,16 @@ def contamination(texts: Iterable[str], length: int) -> np.ndarray:
 
 def lengths_of(texts: Iterable[str], length: int) -> list[int]:
     """The lengths of n-grams that `contamination` holds: `length`, and those of shorter texts."""
-    return sorted({min(length, len(_WORD.findall(text))) for text in texts} - {0})
+    return sorted({min(length, len(words(text))) for text in texts} - {0})
 
 
 def is_contaminated(text: str, known: np.ndarray, lengths: Iterable[int]) -> bool:
     """Whether any n-gram of `text`, of any of the lengths, is in `known` (sorted)."""
+    hashes = _hashes(text)
     for length in lengths:
-        if len(_WORD.findall(text)) < length:
+        if len(hashes) < length:
             continue
-        grams = ngrams(text, length)
+        grams = _runs(hashes, length)
         # searchsorted gives len(known) behind the last one.
         at = np.searchsorted(known, grams)
         if np.any(known[np.minimum(at, len(known) - 1)] == grams):

@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 import re
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -18,40 +18,47 @@ from tuning.data.blocks import Block, Counts, Plan, Step, tokenizer_of
 from tuning.data.drafts import lengths, render, tokenize
 from tuning.data.fields import Mapper
 from tuning.data.kinds import canonical_json
-from tuning.data.records import Record, RecordError, parse_line
+from tuning.data.records import Record, RecordError, parse_line, usable
 from tuning.data.remote import local_copy
 from tuning.data.similar import is_contaminated, signature
 from tuning.draws import uniform
 from tuning.names import function_of
 from tuning.rewards.answers import unreadable
 
+UNDECIDED = "undecided: "
+"""How a count begins of records that several outputs could use, of one of several sources that does not say which."""
 UNWANTED = "no_split_wants_it"
 """The fate of a record that no output takes."""
 
 
-def splits_of(record: Record, plan: Plan) -> list[str]:
-    """The outputs that use the record, before any length filter; empty if none of the plan's outputs can."""
-    pairs = bool(record.rejected)
+def splits_of(record: Record, plan: Plan, uses: Sequence[str] | None = None) -> list[str]:
+    """The outputs that use the record, before any length filter; empty if none of the plan's outputs can.
+
+    uses: outputs that the record's source is for; None: all.
+    """
+    own, fits = [split for split in plan.splits if uses is None or split in uses], usable(record)
+    held_out = plan.heldout_fraction if "heldout" in plan.splits else 0.0
     if record.text is not None:
-        return ["sft"] if "sft" in plan.splits else []
-    if record.split is not None:
+        planned = fits
+    elif record.split is not None:
         planned = [record.split]
     # By group, and with one draw per purpose: a larger fraction only adds groups.
-    elif uniform(plan.seed, "heldout", record.group) < (plan.heldout_fraction if "heldout" in plan.splits else 0.0):
+    elif uses == ("heldout",) or uniform(plan.seed, "heldout", record.group) < held_out:
         planned = ["heldout"]
     else:
-        in_sft = uniform(plan.seed, "sft", record.group) < (plan.sft_fraction if "sft" in plan.splits else 0.0)
-        planned = ["sft"] if in_sft and record.completion is not None and record.label is not False else []
-        planned += ["preference"] if pairs and (in_sft or plan.preference_all) else []
-        planned += ["labelled"] if record.label is not None and (in_sft or plan.preference_all) else []
+        # Groups of a source for SFT alone are not shared with another output.
+        share = plan.sft_fraction if uses is None or set(own) - {"sft", "heldout"} else 1.0
+        in_sft = uniform(plan.seed, "sft", record.group) < (share if "sft" in own else 0.0)
+        judged = in_sft or plan.preference_all or "sft" not in own
         # A record without an answer to imitate has no use but its prompt.
-        planned += ["prompts"] if plan.prompts_all or not in_sft or record.completion is None else []
-    planned = [split for split in planned if split in plan.splits]
+        prompts = plan.prompts_all or not in_sft or record.completion is None
+        wanted = {"sft": in_sft, "preference": judged, "labelled": judged, "prompts": prompts}
+        planned = [output for output in fits if wanted[output]]
     if planned != ["heldout"]:
-        return planned
-    imitated = record.completion is not None and record.label is not False
-    more = {"sft": imitated, "preference": pairs, "labelled": record.label is not None}
-    return planned + [f"heldout_{split}" for split, has in more.items() if has and split in plan.splits]
+        return [split for split in planned if split in own]
+    measured = plan.splits if uses == ("heldout",) else own
+    more = [f"heldout_{output}" for output in fits if output != "prompts" and output in measured]
+    return ["heldout"] * bool({"prompts", "heldout"} & set(uses or own)) + more if "heldout" in plan.splits else []
 
 
 def validate(plan: Plan) -> Step:
@@ -167,9 +174,13 @@ def split(plan: Plan) -> Step:
     """Assigns outputs by a hash of the record's group, and the number of copies by a hash of its content."""
 
     def step(block: Block) -> Counts:
-        weight, counts = plan.sources[block.part.source].weight, Counter[str]()
+        source, counts = plan.sources[block.part.source], Counter[str]()
+        weight, stated = source.weight, source.uses is not None or len(plan.sources) == 1
         for entry in block.alive():
-            entry.outputs = splits_of(entry.record, plan)
+            entry.outputs = splits_of(entry.record, plan, source.uses)
+            fits = [output for output in usable(entry.record) if output in plan.splits]
+            if not stated and entry.record.split is None and len(fits) > 1:
+                counts[f"{UNDECIDED}{', '.join(fits)}"] += 1
             if not entry.outputs:
                 entry.fate = UNWANTED
             elif weight != 1.0 and not entry.outputs[0].startswith("heldout"):

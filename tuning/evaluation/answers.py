@@ -11,28 +11,30 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+from tuning.rewards import mathematics
 from tuning.rewards.failures import check_failures
-from tuning.rewards.functions import extracted, last_number
+from tuning.rewards.functions import last_number
 from tuning.rewards.processes import attempt
 from tuning.rewards.samples import Outcome, Sample
+from tuning.rewards.texts import BOXED, extracted, spoken
 
-BOXED = r"\\boxed\{((?:[^{}]++|(\{(?:[^{}]++|(?2))*+\}))*+)\}"
-"""The content of a LaTeX box, with the braces in it."""
 SECONDS = 1.0
 """Longest that the search for an answer takes: unlike the judge it runs in the worker, which nothing ends for it."""
 
 
 def _text(text: str, arguments: Mapping[str, Any]) -> str | None:
-    return extracted(text, arguments.get("extract"), SECONDS).strip() or None
+    extract = arguments.get("extract")
+    return (spoken(text) if extract is None else extracted(text, extract, SECONDS)).strip() or None
 
 
 def _number(text: str, arguments: Mapping[str, Any]) -> str | None:
-    number = last_number(extracted(text, arguments.get("extract"), SECONDS))
+    number = last_number(text, arguments.get("extract"), SECONDS)
     # 7, 7.0 and 7.00 are one vote.
-    return None if number is None else repr(number)
+    return None if number is None else number.name
 
 
 def _boxed(text: str, arguments: Mapping[str, Any]) -> str | None:
+    text = spoken(text)
     boxed = extracted(text, BOXED, SECONDS) if "\\boxed" in text else text
     return re.sub(r"\s+", "", boxed) or None
 
@@ -112,9 +114,7 @@ def equal_expressions(prompts: Sequence[str], completions: Sequence[str], **_: A
     None where it reads no answer. Equality holds in either order of the two: of an equation x = 1 and a value 1 one is
     the reference.
     """
-    from math_verify import parse, verify
-
-    read = [parse(text, parsing_timeout=None) for text in completions]
+    read = [mathematics.read(text) for text in completions]
     firsts: list[int] = []
     found: list[float | None] = []
     for number, answer in enumerate(read):
@@ -122,9 +122,7 @@ def equal_expressions(prompts: Sequence[str], completions: Sequence[str], **_: A
             found.append(None)
             continue
         same = (
-            first
-            for first in firsts
-            if verify(read[first], answer, timeout_seconds=None) or verify(answer, read[first], timeout_seconds=None)
+            first for first in firsts if mathematics.same(read[first], answer) or mathematics.same(answer, read[first])
         )
         first = next(same, number)
         if first == number:

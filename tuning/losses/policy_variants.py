@@ -4,6 +4,7 @@ Axes: B completions, T completion tokens. Advantages are [B] or [B, T]; z = logp
 returns losses [B, T], 0 where masked, and metric sums.
 """
 
+import math
 from typing import Literal
 
 import jax
@@ -11,7 +12,7 @@ import jax.numpy as jnp
 from jax.lax import stop_gradient
 
 from tuning.losses.kl import Clamp
-from tuning.losses.masks import masked, per_token, row_mean
+from tuning.losses.masks import masked, per_token, row_mean, row_sum
 from tuning.losses.policy import LOG_RATIO_CLAMP, Metrics, log_ratio, metric_sums
 
 
@@ -65,6 +66,23 @@ def dppo(
     weight = stop_gradient(jnp.minimum(jnp.exp(z), ratio_max) * valid)
     sums = metric_sums(z, mask_BT, clip_high=~valid & (adv > 0), clip_low=~valid & (adv <= 0))
     return -adv * weight * logps, sums
+
+
+def vespo(
+    logps_BT: jax.Array, old_logps_BT: jax.Array, advantages: jax.Array, mask_BT: jax.Array
+) -> tuple[jax.Array, Metrics]:
+    """VESPO (arXiv:2602.10693): -A stop_gradient(phi(w)) log pi, w the product of the row's ratios.
+
+    phi(w) = w^k exp(lambda (1 - w)), (k, lambda) = (2, 3) for A >= 0 and (3, 2) for A < 0: 1 on policy, and 0 far from
+    it on either side.
+    """
+    z = log_ratio(logps_BT, old_logps_BT, mask_BT)
+    adv, logps = masked(per_token(advantages, z), mask_BT), masked(logps_BT, mask_BT)
+    # The least weight is 1e-8, as in TRL.
+    log_w = jnp.clip(row_sum(z, mask_BT), math.log(1e-8), LOG_RATIO_CLAMP[1])
+    k, rate = jnp.where(adv >= 0, 2.0, 3.0), jnp.where(adv >= 0, 3.0, 2.0)
+    phi = stop_gradient(jnp.exp(k * log_w + rate * (1 - jnp.exp(log_w))))
+    return -adv * phi * logps, metric_sums(z, mask_BT)
 
 
 def gmpo(

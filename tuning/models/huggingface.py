@@ -24,12 +24,14 @@ from tuning import multihost
 from tuning.models.config import DecoderConfig, UnsupportedModel
 from tuning.models.config_json import from_hugging_face, to_hugging_face
 from tuning.models.decoder import Decoder, ScalarHead, abstract_decoder
+from tuning.models.json_file import json_object
 from tuning.models.mapping import SCORE, tensor_names
 from tuning.models.tensors import INDEX, KINDS, Named, Place, Tensors, check, load_tensors, place_tensors
 from tuning.precision import real
 
 SHARD_BYTES = 5_000_000_000
 """The largest file that is written, unless one tensor is larger."""
+_ROWS = 4096
 Lazy = tuple[str, int, Callable[[], np.ndarray]]
 """Name, size in bytes and maker of a tensor."""
 
@@ -101,11 +103,7 @@ def read_config(folder: Path) -> DecoderConfig:
     path = folder / "config.json"
     if not path.is_file():
         raise FileNotFoundError(f"{path} is missing: a model folder holds config.json and *.safetensors")
-    try:
-        values = json.loads(path.read_text())
-    except ValueError as error:
-        raise ValueError(f"{path}: not readable as JSON ({error}); check that the download is complete") from error
-    return from_hugging_face(values, str(path))
+    return from_hugging_face(json_object(path), str(path))
 
 
 def load_decoder(folder: Path, mesh: Mesh | None = None, dtype: str | None = None) -> tuple[DecoderConfig, Any]:
@@ -116,7 +114,23 @@ def load_decoder(folder: Path, mesh: Mesh | None = None, dtype: str | None = Non
     """
     config = read_config(folder)
     with Tensors(folder) as tensors:
+        config = _as_stored(config, tensors)
         return config, load_tensors(config, tensors, abstract_decoder(config)[1], _places(config), mesh, dtype)
+
+
+def _as_stored(config: DecoderConfig, tensors: Tensors) -> DecoderConfig:
+    """The config, untied if the files hold an LM head that differs from the embeddings.
+
+    transformers 5 and vLLM read such folders in this way too.
+    """
+    head, table = "lm_head.weight", "model.embed_tokens.weight"
+    shape = tensors.shapes.get(head)
+    if not config.tie_embeddings or shape is None or shape != tensors.shapes.get(table):
+        return config
+    # Some rows at a time: the two matrices are the largest of a model.
+    cuts = (np.s_[row : min(row + _ROWS, shape[0]), :] for row in range(0, shape[0], _ROWS))
+    same = all(np.array_equal(tensors.read(head, cut), tensors.read(table, cut)) for cut in cuts)
+    return config if same else dataclasses.replace(config, tie_embeddings=False)
 
 
 def load_scalar_head(folder: Path, mesh: Mesh | None = None, dtype: str | None = None) -> tuple[DecoderConfig, Any]:
@@ -183,9 +197,13 @@ def save_decoder(
 def copy_decoder(
     source: Path, folder: Path, token_ids: dict[str, Any], *, shard_bytes: int = SHARD_BYTES
 ) -> tuple[DecoderConfig, int]:
-    """`write_decoder` of the decoder of a model folder. Raises as `load_decoder` does."""
+    """`write_decoder` of the decoder of a model folder. Raises as `load_decoder` does.
+
+    A head that differs from the embeddings is kept although config.json says that they are tied.
+    """
     config = read_config(source)
     with Tensors(source) as tensors:
+        config = _as_stored(config, tensors)
         return config, write_decoder(folder, config, tensors, token_ids, shard_bytes=shard_bytes)
 
 

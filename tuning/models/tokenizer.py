@@ -126,7 +126,7 @@ def load_tokenizer(folder: str | Path) -> PreTrainedTokenizerFast:
 
 
 def save_tokenizer(tokenizer: PreTrainedTokenizerFast, folder: str | Path) -> None:
-    """Write the tokenizer as files that `load_tokenizer` and `transformers.AutoTokenizer` read.
+    """Write the tokenizer as files that `load_tokenizer` and `AutoTokenizer` of transformers 4 and 5 read.
 
     The same tokenizer gives the same bytes, also after it was loaded from elsewhere or used with padding or
     truncation. Creates the folder; replaces the tokenizer files that are in it.
@@ -144,6 +144,10 @@ def save_tokenizer(tokenizer: PreTrainedTokenizerFast, folder: str | Path) -> No
     config = json.loads(config_path.read_text(encoding="utf-8"))
     for key in _LOAD_STATE:
         config.pop(key, None)
+    # Names of transformers 5 that release 4 does not know; both know these.
+    config["tokenizer_class"] = "PreTrainedTokenizerFast"
+    if isinstance(config.get("extra_special_tokens"), list):
+        config["additional_special_tokens"] = config.pop("extra_special_tokens")
     config_path.write_text(json.dumps(config, indent=2, sort_keys=True, ensure_ascii=False) + "\n", encoding="utf-8")
 
 
@@ -179,20 +183,34 @@ def turn_end(tokenizer: PreTrainedTokenizerFast) -> int | None:
 # By template and EOS too: both can be set on a tokenizer in use.
 @functools.lru_cache(maxsize=8)
 def _turn_end(tokenizer: PreTrainedTokenizerFast, template: str, eos: int | None) -> int | None:
-    from jinja2 import TemplateError
-
     if not template:
         return eos
-    turns = [{"role": "user", "content": "question"}, {"role": "assistant", "content": _PROBE}]
-    try:
-        text: Any = tokenizer.apply_chat_template(turns, tokenize=False)
-    except TemplateError:
+    text = _probe_chat(tokenizer)
+    if text is None:
         # A template for prompts alone. Conversations are refused where they are rendered, with their record.
         return eos
-    _, found, behind = str(text).rpartition(_PROBE)
+    _, found, behind = text.rpartition(_PROBE)
     control = control_ids(tokenizer)
     ids = tokenizer.encode(behind, add_special_tokens=False) if found else []
     return next((index for index in ids if index in control), eos)
+
+
+def _probe_chat(tokenizer: PreTrainedTokenizerFast) -> str | None:
+    """One exchange under the chat template; None where the template refuses it."""
+    from jinja2 import TemplateError
+
+    turns = [{"role": "user", "content": "question"}, {"role": "assistant", "content": _PROBE}]
+    try:
+        return str(tokenizer.apply_chat_template(turns, tokenize=False))
+    except TemplateError:
+        return None
+
+
+def always_written(tokenizer: PreTrainedTokenizerFast) -> set[int]:
+    """Ids of BOS and EOS, and those that the chat template writes around any text."""
+    text = (_probe_chat(tokenizer) if tokenizer.chat_template else None) or ""
+    ends: list[Any] = [tokenizer.bos_token_id, tokenizer.eos_token_id]
+    return {*tokenizer.encode(text, add_special_tokens=False), *(int(index) for index in ends if index is not None)}
 
 
 # Plain letters, which no template trims, splits or escapes.

@@ -10,13 +10,13 @@ import sys
 from collections.abc import Collection, Iterator
 from pathlib import Path
 
-PASS = "RLHF_PASS_VARIABLES"
-"""Names, separated by commas, of further environment variables that children get."""
+from tuning.allowed import PASS
+
 _NAMES = {
     *("PATH", "HOME", "USER", "LOGNAME", "SHELL", "LANG", "LANGUAGE", "TZ", "TMPDIR", "LD_LIBRARY_PATH", "VIRTUAL_ENV"),
     *("PYTHONPATH", "PYTHONDONTWRITEBYTECODE", "CUDA_VISIBLE_DEVICES", "SSL_CERT_FILE", "SSL_CERT_DIR"),
     *("REQUESTS_CA_BUNDLE", "HTTP_PROXY", "HTTPS_PROXY", "NO_PROXY", "HF_HOME", "HF_HUB_CACHE", "HF_HUB_OFFLINE"),
-    *("NLTK_DATA", "RLHF_ALLOW_CODE", PASS),
+    *("NLTK_DATA", "RLHF_ALLOW_CODE", "RLHF_ALLOW_KEYS", PASS),
 }
 _PREFIXES = ("LC_", "XDG_")
 # Children share the cores: threads of numeric libraries would compete, and do not survive a fork. Sets of text have the

@@ -17,7 +17,7 @@ from typing import Any
 import ray
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-from tuning.allowed import VARIABLE
+from tuning.allowed import RULES
 from tuning.parallel.local import STOP_SECONDS, Deliver, Local
 
 RUNTIME_ENVIRONMENT = "RLHF_CLUSTER_RUNTIME_ENV"
@@ -64,9 +64,9 @@ class Node:
             "scheduling_strategy": NodeAffinitySchedulingStrategy(node["NodeID"], soft=False),
         }
         runtime = json.loads(os.environ.get(RUNTIME_ENVIRONMENT, "{}"))
-        if VARIABLE in os.environ:
-            # Which code a recipe may name here holds there too.
-            runtime["env_vars"] = {**runtime.get("env_vars", {}), VARIABLE: os.environ[VARIABLE]}
+        rules = {name: os.environ[name] for name in RULES if name in os.environ}
+        if rules:
+            runtime["env_vars"] = {**runtime.get("env_vars", {}), **rules}
         if runtime:
             options["runtime_env"] = runtime
         processes = max(1, int(node["Resources"].get("CPU", 1)))

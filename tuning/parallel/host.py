@@ -47,7 +47,7 @@ _NEVER = float("inf")
 
 def main(folder: str, descriptor: int, preload: bool = True) -> NoReturn:
     """Run a host with the settings in `folder` and the socket `descriptor`, which leads to its owner."""
-    settings = json.loads(Path(folder, "settings.json").read_text())
+    settings = json.loads(Path(folder, "settings.json").read_bytes())
     owner = socket.socket(fileno=descriptor)
     owner.set_inheritable(False)
     try:

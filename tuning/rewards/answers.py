@@ -2,63 +2,88 @@
 
 from __future__ import annotations
 
-import math
+import ast
+import json
 import re
 import warnings
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from tuning.rewards import mathematics, numbers
+
 Check = Callable[[str | None, Mapping[str, Any]], str | None]
 
 
-def number(answer: str) -> float:
-    """The number that an answer is, with commas between thousands or without. Raises ValueError for another text."""
-    return float(answer.replace(",", ""))
+def accepted(answer: str | None, metadata: Mapping[str, Any] | None) -> list[str]:
+    """The accepted answers: `metadata.answers` where the data has several, else the answer; empty without one."""
+    several = (metadata or {}).get("answers")
+    if isinstance(several, list):
+        return [one if isinstance(one, str) else json.dumps(one) for one in several]
+    return [] if answer is None else [answer]
 
 
-def expressions(answer: str) -> list[Any]:
-    """What math-verify reads in a reference answer; empty where it is no mathematical expression."""
-    from math_verify import parse
-
-    # The package's own time limits use signals, which work in a main thread only.
-    # LaTeX is found between delimiters only, which bare answers lack.
-    return list(parse(answer if "$" in answer or "\\boxed" in answer else f"${answer}$", parsing_timeout=None))
-
-
-def number_match(answer: str | None, metadata: Mapping[str, Any]) -> str | None:
-    """The answer is one number, with commas between thousands or without."""
-    try:
-        readable = answer is None or math.isfinite(number(answer))
-    except ValueError:
-        readable = False
-    return None if readable else f"one number, got {_shown(answer)}{_taken_out(answer)}"
+def number(answer: str) -> numbers.Written:
+    """The number that an answer is. Raises ValueError for another text."""
+    found = numbers.only(answer)
+    if found is None or not found.readings:
+        raise ValueError(f"one number, got {_shown(answer)}{_taken_out(answer)}")
+    return found
 
 
-def math_equal(answer: str | None, metadata: Mapping[str, Any]) -> str | None:
-    """The answer is a mathematical expression, bare, between dollars or in \\boxed{}."""
-    readable = answer is None or bool(expressions(answer))
-    return None if readable else f"a mathematical expression, got {_shown(answer)}"
+def _unless(readable: Callable[[str], Any], expected: str) -> Check:
+    """The check that one of the accepted answers is readable."""
+
+    def check(answer: str | None, metadata: Mapping[str, Any]) -> str | None:
+        several = metadata.get("answers", [])
+        if not isinstance(several, list) or not all(isinstance(one, str | int | float) for one in several):
+            return f"a text or number as answer, or a list of them, got {_shown(several)}"
+        texts = accepted(answer, metadata)
+        if not texts and answer is None or any(map(readable, texts)):
+            return None
+        return f"{expected}, got {_shown(answer if len(texts) < 2 else texts)}{_taken_out(answer)}"
+
+    return check
+
+
+def _is_number(text: str) -> bool:
+    return bool((found := numbers.only(text)) and found.readings)
 
 
 def code_passes(answer: str | None, metadata: Mapping[str, Any]) -> str | None:
-    """The tests, of `metadata.tests` or the answer, are Python that compiles, or pairs of input and output."""
-    tests = metadata.get("tests") or ([] if answer is None else [answer])
+    """The tests (`tests_of`) are Python that compiles and can fail, or pairs of input and output."""
+    tests = tests_of(answer, metadata)
     if not isinstance(tests, list):
         return f"a list of tests in metadata.tests, got {_shown(tests)}"
     for test in tests:
         if isinstance(test, str):
             try:
                 with warnings.catch_warnings(action="ignore"):
-                    compile(test, "<test>", "exec", dont_inherit=True)
+                    tree = ast.parse(test, "<test>")
+                    compile(tree, "<test>", "exec", dont_inherit=True)
             # Text with a null character, or nested too deep, is a ValueError or worse.
             except (SyntaxError, ValueError, MemoryError, RecursionError) as error:
                 return f"tests in Python, got {_shown(test)} ({error})"
+            if not any(isinstance(node, _ACTS) for node in ast.walk(tree)):
+                return f"tests that can fail, such as assert f(2) == 4, got {_shown(test)}"
         elif not (isinstance(test, Mapping) and all(isinstance(test.get(n), str) for n in ("input", "output"))):
             return f"tests as programs or as {{input, output}}, got {_shown(test)}"
     return None
 
 
-CHECKS: dict[str, Check] = {f.__name__: f for f in (number_match, math_equal, code_passes)}
+def tests_of(answer: str | None, metadata: Mapping[str, Any]) -> Any:
+    """The tests of a completion's code: `metadata.tests`, else all of `metadata.answers`, else the answer."""
+    return metadata.get("tests") or metadata.get("answers") or ([] if answer is None else [answer])
+
+
+_ACTS = (ast.Assert, ast.Raise, ast.Call, ast.Attribute, ast.Subscript, ast.Import, ast.ImportFrom)
+"""Parts of a program without one of which it cannot fail: a list of texts, read as a program, passes for any code."""
+
+CHECKS: dict[str, Check] = {
+    "exact_match": _unless(str.strip, "a text that is not empty"),
+    "number_match": _unless(_is_number, "one number"),
+    "math_equal": _unless(mathematics.expressions, "a mathematical expression"),
+    "code_passes": code_passes,
+}
 """By name of the reward. Rewards that are not here take any text, or no answer."""
 
 
@@ -73,7 +98,7 @@ def _taken_out(answer: str | None) -> str:
     if not marked:
         return ""
     mark = marked[-1]
-    return f"; `fields: {{answer: {{from: answer, pattern: '{mark} (.*)'}}}}` in data takes what is behind {mark}"
+    return f"; `fields: {{answer: {{from: answer, pattern: '{mark} (.*)'}}}}` in data takes the text after {mark}"
 
 
 def _shown(value: Any) -> str:

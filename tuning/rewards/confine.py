@@ -36,6 +36,8 @@ DISK_BYTES = 64 * MEGABYTE
 """All that it can write, where it has a disk of its own."""
 PROCESSES = 64
 """Processes and threads that it may add to those of the machine."""
+FIRST_VICTIM = 1000
+"""`oom_score_adj`: the kernel ends these processes first where memory runs out."""
 KILLED = 128 + signal.SIGKILL
 LOOK_SECONDS = 0.1
 """Between two looks at the memory of all processes together."""
@@ -52,31 +54,40 @@ SYS_MOUNT_SETATTR, AT_FDCWD, AT_RECURSIVE, ATTR_RDONLY, ATTR_NOSUID = 442, -100,
 
 # What Python and its libraries need of the system. No folder of people or of their data.
 SYSTEM = ("/usr", "/bin", "/sbin", "/lib", "/lib32", "/lib64", "/etc/ld.so.cache", "/etc/alternatives", "/nix/store")
-DEVICES = ("/dev/null", "/dev/zero", "/dev/random", "/dev/urandom")
+DEVICES = ("/dev/null", "/dev/random", "/dev/urandom")
+ZEROS = 65536
+"""Bytes of /dev/zero, here a file: a shared mapping of the device is memory that is charged to no process."""
 
-# By machine: its name in <linux/audit.h>, `socket`, `clone`, `clone3` and `mmap`, and what is refused
-# (<asm/unistd.h>): mounts, namespaces, other processes' memory, keys, modules, tracing, clocks, swap, the kernel's own
-# programs and rings; and memory that is no process's, so that nobody counts it: memfd_create, memfd_secret, and System
-# V's segments, semaphores and messages.
+# By machine: its name in <linux/audit.h>; `clone`, `clone3`, `mmap`, `socket` and `prlimit64`; and the first and last
+# numbers of system calls that are allowed (<asm/unistd_64.h>, <asm-generic/unistd.h>). Not among them: mounts,
+# namespaces, tracing, other processes' memory, keys, modules, clocks, swap, the kernel's programs and rings, attributes
+# and notifications of files; System V's and POSIX's queues, memfd_create and memfd_secret, whose memory belongs to no
+# process; setsockopt, which enlarges buffers.
 CALLS = {
     "x86_64": (
-        0xC000003E, 41, 56, 435, 9,
-        (29, 64, 68, 101, 103, 135, 139, *range(153, 156), 159, *range(163, 181), 212, 227, 246, *range(248, 251), 256,
-         272, 279, 298, *range(303, 306), 308, *range(310, 314), 319, 320, 321, 323, *range(425, 434), 438, 440, 442,
-         443, 447, 450),
+        0xC000003E, (56, 435, 9, 41, 302),
+        ((0, 28), (32, 53), (55, 63), (72, 100), (102, 102), (104, 133), (137, 138), (140, 152), (157, 158), (160, 160),
+         (186, 187), (191, 196), (200, 205), (213, 213), (217, 219), (221, 226), (228, 235), (247, 247), (257, 271),
+         (273, 277), (280, 293), (295, 297), (299, 299), (307, 307), (309, 309), (314, 316), (318, 318), (322, 322),
+         (324, 332), (334, 334), (424, 424), (434, 434), (436, 437), (439, 439), (441, 441), (449, 449), (452, 452)),
     ),
     "aarch64": (
-        0xC00000B7, 198, 220, 435, 222,
-        (18, *range(39, 43), 58, 60, 89, 92, 97, *range(104, 107), 112, 116, 117, 142, 161, 162, 170, 171,
-         186, 190, 194, *range(217, 220), 224, 225, *range(238, 240), 241, *range(264, 267), 268, *range(270, 274), 279,
-         280, 282, 294, *range(425, 434), 438, 440, 442, 443, 447, 450),
+        0xC00000B7, (220, 435, 222, 198, 261),
+        ((8, 13), (17, 17), (19, 25), (29, 29), (32, 38), (43, 50), (52, 57), (59, 59), (61, 74), (76, 80), (82, 88),
+         (90, 91), (93, 96), (98, 103), (107, 111), (113, 115), (118, 141), (143, 160), (163, 169), (172, 179),
+         (199, 207), (209, 216), (221, 223), (226, 233), (240, 240), (242, 243), (260, 260), (269, 269), (274, 276),
+         (278, 278), (281, 281), (283, 291), (293, 293), (424, 424), (434, 434), (436, 437), (439, 439), (441, 441),
+         (449, 449), (452, 452)),
     ),
 }  # fmt: skip
+LAST_KNOWN = 450
+"""Calls with higher numbers do not exist, as far as the program learns: the C library then uses older ones."""
 SHARED_ANONYMOUS = 0x21
-"""Flags of `mmap` for memory that processes share and no file has: what a process drops of it stays, and is nobody's.
-In files of the memory disk it is bounded."""
+"""Flags of `mmap` for shared memory without a file: pages that a process drops stay, and no process is charged."""
 FAMILIES = (1, 2, 10)
 """Sockets that may be made: AF_UNIX, AF_INET and AF_INET6, which a network namespace holds. AF_VSOCK leaves it."""
+SOCKET_BYTES = 212_992
+"""Buffer of a socket (net.core.wmem_default), which is memory of the kernel; the watch charges it in full."""
 
 _libc = ctypes.CDLL(None, use_errno=True)
 
@@ -145,6 +156,8 @@ def private_root(folder: str, prefixes: list[str]) -> None:
     for name in ("proc", "tmp", "sandbox", "dev/shm"):
         os.makedirs(f"{root}/{name}", exist_ok=True)
         os.chmod(f"{root}/{name}", 0o1777)
+    with open(f"{root}/dev/zero", "wb") as file:
+        file.write(bytes(ZEROS))
     # Containers may refuse it, and few programs miss it. For reading: settings of the kernel are files there.
     with contextlib.suppress(OSError):
         _mount("proc", f"{root}/proc", "proc", MS_RDONLY | MS_NOSUID | MS_NODEV | MS_NOEXEC)
@@ -187,44 +200,36 @@ def _leave_privileges(user: int) -> None:
 
 
 def filtered_calls() -> bool:
-    """Refuses the system calls of `CALLS`, and new privileges, to this process and its children; False where it cannot.
+    """Allow this process and its children only the system calls of `CALLS`, and no new privileges.
 
-    A classic BPF program over `struct seccomp_data` (seccomp(2)): number at offset 0, machine at 4, arguments from 16.
+    Returns False if the kernel or the machine has no such filter. The filter is a classic BPF program over `struct
+    seccomp_data` (seccomp(2)): number at offset 0, machine at 4, arguments from 16.
     """
     _libc.prctl(PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0)
     known = CALLS.get(platform.machine())
     if sys.platform != "linux" or known is None:
         return False
-    machine, socket, clone, clone3, mmap, refused = known
-    load, equal, above, masked, keep, give = 0x20, 0x15, 0x25, 0x45, 0x54, 0x06
+    machine, (clone, clone3, mmap, socket, prlimit), allowed = known
+    load, equal, above, least, masked, keep, give = 0x20, 0x15, 0x25, 0x35, 0x45, 0x54, 0x06
     allow, kill, eperm, enosys, eafnosupport = 0x7FFF0000, 0x80000000, 0x00050001, 0x00050026, 0x00050061
+    yes, no = (give, 0, 0, allow), (give, 0, 0, eperm)
     program = [(load, 0, 0, 4), (equal, 1, 0, machine), (give, 0, 0, kill), (load, 0, 0, 0)]
-    # Numbers from here on are those of the x32 calling convention.
-    program += [(above, 0, 1, 0x3FFFFFFF), (give, 0, 0, eperm)]
     # Its flags are behind a pointer; the C library then takes `clone`.
     program += [(equal, 0, 1, clone3), (give, 0, 0, enosys)]
-    for number in refused:
-        program += [(equal, 0, 1, number), (give, 0, 0, eperm)]
     spaces = NEWNS | NEWUTS | NEWIPC | NEWUSER | NEWPID | NEWNET | NEWCGROUP
-    program += [
-        (equal, 0, 4, clone),
-        (load, 0, 0, 16),
-        (masked, 0, 1, spaces),
-        (give, 0, 0, eperm),
-        (give, 0, 0, allow),
-    ]
-    program += [
-        (equal, 0, 5, mmap),
-        (load, 0, 0, 40),
-        (keep, 0, 0, SHARED_ANONYMOUS),
-        (equal, 0, 1, SHARED_ANONYMOUS),
-        (give, 0, 0, eperm),
-        (give, 0, 0, allow),
-    ]
-    program += [(equal, 1, 0, socket), (give, 0, 0, allow), (load, 0, 0, 16)]
+    program += [(equal, 0, 4, clone), (load, 0, 0, 16), (masked, 0, 1, spaces), no, yes]
+    program += [(equal, 0, 5, mmap), (load, 0, 0, 40), (keep, 0, 0, SHARED_ANONYMOUS)]
+    program += [(equal, 0, 1, SHARED_ANONYMOUS), no, yes]
+    # Limits of this process alone: process 1 keeps its own.
+    program += [(equal, 0, 4, prlimit), (load, 0, 0, 16), (equal, 0, 1, 0), yes, no]
+    program += [(equal, 0, 2 + 2 * len(FAMILIES), socket), (load, 0, 0, 16)]
     for family in FAMILIES:
-        program += [(equal, 0, 1, family), (give, 0, 0, allow)]
+        program += [(equal, 0, 1, family), yes]
     program += [(give, 0, 0, eafnosupport)]
+    for first, last in allowed:
+        program += [(least, 0, 2, first), (above, 1, 0, last), yes]
+    # Among the higher numbers are those of the x32 calling convention.
+    program += [(above, 0, 1, LAST_KNOWN), (give, 0, 0, enosys), no]
     packed = b"".join(struct.pack("HBBI", *each) for each in program)
     buffer = ctypes.create_string_buffer(packed, len(packed))
     whole = struct.pack("HxxxxxxP", len(program), ctypes.addressof(buffer))
@@ -233,12 +238,23 @@ def filtered_calls() -> bool:
 
 def _memory() -> int:
     """Bytes of memory that all processes of this namespace take, as /proc has them; 0 where it is not there."""
-    pages = 0
+    pages = sockets = 0
     for name in os.listdir("/proc"):
         if name.isdigit():
-            with contextlib.suppress(OSError, IndexError, ValueError), open(f"/proc/{name}/statm") as file:
-                pages += int(file.read().split()[1])
-    return pages * resource.getpagesize()
+            with contextlib.suppress(OSError, IndexError, ValueError):
+                with open(f"/proc/{name}/statm") as file:
+                    pages += int(file.read().split()[1])
+                sockets += sum(_sockets(f"/proc/{name}/task/{task}/fd") for task in os.listdir(f"/proc/{name}/task"))
+    return pages * resource.getpagesize() + sockets * SOCKET_BYTES
+
+
+def _sockets(folder: str) -> int:
+    """The number of sockets among the descriptors of a thread, which may have its own."""
+    count = 0
+    for name in os.listdir(folder):
+        with contextlib.suppress(OSError):
+            count += os.readlink(f"{folder}/{name}").startswith("socket:")
+    return count
 
 
 def _watch_memory(megabytes: int) -> None:
@@ -330,6 +346,9 @@ def _end_strays() -> None:
 def main(plan: dict[str, Any]) -> int:
     """Runs the program of a plan; returns its exit status, KILLED past its time."""
     _die_with_parent()
+    # All of the jail ends before the process that trains, and nothing in it can take that back: its /proc is read-only.
+    with contextlib.suppress(OSError), open("/proc/self/oom_score_adj", "w") as file:
+        file.write(str(FIRST_VICTIM))
     plan["user"] = FIRST_USER + os.getpid()
     missing = enter_namespaces()
     alone = "processes" not in missing

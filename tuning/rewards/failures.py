@@ -2,6 +2,8 @@
 
 sample    the function raised, took too long, ran out of memory or gave no finite number on this completion: content
 outage    a service, a package, a process or the machine failed: never content; the same command tries again
+refusal   a service answered with an error status: the sample's if the service gives verdicts on others, else an outage
+          (`tuning.rewards.processes`)
 """
 
 from __future__ import annotations
@@ -24,8 +26,10 @@ MOST = 5
 REASON_CHARACTERS = 300
 """Length to which a reason is cut."""
 
-# HTTP statuses that are an answer to what was sent; any other error is the service's, or of how it is set up.
+# HTTP statuses that are an answer to what was sent, and those of a service that is busy, or knows no key. Others may be
+# either: a firewall blocks a text with 403, a text crashes a server with 500, and so answers one that is not set up.
 _OF_THE_REQUEST = (400, 413, 422)
+_OF_THE_SERVICE = (401, 402, 407, 408, 425, 429, 502, 503, 504)
 _OF_THE_MACHINE = (
     errno.ENOSPC, errno.EDQUOT, errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.EAGAIN, errno.ETIMEDOUT,
     errno.ENETUNREACH, errno.ENETDOWN, errno.EHOSTUNREACH,
@@ -44,6 +48,10 @@ _OF_PACKAGES = {
 
 class Outage(RuntimeError):
     """What gives a reward cannot be used at present. A reward function may raise it: it is no verdict on a sample."""
+
+
+class Refusal(Outage):
+    """A service answered a request with an error status, which may be the fault of the request or of the service."""
 
 
 class TooManyFailures(RuntimeError):
@@ -85,19 +93,23 @@ class Streak:
 
 
 def kind_of(error: BaseException) -> Kind:
-    """Whose fault an exception of a reward function is: an outage where it, or what caused it, is one."""
-    return "outage" if any(map(_is_outage, with_causes(error))) else "sample"
+    """Whose fault an exception of a reward function is: the worst of it and of what caused it."""
+    kinds = {_kind(each) for each in with_causes(error)}
+    return "outage" if "outage" in kinds else "refusal" if "refusal" in kinds else "sample"
 
 
-def _is_outage(error: BaseException) -> bool:
+def _kind(error: BaseException) -> Kind:
+    if isinstance(error, Refusal):
+        return "refusal"
     if isinstance(error, Outage | ConnectionError | concurrent.futures.BrokenExecutor):
-        return True
+        return "outage"
     status = _http_status(error)
     if status is not None:
-        return status not in _OF_THE_REQUEST
+        return "sample" if status in _OF_THE_REQUEST else "outage" if status in _OF_THE_SERVICE else "refusal"
     if isinstance(error, urllib.error.URLError) or (isinstance(error, OSError) and error.errno in _OF_THE_MACHINE):
-        return True
-    return any(c.__name__ in _OF_PACKAGES.get(c.__module__.split(".")[0], ()) for c in type(error).__mro__)
+        return "outage"
+    named = (c.__name__ in _OF_PACKAGES.get(c.__module__.split(".")[0], ()) for c in type(error).__mro__)
+    return "outage" if any(named) else "sample"
 
 
 def _http_status(error: BaseException) -> int | None:

@@ -1,64 +1,64 @@
 """Reward functions by name. A user's own is `module:function` with the same signature.
 
-The signature is TRL's: `f(prompts, completions, **columns) -> list[float | None]`; columns are lists, as long as the
-prompts: `completion_ids`, `answer`, `metadata` (parsed), and for a function of one's own the entries of the metadata by
-their names. Keyword arguments of the recipe are single values. None means that the function does not apply to a sample.
+The signature is `f(prompts, completions, **columns) -> list[float | None]`, and TRL's `f(completions, **columns)` is
+accepted: parameters called prompts and completions are given by name. Columns are lists, as long as the prompts:
+`completion_ids`, `answer`, `metadata` (parsed), and for a function of one's own the entries of the metadata by their
+names. Keyword arguments of the recipe are single values. None means that the function does not apply to a sample.
 """
 
 from __future__ import annotations
 
 import re
+import unicodedata
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-import regex
-
 from tuning.names import function_of, nearest
-from tuning.rewards import answers, sandbox
+from tuning.rewards import answers, mathematics, numbers, sandbox
 from tuning.rewards import judge as judges
 from tuning.rewards.judge import judge
 from tuning.rewards.sandbox import code_passes
+from tuning.rewards.texts import extracted, final, spoken
 
 RewardFn = Callable[..., Sequence[float | None]]
 Texts = Sequence[str]
 Answers = Sequence[str | None]
-
-NUMBER = r"(?<![\d.])-?(?:(?:\d{1,3}(?:,\d{3})+(?!\d)|\d+)(?:\.\d+)?|\.\d+)(?:[eE][+-]?\d+)?"
-
-
-def extracted(text: str, pattern: str | None, seconds: float | None = None) -> str:
-    """The last match of `pattern` in the text: its first group, or all of it; "" without either.
-
-    Raises TimeoutError where the search takes longer than `seconds`.
-    """
-    if pattern is None:
-        return text
-    matches = list(regex.finditer(pattern, text, regex.DOTALL, timeout=seconds))
-    if not matches:
-        return ""
-    group = 1 if matches[-1].re.groups else 0
-    # A group outside the branch that matched is None.
-    return matches[-1][group] or ""
+Metadata = Sequence[Mapping[str, Any]] | None
 
 
-def last_number(text: str) -> float | None:
-    """The last number in a text, as `number_match` reads it; None without one."""
-    numbers = re.findall(NUMBER, text)
-    return float(numbers[-1].replace(",", "")) if numbers else None
+def _judged(
+    verdict: Callable[[str, str], bool], completions: Texts, answer: Answers, metadata: Metadata
+) -> list[float | None]:
+    """1 where `verdict` holds for a completion and one of its accepted answers; None where there is no answer."""
+
+    def one(text: str, accepted: list[str]) -> float | None:
+        return float(any(verdict(text, each) for each in accepted)) if accepted else None
+
+    metadata = metadata or [{}] * len(completions)
+    accepted = [answers.accepted(a, m) for a, m in zip(answer, metadata, strict=True)]
+    return [one(c, each) for c, each in zip(completions, accepted, strict=True)]
 
 
 def exact_match(
-    prompts: Texts, completions: Texts, *, answer: Answers, extract: str | None = None, **_: Any
+    prompts: Texts,
+    completions: Texts,
+    *,
+    answer: Answers,
+    metadata: Metadata = None,
+    extract: str | None = None,
+    **_: Any,
 ) -> list[float | None]:
-    """1 where the completion, without surrounding space, is the answer to the letter; else 0.
+    """1 where the completion after its thoughts, without surrounding space, is the answer to the letter; else 0.
 
-    `extract`: a regular expression whose last match (its first group, if it has one) is compared.
+    `extract`: a regular expression whose last match (its first group, if it has one) in the whole completion is
+    compared. Forms of one letter in Unicode are equal.
     """
 
-    def one(text: str, answer: str) -> float:
-        return float(extracted(text, extract).strip() == answer.strip())
+    def verdict(text: str, answer: str) -> bool:
+        said = spoken(text) if extract is None else extracted(text, extract)
+        return unicodedata.normalize("NFC", said).strip() == unicodedata.normalize("NFC", answer).strip()
 
-    return [None if a is None else one(c, a) for c, a in zip(completions, answer, strict=True)]
+    return _judged(verdict, completions, answer, metadata)
 
 
 def number_match(
@@ -66,42 +66,52 @@ def number_match(
     completions: Texts,
     *,
     answer: Answers,
+    metadata: Metadata = None,
     extract: str | None = None,
     tolerance: float = 0.0,
     **_: Any,
 ) -> list[float | None]:
-    """1 where the last number of the completion (or of the last match of `extract`) is the answer's; else 0.
+    """1 where the completion's number is the answer's, exactly; else 0.
 
-    A number may begin with its point (.5), have commas between thousands (1,200) and an exponent. A minus behind a
-    digit is a dash or a difference: the last number of 12-5 is 5. `tolerance` is relative to the answer.
+    `tuning.rewards.numbers` reads numbers. The completion's is the last one of the marked final answer (a LaTeX box,
+    <answer>, a #### line), else of the text after the thoughts; with `extract` of the last match in the whole
+    completion. A percentage equals its face and its hundredth. A minus after a digit is a dash or a difference: the
+    last number of 12-5 is 5. `tolerance` is relative to the answer.
     """
 
-    def one(text: str, answer: str) -> float:
-        number = last_number(extracted(text, extract))
-        if number is None:
-            return 0.0
+    def verdict(text: str, answer: str) -> bool:
         expected = answers.number(answer)
-        return float(abs(number - expected) <= tolerance * abs(expected))
+        number = last_number(text, extract)
+        return number is not None and number.equals(expected, tolerance)
 
-    return [None if a is None else one(c, a) for c, a in zip(completions, answer, strict=True)]
+    return _judged(verdict, completions, answer, metadata)
 
 
-def math_equal(prompts: Texts, completions: Texts, *, answer: Answers, **_: Any) -> list[float | None]:
+def last_number(text: str, extract: str | None = None, seconds: float | None = None) -> numbers.Written | None:
+    """The number of a completion, as `number_match` reads it; None without one."""
+    return numbers.last(final(spoken(text)) if extract is None else extracted(text, extract, seconds))
+
+
+def math_equal(
+    prompts: Texts, completions: Texts, *, answer: Answers, metadata: Metadata = None, **_: Any
+) -> list[float | None]:
     """1 where the completion's mathematical answer equals the reference; else 0 (package math-verify).
 
     LaTeX and plain expressions are compared by value: fractions, sets, intervals, equations; units are ignored. Without
-    a mathematical answer the reward does not apply (None).
+    a mathematical answer the reward does not apply (None). A completion that takes longer than the package's limits is
+    wrong.
     """
-    from math_verify import parse, verify
+    metadata = metadata or [{}] * len(completions)
+    golds = [
+        [mathematics.expressions(each) for each in answers.accepted(a, m)]
+        for a, m in zip(answer, metadata, strict=True)
+    ]
+    golds = [[gold for gold in accepted if gold] for accepted in golds]
 
-    def one(text: str, answer: str) -> float | None:
-        # The package's own time limits use signals, which work in a main thread only; the process has a limit anyway.
-        gold = answers.expressions(answer)
-        if not gold:
-            return None
-        return float(verify(gold, parse(text, parsing_timeout=None), timeout_seconds=None))
+    def one(text: str, accepted: list[list[Any]]) -> float | None:
+        return float(any(mathematics.equal(gold, text) for gold in accepted)) if accepted else None
 
-    return [None if a is None else one(c, a) for c, a in zip(completions, answer, strict=True)]
+    return [one(c, accepted) for c, accepted in zip(completions, golds, strict=True)]
 
 
 def matches(prompts: Texts, completions: Texts, *, pattern: str, **_: Any) -> list[float]:
@@ -109,8 +119,13 @@ def matches(prompts: Texts, completions: Texts, *, pattern: str, **_: Any) -> li
     return [float(re.fullmatch(pattern, c, re.DOTALL) is not None) for c in completions]
 
 
-def tagged(prompts: Texts, completions: Texts, *, tags: str = "think,answer", **_: Any) -> list[float]:
-    """1 where the completion is nothing but <tag>...</tag> for each of `tags` in order, each tag once; else 0."""
+def tagged(
+    prompts: Texts, completions: Texts, *, metadata: Metadata = None, tags: str = "think,answer", **_: Any
+) -> list[float]:
+    """1 where the completion is nothing but <tag>...</tag> for each of `tags` in order, each tag once; else 0.
+
+    If the chat template has opened a tag at the end of the prompt (`metadata.opened_tag`), the completion continues it.
+    """
     names = [t.strip() for t in tags.split(",")]
     pattern = r"\s*".join(rf"<{re.escape(n)}>.*?</{re.escape(n)}>" for n in names)
 
@@ -119,7 +134,8 @@ def tagged(prompts: Texts, completions: Texts, *, tags: str = "think,answer", **
         once = all(text.count(f"<{n}>") == text.count(f"</{n}>") == 1 for n in names)
         return float(once and re.fullmatch(rf"\s*{pattern}\s*", text, re.DOTALL) is not None)
 
-    return [one(c) for c in completions]
+    opened = [f"<{m['opened_tag']}>" if m.get("opened_tag") else "" for m in metadata or [{}] * len(completions)]
+    return [one(tag + text) for tag, text in zip(opened, completions, strict=True)]
 
 
 def contains(prompts: Texts, completions: Texts, *, text: str, **_: Any) -> list[float]:
@@ -200,7 +216,11 @@ LOADS = {"reasoning_gym_score": ("reasoning_gym",), "math_equal": ("math_verify"
 
 def least_seconds(name: str, arguments: Mapping[str, Any]) -> float:
     """Seconds that a built-in may take for one sample by limits of its own: those around it must not come first."""
-    limits = {"code_passes": sandbox.longest_seconds, "judge": judges.longest_seconds}
+    limits = {
+        "code_passes": sandbox.longest_seconds,
+        "judge": judges.longest_seconds,
+        "math_equal": mathematics.longest_seconds,
+    }
     return limits[name](**arguments) if name in limits else 0.0
 
 

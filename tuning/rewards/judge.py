@@ -12,8 +12,9 @@ import urllib.request
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from tuning.allowed import NotAllowed, check_key
 from tuning.retries import BUSY, pause, retried
-from tuning.rewards.failures import Outage, kind_of
+from tuning.rewards.failures import Outage, Refusal, kind_of
 
 TEMPLATE = (
     "Rate the answer to the question for correctness and helpfulness from {low:g} to {high:g}.\n\n"
@@ -29,6 +30,16 @@ FIRST_PAUSE_SECONDS = 0.5
 _VERDICT = re.compile(r"(-?\d+(?:\.\d+)?)(?:[^\w.]*(?:/|out of|of)[^\w.]*(\d+(?:\.\d+)?))?")
 # Such a last line says nothing but a number.
 _ALONE = re.compile(r"[^\w\n]*\d+(?:\.\d+)?[^\w\n]*")
+
+
+class _NoRedirects(urllib.request.HTTPRedirectHandler):
+    """A redirect would send the key to another place, and turns a POST into a GET."""
+
+    def redirect_request(self, *_: Any) -> None:
+        return None
+
+
+_opener = urllib.request.build_opener(_NoRedirects)
 
 
 class JudgeFailed(RuntimeError):
@@ -61,13 +72,19 @@ def judge(
     Raises JudgeFailed for a reply without a number in the range, with one out of another than `high` (3/5 where 10 is
     best) or with `high` behind other numbers in its last line (2 on a scale of 1 to 10), and for a request that the
     server refuses as such (400), which is the sample's failure; Outage for a server that cannot be reached, stays busy
-    or silent, or knows neither key nor model.
+    or silent, or does not know the key; Refusal for another error status.
     """
+    key = os.environ.get(key_variable)
+    if key:
+        try:
+            check_key(key_variable, url)
+        except NotAllowed as error:
+            raise Outage(str(error)) from error
     verdicts = []
     for prompt, text, gold in zip(prompts, completions, answer, strict=True):
         reference = "" if gold is None else f"\nReference answer:\n{gold}\n"
         question = template.format(prompt=prompt, completion=text, reference=reference, low=low, high=high)
-        reply = _ask(url, model, question, os.environ.get(key_variable), retries, timeout)
+        reply = _ask(url, model, question, key, retries, timeout)
         verdicts.append((_number(reply, low, high) - low) / (high - low))
     return verdicts
 
@@ -100,7 +117,7 @@ def _ask(url: str, model: str, text: str, key: str | None, retries: int, timeout
     request = urllib.request.Request(f"{url.rstrip('/')}/chat/completions", json.dumps(body).encode(), headers)
 
     def reply() -> Any:
-        with urllib.request.urlopen(request, timeout=timeout) as response:
+        with _opener.open(request, timeout=timeout) as response:
             return json.load(response)
 
     try:
@@ -108,7 +125,7 @@ def _ask(url: str, model: str, text: str, key: str | None, retries: int, timeout
             lambda: _within(timeout, reply), tries=retries + 1, first_seconds=FIRST_PAUSE_SECONDS, passing=_passing
         )
     except urllib.error.HTTPError as e:
-        failed = Outage if kind_of(e) == "outage" else JudgeFailed
+        failed = {"sample": JudgeFailed, "refusal": Refusal, "outage": Outage}[kind_of(e)]
         raise failed(f"{url} answered {e.code} {e.reason}") from e
     except TimeoutError as e:
         raise Outage(f"{url} gave no answer within {timeout:g} s") from e
@@ -117,9 +134,12 @@ def _ask(url: str, model: str, text: str, key: str | None, retries: int, timeout
     except (http.client.HTTPException, ValueError) as e:
         raise Outage(f"{url} gave no JSON: {type(e).__name__}: {e}") from e
     try:
-        return str(answer["choices"][0]["message"]["content"])
+        content = answer["choices"][0]["message"]["content"]
     except (KeyError, IndexError, TypeError) as e:
         raise Outage(f"{url} speaks no chat completions of OpenAI: {str(answer)[:80]!r}") from e
+    if not isinstance(content, str):
+        raise JudgeFailed(f"the judge's reply is {content!r:.80}: expected a text")
+    return content
 
 
 def _within(seconds: float, action: Callable[[], Any]) -> Any:

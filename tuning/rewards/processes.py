@@ -6,6 +6,7 @@ A call gets one sample, a group or all of them, as its caller says. A failure co
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import functools
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from typing import Any
@@ -14,7 +15,7 @@ from tuning.parallel.pool import Failure, Job, Pool, Refused, run_in_threads
 from tuning.rewards.calls import Call, Caller
 from tuning.rewards.failures import Streak, check_failures
 from tuning.rewards.functions import least_seconds
-from tuning.rewards.samples import Outcome, Sample
+from tuning.rewards.samples import Kind, Outcome, Sample
 
 WAITS = ("judge",)
 """Built-in rewards that only wait for a server and end by themselves: threads of this process call them.
@@ -35,6 +36,7 @@ def attempt(
     workers: int | None = None,
     max_concurrency: int = 32,
     calls: Sequence[Sequence[int]] | None = None,
+    control: Sequence[Sample] = (),
     finished: Finished = lambda numbers, outcomes: None,
 ) -> list[Outcome]:
     """Return the reward of each sample by the function `name` (`tuning.rewards.functions`), in order.
@@ -47,11 +49,13 @@ def attempt(
         workers: processes on this machine; None: one a core. Nodes of a cluster have one a CPU (`tuning.parallel`).
         max_concurrency: calls at a time of a built-in that waits for a server.
         calls: numbers of the samples that each call gets; None: one call a sample.
+        control: samples of a call that had a verdict earlier, if there is one.
         finished: called with the numbers of a call's samples and their outcomes as soon as they are known.
     Returns:
         Outcomes. A call that exceeds a limit, raises, ends its process or gives no finite number costs its own samples.
         An outage (`Outcome.is_outage`) is no verdict: the caller must not keep it, and ends with `check_failures`.
-        After OUTAGES of them in a row the remaining samples are outages too, without a call.
+        After OUTAGES of them in a row the remaining samples are outages too, without a call. A refusal is the sample's
+        failure if a call with a verdict, of these or `control`, has one again after all others; else it is an outage.
     """
     numbers = calls if calls is not None else [[number] for number in range(len(samples))]
     streak, outcomes = Streak(), dict[int, Outcome]()
@@ -71,17 +75,27 @@ def attempt(
         payload = {"arguments": dict(arguments), "samples": [vars(sample) for sample in call.samples]}
         return Job(payload, call_seconds(name, arguments, seconds, len(some)), megabytes, label=some)
 
-    if name in WAITS:
-        asked = run_in_threads(lambda one: one[1].make(), left(), max_concurrency)
-        results = ((some, found) for (some, _), found in asked)
-    else:
-        results = _in_processes(name, workers, (job_of(*one) for one in left()))
+    def results(todo: Iterator[tuple[Sequence[int], Call]]) -> Generator[tuple[Sequence[int], list[Outcome]]]:
+        if name not in WAITS:
+            return _in_processes(name, workers, (job_of(*one) for one in todo))
+        asked = run_in_threads(lambda one: one[1].make(), todo, max_concurrency)
+        return ((some, found) for (some, _), found in asked)
+
+    def is_up() -> bool:
+        known = next((some for some in numbers if some and all(outcomes[i].has_verdict for i in some)), ())
+        again = [samples[i] for i in known] or control
+        asked = results(iter([(range(len(again)), Call(name, arguments, again))])) if again else ()
+        return any(outcome.has_verdict for _, found in asked for outcome in found)
+
     try:
         # If `finished` raises, nobody waits for the calls under way any more.
-        with contextlib.closing(results):
-            for some, found in results:
+        with contextlib.closing(results(left())) as found_by_call:
+            for some, found in found_by_call:
                 streak.add(found)
                 settle(some, found)
+        refused = [number for number, outcome in outcomes.items() if outcome.kind == "refusal"]
+        kind: Kind = "sample" if refused and is_up() else "outage"
+        outcomes.update({number: dataclasses.replace(outcomes[number], kind=kind) for number in refused})
     except Refused as error:
         outage = Outcome(None, str(error), "outage")
         for some in numbers:

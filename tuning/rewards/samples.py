@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     # Each process that runs reward functions imports this module: without Arrow it starts in a third of the time.
     from tuning.rows import CompletionRow
 
-Kind = Literal["sample", "outage"]
+Kind = Literal["sample", "refusal", "outage"]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -49,12 +49,18 @@ class Outcome:
     value: float | None
     failure: str | None = None
     kind: Kind = "sample"
-    """Whose fault a failure is: the sample's own, which is content, or the infrastructure's, which never is (R25)."""
+    """Whose fault a failure is: the sample's own, which is content, or the infrastructure's, which never is (R25). A
+    refusal is either, until all calls are made."""
 
     @property
     def applies(self) -> bool:
         """Whether there is a value, or a failure in its place."""
         return self.value is not None or self.failure is not None
+
+    @property
+    def has_verdict(self) -> bool:
+        """Whether the function has judged the sample, or does not apply to it."""
+        return self.failure is None
 
     @property
     def is_outage(self) -> bool:

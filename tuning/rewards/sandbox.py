@@ -9,68 +9,93 @@ means harm, run the pipeline in a virtual machine.
 
 from __future__ import annotations
 
+import ast
 import contextlib
 import functools
 import json
 import os
 import re
-import secrets
 import subprocess
 import sys
 import tempfile
+import textwrap
 import threading
 import time
+import warnings
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, BinaryIO, Literal
 
 from tuning.parallel.children import kill
-from tuning.rewards import confine
+from tuning.rewards import across, confine
+from tuning.rewards.answers import tests_of
 from tuning.rewards.failures import Outage
+from tuning.rewards.texts import spoken
 
 Isolation = Literal["required", "best-effort"]
 """Whether code runs on machines where it can reach something."""
 START_SECONDS = 10.0
 """Time that a run may take beyond its limit, to start and to clean up."""
 
-# Runs the code, then the test in the same names. The test and a word that only a passed test can say come through a
-# pipe, so that the code cannot end before the test and seem to have passed it. Before the code runs the pipe is
-# drained, and all that is used after the code is bound: no name and no descriptor, of this process or of one that
-# started it, leads it to the word, and what it makes of `builtins` and modules changes neither the runner nor the
-# test's own builtins.
-RUNNER = """
-import builtins, json, os, sys
+_FENCE = re.compile(r"^[ \t]*(?:```+|~~~+)([^\n`]*)$", re.MULTILINE)
+_READS_INPUT = re.compile(r"\binput\(|\bstdin\b|\bopen\(0\b")
 
-def main(run=exec, write=os.write, leave=os._exit, end=SystemExit):
-    given, told = map(int, sys.argv[1:])
-    # Not the module's names: code finds those in `__main__`.
-    own = dict(vars(builtins))
-    with os.fdopen(given, "rb") as file:
-        task = json.load(file)
-    with open("main.py", "rb") as file:
-        code = file.read()
-    test, word = compile(task["code"], "test.py", "exec"), task["word"].encode()
-    code = compile(code, "main.py", "exec")
-    del sys.argv[1:]
-    sys.orig_argv[:] = sys.argv[:]
-    scope = {"__name__": "__main__", "__file__": "main.py", "__builtins__": builtins}
+
+def code_of(text: str, tests: Sequence[Any] = ()) -> str:
+    """The code of a completion, after its thoughts: a fenced block of Python, or of no language; else the whole text.
+
+    Of several blocks it is the last that defines a name which the `tests` use, or, for tests of input and output, the
+    last that reads input: examples may come after it. Functions, classes and imports of earlier blocks come before it.
+    A block may lack its end; an end without a start belongs to code that the prompt has begun.
+    """
+    text = spoken(text).replace("\r\n", "\n")
+    named = {name for test in tests if isinstance(test, str) for name in re.findall(r"\w+", test)}
+    blocks = _blocks(text)
+    if not blocks:
+        return text
+    chosen = len(blocks) - 1
+    for number, block in enumerate(blocks):
+        if named & _defined(block) if named else _READS_INPUT.search(block):
+            chosen = number
+    earlier = [ast.unparse(node) for block in blocks[:chosen] for node in _statements(block, _DEFINITIONS)]
+    return "\n".join([*earlier, blocks[chosen]])
+
+
+def _blocks(text: str) -> list[str]:
+    """The blocks of Python, or without any those of no language."""
+    fences = list(_FENCE.finditer(text))
+    if len(fences) % 2 and not fences[0][1].strip() and _statements(text[: fences[0].start()], _WORKS):
+        return [text[: fences[0].start()]]
+    ends = [*(fence.start() for fence in fences[1::2]), len(text)]
+    found: dict[bool, list[str]] = {True: [], False: []}
+    for start, end in zip(fences[::2], ends, strict=False):
+        language = start[1].strip().lower().strip("{.}")
+        if not language or language.startswith("py"):
+            found[bool(language)].append(textwrap.dedent(text[start.end() + 1 : end]))
+    return found[True] or found[False]
+
+
+_DEFINITIONS = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef, ast.Import, ast.ImportFrom)
+_WORKS = (*_DEFINITIONS, ast.Assign, ast.For, ast.While, ast.If)
+
+
+def _statements(code: str, kinds: tuple[type[ast.stmt], ...]) -> list[ast.stmt]:
+    """The statements of these kinds at the top of a program; none of a text that is not Python."""
     try:
-        run(code, scope)
-    except end:
-        # A script may end so; what it has defined is tested all the same.
-        pass
-    scope["__builtins__"] = own
-    run(test, scope)
-    write(told, word)
-
-main()
-"""
+        with warnings.catch_warnings(action="ignore"):
+            return [node for node in ast.parse(code).body if isinstance(node, kinds)]
+    # Text with a null character, or nested too deep, is a ValueError or worse.
+    except (SyntaxError, ValueError, MemoryError, RecursionError):
+        return []
 
 
-def code_of(text: str) -> str:
-    """The last fenced block of Python, or of no language, in the text; the whole text without one."""
-    blocks = re.findall(r"```(?:python|py)?[ \t]*\n(.*?)```", text, re.DOTALL)
-    return blocks[-1] if blocks else text
+def _defined(code: str) -> set[str]:
+    """The names that a program defines at its top."""
+    names = set()
+    for node in _statements(code, _WORKS):
+        targets = node.targets if isinstance(node, ast.Assign) else [node]
+        names |= {getattr(target, "name", getattr(target, "id", "")) for target in targets}
+    return names
 
 
 def run_python(code: str, stdin: str = "", *, seconds: float, megabytes: int) -> tuple[int, str]:
@@ -82,17 +107,27 @@ def run_python(code: str, stdin: str = "", *, seconds: float, megabytes: int) ->
 
 
 def passes_test(code: str, test: str, *, seconds: float, megabytes: int) -> bool:
-    """Whether `test`, run after the code and in its names, comes to its end without an error.
+    """Whether `test`, which uses the names of the code in a process of its own, comes to its end without an error.
 
-    Code or a test that ends the program before that has not passed.
+    The code runs in a second sandbox, and answers over pipes (`tuning.rewards.across`).
     """
-    word = secrets.token_hex(16)
-    task = json.dumps({"code": test, "word": word}).encode()
-    with tempfile.TemporaryFile() as told, tempfile.TemporaryFile() as out, _handed_over(task) as given:
-        arguments = ["-c", RUNNER, str(given), str(told.fileno())]
-        status = _run(arguments, code, "", out, seconds, megabytes, keep=(given, told.fileno()))
-        told.seek(0)
-        return status == 0 and told.read() == word.encode()
+    script = Path(across.__file__).read_text()
+    limits = {"seconds": seconds, "megabytes": megabytes}
+    (asked, ask), (answered, answer) = os.pipe(), os.pipe()
+    with contextlib.ExitStack() as stack:
+        out = stack.enter_context(tempfile.TemporaryFile())
+        given = stack.enter_context(_handed_over(test.encode(errors="replace")))
+        theirs, mine = (asked, answer), (answered, ask)
+        try:
+            arguments = ["-c", script, *map(str, theirs)]
+            stack.enter_context(_started(arguments, code, "", out, keep=theirs, **limits))
+            arguments = ["-c", script, *map(str, mine), str(given)]
+            judge = stack.enter_context(_started(arguments, "", "", out, keep=(*mine, given), **limits))
+        finally:
+            # Each end is open in one process alone: the other learns that it has ended.
+            for descriptor in (*theirs, *mine):
+                os.close(descriptor)
+        return _ended(judge, seconds) == 0
 
 
 @contextlib.contextmanager
@@ -144,16 +179,33 @@ def refuse_gaps(isolation: Isolation) -> None:
 
 
 def _run(
+    arguments: Sequence[str], code: str, stdin: str, out: BinaryIO, seconds: float, megabytes: int, **options: Any
+) -> int:
+    """The exit status of a Python with these arguments, in a folder with the code as main.py."""
+    with _started(arguments, code, stdin, out, seconds=seconds, megabytes=megabytes, **options) as process:
+        return _ended(process, seconds)
+
+
+def _ended(process: subprocess.Popen[bytes], seconds: float) -> int:
+    try:
+        return process.wait(timeout=seconds + START_SECONDS)
+    except subprocess.TimeoutExpired:
+        return confine.KILLED
+
+
+@contextlib.contextmanager
+def _started(
     arguments: Sequence[str],
     code: str,
     stdin: str,
     out: BinaryIO,
+    *,
     seconds: float,
     megabytes: int,
     keep: Sequence[int] = (),
     report: int | None = None,
-) -> int:
-    """The exit status of a Python with these arguments, in a folder with the code as main.py."""
+) -> Iterator[subprocess.Popen[bytes]]:
+    """A Python with these arguments, in a folder with the code as main.py; it ends with the context."""
     with tempfile.TemporaryDirectory() as folder, tempfile.TemporaryFile() as source:
         # Text of a model may hold what is no UTF-8; Python then refuses the file, and the code has failed.
         (Path(folder) / "main.py").write_bytes(code.encode(errors="surrogatepass"))
@@ -181,9 +233,7 @@ def _run(
             start_new_session=True,
         )
         try:
-            return process.wait(timeout=seconds + START_SECONDS)
-        except subprocess.TimeoutExpired:
-            return confine.KILLED
+            yield process
         finally:
             # The session is a process group of its own.
             kill(process.pid)
@@ -206,18 +256,19 @@ def code_passes(
     """1 where the completion's code passes its tests; else 0. With `partial` the share of tests that pass.
 
     Tests are `metadata["tests"]`: programs (text) that run after the code in its names, or {"input", "output"} for
-    standard input and output; without them the column `answer` is one such program. Without any test the reward does
-    not apply. A test that runs for longer than `seconds`, takes more than `megabytes` or ends the program has failed;
-    so have those that `budget_seconds` for all tests of a completion leaves no time for. `isolation: required` raises
-    an Outage on a machine where the code can reach something (`gaps`); `best-effort` runs it there.
+    standard input and output; without them the answer is one such program, or each of a list of answers. Without any
+    test the reward does not apply. A test that runs for longer than `seconds`, takes more than `megabytes` or ends the
+    program has failed; so have those that `budget_seconds` for all tests of a completion leaves no time for.
+    `isolation: required` raises an Outage on a machine where the code can reach something (`gaps`); `best-effort` runs
+    it there.
     """
     refuse_gaps(isolation)
 
     def one(text: str, answer: str | None, meta: dict[str, Any]) -> float | None:
-        tests = meta.get("tests") or ([answer] if answer is not None else [])
+        tests = tests_of(answer, meta)
         if not tests:
             return None
-        code, passed, deadline = code_of(text), 0, time.monotonic() + budget_seconds
+        code, passed, deadline = code_of(text, tests), 0, time.monotonic() + budget_seconds
         for test in tests:
             left = deadline - time.monotonic()
             good = left > 0 and _passes(code, test, min(seconds, left), megabytes)

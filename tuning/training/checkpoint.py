@@ -80,7 +80,7 @@ class Checkpoints:
         with self._failing(step):
             self._manager.wait_until_finished()
             self._manager.check_for_errors()
-            self.bytes_written += sum(p.stat().st_size for p in (self.folder / str(step)).rglob("*") if p.is_file())
+            self.bytes_written += bytes_below(self.folder / str(step))
             self._committed()
             replaced = [other for other in self._manager.all_steps() if other < step]
             for other in replaced:
@@ -130,6 +130,11 @@ class Checkpoints:
             self._manager.close()
         finally:
             self._thread.shutdown()
+
+
+def bytes_below(folder: Path) -> int:
+    """The size of the files of a folder; in a process group, of those that this process wrote."""
+    return sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
 
 
 def save_tree(folder: Path, tree: Any) -> None:
@@ -204,7 +209,7 @@ _REMEDY = "remove the folder to start this stage again"
 def _chunks(folder: Path, name: str, want: jax.ShapeDtypeStruct) -> set[Path]:
     """The files that hold the shards of this process. Raises ValueError for a leaf of another shape or type, which
     Orbax would cut, fill or cast without an error."""
-    saved = json.loads((folder / name / "zarr.json").read_text())
+    saved = json.loads((folder / name / "zarr.json").read_bytes())
     shape, kind = tuple(saved["shape"]), saved["data_type"]
     if (shape, kind) != (want.shape, np.dtype(want.dtype).name):
         raise ValueError(

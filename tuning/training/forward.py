@@ -83,17 +83,38 @@ def logps_and_entropy(
     """Log-probability of each completion token and entropy at its position, both [C, T], 0 where masked, in at least
     float32."""
     decoder = assemble(graph, params)
-    hidden = _hidden(decoder, batch, compute)
-    at, targets = masked_tokens(batch, "at_CT"), masked_tokens(batch, "targets_CT")
-    logps, entropy = token_logps(
-        _states(batch, hidden, at),
-        targets,
+    hidden = _states(batch, _hidden(decoder, batch, compute), masked_tokens(batch, "at_CT"))
+    logps, entropy = _logps_and_entropy(decoder, batch, hidden, temperature)
+    return by_completion(batch, logps), by_completion(batch, entropy)
+
+
+def logps_and_leads(graph: Any, params: Any, batch: Batch, compute: Compute) -> tuple[jax.Array, jax.Array]:
+    """Log-probability of each completion token, and its lead over the mean log-probability of the vocabulary; both
+    [C, T], 0 where masked. Raises ValueError for logits with a soft cap, whose mean is not that of the head's rows."""
+    decoder = assemble(graph, params)
+    if decoder.config.final_softcap is not None:
+        raise ValueError("label smoothing needs logits without final_logit_softcapping: set label_smoothing to 0")
+    hidden = _states(batch, _hidden(decoder, batch, compute), masked_tokens(batch, "at_CT"))
+    wide = jnp.promote_types(hidden.dtype, jnp.float32)
+    weight = decoder.head_weight().astype(wide)
+    # Normalisers cancel: the lead is a difference of logits, the hidden state times a difference of rows of the head.
+    rows = weight[masked_tokens(batch, "targets_CT")] - weight.mean(axis=0)
+    leads = jnp.sum(hidden.astype(wide) * rows, axis=-1)
+    return by_completion(batch, _logps_and_entropy(decoder, batch, hidden, 1.0)[0]), by_completion(batch, leads)
+
+
+def _logps_and_entropy(
+    decoder: Decoder, batch: Batch, hidden: jax.Array, temperature: float
+) -> tuple[jax.Array, jax.Array]:
+    """Of the M tokens with a mask of 1, from the hidden states that predict them."""
+    return token_logps(
+        hidden,
+        masked_tokens(batch, "targets_CT"),
         decoder.head_weight(),
         temperature=temperature,
         softcap=decoder.config.final_softcap,
         shards=_shards(batch),
     )
-    return by_completion(batch, logps), by_completion(batch, entropy)
 
 
 def response_hidden(

@@ -96,6 +96,8 @@ class Meter:
         """Seconds and rates of the step that ends now, which processed `tokens` with `flops`."""
         now = time.monotonic()
         seconds, self._last = max(now - self._last, 1e-9), now
+        # The peak was measured in a moment, in which other work may have had a part of the device.
+        self._peak = max(self._peak, flops / seconds)
         rates = {"tokens_per_second": round(tokens / seconds, 1), "mfu": round(flops / seconds / self._peak, 4)}
         self._steps.append(rates)
         return {"seconds": seconds} | rates

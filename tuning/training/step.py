@@ -21,7 +21,7 @@ import optax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from tuning import ahead
-from tuning.losses.aggregate import count
+from tuning.losses.aggregate import Counts, count
 from tuning.mesh import put_batch, state_shardings, under
 from tuning.models.sharding import with_cut_gradients
 from tuning.target import target_platform
@@ -56,9 +56,15 @@ class StepFn:
         return params, opt_state, sums()
 
 
-def counted(groups: Sequence[Group], packed: Sequence[Packed]) -> list[dict[str, Any]]:
-    """Device arrays of micro-batches with the counts of the whole step beside them (R1)."""
-    counts = [count(p.mask_CT, p.ids_C >= 0) for p in packed]
+NOTHING = Counts(0, 0)
+
+
+def counted(groups: Sequence[Group], packed: Sequence[Packed], unpacked: Counts = NOTHING) -> list[dict[str, Any]]:
+    """Device arrays of micro-batches with the counts of the whole step (R1).
+
+    unpacked: counts of completions of the step that are in no micro-batch, because they add 0 to the loss.
+    """
+    counts = [*(count(p.mask_CT, p.ids_C >= 0) for p in packed), unpacked]
     tokens = np.float32(sum(c.n_tokens for c in counts))
     completions = np.float32(sum(c.n_sequences for c in counts))
     sizes = {"n_tokens": tokens, "n_completions": completions, "n_groups": np.float32(len(groups))}

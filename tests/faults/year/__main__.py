@@ -8,10 +8,8 @@ from __future__ import annotations
 
 import argparse
 import collections
-import http.server
 import json
 import os
-import subprocess
 import sys
 import tempfile
 import threading
@@ -26,9 +24,9 @@ import psutil
 
 from stages.store import collect
 from tests.faults.year.plan import ROWS, Night, nights
+from tests.flows.alerts import install, receiving
 from tests.flows.nights import RECIPE, record
 from tests.flows.prefect_server import prefect_server
-from tests.support import RLHF
 
 KEEP = 3
 HELD_OUT = 24
@@ -36,8 +34,8 @@ MARGIN = 6
 """Problems that must be won for a policy to be shown to be better."""
 RUN_SECONDS = 240.0
 """Limit of a night: several times what one takes on a busy machine."""
-ALERTS = {"failed": "hung", "refused": "refused"}
-"""What a webhook is told of a night that ends so."""
+ALERTS = {"failed": "TimedOut", "refused": "Refused"}
+"""The state that an alert has of a night that ends so."""
 
 
 class Year:
@@ -108,37 +106,6 @@ def stopped_workers(stop: bool) -> Iterator[None]:
         over.set()
         if stop:
             thread.join()
-
-
-class Receiver(http.server.ThreadingHTTPServer):
-    """Keeps what alerts post to it: (alert, run)."""
-
-    def __init__(self) -> None:
-        self.told: list[tuple[str, str]] = []
-        super().__init__(("127.0.0.1", 0), Handler)
-
-
-class Handler(http.server.BaseHTTPRequestHandler):
-    def do_POST(self) -> None:
-        assert isinstance(self.server, Receiver)
-        body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
-        self.server.told.append((body["alert"], body["run"]))
-        self.send_response(200)
-        self.end_headers()
-
-    def log_message(self, *args: Any) -> None:
-        pass
-
-
-@contextmanager
-def alerts() -> Iterator[list[tuple[str, str]]]:
-    """What the server's automations tell a webhook, as `rlhf alerts` sets them up."""
-    with Receiver() as receiver:
-        threading.Thread(target=receiver.serve_forever, daemon=True).start()
-        url = f"http://127.0.0.1:{receiver.server_address[1]}/"
-        subprocess.run([RLHF, "alerts", "--webhook", url], check=True, stdout=subprocess.DEVNULL)
-        yield receiver.told
-        receiver.shutdown()
 
 
 def expected(night: Night, run: dict[str, Any]) -> list[str]:
@@ -215,13 +182,14 @@ def main() -> int:
         with prefect_server(folder) as server:
             os.environ.update({k: v for k, v in server.env.items() if k.startswith("PREFECT_")})
             os.environ["RLHF_SCRATCH"] = str(folder / "scratch")
-            with alerts() as told:
+            with receiving() as receiver:
+                install(server, receiver, folder)
                 table = live(Year(folder), args.nights)
-                wanted = sorted((ALERTS[r["ended"]], r["run"]) for r in table if r["ended"] in ALERTS)
+                wanted = sorted(f"{r['run']}: {ALERTS[r['ended']]}" for r in table if r["ended"] in ALERTS)
                 deadline = time.monotonic() + 120
-                while len(told) < len(wanted) and time.monotonic() < deadline:
+                while len(receiver.bodies) < len(wanted) and time.monotonic() < deadline:
                     time.sleep(1)
-                told = sorted(told)
+                told = sorted(body["subject"].partition("] ")[2] for body in receiver.bodies)
     print(json.dumps({"ended": collections.Counter(r["ended"] for r in table), "alerts": len(told)}))
     problems = wrong(table)
     if told != wanted:

@@ -22,8 +22,10 @@ from typer.testing import CliRunner
 from flows.cli.app import app
 from flows.report import prometheus, scrapes
 from flows.report.prometheus import serve_metrics
+from stages.store import registry
 from stages.store.artifacts import Store
 from stages.store.leases import lease, this_process
+from stages.store.registry import Policy
 from tests.flows.report.support import Maker, recipe_of
 from tests.support import RLHF
 
@@ -75,6 +77,22 @@ def test_runs_by_state_age_scores_seconds_hits_speed_and_bytes(place):
     size = sum(f["size"] for key in place.names("artifacts", "sft") for f in place.get("sft", key).manifest["files"])
     assert found["rlhf_store_bytes", "sft"] == size > 0
     assert ("rlhf_seconds_since_finished", "other") not in found
+
+
+def test_a_night_without_a_new_policy_is_a_night_and_names_have_entry_and_age(place):
+    """A healthy quiet week pages nobody: refused runs and runs with nothing new came to their end."""
+    now = datetime.datetime.now(datetime.UTC).isoformat()
+    for number, status in enumerate(("finished", "refused", "nothing new")):
+        ended = {"ended": now} if status != "finished" else {"ended": "2026-01-01T00:00:00+00:00"}
+        night = {"name": f"night-{number}", "recipe": {"name": "quiet"}, "status": status, "nodes": {}}
+        place.write_json(night | {"started": now} | ended, "runs", night["name"], "run.json")
+    policy = Policy("night-0", "export", "export", "k" * 64, "d" * 64, "b" * 64, "e" * 64, "t" * 64)
+    registry.promote(place, "champion", policy, "first")
+    found = samples(shown(place))
+    assert found["rlhf_seconds_since_finished", "quiet"] < 600 and found["rlhf_runs", "quiet", "nothing new"] == 1
+    assert found["rlhf_runs", "demo", "nothing new"] == 0
+    assert found["rlhf_name_entry", "champion", "night-0"] == 1 and found["rlhf_name_seconds", "champion"] < 600
+    assert found[("rlhf_store_free_bytes",)] > 0
 
 
 def test_a_run_that_waits_for_another_s_lease_is_counted(place):

@@ -143,6 +143,13 @@ def test_a_file_of_the_data_is_named(tmp_path, monkeypatch, source, told):
     assert made.why(setting) == ([f"data.source {data / source}{told} has other content"], "before")
 
 
+def test_a_folded_line_says_how_far_each_round_goes():
+    rounds = [n for n in build(load_recipe("smoke")) if n.name.startswith("round-")]
+    hits = rounds[: [n.name for n in rounds].index("round-002.rollout") + 1]
+    ((label, _),) = _folded([Planned(node, "hit", [], None) for node in hits])
+    assert label == "rounds 0 to 1: rollout, score, update; round 2: rollout"
+
+
 def test_folded_lines_say_which_rounds_and_stages_they_are_about(smoke_store):
     sets = [f"store={smoke_store}", "rl.update.clip_high=0.3", "rl.refills=1"]
     planned = plan(load_recipe("smoke", sets=sets))

@@ -10,6 +10,7 @@ import pytest
 
 from flows.graph.build import build
 from flows.graph.keying import key_of, key_parts
+from flows.recipe.model import RecipeError
 from flows.recipe.reading import load_recipe
 from stages.contract.registry import stage
 from stages.store.artifacts import Artifact, Store
@@ -110,6 +111,18 @@ def test_without_sft_the_rounds_start_from_the_base_model():
     nodes = graph("sft=null")
     assert inputs(nodes["round-000.rollout"])["policy"] == "base"
     assert inputs(nodes["round-000.update"])["reference"] == "base"
+
+
+def test_the_reference_moves_to_the_policy_of_every_so_many_rounds():
+    """ProRL's reset; the policies that later rounds read are stored, not rebuilt."""
+    nodes = graph("rl.rounds=5", "rl.reference_every=2", "rl.checkpoint_every=5")
+    updates = [nodes[f"round-00{i}.update"] for i in range(5)]
+    assert [inputs(node)["reference"] for node in updates] == [
+        "sft", "sft", "round-001.update", "round-001.update", "round-003.update"
+    ]  # fmt: skip
+    assert [node.config.store_state for node in updates] == [False, True, False, True, True]
+    with pytest.raises(RecipeError, match="reference_every moves the reference of the KL"):
+        graph("rl.reference_every=2", "rl.update.kl_coef=0")
 
 
 JUDGED = "preference={loss: dpo}"

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import base64
 import errno
+import json
 import os
+import shutil
 import signal
 import socket
 import subprocess
@@ -66,6 +69,57 @@ def test_a_private_server_that_is_killed_is_started_again_at_its_address(tmp_pat
     assert servers() == []
     with pytest.raises(urllib.error.URLError, match="refused"):
         healthy(server.url)
+
+
+AS_ANOTHER_USER = """
+import json, sys, urllib.error, urllib.request
+url, pid = sys.argv[1:]
+headers = {"Origin": "http://evil.example", "content-type": "application/json"}
+ask = urllib.request.Request(url, b'{"include_secrets": true}', headers)
+try:
+    answer = urllib.request.build_opener(urllib.request.ProxyHandler({})).open(ask, timeout=60)
+except urllib.error.HTTPError as error:
+    answer = error
+try:
+    environment = open(f"/proc/{pid}/environ").read()
+except PermissionError:
+    environment = ""
+print(json.dumps([answer.status, answer.headers.get("access-control-allow-origin"), "AUTH" in environment]))
+"""
+
+
+def test_a_private_server_starts_with_a_key_and_without_other_origins():
+    private = PrivateServer()
+    try:
+        given = servers()[0].environ()
+    finally:
+        private.stop()
+    assert given["PREFECT_SERVER_API_AUTH_STRING"] == private.auth
+    assert given["PREFECT_SERVER_API_CORS_ALLOWED_ORIGINS"] == private.url.removesuffix("/api")
+
+
+@pytest.mark.slow
+def test_other_users_and_web_pages_get_nothing_from_a_private_server(tmp_path, monkeypatch, prefect_database):
+    """What `rlhf run` starts serves the secrets that its user keeps in Prefect."""
+    monkeypatch.setenv("PREFECT_HOME", str(tmp_path))
+    if (kept := prefect_database / "prefect.db").exists():
+        shutil.copy(kept, tmp_path)
+    private = PrivateServer()
+    try:
+        private.wait()
+        documents = f"{private.url}/block_documents/filter"
+        command = [os.path.realpath(sys.executable), "-I", "-c", AS_ANOTHER_USER, documents, str(servers()[0].pid)]
+        stranger = {"user": 65534} if os.geteuid() == 0 else {}
+        done = subprocess.run(command, capture_output=True, text=True, cwd="/", **stranger)
+        assert json.loads(done.stdout) == [401, None, not stranger], done.stderr
+        token = base64.b64encode(private.auth.encode()).decode()
+        own = urllib.request.Request(
+            documents, b"{}", {"Authorization": f"Basic {token}", "content-type": "application/json"}
+        )
+        with direct.open(own, timeout=60) as answer:
+            assert json.load(answer) == []
+    finally:
+        private.stop()
 
 
 def test_restarts_of_a_private_server_last_through_an_outage_of_minutes():

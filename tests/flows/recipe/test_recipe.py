@@ -6,6 +6,7 @@ import json
 from pathlib import Path
 
 import pytest
+import yaml
 
 from flows.graph.build import build
 from flows.recipe.model import Recipe, RecipeError
@@ -63,6 +64,10 @@ def test_an_empty_file_is_a_recipe_of_defaults_with_the_file_s_name(recipe):
             "rl:\n  score:\n    rewards:\n      a: {function: contains, wieght: 2}\n",
             "mine.yaml:4: rl.score.rewards.a.wieght: unknown key; did you mean weight?",
         ),
+        ("sft: {num_train_epochs: 3}\n", "sft.num_train_epochs: unknown key; did you mean sft.epochs?"),
+        ("sft: {lora: {r: 8}}\n", "sft.lora.r: unknown key; did you mean sft.lora.rank?"),
+        ("rl: {num_generations: 8}\n", "rl.num_generations: unknown key; did you mean rl.rollout.completions?"),
+        ("base_model: x\n", "base_model: unknown key; did you mean base.source?"),
         ("evalute: null\n", "mine.yaml:1: evalute: unknown key; did you mean evaluate?"),
         ("sft:\n  epochs: two\n", "mine.yaml:2: sft.epochs: Input should be a valid integer (found 'two')"),
         ("sft:\n  epochs: 1.5\n", "mine.yaml:2: sft.epochs: Input should be a valid integer"),
@@ -200,6 +205,27 @@ def test_a_step_of_a_small_round_takes_all_of_its_prompts(recipe):
     assert load_recipe(recipe("rl: {rollout: {prompts: 64}}\n")).rl.update.prompts_per_step == 8
 
 
+@pytest.mark.parametrize("name", ["opo", "gpg"])
+def test_an_algorithm_without_a_clip_takes_one_step_a_round(recipe, name):
+    text = "rl: {rollout: {prompts: 64}, update: {algorithm: %s%s}}\n"
+    loaded = load_recipe(recipe(text % (name, "")))
+    assert loaded.rl.update.prompts_per_step == 64
+    assert Recipe.model_validate_json(json.dumps(loaded.model_dump(mode="json"))) == loaded
+    for more in (", prompts_per_step: 8", ", epochs: 2"):
+        message = refused(recipe(text % (name, more)))
+        assert f"{name} takes one optimizer step a round" in message and "prompts_per_step to 64" in message
+
+
+def test_built_in_recipes_set_their_own_rates():
+    """So that no default changes their results."""
+    for path in RECIPES.glob("*.yaml"):
+        written = yaml.safe_load(path.read_text())
+        rl = written.get("rl") or {}
+        sections = [written.get(name) for name in ("sft", "reward", "preference", "distill")] + [rl.get("update")]
+        for section in filter(None, sections):
+            assert "learning_rate" in section["optimizer"], path
+
+
 def test_the_update_takes_the_temperature_of_its_rollouts(recipe):
     assert load_recipe(recipe("rl: {rollout: {temperature: 0.7}}\n")).rl.update.temperature == 0.7
 
@@ -236,7 +262,7 @@ def test_an_optimizer_given_in_part_keeps_the_other_defaults_of_its_stage(recipe
 rl: {update: {algorithm: ppo, optimizer: {beta1: 0.8}, critic: {optimizer: {beta1: 0.7}}}}
 """)
     ).rl.update
-    assert (rl.optimizer.learning_rate, rl.critic.optimizer.learning_rate) == (2e-5, 5e-5)
+    assert (rl.optimizer.learning_rate, rl.critic.optimizer.learning_rate) == (1e-6, 1e-5)
 
 
 def test_merge_keeps_what_it_is_given():

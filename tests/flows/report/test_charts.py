@@ -6,6 +6,7 @@ import sys
 import pytest
 
 from flows.report.charts import FRAME, MOST_POINTS, Chart, limits, stage_graph, thinned, ticks
+from flows.report.formats import show
 
 
 def chart(*columns, over="round", share=False):
@@ -67,6 +68,12 @@ def test_labels_of_small_and_large_numbers_are_short():
     small, large = chart([2e-5, 4e-5]).drawing, chart([1000.0, 4000.0]).drawing
     assert small.unit == "10⁻⁵ nats" and [t.text for t in small.rows] == ["0", "1", "2", "3", "4"]
     assert [t.text for t in large.rows] == ["0", "1k", "2k", "3k", "4k"]
+
+
+def test_the_unit_of_small_values_on_a_wide_axis_is_that_of_the_axis():
+    drawing = Chart("KL", "nats", "", [0, 1], {"kl": [1.6e-6, 0.0]}, least=0.02).drawing
+    assert (drawing.unit, drawing.rows[0].text, drawing.rows[-1].text) == ("nats", "0", "0.02")
+    assert show(1.4e-17) == "0" and show(-1.4e-17) == "0" and show(1.6e-6) == "1.6e-06"
 
 
 def test_bars_stand_on_each_other():

@@ -9,7 +9,7 @@ from rich.console import Console
 
 from flows.graph.build import build
 from flows.recipe.reading import load_recipe
-from flows.report.console import ConsoleReporter
+from flows.report.console import ConsoleReporter, closing_table
 from stages.worker.protocol import Progress
 
 NODES = {n.name: n for n in build(load_recipe("smoke", sets=["rl.rounds=1"]))}
@@ -107,3 +107,10 @@ def test_time_left_is_told_from_the_second_step_on(monkeypatch):
     first, second = out.getvalue().splitlines()[1:]
     assert "1/9 step" in first and "left" not in first
     assert "3/9 step  60 s left" in second
+
+
+def test_the_closing_table_counts_the_problems_that_its_scores_are_of():
+    metrics = {"problems": 32, "samples": 1, "score": 0.5, "score_low": 0.3, "score_high": 0.7}
+    metrics |= {"truncated": 0.0, "mean_length": 4.0}
+    assert closing_table({"base": metrics}).title == "Held-out problems, 32"
+    assert closing_table({"base": metrics | {"not_applicable": 15}}).title == "Held-out problems, 17 of 32"

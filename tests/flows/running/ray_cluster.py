@@ -44,6 +44,8 @@ def ray_cluster(folder: Path) -> Iterator[RayCluster]:
         "RAY_AUTH_TOKEN": uuid.uuid4().hex * 2,
         "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0",
         "RAY_USAGE_STATS_ENABLED": "0",
+        # Else workers get what other processes of the machine leave.
+        "RAY_worker_niceness": "0",
         "RAY_TMPDIR": str(place),
         # A lost node is noticed within seconds.
         "RAY_health_check_period_ms": "1000",

@@ -21,6 +21,10 @@ CODE = {
     "an algorithm": ["rl.update.algorithm=os:system"],
     "a server": [f"rl.rollout.engine={ENGINE.replace('PROGRAM', sys.executable)}"],
     "code of this package": ["rl.score.rewards.x={function: 'tuning.rewards.sandbox:run_python'}"],
+    "a secret for a judge": [
+        "rl.score.rewards.x={function: judge, arguments: {url: 'http://h/v1', model: m, key_variable: AWS_KEY}}"
+    ],
+    "a secret for a server": ["rl.rollout.engine={kind: vllm, version: '1', url: 'http://h:1', key_variable: AWS_KEY}"],
     "options of Beam": ["data.runner.options={setup_file: /tmp/x.py}"],
 }
 
@@ -38,7 +42,7 @@ def test_what_is_not_named_is_refused_before_anything_runs(monkeypatch, case, al
     found = recipe(CODE[case])
     check_allowed(found)
     monkeypatch.setenv("RLHF_ALLOW_CODE", allowed)
-    with pytest.raises(RecipeError, match="RLHF_ALLOW_CODE"):
+    with pytest.raises(RecipeError, match="RLHF_ALLOW_(CODE|KEYS)"):
         check_allowed(found)
 
 

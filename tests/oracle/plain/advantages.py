@@ -99,6 +99,8 @@ def of_completions(settings: Any, samples: Sequence[Sample]) -> list[float]:
     """One advantage a completion, by the algorithms whose baseline is the group's."""
     found = [0.0] * len(samples)
     every = [s.reward for s in samples]
+    groups = [[every[i] for i in members] for members in groups_of(samples).values()]
+    settings = {**settings, "taught": sum(len(group) for group in groups if not tied(group))}
     for members in groups_of(samples).values():
         rewards = [samples[i].reward for i in members]
         if tied(rewards):
@@ -118,7 +120,9 @@ def _of_group(settings: Any, r: list[float], members: Sequence[Sample], every: S
             base = sum(a * b for a, b in zip(lengths, r, strict=True)) / max(sum(lengths), 1)
             return [x - base for x in r]
         case "gpg":
-            return [(x - mean) * len(every) / max(sum(y != 0 for y in every), 1) for x in r]
+            # Chu et al., arXiv:2504.02546: alpha makes up for the groups without a gradient that count.
+            alpha = len(every) / settings["taught"] if settings["tied_groups"] == "count" else 1.0
+            return [(x - mean) * alpha for x in r]
         case "pass-at-k":
             first, second = sorted(r, reverse=True)[:2]
             return [(first - second) / (deviation(r) + 1e-6) if x == first else 0.0 for x in r]
@@ -165,10 +169,13 @@ def gigpo(settings: Any, samples: Sequence[Sample]) -> list[np.ndarray]:
         r = [returns[m] for m in members]
         if not tied(r):
             of_turn |= dict(zip(members, _of_group(settings, r, [], []), strict=True))
+    # The authors' code has one score a step (`compute_mean_std_cross_steps`).
+    steps = [i for i, sample in enumerate(samples) for _ in sample.ends]
+    episodes = dict(zip(steps, of_completions(settings, [samples[i] for i in steps]), strict=True))
     found = []
-    for i, (sample, episode) in enumerate(zip(samples, of_completions(settings, samples), strict=True)):
+    for i, sample in enumerate(samples):
         of_tokens = [of_turn[i, u] for u in sample.turns or []]
-        found.append(episode + settings["step_advantage_w"] * np.asarray(of_tokens, np.float64))
+        found.append(episodes.get(i, 0.0) + settings["step_advantage_w"] * np.asarray(of_tokens, np.float64))
     return found
 
 

@@ -36,7 +36,10 @@ def sft(settings: Any, tuned: Model, rows: Sequence[Row], seed: int) -> int:
     def loss(step: list[int]) -> Tensor:
         count = sum(len(trained(rows[i])) for i in step)
         found = [tuned.logps(rows[i]["prompt_ids"], rows[i]["completion_ids"])[0][trained(rows[i])] for i in step]
-        return -torch.cat(found).sum() / count
+        logps = torch.cat(found)
+        # DFT (Wu et al., arXiv:2508.05629): a token weighs its probability.
+        weights = logps.detach().exp() if settings["loss"] == "dft" else 1.0
+        return -(weights * logps).sum() / count
 
     sizes = [len(r["prompt_ids"]) + len(r["completion_ids"]) for r in rows]
     return fit(settings, tuned, sizes, seed, loss)

@@ -51,6 +51,12 @@ def surrogate(settings: Settings, logps: Tensor, old: Tensor, advantages: Tensor
             # Gao et al., arXiv:2511.20347.
             tau = torch.where(advantages > 0, real(1.0), real(1.05))
             return -advantages * 4 / tau * torch.sigmoid(tau * (torch.exp(near(z)) - 1))
+        case "vespo":
+            # Shen et al., arXiv:2602.10693.
+            w = torch.exp(torch.clamp(near(z).sum(), math.log(1e-8), 20.0)).detach()
+            up = w**2 * torch.exp(3 * (1 - w))
+            down = w**3 * torch.exp(2 * (1 - w))
+            return -advantages * torch.where(advantages >= 0, up, down) * logps
         case "gmpo":
             # Zhao et al., arXiv:2507.20673: the geometric mean of ratios that are clipped before it.
             sign = torch.sign(advantages)
@@ -58,7 +64,7 @@ def surrogate(settings: Settings, logps: Tensor, old: Tensor, advantages: Tensor
             return -advantages.mean() * torch.exp(bounded.mean()) * torch.ones_like(z)
         case "dppo" | "dppo-kl":
             return _dppo(settings, logps, old, advantages)
-        case "opo":
+        case "opo" | "kl-cov":
             # Hao et al., arXiv:2505.23585.
             return -advantages * torch.exp(near(z))
         case "gpg":
@@ -98,7 +104,7 @@ def _dppo(settings: Settings, logps: Tensor, old: Tensor, a: Tensor) -> Tensor:
         move = q * (old - logps.detach()) + (1 - q) * torch.log((1 - q + 1e-8) / (1 - p + 1e-8))
         far_up, far_down = (move > settings["clip_high"]) & (p > q), (move > settings["clip_low"]) & (p < q)
     gone = torch.where(a > 0, far_up, far_down)
-    weight = torch.clamp(torch.exp(near(logps - old)), max=10.0).detach() * ~gone
+    weight = torch.clamp(torch.exp(near(logps - old)), max=1e4).detach() * ~gone
     return -a * weight * logps
 
 

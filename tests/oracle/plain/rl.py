@@ -44,6 +44,8 @@ class Coefficients:
     kl: float = 1.0
     """Factor on both weights of the KL."""
     entropy: float = 0.0
+    bonus: bool = True
+    """Whether the entropy bonus is in the loss."""
 
 
 @dataclasses.dataclass
@@ -64,6 +66,8 @@ class Completion:
     counts: bool = True
     """Whether its reward is in statistics; always of those that are trained."""
     old: Tensor = dataclasses.field(default_factory=lambda: real([]))
+    entropy: Tensor = dataclasses.field(default_factory=lambda: real([]))
+    """Under the policy before the round."""
     ref: Tensor | None = None
     sample: Sample | None = None
     advantages: Tensor = dataclasses.field(default_factory=lambda: real([]))
@@ -150,11 +154,11 @@ class Round:
             self.prepare_critic(steps)
         for _ in range(self.settings["epochs"]):
             for step in steps:
-                if self.regularised or not self.is_noise:
+                if self.regularised or self.ties_count or not self.is_noise:
                     self.policy_step(step)
                 if self.critic is not None:
                     self.critic_step(step)
-        if self.is_noise and not self.regularised:
+        if self.is_noise and not self.regularised and not self.ties_count:
             # The critic alone has learned from them.
             self.leave(self.trained, "tied")
 
@@ -163,6 +167,12 @@ class Round:
         """Whether KL or entropy have a weight in the loss."""
         s = self.settings
         return bool(s["kl_coef"] > 0 or s["entropy_coef"] > 0 or s["entropy_target"] is not None)
+
+    @property
+    def ties_count(self) -> bool:
+        """Whether groups without an advantage stay in their steps and denominators, as in TRL and verl."""
+        grouped = self.settings["algorithm"] not in (*UNGROUPED, "online-dpo")
+        return grouped and self.settings["tied_groups"] == "count"
 
     @property
     def is_noise(self) -> bool:
@@ -230,6 +240,8 @@ class Round:
         s = self.settings
         for c in self.counted:
             c.old = c.mu if s["old_logps"] == "sampler" else c.logps(self.policy.model, s["temperature"])[0]
+            if s["top_entropy"] is not None:
+                c.entropy = c.logps(self.policy.model, s["temperature"])[1]
             if self.reference is not None:
                 c.ref = c.logps(self.reference, s["temperature"])[0]
             penalty = real([0.0] * c.count)
@@ -250,7 +262,7 @@ class Round:
         """
         s = self.settings
         paired = s["algorithm"] == "online-dpo"
-        stay = self.regularised and s["tied_groups"] == "regularise" and not paired
+        stay = self.ties_count or (self.regularised and s["tied_groups"] == "count" and not paired)
         if self.is_noise and not stay and self.critic is None:
             self.leave(self.counted, "tied")
         if self.is_noise or s["algorithm"] in UNGROUPED:
@@ -295,7 +307,7 @@ class Round:
     def policy_step(self, step: Sequence[Completion]) -> None:
         """One step down the whole loss: surrogate, KL and entropy, each over the counts of the step (R1)."""
         s, tokens = self.settings, sum(c.count for c in step)
-        total = real(0.0)
+        total, marked = real(0.0), self.marked(step)
         for c in step:
             if not c.count:
                 continue
@@ -306,6 +318,14 @@ class Round:
 
             if s["algorithm"] != "online-dpo":
                 surrogate = losses.surrogate(s, logps, c.old, c.advantages)
+                if s["algorithm"] == "clip-cov":
+                    surrogate = surrogate * (1 - marked[id(c)])
+                if s["algorithm"] == "kl-cov":
+                    # A ratio that differs from 1 by rounding alone has no sign.
+                    far = ((logps - c.old).abs() > 1e-5).to(logps.dtype)
+                    surrogate = surrogate + marked[id(c)] * far * (logps - c.old).abs()
+                if s["top_entropy"] is not None:
+                    surrogate = surrogate * self.top(step)[id(c)]
                 total = total + share(surrogate * losses.correction(s, c.old, c.mu))
             if c.ref is not None:
                 kl = losses.kl(logps, c.ref, s["kl_kind"], s["kl_clamp"])
@@ -314,11 +334,31 @@ class Round:
                     total = total + s["kl_coef"] * self.coefficients.kl * share(kl)
             self.entropy_sum += float(entropy.detach().sum())
             if s["entropy_coef"] > 0 or s["entropy_target"] is not None:
-                total = total - self.coefficients.entropy * share(entropy)
+                total = total - self.coefficients.bonus * self.coefficients.entropy * share(entropy)
         if s["algorithm"] == "online-dpo":
             total = total + self.pairs(step)
         self.tokens += tokens
         self.policy.optimizer.step(total)
+
+    def marked(self, step: Sequence[Completion]) -> dict[int, Tensor]:
+        """Cui et al., arXiv:2505.22617: 1 on the tokens that clip-cov and kl-cov choose, by completion."""
+        name, counts = self.settings["algorithm"], [c.count for c in step]
+        if name not in ("clip-cov", "kl-cov"):
+            return {}
+        a, logps = (torch.cat([getattr(c, of) for c in step]).numpy() for of in ("advantages", "old"))
+        cov, found = (a - a.mean()) * (logps - logps.mean()), np.zeros(len(a))
+        if name == "kl-cov":
+            found[np.argsort(-cov, kind="stable")[: max(1, int(0.002 * len(a)))]] = 1
+        else:
+            eligible = np.flatnonzero((cov > 1) & (cov < 5))
+            found[np.random.default_rng(len(a)).permutation(eligible)[: max(1, int(0.0002 * len(a)))]] = 1
+        return {id(c): part for c, part in zip(step, torch.split(torch.from_numpy(found), counts), strict=True)}
+
+    def top(self, step: Sequence[Completion]) -> dict[int, Tensor]:
+        """Wang et al., arXiv:2506.01939: 1 on the step's tokens of highest entropy before the round, by completion."""
+        every = torch.cat([c.entropy for c in step]).numpy()
+        least = np.quantile(every, 1 - self.settings["top_entropy"])
+        return {id(c): (c.entropy >= least).to(c.entropy.dtype) for c in step}
 
     def pairs(self, step: Sequence[Completion]) -> Tensor:
         """Guo et al., arXiv:2402.04792: DPO between the best and the worst completion of each prompt."""
@@ -374,14 +414,15 @@ class Round:
         s, now = self.settings, self.coefficients
         if not self.tokens:
             return now
-        scale, entropy = now.kl, now.entropy
+        scale, entropy, bonus = now.kl, now.entropy, now.bonus
         if s["kl_target"] is not None:
             error = min(max(self.kl_sum / self.tokens / s["kl_target"] - 1, -0.2), 0.2)
             scale *= 1 + error * len(self.trained) / s["kl_horizon"]
         if s["entropy_target"] is not None:
             below = self.entropy_sum / self.tokens < s["entropy_target"]
             entropy = max(0.0, entropy + (s["entropy_step"] if below else -s["entropy_step"]))
-        return Coefficients(scale, entropy)
+            bonus = self.entropy_sum / self.tokens <= s["entropy_target"]
+        return Coefficients(scale, entropy, bonus)
 
 
 def _finite(x: float | None) -> bool:

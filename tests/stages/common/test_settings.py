@@ -4,6 +4,7 @@ import pytest
 
 from flows.recipe.model import RecipeError
 from flows.recipe.reading import load_recipe
+from stages.contract.registry import by_section
 from stages.sft import Config
 
 
@@ -18,6 +19,35 @@ def test_what_the_short_form_leaves_out_keeps_the_stages_default():
     found = Config.model_validate_json('{"learning_rate": 0.5}')
     assert found.optimizer.learning_rate == 0.5
     assert found.optimizer.warmup_steps == Config().optimizer.warmup_steps
+
+
+@pytest.mark.parametrize(
+    ("section", "full", "adapter"),
+    [
+        ("sft", 2e-5, 2e-4),
+        ("preference", 1e-6, 1e-5),
+        ("reward", 3e-5, 3e-4),
+        ("distill", 2e-5, 2e-4),
+        ("rl.update", 1e-6, 1e-5),
+        ("rl.update.critic", 1e-5, 1e-4),
+    ],
+)
+def test_an_adapters_default_rate_is_ten_times_that_of_all_parameters(section, full, adapter):
+    """TRL: sft.py 2e-5 and 2e-4, dpo.py 5e-7 and 5e-6, reward_modeling.py 1e-5 and 1e-4; GRPO and RLOO 1e-6."""
+    algorithm = {"algorithm": "ppo"} if "critic" in section else {}
+    stage = by_section()[section.removesuffix(".critic")]
+
+    def rate(lora, **more):
+        found = stage.config.model_validate(algorithm | {"lora": lora} | more)
+        return (found.critic if "critic" in section else found).optimizer.learning_rate
+
+    assert (rate(None), rate({"rank": 4})) == (full, adapter)
+    if "critic" in section:
+        for critic in ({"learning_rate": 0.5}, {"optimizer": {"learning_rate": 0.5}}):
+            assert rate({"rank": 4}, critic=critic) == 0.5
+    else:
+        assert rate({"rank": 4}, learning_rate=0.5) == rate({}, optimizer={"learning_rate": 0.5}) == 0.5
+        assert rate({"rank": 4}, optimizer={"beta1": 0.5}) == adapter
 
 
 def test_the_short_form_is_as_strict():

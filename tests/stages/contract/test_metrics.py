@@ -7,7 +7,7 @@ import sys
 import pytest
 from tensorboardX.proto.event_pb2 import Event
 
-from stages.contract.metrics import Metrics
+from stages.contract.metrics import TRACKERS, Metrics
 
 
 def scalars(folder):
@@ -36,11 +36,29 @@ def test_rows_reach_both_files_before_the_next_is_written(tmp_path):
     }  # fmt: skip
 
 
-def test_a_project_without_wandb_is_an_error_that_says_what_to_install(tmp_path, monkeypatch):
-    monkeypatch.setenv("WANDB_PROJECT", "tuning")
-    monkeypatch.setitem(__import__("sys").modules, "wandb", None)
-    with pytest.raises(RuntimeError, match=r"pip install 'rlhf-pipeline\[wandb\]'"):
+@pytest.mark.parametrize("variable", TRACKERS)
+def test_a_tracker_that_is_not_installed_is_an_error_that_says_what_to_install(tmp_path, monkeypatch, variable):
+    package = variable.partition("_")[0].lower()
+    monkeypatch.setenv(variable, "tuning")
+    monkeypatch.setitem(sys.modules, package, None)
+    with pytest.raises(RuntimeError, match=rf"{variable} is set.* pip install 'rlhf-pipeline\[{package}\]'"):
         Metrics(tmp_path, "run.sft")
+
+
+def test_mlflow_has_the_numbers_of_each_stage_in_a_run_of_its_own(tmp_path, monkeypatch):
+    mlflow = pytest.importorskip("mlflow")
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", f"file://{tmp_path / 'runs'}")
+    monkeypatch.setenv("MLFLOW_ALLOW_FILE_STORE", "true")
+    for name in ("run.sft", "run.reward"):
+        metrics = Metrics(tmp_path / name, name)
+        metrics.write({"step": 0, "loss": 2.5, "note": "first"})
+        metrics.write({"step": 1, "loss": 1.5})
+        metrics.close()
+    found = mlflow.search_runs(experiment_names=["rlhf-pipeline"], output_format="list")
+    assert {run.info.run_name: (run.info.status, run.data.metrics["loss"]) for run in found} == {
+        "run.sft": ("FINISHED", 1.5),
+        "run.reward": ("FINISHED", 1.5),
+    }
 
 
 def test_torch_and_boto3_are_not_imported_where_they_are_installed(tmp_path):

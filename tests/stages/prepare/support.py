@@ -39,6 +39,11 @@ def request(folder, **settings):
     return Request("prepare", "d" * 64, {}, settings, inputs, seed=7, store=store.url, run="test")
 
 
+def nothing(record):
+    """A rule that drops every record."""
+    return False
+
+
 SEEN = []
 
 

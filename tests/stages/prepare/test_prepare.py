@@ -242,7 +242,22 @@ def test_prompts_without_a_completion_are_prompts_whatever_share_feeds_sft(run, 
 @pytest.mark.parametrize(
     "extra, settings, message",
     [
-        ([], {"max_completion_tokens": 1}, "no rows for `sft`.*sft:completion_too_long.*leave it out of `data.splits`"),
+        (
+            [],
+            {"max_completion_tokens": 1},
+            "no rows for `sft`: .* of more than data.max_completion_tokens 1; raise it, .*sft:completion_too_long.*"
+            "leave it out of `data.splits`",
+        ),
+        (
+            [],
+            {"max_prompt_tokens": 1, "splits": ["prompts"]},
+            "^no rows for `prompts`: 60 rows have a prompt of more than data.max_prompt_tokens 1; raise(?!.*splits=)",
+        ),
+        (
+            [],
+            {"rules": ["tests.stages.prepare.support:nothing"]},
+            "no rows for `sft`: every record was dropped, for the reasons below.*'nothing': 60",
+        ),
         ([], {"heldout_fraction": 0.0}, "no rows for `heldout`: heldout_fraction is 0.0"),
         ([], {"sft_fraction": 1.0}, "no rows for `prompts`.*use 'all-training'"),
         (

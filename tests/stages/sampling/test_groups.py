@@ -2,11 +2,13 @@
 
 import dataclasses
 
+import numpy as np
 import pytest
 
 from stages.sampling.groups import Scored, TooFewGroups, chosen_groups, missing_prompts
 from tuning.algorithms import selection
 from tuning.algorithms.algorithm import find
+from tuning.algorithms.diagnostics import pass_histogram
 from tuning.algorithms.round_data import RoundData
 from tuning.algorithms.settings import RoundSettings
 from tuning.rows import CompletionRow, ScoreRow
@@ -31,6 +33,23 @@ def test_too_few_informative_groups_end_the_round_with_a_histogram():
     taken, metrics = chosen_groups(given, "train")
     assert {row.place for row in taken.rollouts} == {2}
     assert metrics == {"prompts_sampled": 4, "prompts_without_signal": 3, "prompts_to_spare": 0}
+
+
+@pytest.mark.parametrize(
+    ("totals", "histogram"),
+    [
+        ([(1, 1)] * 32, [0, 0, 0, 0, 32]),
+        ([(0, 0)] * 32, [32, 0, 0, 0, 0]),
+        ([(1, 1)] * 31 + [(1, 0)], [0, 0, 1, 0, 31]),
+        ([(0, 0)] * 31 + [(1, 0)], [31, 0, 1, 0, 0]),
+        # One penalty and one bonus leave right and wrong where they are.
+        ([(1, 0)] * 30 + [(-9, 1), (0, 9)], [0, 0, 32, 0, 0]),
+        ([(-2, -2)] * 3, [3, 0, 0, 0, 0]),
+    ],
+)
+def test_prompts_are_counted_by_right_completions(totals, histogram):
+    groups = np.repeat(np.arange(len(totals)), 2)
+    assert pass_histogram(np.ravel(np.array(totals, np.float32)), groups, np.ones(len(groups), bool)) == histogram
 
 
 def test_the_first_informative_groups_are_taken_and_the_rest_are_counted():

@@ -12,9 +12,9 @@ TASK = json.loads(os.environ["RLHF_TASK"])
 SESSION = os.environ["RLHF_SESSION"]
 
 
-def post(path, value):
+def post(path, value, **more):
     body = json.dumps(value).encode()
-    headers = {"content-type": "application/json", "authorization": f"Bearer {os.environ['OPENAI_API_KEY']}"}
+    headers = {"content-type": "application/json", "authorization": f"Bearer {os.environ['OPENAI_API_KEY']}", **more}
     request = urllib.request.Request(f"{SESSION}/{path}", body, headers)
     with urllib.request.urlopen(request, timeout=60) as answer:
         return json.load(answer)
@@ -36,8 +36,36 @@ def fork():
     answer = say("one")
     say("other")
     say("one", answer, "two")
-    post("reward", {"reward": 2, "success": False})
+    with open(int(os.environ["RLHF_GRADER_FD"])) as file:
+        grader = json.load(file)
+    post("reward", {"reward": 2, "success": grader["answer"] == "4"}, **{"x-rlhf-reward-key": grader["reward_key"]})
     print("no JSON")
+
+
+STEAL = """
+import json, os, sys, urllib.error, urllib.request
+statuses = []
+for method, path in (("POST", "/reward"), ("DELETE", "")):
+    headers = {"content-type": "application/json", "authorization": "Bearer " + os.environ["OPENAI_API_KEY"]}
+    body = json.dumps({"reward": 1, "success": True}).encode()
+    request = urllib.request.Request(os.environ["RLHF_SESSION"] + path, body, headers, method=method)
+    try:
+        statuses.append(urllib.request.urlopen(request).status)
+    except urllib.error.HTTPError as error:
+        statuses.append(error.code)
+opened = []
+for number in range(3, 64):
+    try:
+        opened.append(os.read(number, 4096).decode())
+    except OSError:
+        pass
+json.dump({"environ": dict(os.environ), "statuses": statuses, "opened": opened}, open(sys.argv[1], "w"))
+"""
+
+
+def stolen():
+    say("one")
+    subprocess.run([sys.executable, "-c", STEAL, TASK["file"]], check=True)
 
 
 def crash():

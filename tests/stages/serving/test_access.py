@@ -78,6 +78,18 @@ def test_each_key_opens(guarded, key):
     assert answer.status_code == 200, answer.text
 
 
+def test_a_session_is_of_the_key_that_began_it(asked, guarded):
+    other = {"authorization": f"Bearer {OTHER}"}
+    assert asked.post("/sessions/mine/v1/completions", json=SAID).status_code == 200
+    assert httpx.get(f"{guarded}/sessions/mine", headers=other).status_code == 404
+    assert httpx.post(f"{guarded}/sessions/mine/reward", json={"reward": 1}, headers=other).status_code == 404
+    assert httpx.delete(f"{guarded}/sessions/mine", headers=other).status_code == 404
+    assert httpx.post(f"{guarded}/sessions/mine/v1/completions", json=SAID, headers=other).status_code == 200
+    records = [httpx.get(f"{guarded}/sessions/mine", headers=h).json() for h in (other, asked.headers)]
+    assert [len(record["turns"]) for record in records] == [1, 1] and records[1]["reward"] is None
+    assert asked.delete("/sessions/mine").status_code == 200
+
+
 def test_a_host_that_others_reach_needs_a_key(tmp_path):
     for host in ("0.0.0.0", "::", "192.168.0.1", "example.org", ""):
         with pytest.raises(AccessError, match="there is no key: set RLHF_API_KEY or --api-key-file"):

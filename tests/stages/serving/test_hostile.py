@@ -1,10 +1,15 @@
 """No value of a request, and no failure, ends the engine for others; /health tells the truth."""
 
+import json
+import threading
+import time
+
 import httpx
+import psutil
 import pytest
 
 from stages.serving.server import Server
-from tests.stages.serving.support import CONFIG, CONTEXT, LIMITS, STOPS, TOKENIZER, made_tokenizer, serving
+from tests.stages.serving.support import CONFIG, CONTEXT, LIMITS, QUESTION, STOPS, TOKENIZER, made_tokenizer, serving
 from tuning.rollout.engine.engine import Engine
 from tuning.rollout.engine.live import EngineStopped, Live
 from tuning.rollout.requests import RefusedRequest, Request, Sampling
@@ -35,8 +40,6 @@ HARMLESS = {
 
 def post(url, path="completions", **fields):
     body = {"prompt": "ab", "max_tokens": 2, **fields}
-    import json
-
     # NaN and Infinity as some clients write them, which is no JSON.
     text = json.dumps(body).replace('"NaN"', "NaN").replace('"Infinity"', "Infinity")
     return httpx.post(f"{url}/v1/{path}", content=text, headers={"content-type": "application/json"}, timeout=60)
@@ -139,10 +142,18 @@ CHATS = {
     "a name with a line": {"messages": USER, "tools": [{"type": "function", "function": {"name": "a\nb"}}]},
     "a schema that is none": {"messages": USER, "tools": tool(type=5)},
     "a pattern that is none": {"messages": USER, "tools": tool(properties={"a": {"pattern": "("}})},
-    "a pattern without end": {"messages": USER, "tools": tool(properties={"a": {"pattern": "^(a+)+$"}})},
-    "alternatives without end": {"messages": USER, "tools": tool(properties={"a": {"pattern": "^(a|a)*$"}})},
-    "a long pattern": {"messages": USER, "tools": tool(properties={"a": {"pattern": "a?" * 500 + "a" * 500}})},
-    "pattern properties": {"messages": USER, "tools": tool(patternProperties={"^(a*)*$": {}})},
+    "a pattern that looks ahead": {"messages": USER, "tools": tool(properties={"a": {"pattern": "^(?=a)(a+)+$"}})},
+    "a pattern that looks back": {"messages": USER, "tools": tool(properties={"a": {"pattern": r"^(a|b)*\1$"}})},
+    "a pattern of many states": {
+        "messages": USER,
+        "tools": tool(properties={"a": {"pattern": "((a{1,99}){1,99}){9}"}}),
+    },
+    "pattern properties": {"messages": USER, "tools": tool(patternProperties={"^(?!a)": {}})},
+    "another draft below": {
+        "messages": USER,
+        "tools": tool(properties={"a": {"$schema": "http://json-schema.org/schema#"}}),
+    },
+    "a name as long as a book": {"messages": [*USER, {"role": "tool", "name": "n" * 10**6, "content": "a"}]},
     "a schema as deep as a well": {"messages": USER, "tools": tool(**nested(100))},
     "a choice of no tool": {"messages": USER, "tool_choice": "required"},
     "a choice that is not there": {
@@ -189,7 +200,7 @@ BODIES = {
 @pytest.mark.parametrize(
     ("body", "told"),
     [
-        (b'{"prompt": "a",}', "the body is no JSON: Expecting property name enclosed in double quotes at character "),
+        (b'{"prompt": "a",}', "the body is not JSON: Expecting property name enclosed in double quotes at character "),
         (b"", "the body: expected a JSON object, sent with `Content-Type: application/json`"),
         (b"[1]", "the body: expected a JSON object, sent with `Content-Type: application/json`"),
     ],
@@ -248,7 +259,85 @@ def test_a_conversation_that_the_template_refuses_is_the_clients_fault(live, tem
 
 
 def test_usual_patterns_of_tools_are_taken(url):
-    for pattern in (r"^\d{4}-\d{2}-\d{2}$", r"^[a-z]+(-[a-z]+)?$", r"^(red|green)$", r"^[\w.]+@[\w.]+$", r"^.{1,64}$"):
+    usual = (r"^\d{4}-\d{2}-\d{2}$", r"^[a-z]+(-[a-z]+)?$", r"^(red|green)$", r"^[\w.]+@[\w.]+$", r"^.{1,64}$")
+    # Python's engine would not end; RE2 takes linear time.
+    for pattern in (*usual, "^(a+)+$", "^(a|a)*$", "a?" * 500 + "a" * 500):
         asked = {"messages": USER, "max_tokens": 1, "tools": tool(properties={"a": {"pattern": pattern}})}
         answer = httpx.post(f"{url}/v1/chat/completions", json=asked, timeout=60)
         assert answer.status_code == 200 or "tokens; the context is" in answer.text, answer.text
+
+
+DRAFT_4 = {"$schema": "http://json-schema.org/draft-04/schema#", "type": "object"}
+DOUBLING = {"$defs": {f"a{i}": {"allOf": [{"$ref": f"#/$defs/a{i + 1}"}] * 2} for i in range(40)} | {"a40": {}}}
+LARGE = {
+    "an enum that is compared pairwise": lambda: {"messages": USER, "tools": tool(**DRAFT_4, enum=[*range(8000), "a"])},
+    "a schema of many properties": lambda: {
+        "messages": USER,
+        "tools": tool(properties={f"p{i}": {} for i in range(20_000)}),
+    },
+    "many schemas": lambda: {
+        "messages": USER,
+        "tools": [
+            {
+                "type": "function",
+                "function": {"name": f"f{n}", "parameters": {"required": [f"{n} {i}" for i in range(90)]}},
+            }
+            for n in range(128)
+        ],
+    },
+    "ids and a text": lambda: {"prompt": [1] * 1_300_000 + ["a"]},
+    "lists and a text": lambda: {"prompt": [[1]] * 600_000 + ["a"]},
+    "texts and an id": lambda: {"prompt": ["abc"] * 600_000 + [1]},
+    "empty lists": lambda: {"prompt": [[]] * 1_300_000},
+    "objects": lambda: {"prompt": "a", "user": [{"a": 1}] * 300_000},
+    "a text": lambda: {"prompt": "a b" * 1_300_000},
+    "fields": lambda: {"prompt": "a", **{f"f{i}": 1 for i in range(300_000)}},
+    "stop ids": lambda: {"prompt": "a", "stop_token_ids": [-1] * 1_300_000},
+    "stops": lambda: {"prompt": "a", "stop": [1] * 1_300_000},
+    "messages": lambda: {"messages": [{}] * 130_000},
+    "parts": lambda: {"messages": [{"role": "user", "content": [1] * 1_300_000}]},
+    "a message": lambda: {"messages": [{"role": "user", "content": "a b" * 1_300_000}]},
+    "calls": lambda: {"messages": [{"role": "assistant", "tool_calls": [{"function": 1}] * 130_000}]},
+    "fields of a message": lambda: {"messages": [USER[0] | {f"f{i}": 1 for i in range(300_000)}]},
+}
+
+
+def during(url, action):
+    """(what an action in a thread returns, longest answer of /health in seconds, growth of this process in MB).
+
+    Seconds of this process's processors: other processes of the machine slow each answer down.
+    """
+    process, slowest, peak, results = psutil.Process(), 0.0, 0, []
+    before = process.memory_info().rss
+    thread = threading.Thread(target=lambda: results.append(action()))
+    thread.start()
+    while thread.is_alive():
+        began = time.process_time()
+        assert httpx.get(f"{url}/health", timeout=60).status_code == 200
+        slowest = max(slowest, time.process_time() - began)
+        peak = max(peak, process.memory_info().rss - before)
+    return results[0], slowest, peak / 2**20
+
+
+@pytest.mark.parametrize("case", LARGE)
+def test_one_request_does_not_stop_the_server_nor_fill_its_memory(url, case):
+    fields = LARGE[case]()
+    body = json.dumps(fields, separators=(",", ":")).encode()
+    path = "chat/completions" if "messages" in fields else "completions"
+    del fields
+    headers = {"content-type": "application/json"}
+    answer, slowest, megabytes = during(
+        url, lambda: httpx.post(f"{url}/v1/{path}", content=body, headers=headers, timeout=60)
+    )
+    assert answer.status_code == 400, answer.text[:200]
+    assert len(answer.text) < 10_000
+    assert slowest < 1 and megabytes < 100, (slowest, megabytes)
+
+
+def test_a_call_that_takes_too_long_to_compare_is_content(url):
+    function = {"name": "add", "parameters": {**DOUBLING, "properties": {"a": {}, "b": {}}, "$ref": "#/$defs/a0"}}
+    asked = {"messages": [QUESTION], "tools": [{"type": "function", "function": function}], "temperature": 0}
+    answer, slowest, _ = during(url, lambda: httpx.post(f"{url}/v1/chat/completions", json=asked, timeout=60))
+    [choice] = answer.json()["choices"]
+    assert choice["message"]["content"].startswith("<tool_call>") and "tool_calls" not in choice["message"]
+    assert slowest < 1

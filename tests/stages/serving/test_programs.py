@@ -20,7 +20,9 @@ from tuning.rollout.servers.turns import Turns
 from tuning.rows import PromptRow, by_trajectory
 
 HERE = Path(__file__).parent
-PLAIN = Environment(agent=["python", str(HERE / "plain_agent.py")], turns=3, tries=2, processes=4, max_tokens=150)
+PLAIN = Environment(
+    agent=["python", str(HERE / "plain_agent.py")], turns=3, tries=2, processes=4, max_tokens=150, agent_grades=True
+)
 # The taught model is sure of what it says; a high temperature tells seeds apart.
 HOT = 4.0
 
@@ -43,7 +45,7 @@ def play(engine, tasks, settings=PLAIN, temperature=1.0):
 @pytest.fixture(scope="module")
 def made(engine):
     kinds = ("two_turns", "fork", "crash", "silent", "wrong", "many", "long", "two_turns")
-    return list(zip(kinds, play(engine, [{"do": kind} for kind in kinds], temperature=HOT), strict=True))
+    return list(zip(kinds, play(engine, [{"do": kind, "answer": "5"} for kind in kinds], temperature=HOT), strict=True))
 
 
 def test_how_programs_end_is_how_their_episodes_end(made):
@@ -95,6 +97,19 @@ def test_forks_are_parts_and_tables_agree(made):
     assert [message["role"] for message in ended.conversation] == ["user", "assistant", "user", "assistant"]
     place, sample, values = json.loads(to_line(ended))
     assert (place, sample, from_line(values, ended.episode)) == (1, 0, ended)
+
+
+@pytest.mark.parametrize("grades", [False, True])
+def test_a_command_of_the_policy_gets_neither_answer_nor_secrets_nor_the_key_of_the_reward(
+    engine, tmp_path, monkeypatch, grades
+):
+    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "of-the-worker")
+    settings = PLAIN.model_copy(update={"agent_grades": grades, "tries": 1})
+    [ended] = play(engine, [{"do": "stolen", "file": str(tmp_path / "seen"), "answer": "gold-42"}], settings)
+    assert (ended.status, ended.reward, ended.success) == ("done", None, None)
+    seen = json.loads((tmp_path / "seen").read_text())
+    assert (seen["statuses"], seen["opened"]) == ([403, 403], [])
+    assert "gold-42" not in str(seen) and "of-the-worker" not in str(seen)
 
 
 def test_a_deadline_ends_a_program_with_all_that_it_started(engine, tmp_path):

@@ -75,6 +75,33 @@ def test_greedy_answers_do_not_depend_on_who_else_asks(client):
     assert [answers[i] for i in range(9)] == [answers[i % 3] for i in range(9)]
 
 
+@pytest.mark.parametrize("stop", [None, "\x00never"])
+def test_offsets_of_a_stream_are_those_of_the_whole_answer(client, stop):
+    """Text is held back that may begin a stop string, or a character of several tokens."""
+    asked = {
+        "model": "tiny",
+        "prompt": "ab",
+        "max_tokens": 40,
+        "seed": 3,
+        "logprobs": 0,
+        "temperature": 2.0,
+        "stop": stop,
+    }
+    whole = client.completions.create(**asked).choices[0].logprobs
+    parts = [chunk.choices[0].logprobs for chunk in client.completions.create(**asked, stream=True)]
+    assert [offset for part in parts for offset in part.text_offset] == whole.text_offset
+    assert [token for part in parts for token in part.tokens] == whole.tokens
+
+
+def test_a_field_that_is_null_is_left_out_and_a_model_is_retrieved(client):
+    more = {"modalities": None, "audio": None, "reasoning_effort": None, "stop": None}
+    answer = client.chat.completions.create(model="tiny", messages=CHAT, max_tokens=1, extra_body=more)
+    assert answer.choices[0].finish_reason == "length"
+    assert client.models.retrieve("tiny").id == "tiny"
+    with pytest.raises(openai.NotFoundError, match="no model 'other'"):
+        client.models.retrieve("other")
+
+
 def test_a_stop_string_is_not_in_the_text_and_ends_it(client):
     free = client.completions.create(model="tiny", prompt="abc", max_tokens=30, seed=1, temperature=1.2)
     whole = free.choices[0].text
@@ -96,7 +123,8 @@ def test_a_stop_string_is_not_in_the_text_and_ends_it(client):
         ({"prompt": "x", "extra_body": {"typo": 1}}, "typo"),
         ({"prompt": "x" * 300}, "the prompt has 300 tokens; the context is 200"),
         ({"prompt": [10**6]}, "token 1000000 is not one of the model's"),
-        ({"prompt": "x", "logprobs": 9}, "at most 5"),
+        ({"prompt": "x", "stop": ["a"] * 20}, "stop: List should have at most 16 items"),
+        ({"prompt": "x", "logprobs": 9}, "logprobs is 9; this server has the 5 most probable"),
         ({"prompt": []}, "the prompt is empty"),
         ({"prompt": [[]]}, "empty prompt"),
     ],

@@ -150,7 +150,7 @@ def test_sessions_leave_for_the_tokens_of_others():
         session = sessions.of_call(name)
         call = session.open("chat", None, [1] * 60, messages=[], said=(), policy=None)
         session.keep(call, {"content": "x"}, ("assistant", "x", ()))
-        sessions.evict(keep=name)
+        sessions.evict(keep=sessions.get(name))
     assert sessions.get("b").tokens == 60
     with pytest.raises(EvictedSession):
         sessions.of_call("a")
@@ -216,3 +216,11 @@ def test_a_turn_that_was_cut_off_is_ended_for_the_next(session):
     [part] = httpx.get(path).json()["parts"]
     assert part["token_ids"][3 : 3 + 1] == list(STOPS)
     assert TOKENIZER.decode(part["token_ids"][4:-3]) == "\n<|im_start|>u\n2+3?<|im_end|>\n<|im_start|>a\n"
+
+
+def test_text_that_a_template_leaves_out_takes_of_the_sessions_tokens():
+    session = Session("a")
+    for fields in ({"content": "x" * 16_000}, {"content": "", "name": "x" * 16_000}):
+        call = session.open("chat", None, [1], messages=[{"role": "tool", **fields}], said=(), policy=None)
+        assert 1000 <= call.size < 1100
+    assert session.open("chat" + "t" * 16_000, None, [1], messages=[], said=(), policy=None).size == 1000

@@ -67,7 +67,7 @@ def test_without_leave_to_call_the_text_is_content(client):
         ({"tools": [ADD], "tool_choice": {"type": "function", "function": {"name": "sub"}}}, "no tool 'sub' among add"),
         ({"tools": [ADD, ADD]}, "two have one name"),
         ({"tools": [{"type": "function", "function": {"name": "a b"}}]}, "tools.0.function.name"),
-        ({"tools": [{"type": "function", "function": {"name": "a", "parameters": {"type": 7}}}]}, "no JSON schema"),
+        ({"tools": [{"type": "function", "function": {"name": "a", "parameters": {"type": 7}}}]}, "not a JSON schema"),
         ({"tools": [{"type": "web_search"}]}, "tools.0.type"),
     ],
 )

@@ -1,5 +1,6 @@
 """What a stage itself holds out: a random draw by prompt or group, as prepare's splits are."""
 
+import json
 import tracemalloc
 from collections import Counter
 
@@ -9,14 +10,19 @@ import pytest
 from stages.contract.definition import Context
 from stages.store.artifacts import Store
 from stages.training.examples import Table, train_and_heldout
-from tests.stages.training.support import data, rows_of
+from tests.stages.training.support import Folder, data, rows_of
 from tuning.data.flat import write_arrays
+from tuning.models.byte_tokenizer import byte_tokenizer
+from tuning.models.tokenizer import save_tokenizer
 
 
-def context(tmp_path, seed=3):
+def context(tmp_path, seed=3, rows=50_000):
+    base = Folder(tmp_path / "base", "base")
+    base.local("model").mkdir(parents=True, exist_ok=True)
+    base.local("model/config.json").write_text(json.dumps({"vocab_size": rows}))
     return Context(
-        config=None, inputs={}, out=tmp_path, work=tmp_path / "work", seed=seed, progress=lambda *a, **k: None,
-        log=print, memory={},
+        config=None, inputs={"tokenizer": base}, out=tmp_path, work=tmp_path / "work", seed=seed, memory={},
+        progress=lambda *a, **k: None, log=print,
     )  # fmt: skip
 
 
@@ -128,3 +134,20 @@ def test_of_a_remote_store_the_arrays_are_fetched_once_and_the_tables_when_a_col
     assert list(table.examples) == expected and set(first) == {"tokens.npy", "offsets.npy"}
     assert list(Table(context(tmp_path), stored, "preference").examples) == expected and fetched() == first
     assert table.column("margin") == [None] * 20 and set(fetched()) == {*first, "part-00000.parquet"}
+
+
+@pytest.mark.parametrize("place", ["prompt_ids", "completion_ids"])
+@pytest.mark.parametrize("part", ["sft", "heldout_sft"])
+def test_a_token_that_the_model_has_no_row_for_is_refused_by_name(tmp_path, place, part):
+    tokenizer = byte_tokenizer()
+    rows = len(tokenizer)
+    tokenizer.add_tokens(["<|extra|>"])
+    save_tokenizer(tokenizer, tmp_path / "base" / "tokenizer")
+    splits = {"sft": rows_of("sft", 8), "heldout_sft": rows_of("sft", 8, 900)}
+    splits[part][3][place] = [*splits[part][3][place], rows]
+    made = data(tmp_path / "data", **splits)
+    with pytest.raises(
+        ValueError, match=rf"sft holds token {rows} \('<\|extra\|>'\), expected ids below .* {rows} rows"
+    ):
+        train_and_heldout(context(tmp_path, rows=rows), made, "sft", 0.0)
+    assert len(train_and_heldout(context(tmp_path, rows=rows + 1), made, "sft", 0.0)[0]) == 8

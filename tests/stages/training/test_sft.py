@@ -7,7 +7,7 @@ import json
 import pytest
 
 from stages import sft
-from tests.stages.training.support import data, perform, rows_of, settings
+from tests.stages.training.support import FAST, data, perform, rows_of, settings
 
 
 @pytest.mark.slow
@@ -52,6 +52,8 @@ def test_the_loss_on_examples_kept_out_is_measured_before_between_and_after(base
     # The same model before its first step, on as many tokens of the same kind.
     assert metrics["heldout_loss_before"] == pytest.approx(lines[0]["loss"], rel=0.05)
     assert metrics["examples"] == 16
+    # Three checkpoints of parameters and two moments.
+    assert metrics["checkpoint_bytes"] > 3 * 3 * 4 * 50_000
     # While the first one was measured.
     assert compiled("single", "int32[2,64]") == ["compile"]
 
@@ -61,3 +63,20 @@ def test_no_examples_is_said(base, memory, tmp_path):
     table = data(tmp_path / "data", sft=[])
     with pytest.raises(ValueError, match="sft has 0 rows .* give more data"):
         perform(sft, settings(sft), tmp_path / "sft", memory, base=base, data=table, tokenizer=base)
+
+
+@pytest.mark.slow
+def test_training_ends_when_the_held_out_loss_no_longer_falls(base, memory, tmp_path):
+    """A rate at which it grows from some step on; the two measurements after the least end the stage."""
+    table = data(tmp_path / "data", sft=rows_of("sft", 16), heldout_sft=rows_of("sft", 8, 500))
+    inputs = {"base": base, "data": table, "tokenizer": base}
+    fast = FAST | {"learning_rate": 0.3}
+    config = settings(sft, epochs=20, early_stopping_every=1, early_stopping_patience=2, optimizer=fast)
+    metrics, made = perform(sft, config, tmp_path / "sft", memory, **inputs)
+    losses = [line["heldout_loss"] for line in lines_of(made)]
+    assert metrics["steps"] == len(losses) < 40 and min(losses[-2:]) >= min(losses[:-2])
+    assert all(min(losses[i - 2 : i]) < min(losses[: i - 2]) for i in range(3, len(losses)))
+    assert metrics["heldout_loss"] == losses[-1]
+    with pytest.raises(ValueError, match="early_stopping_every needs held-out examples"):
+        alone = inputs | {"data": data(tmp_path / "alone", sft=rows_of("sft", 16))}
+        perform(sft, config, tmp_path / "none", memory, **alone)

@@ -50,10 +50,10 @@ def result(taken, settings, greedy_N=None):
 @pytest.mark.parametrize(
     ("settings", "expected"),
     [
-        ({"truncated": "keep", "kl_coef": 0.0}, "trained trained tied tied tied failed trained trained"),
-        ({"truncated": "mask", "kl_coef": 0.0}, "trained trained tied tied tied failed tied truncated"),
+        ({"truncated": "keep", "tied_groups": "drop"}, "trained trained tied tied tied failed trained trained"),
+        ({"truncated": "mask", "tied_groups": "drop"}, "trained trained tied tied tied failed tied truncated"),
         (
-            {"truncated": "keep", "kl_coef": 0.1, "tied_groups": "regularise"},
+            {"truncated": "keep", "kl_coef": 0.0},
             "trained trained trained trained trained failed trained trained",
         ),
     ],
@@ -83,7 +83,7 @@ def test_groups_of_little_variety_are_called_filtered():
 def test_a_failed_episode_has_failed_whatever_its_reward():
     every = scored(prompts=5)
     rollouts = [dataclasses.replace(r, stop="failed") if (r.place, r.sample) == (0, 1) else r for r in every.rollouts]
-    every, how = dataclasses.replace(every, rollouts=rollouts), RoundSettings.of("grpo", kl_coef=0.0)
+    every, how = dataclasses.replace(every, rollouts=rollouts), RoundSettings.of("grpo", tied_groups="drop")
     rows = fates_of(every, every, result(every, how), "keep")
     assert (rows[0].fate, rows[1].fate, rows[1].reason) == ("tied", "failed", "its episode failed")
     taken, _ = chosen_groups(every, "train")

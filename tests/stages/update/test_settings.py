@@ -7,18 +7,21 @@ import pytest
 
 from stages.contract.described import field_docs
 from stages.update.settings import Config
-from tuning.algorithms.registry import ALGORITHMS
+from tuning.algorithms.registry import ALGORITHMS, presets
 from tuning.algorithms.settings import RoundSettings
 
 
+def constant(algorithm):
+    return {"constant": 3.0} if presets(algorithm).get("aggregation") == "constant" else {}
+
+
 def settings(algorithm, **more):
-    more |= {"constant": 3.0} if algorithm == "dr-grpo" else {}
-    return Config.model_validate_json(json.dumps({"algorithm": algorithm} | more))
+    return Config.model_validate_json(json.dumps({"algorithm": algorithm} | constant(algorithm) | more))
 
 
 @pytest.mark.parametrize("name", ALGORITHMS)
 def test_the_stage_and_the_core_fill_in_the_same_values(name):
-    alone = RoundSettings.of(name, **({"constant": 3.0} if name == "dr-grpo" else {}))
+    alone = RoundSettings.of(name, **constant(name))
     assert settings(name).objective == alone.objective
     fields = [f.name for f in dataclasses.fields(RoundSettings) if f.name not in ("optimizer", "critic", "compute")]
     assert all(getattr(settings(name), n) == getattr(alone, n) for n in fields)

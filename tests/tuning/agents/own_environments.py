@@ -162,6 +162,37 @@ class Counter:
         return self.count / 10
 
 
+class Shop:
+    """TRL's methods, and a constructor that wants the task."""
+
+    def __init__(self, task):
+        self.left = task["budget"]
+
+    def reset(self):
+        return f" The budget is {self.left}."
+
+    def buy(self, price: int) -> str:
+        """Buys.
+
+        Args:
+            price: What it costs.
+        """
+        self.left -= price
+        return f"{self.left} left"
+
+    @classmethod
+    def currency(cls) -> str:
+        """Names the currency."""
+        return "euro"
+
+    @staticmethod
+    def helper(x):
+        return x
+
+    def get_reward(self):
+        return self.left
+
+
 class Attribute:
     """TRL's older examples: no get_reward, the reward function reads `reward`."""
 

@@ -214,10 +214,10 @@ def test_a_wrong_format_or_schema_names_itself():
             refused()
     with pytest.raises(ValueError, match="tool schema is .*expected"):
         parse("", "hermes", [{"name": "add"}])
-    with pytest.raises(ValueError, match="tool add: its parameters are no JSON schema"):
+    with pytest.raises(ValueError, match="tool add: its parameters are not a JSON schema"):
         parse(H, "hermes", [tool("add", {"a": {"type": "nummer"}, "b": {}, "exact": {}})])
     # No reference of a schema is fetched.
-    with pytest.raises(ValueError, match="tool add: its parameters are no JSON schema"):
+    with pytest.raises(ValueError, match="tool add: its parameters are not a JSON schema"):
         parse(H, "hermes", [tool("add", {"a": {"$ref": "http://localhost/a.json"}, "b": {}, "exact": {}})])
 
 

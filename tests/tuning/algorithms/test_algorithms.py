@@ -23,7 +23,7 @@ MASK = jnp.ones((P * G, T), jnp.float32)
 
 
 def settings(algorithm, **more):
-    more |= {"constant": 3.0} if algorithm == "dr-grpo" else {}
+    more |= {"constant": 3.0} if registry.presets(algorithm).get("aggregation") == "constant" else {}
     return RoundSettings.of(algorithm, **more)
 
 

@@ -9,8 +9,9 @@ import pytest
 from tests.tuning.algorithms.support import settings
 from tests.tuning.algorithms.trajectories import tables
 from tuning.algorithms import selection
-from tuning.algorithms.algorithm import find
+from tuning.algorithms.algorithm import Scored, find
 from tuning.algorithms.round_data import RoundData
+from tuning.algorithms.turns import Turns
 from tuning.losses.groups import most_varied_groups
 
 
@@ -54,7 +55,8 @@ def test_advantages_are_those_of_a_plain_loop(normalisation):
     assert alone and len(states) > alone
     advantages = np.asarray(find(config.objective).advantages(found))
     for i, name in enumerate(names):
-        group = [totals[other] for other in names if other[0] == name[0]]
+        # verl-agent, gigpo/core_gigpo.py, episode_norm_reward, compute_mean_std_cross_steps: one score a step.
+        group = [totals[t.place, t.sample] for t in turns if t.place == name[0]]
         episode = compared(group, normalisation)[group.index(totals[name])]
         for t in np.flatnonzero(found.mask_NT[i]):
             wanted = episode + 0.7 * of_turn[*name, int(found.turns.number_NT[i, t])]
@@ -62,16 +64,18 @@ def test_advantages_are_those_of_a_plain_loop(normalisation):
             assert advantages[i, t] == pytest.approx(wanted, rel=1e-5, abs=1e-6)
 
 
-def test_without_states_that_meet_it_is_grpo():
-    def lonely(rollouts, scores, turns):
-        return rollouts, scores, [dataclasses.replace(t, state=f"{t.place} {t.sample} {t.turn}") for t in turns]
-
-    config = settings("gigpo")
-    found, _ = scored(config, lonely)
-    grpo = np.asarray(find(settings("grpo", normalisation="none").objective).advantages(found))
-    of_tokens = np.where(found.mask_NT > 0, grpo[:, None], 0.0)
-    kept = np.where(found.mask_NT > 0, find(config.objective).advantages(found), 0.0)
-    np.testing.assert_allclose(kept, of_tokens, atol=1e-12)
+def test_without_states_that_meet_a_trajectory_weighs_by_its_turns_in_the_mean_of_its_group():
+    """Rewards 1, 0, 0, 0 of trajectories of 2, 8, 8 and 8 turns: 0.923 and -0.077 in the authors' code."""
+    counts, rewards = [2, 8, 8, 8], np.asarray([1, 0, 0, 0], np.float32)
+    numbers_NT = np.asarray([[u if u < count else -1 for u in range(8)] for count in counts])
+    states = [[f"{i} {u}" for u in range(count)] for i, count in enumerate(counts)]
+    mask_NT = (numbers_NT >= 0).astype(float)
+    found = Scored(rewards, np.zeros(4, int), np.ones(4, bool), mask_NT, 0 * mask_NT)
+    found = dataclasses.replace(found, turns=Turns(numbers_NT, 0 * mask_NT, states), turn_rewards_NT=0 * mask_NT)
+    advantages = np.asarray(find(settings("gigpo").objective).advantages(found))
+    expected = rewards - np.repeat(rewards, counts).mean()
+    np.testing.assert_allclose(advantages[:, 0], expected, atol=1e-12)
+    np.testing.assert_allclose(expected[:2], [0.9230769, -0.0769231], atol=1e-6)
 
 
 def test_a_group_that_ties_on_the_whole_may_differ_by_when_it_earned():

@@ -58,9 +58,13 @@ def test_groups_without_variance_and_failed_samples_leave_the_update():
 def test_a_round_without_any_signal_changes_nothing():
     rows, scores = rollouts(PARAMS, 0)
     config = settings()
-    params = copy(PARAMS)
     data = RoundData.from_rows(rows, [dataclasses.replace(s, total=1.0) for s in scores])
-    result = run_round(data, config, CONFIG, Learner.start(params, config.optimizer))
+    result = run_round(data, config, CONFIG, Learner.start(copy(PARAMS), config.optimizer))
+    # Its steps have no gradient, and the optimizer no momentum yet.
+    assert result.metrics["steps"] == 2 and result.metrics["informative"] == 0
+    jax.tree.map(np.testing.assert_array_equal, result.policy.params, PARAMS)
+    dropped = dataclasses.replace(config, tied_groups="drop")
+    result = run_round(data, dropped, CONFIG, Learner.start(params := copy(PARAMS), config.optimizer))
     assert result.metrics["steps"] == 0 and result.policy.params is params
 
 
@@ -89,7 +93,7 @@ def test_a_round_that_ties_on_the_task_moves_no_policy_by_whitened_noise(prompts
     assert with_bonus["steps"] > 0 and with_bonus["advantage_spread"] == 0
     for algorithm in ("reinforce-pp", "reinforce-pp-baseline", "grpo"):
         changes = {"kl_in_reward": 0.1} | ({"normalisation": "batch-std"} if algorithm == "grpo" else {})
-        params, result = played(algorithm, **changes)
+        params, result = played(algorithm, **changes, tied_groups="drop")
         assert result.metrics["steps"] == 0 and result.policy.params is params
         held = played(algorithm, **changes, kl_coef=0.1)[1].metrics
         assert held["steps"] > 0 and held["advantage_spread"] == 0
@@ -106,7 +110,8 @@ def test_a_round_that_ties_on_the_task_trains_on_its_kl():
         ).metrics
 
     moved = jax.tree.map(lambda x: 1.1 * x, PARAMS)
-    assert metrics(PARAMS)["steps"] == 0
+    still = metrics(PARAMS)
+    assert still["steps"] == 1 and still["grad_norm"] == still["advantage_spread"] == 0
     assert metrics(moved)["steps"] == 1 and metrics(moved)["advantage_spread"] > 0
 
 

@@ -8,8 +8,10 @@ import pytest
 
 from tests.tuning.algorithms.support import settings
 from tests.tuning.algorithms.trajectories import TOTALS, VOCABULARY, tables
+from tuning.agents.contract import Task
+from tuning.agents.trajectory import Ended, Episode, Turn, completion_rows, turn_rows
 from tuning.algorithms import ppo, selection
-from tuning.algorithms.algorithm import find
+from tuning.algorithms.algorithm import Scored, find
 from tuning.algorithms.learner import Learner
 from tuning.algorithms.round_data import RoundData
 from tuning.algorithms.rounds import run_round
@@ -17,6 +19,7 @@ from tuning.algorithms.settings import CriticSettings
 from tuning.models import huggingface
 from tuning.models.config import tiny
 from tuning.precision import using
+from tuning.rows import PromptRow, ScoreRow
 from tuning.settings import ComputeSettings, OptimizerSettings
 from tuning.training.step import copy
 
@@ -122,6 +125,40 @@ def test_what_an_observation_holds_is_context_alone():
     assert data.truncated_N.tolist() == [False] * 4 + [True, False]
 
 
+def test_an_episode_that_ends_with_a_turn_at_its_limit_is_truncated_and_has_no_value_after_it():
+    """Masks read the stop of the last turn, bootstrapping whether the environment ended the episode."""
+    turn = Turn(0, [7, 8, 9], [-1.0] * 3, "5 because", "length", reward=1.0, terminated=True, success=True)
+    found = []
+    for status, terminated in (("done", True), ("turn_limit", False)):
+        turn.terminated = terminated
+        ended = Ended(Episode(0, 0, "guess-1", Task(seed=1, row={})), [1, 2], [turn], status, None, 1, [], 0.0)
+        prompt = PromptRow(id="guess-1", prompt_ids=[1, 2], prompt="guess 1")
+        rows, scores = completion_rows(ended, prompt, "p", 0, 1.0), [ScoreRow(place=0, prompt_id="guess-1", total=1.0)]
+        data = RoundData.from_rows(rows, scores, turns=turn_rows(ended, "p"))
+        assert data.truncated_N.tolist() == [True] and data.unfinished_N.tolist() == [not terminated]
+        scored = Scored(np.ones(1), np.zeros(1, int), np.ones(1, bool), np.ones((1, 3)), np.zeros((1, 3)))
+        judged = ppo.Judged(np.zeros((1, 3)), np.asarray([0.8]), data.unfinished_N)
+        critic = CriticSettings(SLOW, bootstrap_truncated=True, lam=1.0)
+        found.append(ppo.token_advantages(scored, judged, critic)[1].gathered([0])[0].tolist())
+    np.testing.assert_allclose(found, [[1, 1, 1], [1.8, 1.8, 1.8]], rtol=1e-6)
+
+
+@pytest.mark.slow
+def test_a_round_of_ppo_bootstraps_only_what_no_environment_ended():
+    config = settings("ppo", **FLOAT64 | ROUNDS["ppo"])
+
+    def critic(**changes):
+        rollouts, scores, turns = tables()
+        rollouts[4] = dataclasses.replace(rollouts[4], stop=changes.get("stop", "length"))
+        last = [t for t in turns if (t.place, t.sample) == (1, 1)][-1]
+        turns[turns.index(last)] = dataclasses.replace(last, terminated=changes.get("terminated", False))
+        return np.concatenate([np.ravel(a) for a in trained(config, rollouts, scores, turns)[0]])
+
+    ended = critic(terminated=True)
+    np.testing.assert_array_equal(ended, critic(stop="eos"))
+    assert np.abs(ended - critic()).max() > 0
+
+
 def test_turn_rewards_and_what_is_left_of_the_total_add_up():
     config = settings("ppo", environment_weight=0.5)
     for at in ((), (1,), (1, 2)):
@@ -177,4 +214,4 @@ def test_turns_are_asked_for_by_name():
     with pytest.raises(ValueError, match="bi_level_gae needs turns"):
         ppo.token_advantages(found, judged, CriticSettings(SLOW, bi_level_gae=True))
     with pytest.raises(ValueError, match="the rollouts have no turns"):
-        candidates(settings("gigpo", kl_coef=0.0), rollouts, scores)
+        candidates(settings("gigpo", tied_groups="drop"), rollouts, scores)

@@ -90,7 +90,7 @@ def test_csv_cells_are_text_and_a_ragged_row_is_no_record(read, tmp_path):
     (tmp_path / "b.tsv.gz").write_bytes(gzip.compress(b"prompt\tanswer\na, b\t1\n"))
     assert [raw for _, _, raw in read(tmp_path / "b.tsv.gz")] == [{"prompt": "a, b", "answer": "1"}]
     (tmp_path / "c.csv").write_text("prompt,prompt\n1,2\n")
-    with pytest.raises(SourceError, match=r"c\.csv: the first line names a column twice"):
+    with pytest.raises(SourceError, match=r"c\.csv cannot be read as \.csv: the first line names a column twice"):
         read(tmp_path / "c.csv")
 
 

@@ -145,7 +145,7 @@ def test_documents():
         ({"conversations": [{"from": ["human"], "value": "q"}]}, {}, "`conversations.from`: expected one of human"),
         ({"messages": [{"role": ["user"], "content": "q"}]}, {}, "`messages`: expected a role out of"),
         ({"prompt": "q", "completion": "a", "rejected": "b", "margin": 10**400}, {}, "`margin`: expected a finite"),
-        ({"text": "x", "prompt": "y"}, {}, "neither prompt nor completion"),
+        ({"text": "x", "prompt": "y"}, {}, "a document without `prompt`"),
         ({"text": "x", "split": "prompts"}, {}, "'sft' or nothing"),
         ({"chosen": "\n\nHuman: q\n\nAssistant: a", "rejected": "x"}, {"layout": "hh"}, "a text that starts with"),
     ],

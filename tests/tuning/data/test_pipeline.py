@@ -1,6 +1,7 @@
 """Records become rows by one plan: each is kept, merged, cut or set aside with a reason, and all are counted."""
 
 import dataclasses
+import json
 import shutil
 
 import pyarrow as pa
@@ -13,6 +14,7 @@ from tests.tuning.data.run import letters, pieces, rows, run
 from tuning.data import blocks, files, merge, pipeline, steps
 from tuning.data.records import parse_record
 from tuning.models.tokenizer import save_tokenizer
+from tuning.rewards.functions import exact_match, tagged
 
 TEMPLATE = (
     "{% for m in messages %}{% if m.content == 'refuse' %}{{ raise_exception('no thanks') }}{% endif %}"
@@ -353,3 +355,38 @@ def test_system_turns_tell_tasks_apart_where_both_records_name_their_group(plan,
         run(plan, folder, *({**record, **group} for record, group in zip(records, groups, strict=True)))
         found = pieces(plan, folder)
         assert merge.leaks(found, merge.fates(found)) == (number < 3)
+
+
+def test_rewards_find_the_accepted_answers_of_verls_records(plan, tmp_path):
+    truths = [["4", "four"], "7", {"target": 4}, [["4"]]]
+    records = [
+        {"prompt": f"{i}?", "split": "prompts", "reward_model": {"ground_truth": t}} for i, t in enumerate(truths)
+    ]
+    run(dataclasses.replace(plan, verifiers=("exact_match",)), tmp_path, *records)
+    given = {row["prompt"]: (row["answer"], json.loads(row["metadata"])) for row in rows(plan, "prompts", tmp_path)}
+
+    def rewards(prompt, *texts):
+        answer, metadata = given[prompt]
+        many = {"answer": [answer] * len(texts), "metadata": [metadata] * len(texts)}
+        return exact_match([prompt] * len(texts), texts, **many)
+
+    assert rewards("0?", "4", "four", "5", '["4", "four"]') == [1, 1, 0, 0] and rewards("1?", "7") == [1]
+    # Nothing that a policy writes equals an object.
+    assert [letter["record"] for letter in letters(tmp_path)] == [3, 4]
+    assert all(
+        "exact_match expects a text or number as answer, or a list" in one["reason"] for one in letters(tmp_path)
+    )
+
+
+@pytest.mark.parametrize(("header", "right"), [("<think>\n", [1, 1, 0, 0]), ("", [0, 0, 0, 0])])
+def test_a_reward_of_tags_knows_which_one_the_template_has_opened(plan, tmp_path, header, right):
+    tokenizer = blocks.tokenizer_of(plan.tokenizer)
+    folder = tmp_path / "tokenizer"
+    save_tokenizer(tokenizer, folder)
+    file = folder / "chat_template.jinja"
+    file.write_text(file.read_text() + header)
+    run(dataclasses.replace(plan, tokenizer=str(folder)), tmp_path, {"prompt": "?", "split": "prompts"})
+    [row] = rows(plan, "prompts", tmp_path)
+    texts = ["I add.\n</think>\n<answer>4</answer>", "I add.</think><answer>5</answer>"]
+    texts += ["<answer>4</answer>", "I add. <answer>4</answer>"]
+    assert tagged(["?"] * 4, texts, metadata=[json.loads(row["metadata"])] * 4) == right

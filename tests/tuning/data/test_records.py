@@ -6,8 +6,8 @@ import pickle
 import pytest
 
 from tuning.data.fields import Mapper
-from tuning.data.kinds import canonical_json
-from tuning.data.records import RecordError, digest, parse_line, parse_record
+from tuning.data.kinds import canonical_json, digest
+from tuning.data.records import RecordError, parse_line, parse_record
 
 
 def parse(**raw):
@@ -88,8 +88,20 @@ def test_text_of_a_conversation():
         ({"prompt": [USER, BOT]}, "prompt", "to be a user's"),
         ({"prompt": [{"role": "bot", "content": "x"}]}, "prompt", "a role out of system, user"),
         ({"prompt": [{"role": "user", "content": "x", "name": "Al"}]}, "prompt", "exactly `role` and `content`"),
-        ({"prompt": "a\ud800"}, "prompt", "valid Unicode"),
+        ({"prompt": "a\ud800"}, "prompt", "text in UTF-8"),
+        ({"prompt": "a", "metadata": {"x": "a\udcff"}}, "metadata", "valid Unicode"),
+        ({"prompt": "a", "completion": "b", "answer": True}, "answer", "a non-empty string or a number"),
+        ({"prompt": "a", "group": [1]}, "group", "a non-empty string or a number"),
+        ({"prompt": "a", "answer": float("inf"), "completion": "b"}, "answer", "a non-empty string or a number"),
+        ({"prompt": "a", "margin": "0.5"}, "margin", "a finite number, got string '0.5'"),
+        ({"prompt": "a", "completion": "b", "label": "true"}, "label", "true or false, got string 'true'"),
+        ({"prompt": "a", "completion": 5}, "completion", "a non-empty string, got number 5"),
         ({"prompt": "a", "answer": [4]}, "answer", "a non-empty string"),
+        (
+            {"instruction": "Add.", "output": "2", "text": "A document."},
+            "text",
+            "to leave it out, set rename: {text: null}",
+        ),
         ({"prompt": "a", "rejected": "x"}, "completion", "the preferred answer"),
         ({"prompt": "a", "completion": "x", "rejected": "x"}, "rejected", "differ from the completion"),
         ({"prompt": "a", "completion": "x", "chosen": "x"}, "chosen", "either"),
@@ -133,3 +145,39 @@ def test_errors_and_records_travel_between_processes():
 def test_canonical_json():
     assert canonical_json({"b": "ü", "a": [1, 2.0]}) == '{"a":[1,2.0],"b":"ü"}'
     assert digest("") == "e3b0c44298fc1c149afbf4c8996fb92427ae41e4649b934ca495991b7852b855"
+
+
+@pytest.mark.parametrize(("value", "text"), [(0, "0"), (-7, "-7"), (0.5, "0.5"), (10**30, "1" + "0" * 30)])
+@pytest.mark.parametrize("more", [{}, {"completion": "b"}, {"completion": "b", "rejected": "c"}])
+def test_a_number_as_id_group_or_answer_is_its_json_text_in_every_layout(value, text, more):
+    record = parse_record({"id": value, "group": value, "prompt": "a", "answer": value, **more}, "data.jsonl", 1)
+    assert (record.id, record.answer, record.group) == (text, text, text)
+    assert record == parse_record({"id": text, "group": text, "prompt": "a", "answer": text, **more}, "data.jsonl", 1)
+
+
+def test_the_text_column_of_alpaca_repeats_the_record_and_is_left_out():
+    raw = {
+        "instruction": "Add 1 and 1.",
+        "input": "",
+        "output": "2",
+        "text": "Below is ...\nAdd 1 and 1.\n### Response:\n2",
+    }
+    record = parse_record(raw, "data.jsonl", 1)
+    assert (record.layout, record.prompt_text, record.completion, record.text) == ("alpaca", "Add 1 and 1.", "2", None)
+
+
+@pytest.mark.parametrize(
+    ("cells", "expected"),
+    [
+        ({"prompt": "[INST] hi", "completion": "{x}"}, ("[INST] hi", "{x}", ())),
+        (
+            {"prompt": "[3, 1] sorted?", "completion": "[1, 3]", "rejected": "[3, 1]"},
+            ("[3, 1] sorted?", "[1, 3]", ("[3, 1]",)),
+        ),
+        ({"prompt": '[{"role": "user", "content": "q"}]', "completion": '{"a": 1}'}, ("q", '{"a": 1}', ())),
+        ({"prompt": "q", "completion": "a", "rejected": '["b", "c"]'}, ("q", "a", ("b", "c"))),
+    ],
+)
+def test_a_cell_of_csv_is_json_only_where_it_holds_messages_or_answers(cells, expected):
+    record = parse_record(cells, "a.csv", 1, strings=True)
+    assert (record.prompt_text, record.completion, record.rejected) == expected

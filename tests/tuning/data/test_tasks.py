@@ -166,7 +166,7 @@ def test_function_of_a_module(records, tmp_path, monkeypatch):
         ("adition", "did you mean 'addition'"),
         ("no_such_module:f", "no module 'no_such_module'"),
         ("missing.jsonl", "no such file"),
-        ("data/*.parquet", "no such file"),
+        ("data/*.parquet", "no file matches the pattern"),
     ],
 )
 def test_sources_that_are_not_there(records, source, message, tmp_path, monkeypatch):

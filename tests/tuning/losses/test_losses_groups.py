@@ -16,7 +16,6 @@ ESTIMATORS = {
     "batch-std": lambda r, ids=None, **kw: adv.group_advantages(r, ids, normalisation="batch-std", **kw),
     "rloo": adv.rloo_advantages,
     "passk": adv.passk_advantages,
-    "gpg": adv.gpg_advantages,
 }
 
 

@@ -11,6 +11,10 @@ from tuning.rewards.functions import BUILT_IN
     [
         ("number_match", "18", {}),
         ("number_match", "-1,234.50", {}),
+        ("number_match", "$18", {}),
+        ("number_match", "1/2", {}),
+        ("number_match", '["4", "four"]', {"answers": ["4", "four"]}),
+        ("code_passes", '["assert f(2) == 4"]', {"answers": ["assert f(2) == 4"]}),
         ("math_equal", r"\frac{1}{2}", {}),
         ("math_equal", r"So it is $\boxed{x^2+1}$.", {}),
         ("code_passes", "assert f(2) == 4", {}),
@@ -20,21 +24,31 @@ from tuning.rewards.functions import BUILT_IN
 )
 def test_readable(name, answer, metadata):
     assert unreadable(name, answer, metadata) is None
-    if answer is not None and name != "code_passes":
+    if answer is not None and name != "code_passes" and not metadata:
         assert BUILT_IN[name](["p"], [answer], answer=[answer], metadata=[metadata]) == [1.0]
 
 
 @pytest.mark.parametrize(
     ("name", "answer", "metadata", "reason"),
     [
-        ("number_match", "$18", {}, "one number, got '$18'"),
+        ("number_match", "√2", {}, "one number, got '√2'"),
+        ("number_match", '["four"]', {"answers": ["four"]}, """one number, got '["four"]'"""),
+        ("exact_match", " ", {}, "a text that is not empty, got ' '"),
+        (
+            "exact_match",
+            '{"a": 1}',
+            {"answers": {"a": 1}},
+            "a text or number as answer, or a list of them, got {'a': 1}",
+        ),
+        ("code_passes", '["assert f(2) == 4"]', {}, "tests that can fail, such as assert f(2) == 4, got "),
+        ("code_passes", "4", {}, "tests that can fail"),
         ("number_match", "nan", {}, "one number, got 'nan'"),
         (
             "number_match",
             "It is\n#### 72",
             {},
             "one number, got 'It is\\n#### 72'; `fields: {answer: {from: answer, pattern: '#### (.*)'}}` in data takes "
-            "what is behind ####",
+            "the text after ####",
         ),
         ("number_match", "Natalia sold 48/2 = 24 clips.", {}, "one number, got 'Natalia"),
         ("math_equal", "$", {}, "a mathematical expression, got '$'"),

@@ -34,6 +34,8 @@ TimedOut = type("ReadTimeout", (type("Timeout", (OSError,), {"__module__": "requ
         (urllib.error.HTTPError("u", 503, "busy", None, None), "outage"),
         (urllib.error.HTTPError("u", 401, "no such key", None, None), "outage"),
         (urllib.error.HTTPError("u", 400, "context too long", None, None), "sample"),
+        *((urllib.error.HTTPError("u", status, "no", None, None), "refusal") for status in (403, 404, 451, 500)),
+        (caused(Outage("busy"), urllib.error.HTTPError("u", 403, "no", None, None)), "outage"),
         (ServerError(), "outage"),
         (TimedOut(), "outage"),
         (OSError(errno.ENOSPC, "disk full"), "outage"),

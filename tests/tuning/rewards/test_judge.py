@@ -36,7 +36,40 @@ def test_the_last_number_of_the_reply_counts(server, monkeypatch):
     assert asked[-1][2]["messages"][0]["content"] == "4"
 
 
-@pytest.mark.parametrize(("reply", "message"), [("no idea", "no number from 0"), ("11", "no number"), (400, "400")])
+def test_where_code_is_limited_a_key_goes_to_its_listed_host_alone(server, monkeypatch):
+    url, asked, replies = server
+    monkeypatch.setenv("MY_KEY", "k")
+    monkeypatch.setenv("RLHF_ALLOW_CODE", "none")
+    for listed in ("", "MY_KEY@api.example.org,OTHER@127.0.0.1"):
+        monkeypatch.setenv("RLHF_ALLOW_KEYS", listed)
+        with pytest.raises(Outage, match="RLHF_ALLOW_KEYS of the worker lacks MY_KEY@127.0.0.1"):
+            ask(url, key_variable="MY_KEY")
+    assert asked == []
+    monkeypatch.setenv("RLHF_ALLOW_KEYS", "MY_KEY@api.example.org, MY_KEY@127.0.0.1")
+    replies.append("10")
+    assert ask(url, key_variable="MY_KEY") == [1.0] and asked[0][1] == "Bearer k"
+    with pytest.raises(Outage, match=r"sent over https alone, and the address is http://api.example.org"):
+        ask("http://api.example.org/v1", key_variable="MY_KEY")
+
+
+def test_a_redirect_does_not_take_the_key_along(server, monkeypatch):
+    monkeypatch.setenv("MY_KEY", "k")
+    head = f"HTTP/1.1 302 Found\r\nLocation: {server[0]}/stolen\r\nContent-Length: 0\r\n\r\n".encode()
+    with dripping(head) as url, pytest.raises(Outage, match="answered 302"):
+        ask(url, key_variable="MY_KEY", retries=0)
+    assert server[1] == []
+
+
+@pytest.mark.parametrize(
+    ("reply", "message"),
+    [
+        ("no idea", "no number from 0"),
+        ([{"text": "5"}], "expected a text"),
+        (None, "expected a text"),
+        ("11", "no number"),
+        (400, "400"),
+    ],
+)
 def test_a_verdict_that_is_none_says_why(server, reply, message):
     server[2].append(reply)
     with pytest.raises(JudgeFailed, match=message):

@@ -4,10 +4,16 @@ import dataclasses
 import math
 import os
 import signal
+import subprocess
 import threading
 import time
+import urllib.error
+from decimal import Decimal
+from fractions import Fraction
 from pathlib import Path
 
+import numpy as np
+import psutil
 import pytest
 
 from tests.judge_server import judge_server
@@ -52,6 +58,8 @@ def breaks(prompts, completions, **_):
             time.sleep(600)
         case "refused":
             raise ConnectionRefusedError("port 9")
+        case "status":
+            raise urllib.error.HTTPError("u", 403, "blocked", None, None)
         case "killed":
             os.kill(os.getpid(), signal.SIGKILL)
     return [0.5]
@@ -90,6 +98,58 @@ def test_what_a_sample_does_to_its_call_costs_that_sample():
     assert {t: o.failure for t, o in found.items() if o.failure} == reasons
     assert not any(o.is_outage for o in found.values())
     assert (found["x"].value, found["none"].value, found["y"].value) == (0.5, None, 0.5)
+
+
+def returns(prompts, completions, value, **_):
+    return value
+
+
+def of_completions(completions, **columns):
+    return [float(c == p) for c, p in zip(completions, columns["prompts"], strict=True)]
+
+
+def swapped(completions, prompts):
+    return [float(c == p + "!") for c, p in zip(completions, prompts, strict=True)]
+
+
+def alone(*, completions):
+    return [float(c == "a!") for c in completions]
+
+
+def other_names(texts, completions, **columns):
+    return [float(c == t + "!" and "prompts" not in columns) for c, t in zip(completions, texts, strict=True)]
+
+
+@pytest.mark.parametrize(
+    ("name", "expected"), [("of_completions", 0), ("swapped", 1), ("alone", 1), ("other_names", 1)]
+)
+def test_prompts_and_completions_are_given_by_name_if_the_parameters_are_called_so(name, expected):
+    (outcome,) = Call(f"{__name__}:{name}", {}, [Sample("a", "a!", [1], None)]).make()
+    assert (outcome.value, outcome.failure) == (expected, None)
+
+
+@pytest.mark.parametrize(
+    "value", ["11", b"11", {0.5: 1, 1.0: 2}, {0.5, 1.0}, ["1.0", 1.0], [b"1", 1.0], [1.0, [0.5, 0.2]], [{}, 1.0]]
+)
+def test_a_reward_is_a_number_and_no_text_with_digits_nor_the_keys_of_a_mapping(value):
+    found = Call(f"{__name__}:returns", {"value": value}, samples("a", "b")).make()
+    assert all(o.value is None and o.failure.startswith("TypeError: the function returned") for o in found)
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        (1, 0),
+        [True, False],
+        np.asarray([1, 0]),
+        [np.float32(1), np.int64(0)],
+        [Fraction(1), Decimal(0)],
+        iter([1.0, 0]),
+    ],
+)
+def test_rewards_are_numbers_of_any_type_in_any_sequence(value):
+    found = Call(f"{__name__}:returns", {"value": value}, samples("a", "b")).make()
+    assert [(o.value, o.failure) for o in found] == [(1.0, None), (0.0, None)]
 
 
 def test_an_outage_is_no_verdict_and_the_others_are_scored():
@@ -214,6 +274,43 @@ def test_a_judge_that_is_down_is_not_asked_for_all():
         found = judged(url, 40, max_concurrency=2)
     assert all(outcome.is_outage for outcome in found) and len(asked) <= OUTAGES + 2
     assert f"not tried after {OUTAGES} calls" in found[-1].failure
+
+
+@pytest.mark.parametrize("status", [403, 404, 451, 500])
+def test_an_error_status_for_one_completion_is_its_failure_if_the_service_judges_others(status):
+    down = []
+    with judge_server(lambda body: status if down or body["messages"][0]["content"] == "1" else "5") as (url, asked):
+        found = judged(url, 3)
+        assert [(outcome.value, outcome.kind) for outcome in found] == [
+            (0.5, "sample"),
+            (None, "sample"),
+            (0.5, "sample"),
+        ]
+        assert f"answered {status}" in found[1].failure
+        # The next try asks for the blocked one alone; a call with a verdict shows that the service is up.
+        arguments = {"url": url, "model": "m", "retries": 0, "template": "{completion}"}
+        for control, kind in (((Sample("?", "0"),), "sample"), ((), "outage")):
+            assert attempt("judge", arguments, [Sample("?", "1")], seconds=5.0, control=control)[0].kind == kind
+        down.append(True)
+        assert {outcome.kind for outcome in judged(url, 3)} == {"outage"}
+    (mine,) = attempt(f"{__name__}:breaks", {}, samples("status"), control=samples("x"), seconds=5.0, workers=1)
+    assert (mine.kind, mine.failure[:20]) == ("sample", "HTTPError: HTTP Erro")
+
+
+def starts_a_session(prompts, completions, **_):
+    subprocess.Popen(["sleep", completions[0]], start_new_session=True)
+    time.sleep(600)
+
+
+def test_what_a_reward_starts_in_its_own_session_ends_with_its_time():
+    token = f"600.{os.getpid()}"
+    (found,) = attempt(f"{__name__}:starts_a_session", {}, samples(token), seconds=0.5, workers=1)
+    until = time.monotonic() + 10
+    while (alive := [p for p in psutil.process_iter(["cmdline"]) if token in (p.info["cmdline"] or [])]) and (
+        time.monotonic() < until
+    ):
+        time.sleep(0.05)
+    assert (found.failure, alive) == ("timeout after 0.5 s", [])
 
 
 def test_a_reply_without_a_number_is_the_samples_own_failure():

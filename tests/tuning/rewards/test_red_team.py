@@ -2,7 +2,10 @@
 
 import json
 import os
+import platform
+import shutil
 import socket
+import subprocess
 import sys
 import time
 import uuid
@@ -11,10 +14,19 @@ import psutil
 import pytest
 
 from tests.support import python
+from tuning.rewards.confine import CALLS
 from tuning.rewards.sandbox import gaps, passes_test, run_python
 
 needs_jail = pytest.mark.skipif(bool(gaps()), reason="this machine gives no namespaces")
 
+# Numbers of system calls, on x86-64 and aarch64.
+NUMBERS = {
+    "io_uring_setup": (425, 425), "userfaultfd": (323, 282), "ptrace": (101, 117), "process_vm_readv": (310, 270),
+    "pidfd_getfd": (438, 438), "keyctl": (250, 219), "add_key": (248, 217), "bpf": (321, 280), "mount": (165, 40),
+    "perf_event_open": (298, 241), "unshare": (272, 97), "setns": (308, 268), "name_to_handle_at": (303, 264),
+    "open_by_handle_at": (304, 265), "memfd_create": (319, 279), "memfd_secret": (447, 447), "shmget": (29, 194),
+    "msgget": (68, 186), "mq_open": (240, 180), "inotify_init1": (294, 26), "cachestat": (451, 451),
+}  # fmt: skip
 # Each is a program that has got out where it comes to its end; where it raises, it has not.
 ESCAPES = {
     "read passwords": "open('/etc/shadow').read()",
@@ -30,7 +42,7 @@ ESCAPES = {
     "symbolic link": "os.symlink(SECRET, '/tmp/s'); open('/tmp/s').read()",
     "parent folders": "open('../' * 20 + SECRET.lstrip('/')).read()",
     "root of process 1": "open('/proc/1/root' + SECRET).read()",
-    "memory of process 1": "open('/proc/1/mem', 'rb').read(1)",
+    "memory of process 1": "os.pread(os.open('/proc/1/mem', 0), 1, int(open('/proc/1/maps').read().split('-')[0], 16))",
     "environment of the caller": "open(f'/proc/{CALLER}/environ').read()",
     "environment of process 1": "open('/proc/1/environ').read()",
     "kernel's memory": "open('/dev/mem', 'rb')",
@@ -39,47 +51,56 @@ ESCAPES = {
     "tcp over loopback": "socket.create_connection(('127.0.0.1', PORT), 1)",
     "abstract unix socket": "socket.socket(1).connect(ABSTRACT)",
     "unix socket": "socket.socket(1).connect(PLACE)",
-    "io_uring": "call(425, 8, ctypes.create_string_buffer(120))",
-    "userfaultfd": "call(323, 1)",
-    "ptrace of process 1": "call(101, 16, 1, 0, 0)",
-    "memory of process 1 by the kernel": "call(310, 1, 0, 0, 0, 0, 0)",
-    "descriptor of process 1": "call(438, os.pidfd_open(1), 0, 0)",
-    "key ring": "call(250, 0, -3, 1)",
-    "a key": "call(248, b'user', b'name', b'text', 4, -3)",
-    "the kernel's programs": "call(321, 0, ctypes.create_string_buffer(128), 128)",
-    "performance counters": "call(298, ctypes.create_string_buffer(128), 0, -1, -1, 0)",
-    "a namespace of users": "call(272, 0x10000000)",
-    "namespace of process 1": "call(308, os.open('/proc/1/ns/net', 0), 0)",
-    "a file by its handle": "call(304, -100, ctypes.create_string_buffer(64), 0)",
-    "memory disk of one's own": "call(165, b'none', b'/tmp', b'tmpfs', 0, None)",
+    "io_uring": "call('io_uring_setup', 8, ctypes.create_string_buffer(120))",
+    "userfaultfd": "call('userfaultfd', 1)",
+    "ptrace of process 1": "call('ptrace', 0x4206, 1, 0, 0)",
+    "memory of process 1 by the kernel": "call('process_vm_readv', 1, 0, 0, 0, 0, 0)",
+    "descriptor of process 1": "call('pidfd_getfd', os.pidfd_open(1), 0, 0)",
+    "key ring": "call('keyctl', 0, -3, 1)",
+    "a key": "call('add_key', b'user', b'name', b'text', 4, -3)",
+    "the kernel's programs": "call('bpf', 0, struct.pack('IIII', 2, 4, 8, 1).ljust(64, b'\\0'), 64)",
+    "performance counters": "call('perf_event_open', struct.pack('IIQ', 1, 64, 0).ljust(64, b'\\0'), 0, -1, -1, 0)",
+    "a namespace": "call('unshare', 0x04000000)",
+    "namespace of process 1": "call('setns', os.open('/proc/1/ns/net', 0), 0)",
+    "a file by its handle": "handle = ctypes.create_string_buffer(struct.pack('I', 128), 136); "
+    "call('name_to_handle_at', -100, HERE, handle, ctypes.create_string_buffer(8), 0); "
+    "call('open_by_handle_at', os.open(HERE, 0), handle, 0)",
+    "memory disk of one's own": "call('mount', b'none', b'/tmp', b'tmpfs', 0, None)",
     "another root": "os.chroot('/tmp')",
     "another user": "os.setuid(0)",
     "a packet socket": "socket.socket(17, 3, 0)",
     "netlink": "socket.socket(16, 3, 0)",
     "the machine's name": "socket.sethostname('mine')",
     "a device": "os.mknod('/tmp/d', 0o60600, os.makedev(8, 0))",
-    "a setting of the kernel": "open('/proc/sys/kernel/core_pattern', 'w').write('|/bin/sh')",
+    "a setting of the kernel": "p = '/proc/sys/kernel/core_pattern'; t = open(p).read(); open(p, 'w').write(t)",
     "core of the kernel": "open('/proc/kcore', 'rb').read(1)",
-    "killing of process 1": "os.kill(1, 9); os.kill(1, 15); time.sleep(0.2); os.kill(1, 0); wall()",
     "more priority": "os.nice(-5)",
     "descriptors of the caller": "[os.fstat(n) for n in range(3, 64) if is_open(n)][1]",
-    "memory of nobody": "call(319, b'x', 0)",
-    "secret memory of nobody": "call(447, 0)",
-    "a segment of System V": "call(29, 0, 4096, 0o1600)",
-    "messages of System V": "call(68, 0, 0o1600)",
+    "memory of nobody": "call('memfd_create', b'x', 0)",
+    "secret memory of nobody": "call('memfd_secret', 0)",
+    "a segment of System V": "call('shmget', 0, 4096, 0o1600)",
+    "messages of System V": "call('msgget', 0, 0o1600)",
     "shared memory without a file": "mmap.mmap(-1, 4096)",
+    "shared memory of a device": "mmap.mmap(os.open('/dev/zero', os.O_RDWR), 4096, mmap.MAP_SHARED)",
+    "a queue of POSIX": "call('mq_open', b'q', 0o102, 0o600, 0)",
+    "large buffers of sockets": "socket.socketpair()[0].setsockopt(1, 7, 1 << 20)",
+    "notifications of files": "call('inotify_init1', 0)",
+    "attributes of files": "open('/tmp/x', 'w'); os.setxattr('/tmp/x', 'user.x', bytes(100))",
+    "a call that is newer than the list": "call('cachestat', os.open(os.__file__, 0), bytes(16), bytes(40), 0)",
+    "a place behind the trainer": "open('/proc/self/oom_score_adj', 'w').write('0')",
+    "limits of process 1": "resource.prlimit(1, resource.RLIMIT_NOFILE)",
     "limits raised": "resource.setrlimit(resource.RLIMIT_NOFILE, (4096, 4096))",
     "many files": "[open(f'/tmp/{n}', 'w').close() for n in range(10_000)]",
     "a large disk": "[open(f'/tmp/l{n}', 'wb').write(bytes(8 * 2**20)) for n in range(16)]",
     "a large shared disk": "[open(f'/dev/shm/l{n}', 'wb').write(bytes(8 * 2**20)) for n in range(16)]",
 }
 TRY = """
-import ctypes, json, mmap, os, resource, socket, sys, time
+import ctypes, json, mmap, os, resource, socket, struct, sys, time
 libc = ctypes.CDLL(None, use_errno=True)
-def call(number, *arguments):
-    if os.uname().machine != "x86_64":
-        raise OSError("numbers are those of another machine")
-    if libc.syscall(number, *arguments) < 0:
+def call(name, *arguments):
+    # Of full width: the last argument is on the stack.
+    whole = [ctypes.c_long(one) if isinstance(one, int) else one for one in (given["numbers"][name], *arguments)]
+    if libc.syscall(*whole) < 0:
         raise OSError(ctypes.get_errno(), "refused")
 def is_open(n):
     try:
@@ -87,25 +108,28 @@ def is_open(n):
     except OSError:
         return False
     return True
-def wall():
-    # Process 1 lives on, as it has to.
-    raise OSError("refused")
 given = json.loads(input())
 out = []
 names = {**globals(), **given["names"]}
 names["ABSTRACT"] = "\\0" + names["ABSTRACT"]
+names["HERE"] = os.path.dirname(names["SECRET"]).encode()
 for name, attack in given["escapes"].items():
-    try:
-        exec(attack, names)
+    # One that gets out does not open the door for the next.
+    if (pid := os.fork()) == 0:
+        try:
+            exec(attack, names)
+        except BaseException:
+            os._exit(1)
+        os._exit(0)
+    if os.waitpid(pid, 0)[1] == 0:
         out.append(name)
-    except Exception:
-        pass
 print(json.dumps(out))
 """
 
 
-@needs_jail
-def test_no_program_gets_out_of_its_jail(tmp_path):
+@pytest.fixture
+def attack(tmp_path):
+    """The input of TRY, with a secret, ports and sockets of the caller that it tries to reach."""
     secret = tmp_path / "secret"
     secret.write_text("42")
     os.chmod(secret, 0o644)
@@ -121,11 +145,51 @@ def test_no_program_gets_out_of_its_jail(tmp_path):
         local.listen()
         names = {"SECRET": str(secret), "CALLER": os.getpid(), "PORT": server.getsockname()[1]}
         names |= {"ABSTRACT": here, "PLACE": f"{tmp_path}/s"}
-        given = {"names": names, "escapes": ESCAPES}
-        status, out = run_python(TRY, json.dumps(given), seconds=30, megabytes=512)
-    # Reading and writing fail for want of descriptors or disk, which is the wall, too.
+        numbers = {name: both[platform.machine() == "aarch64"] for name, both in NUMBERS.items()}
+        yield {"names": names, "escapes": ESCAPES, "numbers": numbers}
+    assert secret.read_text() == "42" and {"s", "secret"} <= set(os.listdir(tmp_path))
+
+
+@needs_jail
+def test_no_program_gets_out_of_its_jail(attack):
+    status, out = run_python(TRY, json.dumps(attack), seconds=60, megabytes=512)
     assert (status, json.loads(out or "null")) == (0, [])
-    assert secret.read_text() == "42" and sorted(os.listdir(tmp_path)) == ["s", "secret"]
+
+
+# A root of its own over the machine's: escapes write to real places, which are gone with their mount.
+OUTSIDE = """
+cd "$0" && mkdir up work root && mount --make-rprivate / &&
+mount -t overlay -o lowerdir=/,upperdir=up,workdir=work overlay root && mount -t proc proc root/proc &&
+mount --rbind /dev root/dev && mount -t tmpfs none root/dev/shm && mount --rbind /sys root/sys &&
+mkdir -p "root$0" && mount --bind "$0" "root$0" && "$1" root "$2" -I -c "$3" 7</dev/null 8</dev/null; echo $?
+"""
+NOT_EVERYWHERE = {"kernel's memory", "core of the kernel", "io_uring", "userfaultfd", "secret memory of nobody"}
+"""Escapes for which a kernel or a machine may have no door."""
+
+
+@pytest.mark.skipif(os.geteuid() != 0 or shutil.which("unshare") is None, reason="only root has all of these doors")
+def test_each_escape_gets_out_where_there_is_no_jail(tmp_path, attack):
+    """An attack that fails outside too, for a wrong argument or number, says nothing of the jail."""
+    attack["names"]["CALLER"] = 1
+    shell = ["unshare", "--mount", "--uts", "--ipc", "--pid", "--fork", "sh", "-c", OUTSIDE, str(tmp_path)]
+    done = subprocess.run(
+        [*shell, shutil.which("chroot"), sys.executable, TRY], input=json.dumps(attack), capture_output=True, text=True,
+        timeout=120,
+    )  # fmt: skip
+    out, _, status = done.stdout.rstrip().rpartition("\n")
+    if status == "32":
+        pytest.skip(f"no mount here: {done.stderr}")
+    assert status == "0", done.stderr
+    assert set(ESCAPES) - set(json.loads(out)) <= NOT_EVERYWHERE
+
+
+@pytest.mark.parametrize(("machine", "number"), [("x86_64", 0), ("aarch64", 1)])
+def test_the_calls_of_escapes_are_on_no_list(machine, number):
+    """This machine tries those of one list alone."""
+    _, watched, allowed = CALLS[machine]
+    assert [pair for pair in allowed if pair[0] > pair[1]] == [] and list(allowed) == sorted(allowed)
+    open_ = {call for first, last in allowed for call in range(first, last + 1)}
+    assert open_.isdisjoint({both[number] for both in NUMBERS.values()} | {watched[1]})
 
 
 FAKES = {
@@ -235,6 +299,65 @@ os._exit(confine.main(json.loads(sys.argv[1])))
     assert psutil.wait_procs(left, timeout=10.0)[1] == []
 
 
-def test_memory_is_counted_for_all_processes_together():
-    status, _ = run_python(MEMORY, seconds=15, megabytes=300)
-    assert status == 137
+SOCKETS = """
+import os, socket, time
+for _ in range(40):
+    if os.fork() == 0:
+        pairs = [socket.socketpair() for _ in range(29)]
+        for one in (end for pair in pairs for end in pair):
+            one.setblocking(False)
+            try:
+                while one.send(bytes(65536)):
+                    pass
+            except BlockingIOError:
+                pass
+        time.sleep(20)
+        os._exit(0)
+time.sleep(20)
+"""
+
+
+@pytest.mark.parametrize("program", [MEMORY, SOCKETS], ids=["pages", "buffers of sockets"])
+def test_memory_is_counted_for_all_processes_together(program):
+    started = time.monotonic()
+    status, _ = run_python(program, seconds=15, megabytes=300)
+    assert (status, time.monotonic() - started < 12) == (137, True)
+
+
+def test_a_program_ends_before_the_trainer_where_memory_runs_out():
+    status, out = run_python("print(open('/proc/self/oom_score_adj').read())", seconds=10, megabytes=256)
+    assert (status, int(out)) == (0, 1000)
+
+
+def test_what_usual_programs_need_is_allowed():
+    program = """
+import asyncio, concurrent.futures, json, mmap, multiprocessing, subprocess, sys, tempfile, threading
+async def late():
+    await asyncio.sleep(0.01)
+    return 1
+if __name__ == "__main__":
+    found = [asyncio.run(late()), len(open("/dev/zero", "rb").read(9))]
+    with multiprocessing.get_context("fork").Pool(2) as pool:
+        found.append(sum(pool.map(abs, range(3))))
+    with concurrent.futures.ProcessPoolExecutor(1, multiprocessing.get_context("fork")) as pool:
+        found.append(pool.submit(abs, -4).result())
+    found.append(int(subprocess.run([sys.executable, "-c", "print(5)"], capture_output=True).stdout))
+    with tempfile.TemporaryFile() as file:
+        file.truncate(4096)
+        found.append(len(mmap.mmap(file.fileno(), 4096)))
+    print(found)
+"""
+    assert run_python(program, seconds=30, megabytes=512) == (0, "[1, 9, 3, 4, 5, 4096]\n")
+
+
+@needs_jail
+def test_process_1_outlives_the_signals_of_its_program():
+    program = """
+import contextlib, os, time
+for signal in (9, 15):
+    with contextlib.suppress(PermissionError):
+        os.kill(1, signal)
+time.sleep(0.2)
+print("alive")
+"""
+    assert run_python(program, seconds=10, megabytes=256) == (0, "alive\n")

@@ -64,6 +64,14 @@ def test_steps_that_compile_are_left_out_of_the_whole():
     assert Meter("float32").rates() == {}
 
 
+def test_no_step_is_faster_than_the_peak_that_was_measured_beside_other_work():
+    meter = Meter("float32")
+    for share in (0.5, 2.0, 1.0):
+        meter._last -= 2.0
+        told = meter.step(1000, share * 2.0 * measured_peak("float32"))
+    assert told["mfu"] == pytest.approx(0.5, rel=0.02) and meter.rates()["mfu"] <= 1
+
+
 def test_a_measurement_between_two_steps_is_no_part_of_the_next():
     meter = Meter("float32")
     meter._last -= 100.0

@@ -114,7 +114,7 @@ def built_in(name: str) -> Callable[..., Any]:
 def _own(name: str, arguments: dict[str, Any]) -> Any:
     target = function_of(name)
     if isinstance(target, type) and (not hasattr(target, "step") or hasattr(target, "get_reward")):
-        return Methods(_of(target, arguments))
+        return Methods(target, _of(target, arguments))
     given = {key: arguments.pop(key) for key in ("renderer", "parser", "actions") if text_actions(arguments, key)}
     if given:
         return Gym(lambda row, rest: _of(target, rest)(row), {**arguments, **given})

@@ -6,6 +6,7 @@ Without an environment beside the tools, a turn without a call is the policy's a
 from __future__ import annotations
 
 import contextlib
+import functools
 import inspect
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -25,18 +26,31 @@ class Methods:
     """TRL's environment class: `reset(**row) -> text or None`, public methods are tools, `get_reward()` at the end.
 
     Without `get_reward` the attribute `reward` is it, which TRL's examples read in their reward functions.
+    `make` makes an object of the class `target` for a row.
     """
 
-    def __init__(self, make: Callable[[Mapping[str, Any]], Any]) -> None:
-        self._make = make
+    def __init__(self, target: type, make: Callable[[Mapping[str, Any]], Any]) -> None:
+        self._target, self._make = target, make
         self._wait = Waiting()
         self._environment: Any = None
 
     @property
     def functions(self) -> list[Callable[..., Any]]:
-        """Its tools, in the order of their names."""
-        methods = inspect.getmembers(self._made(), inspect.ismethod)
-        return [method for name, method in methods if not name.startswith("_") and name not in NO_TOOLS]
+        """Its tools, in the order of their names: those of the class, since reset makes the object with its task."""
+        members = inspect.getmembers_static(self._target, _is_method)
+        return [self._tool(name) for name, _ in members if not name.startswith("_") and name not in NO_TOOLS]
+
+    def _tool(self, name: str) -> Callable[..., Any]:
+        method = getattr(self._target, name)
+
+        @functools.wraps(method)
+        def call(*args: Any, **arguments: Any) -> Any:
+            return getattr(self._made(), name)(*args, **arguments)
+
+        signature = inspect.signature(method)
+        own = list(signature.parameters.values())[0 if inspect.ismethod(method) else 1 :]
+        call.__signature__ = signature.replace(parameters=own)  # type: ignore[attr-defined]
+        return call
 
     def reset(self, *, seed: int, row: Mapping[str, Any]) -> tuple[Any, Mapping[str, Any]]:
         """Begins an episode; a text that it returns joins the task's prompt."""
@@ -72,6 +86,10 @@ class Methods:
         if self._environment is None:
             self._environment = self._make(row or {})
         return self._environment
+
+
+def _is_method(member: Any) -> bool:
+    return inspect.isfunction(member) or isinstance(member, classmethod)
 
 
 class Tooled:

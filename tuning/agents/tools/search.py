@@ -75,13 +75,26 @@ def documents(path: Path) -> Iterator[Document]:
     elif path.suffix == ".jsonl":
         with path.open(encoding="utf-8") as lines:
             for number, line in enumerate(lines, start=1):
-                record = json.loads(line)
-                text = record.get("text", record.get("contents"))
-                if not isinstance(text, str):
-                    raise ValueError(f"{path}, line {number}: no `text`: expected it, or `contents`, to be a text")
-                yield Document(str(record.get("title", record.get("id", f"{path.stem} {number}"))), text)
+                yield _document(line, f"{path}, line {number}", f"{path.stem} {number}")
     else:
         yield Document(path.stem, path.read_text(encoding="utf-8"))
+
+
+def _document(line: str, place: str, name: str) -> Document:
+    """The document of a line of JSON; `name` is its title where it has none."""
+    try:
+        record = json.loads(line)
+    except ValueError as error:
+        raise ValueError(f"{place}: expected a JSON object ({error})") from None
+    if not isinstance(record, dict):
+        raise ValueError(f"{place}: expected a JSON object, got {line[:40]!r}")
+    text = record.get("text", record.get("contents"))
+    if not isinstance(text, str):
+        raise ValueError(f"{place}: no `text`: expected it, or `contents`, to be a text")
+    title = next((record[key] for key in ("title", "id") if record.get(key) is not None), name)
+    if not isinstance(title, str | int) or isinstance(title, bool):
+        raise ValueError(f"{place}, field `title`: expected a text or a number, got {title!r:.40}")
+    return Document(str(title), text)
 
 
 @functools.lru_cache(maxsize=4)

@@ -91,6 +91,21 @@ def test_an_environment_class_of_trl_is_tools_and_a_reward():
     environment.close()
 
 
+def test_an_environment_class_of_trl_that_wants_the_task_gets_that_of_each_episode():
+    environment, first = begun(f"{OWN}:Shop", row={"prompt": "Buy.", "budget": 3})
+    assert first == (" The budget is 3.", {"joins_prompt": True})
+    buy, currency = environment.schemas
+    assert (buy["function"]["name"], currency["function"]["name"]) == ("buy", "currency")
+    assert list(buy["function"]["parameters"]["properties"]) == ["price"]
+    messages, *_ = environment.step(call("buy", price=2) + call("currency") + call("buy", price=2, twice=1))
+    assert [m["content"] for m in messages[:2]] == ["1 left", "euro"] and "twice" in messages[2]["content"]
+    assert environment.step("Done.")[1] == 1.0
+    # Another episode has another object.
+    assert begun(f"{OWN}:Shop", row={"budget": 7})[1][0] == " The budget is 7."
+    # Schemas are listed before any task is known.
+    assert len(adapters.make(Spec(f"{OWN}:Shop")).schemas) == 2
+
+
 def test_without_get_reward_the_attribute_reward_is_the_reward():
     environment, first = begun(f"{OWN}:Attribute", row={"prompt": "Press."})
     assert first[0] is None

@@ -3,6 +3,7 @@
 import importlib.util
 import json
 import math
+import re
 import sys
 import time
 
@@ -91,6 +92,27 @@ def test_a_program_gets_its_output_its_last_value_or_its_error():
         run("def half(n):\n    return n / 0\nhalf(1)")
     assert str(failed.value).splitlines()[-1] == "ZeroDivisionError: division by zero"
     assert 'File "main.py", line 2' in str(failed.value) and "exec" not in str(failed.value)
+
+
+@pytest.mark.parametrize(
+    ("line", "expected"),
+    [
+        ('{"text": "a", "title": null, "id": 7}', "7"),
+        ('{"text": "a"}', "docs 1"),
+        ('{"text": "a", "title": ["x"]}', "docs.jsonl, line 1, field `title`: expected a text or a number, got ['x']"),
+        ('{"text": 5}', "docs.jsonl, line 1: no `text`"),
+        ("[1]", "docs.jsonl, line 1: expected a JSON object"),
+        ('{"text', "docs.jsonl, line 1: expected a JSON object"),
+    ],
+)
+def test_documents_have_text_and_a_title_that_is_text_or_a_number(tmp_path, line, expected):
+    path = tmp_path / "docs.jsonl"
+    path.write_text(line + "\n")
+    if not expected.startswith("docs.jsonl"):
+        assert [d.title for d in search.documents(path)] == [expected]
+        return
+    with pytest.raises(ValueError, match=re.escape(expected)):
+        list(search.documents(path))
 
 
 def test_search_finds_by_words_and_orders_ties_as_the_documents_stand(tmp_path):

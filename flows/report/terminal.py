@@ -1,0 +1,25 @@
+"""Consoles of a run: their width where no terminal gives one, and what happens when their reader goes away."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import sys
+
+from rich.console import Console
+
+
+def log_width() -> int | None:
+    """Columns of output that is no terminal: Rich takes 80, less than the line of a round. None on a terminal."""
+    return None if sys.stdout.isatty() else 160
+
+
+class LastingConsole(Console):
+    """A console that falls silent when nobody reads it any more (`| head`, a `tee` that ended). Rich would exit."""
+
+    def on_broken_pipe(self) -> None:
+        """Sends the rest of the output to /dev/null."""
+        self.quiet = True
+        # A file of a test has no descriptor.
+        with contextlib.suppress(OSError), open(os.devnull, "wb") as nothing:
+            os.dup2(nothing.fileno(), self.file.fileno())

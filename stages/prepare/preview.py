@@ -1,0 +1,35 @@
+"""A look at the first record of each source before a run: `prepare` finds the same faults once the base is made."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+from collections.abc import Iterator
+
+from stages.prepare.lost import undecided
+from stages.prepare.settings import Config
+
+
+def faults(config: Config) -> Iterator[str]:
+    """A sentence for each source of files whose first record cannot be used, or could be by several outputs."""
+    from tuning.data import files, tasks
+    from tuning.data.fields import Mapper
+    from tuning.data.records import RecordError, parse_line, usable
+
+    sources = config.all_sources()
+    for number, source in enumerate(sources):
+        if source.source in tasks.NAMES or not files.is_files(source.source):
+            continue
+        # A file that cannot be read ends `prepare`, with its name.
+        with contextlib.suppress(OSError, EOFError, ValueError, ImportError):
+            file, mapper = files.expand(source.source)[0], Mapper(source.rename, source.fields)
+            for line in itertools.islice(filter(bytes.strip, files.records_of(file)), 1):
+                settings = mapper, config.extra_fields, source.layout, file.kind == "csv"
+                try:
+                    record = parse_line(line, file.label, 1, *settings)
+                except RecordError as error:
+                    yield f"the first record of {source.source} cannot be used: {error}"
+                    continue
+                fits = [output for output in usable(record) if output in config.splits]
+                if len(sources) > 1 and source.uses is None and record.split is None and len(fits) > 1:
+                    yield undecided(config, number, ", ".join(fits))

@@ -1,0 +1,102 @@
+"""A run that is cancelled or stopped by a signal ends as interrupted. One that nobody reads any more continues."""
+
+from __future__ import annotations
+
+import http.server
+import json
+import os
+import subprocess
+import threading
+import uuid
+from pathlib import Path
+
+import pytest
+from prefect.context import refresh_global_settings_context
+from prefect.exceptions import TerminationSignal
+
+from flows.orchestration import ending
+from flows.report.terminal import LastingConsole
+from flows.running.closing import status_after
+from flows.running.session import _ended_by
+from stages.store.artifacts import Store
+from stages.worker.client import StageFailed
+from tests.flows.prefect_server import prefect_server, wait_for
+from tests.support import RLHF
+
+
+@pytest.mark.parametrize("error", [KeyboardInterrupt(), TerminationSignal(15), SystemExit(1)], ids=repr)
+def test_a_run_that_was_stopped_has_not_failed(error):
+    assert status_after(error) == "interrupted" and _ended_by(error) == {"state": "interrupted"}
+    assert status_after(StageFailed("reward")) == "failed" and _ended_by(StageFailed("x"))["state"] == "failed"
+
+
+def test_a_console_that_nobody_reads_any_more_ends_nothing():
+    reader, writer = os.pipe()
+    with os.fdopen(writer, "w") as file:
+        console = LastingConsole(file=file)
+        console.print("read")
+        assert os.read(reader, 100) == b"read\n"
+        os.close(reader)
+        for _ in range(2):
+            console.print("not read")
+        # Others who print there are not ended either.
+        print("not read", file=file, flush=True)
+
+
+class Api(http.server.BaseHTTPRequestHandler):
+    """Prefect's API of one flow run, which answers badly once and then that somebody cancels it."""
+
+    asked = 0
+
+    def do_GET(self) -> None:
+        Api.asked += 1
+        state = {"type": "CANCELLING", "name": "Cancelling"}
+        run = {"id": self.path.rpartition("/")[2], "flow_id": str(uuid.uuid4()), "name": "x", "state": state}
+        body = json.dumps(run).encode()
+        self.send_response(200 if Api.asked > 1 else 500)
+        self.send_header("content-type", "application/json")
+        self.send_header("content-length", str(len(body)))
+        self.end_headers()
+        self.wfile.write(body)
+
+    def log_message(self, *args: object) -> None:
+        pass
+
+
+def test_a_run_is_stopped_when_somebody_cancels_its_flow_run(monkeypatch):
+    monkeypatch.setenv("PREFECT__RUNTIME__FLOW_RUN__ID", str(uuid.uuid4()))
+    monkeypatch.setattr(ending, "CANCEL_SECONDS", 0.05)
+    stopped = threading.Event()
+    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), Api) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        monkeypatch.setenv("PREFECT_API_URL", f"http://127.0.0.1:{server.server_port}/api")
+        refresh_global_settings_context()
+        try:
+            cancellation = ending.Cancellation(stopped.set)
+            assert not cancellation.is_asked()
+            assert stopped.wait(60) and cancellation.is_asked() and Api.asked > 1
+        finally:
+            cancellation.end()
+            server.shutdown()
+            monkeypatch.undo()
+            refresh_global_settings_context()
+
+
+@pytest.mark.slow
+def test_rlhf_run_ends_when_it_is_cancelled_in_prefect(tmp_path: Path, prefect_database: Path):
+    with prefect_server(tmp_path, shared=prefect_database) as prefect:
+        command = [RLHF, "run", "smoke", "--name", "smoke-x", "--store", str(tmp_path / "store")]
+        with subprocess.Popen(command, env=prefect.env, stderr=subprocess.PIPE, text=True) as run:
+            flow_run = wait_for(
+                lambda: next(iter(prefect.post("/flow_runs/filter", flow_runs={"name": {"any_": ["smoke-x"]}})), None),
+                300,
+                "the flow run",
+            )
+            wait_for(lambda: "base" in prefect.task_runs(flow_run), 300, "its first stage")
+            cancelling = {"type": "CANCELLING", "name": "Cancelling"}
+            prefect.post(f"/flow_runs/{flow_run['id']}/set_state", state=cancelling)
+            _, printed = run.communicate(timeout=120)
+            assert run.returncode == 130 and printed.startswith("cancelled in Prefect; what is finished is kept")
+        ended = prefect.get(f"/flow_runs/{flow_run['id']}")
+        assert ended["state_type"] == "CANCELLED" and "rlhf show smoke-x" in ended["state"]["message"]
+        assert Store(str(tmp_path / "store")).read_json("runs", "smoke-x", "run.json")["status"] == "interrupted"

@@ -1,0 +1,77 @@
+"""A recipe of several sources is told before a run what is wrong with them, and after it where their rows went."""
+
+import json
+
+import pytest
+from typer.testing import CliRunner
+
+from flows.cli.app import app
+from flows.recipe.model import RecipeError
+from flows.recipe.places import fields_at, hint
+from flows.recipe.reading import load_recipe
+from flows.running.checks import check_columns
+from flows.running.remarks import of_data, of_recipe
+from tests.stages.prepare.support import write
+
+CHAT = {"messages": [{"role": "user", "content": "Hello?"}, {"role": "assistant", "content": "Yes."}]}
+PROBLEM = {"question": "2 + 2?", "answer": "4"}
+
+
+@pytest.fixture
+def sources(tmp_path):
+    chats, problems = (write(tmp_path / f"{n}.jsonl", [r] * 3) for n, r in (("chats", CHAT), ("math", PROBLEM)))
+
+    def sources(column="question", **more):
+        math = {"source": problems, "fields": {"prompt": column, "answer": "answer"}}
+        return f"data.sources={json.dumps([{'source': chats} | more, math])}"
+
+    return sources
+
+
+def plan(*sets):
+    options = [option for one in sets for option in ("--set", one)]
+    return CliRunner().invoke(app, ["plan", "smoke", "--set", "base.source=random:tiny", *options])
+
+
+def test_a_plan_names_a_source_that_has_to_state_its_use_and_a_column_that_is_not_there(sources, tmp_path):
+    store = f"store={tmp_path / 'store'}"
+    done = plan(sources(), store)
+    assert done.exit_code == 0
+    assert "data.sources.0 " in done.stderr and "can be used for sft, prompts" in done.stderr
+    done = plan(sources("qestion", **{"for": ["sft"]}), store)
+    assert "data.sources.0 " not in done.stderr
+    assert "the first record of " in done.stderr and "nothing at `qestion`" in done.stderr
+    assert not of_recipe(load_recipe("smoke", sets=[sources(**{"for": ["sft"]})]))
+
+
+@pytest.mark.parametrize(
+    ("rewards", "missing", "is_error"),
+    [
+        ("{right: {function: number_match}}", 66, True),
+        ("{right: {function: number_match}, form: {function: matches, arguments: {pattern: x}}}", 66, False),
+        ("{right: {function: number_match}, form: {function: matches, arguments: {pattern: x}}}", 129, True),
+        ("{form: {function: matches, arguments: {pattern: x}}}", 129, False),
+    ],
+)
+def test_prompts_that_no_reward_can_judge_end_a_run_before_it_trains(tmp_path, rewards, missing, is_error):
+    (tmp_path / "mine.yaml").write_text(f"rl: {{score: {{rewards: {rewards}}}}}\nevaluate: {{judge: number_match}}\n")
+    recipe = load_recipe(str(tmp_path / "mine.yaml"))
+    metrics = {"rows": {"prompts": 129, "heldout": 32}, "unanswered": {"prompts": missing, "heldout": 15}}
+    told = f"rl.score.rewards.right.function: number_match compares with `answer`, which {missing} of 129 rows"
+    if is_error:
+        with pytest.raises(RecipeError, match=told.replace(".", r"\.")):
+            check_columns(recipe, metrics, ("score", "evaluate"))
+    else:
+        check_columns(recipe, metrics, ("score", "evaluate"))
+    remarks = of_data(recipe, metrics)
+    assert any(line.startswith(told) for line in remarks) == (not is_error and "number_match" in rewards)
+    assert any("which 15 of 32 rows of heldout do not have" in line for line in remarks)
+    check_columns(recipe, metrics, ("sft",))
+
+
+def test_settings_of_a_source_are_listed_by_the_names_that_a_recipe_has_and_no_managed_ones():
+    assert "for" in fields_at(["data", "sources", "0"]) and "uses" not in fields_at(["data", "sources", "0"])
+    assert hint(["data", "sources", "0", "fro"]) == "did you mean for?"
+    assert not {"round", "first"} & set(fields_at(["rl", "rollout"]))
+    shown = CliRunner().invoke(app, ["settings", "data.sources"]).stdout
+    assert "data.sources.*.for: " in shown and "such as [sft] or [prompts]" in shown and "uses:" not in shown

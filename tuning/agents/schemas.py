@@ -1,0 +1,180 @@
+"""JSON schemas of tools, and the comparison of a call's arguments with one, in bounded time.
+
+The draft is 2020-12, whatever `$schema` names. RE2 (in pyarrow) runs patterns, in time linear in the text; it has
+neither lookaround nor back references. A schema of a client may be small and take exponential time, by references or
+alternatives: a comparison counts its steps and gives up.
+"""
+
+from __future__ import annotations
+
+import contextvars
+import functools
+import json
+import math
+import re
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+MOST_BYTES = 16 * 1024
+"""Of a client's schema, as JSON."""
+MOST_NODES = 500
+"""Objects, lists and elements of lists in it."""
+DEEPEST = 32
+"""Levels of objects and lists in it."""
+MOST_STEPS = 30_000
+"""Of a comparison: keywords, with the sizes of what they compare. About a second."""
+MOST_PATTERN_STEPS = 1000
+"""Of a search, for which the pattern is compiled: RE2 repeats a part up to a thousand times."""
+
+_left: contextvars.ContextVar[list[int]] = contextvars.ContextVar("left")
+
+
+class TooManySteps(Exception):
+    """A comparison that was given up."""
+
+
+def nodes_of(value: Any, depth: int = 0) -> int:
+    """Return the number of nodes of a schema. Raises ValueError if it is too deep or names a draft below its root."""
+    if depth > DEEPEST:
+        raise ValueError(f"the schema is deeper than {DEEPEST} levels")
+    if isinstance(value, Mapping):
+        if depth and isinstance(value.get("$schema"), str):
+            raise ValueError("$schema is supported at the root alone")
+        return 1 + sum(nodes_of(one, depth + 1) for one in value.values() if isinstance(one, Mapping | list))
+    return 1 + sum(nodes_of(one, depth + 1) for one in value) if isinstance(value, list) else 1
+
+
+def check(schema: Any) -> None:
+    """Check a client's schema. Raises ValueError if it is large, not a schema, or has a pattern that RE2 cannot run."""
+    if isinstance(schema, Mapping):
+        # Before anything else reads it.
+        if (nodes := nodes_of(schema)) > MOST_NODES:
+            raise ValueError(f"the schema has {nodes} objects, lists and elements; at most {MOST_NODES} are supported")
+        text = json.dumps(schema, sort_keys=True)
+        if len(text) > MOST_BYTES:
+            raise ValueError(f"the schema has {len(text)} bytes; at most {MOST_BYTES} are supported")
+        _check_text(text)
+
+
+@functools.lru_cache(1024)
+def _check_text(text: str) -> None:
+    """Check a schema against the draft. Agents send the same tools with each request."""
+    from jsonschema.exceptions import SchemaError
+    from jsonschema.validators import Draft202012Validator
+
+    schema = json.loads(text)
+    try:
+        Draft202012Validator.check_schema(schema)
+    except SchemaError as error:
+        raise ValueError(f"not a JSON schema (draft 2020-12): {error.message}") from error
+    _check_patterns(schema)
+
+
+def _check_patterns(schema: Any) -> None:
+    if isinstance(schema, list):
+        for one in schema:
+            _check_patterns(one)
+    if isinstance(schema, Mapping):
+        named = schema.get("patternProperties")
+        patterns = [*(named if isinstance(named, Mapping) else ()), schema.get("pattern")]
+        for pattern in patterns:
+            if isinstance(pattern, str):
+                _found(pattern, "")
+        for one in schema.values():
+            _check_patterns(one)
+
+
+def first_mismatch(value: Any, schema: Mapping[str, Any]) -> Any:
+    """Return the first error of jsonschema in the order of the schema's paths; None if the schema accepts the value.
+
+    Raises jsonschema's errors and ValueError for a schema that is not one, TooManySteps, and RecursionError.
+    """
+    from referencing import Registry
+
+    _left.set([MOST_STEPS])
+    # Another default would fetch a schema's remote references.
+    validator = _counted()({k: v for k, v in schema.items() if k != "$schema"}, registry=Registry())
+    return min(validator.iter_errors(value), key=lambda error: (error.json_path, error.message), default=None)
+
+
+@functools.cache
+def _counted() -> Any:
+    """The validator of draft 2020-12, with RE2, that counts its steps."""
+    from jsonschema.validators import Draft202012Validator, extend
+
+    own = {"pattern": _pattern, "patternProperties": _pattern_properties, "additionalProperties": _additional}
+    rules = Draft202012Validator.VALIDATORS | own
+    return extend(Draft202012Validator, {name: _counts(name, rule) for name, rule in rules.items()})
+
+
+def _counts(name: str, rule: Callable[..., Any]) -> Callable[..., Iterator[Any]]:
+    def counted(validator: Any, value: Any, instance: Any, schema: Any) -> Iterator[Any]:
+        size = _size(instance)
+        # It compares each element with each.
+        _spend(1 + _size(value) + (size * size // 16 if name == "uniqueItems" else size))
+        yield from rule(validator, value, instance, schema) or ()
+
+    return counted
+
+
+def _size(value: Any) -> int:
+    return len(value) if isinstance(value, Mapping | list) else 0
+
+
+def _spend(steps: int) -> None:
+    left = _left.get()
+    left[0] -= steps
+    if left[0] < 0:
+        raise TooManySteps
+
+
+def _spend_search(pattern: str) -> None:
+    _spend(20 + min(MOST_PATTERN_STEPS, math.prod(map(int, re.findall(r"(\d+)\}", pattern)))))
+
+
+def _found(pattern: str, text: str) -> bool:
+    """Whether RE2 finds the pattern in the text. Raises ValueError for a pattern that it cannot run."""
+    import pyarrow as pa
+    import pyarrow.compute as pc
+
+    try:
+        return bool(pc.match_substring_regex(pa.scalar(text, pa.string()), pattern).as_py())
+    except pa.ArrowInvalid as error:
+        cause = str(error).partition(": ")[2] or str(error)
+        raise ValueError(f"RE2 cannot run the pattern {pattern!r} ({cause}): write it without that") from error
+
+
+def _pattern(validator: Any, pattern: str, instance: Any, schema: Any) -> Iterator[Any]:
+    from jsonschema.exceptions import ValidationError
+
+    if isinstance(instance, str):
+        _spend_search(pattern)
+        if not _found(pattern, instance):
+            yield ValidationError(f"{instance!r} does not match {pattern!r}")
+
+
+def _matched(schemas: Mapping[str, Any], instance: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
+    """(pattern, name of a property that it fits)."""
+    for pattern in schemas:
+        for name in instance:
+            _spend_search(pattern)
+            if _found(pattern, name):
+                yield pattern, name
+
+
+def _pattern_properties(validator: Any, schemas: Mapping[str, Any], instance: Any, schema: Any) -> Iterator[Any]:
+    if isinstance(instance, Mapping):
+        for pattern, name in _matched(schemas, instance):
+            yield from validator.descend(instance[name], schemas[pattern], path=name, schema_path=pattern)
+
+
+def _additional(validator: Any, wanted: Any, instance: Any, schema: Mapping[str, Any]) -> Iterator[Any]:
+    from jsonschema.exceptions import ValidationError
+
+    if isinstance(instance, Mapping):
+        patterns = schema.get("patternProperties", {})
+        named = {*schema.get("properties", {}), *(name for _, name in _matched(patterns, instance))}
+        for name in (name for name in instance if name not in named):
+            if wanted is False:
+                yield ValidationError(f"Additional properties are not allowed ({name!r} was unexpected)")
+            yield from validator.descend(instance[name], wanted, path=name)

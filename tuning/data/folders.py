@@ -1,0 +1,89 @@
+"""The data files of a folder: of any folder, of one that `datasets` saved, and of a clone of a data set on the hub.
+
+Splits and configurations are not mixed: a source that holds several of them is refused by their names.
+"""
+
+from __future__ import annotations
+
+import json
+import posixpath
+import re
+from collections.abc import Iterable
+from typing import Any
+
+import yaml
+
+from tuning.data.remote import SourceError, again
+
+_SPLITS = {
+    **dict.fromkeys(("train", "training"), "train"),
+    **dict.fromkeys(("validation", "valid", "val", "dev"), "validation"),
+    **dict.fromkeys(("test", "testing", "eval", "evaluation"), "test"),
+}
+"""Words of paths that name a split, as in `datasets.data_files`."""
+_DESCRIPTIONS = ("dataset_info.json", "dataset_infos.json")
+
+
+def files_of(fs: Any, folder: str, source: str, suffixes: tuple[str, ...]) -> list[str]:
+    """Data files below a folder; for a folder saved by `datasets`, the files that its state lists."""
+    listed = again(lambda: fs.find(folder), source)
+    names = {name[len(folder) + 1 :]: name for name in listed}
+    if "dataset_dict.json" in names:
+        splits = json.loads(fs.cat_file(names["dataset_dict.json"]))["splits"]
+        if len(splits) > 1:
+            raise SourceError(
+                f"source {source!r} holds the splits {', '.join(splits)}: name one, as {source}/{splits[0]}"
+            )
+        return files_of(fs, f"{folder}/{splits[0]}", source, suffixes)
+    if "state.json" in names:
+        state = json.loads(fs.cat_file(names["state.json"]))
+        # An index selects and orders rows of the data files; reading them alone would give other rows.
+        if state.get("_indices_data_files"):
+            raise SourceError(f"source {source!r} has an index beside its data: save it after `flatten_indices()`")
+        return [f"{folder}/{entry['filename']}" for entry in state["_data_files"]]
+    if "README.md" in names:
+        _check_configurations(fs.cat_file(names["README.md"]), source)
+    hidden = (".", "_")
+    shown = [name for name in names if not any(step.startswith(hidden) for step in name.split("/"))]
+    return [
+        names[name]
+        for name in shown
+        if name.lower().endswith(suffixes) and name.rpartition("/")[2] not in _DESCRIPTIONS
+    ]
+
+
+def _check_configurations(card: bytes, source: str) -> None:
+    """Raises SourceError if the card of a data set describes several configurations."""
+    header = re.match(rb"---\r?\n(.*?)\n---", card, re.DOTALL)
+    try:
+        values = yaml.safe_load(header[1]) if header else None
+    except yaml.YAMLError:
+        # The card is for people: a header that cannot be read describes nothing.
+        return
+    configs = values.get("configs") if isinstance(values, dict) else None
+    names = [str(one.get("config_name")) for one in configs or [] if isinstance(one, dict)]
+    if len(names) > 1:
+        raise SourceError(
+            f"source {source!r} holds the configurations {', '.join(names)}: name one by its folder or a pattern "
+            "(README.md lists their files)"
+        )
+
+
+def check_one_split(paths: Iterable[str], source: str) -> None:
+    """Raises SourceError if the names of a source's files are those of several splits: a test split would be trained.
+
+    The last word of a path that names a split counts, below the folder that all paths share.
+    """
+    paths = list(paths)
+    shared = posixpath.commonpath(paths) if len(paths) > 1 else ""
+    example: dict[str, str] = {}
+    for path in paths if shared else ():
+        words = re.split(r"[^a-z]+", path.removeprefix(shared).lower())
+        if named := [_SPLITS[word] for word in words if word in _SPLITS]:
+            example.setdefault(named[-1], path)
+    if len(example) > 1:
+        name = next(iter(example.values()))
+        raise SourceError(
+            f"source {source!r} holds the splits {', '.join(sorted(example))}: name one by a folder or a pattern that "
+            f"matches its files alone, such as {name}"
+        )
