@@ -11,6 +11,7 @@ from typing import Any
 from stages.store import runs
 from stages.store.artifacts import ArtifactError, Store
 from stages.store.leases import beats, booted, is_gone, rebooted
+from stages.store.manifests import is_inside
 from tuning.names import closest
 
 SILENT_MINUTES = 10
@@ -108,7 +109,7 @@ def candidates(store: Store, name: str | None) -> list[dict[str, Any]]:
     Raises UnknownRun where there is none, or several begin so.
     """
     if name is not None and name != "latest":
-        record = runs.read(store, name)
+        record = runs.read(store, name) if is_inside(name) else None
         if record is not None:
             return [record]
     records = readable_runs(store)[::-1]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib.util
-import json
 import re
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -114,11 +113,9 @@ def token_ids_of(folder: Path) -> dict[str, Any]:
 
 def _ids(file: Path, name: str) -> list[int]:
     """The token ids of a field: it has one id, a list of them, or none."""
-    try:
-        values = json.loads(file.read_bytes())
-    except ValueError as error:
-        raise ValueError(f"{file}: not readable as JSON ({error}); check that the download is complete") from error
-    found = values.get(name)
+    from tuning.models.json_file import json_object
+
+    found = json_object(file).get(name)
     ids = [] if found is None else found if isinstance(found, list) else [found]
     if not all(type(index) is int for index in ids):
         raise ValueError(f"{file}: {name} is {found!r}, expected a token id or a list of them")

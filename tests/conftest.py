@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import fcntl
 import gc
+import json
 import logging
 import os
 import re
@@ -17,6 +18,7 @@ from typing import Any
 
 import pytest
 
+from tests.sockets import LISTENERS, listeners
 from tests.support import QUICK, RLHF
 
 os.environ.setdefault("XLA_FLAGS", QUICK)
@@ -158,7 +160,9 @@ def smoke_store(rlhf: Command, shared: Path) -> Path:
     with (folder.parent / "lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         if not (folder.parent / "done").exists():
-            rlhf("run", "smoke", "--no-prefect", "--name", "first", "--set", f"store={folder}")
+            with listeners() as found:
+                rlhf("run", "smoke", "--no-prefect", "--name", "first", "--set", f"store={folder}")
+            (folder.parent / LISTENERS).write_text(json.dumps(sorted(found)))
             (folder.parent / "done").touch()
     return folder
 

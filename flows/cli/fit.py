@@ -119,6 +119,10 @@ def _show(answer: dict[str, Any]) -> None:
                 f"(up to {tried['peak'][2] / GB:.2f}), {tried['verdict']}",
                 soft_wrap=True,
             )
+    if machine["name"] == "cpu":
+        out.print(
+            "times go by rates that were measured now: other work on this machine makes them longer", soft_wrap=True
+        )
     out.print(_verdict(answer), soft_wrap=True)
 
 

@@ -29,8 +29,9 @@ from flows.recipe.model import RecipeError
 from flows.recipe.reading import checked
 from flows.records import REFUSED, find_run
 from stages.serving.access import AccessError, keys_of
-from stages.serving.settings import Chat, ChatOptions, PolicyPlace, Serve, ServeOptions
+from stages.serving.settings import Chat, ChatOptions, Named, PolicyPlace, Serve, ServeOptions
 from stages.store.artifacts import Artifact, Store
+from stages.store.registry import RegistryError, current
 from stages.worker import interpreter
 from tuning.atomic import whole_folder
 
@@ -57,9 +58,16 @@ def serve(options: ServeOptions, store: StoreUrl, run_name: RunName = None, node
         keys_of(options)
     except AccessError as e:
         raise usage_error(str(e)) from e
+    try:
+        entry = None if run_name is None else current(Store(store), run_name)
+    except RegistryError as e:
+        raise usage_error(str(e)) from e
+    if options.follow and entry is None:
+        raise usage_error(f"--follow needs a name such as champion; {run_name or 'no name'} has no entry in {store}")
     record, place = _policy(store, run_name, node)
-    name = f"{record['name']}:{node}"
-    become("stages.serving.serve", Serve(policy=place, options=options, name=name).model_dump_json())
+    alias = None if run_name is None or entry is None else Named(name=run_name, entry=entry.number)
+    name = f"{record['name']}:{node if entry is None else entry.policy.node}"
+    become("stages.serving.serve", Serve(policy=place, options=options, name=name, named=alias).model_dump_json())
 
 
 @commands.command()

@@ -12,6 +12,7 @@ from flows.cli.shared import (
     RunName,
     StoreUrl,
     artifact_of,
+    err,
     group,
     note,
     out,
@@ -59,6 +60,7 @@ def promote(
         raise usage_error(str(e)) from e
     _note(store, "promote", alias, entry)
     out.print(_line(alias, entry), soft_wrap=True)
+    err.print(_served(alias), soft_wrap=True)
 
 
 @commands.command()
@@ -75,6 +77,7 @@ def rollback(
         raise usage_error(str(e)) from e
     _note(store, "rollback", alias, entry)
     out.print(_line(alias, entry), soft_wrap=True)
+    err.print(_served(alias), soft_wrap=True)
 
 
 @commands.command()
@@ -93,6 +96,11 @@ def champions(store: StoreUrl, as_json: AsJson = False) -> None:
     for name, entries in found.items():
         for entry in reversed(entries):
             out.print(_line(name, entry), soft_wrap=True)
+
+
+def _served(alias: str) -> str:
+    """What servers of the name do now."""
+    return f"`rlhf serve {alias} --follow` takes it within half a minute; without --follow restart the server"
 
 
 def _policy(store: Store, record: dict[str, Any], node: str) -> Policy:

@@ -93,13 +93,15 @@ def run_warnings(
         if count := metrics.get("not_applicable"):
             text = f"the judge does not apply to {count} of {metrics['problems']} problems, which are left out."
             warnings.append(Warn("Problems without a verdict", text))
-        if metrics.get("truncated", 0.0) > CUT_OFF:
-            text = (
-                f"{100 * metrics['truncated']:.0f} % of the completions of {LABELS.get(label, label)} reached "
-                "evaluate.max_tokens. Its score is of where it stops more than of what it can do, and so is what a "
-                "later policy gains on it: raise evaluate.max_tokens, or compare with a policy that stops."
-            )
-            warnings.append(Warn("Cut off", text))
+    cut = {label: 100 * m["truncated"] for label, m in evaluations.items() if m.get("truncated", 0.0) > CUT_OFF}
+    if cut:
+        shares = " and ".join(f"{share:.0f} % of the completions of {LABELS.get(n, n)}" for n, share in cut.items())
+        text = (
+            f"{shares} reached evaluate.max_tokens. Such a score is of where a policy stops more than of what it can "
+            "do, and so is what a later policy gains on it: raise evaluate.max_tokens, or compare with a policy that "
+            "stops."
+        )
+        warnings.append(Warn("Cut off", text))
     return list(dict.fromkeys(warnings)) + _final(evaluations, differences)
 
 

@@ -144,7 +144,7 @@ def check_columns(recipe: Recipe, metrics: Mapping[str, Any], stages: Collection
         there = columns.get(split)
         if there is None or built_in_parameters(called.function) is not None:
             continue
-        given = (*parameters.positional[:2], *REWARD_COLUMNS[2:], *called.arguments, *there)
+        given = (*parameters.texts, *REWARD_COLUMNS[2:], *called.arguments, *there)
         if missing := [name for name in parameters.required if name not in given]:
             has = f"have {', '.join(there)}" if there else "have none"
             raise RecipeError(
@@ -211,10 +211,10 @@ def _check_call(parameters: signatures.Parameters, called: Called) -> None:
     how = "it is called with prompts and completions, and by name with columns of the data"
     if parameters.is_async:
         raise ValueError(f"{called.at}: {called.function} is `async def`: it is called, and not awaited; write `def`")
-    if len(parameters.positional) < 2 and not parameters.takes_any:
+    if len(parameters.texts) < 2 and not parameters.takes_any:
         count = len(parameters.positional)
         raise ValueError(f"{called.at}: {called.function} takes {count} of its arguments by position; {how}")
-    if columns := [name for name in parameters.positional[:2] if name in REWARD_COLUMNS[2:]]:
+    if columns := [name for name in parameters.texts if name in REWARD_COLUMNS[2:]]:
         raise ValueError(f"{called.at}: {called.function} takes {columns[0]} among its first two arguments; {how}")
 
 

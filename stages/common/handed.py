@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from stages.store import disk, transfers
 from stages.store.artifacts import Artifact, Store
+from stages.store.manifests import sums_of
 from stages.store.residue import READERS
 from stages.store.work import is_chunk
 from tuning import multihost
@@ -100,10 +101,10 @@ def taken(artifact: Artifact, mesh: Mesh | None) -> tuple[DecoderConfig, Any] | 
     return None
 
 
-def _complete(store: Store, digest: str) -> Any:
+def _complete(store: Store, digest: str) -> dict[str, str] | None:
     # A store that cannot be reached: the policy is trained once more.
     with contextlib.suppress(Exception):
-        return store.read_json(FOLDER, digest, COMPLETE)
+        return sums_of(store.read_bytes(FOLDER, digest, COMPLETE))
     return None
 
 

@@ -37,6 +37,14 @@ class Parameters:
     is_async: bool = False
     """Whether it is `async def`, whose calls return something to wait for."""
 
+    @property
+    def texts(self) -> tuple[str, ...]:
+        """The parameters of a reward that get prompts and completions: by name if they are called so, else the first
+        two (`tuning.rewards.calls`)."""
+        names = ("prompts", "completions")
+        by_name = "completions" in self.named and (*self.positional, *self.named)[0] in names
+        return names if by_name else self.positional[:2]
+
 
 def of_callable(function: Callable[..., Any]) -> Parameters:
     """The parameters of a function at hand."""

@@ -192,7 +192,10 @@ class Message(BaseModel):
             wrong = [p.get("type") for p in self.content if p.get("type") != "text"]
             if wrong:
                 raise ValueError(f"messages: a part of type {wrong[0]!r} is not offered; this model reads text")
-            return "".join(str(p.get("text", "")) for p in self.content)
+            texts = [p["text"] for p in self.content if isinstance(p.get("text"), str)]
+            if len(texts) < len(self.content):
+                raise ValueError("messages: a part of type 'text' needs a string in `text`")
+            return "".join(texts)
         return self.content or ""
 
     def plain(self) -> dict[str, Any]:

@@ -139,7 +139,10 @@ def _about(app: Any, server: Server, guard: Guard) -> None:
             "engine_failed_steps_total": float(server.live.failed_steps),
             "sessions": float(len(server.sessions)),
         }
-        return Response(guard.counts.text(gauges), media_type="text/plain; version=0.0.4")
+        policy = {"model": server.name, "digest": server.policy or ""}
+        if server.named is not None:
+            policy |= {"name": server.named.name, "entry": str(server.named.entry)}
+        return Response(guard.counts.text(gauges, {"policy_info": policy}), media_type="text/plain; version=0.0.4")
 
     @app.get("/version")
     async def version() -> dict[str, str]:
@@ -149,18 +152,18 @@ def _about(app: Any, server: Server, guard: Guard) -> None:
     async def weight_info() -> dict[str, str | None]:
         return {"weight_version": server.policy, "dtype": await asyncio.to_thread(lambda: server.dtype)}
 
-    def model() -> dict[str, Any]:
-        return {"id": server.name, "object": "model", "created": 0, "owned_by": "rlhf"}
+    def model(name: str) -> dict[str, Any]:
+        return {"id": name, "object": "model", "created": 0, "owned_by": "rlhf"}
 
     @app.get("/v1/models")
     @app.get("/sessions/{name}/v1/models")
     async def models() -> dict[str, Any]:
-        return {"object": "list", "data": [model()]}
+        return {"object": "list", "data": [model(name) for name in server.ids]}
 
     @app.get("/v1/models/{wanted:path}")
     async def retrieve(wanted: str) -> dict[str, Any]:
         server.check_model(Asked(model=wanted), server.policy)
-        return model()
+        return model(wanted)
 
 
 def _fault(server: Server) -> str | None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import collections
+import json
 import re
 from collections.abc import Iterator, Mapping
 
@@ -42,11 +43,15 @@ class Counts:
         self._seconds[next((bound for bound in SECONDS if seconds <= bound), float("inf"))] += 1
         self._total += seconds
 
-    def text(self, gauges: Mapping[str, float]) -> str:
-        """The page /metrics. gauges: what else is told, by name."""
-        return "\n".join(self._lines(gauges)) + "\n"
+    def text(self, gauges: Mapping[str, float], infos: Mapping[str, Mapping[str, str]]) -> str:
+        """The page /metrics. gauges: further values by name. infos: labels of series that are always 1, by name."""
+        return "\n".join(self._lines(gauges, infos)) + "\n"
 
-    def _lines(self, gauges: Mapping[str, float]) -> Iterator[str]:
+    def _lines(self, gauges: Mapping[str, float], infos: Mapping[str, Mapping[str, str]]) -> Iterator[str]:
+        for name, labels in infos.items():
+            yield f"# TYPE rlhf_serve_{name} gauge"
+            # JSON escapes quotes, backslashes and line breaks as the format does.
+            yield f"rlhf_serve_{name}{{{','.join(f'{key}={json.dumps(value)}' for key, value in labels.items())}}} 1"
         yield "# TYPE rlhf_serve_requests_total counter"
         for (route, status), count in sorted(self.answers.items()):
             yield f'rlhf_serve_requests_total{{route="{route}",status="{status}"}} {count}'

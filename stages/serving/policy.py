@@ -76,8 +76,13 @@ def open_policy(place: PolicyPlace) -> Opened:
         log=lambda line: print(line, file=sys.stderr),
         memory={},
     )
-    # An export is a model folder itself; an update has stored weights below `state/`.
-    places = [""] if artifact.stage == "export" else [p for p in ("model/", "state/model/") if artifact.has(p)]
-    folder = artifact.local(places[0]) if places else None
+    folder = folder_of(artifact)
     config, params = load_policy(ctx, artifact) if folder is None else (read_config(folder), None)
     return Opened(artifact, config, load_tokenizer(ctx, base), stop_ids(ctx, base), folder, params)
+
+
+def folder_of(artifact: Artifact) -> Path | None:
+    """The Hugging Face folder with a policy's weights; None if only rollouts are stored, from which they follow."""
+    # An export is a model folder itself; an update has stored weights below `state/`.
+    places = [""] if artifact.stage == "export" else [p for p in ("model/", "state/model/") if artifact.has(p)]
+    return artifact.local(places[0]) if places else None

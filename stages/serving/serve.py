@@ -15,12 +15,14 @@ from stages.sampling.settings import NATIVE
 from stages.serving.access import AccessError, keys_of
 from stages.serving.app import make_app
 from stages.serving.connection import web_server
+from stages.serving.follow import Follower
 from stages.serving.guard import Bounds
 from stages.serving.policy import open_policy
 from stages.serving.server import TOP_LOGPROBS, Server
 from stages.serving.sessions import Sessions
 from stages.serving.settings import Serve
 from stages.serving.weights import Weights
+from stages.store.artifacts import Store
 
 STEP_SECONDS = 5.0
 """For the step that the engine is in when the server has ended; one that hangs is left."""
@@ -65,6 +67,10 @@ def main() -> None:
     exported = artifact.manifest["inputs"]["policy"]["digest"] if artifact.stage == "export" else artifact.digest
     sessions = Sessions(options.sessions, options.session_tokens)
     server = Server(live, policy.tokenizer, settings.name, policy.stop_ids, context, exported, sessions)
+    weights = Weights(server, options.take_weights)
+    server.named = settings.named
+    if options.follow and settings.named is not None:
+        Follower(server, weights, Store(settings.policy.store), settings.named, settings.policy.base).start()
     print(
         f"serving {settings.name} at http://{options.host}:{options.port}/v1, {context} tokens of context", flush=True
     )
@@ -74,7 +80,7 @@ def main() -> None:
         requests=options.requests,
         request_seconds=options.request_seconds,
     )
-    serve(make_app(server, bounds, keys, Weights(server, options.take_weights)), live, options.host, options.port)
+    serve(make_app(server, bounds, keys, weights), live, options.host, options.port)
 
 
 def unusable(host: str, port: int) -> str | None:

@@ -16,6 +16,7 @@ from stages.serving.answers import Choice, Completed, Spoken, Text
 from stages.serving.api import Asked, ChatRequest, CompletionRequest
 from stages.serving.counts import Counts
 from stages.serving.sessions import Call, Session, Sessions, said_by
+from stages.serving.settings import Named
 from stages.serving.tools import Offer, same_call, without_thoughts
 from stages.serving.wording import Wording
 
@@ -71,6 +72,8 @@ class Server:
         self.any_model = any_model
         self.policies: dict[int, str | None] = {live.generation: policy}
         """Names of the weights that it has had, by their generation (`Live.swap`)."""
+        self.named: Named | None = None
+        """The entry of the registry that it serves."""
         self.live, self._tokenizer, self.name, self._stops, self._context = live, tokenizer, name, stops, context
         self._special = set(tokenizer.all_special_ids) | set(stops)
         self.sessions = Sessions(most=1024, tokens=2**22) if sessions is None else sessions
@@ -96,8 +99,13 @@ class Server:
 
     def check_model(self, asked: Asked, policy: str | None) -> None:
         """Raises UnknownModel where a request is for another model than the weights of this name."""
-        if not self.any_model and asked.model not in (None, ANY, self.name, policy):
-            raise UnknownModel(f"no model {asked.model!r}; this server has {self.name}, which {ANY!r} stands for too")
+        if not self.any_model and asked.model not in (None, ANY, policy, *self.ids):
+            raise UnknownModel(f"no model {asked.model!r}; this server has {', '.join(self.ids)}, and {ANY!r} for it")
+
+    @property
+    def ids(self) -> list[str]:
+        """Names of its model: its own, and the one of the registry."""
+        return [self.name, *([] if self.named is None else [self.named.name])]
 
     async def read(self, job: Callable[[AskedT, Session | None], Job], asked: AskedT, session: Session | None) -> Job:
         """`completion` or `chat` of a request, in a thread: megabytes of text do not stop the streams of others."""

@@ -59,6 +59,8 @@ class ServeOptions(StageConfig):
     """Time for a request from its head to the end of its answer."""
     body_megabytes: Annotated[float, Field(gt=0, le=1024)] = 4.0
     """Largest body of a request."""
+    follow: bool = False
+    """Serve what a name such as champion stands for from now on: a promotion or rollback replaces the policy."""
     take_weights: str | None = None
     """Folder or URL with policies of the same model: clients may name another one of them (POST /weights)."""
     context: Annotated[int, Field(ge=0)] = 0
@@ -79,6 +81,13 @@ class ServeOptions(StageConfig):
     """Where keys and values are: slots of equal length, or pages; auto: pages on a TPU whose kernel takes the model."""
 
 
+class Named(StageConfig):
+    """An entry of a name of the registry."""
+
+    name: str
+    entry: int
+
+
 class Serve(StageConfig):
     """A server of a policy."""
 
@@ -86,3 +95,5 @@ class Serve(StageConfig):
     options: ServeOptions = ServeOptions()
     name: str
     """The model's name in the API."""
+    named: Named | None = None
+    """The name that it was asked for by, which requests may use too."""

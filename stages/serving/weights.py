@@ -58,8 +58,16 @@ class Weights:
                     raise ValueError(
                         f"{given.folder} is not complete below the root of this server: {error}"
                     ) from error
-                self._server.live.swap(functools.partial(self._load, given.policy, folder))
+                self._swap(given.policy, folder)
         return {"policy": given.policy}
+
+    def change(self, policy: str, folder: Path) -> None:
+        """Serve the policy of a model folder of this machine. Raises UnsupportedModel and WeightsLost."""
+        with self._one:
+            self._swap(policy, folder)
+
+    def _swap(self, policy: str, folder: Path) -> None:
+        self._server.live.swap(functools.partial(self._load, policy, folder))
 
     def _load(self, name: str, folder: Path, engine: Any, generation: int) -> None:
         from tuning.models.config import UnsupportedModel

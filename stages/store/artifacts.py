@@ -26,7 +26,7 @@ from pydantic import TypeAdapter
 from stages.store import disk, forms, readonly, transfers
 from stages.store.keys import digest, without_userinfo
 from stages.store.manifests import ArtifactError as ArtifactError
-from stages.store.manifests import strange, with_checksum
+from stages.store.manifests import is_inside, strange, with_checksum
 from tuning import multihost
 from tuning.atomic import whole_file
 from tuning.extras import remedy
@@ -138,7 +138,9 @@ class Store:
         return without_userinfo(self.url)
 
     def join(self, *parts: str) -> str:
-        """A path below the root, as the file system takes it."""
+        """A path below the root, as the file system takes it. Raises ArtifactError for names that leave it."""
+        if parts and not is_inside(path := "/".join(parts)):
+            raise ArtifactError(f"a file in {self.shown} names {path!r}, which is outside of its folder; move it away")
         return "/".join((self.root, *parts))
 
     def address(self, *parts: str) -> str:
@@ -258,13 +260,13 @@ class Store:
         return [(stage, key) for stage, key in keys if self.fs.exists(self.join("artifacts", stage, key, MANIFEST))]
 
     def names(self, *parts: str) -> list[str]:
-        """Names of what lies in a folder, sorted; none where there is no such folder."""
+        """Names of what lies in a folder, sorted, without `..` of an object store; none if there is no such folder."""
         # Not by glob, which would take a `[` in the root for a pattern.
         try:
             paths = self.fs.ls(self.join(*parts), detail=False)
         except (FileNotFoundError, NotADirectoryError):
             return []
-        return sorted(path.rstrip("/").rsplit("/", 1)[1] for path in paths)
+        return sorted(filter(is_inside, (path.rstrip("/").rsplit("/", 1)[1] for path in paths)))
 
     def fetched(self, artifact: Artifact) -> Path:
         """The local folder to which `fetch` brings files of an artifact."""

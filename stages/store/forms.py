@@ -59,6 +59,8 @@ class Parted(TypedDict):
     parts: list[Annotated[list[int], Field(min_length=3, max_length=3)]]
 
 
+SUMS: TypeAdapter[Any] = TypeAdapter(dict[str, str])
+"""Checksums of files by their paths in a folder."""
 MANIFEST: TypeAdapter[Any] = TypeAdapter(Manifest)
 COMMITTED: TypeAdapter[Any] = TypeAdapter(Committed)
 HOLDER: TypeAdapter[Any] = TypeAdapter(Holder)

@@ -7,6 +7,8 @@ import json
 import re
 from typing import Any
 
+from stages.store import forms
+
 CHECKSUM = "checksum"
 
 
@@ -39,6 +41,15 @@ def checksum_of(manifest: dict[str, Any]) -> str:
     """SHA-256 (hex) of all that a manifest says beside this checksum, in whatever order it is written."""
     rest = json.loads(json.dumps({name: value for name, value in manifest.items() if name != CHECKSUM}))
     return hashlib.sha256(json.dumps(rest, sort_keys=True, separators=(",", ":")).encode()).hexdigest()
+
+
+def sums_of(data: bytes | None) -> dict[str, str] | None:
+    """The checksums of files by their paths in a folder, from JSON; None for anything else."""
+    try:
+        found = forms.SUMS.validate_json(data or b"", strict=True)
+    except ValueError:
+        return None
+    return found if all(map(is_inside, found)) else None
 
 
 def is_inside(path: str) -> bool:

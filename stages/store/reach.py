@@ -157,7 +157,12 @@ def tomb(store: Store, stage: str, name: str) -> Version | None:
     value = store.read_record(TOMB, CONDEMNED, stage, name)
     if value is None:
         return None
-    return Version(value["manifest"], tuple(value["place"]), name, value["swept"])
+    version = Version(value["manifest"], tuple(value["place"]), name, value["swept"])
+    key, place = version.key, version.place
+    old = place[:2] == ("replaced", stage) and len(place) == 3 and place[2].startswith(f"{key}-")
+    if strange(version.manifest, stage, key) or not (old or place == ("artifacts", stage, key, MANIFEST)):
+        raise ArtifactError(f"{store.address(CONDEMNED, stage, name)} is of another artifact; move it away")
+    return version
 
 
 def reach(found: Iterable[Version], roots: Roots, young_since: float) -> dict[str, str]:

@@ -13,7 +13,8 @@ import datetime
 import json
 import re
 from collections.abc import Callable
-from typing import Any
+
+from pydantic import TypeAdapter
 
 from stages.store.artifacts import Store
 from stages.store.exclusive import create
@@ -72,6 +73,9 @@ class Entry:
     def promotion(self) -> int:
         """Number of the promotion behind the entry: its own, or the one that it went back to."""
         return self.restores or self.number
+
+
+ENTRY = TypeAdapter(Entry)
 
 
 def names(store: Store) -> list[str]:
@@ -216,11 +220,9 @@ def _numbers(store: Store, name: str) -> list[int]:
 
 def _read(store: Store, name: str, number: int) -> Entry:
     """An entry. Raises RegistryError where the file is not one."""
-    value: dict[str, Any] | None = store.read_json(FOLDER, name, f"{number:06d}.json")
     try:
-        assert value is not None
-        return Entry(**{**value, "policy": Policy(**value["policy"])})
-    except (AssertionError, KeyError, TypeError) as e:
+        return ENTRY.validate_json(store.read_bytes(FOLDER, name, f"{number:06d}.json") or b"", strict=True)
+    except ValueError as e:
         path = store.address(FOLDER, name, f"{number:06d}.json")
         raise RegistryError(f"{path} is not an entry of the registry ({e}): restore it from a backup") from e
 

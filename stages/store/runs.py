@@ -30,9 +30,12 @@ R = TypeVar("R")
 def head(store: Store, name: str) -> Any | None:
     """The record of a run without the entries in its parts: what is running is there. None where there is no run.
 
-    Raises ArtifactError for a file that is no JSON.
+    Raises ArtifactError for a file that is no JSON, and for the record of another run.
     """
-    return store.read_json(FOLDER, name, HEAD)
+    found = store.read_json(FOLDER, name, HEAD)
+    if isinstance(found, dict) and found.get("name") != name:
+        raise ArtifactError(f"{store.address(FOLDER, name, HEAD)} is of run {found.get('name')!r}; move it away")
+    return found
 
 
 def read(store: Store, name: str) -> Any | None:

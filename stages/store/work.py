@@ -23,6 +23,7 @@ from pathlib import Path
 
 from stages.store import disk, transfers
 from stages.store.artifacts import ArtifactError, Store
+from stages.store.manifests import is_inside, sums_of
 from tuning import multihost
 from tuning.atomic import is_partial, whole_file
 
@@ -94,7 +95,7 @@ class WorkFolder:
                     )
 
         for unit in {self.path.joinpath(*path.relative_to(self.path).parts[:2]) for path in missing}:
-            seals[unit] = _read(self._seal_of(unit).read_bytes()) or {}
+            seals[unit] = sums_of(self._seal_of(unit).read_bytes()) or {}
         transfers.each(one, missing)
 
     def finished(self, known: Collection[str] = ()) -> set[str]:
@@ -134,7 +135,7 @@ class WorkFolder:
     def _is_whole(self, unit: Path) -> bool:
         """Whether a unit fits its seal. Of a checkpoint that the shared folder has, chunks may be missing here."""
         try:
-            wanted = _read(self._seal_of(unit).read_bytes())
+            wanted = sums_of(self._seal_of(unit).read_bytes())
         except OSError:
             return False
         found = self._sums(unit)
@@ -168,7 +169,8 @@ class WorkFolder:
 
     def _in_shared(self) -> list[str]:
         """The units that the shared folder has, by their markers."""
-        return [marker.removeprefix(f"{self._markers}/") for marker in self._store.fs.find(self._markers)]
+        names = (marker.removeprefix(f"{self._markers}/") for marker in self._store.fs.find(self._markers))
+        return [name for name in names if is_inside(name)]
 
     def _shared_seal(self, unit: Path) -> bytes | None:
         with contextlib.suppress(FileNotFoundError):
@@ -199,7 +201,7 @@ class WorkFolder:
         seal in its marker."""
         marker = f"{self._markers}/{self._name(unit)}"
         seal = self._store.fs.cat_file(marker)
-        known = _read(seal) or {}
+        known = sums_of(seal) or {}
         wanted = {name: sha256 for name, sha256 in known.items() if not (self._is_step(unit) and is_chunk(f"/{name}"))}
 
         def one(name: str) -> bool:
@@ -305,12 +307,3 @@ def _step(unit: str, other: int) -> int:
     """The step of a checkpoint; `other` for any other unit."""
     parent, _, name = unit.partition("/")
     return int(name) if parent == CHECKPOINTS else other
-
-
-def _read(seal: bytes) -> dict[str, str] | None:
-    """The checksums of a seal by path; None for what is none."""
-    try:
-        found = json.loads(seal)
-    except ValueError:
-        return None
-    return found if isinstance(found, dict) else None

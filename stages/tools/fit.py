@@ -96,6 +96,7 @@ def model_of(name: str, where: str) -> DecoderConfig:
     from tuning.fit.shapes import VALUES, public
     from tuning.models.config import tiny
     from tuning.models.config_json import from_hugging_face
+    from tuning.models.json_file import json_object
 
     if name in VALUES or (where == "--model" and not Path(name).exists()):
         return public(name)
@@ -113,7 +114,7 @@ def model_of(name: str, where: str) -> DecoderConfig:
         if not path.is_file():
             raise ValueError(f"{where}: {path} does not exist; a folder with a config.json is enough, or say --model")
     if path.suffix == ".json":
-        return from_hugging_face(json.loads(path.read_bytes()), str(path))
+        return from_hugging_face(json_object(path), str(path))
     from tuning.models.gguf import GGUFCheckpoint, GGUFFile
 
     return from_hugging_face(GGUFCheckpoint(GGUFFile(path)).config(), str(path))

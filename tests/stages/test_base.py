@@ -68,9 +68,10 @@ def test_a_token_id_of_another_type_is_refused_with_file_and_field(tmp_path, val
 def test_a_config_with_a_byte_order_mark_is_read_and_one_that_is_cut_off_is_named(tmp_path):
     (tmp_path / "config.json").write_bytes(b'\xef\xbb\xbf{"eos_token_id": 2}')
     assert token_ids_of(tmp_path) == {"eos_token_id": 2}
-    (tmp_path / "generation_config.json").write_text('{"eos_tok')
-    with pytest.raises(ValueError, match="generation_config.json: not readable as JSON"):
-        token_ids_of(tmp_path)
+    for text, message in (('{"eos_tok', "not readable as JSON"), ("[1]", "expected a JSON object, got list")):
+        (tmp_path / "generation_config.json").write_text(text)
+        with pytest.raises(ValueError, match=f"generation_config.json: {message}"):
+            token_ids_of(tmp_path)
 
 
 @pytest.fixture

@@ -20,6 +20,7 @@ from tuning.losses.policy import Metrics, log_ratio, policy_gradient
 
 CLIPPED, LOW, HIGH = 0.0002, 1.0, 5.0
 HELD = 0.002
+ROUNDING = 1e-5
 
 
 def algorithm(objective: Objective) -> Algorithm:
@@ -32,7 +33,9 @@ def algorithm(objective: Objective) -> Algorithm:
 
     def kl_cov(t: Terms) -> tuple[jax.Array, Metrics]:
         losses, sums = policy_gradient(t.logps_CT, t.old_CT, t.advantages_CT, t.mask_CT)
-        return losses + t.marked_CT * jnp.abs(log_ratio(t.logps_CT, t.old_CT, t.mask_CT)), sums
+        z = jnp.abs(log_ratio(t.logps_CT, t.old_CT, t.mask_CT))
+        # Before the first step a ratio is 1 but for rounding, whose sign would be a gradient of full size.
+        return losses + t.marked_CT * jnp.where(z > ROUNDING, z, 0.0), sums
 
     of, mark = (clip_cov, _in_range) if objective.algorithm == "clip-cov" else (kl_cov, _highest)
     return Algorithm(group_relative(objective.normalisation), of, mark=mark)

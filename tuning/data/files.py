@@ -12,13 +12,10 @@ spooled: converted to compressed pieces of JSON Lines, one a part.
 from __future__ import annotations
 
 import dataclasses
-import datetime
-import decimal
 import hashlib
 import io
 import json
 import re
-import uuid
 import zlib
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
@@ -27,6 +24,7 @@ from typing import Any
 import pyarrow as pa
 
 from tuning import remembered
+from tuning.data.arrow_lines import batch_lines
 from tuning.data.folders import check_one_split, files_of
 from tuning.data.lines import csv_rows, json_values, whole_lines
 from tuning.data.remote import SourceError, again, filesystem, open_input, publish, read_range, type_of
@@ -303,7 +301,7 @@ def _rows(file: DataFile) -> Iterator[bytes]:
         import pyarrow.parquet as pq
 
         batches = pq.ParquetFile(open_input(file.url)).iter_batches(batch_size=1024)
-    return (row_bytes(row) for batch in batches for row in _pylist(batch))
+    return (line for batch in batches for line in batch_lines(batch))
 
 
 _PIECES: dict[str, Callable[[DataFile], Iterator[bytes]]] = {
@@ -315,33 +313,9 @@ _PIECES: dict[str, Callable[[DataFile], Iterator[bytes]]] = {
 }
 
 
-def _pylist(batch: pa.RecordBatch) -> list[dict[str, Any]]:
-    return batch.to_pylist(maps_as_pydicts="strict")
-
-
 def records_of(file: DataFile) -> Iterator[bytes]:
     """JSON of each record of a file, from the first on; a line that holds none is empty or white space."""
     return _PIECES[file.kind](file)
-
-
-def row_bytes(row: dict[str, Any]) -> bytes:
-    """JSON of a row. Bytes are text in UTF-8; dates, times, decimals and UUIDs, which JSON does not have, become text.
-
-    Raises ValueError for a value of another type.
-    """
-    return json.dumps(row, default=_as_text).encode()
-
-
-def _as_text(value: Any) -> str:
-    match value:
-        case bytes():
-            # A byte that is not UTF-8 becomes a lone surrogate: then one record is dead, not the file.
-            return value.decode("utf-8", "surrogateescape")
-        case decimal.Decimal():
-            return format(value, "f")
-        case datetime.date() | datetime.time() | datetime.timedelta() | uuid.UUID():
-            return str(value)
-    raise ValueError(f"expected values that have a form in JSON, got {type(value).__name__} {value!r:.60}")
 
 
 def _arrow_batches(url: str) -> Iterator[pa.RecordBatch]:
@@ -374,8 +348,7 @@ def read_part(part: Part) -> Iterator[tuple[int, bytes]]:
     file = DataFile(part.url, part.label)
     if _groups(file)[1] != part.checksum:
         raise SourceError(f"{part.url} was changed while it was read: run again")
-    for number, row in enumerate(_group_rows(file, part.start, part.stop), part.number):
-        yield number, row_bytes(row)
+    yield from enumerate(_group_lines(file, part.start, part.stop), part.number)
 
 
 def _spooled(part: Part) -> bytes:
@@ -383,18 +356,18 @@ def _spooled(part: Part) -> bytes:
     return pa.decompress(again(lambda: fs.cat_file(path), part.url), part.stop, "zstd", asbytes=True)
 
 
-def _group_rows(file: DataFile, start: int, stop: int) -> Iterator[dict[str, Any]]:
+def _group_lines(file: DataFile, start: int, stop: int) -> Iterator[bytes]:
     import pyarrow.parquet as pq
 
     if file.kind == "arrow":
         for i, batch in enumerate(_arrow_batches(file.url)):
             if start <= i < stop:
                 for offset in range(0, batch.num_rows, 1024):
-                    yield from _pylist(batch.slice(offset, 1024))
+                    yield from batch_lines(batch.slice(offset, 1024))
         return
     with open_input(file.url) as stream:
         for batch in pq.ParquetFile(stream).iter_batches(batch_size=1024, row_groups=range(start, stop)):
-            yield from _pylist(batch)
+            yield from batch_lines(batch)
 
 
 def upload(local: str, url: str) -> str:

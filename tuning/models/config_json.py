@@ -8,6 +8,7 @@ transformers 5. The first is written, since releases 4 and 5 both read it.
 from __future__ import annotations
 
 import dataclasses
+import sys
 from collections.abc import Mapping
 from typing import Any, Final
 
@@ -18,12 +19,24 @@ from tuning.models.rope import RopeScaling
 _LLAMA3_FIELDS: Final = ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings")
 
 
+_TYPES: Final[dict[str, tuple[type, str]]] = {
+    "model_type": (str, "a string"),
+    "use_sliding_window": (bool, "true or false"),
+    **dict.fromkeys(("rope_scaling", "rope_parameters"), (dict, "an object")),
+    **dict.fromkeys(("layer_types", "no_rope_layers"), (list, "a list")),
+}
+"""Types of the fields that are read without a check of their own."""
+
+
 class _File:
     """The values of one `config.json` with the family's defaults; every error names the file and the field."""
 
     def __init__(self, values: Mapping[str, Any], source: str):
         self.source = source
         self.values = values
+        for name, (type_, expected) in _TYPES.items():
+            if values.get(name) is not None and not isinstance(values[name], type_):
+                raise self.refusal(name, values[name], expected)
         kind = self.read("model_type", {})
         if kind not in FAMILIES:
             raise self.refusal("model_type", kind, ", ".join(FAMILIES))
@@ -51,7 +64,7 @@ class _File:
         return value
 
     def number(self, name: str, value: Any) -> float:
-        if not isinstance(value, (int, float)) or isinstance(value, bool) or value <= 0:
+        if not isinstance(value, (int, float)) or isinstance(value, bool) or not 0 < value <= sys.float_info.max:
             raise self.refusal(name, value, "a positive number")
         return float(value)
 
@@ -185,7 +198,7 @@ def _sliding_layers(file: _File, layers: int) -> list[bool]:
     """Which layers are windowed: as `layer_types` says, else by the family's rule."""
     kinds = file.values.get("layer_types")
     if kinds is not None:
-        strange = sorted(set(kinds) - {"full_attention", "sliding_attention"})
+        strange = [kind for kind in kinds if kind not in ("full_attention", "sliding_attention")]
         if strange or len(kinds) != layers:
             raise file.refusal("layer_types", kinds, f"{layers} of full_attention and sliding_attention")
         return [kind == "sliding_attention" for kind in kinds]

@@ -24,6 +24,7 @@ from tuning import multihost
 from tuning.models.config import DecoderConfig, UnsupportedModel
 from tuning.models.config_json import from_hugging_face, to_hugging_face
 from tuning.models.decoder import Decoder, ScalarHead, abstract_decoder
+from tuning.models.json_file import json_object
 from tuning.models.mapping import SCORE, tensor_names
 from tuning.models.tensors import INDEX, KINDS, Named, Place, Tensors, check, load_tensors, place_tensors
 from tuning.precision import real
@@ -102,11 +103,7 @@ def read_config(folder: Path) -> DecoderConfig:
     path = folder / "config.json"
     if not path.is_file():
         raise FileNotFoundError(f"{path} is missing: a model folder holds config.json and *.safetensors")
-    try:
-        values = json.loads(path.read_bytes())
-    except ValueError as error:
-        raise ValueError(f"{path}: not readable as JSON ({error}); check that the download is complete") from error
-    return from_hugging_face(values, str(path))
+    return from_hugging_face(json_object(path), str(path))
 
 
 def load_decoder(folder: Path, mesh: Mesh | None = None, dtype: str | None = None) -> tuple[DecoderConfig, Any]:
@@ -115,8 +112,9 @@ def load_decoder(folder: Path, mesh: Mesh | None = None, dtype: str | None = Non
     Parameters are of `precision.real`. With `dtype` those of `tensors.MATRICES` have that type: for weights that are
     not trained, in the type of computation, to which the decoder casts them anyway.
     """
+    config = read_config(folder)
     with Tensors(folder) as tensors:
-        config = _as_stored(read_config(folder), tensors)
+        config = _as_stored(config, tensors)
         return config, load_tensors(config, tensors, abstract_decoder(config)[1], _places(config), mesh, dtype)
 
 
@@ -203,8 +201,9 @@ def copy_decoder(
 
     A head that differs from the embeddings is kept although config.json says that they are tied.
     """
+    config = read_config(source)
     with Tensors(source) as tensors:
-        config = _as_stored(read_config(source), tensors)
+        config = _as_stored(config, tensors)
         return config, write_decoder(folder, config, tensors, token_ids, shard_bytes=shard_bytes)
 
 

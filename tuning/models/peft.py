@@ -20,6 +20,7 @@ from safetensors.numpy import save_file
 
 from tuning import multihost
 from tuning.models.config import DecoderConfig, UnsupportedModel
+from tuning.models.json_file import json_object
 from tuning.models.lora import PROJECTIONS, LoraConfig, Role, trainable_shapes
 from tuning.models.mapping import PROJECTIONS as MODULES
 from tuning.precision import real
@@ -96,10 +97,16 @@ def load_adapter(folder: Path, config: DecoderConfig) -> tuple[LoraConfig, Any]:
     for name in (CONFIG, TENSORS):
         if not (folder / name).is_file():
             raise FileNotFoundError(f"{folder / name} is missing: an adapter folder holds {CONFIG} and {TENSORS}")
-    values = json.loads((folder / CONFIG).read_bytes())
+    values = json_object(folder / CONFIG)
     for name, ordinary in _ORDINARY.items():
         if name in values and values[name] not in ordinary:
             raise UnsupportedModel(f"{folder / CONFIG}: {name} is {values[name]!r}, supported is {ordinary[0]!r}")
+    for name, expected in {"r": (int,), "lora_alpha": (int, float), "use_rslora": (bool,)}.items():
+        value = values.get(name, False if name == "use_rslora" else None)
+        # In Python a bool is an int.
+        if type(value) not in expected:
+            kinds = " or ".join(kind.__name__ for kind in expected)
+            raise UnsupportedModel(f"{folder / CONFIG}: {name} is {value!r}, expected {kinds}")
     # NumPy has no bfloat16, in which adapters are often stored; JAX has.
     with safe_open(folder / TENSORS, framework="flax") as f:
         tensors = {name: np.asarray(f.get_tensor(name).astype(real())) for name in f.keys()}  # noqa: SIM118
@@ -114,7 +121,7 @@ def load_adapter(folder: Path, config: DecoderConfig) -> tuple[LoraConfig, Any]:
         rank=values["r"],
         alpha=float(values["lora_alpha"]),
         targets=tuple(name for name in PROJECTIONS if name in present),
-        use_rslora=bool(values.get("use_rslora", False)),
+        use_rslora=values.get("use_rslora", False),
     )
     return lora, _trainable(folder / TENSORS, config, role, lora, tensors, score)
 

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-import json
 import re
 from pathlib import Path
+
+from tuning.models.json_file import json_object
 
 TINY = 512
 """Positions of the model `random:tiny`."""
@@ -17,7 +18,7 @@ def positions_of(path: Path) -> int | None:
     """Positions of the model in a GGUF file or a Hugging Face folder; None where its header or config has none."""
     if path.is_dir():
         config = path / "config.json"
-        values = json.loads(config.read_bytes()) if config.is_file() else {}
+        values = json_object(config) if config.is_file() else {}
         found = values.get("max_position_embeddings")
         return found if isinstance(found, int) else None
     with path.open("rb") as file:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import collections
 import contextlib
-import json
 from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -22,6 +21,7 @@ from jax.sharding import Mesh, Sharding
 from safetensors import SafetensorError, safe_open
 
 from tuning.models.config import DecoderConfig, UnsupportedModel
+from tuning.models.json_file import json_object
 from tuning.models.mapping import SCORE
 from tuning.models.sharding import shardings
 
@@ -147,10 +147,10 @@ def _files(folder: Path) -> tuple[dict[str, str], list[Path]]:
 
 
 def _weight_map(index: Path) -> dict[str, str]:
-    try:
-        found: dict[str, str] = json.loads(index.read_bytes())["weight_map"]
-    except (ValueError, KeyError, TypeError) as error:
-        raise ValueError(f"{index} has no readable weight_map; check that the download is complete") from error
+    found = json_object(index).get("weight_map")
+    # Files of the folder by their names: a path would lead out of it.
+    if not isinstance(found, dict) or not all(isinstance(n, str) and Path(n).name == n for n in found.values()):
+        raise ValueError(f"{index} has no readable weight_map; check that the download is complete")
     return found
 
 

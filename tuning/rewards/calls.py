@@ -52,8 +52,8 @@ class Call:
         function: Any = None
         try:
             function = find(self.function)
-            texts = [s.prompt for s in self.samples], [s.completion for s in self.samples]
-            return _outcomes(function(*texts, **keyword_arguments(function, self)), len(self.samples))
+            texts, named = _texts(function, self)
+            return _outcomes(function(*texts, **named, **keyword_arguments(function, self)), len(self.samples))
         except MemoryError:
             raise
         # A user's function may raise anything, SystemExit and KeyboardInterrupt among them.
@@ -94,6 +94,21 @@ def _place(error: BaseException, function: Any) -> str:
         return ""
     lines = [at.lineno for at in traceback.extract_tb(error.__traceback__) if at.filename == code.co_filename]
     return f" ({os.path.basename(code.co_filename)}, line {lines[-1]})" if lines else ""
+
+
+def _texts(function: Any, call: Call) -> tuple[list[list[str]], dict[str, list[str]]]:
+    """Prompts and completions by position, or by name, as TRL gives them, if parameters are called so."""
+    texts = {"prompts": [s.prompt for s in call.samples], "completions": [s.completion for s in call.samples]}
+    try:
+        parameters = inspect.signature(function).parameters
+    except ValueError:
+        parameters = {}
+    kinds = {name: p.kind for name, p in parameters.items()}
+    by_position = kinds.get("completions", inspect.Parameter.POSITIONAL_ONLY) is inspect.Parameter.POSITIONAL_ONLY
+    if by_position or next(iter(kinds)) not in texts:
+        return list(texts.values()), {}
+    takes_more = inspect.Parameter.VAR_KEYWORD in kinds.values()
+    return [], {name: column for name, column in texts.items() if takes_more or name in kinds}
 
 
 def keyword_arguments(function: Any, call: Call) -> dict[str, Any]:

@@ -1,8 +1,9 @@
 """Reward functions by name. A user's own is `module:function` with the same signature.
 
-The signature is TRL's: `f(prompts, completions, **columns) -> list[float | None]`; columns are lists, as long as the
-prompts: `completion_ids`, `answer`, `metadata` (parsed), and for a function of one's own the entries of the metadata by
-their names. Keyword arguments of the recipe are single values. None means that the function does not apply to a sample.
+The signature is `f(prompts, completions, **columns) -> list[float | None]`, and TRL's `f(completions, **columns)` is
+accepted: parameters called prompts and completions are given by name. Columns are lists, as long as the prompts:
+`completion_ids`, `answer`, `metadata` (parsed), and for a function of one's own the entries of the metadata by their
+names. Keyword arguments of the recipe are single values. None means that the function does not apply to a sample.
 """
 
 from __future__ import annotations

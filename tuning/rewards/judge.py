@@ -134,9 +134,12 @@ def _ask(url: str, model: str, text: str, key: str | None, retries: int, timeout
     except (http.client.HTTPException, ValueError) as e:
         raise Outage(f"{url} gave no JSON: {type(e).__name__}: {e}") from e
     try:
-        return str(answer["choices"][0]["message"]["content"])
+        content = answer["choices"][0]["message"]["content"]
     except (KeyError, IndexError, TypeError) as e:
         raise Outage(f"{url} speaks no chat completions of OpenAI: {str(answer)[:80]!r}") from e
+    if not isinstance(content, str):
+        raise JudgeFailed(f"the judge's reply is {content!r:.80}: expected a text")
+    return content
 
 
 def _within(seconds: float, action: Callable[[], Any]) -> Any:

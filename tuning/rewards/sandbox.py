@@ -15,7 +15,6 @@ import functools
 import json
 import os
 import re
-import secrets
 import subprocess
 import sys
 import tempfile
@@ -28,7 +27,7 @@ from pathlib import Path
 from typing import Any, BinaryIO, Literal
 
 from tuning.parallel.children import kill
-from tuning.rewards import confine
+from tuning.rewards import across, confine
 from tuning.rewards.answers import tests_of
 from tuning.rewards.failures import Outage
 from tuning.rewards.texts import spoken
@@ -37,40 +36,6 @@ Isolation = Literal["required", "best-effort"]
 """Whether code runs on machines where it can reach something."""
 START_SECONDS = 10.0
 """Time that a run may take beyond its limit, to start and to clean up."""
-
-# Runs the code, then the test in the same names. The test and a word that only a passed test can say come through a
-# pipe, so that the code cannot end before the test and seem to have passed it. Before the code runs the pipe is
-# drained, and all that is used after the code is bound: no name and no descriptor, of this process or of one that
-# started it, leads it to the word, and what it makes of `builtins` and modules changes neither the runner nor the
-# test's own builtins.
-RUNNER = """
-import builtins, json, os, sys
-
-def main(run=exec, write=os.write, leave=os._exit, end=SystemExit):
-    given, told = map(int, sys.argv[1:])
-    # Not the module's names: code finds those in `__main__`.
-    own = dict(vars(builtins))
-    with os.fdopen(given, "rb") as file:
-        task = json.load(file)
-    with open("main.py", "rb") as file:
-        code = file.read()
-    test, word = compile(task["code"], "test.py", "exec"), task["word"].encode()
-    code = compile(code, "main.py", "exec")
-    del sys.argv[1:]
-    sys.orig_argv[:] = sys.argv[:]
-    scope = {"__name__": "__main__", "__file__": "main.py", "__builtins__": builtins}
-    try:
-        run(code, scope)
-    except end:
-        # A script may end so; what it has defined is tested all the same.
-        pass
-    scope["__builtins__"] = own
-    run(test, scope)
-    write(told, word)
-
-main()
-"""
-
 
 _FENCE = re.compile(r"^[ \t]*(?:```+|~~~+)([^\n`]*)$", re.MULTILINE)
 _READS_INPUT = re.compile(r"\binput\(|\bstdin\b|\bopen\(0\b")
@@ -142,17 +107,27 @@ def run_python(code: str, stdin: str = "", *, seconds: float, megabytes: int) ->
 
 
 def passes_test(code: str, test: str, *, seconds: float, megabytes: int) -> bool:
-    """Whether `test`, run after the code and in its names, comes to its end without an error.
+    """Whether `test`, which uses the names of the code in a process of its own, comes to its end without an error.
 
-    Code or a test that ends the program before that has not passed.
+    The code runs in a second sandbox, and answers over pipes (`tuning.rewards.across`).
     """
-    word = secrets.token_hex(16)
-    task = json.dumps({"code": test, "word": word}).encode()
-    with tempfile.TemporaryFile() as told, tempfile.TemporaryFile() as out, _handed_over(task) as given:
-        arguments = ["-c", RUNNER, str(given), str(told.fileno())]
-        status = _run(arguments, code, "", out, seconds, megabytes, keep=(given, told.fileno()))
-        told.seek(0)
-        return status == 0 and told.read() == word.encode()
+    script = Path(across.__file__).read_text()
+    limits = {"seconds": seconds, "megabytes": megabytes}
+    (asked, ask), (answered, answer) = os.pipe(), os.pipe()
+    with contextlib.ExitStack() as stack:
+        out = stack.enter_context(tempfile.TemporaryFile())
+        given = stack.enter_context(_handed_over(test.encode(errors="replace")))
+        theirs, mine = (asked, answer), (answered, ask)
+        try:
+            arguments = ["-c", script, *map(str, theirs)]
+            stack.enter_context(_started(arguments, code, "", out, keep=theirs, **limits))
+            arguments = ["-c", script, *map(str, mine), str(given)]
+            judge = stack.enter_context(_started(arguments, "", "", out, keep=(*mine, given), **limits))
+        finally:
+            # Each end is open in one process alone: the other learns that it has ended.
+            for descriptor in (*theirs, *mine):
+                os.close(descriptor)
+        return _ended(judge, seconds) == 0
 
 
 @contextlib.contextmanager
@@ -204,16 +179,33 @@ def refuse_gaps(isolation: Isolation) -> None:
 
 
 def _run(
+    arguments: Sequence[str], code: str, stdin: str, out: BinaryIO, seconds: float, megabytes: int, **options: Any
+) -> int:
+    """The exit status of a Python with these arguments, in a folder with the code as main.py."""
+    with _started(arguments, code, stdin, out, seconds=seconds, megabytes=megabytes, **options) as process:
+        return _ended(process, seconds)
+
+
+def _ended(process: subprocess.Popen[bytes], seconds: float) -> int:
+    try:
+        return process.wait(timeout=seconds + START_SECONDS)
+    except subprocess.TimeoutExpired:
+        return confine.KILLED
+
+
+@contextlib.contextmanager
+def _started(
     arguments: Sequence[str],
     code: str,
     stdin: str,
     out: BinaryIO,
+    *,
     seconds: float,
     megabytes: int,
     keep: Sequence[int] = (),
     report: int | None = None,
-) -> int:
-    """The exit status of a Python with these arguments, in a folder with the code as main.py."""
+) -> Iterator[subprocess.Popen[bytes]]:
+    """A Python with these arguments, in a folder with the code as main.py; it ends with the context."""
     with tempfile.TemporaryDirectory() as folder, tempfile.TemporaryFile() as source:
         # Text of a model may hold what is no UTF-8; Python then refuses the file, and the code has failed.
         (Path(folder) / "main.py").write_bytes(code.encode(errors="surrogatepass"))
@@ -241,9 +233,7 @@ def _run(
             start_new_session=True,
         )
         try:
-            return process.wait(timeout=seconds + START_SECONDS)
-        except subprocess.TimeoutExpired:
-            return confine.KILLED
+            yield process
         finally:
             # The session is a process group of its own.
             kill(process.pid)

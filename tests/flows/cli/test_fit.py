@@ -101,6 +101,7 @@ def test_settings_are_no_arguments_of_a_process(tmp_path, monkeypatch):
     code, output = fit(recipe(tmp_path, "random:tiny", rl={"rollout": {"engine": engine}}), "--on", "v5e-4")
     assert code == 0, output
     assert seen and not any("a-secret" in line for line in seen)
+    assert "rollout: sampled by vllm servers, whose memory and time are not counted" in output
 
 
 def test_lengths_are_those_of_the_recipe_and_what_cuts_them_is_named(tmp_path):

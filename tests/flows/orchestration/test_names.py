@@ -22,7 +22,9 @@ def test_a_run_is_called_as_its_flow_run_and_otherwise_where_that_is_taken(tmp_p
     recipe = Recipe(name="night", store=str(tmp_path))
     flow_run("tall-owl")
     assert free_name(recipe, None) == "night-tall-owl"
-    Store(recipe.store).write_json({"status": "finished"}, "runs", "night-tall-owl", "run.json")
+    Store(recipe.store).write_json(
+        {"name": "night-tall-owl", "status": "finished"}, "runs", "night-tall-owl", "run.json"
+    )
     assert free_name(recipe, None) == "night-tall-owl-0badcafe"
     # A name that was asked for is that of a run that goes on, or is refused.
     assert free_name(recipe, "night-tall-owl") == "night-tall-owl"

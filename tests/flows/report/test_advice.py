@@ -71,3 +71,5 @@ def test_a_policy_that_was_only_cut_off_is_named_whatever_it_scores():
     better = policy | {"score": 0.8, "score_low": 0.7, "score_high": 0.9, "truncated": 0.0}
     (warning,) = run_warnings({}, {}, {"base": policy, "sft": better}, {})
     assert warning.title == "Cut off" and "90 % of the completions of base" in warning.text
+    (warning,) = run_warnings({}, {}, {"base": policy, "sft": policy}, {})
+    assert warning.text.startswith("90 % of the completions of base and 90 % of the completions of SFT reached")

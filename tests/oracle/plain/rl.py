@@ -321,7 +321,9 @@ class Round:
                 if s["algorithm"] == "clip-cov":
                     surrogate = surrogate * (1 - marked[id(c)])
                 if s["algorithm"] == "kl-cov":
-                    surrogate = surrogate + marked[id(c)] * (logps - c.old).abs()
+                    # A ratio that differs from 1 by rounding alone has no sign.
+                    far = ((logps - c.old).abs() > 1e-5).to(logps.dtype)
+                    surrogate = surrogate + marked[id(c)] * far * (logps - c.old).abs()
                 if s["top_entropy"] is not None:
                     surrogate = surrogate * self.top(step)[id(c)]
                 total = total + share(surrogate * losses.correction(s, c.old, c.mu))

@@ -6,7 +6,7 @@ import pytest
 
 from flows.recipe.model import RecipeError
 from flows.recipe.reading import load_recipe
-from flows.running.checks import check
+from flows.running.checks import check, check_columns
 from stages.contract import signatures
 from stages.tools.try_algorithm import fault
 from tests.support import write_files
@@ -33,6 +33,8 @@ def problems(size, seed=0):
 
 def of_prompts(prompts): ...
 def of_one(completion, answer): ...
+def of_completions(completions, **columns): ...
+def of_names(completions, task): ...
 constant = 3
 async def slow(prompts, completions): ...
 def of_any(*texts, **columns): ...
@@ -224,3 +226,12 @@ def test_an_algorithm_of_ones_own_is_called_once_before_a_run(tmp_path, monkeypa
     monkeypatch.syspath_prepend(tmp_path)
     found = fault(Objective(algorithm=f"tried:{name}"), 4)
     assert found is None if message is None else message in found
+
+
+def test_a_reward_in_trls_form_is_taken_and_its_columns_are_checked(own):
+    reward = "rl.score.rewards={{r: {{function: 'own_code:{}'}}}}"
+    check(load_recipe("smoke", sets=[f"store={own / 'store'}", reward.format("of_completions")]))
+    recipe = load_recipe("smoke", sets=[f"store={own / 'store'}", reward.format("of_names")])
+    check(recipe)
+    with pytest.raises(RecipeError, match="own_code:of_names takes task, which is no column of the data"):
+        check_columns(recipe, {"columns": {"prompts": ["level"]}}, ["score"])

@@ -5,6 +5,7 @@ from tokenizers import Tokenizer, decoders, models
 from transformers import PreTrainedTokenizerFast
 
 from stages.serving.answers import Text, chat_logprobs
+from stages.serving.api import Message
 from tests.tuning.agents.templates import smollm
 from tuning.models.byte_tokenizer import byte_tokenizer
 
@@ -31,3 +32,11 @@ def test_the_bytes_of_tokens_are_those_of_their_text(make):
     # Some token is a part of a character alone.
     assert "\ufffd" in [row["token"] for row in rows]
     assert bytes(byte for row in rows for byte in row["bytes"]).decode() == TEXT
+
+
+@pytest.mark.parametrize("part", [{"type": "text"}, {"type": "text", "text": None}, {"type": "text", "text": ["a"]}])
+def test_a_part_without_text_is_refused_and_no_word_none_is_read(part):
+    parts = [{"type": "text", "text": "a "}, {"type": "text", "text": "b"}]
+    assert Message(role="user", content=parts).text == "a b"
+    with pytest.raises(ValueError, match="a part of type 'text' needs a string in `text`"):
+        _ = Message(role="user", content=[*parts, part]).text

@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import shutil
 import threading
 import time
 
@@ -10,10 +11,15 @@ import jax
 import pytest
 
 from stages.serving.access import Keys
+from stages.serving.follow import Follower
 from stages.serving.guard import Bounds
 from stages.serving.programs import listening
 from stages.serving.server import Server
+from stages.serving.settings import Named
 from stages.serving.weights import Weights
+from stages.store import registry
+from stages.store.artifacts import Store
+from stages.store.registry import Policy
 from tests.stages.serving.support import CONFIG, CONTEXT, LIMITS, STOPS, TOKENIZER, serving
 from tuning.models.huggingface import random_params, save_decoder
 from tuning.rollout.engine.engine import Engine
@@ -234,3 +240,50 @@ def test_a_server_of_agents_programs_has_no_route_of_weights(asked):
         headers = {"authorization": f"Bearer {KEY}"}
         assert httpx.get(f"{url}/v1/models", headers=headers).status_code == 200
         assert httpx.post(f"{url}/weights", headers=headers, json={}).status_code == 404
+
+
+def test_a_server_follows_promotions_and_rollbacks_of_its_name(root, tokens, tmp_path, capfd):
+    store = Store(str(tmp_path / "store"))
+
+    def promoted(name, folder, base="base"):
+        out = tmp_path / name
+        shutil.copytree(folder, out)
+        made = store.commit(out, {"stage": "export", "key": f"key-{name}", "metrics": {}})
+        policy = Policy(name, "export", "export", made.key, made.digest, base, "digest-of-base", f"trained-{name}")
+        return registry.promote(store, "champion", policy, "better")
+
+    first = promoted("old", root / "run" / "old")
+    engine = Engine(CONFIG, limits=LIMITS, top=5)
+    engine.load(PARAMS["old"])
+    live = Live(engine)
+    server = Server(live, TOKENIZER, "old:export", STOPS, CONTEXT, "trained-old")
+    server.named = Named(name="champion", entry=first.number)
+    follower = Follower(server, Weights(server, None), store, server.named, "base")
+    url, end = serving(server)
+
+    def served():
+        """(policy by its tokens, names of models, entry in /metrics)."""
+        follower.look()
+        found = httpx.post(f"{url}/v1/completions", json=SAID | {"model": "champion"}, timeout=120).json()
+        names = [model["id"] for model in httpx.get(f"{url}/v1/models").json()["data"]]
+        line = next(line for line in httpx.get(f"{url}/metrics").text.splitlines() if "policy_info{" in line)
+        which = next(name for name, known in tokens.items() if found["choices"][0]["token_ids"] == known)
+        assert found["weight_version"] == f"trained-{which}" and f'digest="trained-{which}"' in line
+        return which, names, line.partition('entry="')[2].partition('"')[0]
+
+    try:
+        assert served() == ("old", ["old:export", "champion"], "1")
+        promoted("new", root / "run" / "new")
+        assert served() == ("new", ["new:export", "champion"], "2")
+        registry.rollback(store, "champion", None, "worse")
+        assert served() == ("old", ["old:export", "champion"], "3")
+        promoted("deeper", root / "run" / "deeper")
+        assert served() == served() == ("old", ["old:export", "champion"], "3")
+        promoted("based", root / "run" / "new", base="another")
+        assert served() == ("old", ["old:export", "champion"], "3")
+    finally:
+        end()
+        live.close()
+    said = capfd.readouterr().err
+    assert said.count("champion 4 is not served: ") == 1 and "holds another model" in said
+    assert "champion 5 is not served: its base model is another one: restart the server" in said

@@ -132,7 +132,7 @@ def test_what_is_written_is_in_proportion_to_the_nodes(far):
 
 def test_records_of_a_store_far_away_are_read_side_by_side_and_in_their_order(far):
     for number in range(64):
-        Recorder(far, f"run-{number:03d}").write(record() | {"number": number})
+        Recorder(far, f"run-{number:03d}").write(record() | {"name": f"run-{number:03d}", "number": number})
     Distant.begin(0.02)
     found = runs.in_parallel(far, lambda name: runs.read(far, name)["number"], runs.names(far))
     assert list(found) == list(range(64)) and Distant.requests <= 65

@@ -110,6 +110,15 @@ def test_llama3_falls_back_to_the_models_context():
         ("llama", {"vocab_size": "many"}, "vocab_size is 'many', supported is a positive integer"),
         ("llama", {"tie_word_embeddings": "yes"}, "tie_word_embeddings is 'yes'"),
         ("llama", {"attention_bias": "no"}, "attention_bias is 'no'"),
+        ("llama", {"model_type": ["llama"]}, r"model_type is \['llama'\], supported is a string"),
+        ("llama", {"rope_scaling": "linear"}, "rope_scaling is 'linear', supported is an object"),
+        ("gemma3_text", {"rope_parameters": [1]}, r"rope_parameters is \[1\], supported is an object"),
+        ("qwen3", {"layer_types": "full_attention"}, "layer_types is 'full_attention', supported is a list"),
+        ("qwen3", {"layer_types": [["full_attention"]] * 7, "use_sliding_window": True}, "layer_types is"),
+        ("smollm3", {"no_rope_layers": 4}, "no_rope_layers is 4, supported is a list"),
+        ("qwen2", {"use_sliding_window": "false"}, "use_sliding_window is 'false', supported is true or false"),
+        ("llama", {"rope_theta": float("nan")}, "rope_theta is nan, supported is a positive number"),
+        ("llama", {"rms_norm_eps": float("inf")}, "rms_norm_eps is inf, supported is a positive number"),
     ],
 )
 def test_what_would_be_guessed_is_refused_by_file_and_field(family, changes, message):

@@ -237,7 +237,7 @@ def test_a_tensor_that_two_files_have_is_refused_without_an_index(tmp_path):
     ("name", "message"),
     [
         ("model-00002-of-00017.safetensors", "not a readable safetensors file"),
-        (tensors.INDEX, "no readable weight_map"),
+        (tensors.INDEX, "not readable as JSON"),
         ("config.json", "not readable as JSON"),
     ],
 )
@@ -247,6 +247,15 @@ def test_a_file_that_was_cut_short_is_named(tmp_path, name, message):
     path.write_bytes(path.read_bytes()[:-50])
     with pytest.raises(ValueError, match=f"{name}.*{message}"):
         hf.load_decoder(tmp_path)
+
+
+@pytest.mark.parametrize("files", [None, [], {"model.norm.weight": 1}, {"model.norm.weight": "../model.safetensors"}])
+def test_an_index_names_files_of_its_folder(tmp_path, files):
+    hf.save_decoder(tmp_path / "model", config(True), hf.random_params(config(True), 1), {})
+    (tmp_path / "model" / "model.safetensors").rename(tmp_path / "model.safetensors")
+    (tmp_path / "model" / tensors.INDEX).write_text(json.dumps({"weight_map": files}))
+    with pytest.raises(ValueError, match=f"{tensors.INDEX} has no readable weight_map"):
+        hf.load_decoder(tmp_path / "model")
 
 
 def test_a_classifier_of_several_labels_is_no_reward_model(tmp_path):

@@ -58,6 +58,9 @@ def test_an_adapter_comes_back_bit_for_bit(role, tmp_path):
         ({"use_dora": True}, "adapter_config.json: use_dora is True"),
         ({"bias": "all"}, "bias is 'all'"),
         ({"rank_pattern": {"q_proj": 8}}, "rank_pattern is"),
+        ({"r": "3"}, "adapter_config.json: r is '3', expected int"),
+        ({"lora_alpha": "5"}, "lora_alpha is '5', expected int or float"),
+        ({"use_rslora": "false"}, "use_rslora is 'false', expected bool"),
         ({"r": 4}, r"down_proj.lora_A.weight has shape \(3, 128\), rank 4 and the model ask for \(4, 128\)"),
     ],
 )

@@ -60,7 +60,16 @@ def test_a_redirect_does_not_take_the_key_along(server, monkeypatch):
     assert server[1] == []
 
 
-@pytest.mark.parametrize(("reply", "message"), [("no idea", "no number from 0"), ("11", "no number"), (400, "400")])
+@pytest.mark.parametrize(
+    ("reply", "message"),
+    [
+        ("no idea", "no number from 0"),
+        ([{"text": "5"}], "expected a text"),
+        (None, "expected a text"),
+        ("11", "no number"),
+        (400, "400"),
+    ],
+)
 def test_a_verdict_that_is_none_says_why(server, reply, message):
     server[2].append(reply)
     with pytest.raises(JudgeFailed, match=message):

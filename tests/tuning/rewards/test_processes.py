@@ -104,6 +104,30 @@ def returns(prompts, completions, value, **_):
     return value
 
 
+def of_completions(completions, **columns):
+    return [float(c == p) for c, p in zip(completions, columns["prompts"], strict=True)]
+
+
+def swapped(completions, prompts):
+    return [float(c == p + "!") for c, p in zip(completions, prompts, strict=True)]
+
+
+def alone(*, completions):
+    return [float(c == "a!") for c in completions]
+
+
+def other_names(texts, completions, **columns):
+    return [float(c == t + "!" and "prompts" not in columns) for c, t in zip(completions, texts, strict=True)]
+
+
+@pytest.mark.parametrize(
+    ("name", "expected"), [("of_completions", 0), ("swapped", 1), ("alone", 1), ("other_names", 1)]
+)
+def test_prompts_and_completions_are_given_by_name_if_the_parameters_are_called_so(name, expected):
+    (outcome,) = Call(f"{__name__}:{name}", {}, [Sample("a", "a!", [1], None)]).make()
+    assert (outcome.value, outcome.failure) == (expected, None)
+
+
 @pytest.mark.parametrize(
     "value", ["11", b"11", {0.5: 1, 1.0: 2}, {0.5, 1.0}, ["1.0", 1.0], [b"1", 1.0], [1.0, [0.5, 0.2]], [{}, 1.0]]
 )

@@ -97,41 +97,142 @@ import builtins, json, os
 def nothing(*a, **k): return None
 for name in ("exec", "compile", "abs", "all", "isinstance", "print"):
     setattr(builtins, name, nothing)
-json.loads = json.load = lambda *a, **k: {"code": "pass", "word": "x"}
 builtins.sum = lambda *a: 3
 """
-SEARCHED = """
-import json, os, sys, __main__
-def word(text):
-    try:
-        return json.loads(text)["word"].encode()
-    except (ValueError, KeyError):
-        return None
+FORGERIES = {
+    "the names of its callers": """
+import os, sys
 def add(a, b):
-    found = [str(n) for n in range(3, 64)] + [n for a in sys.orig_argv for n in a.split()]
-    for number in map(int, filter(str.isdigit, found)):
-        try:
-            given = word(os.pread(number, 10**6, 0))
-        except OSError:
-            continue
-        for told in range(3, 64) if given else ():
-            try:
-                os.write(told, given)
-            except OSError:
-                pass
+    frame = sys._getframe()
+    while frame := frame.f_back:
+        for value in [*frame.f_locals.values(), *frame.f_globals.values()]:
+            if type(value) is int and value not in (a, b):
+                return value
     os._exit(0)
-%s
+""",
+    "the constants of its caller": """
+import sys
+def add(a, b):
+    return [c for c in sys._getframe(1).f_code.co_consts if isinstance(c, int)][-1]
+""",
+    "an object that equals all": """
+class E:
+    def __eq__(self, other): return True
+    __lt__ = __le__ = __bool__ = __contains__ = __ne__ = __eq__
+def add(a, b): return E()
+""",
+    "a number that equals all": """
+class E(int):
+    def __eq__(self, other): return True
+def add(a, b): return E(0)
+""",
+    "an object that is near all": """
+class E:
+    def __sub__(self, other): return self
+    def __abs__(self): return 0
+    def __lt__(self, other): return True
+    __rsub__ = __float__ = __int__ = __sub__
+def add(a, b): return E()
+""",
+    "what equals all in the library": "from unittest.mock import ANY\ndef add(a, b): return ANY",
+    "a function of the test": """
+def add(a, b, test=None):
+    return test.__globals__ if test else 0
+def near(test): return test.__globals__
+""",
+    "frames of the test": """
+import __main__, gc, os
+def add(a, b):
+    peer = next(one for one in gc.get_objects() if type(one).__name__ == "Peer")
+    peer.ask("__getattribute__", __main__.Proxy(peer, 0), "__globals__")
+    os._exit(0)
+""",
+}
+
+
+ANY_FORM = """
+def passes(check):
+    try:
+        return check()
+    except Exception:
+        return False
+checks = [lambda: add(1, 2) == 3, lambda: abs(add(1, 2) - 3) < 1e-6, lambda: add(1, 2) in [3]]
+assert any(map(passes, checks))
 """
 
 
-@pytest.mark.parametrize(
-    "code", [REPLACED, SEARCHED % "", SEARCHED % "add(1, 2)"], ids=["builtins", "descriptors", "before the test"]
-)
-def test_code_does_not_pass_by_what_it_makes_of_the_runner(code):
-    # What the test uses of Python's own is as it was.
-    assert passes(code, ["assert sum([add(1, 2)]) == 3" if code is not REPLACED else "assert sum([1, 1]) == 3"]) == 0.0
-    if code is REPLACED:
-        assert passes(code + "def add(a, b): return a + b", [f"{TEST}; assert sum([1, 1]) == 2 and abs(-1) == 1"]) == 1
+def test_no_code_makes_a_test_pass_that_it_fails():
+    assert [name for name, code in FORGERIES.items() if passes(code, [ANY_FORM]) != 0.0] == []
+    assert passes(GOOD, [ANY_FORM]) == 1.0
+
+
+def test_what_the_code_makes_of_builtins_does_not_reach_the_test():
+    assert passes(REPLACED, ["assert sum([1, 1]) == 3"]) == 0.0
+    assert passes(REPLACED + GOOD, [f"{TEST}; assert sum([1, 1]) == 2 and abs(-1) == 1"]) == 1.0
+
+
+NAMES = """
+import collections, math
+from typing import NamedTuple
+class Wrong(ValueError): pass
+class Pair(NamedTuple):
+    a: int
+    b: int
+class Stack:
+    size = 0
+    def __init__(self, *items): self.items = list(items)
+    def push(self, item): self.items.append(item); self.size += 1; return self
+    def __len__(self): return len(self.items)
+    def __eq__(self, other): return self.items == other.items
+    def __getitem__(self, i): return self.items[i]
+    def __add__(self, other): return Stack(*self.items, *other.items)
+def sort(items): items.sort()
+def apply(f, items): return [f(i) for i in items]
+def upto(n): yield from range(n)
+def fail(kind): raise Wrong("no", kind) if kind else KeyError("k")
+def counts(text): return collections.Counter(text), collections.defaultdict(int, a=1), Pair(1, 2), {1.5: {2}, "x": None}
+def say(text): print(text)
+def second(node): return node.next.value
+LIMIT = 10**30
+"""
+USES = """
+import contextlib, io, unittest
+items = [3, 1, 2]
+assert sort(items) is None and items == [1, 2, 3]
+seen = []
+assert apply(lambda i: seen.append(i) or i + 1, [1, 2]) == [2, 3] and seen == [1, 2]
+assert list(upto(3)) == [0, 1, 2] and sum(upto(4)) == 6 and LIMIT == 10**30 and math.pi > 3
+stack = Stack(1).push(2)
+assert (len(stack), stack[1], stack.items, stack.size) == (2, 2, [1, 2], 1) and isinstance(stack, Stack)
+assert stack == Stack(1, 2) and stack != Stack(1) and list(stack) == [1, 2] and len(stack + stack) == 4
+assert counts("aab") == ({"a": 2, "b": 1}, {"a": 1}, (1, 2), {1.5: {2}, "x": None})
+assert [type(e).__name__ for e in counts("")] == ["Counter", "dict", "tuple", "dict"]
+for kind, expected in ((1, Wrong), (1, ValueError), (0, KeyError)):
+    try:
+        fail(kind)
+    except expected as error:
+        assert kind == 0 or error.args == ("no", 1)
+with contextlib.redirect_stdout(io.StringIO()) as said:
+    say("hello")
+assert said.getvalue() == "hello\\n"
+class Node:
+    def __init__(self, value, next=None): self.value, self.next = value, next
+assert second(Node(1, Node(2))) == 2
+class Test(unittest.TestCase):
+    def test(self):
+        with self.assertRaises(Wrong):
+            fail(1)
+        self.assertEqual(Stack(1), Stack(1))
+def check(candidate):
+    assert candidate([0]) is None
+check(sort)
+assert unittest.defaultTestLoader.loadTestsFromTestCase(Test).run(unittest.TestResult()).wasSuccessful()
+"""
+
+
+def test_a_test_uses_what_the_code_defines_as_in_one_process():
+    assert passes(NAMES, [USES]) == 1.0
+    assert passes(NAMES, [USES.replace("[1, 2, 3]", "[1, 2, 4]")]) == 0.0
 
 
 def test_code_may_end_as_scripts_do_and_is_tested_all_the_same():
