@@ -230,11 +230,13 @@ def _command(session: Session, command: str = "") -> str:
 
 def _failed(session: Session, error: Exception) -> State[Any]:
     """The flow's last state after an error; alerts forward its message."""
+    said = str(error)
     if not isinstance(error, EXPECTED):
         get_run_logger().error("the run ended with an unexpected error", exc_info=error)
+        said = f"{type(error).__name__}: {error}"
     # Prefect gives the same name to its own limits of time: automations can tell it from other failures.
     name = "TimedOut" if isinstance(error, RunTooLong) else "Failed"
-    said = without_userinfo(f"{type(error).__name__}: {error}").rstrip(".")
+    said = without_userinfo(said).rstrip(".")
     return Failed(name=name, message=f"run {session.name}: {said}. Type: {_command(session)}", data=error)
 
 

@@ -136,6 +136,8 @@ def test_the_pods_of_ray_fit_the_schemas_and_its_network_policy_selects_them() -
     groups = [cluster["spec"]["headGroupSpec"], *cluster["spec"]["workerGroupSpecs"]]
     selected = policy["spec"]["podSelector"]["matchLabels"]
     kubernetes_validate.validate(policy, KUBERNETES, strict=True)
+    # Each pod lets the others in at every port: Ray and JAX open ports as they go.
+    assert {"from": [{"podSelector": policy["spec"]["podSelector"]}]} in policy["spec"]["ingress"]
     for group in groups:
         # The schemas have no RayCluster; they have its pods.
         pod = {"apiVersion": "v1", "kind": "Pod", **group["template"]}

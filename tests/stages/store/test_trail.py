@@ -114,3 +114,12 @@ def test_the_commit_of_a_checkout_and_whether_files_differ_from_it(tmp_path):
     assert checkout(tmp_path) == {"commit": commit, "dirty": False}
     write_files(tmp_path, a="2")
     assert checkout(tmp_path) == {"commit": commit, "dirty": True}
+
+
+def test_the_command_of_a_person_stands_for_that_of_the_process_it_starts(tmp_path):
+    """A deployment's run is a process of Prefect, which nobody typed."""
+    store = Store(str(tmp_path))
+    append(store, "run", run="x", command="prefect deployment run rlhf-pipeline/default")
+    append(store, "run", run="y")
+    typed, own = [event["command"] for event in events(store)]
+    assert typed == "prefect deployment run rlhf-pipeline/default" and own and "deployment" not in own
