@@ -28,7 +28,7 @@ from stages.store.keys import digest, without_userinfo
 from stages.store.manifests import ArtifactError as ArtifactError
 from stages.store.manifests import is_inside, strange, with_checksum
 from tuning import multihost
-from tuning.atomic import whole_file
+from tuning.atomic import is_partial, whole_file
 from tuning.extras import remedy
 
 MANIFEST = "manifest.json"
@@ -260,13 +260,15 @@ class Store:
         return [(stage, key) for stage, key in keys if self.fs.exists(self.join("artifacts", stage, key, MANIFEST))]
 
     def names(self, *parts: str) -> list[str]:
-        """Names of what lies in a folder, sorted, without `..` of an object store; none if there is no such folder."""
+        """Names of what lies in a folder, sorted, without half-written files and an object store's `..`; none if there
+        is no such folder."""
         # Not by glob, which would take a `[` in the root for a pattern.
         try:
             paths = self.fs.ls(self.join(*parts), detail=False)
         except (FileNotFoundError, NotADirectoryError):
             return []
-        return sorted(filter(is_inside, (path.rstrip("/").rsplit("/", 1)[1] for path in paths)))
+        names = (path.rstrip("/").rsplit("/", 1)[1] for path in paths)
+        return sorted(name for name in names if is_inside(name) and not is_partial(Path(name)))
 
     def fetched(self, artifact: Artifact) -> Path:
         """The local folder to which `fetch` brings files of an artifact."""
