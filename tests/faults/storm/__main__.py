@@ -17,7 +17,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from tests.faults.storm import files, kills, network, power, table
+from tests.faults.storm import collecting, files, kills, network, power, table
 from tests.faults.storm.ground import Broken, Ground, of_scene
 from tests.faults.storm.scene import Play, Scene
 
@@ -34,6 +34,8 @@ SCENES: dict[str, Play] = {
     "kill-all": kills.kill_all,
     "rivals": kills.rivals,
     "weather": network.weather,
+    "collect": collecting.collect,
+    "force": collecting.force,
     "kill-beam": kills.kill_beam,
     "clocks": files.clocks,
     "hosts": network.hosts,

@@ -110,6 +110,7 @@ class Command:
         prefect: bool = False,
         before: tuple[str, ...] = (),
         cwd: Path | None = None,
+        force: str | None = None,
         **environment: str,
     ):
         """before: words in front of the command, such as `unshare`."""
@@ -117,6 +118,7 @@ class Command:
         values = SETTINGS | {"store": store, "retries": 0} | dict(sets)
         command = [*before, RLHF, "run", "smoke", "--name", name, *([] if prefect else ["--no-prefect"])]
         command += [word for key, value in values.items() for word in ("--set", f"{key}={value}")]
+        command += ["--force", force] if force else []
         self.started = time.monotonic()
         env = ground.environment(scene, **environment)
         log.parent.mkdir(parents=True, exist_ok=True)
