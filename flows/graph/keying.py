@@ -11,6 +11,7 @@ from stages.contract.registry import stage as find_stage
 from stages.store.artifacts import Artifact
 from stages.store.keys import config_content, digest
 from stages.worker.devices import device_kind
+from stages.worker.host_compat import variables
 
 Codes = dict[tuple[str, ...], Code]
 """The code that stages reach, by their modules."""
@@ -35,7 +36,10 @@ def key_parts(
     code = (codes or {}).get(modules) or code_of(node)
     if codes is not None:
         codes[modules] = code
-    return {
+    computes = stage.computes(node.config)
+    # Absent without any: no key of other hosts changes.
+    environment = {"environment": found} if computes and (found := variables()) else {}
+    return environment | {
         "stage": node.stage,
         "version": stage.version,
         "code": code.modules,
@@ -48,7 +52,7 @@ def key_parts(
         "sources": stage.sources(node.config),
         "versions": library_versions(stage.libraries),
         # Empty: the same bits on every kind of device.
-        "device": (node.device or device_kind()) if stage.computes(node.config) else "",
+        "device": (node.device or device_kind()) if computes else "",
     }
 
 

@@ -10,6 +10,7 @@ import socket
 import threading
 import time
 from collections.abc import Collection, Mapping
+from contextlib import nullcontext
 from functools import partial
 from typing import Any, Protocol
 
@@ -29,6 +30,7 @@ from flows.running.saving import Saver, now
 from flows.running.whole import Whole
 from stages.common import handed
 from stages.contract.kept import keep
+from stages.store import runs
 from stages.store.artifacts import Artifact, Store
 from stages.store.disk import full_disk
 from stages.store.keys import published, without_userinfo
@@ -71,7 +73,12 @@ class Session:
         self.name = name or free_name(self.store, recipe.name)
         self.command: dict[str, str] = {}
         """`command`, for the store's trail, if this process was not started by the user's command."""
-        # A generated name is free already.
+        # A generated name is free already. Of two commands with one name the second sees that the first has begun.
+        with nullcontext() if name is None else lease(self.store, runs.FOLDER, name, self.reporter.line):
+            self._begin(name, force, standing)
+
+    def _begin(self, name: str | None, force: set[str] | None, standing: Standing | None) -> None:
+        recipe = self.recipe
         unfinished = before(self.store, recipe, name) if name is not None else None
         # A run that goes on starts from the policy that it started from.
         begun = self.name if unfinished is not None else None

@@ -12,6 +12,7 @@ executed and JAX is not loaded.
 from __future__ import annotations
 
 import ast
+import contextlib
 import dataclasses
 import functools
 import hashlib
@@ -56,14 +57,48 @@ def _distributions() -> Mapping[str, list[str]]:
 
 
 def package_versions(modules: tuple[str, ...]) -> dict[str, str]:
-    """Versions of the packages that hold top-level modules, by the packages' names; `absent` where none does."""
+    """Versions of the packages that hold top-level modules, by the packages' names; `absent` without one.
+
+    A module that no package holds, or one that is installed for editing, keeps its version when it changes: its content
+    counts, and that of what it imports.
+    """
     versions: dict[str, str] = {}
-    for module in modules:
+    queue, seen = list(modules), set(modules)
+    while queue:
+        module = queue.pop()
         # Most packages are called as their module: the list of all takes a tenth of a second.
         found = library_versions((module,))
         names = [module] if found[module] != "absent" else _distributions().get(module, [module])
         versions |= library_versions(tuple(names))
+        spec = find_spec(module)
+        places = [Path(p) for p in ([*(spec.submodule_search_locations or ())] or [spec.origin or ""])] if spec else []
+        if not places or not places[0].exists() or any(_holds(name, places[0]) for name in names):
+            continue
+        files = sorted(f for p in places for f in ([p] if p.is_file() else p.rglob("*")) if f.suffix in (".py", ".so"))
+        content = [hashlib.sha256(f.read_bytes()).hexdigest() for f in files]
+        # What cannot be parsed imports nothing that is found.
+        with contextlib.suppress(SyntaxError):
+            code = reached(*_modules(places[0], module), folder=places[0].parent)
+            content += [*sorted(set(code.modules.values())), code.imports]
+            more = set(code.packages) - seen
+            queue, seen = queue + sorted(more), seen | more
+        versions[module] = f"content {_short_hash(json.dumps(content))}"
     return versions
+
+
+def _holds(distribution: str, place: Path) -> bool:
+    """Whether an installed distribution has a module at this place in its own folder."""
+    with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+        found = importlib.metadata.distribution(distribution)
+        editable = '"editable": true' in (found.read_text("direct_url.json") or "")
+        return not editable and place.is_relative_to(Path(str(found.locate_file(""))))
+    return False
+
+
+def _modules(place: Path, name: str) -> list[str]:
+    """The dotted names of a module, or of a package with all below it."""
+    below = place.rglob("*.py") if place.is_dir() else ()
+    return [name, *(".".join((name, *f.relative_to(place).with_suffix("").parts)) for f in below)]
 
 
 @functools.cache

@@ -1,7 +1,7 @@
 """OpenAI's completions and chat completions over an engine: fields of requests.
 
 Source: the OpenAI API reference; `top_k`, `min_p`, `repetition_penalty`, `stop_token_ids`, `ignore_eos` and
-`return_token_ids` are named as vLLM names them.
+`return_token_ids` and `chat_template_kwargs` are named as vLLM names them.
 """
 
 from __future__ import annotations
@@ -198,11 +198,6 @@ class Message(BaseModel):
             return "".join(texts)
         return self.content or ""
 
-    def plain(self) -> dict[str, Any]:
-        """The message for a chat template."""
-        name = {} if self.name is None else {"name": self.name}
-        return {"role": self.role, "content": self.text} | name | (self.model_extra or {})
-
 
 class ChatRequest(Asked):
     """POST /v1/chat/completions."""
@@ -215,6 +210,8 @@ class ChatRequest(Asked):
     tools: Annotated[Many[Tool], Field(max_length=MOST_TOOLS)] | None = None
     tool_choice: ToolChoice | None = None
     parallel_tool_calls: bool | None = True
+    chat_template_kwargs: dict[str, str | float | bool] | None = None
+    """Values that the chat template reads, such as {"enable_thinking": false}."""
 
     @field_validator("tools", mode="before")
     @classmethod
@@ -251,6 +248,11 @@ class ChatRequest(Asked):
         if self.tool_choice is None:
             return "auto"
         return self.tool_choice if isinstance(self.tool_choice, str) else self.tool_choice.function.name
+
+    @property
+    def options(self) -> dict[str, Any]:
+        """The values that the chat template reads."""
+        return self.chat_template_kwargs or {}
 
     @property
     def schemas(self) -> list[dict[str, Any]]:

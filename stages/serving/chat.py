@@ -85,10 +85,11 @@ def _fitting(
 
     Turns are removed from `turns` an exchange at a time; None where the last one alone is too long.
     """
-    from tuning.models.tokenizer import chat_prompt_ids
+    from tuning.agents.template import Template
 
+    template = Template(tokenizer)
     for start in range(0, len(turns), 2):
-        prompt = chat_prompt_ids(tokenizer, [*system, *turns[start:]])
+        prompt = template.ids([*system, *turns[start:]])
         if len(prompt) <= room:
             del turns[:start]
             return prompt, start

@@ -171,13 +171,13 @@ class Server:
         if session is None:
             job.prompts.append(self.wording.context(asked) + begun)
             return job
-        said, kind = said_by(asked.messages), f"chat {offer.tools}"
+        said, kind = said_by(asked.messages), f"chat {offer.tools} {asked.options or ''}"
         before, used = session.found(kind, said)
         if any(role == "assistant" for role, _, _ in said[used:]):
             # What an assistant is said to have said, and nobody sampled, is part of a context alone.
             before, used = None, 0
         messages = self.wording.messages(asked.messages)[used:]
-        words = self.wording.words(asked.schemas)
+        words = self.wording.words(asked.schemas, asked.options)
         ids = words.first(messages) if before is None else words.suffix(messages, before.ended)
         self._record(job, session, kind, before, ids + begun, messages, tuple(said[used:]))
         job.prompts.append(job.calls[-1].prompt_ids())

@@ -78,6 +78,12 @@ class ToolCall(BaseModel):
     type: Literal["function"] = "function"
     function: CalledFunction
 
+    def plain(self) -> dict[str, Any]:
+        """As a chat template reads it. Raises ValueError where the arguments are no JSON object."""
+        call = self.function.call()
+        function = {"name": call.name, "arguments": dict(call.arguments)}
+        return {**({"id": self.id} if self.id else {}), "type": self.type, "function": function}
+
 
 @dataclasses.dataclass(frozen=True)
 class Offer:

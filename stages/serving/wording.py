@@ -4,15 +4,13 @@ from __future__ import annotations
 
 import functools
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
-
-from jinja2 import TemplateError
 
 from stages.serving.api import ChatRequest, Message
 from stages.serving.tools import Offer
 from tuning.agents import calls
-from tuning.agents.suffix import TemplateRefused
+from tuning.agents.template import Template
 from tuning.agents.words import Words
 
 KEPT = 32
@@ -28,48 +26,41 @@ class Wording:
         """How calls are written."""
         self._words = functools.lru_cache(KEPT)(self._made)
 
-    def words(self, tools: Sequence[calls.Schema]) -> Words:
-        """The renderer for these tools. Raises `tuning.agents.suffix.TemplateRefused`, a ValueError."""
-        return self._words(json.dumps(list(tools), sort_keys=True))
+    def words(self, tools: Sequence[calls.Schema], options: Mapping[str, Any]) -> Words:
+        """The renderer for these tools and values of the template. Raises `tuning.agents.template.TemplateRefused`."""
+        # In the order of the request, which the template writes.
+        return self._words(json.dumps([list(tools), options]))
 
-    def _made(self, tools: str) -> Words:
-        offered = json.loads(tools)
-        try:
-            return Words(self._tokenizer, offered, None, self.form)
-        except TemplateRefused:
-            if not offered:
-                raise
-            # Such as Mistral's, which moves its tools to the last message: there the system text tells of them.
-            return Words(self._tokenizer, (), calls.instructions(offered, self.form), self.form)
+    def _made(self, given: str) -> Words:
+        tools, options = json.loads(given)
+        return Words(self._tokenizer, tools, None, self.form, options)
 
     def context(self, asked: ChatRequest) -> list[int]:
-        """Token ids of a whole conversation, through the header of the next answer."""
-        from tuning.models.tokenizer import chat_prompt_ids
+        """Token ids of a whole conversation, through the header of the next answer, as training data has them.
 
-        if asked.has_tools:
-            return self.words(asked.schemas).first(self.messages(asked.messages))
-        try:
-            return chat_prompt_ids(self._tokenizer, [message.plain() for message in asked.messages])
-        except (TemplateError, TypeError, AttributeError, LookupError, UnicodeError) as error:
-            # Such as roles that do not alternate, which templates of Llama, Gemma and Mistral refuse.
-            raise ValueError(f"messages: the model's chat template cannot render them: {error}") from error
+        Raises TemplateRefused, a ValueError, such as for roles that do not alternate.
+        """
+        messages = self.messages(asked.messages)
+        template = Template(self._tokenizer, asked.schemas, None, self.form, asked.options)
+        return template.plain_ids(messages) if asked.has_tools else template.ids(messages)
 
     def begun(self, offer: Offer) -> list[int]:
         """Token ids of the beginning of a call that is asked for."""
-        return self.words(offer.tools).begun(offer.begun) if offer.begun else []
+        return Template(self._tokenizer, (), None, self.form).begun(offer.begun) if offer.begun else []
 
     def messages(self, messages: Sequence[Message]) -> list[dict[str, Any]]:
-        """Messages of role, text and name: calls are written into the text, as the policy writes them."""
-        told: list[dict[str, Any]] = []
+        """Messages as training data has them: text, calls with their arguments as objects, names of tools."""
+        written: list[dict[str, Any]] = []
         names: dict[str | None, str] = {}
         for message in messages:
             one: dict[str, Any] = {"role": "system" if message.role == "developer" else message.role}
             one["content"] = message.text
-            if message.role == "tool" and (name := message.name or names.get(message.tool_call_id)):
-                one["name"] = name
+            if message.role == "tool":
+                one |= {"tool_call_id": message.tool_call_id} if message.tool_call_id else {}
+                if name := message.name or names.get(message.tool_call_id):
+                    one["name"] = name
             if message.tool_calls:
                 names |= {call.id: call.function.name for call in message.tool_calls}
-                written = calls.render([call.function.call() for call in message.tool_calls], self.form)
-                one["content"] = "\n".join(text for text in (message.text, written) if text)
-            told.append(one)
-        return told
+                one["tool_calls"] = [call.plain() for call in message.tool_calls]
+            written.append(one)
+        return written

@@ -28,7 +28,7 @@ from stages.store.keys import digest, without_userinfo
 from stages.store.manifests import ArtifactError as ArtifactError
 from stages.store.manifests import is_inside, strange, with_checksum
 from tuning import multihost
-from tuning.atomic import whole_file
+from tuning.atomic import is_partial, whole_file
 from tuning.extras import remedy
 
 MANIFEST = "manifest.json"
@@ -177,9 +177,7 @@ class Store:
         artifact = self.get(stage, key)
         if artifact is not None and artifact.digest == digest:
             return artifact
-        for name in self.names("replaced", stage):
-            if not name.startswith(f"{key}-"):
-                continue
+        for name in (name for name in self.names("replaced", stage) if name.startswith(f"{key}-")):
             manifest = self.read_record(forms.MANIFEST, "replaced", stage, name)
             old = Artifact(self, manifest) if manifest is not None else None
             if old is not None and old.digest == digest and self._fault(old, stage, key) is None:
@@ -216,8 +214,7 @@ class Store:
 
     def verify(self, artifact: Artifact) -> str | None:
         """None when every checksum holds, else what is wrong."""
-        fault = self._fault(artifact, artifact.stage, artifact.key)
-        if fault:
+        if fault := self._fault(artifact, artifact.stage, artifact.key):
             return fault
 
         def differs(f: dict[str, Any]) -> str | None:
@@ -260,13 +257,14 @@ class Store:
         return [(stage, key) for stage, key in keys if self.fs.exists(self.join("artifacts", stage, key, MANIFEST))]
 
     def names(self, *parts: str) -> list[str]:
-        """Names of what lies in a folder, sorted, without `..` of an object store; none if there is no such folder."""
-        # Not by glob, which would take a `[` in the root for a pattern.
+        """Sorted names of the files and folders in a folder, but for half-written ones; none without the folder."""
+        # Not by glob, which would take a `[` in the root for a pattern. On an object store a name may be `..`.
         try:
             paths = self.fs.ls(self.join(*parts), detail=False)
         except (FileNotFoundError, NotADirectoryError):
             return []
-        return sorted(filter(is_inside, (path.rstrip("/").rsplit("/", 1)[1] for path in paths)))
+        names = (path.rstrip("/").rsplit("/", 1)[1] for path in paths)
+        return sorted(name for name in names if is_inside(name) and not is_partial(Path(name)))
 
     def fetched(self, artifact: Artifact) -> Path:
         """The local folder to which `fetch` brings files of an artifact."""
@@ -357,8 +355,7 @@ class Store:
         self.write_json(old.manifest, "replaced", old.stage, name)
 
     def read_bytes(self, *parts: str) -> bytes | None:
-        """Return the content of a file; None if there is none. This one read decides: a second look could see the file
-        of another process."""
+        """Return a file's content; None if there is none: a second look could see the file of another process."""
         try:
             return self.fs.cat_file(self.join(*parts))  # type: ignore[no-any-return]
         except FileNotFoundError:
@@ -393,8 +390,8 @@ class Store:
         """Writes a file in one atomic step, synced to disk where the store is local."""
         readonly.refuse(self.shown)
         path = self.join(*parts)
-        if not self.is_local:
-            self.fs.pipe_file(path, data)  # an object store shows an object only when it is complete
+        if not self.is_local:  # an object store shows an object only when it is complete
+            self.fs.pipe_file(path, data)
             return
         with whole_file(Path(path)) as partial, partial.open("wb") as f:
             f.write(data)

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import contextlib
 import queue
+import re
 import socket
 import threading
 import time
@@ -21,6 +22,7 @@ from typing import Any, NoReturn, Protocol
 
 from stages.worker.client import (
     LONGEST_BEAT_SECONDS,
+    RESUMES,
     WAIT_SECONDS,
     CodeChanged,
     StageFailed,
@@ -35,6 +37,8 @@ from tuning import multihost
 
 GRACE_SECONDS = 3.0
 """After the first failure of a member: another one may be its cause."""
+CONNECTION = re.compile(r"JaxRuntimeError: .*(Gloo|NCCL|[Cc]oordination service|UNAVAILABLE|DEADLINE_EXCEEDED|ABORTED)")
+"""In an error of a process that has lost another one, whose end may be noticed later."""
 COMPILING_SECONDS = 5.0
 """After a heartbeat that says so a member counts as compiling for this long; beats come every two seconds."""
 
@@ -148,6 +152,8 @@ class ProcessGroup:
         # Of equal ones the first: the order of a mapping is that of arrival.
         number = min(errors, key=order)
         error = errors[number]
+        if isinstance(error, StageFailed) and CONNECTION.search(str(error)):
+            raise WorkerDied(f"{self._named(number)} lost its connection to the others: {error}\n{RESUMES}") from error
         if isinstance(error, WorkerDied) or (isinstance(error, StageFailed) and number != 0):
             raise type(error)(f"{self._named(number)}: {error}") from error
         raise error

@@ -1,7 +1,7 @@
-"""Properties of a host that change results although no key contains them.
+"""Properties of a host that change results.
 
-A key contains the code of its stage, the versions of its libraries and the kind of device. All processes of one host
-share the rest: Python, variables of JAX and XLA, the processor. Between hosts they are compared.
+A key contains the code of its stage, the versions of its libraries, the kind of device and the variables of JAX and XLA
+that are set. All processes of one host share the rest: Python, the processor. Between hosts all of them are compared.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ import platform
 import shutil
 import sys
 from collections.abc import Mapping
+from pathlib import Path
 
 from stages.worker.devices import CPU
 from tuning.processor import instructions
@@ -20,9 +21,23 @@ VARIABLES = (
     "JAX_DEFAULT_DTYPE_BITS", "JAX_NUMPY_DTYPE_PROMOTION", "JAX_DISABLE_JIT", "RLHF_REPLAY_TOLERANCE",
 )  # fmt: skip
 """Environment variables that change results on any device."""
-OF_DEVICES = ("XLA_FLAGS", "LIBTPU_INIT_ARGS", "NVIDIA_TF32_OVERRIDE", "processor", "C compiler")
+FLAGS = "XLA_FLAGS"
+OF_DEVICES = (FLAGS, "LIBTPU_INIT_ARGS", "NVIDIA_TF32_OVERRIDE", "processor", "C compiler")
 """Properties that hosts with different kinds of device do not share."""
+WITHOUT_EFFECT = ("--xla_force_host_platform_device_count", "--xla_dump_", "--xla_cpu_collective_")
+"""How flags of XLA begin that change no result: numbers of devices, files that are written, time limits."""
 ABSENT = "not set"
+
+
+def variables(environment: Mapping[str, str] = os.environ) -> dict[str, str]:
+    """The environment variables that are set and change what a stage computes, for its key."""
+    found = {n: environment[n] for n in (*VARIABLES, *OF_DEVICES) if n in environment}
+    if FLAGS in found:
+        # XLA takes the name of a file of flags, too.
+        named = Path(found[FLAGS])
+        text = named.read_text() if not found[FLAGS].startswith("-") and named.is_file() else found[FLAGS]
+        found[FLAGS] = " ".join(flag for flag in text.split() if not flag.startswith(WITHOUT_EFFECT))
+    return {name: value for name, value in found.items() if value}
 
 
 def properties(kind: str, environment: Mapping[str, str] = os.environ) -> dict[str, str]:

@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.flows.running.test_cluster import Run, sets
+from tests.flows.running.cluster_run import Run, sets
 
 TRAIN = ["workers.train={hosts: 2, resources: {train: 1}}"]
 LONGER = ["sft.epochs=6", "sft.checkpoint_every=1"]

@@ -9,9 +9,10 @@ import time
 import pytest
 
 from flows.graph.keying import key_of, key_parts
+from flows.recipe.model import RecipeError
 from flows.recipe.reading import load_recipe
 from flows.report.console import ConsoleReporter
-from flows.running import saving
+from flows.running import saving, session
 from flows.running.session import Session
 from stages.store.artifacts import Store
 from stages.store.leases import lease
@@ -71,6 +72,33 @@ def test_what_a_run_has_found_is_in_its_record_however_long_it_reads_data_or_inp
     ended = place.read_json("runs", "again", "run.json")
     time.sleep(0.8)
     assert place.read_json("runs", "again", "run.json") == ended
+
+
+def test_of_two_commands_with_one_name_at_one_instant_one_is_refused(tmp_path, monkeypatch):
+    recipe, ends = load_recipe("smoke", sets=[f"store={tmp_path / 'store'}"]), list[object]()
+    real = session.before
+
+    def before(*asked):
+        found = real(*asked)
+        time.sleep(0.3)
+        return found
+
+    def begin():
+        try:
+            ends.append(Session(recipe, ConsoleReporter(), "k1"))
+        except RecipeError as error:
+            ends.append(error)
+
+    monkeypatch.setattr(session, "before", before)
+    threads = [threading.Thread(target=begin) for _ in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+    (error,) = [end for end in ends if isinstance(end, RecipeError)]
+    (run,) = [end for end in ends if isinstance(end, Session)]
+    assert "run k1 is running" in str(error)
+    run.finish("interrupted")
 
 
 def test_a_stage_is_on_disk_as_running_before_its_work_begins(run, store):

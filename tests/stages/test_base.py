@@ -1,18 +1,19 @@
 """A base model is the snapshot of its revision with every end that it names; one that is missing says how to get it."""
 
 import json
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 from safetensors.numpy import load_file, save_file
 
 from stages import base
-from stages.base import HUB_FILES, Config, SourceMissing, locate, source_digests, token_ids_of
+from stages.base import HUB_FILES, Config, SourceMissing, locate, run, source_digests, token_ids_of
 from stages.contract.definition import Context
 from tuning.models import huggingface
 from tuning.models.byte_tokenizer import byte_tokenizer
 from tuning.models.config import UnsupportedModel, tiny
-from tuning.models.tokenizer import save_tokenizer
+from tuning.models.tokenizer import CHAT_DATE, load_tokenizer, render, save_tokenizer
 
 
 def test_a_hub_model_is_its_snapshot_of_that_revision(tmp_path, monkeypatch):
@@ -141,3 +142,32 @@ def test_a_token_without_a_row_in_the_model_is_refused_where_every_chat_has_it_a
     tokenizer.chat_template, tokenizer.eos_token = template, "<|extra|>"
     with pytest.raises(UnsupportedModel, match=r"token '<\|extra\|>'.*resize_token_embeddings"):
         imported(folder(tmp_path / "as-eos", tokenizer, vocabulary=rows))
+
+
+def test_another_chat_template_is_in_the_key_by_its_content(tmp_path):
+    file, same = tmp_path / "a.jinja", tmp_path / "b.jinja"
+    file.write_text("{{ messages }}")
+    same.write_text("{{ messages }}")
+    first, second = (source_digests(Config(source="random:tiny", chat_template=str(path))) for path in (file, same))
+    assert first == second != source_digests(Config(source="random:tiny"))
+    file.write_text("{{ messages }}!")
+    assert source_digests(Config(source="random:tiny", chat_template=str(file))) != first
+    with pytest.raises(SourceMissing, match="^base.chat_template: .*c.jinja is not a file; give the path of a Jinja"):
+        source_digests(Config(source="random:tiny", chat_template=str(tmp_path / "c.jinja")))
+
+
+def test_the_date_of_chats_is_a_day():
+    assert Config().chat_date == CHAT_DATE
+    with pytest.raises(ValueError, match="chat_date"):
+        Config(chat_date="today")
+
+
+def test_the_template_its_values_and_its_date_are_in_the_tokenizer(tmp_path):
+    (tmp_path / "t.jinja").write_text("{{ strftime_now('%Y') }}{{ enable_thinking }}{{ messages[0].content }}")
+    settings = {"chat_template": str(tmp_path / "t.jinja"), "chat_template_kwargs": {"enable_thinking": False}}
+    ctx = SimpleNamespace(
+        config=Config(source="random:tiny", chat_date="2031-01-02", **settings), seed=0, out=tmp_path, log=print
+    )
+    run(ctx)
+    made = load_tokenizer(tmp_path / "tokenizer")
+    assert render(made, [{"role": "user", "content": "Hi"}]) == "2031FalseHi"

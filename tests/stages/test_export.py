@@ -4,7 +4,6 @@ import json
 
 import numpy as np
 import pytest
-from transformers import AutoTokenizer
 
 from stages import base, export
 from stages.contract.definition import Context
@@ -73,20 +72,3 @@ def test_the_end_of_a_turn_is_among_the_stop_ids_of_the_export(run, tmp_path):
     made = run(export, export.Config(), policy=start, tokenizer=start)
     ends = json.loads(made.local("generation_config.json").read_text())["eos_token_id"]
     assert ends == sorted({7, tokenizer.eos_token_id, turn_end(tokenizer)}) and len(ends) == 3
-
-
-def test_the_exported_tokenizer_has_only_names_that_transformers_4_and_5_both_know(run, tmp_path):
-    tokenizer = byte_tokenizer()
-    tokenizer.add_special_tokens({"additional_special_tokens": ["<tool>", "<end>"]})
-    model, config = tmp_path / "model", tiny(len(tokenizer))
-    huggingface.save_decoder(model, config, huggingface.random_params(config, 0), {})
-    save_tokenizer(tokenizer, model)
-    start = run(base, base.Config(source=str(model)))
-    made = run(export, export.Config(), policy=start, tokenizer=start)
-    values = json.loads(made.local("tokenizer_config.json").read_text())
-    # transformers 4.57 knows no class TokenizersBackend, and fails on a list of extra_special_tokens.
-    assert values["tokenizer_class"] == "PreTrainedTokenizerFast"
-    assert values["additional_special_tokens"] == ["<tool>", "<end>"] and "extra_special_tokens" not in values
-    loaded = AutoTokenizer.from_pretrained(str(made.local()))
-    assert {"<tool>", "<end>"} <= set(loaded.all_special_tokens)
-    assert loaded.backend_tokenizer.to_str() == tokenizer.backend_tokenizer.to_str()

@@ -14,8 +14,8 @@ class Words(Renderer):
 
     def text(self, ids: Sequence[int]) -> str:
         """What a turn says: its tokens without control tokens."""
-        control = control_ids(self._tokenizer)
-        return str(self._tokenizer.decode([index for index in ids if index not in control]))
+        control = control_ids(self.tokenizer)
+        return str(self.tokenizer.decode([index for index in ids if index not in control]))
 
     def cut(self, messages: Sequence[Message], tokens: int) -> list[Message]:
         """The messages with at most `tokens` tokens of text together; what is cut off is counted in a mark behind it.
@@ -24,9 +24,9 @@ class Words(Renderer):
         """
         kept: list[Message] = []
         for message in messages:
-            ids = self._tokenizer.encode(str(message["content"]), add_special_tokens=False)
+            ids = self.tokenizer.encode(str(message["content"]), add_special_tokens=False)
             if len(ids) > tokens:
-                text = str(self._tokenizer.decode(ids[:tokens]))
+                text = str(self.tokenizer.decode(ids[:tokens]))
                 message = dict(message) | {"content": f"{text}[... {len(ids) - tokens} more tokens are cut off]"}
             tokens = max(0, tokens - len(ids))
             kept.append(message)

@@ -14,6 +14,7 @@ from typing import Any
 
 import numpy as np
 
+from tuning.data.conversations import Sample
 from tuning.data.extracted import Extracted
 from tuning.data.files import Part
 from tuning.data.records import Record
@@ -85,7 +86,9 @@ class Draft:
     columns: dict[str, Any]
     """Columns that hold neither token ids nor provenance."""
     texts: dict[str, str] = dataclasses.field(default_factory=dict)
-    """Texts for `tokenize`, by the column that receives their ids."""
+    """Texts for `tokenize`, by the column that receives their ids: of prompts, and of documents."""
+    samples: dict[str, Sample] = dataclasses.field(default_factory=dict)
+    """Rendered conversations for `tokenize`, by the column that receives the ids of what is trained."""
     ids: dict[str, list[int]] = dataclasses.field(default_factory=dict)
     """Columns of token ids."""
     mask: list[int] | None = None

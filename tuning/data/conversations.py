@@ -1,74 +1,198 @@
-"""Conversations under a chat template: token ids, and a mask of those that the assistant wrote.
+"""Conversations under a chat template: one text, and the stretches of it that the assistant wrote.
 
 In ChatML:
 
     text   <start>user \\n Hi <end> \\n <start>assistant \\n Hello <end> \\n
     mask      0    0   0   0    0   0    0       0       0    1     1    (the rest is left out)
+
+Every supervised row is rendered as a whole, tokenized as one text, and split where the assistant speaks (R31).
 """
 
 from __future__ import annotations
 
+import dataclasses
+import functools
 import itertools
+import os.path
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from tuning.models.tokenizer import control_ids, turn_end
+from tuning.agents.template import Template
+from tuning.models.tokenizer import control_ids, is_marked, turn_end
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
 
-_MARKERS = re.compile(r"\{%-?\s*generation\s*-?%\}")
-
 Messages = Sequence[Mapping[str, Any]]
+Span = tuple[int, int]
+"""Where a stretch of a text starts, and where it stops."""
 
 
 class ConversationError(ValueError):
-    """A conversation whose assistant turns cannot be located in the rendered text."""
+    """A conversation with a turn of the assistant that the template does not write, or not in one place."""
 
 
-def render_prompt(
-    tokenizer: PreTrainedTokenizerFast, messages: Messages, tools: Sequence[Mapping[str, Any]] = ()
-) -> str:
-    """The text of the messages under the chat template, ending in the header of the assistant's turn.
+@dataclasses.dataclass(frozen=True)
+class Sample:
+    """A rendered conversation through the end of its last trained turn."""
 
-    Its ids, without special tokens added, are those of `tuning.models.tokenizer.chat_prompt_ids`.
-    Raises ValueError without a chat template.
+    text: str
+    spans: tuple[Span, ...]
+    """What SFT trains: content, tool calls and the end of the turn (R10, R23), not the headers."""
+    closed: bool
+    """Whether the text ends in the end of a turn; where the template writes none, it is added to the tokens."""
+
+
+class NoPrefix(ConversationError):
+    """A turn that the template writes otherwise when more messages follow."""
+
+
+def sample(template: Template, messages: Messages, every: bool = True) -> Sample:
+    """The rendering of the messages; `every`: SFT trains each turn of the assistant, not only the last.
+
+    A template with `{% generation %}` marks says which stretches these are. Otherwise a turn is the text that it adds
+    to the text before it, which ends in the generation prompt.
+
+    Raises NoPrefix where an earlier turn is written otherwise when more messages follow (Qwen 3 drops its thoughts):
+    each turn is a sample of its own then. Raises ConversationError where a turn is not written in full, and
+    TemplateRefused where the template refuses messages or leaves one out.
     """
-    if not tokenizer.chat_template:
-        raise ValueError("the tokenizer has no chat_template; set tokenizer.chat_template before encoding chats")
-    text: Any = tokenizer.apply_chat_template(
-        [dict(m) for m in messages],
-        tools=[dict(t) for t in tools] or None,
-        add_generation_prompt=True,
-        tokenize=False,
-    )
-    return str(text)
+    turns = template.fitted(messages)
+    while turns and turns[-1]["role"] != "assistant":
+        turns.pop()
+    if not turns:
+        raise ConversationError("there is no turn of the assistant")
+    text = template.checked(turns)
+    places = [i for i, turn in enumerate(turns, start=1) if turn["role"] == "assistant"][0 if every else -1 :]
+    spans = _marked(template, turns, places) if is_marked(template.tokenizer) else []
+    if not spans:
+        whole, span = _last_turn(template, turns, text)
+        spans = [span]
+        for place in places[:-1]:
+            earlier, span = _last_turn(template, turns[:place], template.write(turns[:place]))
+            if not whole.startswith(earlier):
+                raise NoPrefix(f"the chat template writes message {place} otherwise when more messages follow")
+            spans.insert(-1, span)
+        text = whole
+    last = spans[-1][1]
+    closed = any(found.end() == last for found in _control(template.tokenizer).finditer(text))
+    return Sample(text[:last], tuple(spans), closed)
 
 
-def conversation_ids(
-    tokenizer: PreTrainedTokenizerFast, messages: Messages, tools: Sequence[Mapping[str, Any]] = ()
-) -> tuple[list[int], list[int]]:
-    """Token ids up to the end of the last assistant turn, and their mask: 1 where SFT trains, else 0.
-
-    SFT trains the tokens that the assistant generates in each of its turns: content, tool calls and the end-of-turn
-    token (R10, R23). It does not train headers, which the template writes. A template with `{% generation %}` marks
-    says itself which tokens these are. Otherwise a turn is the text that it adds after the header of its turn.
-
-    Raises ConversationError where a turn changes the text before it, or there is no assistant turn.
-    """
-    turns: Any = [dict(m) for m in messages]
-    functions: Any = [dict(t) for t in tools] or None
-    if _MARKERS.search(str(tokenizer.chat_template)):
-        marked: Any = tokenizer.apply_chat_template(
-            turns, tools=functions, tokenize=True, return_dict=True, return_assistant_tokens_mask=True
+def _last_turn(template: Template, turns: Messages, text: str) -> tuple[str, Span]:
+    """The text, with a thought that the template drops from the last turn, and the span of that turn."""
+    opened, content = template.write(turns[:-1], header=True), str(turns[-1].get("content") or "")
+    before = _before(opened, text)
+    if before is None:
+        raise ConversationError(
+            f"the chat template writes the text before message {len(turns)} otherwise when the message follows"
         )
-        ids, mask = list(marked["input_ids"]), list(marked["assistant_masks"])
-    else:
-        ids, mask = _by_prefixes(tokenizer, turns, functions)
-    if 1 not in mask:
-        raise ConversationError("the chat template renders no turn of the assistant")
-    return _with_ends(tokenizer, ids, mask)
+    said, end = _turn(template.tokenizer, text[len(before) :])
+    began = opened.rstrip().endswith("<think>")
+    if _squeezed(content) not in ("<think>" if began and before == opened else "") + _squeezed(said):
+        answer = content.rpartition("</think>")[2].strip()
+        if "</think>" not in content or not answer or not said.rstrip().endswith(answer):
+            raise ConversationError(f"the chat template does not write all of message {len(turns)} (role assistant)")
+        # As it is sampled: after the generation prompt, which may have opened the thought.
+        before, said = opened, (content.partition("<think>")[2].lstrip("\n") if began else content).rstrip()
+    return before + said + end, (len(before), len(before + said + end))
+
+
+def _before(opened: str, text: str) -> str | None:
+    """What a text has of the generation prompt and all before it; None where it begins otherwise.
+
+    A generation prompt may open a thought (DeepSeek R1) that the template does not write into an answer without one.
+    """
+    bare = opened[: opened.rfind("<think>")]
+    return next((before for before in (opened, bare) if before and text.startswith(before)), None)
+
+
+def _squeezed(text: str) -> str:
+    """The text without white space, which templates trim and add."""
+    return "".join(text.split())
+
+
+def _turn(tokenizer: PreTrainedTokenizerFast, turn: str) -> tuple[str, str]:
+    """(what the assistant says, the end of the turn) of a rendered turn; nothing is sampled after the end.
+
+    Where the turn ends in several control tokens it is the one of `turn_end`, else the last; empty where it has none.
+    """
+    ends: list[re.Match[str]] = []
+    for found in reversed(list(_control(tokenizer).finditer(turn))):
+        if turn[found.end() : ends[-1].start() if ends else None].strip():
+            break
+        ends.append(found)
+    stop = _end_text(tokenizer)
+    end = next((end for end in reversed(ends) if end.group() == stop), ends[0] if ends else None)
+    return (turn[: end.start()], turn[end.start() : end.end()]) if end else (turn, "")
+
+
+def _marked(template: Template, turns: Messages, places: Sequence[int]) -> list[Span]:
+    """The stretches that the template marks in the turns at `places` (from 1), each with the end of its turn.
+
+    Marks usually leave out the end, and some take in the header. No stretches where the template drops a thought.
+    """
+    text, spans = template.marked(turns)
+    if _squeezed(str(turns[-1].get("content") or "")) not in _squeezed(text):
+        return []
+    if len(places) == 1:
+        # Marks of earlier turns are before the text that the last one adds.
+        shared = len(os.path.commonprefix([template.write(turns[:-1]), text]))
+        spans = [span for span in spans if span[0] >= shared]
+    if not spans:
+        raise ConversationError("the chat template marks no turn of the assistant")
+    headers = [len(_before(template.write(turns[: place - 1], header=True), text) or "") for place in places]
+    stop, whole = _end_text(template.tokenizer), []
+    for start, end in spans:
+        start = next((header for header in headers if start < header < end), start)
+        said, ended = _turn(template.tokenizer, text[start:end])
+        more = len(stop) if not ended and text.startswith(stop, end) else 0
+        whole.append((start, start + len(said + ended) + more))
+    return whole
+
+
+@functools.lru_cache(maxsize=8)
+def _control(tokenizer: PreTrainedTokenizerFast) -> re.Pattern[str]:
+    """A pattern of the control tokens' texts."""
+    texts = [re.escape(str(tokenizer.convert_ids_to_tokens(i))) for i in control_ids(tokenizer)]
+    return re.compile("|".join(sorted(texts, key=len, reverse=True)) or r"(?!)")
+
+
+def _end_text(tokenizer: PreTrainedTokenizerFast) -> str:
+    end = turn_end(tokenizer)
+    return "" if end is None else str(tokenizer.convert_ids_to_tokens(end))
+
+
+def tokenized(tokenizer: PreTrainedTokenizerFast, samples: Sequence[Sample]) -> list[tuple[list[int], list[int]]]:
+    """Token ids of each sample, and their mask: 1 where SFT trains, else 0.
+
+    A token across the border of a header and a turn counts as the turn's.
+    Raises ValueError for a template that writes no end of a turn, with a tokenizer that has no EOS.
+    """
+    encodings = tokenizer.backend_tokenizer.encode_batch([one.text for one in samples], add_special_tokens=False)
+    control, end = control_ids(tokenizer), turn_end(tokenizer)
+    found = []
+    for one, encoding in zip(samples, encodings, strict=True):
+        ids, mask = list(encoding.ids), [0] * len(encoding.ids)
+        for start, stop in one.spans:
+            first, last = (_token(encoding, places) for places in (range(start, stop), range(stop - 1, start - 1, -1)))
+            if first is None or last is None:
+                continue
+            # A control token that takes in the white space after it (Phi 3) belongs to the header.
+            first += ids[first] in control and encoding.token_to_chars(first)[0] < start
+            mask[first : last + 1] = [1] * (last + 1 - first)
+        if not one.closed:
+            if end is None:
+                raise ValueError("the tokenizer has no eos_token; set tokenizer.eos_token before encoding completions")
+            ids, mask = [*ids, end], [*mask, 1]
+        found.append((ids, mask))
+    return found
+
+
+def _token(encoding: Any, places: range) -> int | None:
+    """The token of the first of these characters that has one."""
+    return next((token for place in places if (token := encoding.char_to_token(place)) is not None), None)
 
 
 def contexts(prompt: Sequence[int], completion: Sequence[int], mask: Sequence[int] | None) -> Iterator[tuple[int, ...]]:
@@ -77,73 +201,3 @@ def contexts(prompt: Sequence[int], completion: Sequence[int], mask: Sequence[in
     for i, (before, now) in enumerate(itertools.pairwise(mask or ()), start=1):
         if now > before:
             yield (*prompt, *completion[:i])
-
-
-def _by_prefixes(tokenizer: PreTrainedTokenizerFast, turns: list[Any], tools: Any) -> tuple[list[int], list[int]]:
-    """Ids and mask of the full text, from the texts before and after each assistant turn."""
-
-    def render(count: int, header: bool = False) -> str:
-        text: Any = tokenizer.apply_chat_template(
-            turns[:count], tools=tools, tokenize=False, add_generation_prompt=header
-        )
-        return str(text)
-
-    full = render(len(turns))
-    encoded: Any = tokenizer(full, add_special_tokens=False, return_offsets_mapping=True)
-    ids, offsets = list(encoded["input_ids"]), encoded["offset_mapping"]
-    mask = [0] * len(ids)
-    for number, turn in enumerate(turns):
-        if turn["role"] != "assistant":
-            continue
-        # A template may depend on later messages ("is this the last turn?"). Then prefixes differ from the full text.
-        before, after = render(number, header=True), render(number + 1)
-        if not (full.startswith(before) and full.startswith(after)):
-            which = "before" if not full.startswith(before) else "up to the end of"
-            raise ConversationError(
-                f"the chat template writes the text {which} message {number + 1} otherwise when more messages follow, "
-                "so the turn has no certain place: use a template with {% generation %} marks, or one record a turn"
-            )
-        # Offsets are [start, stop) in characters. A token across the border of header and turn counts as the turn's.
-        first = next(i for i, (_, stop) in enumerate(offsets) if stop > len(before))
-        end = next((i for i, (start, _) in enumerate(offsets) if start >= len(after)), len(ids))
-        texts = [full[start:stop] for start, stop in offsets[first:end]]
-        end = first + _turn_length(tokenizer, ids[first:end], texts)
-        mask[first:end] = [1] * (end - first)
-    return ids, mask
-
-
-def _turn_length(tokenizer: PreTrainedTokenizerFast, ids: Sequence[int], texts: Sequence[str]) -> int:
-    """How many tokens of a rendered turn the assistant generates: all through its end; behind it nothing is sampled.
-
-    Where the turn ends in several control tokens it is the one of `turn_end`, else the last; all where it has none.
-    """
-    control, ends = control_ids(tokenizer), []
-    for i in range(len(ids) - 1, -1, -1):
-        if ids[i] in control:
-            ends.append(i)
-        elif texts[i].strip():
-            break
-    stop = turn_end(tokenizer)
-    return next((i for i in reversed(ends) if ids[i] == stop), ends[0] if ends else len(ids) - 1) + 1
-
-
-def _with_ends(tokenizer: PreTrainedTokenizerFast, ids: list[int], mask: list[int]) -> tuple[list[int], list[int]]:
-    """Adds the end-of-turn token behind each turn to the mask, and cuts all tokens after the last turn."""
-    control, stop = control_ids(tokenizer), turn_end(tokenizer)
-    # A mark usually closes before the end-of-turn token, which the model has to learn as well.
-    for end in _run_ends(mask):
-        if ids[end - 1] in control:
-            continue
-        # Another control token would be the header of the next turn.
-        if end < len(ids) and ids[end] == stop:
-            mask[end] = 1
-        elif 1 not in mask[end:] and stop is not None:
-            # The template writes no end of turn: the last one gets the token that stops generation.
-            ids, mask = [*ids[:end], stop], [*mask[:end], 1]
-    last = len(mask) - mask[::-1].index(1)
-    return ids[:last], mask[:last]
-
-
-def _run_ends(mask: Sequence[int]) -> Iterator[int]:
-    """The position after each run of ones; listed before the caller changes the mask."""
-    return iter([i + 1 for i, m in enumerate(mask) if m and not any(mask[i + 1 : i + 2])])

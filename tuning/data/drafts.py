@@ -2,34 +2,42 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import re
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
-from jinja2 import TemplateError
-
+from tuning.agents.template import Template
 from tuning.data.blocks import Block, Counts, Draft, Plan, Step, tokenizer_of
-from tuning.data.conversations import ConversationError, conversation_ids, render_prompt
+from tuning.data.conversations import NoPrefix, sample, tokenized
 from tuning.data.kinds import canonical_json, digest
-from tuning.data.records import Message, Record
-from tuning.models.tokenizer import begins_with_bos, turn_end
+from tuning.data.messages import Message, spoken, text_of
+from tuning.data.records import Record
+from tuning.models.tokenizer import begins_with_bos, control_ids
 
 
 def render(plan: Plan) -> Step:
-    """Rows of each output, with the text of prompts under the chat template; conversations are tokenised here too."""
+    """Rows of each output, with their texts under the chat template."""
     tokenizer = tokenizer_of(plan.tokenizer)
+
+    @functools.lru_cache(maxsize=256)
+    def template(tools: str, options: str) -> Template:
+        return Template(tokenizer, json.loads(tools), options=json.loads(options))
 
     def step(block: Block) -> Counts:
         bad = {}
         for entry in block.alive():
+            record = entry.record
             try:
                 for output in entry.outputs:
-                    entry.drafts += drafts_of(tokenizer, plan, output, entry.record)
-            except (TemplateError, ConversationError, TypeError, AttributeError, LookupError) as error:
-                where = f"{block.part.label}, record {entry.number}"
-                bad[entry.position] = f"{where}: the chat template refuses the messages ({error})"
+                    mine = None
+                    if record.text is None:
+                        mine = template(json.dumps(record.tools), json.dumps(record.chat_template_kwargs))
+                    entry.drafts += drafts_of(mine, plan, output, record)
+            except ValueError as error:  # of the conversation, of the template, or of a tool's schema
+                bad[entry.position] = f"{block.part.label}, record {entry.number}, field `{record.field}`: {error}"
         block.bury(bad, "render")
         return {"dead": len(bad), "rows": sum(len(entry.drafts) for entry in block.entries)}
 
@@ -42,54 +50,68 @@ def _messages(plan: Plan, turns: Sequence[Message]) -> list[Message]:
     return list(turns) if own else [{"role": "system", "content": plan.system_prompt}, *turns]
 
 
-def drafts_of(tokenizer: Any, plan: Plan, output: str, record: Record) -> list[Draft]:
-    """Drafts of a record's rows in one output: one row, or for pairs one row per rejected completion."""
+def drafts_of(template: Template | None, plan: Plan, output: str, record: Record) -> list[Draft]:
+    """Drafts of a record's rows in one output: one row, or for pairs one row per rejected completion.
+
+    `template`: None for a document.
+    """
     columns: dict[str, Any] = {"id": record.id, "prompt": record.prompt_text}
-    if record.text is not None:
-        texts = {"prompt_ids": "", "completion_ids": record.text}
+    if template is None:
+        texts = {"prompt_ids": "", "completion_ids": record.text or ""}
         return [Draft(output, record.content, columns | {"completion": record.text}, texts)]
-    if output in ("sft", "heldout_sft") and record.conversation is not None:
-        return [_conversation(tokenizer, plan, output, record, columns)]
-    texts = {"prompt_ids": render_prompt(tokenizer, _messages(plan, record.prompt), record.tools)}
     if output in ("sft", "heldout_sft", "labelled", "heldout_labelled"):
-        columns |= {"completion": record.completion, "label": record.label}
-        return [Draft(output, record.content, columns, texts | {"completion_ids": record.completion or ""})]
+        return _imitated(template, plan, output, record, columns)
     if output in ("preference", "heldout_preference"):
-        return _pairs(output, record, columns, texts)
+        return _pairs(template, plan, output, record, columns)
     # Several pairs of one prompt are one prompt to sample from, so completions are not part of the key. Metadata are,
     # where a reward may read its tests; those of a pair or a label are of its completions.
     judged = bool(record.rejected) or record.label is not None
-    known = [record.prompt, record.answer, record.tools, None if judged else record.metadata]
-    key = digest(json.dumps(known, sort_keys=True))
+    known: list[Any] = [record.prompt, record.answer, record.tools, None if judged else record.metadata]
+    known += [record.chat_template_kwargs] if record.chat_template_kwargs else []
+    prompt = template.checked(template.fitted(_messages(plan, record.prompt)), header=True)
     metadata = record.metadata
-    opened = _OPENED_TAG.search(texts["prompt_ids"])
-    if opened and opened[0].strip() not in {t.content for t in tokenizer.added_tokens_decoder.values() if t.special}:
+    opened = _OPENED_TAG.search(prompt)
+    control = {str(template.tokenizer.convert_ids_to_tokens(index)) for index in control_ids(template.tokenizer)}
+    if opened and opened[0].strip() not in control:
         # Rewards read completions alone: they have to know that a completion begins within a tag.
         metadata = canonical_json({**json.loads(metadata), "opened_tag": opened[1]})
     columns |= {"answer": record.answer, "metadata": metadata, "group": record.group}
-    return [Draft(output, key, columns, texts)]
+    return [Draft(output, digest(json.dumps(known, sort_keys=True)), columns, {"prompt_ids": prompt})]
 
 
-def _conversation(tokenizer: Any, plan: Plan, output: str, record: Record, columns: dict[str, Any]) -> Draft:
-    """A conversation for SFT. Its prompt ends before the first trained token; later headers are masked."""
-    assert record.conversation is not None
-    ids, mask = conversation_ids(tokenizer, _messages(plan, record.conversation), record.tools)
-    first = mask.index(1)
-    # Ids, not texts: the mask belongs to the tokens of the rendered conversation.
-    parts = {"prompt_ids": ids[:first], "completion_ids": ids[first:]}
-    return Draft(output, record.content, columns | {"completion": record.completion}, ids=parts, mask=mask[first:])
+def _imitated(template: Template, plan: Plan, output: str, record: Record, columns: dict[str, Any]) -> list[Draft]:
+    """A draft of a completion or a conversation; one for each turn where no single text has all of them."""
+    columns |= {"completion": record.completion, "label": record.label}
+    every = record.conversation is not None and output in ("sft", "heldout_sft")
+    turns = record.conversation if every and record.conversation else (*record.prompt, record.answers[0])
+    try:
+        whole = sample(template, _messages(plan, turns), every)
+        return [Draft(output, record.content, columns, samples={"completion_ids": whole})]
+    except NoPrefix:
+        pass
+    drafts: list[Draft] = []
+    for i, turn in enumerate(turns):
+        if turn["role"] == "assistant":
+            one = sample(template, _messages(plan, turns[: i + 1]), every=False)
+            name = {"id": f"{record.id}/{len(drafts)}", "prompt": text_of(turns[:i]), "completion": spoken(turn)}
+            key = f"{record.content}/{len(drafts)}"
+            drafts.append(Draft(output, key, columns | name, samples={"completion_ids": one}))
+    return drafts
 
 
-def _pairs(output: str, record: Record, columns: dict[str, Any], texts: dict[str, str]) -> list[Draft]:
+def _pairs(template: Template, plan: Plan, output: str, record: Record, columns: dict[str, Any]) -> list[Draft]:
     """A draft for each rejected completion."""
     columns = columns | {"chosen": record.completion, "margin": record.margin}
-    texts = texts | {"chosen_ids": record.completion or ""}
+    chosen, *others = (
+        sample(template, [*_messages(plan, record.prompt), answer], every=False) for answer in record.answers
+    )
     drafts = []
-    for i, rejected in enumerate(record.rejected):
+    for i, (rejected, other) in enumerate(zip(record.rejected, others, strict=True)):
         # Ids stay unique where one record gives several rows.
         name = record.id if len(record.rejected) == 1 else f"{record.id}/{i}"
         mine = columns | {"id": name, "rejected": rejected}
-        drafts.append(Draft(output, f"{record.content}/{i}", mine, texts | {"rejected_ids": rejected}))
+        samples = {"chosen_ids": chosen, "rejected_ids": other}
+        drafts.append(Draft(output, f"{record.content}/{i}", mine, samples=samples))
     return drafts
 
 
@@ -105,32 +127,50 @@ def tokenize(plan: Plan) -> Step:
     Completions end with the end of the assistant's turn (R23), documents with EOS.
     """
     tokenizer = tokenizer_of(plan.tokenizer)
-    end: Any = turn_end(tokenizer)
     eos = tokenizer.eos_token_id
     before = [tokenizer.bos_token_id] if begins_with_bos(tokenizer) else []
 
     def step(block: Block) -> Counts:
         drafts = [draft for entry in block.alive() for draft in entry.drafts]
-        # Each distinct text is encoded once: the drafts of a record share its prompt.
-        texts = list(dict.fromkeys(text for draft in drafts for text in draft.texts.values()))
-        if texts and (end is None or eos is None):
-            raise ValueError("the tokenizer has no eos_token; set tokenizer.eos_token before encoding completions")
-        ids = _encoded(tokenizer, texts)
+        # Each distinct text is encoded once.
+        ids = _encoded(tokenizer, list(dict.fromkeys(text for draft in drafts for text in draft.texts.values())))
+        samples = list(dict.fromkeys(one for draft in drafts for one in draft.samples.values()))
+        split = {
+            one: pair
+            for start in range(0, len(samples), _BATCH)
+            for one, pair in zip(
+                samples[start : start + _BATCH], tokenized(tokenizer, samples[start : start + _BATCH]), strict=True
+            )
+        }
         tokens = 0
         for draft in drafts:
-            # A document has no prompt, and no turn that could end.
-            last = end if draft.texts.get("prompt_ids", "template") else eos
-            for name, text in draft.texts.items():
-                # The template has ended the prompt; a completion is bare text and gets its end here.
-                draft.ids[name] = ids[text] if name == "prompt_ids" else [*ids[text], last]
-            tokens += sum(map(len, draft.ids.values()))
-            if not draft.ids["prompt_ids"]:
+            draft.ids = {name: ids[text] for name, text in draft.texts.items()}
+            if draft.samples:
+                _split(draft, {name: split[one] for name, one in draft.samples.items()})
+            elif "completion_ids" in draft.ids:
+                if eos is None:
+                    raise ValueError(
+                        "the tokenizer has no eos_token; set tokenizer.eos_token before encoding documents"
+                    )
                 # Without a BOS a document's first token has no context to be predicted from: it is the prompt.
-                document = [*before, *draft.ids["completion_ids"]]
+                document = [*before, *draft.ids["completion_ids"], eos]
                 draft.ids |= {"prompt_ids": document[:1], "completion_ids": document[1:]}
+            tokens += sum(map(len, draft.ids.values()))
         return {"tokens": tokens}
 
     return step
+
+
+def _split(draft: Draft, parts: Mapping[str, tuple[list[int], list[int]]]) -> None:
+    """Token ids of the prompt and of what follows it; a pair has one prompt, which ends where its answers differ."""
+    first = min(mask.index(1) for _, mask in parts.values())
+    while len({tuple(ids[:first]) for ids, _ in parts.values()}) > 1:
+        # The first token of an answer took in the end of the header.
+        first -= 1
+    for name, (ids, mask) in parts.items():
+        draft.ids |= {"prompt_ids": ids[:first], name: ids[first:]}
+        if "completion_ids" in parts and 0 in mask[first:]:
+            draft.mask = mask[first:]
 
 
 def _encoded(tokenizer: Any, texts: Sequence[str]) -> dict[str, list[int]]:

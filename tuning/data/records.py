@@ -10,6 +10,7 @@ A raw record is a JSON object. A number as `id`, `answer` or `group` is its JSON
     answer      str or number, optional: what a verifier compares with.
     margin      float, optional: how much better `completion` is than `rejected`.
     tools       list of objects, optional: the functions that the chat template tells the assistant about.
+    chat_template_kwargs  object, optional: values that the chat template reads, such as {"enable_thinking": false}.
     split       "sft" | "preference" | "labelled" | "prompts" | "heldout", optional: the only one to use the record.
     group       str or number, optional: training and held-out share no group. Default: by `opening`.
     metadata    object, optional: passed through to rewards and reports.
@@ -20,8 +21,9 @@ Other tools' layouts are translated first (`tuning.data.layouts`). Those of TRL 
 `chosen` and `rejected` as complete conversations without `prompt`.
 
 Of `messages` that end with the assistant's turn, SFT trains every turn of the assistant; the last one is the completion
-everywhere else. A message has `role` and `content`, an assistant's optionally `tool_calls` (and then no content), a
-tool's `name` and `tool_call_id`.
+everywhere else. A message has `role` and `content` (text, or a list of its parts), an assistant's optionally
+`tool_calls` (and then no content), a tool's `name` and `tool_call_id`. Arguments of calls are objects or their JSON
+text; `messages` and `tools` may be JSON text as a whole.
 """
 
 from __future__ import annotations
@@ -34,35 +36,17 @@ from typing import Any
 from tuning.data import layouts
 from tuning.data.fields import Mapper
 from tuning.data.kinds import canonical_json, comparable, digest, is_finite, is_list_of_objects, kind_of, opening
+from tuning.data.messages import Message, MessageParser, RecordError, spoken, text_of
 from tuning.names import closest
 from tuning.rows import PROMPT_GROUP
 from tuning.texts import normal
 
 SPLITS = ("sft", "preference", "labelled", "prompts", "heldout")
-ROLES = ("system", "user", "assistant", "tool")
 FIELDS = (
     *("id", "prompt", "completion", "rejected", "label", "answer", "margin", "tools", "split", "group", "metadata"),
-    "text",
+    *("text", "chat_template_kwargs"),
 )
 ALIASES = ("messages", "chosen")
-OPTIONAL = {"assistant": {"tool_calls"}, "tool": {"name", "tool_call_id"}}
-"""Keys that messages of a role may have beside `role` and `content`."""
-
-Message = dict[str, Any]
-
-
-class RecordError(ValueError):
-    """A record that does not fit the layout. The message names the record, the field and the expected value."""
-
-    def __init__(self, source: str, number: int, field: str, expected: str, got: str, id: str | None = None) -> None:
-        name = f" (id {id!r})" if id is not None else ""
-        super().__init__(f"{source}, record {number}{name}, field `{field}`: expected {expected}, got {got}")
-        self.number, self.field = number, field
-        self._arguments = (source, number, field, expected, got, id)
-
-    def __reduce__(self) -> Any:
-        # An exception is pickled with `args`, which is the message alone, and Beam moves errors between processes.
-        return type(self), self._arguments
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -84,6 +68,11 @@ class Record:
     split: str | None = None
     metadata: str = "{}"
     """Canonical JSON."""
+    answers: tuple[Message, ...] = ()
+    """The completion and the rejected completions as messages."""
+    chat_template_kwargs: dict[str, Any] = dataclasses.field(default_factory=dict)
+    field: str = "prompt"
+    """The field that its turns came from."""
     text: str | None = None
     """A document; such a record has no prompt and no completion."""
     layout: str = "native"
@@ -97,9 +86,7 @@ class Record:
 
         Empty for a document.
         """
-        if len(self.prompt) == 1 and self.prompt[0]["role"] == "user":
-            return self.prompt[0]["content"]
-        return "\n".join(f"{message['role']}: {message['content']}" for message in self.prompt)
+        return text_of(self.prompt)
 
 
 def usable(record: Record) -> list[str]:
@@ -165,23 +152,19 @@ def parse_record(
         raise parser.error("(record)", "less nesting", "values nested too deep") from None
 
 
-class _Parser:
-    """The checks of one record; holds the source, number and id that errors name."""
-
-    def __init__(self, source: str, number: int, id: Any) -> None:
-        self.source, self.number, self.id = source, number, id if isinstance(id, str) else None
-
-    def error(self, field: str, expected: str, got: str) -> RecordError:
-        return RecordError(self.source, self.number, field, expected, got, self.id)
+class _Parser(MessageParser):
+    """The checks of one record."""
 
     def parse(self, raw: Mapping[str, Any], extra: str, layout: str) -> Record:
         values = {name: value for name, value in raw.items() if value is not None}
         metadata = self.metadata(values, extra)
         document = self.document(values)
-        prompt, completion, rejected = self.turns(values) if document is None else ([], None, [])
+        prompt, answers = self.turns(values) if document is None else ([], [])
+        texts = [spoken(answer) for answer in answers]
+        completion, rejected = (texts[0] if texts else None), texts[1:]
         conversation = self.conversation(values)
         label = self.label(values, completion, rejected)
-        tools = self.tools(values)
+        tools, options = self.tools(values), self.options(values)
         margin = self.margin(values)
         split = self.split(values, document)
         if split is not None:
@@ -200,6 +183,7 @@ class _Parser:
             "split": split,
             "group": self.optional_text("group", values),
             "metadata": metadata,
+            "chat_template_kwargs": options or None,
         }
         text = self.canonical(content)
         beginning: Any = [comparable(m) for m in opening(prompt)] if document is None else normal(document)
@@ -213,6 +197,9 @@ class _Parser:
             label=label,
             conversation=None if conversation is None else tuple(conversation),
             tools=tuple(tools),
+            answers=tuple(answers),
+            chat_template_kwargs=options,
+            field="messages" if "messages" in values else "prompt",
             answer=content["answer"],
             margin=margin,
             split=split,
@@ -251,12 +238,6 @@ class _Parser:
         if completion is None or rejected:
             raise self.error("label", "a completion and no `rejected` beside it", "rejected" if rejected else "neither")
         return label
-
-    def tools(self, values: Mapping[str, Any]) -> list[dict[str, Any]]:
-        tools = values.get("tools", [])
-        if tools and not is_list_of_objects(tools):
-            raise self.error("tools", "a list of objects", kind_of(tools))
-        return list(tools)
 
     def margin(self, values: Mapping[str, Any]) -> float | None:
         margin = values.get("margin")
@@ -308,8 +289,8 @@ class _Parser:
             raise self.error("text", expected, kind_of(values["text"]))
         return self.text("text", values["text"])
 
-    def turns(self, values: dict[str, Any]) -> tuple[list[Message], str | None, list[str]]:
-        """Prompt, completion and rejected completions, from any of the layouts of the module's docstring."""
+    def turns(self, values: dict[str, Any]) -> tuple[list[Message], list[Message]]:
+        """The prompt, and the completion with the rejected ones, from any of the layouts of the module's docstring."""
         if "chosen" in values and "completion" in values:
             raise self.error("chosen", "either `chosen` or `completion`", "both")
         chosen_name = "chosen" if "chosen" in values else "completion"
@@ -317,11 +298,10 @@ class _Parser:
         if "messages" in values:
             if "prompt" in values or chosen is not None or rejected is not None:
                 raise self.error("messages", "no prompt, completion, chosen or rejected beside it", "both")
-            messages = self.messages("messages", values["messages"])
+            messages = self.messages("messages", self.from_json("messages", values["messages"]))
             if messages[-1]["role"] != "assistant":
-                return self.prompt("messages", messages), None, []
-            last = messages[-1]
-            return self.prompt("messages", messages[:-1]), last["content"] or canonical_json(last["tool_calls"]), []
+                return self.prompt("messages", messages), []
+            return self.prompt("messages", messages[:-1]), messages[-1:]
         if "prompt" not in values and is_list_of_objects(chosen) and is_list_of_objects(rejected):
             chosen, rejected = self.messages(chosen_name, chosen), self.messages("rejected", rejected)
             if chosen[:-1] != rejected[:-1]:
@@ -331,24 +311,24 @@ class _Parser:
             raise self.error("prompt", "a string or a list of messages", "nothing")
 
         prompt = self.prompt("prompt", values["prompt"])
-        completion = None if chosen is None else self.completion(chosen_name, chosen)
+        answers = [] if chosen is None else [self.answer(chosen_name, chosen)]
         if rejected is None:
-            return prompt, completion, []
-        if completion is None:
+            return prompt, answers
+        if not answers:
             raise self.error("completion", "the preferred answer, since `rejected` is given", "nothing")
         single = isinstance(rejected, str) or is_list_of_objects(rejected)
         if not single and not isinstance(rejected, list):
             raise self.error("rejected", "a string or a list of strings", kind_of(rejected))
-        losers = [self.completion("rejected", loser) for loser in ([rejected] if single else rejected)]
-        if completion in losers or len(set(losers)) < len(losers):
+        answers += [self.answer("rejected", loser) for loser in ([rejected] if single else rejected)]
+        if len(set(map(spoken, answers))) < len(answers):
             raise self.error("rejected", "answers that differ from the completion and from each other", "equal ones")
-        return prompt, completion, losers
+        return prompt, answers
 
     def conversation(self, values: dict[str, Any]) -> list[Message] | None:
         """The turns of `messages`, where SFT trains more than the last one's text; else None."""
         if "messages" not in values:
             return None
-        messages = self.messages("messages", values["messages"])
+        messages = self.messages("messages", self.from_json("messages", values["messages"]))
         if messages[-1]["role"] != "assistant":
             return None
         if next(m["role"] for m in messages if m["role"] != "system") == "assistant":
@@ -356,54 +336,8 @@ class _Parser:
         earlier = any(m["role"] == "assistant" for m in messages[:-1])
         return messages if earlier or "tool_calls" in messages[-1] else None
 
-    def prompt(self, field: str, value: Any) -> list[Message]:
-        if isinstance(value, str):
-            return [{"role": "user", "content": self.text(field, value)}]
-        messages = self.messages(field, value)
-        if messages[-1]["role"] not in ("user", "tool"):
-            raise self.error(field, "the last message before the assistant's turn to be a user's", messages[-1]["role"])
-        return messages
-
-    def messages(self, field: str, value: Any) -> list[Message]:
-        if not is_list_of_objects(value):
-            raise self.error(field, "a string or a non-empty list of messages", kind_of(value))
-        messages: list[Message] = []
-        for message in value:
-            kept = {name: item for name, item in message.items() if item is not None}
-            calls = kept.get("tool_calls")
-            if calls is not None and not is_list_of_objects(calls):
-                raise self.error(f"{field}.tool_calls", "a non-empty list of objects", kind_of(calls))
-            if calls is not None and not kept.get("content"):
-                kept["content"] = ""
-            more = OPTIONAL.get(str(kept.get("role")), set())
-            if set(kept) - more != {"role", "content"}:
-                raise self.error(field, "messages of exactly `role` and `content`", f"one with {sorted(kept)}")
-            if kept["role"] not in ROLES:
-                raise self.error(field, f"a role out of {', '.join(ROLES)}", kind_of(kept["role"]))
-            if calls is None or kept["content"]:
-                kept["content"] = self.text(f"{field}.content", kept["content"])
-            messages.append(kept)
-        return messages
-
-    def completion(self, field: str, value: Any) -> str:
-        if is_list_of_objects(value):
-            messages = self.messages(field, value)
-            if len(messages) != 1 or messages[0]["role"] != "assistant":
-                raise self.error(field, "a string or one assistant message", f"{len(messages)} messages")
-            return messages[0]["content"]
-        return self.text(field, value)
-
     def optional_text(self, field: str, values: dict[str, Any]) -> str | None:
         """The text of a field that may be a number, which is its JSON text. No other field converts."""
         if (value := values.get(field)) is None:
             return None
         return self.text(field, json.dumps(value) if is_finite(value) else value, "a non-empty string or a number")
-
-    def text(self, field: str, value: Any, expected: str = "a non-empty string") -> str:
-        if not isinstance(value, str) or not value.strip():
-            raise self.error(field, expected, kind_of(value))
-        try:
-            value.encode()
-        except UnicodeEncodeError:
-            raise self.error(field, "text in UTF-8", kind_of(value)) from None
-        return value

@@ -173,12 +173,16 @@ def remove_folder(url: str) -> None:
         raise SourceError(f"{url}: {error}") from error
 
 
-@functools.lru_cache(maxsize=8)
 def local_copy(url: str) -> str:
-    """The local path of a file or folder: `url` itself, or a copy that each process downloads once."""
-    if "://" not in url:
-        return url
+    """The local path of a file or folder: `url` itself, or a copy that each process downloads once and removes when it
+    ends."""
+    return _copy(url)[0] if "://" in url else url
+
+
+@functools.cache
+def _copy(url: str) -> tuple[str, tempfile.TemporaryDirectory[str]]:
     fs, path = filesystem(url)
-    target = f"{tempfile.mkdtemp(prefix='rlhf-')}/{path.rstrip('/').rsplit('/', 1)[-1]}"
+    folder = tempfile.TemporaryDirectory(prefix="rlhf-copy-", ignore_cleanup_errors=True)
+    target = f"{folder.name}/{path.rstrip('/').rsplit('/', 1)[-1]}"
     again(lambda: fs.get(path, target, recursive=True), url)
-    return target
+    return target, folder

@@ -9,8 +9,11 @@ drops the digit splitting of the "smollm" type, so it is not used.
 
 from __future__ import annotations
 
+import datetime
 import functools
+import inspect
 import json
+import re
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
@@ -151,23 +154,141 @@ def save_tokenizer(tokenizer: PreTrainedTokenizerFast, folder: str | Path) -> No
     config_path.write_text(json.dumps(config, indent=2, sort_keys=True, ensure_ascii=False) + "\n", encoding="utf-8")
 
 
-def chat_prompt_ids(tokenizer: PreTrainedTokenizerFast, messages: Sequence[Mapping[str, str]]) -> list[int]:
-    """Token ids of the messages under the chat template, ending in the header of the assistant's turn.
+CHAT_DATE: Final = "2024-07-26"
+"""The day that chat templates read as today's: Llama's default. `base.chat_date` sets another one."""
+_DATE_KEY: Final = "chat_template_date"
+# Directives of strftime, which templates pass to `strftime_now`.
+_DIRECTIVES: Final = ("-d", "-m", "-y", "-H", "-I", "-M", *"aAwdbBmyYHIpMSfjUWcxXGuV")
 
-    `messages` are {"role", "content"} mappings. Text of a control token inside a message becomes that control token,
-    as the template is tokenized whole; screen untrusted content before.
 
-    Raises ValueError without messages or without a chat template.
+def with_template(
+    tokenizer: PreTrainedTokenizerFast,
+    template: str | None = None,
+    defaults: Mapping[str, Any] | None = None,
+    date: str = CHAT_DATE,
+) -> None:
+    """Give the tokenizer another chat template, values that its template reads by default, and a date.
+
+    `defaults` become part of the template, so that every program that loads the tokenizer renders with them. A value
+    that a caller passes replaces its default.
+
+    Raises ValueError for defaults without a template, and for one that a caller cannot pass.
+    """
+    if template is not None:
+        tokenizer.chat_template = template
+    if defaults:
+        _check_options(tokenizer, defaults)
+        given: Any = tokenizer.chat_template
+        if not given:
+            raise ValueError("the tokenizer has no chat template that could read base.chat_template_kwargs")
+        lines = (
+            f"{{%- if {name} is not defined %}}{{%- set {name} = {_literal(value)} %}}{{%- endif %}}"
+            for name, value in defaults.items()
+        )
+        # The empty expression keeps a line break at the template's beginning, which Jinja removes after a block.
+        prefix = "".join(lines) + "{{ '' }}"
+        named = {name: prefix + text for name, text in given.items()} if isinstance(given, dict) else prefix + given
+        tokenizer.chat_template = named
+    if date != CHAT_DATE:
+        tokenizer.init_kwargs[_DATE_KEY] = date
+
+
+def _literal(value: Any) -> str:
+    return "none" if value is None else json.dumps(value, ensure_ascii=False)
+
+
+def render(
+    tokenizer: PreTrainedTokenizerFast,
+    messages: Sequence[Mapping[str, Any]],
+    tools: Sequence[Mapping[str, Any]] = (),
+    header: bool = False,
+    options: Mapping[str, Any] | None = None,
+) -> str:
+    """The text of the messages under the chat template: the only call of a template in this project (R31).
+
+    `header`: whether the text ends in the header of the assistant's turn. `options`: values that the template reads,
+    such as `enable_thinking`. The template's clock (`strftime_now`) reads the tokenizer's date.
+
+    Raises ValueError without messages, without a chat template, and for an option with a reserved name; what a
+    template raises, such as jinja2.TemplateError, passes.
     """
     if not messages:
         raise ValueError("messages is empty; give at least one message with role and content")
-    if not tokenizer.chat_template:
-        raise ValueError("the tokenizer has no chat_template; set tokenizer.chat_template before encoding chats")
-    # Without return_dict=False, transformers 5 returns a BatchEncoding.
-    ids: Any = tokenizer.apply_chat_template(
-        [dict(message) for message in messages], add_generation_prompt=True, tokenize=True, return_dict=False
+    text: Any = tokenizer.apply_chat_template(
+        [dict(message) for message in messages],
+        tools=[dict(tool) for tool in tools] or None,
+        add_generation_prompt=header,
+        tokenize=False,
+        chat_template=template_of(tokenizer, bool(tools)),
+        **_check_options(tokenizer, options or {}),
     )
-    return [int(index) for index in ids]
+    return str(text)
+
+
+_MARKS: Final = re.compile(r"\{%-?\s*generation\s*-?%\}")
+
+
+def is_marked(tokenizer: PreTrainedTokenizerFast) -> bool:
+    """Whether the chat template marks what the assistant generates, by `{% generation %}`."""
+    return bool(_MARKS.search(str(tokenizer.chat_template)))
+
+
+def marked(
+    tokenizer: PreTrainedTokenizerFast,
+    messages: Sequence[Mapping[str, Any]],
+    tools: Sequence[Mapping[str, Any]] = (),
+    options: Mapping[str, Any] | None = None,
+) -> tuple[str, list[tuple[int, int]]]:
+    """As `render`, with the (start, stop) of each stretch of the text that the template marks."""
+    from transformers.utils.chat_template_utils import render_jinja_template
+
+    texts, spans = render_jinja_template(
+        [[dict(message) for message in messages]],
+        [dict(tool) for tool in tools] or None,
+        chat_template=template_of(tokenizer, bool(tools)),
+        return_assistant_tokens_mask=True,
+        **{**tokenizer.special_tokens_map, **_check_options(tokenizer, options or {})},
+    )
+    return texts[0], [(start, stop) for start, stop in spans[0]]
+
+
+def template_of(tokenizer: PreTrainedTokenizerFast, tools: bool = False) -> str:
+    """The text of the chat template, its clock set to the tokenizer's date. Raises ValueError where there is none."""
+    if not tokenizer.chat_template:
+        raise ValueError("the tokenizer has no chat template; name a file with one in base.chat_template")
+    template: Any = tokenizer.get_chat_template(None, [{}] if tools else None)
+    return _dated(str(template), str(tokenizer.init_kwargs.get(_DATE_KEY, CHAT_DATE)))
+
+
+@functools.lru_cache(maxsize=16)
+def _dated(template: str, date: str) -> str:
+    if "strftime_now" not in template:
+        return template
+    # transformers 5.23 replaces functions among a template's values by text, so the clock is a macro.
+    day = datetime.datetime.fromisoformat(date)
+    steps = "".join(f" | replace('%{code}', {day.strftime('%' + code)!r})" for code in _DIRECTIVES)
+    return f"{{%- macro strftime_now(format) -%}}{{{{ format{steps} }}}}{{%- endmacro %}}{{{{ '' }}}}{template}"
+
+
+def _check_options(tokenizer: PreTrainedTokenizerFast, options: Mapping[str, Any]) -> Mapping[str, Any]:
+    # The names are only read where there are options: this runs once a rendering.
+    reserved = {"messages", *inspect.signature(tokenizer.apply_chat_template).parameters} if options else ()
+    if wrong := [name for name in options if name in reserved or not name.isidentifier()]:
+        raise ValueError(f"chat_template_kwargs: {wrong[0]!r} is not a value that a chat template can be given")
+    return options
+
+
+def chat_prompt_ids(
+    tokenizer: PreTrainedTokenizerFast,
+    messages: Sequence[Mapping[str, Any]],
+    options: Mapping[str, Any] | None = None,
+) -> list[int]:
+    """Token ids of the messages under the chat template, ending in the header of the assistant's turn.
+
+    Text of a control token inside a message becomes that control token, as the template is tokenized whole; screen
+    untrusted content before. Raises as `render` does.
+    """
+    return list(tokenizer.encode(render(tokenizer, messages, (), True, options), add_special_tokens=False))
 
 
 def turn_end(tokenizer: PreTrainedTokenizerFast) -> int | None:
@@ -201,7 +322,7 @@ def _probe_chat(tokenizer: PreTrainedTokenizerFast) -> str | None:
 
     turns = [{"role": "user", "content": "question"}, {"role": "assistant", "content": _PROBE}]
     try:
-        return str(tokenizer.apply_chat_template(turns, tokenize=False))
+        return render(tokenizer, turns)
     except TemplateError:
         return None
 

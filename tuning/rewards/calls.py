@@ -100,10 +100,9 @@ def _texts(function: Any, call: Call) -> tuple[list[list[str]], dict[str, list[s
     """Prompts and completions by position, or by name, as TRL gives them, if parameters are called so."""
     texts = {"prompts": [s.prompt for s in call.samples], "completions": [s.completion for s in call.samples]}
     try:
-        parameters = inspect.signature(function).parameters
+        kinds = {name: p.kind for name, p in inspect.signature(function).parameters.items()}
     except ValueError:
-        parameters = {}
-    kinds = {name: p.kind for name, p in parameters.items()}
+        kinds = {}
     by_position = kinds.get("completions", inspect.Parameter.POSITIONAL_ONLY) is inspect.Parameter.POSITIONAL_ONLY
     if by_position or next(iter(kinds)) not in texts:
         return list(texts.values()), {}

@@ -205,6 +205,7 @@ BUILT_IN: dict[str, RewardFn] = {
 PACKAGES = {
     "exact_match": ("regex",),
     "number_match": ("regex",),
+    "code_passes": ("regex",),
     "reasoning_gym_score": ("reasoning-gym",),
     "math_equal": ("math-verify", "sympy", "latex2sympy2-extended", "regex"),
 }

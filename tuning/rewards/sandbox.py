@@ -112,7 +112,7 @@ def passes_test(code: str, test: str, *, seconds: float, megabytes: int) -> bool
     The code runs in a second sandbox, and answers over pipes (`tuning.rewards.across`).
     """
     script = Path(across.__file__).read_text()
-    limits = {"seconds": seconds, "megabytes": megabytes}
+    limits: dict[str, Any] = {"seconds": seconds, "megabytes": megabytes}
     (asked, ask), (answered, answer) = os.pipe(), os.pipe()
     with contextlib.ExitStack() as stack:
         out = stack.enter_context(tempfile.TemporaryFile())

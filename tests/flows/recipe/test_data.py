@@ -50,8 +50,9 @@ def test_sft_has_all_records_where_no_section_reads_the_rest(recipe, text, fract
 @pytest.mark.parametrize(
     ("text", "verifiers"),
     [
-        ("{}", []),
-        ("rl: {score: {rewards: {n: {function: number_match}, e: {function: exact_match}}}}", ["number_match"]),
+        ("{}", ["exact_match"]),
+        ("rl: {score: {rewards: {n: {function: number_match}, e: {function: exact_match}}}}",
+         ["exact_match", "number_match"]),
         ("{rl: {score: {rewards: {m: {function: math_equal}}}}, evaluate: {judge: number_match}}",
          ["number_match", "math_equal"]),
         ("{rl: null, evaluate: {judge: code_passes}}", ["code_passes"]),

@@ -6,6 +6,7 @@ from importlib.metadata import version
 
 import pytest
 
+from stages.contract import fingerprint
 from stages.contract.fingerprint import reached
 from stages.contract.sources import data_digests, function_digests
 from tests.support import write_files
@@ -50,6 +51,34 @@ def test_packages_that_a_users_code_imports_are_content(tmp_path, monkeypatch):
     }
     (sentiment,) = [n for n in function_digests("tuning.rewards.sentiment:vader", "here") if "vader" in n.lower()]
     assert sentiment.startswith("package:vaderSentiment")
+
+
+EDITABLE = '{"url": "file:///x", "dir_info": {"editable": true}}'
+
+
+@pytest.mark.parametrize("kind", ["module", "package", "editable", "further", "installed"])
+def test_a_helper_without_a_version_of_its_content_counts_by_that(tmp_path, monkeypatch, kind):
+    """It is beside no reward: in a folder of PYTHONPATH, or installed for editing."""
+    write_files(tmp_path / "mine", **{"withhelp.py": "import helper_x\n\n\ndef f(prompts, completions):\n    pass\n"})
+    place = tmp_path / "there"
+    edited = "helper_x__inside.py" if kind in ("package", "editable") else "helper_x.py"
+    files = {"helper_x__inside.py": "A = 1\n", "helper_x____init__.py": ""} if "__" in edited else {edited: "A = 1\n"}
+    if kind == "further":
+        files, edited = {"helper_x.py": "import helper_y\n", "helper_y.py": "A = 1\n"}, "helper_y.py"
+    if kind in ("editable", "installed"):
+        info = {"METADATA": "Metadata-Version: 2.1\nName: helper_x\nVersion: 1.0\n", "RECORD": ""}
+        info |= {"direct_url.json": EDITABLE} if kind == "editable" else {}
+        files |= {f"helper_x-1.0.dist-info__{name}": text for name, text in info.items()}
+    write_files(place, **files)
+    for folder in (tmp_path / "mine", place):
+        monkeypatch.syspath_prepend(folder)
+    fingerprint.library_versions.cache_clear()
+    before = function_digests("withhelp:f", "here")
+    assert before == function_digests("withhelp:f", "here")
+    write_files(place, **{edited: "A = 2\n"})
+    # What was installed is its version's, which does not change without another one.
+    assert (function_digests("withhelp:f", "here") == before) == (kind == "installed")
+    fingerprint.library_versions.cache_clear()
 
 
 def test_a_builtin_reward_needs_no_digest_of_its_own_but_the_version_of_what_it_reads_with():

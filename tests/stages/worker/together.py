@@ -11,6 +11,10 @@ from tuning import multihost
 OWN = int(os.environ[multihost.INDEX])
 
 
+class JaxRuntimeError(RuntimeError):
+    """Under the name of JAX's."""
+
+
 def runs(request, memory, events):
     events.send(Log(f"process {OWN}"))
     match request.config["source"], OWN:
@@ -20,6 +24,9 @@ def runs(request, memory, events):
             raise ValueError("no such layer")
         case "both raise", _:
             raise ValueError(f"process {OWN} says so")
+        case "loses a peer", 0:
+            # The other one may live on, in a network that was cut.
+            raise JaxRuntimeError("UNKNOWN: Gloo AllGather failed: Connection closed by peer [10.0.0.2]:26519")
         case "dies", 1:
             os.kill(os.getpid(), signal.SIGKILL)
         case "fails late", 0:

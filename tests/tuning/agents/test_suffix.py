@@ -187,8 +187,7 @@ def test_a_control_token_in_two_halves_stays_text():
 
 LATE = "{% if loop.last %}{{ eos_token }}{% endif %}"
 REFUSED = {
-    "there is none": None,
-    "writes today's date": t.CHATML.replace("{{ m.role }}", "{{ m.role }} {{ strftime_now('%Y') }}"),
+    "is missing": None,
     "an assistant's turn does not follow the text of the messages": t.CHATML.replace(
         "{{ m.content }}", "{{ m.content }}{% if loop.last %}!{% endif %}"),
     "writes the first messages otherwise when more follow": "{{ messages[5:] | length }}" + t.CHATML,
@@ -206,15 +205,24 @@ REFUSED = {
 
 @pytest.mark.parametrize("rule", REFUSED)
 def test_a_template_that_cannot_be_extended_is_refused_by_its_rule(rule):
-    with pytest.raises(TemplateRefused, match="chat template of .*hermes.* cannot be used for episodes") as refusal:
+    with pytest.raises(
+        TemplateRefused, match="chat template of .*hermes.* (cannot be used for episodes|is missing)"
+    ) as refusal:
         Renderer(t.tokenizer(REFUSED[rule], ()))
     assert rule in str(refusal.value)
 
 
-def test_a_template_that_moves_its_tools_is_refused_with_tools_alone(renderers):
-    assert renderers["mistral"].first([user("a")])
-    with pytest.raises(TemplateRefused):
-        Renderer(t.of_family("mistral"), TOOLS)
+def test_the_system_text_describes_tools_that_a_template_moves():
+    tokenizer = t.of_family("mistral")
+    text = tokenizer.decode(Renderer(tokenizer, TOOLS).first([user("a")]))
+    assert text == rendered(tokenizer, [user(f"{instructions(TOOLS, 'hermes')}\n\na")])
+
+
+def test_the_clock_of_a_template_stands_still():
+    tokenizer = t.tokenizer("{{ strftime_now('%d %B %Y, %H:%M:%S') }}" + t.CHATML)
+    dated = "26 July 2024, 00:00:00<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\n"
+    assert tokenizer.decode(chat_prompt_ids(tokenizer, [user("Hi")])) == dated
+    assert tokenizer.decode(Renderer(tokenizer).first([user("Hi")])) == dated
 
 
 def test_a_schema_with_a_control_token_is_refused():

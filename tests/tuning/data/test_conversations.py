@@ -6,10 +6,11 @@ import pytest
 
 from tests.tuning.data.run import letters, rows
 from tests.tuning.data.run import run as send
+from tuning.agents.template import Template, TemplateRefused
 from tuning.data.blocks import Plan
-from tuning.data.conversations import ConversationError, conversation_ids, render_prompt
+from tuning.data.conversations import ConversationError, sample, tokenized
 from tuning.models.byte_tokenizer import byte_tokenizer
-from tuning.models.tokenizer import save_tokenizer
+from tuning.models.tokenizer import render, save_tokenizer
 
 # ChatML with tools, whose assistant turns are marked.
 MARKED = (
@@ -41,6 +42,10 @@ CONVERSATIONS = {
     "two in a row": [USER, BOT, BOT, USER, BOT],
     "a user has the last word": [USER, BOT, USER],
 }
+
+
+def conversation_ids(tokenizer, messages, tools=()):
+    return tokenized(tokenizer, [sample(Template(tokenizer, tools), messages)])[0]
 
 
 def tokenizer_with(template):
@@ -78,7 +83,7 @@ def test_trained_is_what_the_assistant_writes_and_its_end_of_turn():
 def test_the_text_before_the_first_turn_is_the_prompt_that_sampling_sees():
     tokenizer = tokenizer_with(UNMARKED)
     ids, mask = conversation_ids(tokenizer, [SYSTEM, USER, BOT], TOOLS)
-    text = render_prompt(tokenizer, [SYSTEM, USER], TOOLS)
+    text = render(tokenizer, [SYSTEM, USER], TOOLS, header=True)
     assert ids[: mask.index(1)] == tokenizer.encode(text, add_special_tokens=False)
 
 
@@ -89,8 +94,8 @@ def test_a_template_without_an_end_of_turn_gets_one_at_the_last():
     assert ids.count(tokenizer.eos_token_id) == 1
 
 
-def test_a_turn_without_a_certain_place_is_refused():
-    with pytest.raises(ConversationError, match="up to the end of message 2 otherwise when more messages follow"):
+def test_a_turn_that_the_template_leaves_out_is_refused():
+    with pytest.raises(TemplateRefused, match=r"leaves out the text of message 2 \(role assistant\)"):
         conversation_ids(tokenizer_with(FORGETFUL), CONVERSATIONS["two in a row"])
     with pytest.raises(ConversationError, match="no turn of the assistant"):
         conversation_ids(tokenizer_with(UNMARKED), [USER])
@@ -127,7 +132,8 @@ def test_a_conversation_that_cannot_be_masked_is_a_dead_letter_with_its_record(t
     bad = {"messages": CONVERSATIONS["two in a row"]}
     found, letters = run(plan_with(FORGETFUL, tmp_path / "t"), tmp_path / "c", {"messages": [USER, BOT]}, bad)
     assert len(found["sft"]) == 1
-    assert "data.jsonl, record 2: the chat template refuses" in letters[0] and "message 2" in letters[0]
+    assert letters[0].startswith("data.jsonl, record 2, field `messages`: the chat template of ")
+    assert "leaves out the text of message 2" in letters[0]
 
 
 def test_control_tokens_in_calls_and_tools_are_refused(tmp_path):

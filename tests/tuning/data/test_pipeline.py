@@ -18,7 +18,7 @@ from tuning.rewards.functions import exact_match, tagged
 
 TEMPLATE = (
     "{% for m in messages %}{% if m.content == 'refuse' %}{{ raise_exception('no thanks') }}{% endif %}"
-    "<s>{{ m.role }}:{{ m.content }}</s>{% endfor %}<s>"
+    "<s>{{ m.role }}:{{ m.content }}</s>{% endfor %}{% if add_generation_prompt %}<s>assistant:{% endif %}"
 )
 
 
@@ -59,7 +59,7 @@ def test_rows_of_every_split(plan, tmp_path):
     run(system, tmp_path, *records)
     [sft] = rows(plan, "sft", tmp_path)
     assert (sft["id"], sft["prompt"], sft["completion"]) == ("sft", "w", "good")
-    assert decoded(plan, sft["prompt_ids"]) == "<s>system:sys</s><s>user:w</s><s>"
+    assert decoded(plan, sft["prompt_ids"]) == "<s>system:sys</s><s>user:w</s><s>assistant:"
     assert decoded(plan, sft["completion_ids"]) == "good</s>"
     one, two = rows(plan, "preference", tmp_path)
     assert {one["id"], two["id"]} == {"preference/0", "preference/1"}
@@ -68,7 +68,7 @@ def test_rows_of_every_split(plan, tmp_path):
     assert decoded(plan, two["rejected_ids"]) == two["rejected"] + "</s>"
     [prompt], [heldout] = rows(plan, "prompts", tmp_path), rows(plan, "heldout", tmp_path)
     assert (prompt["prompt"], prompt["answer"], prompt["metadata"]) == ("y", "a", "{}")
-    assert decoded(plan, heldout["prompt_ids"]) == "<s>system:sys</s><s>user:z</s><s>"
+    assert decoded(plan, heldout["prompt_ids"]) == "<s>system:sys</s><s>user:z</s><s>assistant:"
     assert len(rows(plan, "heldout_preference", tmp_path)) == 2
 
 
@@ -109,7 +109,7 @@ def test_rows_that_are_too_long_can_be_cut(plan, tmp_path):
     cutting = dataclasses.replace(plan, too_long="truncate")
     run(cutting, tmp_path, {"prompt": "p" * 99 + "q", "completion": "c" * 60, "split": "sft"})
     [row] = rows(plan, "sft", tmp_path)
-    assert len(row["prompt_ids"]) == 100 and decoded(plan, row["prompt_ids"]).endswith("q</s><s>")
+    assert len(row["prompt_ids"]) == 100 and decoded(plan, row["prompt_ids"]).endswith("q</s><s>assistant:")
     # A completion that was cut does not end with EOS.
     assert decoded(plan, row["completion_ids"]) == "c" * 50 and row["completion"] == "c" * 60
 
@@ -303,7 +303,8 @@ def test_prompts_that_a_reward_or_the_policy_can_tell_apart_stay_apart(plan, tmp
     tests = [{"metadata": {"tests": [f"assert f() == {n}"]}} for n in (1, 2)]
     tools = [{"tools": [{"type": "function", "function": {"name": name, "parameters": {}}}]} for name in ("add", "mul")]
     records = [{"prompt": "p", "split": "prompts", **more} for more in ({}, {"completion": "c"}, *tests, *tools)]
-    run(plan, tmp_path, *records)
+    # The system text describes the tools.
+    run(dataclasses.replace(plan, max_prompt_tokens=2000), tmp_path, *records)
     assert sorted(row["record"] for row in rows(plan, "prompts", tmp_path)) == [1, 3, 4, 5, 6]
 
 

@@ -13,6 +13,7 @@ import gguf
 import pytest
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
+from tuning.models.byte_tokenizer import byte_tokenizer
 from tuning.models.tokenizer import (
     chat_prompt_ids,
     eos_ids,
@@ -187,7 +188,7 @@ def test_chat_errors(saved: Path) -> None:
     with pytest.raises(ValueError, match="messages is empty"):
         chat_prompt_ids(tokenizer, [])
     tokenizer.chat_template = None
-    with pytest.raises(ValueError, match="no chat_template"):
+    with pytest.raises(ValueError, match="no chat template"):
         chat_prompt_ids(tokenizer, MESSAGES)
     tokenizer.eos_token = None
     assert eos_ids(tokenizer) == ()
@@ -237,3 +238,16 @@ def test_not_a_gguf_file(tmp_path: Path) -> None:
     path.write_text("text" * 100)
     with pytest.raises(ValueError, match="t.gguf: not a readable GGUF file"):
         tokenizer_from_gguf(path)
+
+
+def test_a_saved_tokenizer_has_only_names_that_transformers_4_and_5_both_know(tmp_path: Path) -> None:
+    tokenizer = byte_tokenizer()
+    tokenizer.add_special_tokens({"additional_special_tokens": ["<tool>", "<end>"]})
+    save_tokenizer(tokenizer, tmp_path)
+    values = json.loads((tmp_path / "tokenizer_config.json").read_text())
+    # transformers 4.57 knows no class TokenizersBackend, and fails on a list of extra_special_tokens.
+    assert values["tokenizer_class"] == "PreTrainedTokenizerFast"
+    assert values["additional_special_tokens"] == ["<tool>", "<end>"] and "extra_special_tokens" not in values
+    loaded = AutoTokenizer.from_pretrained(str(tmp_path))
+    assert {"<tool>", "<end>"} <= set(loaded.all_special_tokens)
+    assert loaded.backend_tokenizer.to_str() == tokenizer.backend_tokenizer.to_str()

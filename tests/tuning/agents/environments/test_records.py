@@ -7,6 +7,7 @@ import json
 import pytest
 
 from tests.tuning.agents import templates
+from tests.tuning.data.test_conversations import conversation_ids
 from tuning.agents.calls import parse
 from tuning.agents.contract import Task
 from tuning.agents.environments import BUILT_IN, games
@@ -15,7 +16,6 @@ from tuning.agents.environments.sokoban import Sokoban
 from tuning.agents.suffix import Renderer
 from tuning.agents.tools.calculator import make
 from tuning.agents.tools.schemas import schema_of
-from tuning.data.conversations import conversation_ids
 from tuning.data.records import parse_record
 
 GAMES = ("guess", "frozenlake", "sokoban", "nim")
