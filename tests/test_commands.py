@@ -15,7 +15,7 @@ import yaml
 from prefect.cli._app import _app as prefect_app
 
 from flows.cli.app import app
-from tests.test_pages import PACKAGES, PAGES, ROOT, blocks_of, commands_of, text_of
+from tests.pages import PACKAGES, PAGES, ROOT, blocks_of, commands_of, text_of
 
 QUOTED = re.compile(r"`((?:rlhf|prefect) [^`\n]+)`")
 FORM = re.compile(r"[|\[\]{}]|\.\.\.|…")

@@ -14,28 +14,21 @@ from __future__ import annotations
 
 import os
 import re
-import shlex
 import shutil
 import subprocess
 import sys
 import textwrap
 from pathlib import Path
-from typing import NamedTuple, get_args
+from typing import get_args
 
 import pytest
 
 from flows.recipe.reading import RECIPES, load_recipe
 from stages.common.settings import Optimizer
+from tests.pages import PACKAGES, PAGES, ROOT, Block, blocks_of, commands_of, text_of
 from tuning.algorithms.registry import ALGORITHMS
 from tuning.rewards.functions import BUILT_IN
 
-ROOT = Path(__file__).parents[1]
-PACKAGES = ("flows", "stages", "tuning")
-PAGES = sorted(
-    page.relative_to(ROOT)
-    for place in ("*.md", "docs/**/*.md", "tests/**/*.md", *(f"{p}/**/*.md" for p in PACKAGES))
-    for page in ROOT.glob(place)
-)
 RULES = ROOT / "docs" / "rules.md"
 OPTIMIZERS = get_args(Optimizer.model_fields["name"].annotation)
 
@@ -46,38 +39,9 @@ ROOMS = (
     *("tuning/rollout/servers", "tuning/data", "tuning/models", "tuning/training", "tuning/rewards", "tests"),
 )
 
-FENCE = re.compile(r"^```(\w+)([^\n]*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 LINK = re.compile(r"\]\(([^)#\s]+)(?:#([\w-]+))?\)")
 TEST = re.compile(r"(tests/[\w/]+\.py)::(\w+)")
 PLACE = re.compile(rf"`((?:{'|'.join((*PACKAGES, 'tests', 'docs', 'infra'))})/[\w./*-]*)`")
-
-
-class Block(NamedTuple):
-    language: str
-    options: list[str]
-    text: str
-
-    @property
-    def file(self) -> str | None:
-        return next((o.removeprefix("file=") for o in self.options if o.startswith("file=")), None)
-
-    @property
-    def runs(self) -> bool:
-        return "no-run" not in self.options
-
-
-def text_of(page: Path) -> str:
-    return (ROOT / page).read_text()
-
-
-def blocks_of(page: Path) -> list[Block]:
-    return [Block(language, options.split(), text) for language, options, text in FENCE.findall(text_of(page))]
-
-
-def commands_of(block: Block) -> list[list[str]]:
-    """The command lines of a shell block, comments left out, continued lines joined."""
-    lines = block.text.replace("\\\n", " ").splitlines()
-    return [words for line in lines if (words := shlex.split(line, comments=True))]
 
 
 def is_executed(block: Block) -> bool:

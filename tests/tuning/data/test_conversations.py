@@ -4,11 +4,12 @@ import re
 
 import pytest
 
+from tests.tuning.data.conversation import conversation_ids
 from tests.tuning.data.run import letters, rows
 from tests.tuning.data.run import run as send
-from tuning.agents.template import Template, TemplateRefused
+from tuning.agents.template import TemplateRefused
 from tuning.data.blocks import Plan
-from tuning.data.conversations import ConversationError, sample, tokenized
+from tuning.data.conversations import ConversationError
 from tuning.models.byte_tokenizer import byte_tokenizer
 from tuning.models.tokenizer import render, save_tokenizer
 
@@ -42,10 +43,6 @@ CONVERSATIONS = {
     "two in a row": [USER, BOT, BOT, USER, BOT],
     "a user has the last word": [USER, BOT, USER],
 }
-
-
-def conversation_ids(tokenizer, messages, tools=()):
-    return tokenized(tokenizer, [sample(Template(tokenizer, tools), messages)])[0]
 
 
 def tokenizer_with(template):

@@ -2,8 +2,8 @@
 
 import pytest
 
+from tests.tuning.data.conversation import conversation_ids
 from tests.tuning.data.run import letters, rows, run
-from tests.tuning.data.test_conversations import conversation_ids
 from tuning.data.blocks import Plan
 from tuning.models.byte_tokenizer import byte_tokenizer
 from tuning.models.tokenizer import control_ids, eos_ids, save_tokenizer, turn_end

@@ -7,7 +7,7 @@ import json
 import pytest
 
 from tests.tuning.agents import templates
-from tests.tuning.data.test_conversations import conversation_ids
+from tests.tuning.data.conversation import conversation_ids
 from tuning.agents.calls import parse
 from tuning.agents.contract import Task
 from tuning.agents.environments import BUILT_IN, games

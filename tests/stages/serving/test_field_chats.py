@@ -9,7 +9,7 @@ from transformers import PreTrainedTokenizerFast
 
 from stages.serving.api import ChatRequest
 from stages.serving.wording import Wording
-from tests.tuning.data.test_rendering import RESULT, THOUGHT, bot, call, tokenizer, tool, user
+from tests.stages.serving.chats import RESULT, THOUGHT, bot, call, tokenizer, tool, user
 from tuning.agents.template import Template
 from tuning.data import drafts
 from tuning.data.blocks import Block, Entry, Plan

@@ -3,48 +3,18 @@
 The templates are those of `chat_templates/`, with the byte tokenizer and the control tokens of each.
 """
 
-import functools
 import itertools
-import re
-from pathlib import Path
 
 import pytest
 
 from stages.serving.api import ChatRequest
 from stages.serving.wording import Wording
+from tests.stages.serving.chats import CONTROL, RESULT, TEMPLATES, THOUGHT, bot, call, tokenizer, tool, user
 from tuning.agents.template import Template, TemplateRefused
 from tuning.data.conversations import ConversationError, NoPrefix, sample, tokenized
-from tuning.models.byte_tokenizer import byte_tokenizer
 from tuning.models.tokenizer import turn_end
 
-TEMPLATES = sorted(path.stem for path in (Path(__file__).parent / "chat_templates").glob("*.jinja"))
-CONTROL = re.compile(
-    r"<[|｜][^\s'\"<>{}]*?[|｜]>|<(?:start|end)_of_turn>|<bos>|</s>|<end_of_utterance>|\[gMASK\]|<sop>"
-)
-
-
-def tool(name):
-    parameters = {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]}
-    return {"type": "function", "function": {"name": name, "description": f"The {name}.", "parameters": parameters}}
-
-
-def call(city, content=""):
-    function = {"name": "weather", "arguments": {"city": city}}
-    calls = [{"id": "call00001", "type": "function", "function": function}]
-    return {"role": "assistant", "content": content, "tool_calls": calls}
-
-
-def user(text):
-    return {"role": "user", "content": text}
-
-
-def bot(text):
-    return {"role": "assistant", "content": text}
-
-
 SYSTEM = {"role": "system", "content": "Be kind."}
-RESULT = {"role": "tool", "name": "weather", "tool_call_id": "call00001", "content": "sunny"}
-THOUGHT = "<think>\nhm, hm\n</think>\n\n"
 KINDS = {
     "one": [user("Hi"), bot("Yo {{ x }}")],
     "blanks": [user("Hi"), bot(" Yo\n")],
@@ -69,15 +39,6 @@ KINDS = {
 # Templates of models that see images: their texts are lists of parts.
 PARTS = {name: "leaves out the text of message 1" for name in ("idefics3_training", "smolvlm")}
 REFUSED = {("gemma", "system"): "System role not supported", ("gemma_training", "system"): "System role not supported"}
-
-
-@functools.cache
-def tokenizer(name):
-    made = byte_tokenizer()
-    text = (Path(__file__).parent / "chat_templates" / f"{name}.jinja").read_text()
-    made.add_tokens(sorted({"<bos>", "</s>", *CONTROL.findall(text)}), special_tokens=True)
-    made.bos_token, made.eos_token, made.chat_template = "<bos>", "</s>", text
-    return made
 
 
 def samples(template, messages):

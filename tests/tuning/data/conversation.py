@@ -1,0 +1,8 @@
+"""The tokens and mask of a conversation."""
+
+from tuning.agents.template import Template
+from tuning.data.conversations import sample, tokenized
+
+
+def conversation_ids(tokenizer, messages, tools=()):
+    return tokenized(tokenizer, [sample(Template(tokenizer, tools), messages)])[0]
