@@ -42,7 +42,7 @@ def run(ctx: Context) -> dict[str, Any]:
     """Trains the policy on the data's completions; returns metrics of the last step and the loss on held-out ones."""
     from tuning.algorithms.supervised import heldout_loss, sft_loss, sft_summary
     from tuning.device import choose
-    from tuning.losses import sft
+    from tuning.losses.sft import dft, nll
     from tuning.models.decoder import decoder_graph
 
     config, base = load_policy(ctx, ctx.inputs["base"])
@@ -57,7 +57,7 @@ def run(ctx: Context) -> dict[str, Any]:
 
     task = Task(
         make_loss=lambda compute: sft_loss(
-            decoder_graph(config), compute, getattr(sft, ctx.config.loss), ctx.config.label_smoothing
+            decoder_graph(config), compute, {"nll": nll, "dft": dft}[ctx.config.loss], ctx.config.label_smoothing
         ),
         examples=train.examples,
         measure=measure if held else None,

@@ -34,7 +34,7 @@ def asked(*messages, **fields):
 
 def answer(server, job, text):
     """What the client gets where the policy says a text and ends its turn; it is recorded."""
-    ids = [*server.wording.words(t.TOOLS).begun(text), *server._stops]
+    ids = [*server.wording.words(t.TOOLS, {}).begun(text), *server._stops]
     said = server.text()
     choice = job.choice(said, 0)
     said.add(ids, True)
