@@ -185,7 +185,7 @@ def test_remote_store(tmp_path):
     store = Store("memory://bucket/report", scratch=tmp_path / "scratch")
     Maker(store, recipe_of(store.url), tmp_path, "demo-far").run()
     place = write_report(store, "demo-far")
-    assert place == "memory:///bucket/report/runs/demo-far/report.html"
+    assert place == "memory://bucket/report/runs/demo-far/report.html"
     page = Page(store.fs.cat_file(place).decode())
     assert "29 problems gained" in page.text and "left out" not in page.text
 
