@@ -81,7 +81,7 @@ def launch(
         raise typer.Exit(1) from e
     except KeyboardInterrupt as e:
         err.print(
-            f"{e or 'interrupted'}; what is finished is kept, the same command goes on from there", soft_wrap=True
+            f"{str(e) or 'interrupted'}; what is finished is kept, the same command goes on from there", soft_wrap=True
         )
         raise typer.Exit(130) from e
     if status == REFUSED:

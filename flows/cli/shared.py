@@ -19,7 +19,7 @@ from rich.console import Console
 from flows.recipe.model import Recipe
 from flows.records import REFUSED, UnknownRun, candidates, finished_nodes, refusal_of, whole_first
 from flows.report.terminal import LastingConsole
-from stages.store.artifacts import Artifact, Store
+from stages.store.artifacts import IT_STAYS, Artifact, Store
 from stages.store.registry import RegistryError, current
 from stages.store.trail import append
 from stages.worker import interpreter
@@ -183,6 +183,13 @@ def artifact_of(store: Store, record: dict[str, Any], node: str) -> Artifact:
     # By digest: another run may have made the key anew since.
     artifact = store.with_digest(entry["stage"], entry["key"], entry["digest"])
     if artifact is None:
+        _, fault = store.examine(entry["stage"], entry["key"])
+        if fault is not None:
+            place = store.address("artifacts", entry["stage"], entry["key"])
+            stays = f"; {IT_STAYS}" if store.read_only else ""
+            raise usage_error(
+                f"{node} of {record['name']} is damaged: {place}: {fault}{stays}; `rlhf run` makes it again"
+            )
         raise usage_error(f"{node} of {record['name']} is gone from {store.shown}; `rlhf run` makes it again")
     return artifact
 

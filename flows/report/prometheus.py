@@ -86,7 +86,12 @@ class StoreCollector(Collector):
         entry = GaugeMetricFamily("rlhf_name_entry", "Number of the newest entry of a name.", labels=["name", "run"])
         age = GaugeMetricFamily("rlhf_name_seconds", "Seconds since the newest entry of a name.", labels=["name"])
         for name in registry.names(self._store):
-            if (now := registry.current(self._store, name)) is not None:
+            try:
+                now = registry.current(self._store, name)
+            except registry.RegistryError:
+                # `rlhf champions` names the damaged file; the other metrics stay.
+                continue
+            if now is not None:
                 entry.add_metric([name, now.policy.run], now.number)
                 age.add_metric([name], max(0.0, time.time() - seconds_at(now.when)))
         yield entry

@@ -267,7 +267,7 @@ class RoleWorkers(ProcessGroup):
 
 def _cause(error: Exception) -> str:
     """An error of Ray in one line: what raised it, where the text ends with a traceback, else its first line."""
-    lines = str(error).strip().splitlines()
+    lines = str(error).strip().splitlines() or [type(error).__name__]
     return lines[-1 if any(line.startswith("Traceback") or "ray::" in line for line in lines) else 0].strip()
 
 

@@ -32,6 +32,8 @@ class Saver:
         self._recorder = Recorder(store, record["name"])
         self._saved, self._is_new = 0.0, False
         self._ended = threading.Event()
+        # A session that is dropped without an end leaves no thread.
+        weakref.finalize(self, self._ended.set)
         threading.Thread(target=_keep_saved, args=[weakref.ref(self), self._ended], daemon=True).start()
 
     def save(self, soon: bool = False) -> None:

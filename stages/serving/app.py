@@ -106,7 +106,9 @@ async def _body(server: Server, kind: type[ModelT], http: Request) -> ModelT:
 def _owned(server: Server, name: str, http: Request) -> Session:
     """A session that a request may end or reward. Raises RewardRefused where it has only the model's key."""
     session = server.sessions.get(name, _owner(http))
-    if session.reward_key is not None and not hmac.compare_digest(http.headers.get(REWARD_KEY, ""), session.reward_key):
+    if session.reward_key is not None and not hmac.compare_digest(
+        http.headers.get(REWARD_KEY, "").encode(), session.reward_key.encode()
+    ):
         raise RewardRefused(f"the header {REWARD_KEY} is missing or wrong: it takes the line that RLHF_REWARD_FD gives")
     return session
 

@@ -15,7 +15,8 @@ MOST_FIELDS = 64
 """Of the body's object, and further ones of a message."""
 MOST_CONTAINERS = 2**17
 """Lists and objects of a body: each takes twenty times its text."""
-_TEXT = re.compile(rb'"(?:[^"\\]|\\.)*"', re.DOTALL)
+# Possessive, and the end may be missing: a text without one is read once.
+_TEXT = re.compile(rb'"(?:[^"\\]|\\.)*+"?', re.DOTALL)
 _SURROGATE = re.compile(rb"\\u[dD][89a-fA-F]")
 
 ModelT = TypeVar("ModelT", bound=BaseModel)

@@ -40,7 +40,7 @@ from stages.serving.app import make_app
 from stages.serving.connection import web_server
 from stages.serving.guard import Bounds
 from stages.serving.server import Server
-from stages.serving.sessions import Call, Part, Session, Sessions, Terms
+from stages.serving.sessions import Call, Part, Session, Sessions, Terms, UnknownSession
 from tuning.agents.contract import LIMITS, Fault, Message, Status
 from tuning.agents.play import turn_seed
 from tuning.agents.trajectory import Ended, Episode, Turn
@@ -101,8 +101,9 @@ class Programs:
             try:
                 outcome = self._run(episode, session)
             finally:
-                # What still arrives reaches no trajectory.
-                self._sessions.remove(session.name)
+                # What still arrives reaches no trajectory. The program may have ended its session itself.
+                with contextlib.suppress(UnknownSession):
+                    self._sessions.remove(session.name)
             found = ended(episode, session, outcome, tries, time.monotonic() - began)
             if found.status != "failed" or self._ending.is_set():
                 break

@@ -124,9 +124,8 @@ def collect(store: Store, read: Callable[[], Roots], limits: Limits) -> Survey:
     swept = tuple(version for version in second.garbage if version.tomb is not None and _sweep(store, version))
     known = {residue.name for residue in first.residues}
     rest = tuple(residue for residue in second.residues if residue.name in known)
-    for residue in rest:
-        with contextlib.suppress(FileNotFoundError):
-            residue.remove()
+    # One that a process has leased meanwhile stays.
+    rest = tuple(residue for residue in rest if _removed(residue))
     # A run that has begun since is among the second roots alone.
     ended = tuple(run for run in roots.runs if run.why or run.name in first.roots.gone)
     for name in sorted(roots.gone & first.roots.gone):
@@ -227,6 +226,12 @@ def _delete_files(store: Store, version: Version, check: Callable[[], None]) -> 
 def _forget(store: Store, version: Version) -> None:
     with contextlib.suppress(FileNotFoundError):
         store.remove(store.join(CONDEMNED, version.stage, str(version.tomb)))
+
+
+def _removed(residue: Residue) -> bool:
+    with contextlib.suppress(FileNotFoundError):
+        return residue.remove() is not False
+    return True
 
 
 def _remove_run(store: Store, name: str) -> None:

@@ -145,9 +145,10 @@ class ProcessGroup:
     def _raise(self, errors: Mapping[int, BaseException]) -> NoReturn:
         """Raises the error that is the cause of the others: a death, then an edit, then the error of process 0."""
 
-        def order(number: int) -> tuple[bool, bool, bool]:
+        def order(number: int) -> tuple[bool, bool, bool, bool]:
             error = errors[number]
-            return not isinstance(error, WorkerDied), not isinstance(error, CodeChanged), number != 0
+            lost = CONNECTION.search(str(error)) is not None
+            return not isinstance(error, WorkerDied), not isinstance(error, CodeChanged), lost, number != 0
 
         # Of equal ones the first: the order of a mapping is that of arrival.
         number = min(errors, key=order)

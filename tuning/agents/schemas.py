@@ -26,6 +26,8 @@ MOST_STEPS = 30_000
 MOST_PATTERN_STEPS = 1000
 """Of a search, for which the pattern is compiled: RE2 repeats a part up to a thousand times."""
 
+_UNEVALUATED = {"unevaluatedProperties", "unevaluatedItems"}
+
 _left: contextvars.ContextVar[list[int]] = contextvars.ContextVar("left")
 
 
@@ -80,6 +82,9 @@ def _check_patterns(schema: Any) -> None:
         for pattern in patterns:
             if isinstance(pattern, str):
                 _found(pattern, "")
+        # jsonschema follows these by rules of its own, uncounted and with Python's patterns.
+        if found := _UNEVALUATED & schema.keys():
+            raise ValueError(f"{min(found)} is not supported: use additionalProperties or items")
         for one in schema.values():
             _check_patterns(one)
 
@@ -103,7 +108,7 @@ def _counted() -> Any:
     from jsonschema.validators import Draft202012Validator, extend
 
     own = {"pattern": _pattern, "patternProperties": _pattern_properties, "additionalProperties": _additional}
-    rules = Draft202012Validator.VALIDATORS | own
+    rules = {n: r for n, r in (Draft202012Validator.VALIDATORS | own).items() if n not in _UNEVALUATED}
     return extend(Draft202012Validator, {name: _counts(name, rule) for name, rule in rules.items()})
 
 

@@ -28,6 +28,9 @@ Messages = Sequence[Mapping[str, Any]]
 Span = tuple[int, int]
 """Where a stretch of a text starts, and where it stops."""
 
+_OPENED_THOUGHT = re.compile(r"<think>\s*(?:</think>\s*)?$")
+"""At the end of a generation prompt."""
+
 
 class ConversationError(ValueError):
     """A conversation with a turn of the assistant that the template does not write, or not in one place."""
@@ -104,7 +107,8 @@ def _before(opened: str, text: str) -> str | None:
 
     A generation prompt may open a thought (DeepSeek R1) that the template does not write into an answer without one.
     """
-    bare = opened[: opened.rfind("<think>")]
+    thought = _OPENED_THOUGHT.search(opened)
+    bare = opened[: thought.start()] if thought else ""
     return next((before for before in (opened, bare) if before and text.startswith(before)), None)
 
 
@@ -134,8 +138,12 @@ def _marked(template: Template, turns: Messages, places: Sequence[int]) -> list[
     Marks usually leave out the end, and some take in the header. No stretches where the template drops a thought.
     """
     text, spans = template.marked(turns)
-    if _squeezed(str(turns[-1].get("content") or "")) not in _squeezed(text):
+    written = _squeezed(text)
+    missing = [place for place in places if _squeezed(str(turns[place - 1].get("content") or "")) not in written]
+    if missing and missing[-1] == len(turns):
         return []
+    if missing:
+        raise NoPrefix(f"the chat template writes message {missing[0]} otherwise when more messages follow")
     if len(places) == 1:
         # Marks of earlier turns are before the text that the last one adds.
         shared = len(os.path.commonprefix([template.write(turns[:-1]), text]))

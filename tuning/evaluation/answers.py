@@ -16,7 +16,7 @@ from tuning.rewards.failures import check_failures
 from tuning.rewards.functions import last_number
 from tuning.rewards.processes import attempt
 from tuning.rewards.samples import Outcome, Sample
-from tuning.rewards.texts import BOXED, extracted, spoken
+from tuning.rewards.texts import BOXED, begun, extracted, spoken
 
 SECONDS = 1.0
 """Longest that the search for an answer takes: unlike the judge it runs in the worker, which nothing ends for it."""
@@ -70,7 +70,10 @@ def answers_of(
     seconds: limit of the comparisons, for each sample of a problem. Where they take longer, or fail, forms are compared
     as text. Raises Outage where the comparing process cannot run.
     """
-    forms = [answer_of(judge, arguments, sample.completion) for sample in samples]
+    forms = [
+        answer_of(judge, arguments, begun(s.completion, None if arguments.get("extract") else s.metadata))
+        for s in samples
+    ]
     if judge != "math_equal":
         return forms
     # Equal forms are read alike, so that each is compared once.
@@ -108,13 +111,20 @@ EQUALS = f"{__name__}:equal_expressions"
 """The function that compares, which runs where it can be killed (R20)."""
 
 
-def equal_expressions(prompts: Sequence[str], completions: Sequence[str], **_: Any) -> list[float | None]:
+def equal_expressions(
+    prompts: Sequence[str],
+    completions: Sequence[str],
+    *,
+    metadata: Sequence[Mapping[str, Any]] | None = None,
+    **_: Any,
+) -> list[float | None]:
     """For each completion of a problem the number of the first whose mathematical answer math-verify takes for equal.
 
     None where it reads no answer. Equality holds in either order of the two: of an equation x = 1 and a value 1 one is
     the reference.
     """
-    read = [mathematics.read(text) for text in completions]
+    texts = map(begun, completions, metadata or [{}] * len(completions))
+    read = [mathematics.read(text) for text in texts]
     firsts: list[int] = []
     found: list[float | None] = []
     for number, answer in enumerate(read):

@@ -18,7 +18,7 @@ from tuning.rewards import answers, mathematics, numbers, sandbox
 from tuning.rewards import judge as judges
 from tuning.rewards.judge import judge
 from tuning.rewards.sandbox import code_passes
-from tuning.rewards.texts import extracted, final, spoken
+from tuning.rewards.texts import begun, extracted, final, spoken
 
 RewardFn = Callable[..., Sequence[float | None]]
 Texts = Sequence[str]
@@ -27,7 +27,11 @@ Metadata = Sequence[Mapping[str, Any]] | None
 
 
 def _judged(
-    verdict: Callable[[str, str], bool], completions: Texts, answer: Answers, metadata: Metadata
+    verdict: Callable[[str, str], bool],
+    completions: Texts,
+    answer: Answers,
+    metadata: Metadata,
+    extract: str | None,
 ) -> list[float | None]:
     """1 where `verdict` holds for a completion and one of its accepted answers; None where there is no answer."""
 
@@ -36,7 +40,9 @@ def _judged(
 
     metadata = metadata or [{}] * len(completions)
     accepted = [answers.accepted(a, m) for a, m in zip(answer, metadata, strict=True)]
-    return [one(c, each) for c, each in zip(completions, accepted, strict=True)]
+    # With `extract` the completion is searched as it is.
+    texts = completions if extract is not None else map(begun, completions, metadata)
+    return [one(text, each) for text, each in zip(texts, accepted, strict=True)]
 
 
 def exact_match(
@@ -58,7 +64,7 @@ def exact_match(
         said = spoken(text) if extract is None else extracted(text, extract)
         return unicodedata.normalize("NFC", said).strip() == unicodedata.normalize("NFC", answer).strip()
 
-    return _judged(verdict, completions, answer, metadata)
+    return _judged(verdict, completions, answer, metadata, extract)
 
 
 def number_match(
@@ -84,7 +90,7 @@ def number_match(
         number = last_number(text, extract)
         return number is not None and number.equals(expected, tolerance)
 
-    return _judged(verdict, completions, answer, metadata)
+    return _judged(verdict, completions, answer, metadata, extract)
 
 
 def last_number(text: str, extract: str | None = None, seconds: float | None = None) -> numbers.Written | None:
@@ -111,7 +117,7 @@ def math_equal(
     def one(text: str, accepted: list[list[Any]]) -> float | None:
         return float(any(mathematics.equal(gold, text) for gold in accepted)) if accepted else None
 
-    return [one(c, accepted) for c, accepted in zip(completions, golds, strict=True)]
+    return [one(text, accepted) for text, accepted in zip(map(begun, completions, metadata), golds, strict=True)]
 
 
 def matches(prompts: Texts, completions: Texts, *, pattern: str, **_: Any) -> list[float]:
@@ -134,8 +140,7 @@ def tagged(
         once = all(text.count(f"<{n}>") == text.count(f"</{n}>") == 1 for n in names)
         return float(once and re.fullmatch(rf"\s*{pattern}\s*", text, re.DOTALL) is not None)
 
-    opened = [f"<{m['opened_tag']}>" if m.get("opened_tag") else "" for m in metadata or [{}] * len(completions)]
-    return [one(tag + text) for tag, text in zip(opened, completions, strict=True)]
+    return [one(begun(text, m)) for text, m in zip(completions, metadata or [{}] * len(completions), strict=True)]
 
 
 def contains(prompts: Texts, completions: Texts, *, text: str, **_: Any) -> list[float]:

@@ -57,7 +57,7 @@ _NUMBER = regex.compile(
     | (?:(?P<whole>\d+)(?:[ ]+|[ ]and[ ]))?(?P<above>{_PLAIN})[ ]?/[ ]?(?P<below>{_PLAIN})(?![ ]?/)
     | (?P<mantissa>{_PLAIN})\s*(?:[×x*·⋅]|\\times|\\cdot)\s*10(?P<exponent>{_POWER})
     | (?P<mantissa>{_PLAIN})(?P<power>{_POWER})
-    | (?P<opaque>(?:{_PLAIN})(?:\^(?:{_BRACED}|\w)|\s*(?:π|\\pi\b)|:\d+(?::\d+)*))
+    | (?P<opaque>(?:{_PLAIN})(?:\^(?!\{{?\s*\\circ)(?:{_BRACED}|\w)|\s*(?:π|\\pi\b)|:\d+(?::\d+)*))
     | (?P<comma>(?<![(\[,][ ]?)\d+,\d+(?![\d,.]|[ ]?[)\]]))(?<!(?<!\d)\d{{1,3}},\d{{3}})
     | (?P<mantissa>{_PLAIN})
     )

@@ -30,7 +30,7 @@ from tuning.parallel.children import kill
 from tuning.rewards import across, confine
 from tuning.rewards.answers import tests_of
 from tuning.rewards.failures import Outage
-from tuning.rewards.texts import spoken
+from tuning.rewards.texts import begun, spoken
 
 Isolation = Literal["required", "best-effort"]
 """Whether code runs on machines where it can reach something."""
@@ -268,7 +268,7 @@ def code_passes(
         tests = tests_of(answer, meta)
         if not tests:
             return None
-        code, passed, deadline = code_of(text, tests), 0, time.monotonic() + budget_seconds
+        code, passed, deadline = code_of(begun(text, meta), tests), 0, time.monotonic() + budget_seconds
         for test in tests:
             left = deadline - time.monotonic()
             good = left > 0 and _passes(code, test, min(seconds, left), megabytes)

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from typing import Any
+
 import regex
 
 BOXED = r"\\(?:boxed|fbox)\s*\{((?:[^{}]++|(\{(?:[^{}]++|(?2))*+\}))*+)\}"
@@ -19,6 +22,12 @@ def spoken(text: str) -> str:
     rest = text[ends[-1].end() :] if ends else text
     start = _THOUGHT_START.search(rest)
     return rest[: start.start()] if start else rest
+
+
+def begun(text: str, metadata: Mapping[str, Any] | None) -> str:
+    """A completion with the thought that the chat template has opened for it (`metadata.opened_tag`)."""
+    tag = (metadata or {}).get("opened_tag")
+    return f"<{tag}>{text}" if tag else text
 
 
 def final(text: str) -> str:

@@ -23,7 +23,10 @@ FREE = {
     "rl.score.rewards.*.clip": "a reward may have any range; that its ends are in order is checked",
 }
 """Settings without a lower bound."""
-ARGUMENTS = ("source_args", "arguments", "tool_arguments", "judge_arguments", "algorithm_arguments", "options")
+ARGUMENTS = (
+    *("source_args", "arguments", "tool_arguments", "judge_arguments", "algorithm_arguments", "options"),
+    "chat_template_kwargs",
+)
 """Mappings whose values belong to the function, task or program that takes them."""
 
 SHARES = {

@@ -104,5 +104,5 @@ def test_importing_the_report_loads_nothing_heavy():
     code = "import sys, flows.report.page; print(*sys.modules)"
     loaded = subprocess.check_output([sys.executable, "-c", code], text=True).split()
     assert {"matplotlib", "jax", "numpy"}.isdisjoint(loaded)
-    light = {f"tuning.{name}" for name in ("allowed", "atomic", "causes", "multihost", "names", "retries")}
+    light = {f"tuning.{name}" for name in ("allowed", "atomic", "causes", "extras", "multihost", "names", "retries")}
     assert {name for name in loaded if name.startswith("tuning.")} == light

@@ -204,3 +204,20 @@ def test_a_prompt_may_open_the_thought_that_a_completion_continues(tmp_path):
     made = tokenizer("deepseek_r1_distill")
     [row], _ = prepared(made, tmp_path, {"prompt": "Hi", "completion": THOUGHT + "Yo"})
     assert row["prompt_ids"].endswith("<think>\n") and row["completion_ids"].startswith("hm, hm\n</think>")
+
+
+def test_a_thought_of_an_earlier_message_is_no_beginning_of_an_answer(tmp_path):
+    made = tokenizer("qwen3")
+    said = [user("Weather?"), bot("I look."), call("Bern"), RESULT, bot("It is warm.")]
+    rows, reasons = prepared(made, tmp_path, {"messages": said, "tools": TOOLS, "id": "a"})
+    assert not rows and "otherwise when the message follows" in reasons[0]
+
+
+def test_each_turn_of_a_template_with_marks_keeps_its_thought(tmp_path):
+    thought = "<think>{}</think>"
+    said = [user("a"), bot(thought.format("one") + "A"), user("b"), bot(thought.format("two") + "B")]
+    rows, reasons = prepared(tokenizer("glm4moe_training"), tmp_path, {"messages": said, "id": "a"})
+    assert not reasons and [("one" in row["completion_ids"], "two" in row["completion_ids"]) for row in rows] == [
+        (True, False),
+        (False, True),
+    ]

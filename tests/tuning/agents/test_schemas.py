@@ -67,3 +67,9 @@ def test_a_comparison_that_grows_too_fast_is_given_up(value, schema):
     with pytest.raises(TooManySteps):
         first_mismatch(value, schema)
     assert time.process_time() - began < 5
+
+
+@pytest.mark.parametrize("keyword", ["unevaluatedProperties", "unevaluatedItems"])
+def test_keywords_that_jsonschema_follows_uncounted_are_refused(keyword):
+    with pytest.raises(ValueError, match=f"{keyword} is not supported: use additionalProperties or items"):
+        check({"type": "object", "properties": {"a": {"patternProperties": {"^(a+)+$": {}}, keyword: False}}})

@@ -35,3 +35,10 @@ def test_a_verifier_judges_as_a_careful_human_marker(key):
 def test_the_table_is_large_and_has_both_verdicts_of_each_reward():
     verdicts = {reward: {row["verdict"] for row in ROWS if row["reward"] == reward} for reward, _ in KINDS}
     assert len(ROWS) >= 300 and all(both == {0, 1} for both in verdicts.values())
+
+
+@pytest.mark.parametrize("name", ["number_match", "math_equal", "exact_match"])
+def test_a_thought_that_the_template_opened_and_nothing_closed_has_no_answer(name):
+    texts = ["7", "\\boxed{7}, or is it", "hm</think>7"]
+    found = BUILT_IN[name](["?"] * 3, texts, answer=["7"] * 3, metadata=[{"opened_tag": "think"}] * 3)
+    assert found == [0, 0, 1]
