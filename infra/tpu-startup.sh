@@ -19,14 +19,15 @@ id rlhf > /dev/null 2>&1 || useradd --system --create-home --home-dir "$home" rl
 as_rlhf() { runuser -u rlhf -- "$@"; }
 [ -d "$home/project" ] || as_rlhf git clone --quiet "$source" "$home/project"
 cd "$home/project"
+as_rlhf git cat-file -e "$commit^{commit}" 2> /dev/null || as_rlhf git fetch --quiet origin
 as_rlhf git checkout --quiet --detach "$commit"
-if [ ! -e .venv/.ready ]; then
+if [ ! -e ".venv/.ready-$commit" ]; then
   as_rlhf python3.11 -m venv .venv
   for file in image tpu model; do
     as_rlhf .venv/bin/pip install --quiet --no-deps --require-hashes -r "infra/requirements-$file.txt"
   done
   as_rlhf .venv/bin/pip install --quiet --no-deps --no-build-isolation -e .
-  as_rlhf touch .venv/.ready
+  as_rlhf touch ".venv/.ready-$commit"
 fi
 # The devices of a TPU belong to root on some images.
 if compgen -G '/dev/vfio/*' > /dev/null; then chown rlhf /dev/vfio/*; fi

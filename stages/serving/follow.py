@@ -16,6 +16,7 @@ from stages.serving.weights import Weights
 from stages.store import registry
 from stages.store.artifacts import Store
 from stages.store.registry import Entry
+from tuning.models.config import UnsupportedModel
 
 SECONDS = 30.0
 """Between two looks at the name."""
@@ -29,6 +30,8 @@ class Follower:
         self._server, self._weights, self._store, self._base = server, weights, store, base
         self._named = named
         self._said: str | None = None
+        self._refused: int | None = None
+        """An entry whose policy this server cannot load: each try holds back all requests."""
 
     def start(self) -> None:
         """Look at the name in a thread, until the process ends."""
@@ -44,11 +47,13 @@ class Follower:
         entry: Entry | None = None
         try:
             entry = registry.current(self._store, self._named.name)
-            if entry is not None and entry.number != self._named.entry:
+            if entry is not None and entry.number not in (self._named.entry, self._refused):
                 self._take(entry)
                 self._say(f"serving {self._named.name} {entry.number}: {self._server.name}")
         # A store that does not answer, or a policy that is gone: the old one goes on answering.
         except Exception as error:
+            if entry is not None and isinstance(error, UnsupportedModel):
+                self._refused = entry.number
             which = self._named.name if entry is None else f"{self._named.name} {entry.number}"
             self._say(f"{which} is not served: {error}")
 
