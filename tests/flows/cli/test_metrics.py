@@ -95,6 +95,14 @@ def test_a_night_without_a_new_policy_is_a_night_and_names_have_entry_and_age(pl
     assert found[("rlhf_store_free_bytes",)] > 0
 
 
+def test_a_damaged_name_takes_no_other_metric(place):
+    place.write_bytes(b"{", "registry", "torn", "000001.json")
+    try:
+        assert "rlhf_runs{" in prometheus.text_of(place) and 'name="torn"' not in prometheus.text_of(place)
+    finally:
+        place.fs.rm(place.join("registry", "torn"), recursive=True)
+
+
 def test_a_run_that_waits_for_another_s_lease_is_counted(place):
     assert samples(shown(place))["rlhf_runs_waiting",] == 0
     code = "import time; from stages.store.leases import lease; from stages.store.artifacts import Store; import sys\n"

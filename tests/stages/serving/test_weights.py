@@ -258,7 +258,10 @@ def test_a_server_follows_promotions_and_rollbacks_of_its_name(root, tokens, tmp
     live = Live(engine)
     server = Server(live, TOKENIZER, "old:export", STOPS, CONTEXT, "trained-old")
     server.named = Named(name="champion", entry=first.number)
-    follower = Follower(server, Weights(server, None), store, server.named, "base")
+    weights = Weights(server, None)
+    tries, change = [], weights.change
+    weights.change = lambda digest, folder: (tries.append(digest), change(digest, folder))
+    follower = Follower(server, weights, store, server.named, "base")
     url, end = serving(server)
 
     def served():
@@ -284,6 +287,8 @@ def test_a_server_follows_promotions_and_rollbacks_of_its_name(root, tokens, tmp
     finally:
         end()
         live.close()
+    # A try holds back all requests: one that failed for good is not repeated.
+    assert tries == ["trained-new", "trained-old", "trained-deeper"]
     said = capfd.readouterr().err
     assert said.count("champion 4 is not served: ") == 1 and "holds another model" in said
     assert "champion 5 is not served: its base model is another one: restart the server" in said

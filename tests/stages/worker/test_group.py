@@ -54,6 +54,7 @@ def test_the_reports_and_the_manifest_are_those_of_process_0_and_each_process_ha
         ("raises", StageFailed, r"process 1 of 2 \(pid \d+ on .*\): together.py, line \d+: ValueError: no such layer"),
         ("both raise", StageFailed, "^together.py, line \d+: ValueError: process 0 says so"),
         ("dies", WorkerDied, r"process 1 of 2 \(pid \d+ on .*was ended by signal SIGKILL"),
+        ("fails and costs its peer", StageFailed, r"process 1 of 2 \(.*ValueError: the cause"),
         ("loses a peer", WorkerDied, r"process 0 of 2 \(pid \d+ on .*\) lost its connection to the others: .*Gloo"),
     ],
 )

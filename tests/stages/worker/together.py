@@ -27,6 +27,10 @@ def runs(request, memory, events):
         case "loses a peer", 0:
             # The other one may live on, in a network that was cut.
             raise JaxRuntimeError("UNKNOWN: Gloo AllGather failed: Connection closed by peer [10.0.0.2]:26519")
+        case "fails and costs its peer", 0:
+            raise JaxRuntimeError("UNKNOWN: Gloo AllGather failed: Connection closed by peer [10.0.0.2]:26519")
+        case "fails and costs its peer", 1:
+            raise ValueError("the cause")
         case "dies", 1:
             os.kill(os.getpid(), signal.SIGKILL)
         case "fails late", 0:
