@@ -15,6 +15,7 @@ import functools
 import json
 import os
 import re
+import secrets
 import subprocess
 import sys
 import tempfile
@@ -27,7 +28,7 @@ from pathlib import Path
 from typing import Any, BinaryIO, Literal
 
 from tuning.parallel.children import kill
-from tuning.rewards import across, confine
+from tuning.rewards import confine
 from tuning.rewards.answers import tests_of
 from tuning.rewards.failures import Outage
 from tuning.rewards.texts import begun, spoken
@@ -36,6 +37,41 @@ Isolation = Literal["required", "best-effort"]
 """Whether code runs on machines where it can reach something."""
 START_SECONDS = 10.0
 """Time that a run may take beyond its limit, to start and to clean up."""
+
+# Runs the code, then the test in its names. Only a test that has come to its end writes the word. The pipe with both is
+# drained before the code runs, and all that is used after the code is bound, so that changed builtins and modules reach
+# neither this program nor the test.
+RUNNER = """
+import builtins, json, os, sys
+
+def main(run=exec, write=os.write, end=SystemExit):
+    given, passed = map(int, sys.argv[1:])
+    own = dict(vars(builtins))
+    with os.fdopen(given, "rb") as file:
+        task = json.load(file)
+    with open("main.py", "rb") as file:
+        code = file.read()
+    test, word = compile(task["test"], "test.py", "exec"), task["word"].encode()
+    code = compile(code, "main.py", "exec")
+    del sys.argv[1:]
+    sys.orig_argv[:] = sys.argv[:]
+    scope = {"__name__": "__main__", "__file__": "main.py", "__builtins__": builtins}
+    try:
+        run(code, scope)
+    except end:
+        # A script may end so; its definitions are tested all the same.
+        pass
+    scope["__builtins__"] = own
+    run(test, scope)
+    write(passed, word)
+
+main()
+"""
+_DECEIVES = re.compile(
+    r"_getframe|currentframe|\bf_(back|locals|globals|code)\b|\b(tb|gi|cr)_frame\b|__globals__|__closure__|co_consts"
+    r"|\b(gc|inspect|ctypes|mock)\b|set(trace|profile)|_current_frames|/proc/self|__(r?sub|abs|eq|ne|lt|le|gt|ge)__"
+)
+"""Names of frames, memory and comparisons: code can read in them what a test expects, or equal anything."""
 
 _FENCE = re.compile(r"^[ \t]*(?:```+|~~~+)([^\n`]*)$", re.MULTILINE)
 _READS_INPUT = re.compile(r"\binput\(|\bstdin\b|\bopen\(0\b")
@@ -107,27 +143,22 @@ def run_python(code: str, stdin: str = "", *, seconds: float, megabytes: int) ->
 
 
 def passes_test(code: str, test: str, *, seconds: float, megabytes: int) -> bool:
-    """Whether `test`, which uses the names of the code in a process of its own, comes to its end without an error.
+    """Whether `test`, run after the code and in its names, comes to its end without an error.
 
-    The code runs in a second sandbox, and answers over pipes (`tuning.rewards.across`).
+    Code or a test that ends the program before that has not passed.
     """
-    script = Path(across.__file__).read_text()
-    limits: dict[str, Any] = {"seconds": seconds, "megabytes": megabytes}
-    (asked, ask), (answered, answer) = os.pipe(), os.pipe()
-    with contextlib.ExitStack() as stack:
-        out = stack.enter_context(tempfile.TemporaryFile())
-        given = stack.enter_context(_handed_over(test.encode(errors="replace")))
-        theirs, mine = (asked, answer), (answered, ask)
-        try:
-            arguments = ["-c", script, *map(str, theirs)]
-            stack.enter_context(_started(arguments, code, "", out, keep=theirs, **limits))
-            arguments = ["-c", script, *map(str, mine), str(given)]
-            judge = stack.enter_context(_started(arguments, "", "", out, keep=(*mine, given), **limits))
-        finally:
-            # Each end is open in one process alone: the other learns that it has ended.
-            for descriptor in (*theirs, *mine):
-                os.close(descriptor)
-        return _ended(judge, seconds) == 0
+    word = secrets.token_hex(16)
+    task = json.dumps({"test": test, "word": word}).encode()
+    with tempfile.TemporaryFile() as passed, tempfile.TemporaryFile() as out, _handed_over(task) as given:
+        arguments = ["-c", RUNNER, str(given), str(passed.fileno())]
+        status = _run(arguments, code, "", out, seconds, megabytes, keep=(given, passed.fileno()))
+        passed.seek(0)
+        return status == 0 and passed.read() == word.encode()
+
+
+def may_deceive(completion: str) -> bool:
+    """Whether the code of a completion names what can make a test pass that it fails (`_DECEIVES`)."""
+    return _DECEIVES.search(code_of(completion)) is not None
 
 
 @contextlib.contextmanager
@@ -179,33 +210,16 @@ def refuse_gaps(isolation: Isolation) -> None:
 
 
 def _run(
-    arguments: Sequence[str], code: str, stdin: str, out: BinaryIO, seconds: float, megabytes: int, **options: Any
-) -> int:
-    """The exit status of a Python with these arguments, in a folder with the code as main.py."""
-    with _started(arguments, code, stdin, out, seconds=seconds, megabytes=megabytes, **options) as process:
-        return _ended(process, seconds)
-
-
-def _ended(process: subprocess.Popen[bytes], seconds: float) -> int:
-    try:
-        return process.wait(timeout=seconds + START_SECONDS)
-    except subprocess.TimeoutExpired:
-        return confine.KILLED
-
-
-@contextlib.contextmanager
-def _started(
     arguments: Sequence[str],
     code: str,
     stdin: str,
     out: BinaryIO,
-    *,
     seconds: float,
     megabytes: int,
     keep: Sequence[int] = (),
     report: int | None = None,
-) -> Iterator[subprocess.Popen[bytes]]:
-    """A Python with these arguments, in a folder with the code as main.py; it ends with the context."""
+) -> int:
+    """The exit status of a Python with these arguments, in a folder with the code as main.py."""
     with tempfile.TemporaryDirectory() as folder, tempfile.TemporaryFile() as source:
         # Text of a model may hold what is no UTF-8; Python then refuses the file, and the code has failed.
         (Path(folder) / "main.py").write_bytes(code.encode(errors="surrogatepass"))
@@ -233,7 +247,9 @@ def _started(
             start_new_session=True,
         )
         try:
-            yield process
+            return process.wait(timeout=seconds + START_SECONDS)
+        except subprocess.TimeoutExpired:
+            return confine.KILLED
         finally:
             # The session is a process group of its own.
             kill(process.pid)
