@@ -8,6 +8,7 @@ names. Keyword arguments of the recipe are single values. None means that the fu
 
 from __future__ import annotations
 
+import ast
 import re
 import unicodedata
 from collections.abc import Callable, Mapping, Sequence
@@ -184,18 +185,23 @@ def reasoning_gym_score(
     task: str | None = None,
     **_: Any,
 ) -> list[float]:
-    """The score of a reasoning-gym task's own verifier.
+    """The score of a reasoning-gym task's own verifier for the text after the thoughts, inside `<answer>` if it is there.
 
     `metadata` holds `task` and, as `entry`, the problem's own metadata; the data source reasoning_gym writes both. For
     problems of another source the argument `task` names the task, and `metadata` itself is the entry's.
     """
     import reasoning_gym
+    from reasoning_gym.utils import extract_answer
 
     scores = []
     for prompt, text, gold, meta in zip(prompts, completions, answer, metadata, strict=True):
         verifier = reasoning_gym.get_score_answer_fn(task or meta["task"])
-        entry = {"question": prompt, "answer": gold, "metadata": meta.get("entry", meta)}
-        scores.append(float(verifier(text.strip(), entry)))
+        details = meta.get("entry", meta)
+        details = ast.literal_eval(details) if isinstance(details, str) else details
+        said = spoken(begun(text, meta))
+        said = extract_answer(said, strip=False) or said
+        entry = {"question": prompt, "answer": gold, "metadata": details}
+        scores.append(float(verifier(said.strip(), entry)))
     return scores
 
 

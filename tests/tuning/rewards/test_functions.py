@@ -43,12 +43,19 @@ def test_the_soft_punishment_of_length_grows_through_the_buffer():
     assert f.overlong(["p"] * 4, [""] * 4, completion_ids=ids, tokens=10, buffer=4) == [0.0, -0.5, -1.0, -1.0]
 
 
-@pytest.mark.parametrize("task", ["chain_sum", "number_sorting"])
+@pytest.mark.parametrize("task", ["chain_sum", "number_sorting", "rearc"])
 def test_reasoning_gym_scores_problems_as_the_data_source_writes_them(task):
     record = next(iter(reasoning_gym(task, size=1, seed=3)))
     given = {"answer": [record["answer"]] * 2, "metadata": [record["metadata"]] * 2}
     right, wrong = f.reasoning_gym_score([record["prompt"]] * 2, [record["answer"], "wrong"], **given)
     assert right == 1.0 and wrong < 1.0
+
+
+@pytest.mark.parametrize("form", ["-4", "<think>\nIs it 5?\n</think>\n\n-4", "Thus:\n<answer>-4</answer>"])
+def test_reasoning_gym_reads_the_answer_as_the_other_rewards_do(form):
+    given = {"answer": ["-4"] * 2, "metadata": [{}, {"opened_tag": "think"}], "task": "chain_sum"}
+    texts = [form, f"Is it 5?\n</think>\n\n{form}"]
+    assert f.reasoning_gym_score(["1 - 5"] * 2, texts, **given) == [1.0, 1.0]
 
 
 def test_reasoning_gym_takes_a_task_by_name():
