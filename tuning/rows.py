@@ -293,7 +293,7 @@ def _values(column: pa.ChunkedArray) -> Sequence[Any]:
 
 @functools.cache
 def _part(kind: type[R], unread: frozenset[str]) -> type[R]:
-    """The kind of rows without the fields that were not read, so that nobody takes a default for a value of the file."""
+    """The kind without the fields that were not read: nobody takes a default for a value of the file."""
 
     def refuse(name: str) -> property:
         def get(_: Any) -> Any:

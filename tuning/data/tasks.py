@@ -162,7 +162,7 @@ def reasoning_gym(
     """Problems of a task of the package reasoning-gym, such as chain_sum.
 
     `metadata` holds the verifier ("reasoning_gym"), the task and the problem's own metadata, from which the package's
-    scorer can be called again (`reasoning_gym_score`). For tasks that need Python's types it is text for `literal_eval`.
+    scorer can be called again (`reasoning_gym_score`). For tasks that need tuples it is a Python literal.
 
     Args:
         name: the task. size: number of problems; equal ones are merged later. seed: which problems.

@@ -185,7 +185,7 @@ def reasoning_gym_score(
     task: str | None = None,
     **_: Any,
 ) -> list[float]:
-    """The score of a reasoning-gym task's own verifier for the text after the thoughts, inside `<answer>` if it is there.
+    """The score of a reasoning-gym task's own verifier for the text after the thoughts, or that in `<answer>`.
 
     `metadata` holds `task` and, as `entry`, the problem's own metadata; the data source reasoning_gym writes both. For
     problems of another source the argument `task` names the task, and `metadata` itself is the entry's.

@@ -10,6 +10,7 @@ means harm, run the pipeline in a virtual machine.
 from __future__ import annotations
 
 import ast
+import builtins
 import contextlib
 import functools
 import json
@@ -157,8 +158,9 @@ def passes_test(code: str, test: str, *, seconds: float, megabytes: int) -> bool
 
 
 def may_deceive(completion: str) -> bool:
-    """Whether the code of a completion names what can make a test pass that it fails (`_DECEIVES`)."""
-    return _DECEIVES.search(code_of(completion)) is not None
+    """Whether the code of a completion has means to pass a test that it fails: such names, or a builtin of its own."""
+    code = code_of(completion)
+    return _DECEIVES.search(code) is not None or not _defined(code).isdisjoint(vars(builtins))
 
 
 @contextlib.contextmanager

@@ -143,6 +143,9 @@ def near(test): return test.__globals__
 }
 
 
+FORGERIES["a builtin of its own"] = "def add(a, b): return 0\nabs = lambda x: 0"
+
+
 @pytest.mark.parametrize("name", FORGERIES)
 def test_code_that_can_make_a_test_pass_is_suspect(name):
     assert may_deceive(f"```python\n{FORGERIES[name]}```")
