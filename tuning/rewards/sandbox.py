@@ -32,6 +32,7 @@ from tuning.parallel.children import kill
 from tuning.rewards import confine
 from tuning.rewards.answers import tests_of
 from tuning.rewards.failures import Outage
+from tuning.rewards.programs import runnable
 from tuning.rewards.texts import begun, spoken
 
 Isolation = Literal["required", "best-effort"]
@@ -273,10 +274,11 @@ def code_passes(
 ) -> list[float | None]:
     """1 where the completion's code passes its tests; else 0. With `partial` the share of tests that pass.
 
-    Tests are `metadata["tests"]`: programs (text) that run after the code in its names, or {"input", "output"} for
-    standard input and output; without them the answer is one such program, or each of a list of answers. Without any
-    test the reward does not apply. A test that runs for longer than `seconds`, takes more than `megabytes` or ends the
-    program has failed; so have those that `budget_seconds` for all tests of a completion leaves no time for.
+    Tests are `metadata["tests"]`: programs (text) that run after the code in its names (`runnable`; a function `check`
+    gets the name in `metadata["entry_point"]`), or {"input", "output"} for standard input and output. Without them the
+    answer is one such program, or each of a list of answers. Without any test the reward does not apply. A test that
+    runs for longer than `seconds`, takes more than `megabytes` or ends the program has failed; so have those that
+    `budget_seconds` for all tests of a completion leaves no time for.
     `isolation: required` raises an Outage on a machine where the code can reach something (`gaps`); `best-effort` runs
     it there.
     """
@@ -289,7 +291,7 @@ def code_passes(
         code, passed, deadline = code_of(begun(text, meta), tests), 0, time.monotonic() + budget_seconds
         for test in tests:
             left = deadline - time.monotonic()
-            good = left > 0 and _passes(code, test, min(seconds, left), megabytes)
+            good = left > 0 and _passes(code, test, meta.get("entry_point"), min(seconds, left), megabytes)
             if not good and not partial:
                 return 0.0
             passed += good
@@ -303,9 +305,14 @@ def longest_seconds(*, budget_seconds: float = 60.0, **_: Any) -> float:
     return budget_seconds + 2 * START_SECONDS
 
 
-def _passes(code: str, test: str | dict[str, str], seconds: float, megabytes: int) -> bool:
+def _passes(code: str, test: str | dict[str, str], entry_point: str | None, seconds: float, megabytes: int) -> bool:
     if isinstance(test, str):
-        return passes_test(code, test, seconds=seconds, megabytes=megabytes)
+        try:
+            program = runnable(test, entry_point)
+        # Data is refused for such a test before a run.
+        except (SyntaxError, ValueError):
+            return False
+        return passes_test(code, program, seconds=seconds, megabytes=megabytes)
     status, out = run_python(code, test["input"], seconds=seconds, megabytes=megabytes)
     # As judges of programming contests do: only the tokens count, not the white space.
     return status == 0 and out.split() == test["output"].split()

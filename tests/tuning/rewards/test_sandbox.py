@@ -148,7 +148,7 @@ FORGERIES["a builtin of its own"] = "def add(a, b): return 0\nabs = lambda x: 0"
 
 @pytest.mark.parametrize("name", FORGERIES)
 def test_code_that_can_make_a_test_pass_is_suspect(name):
-    assert may_deceive(f"```python\n{FORGERIES[name]}```")
+    assert may_deceive(f"```python\n{FORGERIES[name]}\n```")
 
 
 def test_usual_code_is_not_suspect():
@@ -204,6 +204,24 @@ def test_a_test_runs_in_the_names_of_the_code():
     assert passes(NAMES, [USES]) == 1.0
     assert passes(NAMES, [USES.replace("next is tail", "next is node")]) == 0.0
     assert passes("def copied(items): return items", ["a = [1]; assert copied(a) is not a"]) == 0.0
+
+
+PUBLISHED = {
+    "pytest": "import pytest\n\ndef test_add():\n    assert add(1, 2) == 3\n",
+    "a class of pytest": "class TestAdd:\n    def test_add(self):\n        assert add(1, 2) == 3\n",
+    "unittest": "import unittest\nclass T(unittest.TestCase):\n    def test_a(self): self.assertEqual(add(1, 2), 3)\n",
+    "HumanEval": "METADATA = {}\n\ndef check(candidate):\n    assert candidate(1, 2) == 3\n",
+    "a called check": "def check(candidate):\n    assert candidate(1, 2) == 3\n\ncheck(add)\n",
+}
+PUBLISHED["a main program"] = f"{PUBLISHED['unittest']}if __name__ == '__main__':\n    unittest.main()\n"
+
+
+@pytest.mark.parametrize("form", PUBLISHED)
+def test_tests_run_in_each_form_that_data_sets_publish(form):
+    test = PUBLISHED[form].replace("import pytest\n", "")
+    codes = [GOOD, GOOD.replace("a + b", "a - b")]
+    given = {"answer": [None] * 2, "metadata": [{"tests": [test], "entry_point": "add"}] * 2}
+    assert code_passes(["p"] * 2, codes, **given) == [1.0, 0.0]
 
 
 def test_code_may_end_as_scripts_do_and_is_tested_all_the_same():
