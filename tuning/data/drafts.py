@@ -69,12 +69,16 @@ def drafts_of(template: Template | None, plan: Plan, output: str, record: Record
     known: list[Any] = [record.prompt, record.answer, record.tools, None if judged else record.metadata]
     known += [record.chat_template_kwargs] if record.chat_template_kwargs else []
     prompt = template.checked(template.fitted(_messages(plan, record.prompt)), header=True)
-    metadata = record.metadata
+    added: dict[str, Any] = {}
+    if [message["role"] for message in record.prompt] != ["user"]:
+        # Episodes begin with them.
+        added["prompt_messages"] = record.prompt
     opened = _OPENED_TAG.search(prompt)
     control = {str(template.tokenizer.convert_ids_to_tokens(index)) for index in control_ids(template.tokenizer)}
     if opened and opened[0].strip() not in control:
         # Rewards read completions alone: they have to know that a completion begins within a tag.
-        metadata = canonical_json({**json.loads(metadata), "opened_tag": opened[1]})
+        added["opened_tag"] = opened[1]
+    metadata = canonical_json({**json.loads(record.metadata), **added}) if added else record.metadata
     columns |= {"answer": record.answer, "metadata": metadata, "group": record.group}
     return [Draft(output, digest(json.dumps(known, sort_keys=True)), columns, {"prompt_ids": prompt})]
 

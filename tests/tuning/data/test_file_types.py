@@ -133,3 +133,18 @@ def test_a_hub_folder_with_several_configurations_is_refused_by_their_names(read
     with pytest.raises(SourceError, match=r"holds the configurations main, socratic: name one"):
         files.expand(str(tmp_path))
     assert read(tmp_path / "main") == [{}]
+
+
+def test_tools_and_calls_of_parquet_are_those_of_the_same_records_in_json(read, tmp_path):
+    def record(name, **arguments):
+        parameters = {"type": "object", "properties": {key: {"type": "string"} for key in arguments}}
+        call = {"type": "function", "function": {"name": name, "arguments": arguments}}
+        turns = [{"role": "user", "content": name}, {"role": "assistant", "content": "", "tool_calls": [call]}]
+        tool = {"type": "function", "function": {"name": name, "description": name, "parameters": parameters}}
+        return {"messages": turns, "tools": [tool]}
+
+    # Arrow gives each call the arguments of all functions, null where it has none.
+    records = [record("weather", city="Oslo"), record("add", a="1", b="2")]
+    pq.write_table(pa.Table.from_pylist(records), tmp_path / "a.parquet")
+    (tmp_path / "b.jsonl").write_text("".join(f"{json.dumps(one)}\n" for one in records))
+    assert read(tmp_path / "a.parquet") == read(tmp_path / "b.jsonl")
