@@ -22,7 +22,7 @@ from pydantic import (
 
 from stages.serving.bodies import MOST_FIELDS
 from stages.serving.tools import Tool, ToolCall, ToolChoice
-from tuning.agents.schemas import nodes_of
+from tuning.chat.schemas import nodes_of
 
 NEUTRAL: dict[str, tuple[Any, ...]] = {
     "frequency_penalty": (None, 0, 0.0),

@@ -5,7 +5,7 @@
                                                    messages a d      -> another branch: a part of its own
 
 A call whose messages go on from those of an earlier call, with its answer, gets that call's ids and behind them the new
-messages alone (`tuning.agents.suffix`). Answers are found by what they say; the ids are the stored ones, with the
+messages alone (`tuning.chat.renderer`). Answers are found by what they say; the ids are the stored ones, with the
 thoughts that a client leaves out. A call that goes on from nothing begins a branch with a rendering of its own.
 A branch is a row of a rollout table: what was sampled in another branch is context there, so nothing is trained twice.
 """

@@ -18,7 +18,7 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from tuning.agents.template import Template
+from tuning.chat.template import Template
 from tuning.models.tokenizer import control_ids, is_marked, turn_end
 
 if TYPE_CHECKING:

@@ -197,32 +197,39 @@ def _literal(value: Any) -> str:
     return "none" if value is None else json.dumps(value, ensure_ascii=False)
 
 
+Span = tuple[int, int]
+"""The start and the stop of a stretch of a text."""
+
+
 def render(
     tokenizer: PreTrainedTokenizerFast,
     messages: Sequence[Mapping[str, Any]],
     tools: Sequence[Mapping[str, Any]] = (),
     header: bool = False,
     options: Mapping[str, Any] | None = None,
-) -> str:
-    """The text of the messages under the chat template: the only call of a template in this project (R31).
+) -> tuple[str, list[Span]]:
+    """The text of the messages under the chat template, and the stretches of it that `{% generation %}` marks.
 
-    `header`: whether the text ends in the header of the assistant's turn. `options`: values that the template reads,
-    such as `enable_thinking`. The template's clock (`strftime_now`) reads the tokenizer's date.
+    This is the only call of a template in this project (R31). `header`: whether the text ends in the header of the
+    assistant's turn. `options`: values that the template reads, such as `enable_thinking`. The template's clock
+    (`strftime_now`) reads the tokenizer's date.
 
     Raises ValueError without messages, without a chat template, and for an option with a reserved name; what a
     template raises, such as jinja2.TemplateError, passes.
     """
+    from transformers.utils.chat_template_utils import render_jinja_template
+
     if not messages:
         raise ValueError("messages is empty; give at least one message with role and content")
-    text: Any = tokenizer.apply_chat_template(
-        [dict(message) for message in messages],
-        tools=[dict(tool) for tool in tools] or None,
-        add_generation_prompt=header,
-        tokenize=False,
+    texts, spans = render_jinja_template(
+        [[{key: value for key, value in message.items() if value is not None} for message in messages]],
+        [dict(tool) for tool in tools] or None,
         chat_template=template_of(tokenizer, bool(tools)),
-        **_check_options(tokenizer, options or {}),
+        return_assistant_tokens_mask=is_marked(tokenizer),
+        add_generation_prompt=header,
+        **{**tokenizer.special_tokens_map, **_check_options(tokenizer, options or {})},
     )
-    return str(text)
+    return texts[0], spans[0] if spans else []
 
 
 _MARKS: Final = re.compile(r"\{%-?\s*generation\s*-?%\}")
@@ -231,25 +238,6 @@ _MARKS: Final = re.compile(r"\{%-?\s*generation\s*-?%\}")
 def is_marked(tokenizer: PreTrainedTokenizerFast) -> bool:
     """Whether the chat template marks what the assistant generates, by `{% generation %}`."""
     return bool(_MARKS.search(str(tokenizer.chat_template)))
-
-
-def marked(
-    tokenizer: PreTrainedTokenizerFast,
-    messages: Sequence[Mapping[str, Any]],
-    tools: Sequence[Mapping[str, Any]] = (),
-    options: Mapping[str, Any] | None = None,
-) -> tuple[str, list[tuple[int, int]]]:
-    """As `render`, with the (start, stop) of each stretch of the text that the template marks."""
-    from transformers.utils.chat_template_utils import render_jinja_template
-
-    texts, spans = render_jinja_template(
-        [[dict(message) for message in messages]],
-        [dict(tool) for tool in tools] or None,
-        chat_template=template_of(tokenizer, bool(tools)),
-        return_assistant_tokens_mask=True,
-        **{**tokenizer.special_tokens_map, **_check_options(tokenizer, options or {})},
-    )
-    return texts[0], [(start, stop) for start, stop in spans[0]]
 
 
 def template_of(tokenizer: PreTrainedTokenizerFast, tools: bool = False) -> str:
@@ -276,19 +264,6 @@ def _check_options(tokenizer: PreTrainedTokenizerFast, options: Mapping[str, Any
     if wrong := [name for name in options if name in reserved or not name.isidentifier()]:
         raise ValueError(f"chat_template_kwargs: {wrong[0]!r} is not a value that a chat template can be given")
     return options
-
-
-def chat_prompt_ids(
-    tokenizer: PreTrainedTokenizerFast,
-    messages: Sequence[Mapping[str, Any]],
-    options: Mapping[str, Any] | None = None,
-) -> list[int]:
-    """Token ids of the messages under the chat template, ending in the header of the assistant's turn.
-
-    Text of a control token inside a message becomes that control token, as the template is tokenized whole; screen
-    untrusted content before. Raises as `render` does.
-    """
-    return list(tokenizer.encode(render(tokenizer, messages, (), True, options), add_special_tokens=False))
 
 
 def turn_end(tokenizer: PreTrainedTokenizerFast) -> int | None:
@@ -322,7 +297,7 @@ def _probe_chat(tokenizer: PreTrainedTokenizerFast) -> str | None:
 
     turns = [{"role": "user", "content": "question"}, {"role": "assistant", "content": _PROBE}]
     try:
-        return render(tokenizer, turns)
+        return render(tokenizer, turns)[0]
     except TemplateError:
         return None
 
