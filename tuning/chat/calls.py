@@ -14,7 +14,7 @@ from keyword import iskeyword
 from typing import Any
 
 from tuning.chat import schemas
-from tuning.chat.call_text import CLOSE, END, ESCAPE, FENCE, OPEN, PYTHON_TAG, READERS, START, Written, shown
+from tuning.chat.call_text import CLOSE, END, FENCE, OPEN, PYTHON_TAG, READERS, START, Written, shown
 
 FORMATS = ("auto", "hermes", "llama", "gemma")
 """How tool calls are written in text; auto: as the chat template's family does, else Hermes' `<tool_call>`."""
@@ -237,7 +237,7 @@ def _json(value: Any) -> str:
 def _gemma(call: Call) -> str:
     """A call as fenced Python; in FunctionGemma's form where its name is none of Python's."""
     if iskeyword(call.name) or not re.fullmatch(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*", call.name, re.ASCII):
-        return f"{START}call:{call.name}{_braces(call.arguments)}{END}"
+        return f"{START}call:{call.name}{_json(call.arguments)}{END}"
     plain = {name for name in call.arguments if name.isidentifier() and name.isascii() and not iskeyword(name)}
     named = [f"{name}={value!r}" for name, value in call.arguments.items() if name in plain]
     others = {name: value for name, value in call.arguments.items() if name not in plain}
@@ -245,12 +245,3 @@ def _gemma(call: Call) -> str:
     # A backtick of a string would close the fence.
     escaped = written.replace("`", "\\x60")
     return f"{FENCE}\n{call.name}({escaped})\n```"
-
-
-def _braces(value: Any) -> str:
-    """A value in FunctionGemma's form."""
-    if isinstance(value, Mapping):
-        return "{" + ",".join(f"{_json(name)}:{_braces(one)}" for name, one in value.items()) + "}"
-    if isinstance(value, list):
-        return "[" + ",".join(map(_braces, value)) + "]"
-    return f"{ESCAPE}{value}{ESCAPE}" if isinstance(value, str) and ESCAPE not in value else _json(value)
