@@ -18,7 +18,7 @@ from jinja2 import TemplateError
 from tuning.chat import calls
 from tuning.chat.calls import Message, Schema
 from tuning.chat.plain_text import PlainText
-from tuning.models.tokenizer import Span, render, turn_end
+from tuning.models.tokenizer import render, turn_end
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
@@ -109,10 +109,6 @@ class Template:
 
     def write(self, messages: Sequence[Message], header: bool = False) -> str:
         """The text of messages from `fitted`. Raises TemplateRefused where the template does not take them."""
-        return self.marked(messages, header)[0]
-
-    def marked(self, messages: Sequence[Message], header: bool = False) -> tuple[str, list[Span]]:
-        """As `write`, with the (start, stop) of each stretch that the template marks as generated."""
         try:
             return render(self.tokenizer, messages, self._tools, header, self._options)
         except _REFUSALS as error:
@@ -232,7 +228,7 @@ def _attempts(tokenizer: PreTrainedTokenizerFast, options: Mapping[str, Any]) ->
 
     def attempt(messages: Sequence[Message], tools: Sequence[Schema] = (), header: bool = False) -> str | None:
         try:
-            return render(tokenizer, messages, tools, header, options)[0]
+            return render(tokenizer, messages, tools, header, options)
         except _REFUSALS:
             return None
 

@@ -13,7 +13,6 @@ import datetime
 import functools
 import inspect
 import json
-import re
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
@@ -197,47 +196,32 @@ def _literal(value: Any) -> str:
     return "none" if value is None else json.dumps(value, ensure_ascii=False)
 
 
-Span = tuple[int, int]
-"""The start and the stop of a stretch of a text."""
-
-
 def render(
     tokenizer: PreTrainedTokenizerFast,
     messages: Sequence[Mapping[str, Any]],
     tools: Sequence[Mapping[str, Any]] = (),
     header: bool = False,
     options: Mapping[str, Any] | None = None,
-) -> tuple[str, list[Span]]:
-    """The text of the messages under the chat template, and the stretches of it that `{% generation %}` marks.
+) -> str:
+    """The text of the messages under the chat template: the only call of a template in this project (R31).
 
-    This is the only call of a template in this project (R31). `header`: whether the text ends in the header of the
-    assistant's turn. `options`: values that the template reads, such as `enable_thinking`. The template's clock
-    (`strftime_now`) reads the tokenizer's date.
+    `header`: whether the text ends in the header of the assistant's turn. `options`: values that the template reads,
+    such as `enable_thinking`. The template's clock (`strftime_now`) reads the tokenizer's date.
 
     Raises ValueError without messages, without a chat template, and for an option with a reserved name; what a
     template raises, such as jinja2.TemplateError, passes.
     """
-    from transformers.utils.chat_template_utils import render_jinja_template
-
     if not messages:
         raise ValueError("messages is empty; give at least one message with role and content")
-    texts, spans = render_jinja_template(
-        [[{key: value for key, value in message.items() if value is not None} for message in messages]],
-        [dict(tool) for tool in tools] or None,
-        chat_template=template_of(tokenizer, bool(tools)),
-        return_assistant_tokens_mask=is_marked(tokenizer),
+    text: Any = tokenizer.apply_chat_template(
+        [dict(message) for message in messages],
+        tools=[dict(tool) for tool in tools] or None,
         add_generation_prompt=header,
-        **{**tokenizer.special_tokens_map, **_check_options(tokenizer, options or {})},
+        tokenize=False,
+        chat_template=template_of(tokenizer, bool(tools)),
+        **_check_options(tokenizer, options or {}),
     )
-    return texts[0], spans[0] if spans else []
-
-
-_MARKS: Final = re.compile(r"\{%-?\s*generation\s*-?%\}")
-
-
-def is_marked(tokenizer: PreTrainedTokenizerFast) -> bool:
-    """Whether the chat template marks what the assistant generates, by `{% generation %}`."""
-    return bool(_MARKS.search(str(tokenizer.chat_template)))
+    return str(text)
 
 
 def template_of(tokenizer: PreTrainedTokenizerFast, tools: bool = False) -> str:
@@ -297,7 +281,7 @@ def _probe_chat(tokenizer: PreTrainedTokenizerFast) -> str | None:
 
     turns = [{"role": "user", "content": "question"}, {"role": "assistant", "content": _PROBE}]
     try:
-        return render(tokenizer, turns)[0]
+        return render(tokenizer, turns)
     except TemplateError:
         return None
 

@@ -123,4 +123,4 @@ def of_family(name: str) -> PreTrainedTokenizerFast | None:
 
 def chat_prompt_ids(tokenizer, messages, options=None) -> list[int]:
     """Ids of the messages under the chat template, tokenized whole, ending in the header of the assistant's turn."""
-    return tokenizer.encode(render(tokenizer, messages, (), True, options)[0], add_special_tokens=False)
+    return tokenizer.encode(render(tokenizer, messages, (), True, options), add_special_tokens=False)

@@ -80,7 +80,7 @@ def test_trained_is_what_the_assistant_writes_and_its_end_of_turn():
 def test_the_text_before_the_first_turn_is_the_prompt_that_sampling_sees():
     tokenizer = tokenizer_with(UNMARKED)
     ids, mask = conversation_ids(tokenizer, [SYSTEM, USER, BOT], TOOLS)
-    text = render(tokenizer, [SYSTEM, USER], TOOLS, header=True)[0]
+    text = render(tokenizer, [SYSTEM, USER], TOOLS, header=True)
     assert ids[: mask.index(1)] == tokenizer.encode(text, add_special_tokens=False)
 
 
