@@ -169,7 +169,11 @@ class CompletionRequest(Asked):
 
 class Message(BaseModel):
     model_config = ConfigDict(extra="allow")
-    role: Literal["system", "developer", "user", "assistant", "tool"]
+    role: Annotated[
+        Literal["system", "user", "assistant", "tool"],
+        # OpenAI's role of the system.
+        BeforeValidator(lambda role: "system" if role == "developer" else role),
+    ]
     name: Annotated[str, Field(max_length=64)] | None = None
     content: str | Many[dict[str, Any]] | None = None
     tool_calls: Many[ToolCall] | None = None

@@ -346,8 +346,7 @@ def said_by(messages: Iterable[Message]) -> list[Said]:
 
 
 def _said(message: Message) -> Said:
-    role = "system" if message.role == "developer" else message.role
-    if role != "assistant":
-        return role, message.text, ()
-    called = [call.function.call() for call in message.tool_calls or []]
-    return role, without_thoughts(message.text), tuple(same_call(call.name, call.arguments) for call in called)
+    if message.role != "assistant":
+        return message.role, message.text, ()
+    called = [call.function for call in message.tool_calls or []]
+    return message.role, without_thoughts(message.text), tuple(same_call(call.name, call.arguments) for call in called)

@@ -53,14 +53,12 @@ class Wording:
         written: list[dict[str, Any]] = []
         names: dict[str | None, str] = {}
         for message in messages:
-            one: dict[str, Any] = {"role": "system" if message.role == "developer" else message.role}
-            one["content"] = message.text
+            one: dict[str, Any] = {"role": message.role, "content": message.text}
             if message.role == "tool":
-                one |= {"tool_call_id": message.tool_call_id} if message.tool_call_id else {}
-                if name := message.name or names.get(message.tool_call_id):
-                    one["name"] = name
+                named = {"tool_call_id": message.tool_call_id, "name": message.name or names.get(message.tool_call_id)}
+                one |= {key: value for key, value in named.items() if value}
             if message.tool_calls:
                 names |= {call.id: call.function.name for call in message.tool_calls}
-                one["tool_calls"] = [call.plain() for call in message.tool_calls]
+                one["tool_calls"] = [call.model_dump(exclude_none=True) for call in message.tool_calls]
             written.append(one)
         return written
