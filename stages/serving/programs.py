@@ -40,9 +40,10 @@ from stages.serving.connection import web_server
 from stages.serving.guard import Bounds
 from stages.serving.server import Server
 from stages.serving.sessions import Call, Part, Session, Sessions, Terms, UnknownSession
-from tuning.agents.contract import LIMITS, Fault, Message, Status
+from tuning.agents.contract import LIMITS, Fault, Status
 from tuning.agents.play import turn_seed
 from tuning.agents.trajectory import Ended, Episode, Turn
+from tuning.chat.calls import Message
 from tuning.parallel.children import clean_environment
 from tuning.rollout.servers import keeper
 

@@ -9,7 +9,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from tuning.agents.template import Template
+from tuning.chat.template import Template
 from tuning.data.blocks import Block, Counts, Draft, Plan, Step, tokenizer_of
 from tuning.data.conversations import NoPrefix, sample, tokenized
 from tuning.data.kinds import canonical_json, digest

@@ -6,7 +6,7 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from tuning.agents.template import call_of
+from tuning.chat.calls import call_of
 from tuning.data.kinds import canonical_json, is_list_of_objects, kind_of
 
 Message = dict[str, Any]

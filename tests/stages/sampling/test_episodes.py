@@ -20,8 +20,8 @@ from stages.score import stage as score
 from stages.score.settings import ENVIRONMENT, Reward
 from tests.stages.training.support import Folder, data, ids, perform
 from tuning.agents.rows import TrajectoryRow, TurnRow
-from tuning.agents.suffix import Renderer
 from tuning.algorithms.round_data import RoundData
+from tuning.chat.renderer import Renderer
 from tuning.models.byte_tokenizer import byte_tokenizer
 from tuning.rows import CompletionRow, ScoreRow, VerdictRow, names_of, read_table
 

@@ -7,7 +7,7 @@ import pytest
 from tests.tuning.data.conversation import conversation_ids
 from tests.tuning.data.run import letters, rows
 from tests.tuning.data.run import run as send
-from tuning.agents.template import TemplateRefused
+from tuning.chat.template import TemplateRefused
 from tuning.data.blocks import Plan
 from tuning.data.conversations import ConversationError
 from tuning.models.byte_tokenizer import byte_tokenizer

@@ -164,7 +164,7 @@ def test_weights_take_a_share_or_repeat(plan, tmp_path):
 
 
 def test_ids_are_those_of_the_tokenizer_called_for_each_text(plan, tmp_path):
-    from tuning.models.tokenizer import chat_prompt_ids
+    from tests.tuning.chat.templates import chat_prompt_ids
 
     texts = ["plain", "ünïcödé ☃ \U0001f600", "  spaces  ", "line\nbreak\ttab", "a" * 30]
     run(plan, tmp_path, *[{"prompt": text, "completion": text[::-1], "split": "sft"} for text in texts])

@@ -10,8 +10,8 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from tests.tuning.agents.templates import TEXT, TOOLS, tool
-from tuning.agents.calls import Call, instructions, parse, render, resolve
+from tests.tuning.chat.templates import TEXT, TOOLS, tool
+from tuning.chat.calls import Call, instructions, parse, render, resolve
 
 FORMATS = ("hermes", "llama", "gemma")
 
@@ -82,7 +82,7 @@ FAULTS = [
     ("hermes", H.replace("2", "2.5"), ["argument b"]),
     ("hermes", H.replace("1", "NaN"), ["NaN is no JSON number"]),
     ("hermes", H.replace("1", "1e999"), ["too large a number"]),
-    ("hermes", H.replace('"exact"', '"a"'), ["a key is there twice"]),
+    ("hermes", H.replace('"exact"', '"a"'), ["'a' is there twice"]),
     ("hermes", "<tool_call>" + "[" * 100_000, ["no closing </tool_call>"]),
     ("hermes", H.replace("1", "[" * 100_000), ["nested too deeply"]),
     ("hermes", H.replace("1", "1" * 5_000), ["not valid JSON"]),
@@ -95,7 +95,7 @@ FAULTS = [
     ("gemma", F.replace("}", ""), ["cannot be read"]),
     ("gemma", F.replace("a:1,", "a:1,a:1,"), ["'a' is there twice"]),
     ("gemma", "<start_function_call>add(1)<end_function_call>", ["expected call:name{"]),
-    ("gemma", F.replace("1", "[" * 1000), ["nested deeper than"]),
+    ("gemma", F.replace("1", "[" * 100_000), ["nested too deeply"]),
     ("gemma", P.replace("1", "1 +"), ["not valid Python"]),
     ("gemma", P.replace("1", "(" * 10_000), ["not valid Python"]),
     ("gemma", P.replace("1", "-" * 100_000 + "1"), ["not valid Python"]),
@@ -223,7 +223,7 @@ def test_a_wrong_format_or_schema_names_itself():
 
 def test_processes_of_environments_load_no_numeric_library():
     code = (
-        "import sys; from tuning.agents.calls import parse; parse('', 'hermes', []);"
+        "import sys; from tuning.chat.calls import parse; parse('', 'hermes', []);"
         "print({'jax', 'numpy', 'transformers', 'tokenizers'} & {*sys.modules})"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
