@@ -16,10 +16,19 @@ def batch_lines(batch: pa.RecordBatch) -> Iterator[bytes]:
     """JSON of each row.
 
     Bytes are text in UTF-8 and maps are objects. Dates, times, decimals and UUIDs, which JSON does not have, become
-    text. Raises ValueError for a value of another type.
+    text. Null fields of objects in lists are absent. Raises ValueError for a value of another type.
     """
     for row in batch.to_pylist(maps_as_pydicts="strict"):
-        yield json.dumps(row, default=_as_text).encode()
+        yield json.dumps(_items(row), default=_as_text).encode()
+
+
+def _items(value: Any, within: bool = False) -> Any:
+    """The value without null fields of the objects of lists: Arrow gives each object the fields of all."""
+    if isinstance(value, dict):
+        return {name: _items(one, within) for name, one in value.items() if not within or one is not None}
+    if isinstance(value, list) and value and isinstance(value[0], dict | list):
+        return [_items(one, True) for one in value]
+    return value
 
 
 def _as_text(value: Any) -> str:
