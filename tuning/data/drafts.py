@@ -189,7 +189,7 @@ def _encoded(tokenizer: Any, texts: Sequence[str]) -> dict[str, list[int]]:
 
 
 def lengths(plan: Plan) -> Step:
-    """Drops or truncates rows whose prompt or completion has more tokens than the plan allows."""
+    """Drops or truncates rows with more tokens than the plan allows; drops pairs whose answers have equal tokens."""
 
     def step(block: Block) -> Counts:
         counts = Counter[str]()
@@ -199,7 +199,10 @@ def lengths(plan: Plan) -> Step:
                 reason = _too_long(draft, plan)
                 if reason and plan.too_long == "truncate" and _cut(draft, plan):
                     counts["truncated"] += 1
-                elif reason:
+                    reason = None
+                if draft.ids.get("chosen_ids", ()) == draft.ids.get("rejected_ids"):
+                    reason = "equal_pair"
+                if reason:
                     entry.dropped.append(f"{draft.output}:{reason}")
                     counts[entry.dropped[-1]] += 1
                     continue

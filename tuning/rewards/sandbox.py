@@ -14,6 +14,7 @@ import builtins
 import contextlib
 import functools
 import json
+import math
 import os
 import re
 import secrets
@@ -230,7 +231,8 @@ def _run(
         source.seek(0)
         plan = {
             # Isolated: no user site, no environment, no folder of the caller on the path.
-            "command": [sys.executable, "-I", *arguments],
+            # Integers are printed whatever their length.
+            "command": [sys.executable, "-I", "-X", "int_max_str_digits=0", *arguments],
             "environment": {"PATH": os.defpath, "OPENBLAS_NUM_THREADS": "1"},
             "folder": folder,
             "prefixes": sorted({sys.prefix, sys.base_prefix, os.path.dirname(os.path.realpath(sys.executable))}),
@@ -315,4 +317,15 @@ def _passes(code: str, test: str | dict[str, str], entry_point: str | None, seco
         return passes_test(code, program, seconds=seconds, megabytes=megabytes)
     status, out = run_python(code, test["input"], seconds=seconds, megabytes=megabytes)
     # As judges of programming contests do: only the tokens count, not the white space.
-    return status == 0 and out.split() == test["output"].split()
+    said, expected = out.split(), test["output"].split()
+    return status == 0 and len(said) == len(expected) and all(map(_same_token, said, expected))
+
+
+def _same_token(said: str, expected: str) -> bool:
+    """Whether a program prints what is expected, of a number with a decimal point to 1e-6."""
+    try:
+        return said == expected or (
+            "." in expected and math.isclose(float(said), float(expected), rel_tol=1e-6, abs_tol=1e-6)
+        )
+    except ValueError:
+        return False

@@ -51,6 +51,19 @@ def test_bytes_are_utf8_text_and_other_types_have_one_json_form(read, tmp_path, 
     assert suffix == ".parquet" or first["name"] == str(uuid.UUID(int=1))
 
 
+def test_fields_of_other_rows_are_absent_from_tools_and_calls(read, tmp_path):
+    def chat(name, **arguments):
+        call = {"function": {"name": name, "arguments": arguments}}
+        properties = {one: {"type": "integer", "enum": [1, None]} for one in arguments}
+        tool = {"function": {"name": name, "parameters": {"properties": properties}}}
+        return {"messages": [{"role": "user", "content": name}, {"tool_calls": [call]}], "tools": [tool]}
+
+    rows = [chat("add", a=1, b=2), chat("weather", city=3)]
+    pq.write_table(pa.Table.from_pylist([row | {"metadata": {"level": None}} for row in rows]), tmp_path / "d.parquet")
+    # A field of the record itself, or of its metadata, is null where the file says so.
+    assert read(tmp_path / "d.parquet") == [row | {"metadata": {"level": None}} for row in rows]
+
+
 def test_bytes_that_are_no_text_are_a_dead_letter_with_file_record_and_field(read, tmp_path):
     pq.write_table(pa.table({"prompt": [b"\xff\xfe6"], "completion": [b"6"]}), tmp_path / "data.parquet")
     (row,) = read(tmp_path / "data.parquet")

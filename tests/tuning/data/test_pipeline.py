@@ -122,6 +122,17 @@ def test_rows_that_are_too_long_can_be_cut(plan, tmp_path):
     assert decoded(plan, row["completion_ids"]) == "c" * 50 and row["completion"] == "c" * 60
 
 
+def test_pairs_of_equal_tokens_are_dropped(plan, tmp_path):
+    cutting = dataclasses.replace(plan, too_long="truncate")
+    same, pair = "c" * 50, {"prompt": "p", "split": "preference"}
+    answers = [(same + "x", same + "y"), (same, same + "y"), ("x" + same, "y" + same)]
+    run(cutting, tmp_path, *[pair | {"chosen": chosen, "rejected": rejected} for chosen, rejected in answers])
+    [row] = rows(cutting, "preference", tmp_path)
+    assert row["chosen"] == "x" + same
+    dropped = [line["dropped"] for line in rows(cutting, "ledger", tmp_path)]
+    assert dropped.count(["preference:equal_pair"]) == 2
+
+
 def test_equal_records_and_prompts_merge_within_and_across_blocks(plan, tmp_path):
     pair = {"prompt": "p", "completion": "x", "rejected": "y", "split": "preference"}
     prompts = [{"prompt": "p", "split": "prompts", "completion": str(n), "metadata": {"n": 1}} for n in (1, 2)]

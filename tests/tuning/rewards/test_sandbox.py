@@ -68,6 +68,21 @@ def test_the_block_that_reads_input_is_the_program():
     assert code_of("```\nx = 1\n```\n```python\nx = 2\n```") == "x = 2\n"
 
 
+@pytest.mark.parametrize(
+    ("printed", "expected", "verdict"),
+    [
+        ("1 / 3, 2.5", "0.333333 2.50", 1.0),
+        ("0.3334, 2.5", "0.333333 2.50", 0.0),
+        ("1000000001", "1000000000", 0.0),
+        ("'nan'", "1.5", 0.0),
+        ("7, 7.0", "7.0", 0.0),
+        ("10**5000 + 1", "1" + "0" * 4999 + "1", 1.0),
+    ],
+)
+def test_printed_numbers_are_read_as_judges_of_contests_do(printed, expected, verdict):
+    assert passes(f"print({printed})", [{"input": "", "output": expected}]) == verdict
+
+
 def test_code_passes_its_tests_or_a_share_of_them():
     tests = [TEST, "assert add(1, 1) == 3"]
     assert passes(ADD, tests[:1]) == 1.0
