@@ -106,6 +106,7 @@ class Session:
         self.record: dict[str, Any] = {
             "name": self.name,
             "recipe": published(recipe.model_dump(mode="json")),
+            "given": published(recipe.model_dump(mode="json", exclude_unset=True)),
             "status": "running",
             "started": now(),
             "host": socket.gethostname(),
