@@ -194,8 +194,9 @@ def _room(place: Path) -> str:
     usage = shutil.disk_usage(_existing(place))
     room = f"{usage.free / 1e6:,.0f} MB left of {usage.total / 1e6:,.0f}"
     return (
-        f"the disk of {place} has {room}. Make room there (`rlhf gc` shows what can go), and give the same command "
-        "again: it goes on from what is finished"
+        f"the disk of {place} has {room}. Make room there (`rlhf gc` shows what can go; where it has no room for "
+        "its own small files, delete the log of an old run, runs/NAME/worker.log), and give the same command again: it "
+        "goes on from what is finished"
     )
 
 
