@@ -11,11 +11,11 @@ from typing import Any
 
 from tuning.chat.template import Template
 from tuning.data.blocks import Block, Counts, Draft, Plan, Step, tokenizer_of
-from tuning.data.conversations import NoPrefix, sample, tokenized
+from tuning.data.conversations import NoPrefix, control_pattern, sample, tokenized
 from tuning.data.kinds import canonical_json, digest
 from tuning.data.messages import Message, spoken, text_of
 from tuning.data.records import Record
-from tuning.models.tokenizer import begins_with_bos, control_ids
+from tuning.models.tokenizer import begins_with_bos
 
 
 def render(plan: Plan) -> Step:
@@ -71,8 +71,7 @@ def drafts_of(template: Template | None, plan: Plan, output: str, record: Record
     prompt = template.checked(template.fitted(_messages(plan, record.prompt)), header=True)
     metadata = record.metadata
     opened = _OPENED_TAG.search(prompt)
-    control = {str(template.tokenizer.convert_ids_to_tokens(index)) for index in control_ids(template.tokenizer)}
-    if opened and opened[0].strip() not in control:
+    if opened and not control_pattern(template.tokenizer).fullmatch(opened[0].strip()):
         # Rewards read completions alone: they have to know that a completion begins within a tag.
         metadata = canonical_json({**json.loads(metadata), "opened_tag": opened[1]})
     columns |= {"answer": record.answer, "metadata": metadata, "group": record.group}

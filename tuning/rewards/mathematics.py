@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import logging
 import math
 import re
@@ -34,6 +35,7 @@ _CHARACTERS = str.maketrans({"−": "-", "–": "-", "°": r"^\circ", **{c: rf"\
 logging.getLogger("math_verify").setLevel(logging.ERROR)
 
 
+@functools.lru_cache(64)
 def expressions(answer: str) -> list[Any]:
     """What math-verify reads in a reference answer; empty where it is not a mathematical expression.
 
@@ -42,9 +44,9 @@ def expressions(answer: str) -> list[Any]:
     return _parse(answer if "$" in answer or "\\boxed" in answer else f"${answer}$")
 
 
-def equal(gold: list[Any], text: str) -> bool:
-    """Whether the mathematical answer of a completion equals the expressions of the reference."""
-    return same(gold, read(text))
+def equal(answer: str, text: str) -> bool:
+    """Whether the mathematical answer of a completion equals that of the reference."""
+    return same(expressions(answer), read(text))
 
 
 def longest_seconds(**_: Any) -> float:
@@ -52,20 +54,19 @@ def longest_seconds(**_: Any) -> float:
     return 4 * SECONDS
 
 
+@functools.lru_cache(64)
 def read(text: str) -> list[Any]:
     """The mathematical answer of a completion after its thoughts: the last box, or the last expression."""
-    found: list[Any] = []
     with _limited():
-        found = _parse(spoken(text))
-    return found
+        return _parse(spoken(text))
+    return []
 
 
 def same(gold: list[Any], found: list[Any]) -> bool:
     """Whether two results of `expressions` or `read` have a common value; False where that takes too long to know."""
-    equal = False
     with _limited():
-        equal = _same(gold, found)
-    return equal
+        return _same(gold, found)
+    return False
 
 
 def _same(gold: list[Any], found: list[Any]) -> bool:
