@@ -64,22 +64,6 @@ def sample(template: Template, messages: Messages, every: bool = True) -> Sample
         turns.pop()
     if not turns:
         raise ConversationError("there is no turn of the assistant")
-<<<<<<< HEAD
-    text = template.checked(turns)
-    places = [i for i, turn in enumerate(turns, start=1) if turn["role"] == "assistant"][0 if every else -1 :]
-    text, span = _last_turn(template, turns, text)
-    spans = [span]
-    for place in places[:-1]:
-        earlier, span = _last_turn(template, turns[:place], template.write(turns[:place]))
-        if not text.startswith(earlier):
-            raise NoPrefix(f"the chat template writes message {place} otherwise when more messages follow")
-        spans.insert(-1, span)
-    last = spans[-1][1]
-    closed = any(found.end() == last for found in _control(template.tokenizer).finditer(text))
-    if not closed and len(spans) > 1:
-        raise NoPrefix("the chat template ends no turn; the end is added to the last turn of a row")
-    return Sample(text[:last], tuple(spans), closed)
-=======
     last = _last_turn(template, turns, template.checked(turns))
     spans: list[Span] = []
     for place, turn in enumerate(turns[:-1], start=1):
@@ -88,8 +72,9 @@ def sample(template: Template, messages: Messages, every: bool = True) -> Sample
             if not last.text.startswith(earlier.text):
                 raise NoPrefix(f"the chat template writes message {place} otherwise when more messages follow")
             spans += earlier.spans
+    if spans and not last.closed:
+        raise NoPrefix("the chat template ends no turn; the end is added to the last turn of a row")
     return dataclasses.replace(last, spans=(*spans, *last.spans))
->>>>>>> chat
 
 
 def _last_turn(template: Template, turns: Messages, text: str) -> Sample:
