@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import datetime
+import fnmatch
 import importlib.util
 import re
 from collections.abc import Sequence
@@ -24,9 +25,10 @@ HUB_FILES = [
     "*.safetensors",
     "*.safetensors.index.json",
     "tokenizer*",
-    "*.jinja",
+    *("special_tokens_map.json", "added_tokens.json", "vocab.json", "merges.txt", "*.model"),
+    *("chat_template*", "*.jinja"),
 ]
-"""What a folder needs; repositories often hold the weights in other formats too."""
+"""Patterns of the files that are read of a folder; repositories often hold the weights in other formats too."""
 
 
 class Config(StageConfig):
@@ -104,8 +106,11 @@ def source_digests(config: Config) -> dict[str, str]:
     if path is None:
         # No file: its weights follow from the seed.
         return {"source": config.source, **template}
-    files = [path] if path.is_file() else sorted(p for p in path.rglob("*") if p.is_file())
-    return {p.name if path.is_file() else p.relative_to(path).as_posix(): _digest(p) for p in files} | template
+    if path.is_file():
+        return {path.name: _digest(path)} | template
+    names = {p.relative_to(path).as_posix(): p for p in sorted(path.rglob("*")) if p.is_file()}
+    read = {name: p for name, p in names.items() if any(fnmatch.fnmatch(name, pattern) for pattern in HUB_FILES)}
+    return {name: _digest(p) for name, p in read.items()} | template
 
 
 def _template_file(config: Config) -> Path:

@@ -144,6 +144,17 @@ def test_a_token_without_a_row_in_the_model_is_refused_where_every_chat_has_it_a
         imported(folder(tmp_path / "as-eos", tokenizer, vocabulary=rows))
 
 
+def test_files_that_no_model_is_read_from_are_in_no_key(tmp_path):
+    (tmp_path / "config.json").write_text("{}")
+    before = source_digests(Config(source=str(tmp_path)))
+    (tmp_path / "README.md").write_text("a card")
+    (tmp_path / "original").mkdir()
+    (tmp_path / "original" / "consolidated.pth").write_bytes(b"weights")
+    assert source_digests(Config(source=str(tmp_path))) == before
+    (tmp_path / "special_tokens_map.json").write_text("{}")
+    assert set(source_digests(Config(source=str(tmp_path)))) == {"config.json", "special_tokens_map.json"}
+
+
 def test_another_chat_template_is_in_the_key_by_its_content(tmp_path):
     file, same = tmp_path / "a.jinja", tmp_path / "b.jinja"
     file.write_text("{{ messages }}")
