@@ -195,14 +195,15 @@ class _Episodes:
         if len(too_long) <= math.ceil(self.settings.max_failed_fraction * self.count):
             return
         longest = max(too_long, key=lambda ended: len(ended.context))
-        given = f"environment.max_tokens is {self.settings.max_tokens}"
+        given, needed = f"environment.max_tokens is {self.settings.max_tokens}", len(longest.context)
+        room = f"{needed + self.draw.max_tokens} or more, with room for the turns and observations after the first"
+        remedy = f"set environment.max_tokens to {room}"
         if tokens < self.settings.max_tokens:
-            given += f", the model has {tokens} positions"
-        needed = len(longest.context)
+            given = f"the model has {tokens} positions"
+            remedy = f"use a model with {room}"
         raise ValueError(
             f"{given}, and the first context of {longest.episode.name} has {needed} tokens, before a turn is sampled: "
-            f"set environment.max_tokens to {needed + self.draw.max_tokens} or more, with room for the turns and "
-            "observations behind the first, or shorten the prompts"
+            f"{remedy}, or shorten the prompts and the descriptions of tools"
         )
 
     def _engine(self, stack: contextlib.ExitStack, tokens: int, prompts: Sequence[PromptRow]) -> Any:
