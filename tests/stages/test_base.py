@@ -37,14 +37,14 @@ def test_a_url_is_fetched_once_for_each_of_its_states(tmp_path, monkeypatch):
 
     monkeypatch.setenv("RLHF_SCRATCH", str(tmp_path / "scratch"))
     fs, reads = fsspec.filesystem("memory"), []
-    fs.pipe({"/models/tiny/config.json": b"{}", "/models/tiny/more/a.txt": b"1", "/models/one.gguf": b"GGUF"})
+    fs.pipe({"/models/tiny/config.json": b"{}", "/models/tiny/more/a.jinja": b"1", "/models/one.gguf": b"GGUF"})
     get = type(fs).get_file
     monkeypatch.setattr(type(fs), "get_file", lambda self, *a, **k: reads.append(a[0]) or get(self, *a, **k))
     url = "memory://models/tiny"
     first = locate(url)
     count = len(reads)
     assert locate(url + "/") == locate(url) == first and len(reads) == count > 1
-    assert sorted(source_digests(Config(source=url))) == ["config.json", "more/a.txt"]
+    assert sorted(source_digests(Config(source=url))) == ["config.json", "more/a.jinja"]
     assert list(source_digests(Config(source="memory://models/one.gguf"))) == ["one.gguf"]
     fs.pipe("/models/tiny/config.json", b"[]")
     assert (locate(url) / "config.json").read_text() == "[]"
