@@ -235,8 +235,10 @@ class _Episodes:
         form = self._spec().tool_format
         return Renderer(self.tokenizer, environments.schemas(), self.settings.system_prompt, form)
 
-    def _messages(self, prompt: PromptRow) -> list[dict[str, str]]:
-        return [{"role": "user", "content": prompt.prompt}]
+    def _messages(self, prompt: PromptRow) -> list[dict[str, Any]]:
+        """The prompt's messages: of a conversation or a system text those of the record, else one of the user."""
+        messages = json.loads(prompt.metadata or "{}").get("prompt_messages")
+        return messages or [{"role": "user", "content": prompt.prompt}]
 
     @contextlib.contextmanager
     def _lines(self, path: Any) -> Iterator[TextIO]:

@@ -139,10 +139,19 @@ def _check_format(tool_format: str, known: Collection[str]) -> None:
         raise ValueError(f"tool format is {tool_format!r}; expected one of {', '.join(known)}")
 
 
+# A text that begins with a call, and in which a call has not ended.
+_UNFINISHED = re.compile(
+    rf'\s*(?={OPEN}|{re.escape(PYTHON_TAG)}|{{"|{FENCE}|{START})'
+    rf'.*(?:{{"(?!.*}}\s*(?:{CLOSE}|;|$))|{FENCE}(?!.*\n```)|{START}(?!.*{END}))',
+    re.DOTALL,
+)
+
+
 def _split_thoughts(text: str) -> tuple[str, str]:
     """(thoughts, answer). Where the template opened the thoughts in its header, the text has only their end."""
     close = text.find("</think>")
-    if close >= 0:
+    # An argument of a call may hold the tag.
+    if close >= 0 and not _UNFINISHED.match(text, 0, close):
         close += len("</think>")
         return text[:close], text[close:]
     return (text, "") if text.lstrip().startswith("<think>") else ("", text)

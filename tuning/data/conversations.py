@@ -47,7 +47,7 @@ class Sample:
 
 
 class NoPrefix(ConversationError):
-    """A turn that the template writes otherwise when more messages follow."""
+    """A turn that the template writes otherwise when more messages follow, or without its end."""
 
 
 def sample(template: Template, messages: Messages, every: bool = True) -> Sample:
@@ -55,9 +55,9 @@ def sample(template: Template, messages: Messages, every: bool = True) -> Sample
 
     A turn is the text that it adds to the text before it, which ends in the generation prompt.
 
-    Raises NoPrefix where an earlier turn is written otherwise when more messages follow (Qwen 3 drops its thoughts):
-    each turn is a sample of its own then. Raises ConversationError where a turn is not written in full, and
-    TemplateRefused where the template refuses messages or leaves one out.
+    Raises NoPrefix where an earlier turn is written otherwise when more messages follow (Qwen 3 drops its thoughts), or
+    where the template ends no turn (GLM 4.5): each turn is a sample of its own then. Raises ConversationError where a
+    turn is not written in full, and TemplateRefused where the template refuses messages or leaves one out.
     """
     turns = template.fitted(messages)
     while turns and turns[-1]["role"] != "assistant":
@@ -72,6 +72,8 @@ def sample(template: Template, messages: Messages, every: bool = True) -> Sample
             if not last.text.startswith(earlier.text):
                 raise NoPrefix(f"the chat template writes message {place} otherwise when more messages follow")
             spans += earlier.spans
+    if spans and not last.closed:
+        raise NoPrefix("the chat template ends no turn; the end is added to the last turn of a row")
     return dataclasses.replace(last, spans=(*spans, *last.spans))
 
 

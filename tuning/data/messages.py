@@ -105,6 +105,10 @@ class MessageParser:
         kept = {name: item for name, item in message.items() if item is not None}
         if kept.get("role") == "developer":
             kept["role"] = "system"
+        trained = kept.get("role") == "assistant"
+        if (weight := kept.pop("weight", trained)) != trained:
+            expected = "1 in the assistant's turns, which are all trained, and 0 in others"
+            raise self.error(f"{field}.weight", expected, kind_of(weight))
         if isinstance(kept.get("content"), list):
             kept["content"] = self.joined(f"{field}.content", kept["content"])
         calls = kept.pop("tool_calls", None)

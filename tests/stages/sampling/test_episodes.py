@@ -69,6 +69,20 @@ def made(inputs):
     return dict(zip(("metrics", "artifact"), played(inputs, "played"), strict=True))
 
 
+def test_an_episode_begins_with_the_messages_of_its_prompt(inputs):
+    asked = [{"role": "system", "content": "Answer in French."}, {"role": "user", "content": "What is 2+2?"}]
+    task = {"id": "a", "prompt_ids": ids("asked", end=False), "prompt": "system: ...", "answer": None}
+    rows_of = [task | {"metadata": json.dumps({"prompt_messages": asked})}]
+    made = data(inputs["folder"] / "conversation", prompts=rows_of, heldout=rows_of)
+    now = "tests.stages.sampling.games:now"
+    environment = Environment(tools=[now], tool_format="llama", turns=1, max_tokens=512, processes=4)
+    _, artifact = played({**inputs, "data": made}, "conversations", environment)
+    for episode in rows(artifact, "trajectories", TrajectoryRow):
+        first = json.loads(episode.conversation)[: len(asked)]
+        assert [message["role"] for message in first] == ["system", "user"]
+        assert "Answer in French." in first[0]["content"] and first[1]["content"] == "What is 2+2?"
+
+
 def test_every_task_has_its_episodes_and_each_has_an_end(made):
     episodes = rows(made["artifact"], "trajectories", TrajectoryRow)
     assert names_of(episodes) == [(place, sample) for place in range(TASKS) for sample in range(SAMPLES)]

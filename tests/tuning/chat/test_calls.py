@@ -131,6 +131,8 @@ def test_other_calls_of_the_turn_are_read_beside_a_malformed_one():
     [
         ("hermes", "<think>perhaps " + H),
         ("hermes", "perhaps " + H + "</think>"),
+        ("hermes", H + " or not?</think>no"),
+        ("gemma", P + "</think>no"),
         ("llama", '{"answer": 4}'),
         ("llama", "The call is " + L),
         ("gemma", "recall:add{a:1}"),
@@ -163,6 +165,7 @@ NAMES = st.from_regex(r"[A-Za-z_][A-Za-z0-9_.-]{0,8}", fullmatch=True)
 @given(st.lists(st.tuples(NAMES, st.dictionaries(NAMES, JSON, max_size=3)), min_size=1, max_size=3))
 @example([("class", {"from": "```\n</tool_call><escape>", "a-b": {"<tool_call>": [True, 1, 1.0, None]}})])
 @example([("get-it", {"a": '"<end_function_call>', "b": "x<escape>y", "c": {"d:e": []}})])
+@example([("add", {"a": 1}), ("say", {"text": "<think> ends with </think>", "to": {"b": 2}})])
 def test_what_is_rendered_is_read_back_with_its_types(written):
     calls = [Call(name, arguments) for name, arguments in written]
     tools = [
