@@ -33,11 +33,12 @@ def _link(path: str, data: bytes) -> bool:
             f.write(data)
             f.flush()
             os.fsync(f.fileno())
-        os.link(partial, path)
-    except FileExistsError:
-        raise
-    except OSError:
-        return False
+        try:
+            os.link(partial, path)
+        except FileExistsError:
+            raise
+        except OSError:
+            return False
     finally:
         partial.unlink(missing_ok=True)
     return True
