@@ -75,9 +75,11 @@ def run(ctx: Context) -> dict[str, Any]:
     reference = load_frozen(ctx, ctx.inputs["reference"], kind)[1] if config.needs_reference else None
     device = choose(config.compute.dtype)
     budget = config.compute.tokens_per_micro_batch or device.row_tokens_per_step
-    forward = scorer(model, config.ld_alpha, device.compute)
 
-    def logps(params: Any, groups: Sequence[Group], like: Sequence[Group] | None = None) -> np.ndarray:
+    def logps(
+        params: Any, groups: Sequence[Group], like: Sequence[Group] | None = None, ld_alpha: float = config.ld_alpha
+    ) -> np.ndarray:
+        forward = scorer(model, ld_alpha, device.compute)
         # whole: a pair stays in neighbouring slots, where `ld_alpha` looks for the other side.
         on = mesh_of(params)
         return per_completion(lambda batch: forward(params, batch), groups, budget, like=like, whole=True, mesh=on)
@@ -143,7 +145,9 @@ def _pairs(
             return {}
         policy_logps = logps(params, held_groups)
         lengths = held_groups.lengths_NC.reshape(-1).astype(np.float32)
-        judged = pair_losses(settings, *map(_device, (policy_logps, lengths, held_known)))
+        weighs = settings.sft_weight and settings.ld_alpha < 1
+        whole = logps(params, held_groups, ld_alpha=1.0) if weighs else None
+        judged = pair_losses(settings, *map(_device, (policy_logps, lengths, held_known, whole)))
         losses, chosen, rejected = map(np.asarray, judged)
         pairs = policy_logps.reshape(-1, 2)
         return {

@@ -17,7 +17,7 @@ from tests.flows.report.support import Maker
 from tuning.agents.environments import guess
 from tuning.agents.rows import TrajectoryRow, TurnRow
 from tuning.agents.trajectory import Ended, Episode, Turn, completion_rows, trajectory_row, turn_rows
-from tuning.agents.words import Words
+from tuning.chat.renderer import Renderer
 from tuning.models.byte_tokenizer import byte_tokenizer
 from tuning.rows import CompletionRow, FateRow, PromptRow, ScoreRow, VerdictRow, write_table
 
@@ -26,7 +26,7 @@ FAILED = (1, 3)
 """Place and sample of the episode of each round that its environment fails after a turn."""
 POLICY = "0" * 64
 TOKENIZER = byte_tokenizer()
-WORDS = Words(TOKENIZER, [], None, "hermes")
+WORDS = Renderer(TOKENIZER, [], None, "hermes")
 SAID = "<b>Ω</b> "
 """Before each guess: what a page must escape, and a character of two tokens."""
 REASON = "crash of the environment: step 1 <script>x</script>"

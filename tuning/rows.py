@@ -12,6 +12,7 @@ The columns of a table are the fields of its class, by name and in their order; 
 from __future__ import annotations
 
 import dataclasses
+import functools
 import io
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -245,8 +246,8 @@ def read_table(paths: Iterable[Path], kind: type[R], columns: Collection[str] = 
 
     Lists of numbers are views of what Arrow has read (`tuning.columns.Numbers`).
 
-    columns: names of those that are read; none: all of them. Of a row of some columns the other fields have their
-    default, or are no attributes where they have none. Raises OtherColumns.
+    columns: names of those that are read; none: all of them. A row raises AttributeError for a column of the file that
+    was not read. Raises OtherColumns.
     """
     return [row for path in paths for row in _rows_of(path, kind, columns)]
 
@@ -275,7 +276,10 @@ def _rows_of(path: Path, kind: type[R], columns: Collection[str]) -> list[R]:
         _check(there, path, kind)
         table = file.read(columns=[name for name in there if name in columns] if columns else None)
     rows = _dictionaries(table)
-    return [_part(kind, row) for row in rows] if columns else [kind(**row) for row in rows]
+    if not columns:
+        return [kind(**row) for row in rows]
+    part = _part(kind, frozenset(there) - set(columns))
+    return [_filled(part, row) for row in rows]
 
 
 def _dictionaries(table: pa.Table) -> Iterator[dict[str, Any]]:
@@ -287,8 +291,20 @@ def _values(column: pa.ChunkedArray) -> Sequence[Any]:
     return list_rows(column) if holds_numbers(column.type) else column.to_pylist()
 
 
-def _part(kind: type[R], values: Mapping[str, Any]) -> R:
-    """A row of some fields: one that was not read and has no default is not there, and nobody takes it for empty."""
+@functools.cache
+def _part(kind: type[R], unread: frozenset[str]) -> type[R]:
+    """The kind without the fields that were not read: nobody takes a default for a value of the file."""
+
+    def refuse(name: str) -> property:
+        def get(_: Any) -> Any:
+            raise AttributeError(f"the column {name} of {kind.__name__} was not read")
+
+        return property(get)
+
+    return type(kind.__name__, (kind,), {name: refuse(name) for name in unread})
+
+
+def _filled(kind: type[R], values: Mapping[str, Any]) -> R:
     row = object.__new__(kind)
     vars(row).update(values)
     return row

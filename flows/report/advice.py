@@ -86,6 +86,12 @@ def run_warnings(
         warnings.append(
             Warn("Rewards failed", f"{text}, most often with “{visible(reason, 200)}”." if reason else f"{text}.")
         )
+    if count := sum(metrics.get("suspect_code") or 0 for metrics in scores):
+        text = (
+            f"{count} rewarded completions have code that reads frames or memory, or defines comparisons. Such code "
+            "can pass a test that it fails: read it, and give tests as {input, output}, which no code can deceive."
+        )
+        warnings.append(Warn("Suspect code", text))
     for label, metrics in evaluations.items():
         if count := metrics.get("judge_failures"):
             text = f"{count} judgements of {LABELS.get(label, label)} failed and count as wrong."

@@ -1,8 +1,8 @@
-"""What the code of completions can reach, where a reward or a judge runs it."""
+"""The code of completions, where a reward or a judge runs it: what it can reach, and whether it may deceive."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 from stages.contract.definition import Context
@@ -25,3 +25,11 @@ def code_can_reach(ctx: Context, functions: Iterable[str]) -> dict[str, Any]:
             "isolation: required refuses such a machine"
         )
     return {"code_can_reach": found}
+
+
+def suspect_code(functions: Sequence[str], values: Sequence[Sequence[float | None]], texts: Sequence[str]) -> int:
+    """How many completions that `code_passes` rewards have code that may deceive a test; `values` by function."""
+    from tuning.rewards.sandbox import may_deceive
+
+    tested = [column for function, column in zip(functions, values, strict=True) if function == RUNS_CODE]
+    return sum(any(row) and may_deceive(text) for *row, text in zip(*tested, texts, strict=True))

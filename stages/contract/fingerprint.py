@@ -226,6 +226,10 @@ def _source(name: str, folder: Path | None, only: str | None) -> Path | None:
     return None
 
 
+DESCRIBED = "tuning.agents.tools."
+"""Modules of this project whose docstrings the policy reads."""
+
+
 @dataclasses.dataclass(frozen=True)
 class _Module:
     """What is read of one module."""
@@ -264,7 +268,7 @@ def _parsed(path: str, sources: dict[str, bytes], name: str, is_own: Callable[[s
     """Content, imports and packages of a module, as `_Module` has them."""
     tree = ast.parse(sources[""], filename=path)
     package = name.split(".") if Path(path).name == "__init__.py" else name.split(".")[:-1]
-    neutral = _Neutral(package, is_own, name.split(".")[0] in OWN)
+    neutral = _Neutral(package, is_own, name.split(".")[0] in OWN, described=name.startswith(DESCRIBED))
     tree = neutral.visit(tree)
     packages = sorted(neutral.packages - sys.stdlib_module_names - set(OWN))
     if all(isinstance(s, ast.Pass) for s in tree.body):
@@ -293,16 +297,18 @@ def canonical_tree(node: Any) -> str:
 
 
 class _Neutral(ast.NodeTransformer):
-    """A syntax tree without docstrings and without names of own modules in its imports.
+    """A syntax tree without names of own modules in its imports.
 
-    In modules of this project it also leaves out what describes a stage, names of modules in strings, and the order of
-    neighbouring imports, which formatters derive from names. A user's modules promise none of that.
+    In modules of this project it also leaves out docstrings, what describes a stage, names of modules in strings, and
+    the order of neighbouring imports, which formatters derive from names. A user's modules promise none of that, and
+    docstrings of tools (`described`) stand in prompts.
     """
 
-    def __init__(self, package: list[str], is_own: Callable[[str], bool], in_project: bool):
+    def __init__(self, package: list[str], is_own: Callable[[str], bool], in_project: bool, described: bool):
         self._package = package
         self._is_own = is_own
         self._in_project = in_project
+        self._keeps_docstrings = described or not in_project
         self.imports: list[tuple[str, str]] = []
         self.packages: set[str] = set()
 
@@ -316,7 +322,7 @@ class _Neutral(ast.NodeTransformer):
         for field in ("body", "orelse", "finalbody"):
             statements = getattr(node, field, None)
             if isinstance(statements, list) and statements:
-                code = _without_docstrings(statements)
+                code = statements if self._keeps_docstrings else _without_docstrings(statements)
                 setattr(node, field, _sorted_imports(code) if self._in_project else code)
         return node
 

@@ -41,7 +41,7 @@ from tuning.rows import CompletionRow, PromptRow, by_trajectory, write_table
 if TYPE_CHECKING:
     from stages.sampling.rows import Draw
     from tuning.agents.processes import Environments
-    from tuning.agents.words import Words
+    from tuning.chat.renderer import Renderer
 
 SAVE_EVERY = 64
 """Finished episodes between copies of the journal to a remote store."""
@@ -55,7 +55,7 @@ class EnvironmentFailed(RuntimeError):
 def play_rows(ctx: Context, prompts: Sequence[tuple[int, PromptRow]], draw: Draw) -> list[CompletionRow]:
     """Plays `draw.samples` episodes of each (place, task) and leaves their tables; the last row of each trajectory.
 
-    Raises EnvironmentFailed, `tuning.agents.suffix.TemplateRefused`, and ValueError where first contexts have more
+    Raises EnvironmentFailed, `tuning.chat.renderer.TemplateRefused`, and ValueError where first contexts have more
     tokens than a trajectory may.
     """
     played = _Episodes(ctx, draw).all(prompts)
@@ -223,20 +223,22 @@ class _Episodes:
         return stack.enter_context(contextlib.closing(Turns(engine, self.settings.processes)))
 
     def _spec(self) -> Spec:
-        from tuning.agents.calls import resolve
+        from tuning.chat.calls import resolve
 
         s = self.settings
         form = resolve(s.tool_format, str(self.tokenizer.chat_template or ""))
         return Spec(s.name, s.arguments, s.tools, s.tool_arguments, form, s.tool_seconds)
 
-    def _words(self, environments: Environments) -> Words:
-        from tuning.agents.words import Words
+    def _words(self, environments: Environments) -> Renderer:
+        from tuning.chat.renderer import Renderer
 
         form = self._spec().tool_format
-        return Words(self.tokenizer, environments.schemas(), self.settings.system_prompt, form)
+        return Renderer(self.tokenizer, environments.schemas(), self.settings.system_prompt, form)
 
-    def _messages(self, prompt: PromptRow) -> list[dict[str, str]]:
-        return [{"role": "user", "content": prompt.prompt}]
+    def _messages(self, prompt: PromptRow) -> list[dict[str, Any]]:
+        """The prompt's messages: of a conversation or a system text those of the record, else one of the user."""
+        messages = json.loads(prompt.metadata or "{}").get("prompt_messages")
+        return messages or [{"role": "user", "content": prompt.prompt}]
 
     @contextlib.contextmanager
     def _lines(self, path: Any) -> Iterator[TextIO]:

@@ -19,7 +19,7 @@ NAMED = ("place", "sample", "part", "prompt_id", "stop", "policy")
 """Columns of a rollout table that say what a completion is and how it ended: all that groups are told by."""
 TRAINED = (*NAMED, "prompt_ids", "token_ids", "logprobs")
 """Those that an update reads."""
-OF_TURNS = ("place", "sample", "turn", "part", "start", "token_ids", "state", "reward")
+OF_TURNS = ("place", "sample", "turn", "part", "start", "token_ids", "state", "reward", "terminated")
 """Columns of a table of turns that an update reads."""
 LEAST_SHARE = 0.25
 """A refill expects at least this share of its prompts to be informative: it stays small."""

@@ -8,7 +8,7 @@ import textwrap
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from stages.common.code import code_can_reach
+from stages.common.code import RUNS_CODE, code_can_reach, suspect_code
 from stages.common.tables import read_table
 from stages.contract.definition import Context, Reads, Stage
 from stages.sampling.groups import informative_places, totals_by_place
@@ -42,7 +42,8 @@ def run(ctx: Context) -> dict[str, Any]:
     # A trajectory in several parts has one reward; its last part says how it ended.
     rollouts = [parts[-1] for parts in by_trajectory(table)]
     names = sorted(config.rewards)
-    reachable = code_can_reach(ctx, [reward.function for reward in config.rewards.values()])
+    functions = [config.rewards[name].function for name in names]
+    about_code = code_can_reach(ctx, functions)
     columns = outcomes_of(ctx, names, rollouts)
     if not ctx.is_primary:
         return {}
@@ -50,7 +51,10 @@ def run(ctx: Context) -> dict[str, Any]:
     rows = with_totals(config, rollouts, columns, scales)
     write_table(ctx.out / "scores" / "part-00000.parquet", rows, ScoreRow.schema(names))
     compared = comparing(ctx, columns, rollouts)
-    return summarise(rows, columns) | ({"alike": compared} if compared else {}) | reachable
+    if RUNS_CODE in functions:
+        values = [[outcome.value for outcome in columns[name]] for name in names]
+        about_code["suspect_code"] = suspect_code(functions, values, [row.text for row in rollouts])
+    return summarise(rows, columns) | ({"alike": compared} if compared else {}) | about_code
 
 
 def _parts(config: Config) -> list[Part]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import itertools
 import re
 from collections.abc import Sequence
 from typing import Any, Literal, Protocol
@@ -16,6 +17,11 @@ def _bytes() -> dict[str, int]:
     from transformers.convert_slow_tokenizer import bytes_to_unicode
 
     return {letter: byte for byte, letter in bytes_to_unicode().items()}
+
+
+@functools.lru_cache(maxsize=1 << 18)
+def _piece(tokenizer: Any, token: int) -> str:
+    return str(tokenizer.decode([token]))
 
 
 class Text:
@@ -33,7 +39,7 @@ class Text:
 
     def piece(self, token: int) -> str:
         """The text of one token, special or not."""
-        return str(self._tokenizer.decode([token]))
+        return _piece(self._tokenizer, token)
 
     def bytes_of(self, token: int) -> list[int]:
         """The bytes of one token: clients put characters together of those of several tokens."""
@@ -97,7 +103,7 @@ def completion_logprobs(
     """`choices[].logprobs` of a completion; offsets are in characters of the text. A token of which nothing is known,
     as the first of a prompt, has None."""
     pieces = [text.piece(t) for t in tokens]
-    offsets = [offset + sum(map(len, pieces[:i])) for i in range(len(pieces))]
+    offsets = list(itertools.accumulate(map(len, pieces[:-1]), initial=offset))[: len(pieces)]
     best = [None if row is None else _by_text(text, row[:count]) for row in top] if count else None
     return {"tokens": pieces, "token_logprobs": logps, "top_logprobs": best, "text_offset": offsets}
 

@@ -22,7 +22,7 @@ from pydantic import (
 
 from stages.serving.bodies import MOST_FIELDS
 from stages.serving.tools import Tool, ToolCall, ToolChoice
-from tuning.agents.schemas import nodes_of
+from tuning.chat.schemas import nodes_of
 
 NEUTRAL: dict[str, tuple[Any, ...]] = {
     "frequency_penalty": (None, 0, 0.0),
@@ -169,7 +169,11 @@ class CompletionRequest(Asked):
 
 class Message(BaseModel):
     model_config = ConfigDict(extra="allow")
-    role: Literal["system", "developer", "user", "assistant", "tool"]
+    role: Annotated[
+        Literal["system", "user", "assistant", "tool"],
+        # OpenAI's role of the system.
+        BeforeValidator(lambda role: "system" if role == "developer" else role),
+    ]
     name: Annotated[str, Field(max_length=64)] | None = None
     content: str | Many[dict[str, Any]] | None = None
     tool_calls: Many[ToolCall] | None = None
@@ -217,7 +221,7 @@ class ChatRequest(Asked):
     @classmethod
     def _tools_are_small(cls, value: Any) -> Any:
         functions = [one.get("function") for one in value if isinstance(one, dict)] if isinstance(value, list) else []
-        nodes = sum(nodes_of(one.get("parameters")) for one in functions if isinstance(one, dict))
+        nodes = sum(len(nodes_of(one.get("parameters"))) for one in functions if isinstance(one, dict))
         if nodes > MOST_TOOL_NODES:
             raise ValueError(
                 f"the schemas have {nodes} objects, lists and elements; at most {MOST_TOOL_NODES} are supported"

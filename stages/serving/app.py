@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 import hmac
 import importlib.metadata
 import json
@@ -233,24 +234,27 @@ async def _answer(server: Server, job: Job, http: Any) -> Any:
     asked = job.asked
     head = {"id": f"{job.prefix}-{uuid.uuid4().hex}", "created": int(time.time()), "model": server.name}
     used = {"prompt_tokens": sum(map(len, job.prompts)), "completion_tokens": 0, "total_tokens": 0}
-    if isinstance(asked, CompletionRequest) and asked.echo:
-        choices = await _echoed(server, job, asked, http, used)
-    elif asked.stream:
+    if asked.stream:
         chunks = server.chunks(job, http.is_disconnected)
         # After the first chunk the status is sent: errors of the request must come up before.
         first = await anext(chunks)
         kind = {"chat.completion": "chat.completion.chunk"}.get(job.kind, job.kind)
         lines = _lines(asked, head | {"object": kind} | _by(server, job), first, chunks, used)
         return StreamingResponse(lines, media_type="text/event-stream")
+    if isinstance(asked, CompletionRequest) and asked.echo:
+        scores = [await asyncio.to_thread(server.score, job, prompt) for prompt in job.prompts]
+        ends = await _ended(server, job, http, used) if asked.max_tokens != 0 else []
+        made = functools.partial(_echoed, server, job, asked, scores, ends)
     else:
-        choices = [
-            choice.whole(done) | _ids(asked, done.tokens) | {"finish_reason": choice.finish(done)}
-            for done, choice in await _ended(server, job, http, used)
-        ]
-    for number, body in enumerate(choices):
-        body["index"] = number
-    used["total_tokens"] = used["prompt_tokens"] + used["completion_tokens"]
-    return head | {"object": job.kind, "choices": choices, "usage": used} | _by(server, job)
+        made = functools.partial(_choices, asked, await _ended(server, job, http, used))
+
+    def whole() -> bytes:
+        choices = [body | {"index": number} for number, body in enumerate(made())]
+        used["total_tokens"] = used["prompt_tokens"] + used["completion_tokens"]
+        return json.dumps(head | {"object": job.kind, "choices": choices, "usage": used} | _by(server, job)).encode()
+
+    # In a thread: log-probabilities of many tokens are megabytes of text.
+    return Response(await server.in_reader(whole), media_type="application/json")
 
 
 def _by(server: Server, job: Job) -> dict[str, Any]:
@@ -273,12 +277,16 @@ def _ids(asked: Asked, tokens: list[int]) -> dict[str, Any]:
     return {"token_ids": tokens} if asked.return_token_ids else {}
 
 
-async def _echoed(
-    server: Server, job: Job, asked: CompletionRequest, http: Any, used: dict[str, int]
+def _choices(asked: Asked, ends: list[tuple[Any, Any]]) -> list[dict[str, Any]]:
+    return [
+        choice.whole(done) | _ids(asked, done.tokens) | {"finish_reason": choice.finish(done)} for done, choice in ends
+    ]
+
+
+def _echoed(
+    server: Server, job: Job, asked: CompletionRequest, scores: list[Any], ends: list[tuple[Any, Any]]
 ) -> list[dict[str, Any]]:
     """Choices that begin with their prompts, whose tokens have log-probabilities too but for the first."""
-    scores = [await asyncio.to_thread(server.score, job, prompt) for prompt in job.prompts]
-    ends = await _ended(server, job, http, used) if asked.max_tokens != 0 else []
     per_prompt = asked.n or 1
     choices = []
     for number in range(len(job.prompts) * per_prompt):

@@ -85,7 +85,7 @@ def _fitting(
 
     Turns are removed from `turns` an exchange at a time; None where the last one alone is too long.
     """
-    from tuning.agents.template import Template
+    from tuning.chat.template import Template
 
     template = Template(tokenizer)
     for start in range(0, len(turns), 2):

@@ -21,7 +21,6 @@ import concurrent.futures
 import contextlib
 import dataclasses
 import json
-import math
 import os
 import re
 import secrets
@@ -41,9 +40,10 @@ from stages.serving.connection import web_server
 from stages.serving.guard import Bounds
 from stages.serving.server import Server
 from stages.serving.sessions import Call, Part, Session, Sessions, Terms, UnknownSession
-from tuning.agents.contract import LIMITS, Fault, Message, Status
+from tuning.agents.contract import LIMITS, Fault, Status
 from tuning.agents.play import turn_seed
 from tuning.agents.trajectory import Ended, Episode, Turn
+from tuning.chat.calls import Message
 from tuning.parallel.children import clean_environment
 from tuning.rollout.servers import keeper
 
@@ -198,7 +198,7 @@ def _readable(data: bytes) -> int:
 
 
 def _end(process: subprocess.Popen[bytes]) -> None:
-    """Ends the program's process group, if it runs: its keeper sees this end of the pipe close."""
+    """Ends the program and all that it started, if it runs: its keeper sees this end of the pipe close."""
     assert process.stdin is not None
     with contextlib.suppress(BrokenPipeError):
         process.stdin.close()
@@ -215,12 +215,12 @@ def outcome_of(lines: Sequence[str]) -> Finished | Fault:
     """What the last line of a program's output says, if it is a JSON object with `reward`."""
     try:
         said = json.loads(lines[-1]) if lines and lines[-1].startswith("{") else {}
-    except ValueError:
+    except (ValueError, RecursionError):
         said = {}
     if "reward" not in said:
         return Finished()
     reward, success = said["reward"], said.get("success")
-    number = isinstance(reward, int | float) and not isinstance(reward, bool) and math.isfinite(reward)
+    number = isinstance(reward, int | float) and not isinstance(reward, bool) and abs(reward) <= sys.float_info.max
     if not number or not isinstance(success, bool | None):
         form = '{"reward": NUMBER, "success": true or false}'
         return Fault("error", f"the program's last line is {lines[-1][:200]}; expected {form}")

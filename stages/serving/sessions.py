@@ -5,7 +5,7 @@
                                                    messages a d      -> another branch: a part of its own
 
 A call whose messages go on from those of an earlier call, with its answer, gets that call's ids and behind them the new
-messages alone (`tuning.agents.suffix`). Answers are found by what they say; the ids are the stored ones, with the
+messages alone (`tuning.chat.renderer`). Answers are found by what they say; the ids are the stored ones, with the
 thoughts that a client leaves out. A call that goes on from nothing begins a branch with a rendering of its own.
 A branch is a row of a rollout table: what was sampled in another branch is context there, so nothing is trained twice.
 """
@@ -346,8 +346,7 @@ def said_by(messages: Iterable[Message]) -> list[Said]:
 
 
 def _said(message: Message) -> Said:
-    role = "system" if message.role == "developer" else message.role
-    if role != "assistant":
-        return role, message.text, ()
-    called = [call.function.call() for call in message.tool_calls or []]
-    return role, without_thoughts(message.text), tuple(same_call(call.name, call.arguments) for call in called)
+    if message.role != "assistant":
+        return message.role, message.text, ()
+    called = [call.function for call in message.tool_calls or []]
+    return message.role, without_thoughts(message.text), tuple(same_call(call.name, call.arguments) for call in called)

@@ -1,6 +1,6 @@
 """Tools in the API: what a request may say of them, and calls of a policy's text in its form.
 
-How calls are written follows the chat template's family (`tuning.agents.calls`). A call that a request asks for
+How calls are written follows the chat template's family (`tuning.chat.calls`). A call that a request asks for
 (`tool_choice`) is begun for the policy: its first tokens are written into the context, and the policy goes on from
 there, so it can choose arguments but not refuse to call.
 """
@@ -14,9 +14,9 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, field_validator
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, Json, field_validator
 
-from tuning.agents import calls, schemas
+from tuning.chat import calls, schemas
 
 
 class Function(BaseModel):
@@ -59,17 +59,8 @@ ToolChoice = Literal["none", "auto", "required"] | NamedChoice
 class CalledFunction(BaseModel):
     model_config = ConfigDict(extra="ignore")
     name: str
-    arguments: str | dict[str, Any] = "{}"
-
-    def call(self) -> calls.Call:
-        """Raises ValueError where the arguments are no JSON object."""
-        try:
-            value = json.loads(self.arguments or "{}") if isinstance(self.arguments, str) else self.arguments
-        except ValueError as error:
-            raise ValueError(f"messages: the arguments of a call of {self.name} are no JSON ({error})") from error
-        if not isinstance(value, dict):
-            raise ValueError(f"messages: the arguments of a call of {self.name} are no JSON object")
-        return calls.Call(self.name, value)
+    arguments: Annotated[Json[dict[str, Any]] | dict[str, Any], BeforeValidator(lambda value: value or {})] = {}
+    """JSON text, as OpenAI's API has it, or an object; here it is an object."""
 
 
 class ToolCall(BaseModel):
@@ -78,12 +69,6 @@ class ToolCall(BaseModel):
     type: Literal["function"] = "function"
     function: CalledFunction
 
-    def plain(self) -> dict[str, Any]:
-        """As a chat template reads it. Raises ValueError where the arguments are no JSON object."""
-        call = self.function.call()
-        function = {"name": call.name, "arguments": dict(call.arguments)}
-        return {**({"id": self.id} if self.id else {}), "type": self.type, "function": function}
-
 
 @dataclasses.dataclass(frozen=True)
 class Offer:
@@ -91,7 +76,7 @@ class Offer:
 
     tools: Sequence[calls.Schema]
     form: str
-    """One of `tuning.agents.contract.FORMATS` but auto."""
+    """One of `tuning.chat.calls.FORMATS` but auto."""
     choice: str = "auto"
     """`none`, `auto`, `required`, or a tool's name."""
     parallel: bool = True

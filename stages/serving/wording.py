@@ -9,9 +9,9 @@ from typing import Any
 
 from stages.serving.api import ChatRequest, Message
 from stages.serving.tools import Offer
-from tuning.agents import calls
-from tuning.agents.template import Template
-from tuning.agents.words import Words
+from tuning.chat import calls
+from tuning.chat.renderer import Renderer
+from tuning.chat.template import Template
 
 KEPT = 32
 """Renderers of sets of tools that are kept: each is proven when it is made."""
@@ -26,14 +26,14 @@ class Wording:
         """How calls are written."""
         self._words = functools.lru_cache(KEPT)(self._made)
 
-    def words(self, tools: Sequence[calls.Schema], options: Mapping[str, Any]) -> Words:
-        """The renderer for these tools and values of the template. Raises `tuning.agents.template.TemplateRefused`."""
+    def words(self, tools: Sequence[calls.Schema], options: Mapping[str, Any]) -> Renderer:
+        """The renderer for these tools and values of the template. Raises `tuning.chat.template.TemplateRefused`."""
         # In the order of the request, which the template writes.
         return self._words(json.dumps([list(tools), options]))
 
-    def _made(self, given: str) -> Words:
+    def _made(self, given: str) -> Renderer:
         tools, options = json.loads(given)
-        return Words(self._tokenizer, tools, None, self.form, options)
+        return Renderer(self._tokenizer, tools, None, self.form, options)
 
     def context(self, asked: ChatRequest) -> list[int]:
         """Token ids of a whole conversation, through the header of the next answer, as training data has them.
@@ -53,14 +53,12 @@ class Wording:
         written: list[dict[str, Any]] = []
         names: dict[str | None, str] = {}
         for message in messages:
-            one: dict[str, Any] = {"role": "system" if message.role == "developer" else message.role}
-            one["content"] = message.text
+            one: dict[str, Any] = {"role": message.role, "content": message.text}
             if message.role == "tool":
-                one |= {"tool_call_id": message.tool_call_id} if message.tool_call_id else {}
-                if name := message.name or names.get(message.tool_call_id):
-                    one["name"] = name
+                named = {"tool_call_id": message.tool_call_id, "name": message.name or names.get(message.tool_call_id)}
+                one |= {key: value for key, value in named.items() if value}
             if message.tool_calls:
                 names |= {call.id: call.function.name for call in message.tool_calls}
-                one["tool_calls"] = [call.plain() for call in message.tool_calls]
+                one["tool_calls"] = [call.model_dump(exclude_none=True) for call in message.tool_calls]
             written.append(one)
         return written

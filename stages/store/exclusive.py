@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import uuid
 from pathlib import Path
@@ -18,7 +19,14 @@ def create(store: Store, path: str, data: bytes) -> bool:
         if store.is_local and _link(path, data):
             return True
         with store.fs.open(path, "xb") as f:
-            f.write(data)
+            try:
+                f.write(data)
+                f.flush()
+            except OSError:
+                # On a full disk an empty file would stand there for good.
+                if store.is_local:
+                    os.unlink(path)
+                raise
     except FileExistsError:
         return False
     return True
@@ -33,12 +41,11 @@ def _link(path: str, data: bytes) -> bool:
             f.write(data)
             f.flush()
             os.fsync(f.fileno())
-        try:
-            os.link(partial, path)
-        except FileExistsError:
-            raise
-        except OSError:
+        os.link(partial, path)
+    except OSError as error:
+        if error.errno in (errno.EPERM, errno.ENOTSUP, errno.EMLINK, errno.ENOSYS):
             return False
+        raise
     finally:
         partial.unlink(missing_ok=True)
     return True

@@ -5,10 +5,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from tests.tuning.models.adapters import load_adapter
 from tuning.models import huggingface as hf
 from tuning.models.attention import packed_attention
 from tuning.models.lora import PROJECTIONS, LoraConfig, assemble, join, merge, tune, tuned_graph
-from tuning.models.peft import load_adapter, save_adapter
+from tuning.models.peft import save_adapter
 
 pytestmark = pytest.mark.slow
 
@@ -98,7 +99,7 @@ def test_peft_loads_our_adapter(base, peft, lora, tmp_path):
 
 
 @pytest.mark.parametrize("rslora", [False, True])
-def test_we_load_what_peft_saves(base, peft, rslora, tmp_path):
+def test_an_adapter_of_peft_computes_the_same_here(base, peft, rslora, tmp_path):
     model, folder = base
     modules = ["q_proj", "o_proj", "up_proj"]
     settings = peft.LoraConfig(

@@ -9,8 +9,8 @@ import pytest
 
 from stages.serving.api import ChatRequest
 from stages.serving.server import Server
-from tests.tuning.agents import templates as t
-from tuning.agents.calls import Call, render
+from tests.tuning.chat import templates as t
+from tuning.chat.calls import Call, render
 from tuning.models.tokenizer import turn_end
 from tuning.rollout.requests import Completion
 

@@ -102,3 +102,13 @@ def test_a_completion_knows_its_prompt():
     columns = dataclasses.asdict(prompt)
     given = {name: columns[name] for name in ("prompt_ids", "prompt", "answer", "metadata")}
     assert CompletionRow(place=0, prompt_id="p", token_ids=[7], logprobs=[0.0], **given).as_prompt() == prompt
+
+
+def test_a_column_that_was_not_read_has_no_default_value(tmp_path):
+    rows = [CompletionRow(place=0, prompt_id="p", prompt_ids=[1], token_ids=[2], logprobs=[0.0], stop="length")]
+    write_table(tmp_path / "a.parquet", rows, CompletionRow.schema())
+    (row,) = read_table([tmp_path / "a.parquet"], CompletionRow, ("place",))
+    assert row.place == 0
+    for name in ("stop", "token_ids"):
+        with pytest.raises(AttributeError, match=f"the column {name} of CompletionRow was not read"):
+            getattr(row, name)

@@ -13,8 +13,8 @@ import dataclasses
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal, Protocol
 
-Message = Mapping[str, Any]
-"""A message of a conversation: `role` and `content`, of an assistant also `tool_calls`."""
+from tuning.chat.calls import Message
+
 Observation = str | Sequence[Message]
 """A text is one message of the user; messages stand as they are."""
 
@@ -33,9 +33,6 @@ LIMITS: frozenset[str] = frozenset({"truncated", "turn_limit", "token_limit"})
 """Ends that are cuts: the episode might have gone on, so its value may be bootstrapped (Pardo et al., 2018)."""
 WITHOUT_REWARD: frozenset[str] = frozenset({"failed", "diverged", "time_limit"})
 """Ends that say nothing of the policy: such a trajectory leaves every statistic."""
-
-FORMATS = ("auto", "hermes", "llama", "gemma")
-"""How tool calls are written in text; auto: as the chat template's family does, else Hermes' `<tool_call>`."""
 
 
 class TextEnvironment(Protocol):
@@ -66,7 +63,7 @@ class Spec:
     tool_arguments: Mapping[str, Mapping[str, Any]] = dataclasses.field(default_factory=dict)
     """Keyword arguments of tools that the policy does not choose (the folder of `search`), by the tool's name."""
     tool_format: str = "hermes"
-    """One of FORMATS but `auto`, which is resolved where the template is known."""
+    """One of `tuning.chat.calls.FORMATS` but `auto`, which is resolved where the template is known."""
     tool_seconds: float = 10.0
     """Wall-clock limit of one tool call: past it the policy is told so, which is no failure of the environment."""
 

@@ -19,8 +19,9 @@ import time
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from typing import Any, Protocol
 
-from tuning.agents.contract import Fault, Message, Observation, Observed, Status, Task, calls_of
+from tuning.agents.contract import Fault, Observation, Observed, Status, Task, calls_of
 from tuning.agents.trajectory import Ended, Episode, Rules, Turn
+from tuning.chat.calls import Message
 from tuning.rollout.requests import Completion, Request, Sampling, Update
 
 Key = tuple[int, int, int]
@@ -49,7 +50,7 @@ class Environments(Protocol):
 
 
 class Words(Protocol):
-    """Messages to ids and back (`tuning.agents.suffix.Renderer`)."""
+    """Messages to ids and back (`tuning.chat.renderer.Renderer`)."""
 
     def first(self, messages: Sequence[Message]) -> list[int]: ...
     def suffix(self, messages: Sequence[Message], ended: bool) -> list[int]: ...

@@ -12,8 +12,9 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
-from tuning.agents.contract import LIMITS, WITHOUT_REWARD, Message, Status, Task, success_of
+from tuning.agents.contract import LIMITS, WITHOUT_REWARD, Status, Task, success_of
 from tuning.agents.rows import TrajectoryRow, TurnRow
+from tuning.chat.calls import Message
 from tuning.rows import CompletionRow, PromptRow
 
 

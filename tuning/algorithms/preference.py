@@ -48,8 +48,17 @@ def scorer(model: DecoderConfig, ld_alpha: float, compute: Compute) -> Any:
     return jax.jit(score)
 
 
-def pair_losses(p: Preference, logps_C: jax.Array, lengths_C: jax.Array, reference_C: jax.Array | None) -> PairLoss:
-    """Losses and implicit rewards of the pairs, [B], `sft_weight` times the mean token loss of the chosen included."""
+def pair_losses(
+    p: Preference,
+    logps_C: jax.Array,
+    lengths_C: jax.Array,
+    reference_C: jax.Array | None,
+    whole_C: jax.Array | None = None,
+) -> PairLoss:
+    """Losses and implicit rewards of the pairs, [B], `sft_weight` times the mean token loss of the chosen included.
+
+    whole_C: the completions' log-probabilities without `ld_alpha`; None: logps_C are those.
+    """
     chosen, rejected = logps_C.reshape(-1, 2).T
     # Empty slots have length 0; their mean is masked later.
     lengths = jnp.maximum(lengths_C, 1).reshape(-1, 2).T
@@ -74,7 +83,10 @@ def pair_losses(p: Preference, logps_C: jax.Array, lengths_C: jax.Array, referen
                 chosen_lengths_B=lengths[0] if p.average else None,
                 rejected_lengths_B=lengths[1] if p.average else None,
             )
-    return losses._replace(loss_B=losses.loss_B + p.sft_weight * nll(means[0])) if p.sft_weight else losses
+    if not p.sft_weight:
+        return losses
+    mean = means[0] if whole_C is None else whole_C.reshape(-1, 2)[:, 0] / lengths[0]
+    return losses._replace(loss_B=losses.loss_B + p.sft_weight * nll(mean))
 
 
 def preference_loss(graph: Any, p: Preference, compute: Compute) -> LossFn:
@@ -85,7 +97,8 @@ def preference_loss(graph: Any, p: Preference, compute: Compute) -> LossFn:
         logps, _ = logps_and_entropy(graph, params, batch, 1.0, compute)
         logps_C = completion_logps(logps, mask, p.ld_alpha)
         lengths_C = jnp.sum(mask, axis=1)
-        losses = pair_losses(p, logps_C, lengths_C, batch.get("reference_C"))
+        whole_C = completion_logps(logps, mask) if p.ld_alpha < 1 and p.sft_weight else None
+        losses = pair_losses(p, logps_C, lengths_C, batch.get("reference_C"), whole_C)
         # Empty slots come in pairs: one of the two tells.
         valid = (lengths_C.reshape(-1, 2)[:, 0] > 0).astype(jnp.float32)
         margins = losses.chosen_rewards_B - losses.rejected_rewards_B

@@ -13,20 +13,19 @@ from __future__ import annotations
 import dataclasses
 import functools
 import itertools
-import os.path
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from tuning.agents.template import Template
-from tuning.models.tokenizer import control_ids, is_marked, turn_end
+from tuning.chat.template import Template
+from tuning.models.tokenizer import control_ids, turn_end
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
 
-Messages = Sequence[Mapping[str, Any]]
 Span = tuple[int, int]
 """Where a stretch of a text starts, and where it stops."""
+Messages = Sequence[Mapping[str, Any]]
 
 _OPENED_THOUGHT = re.compile(r"<think>\s*(?:</think>\s*)?$")
 """At the end of a generation prompt."""
@@ -48,18 +47,17 @@ class Sample:
 
 
 class NoPrefix(ConversationError):
-    """A turn that the template writes otherwise when more messages follow."""
+    """A turn that the template writes otherwise when more messages follow, or without its end."""
 
 
 def sample(template: Template, messages: Messages, every: bool = True) -> Sample:
     """The rendering of the messages; `every`: SFT trains each turn of the assistant, not only the last.
 
-    A template with `{% generation %}` marks says which stretches these are. Otherwise a turn is the text that it adds
-    to the text before it, which ends in the generation prompt.
+    A turn is the text that it adds to the text before it, which ends in the generation prompt.
 
-    Raises NoPrefix where an earlier turn is written otherwise when more messages follow (Qwen 3 drops its thoughts):
-    each turn is a sample of its own then. Raises ConversationError where a turn is not written in full, and
-    TemplateRefused where the template refuses messages or leaves one out.
+    Raises NoPrefix where an earlier turn is written otherwise when more messages follow (Qwen 3 drops its thoughts), or
+    where the template ends no turn (GLM 4.5): each turn is a sample of its own then. Raises ConversationError where a
+    turn is not written in full, and TemplateRefused where the template refuses messages or leaves one out.
     """
     turns = template.fitted(messages)
     while turns and turns[-1]["role"] != "assistant":
@@ -68,18 +66,17 @@ def sample(template: Template, messages: Messages, every: bool = True) -> Sample
         raise ConversationError("there is no turn of the assistant")
     text = template.checked(turns)
     places = [i for i, turn in enumerate(turns, start=1) if turn["role"] == "assistant"][0 if every else -1 :]
-    spans = _marked(template, turns, places) if is_marked(template.tokenizer) else []
-    if not spans:
-        whole, span = _last_turn(template, turns, text)
-        spans = [span]
-        for place in places[:-1]:
-            earlier, span = _last_turn(template, turns[:place], template.write(turns[:place]))
-            if not whole.startswith(earlier):
-                raise NoPrefix(f"the chat template writes message {place} otherwise when more messages follow")
-            spans.insert(-1, span)
-        text = whole
+    text, span = _last_turn(template, turns, text)
+    spans = [span]
+    for place in places[:-1]:
+        earlier, span = _last_turn(template, turns[:place], template.write(turns[:place]))
+        if not text.startswith(earlier):
+            raise NoPrefix(f"the chat template writes message {place} otherwise when more messages follow")
+        spans.insert(-1, span)
     last = spans[-1][1]
     closed = any(found.end() == last for found in _control(template.tokenizer).finditer(text))
+    if not closed and len(spans) > 1:
+        raise NoPrefix("the chat template ends no turn; the end is added to the last turn of a row")
     return Sample(text[:last], tuple(spans), closed)
 
 
@@ -130,34 +127,6 @@ def _turn(tokenizer: PreTrainedTokenizerFast, turn: str) -> tuple[str, str]:
     stop = _end_text(tokenizer)
     end = next((end for end in reversed(ends) if end.group() == stop), ends[0] if ends else None)
     return (turn[: end.start()], turn[end.start() : end.end()]) if end else (turn, "")
-
-
-def _marked(template: Template, turns: Messages, places: Sequence[int]) -> list[Span]:
-    """The stretches that the template marks in the turns at `places` (from 1), each with the end of its turn.
-
-    Marks usually leave out the end, and some take in the header. No stretches where the template drops a thought.
-    """
-    text, spans = template.marked(turns)
-    written = _squeezed(text)
-    missing = [place for place in places if _squeezed(str(turns[place - 1].get("content") or "")) not in written]
-    if missing and missing[-1] == len(turns):
-        return []
-    if missing:
-        raise NoPrefix(f"the chat template writes message {missing[0]} otherwise when more messages follow")
-    if len(places) == 1:
-        # Marks of earlier turns are before the text that the last one adds.
-        shared = len(os.path.commonprefix([template.write(turns[:-1]), text]))
-        spans = [span for span in spans if span[0] >= shared]
-    if not spans:
-        raise ConversationError("the chat template marks no turn of the assistant")
-    headers = [len(_before(template.write(turns[: place - 1], header=True), text) or "") for place in places]
-    stop, whole = _end_text(template.tokenizer), []
-    for start, end in spans:
-        start = next((header for header in headers if start < header < end), start)
-        said, ended = _turn(template.tokenizer, text[start:end])
-        more = len(stop) if not ended and text.startswith(stop, end) else 0
-        whole.append((start, start + len(said + ended) + more))
-    return whole
 
 
 @functools.lru_cache(maxsize=8)

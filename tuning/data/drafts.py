@@ -9,7 +9,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from tuning.agents.template import Template
+from tuning.chat.template import Template
 from tuning.data.blocks import Block, Counts, Draft, Plan, Step, tokenizer_of
 from tuning.data.conversations import NoPrefix, sample, tokenized
 from tuning.data.kinds import canonical_json, digest
@@ -69,12 +69,16 @@ def drafts_of(template: Template | None, plan: Plan, output: str, record: Record
     known: list[Any] = [record.prompt, record.answer, record.tools, None if judged else record.metadata]
     known += [record.chat_template_kwargs] if record.chat_template_kwargs else []
     prompt = template.checked(template.fitted(_messages(plan, record.prompt)), header=True)
-    metadata = record.metadata
+    added: dict[str, Any] = {}
+    if [message["role"] for message in record.prompt] != ["user"]:
+        # Episodes begin with them.
+        added["prompt_messages"] = record.prompt
     opened = _OPENED_TAG.search(prompt)
     control = {str(template.tokenizer.convert_ids_to_tokens(index)) for index in control_ids(template.tokenizer)}
     if opened and opened[0].strip() not in control:
         # Rewards read completions alone: they have to know that a completion begins within a tag.
-        metadata = canonical_json({**json.loads(metadata), "opened_tag": opened[1]})
+        added["opened_tag"] = opened[1]
+    metadata = canonical_json({**json.loads(record.metadata), **added}) if added else record.metadata
     columns |= {"answer": record.answer, "metadata": metadata, "group": record.group}
     return [Draft(output, digest(json.dumps(known, sort_keys=True)), columns, {"prompt_ids": prompt})]
 
@@ -185,7 +189,7 @@ def _encoded(tokenizer: Any, texts: Sequence[str]) -> dict[str, list[int]]:
 
 
 def lengths(plan: Plan) -> Step:
-    """Drops or truncates rows whose prompt or completion has more tokens than the plan allows."""
+    """Drops or truncates rows with more tokens than the plan allows; drops pairs whose answers have equal tokens."""
 
     def step(block: Block) -> Counts:
         counts = Counter[str]()
@@ -195,7 +199,10 @@ def lengths(plan: Plan) -> Step:
                 reason = _too_long(draft, plan)
                 if reason and plan.too_long == "truncate" and _cut(draft, plan):
                     counts["truncated"] += 1
-                elif reason:
+                    reason = None
+                if draft.ids.get("chosen_ids", ()) == draft.ids.get("rejected_ids"):
+                    reason = "equal_pair"
+                if reason:
                     entry.dropped.append(f"{draft.output}:{reason}")
                     counts[entry.dropped[-1]] += 1
                     continue

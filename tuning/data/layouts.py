@@ -140,14 +140,16 @@ def _sharegpt_turn(turn: Any) -> Raw:
     if "role" in turn:
         return dict(turn)
     source, value = turn.get("from"), turn.get("value")
+    # A key that nothing reads is refused with the messages.
+    more = {name: item for name, item in turn.items() if name not in ("from", "value")}
     if source == "function_call":
         call = _from_json("conversations.value", value) if isinstance(value, str) else value
         if not isinstance(call, Mapping):
             raise LayoutError("conversations.value", "a call {name, arguments}", repr(call)[:60])
-        return {"role": "assistant", "tool_calls": [{"type": "function", "function": dict(call)}]}
+        return more | {"role": "assistant", "tool_calls": [{"type": "function", "function": dict(call)}]}
     if not isinstance(source, str) or source not in _SHAREGPT:
         raise LayoutError("conversations.from", f"one of {', '.join(_SHAREGPT)}, function_call", repr(source)[:60])
-    return {"role": _SHAREGPT[source], "content": value}
+    return more | {"role": _SHAREGPT[source], "content": value}
 
 
 _HH_TURN = re.compile(r"\n\n(Human|Assistant):[ \n]?")

@@ -6,7 +6,7 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from tuning.agents.template import call_of
+from tuning.chat.calls import call_of
 from tuning.data.kinds import canonical_json, is_list_of_objects, kind_of
 
 Message = dict[str, Any]
@@ -105,6 +105,10 @@ class MessageParser:
         kept = {name: item for name, item in message.items() if item is not None}
         if kept.get("role") == "developer":
             kept["role"] = "system"
+        trained = kept.get("role") == "assistant"
+        if (weight := kept.pop("weight", trained)) != trained:
+            expected = "1 in the assistant's turns, which are all trained, and 0 in others"
+            raise self.error(f"{field}.weight", expected, kind_of(weight))
         if isinstance(kept.get("content"), list):
             kept["content"] = self.joined(f"{field}.content", kept["content"])
         calls = kept.pop("tool_calls", None)

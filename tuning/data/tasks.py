@@ -162,7 +162,7 @@ def reasoning_gym(
     """Problems of a task of the package reasoning-gym, such as chain_sum.
 
     `metadata` holds the verifier ("reasoning_gym"), the task and the problem's own metadata, from which the package's
-    scorer can be called again: `get_score_answer_fn(task)(text, {question, answer, metadata})`.
+    scorer can be called again (`reasoning_gym_score`). For tasks that need tuples it is a Python literal.
 
     Args:
         name: the task. size: number of problems; equal ones are merged later. seed: which problems.
@@ -187,15 +187,17 @@ def reasoning_gym(
     for entry in entries:
         # With its index in the metadata, no problem would equal another.
         details = {key: value for key, value in entry["metadata"].items() if key != "source_index"}
+        answer = entry["answer"]
+        written = json.loads(json.dumps(details, default=str))
+        if isinstance(answer, str) and answer.strip():
+            score = dataset.score_answer(answer.strip(), entry)
+            if dataset.score_answer(answer.strip(), {**entry, "metadata": written}) != score:
+                # JSON has no tuples, and the verifiers of some tasks compare them.
+                written = repr(details)
         record = {
             "prompt": entry["question"],
-            "metadata": {
-                "verifier": "reasoning_gym",
-                "task": name,
-                "entry": json.loads(json.dumps(details, default=str)),
-            },
+            "metadata": {"verifier": "reasoning_gym", "task": name, "entry": written},
         }
-        answer = entry["answer"]
         if isinstance(answer, str) and answer.strip():
             record |= {"answer": answer, "completion": answer}
             rng = random.Random(f"{seed}:{entry['question']}")

@@ -13,7 +13,6 @@ import datetime
 import functools
 import inspect
 import json
-import re
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
@@ -225,33 +224,6 @@ def render(
     return str(text)
 
 
-_MARKS: Final = re.compile(r"\{%-?\s*generation\s*-?%\}")
-
-
-def is_marked(tokenizer: PreTrainedTokenizerFast) -> bool:
-    """Whether the chat template marks what the assistant generates, by `{% generation %}`."""
-    return bool(_MARKS.search(str(tokenizer.chat_template)))
-
-
-def marked(
-    tokenizer: PreTrainedTokenizerFast,
-    messages: Sequence[Mapping[str, Any]],
-    tools: Sequence[Mapping[str, Any]] = (),
-    options: Mapping[str, Any] | None = None,
-) -> tuple[str, list[tuple[int, int]]]:
-    """As `render`, with the (start, stop) of each stretch of the text that the template marks."""
-    from transformers.utils.chat_template_utils import render_jinja_template
-
-    texts, spans = render_jinja_template(
-        [[dict(message) for message in messages]],
-        [dict(tool) for tool in tools] or None,
-        chat_template=template_of(tokenizer, bool(tools)),
-        return_assistant_tokens_mask=True,
-        **{**tokenizer.special_tokens_map, **_check_options(tokenizer, options or {})},
-    )
-    return texts[0], [(start, stop) for start, stop in spans[0]]
-
-
 def template_of(tokenizer: PreTrainedTokenizerFast, tools: bool = False) -> str:
     """The text of the chat template, its clock set to the tokenizer's date. Raises ValueError where there is none."""
     if not tokenizer.chat_template:
@@ -276,19 +248,6 @@ def _check_options(tokenizer: PreTrainedTokenizerFast, options: Mapping[str, Any
     if wrong := [name for name in options if name in reserved or not name.isidentifier()]:
         raise ValueError(f"chat_template_kwargs: {wrong[0]!r} is not a value that a chat template can be given")
     return options
-
-
-def chat_prompt_ids(
-    tokenizer: PreTrainedTokenizerFast,
-    messages: Sequence[Mapping[str, Any]],
-    options: Mapping[str, Any] | None = None,
-) -> list[int]:
-    """Token ids of the messages under the chat template, ending in the header of the assistant's turn.
-
-    Text of a control token inside a message becomes that control token, as the template is tokenized whole; screen
-    untrusted content before. Raises as `render` does.
-    """
-    return list(tokenizer.encode(render(tokenizer, messages, (), True, options), add_special_tokens=False))
 
 
 def turn_end(tokenizer: PreTrainedTokenizerFast) -> int | None:

@@ -58,27 +58,22 @@ DEVICES = ("/dev/null", "/dev/random", "/dev/urandom")
 ZEROS = 65536
 """Bytes of /dev/zero, here a file: a shared mapping of the device is memory that is charged to no process."""
 
-# By machine: its name in <linux/audit.h>; `clone`, `clone3`, `mmap`, `socket` and `prlimit64`; and the first and last
+# By machine: its name in <linux/audit.h>; `clone`, `clone3`, `mmap`, `socket` and `prlimit64`; and the
 # numbers of system calls that are allowed (<asm/unistd_64.h>, <asm-generic/unistd.h>). Not among them: mounts,
 # namespaces, tracing, other processes' memory, keys, modules, clocks, swap, the kernel's programs and rings, attributes
 # and notifications of files; System V's and POSIX's queues, memfd_create and memfd_secret, whose memory belongs to no
 # process; setsockopt, which enlarges buffers.
 CALLS = {
-    "x86_64": (
-        0xC000003E, (56, 435, 9, 41, 302),
-        ((0, 28), (32, 53), (55, 63), (72, 100), (102, 102), (104, 133), (137, 138), (140, 152), (157, 158), (160, 160),
-         (186, 187), (191, 196), (200, 205), (213, 213), (217, 219), (221, 226), (228, 235), (247, 247), (257, 271),
-         (273, 277), (280, 293), (295, 297), (299, 299), (307, 307), (309, 309), (314, 316), (318, 318), (322, 322),
-         (324, 332), (334, 334), (424, 424), (434, 434), (436, 437), (439, 439), (441, 441), (449, 449), (452, 452)),
-    ),
-    "aarch64": (
-        0xC00000B7, (220, 435, 222, 198, 261),
-        ((8, 13), (17, 17), (19, 25), (29, 29), (32, 38), (43, 50), (52, 57), (59, 59), (61, 74), (76, 80), (82, 88),
-         (90, 91), (93, 96), (98, 103), (107, 111), (113, 115), (118, 141), (143, 160), (163, 169), (172, 179),
-         (199, 207), (209, 216), (221, 223), (226, 233), (240, 240), (242, 243), (260, 260), (269, 269), (274, 276),
-         (278, 278), (281, 281), (283, 291), (293, 293), (424, 424), (434, 434), (436, 437), (439, 439), (441, 441),
-         (449, 449), (452, 452)),
-    ),
+    "x86_64": (0xC000003E, (56, 435, 9, 41, 302), """
+        0-28 32-53 55-63 72-100 102 104-133 137-138 140-152 157-158 160 186-187 191-196 200-205 213
+        217-219 221-226 228-235 247 257-271 273-277 280-293 295-297 299 307 309 314-316 318 322 324-332
+        334 424 434 436-437 439 441 449 452
+    """),
+    "aarch64": (0xC00000B7, (220, 435, 222, 198, 261), """
+        8-13 17 19-25 29 32-38 43-50 52-57 59 61-74 76-80 82-88 90-91 93-96 98-103 107-111 113-115
+        118-141 143-160 163-169 172-179 199-207 209-216 221-223 226-233 240 242-243 260 269 274-276 278
+        281 283-291 293 424 434 436-437 439 441 449 452
+    """),
 }  # fmt: skip
 LAST_KNOWN = 450
 """Calls with higher numbers do not exist, as far as the program learns: the C library then uses older ones."""
@@ -226,8 +221,9 @@ def filtered_calls() -> bool:
     for family in FAMILIES:
         program += [(equal, 0, 1, family), yes]
     program += [(give, 0, 0, eafnosupport)]
-    for first, last in allowed:
-        program += [(least, 0, 2, first), (above, 1, 0, last), yes]
+    for numbers in allowed.split():
+        first, _, last = numbers.partition("-")
+        program += [(least, 0, 2, int(first)), (above, 1, 0, int(last or first)), yes]
     # Among the higher numbers are those of the x32 calling convention.
     program += [(above, 0, 1, LAST_KNOWN), (give, 0, 0, enosys), no]
     packed = b"".join(struct.pack("HBBI", *each) for each in program)

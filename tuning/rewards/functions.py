@@ -8,7 +8,11 @@ names. Keyword arguments of the recipe are single values. None means that the fu
 
 from __future__ import annotations
 
+import ast
+import functools
+import inspect
 import re
+import sys
 import unicodedata
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -175,6 +179,37 @@ def overlong(
     return [-min(1.0, max(0, len(ids) - (tokens - buffer)) / buffer) for ids in completion_ids]
 
 
+@functools.cache
+def _evaluates(task: str) -> str | None:
+    """The function by which the verifier of a reasoning-gym task runs the answer as Python: `eval` or `parse_expr`."""
+    from reasoning_gym.factory import DATASETS
+
+    source = inspect.getsource(sys.modules[DATASETS[task][0].__module__])
+    match = re.search(r"\b(eval|exec|parse_expr|sympify)\(\s*answer\b", source)
+    return match and match[1]
+
+
+_COMPUTES = (ast.Expression, ast.BinOp, ast.UnaryOp, ast.operator, ast.unaryop, ast.Constant, ast.Name, ast.Load)
+_CALLED = {"sin", "cos", "tan", "asin", "acos", "atan", "sinh", "cosh", "tanh", "exp", "log", "ln", "sqrt", "Abs"}
+
+
+def _only_computes(text: str, function: str) -> bool:
+    """Whether `eval` or SymPy's parser, given this text, calls nothing but elementary functions."""
+    is_eval = function == "eval"
+    try:
+        nodes = list(ast.walk(ast.parse(text, mode="eval")))
+    except (SyntaxError, ValueError, MemoryError, RecursionError):
+        # `eval` refuses it too; SymPy's parser rewrites some texts before.
+        return is_eval
+    calls = [node.func for node in nodes if isinstance(node, ast.Call) and not node.keywords]
+    kinds = (*_COMPUTES, *((ast.List, ast.Tuple) if is_eval else (ast.Call,)))
+    return (
+        all(isinstance(node, kinds) for node in nodes)
+        and all(isinstance(called, ast.Name) and called.id in _CALLED for called in calls)
+        and (is_eval or not any(isinstance(getattr(node, "value", None), str | bytes) for node in nodes))
+    )
+
+
 def reasoning_gym_score(
     prompts: Texts,
     completions: Texts,
@@ -184,18 +219,26 @@ def reasoning_gym_score(
     task: str | None = None,
     **_: Any,
 ) -> list[float]:
-    """The score of a reasoning-gym task's own verifier.
+    """The score of a reasoning-gym task's own verifier for the text after the thoughts, or that in `<answer>`.
 
     `metadata` holds `task` and, as `entry`, the problem's own metadata; the data source reasoning_gym writes both. For
     problems of another source the argument `task` names the task, and `metadata` itself is the entry's.
     """
     import reasoning_gym
+    from reasoning_gym.utils import extract_answer
 
     scores = []
     for prompt, text, gold, meta in zip(prompts, completions, answer, metadata, strict=True):
-        verifier = reasoning_gym.get_score_answer_fn(task or meta["task"])
-        entry = {"question": prompt, "answer": gold, "metadata": meta.get("entry", meta)}
-        scores.append(float(verifier(text.strip(), entry)))
+        details = meta.get("entry", meta)
+        details = ast.literal_eval(details) if isinstance(details, str) else details
+        said = spoken(begun(text, meta))
+        said = (extract_answer(said, strip=False) or said).strip()
+        function = _evaluates(name := task or meta["task"])
+        if function and not _only_computes(said, function):
+            scores.append(0.0)
+            continue
+        entry = {"question": prompt, "answer": gold, "metadata": details}
+        scores.append(float(reasoning_gym.get_score_answer_fn(name)(said, entry)))
     return scores
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import logging
 import math
 import re
@@ -11,7 +12,9 @@ import threading
 from collections.abc import Iterator
 from typing import Any
 
-from tuning.rewards.texts import spoken
+import regex
+
+from tuning.rewards.texts import BOXED, final, spoken
 
 SECONDS = 3.0
 """Processor time that each of reading and comparing may take. A completion that needs more is wrong."""
@@ -29,7 +32,20 @@ _COMMANDS = {
     "∪": "cup",
     "∈": "in",
 }
-_CHARACTERS = str.maketrans({"−": "-", "–": "-", "°": r"^\circ", **{c: rf"\{name} " for c, name in _COMMANDS.items()}})
+_PLAIN = {"−": "-", "–": "-", "°": r"^\circ", "²": "^2", "³": "^3"}
+_CHARACTERS = str.maketrans(_PLAIN | {c: rf"\{name} " for c, name in _COMMANDS.items()})
+_FORMS = (
+    (r"([\u3000-\u9fff\uff00-\uffef]+)", r" \1 "),
+    (r"(?<![\\A-Za-z])(pi|exp)(?![A-Za-z])", r"\\\1 "),
+    (r"√\s*(\w+|\([^()]*\))", r"\\sqrt{\1}"),
+    (r"(?<=[A-Za-z\d)])\*\*(?=[A-Za-z\d(-])", "^"),
+)
+"""Forms of plain text and of programming languages, and what math-verify reads."""
+_RETRACTION = re.compile(r"[.:;!?](?=\s)|\b(?:no|not|wait|wrong)\b", re.IGNORECASE)
+"""Between two boxes: the second replaces the first, and does not add to it."""
+_WORD = r"(?<![\\A-Za-z])(?!pi\b)[A-Za-z]{2,}(?![a-z]*\()"
+_BARE = re.compile(rf"(?=.*[A-Za-zα-ω√\\([{{])(?:(?!\d\s+\w|\\[(\[]|{_WORD})[^$\n\u3000-\uffef])+")
+"""One line with a letter or bracket, and without delimiters, units or words: an expression."""
 # The package warns of each limit that it is not given.
 logging.getLogger("math_verify").setLevel(logging.ERROR)
 
@@ -56,8 +72,20 @@ def read(text: str) -> list[Any]:
     """The mathematical answer of a completion after its thoughts: the last box, or the last expression."""
     found: list[Any] = []
     with _limited():
-        found = _parse(spoken(text))
+        found = _read(spoken(text))
     return found
+
+
+def _read(text: str) -> list[Any]:
+    text = re.sub(r"\\(boxed|fbox)\s*\{\s*\}", "", text)
+    boxes = list(regex.finditer(BOXED, text))
+    for first, second in reversed(list(itertools.pairwise(boxes))):
+        if _RETRACTION.search(text, first.end(), second.start()):
+            earlier = regex.sub(BOXED, r"\1", text[: first.end()])
+            return _parse(earlier + text[first.end() :])
+    # Without a box: an answer tag, a `####` line, or all of it.
+    text = text if boxes else final(text).strip().rstrip(".")
+    return (expressions(text) if not boxes and _BARE.fullmatch(text) else []) or _parse(text)
 
 
 def same(gold: list[Any], found: list[Any]) -> bool:
@@ -97,6 +125,8 @@ def _parse(text: str) -> list[Any]:
 
     configs = [LatexExtractionConfig(boxed_match_priority=0), ExprExtractionConfig()]
     text = text.translate(_CHARACTERS).replace("\\mathrm{e}", "e")
+    for form, latex in _FORMS:
+        text = re.sub(form, latex, text)
     # The package's own limits are whole seconds of wall-clock time for each of many steps.
     found = parse(text, configs, parsing_timeout=None)
     dotted = re.search(r"\\[lcv]?dots", text)

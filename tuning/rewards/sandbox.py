@@ -10,11 +10,14 @@ means harm, run the pipeline in a virtual machine.
 from __future__ import annotations
 
 import ast
+import builtins
 import contextlib
 import functools
 import json
+import math
 import os
 import re
+import secrets
 import subprocess
 import sys
 import tempfile
@@ -27,15 +30,51 @@ from pathlib import Path
 from typing import Any, BinaryIO, Literal
 
 from tuning.parallel.children import kill
-from tuning.rewards import across, confine
+from tuning.rewards import confine
 from tuning.rewards.answers import tests_of
 from tuning.rewards.failures import Outage
+from tuning.rewards.programs import runnable
 from tuning.rewards.texts import begun, spoken
 
 Isolation = Literal["required", "best-effort"]
 """Whether code runs on machines where it can reach something."""
 START_SECONDS = 10.0
 """Time that a run may take beyond its limit, to start and to clean up."""
+
+# Runs the code, then the test in its names. Only a test that has come to its end writes the word. The pipe with both is
+# drained before the code runs, and all that is used after the code is bound, so that changed builtins and modules reach
+# neither this program nor the test.
+RUNNER = """
+import builtins, json, os, sys
+
+def main(run=exec, write=os.write, end=SystemExit):
+    given, passed = map(int, sys.argv[1:])
+    own = dict(vars(builtins))
+    with os.fdopen(given, "rb") as file:
+        task = json.load(file)
+    with open("main.py", "rb") as file:
+        code = file.read()
+    test, word = compile(task["test"], "test.py", "exec"), task["word"].encode()
+    code = compile(code, "main.py", "exec")
+    del sys.argv[1:]
+    sys.orig_argv[:] = sys.argv[:]
+    scope = {"__name__": "__main__", "__file__": "main.py", "__builtins__": builtins}
+    try:
+        run(code, scope)
+    except end:
+        # A script may end so; its definitions are tested all the same.
+        pass
+    scope["__builtins__"] = own
+    run(test, scope)
+    write(passed, word)
+
+main()
+"""
+_DECEIVES = re.compile(
+    r"_getframe|currentframe|\bf_(back|locals|globals|code)\b|\b(tb|gi|cr)_frame\b|__globals__|__closure__|co_consts"
+    r"|\b(gc|inspect|ctypes|mock)\b|set(trace|profile)|_current_frames|/proc/self|__(r?sub|abs|eq|ne|lt|le|gt|ge)__"
+)
+"""Names of frames, memory and comparisons: code can read in them what a test expects, or equal anything."""
 
 _FENCE = re.compile(r"^[ \t]*(?:```+|~~~+)([^\n`]*)$", re.MULTILINE)
 _READS_INPUT = re.compile(r"\binput\(|\bstdin\b|\bopen\(0\b")
@@ -107,27 +146,23 @@ def run_python(code: str, stdin: str = "", *, seconds: float, megabytes: int) ->
 
 
 def passes_test(code: str, test: str, *, seconds: float, megabytes: int) -> bool:
-    """Whether `test`, which uses the names of the code in a process of its own, comes to its end without an error.
+    """Whether `test`, run after the code and in its names, comes to its end without an error.
 
-    The code runs in a second sandbox, and answers over pipes (`tuning.rewards.across`).
+    Code or a test that ends the program before that has not passed.
     """
-    script = Path(across.__file__).read_text()
-    limits: dict[str, Any] = {"seconds": seconds, "megabytes": megabytes}
-    (asked, ask), (answered, answer) = os.pipe(), os.pipe()
-    with contextlib.ExitStack() as stack:
-        out = stack.enter_context(tempfile.TemporaryFile())
-        given = stack.enter_context(_handed_over(test.encode(errors="replace")))
-        theirs, mine = (asked, answer), (answered, ask)
-        try:
-            arguments = ["-c", script, *map(str, theirs)]
-            stack.enter_context(_started(arguments, code, "", out, keep=theirs, **limits))
-            arguments = ["-c", script, *map(str, mine), str(given)]
-            judge = stack.enter_context(_started(arguments, "", "", out, keep=(*mine, given), **limits))
-        finally:
-            # Each end is open in one process alone: the other learns that it has ended.
-            for descriptor in (*theirs, *mine):
-                os.close(descriptor)
-        return _ended(judge, seconds) == 0
+    word = secrets.token_hex(16)
+    task = json.dumps({"test": test, "word": word}).encode()
+    with tempfile.TemporaryFile() as passed, tempfile.TemporaryFile() as out, _handed_over(task) as given:
+        arguments = ["-c", RUNNER, str(given), str(passed.fileno())]
+        status = _run(arguments, code, "", out, seconds, megabytes, keep=(given, passed.fileno()))
+        passed.seek(0)
+        return status == 0 and passed.read() == word.encode()
+
+
+def may_deceive(completion: str) -> bool:
+    """Whether the code of a completion has means to pass a test that it fails: such names, or a builtin of its own."""
+    code = code_of(completion)
+    return _DECEIVES.search(code) is not None or not _defined(code).isdisjoint(vars(builtins))
 
 
 @contextlib.contextmanager
@@ -179,33 +214,16 @@ def refuse_gaps(isolation: Isolation) -> None:
 
 
 def _run(
-    arguments: Sequence[str], code: str, stdin: str, out: BinaryIO, seconds: float, megabytes: int, **options: Any
-) -> int:
-    """The exit status of a Python with these arguments, in a folder with the code as main.py."""
-    with _started(arguments, code, stdin, out, seconds=seconds, megabytes=megabytes, **options) as process:
-        return _ended(process, seconds)
-
-
-def _ended(process: subprocess.Popen[bytes], seconds: float) -> int:
-    try:
-        return process.wait(timeout=seconds + START_SECONDS)
-    except subprocess.TimeoutExpired:
-        return confine.KILLED
-
-
-@contextlib.contextmanager
-def _started(
     arguments: Sequence[str],
     code: str,
     stdin: str,
     out: BinaryIO,
-    *,
     seconds: float,
     megabytes: int,
     keep: Sequence[int] = (),
     report: int | None = None,
-) -> Iterator[subprocess.Popen[bytes]]:
-    """A Python with these arguments, in a folder with the code as main.py; it ends with the context."""
+) -> int:
+    """The exit status of a Python with these arguments, in a folder with the code as main.py."""
     with tempfile.TemporaryDirectory() as folder, tempfile.TemporaryFile() as source:
         # Text of a model may hold what is no UTF-8; Python then refuses the file, and the code has failed.
         (Path(folder) / "main.py").write_bytes(code.encode(errors="surrogatepass"))
@@ -213,7 +231,8 @@ def _started(
         source.seek(0)
         plan = {
             # Isolated: no user site, no environment, no folder of the caller on the path.
-            "command": [sys.executable, "-I", *arguments],
+            # Integers are printed whatever their length.
+            "command": [sys.executable, "-I", "-X", "int_max_str_digits=0", *arguments],
             "environment": {"PATH": os.defpath, "OPENBLAS_NUM_THREADS": "1"},
             "folder": folder,
             "prefixes": sorted({sys.prefix, sys.base_prefix, os.path.dirname(os.path.realpath(sys.executable))}),
@@ -233,7 +252,9 @@ def _started(
             start_new_session=True,
         )
         try:
-            yield process
+            return process.wait(timeout=seconds + START_SECONDS)
+        except subprocess.TimeoutExpired:
+            return confine.KILLED
         finally:
             # The session is a process group of its own.
             kill(process.pid)
@@ -255,10 +276,11 @@ def code_passes(
 ) -> list[float | None]:
     """1 where the completion's code passes its tests; else 0. With `partial` the share of tests that pass.
 
-    Tests are `metadata["tests"]`: programs (text) that run after the code in its names, or {"input", "output"} for
-    standard input and output; without them the answer is one such program, or each of a list of answers. Without any
-    test the reward does not apply. A test that runs for longer than `seconds`, takes more than `megabytes` or ends the
-    program has failed; so have those that `budget_seconds` for all tests of a completion leaves no time for.
+    Tests are `metadata["tests"]`: programs (text) that run after the code in its names (`runnable`; a function `check`
+    gets the name in `metadata["entry_point"]`), or {"input", "output"} for standard input and output. Without them the
+    answer is one such program, or each of a list of answers. Without any test the reward does not apply. A test that
+    runs for longer than `seconds`, takes more than `megabytes` or ends the program has failed; so have those that
+    `budget_seconds` for all tests of a completion leaves no time for.
     `isolation: required` raises an Outage on a machine where the code can reach something (`gaps`); `best-effort` runs
     it there.
     """
@@ -271,7 +293,7 @@ def code_passes(
         code, passed, deadline = code_of(begun(text, meta), tests), 0, time.monotonic() + budget_seconds
         for test in tests:
             left = deadline - time.monotonic()
-            good = left > 0 and _passes(code, test, min(seconds, left), megabytes)
+            good = left > 0 and _passes(code, test, meta.get("entry_point"), min(seconds, left), megabytes)
             if not good and not partial:
                 return 0.0
             passed += good
@@ -285,9 +307,25 @@ def longest_seconds(*, budget_seconds: float = 60.0, **_: Any) -> float:
     return budget_seconds + 2 * START_SECONDS
 
 
-def _passes(code: str, test: str | dict[str, str], seconds: float, megabytes: int) -> bool:
+def _passes(code: str, test: str | dict[str, str], entry_point: str | None, seconds: float, megabytes: int) -> bool:
     if isinstance(test, str):
-        return passes_test(code, test, seconds=seconds, megabytes=megabytes)
+        try:
+            program = runnable(test, entry_point)
+        # Data is refused for such a test before a run.
+        except (SyntaxError, ValueError):
+            return False
+        return passes_test(code, program, seconds=seconds, megabytes=megabytes)
     status, out = run_python(code, test["input"], seconds=seconds, megabytes=megabytes)
     # As judges of programming contests do: only the tokens count, not the white space.
-    return status == 0 and out.split() == test["output"].split()
+    said, expected = out.split(), test["output"].split()
+    return status == 0 and len(said) == len(expected) and all(map(_same_token, said, expected))
+
+
+def _same_token(said: str, expected: str) -> bool:
+    """Whether a program prints what is expected, of a number with a decimal point to 1e-6."""
+    try:
+        return said == expected or (
+            "." in expected and math.isclose(float(said), float(expected), rel_tol=1e-6, abs_tol=1e-6)
+        )
+    except ValueError:
+        return False

@@ -7,8 +7,8 @@ from typing import Any
 
 import regex
 
-BOXED = r"\\(?:boxed|fbox)\s*\{((?:[^{}]++|(\{(?:[^{}]++|(?2))*+\}))*+)\}"
-"""The content of a LaTeX box, with the braces in it."""
+BOXED = r"\\(?:boxed|fbox)\s*\{(?!\s*\})((?:[^{}]++|(\{(?:[^{}]++|(?2))*+\}))*+)\}"
+"""The content of a LaTeX box that is not empty, with the braces in it."""
 _THOUGHT = r"(?:think|thinking|thought|reasoning)"
 _THOUGHT_END = regex.compile(rf"</{_THOUGHT}>|\[/THINK\]|◁/think▷")
 _THOUGHT_START = regex.compile(rf"<{_THOUGHT}>|\[THINK\]|◁think▷")

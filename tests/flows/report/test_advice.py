@@ -53,6 +53,12 @@ def test_a_reward_that_compares_and_is_called_alone_is_told_its_setting():
     assert run_warnings(record, {}, {}, {}) == []
 
 
+def test_rewarded_code_that_may_deceive_its_tests_is_counted():
+    record = {"nodes": {f"round-{i:03d}.score": {"metrics": {"suspect_code": i}} for i in range(3)}}
+    assert [w.text[:1] for w in run_warnings(record, {}, {}, {}) if w.title == "Suspect code"] == ["3"]
+    assert run_warnings({"nodes": {}}, {}, {}, {}) == []
+
+
 @pytest.mark.parametrize(
     ("metrics", "said"),
     [

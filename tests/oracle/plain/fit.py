@@ -78,6 +78,7 @@ def preference(settings: Any, tuned: Model, reference: Model | None, rows: Seque
         found = []
         for row in (rows[i] for i in step):
             sides = {side: summed(tuned, row, side) for side in ("chosen", "rejected")}
+            sides["whole"] = tuned.logps(row["prompt_ids"], row["chosen_ids"])[0].sum()
             if reference is not None:
                 with torch.no_grad():
                     sides |= {f"ref_{side}": summed(reference, row, side) for side in ("chosen", "rejected")}

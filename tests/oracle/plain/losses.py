@@ -198,7 +198,7 @@ def preference(settings: Settings, sides: Mapping[str, Tensor], lengths: tuple[i
             if settings["average"]:
                 x, y = x / max(lengths[0], 1), y / max(lengths[1], 1)
             loss = _paired(name, x, y, beta, s)
-    return loss - settings["sft_weight"] * means[0] if settings["sft_weight"] else loss
+    return loss - settings["sft_weight"] * sides["whole"] / max(lengths[0], 1) if settings["sft_weight"] else loss
 
 
 def _ratio_of(settings: Settings, ratio: Tensor) -> Tensor:

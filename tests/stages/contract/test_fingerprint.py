@@ -74,9 +74,6 @@ def test_the_modules_that_are_reached(pkg):
     ("name", "old", "new"),
     [
         ("pkg/stage.py", "# inside, as stages do", "# inside"),
-        ("pkg/stage.py", '"""A stage."""', '"""Another text about the same stage."""'),
-        ("pkg/stage.py", '    """Runs."""\n', ""),
-        ("pkg/core/loss.py", "Doc of a field.", "Better doc of a field."),
         ("pkg/core/loss.py", "x * 2", "(x  *  2)"),
         ("pkg/core/loss.c", "// twice", "// two times"),
         ("pkg/core/loss.h", "// how often", "// how many times"),
@@ -85,9 +82,6 @@ def test_the_modules_that_are_reached(pkg):
     ],
     ids=[
         "comment",
-        "module-doc",
-        "function-doc",
-        "field-doc",
         "layout",
         "kernel-comment",
         "header-comment",
@@ -104,6 +98,8 @@ def test_what_does_not_run_changes_nothing(pkg, name, old, new):
 @pytest.mark.parametrize(
     ("name", "old", "new", "module"),
     [
+        # The docstring of a user's tool stands in prompts.
+        ("pkg/stage.py", '    """Runs."""\n', "", "pkg.stage"),
         ("pkg/stage.py", "loss(1)", "loss(2)", "pkg.stage"),
         ("pkg/core/loss.py", "x * 2", "x * 3", "pkg.core.loss"),
         ("pkg/core/loss.py", "0.1", "0.2", "pkg.core.loss"),
@@ -113,7 +109,17 @@ def test_what_does_not_run_changes_nothing(pkg, name, old, new):
         ("pkg/helper.py", "return 2", "return 3", "pkg.helper"),
         ("pkg/core/__init__.py", "# nothing here", "import os; os.environ['X'] = '1'", "pkg.core"),
     ],
-    ids=["stage", "function-import", "default", "kernel", "header", "template", "relative-import", "package-body"],
+    ids=[
+        "docstring",
+        "stage",
+        "function-import",
+        "default",
+        "kernel",
+        "header",
+        "template",
+        "relative-import",
+        "package-body",
+    ],
 )
 def test_what_runs_changes_the_module_that_it_is_in(pkg, name, old, new, module):
     before = reached("pkg.stage", folder=pkg).modules
@@ -246,13 +252,17 @@ def test_a_key_holds_contents_and_no_names_of_modules():
 
 
 FITTED = {"sft", "distill", "preference", "reward"}
-HASHES = """
+TOOL = "tuning.agents.tools.calculator"
+HASHES = (
+    f"TOOL = {TOOL!r}"
+    + """
 import json
 from stages.contract.fingerprint import reached
 from stages.contract.registry import modules
-codes = {name: reached(module) for name, module in modules().items()}
+codes = {name: reached(module) for name, module in {**modules(), "calculator": TOOL}.items()}
 print(json.dumps({name: [sorted(set(code.modules.values())), code.imports] for name, code in codes.items()}))
 """
+)
 
 
 @pytest.fixture(scope="module")
@@ -281,6 +291,7 @@ def unedited(tree):
     [
         ("stages/worker/process.py", "HEARTBEAT_SECONDS = 2.0", "HEARTBEAT_SECONDS = 3.0", set()),
         ("tuning/losses/sft.py", "import", "# a remark\nimport", set()),
+        ("tuning/losses/sft.py", '"""', '"""More: ', set()),
         ("stages/sft.py", "return metrics |", "return {} | metrics |", {"sft"}),
         # What a stage is called and shows, and where it stands in a run, is in no key.
         ("stages/sft.py", 'title="SFT"', 'title="Tuned"', set()),
@@ -313,6 +324,16 @@ def test_an_edit_of_the_project_reaches_these_stages_and_no_others(tree, unedite
     finally:
         path.write_text(text)
     assert {name for name in modules() if after[name] != unedited[name]} == touched
+
+
+def test_the_docstring_of_a_built_in_tool_is_content(tree, unedited):
+    path = tree / f"{TOOL.replace('.', '/')}.py"
+    text = path.read_text()
+    path.write_text(text.replace('"""', '"""More: ', 1))
+    try:
+        assert hashes(tree)["calculator"] != unedited["calculator"]
+    finally:
+        path.write_text(text)
 
 
 def test_a_module_of_the_project_that_moves_leaves_every_stage_as_it_was(tree, unedited):

@@ -27,6 +27,17 @@ def test_a_reward_function_of_the_user_is_content(tmp_path, monkeypatch):
     assert function_digests("myreward:f", "here") != before
 
 
+def test_the_docstring_of_a_users_tool_is_content(tmp_path, monkeypatch):
+    code = (
+        'def look(word: str) -> str:\n    """Looks up.\n\n    Args:\n        word: a word.\n    """\n    return word\n'
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+    write_files(tmp_path, **{"mylook.py": code})
+    before = function_digests("mylook:look", "here")
+    write_files(tmp_path, **{"mylook.py": code.replace("a word", "a name")})
+    assert function_digests("mylook:look", "here") != before
+
+
 def test_a_function_that_gives_records_is_content_with_what_it_imports(tmp_path, monkeypatch):
     write_files(tmp_path, **{"mysource.py": "from myrows import rows\n", "myrows.py": "def rows():\n    return []\n"})
     monkeypatch.syspath_prepend(tmp_path)

@@ -20,8 +20,8 @@ from stages.score import stage as score
 from stages.score.settings import ENVIRONMENT, Reward
 from tests.stages.training.support import Folder, data, ids, perform
 from tuning.agents.rows import TrajectoryRow, TurnRow
-from tuning.agents.suffix import Renderer
 from tuning.algorithms.round_data import RoundData
+from tuning.chat.renderer import Renderer
 from tuning.models.byte_tokenizer import byte_tokenizer
 from tuning.rows import CompletionRow, ScoreRow, VerdictRow, names_of, read_table
 
@@ -67,6 +67,20 @@ def played(inputs, name, environment=GUESS, **changes):
 @pytest.fixture(scope="module")
 def made(inputs):
     return dict(zip(("metrics", "artifact"), played(inputs, "played"), strict=True))
+
+
+def test_an_episode_begins_with_the_messages_of_its_prompt(inputs):
+    asked = [{"role": "system", "content": "Answer in French."}, {"role": "user", "content": "What is 2+2?"}]
+    task = {"id": "a", "prompt_ids": ids("asked", end=False), "prompt": "system: ...", "answer": None}
+    rows_of = [task | {"metadata": json.dumps({"prompt_messages": asked})}]
+    made = data(inputs["folder"] / "conversation", prompts=rows_of, heldout=rows_of)
+    now = "tests.stages.sampling.games:now"
+    environment = Environment(tools=[now], tool_format="llama", turns=1, max_tokens=512, processes=4)
+    _, artifact = played({**inputs, "data": made}, "conversations", environment)
+    for episode in rows(artifact, "trajectories", TrajectoryRow):
+        first = json.loads(episode.conversation)[: len(asked)]
+        assert [message["role"] for message in first] == ["system", "user"]
+        assert "Answer in French." in first[0]["content"] and first[1]["content"] == "What is 2+2?"
 
 
 def test_every_task_has_its_episodes_and_each_has_an_end(made):

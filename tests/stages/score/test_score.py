@@ -10,6 +10,7 @@ import pytest
 from pydantic import ValidationError
 
 from stages.common import journal
+from stages.common.code import suspect_code
 from stages.sampling.groups import read_scored, read_turns
 from stages.score import stage as score
 from stages.score.settings import Config, Reward
@@ -286,8 +287,14 @@ def test_calls_that_take_long_are_told_of_before_their_shard_has_ended(tmp_path,
 def test_where_code_is_run_the_metrics_say_what_it_can_reach(tmp_path, rollouts):
     ctx, log = context(tmp_path / "a", rollouts, rewards={"c": Reward(function="code_passes")})
     metrics = score.run(ctx)
-    assert metrics["code_can_reach"] == list(gaps())
+    assert metrics["code_can_reach"] == list(gaps()) and metrics["suspect_code"] == 0
     assert any("WARNING: code_passes" in line for line in log) == bool(gaps())
+
+
+def test_rewarded_code_that_may_deceive_is_counted_once_a_completion():
+    texts = ["import gc"] * 4 + ["x = 1"]
+    values = [[1.0, 0.0, None, 0.5, 1.0], [1.0] * 5, [1.0, 0.0, 0.0, 0.0, 1.0]]
+    assert suspect_code(["code_passes", "exact_match", "code_passes"], values, texts) == 2
 
 
 @pytest.mark.parametrize(("setting", "other"), [("truncated", "keep"), ("unscored", "drop")])

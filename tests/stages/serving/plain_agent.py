@@ -84,9 +84,10 @@ def crash():
 
 def hang():
     say("one")
-    child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
+    sleep = [sys.executable, "-c", "import time; time.sleep(600)"]
+    children = [subprocess.Popen(sleep), subprocess.Popen(sleep, start_new_session=True)]
     with open(TASK["pids"], "a") as file:
-        file.write(f"{child.pid}\n")
+        file.write("".join(f"{child.pid}\n" for child in children))
     time.sleep(600)
 
 

@@ -7,7 +7,7 @@ import time
 
 from stages.serving.app import make_app
 from stages.serving.connection import Patient, web_server
-from tuning.agents.words import Words
+from tuning.chat.renderer import Renderer
 from tuning.models.byte_tokenizer import CHAT_TEMPLATE, byte_tokenizer
 from tuning.models.config import tiny
 from tuning.rollout.engine.limits import Limits
@@ -42,7 +42,7 @@ def ids(text):
 
 def conversation():
     """(first context, first answer, what follows it, second answer) of the conversation with the tool, as ids."""
-    words = Words(TOKENIZER, [ADD])
+    words = Renderer(TOKENIZER, [ADD])
     said = [[*ids(text), *STOPS] for text in SAID]
     return words.first([QUESTION]), said[0], words.suffix([RESULT], ended=True), said[1]
 

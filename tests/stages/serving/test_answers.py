@@ -6,7 +6,7 @@ from transformers import PreTrainedTokenizerFast
 
 from stages.serving.answers import Text, chat_logprobs
 from stages.serving.api import Message
-from tests.tuning.agents.templates import smollm
+from tests.tuning.chat.templates import smollm
 from tuning.models.byte_tokenizer import byte_tokenizer
 
 TEXT = "naïve 🦙 — 漢字\n"

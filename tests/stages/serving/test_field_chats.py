@@ -10,12 +10,13 @@ from transformers import PreTrainedTokenizerFast
 from stages.serving.api import ChatRequest
 from stages.serving.wording import Wording
 from tests.stages.serving.chats import RESULT, THOUGHT, bot, call, tokenizer, tool, user
-from tuning.agents.template import Template
+from tests.tuning.chat.templates import chat_prompt_ids
+from tuning.chat.template import Template
 from tuning.data import drafts
 from tuning.data.blocks import Block, Entry, Plan
 from tuning.data.records import RecordError, parse_record
 from tuning.models.byte_tokenizer import byte_tokenizer
-from tuning.models.tokenizer import chat_prompt_ids, load_tokenizer, save_tokenizer, with_template
+from tuning.models.tokenizer import load_tokenizer, save_tokenizer, with_template
 
 TOOLS = [tool("weather")]
 WEATHER = [user("Weather?"), call("Bern"), RESULT, bot("It is warm.")]

@@ -1,5 +1,6 @@
 """No value of a request, and no failure, ends the engine for others; /health tells the truth."""
 
+import asyncio
 import json
 import threading
 import time
@@ -8,6 +9,7 @@ import httpx
 import psutil
 import pytest
 
+from stages.serving import answers
 from stages.serving.server import Server
 from tests.stages.serving.support import CONFIG, CONTEXT, LIMITS, QUESTION, STOPS, TOKENIZER, made_tokenizer, serving
 from tuning.rollout.engine.engine import Engine
@@ -333,6 +335,26 @@ def test_one_request_does_not_stop_the_server_nor_fill_its_memory(url, case):
     assert answer.status_code == 400, answer.text[:200]
     assert len(answer.text) < 10_000
     assert slowest < 1 and megabytes < 100, (slowest, megabytes)
+
+
+@pytest.mark.parametrize(
+    ("path", "asked"),
+    [
+        ("completions", {"prompt": "ab", "logprobs": 5}),
+        ("completions", {"prompt": [65, 66], "logprobs": 5, "echo": True}),
+        ("chat/completions", {"messages": [QUESTION], "logprobs": True, "top_logprobs": 5}),
+    ],
+)
+def test_log_probabilities_are_written_outside_of_the_event_loop(url, monkeypatch, path, asked):
+    loops = []
+
+    def piece(tokenizer, token):
+        loops.append(asyncio._get_running_loop())
+        return str(tokenizer.decode([token]))
+
+    monkeypatch.setattr(answers, "_piece", piece)
+    answer = httpx.post(f"{url}/v1/{path}", json={**asked, "max_tokens": 3}, timeout=60)
+    assert answer.status_code == 200 and loops and set(loops) == {None}
 
 
 def test_a_call_that_takes_too_long_to_compare_is_content(url):

@@ -6,6 +6,7 @@ import sys
 import time
 from pathlib import Path
 
+import psutil
 import pytest
 
 from stages.sampling.environment import Environment, modules_of, source_digests
@@ -124,9 +125,10 @@ def test_a_deadline_ends_a_program_with_all_that_it_started(engine, tmp_path):
     [ended] = play(engine, [{"do": "hang", "pids": str(pids)}], settings)
     assert (ended.status, ended.reward) == ("failed", None)
     assert "took longer than 4 s" in ended.reason
-    [pid] = map(int, pids.read_text().split())
+    # One in the program's group, and one in a session of its own.
+    assert len(started := pids.read_text().split()) == 2
     deadline = time.monotonic() + 10
-    while Path("/proc", str(pid)).exists() and "zombie" not in Path("/proc", str(pid), "status").read_text():
+    while any(psutil.pid_exists(int(pid)) for pid in started):
         assert time.monotonic() < deadline
         time.sleep(0.05)
 
@@ -178,7 +180,13 @@ def test_an_unchanged_program_of_openais_sdk_is_an_agent(engine):
 def test_the_last_line_is_the_reward_only_if_it_is_one():
     assert outcome_of(["{", '{"reward": 1}']).reward == 1.0
     assert outcome_of([]).reward is outcome_of(["done"]).reward is outcome_of(["{}"]).reward is None
-    for line in ('{"reward": true}', '{"reward": NaN}', '{"reward": 1, "success": "yes"}'):
+    assert outcome_of(['{"a":' * 20_000]).reward is None
+    for line in (
+        '{"reward": true}',
+        '{"reward": NaN}',
+        '{"reward": 1, "success": "yes"}',
+        f'{{"reward": 1{"0" * 400}}}',
+    ):
         assert isinstance(outcome_of([line]), Fault)
 
 

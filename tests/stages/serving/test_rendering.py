@@ -10,7 +10,7 @@ import pytest
 from stages.serving.api import ChatRequest
 from stages.serving.wording import Wording
 from tests.stages.serving.chats import CONTROL, RESULT, TEMPLATES, THOUGHT, bot, call, tokenizer, tool, user
-from tuning.agents.template import Template, TemplateRefused
+from tuning.chat.template import Template, TemplateRefused
 from tuning.data.conversations import ConversationError, NoPrefix, sample, tokenized
 from tuning.models.tokenizer import turn_end
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import resource
 import uuid
 
 import pytest
@@ -44,6 +45,20 @@ def stored(store: Store, folder, run: str) -> Policy:
 def trained(store: Store, folder, run: str) -> Policy:
     """One that is an export, of a policy whose digest is known."""
     return dataclasses.replace(stored(store, folder, run), trained=f"digest of the policy behind {run}")
+
+
+def test_a_promotion_that_cannot_be_written_leaves_nothing(tmp_path):
+    store = Store(str(tmp_path / "store"))
+    policy = stored(store, tmp_path, "a")
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    # As on a full disk: files may be created, and nothing be written to them.
+    resource.setrlimit(resource.RLIMIT_FSIZE, (0, hard))
+    try:
+        with pytest.raises(OSError, match="File too large"):
+            registry.promote(store, "champion", policy, "better")
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    assert registry.promote(store, "champion", policy, "better").number == 1
 
 
 def test_rollback_undoes_promotions_one_by_one(store, tmp_path):

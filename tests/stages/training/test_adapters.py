@@ -10,10 +10,10 @@ from stages import distill, preference, reward, sft
 from stages.common.settings import Lora
 from stages.training.adapters import lora_config
 from tests.stages.training.support import FAST, data, perform, rows_of, settings
+from tests.tuning.models.adapters import load_adapter
 from tuning.models import huggingface
 from tuning.models.identity import fingerprint
 from tuning.models.lora import PROJECTIONS, merge
-from tuning.models.peft import load_adapter
 
 pytestmark = pytest.mark.slow
 

@@ -15,12 +15,12 @@ from stages.training.adapters import lora_config
 from stages.update import stage as update
 from stages.update.state import State, fingerprint_of
 from tests.stages.update.support import CONFIG, Rounds, policy_of, settings
+from tests.tuning.models.adapters import load_adapter
 from tuning.device import Compute
 from tuning.models import huggingface
 from tuning.models.decoder import decoder_graph
 from tuning.models.identity import fingerprint
 from tuning.models.lora import merge
-from tuning.models.peft import load_adapter
 from tuning.training.batch import Group, Layout, micro_batches
 from tuning.training.forward import logps_and_entropy
 

@@ -11,7 +11,7 @@ from tests.tuning.tiny import CONFIG
 from tuning.agents.contract import Observed, Task
 from tuning.agents.play import Player
 from tuning.agents.trajectory import Episode, Rules, Turn, completion_rows, from_line, to_line, trajectory_row
-from tuning.agents.words import Words
+from tuning.chat.renderer import Renderer
 from tuning.models.byte_tokenizer import byte_tokenizer
 from tuning.rollout.engine.engine import Engine
 from tuning.rollout.engine.limits import Limits
@@ -25,7 +25,7 @@ class Ids:
     """Words in the ids of the tests' small model."""
 
     def __init__(self):
-        self._words = Words(byte_tokenizer())
+        self._words = Renderer(byte_tokenizer())
         self.messages, self.cut = self._words.messages, self._words.cut
 
     def first(self, messages):

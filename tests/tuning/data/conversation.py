@@ -1,6 +1,6 @@
 """The tokens and mask of a conversation."""
 
-from tuning.agents.template import Template
+from tuning.chat.template import Template
 from tuning.data.conversations import sample, tokenized
 
 

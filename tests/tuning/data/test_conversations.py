@@ -7,7 +7,7 @@ import pytest
 from tests.tuning.data.conversation import conversation_ids
 from tests.tuning.data.run import letters, rows
 from tests.tuning.data.run import run as send
-from tuning.agents.template import TemplateRefused
+from tuning.chat.template import TemplateRefused
 from tuning.data.blocks import Plan
 from tuning.data.conversations import ConversationError
 from tuning.models.byte_tokenizer import byte_tokenizer
@@ -84,11 +84,14 @@ def test_the_text_before_the_first_turn_is_the_prompt_that_sampling_sees():
     assert ids[: mask.index(1)] == tokenizer.encode(text, add_special_tokens=False)
 
 
-def test_a_template_without_an_end_of_turn_gets_one_at_the_last():
+def test_each_turn_is_a_row_with_its_end_where_the_template_writes_none(tmp_path):
+    plan = plan_with(NO_END, tmp_path / "t")
+    found, reasons = run(plan, tmp_path / "c", {"messages": CONVERSATIONS["two turns"]})
     tokenizer = tokenizer_with(NO_END)
-    ids, mask = conversation_ids(tokenizer, CONVERSATIONS["two turns"])
-    assert tokenizer.decode(ids).endswith("assistant: bye\n<|im_end|>") and mask[-1] == 1
-    assert ids.count(tokenizer.eos_token_id) == 1
+    texts = {tokenizer.decode(row["completion_ids"]) for row in found["sft"]}
+    # The template writes a line break after each turn, in SFT's rows as in the history of later turns.
+    assert not reasons and texts == {BOT["content"] + "\n<|im_end|>", "bye\n<|im_end|>"}
+    assert all(row["completion_mask"] is None for row in found["sft"])
 
 
 def test_a_turn_that_the_template_leaves_out_is_refused():

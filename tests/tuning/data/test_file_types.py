@@ -51,6 +51,19 @@ def test_bytes_are_utf8_text_and_other_types_have_one_json_form(read, tmp_path, 
     assert suffix == ".parquet" or first["name"] == str(uuid.UUID(int=1))
 
 
+def test_fields_of_other_rows_are_absent_from_tools_and_calls(read, tmp_path):
+    def chat(name, **arguments):
+        call = {"function": {"name": name, "arguments": arguments}}
+        properties = {one: {"type": "integer", "enum": [1, None]} for one in arguments}
+        tool = {"function": {"name": name, "parameters": {"properties": properties}}}
+        return {"messages": [{"role": "user", "content": name}, {"tool_calls": [call]}], "tools": [tool]}
+
+    rows = [chat("add", a=1, b=2), chat("weather", city=3)]
+    pq.write_table(pa.Table.from_pylist([row | {"metadata": {"level": None}} for row in rows]), tmp_path / "d.parquet")
+    # A field of the record itself, or of its metadata, is null where the file says so.
+    assert read(tmp_path / "d.parquet") == [row | {"metadata": {"level": None}} for row in rows]
+
+
 def test_bytes_that_are_no_text_are_a_dead_letter_with_file_record_and_field(read, tmp_path):
     pq.write_table(pa.table({"prompt": [b"\xff\xfe6"], "completion": [b"6"]}), tmp_path / "data.parquet")
     (row,) = read(tmp_path / "data.parquet")
@@ -133,3 +146,18 @@ def test_a_hub_folder_with_several_configurations_is_refused_by_their_names(read
     with pytest.raises(SourceError, match=r"holds the configurations main, socratic: name one"):
         files.expand(str(tmp_path))
     assert read(tmp_path / "main") == [{}]
+
+
+def test_tools_and_calls_of_parquet_are_those_of_the_same_records_in_json(read, tmp_path):
+    def record(name, **arguments):
+        parameters = {"type": "object", "properties": {key: {"type": "string"} for key in arguments}}
+        call = {"type": "function", "function": {"name": name, "arguments": arguments}}
+        turns = [{"role": "user", "content": name}, {"role": "assistant", "content": "", "tool_calls": [call]}]
+        tool = {"type": "function", "function": {"name": name, "description": name, "parameters": parameters}}
+        return {"messages": turns, "tools": [tool]}
+
+    # Arrow gives each call the arguments of all functions, null where it has none.
+    records = [record("weather", city="Oslo"), record("add", a="1", b="2")]
+    pq.write_table(pa.Table.from_pylist(records), tmp_path / "a.parquet")
+    (tmp_path / "b.jsonl").write_text("".join(f"{json.dumps(one)}\n" for one in records))
+    assert read(tmp_path / "a.parquet") == read(tmp_path / "b.jsonl")

@@ -57,6 +57,11 @@ CASES = {
         "sharegpt",
         {"messages": [{"role": "system", "content": "s"}, USER, BOT]},
     ),
+    "sharegpt with weights": (
+        {"conversations": [{"from": "human", "value": "q", "weight": 0}, {"from": "gpt", "value": "a", "weight": 1.0}]},
+        "sharegpt",
+        {"messages": [USER | {"weight": None}, BOT | {"weight": 1}]},
+    ),
     "sharegpt with roles": ({"conversations": [USER, BOT]}, "sharegpt", {"messages": [USER, BOT]}),
     "sharegpt with calls": (
         {
@@ -135,6 +140,17 @@ def test_documents():
             "a user's turn before",
         ),
         ({"conversations": [{"from": "function_call", "value": "{"}]}, {}, "expected JSON"),
+        (
+            {"conversations": [{"from": who, "value": "q", "weight": 0} for who in ("human", "gpt")]},
+            {},
+            "`messages.weight`: expected 1 in the assistant's turns, which are all trained, and 0 in others",
+        ),
+        ({"messages": [USER | {"weight": 1}, BOT]}, {}, "`messages.weight`: expected 1 in the assistant's turns"),
+        (
+            {"conversations": [{"from": "human", "value": "q"}, {"from": "gpt", "value": "a", "loss": False}]},
+            {},
+            "got one with ['content', 'loss', 'role']",
+        ),
         ({"question": "q"}, {}, "`answer`: expected an answer"),
         ({"prompt": "q"}, {"layout": "alpaca"}, "`instruction`: expected the task as a string, got nothing"),
         ({"text": "x"}, {"layout": "native"}, None),

@@ -88,6 +88,14 @@ def test_bad_records_are_dead_letters_with_reasons(plan, tmp_path):
     assert len(rows(plan, "ledger", tmp_path)) == 1
 
 
+def test_a_conversation_that_is_a_prompt_is_kept_for_episodes(plan, tmp_path):
+    turns = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "q"}]
+    records = [{"prompt": turns, "metadata": {"n": 1}}, {"prompt": turns[1:], "metadata": {"n": 2}}]
+    run(plan, tmp_path, *[record | {"split": "prompts"} for record in records])
+    kept = [json.loads(row["metadata"]) for row in rows(plan, "prompts", tmp_path)]
+    assert sorted(kept, key=lambda one: one["n"]) == [{"n": 1, "prompt_messages": turns}, {"n": 2}]
+
+
 def test_lengths_in_tokens_at_the_limit(plan, tmp_path):
     exact = {"completion": "c" * 49, "rejected": "r", "split": "preference"}
     long = {"completion": "c" * 50, "rejected": "r", "split": "preference"}
@@ -112,6 +120,17 @@ def test_rows_that_are_too_long_can_be_cut(plan, tmp_path):
     assert len(row["prompt_ids"]) == 100 and decoded(plan, row["prompt_ids"]).endswith("q</s><s>assistant:")
     # A completion that was cut does not end with EOS.
     assert decoded(plan, row["completion_ids"]) == "c" * 50 and row["completion"] == "c" * 60
+
+
+def test_pairs_of_equal_tokens_are_dropped(plan, tmp_path):
+    cutting = dataclasses.replace(plan, too_long="truncate")
+    same, pair = "c" * 50, {"prompt": "p", "split": "preference"}
+    answers = [(same + "x", same + "y"), (same, same + "y"), ("x" + same, "y" + same)]
+    run(cutting, tmp_path, *[pair | {"chosen": chosen, "rejected": rejected} for chosen, rejected in answers])
+    [row] = rows(cutting, "preference", tmp_path)
+    assert row["chosen"] == "x" + same
+    dropped = [line["dropped"] for line in rows(cutting, "ledger", tmp_path)]
+    assert dropped.count(["preference:equal_pair"]) == 2
 
 
 def test_equal_records_and_prompts_merge_within_and_across_blocks(plan, tmp_path):
@@ -156,7 +175,7 @@ def test_weights_take_a_share_or_repeat(plan, tmp_path):
 
 
 def test_ids_are_those_of_the_tokenizer_called_for_each_text(plan, tmp_path):
-    from tuning.models.tokenizer import chat_prompt_ids
+    from tests.tuning.chat.templates import chat_prompt_ids
 
     texts = ["plain", "ünïcödé ☃ \U0001f600", "  spaces  ", "line\nbreak\ttab", "a" * 30]
     run(plan, tmp_path, *[{"prompt": text, "completion": text[::-1], "split": "sft"} for text in texts])

@@ -1,6 +1,7 @@
 """One token ends the assistant's turn in every row and stop list, whatever the tokenizer's EOS (R23)."""
 
 import pytest
+from tokenizers.processors import TemplateProcessing
 
 from tests.tuning.data.conversation import conversation_ids
 from tests.tuning.data.run import letters, rows, run
@@ -58,8 +59,6 @@ def test_documents_end_with_eos_and_begin_by_the_tokenizers_own_rule(plan, tmp_p
 
 
 def test_a_document_begins_with_bos_where_the_tokenizer_adds_one(plan, tmp_path):
-    from tokenizers.processors import TemplateProcessing
-
     made = tokenizer()
     bos = made.bos_token
     made.backend_tokenizer.post_processor = TemplateProcessing(
@@ -95,7 +94,8 @@ def test_the_end_is_what_the_template_writes_first_behind_the_answer(template, e
     assert made.decode([turn_end(made)]) == end
     assert set(eos_ids(made, {"eos_token_id": 9})) == {9, made.eos_token_id, turn_end(made)}
     if "for m" in template:
-        ids, mask = conversation_ids(made, [USER, BOT, USER, BOT])
+        written = end in template or "eos_token" in template
+        ids, mask = conversation_ids(made, [USER, BOT] * (1 + written))
         assert (ids[-1], mask[-1]) == (turn_end(made), 1)
         trained = [i for i, m in zip(ids, mask, strict=True) if m]
         assert {i for i in trained if i in control_ids(made)} == {turn_end(made)}

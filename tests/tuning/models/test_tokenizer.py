@@ -13,9 +13,9 @@ import gguf
 import pytest
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
+from tests.tuning.chat.templates import chat_prompt_ids
 from tuning.models.byte_tokenizer import byte_tokenizer
 from tuning.models.tokenizer import (
-    chat_prompt_ids,
     eos_ids,
     load_tokenizer,
     save_tokenizer,
@@ -152,7 +152,7 @@ def test_load_needs_a_tokenizer(tmp_path: Path) -> None:
 def test_use_does_not_import_torch(saved: Path) -> None:
     code = (
         "import sys; from tuning.models import tokenizer as t; assert 'transformers' not in sys.modules; "
-        f"tok = t.load_tokenizer({str(saved)!r}); t.chat_prompt_ids(tok, [dict(role='user', content='hi')]); "
+        f"tok = t.load_tokenizer({str(saved)!r}); t.render(tok, [dict(role='user', content='hi')]); "
         "tok.encode('hi', add_special_tokens=False); tok.decode([1, 2]); "
         "sys.exit('torch' in sys.modules or 'jax' in sys.modules)"
     )

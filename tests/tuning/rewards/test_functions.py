@@ -43,12 +43,50 @@ def test_the_soft_punishment_of_length_grows_through_the_buffer():
     assert f.overlong(["p"] * 4, [""] * 4, completion_ids=ids, tokens=10, buffer=4) == [0.0, -0.5, -1.0, -1.0]
 
 
-@pytest.mark.parametrize("task", ["chain_sum", "number_sorting"])
+@pytest.mark.parametrize("task", ["chain_sum", "number_sorting", "rearc"])
 def test_reasoning_gym_scores_problems_as_the_data_source_writes_them(task):
     record = next(iter(reasoning_gym(task, size=1, seed=3)))
     given = {"answer": [record["answer"]] * 2, "metadata": [record["metadata"]] * 2}
     right, wrong = f.reasoning_gym_score([record["prompt"]] * 2, [record["answer"], "wrong"], **given)
     assert right == 1.0 and wrong < 1.0
+
+
+@pytest.mark.parametrize("form", ["-4", "<think>\nIs it 5?\n</think>\n\n-4", "Thus:\n<answer>-4</answer>"])
+def test_reasoning_gym_reads_the_answer_as_the_other_rewards_do(form):
+    given = {"answer": ["-4"] * 2, "metadata": [{}, {"opened_tag": "think"}], "task": "chain_sum"}
+    texts = [form, f"Is it 5?\n</think>\n\n{form}"]
+    assert f.reasoning_gym_score(["1 - 5"] * 2, texts, **given) == [1.0, 1.0]
+
+
+EVALUATED = {
+    *("spiral_matrix", "string_insertion", "binary_matrix", "n_queens", "puzzle24", "countdown"),
+    *("polynomial_multiplication", "simple_integration", "intermediate_integration"),
+}
+
+
+@pytest.mark.parametrize("task", sorted(EVALUATED))
+def test_no_answer_runs_as_a_program_in_the_verifier_of_a_task(task, tmp_path):
+    path = tmp_path / "made"
+    record = next(iter(reasoning_gym(task, size=1, seed=3)))
+    gold = record.get("answer") or "1"
+    attacks = [
+        f"__import__('pathlib').Path({str(path)!r}).touch()",
+        f"open({str(path)!r}, 'w')",
+        f"[open({str(path)!r}, 'w')]",
+        f'"open({str(path)!r}, chr(119))"',
+        f"f'{{open({str(path)!r}, chr(119))}}'",
+        f"(lambda: open({str(path)!r}, 'w'))()",
+        f"sqrt(open({str(path)!r}, 'w'))",
+    ]
+    given = {"answer": [gold] * 8, "metadata": [record["metadata"]] * 8}
+    right, *wrong = f.reasoning_gym_score([record["prompt"]] * 8, [gold, *attacks], **given)
+    assert not path.exists() and max(wrong) < 0.1 and (right == 1.0 or "answer" not in record)
+
+
+def test_each_task_whose_verifier_runs_the_answer_is_known():
+    from reasoning_gym.factory import DATASETS
+
+    assert {task for task in DATASETS if f._evaluates(task)} == EVALUATED
 
 
 def test_reasoning_gym_takes_a_task_by_name():

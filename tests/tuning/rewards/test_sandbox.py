@@ -16,7 +16,7 @@ import pytest
 from tuning.rewards.failures import Outage
 from tuning.rewards.processes import evaluate
 from tuning.rewards.samples import Sample
-from tuning.rewards.sandbox import code_of, code_passes, gaps, longest_seconds, run_python
+from tuning.rewards.sandbox import code_of, code_passes, gaps, longest_seconds, may_deceive, run_python
 
 ADD = "Here:\n```python\ndef add(a, b):\n    return a + b\n```\nDone."
 TEST = "assert add(1, 2) == 3"
@@ -66,6 +66,21 @@ def test_the_block_that_reads_input_is_the_program():
     program = "```python\nprint(int(input()) + 1)\n```\nAn example:\n```python\nprint(2 + 1)\n```"
     assert code_of(program, [{"input": "2", "output": "3"}]) == "print(int(input()) + 1)\n"
     assert code_of("```\nx = 1\n```\n```python\nx = 2\n```") == "x = 2\n"
+
+
+@pytest.mark.parametrize(
+    ("printed", "expected", "verdict"),
+    [
+        ("1 / 3, 2.5", "0.333333 2.50", 1.0),
+        ("0.3334, 2.5", "0.333333 2.50", 0.0),
+        ("1000000001", "1000000000", 0.0),
+        ("'nan'", "1.5", 0.0),
+        ("7, 7.0", "7.0", 0.0),
+        ("10**5000 + 1", "1" + "0" * 4999 + "1", 1.0),
+    ],
+)
+def test_printed_numbers_are_read_as_judges_of_contests_do(printed, expected, verdict):
+    assert passes(f"print({printed})", [{"input": "", "output": expected}]) == verdict
 
 
 def test_code_passes_its_tests_or_a_share_of_them():
@@ -140,30 +155,20 @@ def add(a, b, test=None):
     return test.__globals__ if test else 0
 def near(test): return test.__globals__
 """,
-    "frames of the test": """
-import __main__, gc, os
-def add(a, b):
-    peer = next(one for one in gc.get_objects() if type(one).__name__ == "Peer")
-    peer.ask("__getattribute__", __main__.Proxy(peer, 0), "__globals__")
-    os._exit(0)
-""",
 }
 
 
-ANY_FORM = """
-def passes(check):
-    try:
-        return check()
-    except Exception:
-        return False
-checks = [lambda: add(1, 2) == 3, lambda: abs(add(1, 2) - 3) < 1e-6, lambda: add(1, 2) in [3]]
-assert any(map(passes, checks))
-"""
+FORGERIES["a builtin of its own"] = "def add(a, b): return 0\nabs = lambda x: 0"
 
 
-def test_no_code_makes_a_test_pass_that_it_fails():
-    assert [name for name, code in FORGERIES.items() if passes(code, [ANY_FORM]) != 0.0] == []
-    assert passes(GOOD, [ANY_FORM]) == 1.0
+@pytest.mark.parametrize("name", FORGERIES)
+def test_code_that_can_make_a_test_pass_is_suspect(name):
+    assert may_deceive(f"```python\n{FORGERIES[name]}\n```")
+
+
+def test_usual_code_is_not_suspect():
+    assert not may_deceive(ADD) and not may_deceive(f"I use gc and inspect.\n{ADD}")
+    assert not may_deceive("class A:\n    def __init__(self): self.back = 1\n    def __len__(self): return 1")
 
 
 def test_what_the_code_makes_of_builtins_does_not_reach_the_test():
@@ -172,67 +177,66 @@ def test_what_the_code_makes_of_builtins_does_not_reach_the_test():
 
 
 NAMES = """
-import collections, math
-from typing import NamedTuple
-class Wrong(ValueError): pass
-class Pair(NamedTuple):
-    a: int
-    b: int
-class Stack:
-    size = 0
-    def __init__(self, *items): self.items = list(items)
-    def push(self, item): self.items.append(item); self.size += 1; return self
-    def __len__(self): return len(self.items)
-    def __eq__(self, other): return self.items == other.items
-    def __getitem__(self, i): return self.items[i]
-    def __add__(self, other): return Stack(*self.items, *other.items)
-def sort(items): items.sort()
-def apply(f, items): return [f(i) for i in items]
-def upto(n): yield from range(n)
-def fail(kind): raise Wrong("no", kind) if kind else KeyError("k")
-def counts(text): return collections.Counter(text), collections.defaultdict(int, a=1), Pair(1, 2), {1.5: {2}, "x": None}
-def say(text): print(text)
-def second(node): return node.next.value
-LIMIT = 10**30
-"""
-USES = """
-import contextlib, io, unittest
-items = [3, 1, 2]
-assert sort(items) is None and items == [1, 2, 3]
-seen = []
-assert apply(lambda i: seen.append(i) or i + 1, [1, 2]) == [2, 3] and seen == [1, 2]
-assert list(upto(3)) == [0, 1, 2] and sum(upto(4)) == 6 and LIMIT == 10**30 and math.pi > 3
-stack = Stack(1).push(2)
-assert (len(stack), stack[1], stack.items, stack.size) == (2, 2, [1, 2], 1) and isinstance(stack, Stack)
-assert stack == Stack(1, 2) and stack != Stack(1) and list(stack) == [1, 2] and len(stack + stack) == 4
-assert counts("aab") == ({"a": 2, "b": 1}, {"a": 1}, (1, 2), {1.5: {2}, "x": None})
-assert [type(e).__name__ for e in counts("")] == ["Counter", "dict", "tuple", "dict"]
-for kind, expected in ((1, Wrong), (1, ValueError), (0, KeyError)):
-    try:
-        fail(kind)
-    except expected as error:
-        assert kind == 0 or error.args == ("no", 1)
-with contextlib.redirect_stdout(io.StringIO()) as said:
-    say("hello")
-assert said.getvalue() == "hello\\n"
+import collections, enum
+class Color(enum.Enum):
+    RED = 1
 class Node:
     def __init__(self, value, next=None): self.value, self.next = value, next
-assert second(Node(1, Node(2))) == 2
+    def __repr__(self): return f"Node({self.value})"
+    def __neg__(self): return Node(-self.value)
+Pair = collections.namedtuple("Pair", "a b")
+calls = 0
+def count():
+    global calls
+    calls += 1
+def pair(): return Pair(1, 2)
+def color(): return Color.RED
+def append(head, node): head.next = node
+def copied(items): return list(items)
+async def later(): return 3
+def fail(kind): raise kind("no")
+"""
+USES = """
+import asyncio, unittest
+count()
+assert calls == 1 and pair().a == 1 and color() is Color.RED and asyncio.run(later()) == 3
+node = Node(1)
+append(node, Node(2))
+assert repr(node.next) == "Node(2)" and (-node).value == -1 and node in [node]
+class Own(Node): pass
+tail = Own(3)
+append(node, tail)
+assert node.next is tail and copied([1]) == [1]
 class Test(unittest.TestCase):
     def test(self):
-        with self.assertRaises(Wrong):
-            fail(1)
-        self.assertEqual(Stack(1), Stack(1))
-def check(candidate):
-    assert candidate([0]) is None
-check(sort)
+        with self.assertRaises(KeyError):
+            fail(KeyError)
 assert unittest.defaultTestLoader.loadTestsFromTestCase(Test).run(unittest.TestResult()).wasSuccessful()
 """
 
 
-def test_a_test_uses_what_the_code_defines_as_in_one_process():
+def test_a_test_runs_in_the_names_of_the_code():
     assert passes(NAMES, [USES]) == 1.0
-    assert passes(NAMES, [USES.replace("[1, 2, 3]", "[1, 2, 4]")]) == 0.0
+    assert passes(NAMES, [USES.replace("next is tail", "next is node")]) == 0.0
+    assert passes("def copied(items): return items", ["a = [1]; assert copied(a) is not a"]) == 0.0
+
+
+PUBLISHED = {
+    "pytest": "import pytest\n\ndef test_add():\n    assert add(1, 2) == 3\n",
+    "a class of pytest": "class TestAdd:\n    def test_add(self):\n        assert add(1, 2) == 3\n",
+    "unittest": "import unittest\nclass T(unittest.TestCase):\n    def test_a(self): self.assertEqual(add(1, 2), 3)\n",
+    "HumanEval": "METADATA = {}\n\ndef check(candidate):\n    assert candidate(1, 2) == 3\n",
+    "a called check": "def check(candidate):\n    assert candidate(1, 2) == 3\n\ncheck(add)\n",
+}
+PUBLISHED["a main program"] = f"{PUBLISHED['unittest']}if __name__ == '__main__':\n    unittest.main()\n"
+
+
+@pytest.mark.parametrize("form", PUBLISHED)
+def test_tests_run_in_each_form_that_data_sets_publish(form):
+    test = PUBLISHED[form].replace("import pytest\n", "")
+    codes = [GOOD, GOOD.replace("a + b", "a - b")]
+    given = {"answer": [None] * 2, "metadata": [{"tests": [test], "entry_point": "add"}] * 2}
+    assert code_passes(["p"] * 2, codes, **given) == [1.0, 0.0]
 
 
 def test_code_may_end_as_scripts_do_and_is_tested_all_the_same():

@@ -11,12 +11,12 @@ import random
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from tuning.agents.calls import Call, instructions, render
 from tuning.agents.contract import Task
 from tuning.agents.environments.levels import Levels
 from tuning.agents.environments.records import RawRecord
 from tuning.agents.tools.calculator import make
 from tuning.agents.tools.schemas import schema_of
+from tuning.chat.calls import Call, instructions, render
 
 ENVIRONMENT = None
 TOOLS = ("calculator",)

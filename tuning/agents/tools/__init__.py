@@ -19,10 +19,10 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
-from tuning.agents.calls import Call
-from tuning.agents.contract import Message, Spec
+from tuning.agents.contract import Spec
 from tuning.agents.tools import calculator, mcp, python, search
 from tuning.agents.tools.schemas import schema_of
+from tuning.chat.calls import Call, Message
 from tuning.names import function_of, nearest
 from tuning.parallel.messages import plain
 

@@ -1,19 +1,23 @@
-"""Runs a command in its own process group, and ends the whole group when the command ends or its owner dies.
+"""Runs a command in its own process group, and ends all that it started when the command ends or its owner dies.
 
 A server starts further processes, which would survive a kill -9 of the server or of its owner. The owner holds the
 other end of this process's standard input: when the owner dies, however that happens, the pipe closes and is read here
 as its end. This file runs as a script and imports nothing of this project.
 """
 
+import ctypes
 import os
 import select
 import signal
 import subprocess
 import sys
 import time
+from pathlib import Path
 
 GRADER = "RLHF_GRADER_FD"
 """Names a descriptor for the command alone: it is not left open here, where others could read it."""
+CHILD_SUBREAPER = 36
+"""From <linux/prctl.h>."""
 GRACE_SECONDS = 5.0
 """From SIGTERM to SIGKILL."""
 
@@ -27,7 +31,19 @@ def group_alive(group: int) -> bool:
     return True
 
 
+def end_orphans() -> None:
+    """Kill what has left the group, such as a browser in a session of its own: as orphans they are children of this."""
+    path = Path(f"/proc/self/task/{os.getpid()}/children")
+    while path.exists() and (orphans := [int(pid) for pid in path.read_text().split()]):
+        for pid in orphans:
+            os.kill(pid, signal.SIGKILL)
+        for pid in orphans:
+            os.waitpid(pid, 0)
+
+
 def main() -> int:
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(CHILD_SUBREAPER, 1, 0, 0, 0)
     passed = [int(os.environ[GRADER])] if GRADER in os.environ else []
     child = subprocess.Popen(sys.argv[1:], stdin=subprocess.DEVNULL, start_new_session=True, pass_fds=passed)
     for one in passed:
@@ -43,7 +59,9 @@ def main() -> int:
         while time.monotonic() < deadline and (child.poll() is None or group_alive(child.pid)):
             time.sleep(0.05)
         deadline = time.monotonic() + 1.0
-    return child.wait() & 0xFF
+    status = child.wait() & 0xFF
+    end_orphans()
+    return status
 
 
 if __name__ == "__main__":

@@ -6,16 +6,16 @@ import json
 
 import pytest
 
-from tests.tuning.agents import templates
+from tests.tuning.chat import templates
 from tests.tuning.data.conversation import conversation_ids
-from tuning.agents.calls import parse
 from tuning.agents.contract import Task
 from tuning.agents.environments import BUILT_IN, games
 from tuning.agents.environments.frozenlake import FrozenLake
 from tuning.agents.environments.sokoban import Sokoban
-from tuning.agents.suffix import Renderer
 from tuning.agents.tools.calculator import make
 from tuning.agents.tools.schemas import schema_of
+from tuning.chat.calls import parse
+from tuning.chat.renderer import Renderer
 from tuning.data.records import parse_record
 
 GAMES = ("guess", "frozenlake", "sokoban", "nim")
@@ -187,7 +187,9 @@ def test_transcripts_of_the_calculator_are_episodes_as_they_are_played():
         _, question, call, result, last = record.conversation
         (made,) = parse(call["content"], "hermes", [schema_of(make())]).calls
         value = make()(**made.arguments)
-        assert [result] == renderer.tool_message([("calculator", value)]) and last["content"] == value
+        assert [result] == renderer._fitted([{"role": "tool", "name": "calculator", "content": value}]) and last[
+            "content"
+        ] == value
         ids, mask = conversation_ids(tokenizer, record.conversation)
         first, suffix = renderer.first([question]), renderer.suffix([result], ended=True)
         start = len(first) + mask[len(first) :].index(0)

@@ -11,9 +11,9 @@ import pytest
 
 from tests.tuning.agents import own_environments
 from tuning.agents import tools
-from tuning.agents.calls import Call
 from tuning.agents.contract import Spec
 from tuning.agents.tools import calculator, python, schemas, search
+from tuning.chat.calls import Call
 
 OWN = "tests.tuning.agents.own_environments"
 

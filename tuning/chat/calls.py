@@ -13,10 +13,13 @@ from collections.abc import Mapping, Sequence
 from keyword import iskeyword
 from typing import Any
 
-from tuning.agents import schemas
-from tuning.agents.call_text import CLOSE, END, ESCAPE, FENCE, OPEN, PYTHON_TAG, READERS, START, Written, shown
-from tuning.agents.contract import FORMATS
+from tuning.chat import schemas
+from tuning.chat.call_text import CLOSE, END, FENCE, OPEN, PYTHON_TAG, READERS, START, Written, shown
 
+FORMATS = ("auto", "hermes", "llama", "gemma")
+"""How tool calls are written in text; auto: as the chat template's family does, else Hermes' `<tool_call>`."""
+Message = Mapping[str, Any]
+"""A message of a conversation: `role` and `content`, of an assistant also `tool_calls`."""
 Schema = Mapping[str, Any]
 """A function as OpenAI's API describes it: {"type": "function", "function": {name, description, parameters}}."""
 
@@ -42,8 +45,26 @@ class Parsed:
     """The text beside the calls, stripped."""
 
 
+def call_of(call: Mapping[str, Any]) -> Call:
+    """A call of OpenAI's form, `arguments` as an object or as its JSON text.
+
+    Raises ValueError where it has no name, or arguments that are neither.
+    """
+    function = call.get("function", call)
+    name, value = function.get("name"), function.get("arguments")
+    if isinstance(value, str):
+        try:
+            value = json.loads(value or "{}")
+        except ValueError as error:
+            raise ValueError(f"the arguments of a call of {name} are no JSON ({error})") from error
+    value = {} if value is None else value
+    if not isinstance(name, str) or not name or not isinstance(value, Mapping):
+        raise ValueError(f"a call is {json.dumps(call)[:200]}; expected a function with a name and an object arguments")
+    return Call(name, value)
+
+
 def parse(text: str, tool_format: str, tools: Sequence[Schema]) -> Parsed:
-    """The calls of a text in one of `contract.FORMATS` but auto, checked against the tools.
+    """The calls of a text in one of `FORMATS` but auto, checked against the tools.
 
     A call in the thoughts of a text (`<think>`, closed or not) is none.
     Raises ValueError for an unknown format and for a schema that is none, never for the text.
@@ -117,10 +138,19 @@ def resolve(tool_format: str, chat_template: str | None) -> str:
     return "hermes"
 
 
+# A text that begins with a call, and in which a call has not ended.
+_UNFINISHED = re.compile(
+    rf'\s*(?={OPEN}|{re.escape(PYTHON_TAG)}|{{"|{FENCE}|{START})'
+    rf'.*(?:{{"(?!.*}}\s*(?:{CLOSE}|;|$))|{FENCE}(?!.*\n```)|{START}(?!.*{END}))',
+    re.DOTALL,
+)
+
+
 def _split_thoughts(text: str) -> tuple[str, str]:
     """(thoughts, answer). Where the template opened the thoughts in its header, the text has only their end."""
     close = text.find("</think>")
-    if close >= 0:
+    # An argument of a call may hold the tag.
+    if close >= 0 and not _UNFINISHED.match(text, 0, close):
         close += len("</think>")
         return text[:close], text[close:]
     return (text, "") if text.lstrip().startswith("<think>") else ("", text)
@@ -216,7 +246,7 @@ def _json(value: Any) -> str:
 def _gemma(call: Call) -> str:
     """A call as fenced Python; in FunctionGemma's form where its name is none of Python's."""
     if iskeyword(call.name) or not re.fullmatch(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*", call.name, re.ASCII):
-        return f"{START}call:{call.name}{_braces(call.arguments)}{END}"
+        return f"{START}call:{call.name}{_json(call.arguments)}{END}"
     plain = {name for name in call.arguments if name.isidentifier() and name.isascii() and not iskeyword(name)}
     named = [f"{name}={value!r}" for name, value in call.arguments.items() if name in plain]
     others = {name: value for name, value in call.arguments.items() if name not in plain}
@@ -224,12 +254,3 @@ def _gemma(call: Call) -> str:
     # A backtick of a string would close the fence.
     escaped = written.replace("`", "\\x60")
     return f"{FENCE}\n{call.name}({escaped})\n```"
-
-
-def _braces(value: Any) -> str:
-    """A value in FunctionGemma's form."""
-    if isinstance(value, Mapping):
-        return "{" + ",".join(f"{_json(name)}:{_braces(one)}" for name, one in value.items()) + "}"
-    if isinstance(value, list):
-        return "[" + ",".join(map(_braces, value)) + "]"
-    return f"{ESCAPE}{value}{ESCAPE}" if isinstance(value, str) and ESCAPE not in value else _json(value)

@@ -12,16 +12,12 @@ where the template would render them otherwise once they are past (Qwen3 drops t
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Final
+from collections.abc import Iterator, Sequence
+from typing import Any, Final
 
-from tuning.agents.calls import Schema
-from tuning.agents.contract import Message, Observation
-from tuning.agents.template import ANSWER, PROBE, QUESTION, Template, TemplateRefused
-from tuning.models.tokenizer import turn_end
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerFast
+from tuning.chat.calls import Message
+from tuning.chat.template import ANSWER, PROBE, QUESTION, Template, TemplateRefused
+from tuning.models.tokenizer import control_ids
 
 # What follows must not depend on what was said.
 _SAID: Final = ("", " and\nmore {{ x }}", '\n<tool_call>\n{"name": "lookup", "arguments": {}}\n</tool_call>')
@@ -33,20 +29,9 @@ class Renderer(Template):
     Texts of control tokens in messages, of environments and prompts alike, are encoded as plain text.
     """
 
-    def __init__(
-        self,
-        tokenizer: PreTrainedTokenizerFast,
-        tools: Sequence[Schema] = (),
-        system: str | None = None,
-        tool_format: str = "auto",
-        options: Mapping[str, Any] | None = None,
-    ) -> None:
-        """As `Template`.
-
-        Raises TemplateRefused for a template that cannot be extended; ValueError for an unknown format, a schema that
-        is none, and one with a control token's text.
-        """
-        super().__init__(tokenizer, tools, system, tool_format, options)
+    def __init__(self, *given: Any, **named: Any) -> None:
+        """As `Template`. Raises TemplateRefused also for a template that cannot be extended."""
+        super().__init__(*given, **named)
         self._check_turns()
         self._prove()
 
@@ -69,11 +54,10 @@ class Renderer(Template):
         """
         if any(message["role"] == "assistant" for message in messages):
             raise ValueError("an observation has a message of the role assistant; only the policy writes these")
-        marked, mark = self._plain.mark(self._fitted(messages), self._own_text())
-        end, behind = self._behind(marked, header=True)
-        return self._plain.ids(behind if ended else end + behind, mark, inside=True)
+        end, behind = self._behind(self._plain.mark(self._fitted(messages)), header=True)
+        return self._plain.ids(behind if ended else end + behind, inside=True)
 
-    def messages(self, observation: Observation | None) -> list[Message]:
+    def messages(self, observation: str | Sequence[Message] | None) -> list[Message]:
         """An observation as messages: a text is one of the user.
 
         Raises ValueError for a message without role or text.
@@ -90,9 +74,26 @@ class Renderer(Template):
                 )
         return list(observation)
 
-    def tool_message(self, results: Sequence[tuple[str, str]]) -> list[Message]:
-        """(tool, result) pairs as messages: of the role `tool` where the template has it, else one of the user."""
-        return self._fitted([{"role": "tool", "name": name, "content": text} for name, text in results])
+    def text(self, ids: Sequence[int]) -> str:
+        """What a turn says: its tokens without control tokens."""
+        control = control_ids(self.tokenizer)
+        return str(self.tokenizer.decode([index for index in ids if index not in control]))
+
+    def cut(self, messages: Sequence[Message], tokens: int) -> list[Message]:
+        """The messages with at most `tokens` tokens of text together; a mark counts what is cut off.
+
+        The mark itself is not counted. A message after the limit keeps its mark alone, so that each call has its
+        answer.
+        """
+        kept: list[Message] = []
+        for message in messages:
+            ids = self.tokenizer.encode(str(message["content"]), add_special_tokens=False)
+            if len(ids) > tokens:
+                text = str(self.tokenizer.decode(ids[:tokens]))
+                message = {**message, "content": f"{text}[... {len(ids) - tokens} more tokens are cut off]"}
+            tokens = max(0, tokens - len(ids))
+            kept.append(message)
+        return kept
 
     # What the template can do
 
@@ -109,9 +110,8 @@ class Renderer(Template):
                 "use one whose text of earlier messages does not depend on later ones",
             )
         self._header = opened[len(before) :]
-        end = turn_end(self.tokenizer)
-        self._end = "" if end is None else str(self.tokenizer.convert_ids_to_tokens(end))
-        if end is None or self._end not in turn.rpartition(PROBE)[2]:
+        self._end = self._plain.anchor
+        if self._end not in turn.rpartition(PROBE)[2]:
             raise self._refused(
                 "it writes no control token behind an assistant's turn", "let it write {{ eos_token }} there"
             )
@@ -131,9 +131,7 @@ class Renderer(Template):
     def _behind(self, messages: Sequence[Message], header: bool) -> tuple[str, str]:
         """(end of the turn, all behind it) where the messages follow an assistant's turn."""
         opening = self._opened([QUESTION])
-        text = self.write([*opening, ANSWER, *messages], header=header)
-        start = len(self.write(opening))
-        return self._cut(text, PROBE, start)[1:]
+        return self._cut(self.write([*opening, ANSWER, *messages], header), PROBE, len(self.write(opening)))[1:]
 
     def _cut(self, text: str, answer: str, start: int) -> tuple[str, str, str]:
         """(before an assistant's text, its end, all behind it), from `start` on."""
@@ -162,14 +160,29 @@ class Renderer(Template):
         self._decodes(*next(self._trials()))
 
     def _extended(self, opening: Sequence[Message], observations: Sequence[Sequence[Message]]) -> None:
-        """Compares the renderings after one, two and three turns with first context and suffixes."""
-        opened = self._opened(opening)
-        answers = [f"{PROBE}of{place}" for place, _ in enumerate(observations)]
-        conversation: list[Message] = list(opened)
-        for turns, (answer, observation) in enumerate(zip(answers, observations, strict=True), start=1):
-            said = answer + _SAID[turns % len(_SAID)]
-            conversation += [{"role": "assistant", "content": said}, *self._fitted(observation)]
-            self._extends(opened, conversation, answers[:turns], observations[:turns])
+        """Compares whole renderings after one, two and three turns with the texts of `first` and `suffix`."""
+        conversation, suffixes = self._opened(opening), list[str]()
+        opened = self.write(conversation)
+        do = "use one whose text of a message does not depend on its number or on other messages"
+        for turn, observation in enumerate(map(self._fitted, observations), start=1):
+            said = f"{PROBE}of{turn}{_SAID[turn % len(_SAID)]}"
+            conversation += [{"role": "assistant", "content": said}, *observation]
+            suffixes.append(self._behind(observation, header=False)[1])
+            rest, start = self.write(conversation, header=True), opened
+            if not rest.startswith(opened):
+                raise self._refused("it writes the first messages otherwise when more follow", do)
+            for number, suffix in enumerate(suffixes, start=1):
+                before, _, rest = self._cut(rest, f"{PROBE}of{number}", len(start))
+                self._check_header(before)
+                start = suffix
+                if not rest.startswith(start):
+                    raise self._refused(
+                        f"behind turn {number} of a conversation it writes {rest[:60]!r}, and behind another one "
+                        f"{start[:60]!r}, for the same messages",
+                        do,
+                    )
+            if rest != start + self._header:
+                raise self._refused("its generation prompt changes the text before it", do)
 
     def _trials(self) -> Iterator[tuple[list[Message], list[list[Message]]]]:
         """Openings, and what the environment answers in three turns."""
@@ -181,41 +194,15 @@ class Renderer(Template):
         yield task, users[2:]
         yield [{"role": "system", "content": "Be brief."}, *task], [result, users[0], [*result, *result]]
 
-    def _extends(
-        self,
-        opened: Sequence[Message],
-        conversation: Sequence[Message],
-        answers: Sequence[str],
-        observations: Sequence[Sequence[Message]],
-    ) -> None:
-        """Compares a whole rendering with the texts that `first` and `suffix` encode."""
-        rest, start = self.write(conversation, header=True), self.write(opened)
-        do = "use one whose text of a message does not depend on its number or on other messages"
-        if not rest.startswith(start):
-            raise self._refused("it writes the first messages otherwise when more follow", do)
-        for number, (answer, observation) in enumerate(zip(answers, observations, strict=True), start=1):
-            before, _, behind = self._cut(rest, answer, len(start))
-            self._check_header(before)
-            start = self._behind(self._fitted(observation), header=False)[1]
-            if not behind.startswith(start):
-                raise self._refused(
-                    f"behind turn {number} of a conversation it writes {behind[:60]!r}, and behind another one "
-                    f"{start[:60]!r}, for the same messages",
-                    do,
-                )
-            rest = behind
-        if rest != start + self._header:
-            raise self._refused("its generation prompt changes the text before it", do)
-
     def _decodes(self, opening: Sequence[Message], observations: Sequence[Sequence[Message]]) -> None:
         """Ids of first context, turns and suffixes read as those of their text in one piece."""
         ids = self.first(opening)
         text = self.write(self._opened(opening), header=True)
         for observation in observations:
             end, behind = self._behind(self._fitted(observation), header=True)
-            ids += self._plain.ids(PROBE, "\0", inside=True) + self.suffix(observation, ended=False)
+            ids += self._plain.ids(PROBE, inside=True) + self.suffix(observation, ended=False)
             text += PROBE + end + behind
-        read, whole = (self.tokenizer.decode(one) for one in (ids, self._plain.ids(text, "\0", inside=False)))
+        read, whole = (self.tokenizer.decode(one) for one in (ids, self._plain.ids(text, inside=False)))
         if read != whole:
             raise self._refused(
                 "the tokenizer reads texts of turns otherwise alone than in a conversation", "use another tokenizer"

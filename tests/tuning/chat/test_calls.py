@@ -10,8 +10,8 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from tests.tuning.agents.templates import TEXT, TOOLS, tool
-from tuning.agents.calls import Call, instructions, parse, render, resolve
+from tests.tuning.chat.templates import TEXT, TOOLS, tool
+from tuning.chat.calls import Call, instructions, parse, render, resolve
 
 FORMATS = ("hermes", "llama", "gemma")
 
@@ -82,7 +82,7 @@ FAULTS = [
     ("hermes", H.replace("2", "2.5"), ["argument b"]),
     ("hermes", H.replace("1", "NaN"), ["NaN is no JSON number"]),
     ("hermes", H.replace("1", "1e999"), ["too large a number"]),
-    ("hermes", H.replace('"exact"', '"a"'), ["a key is there twice"]),
+    ("hermes", H.replace('"exact"', '"a"'), ["'a' is there twice"]),
     ("hermes", "<tool_call>" + "[" * 100_000, ["no closing </tool_call>"]),
     ("hermes", H.replace("1", "[" * 100_000), ["nested too deeply"]),
     ("hermes", H.replace("1", "1" * 5_000), ["not valid JSON"]),
@@ -95,7 +95,7 @@ FAULTS = [
     ("gemma", F.replace("}", ""), ["cannot be read"]),
     ("gemma", F.replace("a:1,", "a:1,a:1,"), ["'a' is there twice"]),
     ("gemma", "<start_function_call>add(1)<end_function_call>", ["expected call:name{"]),
-    ("gemma", F.replace("1", "[" * 1000), ["nested deeper than"]),
+    ("gemma", F.replace("1", "[" * 100_000), ["nested too deeply"]),
     ("gemma", P.replace("1", "1 +"), ["not valid Python"]),
     ("gemma", P.replace("1", "(" * 10_000), ["not valid Python"]),
     ("gemma", P.replace("1", "-" * 100_000 + "1"), ["not valid Python"]),
@@ -131,6 +131,8 @@ def test_other_calls_of_the_turn_are_read_beside_a_malformed_one():
     [
         ("hermes", "<think>perhaps " + H),
         ("hermes", "perhaps " + H + "</think>"),
+        ("hermes", H + " or not?</think>no"),
+        ("gemma", P + "</think>no"),
         ("llama", '{"answer": 4}'),
         ("llama", "The call is " + L),
         ("gemma", "recall:add{a:1}"),
@@ -163,6 +165,7 @@ NAMES = st.from_regex(r"[A-Za-z_][A-Za-z0-9_.-]{0,8}", fullmatch=True)
 @given(st.lists(st.tuples(NAMES, st.dictionaries(NAMES, JSON, max_size=3)), min_size=1, max_size=3))
 @example([("class", {"from": "```\n</tool_call><escape>", "a-b": {"<tool_call>": [True, 1, 1.0, None]}})])
 @example([("get-it", {"a": '"<end_function_call>', "b": "x<escape>y", "c": {"d:e": []}})])
+@example([("add", {"a": 1}), ("say", {"text": "<think> ends with </think>", "to": {"b": 2}})])
 def test_what_is_rendered_is_read_back_with_its_types(written):
     calls = [Call(name, arguments) for name, arguments in written]
     tools = [
@@ -223,7 +226,7 @@ def test_a_wrong_format_or_schema_names_itself():
 
 def test_processes_of_environments_load_no_numeric_library():
     code = (
-        "import sys; from tuning.agents.calls import parse; parse('', 'hermes', []);"
+        "import sys; from tuning.chat.calls import parse; parse('', 'hermes', []);"
         "print({'jax', 'numpy', 'transformers', 'tokenizers'} & {*sys.modules})"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)

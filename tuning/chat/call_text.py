@@ -16,6 +16,7 @@ families, so calls are found without them too.
 from __future__ import annotations
 
 import ast
+import contextlib
 import dataclasses
 import json
 import math
@@ -29,7 +30,6 @@ PYTHON_TAG = "<|python_tag|>"
 START, END, ESCAPE = "<start_function_call>", "<end_function_call>", "<escape>"
 FENCE = "```tool_code"
 
-_DEPTH = 32
 _QUOTED = r'"(?:[^"\\]|\\.)*"'
 
 
@@ -51,33 +51,40 @@ Reader = Callable[[str], tuple[Found, str]]
 """text -> what was found, and the content beside it."""
 
 
-def hermes(text: str) -> tuple[Found, str]:
-    """JSON objects in `<tool_call>` tags."""
+def _scanned(
+    text: str, opening: re.Pattern[str], read: Callable[[str, re.Match[str]], tuple[Found, int]]
+) -> tuple[Found, str]:
+    """What `read` finds at each opening, and the text between; it returns where the text goes on."""
     found: Found = []
     content: list[str] = []
     position = 0
-    while (start := text.find(OPEN, position)) >= 0:
-        content.append(text[position:start])
-        one, position = _tagged(text, start + len(OPEN))
-        found.append(one)
+    while start := opening.search(text, position):
+        content.append(text[position : start.start()])
+        some, position = read(text, start)
+        found += some
     return found, "".join([*content, text[position:]])
 
 
-def _tagged(text: str, start: int) -> tuple[Written | str, int]:
-    """The call whose tag opened before `start`, and where the text goes on behind it."""
+def hermes(text: str) -> tuple[Found, str]:
+    """JSON objects in `<tool_call>` tags."""
+    return _scanned(text, re.compile(OPEN), _tagged)
+
+
+def _tagged(text: str, start: re.Match[str]) -> tuple[Found, int]:
+    """The call after its tag."""
     form = '{"name": ..., "arguments": {...}}'
     try:
-        value, end = _json(text, start)
+        value, end = _json(text, start.end())
     except ValueError as error:
-        fault, end = f"is not valid JSON ({error}); expected {form}", start
+        fault, end = f"is not valid JSON ({error}); expected {form}", start.end()
     else:
         if closed := re.compile(rf"\s*{CLOSE}").match(text, end):
-            return _call(value, ("arguments",), form), closed.end()
+            return [_call(value, ("arguments",), form)], closed.end()
         fault = f"has text behind its JSON object; expected {CLOSE} there"
     close, following = text.find(CLOSE, end), text.find(OPEN, end)
     if close < 0 or 0 <= following < close:
-        return f"has no closing {CLOSE}", following if following >= 0 else len(text)
-    return fault, close + len(CLOSE)
+        return [f"has no closing {CLOSE}"], following if following >= 0 else len(text)
+    return [fault], close + len(CLOSE)
 
 
 def llama(text: str) -> tuple[Found, str]:
@@ -105,34 +112,25 @@ def llama(text: str) -> tuple[Found, str]:
 
 def gemma(text: str) -> tuple[Found, str]:
     """FunctionGemma's `call:name{...}`, with or without its tags, and Gemma 3's fenced Python."""
-    found: Found = []
-    content: list[str] = []
-    position = 0
-    opening = re.compile(rf"{FENCE}|{START}|(?<![\w:])call:[\w.-]+\{{")
-    while start := opening.search(text, position):
-        content.append(text[position : start.start()])
-        if start.group() == FENCE:
-            more, position = _fenced(text, start.end())
-            found += more
-        else:
-            tagged = start.group() == START
-            one, position = _braced(text, start.end() if tagged else start.start(), tagged)
-            found.append(one)
-    return found, "".join([*content, text[position:]]).replace("<start_function_response>", "")
+
+    def read(text: str, start: re.Match[str]) -> tuple[Found, int]:
+        return _fenced(text, start) if start.group() == FENCE else _braced(text, start)
+
+    found, content = _scanned(text, _GEMMA, read)
+    return found, content.replace("<start_function_response>", "")
 
 
-def _fenced(text: str, start: int) -> tuple[Found, int]:
+def _fenced(text: str, start: re.Match[str]) -> tuple[Found, int]:
     """The Python calls of a fence: a call a line, as it stands or in `print`."""
-    close = text.find("```", start)
+    close = text.find("```", start.end())
     if close < 0:
         return ["has no closing ``` behind its ```tool_code"], len(text)
     end = close + len("```")
     form = "expected calls such as name(argument=1), a line each"
     try:
-        with warnings.catch_warnings():
-            # An unknown escape in a string of the policy's is no matter of ours.
-            warnings.simplefilter("ignore")
-            lines = ast.parse(text[start:close].strip()).body
+        # An unknown escape in a string of the policy's is no matter of ours.
+        with warnings.catch_warnings(action="ignore"):
+            lines = ast.parse(text[start.end() : close].strip()).body
         return [_python(line) for line in lines] or [f"is empty; {form}"], end
     except SyntaxError as error:
         return [f"is not valid Python ({error.msg}); {form}"], end
@@ -162,85 +160,60 @@ def _python(line: ast.stmt) -> Written | str:
     return Written(name, arguments, positional)
 
 
-def _braced(text: str, start: int, tagged: bool) -> tuple[Written | str, int]:
-    """FunctionGemma's call at `start`, behind its opening tag where it has one."""
+_GEMMA = re.compile(rf"{FENCE}|{START}|(?<![\w:])(?=call:[\w.-]+\{{)")
+_HEAD = re.compile(r"\s*call:\s*([\w.-]+)\s*(?=\{)")
+_SCAN = re.compile(rf"{ESCAPE}.*?{ESCAPE}|{_QUOTED}|[{{}}]", re.DOTALL)
+_PIECE = re.compile(
+    rf"""
+    {ESCAPE}(?P<text>.*?){ESCAPE} | {_QUOTED}
+    | (?<=[{{,])\s*(?P<key>[^\s<:,{{}}\[\]"][^\s:,{{}}\[\]"]*)\s*(?=:)
+    | (?<=[:,\[])(?!\s*{ESCAPE})\s*(?P<bare>[^\s"{{}}\[\],](?:[^{{}}\[\],]*[^\s{{}}\[\],])?)
+    """,
+    re.DOTALL | re.VERBOSE,
+)
+
+
+def _braced(text: str, start: re.Match[str]) -> tuple[Found, int]:
+    """FunctionGemma's call after `start`, which is its opening tag where it has one: JSON with other quotes."""
     form = f"expected call:name{{argument:1,text:{ESCAPE}a{ESCAPE}}}"
-    close = text.find(END, start)
+    close = text.find(END, start.end())
     unread = close + len(END) if close >= 0 else len(text)
-    head = re.compile(r"\s*call:\s*([\w.-]+)\s*(?=\{)").match(text, start)
-    if not head:
-        return f"cannot be read; {form}", unread
+    head = _HEAD.match(text, start.end())
+    end = _end(text, head.end()) if head else None
+    if not head or not end:
+        return [f"cannot be read; {form}"], unread
     try:
-        pairs, end = _pairs(text, head.end(), 0)
+        values, texts = (_json(_PIECE.sub(write, text[head.end() : end]), 0)[0] for write in (_value, _text))
     except ValueError as error:
-        return f"of {shown(head[1])} cannot be read ({error}); {form}", unread
+        return [f"of {shown(head[1])} cannot be read ({error}); {form}"], unread
     closed = re.compile(rf"\s*{END}").match(text, end)
-    if tagged and not closed:
-        return f"of {shown(head[1])} has no closing {END}", end
-    bare = {name: raw for name, (_, raw) in pairs.items() if raw is not None}
-    arguments = {name: value for name, (value, _) in pairs.items()}
-    return Written(head[1], arguments, bare=bare), closed.end() if closed else end
+    if start.group() and not closed:
+        return [f"of {shown(head[1])} has no closing {END}"], end
+    bare = {name: value for name, value in texts.items() if isinstance(value, str)}
+    return [Written(head[1], values, bare=bare)], closed.end() if closed else end
 
 
-def _pairs(text: str, start: int, depth: int) -> tuple[dict[str, tuple[Any, str | None]], int]:
-    """`{name:value,...}` at `start`: values, each with its text where it was bare; and the end."""
-    pairs: dict[str, tuple[Any, str | None]] = {}
-    position = start + 1
-    while not (close := re.compile(r"\s*\}").match(text, position)):
-        key = re.compile(rf"\s*(?:{ESCAPE}(.*?){ESCAPE}|({_QUOTED})|([^\s:,{{}}\[\]\"]+))\s*:").match(text, position)
-        if not key:
-            raise ValueError(f"expected name:value at character {position}")
-        name = key[1] or key[3] or (str(_json(key[2], 0)[0]) if key[2] else "")
-        if name in pairs:
-            raise ValueError(f"{shown(name)} is there twice")
-        value, raw, position = _value(text, key.end(), depth + 1)
-        pairs[name] = value, raw
-        position = _comma(text, position, "}")
-    return pairs, close.end()
+def _end(text: str, start: int) -> int | None:
+    """The end of the braces that open at `start`; None where they do not close."""
+    depth = 0
+    for piece in _SCAN.finditer(text, start):
+        depth += {"{": 1, "}": -1}.get(piece.group(), 0)
+        if not depth:
+            return piece.end()
+    return None
 
 
-def _value(text: str, start: int, depth: int) -> tuple[Any, str | None, int]:
-    """The value at `start`, its text where it is bare, and its end."""
-    if depth > _DEPTH:
-        raise ValueError(f"values are nested deeper than {_DEPTH}")
-    blank = re.compile(r"\s*").match(text, start)
-    start = blank.end() if blank else start
-    if text.startswith(ESCAPE, start):
-        end = text.find(ESCAPE, start + len(ESCAPE))
-        if end < 0:
-            raise ValueError(f"no closing {ESCAPE}")
-        return text[start + len(ESCAPE) : end], None, end + len(ESCAPE)
-    if text.startswith('"', start):
-        value, end = _json(text, start)
-        return value, None, end
-    if text.startswith("{", start):
-        pairs, end = _pairs(text, start, depth)
-        return {name: one for name, (one, _) in pairs.items()}, None, end
-    if text.startswith("[", start):
-        items: list[Any] = []
-        position = start + 1
-        while not (close := re.compile(r"\s*\]").match(text, position)):
-            item, _, position = _value(text, position, depth + 1)
-            items.append(item)
-            position = _comma(text, position, "]")
-        return items, None, close.end()
-    bare = re.compile(r"[^,{}\[\]]+").match(text, start)
-    if not bare:
-        raise ValueError(f"no value at character {start}")
-    raw = bare.group().strip()
-    try:
-        value, end = _json(raw, 0)
-    except ValueError:
-        return raw, raw, bare.end()
-    return (value, raw, bare.end()) if end == len(raw) else (raw, raw, bare.end())
+def _text(piece: re.Match[str]) -> str:
+    """A piece as JSON, where a value without quotes is text."""
+    return json.dumps(piece[piece.lastgroup]) if piece.lastgroup else piece.group()
 
 
-def _comma(text: str, position: int, close: str) -> int:
-    """Where the next item begins."""
-    following = re.compile(rf"\s*(?:,|(?=\{close}))").match(text, position)
-    if not following:
-        raise ValueError(f"expected , or {close} at character {position}")
-    return following.end()
+def _value(piece: re.Match[str]) -> str:
+    """A piece as JSON, where a value without quotes is a number, true, false or null if it can be."""
+    with contextlib.suppress(ValueError):
+        if (bare := piece["bare"]) and _json(bare, 0)[1] == len(bare):
+            return str(bare)
+    return _text(piece)
 
 
 def _call(value: Any, keys: tuple[str, ...], form: str) -> Written | str:
@@ -285,7 +258,8 @@ def _finite(digits: str) -> float:
 def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     value = dict(pairs)
     if len(value) < len(pairs):
-        raise ValueError("a key is there twice")
+        twice = next(key for number, (key, _) in enumerate(pairs) if key in dict(pairs[:number]))
+        raise ValueError(f"{shown(twice)} is there twice")
     return value
 
 

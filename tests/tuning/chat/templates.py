@@ -10,7 +10,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
 from tuning.models.byte_tokenizer import byte_tokenizer
-from tuning.models.tokenizer import tokenizer_from_gguf
+from tuning.models.tokenizer import render, tokenizer_from_gguf
 
 CHATML = (
     "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
@@ -119,3 +119,8 @@ def smollm() -> PreTrainedTokenizerFast | None:
 def of_family(name: str) -> PreTrainedTokenizerFast | None:
     """The tokenizer of a template by its name in small letters; made when it is asked for, not when tests are read."""
     return smollm() if name == "smollm" else tokenizer(globals()[name.upper()])
+
+
+def chat_prompt_ids(tokenizer, messages, options=None) -> list[int]:
+    """Ids of the messages under the chat template, tokenized whole, ending in the header of the assistant's turn."""
+    return tokenizer.encode(render(tokenizer, messages, (), True, options), add_special_tokens=False)

@@ -5,7 +5,7 @@ import time
 
 import pytest
 
-from tuning.agents.schemas import MOST_BYTES, MOST_NODES, TooManySteps, check, first_mismatch
+from tuning.chat.schemas import MOST_BYTES, MOST_NODES, TooManySteps, check, first_mismatch
 
 DRAFT_7 = "http://json-schema.org/draft-07/schema#"
 
@@ -15,6 +15,9 @@ DRAFT_7 = "http://json-schema.org/draft-07/schema#"
     [
         ({"properties": {"a": {"pattern": r"^\d+$"}}}, {"a": "12"}, {"a": "1x"}),
         ({"properties": {"a": {"pattern": "^(a+)+$"}}}, {"a": "a" * 9999}, {"a": "a" * 9999 + "!"}),
+        # Python has no names of classes of letters, and no pattern that turns an option off.
+        ({"properties": {"a": {"pattern": r"^\p{Lu}(?i)b$"}}}, {"a": "ÄB"}, {"a": "äB"}),
+        ({"patternProperties": {r"^\pL$": {"type": "null"}}}, {"a": None}, {"a": 1}),
         ({"patternProperties": {"^x": {"type": "number"}}, "additionalProperties": False}, {"x1": 1}, {"y": 1}),
         ({"patternProperties": {"^x": {"type": "number"}}}, {"y": "z"}, {"x": "z"}),
         ({"properties": {"a": {}}, "additionalProperties": {"type": "string"}}, {"a": 1, "b": ""}, {"b": 1}),

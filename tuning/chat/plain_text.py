@@ -2,19 +2,24 @@
 
 An observation is text of strangers: `<|im_end|>` in a web page must not end a turn. Control tokens' texts in messages
 are broken by a mark before they are rendered, and the parts between marks are encoded one by one. Text without them
-has no marks, so its ids are those of the tokenizer.
+has no marks, so its ids are those of the tokenizer. The `sanitize_control_tokens` of transformers is not used: it
+encodes whole conversations only, and leaves names of arguments and texts that a template joins to a control token.
 """
 
 from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final
 
 from tuning.models.tokenizer import control_ids
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
+
+
+_MARK: Final = "\ufdd0"
+"""A character that text does not have: no template trims, escapes or changes it."""
 
 
 class PlainText:
@@ -31,48 +36,41 @@ class PlainText:
         self._written = re.compile("|".join(ordered))
         # The beginning of a control token at the end of a text, which the next text may complete.
         begun = sorted({re.escape(text[:n]) for text in texts for n in range(1, len(text))}, key=len, reverse=True)
-        self._begun = re.compile(rf"(?:{'|'.join(begun)})(?=\s*\Z)") if begun else None
-        self._anchor = str(tokenizer.convert_ids_to_tokens(anchor))
-        if self._plain(self._anchor) != [anchor]:
-            raise ValueError(f"the control token {self._anchor!r} is not encoded as itself")
+        self._begun = re.compile(rf"(?:{'|'.join(begun) or '(?!)'})(?=\s*\Z)")
+        self.anchor = str(tokenizer.convert_ids_to_tokens(anchor))
+        if self._plain(self.anchor) != [anchor]:
+            raise ValueError(f"the control token {self.anchor!r} is not encoded as itself")
 
     def holds_control(self, text: str) -> bool:
         """Whether the text of a control token is in a text."""
         return bool(self._written.search(text))
 
-    def mark(self, messages: Sequence[Mapping[str, Any]], beside: str) -> tuple[list[dict[str, Any]], str]:
-        """(messages with control tokens' texts broken by a mark, the mark: a letter of neither them nor `beside`)."""
-        taken = set(str(list(messages)) + beside)
-        # Letters: no template trims, escapes or changes them.
-        mark = next(letter for letter in map(chr, range(0x4E00, 0xA48D)) if letter not in taken)
-        return [{key: self._marked(value, mark, key) for key, value in one.items()} for one in messages], mark
+    def mark(self, messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+        """The messages with control tokens' texts broken by marks, which `ids` removes."""
+        return [
+            {key: value if key == "role" else self._marked(value) for key, value in one.items()} for one in messages
+        ]
 
-    def _marked(self, value: Any, mark: str, key: str = "") -> Any:
-        if key == "role":
-            return value
+    def _marked(self, value: Any) -> Any:
         if isinstance(value, str):
-            broken = self._broken(value, mark)
-            return self._begun.sub(rf"\g<0>{mark}", broken) if self._begun else broken
+            return self._begun.sub(rf"\g<0>{_MARK}", self._broken(value))
         if isinstance(value, Mapping):
-            return {self._broken(name, mark): self._marked(one, mark) for name, one in value.items()}
-        if isinstance(value, list | tuple):
-            return [self._marked(one, mark) for one in value]
-        return value
+            return {self._broken(name): self._marked(one) for name, one in value.items()}
+        return [self._marked(one) for one in value] if isinstance(value, list | tuple) else value
 
-    def _broken(self, text: str, mark: str) -> str:
-        return self._written.sub(lambda found: f"{found[0][0]}{mark}{found[0][1:]}", text)
+    def _broken(self, text: str) -> str:
+        return self._written.sub(lambda found: f"{found[0][0]}{_MARK}{found[0][1:]}", text.replace(_MARK, ""))
 
-    def ids(self, text: str, mark: str, inside: bool) -> list[int]:
-        """Token ids of a rendered text; `inside`: it stands behind a control token, not at the beginning.
+    def ids(self, text: str, inside: bool) -> list[int]:
+        """Token ids of a rendered text; `inside`: it stands after a control token, not at the beginning.
 
         Raises ValueError where a text of the messages became a control token after all.
         """
-        ids: list[int] = []
-        expected = 0
-        for number, part in enumerate(text.split(mark)):
-            expected += len(self._written.findall(part))
-            # Behind the anchor, since tokenizers of SentencePiece put a space before a text's beginning.
-            ids += self._plain(self._anchor + part)[1:] if inside or number else self._plain(part)
+        parts = text.split(_MARK)
+        ids = [] if inside else self._plain(parts.pop(0))
+        # After the anchor, since tokenizers of SentencePiece put a space before a text's beginning.
+        ids += [index for part in parts for index in self._plain(self.anchor + part)[1:]]
+        expected = len(self._written.findall(text))
         found = sum(index in self._control for index in ids)
         if found != expected:
             raise ValueError(

@@ -6,11 +6,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.tuning.agents import templates as t
-from tests.tuning.agents.templates import ADD, TOOLS
-from tuning.agents.calls import instructions
-from tuning.agents.suffix import Renderer, TemplateRefused
-from tuning.models.tokenizer import chat_prompt_ids, control_ids, turn_end
+from tests.tuning.chat import templates as t
+from tests.tuning.chat.templates import ADD, TOOLS, chat_prompt_ids
+from tuning.chat.calls import instructions
+from tuning.chat.renderer import Renderer, TemplateRefused
+from tuning.models.tokenizer import control_ids, turn_end
 
 FAMILIES = ("smollm", "chatml", "qwen25", "qwen3", "llama", "gemma", "mistral")
 FOLDED = ("gemma", "mistral")
@@ -28,6 +28,10 @@ def user(text):
 
 def bot(text):
     return {"role": "assistant", "content": text}
+
+
+def results_of(renderer, *results):
+    return renderer._fitted([{"role": "tool", "name": name, "content": text} for name, text in results])
 
 
 def rendered(tokenizer, messages, **options):
@@ -118,7 +122,7 @@ def test_thoughts_stay_that_the_template_drops(renderers):
 def test_tools_and_their_results_are_the_templates(name):
     tokenizer = t.of_family(name)
     renderer = Renderer(tokenizer, TOOLS, system="Be brief.")
-    results = renderer.tool_message([("add", "3"), ("now", "<|im_end|>")])
+    results = results_of(renderer, ("add", "3"), ("now", "<|im_end|>"))
     assert [message["role"] for message in results] == ["tool", "tool"]
     ids = [*renderer.first([user("1+2")]), *plain(tokenizer, "call"), *renderer.suffix(results, ended=False)]
     messages = [{"role": "system", "content": "Be brief."}, user("1+2"), bot("call"), *results]
@@ -137,7 +141,7 @@ def test_a_template_without_tools_gets_them_as_text(renderers, name):
     system = f"Be brief.\n\n{told}\n\nBe kind."
     role = [user(f"{system}\n\n1+2")] if name == "gemma" else [{"role": "system", "content": system}, user("1+2")]
     assert text == rendered(tokenizer, role)
-    [message] = renderer.tool_message([("add", "3"), ("add", "4")])
+    [message] = results_of(renderer, ("add", "3"), ("add", "4"))
     form = "```tool_output\n{}\n```" if name == "gemma" else "<tool_response>\n{}\n</tool_response>"
     assert message == user("\n".join(form.format(number) for number in (3, 4)))
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextvars
 import functools
+import itertools
 import json
 import math
 import re
@@ -35,23 +36,22 @@ class TooManySteps(Exception):
     """A comparison that was given up."""
 
 
-def nodes_of(value: Any, depth: int = 0) -> int:
-    """Return the number of nodes of a schema. Raises ValueError if it is too deep or names a draft below its root."""
+def nodes_of(value: Any, depth: int = 0) -> list[Any]:
+    """Return the objects, lists and elements of a schema. Raises ValueError if it is too deep."""
     if depth > DEEPEST:
         raise ValueError(f"the schema is deeper than {DEEPEST} levels")
+    below = value if isinstance(value, list) else []
     if isinstance(value, Mapping):
-        if depth and isinstance(value.get("$schema"), str):
-            raise ValueError("$schema is supported at the root alone")
-        return 1 + sum(nodes_of(one, depth + 1) for one in value.values() if isinstance(one, Mapping | list))
-    return 1 + sum(nodes_of(one, depth + 1) for one in value) if isinstance(value, list) else 1
+        below = [one for one in value.values() if isinstance(one, Mapping | list)]
+    return [value, *(node for one in below for node in nodes_of(one, depth + 1))]
 
 
 def check(schema: Any) -> None:
     """Check a client's schema. Raises ValueError if it is large, not a schema, or has a pattern that RE2 cannot run."""
     if isinstance(schema, Mapping):
         # Before anything else reads it.
-        if (nodes := nodes_of(schema)) > MOST_NODES:
-            raise ValueError(f"the schema has {nodes} objects, lists and elements; at most {MOST_NODES} are supported")
+        if (count := len(nodes_of(schema))) > MOST_NODES:
+            raise ValueError(f"the schema has {count} objects, lists and elements; at most {MOST_NODES} are supported")
         text = json.dumps(schema, sort_keys=True)
         if len(text) > MOST_BYTES:
             raise ValueError(f"the schema has {len(text)} bytes; at most {MOST_BYTES} are supported")
@@ -61,32 +61,24 @@ def check(schema: Any) -> None:
 @functools.lru_cache(1024)
 def _check_text(text: str) -> None:
     """Check a schema against the draft. Agents send the same tools with each request."""
-    from jsonschema.exceptions import SchemaError
-    from jsonschema.validators import Draft202012Validator
+    from jsonschema import Draft202012Validator, FormatChecker, SchemaError
 
-    schema = json.loads(text)
+    root, *others = nodes_of(json.loads(text))
+    if any(isinstance(node, dict) and isinstance(node.get("$schema"), str) for node in others):
+        raise ValueError("$schema is supported at the root alone")
     try:
-        Draft202012Validator.check_schema(schema)
+        # Without formats, of which one is a pattern of Python.
+        Draft202012Validator.check_schema(root, FormatChecker(()))
     except SchemaError as error:
         raise ValueError(f"not a JSON schema (draft 2020-12): {error.message}") from error
-    _check_patterns(schema)
-
-
-def _check_patterns(schema: Any) -> None:
-    if isinstance(schema, list):
-        for one in schema:
-            _check_patterns(one)
-    if isinstance(schema, Mapping):
-        named = schema.get("patternProperties")
-        patterns = [*(named if isinstance(named, Mapping) else ()), schema.get("pattern")]
-        for pattern in patterns:
+    for node in (node for node in (root, *others) if isinstance(node, dict)):
+        named = node.get("patternProperties")
+        for pattern in [*(named if isinstance(named, dict) else ()), node.get("pattern")]:
             if isinstance(pattern, str):
                 _found(pattern, "")
         # jsonschema follows these by rules of its own, uncounted and with Python's patterns.
-        if found := _UNEVALUATED & schema.keys():
+        if found := _UNEVALUATED & node.keys():
             raise ValueError(f"{min(found)} is not supported: use additionalProperties or items")
-        for one in schema.values():
-            _check_patterns(one)
 
 
 def first_mismatch(value: Any, schema: Mapping[str, Any]) -> Any:
@@ -158,28 +150,23 @@ def _pattern(validator: Any, pattern: str, instance: Any, schema: Any) -> Iterat
             yield ValidationError(f"{instance!r} does not match {pattern!r}")
 
 
-def _matched(schemas: Mapping[str, Any], instance: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
+def _matched(schemas: Mapping[str, Any], instance: Any) -> Iterator[tuple[str, str]]:
     """(pattern, name of a property that it fits)."""
-    for pattern in schemas:
-        for name in instance:
-            _spend_search(pattern)
-            if _found(pattern, name):
-                yield pattern, name
+    for pattern, name in itertools.product(schemas, instance if isinstance(instance, Mapping) else ()):
+        _spend_search(pattern)
+        if _found(pattern, name):
+            yield pattern, name
 
 
 def _pattern_properties(validator: Any, schemas: Mapping[str, Any], instance: Any, schema: Any) -> Iterator[Any]:
-    if isinstance(instance, Mapping):
-        for pattern, name in _matched(schemas, instance):
-            yield from validator.descend(instance[name], schemas[pattern], path=name, schema_path=pattern)
+    for pattern, name in _matched(schemas, instance):
+        yield from validator.descend(instance[name], schemas[pattern], path=name, schema_path=pattern)
 
 
 def _additional(validator: Any, wanted: Any, instance: Any, schema: Mapping[str, Any]) -> Iterator[Any]:
-    from jsonschema.exceptions import ValidationError
+    from jsonschema import Draft202012Validator
 
-    if isinstance(instance, Mapping):
-        patterns = schema.get("patternProperties", {})
-        named = {*schema.get("properties", {}), *(name for _, name in _matched(patterns, instance))}
-        for name in (name for name in instance if name not in named):
-            if wanted is False:
-                yield ValidationError(f"Additional properties are not allowed ({name!r} was unexpected)")
-            yield from validator.descend(instance[name], wanted, path=name)
+    patterns = schema.get("patternProperties", {})
+    named = {**schema.get("properties", {}), **{name: True for _, name in _matched(patterns, instance)}}
+    rule = Draft202012Validator.VALIDATORS["additionalProperties"]
+    yield from rule(validator, wanted, instance, {"properties": named}) or ()
