@@ -5,6 +5,7 @@ from __future__ import annotations
 import datetime
 import importlib.util
 import re
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -65,7 +66,7 @@ def locate(source: str) -> Path | None:
             raise SourceMissing(f"base.source: package {package} is not installed{hint}")
         path = Path(next(iter(spec.submodule_search_locations)), file)
     elif source.startswith("hub:"):
-        path = _snapshot(source.removeprefix("hub:"))
+        path = snapshot(source.removeprefix("hub:"))
     else:
         path = Path(source).expanduser()
     if not path.exists():
@@ -75,20 +76,23 @@ def locate(source: str) -> Path | None:
     return path
 
 
-def _snapshot(name: str) -> Path:
-    """The folder of a hub repository's files in the local cache, downloaded where they are not there yet."""
+def snapshot(name: str, files: Sequence[str] = HUB_FILES, field: str = "base.source") -> Path:
+    """The folder of a hub repository's files in the local cache, downloaded where they are not there yet.
+
+    `field`: the one that names the repository. Raises SourceMissing.
+    """
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OfflineModeIsEnabled
 
     repository, _, revision = name.partition("@")
     try:
-        folder = snapshot_download(repository, revision=revision or None, allow_patterns=HUB_FILES)
+        folder = snapshot_download(repository, revision=revision or None, allow_patterns=list(files))
     except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OfflineModeIsEnabled, ConnectionError) as error:
         reason = str(error).strip().splitlines()[0]
         raise SourceMissing(
-            f"base.source: {repository} is not in the local cache and cannot be fetched from the hub ({reason}). Run "
+            f"{field}: {repository} is not in the local cache and cannot be fetched from the hub ({reason}). Run "
             f"`hf download {repository} --local-dir FOLDER` where there is a network (after `hf auth login` for a "
-            "gated model), copy the folder here, and give its path as base.source"
+            f"gated model), copy the folder here, and give its path as {field}"
         ) from error
     return Path(folder)
 

@@ -278,7 +278,8 @@ def _rows_of(path: Path, kind: type[R], columns: Collection[str]) -> list[R]:
     rows = _dictionaries(table)
     if not columns:
         return [kind(**row) for row in rows]
-    part = _part(kind, frozenset(there) - set(columns))
+    whole: Any = kind
+    part: type[R] = _part(whole, frozenset(there) - set(columns))
     return [_filled(part, row) for row in rows]
 
 
@@ -292,7 +293,7 @@ def _values(column: pa.ChunkedArray) -> Sequence[Any]:
 
 
 @functools.cache
-def _part(kind: type[R], unread: frozenset[str]) -> type[R]:
+def _part(kind: type[Any], unread: frozenset[str]) -> type[Any]:
     """The kind without the fields that were not read: nobody takes a default for a value of the file."""
 
     def refuse(name: str) -> property:

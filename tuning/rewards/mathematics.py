@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import itertools
 import logging
 import math
@@ -50,6 +51,7 @@ _BARE = re.compile(rf"(?=.*[A-Za-zα-ω√\\([{{])(?:(?!\d\s+\w|\\[(\[]|{_WORD})
 logging.getLogger("math_verify").setLevel(logging.ERROR)
 
 
+@functools.lru_cache(64)
 def expressions(answer: str) -> list[Any]:
     """What math-verify reads in a reference answer; empty where it is not a mathematical expression.
 
@@ -58,9 +60,9 @@ def expressions(answer: str) -> list[Any]:
     return _parse(answer if "$" in answer or "\\boxed" in answer else f"${answer}$")
 
 
-def equal(gold: list[Any], text: str) -> bool:
-    """Whether the mathematical answer of a completion equals the expressions of the reference."""
-    return same(gold, read(text))
+def equal(answer: str, text: str) -> bool:
+    """Whether the mathematical answer of a completion equals that of the reference."""
+    return same(expressions(answer), read(text))
 
 
 def longest_seconds(**_: Any) -> float:
@@ -68,12 +70,12 @@ def longest_seconds(**_: Any) -> float:
     return 4 * SECONDS
 
 
+@functools.lru_cache(64)
 def read(text: str) -> list[Any]:
     """The mathematical answer of a completion after its thoughts: the last box, or the last expression."""
-    found: list[Any] = []
     with _limited():
-        found = _read(spoken(text))
-    return found
+        return _read(spoken(text))
+    return []
 
 
 def _read(text: str) -> list[Any]:
@@ -90,10 +92,9 @@ def _read(text: str) -> list[Any]:
 
 def same(gold: list[Any], found: list[Any]) -> bool:
     """Whether two results of `expressions` or `read` have a common value; False where that takes too long to know."""
-    equal = False
     with _limited():
-        equal = _same(gold, found)
-    return equal
+        return _same(gold, found)
+    return False
 
 
 def _same(gold: list[Any], found: list[Any]) -> bool:

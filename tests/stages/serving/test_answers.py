@@ -40,3 +40,15 @@ def test_a_part_without_text_is_refused_and_no_word_none_is_read(part):
     assert Message(role="user", content=parts).text == "a b"
     with pytest.raises(ValueError, match="a part of type 'text' needs a string in `text`"):
         _ = Message(role="user", content=[*parts, part]).text
+
+
+@pytest.mark.parametrize(
+    ("said", "stop", "shown"), [("4\nQuestion: x", "Question:", "4\n"), ("Answer: 3", "Answer:", "")]
+)
+@pytest.mark.parametrize("step", [1, 4, 6])
+def test_no_part_of_a_stop_string_is_sent(said, stop, shown, step):
+    tokenizer = byte_tokenizer()
+    tokens, text, sent = tokenizer.encode(said, add_special_tokens=False), Text(tokenizer, set(), [stop, "x" * 20]), ""
+    for i in range(0, len(tokens), step):
+        sent += text.add(tokens[i : i + step], i + step >= len(tokens))
+    assert sent == text.sent == shown
