@@ -114,7 +114,8 @@ class CompletionRow(Row):
     text: Text = ""
     """The completion without control tokens; of a trajectory, that of its last turn."""
     stop: Text = "eos"
-    """`eos`, `length` where max_tokens or a limit of an episode cut it off, or `failed` where an episode has no end."""
+    """`eos`, `string` where a text of `stop` ended it, `length` where max_tokens or an episode's limit cut it off, or
+    `failed` where an episode has no end."""
     policy: Text = ""
     """Digest of the policy that sampled it."""
     seed: Number = 0

@@ -161,7 +161,6 @@ class _Episodes:
     ) -> Generator[Ended, None, None]:
         from tuning.agents.play import Player
         from tuning.agents.processes import EnvironmentLimits, Environments
-        from tuning.rollout.requests import Sampling
 
         settings, draw = self.settings, self.draw
         limits = EnvironmentLimits(settings.reset_seconds, settings.step_seconds, settings.megabytes)
@@ -181,9 +180,8 @@ class _Episodes:
                 rewarded=settings.has_reward,
             )
             said = self._recorder(stack)
-            sampling = Sampling(temperature=draw.temperature)
             eos = stop_ids(self.ctx, self.ctx.inputs["tokenizer"])
-            player = Player(engine, environments, words, rules, eos, sampling, self.ctx.seed, said=said)
+            player = Player(engine, environments, words, rules, eos, draw.sampling, self.ctx.seed, said=said)
             too_long: list[Ended] = []
             for ended in player.play(episodes):
                 if not ended.turns and len(ended.context) >= tokens:
@@ -210,11 +208,10 @@ class _Episodes:
     def _engine(self, stack: contextlib.ExitStack, tokens: int, prompts: Sequence[PromptRow]) -> Any:
         """The engine of the settings, for contexts of so many tokens; the first prompts are probes for servers. What
         it asks of servers ends with the stack."""
-        from tuning.rollout.requests import Request, Sampling
+        from tuning.rollout.requests import Request
 
         draw = self.draw
-        sampling = Sampling(temperature=draw.temperature)
-        probes = [Request(prompt.prompt_ids, draw.max_tokens, sampling, name=prompt.id) for prompt in prompts]
+        probes = [Request(prompt.prompt_ids, draw.max_tokens, draw.sampling, name=prompt.id) for prompt in prompts]
         engine = open_engine(self.ctx, draw.engine, draw.quantize, tokens, probes)
         if draw.engine.in_worker:
             return engine

@@ -92,7 +92,7 @@ def model_of(name: str, where: str) -> DecoderConfig:
 
     Raises ValueError, naming `where`, for none of these.
     """
-    from stages.base import locate, snapshot
+    from stages.common.source import locate, snapshot
     from tuning.fit.shapes import VALUES, public
     from tuning.models.config import tiny
     from tuning.models.config_json import from_hugging_face

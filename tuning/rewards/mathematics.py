@@ -57,7 +57,7 @@ def expressions(answer: str) -> list[Any]:
 
     LaTeX is read between delimiters only, which bare answers lack.
     """
-    return _parse(answer if "$" in answer or "\\boxed" in answer else f"${answer}$")
+    return _parse(answer if re.search(r"(?<!\\)\$", answer) or "\\boxed" in answer else f"${answer}$")
 
 
 def equal(answer: str, text: str) -> bool:
