@@ -29,7 +29,7 @@ SHIM = pytest.mark.skipif(sys.platform != "linux" or shutil.which("gcc") is None
 
 
 @SHIM
-@pytest.mark.parametrize("step", [13, pytest.param(1, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("step", [29, pytest.param(1, marks=pytest.mark.slow)])
 def test_each_operation_in_the_life_of_an_artifact_may_fail_once(step):
     # In memory: a busy disk takes a hundred times as long to sync.
     memory = "/dev/shm" if os.access("/dev/shm", os.W_OK) else None
@@ -71,7 +71,7 @@ for each in ("cat_file", "pipe_file", "put_file", "get_file", "info", "find", "l
 fsspec.register_implementation("failing", Failing, clobber=True)
 
 
-@pytest.mark.parametrize("step", [7, pytest.param(1, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("step", [13, pytest.param(1, marks=pytest.mark.slow)])
 def test_each_request_to_a_remote_store_may_fail_once(tmp_path, monkeypatch, step):
     monkeypatch.setattr(leases, "FIRST_PAUSE_SECONDS", 0.001)
     monkeypatch.setattr(trail, "PROJECT", tmp_path)
