@@ -125,8 +125,9 @@ class EagerScoring:
 
         def start() -> None:
             with log.open("ab") as out:
+                env = worker_environment() | dict(worker.variables)
                 self._processes[folder] = subprocess.Popen(
-                    command, stdin=subprocess.PIPE, stdout=out, stderr=out, env=worker_environment() | dict(worker.variables)
+                    command, stdin=subprocess.PIPE, stdout=out, stderr=out, env=env
                 )
 
         in_lasting_thread(start)
