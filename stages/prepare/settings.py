@@ -20,6 +20,8 @@ Layout = Literal[
 # fmt: on
 Verifier = Literal["exact_match", "number_match", "math_equal", "code_passes"]
 Scalar = str | int | float | bool | None
+ALONE = ("source", "source_args", "rename", "fields", "layout")
+"""Settings of a single source, which nothing reads where `sources` are given."""
 
 
 def check_fields(source: DataSource | Decontaminate | Config) -> None:
@@ -160,10 +162,8 @@ class Config(StageConfig):
     def _consistent(self) -> Config:
         from tuning.data import runners
 
-        # Settings of a single source.
-        alone = ("source", "source_args", "rename", "fields", "layout")
         given = [
-            n for n in alone if getattr(self, n) != type(self).model_fields[n].get_default(call_default_factory=True)
+            n for n in ALONE if getattr(self, n) != type(self).model_fields[n].get_default(call_default_factory=True)
         ]
         if self.sources and given:
             raise ValueError(f"`sources` stands in place of `{given[0]}`: give one of them")
