@@ -119,7 +119,7 @@ def math_equal(
     golds = [[gold for gold in accepted if gold] for accepted in golds]
 
     def one(text: str, accepted: list[list[Any]]) -> float | None:
-        return float(any(mathematics.equal(gold, text) for gold in accepted)) if accepted else None
+        return float(mathematics.equal(accepted, text)) if accepted else None
 
     return [one(text, accepted) for text, accepted in zip(map(begun, completions, metadata), golds, strict=True)]
 
