@@ -21,6 +21,7 @@ from stages.contract import signatures
 from stages.contract.registry import stage
 from stages.contract.sources import built_in_parameters, check_imports, is_own_source
 from stages.score.settings import COMPUTED
+from stages.scorer import Config as ScorerConfig
 from stages.store.artifacts import Artifact, ArtifactError, Store
 from stages.tools.environments import check as check_environment
 from stages.worker.client import StageFailed
@@ -59,6 +60,8 @@ def check(recipe: Recipe) -> None:
             message = str(e)
             if node.name == "teacher":
                 message = message.replace("base.source", "distill.teacher", 1)
+            elif isinstance(node.config, ScorerConfig):
+                message = message.replace("base.source", "rl.score.rewards: source", 1)
             elif node.stage == "prepare" and not message.startswith("data."):
                 message = f"data.source: {message}"
             raise RecipeError(message) from e

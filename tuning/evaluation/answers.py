@@ -133,9 +133,7 @@ def equal_expressions(
             found.append(None)
             continue
         same = (
-            first
-            for first in firsts
-            if mathematics.same([read[first]], answer) or mathematics.same([answer], read[first])
+            first for first in firsts if mathematics.same(read[first], answer) or mathematics.same(answer, read[first])
         )
         first = next(same, number)
         if first == number:

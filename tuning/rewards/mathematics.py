@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import itertools
 import logging
 import math
 import re
 import signal
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from typing import Any
 
 from tuning.rewards.texts import boxes, final, spoken
@@ -19,7 +20,7 @@ SECONDS = 3.0
 MOST_DIGITS = 5_000.0
 """Numbers with more digits are not computed; they are equal only if they are written alike."""
 MOST_NESTED = 32
-"""Brackets within brackets on one line. Deeper text is not an expression: the package's parser takes exponential time."""
+"""Brackets within brackets on one line. Deeper text is no expression: the parser takes exponential time."""
 
 _COMMANDS = {
     "≤": "leq",
@@ -50,30 +51,31 @@ _BARE = re.compile(rf"(?=.*[A-Za-zα-ω√\\([{{])(?:(?!\d\s+\w|\\[(\[]|{_WORD})
 logging.getLogger("math_verify").setLevel(logging.ERROR)
 
 
+@functools.lru_cache(64)
 def expressions(answer: str) -> list[Any]:
     """What math-verify reads in a reference answer; empty where it is not a mathematical expression.
 
     LaTeX is read between delimiters only, which bare answers lack.
     """
-    return _parse(answer if "$" in answer or "\\boxed" in answer else f"${answer}$")
+    return _parse(answer if re.search(r"(?<!\\)\$", answer) or "\\boxed" in answer else f"${answer}$")
 
 
-def equal(golds: Sequence[list[Any]], text: str) -> bool:
-    """Whether the mathematical answer of a completion equals the expressions of one of the references."""
-    return same(golds, read(text))
+def equal(answer: str, text: str) -> bool:
+    """Whether the mathematical answer of a completion equals that of the reference."""
+    return same(expressions(answer), read(text))
 
 
 def longest_seconds(**_: Any) -> float:
-    """Longest that a judgement takes by the clock, on a machine with much other work: its processor time ends first."""
+    """Longest that a comparison takes by the clock, on a machine with much other work."""
     return 20 * SECONDS
 
 
+@functools.lru_cache(64)
 def read(text: str) -> list[Any]:
     """The mathematical answer of a completion after its thoughts: the last box, or the last expression."""
-    found: list[Any] = []
     with _limited():
-        found = _read(spoken(text))
-    return found
+        return _read(spoken(text))
+    return []
 
 
 def _read(text: str) -> list[Any]:
@@ -90,13 +92,11 @@ def _read(text: str) -> list[Any]:
     return (expressions(text) if not boxed and _BARE.fullmatch(text) else []) or _parse(text)
 
 
-def same(golds: Sequence[list[Any]], found: list[Any]) -> bool:
-    """Whether a result of `expressions` or `read` has a common value with one of `golds`; False where that takes too
-    long to know."""
-    equal = False
+def same(gold: list[Any], found: list[Any]) -> bool:
+    """Whether two results of `expressions` or `read` have a common value; False where that takes too long to know."""
     with _limited():
-        equal = any(_same(gold, found) for gold in golds)
-    return equal
+        return _same(gold, found)
+    return False
 
 
 def _same(gold: list[Any], found: list[Any]) -> bool:

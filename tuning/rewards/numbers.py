@@ -130,13 +130,17 @@ def last(text: str) -> Written | None:
 
 
 def only(text: str) -> Written | None:
-    """The number that a text is, with a currency, a unit of one word or LaTeX around it; None for any other text."""
+    """The number that a text is, with a currency, a unit of one word or LaTeX around it.
+
+    None for any other text, and for a number without a value.
+    """
     text = _plain(text)
     matches = list(_NUMBER.finditer(text))
     if not matches or not _OPENING.fullmatch(text[: matches[0].start()]):
         return None
     # A unit may have an exponent.
-    return _written(matches[0]) if _UNIT.fullmatch(text[matches[0].end() :]) else None
+    found = _written(matches[0]) if _UNIT.fullmatch(text[matches[0].end() :]) else None
+    return found if found and found.readings else None
 
 
 def _plain(text: str) -> str:
