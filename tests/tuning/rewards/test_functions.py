@@ -1,9 +1,13 @@
 """Built-in rewards: each scores what its name says, and a name that is unknown is answered with those that are."""
 
+import json
+import time
+
 import pytest
 
 from tuning.data.tasks import reasoning_gym
 from tuning.rewards import functions as f
+from tuning.rewards import mathematics
 
 
 def test_exact_match_is_exact_but_for_surrounding_space():
@@ -134,3 +138,45 @@ def test_a_group_of_extract_that_took_no_part_in_the_match_is_no_answer():
     for reward in (f.exact_match, f.number_match):
         found = reward(["q"] * 2, ["I do not know", "The answer is 7"], answer=["7", "7"], extract=pattern)
         assert found == [0.0, 1.0]
+
+
+@pytest.mark.parametrize(
+    ("text", "score"),
+    [
+        ("1e9999999999999999999", 0.0),
+        ("it is 4e-9999999999999999999", 0.0),
+        ("9" * 4400 + r"\frac{1}{2}", 0.0),
+        ("9" * 4400 + " 1/2", 0.0),
+        ("1/" + "9" * 30_000, 0.0),
+        ("4 and 1e9999999999999999999, or 4", 1.0),
+        (r"\boxed{" * 50_000, 0.0),
+        (r"\boxed{" * 50_000 + "4}", 1.0),
+    ],
+    ids=lambda value: str(value)[:12],
+)
+def test_a_number_of_any_size_has_a_verdict_at_once(text, score):
+    start = time.process_time()
+    assert f.number_match(["p"], [text], answer=["4"]) == [score]
+    assert time.process_time() - start < 2
+
+
+@pytest.mark.parametrize(
+    ("opening", "closing"),
+    [("{", "}"), ("(", ")"), (r"\frac{1}{", "}"), (r"\sqrt{", "}"), ("x^{", "}"), ("(", "")],
+)
+def test_an_expression_nested_too_deep_is_wrong_at_once(opening, closing):
+    f.math_equal(["p"], ["4"], answer=["4"])
+    start = time.process_time()
+    text = r"\boxed{" + opening * 200 + "4" + closing * 200 + "}"
+    assert f.math_equal(["p"], [text], answer=["5"]) == [0.0]
+    assert time.process_time() - start < 1
+
+
+def test_a_completion_is_read_once_for_all_accepted_answers(monkeypatch):
+    monkeypatch.setattr(mathematics, "SECONDS", 0.2)
+    f.math_equal(["p"], ["4"], answer=["4"])
+    start = time.process_time()
+    text = r"\boxed{" + "{" * 20 + "4" + "}" * 20 + "}"
+    accepted = {"answers": [str(number) for number in range(5, 25)]}
+    assert f.math_equal(["p"], [text], answer=[json.dumps(accepted["answers"])], metadata=[accepted]) == [0.0]
+    assert time.process_time() - start < 1.5
