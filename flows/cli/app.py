@@ -16,7 +16,7 @@ from flows.cli import audit, change, episodes, fit, gc, logs, look, machine, pol
 from flows.cli.shared import err, usage_error
 from flows.orchestration.leaving import leave
 from stages.store.artifacts import ArtifactError
-from stages.store.disk import full_disk
+from stages.store.disk import disk_fault
 from stages.store.readonly import ReadOnlyStore
 from stages.worker.interpreter import add_current_folder, escape_output
 
@@ -41,7 +41,7 @@ def main() -> None:
     except (ArtifactError, ReadOnlyStore) as e:
         sys.exit(usage_error(str(e)).exit_code)
     except BaseException as e:
-        full = full_disk(e, Path()) if isinstance(e, Exception) else None
+        full = disk_fault(e, Path()) if isinstance(e, Exception) else None
         if full is None:
             leave(e)
         err.print(f"failed: {full.strerror}", soft_wrap=True)

@@ -95,7 +95,8 @@ def _where(store: Store, record: dict[str, Any]) -> str:
     name = record["name"]
     if record.get("worker_starts") == 0 or not any(e["state"] != "hit" for e in record["nodes"].values()):
         return (
-            f"run {name} has no log: it started no worker; `rlhf show {name}` lists its stages, and an error that ended it"
+            f"run {name} has no log: it started no worker; `rlhf show {name}` lists its stages, and the error if one "
+            "ended it"
         )
     host = record.get("host", "another host")
     place = record.get("log", f"runs/{name}/{LOG} of its scratch folder")

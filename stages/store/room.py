@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TypeVar
 
 from stages.store.artifacts import Store
-from stages.store.disk import full_disk
+from stages.store.disk import disk_fault
 
 FILE = "room"
 BYTES = 2**20
@@ -31,7 +31,7 @@ def with_room(store: Store, action: Callable[[], T]) -> T:
     try:
         return action()
     except OSError as error:
-        if full_disk(error, store.scratch) is None:
+        if disk_fault(error, store.scratch) is None:
             raise
     with contextlib.suppress(OSError):
         Path(store.root, FILE).unlink()
