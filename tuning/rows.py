@@ -114,7 +114,8 @@ class CompletionRow(Row):
     text: Text = ""
     """The completion without control tokens; of a trajectory, that of its last turn."""
     stop: Text = "eos"
-    """`eos`, `length` where max_tokens or a limit of an episode cut it off, or `failed` where an episode has no end."""
+    """`eos`, `string` where a text of `stop` ended it, `length` where max_tokens or an episode's limit cut it off, or
+    `failed` where an episode has no end."""
     policy: Text = ""
     """Digest of the policy that sampled it."""
     seed: Number = 0
@@ -278,7 +279,8 @@ def _rows_of(path: Path, kind: type[R], columns: Collection[str]) -> list[R]:
     rows = _dictionaries(table)
     if not columns:
         return [kind(**row) for row in rows]
-    part = _part(kind, frozenset(there) - set(columns))
+    whole: Any = kind
+    part: type[R] = _part(whole, frozenset(there) - set(columns))
     return [_filled(part, row) for row in rows]
 
 
@@ -292,7 +294,7 @@ def _values(column: pa.ChunkedArray) -> Sequence[Any]:
 
 
 @functools.cache
-def _part(kind: type[R], unread: frozenset[str]) -> type[R]:
+def _part(kind: type[Any], unread: frozenset[str]) -> type[Any]:
     """The kind without the fields that were not read: nobody takes a default for a value of the file."""
 
     def refuse(name: str) -> property:

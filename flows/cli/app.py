@@ -16,7 +16,7 @@ from flows.cli import audit, change, episodes, fit, gc, logs, look, machine, pol
 from flows.cli.shared import usage_error
 from flows.orchestration.leaving import leave
 from stages.store.artifacts import ArtifactError
-from stages.store.disk import full_disk
+from stages.store.disk import disk_fault
 from stages.store.readonly import ReadOnlyStore
 from stages.worker.interpreter import add_current_folder, escape_output
 
@@ -41,8 +41,8 @@ def main() -> None:
     except (ArtifactError, ReadOnlyStore) as e:
         sys.exit(usage_error(str(e)).exit_code)
     except BaseException as e:
-        if isinstance(e, Exception) and (full := full_disk(e, Path())):
-            sys.exit(f"failed: {full.strerror}")
+        if isinstance(e, Exception) and (fault := disk_fault(e, Path())):
+            sys.exit(f"failed: {fault.strerror}")
         leave(e)
 
 

@@ -46,7 +46,7 @@ def launch(
     from flows.running.naming import before, wait_until_ended
     from flows.running.plain import run_plain
     from stages.store.artifacts import ArtifactError, Store
-    from stages.store.disk import full_disk
+    from stages.store.disk import disk_fault
     from stages.store.readonly import refuse
     from stages.store.registry import RegistryError
     from stages.worker.client import StageFailed, WorkerDied
@@ -75,7 +75,7 @@ def launch(
         raise typer.Exit(1) from e
     except OSError as e:
         # Of the store or a disk: those of stages are StageFailed.
-        full = full_disk(e, Store(recipe.store).scratch)
+        full = disk_fault(e, Store(recipe.store).scratch)
         err.print(f"failed: {type(e).__name__}: {e}" if full is None else f"failed: {full.strerror}", soft_wrap=True)
         err.print("what is finished is kept; the same command goes on from there", soft_wrap=True)
         raise typer.Exit(1) from e

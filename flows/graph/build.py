@@ -24,6 +24,7 @@ from stages.gate.stage import NODE
 from stages.greedy import Config as GreedyConfig
 from stages.refill import Config as RefillConfig
 from stages.sampling.environment import Environment
+from stages.scorer import Config as ScorerConfig
 from stages.select import EVALUATION, POLICY
 from stages.select import Config as SelectConfig
 from stages.start import Config as StartConfig
@@ -76,6 +77,11 @@ def build(recipe: Recipe, standing: Standing = Standing()) -> list[Node]:  # noq
     base = graph.add("base", "base", recipe.base)
     graph.roles |= {"base": base, "policy": base, "tokenizer": Input(base.node, TOKENIZER)}
     graph.add("prepare", "prepare", recipe.data.prepared())
+    for rl in settings_by_round(recipe) if recipe.rl is not None else ():
+        for source in rl.score.ready.values():
+            if source not in graph.scorers:
+                name = f"scorer-{len(graph.scorers) + 1}"
+                graph.scorers[source] = graph.add(name, "scorer", ScorerConfig(source=source))
     policies = {"base": base}
     if held := standing.start:
         started = StartConfig(digest=held.digest, stage=held.stage, key=held.key, run=held.run)
@@ -171,6 +177,8 @@ class _Graph:
     def __init__(self, recipe: Recipe):
         self.recipe = recipe
         self.nodes: list[Node] = []
+        self.scorers: dict[str, Input] = {}
+        """Ready reward models by source."""
         self.candidates = 1
         """Policies among which the last one was chosen."""
         self.roles: dict[str, Input] = {}
@@ -319,7 +327,8 @@ def _scored(graph: _Graph, number: int, rl: RL, policy: Input, drawn: int, refil
         first = f"{name}.score"
         # Refills and baselines are on the scale of the round's own rollouts.
         settings = rl.score.model_copy(update={"round_scale": place != first and rl.score.scaled})
-        return graph.add(place, "score", settings, roles={"rollouts": rollouts, "scale": Input(first)})
+        scorers = {f"scorer_{name}": graph.scorers[source] for name, source in settings.ready.items()}
+        return graph.add(place, "score", settings, roles={"rollouts": rollouts, "scale": Input(first), **scorers})
 
     rollouts = graph.add(f"{name}.rollout", "rollout", sampling, (number,), rl.rollouts_from, {"policy": policy})
     roles = {"rollouts": rollouts, "scores": scored(rollouts, f"{name}.score")}

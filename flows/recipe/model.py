@@ -28,8 +28,8 @@ from stages.prepare.settings import Verifier
 from stages.reward import Config as RewardConfig
 from stages.rollout import Config as RolloutConfig
 from stages.sampling.environment import ENVIRONMENT, Environment
-from stages.score.settings import MODEL, Reward
 from stages.score.settings import Config as ScoreConfig
+from stages.score.settings import Reward
 from stages.sft import Config as SFTConfig
 from stages.store.keys import SHOWN
 from stages.update.settings import Config as UpdateConfig
@@ -325,6 +325,12 @@ class Recipe(BaseModel):
         for section in ("rl.rollout", "evaluate"):
             if getattr(self.settings(section), "environment", None) is not None:
                 raise ValueError(f"{section}.environment is told by the pipeline: name it in the section environment")
+            unread: dict[str, Any] = {} if self.environment is None else {"stop": []}
+            if self.environment is not None and self.environment.agent:
+                unread |= {"top_p": 1.0, "top_k": 0, "min_p": 0.0}
+            for name, plain in unread.items():
+                if getattr(self.settings(section), name, plain) != plain:
+                    raise ValueError(f"{section}.{name} has no meaning with this section environment: leave it out")
         if self.environment is None:
             self._needs_no_turns()
             rewards = self.rl.score.rewards if self.rl is not None else {}
@@ -380,10 +386,10 @@ class Recipe(BaseModel):
         if self.distill is not None and teacher == "base" and self.sft is None:
             raise ValueError("distill.teacher is base, which is the policy itself where sft is null")
         if self.rl is not None:
-            learned = [n for n, r in self.rl.score.rewards.items() if r.function == MODEL]
-            if learned and self.reward is None:
+            if self.rl.score.of_run and self.reward is None:
                 raise ValueError(
-                    f"rl.score.rewards.{learned[0]} asks for a reward model, but the section reward is null"
+                    f"rl.score.rewards.{self.rl.score.of_run[0]} asks for a reward model, but the section reward is "
+                    "null: add it, or name a ready model as source"
                 )
             if self.rl.update.needs_reward_model and self.reward is None:
                 raise ValueError(

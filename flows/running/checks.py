@@ -21,6 +21,7 @@ from stages.contract import signatures
 from stages.contract.registry import stage
 from stages.contract.sources import built_in_parameters, check_imports, is_own_source
 from stages.score.settings import COMPUTED
+from stages.scorer import Config as ScorerConfig
 from stages.store.artifacts import Artifact, ArtifactError, Store
 from stages.tools.environments import check as check_environment
 from stages.worker.client import StageFailed
@@ -59,6 +60,8 @@ def check(recipe: Recipe) -> None:
             message = str(e)
             if node.name == "teacher":
                 message = message.replace("base.source", "distill.teacher", 1)
+            elif isinstance(node.config, ScorerConfig):
+                message = message.replace("base.source", "rl.score.rewards: source", 1)
             elif node.stage == "prepare" and not message.startswith("data."):
                 message = f"data.source: {message}"
             raise RecipeError(message) from e
@@ -183,10 +186,17 @@ def unanswered(
     for called, split in readers:
         missing, rows = metrics.get("unanswered", {}).get(split, 0), metrics.get("rows", {}).get(split, 0)
         if missing:
+            remedies = ["name its field in data.fields"]
+            if split == "heldout":
+                remedies.append("name a judge that reads no answer, or leave evaluation out (evaluate: null)")
+            if recipe.rl is not None:
+                remedies.append(
+                    "state in data.sources what each is for, such as `for: [prompts]` of those with answers and "
+                    "`for: [sft]` of others"
+                )
             message = (
                 f"{called.at}: {called.function} compares with `answer`, which {missing} of {rows} rows of {split} do "
-                "not have: name its field in data.fields, or state in data.sources what each is for, such as "
-                "`for: [prompts]` of those with answers and `for: [sft]` of others"
+                f"not have: {'; or '.join(remedies)}"
             )
             yield message, missing == rows or (split == "prompts" and alone)
 

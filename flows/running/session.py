@@ -32,7 +32,7 @@ from stages.common import handed
 from stages.contract.kept import keep
 from stages.store import runs
 from stages.store.artifacts import Artifact, Store
-from stages.store.disk import full_disk
+from stages.store.disk import disk_fault
 from stages.store.keys import published, without_userinfo
 from stages.store.leases import held, lease, release_dead, this_process
 from stages.store.room import keep_room, with_room
@@ -385,7 +385,7 @@ class Session:
         try:
             with_room(self.store, self.save)
         except Exception as error:
-            found = full_disk(error, self.store.scratch) or error
+            found = disk_fault(error, self.store.scratch) or error
             self.reporter.line(f"the record of run {self.name} could not be written: {found}")
 
 

@@ -92,7 +92,7 @@ def recorded(run: AuditedRun) -> OfRounds:
                 tokens = len(row.token_ids)
                 right = tokens == len(row.logprobs) and row.policy == policy
                 if not is_played(sampled.rollouts):
-                    right = right and 0 < tokens <= limit and (row.stop == "eos" or tokens == limit)
+                    right = right and 0 < tokens <= limit and (row.stop != "length" or tokens == limit)
                 logps = np.asarray(row.logprobs)
                 right = right and bool(((logps <= 1e-6) | np.isnan(logps)).all())
                 finding.check(right, f"{sampled.name}, place {row.place}, sample {row.sample}")

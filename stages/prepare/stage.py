@@ -239,8 +239,13 @@ def _contamination(ctx: Context, config: Config, scratch: str) -> tuple[str, tup
                     record = parse_line(line, part.label, line_number, mapper, "metadata", strings=part.strings)
                 except RecordError as error:
                     raise PrepareError(f"decontaminate: {error}") from error
+                turns = [m["content"] for m in record.prompt if m["role"] == "user"]
+                if len(turns) > 1:
+                    # A short turn, such as "Why?", is in many texts that have nothing else of the conversation.
+                    long = [turn for turn in turns if len(similar.words(turn)) >= settings.words]
+                    turns = long or ["\n".join(turns)]
                 # A document has no messages; its text counts as a whole.
-                texts += [m["content"] for m in record.prompt if m["role"] == "user"] + [record.text or ""]
+                texts += [*turns, record.text or ""]
     if fault := misnamed(settings.rename, mapper.names):
         raise PrepareError(f"decontaminate.rename {fault} ({', '.join(settings.sources)})")
     path = ctx.work / "contamination.npy"

@@ -161,7 +161,6 @@ class _Episodes:
     ) -> Generator[Ended, None, None]:
         from tuning.agents.play import Player
         from tuning.agents.processes import EnvironmentLimits, Environments
-        from tuning.rollout.requests import Sampling
 
         settings, draw = self.settings, self.draw
         limits = EnvironmentLimits(settings.reset_seconds, settings.step_seconds, settings.megabytes)
@@ -181,9 +180,8 @@ class _Episodes:
                 rewarded=settings.has_reward,
             )
             said = self._recorder(stack)
-            sampling = Sampling(temperature=draw.temperature)
             eos = stop_ids(self.ctx, self.ctx.inputs["tokenizer"])
-            player = Player(engine, environments, words, rules, eos, sampling, self.ctx.seed, said=said)
+            player = Player(engine, environments, words, rules, eos, draw.sampling, self.ctx.seed, said=said)
             too_long: list[Ended] = []
             for ended in player.play(episodes):
                 if not ended.turns and len(ended.context) >= tokens:
@@ -197,24 +195,24 @@ class _Episodes:
         if len(too_long) <= math.ceil(self.settings.max_failed_fraction * self.count):
             return
         longest = max(too_long, key=lambda ended: len(ended.context))
-        given = f"environment.max_tokens is {self.settings.max_tokens}"
+        given, needed = f"environment.max_tokens is {self.settings.max_tokens}", len(longest.context)
+        room = f"{needed + self.draw.max_tokens} or more, with room for the turns and observations after the first"
+        remedy = f"set environment.max_tokens to {room}"
         if tokens < self.settings.max_tokens:
-            given += f", the model has {tokens} positions"
-        needed = len(longest.context)
+            given = f"the model has {tokens} positions"
+            remedy = f"use a model with {room}"
         raise ValueError(
             f"{given}, and the first context of {longest.episode.name} has {needed} tokens, before a turn is sampled: "
-            f"set environment.max_tokens to {needed + self.draw.max_tokens} or more, with room for the turns and "
-            "observations behind the first, or shorten the prompts"
+            f"{remedy}, or shorten the prompts and the descriptions of tools"
         )
 
     def _engine(self, stack: contextlib.ExitStack, tokens: int, prompts: Sequence[PromptRow]) -> Any:
         """The engine of the settings, for contexts of so many tokens; the first prompts are probes for servers. What
         it asks of servers ends with the stack."""
-        from tuning.rollout.requests import Request, Sampling
+        from tuning.rollout.requests import Request
 
         draw = self.draw
-        sampling = Sampling(temperature=draw.temperature)
-        probes = [Request(prompt.prompt_ids, draw.max_tokens, sampling, name=prompt.id) for prompt in prompts]
+        probes = [Request(prompt.prompt_ids, draw.max_tokens, draw.sampling, name=prompt.id) for prompt in prompts]
         engine = open_engine(self.ctx, draw.engine, draw.quantize, tokens, probes)
         if draw.engine.in_worker:
             return engine

@@ -52,6 +52,15 @@ def sample_of(row: CompletionRow, episodes: Mapping[Name, TrajectoryRow]) -> Sam
     return dataclasses.replace(sample, metadata={**sample.metadata, "messages": json.loads(episode.conversation)})
 
 
+def conversation_of(row: CompletionRow, episodes: Mapping[Name, TrajectoryRow]) -> list[dict[str, Any]]:
+    """The messages of the prompt and the completion; of an episode, its whole conversation."""
+    if (episode := episodes.get((row.place, row.sample))) is not None:
+        found: list[dict[str, Any]] = json.loads(episode.conversation)
+        return found
+    asked = json.loads(row.metadata or "{}").get("prompt_messages") or [{"role": "user", "content": row.prompt}]
+    return [*asked, {"role": "assistant", "content": row.text}]
+
+
 def reward_of(row: CompletionRow, episodes: Mapping[Name, TrajectoryRow]) -> Outcome:
     """The sum of the environment's rewards. Raises RuntimeError for completions that were sampled in none."""
     return outcome_of(_episode(row, episodes).reward)

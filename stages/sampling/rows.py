@@ -22,7 +22,7 @@ from tuning.columns import Numbers
 from tuning.rows import CompletionRow, PromptRow, RefusedRow, write_table
 
 if TYPE_CHECKING:
-    from tuning.rollout.requests import Completion, Request
+    from tuning.rollout.requests import Completion, Request, Sampling
 
 FOLDER = "rollouts"
 """The folder of an artifact that holds its rollout table."""
@@ -40,11 +40,23 @@ class Draw:
     shard_prompts: int
     quantize: str = "none"
     engine: EngineSettings = EngineSettings()
+    stop: Sequence[str] = ()
+    top_p: float = 1.0
+    top_k: int = 0
+    min_p: float = 0.0
+
+    @property
+    def sampling(self) -> Sampling:
+        """How tokens are chosen."""
+        from tuning.rollout.requests import Sampling
+
+        return Sampling(self.temperature, self.top_p, self.top_k, self.min_p)
 
     @classmethod
     def of(cls, config: SamplingConfig, samples: int, temperature: float) -> Draw:
-        """With the length, engine and rounding of the settings."""
-        return cls(samples, config.max_tokens, temperature, config.shard_prompts, config.quantize, config.engine)
+        """With the length, engine, rounding and stop strings of the settings."""
+        common = config.quantize, config.engine, config.stop
+        return cls(samples, config.max_tokens, temperature, config.shard_prompts, *common)
 
 
 def too_long(ctx: Context, prompts: Iterable[tuple[int, PromptRow]], max_tokens: int) -> list[RefusedRow]:
@@ -160,21 +172,26 @@ class _Sampler:
         ]
 
     def _request(self, number: int, prompt: PromptRow) -> Request:
-        from tuning.rollout.requests import Request, Sampling
+        from tuning.rollout.requests import Request, stop_strings
 
-        sampling = Sampling(temperature=self.draw.temperature)
         return Request(
             list(prompt.prompt_ids),
             self.draw.max_tokens,
-            sampling,
+            self.draw.sampling,
             self.eos,
             self.ctx.seed,
             number,
             self.draw.samples,
+            stop_strings(self._text, self.draw.stop) if self.draw.stop else None,
             name=prompt.id,
         )
 
+    def _text(self, tokens: Sequence[int]) -> str:
+        """The text without EOS and other control tokens, which is all that rewards see."""
+        return str(self.tokenizer.decode([t for t in tokens if t not in self.control]))
+
     def _row(self, number: int, prompt: PromptRow, sample: int, completion: Completion) -> CompletionRow:
+        text = self._text(completion.tokens)
         return CompletionRow(
             place=number,
             sample=sample,
@@ -186,8 +203,7 @@ class _Sampler:
             # Flat from here on: a list has an object of its own for each token of the round.
             token_ids=Numbers(np.asarray(completion.tokens, np.int32)),
             logprobs=Numbers(np.asarray(completion.logps, np.float32)),
-            # Rewards see the text alone, without EOS and other control tokens.
-            text=self.tokenizer.decode([t for t in completion.tokens if t not in self.control]),
+            text=min((text.partition(s)[0] for s in self.draw.stop), key=len, default=text),
             stop=completion.stop,
             policy=self.ctx.inputs["policy"].digest,
             seed=self.ctx.seed,

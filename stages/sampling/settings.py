@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import shlex
-from typing import Annotated, Literal
+from typing import Annotated, Literal, Self
 from urllib.parse import urlsplit
 
 from pydantic import Field, ValidationInfo, field_validator, model_validator
@@ -156,6 +156,9 @@ class SamplingConfig(StageConfig):
 
     max_tokens: Annotated[int, Field(ge=1)] = 64
     """Longest completion in tokens, EOS included; in an environment the longest turn."""
+    stop: list[Annotated[str, Field(min_length=1)]] = []
+    """Texts that end a completion, for the native engine in the worker; rewards see the text before the first one.
+    All sampled tokens are trained."""
     shard_prompts: Annotated[int, Field(ge=1)] = 32
     """Prompts of one shard: what is kept when a round is interrupted."""
     quantize: Literal["none", "int8", "nf4"] = "none"
@@ -167,6 +170,12 @@ class SamplingConfig(StageConfig):
     """What episodes are played in; the recipe takes it from its section environment."""
     compute: Compute = Compute()
     """How to compute."""
+
+    @model_validator(mode="after")
+    def _stops_here(self) -> Self:
+        if self.stop and not self.engine.in_worker:
+            raise ValueError(f"stop is for the native engine in the worker, not for {self.engine.kind} servers")
+        return self
 
 
 class Rollout(SamplingConfig):

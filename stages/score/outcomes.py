@@ -11,19 +11,22 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import os.path
 from collections.abc import Mapping, Sequence
 from typing import Annotated
 
 import pyarrow as pa
 
 from stages.common.journal import Journal, journaled
-from stages.common.models import load_scorer, load_tokenizer
+from stages.common.models import load_scorer, load_tokenizer, token_ids
 from stages.common.tables import Shards, by_shard
 from stages.contract.definition import Context
-from stages.sampling.played import FAILED, episodes_of, reward_of, sample_of
+from stages.sampling.played import FAILED, Name, conversation_of, episodes_of, reward_of, sample_of
 from stages.score.grouped import hint
 from stages.score.settings import COMPUTED, ENVIRONMENT, Config, Reward
+from stages.store.artifacts import Artifact
 from tuning import multihost
+from tuning.agents.rows import TrajectoryRow
 from tuning.columns import Numbers
 from tuning.rewards.failures import TooManyFailures, check_failures
 from tuning.rewards.samples import Outcome, outcome_of
@@ -153,7 +156,8 @@ class _Scoring:
         if self._rewards[name].function == ENVIRONMENT:
             return [reward_of(self._rollouts[i], self._episodes) for i in numbers]
         if name not in self._journals:
-            return _learned(self._ctx, [self._rollouts[i] for i in numbers]) if numbers else []
+            rows = [self._rollouts[i] for i in numbers]
+            return _learned(self._ctx, name, rows, self._episodes) if rows else []
         if not self._ctx.is_primary:
             # The devices of all processes score for the reward model; process 0 calls the functions.
             return [Outcome(None) for _ in numbers]
@@ -207,33 +211,88 @@ def _outcome_row(row: CompletionRow, outcomes: Mapping[str, Outcome]) -> Outcome
     return OutcomeRow(place=row.place, sample=row.sample, prompt_id=row.prompt_id, values=values, failures=failures)
 
 
-def _learned(ctx: Context, rows: Sequence[CompletionRow]) -> list[Outcome]:
-    """Outcomes of the reward model; a score that is not finite is a failure, as of any reward."""
+Pair = tuple[Sequence[int], Sequence[int]]
+"""Tokens of a prompt, and those after it up to the one at which a reward model is read."""
+
+
+def _learned(
+    ctx: Context, name: str, rows: Sequence[CompletionRow], episodes: Mapping[Name, TrajectoryRow]
+) -> list[Outcome]:
+    """Outcomes of a reward model; a score that is not finite is a failure, as of any reward."""
     import numpy as np
 
-    from tuning.models.tokenizer import turn_end
-    from tuning.rewards.learned import ended_by, score_groups
+    from tuning.rewards.learned import score_groups
     from tuning.training.batch import Group
 
-    end = turn_end(load_tokenizer(ctx, ctx.inputs["tokenizer"]))
-    config, params = load_scorer(ctx, ctx.inputs["reward"], frozen=True)
+    ready = name in ctx.config.ready
+    scorer = ctx.inputs[f"scorer_{name}" if ready else "reward"]
+    config, params = load_scorer(ctx, scorer, frozen=True)
+    pairs = _rendered(ctx, scorer, config.max_positions, rows, episodes) if ready else _as_sampled(ctx, rows)
     # Completions of one prompt share its tokens in a packed row, and equal completions are computed once.
     groups: dict[bytes, Group] = {}
     # Bytes of the tokens of a prompt and of one of its completions -> the number of its score.
     numbers: dict[tuple[bytes, bytes], int] = {}
-    places = []
-    for row in rows:
-        prompt = np.asarray(row.prompt_ids, np.int32)
-        tokens = ended_by(end if row.stop == "eos" else None, row.token_ids)
-        name = prompt.tobytes(), tokens.tobytes()
-        if name not in numbers:
-            numbers[name] = len(numbers)
-            group = groups.get(name[0]) or Group(Numbers(prompt), [], [])
+    places: list[int | Outcome] = []
+    for pair in pairs:
+        if isinstance(pair, Outcome):
+            places.append(pair)
+            continue
+        prompt, tokens = (np.asarray(part, np.int32) for part in pair)
+        key = prompt.tobytes(), tokens.tobytes()
+        if key not in numbers:
+            numbers[key] = len(numbers)
+            group = groups.get(key[0]) or Group(Numbers(prompt), [], [])
             completions = [*group.completions, Numbers(tokens)]
-            groups[name[0]] = dataclasses.replace(group, completions=completions, ids=[*group.ids, numbers[name]])
-        places.append(numbers[name])
-    compute = ctx.config.compute
-    scores = score_groups(
-        config, params, list(groups.values()), dtype=compute.dtype, budget=compute.tokens_per_micro_batch
-    )
-    return [outcome_of(float(scores[place])) for place in places]
+            groups[key[0]] = dataclasses.replace(group, completions=completions, ids=[*group.ids, numbers[key]])
+        places.append(numbers[key])
+    compute, scores = ctx.config.compute, np.zeros(0)
+    if groups:
+        scores = score_groups(
+            config, params, list(groups.values()), dtype=compute.dtype, budget=compute.tokens_per_micro_batch
+        )
+    return [place if isinstance(place, Outcome) else outcome_of(float(scores[place])) for place in places]
+
+
+def _as_sampled(ctx: Context, rows: Sequence[CompletionRow]) -> list[Pair | Outcome]:
+    """The policy's own tokens, by which the run's reward model was trained."""
+    from tuning.models.tokenizer import turn_end
+    from tuning.rewards.learned import ended_by
+
+    end = turn_end(load_tokenizer(ctx, ctx.inputs["tokenizer"]))
+    found: list[Pair | Outcome] = []
+    for row in rows:
+        # A text of `stop` takes the place of the end of the turn, which `ended_by` writes over the last token.
+        tokens = [*row.token_ids, 0] if row.stop == "string" else row.token_ids
+        found.append((row.prompt_ids, Numbers(ended_by(None if row.stop == "length" else end, tokens))))
+    return found
+
+
+def _rendered(
+    ctx: Context,
+    scorer: Artifact,
+    positions: int,
+    rows: Sequence[CompletionRow],
+    episodes: Mapping[Name, TrajectoryRow],
+) -> list[Pair | Outcome]:
+    """The conversations as a ready reward model's own template and tokenizer write them; a failure in place of one
+    that the template refuses, or of more tokens than the model has positions."""
+    from jinja2 import TemplateError
+
+    from tuning.rewards.learned import rendered
+
+    tokenizer, pad = load_tokenizer(ctx, scorer), token_ids(scorer).get("pad_token_id")
+    found: list[list[int] | Outcome] = []
+    shared: dict[int, list[int]] = {}
+    for row in rows:
+        try:
+            ids = rendered(tokenizer, conversation_of(row, episodes), pad)
+            if len(ids) > positions:
+                raise ValueError(f"{len(ids)} tokens, it has {positions} positions")
+        except (TemplateError, ValueError) as e:
+            found.append(Outcome(None, f"the reward model cannot read the conversation: {e}"))
+            continue
+        found.append(ids)
+        # Completions of one place begin alike; the last token is the completion's.
+        shared[row.place] = list(os.path.commonprefix([shared.get(row.place, ids), ids[:-1]]))
+    cuts = [len(shared.get(row.place, ())) for row in rows]
+    return [ids if isinstance(ids, Outcome) else (ids[:cut], ids[cut:]) for ids, cut in zip(found, cuts, strict=True)]

@@ -22,6 +22,9 @@ class Reward(StageConfig):
 
     function: str
     """A built-in name, `module:function`, `reward_model`, or `environment`: the sum of an episode's rewards."""
+    source: str | None = None
+    """With function reward_model, a ready one in place of the run's own: a Hugging Face folder of a sequence classifier
+    with one label, in the forms of base.source. It reads conversations by its own tokenizer and chat template."""
     weight: float = 1.0
     """Its factor in the sum."""
     arguments: dict[str, str | int | float | bool] = {}
@@ -48,6 +51,10 @@ class Reward(StageConfig):
     def _ordered(self) -> Reward:
         if self.clip is not None and self.clip[0] >= self.clip[1]:
             raise ValueError(f"clip {self.clip}: the first number must be below the second")
+        if self.source is not None and self.function != MODEL:
+            raise ValueError(
+                f"source {self.source} is a reward model: set function: {MODEL} in place of {self.function}"
+            )
         if self.function in COMPUTED and self.batch != "sample":
             raise ValueError(f"batch is for functions: a score of {self.function} does not depend on other completions")
         return self
@@ -124,6 +131,16 @@ class Config(StageConfig):
     def learned(self) -> bool:
         """Whether a reward model takes part."""
         return any(r.function == MODEL for r in self.rewards.values())
+
+    @property
+    def of_run(self) -> list[str]:
+        """Names of the rewards that the run's own reward model gives."""
+        return [name for name, r in self.rewards.items() if r.function == MODEL and r.source is None]
+
+    @property
+    def ready(self) -> dict[str, str]:
+        """Sources of ready reward models by the names of their rewards."""
+        return {name: r.source for name, r in self.rewards.items() if r.source is not None}
 
 
 def source_digests(config: Config) -> dict[str, str]:

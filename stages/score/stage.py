@@ -191,8 +191,9 @@ STAGE = Stage(
     makes="scores",
     reads={
         "rollouts": Reads("rollouts"),
-        "reward": Reads("reward", when=lambda c, _: c.learned),
-        "tokenizer": Reads("tokenizer", ("tokenizer/",), when=lambda c, _: c.learned),
+        "reward": Reads("reward", when=lambda c, _: bool(c.of_run)),
+        "tokenizer": Reads("tokenizer", ("tokenizer/",), when=lambda c, _: bool(c.of_run)),
+        "scorers": Reads("scorer_*", when=lambda c, _: bool(c.ready)),
         "scale": Reads("scale", (SCALE,), when=lambda c, _: c.round_scale),
     },
     headline=(_total, _by_name, _failed, "zero-var {zero_variance:.2f}"),

@@ -66,7 +66,7 @@ class Text:
             text = text[:at]
         elif not ended:
             # The end may be the beginning of a stop string: held back until more tokens decide.
-            text = text[: len(text) - self._hold] if self._hold else text
+            text = text[: max(0, len(text) - self._hold)]
             # A character of several tokens decodes to U+FFFD until its last byte is there.
             text = text.rstrip("\ufffd")
         new = text[len(self.sent) :]

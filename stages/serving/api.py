@@ -220,8 +220,7 @@ class ChatRequest(Asked):
     @field_validator("tools", mode="before")
     @classmethod
     def _tools_are_small(cls, value: Any) -> Any:
-        functions = [one.get("function") for one in value if isinstance(one, dict)] if isinstance(value, list) else []
-        nodes = sum(len(nodes_of(one.get("parameters"))) for one in functions if isinstance(one, dict))
+        nodes = sum(len(nodes_of(one)) for one in value) if isinstance(value, list) else 0
         if nodes > MOST_TOOL_NODES:
             raise ValueError(
                 f"the schemas have {nodes} objects, lists and elements; at most {MOST_TOOL_NODES} are supported"

@@ -19,6 +19,7 @@ from stages.serving.sessions import Call, Session, Sessions, said_by
 from stages.serving.settings import Named
 from stages.serving.tools import Offer, same_call, without_thoughts
 from stages.serving.wording import Wording
+from tuning.models.tokenizer import begins_with_bos
 
 TOP_LOGPROBS = 5
 """Most probable tokens that an answer can show at each position."""
@@ -146,7 +147,7 @@ class Server:
         if isinstance(prompt, str):
             before = session.found_text("text", prompt)
             added = prompt if before is None else prompt[len(before.whole_text()) :]
-            return before, added, self._prompt_ids(added) if added else []
+            return before, added, self._prompt_ids(added, begins=before is None) if added else []
         before = session.found_ids("text", prompt)
         ids = prompt if before is None else prompt[len(before.ids()) :]
         return before, self.decode(ids), ids
@@ -277,12 +278,18 @@ class Server:
                 f"{self.longest}: shorten it, or serve with more"
             )
 
-    def _prompt_ids(self, prompt: str | list[int]) -> list[int]:
-        """Token ids of a prompt; none is added."""
-        if isinstance(prompt, str):
-            self._refuse_longer(len(prompt))
-            return list(self._tokenizer.encode(prompt, add_special_tokens=False))
-        return prompt
+    def _prompt_ids(self, prompt: str | list[int], begins: bool = True) -> list[int]:
+        """Token ids of a prompt; a text that begins has the BOS that the tokenizer puts before a text, as documents."""
+        if not isinstance(prompt, str):
+            return prompt
+        self._refuse_longer(len(prompt))
+        if not begins:
+            # Behind a control token: tokenizers of SentencePiece put a space before a text's beginning.
+            anchor = str(self._tokenizer.eos_token or "")
+            return list(self._tokenizer.encode(anchor + prompt, add_special_tokens=False))[bool(anchor) :]
+        ids = list(self._tokenizer.encode(prompt, add_special_tokens=False))
+        bos = [self._tokenizer.bos_token_id] if begins_with_bos(self._tokenizer) else []
+        return ids if ids[:1] == bos else bos + ids
 
     async def chunks(self, job: Job, gone: Callable[[], Any]) -> AsyncIterator[tuple[int, Any, Choice, str]]:
         """(choice, update, its fields, the new part of its text) until all samples of all prompts have ended."""

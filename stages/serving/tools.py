@@ -14,7 +14,17 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, Json, field_validator
+from pydantic import (
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    Json,
+    ModelWrapValidatorHandler,
+    PrivateAttr,
+    field_validator,
+    model_validator,
+)
 
 from tuning.chat import calls, schemas
 
@@ -36,10 +46,19 @@ class Tool(BaseModel):
     model_config = ConfigDict(extra="ignore")
     type: Literal["function"]
     function: Function
+    _given: dict[str, Any] = PrivateAttr()
+
+    @model_validator(mode="wrap")
+    @classmethod
+    def _keeps_what_is_given(cls, value: Any, handler: ModelWrapValidatorHandler[Tool]) -> Tool:
+        made = handler(value)
+        made._given = value
+        return made
 
     def schema_of(self) -> dict[str, Any]:
-        """As OpenAI's API has it, without what was left out."""
-        return {"type": "function", "function": self.function.model_dump(exclude_none=True)}
+        """As it was given, with fields that only the chat template reads: training data has it so."""
+        function = {name: value for name, value in self._given["function"].items() if value is not None}
+        return {**self._given, "function": function}
 
 
 class Named(BaseModel):
@@ -118,8 +137,9 @@ class Offer:
         if not self.used:
             return text
         text = text.lstrip()
-        if self.form == "llama" and text.startswith("{"):
-            return ""
+        behind = text.rpartition("</think>")[2]
+        if self.form == "llama" and behind.lstrip().startswith("{"):
+            return text[: len(text) - len(behind)].rstrip()
         marks = _MARKS[self.form]
         ends = [i for mark in marks if (i := text.find(mark)) >= 0]
         if ends:

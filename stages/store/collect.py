@@ -215,7 +215,8 @@ def _in_use(store: Store, version: Version) -> bool:
 
 
 def _delete_files(store: Store, version: Version, check: Callable[[], None]) -> None:
-    folder = store.join("artifacts", version.stage, version.folder)
+    place = "artifacts", version.stage, version.folder
+    folder = store.join(*place)
     # The folder of the key also holds the manifest of the artifact that has replaced this one.
     present = f"{folder}/{MANIFEST}"
     check()
@@ -226,7 +227,7 @@ def _delete_files(store: Store, version: Version, check: Callable[[], None]) -> 
                 check()
             with contextlib.suppress(FileNotFoundError):
                 store.remove(path)
-    if not store.fs.exists(present):
+    if not store.exists(*place, MANIFEST):
         store.remove_folder(folder)
 
 

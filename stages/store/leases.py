@@ -127,8 +127,12 @@ def lease(
         thread.join()
         # What was made is made: a lease that cannot be given back is stale when this process ends.
         with contextlib.suppress(Exception):
-            if (_holder(store, name) or {}).get("token") == token:
-                store.remove(path)
+            retried(lambda: _release(store, name, token), tries=2, first_seconds=FIRST_PAUSE_SECONDS)
+
+
+def _release(store: Store, name: str, token: str) -> None:
+    if (_holder(store, name) or {}).get("token") == token:
+        store.remove(store.join("leases", name))
 
 
 class _Held(Exception):

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from typing import TypeVar
 
 from stages.store.artifacts import Store
-from stages.store.disk import full_disk
+from stages.store.disk import FULL, disk_fault
 
 BYTES = 2**20
 """More than a collection or a record needs at a time."""
@@ -28,7 +28,8 @@ def with_room(store: Store, action: Callable[[], T]) -> T:
     try:
         return action()
     except OSError as error:
-        if full_disk(error, store.scratch) is None:
+        fault = disk_fault(error, store.scratch)
+        if fault is None or fault.errno not in FULL:
             raise
     with contextlib.suppress(OSError):
         os.remove(store.join("room"))

@@ -92,7 +92,7 @@ def model_of(name: str, where: str) -> DecoderConfig:
 
     Raises ValueError, naming `where`, for none of these.
     """
-    from stages.base import locate
+    from stages.common.source import locate, snapshot
     from tuning.fit.shapes import VALUES, public
     from tuning.models.config import tiny
     from tuning.models.config_json import from_hugging_face
@@ -101,7 +101,7 @@ def model_of(name: str, where: str) -> DecoderConfig:
     if name in VALUES or (where == "--model" and not Path(name).exists()):
         return public(name)
     if name.startswith("hub:"):
-        path = _config_of_hub(name.removeprefix("hub:"), where)
+        path = snapshot(name.removeprefix("hub:"), ["config.json"], where)
     else:
         found = locate(name)
         if found is None:
@@ -118,18 +118,6 @@ def model_of(name: str, where: str) -> DecoderConfig:
     from tuning.models.gguf import GGUFCheckpoint, GGUFFile
 
     return from_hugging_face(GGUFCheckpoint(GGUFFile(path)).config(), str(path))
-
-
-def _config_of_hub(name: str, where: str) -> Path:
-    """The config.json of a hub repository, without its weights."""
-    from huggingface_hub import hf_hub_download
-
-    repository, _, revision = name.partition("@")
-    try:
-        return Path(hf_hub_download(repository, "config.json", revision=revision or None))
-    except Exception as e:
-        reason = str(e).strip().splitlines()[0]
-        raise ValueError(f"{where}: config.json of {repository} cannot be fetched ({reason}); say --model") from e
 
 
 def shown(figures: Figures, on: Machine) -> dict[str, Any]:

@@ -248,10 +248,14 @@ def _sampled(run: Run, config: Any, machine: Machine, samples: int, tokens: int)
 
 
 def _score(run: Run, config: Any, machine: Machine) -> Iterator[tuple[str, Asked]]:
+    from stages.tools.fit import model_of
+
     rollout = run.sections["rl.rollout"]
-    if config.learned:
-        groups = run.groups(rollout.prompts, rollout.completions, run.cut(rollout.max_tokens * run.turns))
-        yield "score", Scored(run.model, groups, config.compute, run.trainer)
+    groups = run.groups(rollout.prompts, rollout.completions, run.cut(rollout.max_tokens * run.turns))
+    models = [run.model] if config.of_run else []
+    # Tokens of its own tokenizer are about as many.
+    for model in [*models, *(model_of(source, "rl.score.rewards") for source in config.ready.values())]:
+        yield "score", Scored(model, groups, config.compute, run.trainer)
 
 
 def _update(run: Run, config: Any, machine: Machine) -> Iterator[tuple[str, Asked]]:

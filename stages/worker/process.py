@@ -30,6 +30,7 @@ from stages.worker.failure_event import failure_of
 from stages.worker.interpreter import escape_output
 from stages.worker.manifest import manifest_of
 from stages.worker.parent_death import die_with_parent
+from stages.worker.profiled import profiled
 from stages.worker.protocol import (
     Changed,
     Done,
@@ -134,7 +135,8 @@ def _run(request: Request, stage: Stage, config: StageConfig, memory: dict[str, 
     context.saved, context.fetch = folder.save, folder.fetch
     try:
         try:
-            metrics = stage.run(context)
+            with profiled(context):
+                metrics = stage.run(context)
             # Files of data are on the host of process 0, which has read them.
             read = stage.sources(config) if multihost.is_primary() else request.key_parts.get("sources", {})
             loaded_code.check_after(request, read)

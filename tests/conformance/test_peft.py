@@ -8,6 +8,7 @@ import pytest
 from tests.tuning.models.adapters import load_adapter
 from tuning.models import huggingface as hf
 from tuning.models.attention import packed_attention
+from tuning.models.identity import fingerprint
 from tuning.models.lora import PROJECTIONS, LoraConfig, assemble, join, merge, tune, tuned_graph
 from tuning.models.peft import save_adapter
 
@@ -135,5 +136,5 @@ def test_a_reward_model_and_its_adapter(base, peft, tmp_path):
         wanted = tuned(torch.tensor(np.asarray(tokens))).logits[:, 0].numpy()
     np.testing.assert_allclose(head.scores(hidden[:, -1]), wanted, atol=1e-4)
     found, again = load_adapter(tmp_path / "adapter", config)
-    assert found == lora and hf.fingerprint(again) == hf.fingerprint(trainable)
+    assert found == lora and fingerprint(again) == fingerprint(trainable)
     assert set(lora.targets) == set(PROJECTIONS)

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from stages.base import Config as BaseConfig
-from stages.base import locate
+from stages.common.source import locate
 from tuning.device import Compute
 from tuning.models.config_json import from_hugging_face
 from tuning.models.gguf import GGUFCheckpoint, GGUFFile

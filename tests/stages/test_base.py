@@ -8,7 +8,8 @@ import pytest
 from safetensors.numpy import load_file, save_file
 
 from stages import base
-from stages.base import HUB_FILES, Config, SourceMissing, locate, run, source_digests, token_ids_of
+from stages.base import Config, run, source_digests
+from stages.common.source import HUB_FILES, SourceMissing, locate, token_ids_of
 from stages.contract.definition import Context
 from tuning.models import huggingface
 from tuning.models.byte_tokenizer import byte_tokenizer
@@ -29,6 +30,26 @@ def test_a_hub_model_is_its_snapshot_of_that_revision(tmp_path, monkeypatch):
     assert calls == [("org/name", {"revision": "v2", "allow_patterns": HUB_FILES})]
     assert list(source_digests(Config(source="hub:org/name"))) == ["config.json"]
     assert calls[1][1]["revision"] is None
+
+
+def test_a_url_is_fetched_once_for_each_of_its_states(tmp_path, monkeypatch):
+    import fsspec
+
+    monkeypatch.setenv("RLHF_SCRATCH", str(tmp_path / "scratch"))
+    fs, reads = fsspec.filesystem("memory"), []
+    fs.pipe({"/models/tiny/config.json": b"{}", "/models/tiny/more/a.jinja": b"1", "/models/one.gguf": b"GGUF"})
+    get = type(fs).get_file
+    monkeypatch.setattr(type(fs), "get_file", lambda self, *a, **k: reads.append(a[0]) or get(self, *a, **k))
+    url = "memory://models/tiny"
+    first = locate(url)
+    count = len(reads)
+    assert locate(url + "/") == locate(url) == first and len(reads) == count > 1
+    assert sorted(source_digests(Config(source=url))) == ["config.json", "more/a.jinja"]
+    assert list(source_digests(Config(source="memory://models/one.gguf"))) == ["one.gguf"]
+    fs.pipe("/models/tiny/config.json", b"[]")
+    assert (locate(url) / "config.json").read_text() == "[]"
+    with pytest.raises(SourceMissing, match="^base.source: memory://models/none cannot be read: FileNotFoundError"):
+        locate("memory://models/none")
 
 
 def test_a_name_of_the_hub_without_its_prefix_is_told_with_it(tmp_path, monkeypatch):
@@ -142,6 +163,17 @@ def test_a_token_without_a_row_in_the_model_is_refused_where_every_chat_has_it_a
     tokenizer.chat_template, tokenizer.eos_token = template, "<|extra|>"
     with pytest.raises(UnsupportedModel, match=r"token '<\|extra\|>'.*resize_token_embeddings"):
         imported(folder(tmp_path / "as-eos", tokenizer, vocabulary=rows))
+
+
+def test_files_that_no_model_is_read_from_are_in_no_key(tmp_path):
+    (tmp_path / "config.json").write_text("{}")
+    before = source_digests(Config(source=str(tmp_path)))
+    (tmp_path / "README.md").write_text("a card")
+    (tmp_path / "original").mkdir()
+    (tmp_path / "original" / "consolidated.pth").write_bytes(b"weights")
+    assert source_digests(Config(source=str(tmp_path))) == before
+    (tmp_path / "special_tokens_map.json").write_text("{}")
+    assert set(source_digests(Config(source=str(tmp_path)))) == {"config.json", "special_tokens_map.json"}
 
 
 def test_another_chat_template_is_in_the_key_by_its_content(tmp_path):

@@ -17,12 +17,15 @@ import dataclasses
 import hashlib
 import time
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
-from tuning.agents.contract import Fault, Observation, Observed, Status, Task, calls_of
+from tuning.agents.contract import Fault, Observed, Status, Task, calls_of
 from tuning.agents.trajectory import Ended, Episode, Rules, Turn
-from tuning.chat.calls import Message
+from tuning.chat import Message
 from tuning.rollout.requests import Completion, Request, Sampling, Update
+
+if TYPE_CHECKING:
+    from tuning.chat.renderer import Renderer
 
 Key = tuple[int, int, int]
 """Place, sample and try of an episode: what an environment of an earlier try says late reaches nobody."""
@@ -47,16 +50,6 @@ class Environments(Protocol):
     def finish(self, key: Hashable) -> None: ...
     def poll(self, seconds: float) -> list[tuple[Any, Observed | Fault]]: ...
     def discard(self, key: Hashable) -> None: ...
-
-
-class Words(Protocol):
-    """Messages to ids and back (`tuning.chat.renderer.Renderer`)."""
-
-    def first(self, messages: Sequence[Message]) -> list[int]: ...
-    def suffix(self, messages: Sequence[Message], ended: bool) -> list[int]: ...
-    def messages(self, observation: Observation) -> list[Message]: ...
-    def text(self, ids: Sequence[int]) -> str: ...
-    def cut(self, messages: Sequence[Message], tokens: int) -> list[Message]: ...
 
 
 @dataclasses.dataclass(eq=False)
@@ -94,7 +87,7 @@ class Player:
         self,
         engine: TurnEngine,
         environments: Environments,
-        words: Words,
+        words: Renderer,
         rules: Rules,
         stop_ids: tuple[int, ...],
         sampling: Sampling,

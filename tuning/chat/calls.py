@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from keyword import iskeyword
 from typing import Any
 
@@ -18,8 +18,6 @@ from tuning.chat.call_text import CLOSE, END, FENCE, OPEN, PYTHON_TAG, READERS, 
 
 FORMATS = ("auto", "hermes", "llama", "gemma")
 """How tool calls are written in text; auto: as the chat template's family does, else Hermes' `<tool_call>`."""
-Message = Mapping[str, Any]
-"""A message of a conversation: `role` and `content`, of an assistant also `tool_calls`."""
 Schema = Mapping[str, Any]
 """A function as OpenAI's API describes it: {"type": "function", "function": {name, description, parameters}}."""
 
@@ -69,8 +67,7 @@ def parse(text: str, tool_format: str, tools: Sequence[Schema]) -> Parsed:
     A call in the thoughts of a text (`<think>`, closed or not) is none.
     Raises ValueError for an unknown format and for a schema that is none, never for the text.
     """
-    if tool_format not in READERS:
-        raise ValueError(f"tool format is {tool_format!r}; expected one of {', '.join(READERS)}")
+    _check_format(tool_format, READERS)
     thoughts, answer = _split_thoughts(text)
     found, content = READERS[tool_format](answer)
     functions = {function["name"]: function for function in map(_function, tools)}
@@ -90,14 +87,13 @@ def render(calls: Sequence[Call], tool_format: str) -> str:
 
     Raises ValueError for an unknown format.
     """
+    _check_format(tool_format, READERS)
     if tool_format == "hermes":
         bodies = [_json({"name": call.name, "arguments": call.arguments}) for call in calls]
         return "\n".join(f"{OPEN}\n{body}\n{CLOSE}" for body in bodies)
     if tool_format == "llama":
         return "; ".join(_json({"name": call.name, "parameters": call.arguments}) for call in calls)
-    if tool_format == "gemma":
-        return "\n".join(_gemma(call) for call in calls)
-    raise ValueError(f"tool format is {tool_format!r}; expected one of {', '.join(READERS)}")
+    return "\n".join(map(_gemma, calls))
 
 
 def instructions(tools: Sequence[Schema], tool_format: str) -> str:
@@ -120,22 +116,25 @@ def resolve(tool_format: str, chat_template: str | None) -> str:
 
     Raises ValueError for an unknown format.
     """
-    if tool_format not in FORMATS:
-        raise ValueError(f"tool format is {tool_format!r}; expected one of {', '.join(FORMATS)}")
+    _check_format(tool_format, FORMATS)
     if tool_format != "auto":
         return tool_format
-    template = chat_template or ""
-    marks = {
-        "hermes": (OPEN,),
-        "llama": (PYTHON_TAG, "<|start_header_id|>"),
-        "gemma": (START, "<start_of_turn>"),
-    }
-    # What a template says of calls weighs more than its headers.
-    for number in range(2):
-        for name, texts in marks.items():
-            if any(text in template for text in texts[number : number + 1]):
-                return name
-    return "hermes"
+    return next((form for mark, form in _MARKS.items() if mark in (chat_template or "")), "hermes")
+
+
+# What a template says of calls weighs more than its headers.
+_MARKS = {
+    OPEN: "hermes",
+    PYTHON_TAG: "llama",
+    START: "gemma",
+    "<|start_header_id|>": "llama",
+    "<start_of_turn>": "gemma",
+}
+
+
+def _check_format(tool_format: str, known: Collection[str]) -> None:
+    if tool_format not in known:
+        raise ValueError(f"tool format is {tool_format!r}; expected one of {', '.join(known)}")
 
 
 # A text that begins with a call, and in which a call has not ended.

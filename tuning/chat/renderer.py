@@ -15,9 +15,9 @@ import dataclasses
 from collections.abc import Iterator, Sequence
 from typing import Any, Final
 
-from tuning.chat.calls import Message
-from tuning.chat.template import ANSWER, PROBE, QUESTION, Template, TemplateRefused
-from tuning.models.tokenizer import control_ids
+from tuning.chat import Message
+from tuning.chat.template import ANSWER, QUESTION, Template, TemplateRefused
+from tuning.models.tokenizer import PROBE, control_ids
 
 # What follows must not depend on what was said.
 _SAID: Final = ("", " and\nmore {{ x }}", '\n<tool_call>\n{"name": "lookup", "arguments": {}}\n</tool_call>')

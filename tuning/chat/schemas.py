@@ -13,7 +13,7 @@ import itertools
 import json
 import math
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 MOST_BYTES = 16 * 1024
@@ -125,10 +125,6 @@ def _spend(steps: int) -> None:
         raise TooManySteps
 
 
-def _spend_search(pattern: str) -> None:
-    _spend(20 + min(MOST_PATTERN_STEPS, math.prod(map(int, re.findall(r"(\d+)\}", pattern)))))
-
-
 def _found(pattern: str, text: str) -> bool:
     """Whether RE2 finds the pattern in the text. Raises ValueError for a pattern that it cannot run."""
     import pyarrow as pa
@@ -141,32 +137,34 @@ def _found(pattern: str, text: str) -> bool:
         raise ValueError(f"RE2 cannot run the pattern {pattern!r} ({cause}): write it without that") from error
 
 
+def _matched(patterns: Iterable[str], texts: Iterable[str]) -> Iterator[tuple[str, str]]:
+    """(pattern, text that it fits)."""
+    for pattern, text in itertools.product(patterns, texts):
+        _spend(20 + min(MOST_PATTERN_STEPS, math.prod(map(int, re.findall(r"(\d+)\}", pattern)))))
+        if _found(pattern, text):
+            yield pattern, text
+
+
 def _pattern(validator: Any, pattern: str, instance: Any, schema: Any) -> Iterator[Any]:
     from jsonschema.exceptions import ValidationError
 
-    if isinstance(instance, str):
-        _spend_search(pattern)
-        if not _found(pattern, instance):
-            yield ValidationError(f"{instance!r} does not match {pattern!r}")
+    if isinstance(instance, str) and not any(_matched([pattern], [instance])):
+        yield ValidationError(f"{instance!r} does not match {pattern!r}")
 
 
-def _matched(schemas: Mapping[str, Any], instance: Any) -> Iterator[tuple[str, str]]:
-    """(pattern, name of a property that it fits)."""
-    for pattern, name in itertools.product(schemas, instance if isinstance(instance, Mapping) else ()):
-        _spend_search(pattern)
-        if _found(pattern, name):
-            yield pattern, name
+def _names(instance: Any) -> Iterable[str]:
+    return instance if isinstance(instance, Mapping) else ()
 
 
 def _pattern_properties(validator: Any, schemas: Mapping[str, Any], instance: Any, schema: Any) -> Iterator[Any]:
-    for pattern, name in _matched(schemas, instance):
+    for pattern, name in _matched(schemas, _names(instance)):
         yield from validator.descend(instance[name], schemas[pattern], path=name, schema_path=pattern)
 
 
 def _additional(validator: Any, wanted: Any, instance: Any, schema: Mapping[str, Any]) -> Iterator[Any]:
     from jsonschema import Draft202012Validator
 
-    patterns = schema.get("patternProperties", {})
-    named = {**schema.get("properties", {}), **{name: True for _, name in _matched(patterns, instance)}}
+    matched = _matched(schema.get("patternProperties", {}), _names(instance))
+    named = {**schema.get("properties", {}), **{name: True for _, name in matched}}
     rule = Draft202012Validator.VALIDATORS["additionalProperties"]
     yield from rule(validator, wanted, instance, {"properties": named}) or ()

@@ -15,16 +15,15 @@ from typing import TYPE_CHECKING, Any, Final
 
 from jinja2 import TemplateError
 
-from tuning.chat import calls
-from tuning.chat.calls import Message, Schema
+from tuning.chat import Message, calls
+from tuning.chat.calls import Schema
 from tuning.chat.plain_text import PlainText
-from tuning.models.tokenizer import render, turn_end
+from tuning.models.tokenizer import PROBE, render, turn_end
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
 
 # Plain words, which no template trims, splits or escapes, and no message of a proof holds.
-PROBE: Final = "theanswerofthisprobe"
 QUESTION: Final = {"role": "user", "content": "thequestionofthisprobe"}
 ANSWER: Final = {"role": "assistant", "content": PROBE}
 _ID: Final = "000000001"  # templates of Mistral ask for an id of nine characters
@@ -36,7 +35,7 @@ _LOOKUP: Final[dict[str, Any]] = {
 }
 _CALL: Final = calls.Call("lookup", {_KEY: PROBE + "c"})
 _RESULT: Final = {"role": "tool", "name": "lookup", "tool_call_id": _ID, "content": PROBE + "s"}
-_SHAPES: Final = 1024
+_RESULT_TAGS: Final = {"gemma": ("```tool_output", "```")}
 _REFUSALS: Final = (TemplateError, TypeError, AttributeError, LookupError, ArithmeticError)
 
 
@@ -98,8 +97,9 @@ class Template:
         has_calls = any(one.get("tool_calls") for one in given)
         if not (fold or self._system or self._tools or has_calls or any(one["role"] == "tool" for one in given)):
             return given
-        fitted = self._opened(given, native=has_calls and self._writes_calls)
-        if has_calls and self._writes_calls:
+        native = has_calls and self._writes_calls
+        fitted = self._opened(given, native)
+        if native:
             try:
                 self.checked(fitted)
             except TemplateRefused:
@@ -130,8 +130,7 @@ class Template:
                         f"leaves out the text of message {number} (role {probe['role']})",
                         "set base.chat_template to one that writes it, or leave the message out",
                     )
-            if len(self._complete) < _SHAPES:
-                self._complete.add(shape)
+            self._complete.add(shape)
         return text
 
     def ids(self, messages: Sequence[Message]) -> list[int]:
@@ -201,7 +200,8 @@ class Template:
                 if native or self._abilities.results:
                     one = {"tool_call_id": f"{number:09d}", **one}
                 else:
-                    one = {"role": "user", "content": self._result(str(one["content"]))}
+                    start, end = _RESULT_TAGS.get(self.tool_format, ("<tool_response>", "</tool_response>"))
+                    one = {"role": "user", "content": f"{start}\n{one['content']}\n{end}"}
                     joint = "\n" if before == "tool" else joint
             before = message["role"]
             if joint and one["role"] == "user" and fitted and fitted[-1]["role"] == "user":
@@ -209,11 +209,6 @@ class Template:
             else:
                 fitted.append(one)
         return list(fitted)
-
-    def _result(self, text: str) -> str:
-        if self.tool_format == "gemma":
-            return f"```tool_output\n{text}\n```"
-        return f"<tool_response>\n{text}\n</tool_response>"
 
     def _refused(self, rule: str, remedy: str) -> TemplateRefused:
         name = self.tokenizer.name_or_path or "the tokenizer"

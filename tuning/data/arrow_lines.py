@@ -16,17 +16,18 @@ def batch_lines(batch: pa.RecordBatch) -> Iterator[bytes]:
     """JSON of each row.
 
     Bytes are text in UTF-8 and maps are objects. Dates, times, decimals and UUIDs, which JSON does not have, become
-    text. Fields of structs that are null are left out: the structs of a column have the fields of all its rows, as the
-    arguments of calls of different tools. Raises ValueError for a value of another type.
+    text. Null fields of structs in lists are left out: such structs have the fields of all rows, as the arguments of
+    calls of different tools. Raises ValueError for a value of another type.
     """
     for row in batch.to_pylist(maps_as_pydicts="strict"):
-        yield json.dumps({name: _without_nulls(value) for name, value in row.items()}, default=_as_text).encode()
+        yield json.dumps(_without_nulls(row), default=_as_text).encode()
 
 
-def _without_nulls(value: Any) -> Any:
+def _without_nulls(value: Any, within: bool = False) -> Any:
+    """The value with null fields outside of lists alone: metadata that is null stays so for a reward."""
     if isinstance(value, dict):
-        return {name: _without_nulls(one) for name, one in value.items() if one is not None}
-    return [_without_nulls(one) for one in value] if isinstance(value, list) else value
+        return {name: _without_nulls(one, within) for name, one in value.items() if one is not None or not within}
+    return [_without_nulls(one, True) for one in value] if isinstance(value, list) else value
 
 
 def _as_text(value: Any) -> str:

@@ -64,24 +64,21 @@ def sample(template: Template, messages: Messages, every: bool = True) -> Sample
         turns.pop()
     if not turns:
         raise ConversationError("there is no turn of the assistant")
-    text = template.checked(turns)
-    places = [i for i, turn in enumerate(turns, start=1) if turn["role"] == "assistant"][0 if every else -1 :]
-    text, span = _last_turn(template, turns, text)
-    spans = [span]
-    for place in places[:-1]:
-        earlier, span = _last_turn(template, turns[:place], template.write(turns[:place]))
-        if not text.startswith(earlier):
-            raise NoPrefix(f"the chat template writes message {place} otherwise when more messages follow")
-        spans.insert(-1, span)
-    last = spans[-1][1]
-    closed = any(found.end() == last for found in _control(template.tokenizer).finditer(text))
-    if not closed and len(spans) > 1:
+    last = _last_turn(template, turns, template.checked(turns))
+    spans: list[Span] = []
+    for place, turn in enumerate(turns[:-1], start=1):
+        if every and turn["role"] == "assistant":
+            earlier = _last_turn(template, turns[:place], template.write(turns[:place]))
+            if not last.text.startswith(earlier.text):
+                raise NoPrefix(f"the chat template writes message {place} otherwise when more messages follow")
+            spans += earlier.spans
+    if spans and not last.closed:
         raise NoPrefix("the chat template ends no turn; the end is added to the last turn of a row")
-    return Sample(text[:last], tuple(spans), closed)
+    return dataclasses.replace(last, spans=(*spans, *last.spans))
 
 
-def _last_turn(template: Template, turns: Messages, text: str) -> tuple[str, Span]:
-    """The text, with a thought that the template drops from the last turn, and the span of that turn."""
+def _last_turn(template: Template, turns: Messages, text: str) -> Sample:
+    """The sample of the last turn, with a thought of it that the template drops."""
     opened, content = template.write(turns[:-1], header=True), str(turns[-1].get("content") or "")
     before = _before(opened, text)
     if before is None:
@@ -96,7 +93,8 @@ def _last_turn(template: Template, turns: Messages, text: str) -> tuple[str, Spa
             raise ConversationError(f"the chat template does not write all of message {len(turns)} (role assistant)")
         # As it is sampled: after the generation prompt, which may have opened the thought.
         before, said = opened, (content.partition("<think>")[2].lstrip("\n") if began else content).rstrip()
-    return before + said + end, (len(before), len(before + said + end))
+    text = before + said + end
+    return Sample(text, ((len(before), len(text)),), bool(end))
 
 
 def _before(opened: str, text: str) -> str | None:
@@ -120,25 +118,21 @@ def _turn(tokenizer: PreTrainedTokenizerFast, turn: str) -> tuple[str, str]:
     Where the turn ends in several control tokens it is the one of `turn_end`, else the last; empty where it has none.
     """
     ends: list[re.Match[str]] = []
-    for found in reversed(list(_control(tokenizer).finditer(turn))):
+    for found in reversed(list(control_pattern(tokenizer).finditer(turn))):
         if turn[found.end() : ends[-1].start() if ends else None].strip():
             break
         ends.append(found)
-    stop = _end_text(tokenizer)
-    end = next((end for end in reversed(ends) if end.group() == stop), ends[0] if ends else None)
+    stop: Any = turn_end(tokenizer)
+    stops = [end for end in reversed(ends) if tokenizer.convert_tokens_to_ids(end.group()) == stop]
+    end = next(iter([*stops, *ends]), None)
     return (turn[: end.start()], turn[end.start() : end.end()]) if end else (turn, "")
 
 
 @functools.lru_cache(maxsize=8)
-def _control(tokenizer: PreTrainedTokenizerFast) -> re.Pattern[str]:
+def control_pattern(tokenizer: PreTrainedTokenizerFast) -> re.Pattern[str]:
     """A pattern of the control tokens' texts."""
     texts = [re.escape(str(tokenizer.convert_ids_to_tokens(i))) for i in control_ids(tokenizer)]
     return re.compile("|".join(sorted(texts, key=len, reverse=True)) or r"(?!)")
-
-
-def _end_text(tokenizer: PreTrainedTokenizerFast) -> str:
-    end = turn_end(tokenizer)
-    return "" if end is None else str(tokenizer.convert_ids_to_tokens(end))
 
 
 def tokenized(tokenizer: PreTrainedTokenizerFast, samples: Sequence[Sample]) -> list[tuple[list[int], list[int]]]:

@@ -11,11 +11,11 @@ from typing import Any
 
 from tuning.chat.template import Template
 from tuning.data.blocks import Block, Counts, Draft, Plan, Step, tokenizer_of
-from tuning.data.conversations import NoPrefix, sample, tokenized
+from tuning.data.conversations import NoPrefix, control_pattern, sample, tokenized
 from tuning.data.kinds import canonical_json, digest
 from tuning.data.messages import Message, spoken, text_of
 from tuning.data.records import Record
-from tuning.models.tokenizer import begins_with_bos, control_ids
+from tuning.models.tokenizer import begins_with_bos
 
 
 def render(plan: Plan) -> Step:
@@ -74,8 +74,7 @@ def drafts_of(template: Template | None, plan: Plan, output: str, record: Record
         # Episodes begin with them.
         added["prompt_messages"] = record.prompt
     opened = _OPENED_TAG.search(prompt)
-    control = {str(template.tokenizer.convert_ids_to_tokens(index)) for index in control_ids(template.tokenizer)}
-    if opened and opened[0].strip() not in control:
+    if opened and not control_pattern(template.tokenizer).fullmatch(opened[0].strip()):
         # Rewards read completions alone: they have to know that a completion begins within a tag.
         added["opened_tag"] = opened[1]
     metadata = canonical_json({**json.loads(record.metadata), **added}) if added else record.metadata

@@ -137,18 +137,22 @@ def load_scalar_head(folder: Path, mesh: Mesh | None = None, dtype: str | None =
     """As `load_decoder`, of a reward model or critic folder (`score.weight` [1, D] beside the decoder)."""
     config = read_config(folder)
     with Tensors(folder) as tensors:
-        if SCORE not in tensors.shapes:
-            raise UnsupportedModel(f"{folder} has no {SCORE}: it is no reward model")
-        wanted = (1, config.hidden_size)
-        if tensors.shapes[SCORE] != wanted:
-            # Of several labels the first would be taken for the score.
-            raise UnsupportedModel(f"{folder}: {SCORE} has shape {tensors.shapes[SCORE]}, one label has {wanted}")
+        _check_head(config, tensors, folder)
         decoder = load_tensors(config, tensors, abstract_decoder(config)[1], _places(config), mesh, dtype)
         score = tensors.read(SCORE)[0].astype(real())
     head = jnp.asarray(score)
     if mesh is not None:
         head = jax.make_array_from_callback(score.shape, NamedSharding(mesh, PartitionSpec()), lambda at: score[at])
     return config, scalar_head_params(config, decoder, head)
+
+
+def _check_head(config: DecoderConfig, tensors: Tensors, folder: Path) -> None:
+    if SCORE not in tensors.shapes:
+        raise UnsupportedModel(f"{folder} has no {SCORE}: it is no reward model")
+    wanted = (1, config.hidden_size)
+    if tensors.shapes[SCORE] != wanted:
+        # Of several labels the first would be taken for the score.
+        raise UnsupportedModel(f"{folder}: {SCORE} has shape {tensors.shapes[SCORE]}, one label has {wanted}")
 
 
 def scalar_head_shapes(config: DecoderConfig) -> Any:
@@ -207,16 +211,34 @@ def copy_decoder(
         return config, write_decoder(folder, config, tensors, token_ids, shard_bytes=shard_bytes)
 
 
+def copy_scalar_head(source: Path, folder: Path, token_ids: dict[str, Any]) -> int:
+    """`write_decoder` of a sequence classifier of one label, with its head. Raises as `load_scalar_head` does."""
+    config = read_config(source)
+    with Tensors(source) as tensors:
+        _check_head(config, tensors, source)
+        # Classifiers have no LM head, tied or not.
+        config = dataclasses.replace(config, tie_embeddings="lm_head.weight" not in tensors.shapes)
+        return write_decoder(folder, config, tensors, token_ids, scalar=True)
+
+
 def write_decoder(
-    folder: Path, config: DecoderConfig, tensors: Named, token_ids: dict[str, Any], *, shard_bytes: int = SHARD_BYTES
+    folder: Path,
+    config: DecoderConfig,
+    tensors: Named,
+    token_ids: dict[str, Any],
+    *,
+    scalar: bool = False,
+    shard_bytes: int = SHARD_BYTES,
 ) -> int:
     """Writes tensors as `save_decoder` does, each in its own type and on no device; returns the number of parameters.
+
+    scalar: with the head of a reward model.
 
     One file's tensors are on the host at a time. Raises UnsupportedModel for tensors that are not the config's.
     """
     shapes, places = abstract_decoder(config)[1], _places(config)
     check(config, tensors, shapes, places)
-    sizes = {name: math.prod(tensors.shapes[name]) for name in places}
+    sizes = {name: math.prod(tensors.shapes[name]) for name in (*places, *([SCORE] if scalar else []))}
     held: dict[str, int] = collections.Counter()
     lazy = []
     for name, size in sizes.items():
@@ -225,7 +247,7 @@ def write_decoder(
         lazy.append((name, size * kind.itemsize, functools.partial(tensors.read, name)))
     _write(folder, lazy, shard_bytes)
     # Of most of the weights: some models have norms in a wider type than matrices.
-    write_config(folder, config, False, token_ids, max(held, key=lambda kind: held[kind]))
+    write_config(folder, config, scalar, token_ids, max(held, key=lambda kind: held[kind]))
     return sum(sizes.values())
 
 

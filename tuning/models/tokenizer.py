@@ -269,7 +269,7 @@ def _turn_end(tokenizer: PreTrainedTokenizerFast, template: str, eos: int | None
     if text is None:
         # A template for prompts alone. Conversations are refused where they are rendered, with their record.
         return eos
-    _, found, behind = text.rpartition(_PROBE)
+    _, found, behind = text.rpartition(PROBE)
     control = control_ids(tokenizer)
     ids = tokenizer.encode(behind, add_special_tokens=False) if found else []
     return next((index for index in ids if index in control), eos)
@@ -279,7 +279,7 @@ def _probe_chat(tokenizer: PreTrainedTokenizerFast) -> str | None:
     """One exchange under the chat template; None where the template refuses it."""
     from jinja2 import TemplateError
 
-    turns = [{"role": "user", "content": "question"}, {"role": "assistant", "content": _PROBE}]
+    turns = [{"role": "user", "content": "question"}, {"role": "assistant", "content": PROBE}]
     try:
         return render(tokenizer, turns)
     except TemplateError:
@@ -294,7 +294,7 @@ def always_written(tokenizer: PreTrainedTokenizerFast) -> set[int]:
 
 
 # Plain letters, which no template trims, splits or escapes.
-_PROBE: Final = "theanswerofthisprobe"
+PROBE: Final = "theanswerofthisprobe"
 
 
 def control_ids(tokenizer: PreTrainedTokenizerFast) -> frozenset[int]:

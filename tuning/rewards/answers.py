@@ -24,7 +24,7 @@ def accepted(answer: str | None, metadata: Mapping[str, Any] | None) -> list[str
 def number(answer: str) -> numbers.Written:
     """The number that an answer is. Raises ValueError for another text."""
     found = numbers.only(answer)
-    if found is None or not found.readings:
+    if found is None:
         raise ValueError(f"one number, got {_shown(answer)}{_taken_out(answer)}")
     return found
 
@@ -42,10 +42,6 @@ def _unless(readable: Callable[[str], Any], expected: str) -> Check:
         return f"{expected}, got {_shown(answer if len(texts) < 2 else texts)}{_taken_out(answer)}"
 
     return check
-
-
-def _is_number(text: str) -> bool:
-    return bool((found := numbers.only(text)) and found.readings)
 
 
 def code_passes(answer: str | None, metadata: Mapping[str, Any]) -> str | None:
@@ -71,7 +67,7 @@ def tests_of(answer: str | None, metadata: Mapping[str, Any]) -> Any:
 
 CHECKS: dict[str, Check] = {
     "exact_match": _unless(str.strip, "a text that is not empty"),
-    "number_match": _unless(_is_number, "one number"),
+    "number_match": _unless(numbers.only, "one number"),
     "math_equal": _unless(mathematics.expressions, "a mathematical expression"),
     "code_passes": code_passes,
 }

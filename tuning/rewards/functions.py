@@ -36,14 +36,15 @@ def _judged(
     answer: Answers,
     metadata: Metadata,
     extract: str | None,
+    readable: Callable[[str], Any] = lambda answer: True,
 ) -> list[float | None]:
-    """1 where `verdict` holds for a completion and one of its accepted answers; None where there is no answer."""
+    """1 where `verdict` holds for a completion and one of its accepted answers; None without a readable answer."""
 
     def one(text: str, accepted: list[str]) -> float | None:
         return float(any(verdict(text, each) for each in accepted)) if accepted else None
 
     metadata = metadata or [{}] * len(completions)
-    accepted = [answers.accepted(a, m) for a, m in zip(answer, metadata, strict=True)]
+    accepted = [list(filter(readable, answers.accepted(a, m))) for a, m in zip(answer, metadata, strict=True)]
     # With `extract` the completion is searched as it is.
     texts = completions if extract is not None else map(begun, completions, metadata)
     return [one(text, each) for text, each in zip(texts, accepted, strict=True)]
@@ -111,17 +112,9 @@ def math_equal(
     a mathematical answer the reward does not apply (None). A completion that takes longer than the package's limits is
     wrong.
     """
-    metadata = metadata or [{}] * len(completions)
-    golds = [
-        [mathematics.expressions(each) for each in answers.accepted(a, m)]
-        for a, m in zip(answer, metadata, strict=True)
-    ]
-    golds = [[gold for gold in accepted if gold] for accepted in golds]
-
-    def one(text: str, accepted: list[list[Any]]) -> float | None:
-        return float(any(mathematics.equal(gold, text) for gold in accepted)) if accepted else None
-
-    return [one(text, accepted) for text, accepted in zip(map(begun, completions, metadata), golds, strict=True)]
+    return _judged(
+        lambda text, gold: mathematics.equal(gold, text), completions, answer, metadata, None, mathematics.expressions
+    )
 
 
 def matches(prompts: Texts, completions: Texts, *, pattern: str, **_: Any) -> list[float]:
@@ -181,11 +174,11 @@ def overlong(
 
 @functools.cache
 def _evaluates(task: str) -> str | None:
-    """The function by which the verifier of a reasoning-gym task runs the answer as Python: `eval` or `parse_expr`."""
+    """The function by which the verifier of a reasoning-gym task runs answers as Python: `eval` or `parse_expr`."""
     from reasoning_gym.factory import DATASETS
 
     source = inspect.getsource(sys.modules[DATASETS[task][0].__module__])
-    match = re.search(r"\b(eval|exec|parse_expr|sympify)\(\s*answer\b", source)
+    match = re.search(r"\b(eval|exec|parse_expr|sympify)\(\s*(?:answer\b|entry\[)", source)
     return match and match[1]
 
 
@@ -234,7 +227,9 @@ def reasoning_gym_score(
         said = spoken(begun(text, meta))
         said = (extract_answer(said, strip=False) or said).strip()
         function = _evaluates(name := task or meta["task"])
-        if function and not _only_computes(said, function):
+        # Of the data too: it may come from anywhere.
+        run = [text for text in (said, gold, details.get("integrand")) if isinstance(text, str)]
+        if function and not all(_only_computes(text, function) for text in run):
             scores.append(0.0)
             continue
         entry = {"question": prompt, "answer": gold, "metadata": details}

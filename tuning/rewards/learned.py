@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
@@ -13,6 +13,7 @@ from tuning.device import Compute, choose
 from tuning.mesh import mesh_of
 from tuning.models.config import DecoderConfig
 from tuning.models.decoder import scalar_graph
+from tuning.models.tokenizer import render
 from tuning.training.batch import Group
 from tuning.training.completions import per_completion
 from tuning.training.forward import scores
@@ -33,6 +34,17 @@ def ended_by(end: int | None, token_ids: Sequence[int]) -> np.ndarray:
     """
     tokens = np.asarray(token_ids, np.int32)
     return tokens if end is None else np.append(tokens[:-1], np.int32(end))
+
+
+def rendered(tokenizer: Any, messages: Sequence[Mapping[str, Any]], pad: int | None) -> list[int]:
+    """Token ids of a conversation as a sequence classifier with this tokenizer and its template reads it.
+
+    The last token is the one at which transformers takes the score: the last that is not `pad`. Raises as `render`.
+    """
+    ids = list(tokenizer.encode(render(tokenizer, messages), add_special_tokens=False))
+    while len(ids) > 1 and ids[-1] == pad:
+        ids.pop()
+    return ids
 
 
 def score_groups(

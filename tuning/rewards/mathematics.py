@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import itertools
 import logging
 import math
@@ -12,14 +13,14 @@ import threading
 from collections.abc import Iterator
 from typing import Any
 
-import regex
-
-from tuning.rewards.texts import BOXED, final, spoken
+from tuning.rewards.texts import boxes, final, spoken
 
 SECONDS = 3.0
 """Processor time that each of reading and comparing may take. A completion that needs more is wrong."""
 MOST_DIGITS = 5_000.0
 """Numbers with more digits are not computed; they are equal only if they are written alike."""
+MOST_NESTED = 32
+"""Brackets within brackets on one line. Deeper text is no expression: the parser takes exponential time."""
 
 _COMMANDS = {
     "≤": "leq",
@@ -50,50 +51,52 @@ _BARE = re.compile(rf"(?=.*[A-Za-zα-ω√\\([{{])(?:(?!\d\s+\w|\\[(\[]|{_WORD})
 logging.getLogger("math_verify").setLevel(logging.ERROR)
 
 
+@functools.lru_cache(64)
 def expressions(answer: str) -> list[Any]:
     """What math-verify reads in a reference answer; empty where it is not a mathematical expression.
 
     LaTeX is read between delimiters only, which bare answers lack.
     """
-    return _parse(answer if "$" in answer or "\\boxed" in answer else f"${answer}$")
+    return _parse(answer if re.search(r"(?<!\\)\$", answer) or "\\boxed" in answer else f"${answer}$")
 
 
-def equal(gold: list[Any], text: str) -> bool:
-    """Whether the mathematical answer of a completion equals the expressions of the reference."""
-    return same(gold, read(text))
+def equal(answer: str, text: str) -> bool:
+    """Whether the mathematical answer of a completion equals that of the reference."""
+    return same(expressions(answer), read(text))
 
 
 def longest_seconds(**_: Any) -> float:
-    """Longest that a comparison takes by the clock, on a machine with other work."""
-    return 4 * SECONDS
+    """Longest that a comparison takes by the clock, on a machine with much other work."""
+    return 20 * SECONDS
 
 
+@functools.lru_cache(64)
 def read(text: str) -> list[Any]:
     """The mathematical answer of a completion after its thoughts: the last box, or the last expression."""
-    found: list[Any] = []
     with _limited():
-        found = _read(spoken(text))
-    return found
+        return _read(spoken(text))
+    return []
 
 
 def _read(text: str) -> list[Any]:
     text = re.sub(r"\\(boxed|fbox)\s*\{\s*\}", "", text)
-    boxes = list(regex.finditer(BOXED, text))
-    for first, second in reversed(list(itertools.pairwise(boxes))):
-        if _RETRACTION.search(text, first.end(), second.start()):
-            earlier = regex.sub(BOXED, r"\1", text[: first.end()])
-            return _parse(earlier + text[first.end() :])
+    boxed = boxes(text)
+    for number, ((_, end, _), (start, _, _)) in reversed(list(enumerate(itertools.pairwise(boxed), start=1))):
+        if _RETRACTION.search(text, end, start):
+            # Only the boxes after the retraction count.
+            for begin, end, content in reversed(boxed[:number]):
+                text = text[:begin] + content + text[end:]
+            return _parse(text)
     # Without a box: an answer tag, a `####` line, or all of it.
-    text = text if boxes else final(text).strip().rstrip(".")
-    return (expressions(text) if not boxes and _BARE.fullmatch(text) else []) or _parse(text)
+    text = text if boxed else final(text).strip().rstrip(".")
+    return (expressions(text) if not boxed and _BARE.fullmatch(text) else []) or _parse(text)
 
 
 def same(gold: list[Any], found: list[Any]) -> bool:
     """Whether two results of `expressions` or `read` have a common value; False where that takes too long to know."""
-    equal = False
     with _limited():
-        equal = _same(gold, found)
-    return equal
+        return _same(gold, found)
+    return False
 
 
 def _same(gold: list[Any], found: list[Any]) -> bool:
@@ -123,6 +126,8 @@ def _parse(text: str) -> list[Any]:
     import sympy
     from math_verify import ExprExtractionConfig, LatexExtractionConfig, parse
 
+    if _nesting(text) > MOST_NESTED:
+        return []
     configs = [LatexExtractionConfig(boxed_match_priority=0), ExprExtractionConfig()]
     text = text.translate(_CHARACTERS).replace("\\mathrm{e}", "e")
     for form, latex in _FORMS:
@@ -132,6 +137,15 @@ def _parse(text: str) -> list[Any]:
     dotted = re.search(r"\\[lcv]?dots", text)
     # Of a list that goes on the package reads a part, and 12:00 is a division by zero: their text is compared.
     return [one for one in found if isinstance(one, str) or not (dotted or one.has(sympy.zoo, sympy.nan))]
+
+
+def _nesting(text: str) -> int:
+    """Most brackets that are open at once on a line."""
+    depth = most = 0
+    for character in re.findall(r"[\[({})\]\n]", text):
+        depth = 0 if character == "\n" else max(0, depth + (1 if character in "[({" else -1))
+        most = max(most, depth)
+    return most
 
 
 def _size(expression: Any) -> tuple[float, float]:

@@ -34,13 +34,6 @@ class Sample:
         ids = array.array("i", row.token_ids)
         return cls(row.prompt, row.text, ids, row.answer, json.loads(row.metadata or "{}"))
 
-    @property
-    def columns(self) -> dict[str, list[Any]]:
-        """The columns of a call with this sample alone."""
-        named = {"completion_ids": list(self.completion_ids), "answer": self.answer, "metadata": self.metadata}
-        # Named columns come last: an entry of the metadata cannot replace the answer.
-        return {name: [value] for name, value in {**self.metadata, **named}.items()}
-
 
 @dataclasses.dataclass(frozen=True)
 class Outcome:

@@ -91,12 +91,12 @@ def code_of(text: str, tests: Sequence[Any] = ()) -> str:
     named = {name for test in tests if isinstance(test, str) for name in re.findall(r"\w+", test)}
     blocks = _blocks(text)
     if not blocks:
-        return text
+        return re.split("</?answer>", text)[1] if "<answer>" in text else text
     chosen = len(blocks) - 1
     for number, block in enumerate(blocks):
         if named & _defined(block) if named else _READS_INPUT.search(block):
             chosen = number
-    earlier = [ast.unparse(node) for block in blocks[:chosen] for node in _statements(block, _DEFINITIONS)]
+    earlier = [_source(block, node) for block in blocks[:chosen] for node in _statements(block, _DEFINITIONS)]
     return "\n".join([*earlier, blocks[chosen]])
 
 
@@ -105,17 +105,29 @@ def _blocks(text: str) -> list[str]:
     fences = list(_FENCE.finditer(text))
     if len(fences) % 2 and not fences[0][1].strip() and _statements(text[: fences[0].start()], _WORKS):
         return [text[: fences[0].start()]]
-    ends = [*(fence.start() for fence in fences[1::2]), len(text)]
+    pairs: list[tuple[re.Match[str], int]] = []
+    start: re.Match[str] | None = None
+    for fence in fences:
+        # One that is indented further, as in a docstring, belongs to the block.
+        if start and _indent(fence) <= _indent(start):
+            pairs.append((start, fence.start()))
+            start = fence if fence[1].strip() else None
+        elif not start:
+            start = fence
     found: dict[bool, list[str]] = {True: [], False: []}
-    for start, end in zip(fences[::2], ends, strict=False):
-        language = start[1].strip().lower().strip("{.}")
+    for opened, end in [*pairs, (start, len(text))] if start else pairs:
+        language = opened[1].strip().lower().strip("{.}")
         if not language or language.startswith("py"):
-            found[bool(language)].append(textwrap.dedent(text[start.end() + 1 : end]))
+            found[bool(language)].append(textwrap.dedent(text[opened.end() + 1 : end]))
     return found[True] or found[False]
 
 
+def _indent(fence: re.Match[str]) -> int:
+    return len(fence[0]) - len(fence[0].lstrip())
+
+
 _DEFINITIONS = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef, ast.Import, ast.ImportFrom)
-_WORKS = (*_DEFINITIONS, ast.Assign, ast.For, ast.While, ast.If)
+_WORKS = (*_DEFINITIONS, ast.Assign, ast.AnnAssign, ast.For, ast.While, ast.If)
 
 
 def _statements(code: str, kinds: tuple[type[ast.stmt], ...]) -> list[ast.stmt]:
@@ -128,12 +140,21 @@ def _statements(code: str, kinds: tuple[type[ast.stmt], ...]) -> list[ast.stmt]:
         return []
 
 
+def _source(code: str, node: ast.stmt) -> str:
+    """The text of a statement at the top of a program, with its decorators."""
+    # Not `ast.unparse`, which recurses.
+    if decorators := getattr(node, "decorator_list", []):
+        node.lineno, node.col_offset = decorators[0].lineno, 0
+    return ast.get_source_segment(code, node) or ""
+
+
 def _defined(code: str) -> set[str]:
     """The names that a program defines at its top."""
     names = set()
     for node in _statements(code, _WORKS):
-        targets = node.targets if isinstance(node, ast.Assign) else [node]
-        names |= {getattr(target, "name", getattr(target, "id", "")) for target in targets}
+        targets = node.targets if isinstance(node, ast.Assign) else [getattr(node, "target", node)]
+        parts = [part for target in targets for part in getattr(target, "elts", [target])]
+        names |= {getattr(part, "name", getattr(part, "id", "")) for part in parts}
     return names
 
 

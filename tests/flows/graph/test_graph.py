@@ -191,6 +191,19 @@ def test_a_reward_model_that_no_reward_uses_is_no_input_of_scores():
     assert "reward" not in inputs(graph(rewards)["round-000.score"])
 
 
+def test_a_ready_reward_model_is_fetched_once_before_anything_trains():
+    ready = "{function: reward_model, source: some/folder}"
+    plain = "rl.score.rewards.model={function: exact_match, squash: none}"
+    nodes = graph(f"rl.score.rewards.a={ready}", f"rl.score.rewards.b={ready}", plain, "reward=null")
+    assert [n for n in nodes if n.startswith("scorer")] == ["scorer-1"]
+    assert list(nodes)[:4] == ["base", "prepare", "scorer-1", "sft"]
+    assert nodes["scorer-1"].config.source == "some/folder"
+    scorers = dict.fromkeys(["scorer_a", "scorer_b"], "scorer-1")
+    for name in ("round-000.score", "round-002.score"):
+        assert inputs(nodes[name]) == {"rollouts": name.replace("score", "rollout"), **scorers}
+    assert "scorer_a" not in inputs(graph()["round-000.score"])
+
+
 @pytest.mark.parametrize(
     ("rounds", "every", "stored"), [(3, 2, [1, 2]), (4, 2, [1, 3]), (3, 1, [0, 1, 2]), (3, 9, [2])]
 )

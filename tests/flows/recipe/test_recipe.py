@@ -135,6 +135,14 @@ def test_all_mistakes_are_told_at_once(recipe):
             "rl.score.rewards.m asks for a reward model, but the section reward is null",
         ),
         (
+            "environment: {name: guess}\nrl: {rollout: {stop: [a]}}\n",
+            "rl.rollout.stop has no meaning with this section environment: leave it out",
+        ),
+        (
+            "environment: {agent: [python, agent.py]}\nevaluate: {top_p: 0.9}\n",
+            "evaluate.top_p has no meaning with this section environment: leave it out",
+        ),
+        (
             "rl: {update: {algorithm: ppo}}\n",
             "rl.update.algorithm is ppo, whose critic starts from the reward model: add reward, or set "
             "rl.update.critic.start: policy",

@@ -12,7 +12,7 @@ from stages.contract.registry import by_section, modules, stage
 # scores that set their scale, the policy that a run goes on from, and what a gate compares and has audited.
 OF_THE_GRAPH = {"base", "tokenizer", "teacher", "reference", "greedy_scores", "scale"}
 OF_THE_GRAPH |= {"start", "champion", "candidate", "against", "node_*"}
-OF_THE_GRAPH |= {"refill_*", "candidate_*", "evaluation_*"}
+OF_THE_GRAPH |= {"refill_*", "candidate_*", "evaluation_*", "scorer_*"}
 
 
 def test_every_section_is_one_of_the_recipe_and_holds_the_settings_of_its_stage():

@@ -53,6 +53,18 @@ def test_evaluation_prompts_are_dropped_in_any_script(run, tmp_path):
     assert {row["id"] for row in rows(out, "sft")} == {record["id"] for record in clean}
 
 
+def test_a_short_turn_of_an_evaluation_conversation_does_not_drop_training_records(run, tmp_path):
+    turns = ["Hi", "how many apples has a farmer with nine trees of ten apples each", "Why?"]
+    said = [{"role": role, "content": text} for text in turns for role in ("user", "assistant")]
+    evaluation = write(tmp_path / "evaluation.jsonl", [{"messages": said}])
+    prompts = {"greeting": "say hi to Bob", "same": f"please say {turns[1]} now"}
+    records = [{"id": id, "prompt": prompt, "completion": "x"} for id, prompt in prompts.items()]
+    source = write(tmp_path / "data.jsonl", records)
+    settings = {"splits": ["sft"], "sft_fraction": 1.0, "decontaminate": {"sources": [evaluation]}}
+    _, out = run(Config(source=source, **settings))
+    assert [row["id"] for row in rows(out, "sft")] == ["greeting"]
+
+
 def test_near_duplicates_are_found_in_any_script_and_formulas_are_not_taken_for_others(run, tmp_path):
     said = "小明昨天在市场上买了五个苹果和三个梨子，今天早上他吃了其中的两个苹果，请问现在他一共还剩下几个水果？"
     records = [{"prompt": said, "completion": "好"}, {"prompt": said.replace("市场", "超市"), "completion": "好"}]

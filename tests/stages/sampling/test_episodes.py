@@ -228,6 +228,13 @@ def test_a_trajectory_without_room_for_a_turn_is_a_setting_and_no_fault_of_the_e
     assert [(e["status"], e["turns"]) for e in ends] == [("failed", [])] * 2
 
 
+def test_a_first_context_beyond_the_models_positions_asks_for_another_model(inputs):
+    now = Environment(tools=["tests.stages.sampling.games:now"], tool_format="llama", turns=1, max_tokens=1024)
+    longer = now.model_copy(update={"system_prompt": "Be brief. " * 60})
+    with pytest.raises(ValueError, match=r"^the model has 512 positions, .* use a model with \d+ or more"):
+        played(inputs, "positions", longer)
+
+
 @pytest.mark.slow
 def test_tools_alone_give_no_reward_where_an_environment_gives_0(inputs):
     """What is right is said by reward functions: an episode is no failure because a tool rewards nothing."""

@@ -5,12 +5,13 @@ from __future__ import annotations
 import re
 from collections import Counter
 
+import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
 from stages import base as base_model
-from stages import greedy, rollout
+from stages import evaluate, greedy, rollout
 from stages.common.compilation import configure_jax
 from stages.sampling.groups import chosen_groups, read_scored
 from stages.score import stage as score
@@ -143,3 +144,45 @@ def test_tables_of_other_completions_are_refused(made, inputs):
     twice = {"refill_1": made["rollouts"], "refill_1_scores": made["scores"]}
     with pytest.raises(RuntimeError, match="one place and sample"):
         read_scored({"rollouts": made["rollouts"], "scores": made["scores"], **twice})
+
+
+def test_a_text_that_ends_completions_leaves_their_tokens_as_they_are_up_to_it(inputs, made):
+    whole = rows(made["rollouts"], "rollouts", CompletionRow)
+    stop = next(c for row in whole for c in row.text[1:] if c.isascii())
+    config = rollout.Config(prompts=PROMPTS, completions=COMPLETIONS, max_tokens=4, shard_prompts=2, stop=["no", stop])
+    policy = {"policy": inputs["base"], "tokenizer": inputs["base"]}
+    _, cut = perform(rollout, config, inputs["folder"] / "stopped", inputs["memory"], data=inputs["prompts"], **policy)
+    ends = set()
+    for full, row in zip(whole, rows(cut, "rollouts", CompletionRow), strict=True):
+        ends.add(row.stop)
+        count = len(row.token_ids)
+        assert list(row.token_ids) == list(full.token_ids)[:count]
+        np.testing.assert_allclose(row.logprobs, list(full.logprobs)[:count], atol=1e-6)
+        assert row.text == full.text.partition(stop)[0] and (row.stop == "string") == (stop in full.text)
+    assert "string" in ends
+
+
+def test_an_evaluation_draws_from_the_tokens_that_it_is_restricted_to(inputs):
+    problems = [{"id": "h", "prompt_ids": ids("1+1=", end=False), "prompt": "1+1=", "answer": "2", "metadata": "{}"}]
+    policy = {
+        "policy": inputs["base"],
+        "tokenizer": inputs["base"],
+        "data": data(inputs["folder"] / "held", heldout=problems),
+    }
+    found = {}
+    for name, value in {"temperature": 0.0, "top_k": 1, "top_p": 1e-6, "min_p": 1.0, "samples": 2}.items():
+        config = evaluate.Config(**{"samples": 2, "max_tokens": 4, "workers": 1, name: value})
+        _, out = perform(evaluate, config, inputs["folder"] / f"by-{name}", inputs["memory"], **policy)
+        found[name] = [list(row.token_ids) for row in rows(out, "rollouts", CompletionRow)]
+    greedy = found.pop("temperature")
+    assert greedy != found.pop("samples")
+    assert all(tokens == greedy for tokens in found.values())
+
+
+def test_texts_that_end_completions_are_for_the_engine_in_the_worker():
+    with pytest.raises(ValueError, match="stop is for the native engine in the worker, not for vllm servers"):
+        rollout.Config(stop=["a"], engine={"kind": "vllm", "url": "http://h:1", "version": "1", "folder": "f"})
+    with pytest.raises(ValueError, match="top_p"):
+        evaluate.Config(top_p=0.0)
+    with pytest.raises(ValueError, match="stop"):
+        evaluate.Config(stop=[""])

@@ -245,7 +245,13 @@ def test_the_reward_model_reads_the_end_of_the_turn(tmp_path):
     tokenizer.eos_token = "Z"
     end = turn_end(tokenizer)
     assert end is not None and end < 97
-    ended = [([5, 6, end], "eos"), ([5, 6, 3], "eos"), ([5, 6, 3], "length"), ([5, 6, end], "length")]
+    ended = [
+        ([5, 6, end], "eos"),
+        ([5, 6, 3], "eos"),
+        ([5, 6, 3], "length"),
+        ([5, 6, end], "length"),
+        ([5, 6], "string"),
+    ]
     rows = [
         CompletionRow(
             place=0, sample=i, prompt_id="p", prompt_ids=[1], token_ids=ids, logprobs=[0.0] * 3, stop=stop, answer="4"
@@ -257,8 +263,8 @@ def test_the_reward_model_reads_the_end_of_the_turn(tmp_path):
     ctx = dataclasses.replace(ctx, inputs=ctx.inputs | {n: Folder(tmp_path, n) for n in ("reward", "tokenizer")})
     ctx.memory |= {"scorer:reward": (CONFIG, params), "tokenizer:tokenizer": tokenizer}
     score.run(ctx)
-    first, other, cut, same = [row.total for row in table(ctx)[1]]
-    assert first == other == same and cut != first
+    first, other, cut, same, text = [row.total for row in table(ctx)[1]]
+    assert first == other == same == text and cut != first
 
 
 @pytest.mark.slow

@@ -1,11 +1,14 @@
 """Log-probabilities of an answer: the bytes of its tokens are those of its text, also where a character has several."""
 
+from types import SimpleNamespace
+
 import pytest
-from tokenizers import Tokenizer, decoders, models
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
 from transformers import PreTrainedTokenizerFast
 
 from stages.serving.answers import Text, chat_logprobs
 from stages.serving.api import Message
+from stages.serving.server import Server
 from tests.tuning.chat.templates import smollm
 from tuning.models.byte_tokenizer import byte_tokenizer
 
@@ -40,3 +43,32 @@ def test_a_part_without_text_is_refused_and_no_word_none_is_read(part):
     assert Message(role="user", content=parts).text == "a b"
     with pytest.raises(ValueError, match="a part of type 'text' needs a string in `text`"):
         _ = Message(role="user", content=[*parts, part]).text
+
+
+@pytest.mark.parametrize(
+    ("said", "stop", "shown"), [("4\nQuestion: x", "Question:", "4\n"), ("Answer: 3", "Answer:", "")]
+)
+@pytest.mark.parametrize("step", [1, 4, 6])
+def test_no_part_of_a_stop_string_is_sent(said, stop, shown, step):
+    tokenizer = byte_tokenizer()
+    tokens, text, sent = tokenizer.encode(said, add_special_tokens=False), Text(tokenizer, set(), [stop, "x" * 20]), ""
+    for i in range(0, len(tokens), step):
+        sent += text.add(tokens[i : i + step], i + step >= len(tokens))
+    assert sent == text.sent == shown
+
+
+def test_a_text_begins_with_the_bos_that_documents_have_and_goes_on_without_a_space():
+    tokenizer = sentencepiece()
+    tokenizer.add_special_tokens({"bos_token": "<s>", "eos_token": "</s>"})
+    tokenizer.chat_template = "{% for m in messages %}{{ m.content }}</s>{% endfor %}"
+    core, bos = tokenizer.backend_tokenizer, tokenizer.bos_token_id
+    core.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="first", split=False)
+    core.post_processor = processors.TemplateProcessing(single="<s> $A", special_tokens=[("<s>", bos)])
+    server = Server(SimpleNamespace(generation=0), tokenizer, "tiny", (tokenizer.eos_token_id,), 200)
+    space, letter = tokenizer.convert_tokens_to_ids(["▁", "n"])
+    assert server._prompt_ids("n") == [bos, space, letter] == tokenizer.encode("n")
+    assert server._prompt_ids([letter]) == [letter]
+    assert server._prompt_ids("n", begins=False) == [letter]
+    # Without a BOS of its own the tokenizer adds none.
+    core.post_processor = None
+    assert server._prompt_ids("n") == [space, letter]

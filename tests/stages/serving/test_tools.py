@@ -5,13 +5,19 @@ import json
 import openai
 import pytest
 
-from stages.serving.tools import Offer
+from stages.serving.tools import Offer, Tool
 from tests.stages.serving.support import ADD, QUESTION, SAID
 
 CALL = SAID[0]
 WRITTEN = {
     "hermes": [CALL, f"I add.\n{CALL}", f"{CALL}\n{CALL}", f" so {CALL} then ", "<tool_call>\nadd(2, 3)", "a <b> c"],
-    "llama": ['{"name": "add", "parameters": {"a": 2, "b": 3}}', '{"x": 1}', "no { call }", '{"name": "add", '],
+    "llama": [
+        '{"name": "add", "parameters": {"a": 2, "b": 3}}',
+        '{"x": 1}',
+        "no { call }",
+        '{"name": "add", ',
+        '<think>\nx\n</think>\n{"name": "add", "parameters": {"a": 2, "b": 3}}',
+    ],
     "gemma": ["```tool_code\nadd(a=2, b=3)\n```", "text ```tool_code\nadd(a=2)\n``` more", "``` x", "I call: you"],
 }
 
@@ -84,6 +90,16 @@ def test_what_a_stream_has_shown_is_how_the_answer_begins(form):
         for end in range(len(text) + 1):
             assert whole.content.startswith(offer.shown(text[:end])), (text, end)
     assert [call.arguments for call in offer.read(WRITTEN[form][0]).calls] == [{"a": 2, "b": 3}]
+
+
+def test_a_tool_is_written_as_the_client_gives_it():
+    function = {"description": "Adds.", "name": "add", "strict": True, "parameters": {"type": "object"}}
+    tool = {"function": function, "type": "function"}
+    schema = Tool.model_validate(tool).schema_of()
+    assert json.dumps(schema) == json.dumps(tool)
+    assert Tool.model_validate(tool | {"function": function | {"parameters": None}}).schema_of()["function"] == {
+        name: value for name, value in function.items() if name != "parameters"
+    }
 
 
 def test_a_malformed_call_makes_the_whole_text_content():

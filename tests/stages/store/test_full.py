@@ -13,7 +13,7 @@ import contextlib, sys, time
 from pathlib import Path
 from stages.store.artifacts import Store
 from stages.store.collect import Limits, collect
-from stages.store.disk import full_disk
+from stages.store.disk import disk_fault
 from stages.store.room import keep_room
 from stages.store.trail import events
 from tests.stages.store.graphs import put, roots, run_of
@@ -46,7 +46,7 @@ try:
     assert sum(len(event["artifacts"]) for event in events(store) if event["state"] == "finished") == 6
     assert (place / "store" / "room").stat().st_size == 2**20
 except OSError as error:
-    print(full_disk(error, place).strerror, len(store.all_keys()))
+    print(disk_fault(error, place).strerror, len(store.all_keys()))
 """
 
 

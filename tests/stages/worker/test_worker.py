@@ -14,7 +14,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from stages.base import SourceMissing
+from stages.common.source import SourceMissing
 from stages.contract.registry import stage
 from stages.store.artifacts import Store
 from stages.store.leases import LeaseLost

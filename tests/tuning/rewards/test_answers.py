@@ -57,7 +57,7 @@ def test_readable(name, answer, metadata):
             "code_passes",
             "assert f(2) == ",
             {},
-            "got 'assert f(2) == ' (invalid syntax",
+            "tests in Python that can fail",
         ),
         ("code_passes", None, {"tests": [{"input": "1"}]}, "tests as programs or as {input, output}"),
         ("code_passes", None, {"tests": "f(1)"}, "a list of tests in metadata.tests"),

