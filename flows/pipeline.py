@@ -290,7 +290,7 @@ def run_recipe(
     if state.is_cancelling() or state.is_cancelled():
         # It may have come to its end before it took notice.
         status = runs.head(Store(recipe.store), name)["status"]  # type: ignore[index]
-        ended = None if status == "interrupted" else Completed(name=DECIDED.get(status))
+        ended: State[Any] | None = None if status == "interrupted" else Completed(name=DECIDED.get(status))
         if ended or state.is_cancelling():
             # Somebody cancelled it after the last look: the server took no other end.
             with errors_logged(), get_client(sync_client=True) as client:
