@@ -194,7 +194,7 @@ def _run(session: Session, force: list[str], only: list[str]) -> State[Any]:
             run_overlapped(session, chosen, partial(_begin, session, task))
     except BaseException as raised:
         e = _own(raised)
-        close(session, status_after(e))
+        close(session, status_after(e), e)
         if _resolved.get() is not None:
             _errors[session.name] = e
         if cancellation.is_asked():

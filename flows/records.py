@@ -175,6 +175,11 @@ def finished_nodes(record: dict[str, Any]) -> set[str]:
     return {name for name, entry in record["nodes"].items() if "digest" in entry}
 
 
+def error_of(record: Mapping[str, Any]) -> str | None:
+    """The error that has ended a run, where it is not that of one of its stages."""
+    return None if any(e["state"] == "failed" for e in record["nodes"].values()) else record.get("error")
+
+
 def refusal_of(record: Mapping[str, Any]) -> str | None:
     """Why the gate of a run has refused its policy; None where it has not."""
     decision = record.get("decision") or {}

@@ -8,7 +8,7 @@ import typer
 from rich.table import Table
 
 from flows.cli.shared import AsJson, RunName, StoreUrl, group, note, out, print_json, record_of, usage_error
-from flows.records import log_of, readable_runs, status_of
+from flows.records import error_of, log_of, readable_runs, status_of
 from flows.report.decisions import decision_lines
 from flows.report.formats import when
 from flows.report.terminal import PlainConsole
@@ -80,7 +80,7 @@ def show(store: StoreUrl, run_name: RunName = None, as_json: AsJson = False) -> 
         entry["state"] = status if entry["state"] == "running" else entry["state"]
     if as_json:
         nodes = [{"node": n} | {key: e.get(key) for key in NODE_KEYS} for n, e in record["nodes"].items()]
-        more = {"tries": record.get("tries"), "nodes": nodes} | _places(record, place)
+        more = {"tries": record.get("tries"), "error": record.get("error"), "nodes": nodes} | _places(record, place)
         print_json(summary_of(record, place) | more)
         return
     out.print(f"{record['name']}  {status}  {record['started']}")
@@ -89,18 +89,21 @@ def show(store: StoreUrl, run_name: RunName = None, as_json: AsJson = False) -> 
         # A stage that runs, or was killed, has no end.
         seconds = f"{e['seconds']:.1f} s" if "seconds" in e else ""
         out.print(f"  {name:<20} {e['state']:<11} {seconds:>8}  {e['key'][:12]}  {figures}", soft_wrap=True)
+    if error := error_of(record):
+        out.print(f"error   {error}", soft_wrap=True)
     for line in decision_lines(record):
         out.print(line, soft_wrap=True)
     for name, where in _places(record, place).items():
-        none = f"none yet: `rlhf report {record['name']}` writes it"
-        out.print(f"{name:<7} {none if where is None else where}", soft_wrap=True)
+        none = {"report": f"none yet: `rlhf report {record['name']}` writes it", "log": "none: no worker was started"}
+        out.print(f"{name:<7} {none[name] if where is None else where}", soft_wrap=True)
 
 
 def _places(record: dict[str, Any], store: Store) -> dict[str, str | None]:
-    """Where a run's report and its worker's log are; a run that was killed has no report."""
+    """Where a run's report and its worker's log are; a run that was killed has no report, and one without a worker no
+    log."""
     log = log_of(store, record["name"])
     # A run of another machine has it there; a store that was moved has it here.
-    where = str(log) if log.exists() else record.get("log", str(log))
+    where = str(log) if log.exists() else record.get("log", str(log)) if record.get("worker_starts") != 0 else None
     report = ("runs", record["name"], "report.html")
     there = store.fs.exists(store.join(*report))
     return {"report": store.address(*report) if there else None, "log": where}

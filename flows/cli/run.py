@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from pathlib import Path
+from statistics import fmean
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -138,13 +139,12 @@ def plan(
         for metrics in data:
             check_columns(resolved, metrics, ("score", "evaluate"))
     except RecipeError as e:
-        remarks.append(f"a run ends behind prepare: {e}")
+        remarks.append(f"a run ends after prepare: {e}")
     counts = {s: sum(p.state == s for p in planned) for s in ("hit", "miss", "waits")}
-    # Nodes that were never made have no time to go by.
-    known = [p.seconds for p in planned if p.state != "hit" and p.seconds is not None]
+    known, untimed = _expected(planned)
     if as_json:
         about: dict[str, Any] = {"recipe": resolved.name, "store": Store(resolved.store).shown, "counts": counts}
-        about |= {"seconds": sum(known) if known else None, "remarks": remarks}
+        about |= {"seconds": sum(known) if known else None, "untimed": untimed, "remarks": remarks}
         about["sources"] = sources
         print_json(about | {"nodes": [_as_json(p) for p in planned]})
         return
@@ -160,15 +160,28 @@ def plan(
         out.print(f"  {line}", soft_wrap=True)
     for line in remarks:
         out.print(f"! {line}", soft_wrap=True)
-    guess = f"; {sum(known):.0f} s when such stages were made last, without starts" if known else ""
+    guess = f"; {sum(known):.0f} s by the times of such stages, without starts" if known else ""
+    if known and untimed:
+        guess += f" and without {untimed} stages of kinds that were never made"
     total = f"{counts['hit']} hit, {counts['miss']} miss, {counts['waits']} wait for a miss before them{guess}"
     out.print(total, soft_wrap=True)
     if counts["waits"]:
         out.print(
-            "A stage that waits reruns if its input comes out different, or differs itself, as told below it;\n"
-            "else an equal output stops the rerun there.",
+            "A waiting stage runs again only if its input changes or something listed under it does.",
             soft_wrap=True,
         )
+
+
+def _expected(planned: list[Planned]) -> tuple[list[float], int]:
+    """The expected seconds of each node that is no hit, and the number of those that nothing is known of: a node that
+    was never made, such as of a further round, takes the mean of its stage."""
+    times: dict[str, list[float]] = {}
+    for p in planned:
+        if p.seconds is not None:
+            times.setdefault(p.node.stage, []).append(p.seconds)
+    todo = [p for p in planned if p.state != "hit"]
+    found = [p.seconds if p.seconds is not None else fmean(times[p.node.stage]) for p in todo if p.node.stage in times]
+    return found, len(todo) - len(found)
 
 
 def _reasons(nodes: list[Planned]) -> list[str]:

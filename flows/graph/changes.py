@@ -12,6 +12,7 @@ from flows.graph.build import Node
 from stages.contract.kept import kept
 from stages.contract.registry import stage as find_stage
 from stages.contract.signatures import source_file
+from stages.prepare.settings import ALONE
 from stages.store.artifacts import Artifact, Store
 from stages.store.keys import differences
 
@@ -116,6 +117,7 @@ def _told(store: Store, node: Node, old: dict[str, Any], new: dict[str, Any]) ->
     texts: dict[str, dict[str, str]] | None = None
     lines: list[str] = []
     reached: list[str] = []
+    old, new = (parts | {"config": as_read(parts["config"])} for parts in (old, new))
     for line in differences(*_moves_left_out(old, new)):
         section, _, rest = line.partition(".")
         place, _, change = rest.partition(": ")
@@ -143,6 +145,11 @@ def _told(store: Store, node: Node, old: dict[str, Any], new: dict[str, Any]) ->
             lines.append(line)
     # What a user's module reaches changes with the module itself.
     return lines or reached
+
+
+def as_read(data: Mapping[str, Any]) -> dict[str, Any]:
+    """The settings of data without those of a single source where several stand in their place."""
+    return {name: value for name, value in data.items() if not (data.get("sources") and name in ALONE)}
 
 
 def setting(stage: str, rest: str) -> str:

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from flows.graph.changes import lines_between
+from flows.graph.changes import as_read, lines_between
 from flows.recipe.migration import migrated
 from flows.report.measures import number
 from flows.report.run_view import RunView
@@ -41,7 +41,10 @@ def compared(first: RunView, second: RunView) -> dict[str, Any]:
 def _settings(first: RunView, second: RunView) -> list[str]:
     """A line for each setting of the recipe that differs, but its name and store."""
     values = [published(migrated(view.record["recipe"])) for view in (first, second)]
-    shown = [{k: v for k, v in recipe.items() if k not in ("name", "description", "store")} for recipe in values]
+    named = ("name", "description", "store")
+    shown = [
+        {k: v for k, v in recipe.items() if k not in named} | {"data": as_read(recipe["data"])} for recipe in values
+    ]
     return differences(shown[0], shown[1])
 
 

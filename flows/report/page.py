@@ -72,7 +72,8 @@ def view(store: Store, record: Mapping[str, Any]) -> dict[str, Any]:
         "summary": run.summary(stages),
         "known": {name: [v for v in values if v is not None] for name, values in series.items()},
         "warnings": run_warnings(record, series, evaluations, compared.content or {}),
-        "failures": [(n, e.get("error", "")) for n, e in run.nodes.items() if e["state"] == "failed"],
+        "failures": [(n, e.get("error", "")) for n, e in run.nodes.items() if e["state"] == "failed"]
+        or [("The run", error) for error in [record.get("error")] if error],
         "evaluation": _evaluation(run, evaluations),
         "compared": compared,
         "decision": {"outcome": outcome(decided), "rows": decision_rows(record)} if decided else None,

@@ -232,7 +232,7 @@ class RunView:
             "saved": sum(max(0.0, seconds) for seconds in saved),
             "missing": [row.name for row in stages if row.state == NOT_REACHED],
             "unfinished": [row.name for row in stages if row.state == "unfinished"],
-            "all_cached": 0 < len(hits) == len(self.nodes),
+            "all_cached": 0 < len(hits) == len(self.nodes) and not self.record.get("error"),
         }
 
 

@@ -186,10 +186,17 @@ def unanswered(
     for called, split in readers:
         missing, rows = metrics.get("unanswered", {}).get(split, 0), metrics.get("rows", {}).get(split, 0)
         if missing:
+            remedies = ["name its field in data.fields"]
+            if split == "heldout":
+                remedies.append("name a judge that reads no answer, or leave evaluation out (evaluate: null)")
+            if recipe.rl is not None:
+                remedies.append(
+                    "state in data.sources what each is for, such as `for: [prompts]` of those with answers and "
+                    "`for: [sft]` of others"
+                )
             message = (
                 f"{called.at}: {called.function} compares with `answer`, which {missing} of {rows} rows of {split} do "
-                "not have: name its field in data.fields, or state in data.sources what each is for, such as "
-                "`for: [prompts]` of those with answers and `for: [sft]` of others"
+                f"not have: {'; or '.join(remedies)}"
             )
             yield message, missing == rows or (split == "prompts" and alone)
 

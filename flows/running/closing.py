@@ -12,6 +12,7 @@ from flows.report.page import write_report
 from flows.running.session import Session
 from stages.store import trail
 from stages.store.artifacts import ArtifactError
+from stages.store.keys import without_userinfo
 
 if TYPE_CHECKING:
     from stages.common.verdicts import Difference
@@ -62,8 +63,13 @@ def _differences(session: Session) -> dict[str, dict[str, Difference]]:
         return {}
 
 
-def close(session: Session, status: str) -> str | None:
-    """Ends a session and writes its report. Returns the report's path or URL; None where there is none."""
+def close(session: Session, status: str, error: BaseException | None = None) -> str | None:
+    """Ends a session and writes its report. Returns the report's path or URL; None where there is none.
+
+    error: ended the run; the record has it, since it may be of no stage.
+    """
+    if isinstance(error, Exception):
+        session.record["error"] = without_userinfo(f"{type(error).__name__}: {error}")
     session.finish(status)
     session.reporter.run_ended()
     _note(session, status)

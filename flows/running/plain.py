@@ -40,7 +40,7 @@ def run_plain(
         else:
             _run_overlapped(session, only)
     except BaseException as e:
-        close(session, status_after(e))
+        close(session, status_after(e), e)
         raise
     status = status_at_end(session)
     summary(session, reporter, close(session, status))

@@ -20,6 +20,8 @@ Layout = Literal[
 # fmt: on
 Verifier = Literal["exact_match", "number_match", "math_equal", "code_passes"]
 Scalar = str | int | float | bool | None
+ALONE = ("source", "source_args", "rename", "fields", "layout")
+"""Settings of a single source, which nothing reads where `sources` are given."""
 
 
 def check_fields(source: DataSource | Decontaminate | Config) -> None:
@@ -93,9 +95,9 @@ class Config(StageConfig):
     """Settings of the stage `prepare`."""
 
     source: str = execution_setting("addition")
-    """Built-in task (addition, reasoning_gym, critics, words), environment (guess, calculator, frozenlake, sokoban,
-    nim, or episodes for one of your own), `module:function`, or path, folder, glob or URL of files; in the key by
-    content, not by name."""
+    """Built-in task (addition, reasoning_gym, critics, words), environment (guess, calculator, frozenlake, or
+    episodes for one of your own), `module:function`, or path, folder, glob or URL of files; in the key by content, not
+    by name."""
     source_args: dict[str, Scalar] = Field(default_factory=dict)
     """Arguments of the task or function."""
     rename: dict[str, str | None] = Field(default_factory=dict)
@@ -160,10 +162,8 @@ class Config(StageConfig):
     def _consistent(self) -> Config:
         from tuning.data import runners
 
-        # Settings of a single source.
-        alone = ("source", "source_args", "rename", "fields", "layout")
         given = [
-            n for n in alone if getattr(self, n) != type(self).model_fields[n].get_default(call_default_factory=True)
+            n for n in ALONE if getattr(self, n) != type(self).model_fields[n].get_default(call_default_factory=True)
         ]
         if self.sources and given:
             raise ValueError(f"`sources` stands in place of `{given[0]}`: give one of them")

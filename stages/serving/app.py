@@ -44,6 +44,8 @@ REWARD_KEY = "x-rlhf-reward-key"
 """Header with the key of a session's reward, which the model's key does not open."""
 READERS, MOST_ASKED_FOR = 2, 16
 """Records of sessions that are written at a time, and those that are under way."""
+CLIENT_GONE = 499
+"""Status of a request whose client has left, as nginx logs it; nobody reads the answer."""
 STALLED_SECONDS = 900.0
 """A step of the engine that takes longer has hung: programs that compile take minutes."""
 
@@ -99,7 +101,7 @@ def make_app(
             async with reading:
                 # Nothing is written for a client that has left.
                 if await http.is_disconnected():
-                    return Response(status_code=499)
+                    return Response(status_code=CLIENT_GONE)
                 # A thread writes a record of millions of tokens while others' streams continue.
                 return Response(await asyncio.to_thread(found.text), media_type="application/json")
         finally:
@@ -257,7 +259,11 @@ async def _answer(server: Server, job: Job, http: Any) -> Any:
         lines = _lines(asked, head | {"object": kind} | _by(server, job), first, chunks, used)
         return StreamingResponse(lines, media_type="text/event-stream")
     if isinstance(asked, CompletionRequest) and asked.echo:
-        scores = [await asyncio.to_thread(server.score, job, prompt) for prompt in job.prompts]
+        scores = []
+        for prompt in job.prompts:
+            if await http.is_disconnected():
+                return Response(status_code=CLIENT_GONE)
+            scores.append(await asyncio.to_thread(server.score, job, prompt))
         ends = await _ended(server, job, http, used) if asked.max_tokens != 0 else []
         made = functools.partial(_echoed, server, job, asked, scores, ends)
     else:

@@ -30,6 +30,7 @@ from stages.store.leases import unless_held
 from stages.store.manifests import checksum_of
 from stages.store.reach import CONDEMNED, Roots, Version, reach, tomb, versions
 from stages.store.residue import Residue, compiled, residues
+from stages.store.room import keep_room, with_room
 
 SETTLE_SECONDS = 10.0
 """Longer than a run takes from finding an artifact to writing that into its record."""
@@ -104,6 +105,12 @@ def collect(store: Store, read: Callable[[], Roots], limits: Limits) -> Survey:
 
     read: called more than once; what runs, pins and the registry hold at that moment.
     """
+    done = with_room(store, lambda: _collected(store, read, limits))
+    keep_room(store)
+    return done
+
+
+def _collected(store: Store, read: Callable[[], Roots], limits: Limits) -> Survey:
     roots = read()
     first = survey(store, roots, limits)
     signs = {run.name: run.sign for run in roots.runs if run.sign}

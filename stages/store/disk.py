@@ -197,7 +197,10 @@ def check_room(folder: Path, size: int) -> None:
 def _room(place: Path) -> str:
     usage = shutil.disk_usage(_existing(place))
     room = f"{usage.free / 1e6:,.0f} MB left of {usage.total / 1e6:,.0f}"
-    return f"the disk of {place} has {room}. Make room there (`rlhf gc` shows what can go), {AGAIN}"
+    return (
+        f"the disk of {place} has {room}. Make room there (`rlhf gc` shows what can go; where it has no room for its "
+        f"own small files, delete the log of an old run, runs/NAME/worker.log), {AGAIN}"
+    )
 
 
 def _existing(place: Path) -> Path:

@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from stages.store.artifacts import ArtifactError, Store
+from stages.store.disk import FULL
 from stages.store.exclusive import create
 from stages.store.forms import HOLDER
 from tuning.retries import retried
@@ -205,7 +206,10 @@ class Watch:
 
 
 def _again(action: Callable[[], T]) -> T:
-    return retried(action, tries=TRIES, first_seconds=FIRST_PAUSE_SECONDS, passing=lambda e: isinstance(e, OSError))
+    def passing(error: Exception) -> bool:
+        return isinstance(error, OSError) and error.errno not in FULL
+
+    return retried(action, tries=TRIES, first_seconds=FIRST_PAUSE_SECONDS, passing=passing)
 
 
 def _name(stage: str, key: str) -> str:

@@ -8,6 +8,7 @@ import traceback
 from typing import Any
 
 from stages.contract.place import place_of
+from stages.worker.loaded_code import DataDiffers
 from stages.worker.protocol import Failed
 
 
@@ -27,7 +28,7 @@ def failure_of(error: BaseException, store: str) -> Failed:
         # The log may lie on the disk that is full: what has failed is told all the same.
         print(told, file=sys.stderr, flush=True)
     text: Any = f"{place_of(error)}{type(error).__name__}: {error}"
-    outage = kind_of(error) != "sample"
+    outage = kind_of(error) != "sample" or isinstance(error, DataDiffers)
     full = disk_fault(error, Store(store).scratch) if isinstance(error, Exception) else None
     if full is not None:
         text, outage = full.strerror if full is error else f"{full.strerror} ({text})", True

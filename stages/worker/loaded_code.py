@@ -10,6 +10,7 @@ from __future__ import annotations
 import hashlib
 import importlib.metadata
 import importlib.util
+import re
 import sys
 from collections.abc import Mapping
 from pathlib import Path
@@ -29,6 +30,10 @@ _asked: dict[str, str] = {}
 
 class CodeDiffers(RuntimeError):
     """The process has loaded other code than the key says; a fresh one loads it."""
+
+
+class DataDiffers(RuntimeError):
+    """A file changed while a stage read it: the same request may succeed."""
 
 
 class SourceDiffers(CodeDiffers):
@@ -53,8 +58,8 @@ def check_before(request: Request) -> None:
 def check_after(request: Request, sources: Mapping[str, str]) -> None:
     """Raises CodeDiffers where code was edited while the stage ran, so that it may have loaded either.
 
-    sources: what the stage read from outside, as it is now. Raises RuntimeError, naming the file, where data changed,
-    and where packages or the device are not those of the key.
+    sources: what the stage read from outside, as it is now. Raises DataDiffers, naming the file, where data changed,
+    and RuntimeError where packages or the device are not those of the key.
     """
     loaded = interpreter.recorded()
     for name, digest in request.files.items():
@@ -67,16 +72,32 @@ def check_after(request: Request, sources: Mapping[str, str]) -> None:
         if any(kind in name for kind in USER_CODE):
             raise SourceDiffers(f"{name.removeprefix('module:')} was edited while {request.stage} ran")
     if changed:
+        file = _file_of(changed[0], request.config)
         if request.elsewhere:
             raise RuntimeError(
-                f"{changed[0]} is other content here than where the run is, or changed while {request.stage} ran; "
+                f"{file} is other content here than where the run is, or changed while {request.stage} ran; "
                 "nothing is kept of it: give both the same, and run again"
             )
-        raise RuntimeError(
-            f"{changed[0]} changed while {request.stage} ran, so what was read is neither the old nor the new content; "
-            "nothing is kept of it, run again"
+        raise DataDiffers(
+            f"{file} changed while {request.stage} ran, so what was read is neither the old nor the new content; "
+            "run again when nothing writes to it"
         )
     _check_packages(request, f"while {request.stage} ran it became")
+
+
+def _file_of(name: str, config: Mapping[str, Any]) -> str:
+    """The address of a file of data, which a key names by numbers (`stages.prepare.stage.source_digests`)."""
+    numbers = re.fullmatch(r"(source|decontaminate) (\d+): file (\d+)", name)
+    if numbers is None:
+        return name
+    # Here and not above: most stages read no files.
+    from tuning.data.files import expand
+
+    sources = [source["source"] for source in config["sources"]] or [config["source"]]
+    of = sources if numbers[1] == "source" else config["decontaminate"]["sources"]
+    source, number = of[int(numbers[2]) - 1], int(numbers[3])
+    # A file that was added or removed has shifted the others.
+    return next((file.url for file in expand(source)[number - 1 : number]), source)
 
 
 def check_elsewhere(request: Request, sources: Mapping[str, str], there: str) -> None:

@@ -22,6 +22,9 @@ from stages.contract.registry import stage
 from stages.store.artifacts import Artifact, Store
 from stages.store.manifests import with_checksum
 from stages.worker.client import StageFailed
+from stages.worker.failure_event import failure_of
+from stages.worker.loaded_code import DataDiffers, check_after
+from stages.worker.protocol import Request
 from tests.flows.lines import Lines
 from tests.support import write_files
 from tuning.rows import CompletionRow, write_table
@@ -172,6 +175,22 @@ def test_a_record_of_a_run_holds_no_secret(tmp_path):
     done = CliRunner().invoke(app, ["rerun", "--store", str(tmp_path), "--stage", "score"], env={"HF_TOKEN": None})
     assert done.exit_code == 2
     assert "environment: the value of HF_TOKEN is not recorded: export HF_TOKEN" in done.output
+
+
+def test_a_file_of_data_that_changes_while_it_is_read_is_named_and_the_same_command_goes_on(tmp_path):
+    files = [str(tmp_path / name) for name in ("a.jsonl", "b.jsonl")]
+    for path in files:
+        Path(path).write_text('{"question": "2 + 2?", "answer": "4"}\n')
+    for config, name in (
+        ({"sources": [{"source": files[0]}, {"source": files[1]}]}, "source 2: file 1"),
+        ({"sources": [], "source": str(tmp_path)}, "source 1: file 2"),
+        ({"sources": [], "source": files[0], "decontaminate": {"sources": [files[1]]}}, "decontaminate 1: file 1"),
+    ):
+        parts = {"sources": {name: "before"}}
+        request = Request("prepare", "k", parts, config, {}, 0, "", "run")
+        with pytest.raises(DataDiffers, match=f"{files[1]} changed while prepare ran.*when nothing writes to it") as e:
+            check_after(request, {name: "now"})
+        assert failure_of(e.value, str(tmp_path)).outage
 
 
 @dataclasses.dataclass

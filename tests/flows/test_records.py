@@ -1,6 +1,7 @@
 """What is said of a run whose process this host cannot see."""
 
 import datetime
+import json
 import re
 import subprocess
 
@@ -8,9 +9,13 @@ import pytest
 from typer.testing import CliRunner
 
 from flows.cli.app import app
+from flows.recipe.model import RecipeError
+from flows.recipe.reading import load_recipe
 from flows.records import UnknownRun, all_runs, candidates, readable_runs, status_of, whole_first
+from flows.running.plain import run_plain
 from stages.store.artifacts import ArtifactError, Store
 from stages.store.leases import booted, host_scope
+from tests.support import write_files
 
 
 @pytest.mark.parametrize(("seconds", "status"), [(-1.0, "killed"), (1.0, "running")])
@@ -44,6 +49,25 @@ def test_no_stage_of_a_run_that_was_killed_is_shown_as_running(tmp_path):
     Store(str(tmp_path)).write_json(record, "runs", "lost", "run.json")
     done = CliRunner().invoke(app, ["show", "lost", "--store", str(tmp_path)])
     assert re.search(r"^  sft +killed ", done.stdout, re.MULTILINE) and "running" not in done.stdout
+
+
+def test_a_run_that_is_refused_between_two_stages_shows_why(store, tmp_path, monkeypatch, rlhf_here, record, capsys):
+    write_files(tmp_path, **{"mine_asks.py": "def f(prompts, completions, level):\n    return [0.0] * len(prompts)\n"})
+    monkeypatch.syspath_prepend(tmp_path)
+    sets = [f"store={store}", "rl.score.rewards={mine: {function: 'mine_asks:f'}}"]
+    why = "rl.score.rewards.mine.function: mine_asks:f takes level"
+    with pytest.raises(RecipeError, match=re.escape(why)):
+        run_plain(load_recipe("smoke", sets=sets), name="asks")
+    assert why in rlhf_here("show", "asks", "--store", store).stdout
+    shown = json.loads(rlhf_here("show", "asks", "--store", store, "--json").stdout)
+    assert shown["status"] == "failed" and why in shown["error"] and shown["log"] is None
+    page = (store / "runs" / "asks" / "report.html").read_text()
+    assert "mine_asks:f takes level" in page and "Everything came from the store" not in page
+    assert "an error that has ended it" in rlhf_here("logs", "asks", "--store", store, code=2).stderr
+    # A part of the recipe, in which nothing is scored, is made and says what ends the whole.
+    assert run_plain(load_recipe("smoke", sets=sets), name="part", only={"base", "prepare"}) == "partial"
+    assert f"! a run of the whole recipe ends after prepare: {why}" in capsys.readouterr().out
+    assert record(store, "part").get("error") is None
 
 
 @pytest.fixture

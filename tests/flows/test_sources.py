@@ -69,6 +69,15 @@ def test_prompts_that_no_reward_can_judge_end_a_run_before_it_trains(tmp_path, r
     check_columns(recipe, metrics, ("sft",))
 
 
+def test_held_out_rows_without_answers_have_remedies_that_a_recipe_of_pairs_can_use(tmp_path):
+    (tmp_path / "mine.yaml").write_text("data: {source: addition}\nsft: null\npreference: {}\nrl: null\n")
+    metrics = {"rows": {"heldout": 16}, "unanswered": {"heldout": 16}}
+    with pytest.raises(RecipeError, match="(?s)which 16 of 16 rows of heldout.*evaluate: null") as e:
+        check_columns(load_recipe(str(tmp_path / "mine.yaml")), metrics, ("evaluate",))
+    # Every record would go to the pairs then, and none would be held out.
+    assert "`for:" not in str(e.value)
+
+
 def test_settings_of_a_source_are_listed_by_the_names_that_a_recipe_has_and_no_managed_ones():
     assert "for" in fields_at(["data", "sources", "0"]) and "uses" not in fields_at(["data", "sources", "0"])
     assert hint(["data", "sources", "0", "fro"]) == "did you mean for?"

@@ -10,6 +10,8 @@ from typer.testing import CliRunner
 
 from flows.cli.app import app
 from flows.cli.change import _metric_lines
+from flows.graph.build import nodes_of
+from flows.graph.changes import _told
 from stages.contract.kept import modules_of
 from stages.store.artifacts import Artifact, Store
 from stages.store.keys import digest
@@ -51,6 +53,19 @@ def diff(place: Store, *arguments: str, code: int = 0) -> str:
     done = CliRunner().invoke(app, ["diff", *arguments, "--store", place.url])
     assert done.exit_code == code, done.output
     return done.stdout
+
+
+def test_the_default_of_a_source_that_stands_for_no_data_is_no_difference(tmp_path):
+    store, mine = Store(str(tmp_path / "store")), tmp_path / "mine.jsonl"
+    data = ({"sources": [{"source": str(mine)}]}, {"source": str(mine)})
+    for name, settings in zip(("several", "single"), data, strict=True):
+        Maker(store, recipe_of(store.url, rl=None, data=settings), tmp_path, name).run(until="prepare")
+    settings = json.loads(diff(store, "several", "single", "--json"))["settings"]
+    assert any(str(mine) in line for line in settings) and not any("addition" in line for line in settings)
+    records = [store.read_json("runs", name, "run.json") for name in ("several", "single")]
+    parts = [{"config": record["recipe"]["data"], "code": {}} for record in records]
+    (node,) = [node for node in nodes_of(recipe_of(store.url)) if node.name == "prepare"]
+    assert not any("addition" in line for line in _told(store, node, *parts))
 
 
 def test_settings_code_stages_and_metrics_that_differ_are_told(place):

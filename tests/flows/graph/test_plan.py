@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 import subprocess
@@ -76,7 +77,21 @@ def test_what_differs_in_a_stage_that_waits_is_told_with_what_it_waits_for(rlhf_
     assert {found[name].nearest for name in updates | judged} == {"first"} and found["sft"].nearest == ""
     text = rlhf_here("plan", "smoke", "--store", smoke_store, *[word for s in sets for word in ("--set", s)]).stdout
     assert text.count("rl.update.kl_coef: 0.01 -> 0.1") == 1 and "waits  sft\nwaits  reward\n" in text
-    assert "or differs itself, as told below it" in text
+    assert "A waiting stage runs again only if its input changes or something listed under it does." in text
+
+
+def test_the_time_of_a_plan_grows_with_rounds_that_were_never_made(rlhf_here, smoke_store):
+    def expected(rounds: int, *sets: str) -> dict:
+        command = ["plan", "smoke", "--store", smoke_store, "--json", "--set", f"rl.rounds={rounds}", *sets]
+        return json.loads(rlhf_here(*command).stdout)
+
+    few, many = expected(4), expected(200)
+    assert few["untimed"] == many["untimed"] == 0
+    made = {p.node.name: p.seconds for p in planned(smoke_store).values()}
+    in_round = sum(made[f"round-{i:03d}.{stage}"] for i in range(3) for stage in ("rollout", "score", "update")) / 3
+    assert many["seconds"] - few["seconds"] == pytest.approx(196 * in_round, rel=0.01)
+    # Of a stage of which none was made nothing is known.
+    assert expected(3, "--set", "rl.refills=1")["untimed"] == 3
 
 
 def test_the_environment_is_named_as_the_recipe_has_it(smoke_store):

@@ -64,7 +64,7 @@ def test_reasoning_gym_reads_the_answer_as_the_other_rewards_do(form):
 
 EVALUATED = {
     *("spiral_matrix", "string_insertion", "binary_matrix", "n_queens", "puzzle24", "countdown"),
-    *("polynomial_multiplication", "simple_integration", "intermediate_integration"),
+    *("polynomial_multiplication", "simple_integration", "intermediate_integration", "number_sorting"),
 }
 
 
@@ -85,6 +85,15 @@ def test_no_answer_runs_as_a_program_in_the_verifier_of_a_task(task, tmp_path):
     given = {"answer": [gold] * 8, "metadata": [record["metadata"]] * 8}
     right, *wrong = f.reasoning_gym_score([record["prompt"]] * 8, [gold, *attacks], **given)
     assert not path.exists() and max(wrong) < 0.1 and (right == 1.0 or "answer" not in record)
+    details = record["metadata"]["entry"]
+    data = [
+        (attacks[0], details),
+        (gold, {**details, "integrand": attacks[0]} if isinstance(details, dict) else details),
+    ]
+    for answer, entry in data:
+        metadata = [{**record["metadata"], "entry": entry}]
+        f.reasoning_gym_score([record["prompt"]], [gold], answer=[answer], metadata=metadata)
+    assert not path.exists()
 
 
 def test_each_task_whose_verifier_runs_the_answer_is_known():
