@@ -8,13 +8,15 @@ alone costs two seconds.
 from __future__ import annotations
 
 import sys
+from pathlib import Path
 
 import typer
 
 from flows.cli import audit, change, episodes, fit, gc, logs, look, machine, policy, promote, run, settings, watch
-from flows.cli.shared import usage_error
+from flows.cli.shared import err, usage_error
 from flows.orchestration.leaving import leave
 from stages.store.artifacts import ArtifactError
+from stages.store.disk import disk_fault
 from stages.store.readonly import ReadOnlyStore
 from stages.worker.interpreter import add_current_folder, escape_output
 
@@ -39,7 +41,11 @@ def main() -> None:
     except (ArtifactError, ReadOnlyStore) as e:
         sys.exit(usage_error(str(e)).exit_code)
     except BaseException as e:
-        leave(e)
+        full = disk_fault(e, Path()) if isinstance(e, Exception) else None
+        if full is None:
+            leave(e)
+        err.print(f"failed: {full.strerror}", soft_wrap=True)
+        sys.exit(1)
 
 
 if __name__ == "__main__":

@@ -46,7 +46,7 @@ def launch(
     from flows.running.naming import before, wait_until_ended
     from flows.running.plain import run_plain
     from stages.store.artifacts import ArtifactError, Store
-    from stages.store.disk import full_disk
+    from stages.store.disk import disk_fault
     from stages.store.readonly import refuse
     from stages.store.registry import RegistryError
     from stages.worker.client import StageFailed, WorkerDied
@@ -72,7 +72,7 @@ def launch(
     except (StageFailed, WorkerDied, OSError) as e:
         said = str(e)
         if isinstance(e, OSError):
-            full = full_disk(e, Store(recipe.store).scratch)
+            full = disk_fault(e, Store(recipe.store).scratch)
             said = f"{type(e).__name__}: {e}" if full is None else str(full.strerror)
         err.print(f"failed: {said}\nwhat is finished is kept{_advice(e)}", soft_wrap=True)
         raise typer.Exit(1) from e

@@ -94,7 +94,10 @@ def _where(store: Store, record: dict[str, Any]) -> str:
     """Why there is no log here, and where it is."""
     name = record["name"]
     if record.get("worker_starts") == 0 or not any(e["state"] != "hit" for e in record["nodes"].values()):
-        return f"run {name} has no log: it started no worker; `rlhf show {name}` lists stages and errors"
+        return (
+            f"run {name} has no log: it started no worker; `rlhf show {name}` lists its stages, and the error if one "
+            "ended it"
+        )
     host = record.get("host", "another host")
     place = record.get("log", f"runs/{name}/{LOG} of its scratch folder")
     if host == socket.gethostname() and record["status"] != "running":

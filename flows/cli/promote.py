@@ -51,16 +51,14 @@ def promote(
         # No export was made of it: the name stands for the policy itself, as in a run without one.
         node = _behind_the_gate(record)
     policy = _policy(Store(store), record, node)
-    refused = _refused(Store(store), alias, policy)
-    if refused is not None and not force:
-        raise usage_error(f"{refused}; `--force` makes it {alias} all the same, and the history says so")
     try:
+        refused = _refused(Store(store), alias, policy)
+        if refused is not None and not force:
+            raise usage_error(f"{refused}; `--force` makes it {alias} all the same, and the history says so")
         entry = registry.promote(Store(store), alias, policy, reason, forced=refused is not None)
     except RegistryError as e:
         raise usage_error(str(e)) from e
-    _note(store, "promote", alias, entry)
-    out.print(_line(alias, entry), soft_wrap=True)
-    err.print(_served(alias), soft_wrap=True)
+    _changed(Store(store), "promote", alias, entry)
 
 
 @commands.command()
@@ -75,9 +73,7 @@ def rollback(
         entry = registry.rollback(Store(store), alias, to, reason)
     except RegistryError as e:
         raise usage_error(str(e)) from e
-    _note(store, "rollback", alias, entry)
-    out.print(_line(alias, entry), soft_wrap=True)
-    err.print(_served(alias), soft_wrap=True)
+    _changed(Store(store), "rollback", alias, entry)
 
 
 @commands.command()
@@ -96,11 +92,6 @@ def champions(store: StoreUrl, as_json: AsJson = False) -> None:
     for name, entries in found.items():
         for entry in reversed(entries):
             out.print(_line(name, entry), soft_wrap=True)
-
-
-def _served(alias: str) -> str:
-    """What servers of the name do now."""
-    return f"`rlhf serve {alias} --follow` takes it within half a minute; without --follow restart the server"
 
 
 def _policy(store: Store, record: dict[str, Any], node: str) -> Policy:
@@ -124,15 +115,23 @@ def _behind_the_gate(record: dict[str, Any]) -> str:
     return next((name for name, e in record["nodes"].items() if e.get("digest") == decided), "export")
 
 
-def _note(store: str, what: str, name: str, entry: Entry) -> None:
-    """Adds a change of a name to the store's trail."""
+def _changed(store: Store, what: str, name: str, entry: Entry) -> None:
+    """Adds a change of a name to the store's trail, and prints it with what servers of the name do now."""
     outcome = f"{name} is entry {entry.number}"
     more = {"digest": entry.policy.digest, "reason": entry.reason, "forced": entry.forced}
-    note(Store(store), what, run=entry.policy.run, outcome=outcome, **more)
+    note(store, what, run=entry.policy.run, outcome=outcome, **more)
+    out.print(_line(name, entry), soft_wrap=True)
+    served = f"`rlhf serve {name} --follow` takes it within half a minute; without --follow restart the server"
+    if len({e.policy.base for e in registry.history(store, name)[-2:]}) > 1:
+        served = f"its base model is not that of the entry before: restart the servers of {name}, also with --follow"
+    err.print(served, soft_wrap=True)
 
 
 def _refused(store: Store, name: str, policy: Policy) -> str | None:
     """What the newest decision about this policy for the name says, where that is a refusal; None otherwise."""
+    if (said := registry.refusal_of(store, name, policy.trained)) is not None:
+        return said
+    # Of a version whose gates left their decision in the run alone.
     for record in reversed(all_runs(store)):
         decision = record.get("decision") or {}
         if (decision.get("candidate"), decision.get("name")) == (policy.trained, name):

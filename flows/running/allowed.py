@@ -11,7 +11,9 @@ from flows.recipe.model import Recipe, RecipeError
 from tuning import allowed
 
 FUNCTION = re.compile(r"(?P<module>[A-Za-z_][\w.]*):[A-Za-z_][\w.]*")
-NAMING = ("source", "function", "judge", "algorithm", "name", "tools", "rules", "renderer", "parser", "actions")
+NAMING = (
+    *("source", "sources", "function", "judge", "algorithm", "name", "tools", "rules", "renderer", "parser", "actions"),
+)
 """Settings whose texts may be `module:function`, whatever section they are in."""
 OTHERS = ("random", "hub", "gem", "textarena", "mcp")
 """What stands before a colon and is no module. A gymnasium name is a module where it has a second colon."""

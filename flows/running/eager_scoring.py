@@ -28,6 +28,7 @@ from stages.store.artifacts import Artifact
 from stages.store.keys import digest
 from stages.store.work import WorkFolder
 from stages.worker import interpreter
+from stages.worker.client import worker_environment
 from stages.worker.parent_death import in_lasting_thread
 
 if TYPE_CHECKING:
@@ -124,8 +125,9 @@ class EagerScoring:
 
         def start() -> None:
             with log.open("ab") as out:
+                env = worker_environment() | dict(worker.variables)
                 self._processes[folder] = subprocess.Popen(
-                    command, stdin=subprocess.PIPE, stdout=out, stderr=out, env=os.environ | dict(worker.variables)
+                    command, stdin=subprocess.PIPE, stdout=out, stderr=out, env=env
                 )
 
         in_lasting_thread(start)

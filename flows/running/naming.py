@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-import contextlib
-import json
 import re
 import time
 from collections.abc import Callable
 from typing import Any
 
 from coolname import generate_slug
-from pydantic import ValidationError
 
 from flows.recipe.migration import migrated
 from flows.recipe.model import Recipe, RecipeError
+from flows.recipe.places import merge
 from flows.records import SILENT_MINUTES, WHOLE, status_of
 from stages.store import runs
 from stages.store.artifacts import ArtifactError, Store
@@ -61,7 +59,7 @@ def before(store: Store, recipe: Recipe, name: str) -> dict[str, Any] | None:
             f"run {name} is running (process {record['pid']} on {record['host']}): wait for it"
             f"{unseen if is_gone(record['process']) is None else ''}, or {other}"
         )
-    changed = _changes(record["recipe"], recipe)
+    changed = _changes(record, recipe)
     if changed:
         more = f" and {len(changed) - MOST} more" if len(changed) > MOST else ""
         raise RecipeError(f"run {name} is of another recipe ({'; '.join(changed[:MOST])}{more}): {other}")
@@ -106,14 +104,24 @@ def _check(name: str) -> None:
         raise RecipeError(f"run name {name!r}: expected letters, digits, dots and dashes")
 
 
-def _changes(old: dict[str, Any], recipe: Recipe) -> list[str]:
-    """The differences between a record's recipe and this one, a line each."""
-    old = migrated(old)
-    # Written by an older version, it may lack settings that have their defaults, or have some that are no more.
-    with contextlib.suppress(ValidationError):
-        old = Recipe.model_validate_json(json.dumps(old)).model_dump(mode="json")
-    new = recipe.model_dump(mode="json")
-    return differences(_compared(old), _compared(new))
+def _changes(record: dict[str, Any], recipe: Recipe) -> list[str]:
+    """The differences between a record's recipe and this one, a line each.
+
+    Only settings that one of the two gives count: a default may be new, or another one, since the record was written.
+    """
+    old, new = migrated(record["recipe"]), recipe.model_dump(mode="json")
+    # A record of an older version does not say which settings were given.
+    before = migrated(_numbered(record.get("given", old)))
+    now = _numbered(recipe.model_dump(mode="json", exclude_unset=True))
+    pairs = (merge(new, before), new), (old, merge(old, now))
+    return list(dict.fromkeys(line for a, b in pairs for line in differences(_compared(a), _compared(b))))
+
+
+def _numbered(value: Any) -> Any:
+    """The same with mappings for lists of sections, as `merge` lays one on a list."""
+    if isinstance(value, list) and value and isinstance(value[0], dict):
+        value = {str(number): item for number, item in enumerate(value)}
+    return {name: _numbered(item) for name, item in value.items()} if isinstance(value, dict) else value
 
 
 def _compared(values: dict[str, Any]) -> dict[str, Any]:

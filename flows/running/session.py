@@ -32,9 +32,10 @@ from stages.common import handed
 from stages.contract.kept import keep
 from stages.store import runs
 from stages.store.artifacts import Artifact, Store
-from stages.store.disk import full_disk
+from stages.store.disk import disk_fault
 from stages.store.keys import published, without_userinfo
 from stages.store.leases import held, lease, release_dead, this_process
+from stages.store.room import keep_room, with_room
 from stages.store.work import WorkFolder
 from stages.worker.client import CodeChanged, StageFailed, WorkerDied
 from stages.worker.protocol import Heartbeat, Log, Progress, Report, Request
@@ -106,6 +107,7 @@ class Session:
         self.record: dict[str, Any] = {
             "name": self.name,
             "recipe": published(recipe.model_dump(mode="json")),
+            "given": published(recipe.model_dump(mode="json", exclude_unset=True)),
             "status": "running",
             "started": now(),
             "host": socket.gethostname(),
@@ -122,6 +124,7 @@ class Session:
             self.record["standing"] = self.standing.as_json()
         self._saver = Saver(self.store, self.record, self._lock)
         self.save()
+        keep_room(self.store)
 
     def _store_log(self) -> None:
         """Copies the logs to a remote store, so that `rlhf logs` has them on any machine."""
@@ -380,9 +383,9 @@ class Session:
     def _save_if_possible(self) -> None:
         """Writes the record where a failure to write it must not hide what has ended the stage or the run."""
         try:
-            self.save()
+            with_room(self.store, self.save)
         except Exception as error:
-            found = full_disk(error, self.store.scratch) or error
+            found = disk_fault(error, self.store.scratch) or error
             self.reporter.line(f"the record of run {self.name} could not be written: {found}")
 
 

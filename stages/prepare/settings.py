@@ -95,9 +95,9 @@ class Config(StageConfig):
     """Settings of the stage `prepare`."""
 
     source: str = execution_setting("addition")
-    """Built-in task (addition, reasoning_gym, critics, words), environment (guess, calculator, frozenlake, sokoban,
-    nim, or episodes for one of your own), `module:function`, or path, folder, glob or URL of files; in the key by
-    content, not by name."""
+    """Built-in task (addition, reasoning_gym, critics, words), environment (guess, calculator, frozenlake, or
+    episodes for one of your own), `module:function`, or path, folder, glob or URL of files; in the key by content, not
+    by name."""
     source_args: dict[str, Scalar] = Field(default_factory=dict)
     """Arguments of the task or function."""
     rename: dict[str, str | None] = Field(default_factory=dict)

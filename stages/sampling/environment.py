@@ -33,7 +33,7 @@ class Environment(StageConfig):
     """What the policy acts in: a rollout is an episode of one or many turns."""
 
     name: str | None = None
-    """Built in (guess, frozenlake, sokoban, nim), gem:ID, gymnasium:ID, textarena:ID, or module:Class of your own: a
+    """Built in (guess, frozenlake), gem:ID, gymnasium:ID, textarena:ID, or module:Class of your own: a
     text environment with gymnasium's tuple, or a class as TRL's environment_factory takes; null: tools alone."""
     arguments: dict[str, Value | list[Value]] = {}
     """Keyword arguments of the environment's constructor."""

@@ -42,6 +42,8 @@ class RewardRefused(RuntimeError):
 
 REWARD_KEY = "x-rlhf-reward-key"
 """Header with the key of a session's reward, which the model's key does not open."""
+CLIENT_GONE = 499
+"""Status of a request whose client has left, as nginx logs it; nobody reads the answer."""
 STALLED_SECONDS = 900.0
 """A step of the engine that takes longer has hung: programs that compile take minutes."""
 
@@ -242,7 +244,11 @@ async def _answer(server: Server, job: Job, http: Any) -> Any:
         lines = _lines(asked, head | {"object": kind} | _by(server, job), first, chunks, used)
         return StreamingResponse(lines, media_type="text/event-stream")
     if isinstance(asked, CompletionRequest) and asked.echo:
-        scores = [await asyncio.to_thread(server.score, job, prompt) for prompt in job.prompts]
+        scores = []
+        for prompt in job.prompts:
+            if await http.is_disconnected():
+                return Response(status_code=CLIENT_GONE)
+            scores.append(await asyncio.to_thread(server.score, job, prompt))
         ends = await _ended(server, job, http, used) if asked.max_tokens != 0 else []
         made = functools.partial(_echoed, server, job, asked, scores, ends)
     else:

@@ -43,7 +43,7 @@ from stages.serving.sessions import Call, Part, Session, Sessions, Terms, Unknow
 from tuning.agents.contract import LIMITS, Fault, Status
 from tuning.agents.play import turn_seed
 from tuning.agents.trajectory import Ended, Episode, Turn
-from tuning.chat.calls import Message
+from tuning.chat import Message
 from tuning.parallel.children import clean_environment
 from tuning.rollout.servers import keeper
 

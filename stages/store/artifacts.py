@@ -254,7 +254,15 @@ class Store:
     def all_keys(self) -> list[tuple[str, str]]:
         """(stage, key) of everything in the store that has a manifest."""
         keys = [(stage, key) for stage in self.names("artifacts") for key in self.names("artifacts", stage)]
-        return [(stage, key) for stage, key in keys if self.fs.exists(self.join("artifacts", stage, key, MANIFEST))]
+        return [(stage, key) for stage, key in keys if self.exists("artifacts", stage, key, MANIFEST)]
+
+    def exists(self, *parts: str) -> bool:
+        """Whether there is a file or folder. Raises the error of a store that does not answer: `fs.exists` says no."""
+        try:
+            self.fs.info(self.join(*parts))
+        except (FileNotFoundError, NotADirectoryError):
+            return False
+        return True
 
     def names(self, *parts: str) -> list[str]:
         """Sorted names of the files and folders in a folder, but for half-written ones; none without the folder."""

@@ -28,6 +28,7 @@ from stages.store.artifacts import MANIFEST, Store
 from stages.store.leases import unless_held
 from stages.store.reach import CONDEMNED, Roots, Version, reach, tomb, versions
 from stages.store.residue import Residue, compiled, residues
+from stages.store.room import keep_room, with_room
 
 SETTLE_SECONDS = 10.0
 """Longer than a run takes from finding an artifact to writing that into its record."""
@@ -102,6 +103,12 @@ def collect(store: Store, read: Callable[[], Roots], limits: Limits) -> Survey:
 
     read: called more than once; what runs, pins and the registry hold at that moment.
     """
+    done = with_room(store, lambda: _collected(store, read, limits))
+    keep_room(store)
+    return done
+
+
+def _collected(store: Store, read: Callable[[], Roots], limits: Limits) -> Survey:
     first = survey(store, read(), limits)
     interrupted = any(version.tomb is not None for version, _ in first.kept)
     if not (first.garbage or first.residues or first.runs or interrupted):
@@ -208,7 +215,8 @@ def _in_use(store: Store, version: Version) -> bool:
 
 
 def _delete_files(store: Store, version: Version, check: Callable[[], None]) -> None:
-    folder = store.join("artifacts", version.stage, version.folder)
+    place = "artifacts", version.stage, version.folder
+    folder = store.join(*place)
     # The folder of the key also holds the manifest of the artifact that has replaced this one.
     present = f"{folder}/{MANIFEST}"
     check()
@@ -219,7 +227,7 @@ def _delete_files(store: Store, version: Version, check: Callable[[], None]) -> 
                 check()
             with contextlib.suppress(FileNotFoundError):
                 store.remove(path)
-    if not store.fs.exists(present):
+    if not store.exists(*place, MANIFEST):
         store.remove_folder(folder)
 
 

@@ -125,6 +125,8 @@ def umask() -> int:
 
 
 FULL = {errno.ENOSPC: "No space left on device", errno.EDQUOT: "Disk quota exceeded"}
+FAULTS = FULL | {errno.EIO: "Input/output error", errno.ESTALE: "Stale file handle"}
+AGAIN = "and give the same command again: it goes on from what is finished"
 
 FILE_URL = "file://"
 ANSWER = ("response", "status_code", "code")
@@ -133,26 +135,27 @@ LIBRARIES = ("safetensors", "safetensors_rust")
 """Whose errors of classes of their own tell of files of this machine."""
 
 
-class DiskFull(OSError):
-    """There is no room for what is to be written; the message says where, and what to do."""
+class DiskFault(OSError):
+    """A disk is full or fails; the message names the place and the remedy."""
 
 
-def full_disk(error: BaseException, folder: Path) -> DiskFull | None:
-    """The error of a full disk that is behind another one, told with its place and a remedy; None where there is none.
+def disk_fault(error: BaseException, folder: Path) -> DiskFault | None:
+    """Return the fault of a disk that has caused an error, with its place and a remedy; None if no disk has.
 
     folder: where most is written, if the error names no file.
     """
     told: tuple[BaseException, int] | None = None
     for found in with_causes(error, suppressed=True):
-        if isinstance(found, DiskFull):
+        if isinstance(found, DiskFault):
             return found
         if isinstance(found, OSError) and found.errno in FULL and _is_local(found):
             assert found.errno is not None
-            return _full(found.errno, found, folder)
-        number = next((n for n, text in FULL.items() if text in str(found)), None)
+            return _fault(found.errno, found, folder)
+        # By its text: clients of services raise EIO with another one.
+        number = next((n for n, text in FAULTS.items() if text in str(found)), None)
         told = told if number is None else (found, number)
     # Others pass on the text of the last one, which has met it.
-    return _full(told[1], told[0], folder) if told is not None and _tells_of_local(told[0]) else None
+    return _fault(told[1], told[0], folder) if told is not None and _tells_of_local(told[0]) else None
 
 
 def _is_local(error: BaseException) -> bool:
@@ -175,17 +178,18 @@ def _tells_of_local(error: BaseException) -> bool:
     return isinstance(error, OSError) or type(error).__module__.split(".")[0] in LIBRARIES
 
 
-def _full(number: int, error: BaseException, folder: Path) -> DiskFull:
+def _fault(number: int, error: BaseException, folder: Path) -> DiskFault:
     name = getattr(error, "filename", None)
     place = Path(os.fsdecode(name).removeprefix(FILE_URL)) if isinstance(name, str | bytes) else folder
-    return DiskFull(number, f"{FULL[number]}: {_room(place)}")
+    remedy = _room(place) if number in FULL else f"{place} could not be read or written. Check its disk, {AGAIN}"
+    return DiskFault(number, f"{FAULTS[number]}: {remedy}")
 
 
 def check_room(folder: Path, size: int) -> None:
-    """Raises DiskFull where a folder has no room for `size` bytes more."""
+    """Raises DiskFault where a folder has no room for `size` bytes more."""
     free = shutil.disk_usage(_existing(folder)).free
     if free < size:
-        raise DiskFull(
+        raise DiskFault(
             errno.ENOSPC, f"{FULL[errno.ENOSPC]}: {size / 1e9:.1f} GB and more are to be written; {_room(folder)}"
         )
 
@@ -194,8 +198,8 @@ def _room(place: Path) -> str:
     usage = shutil.disk_usage(_existing(place))
     room = f"{usage.free / 1e6:,.0f} MB left of {usage.total / 1e6:,.0f}"
     return (
-        f"the disk of {place} has {room}. Make room there (`rlhf gc` shows what can go), and give the same command "
-        "again: it goes on from what is finished"
+        f"the disk of {place} has {room}. Make room there (`rlhf gc` shows what can go; where it has no room for its "
+        f"own small files, delete the log of an old run, runs/NAME/worker.log), {AGAIN}"
     )
 
 

@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from stages.store.artifacts import ArtifactError, Store
+from stages.store.disk import FULL
 from stages.store.exclusive import create
 from stages.store.forms import HOLDER
 from tuning.retries import retried
@@ -126,8 +127,12 @@ def lease(
         thread.join()
         # What was made is made: a lease that cannot be given back is stale when this process ends.
         with contextlib.suppress(Exception):
-            if (_holder(store, name) or {}).get("token") == token:
-                store.remove(path)
+            retried(lambda: _release(store, name, token), tries=2, first_seconds=FIRST_PAUSE_SECONDS)
+
+
+def _release(store: Store, name: str, token: str) -> None:
+    if (_holder(store, name) or {}).get("token") == token:
+        store.remove(store.join("leases", name))
 
 
 class _Held(Exception):
@@ -200,7 +205,10 @@ class Watch:
 
 
 def _again(action: Callable[[], T]) -> T:
-    return retried(action, tries=TRIES, first_seconds=FIRST_PAUSE_SECONDS, passing=lambda e: isinstance(e, OSError))
+    def passing(error: Exception) -> bool:
+        return isinstance(error, OSError) and error.errno not in FULL
+
+    return retried(action, tries=TRIES, first_seconds=FIRST_PAUSE_SECONDS, passing=passing)
 
 
 def _name(stage: str, key: str) -> str:

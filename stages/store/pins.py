@@ -31,12 +31,12 @@ def pin(store: Store, run: str, note: str = "") -> None:
 
 def unpin(store: Store, run: str) -> bool:
     """Takes a run's pin away; False where it had none."""
-    path = store.join(FOLDER, f"{run}.json")
+    path = FOLDER, f"{run}.json"
     # An object store removes what is not there without a word.
-    if not store.fs.exists(path):
+    if not store.exists(*path):
         return False
     with contextlib.suppress(FileNotFoundError):
-        store.remove(path)
+        store.remove(store.join(*path))
     return True
 
 

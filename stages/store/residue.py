@@ -105,7 +105,7 @@ def _orphans(store: Store, found: list[Version], old: float) -> Iterator[Residue
     for stage in store.names("artifacts"):
         for folder in store.names("artifacts", stage):
             key = folder.split(".")[0]
-            if (stage, folder) in owned or store.fs.exists(store.join("artifacts", stage, folder, MANIFEST)):
+            if (stage, folder) in owned or store.exists("artifacts", stage, folder, MANIFEST):
                 # One with a manifest that cannot be read is `rlhf verify`'s.
                 continue
             if not beats(store, stage, key):

@@ -86,7 +86,7 @@ def names(store: Store) -> list[str]:
 
 def exists(store: Store, name: str) -> bool:
     """Whether a run has this name."""
-    return store.fs.exists(store.join(FOLDER, name, HEAD))  # type: ignore[no-any-return]
+    return store.exists(FOLDER, name, HEAD)
 
 
 def in_parallel(store: Store, function: Callable[[T], R], items: Iterable[T]) -> Iterator[R]:

@@ -299,7 +299,7 @@ class WorkFolder:
         left = [f".{self.path.name}.*.part", *([f"{self._key}{OF_PROCESS}*"] if multihost.is_primary() else [])]
         for path in itertools.chain.from_iterable(map(self.path.parent.glob, left)):
             shutil.rmtree(path, ignore_errors=True)
-        if not self._store.is_local and multihost.is_primary() and self._store.fs.exists(self._shared):
+        if not self._store.is_local and multihost.is_primary():
             self._store.remove_folder(self._shared)
 
 

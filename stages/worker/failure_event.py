@@ -15,10 +15,10 @@ from stages.worker.protocol import Failed
 def failure_of(error: BaseException, store: str) -> Failed:
     """The event of an error. Its traceback goes to the log.
 
-    store: the store's URL; a full disk that is told without a file's name is that of its scratch folder.
+    store: the store's URL; a fault of a disk that names no file is that of its scratch folder.
     """
     from stages.store.artifacts import Store
-    from stages.store.disk import full_disk
+    from stages.store.disk import disk_fault
     from stages.store.keys import without_userinfo
     from tuning.rewards.failures import kind_of
 
@@ -29,7 +29,7 @@ def failure_of(error: BaseException, store: str) -> Failed:
         print(told, file=sys.stderr, flush=True)
     text: Any = f"{place_of(error)}{type(error).__name__}: {error}"
     outage = kind_of(error) != "sample" or isinstance(error, DataDiffers)
-    full = full_disk(error, Store(store).scratch) if isinstance(error, Exception) else None
+    full = disk_fault(error, Store(store).scratch) if isinstance(error, Exception) else None
     if full is not None:
         text, outage = full.strerror if full is error else f"{full.strerror} ({text})", True
     return Failed(without_userinfo(str(text)), told, outage)

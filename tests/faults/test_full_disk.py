@@ -12,6 +12,8 @@ SCRIPT = """
 mount -t tmpfs -o size=2m none "$1" || exit 9
 run() { "$2" run smoke --no-prefect --store "$1/s" --until sft --set sft.epochs=1; echo "status $?"; }
 run "$@"
+"$2" runs --store "$1/s"
+"$2" gc --yes --grace 0 --keep 0 --store "$1/s"; echo "collected $?"
 echo ROOM
 mount -o remount,size=200m "$1"
 run "$@"
@@ -35,6 +37,8 @@ def test_a_run_on_a_full_disk_says_so_and_goes_on_when_there_is_room(tmp_path: P
     assert f"{place}" in full and "give the same command again" in full
     assert "Traceback" not in full
     assert "status 1" in before
+    assert " failed" in before and "killed" not in before
+    assert "collected 0" in before
     assert "status 0" in rest, rest
     # What the first try had finished was there.
     assert "base" in rest and "cached" in rest

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import shutil
+import subprocess
+import sys
 import threading
 import time
+from pathlib import Path
 
 import pytest
 
@@ -17,6 +20,7 @@ from flows.running.session import Session
 from stages.store.artifacts import Store
 from stages.store.leases import lease
 from stages.worker.client import StageFailed, Worker
+from tests.stages.store.test_disk import can_mount
 
 
 @pytest.fixture
@@ -176,3 +180,32 @@ def test_a_store_that_cannot_be_written_to_ends_a_run_with_a_sentence(rlhf, tmp_
     done = rlhf("run", "smoke", "--no-prefect", "--set", f"store={tmp_path / 'store'}", code=1)
     assert "failed: " in done.stderr and "the same command goes on" in done.stderr
     assert "Traceback" not in done.stderr
+
+
+ENDS = """
+import sys
+from pathlib import Path
+from flows.recipe.reading import load_recipe
+from flows.report.console import ConsoleReporter
+from flows.running.closing import close
+from flows.running.session import Session
+from stages.store.artifacts import Store
+place = Path(sys.argv[1])
+session = Session(load_recipe("smoke", sets=[f"store={place}/store"]), ConsoleReporter(), "full")
+session.record["nodes"]["sft"] = {"stage": "sft", "key": "f" * 64, "state": "failed", "error": "No space" * 500}
+try:
+    (place / "full").write_bytes(bytes(2**24))
+except OSError:
+    close(session, "failed")
+    record = Store(f"{place}/store").read_json("runs", "full", "run.json")
+    print(record["status"], len(record["nodes"]["sft"]["error"]))
+"""
+
+
+@pytest.mark.skipif(not can_mount(), reason="this machine gives no namespace of mounts")
+def test_the_record_of_a_run_that_a_full_disk_ends_says_so(tmp_path):
+    script = f"mount -t tmpfs -o size=4m none {tmp_path} && exec {sys.executable} -c '{ENDS}' {tmp_path}"
+    done = subprocess.run(
+        ["unshare", "-m", "sh", "-c", script], capture_output=True, text=True, cwd=Path(__file__).parents[2]
+    )
+    assert done.stdout.splitlines()[-1] == "failed 4000", done.stdout + done.stderr

@@ -13,7 +13,7 @@ import dataclasses
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal, Protocol
 
-from tuning.chat.calls import Message
+from tuning.chat import Message
 
 Observation = str | Sequence[Message]
 """A text is one message of the user; messages stand as they are."""

@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from tuning.agents.contract import Fault, Observed, Status, Task, calls_of
 from tuning.agents.trajectory import Ended, Episode, Rules, Turn
-from tuning.chat.calls import Message
+from tuning.chat import Message
 from tuning.rollout.requests import Completion, Request, Sampling, Update
 
 if TYPE_CHECKING:

@@ -14,7 +14,7 @@ from typing import Any
 
 from tuning.agents.contract import LIMITS, WITHOUT_REWARD, Status, Task, success_of
 from tuning.agents.rows import TrajectoryRow, TurnRow
-from tuning.chat.calls import Message
+from tuning.chat import Message
 from tuning.rows import CompletionRow, PromptRow
 
 

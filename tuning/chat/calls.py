@@ -18,8 +18,6 @@ from tuning.chat.call_text import CLOSE, END, FENCE, OPEN, PYTHON_TAG, READERS, 
 
 FORMATS = ("auto", "hermes", "llama", "gemma")
 """How tool calls are written in text; auto: as the chat template's family does, else Hermes' `<tool_call>`."""
-Message = Mapping[str, Any]
-"""A message of a conversation: `role` and `content`, of an assistant also `tool_calls`."""
 Schema = Mapping[str, Any]
 """A function as OpenAI's API describes it: {"type": "function", "function": {name, description, parameters}}."""
 

@@ -15,7 +15,7 @@ import dataclasses
 from collections.abc import Iterator, Sequence
 from typing import Any, Final
 
-from tuning.chat.calls import Message
+from tuning.chat import Message
 from tuning.chat.template import ANSWER, QUESTION, Template, TemplateRefused
 from tuning.models.tokenizer import PROBE, control_ids
 

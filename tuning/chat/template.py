@@ -15,8 +15,8 @@ from typing import TYPE_CHECKING, Any, Final
 
 from jinja2 import TemplateError
 
-from tuning.chat import calls
-from tuning.chat.calls import Message, Schema
+from tuning.chat import Message, calls
+from tuning.chat.calls import Schema
 from tuning.chat.plain_text import PlainText
 from tuning.models.tokenizer import PROBE, render, turn_end
 

@@ -4,7 +4,7 @@ A source is named by a string:
 
     addition, reasoning_gym, critics, words     built-in tasks; their arguments are those of the functions below
     episodes                                    numbered tasks of an environment of one's own
-    guess, calculator, frozenlake, sokoban, nim     transcripts and tasks of environments (`tuning.agents.environments`)
+    guess, calculator, frozenlake    transcripts and tasks of environments (`tuning.agents.environments`)
     package.module:function                     any function that returns an iterable of raw records
     data/*.jsonl, s3://bucket/x.parquet, ...    files: path, folder, glob or fsspec URL (`tuning.data.files`)
 
@@ -318,10 +318,7 @@ BUILTIN: dict[str, Callable[..., Iterable[RawRecord]]] = {
     "words": words,
     "episodes": episodes,
 }
-PLAYED = {
-    name: f"tuning.agents.environments.{name}:records"
-    for name in ("guess", "calculator", "frozenlake", "sokoban", "nim")
-}
+PLAYED = {name: f"tuning.agents.environments.{name}:records" for name in ("guess", "calculator", "frozenlake")}
 """Sources that come with environments, by name: loaded when asked for, so that other data has none of their code in its
 key."""
 NAMES = {*BUILTIN, *PLAYED}

@@ -16,7 +16,7 @@ from tuning.rewards.failures import check_failures
 from tuning.rewards.functions import last_number
 from tuning.rewards.processes import attempt
 from tuning.rewards.samples import Outcome, Sample
-from tuning.rewards.texts import BOXED, begun, extracted, spoken
+from tuning.rewards.texts import begun, boxes, extracted, spoken
 
 SECONDS = 1.0
 """Longest that the search for an answer takes: unlike the judge it runs in the worker, which nothing ends for it."""
@@ -35,7 +35,8 @@ def _number(text: str, arguments: Mapping[str, Any]) -> str | None:
 
 def _boxed(text: str, arguments: Mapping[str, Any]) -> str | None:
     text = spoken(text)
-    boxed = extracted(text, BOXED, SECONDS) if "\\boxed" in text else text
+    found = boxes(text)
+    boxed = found[-1][2] if found else "" if "\\boxed" in text else text
     return re.sub(r"\s+", "", boxed) or None
 
 

@@ -31,8 +31,8 @@ REASON_CHARACTERS = 300
 _OF_THE_REQUEST = (400, 413, 422)
 _OF_THE_SERVICE = (401, 402, 407, 408, 425, 429, 502, 503, 504)
 _OF_THE_MACHINE = (
-    errno.ENOSPC, errno.EDQUOT, errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.EAGAIN, errno.ETIMEDOUT,
-    errno.ENETUNREACH, errno.ENETDOWN, errno.EHOSTUNREACH,
+    errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.ESTALE, errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.EAGAIN,
+    errno.ETIMEDOUT, errno.ENETUNREACH, errno.ENETDOWN, errno.EHOSTUNREACH,
 )  # fmt: skip
 # Packages that a user's function may call, by name: none of them has to be installed.
 _OF_PACKAGES = {

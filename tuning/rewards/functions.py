@@ -174,11 +174,11 @@ def overlong(
 
 @functools.cache
 def _evaluates(task: str) -> str | None:
-    """The function by which the verifier of a reasoning-gym task runs the answer as Python: `eval` or `parse_expr`."""
+    """The function by which the verifier of a reasoning-gym task runs answers as Python: `eval` or `parse_expr`."""
     from reasoning_gym.factory import DATASETS
 
     source = inspect.getsource(sys.modules[DATASETS[task][0].__module__])
-    match = re.search(r"\b(eval|exec|parse_expr|sympify)\(\s*answer\b", source)
+    match = re.search(r"\b(eval|exec|parse_expr|sympify)\(\s*(?:answer\b|entry\[)", source)
     return match and match[1]
 
 
@@ -227,7 +227,9 @@ def reasoning_gym_score(
         said = spoken(begun(text, meta))
         said = (extract_answer(said, strip=False) or said).strip()
         function = _evaluates(name := task or meta["task"])
-        if function and not _only_computes(said, function):
+        # Of the data too: it may come from anywhere.
+        run = [text for text in (said, gold, details.get("integrand")) if isinstance(text, str)]
+        if function and not all(_only_computes(text, function) for text in run):
             scores.append(0.0)
             continue
         entry = {"question": prompt, "answer": gold, "metadata": details}

@@ -13,14 +13,14 @@ import threading
 from collections.abc import Iterator
 from typing import Any
 
-import regex
-
-from tuning.rewards.texts import BOXED, final, spoken
+from tuning.rewards.texts import boxes, final, spoken
 
 SECONDS = 3.0
 """Processor time that each of reading and comparing may take. A completion that needs more is wrong."""
 MOST_DIGITS = 5_000.0
 """Numbers with more digits are not computed; they are equal only if they are written alike."""
+MOST_NESTED = 32
+"""Brackets within brackets on one line. Deeper text is no expression: the parser takes exponential time."""
 
 _COMMANDS = {
     "≤": "leq",
@@ -66,8 +66,8 @@ def equal(answer: str, text: str) -> bool:
 
 
 def longest_seconds(**_: Any) -> float:
-    """Longest that a comparison takes by the clock, on a machine with other work."""
-    return 4 * SECONDS
+    """Longest that a comparison takes by the clock, on a machine with much other work."""
+    return 20 * SECONDS
 
 
 @functools.lru_cache(64)
@@ -80,14 +80,16 @@ def read(text: str) -> list[Any]:
 
 def _read(text: str) -> list[Any]:
     text = re.sub(r"\\(boxed|fbox)\s*\{\s*\}", "", text)
-    boxes = list(regex.finditer(BOXED, text))
-    for first, second in reversed(list(itertools.pairwise(boxes))):
-        if _RETRACTION.search(text, first.end(), second.start()):
-            earlier = regex.sub(BOXED, r"\1", text[: first.end()])
-            return _parse(earlier + text[first.end() :])
+    boxed = boxes(text)
+    for number, ((_, end, _), (start, _, _)) in reversed(list(enumerate(itertools.pairwise(boxed), start=1))):
+        if _RETRACTION.search(text, end, start):
+            # Only the boxes after the retraction count.
+            for begin, end, content in reversed(boxed[:number]):
+                text = text[:begin] + content + text[end:]
+            return _parse(text)
     # Without a box: an answer tag, a `####` line, or all of it.
-    text = text if boxes else final(text).strip().rstrip(".")
-    return (expressions(text) if not boxes and _BARE.fullmatch(text) else []) or _parse(text)
+    text = text if boxed else final(text).strip().rstrip(".")
+    return (expressions(text) if not boxed and _BARE.fullmatch(text) else []) or _parse(text)
 
 
 def same(gold: list[Any], found: list[Any]) -> bool:
@@ -124,6 +126,8 @@ def _parse(text: str) -> list[Any]:
     import sympy
     from math_verify import ExprExtractionConfig, LatexExtractionConfig, parse
 
+    if _nesting(text) > MOST_NESTED:
+        return []
     configs = [LatexExtractionConfig(boxed_match_priority=0), ExprExtractionConfig()]
     text = text.translate(_CHARACTERS).replace("\\mathrm{e}", "e")
     for form, latex in _FORMS:
@@ -133,6 +137,15 @@ def _parse(text: str) -> list[Any]:
     dotted = re.search(r"\\[lcv]?dots", text)
     # Of a list that goes on the package reads a part, and 12:00 is a division by zero: their text is compared.
     return [one for one in found if isinstance(one, str) or not (dotted or one.has(sympy.zoo, sympy.nan))]
+
+
+def _nesting(text: str) -> int:
+    """Most brackets that are open at once on a line."""
+    depth = most = 0
+    for character in re.findall(r"[\[({})\]\n]", text):
+        depth = 0 if character == "\n" else max(0, depth + (1 if character in "[({" else -1))
+        most = max(most, depth)
+    return most
 
 
 def _size(expression: Any) -> tuple[float, float]:

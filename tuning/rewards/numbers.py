@@ -10,7 +10,7 @@ from __future__ import annotations
 import dataclasses
 import unicodedata
 from collections.abc import Iterator
-from decimal import Decimal
+from decimal import Decimal, InvalidOperation
 from fractions import Fraction
 
 import regex
@@ -170,9 +170,9 @@ def _values(match: regex.Match[str]) -> Iterator[Fraction | None]:
     elif match["below"]:
         above, below = _value(match["above"]), _value(match["below"])
         if above is not None and below:
-            whole = Fraction(match["whole"] or 0)
             # 3 1/2 is mixed; 10 4/2 are two numbers.
-            yield above / below + (whole if 0 <= above < below else 0)
+            whole = _value(match["whole"] or "0") if 0 <= above < below else Fraction(0)
+            yield None if whole is None else above / below + whole
     else:
         value = _value(match["mantissa"])
         exponent = match["exponent"] or match["power"]
@@ -193,5 +193,9 @@ def _raised(base: Fraction, exponent: str, factor: Fraction) -> Fraction | None:
 def _value(text: str) -> Fraction | None:
     text = regex.sub(r"[^-+.,\deE]", "", text)
     european = regex.search(r"\.\d+[.,]", text)
-    number = Decimal(text.replace(".", "").replace(",", ".") if european else text.replace(",", ""))
+    try:
+        number = Decimal(text.replace(".", "").replace(",", ".") if european else text.replace(",", ""))
+    except InvalidOperation:
+        # An exponent of more than 18 digits.
+        return None
     return None if abs(number.adjusted()) > MOST_DIGITS else Fraction(number)

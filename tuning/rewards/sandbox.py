@@ -96,7 +96,7 @@ def code_of(text: str, tests: Sequence[Any] = ()) -> str:
     for number, block in enumerate(blocks):
         if named & _defined(block) if named else _READS_INPUT.search(block):
             chosen = number
-    earlier = [ast.unparse(node) for block in blocks[:chosen] for node in _statements(block, _DEFINITIONS)]
+    earlier = [_source(block, node) for block in blocks[:chosen] for node in _statements(block, _DEFINITIONS)]
     return "\n".join([*earlier, blocks[chosen]])
 
 
@@ -138,6 +138,14 @@ def _statements(code: str, kinds: tuple[type[ast.stmt], ...]) -> list[ast.stmt]:
     # Text with a null character, or nested too deep, is a ValueError or worse.
     except (SyntaxError, ValueError, MemoryError, RecursionError):
         return []
+
+
+def _source(code: str, node: ast.stmt) -> str:
+    """The text of a statement at the top of a program, with its decorators."""
+    # Not `ast.unparse`, which recurses.
+    if decorators := getattr(node, "decorator_list", []):
+        node.lineno, node.col_offset = decorators[0].lineno, 0
+    return ast.get_source_segment(code, node) or ""
 
 
 def _defined(code: str) -> set[str]:

@@ -7,13 +7,12 @@ from typing import Any
 
 import regex
 
-BOXED = r"\\(?:boxed|fbox)\s*\{(?!\s*\})((?:[^{}]++|(\{(?:[^{}]++|(?2))*+\}))*+)\}"
-"""The content of a LaTeX box that is not empty, with the braces in it."""
+_BOX = regex.compile(r"\\(?:boxed|fbox)\s*\{(?!\s*\})")
 _THOUGHT = r"(?:think|thinking|thought|reasoning)"
 _THOUGHT_END = regex.compile(rf"</{_THOUGHT}>|\[/THINK\]|◁/think▷")
 _THOUGHT_START = regex.compile(rf"<{_THOUGHT}>|\[THINK\]|◁think▷")
-# A box, an answer tag, and the line that ends a solution of GSM8K, whichever a text has, in this order.
-_MARKED = (BOXED, r"<answer>(.*?)(?:</answer>|$)", r"^#{3,4} *([^\n]*\d[^\n]*)$")
+# An answer tag, and the line that ends a solution of GSM8K.
+_MARKED = (r"<answer>(.*?)(?:</answer>|$)", r"^#{3,4} *([^\n]*\d[^\n]*)$")
 
 
 def spoken(text: str) -> str:
@@ -30,8 +29,28 @@ def begun(text: str, metadata: Mapping[str, Any] | None) -> str:
     return f"<{tag}>{text}" if tag else text
 
 
+def boxes(text: str) -> list[tuple[int, int, str]]:
+    """(start, end, content) of each LaTeX box that is closed and not empty; the content has the boxes in it."""
+    # A recursive pattern would read a text of unclosed boxes once for each of them.
+    opened: list[int] = []
+    closed: dict[int, int] = {}
+    for brace in regex.finditer(r"[{}]", text):
+        if brace[0] == "{":
+            opened.append(brace.start())
+        elif opened:
+            closed[opened.pop()] = brace.start()
+    found: list[tuple[int, int, str]] = []
+    for box in _BOX.finditer(text):
+        end = closed.get(box.end() - 1)
+        if end is not None and (not found or box.start() >= found[-1][1]):
+            found.append((box.start(), end + 1, text[box.end() : end]))
+    return found
+
+
 def final(text: str) -> str:
     """The last box of the text, or the last answer tag, or the last `####` line; the text without any of them."""
+    if found := boxes(text):
+        return found[-1][2]
     for pattern in _MARKED:
         if matches := list(regex.finditer(pattern, text, regex.DOTALL | regex.MULTILINE)):
             return matches[-1][1]

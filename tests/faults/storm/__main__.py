@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from tests.faults.storm import collecting, files, kills, network, power, table
-from tests.faults.storm.ground import Broken, Ground, of_scene
+from tests.faults.storm.ground import RECIPES, Broken, Ground, of_scene
 from tests.faults.storm.scene import Play, Scene
 
 SCENES: dict[str, Play] = {
@@ -48,9 +48,8 @@ NETWORK = ("weather",)
 NEW_NAMESPACE = 0x00020000
 
 
-def plan(seed: int) -> Any:
+def plan() -> Any:
     """Names of scenes without end."""
-    del seed
     number = 0
     while True:
         for name in SCENES:
@@ -74,10 +73,11 @@ def play(ground: Ground, name: str, seed: int) -> dict[str, Any]:
         end = str(error)
     except Exception:
         end = traceback.format_exc()
-    for process in of_scene(name):
+    for process in of_scene(scene.name):
         process.kill()
     return {
         "scene": name,
+        "recipe": ground.recipe,
         "seed": seed,
         "end": end,
         "tries": scene.tries,
@@ -88,8 +88,10 @@ def play(ground: Ground, name: str, seed: int) -> dict[str, Any]:
 
 def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m tests.faults.storm", description=__doc__)
-    parser.add_argument("--faults", type=int, default=300, help="faults beside those of the network")
+    parser.add_argument("--faults", type=int, default=300, help="of each recipe and seed, without those of the network")
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--seeds", type=int, default=1, help="storms of each recipe, with this seed and those after it")
+    parser.add_argument("--recipe", action="append", choices=RECIPES, help="repeatable; smoke if left out")
     parser.add_argument("--scene", action="append", help="kind (kill-worker) or one scene (kill-worker-003)")
     parser.add_argument("--jobs", type=int, default=2, help="scenes at a time")
     parser.add_argument("--minutes", type=float, default=1e9, help="no new scene after so long")
@@ -100,35 +102,56 @@ def main() -> int:
     own_mounts()
     folder = (args.folder or Path(tempfile.mkdtemp(prefix="rlhf-storm-"))).absolute()
     folder.mkdir(parents=True, exist_ok=True)
-    ground, results = Ground(folder), folder / "results.jsonl"
-    ground.prepare()
+    results = folder / "results.jsonl"
     power.shim(folder)
+    grounds = [Ground(folder, recipe) for recipe in args.recipe or ["smoke"]]
+    for ground in grounds:
+        ground.prepare()
     done = table.read(results)
     deadline, lock = time.monotonic() + 60 * args.minutes, threading.Lock()
 
-    def struck() -> int:
-        return sum(not f["network"] for scene in done for f in scene["faults"])
+    storms = [(ground, seed) for seed in range(args.seed, args.seed + args.seeds) for ground in grounds]
 
-    names = iter(_chosen(args.scene, plan(args.seed), {s["scene"] for s in done if s["seed"] == args.seed}))
+    def played(ground: Ground, seed: int) -> list[dict[str, Any]]:
+        return [s for s in done if (s.get("recipe", "smoke"), s["seed"]) == (ground.recipe, seed)]
+
+    def struck(scenes: list[dict[str, Any]]) -> int:
+        return sum(not fault["network"] for scene in scenes for fault in scene["faults"])
+
+    def turns() -> Any:
+        """A scene of each storm, then another one, until each has had its faults."""
+        left = {storm: _chosen(args.scene, plan(), {s["scene"] for s in played(*storm)}) for storm in storms}
+        while left:
+            for storm in list(left):
+                enough = struck(played(*storm)) >= args.faults
+                name = None if enough else next(left[storm], None)
+                if name is None:
+                    del left[storm]
+                else:
+                    yield *storm, name
+
+    scenes = turns()
 
     def player() -> None:
-        while True:
+        while time.monotonic() < deadline:
             with lock:
-                enough = struck() >= args.faults or time.monotonic() > deadline
-                name = None if enough else next(names, None)
-            if name is None:
+                turn = next(scenes, None)
+            if turn is None:
                 return
-            result = play(ground, name, args.seed)
+            ground, seed, name = turn
+            result = play(ground, name, seed)
+            place = folder / f"{ground.recipe}-{seed}-{name}"
             with lock:
                 done.append(result)
                 with results.open("a") as file:
                     file.write(json.dumps(result) + "\n")
                 well = result["end"] == "as calm"
                 said = "ok    " if well else "BROKEN"
-                print(f"{said} {name}  {len(result['faults'])} faults, {result['seconds']:g} s, {struck()} in all")
-                print("" if well else f"{result['end']}\n  in {folder / name}\n", end="", flush=True)
+                about = f"{len(result['faults'])} faults, {result['seconds']:g} s, {struck(done)} in all"
+                print(f"{said} {place.name}  {about}", flush=True)
+                print("" if well else f"{result['end']}\n  in {place}\n", end="", flush=True)
             if well and not args.keep:
-                subprocess.run(["rm", "-rf", folder / name], check=True)
+                subprocess.run(["rm", "-rf", place], check=True)
 
     with ThreadPoolExecutor(args.jobs) as pool:
         for future in [pool.submit(player) for _ in range(args.jobs)]:
@@ -137,7 +160,8 @@ def main() -> int:
     print(text)
     if args.table:
         args.table.write_text(text)
-    return 0 if all(scene["end"] == "as calm" for scene in done) and struck() >= args.faults else 1
+    short = [storm for storm in storms if struck(played(*storm)) < args.faults]
+    return 0 if all(scene["end"] == "as calm" for scene in done) and not short else 1
 
 
 def _chosen(wanted: list[str] | None, every: Any, played: set[str]) -> Any:

@@ -14,7 +14,7 @@ from pathlib import Path
 
 from stages.store.leases import host_scope
 from tests.faults.storm.ground import Broken, Command
-from tests.faults.storm.moments import ROUNDS, STAGES, choose
+from tests.faults.storm.moments import ROUNDS, choose
 from tests.faults.storm.power import shim
 from tests.faults.storm.scene import Scene
 
@@ -43,7 +43,7 @@ def artifacts(scene: Scene) -> None:
     scene.partly()
     hit: set[Path] = set()
     for _ in range(8):
-        stage = scene.rng.choice(STAGES)
+        stage = scene.rng.choice(scene.ground.stages())
         files = sorted(p for p in (scene.store / "artifacts" / stage).glob("*/**/*") if p.is_file())
         folders = {p.relative_to(scene.store / "artifacts" / stage).parts[0] for p in files}
         folder = scene.rng.choice(sorted(folders))

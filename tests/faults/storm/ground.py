@@ -17,6 +17,7 @@ from typing import Any
 import psutil
 
 from stages.store.artifacts import Store
+from tests.faults.storm.moments import STAGES
 from tests.support import RLHF
 
 SETTINGS: dict[str, Any] = {
@@ -29,11 +30,19 @@ SETTINGS: dict[str, Any] = {
     "evaluate.shard_prompts": 2,
 }
 """`smoke` in small pieces, so that there is a middle to be struck in."""
+RECIPES: dict[str, dict[str, Any]] = {
+    "smoke": {},
+    "preference": {"preference": '{"epochs": 1, "examples_per_step": 512, "checkpoint_every": 1}'},
+}
+"""What the recipes of a storm set: `smoke`, and `smoke` with a stage of preference optimisation before its rounds."""
 MARK = "STORM_SCENE"
 """The environment variable that names the scene of a process and of all that it starts."""
 END_SECONDS = 10.0
 """Time that processes have to notice that whom they worked for is gone."""
+PATIENCE = 900.0
+"""Seconds that a command, or a moment in it, may take on a busy machine."""
 CALM = "calm"
+"""The name of the run that nobody disturbs."""
 NO_POLISH = "--xla_backend_optimization_level=0 --xla_cpu_use_fusion_emitters=false"
 
 
@@ -42,11 +51,11 @@ class Broken(AssertionError):
 
 
 class Ground:
-    """A folder with the calm run's store and what is compiled; scenes have folders of their own in it."""
+    """A folder with the calm run's store of a recipe and what is compiled; scenes have folders of their own in it."""
 
-    def __init__(self, folder: Path):
-        self.folder = folder
-        self.calm = folder / CALM
+    def __init__(self, folder: Path, recipe: str = "smoke"):
+        self.folder, self.recipe = folder, recipe
+        self.calm = folder / f"{CALM}-{recipe}"
         self.compiled = Path(os.environ.get("RLHF_COMPILE_CACHE") or folder / "compiled")
         self._lock = threading.Lock()
 
@@ -67,7 +76,7 @@ class Ground:
             done = self.calm / "code"
             if not done.exists() or done.read_text() != _code():
                 shutil.rmtree(self.calm, ignore_errors=True)
-                run = Command(self, CALM, str(self.calm / "store"), CALM, self.folder / "calm.log")
+                run = Command(self, self.calm.name, str(self.calm / "store"), CALM, self.calm.with_suffix(".log"))
                 run.ends(0)
                 done.write_text(_code())
 
@@ -79,6 +88,11 @@ class Ground:
         """(stage, key) of each node of the calm run."""
         nodes = record(str(self.calm / "store"), CALM)["nodes"]
         return {name: (entry["stage"], entry["key"]) for name, entry in nodes.items()}
+
+    def stages(self) -> list[str]:
+        """The stages of the calm run, in their order."""
+        found = {stage for stage, _ in self.keys().values()}
+        return [stage for stage in STAGES if stage in found]
 
     def partly(self, store: Path, gone: set[str]) -> None:
         """Copies the calm run's artifacts without those of some stages."""
@@ -115,7 +129,7 @@ class Command:
     ):
         """before: words in front of the command, such as `unshare`."""
         self.store, self.name, self.log, self.scene = store, name, log, scene
-        values = SETTINGS | {"store": store, "retries": 0} | dict(sets)
+        values = SETTINGS | RECIPES[ground.recipe] | {"store": store, "retries": 0} | dict(sets)
         command = [*before, RLHF, "run", "smoke", "--name", name, *([] if prefect else ["--no-prefect"])]
         command += [word for key, value in values.items() for word in ("--set", f"{key}={value}")]
         command += ["--force", force] if force else []
@@ -129,7 +143,7 @@ class Command:
     def over(self) -> bool:
         return self.process.poll() is not None
 
-    def until(self, reached: Callable[[], bool], seconds: float = 240) -> bool:
+    def until(self, reached: Callable[[], bool], seconds: float = PATIENCE) -> bool:
         """Waits for a moment; False where the command has ended before it."""
         deadline = time.monotonic() + seconds
         while not reached():
@@ -163,14 +177,14 @@ class Command:
     def output(self) -> str:
         return self.log.read_text(errors="replace")
 
-    def wait(self, seconds: float = 300) -> int:
+    def wait(self, seconds: float = PATIENCE) -> int:
         """Its exit status."""
         try:
             return self.process.wait(timeout=seconds)
         except Exception as error:
             raise Broken(f"the command goes on after {seconds:g} s:\n{self.output()[-3000:]}") from error
 
-    def ends(self, code: int, seconds: float = 300) -> str:
+    def ends(self, code: int, seconds: float = PATIENCE) -> str:
         """Its output, once it has ended with this status."""
         found = self.wait(seconds)
         if found != code:

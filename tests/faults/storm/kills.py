@@ -19,7 +19,8 @@ from tests.faults.storm.ground import MARK, Broken, Command
 from tests.faults.storm.moments import ROUNDS, STAGES, choose
 from tests.faults.storm.scene import Scene
 
-GONE = (("sft",), ("reward",), ROUNDS, ("rollout",), ("score",), ("update",), ("evaluate", "export"), ("prepare",))
+ALONE = ("sft", "preference", "reward", "rollout", "score", "update", "prepare")
+GONE = (*((stage,) for stage in ALONE), ROUNDS, ("evaluate", "export"))
 """Stages that are missing in a scene's store: one, or several that follow each other."""
 
 
@@ -27,7 +28,8 @@ class Strikes:
     """Random moments of the stages that a scene's store lacks, as long as one of them is left to be made."""
 
     def __init__(self, scene: Scene, gone: tuple[str, ...] = ()):
-        self.scene, self.gone = scene, gone or scene.rng.choice(GONE)
+        there = [stages for stages in GONE if set(stages) <= set(scene.ground.stages())]
+        self.scene, self.gone = scene, gone or scene.rng.choice(there)
         scene.partly(*self.gone)
         self.wanted = Counter(stage for stage, _ in set(scene.ground.keys().values()))
 
@@ -134,7 +136,7 @@ def kill_beam(scene: Scene) -> None:
 
 def stop(scene: Scene) -> None:
     """Flow, worker or both are stopped for a while, as by Ctrl-Z, and go on."""
-    strikes = Strikes(scene, scene.rng.choice((GONE[0], GONE[1], ROUNDS, ("rollout", "evaluate", "export"))))
+    strikes = Strikes(scene, scene.rng.choice((("sft",), ("reward",), ROUNDS, ("rollout", "evaluate", "export"))))
     run = scene.start()
     for _ in range(16):
         at, worker = strikes.reach(run), run.worker()

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 ROUNDS = ("rollout", "score", "update")
-TRAINED = ("sft", "reward")
+TRAINED = ("sft", "preference", "reward")
 STAGES = ("base", "prepare", *TRAINED, *ROUNDS, "evaluate", "export")
 ROLLOUT_SHARDS, EVALUATE_SHARDS, SFT_STEPS = 8, 8, 9
 

@@ -21,7 +21,7 @@ from typer.testing import CliRunner
 
 from stages.store.artifacts import Store
 from tests.faults.storm import ground as grounds
-from tests.faults.storm.ground import Broken, Command, Ground
+from tests.faults.storm.ground import PATIENCE, Broken, Command, Ground
 from tuning.atomic import is_partial
 
 RUN = "run"
@@ -47,9 +47,9 @@ class Scene:
     """One scene of the storm."""
 
     def __init__(self, ground: Ground, name: str, seed: int):
-        self.ground, self.name = ground, name
+        self.ground, self.name = ground, f"{ground.recipe}-{seed}-{name}"
         self.rng = random.Random(f"{seed} {name}")
-        self.folder = ground.folder / name
+        self.folder = ground.folder / self.name
         shutil.rmtree(self.folder, ignore_errors=True)
         self.folder.mkdir(parents=True)
         self.store = self.folder / "store"
@@ -86,7 +86,7 @@ class Scene:
         self._current.append(fault)
         return fault
 
-    def over(self, run: Command, seconds: float = 300) -> int:
+    def over(self, run: Command, seconds: float = PATIENCE) -> int:
         """Waits for a try that was struck, and notes whether it went on by itself."""
         code = run.wait(seconds)
         self._note(run, code)

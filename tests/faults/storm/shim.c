@@ -1,25 +1,32 @@
-/* Loaded before libc into processes of the storm: a clock that is off, and a log of what a disk was told to keep.
+/* Loaded before libc into processes of the storm: a clock that is off, a log of what a disk was told to keep, and one
+   operation below the root that fails.
 
    STORM_CLOCK  seconds that CLOCK_REALTIME is off by
    STORM_ROOT   folder below which changes are logged
    STORM_LOG    file of the log, one event a line, fields divided by tabs; folders and files by inode
    STORM_GRAVES folder on the same file system, where what is removed or replaced stays by a hard link
+   STORM_FAIL   file of three longs that processes share: operations so far, the number of the one that fails
+                (0: none is counted, -1: none fails and all are logged), its errno
 
    W ino           data of a file changed and not synced
    S ino           a file or folder was synced
    C dir name      a file was created                   M dir name      a folder was created
    R dir name dir name grave   renamed                  L dir name      a hard link was made
    U dir name grave            removed                  D dir name      a folder was removed
+   ! what path                 the operation that has failed    ? what path     one that was counted
 
    A change is logged before it counts as made durable, a sync only after it has succeeded. */
 #define _GNU_SOURCE
+#include <dirent.h>
 #include <dlfcn.h>
+#include <errno.h>
 #include <fcntl.h>
 #include <limits.h>
 #include <stdarg.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
+#include <sys/mman.h>
 #include <sys/stat.h>
 #include <sys/syscall.h>
 #include <sys/time.h>
@@ -115,6 +122,50 @@ static int whole(int folder, const char *name, char *path) {
     return below(path);
 }
 
+/* Whether the operation on a path is the one that fails; errno is set then. */
+static int fails_whole(const char *what, const char *path) {
+    static volatile long *shared = NULL;
+    if (!shared) {
+        const char *name = getenv("STORM_FAIL");
+        int fd = name ? syscall(SYS_openat, AT_FDCWD, name, O_RDWR | O_CLOEXEC) : -1;
+        if (fd < 0) return 0;
+        shared = mmap(NULL, 3 * sizeof(long), PROT_READ | PROT_WRITE, MAP_SHARED, fd, 0);
+        syscall(SYS_close, fd);
+    }
+    if (!shared[1]) return 0;
+    long number = __sync_add_and_fetch(&shared[0], 1);
+    if (shared[1] < 0) say("?\t%s\t%s\n", what, path);
+    if (number != shared[1]) return 0;
+    say("!\t%s\t%s\n", what, path);
+    errno = strstr("open read stat list", what) ? EIO : shared[2];
+    return 1;
+}
+
+static int fails_at(const char *what, int folder, const char *name) {
+    char path[PATH_MAX];
+    int before = errno, done = name && whole(folder, name, path) && fails_whole(what, path);
+    if (!done) errno = before;
+    return done;
+}
+
+static int fails(const char *what, int fd) {
+    char link[64], path[PATH_MAX];
+    struct stat s;
+    if (fd < 0 || fd >= MOST || kinds[fd] == 1 || !logging() || fd == log_file) return 0;
+    int before = errno;
+    snprintf(link, sizeof link, "/proc/self/fd/%d", fd);
+    ssize_t size = readlink(link, path, sizeof path - 1);
+    path[size < 0 ? 0 : size] = 0;
+    if (size < 0 || !below(path) || syscall(SYS_fstat, fd, &s)) {
+        kinds[fd] = 1;
+        errno = before;
+        return 0;
+    }
+    int done = fails_whole(what, path);
+    if (!done) errno = before;
+    return done;
+}
+
 static unsigned long inode(const char *path) {
     struct stat s;
     return syscall(SYS_newfstatat, AT_FDCWD, path, &s, AT_SYMLINK_NOFOLLOW) ? 0 : s.st_ino;
@@ -173,6 +224,7 @@ static int synced(int fd, int done) {
 
 static int opened(int folder, const char *name, int flags, mode_t mode) {
     char path[PATH_MAX];
+    if (fails_at(flags & O_ACCMODE ? "open to write" : flags & O_DIRECTORY ? "list" : "open", folder, name)) return -1;
     int ours = (flags & (O_CREAT | O_TRUNC)) && whole(folder, name, path);
     unsigned long before = ours ? inode(path) : 0;
     int fd = syscall(SYS_openat, folder, name, flags, mode);
@@ -209,24 +261,26 @@ int close(int fd) {
 int dup2(int from, int to) { forget(to); return REAL(dup2)(from, to); }
 int dup3(int from, int to, int flags) { forget(to); return REAL(dup3)(from, to, flags); }
 
-ssize_t write(int fd, const void *data, size_t size) { changed(fd); return REAL(write)(fd, data, size); }
-ssize_t pwrite(int fd, const void *data, size_t size, off_t at) { changed(fd); return REAL(pwrite)(fd, data, size, at); }
-ssize_t pwrite64(int fd, const void *data, size_t size, off_t at) { changed(fd); return REAL(pwrite64)(fd, data, size, at); }
-ssize_t writev(int fd, const struct iovec *parts, int count) { changed(fd); return REAL(writev)(fd, parts, count); }
-ssize_t sendfile(int to, int from, off_t *at, size_t size) { changed(to); return REAL(sendfile)(to, from, at, size); }
-ssize_t sendfile64(int to, int from, off_t *at, size_t size) { changed(to); return REAL(sendfile64)(to, from, at, size); }
+ssize_t write(int fd, const void *data, size_t size) { if (fails("write", fd)) return -1; changed(fd); return REAL(write)(fd, data, size); }
+ssize_t pwrite(int fd, const void *data, size_t size, off_t at) { if (fails("write", fd)) return -1; changed(fd); return REAL(pwrite)(fd, data, size, at); }
+ssize_t pwrite64(int fd, const void *data, size_t size, off_t at) { if (fails("write", fd)) return -1; changed(fd); return REAL(pwrite64)(fd, data, size, at); }
+ssize_t writev(int fd, const struct iovec *parts, int count) { if (fails("write", fd)) return -1; changed(fd); return REAL(writev)(fd, parts, count); }
+ssize_t sendfile(int to, int from, off_t *at, size_t size) { if (fails("write", to)) return -1; changed(to); return REAL(sendfile)(to, from, at, size); }
+ssize_t sendfile64(int to, int from, off_t *at, size_t size) { if (fails("write", to)) return -1; changed(to); return REAL(sendfile64)(to, from, at, size); }
 ssize_t copy_file_range(int from, off_t *a, int to, off_t *b, size_t size, unsigned flags) {
+    if (fails("write", to)) return -1;
     changed(to);
     return REAL(copy_file_range)(from, a, to, b, size, flags);
 }
-int ftruncate(int fd, off_t size) { changed(fd); return REAL(ftruncate)(fd, size); }
-int ftruncate64(int fd, off_t size) { changed(fd); return REAL(ftruncate64)(fd, size); }
+int ftruncate(int fd, off_t size) { if (fails("truncate", fd)) return -1; changed(fd); return REAL(ftruncate)(fd, size); }
+int ftruncate64(int fd, off_t size) { if (fails("truncate", fd)) return -1; changed(fd); return REAL(ftruncate64)(fd, size); }
 
-int fsync(int fd) { return synced(fd, REAL(fsync)(fd)); }
-int fdatasync(int fd) { return synced(fd, REAL(fdatasync)(fd)); }
+int fsync(int fd) { if (fails("sync", fd)) return -1; return synced(fd, REAL(fsync)(fd)); }
+int fdatasync(int fd) { if (fails("sync", fd)) return -1; return synced(fd, REAL(fdatasync)(fd)); }
 
 static int made(int folder, const char *name, mode_t mode) {
     char path[PATH_MAX];
+    if (fails_at("make folder", folder, name)) return -1;
     int done = syscall(SYS_mkdirat, folder, name, mode);
     if (!done && whole(folder, name, path)) {
         const char *last;
@@ -241,6 +295,7 @@ int mkdirat(int d, const char *name, mode_t mode) { return made(d, name, mode); 
 static int renamed(int a, const char *old, int b, const char *new, unsigned flags) {
     char from[PATH_MAX], to[PATH_MAX], grave[64];
     const char *first, *second;
+    if (fails_at("rename", b, new)) return -1;
     int ours = whole(a, old, from) && whole(b, new, to);
     if (ours) keep(to, grave);
     int done = syscall(SYS_renameat2, a, old, b, new, flags);
@@ -256,6 +311,7 @@ int renameat2(int a, const char *old, int b, const char *new, unsigned flags) { 
 
 static int linked(int a, const char *old, int b, const char *new, int flags) {
     char to[PATH_MAX];
+    if (fails_at("link", b, new)) return -1;
     int done = syscall(SYS_linkat, a, old, b, new, flags);
     if (!done && whole(b, new, to)) {
         const char *last;
@@ -270,6 +326,7 @@ int linkat(int a, const char *old, int b, const char *new, int flags) { return l
 static int removed(int folder, const char *name, int flags) {
     char path[PATH_MAX], grave[64];
     const char *last;
+    if (fails_at(flags & AT_REMOVEDIR ? "remove folder" : "remove", folder, name)) return -1;
     int ours = whole(folder, name, path);
     unsigned long dir = ours ? parent(path, &last) : 0;
     if (ours && !(flags & AT_REMOVEDIR)) keep(path, grave);
@@ -283,6 +340,38 @@ int unlinkat(int d, const char *name, int flags) { return removed(d, name, flags
 int rmdir(const char *name) { return removed(AT_FDCWD, name, AT_REMOVEDIR); }
 int remove(const char *name) {
     struct stat s;
-    int folder = !lstat(name, &s) && S_ISDIR(s.st_mode);
+    int folder = !syscall(SYS_newfstatat, AT_FDCWD, name, &s, AT_SYMLINK_NOFOLLOW) && S_ISDIR(s.st_mode);
     return removed(AT_FDCWD, name, folder ? AT_REMOVEDIR : 0);
+}
+
+ssize_t read(int fd, void *data, size_t size) { return fails("read", fd) ? -1 : REAL(read)(fd, data, size); }
+ssize_t pread(int fd, void *data, size_t size, off_t at) { return fails("read", fd) ? -1 : REAL(pread)(fd, data, size, at); }
+ssize_t pread64(int fd, void *data, size_t size, off_t at) {
+    return fails("read", fd) ? -1 : REAL(pread64)(fd, data, size, at);
+}
+DIR *opendir(const char *name) { return fails_at("list", AT_FDCWD, name) ? NULL : REAL(opendir)(name); }
+FILE *fopen(const char *name, const char *mode) {
+    return fails_at(*mode == 'r' ? "open" : "open to write", AT_FDCWD, name) ? NULL : REAL(fopen)(name, mode);
+}
+FILE *fopen64(const char *name, const char *mode) {
+    return fails_at(*mode == 'r' ? "open" : "open to write", AT_FDCWD, name) ? NULL : REAL(fopen64)(name, mode);
+}
+int chmod(const char *name, mode_t mode) { return fails_at("chmod", AT_FDCWD, name) ? -1 : REAL(chmod)(name, mode); }
+int access(const char *name, int mode) { return fails_at("stat", AT_FDCWD, name) ? -1 : REAL(access)(name, mode); }
+#define STAT(function, type) \
+    int function(const char *name, struct type *s) { \
+        return fails_at("stat", AT_FDCWD, name) ? -1 : REAL(function)(name, s); \
+    }
+STAT(stat, stat)
+STAT(stat64, stat64)
+STAT(lstat, stat)
+STAT(lstat64, stat64)
+int fstatat(int d, const char *name, struct stat *s, int flags) {
+    return fails_at("stat", d, name) ? -1 : REAL(fstatat)(d, name, s, flags);
+}
+int fstatat64(int d, const char *name, struct stat64 *s, int flags) {
+    return fails_at("stat", d, name) ? -1 : REAL(fstatat64)(d, name, s, flags);
+}
+int statx(int d, const char *restrict name, int flags, unsigned mask, struct statx *restrict s) {
+    return fails_at("stat", d, name) ? -1 : REAL(statx)(d, name, flags, mask, s);
 }

@@ -12,11 +12,12 @@ import pytest
 from typer.testing import CliRunner
 
 from flows.cli.app import app
-from flows.recipe.model import RecipeError
+from flows.recipe.model import Recipe, RecipeError
 from flows.recipe.reading import load_recipe
 from flows.running import naming
 from flows.running.naming import before
 from flows.running.session import Session
+from stages.prepare.settings import DataSource
 from stages.store import runs
 from stages.store.artifacts import ArtifactError, Store
 from stages.store.leases import host_scope, this_process
@@ -147,6 +148,51 @@ def test_a_name_of_another_run_is_refused_with_the_reason(store):
     with pytest.raises(RecipeError, match="alive is running"):
         before(place, same, session.name)
     assert before(place, same, "free") is None
+
+
+def test_a_run_of_another_version_goes_on_where_the_user_changed_no_setting(store):
+    """Settings are new by now, have other defaults, or are no more."""
+    place = Store(str(store))
+    recipe = load_recipe("smoke", sets=[f"store={store}", "seed=3"])
+    old = recipe.model_dump(mode="json")
+    del old["sft"]["label_smoothing"], old["rl"]["reference_every"]
+    older = unfinished(place, recipe=old)
+    del older["given"]
+    place.write_json(older | {"recipe": old}, "runs", "k1", "run.json")
+    assert before(place, recipe, "k1")["name"] == "k1"
+    old["sft"]["bygone"] = old["rl"]["update"]["clip_low"] = 0.123
+    unfinished(place, recipe=old, given=recipe.model_dump(mode="json", exclude_unset=True))
+    assert before(place, recipe, "k1")["name"] == "k1"
+    changed = {
+        "sft.epochs=7": r"sft\.epochs: 1 -> 7",
+        "sft.label_smoothing=0.1": r"sft\.label_smoothing: new, 0\.1",
+        "seed=0": r"seed: 3 -> 0",
+        "rl.update.clip_low=0.3": r"rl\.update\.clip_low: 0\.123 -> 0\.3",
+        "sft.lora.rank=4": r"sft\.lora: ",
+    }
+    for setting, line in changed.items():
+        other = load_recipe("smoke", sets=[f"store={store}", "seed=3", setting])
+        with pytest.raises(RecipeError, match=rf"k1 is of another recipe \({line}"):
+            before(place, other, "k1")
+    # What was given and is not given any more.
+    with pytest.raises(RecipeError, match=r"another recipe \(seed: 3 -> 0\)"):
+        before(place, load_recipe("smoke", sets=[f"store={store}"]), "k1")
+
+    def of(*files: str) -> Recipe:
+        sources = [DataSource(source=file) for file in files]
+        return recipe.model_copy(update={"data": recipe.data.model_copy(update={"sources": sources})})
+
+    old = of("a", "b").model_dump(mode="json")
+    del old["data"]["sources"][1]["rename"]
+    unfinished(place, recipe=old, given=of("a", "b").model_dump(mode="json", exclude_unset=True))
+    assert before(place, of("a", "b"), "k1")["name"] == "k1"
+    for files in ("a",), ("a", "c"), ("a", "b", "c"):
+        with pytest.raises(RecipeError, match=r"another recipe \(data\.sources"):
+            before(place, of(*files), "k1")
+    unfinished(place, recipe=recipe.model_dump(mode="json"))
+    Session(recipe, None, "k1")
+    given = place.read_json("runs", "k1", "run.json")["given"]
+    assert given["seed"] == 3 and "epochs" in given["sft"] and "label_smoothing" not in given["sft"]
 
 
 def invoked(*args: object):

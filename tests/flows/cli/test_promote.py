@@ -6,6 +6,7 @@ from typer.testing import CliRunner
 
 from flows.cli.app import app
 from stages.store.artifacts import Store
+from stages.store.registry import note_decision
 
 
 def invoke(*args, code: int = 0) -> str:
@@ -45,9 +46,28 @@ def test_a_policy_that_the_gate_has_refused_has_a_name_by_force_though_nothing_w
     on = ("--store", store)
     told = invoke("promote", "first", *on, code=2)
     assert "the gate of run first has refused this policy: too long; `--force` makes it champion" in told
-    promoted = invoke("promote", "first", *on, "--force")
-    assert promoted.startswith(f"champion 1  run first round-002.update  digest {policy['digest'][:12]}")
+    # The decision outlives the run that has made it.
+    place.write_json(record | {"name": "same"}, "runs", "same", "run.json")
+    place.remove_folder(place.join("runs", "first"))
+    note_decision(place, "champion", policy["digest"], "the gate of run first has refused this policy: too long")
+    assert "the gate of run first has refused this policy: too long" in invoke(
+        "promote", "same", "--node", "round-002.update", *on, code=2
+    )
+    promoted = invoke("promote", "same", "--node", "round-002.update", *on, "--force")
+    assert promoted.startswith(f"champion 1  run same round-002.update  digest {policy['digest'][:12]}")
     assert "forced past its gate" in promoted
+
+
+def test_servers_that_follow_are_promised_a_policy_of_their_base_alone(store):
+    place, on = Store(str(store)), ("--store", store)
+    assert "--follow` takes it within half a minute" in invoke("promote", "first", *on)
+    assert "--follow` takes it within half a minute" in invoke("promote", "first", "--node", "sft", *on)
+    first = place.read_json("registry", "champion", "000001.json")
+    other = first["policy"] | {"base": "f" * 64, "digest": "e" * 64}
+    place.write_json(first | {"number": 3, "policy": other, "previous": 2}, "registry", "champion", "000003.json")
+    said = "its base model is not that of the entry before: restart the servers of champion, also with --follow"
+    for args in (("rollback", "--to", 1), ("promote", "first", "--node", "sft")):
+        assert (said in invoke(*args, *on)) == (args[0] == "rollback")
 
 
 def test_a_name_keeps_its_policy_where_the_run_names_another_by_now(store):

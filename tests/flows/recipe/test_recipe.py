@@ -135,7 +135,7 @@ def test_all_mistakes_are_told_at_once(recipe):
             "rl.score.rewards.m asks for a reward model, but the section reward is null",
         ),
         (
-            "environment: {name: nim}\nrl: {rollout: {stop: [a]}}\n",
+            "environment: {name: guess}\nrl: {rollout: {stop: [a]}}\n",
             "rl.rollout.stop has no meaning with this section environment: leave it out",
         ),
         (

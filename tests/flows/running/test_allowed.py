@@ -17,6 +17,7 @@ CODE = {
     "a reward": ["rl.score.rewards.x={function: 'os:system'}"],
     "a judge": ["evaluate.judge=os:system"],
     "a source": ["data.source=os:system"],
+    "a source of evaluation prompts": ["data.decontaminate={sources: ['os:system']}"],
     "a rule": ["data.rules=['os:system']"],
     "an algorithm": ["rl.update.algorithm=os:system"],
     "a server": [f"rl.rollout.engine={ENGINE.replace('PROGRAM', sys.executable)}"],

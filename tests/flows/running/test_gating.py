@@ -124,3 +124,25 @@ def test_a_first_night_that_was_killed_behind_its_promotion_goes_on_as_it_began(
     second = night.session("second", *sets)
     assert second.standing.start.run == "first" and {"start", "fresh"} <= second.nodes.keys()
     second.finish("interrupted")
+
+
+def test_the_refusal_of_a_gate_outlives_its_run(night):
+    night.promote("before", night.one)
+    session = night.made(night.session("refused"))
+    asked = iter(stages_of(session))
+    next(asked)
+    refused = night.decision() | {"decision": "refused", "reasons": ["score -0.2", "too long"]}
+    session.made["gate"] = night.commit("gate", {"of": "{}"}, metrics=refused)
+    assert list(asked) == []
+    session.finish("refused")
+    night.store.remove_folder(night.store.join("runs", "refused"))
+    said = "the gate of run refused has refused this policy: score -0.2; too long"
+    assert registry.refusal_of(night.store, "champion", night.new.digest) == said
+    assert registry.refusal_of(night.store, "other", night.new.digest) is None
+    assert registry.names(night.store) == ["champion"] and night.champion() == (1, "before")
+    # A later run may decide otherwise.
+    session = night.made(night.session("later"))
+    for _ in stages_of(session):
+        night.decides(session)
+    assert night.champion() == (2, "later") and registry.refusal_of(night.store, "champion", night.new.digest) is None
+    session.finish("finished")

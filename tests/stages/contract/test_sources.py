@@ -112,11 +112,8 @@ def test_a_reward_function_that_is_not_there(name, message):
 
 def test_an_environment_s_records_are_in_the_key_by_the_code_that_makes_them():
     """Under its name as a source; other data reaches none of it."""
-    guess, nim = (data_digests(name, "data.source") for name in ("guess", "nim"))
-    assert guess["task"] == "guess" and len(guess) == 2 and set(guess.values()) & set(nim.values()) == set()
+    guess, lake = (data_digests(name, "data.source") for name in ("guess", "frozenlake"))
+    assert guess["task"] == "guess" and len(guess) == 2 and set(guess.values()) & set(lake.values()) == set()
     modules = reached("stages.prepare.stage").modules
-    rendering = {
-        f"tuning.agents.{name}" for name in ("template", "calls", "call_text", "schemas", "plain_text", "contract")
-    }
     agents = {name for name in modules if name.startswith("tuning.agents")} - {"tuning.agents"}
-    assert "tuning.data.tasks" in modules and agents <= rendering
+    assert "tuning.data.tasks" in modules and agents <= {"tuning.agents.contract"}

@@ -27,7 +27,7 @@ def test_each_module_that_makes_observations_rewards_and_results_of_tools_is_in_
     keyed = set(reached(*modules_of(Environment(**settings))).modules)
     assert plays - keyed == set()
     # Another game's rules are none of its own.
-    assert f"{GAMES}.nim" not in keyed
+    assert f"{GAMES}.frozenlake" not in keyed
     assert modules_of(None) == ()
 
 

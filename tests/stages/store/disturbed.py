@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import fsspec
+from fsspec import AbstractFileSystem
 from fsspec.implementations.memory import MemoryFileSystem
 
 
@@ -34,6 +35,14 @@ class Disturbed(MemoryFileSystem):
         if self._next("cat_file"):
             raise OSError(errno.EIO, "Input/output error")
         return super().cat_file(path, *rest, **named)
+
+    def info(self, path: str, **named: Any) -> Any:
+        if self._next("info"):
+            raise OSError(errno.EIO, "Input/output error")
+        return super().info(path, **named)
+
+    # As file systems over a network have it: no error is one of a file that is there.
+    exists = AbstractFileSystem.exists
 
     def get_file(self, path: str, target: str, *rest: Any, **named: Any) -> None:
         fault = self._next("get_file")

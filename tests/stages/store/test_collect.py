@@ -14,6 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from stages.common import handed
+from stages.store import runs
 from stages.store.artifacts import MANIFEST, Store
 from stages.store.collect import Limits, collect, survey
 from stages.store.keys import digest
@@ -21,6 +22,7 @@ from stages.store.leases import lease, this_process
 from stages.store.pins import pin, pins, unpin
 from stages.store.residue import compiled
 from stages.store.trail import events
+from tests.stages.store.disturbed import Disturbed
 from tests.stages.store.graphs import below, put, roots, run_of
 
 NOW = Limits(grace_seconds=-60.0, settle_seconds=0.0)
@@ -429,3 +431,20 @@ def test_a_collection_that_has_lost_its_lease_removes_nothing_more(tmp_path, mon
     collect(store, roots, NOW)
     (new,) = made
     assert store.get(new.stage, new.key).digest == new.digest and store.verify(new) is None
+
+
+def test_a_request_that_fails_takes_nothing_from_what_stays(tmp_path):
+    """`fs.exists` says no where a store does not answer: as if a manifest that is there were not."""
+    store = Store(f"disturbed://{tmp_path.name}", scratch=tmp_path)
+    old, new = put(store, 1), put(store, 1, content="new", replace=True)
+    both = [run_of("a", [old], "kept"), run_of("b", [new], "kept")]
+    assert not collect(store, lambda: roots(*both), NOW).garbage
+    Disturbed.disturb(info=["", ""] + ["before"] * 9)
+    with contextlib.suppress(OSError):
+        collect(store, lambda: roots(both[1]), NOW)
+    Disturbed.disturb(info=["before"])
+    with pytest.raises(OSError, match="Input/output"):
+        runs.exists(store, "b")
+    Disturbed.disturb()
+    assert store.verify(store.get(new.stage, new.key)) is None
+    assert len(collect(store, lambda: roots(both[1]), NOW).residues) <= 1 and keys(store) == {(new.stage, new.key)}

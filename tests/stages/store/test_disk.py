@@ -12,13 +12,19 @@ from email.message import Message
 from pathlib import Path
 
 import pytest
+import s3fs.errors
 import safetensors
+from botocore.exceptions import ClientError
 
-from stages.store.disk import DiskFull, check_room, full_disk
+from stages.store.disk import DiskFault, check_room, disk_fault
 
 
 class Own(Exception):
     """As clients of services have classes of their own."""
+
+
+UNKNOWN = ClientError({"Error": {"Code": "Own", "Message": "a disk failed"}}, "PutObject")
+"""An answer of S3 that s3fs does not know, and makes EIO of."""
 
 
 def raised(kind, cause=None):
@@ -48,15 +54,32 @@ def raised(kind, cause=None):
     ],
 )
 def test_a_full_disk_is_found_behind_what_it_has_caused(error):
-    found = full_disk(error, Path("/tmp"))
+    found = disk_fault(error, Path("/tmp"))
     assert found is not None
     assert "MB left" in found.strerror and "/tmp" in found.strerror
     assert "the same command again" in found.strerror
 
 
-@pytest.mark.parametrize("error", [OSError(errno.EIO, "Input/output error"), ValueError("no space"), KeyError("x")])
+@pytest.mark.parametrize(
+    "error",
+    [
+        raised(OSError(errno.EIO, os.strerror(errno.EIO), "/tmp/a/b")),
+        raised(RuntimeError("not read"), OSError(errno.EIO, "Error reading bytes: [errno 5] Input/output error")),
+        raised(OSError(errno.ESTALE, os.strerror(errno.ESTALE))),
+    ],
+)
+def test_a_disk_that_fails_is_named_with_its_remedy(error):
+    found = disk_fault(error, Path("/tmp"))
+    assert found is not None and found.errno in (errno.EIO, errno.ESTALE)
+    assert "/tmp" in found.strerror and "give the same command again" in found.strerror
+
+
+@pytest.mark.parametrize(
+    "error",
+    [s3fs.errors.translate_boto_error(UNKNOWN), OSError(errno.EACCES, "x"), ValueError("no space"), KeyError("x")],
+)
 def test_other_errors_are_none(error):
-    assert full_disk(error, Path("/tmp")) is None
+    assert disk_fault(error, Path("/tmp")) is None
 
 
 ANSWERED = "Error code: 500 - {'error': {'message': '[Errno 28] No space left on device'}}"
@@ -72,7 +95,7 @@ ANSWERED = "Error code: 500 - {'error': {'message': '[Errno 28] No space left on
     ],
 )
 def test_a_full_disk_of_a_service_is_not_this_machines(error):
-    assert full_disk(error, Path("/tmp")) is None
+    assert disk_fault(error, Path("/tmp")) is None
 
 
 class FullService(http.server.BaseHTTPRequestHandler):
@@ -98,13 +121,13 @@ def test_the_answer_of_a_service_whose_disk_is_full_is_not_this_machines():
         with pytest.raises(openai.InternalServerError, match="No space left on device") as answered:
             client.completions.create(model="m", prompt="x")
         server.shutdown()
-    assert full_disk(answered.value, Path("/tmp")) is None
-    assert full_disk(raised(OSError(f"prompt 3: {answered.value}"), answered.value), Path("/tmp")) is None
+    assert disk_fault(answered.value, Path("/tmp")) is None
+    assert disk_fault(raised(OSError(f"prompt 3: {answered.value}"), answered.value), Path("/tmp")) is None
 
 
 def test_room_is_asked_for_before_it_is_needed(tmp_path):
     check_room(tmp_path / "not" / "there", 1)
-    with pytest.raises(DiskFull, match="No space left on device: 1000000000.0 GB and more are to be written"):
+    with pytest.raises(DiskFault, match="No space left on device: 1000000000.0 GB and more are to be written"):
         check_room(tmp_path, 10**18)
 
 
@@ -112,13 +135,13 @@ WRITES = """
 import sys
 from pathlib import Path
 from stages.store.artifacts import Store
-from stages.store.disk import full_disk
+from stages.store.disk import disk_fault
 store = Store(sys.argv[1])
 try:
     for number in range(100):
         store.write_bytes(bytes(2**18), "things", str(number))
 except OSError as error:
-    print(full_disk(error, store.scratch).strerror)
+    print(disk_fault(error, store.scratch).strerror)
 left = [p.name for p in Path(sys.argv[1], "things").iterdir() if p.name.endswith(".part")]
 print(left)
 """

@@ -176,6 +176,13 @@ def test_a_store_that_is_away_for_a_moment_ends_no_wait_and_no_finished_work(tmp
     Disturbed.disturb()
 
 
+def test_a_request_that_fails_once_keeps_no_lease_of_a_process_that_lives_on(tmp_path):
+    store = Store(f"disturbed://{tmp_path.name}", tmp_path)
+    with lease(store, "sft", "k" * 64, print):
+        Disturbed.disturb(cat_file=["before"])
+    assert not leases.held(store)
+
+
 @pytest.mark.parametrize("text", [b"", b'{"token": "abc', b"null", b"[]"])
 def test_a_lease_that_was_cut_short_does_not_block_for_ever(tmp_path, text, monkeypatch):
     monkeypatch.setattr(leases, "DEAD_AFTER_SECONDS", 0.2)

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from stages.store.disk import DiskFull
+from stages.store.disk import DiskFault
 from stages.worker.client import StageFailed, Worker
 from stages.worker.failure_event import failure_of
 from tests.stages.worker.support import ignore, request
@@ -37,7 +37,7 @@ def test_a_full_disk_is_told_with_what_met_it(tmp_path):
     assert failed.error.startswith("No space left on device: the disk of ")
     assert f"OSError: [Errno 28] No space left on device: '{tmp_path / 'x'}'" in failed.error
     told = "No space left on device: the disk of /a has 0 MB left of 1"
-    assert failure_of(DiskFull(errno.ENOSPC, told), str(tmp_path)).error == told
+    assert failure_of(DiskFault(errno.ENOSPC, told), str(tmp_path)).error == told
 
 
 def test_memory_that_runs_out_is_no_full_disk(tmp_path):

@@ -67,10 +67,10 @@ def test_environments_are_sources_by_their_names(records, name):
 
 
 def test_arguments_of_environments_are_checked(records):
-    with pytest.raises(SourceError, match="source 'nim': environment nim: no argument stick"):
-        records("nim", {"stick": 7})
-    with pytest.raises(SourceError, match="did you mean 'sokoban'"):
-        records("sokobans")
+    with pytest.raises(SourceError, match="source 'frozenlake': environment frozenlake: no argument row"):
+        records("frozenlake", {"row": 3})
+    with pytest.raises(SourceError, match="did you mean 'frozenlake'"):
+        records("frozenlakes")
 
 
 def test_reasoning_gym_records_can_be_scored_again(records):

@@ -39,6 +39,7 @@ TimedOut = type("ReadTimeout", (type("Timeout", (OSError,), {"__module__": "requ
         (ServerError(), "outage"),
         (TimedOut(), "outage"),
         (OSError(errno.ENOSPC, "disk full"), "outage"),
+        (OSError(errno.EIO, "a disk failed"), "outage"),
         (caused(ValueError("judge"), ConnectionResetError()), "outage"),
         (Outage("later"), "outage"),
         (FileNotFoundError(errno.ENOENT, "x"), "sample"),

@@ -1,9 +1,13 @@
 """Built-in rewards: each scores what its name says, and a name that is unknown is answered with those that are."""
 
+import json
+import time
+
 import pytest
 
 from tuning.data.tasks import reasoning_gym
 from tuning.rewards import functions as f
+from tuning.rewards import mathematics
 
 
 def test_exact_match_is_exact_but_for_surrounding_space():
@@ -60,7 +64,7 @@ def test_reasoning_gym_reads_the_answer_as_the_other_rewards_do(form):
 
 EVALUATED = {
     *("spiral_matrix", "string_insertion", "binary_matrix", "n_queens", "puzzle24", "countdown"),
-    *("polynomial_multiplication", "simple_integration", "intermediate_integration"),
+    *("polynomial_multiplication", "simple_integration", "intermediate_integration", "number_sorting"),
 }
 
 
@@ -81,6 +85,15 @@ def test_no_answer_runs_as_a_program_in_the_verifier_of_a_task(task, tmp_path):
     given = {"answer": [gold] * 8, "metadata": [record["metadata"]] * 8}
     right, *wrong = f.reasoning_gym_score([record["prompt"]] * 8, [gold, *attacks], **given)
     assert not path.exists() and max(wrong) < 0.1 and (right == 1.0 or "answer" not in record)
+    details = record["metadata"]["entry"]
+    data = [
+        (attacks[0], details),
+        (gold, {**details, "integrand": attacks[0]} if isinstance(details, dict) else details),
+    ]
+    for answer, entry in data:
+        metadata = [{**record["metadata"], "entry": entry}]
+        f.reasoning_gym_score([record["prompt"]], [gold], answer=[answer], metadata=metadata)
+    assert not path.exists()
 
 
 def test_each_task_whose_verifier_runs_the_answer_is_known():
@@ -125,3 +138,45 @@ def test_a_group_of_extract_that_took_no_part_in_the_match_is_no_answer():
     for reward in (f.exact_match, f.number_match):
         found = reward(["q"] * 2, ["I do not know", "The answer is 7"], answer=["7", "7"], extract=pattern)
         assert found == [0.0, 1.0]
+
+
+@pytest.mark.parametrize(
+    ("text", "score"),
+    [
+        ("1e9999999999999999999", 0.0),
+        ("it is 4e-9999999999999999999", 0.0),
+        ("9" * 4400 + r"\frac{1}{2}", 0.0),
+        ("9" * 4400 + " 1/2", 0.0),
+        ("1/" + "9" * 30_000, 0.0),
+        ("4 and 1e9999999999999999999, or 4", 1.0),
+        (r"\boxed{" * 50_000, 0.0),
+        (r"\boxed{" * 50_000 + "4}", 1.0),
+    ],
+    ids=lambda value: str(value)[:12],
+)
+def test_a_number_of_any_size_has_a_verdict_at_once(text, score):
+    start = time.process_time()
+    assert f.number_match(["p"], [text], answer=["4"]) == [score]
+    assert time.process_time() - start < 2
+
+
+@pytest.mark.parametrize(
+    ("opening", "closing"),
+    [("{", "}"), ("(", ")"), (r"\frac{1}{", "}"), (r"\sqrt{", "}"), ("x^{", "}"), ("(", "")],
+)
+def test_an_expression_nested_too_deep_is_wrong_at_once(opening, closing):
+    f.math_equal(["p"], ["4"], answer=["4"])
+    start = time.process_time()
+    text = r"\boxed{" + opening * 200 + "4" + closing * 200 + "}"
+    assert f.math_equal(["p"], [text], answer=["5"]) == [0.0]
+    assert time.process_time() - start < 1
+
+
+def test_a_completion_is_read_once_for_all_accepted_answers(monkeypatch):
+    monkeypatch.setattr(mathematics, "SECONDS", 0.2)
+    f.math_equal(["p"], ["4"], answer=["4"])
+    start = time.process_time()
+    text = r"\boxed{" + "{" * 20 + "4" + "}" * 20 + "}"
+    accepted = {"answers": [str(number) for number in range(5, 25)]}
+    assert f.math_equal(["p"], [text], answer=[json.dumps(accepted["answers"])], metadata=[accepted]) == [0.0]
+    assert time.process_time() - start < 1.5

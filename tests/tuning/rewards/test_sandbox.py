@@ -72,6 +72,14 @@ def test_the_block_that_reads_input_is_the_program():
     assert code_of("```\nx = 1\n```\n```python\nx = 2\n```") == "x = 2\n"
 
 
+def test_earlier_definitions_are_taken_as_they_are_written():
+    long = "def g():  # long\n    return " + "+".join(["1"] * 1500)
+    cached = "import functools; x = 1\n@functools.cache\n@str\ndef h(): return 'ä'; pass"
+    text = f"```python\n{long}\n{cached}\nprint(h)\n```\nand\n```python\ndef add(a, b): return a + b\n```"
+    kept = cached.replace("; x = 1", "")
+    assert code_of(text, [TEST]) == f"{long}\n{kept}\ndef add(a, b): return a + b\n"
+
+
 @pytest.mark.parametrize(
     ("printed", "expected", "verdict"),
     [

@@ -15,7 +15,7 @@ import importlib
 from collections.abc import Iterator, Mapping
 from types import ModuleType
 
-NAMES = ("guess", "calculator", "frozenlake", "sokoban", "nim")
+NAMES = ("guess", "calculator", "frozenlake")
 
 
 class _Modules(Mapping[str, ModuleType]):

@@ -22,7 +22,8 @@ from typing import Any
 from tuning.agents.contract import Spec
 from tuning.agents.tools import calculator, mcp, python, search
 from tuning.agents.tools.schemas import schema_of
-from tuning.chat.calls import Call, Message
+from tuning.chat import Message
+from tuning.chat.calls import Call
 from tuning.names import function_of, nearest
 from tuning.parallel.messages import plain
 

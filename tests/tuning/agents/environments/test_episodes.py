@@ -8,8 +8,6 @@ import pytest
 from tuning.agents.environments import BUILT_IN, NAMES
 from tuning.agents.environments.frozenlake import FrozenLake
 from tuning.agents.environments.guess import Guess
-from tuning.agents.environments.nim import Nim
-from tuning.agents.environments.sokoban import Sokoban
 
 VARIANTS = {
     "guess": {},
@@ -17,10 +15,6 @@ VARIANTS = {
     "frozenlake": {},
     "frozenlake-slips": {"slip": 0.5, "rows": 4, "corners": False, "moves": 9},
     "frozenlake-around": {"corners": False, "view": "around"},
-    "sokoban": {},
-    "nim": {},
-    "nim-optimal": {"opponent": "optimal", "misere": True},
-    "nim-self": {"opponent": "self", "games": 3},
 }
 
 
@@ -160,42 +154,6 @@ def test_moves_of_one_turn_are_made_one_after_another_until_the_end():
     assert lake.step("up up up up up")[4]["valid"] is False
 
 
-def test_a_box_is_pushed_and_not_into_walls():
-    for seed in range(20):
-        game = Sokoban(size=5, walls=0, shortest=1, longest=1, moves=3)
-        text, info = game.reset(seed=seed)
-        board = game.rules.board(seed)
-        move = next(m for m in game.moves() if game.rules.after(board, m)[0].state.box == board.goal)
-        assert info["state"] in text and text.count("$") == 2
-        answer, reward, terminated, _, after = game.step(move)
-        assert (reward, terminated) == (1.0, True) and "*" in after["state"] and "The box is on the goal." in answer
-    stuck = Sokoban(size=5, walls=0, shortest=2, moves=30, longest=8)
-    stuck.reset(seed=0)
-    assert stuck.step("left")[4]["valid"] and [stuck.step("left")[0] for _ in range(4)][-1] == stuck.step("left")[0]
-
-
-def test_the_players_of_nim_begin_by_turns_and_the_last_stick_counts():
-    first, second = Nim(sticks=2), Nim(sticks=2)
-    first.reset(seed=0)
-    assert first.step("2")[:3] == ("You win.", 1.0, True)
-    assert "I take" in second.reset(seed=1)[0]
-    misere = Nim(sticks=2, misere=True, opponent="optimal")
-    misere.reset(seed=0)
-    assert misere.step("I take 1.")[:3] == ("I take 1. You win.", 1.0, True)
-    misere.reset(seed=0)
-    assert misere.step("2")[:3] == ("You lose.", 0.0, True)
-
-
-def test_the_opponent_self_repeats_what_the_policy_took():
-    match = Nim(sticks=7, opponent="self", games=3)
-    for seed in range(0, 20, 2):
-        match.reset(seed=seed)
-        text = match.step("2")[0]
-        while "Next game" not in text:
-            text = match.step("1")[0]
-        assert "Next game. I take 2. 5 sticks left." in text
-
-
 @pytest.mark.parametrize(
     ("environment", "arguments", "named"),
     [
@@ -203,18 +161,9 @@ def test_the_opponent_self_repeats_what_the_policy_took():
         (FrozenLake, {"rows": 5}, "frozenlake: argument rows must be in 2..4, got 5"),
         (FrozenLake, {"holes": 5}, "holes must be in 0..4, got 5"),
         (FrozenLake, {"moves": 3}, "moves must be in 4..100, got 3"),
-        (Sokoban, {"size": 4}, "sokoban: argument size"),
-        (Nim, {"games": 2}, "games must be 1 or 3"),
-        (Nim, {"opponent": "self"}, "games must be in 3..3, got 1"),
-        (Nim, {"opponent": "best"}, "opponent must be one of random, optimal, self, got 'best'"),
     ],
 )
 def test_arguments_that_do_not_fit_are_named(environment, arguments, named):
     with pytest.raises(ValueError, match="argument") as error:
         environment(**arguments)
     assert named in str(error.value)
-
-
-def test_a_room_without_a_board_of_so_many_moves_is_refused():
-    with pytest.raises(ValueError, match="ask for fewer moves or fewer walls"):
-        Sokoban(size=5, walls=6, shortest=9, longest=10).reset(seed=0)

@@ -11,14 +11,13 @@ from tests.tuning.data.conversation import conversation_ids
 from tuning.agents.contract import Task
 from tuning.agents.environments import BUILT_IN, games
 from tuning.agents.environments.frozenlake import FrozenLake
-from tuning.agents.environments.sokoban import Sokoban
 from tuning.agents.tools.calculator import make
 from tuning.agents.tools.schemas import schema_of
 from tuning.chat.calls import parse
 from tuning.chat.renderer import Renderer
 from tuning.data.records import parse_record
 
-GAMES = ("guess", "frozenlake", "sokoban", "nim")
+GAMES = ("guess", "frozenlake")
 
 
 def parsed(name, **arguments):
@@ -66,10 +65,9 @@ def test_transcripts_are_what_the_environment_says(name):
         assert ended
 
 
-@pytest.mark.parametrize("name", ["frozenlake", "sokoban"])
-def test_tasks_of_one_map_are_a_group_and_no_group_is_on_both_sides(name):
-    rules = BUILT_IN[name].ENVIRONMENT().rules
-    records = parsed(name, transcripts=40, prompts=40, heldout=40)
+def test_tasks_of_one_map_are_a_group_and_no_group_is_on_both_sides():
+    rules = FrozenLake().rules
+    records = parsed("frozenlake", transcripts=40, prompts=40, heldout=40)
     by_group = collections.defaultdict(set)
     for record in records:
         seed = json.loads(record.metadata)["seed"]
@@ -98,8 +96,7 @@ def test_perfect_play_succeeds_as_often_as_can_be_and_the_others_are_played_at_r
 
     of, levels = success(0.5)
     assert len(of[True]) == len(of[False]) == 70
-    # What perfect play reaches is exact but for a random opponent's draws.
-    assert sum(of[True]) / 70 == pytest.approx(levels.optimal, abs=0.1 if name == "nim" else 1e-9)
+    assert sum(of[True]) / 70 == pytest.approx(levels.optimal, abs=1e-9)
     assert abs(sum(of[False]) / 70 - levels.random) < 0.2 < levels.optimal - levels.random
 
 
@@ -116,7 +113,7 @@ def test_a_share_of_perfect_play_is_a_share():
 
 
 def test_turns_of_transcripts_have_as_many_moves_as_turns_may():
-    played = of_split(parsed("sokoban", transcripts=5, prompts=0, heldout=0, together=2), "sft")
+    played = of_split(parsed("frozenlake", transcripts=5, prompts=0, heldout=0, together=2), "sft")
     said = [m["content"].split() for r in played for m in r.conversation or () if m["role"] == "assistant"]
     assert said and all(len(moves) == 2 and set(moves) <= {"up", "down", "left", "right"} for moves in said)
 
@@ -133,15 +130,8 @@ def test_guesses_cover_all_numbers_equally_and_by_chance_alone():
         BUILT_IN["guess"].records(prompts=15)
 
 
-@pytest.mark.parametrize(
-    ("name", "shown"),
-    [
-        ("frozenlake", lambda seed: FrozenLake().rules.lake(seed)),
-        ("sokoban", lambda seed: Sokoban().rules.board(seed)),
-    ],
-)
-def test_no_map_is_both_held_out_and_trained_on(name, shown):
-    records = parsed(name, transcripts=40, prompts=40, heldout=40)
+def test_no_map_is_both_held_out_and_trained_on():
+    shown, records = FrozenLake().rules.lake, parsed("frozenlake", transcripts=40, prompts=40, heldout=40)
     maps = {split: {shown(seed) for seed in seeds(of_split(records, split))} for split in ("sft", "prompts", "heldout")}
     assert not maps["heldout"] & (maps["sft"] | maps["prompts"])
     assert all(len(found) > 3 for found in maps.values())
@@ -151,7 +141,7 @@ def test_too_few_maps_for_both_sides_are_an_error():
     with pytest.raises(ValueError, match="vary more"):
         BUILT_IN["frozenlake"].records(rows=2, columns=2, holes=0, moves=2)
     with pytest.raises(ValueError, match="argument heldout must be in 0"):
-        BUILT_IN["nim"].records(heldout=-1)
+        BUILT_IN["frozenlake"].records(heldout=-1)
 
 
 def test_problems_of_the_calculator_are_right_and_apart():
@@ -197,18 +187,18 @@ def test_transcripts_of_the_calculator_are_episodes_as_they_are_played():
 
 
 def test_perfect_play_of_many_boards_keeps_the_worth_of_few(monkeypatch):
-    many = list(BUILT_IN["sokoban"].records(transcripts=12, prompts=0, heldout=0, skilled=1.0))
-    monkeypatch.setattr(games, "SOLVED", 500)
+    many = list(BUILT_IN["frozenlake"].records(transcripts=12, prompts=0, heldout=0, skilled=1.0))
+    monkeypatch.setattr(games, "SOLVED", 50)
     kept = []
-    reset = Sokoban.reset
+    reset = FrozenLake.reset
 
     def counted(self, *, seed):
         kept.append(self._ahead.cache_info().currsize)
         return reset(self, seed=seed)
 
-    monkeypatch.setattr(Sokoban, "reset", counted)
-    assert list(BUILT_IN["sokoban"].records(transcripts=12, prompts=0, heldout=0, skilled=1.0)) == many
-    assert max(kept) < 12 * 500 and sum(b < a for a, b in itertools.pairwise(kept)) > 1
+    monkeypatch.setattr(FrozenLake, "reset", counted)
+    assert list(BUILT_IN["frozenlake"].records(transcripts=12, prompts=0, heldout=0, skilled=1.0)) == many
+    assert max(kept) < 12 * 50 and sum(b < a for a, b in itertools.pairwise(kept)) > 1
 
 
 def answer(record):

@@ -1,0 +1,102 @@
+"""A file operation that fails once costs a run no more than the same command again."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import itertools
+import os
+import re
+import shutil
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import fsspec
+import pytest
+from fsspec import AbstractFileSystem
+from fsspec.implementations.memory import MemoryFileSystem
+
+from stages.store import leases, registry, trail
+from stages.store.artifacts import ArtifactError, Store
+from tests.faults.files import prepared
+from tests.faults.store_life import LEFT, live, whole
+
+PROJECT = Path(__file__).parents[2]
+SHIM = pytest.mark.skipif(sys.platform != "linux" or shutil.which("gcc") is None, reason="needs Linux and a C compiler")
+
+
+@SHIM
+@pytest.mark.parametrize("step", [29, pytest.param(1, marks=pytest.mark.slow)])
+def test_each_operation_in_the_life_of_an_artifact_may_fail_once(step):
+    # In memory: a busy disk takes a hundred times as long to sync.
+    memory = "/dev/shm" if os.access("/dev/shm", os.W_OK) else None
+    with tempfile.TemporaryDirectory(dir=memory) as folder:
+        command = [sys.executable, "-m", "tests.faults.store_life", folder, str(step)]
+        env = os.environ | prepared(Path(folder))
+        done = subprocess.run(command, cwd=PROJECT, env=env, capture_output=True, text=True, timeout=900)
+    assert done.returncode == 0, done.stdout[-6000:] + done.stderr[-3000:]
+    assert int(re.findall(r"(\d+) operations", done.stdout)[0]) > 300
+
+
+class Failing(MemoryFileSystem):
+    """A file system in memory of which one request fails: `failing://NAME`."""
+
+    protocol = "failing"
+    store: dict[str, Any] = {}
+    pseudo_dirs = [""]
+    left = 0
+
+    @classmethod
+    def count(cls, *where: Any) -> None:
+        cls.left -= 1
+        if cls.left == 0:
+            raise OSError(errno.EIO, os.strerror(errno.EIO), *map(str, where[:1]))
+
+    exists = AbstractFileSystem.exists
+
+
+def counted(name: str) -> Any:
+    def request(self: Failing, *args: Any, **named: Any) -> Any:
+        self.count(*args)
+        return getattr(MemoryFileSystem, name)(self, *args, **named)
+
+    return request
+
+
+for each in ("cat_file", "pipe_file", "put_file", "get_file", "info", "find", "ls", "rm_file", "open", "makedirs"):
+    setattr(Failing, each, counted(each))
+fsspec.register_implementation("failing", Failing, clobber=True)
+
+
+@pytest.mark.parametrize("step", [13, pytest.param(1, marks=pytest.mark.slow)])
+def test_each_request_to_a_remote_store_may_fail_once(tmp_path, monkeypatch, step):
+    monkeypatch.setattr(leases, "FIRST_PAUSE_SECONDS", 0.001)
+    monkeypatch.setattr(trail, "PROJECT", tmp_path)
+    wanted = live(Store(f"failing://{tmp_path.name}", tmp_path / "calm"), [])
+    for number in itertools.count(1, step):
+        store = Store(f"failing://{tmp_path.name}-{number}", tmp_path / str(number))
+        Failing.left = number
+        with contextlib.suppress(OSError, ArtifactError, registry.RegistryError):
+            live(store, [])
+        struck, Failing.left = Failing.left <= 0, 0
+        assert not whole(store)
+        assert live(store, []) == wanted and len(registry.history(store, "champion")) == 1, number
+        left = [path for path in store.fs.find(store.root) if path.split("/")[2] in LEFT]
+        assert not left, (number, left)
+        if not struck:
+            break
+    assert number > 100
+
+
+@SHIM
+@pytest.mark.slow
+def test_operations_of_a_stage_may_fail_once(tmp_path):
+    command = [sys.executable, "-m", "tests.faults.files", "--scene", "base", "--trials", "20"]
+    done = subprocess.run(
+        [*command, "--folder", str(tmp_path)], cwd=PROJECT, capture_output=True, text=True, timeout=1500
+    )
+    assert done.returncode == 0, done.stdout[-6000:] + done.stderr[-3000:]
+    assert "20 trials" in done.stdout
