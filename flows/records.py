@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import datetime
 import logging
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
 from stages.store import runs
 from stages.store.artifacts import ArtifactError, Store
-from stages.store.leases import beats, booted, is_gone, rebooted
+from stages.store.leases import beat_of, beats, booted, is_gone, rebooted
 from stages.store.manifests import is_inside
 from tuning.names import closest
 
@@ -48,8 +48,7 @@ def log_of(store: Store, name: str) -> Path:
 
 def all_runs(store: Store) -> list[dict[str, Any]]:
     """Every run's record, oldest first. Raises ArtifactError for one that cannot be read."""
-    found = runs.in_parallel(store, lambda name: _record(store, name), runs.names(store))
-    return sorted((record for record in found if record is not None), key=lambda r: r["started"])
+    return _sorted(store, lambda name: _record(store, name))
 
 
 def readable_runs(store: Store) -> list[dict[str, Any]]:
@@ -62,7 +61,11 @@ def readable_runs(store: Store) -> list[dict[str, Any]]:
             logging.getLogger("rlhf").warning("run %s is left out: %s", name, error)
             return None
 
-    found = runs.in_parallel(store, readable, runs.names(store))
+    return _sorted(store, readable)
+
+
+def _sorted(store: Store, read: Callable[[str], dict[str, Any] | None]) -> list[dict[str, Any]]:
+    found = runs.in_parallel(store, read, runs.names(store))
     return sorted((record for record in found if record is not None), key=lambda r: r["started"])
 
 
@@ -100,6 +103,17 @@ def _silent(record: dict[str, Any], store: Store, boot: float) -> bool:
     silence = datetime.datetime.now(datetime.UTC) - saved
     ended = rebooted(record["process"]) and saved.timestamp() < boot
     return ended or silence > datetime.timedelta(minutes=SILENT_MINUTES)
+
+
+def sign_of(record: dict[str, Any], store: Store) -> str:
+    """The last sign of life of a run that seems killed, if this host cannot see its process and it was silent for less
+    than a day, which no clock is wrong by: its save and the beats of what it makes; else empty."""
+    saved = record.get("saved", record["started"])
+    silence = datetime.datetime.now(datetime.UTC) - datetime.datetime.fromisoformat(saved)
+    if is_gone(record["process"]) is not None or abs(silence) > datetime.timedelta(days=1):
+        return ""
+    made = [e for e in record["nodes"].values() if e["state"] == "running"]
+    return str([saved, *(beat_of(store, e["stage"], e["key"]) for e in made)])
 
 
 def candidates(store: Store, name: str | None) -> list[dict[str, Any]]:
@@ -162,11 +176,6 @@ def latest_with(runs: list[dict[str, Any]], recipe: str, node: str) -> dict[str,
 def finished_nodes(record: dict[str, Any]) -> set[str]:
     """Names of a run's nodes that have an artifact."""
     return {name for name, entry in record["nodes"].items() if "digest" in entry}
-
-
-def error_of(record: Mapping[str, Any]) -> str | None:
-    """The error that has ended a run, where it is not that of one of its stages."""
-    return None if any(e["state"] == "failed" for e in record["nodes"].values()) else record.get("error")
 
 
 def refusal_of(record: Mapping[str, Any]) -> str | None:

@@ -96,6 +96,7 @@ def champions(store: StoreUrl, as_json: AsJson = False) -> None:
 def _policy(store: Store, record: dict[str, Any], node: str) -> Policy:
     """The policy of a run's node, as a name stands for it; a usage error where it or its base is gone."""
     artifact, base = artifact_of(store, record, node), artifact_of(store, record, "base")
+    store.ensure_whole(artifact)
     return Policy(
         run=record["name"],
         node=node,

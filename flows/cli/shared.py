@@ -14,18 +14,17 @@ from types import FrameType
 from typing import Annotated, Any
 
 import typer
-from rich.console import Console
 
 from flows.recipe.model import Recipe
 from flows.records import REFUSED, UnknownRun, candidates, finished_nodes, refusal_of, whole_first
-from flows.report.terminal import LastingConsole
+from flows.report.terminal import LastingConsole, PlainConsole
 from stages.store.artifacts import IT_STAYS, Artifact, Store
 from stages.store.registry import RegistryError, current
 from stages.store.trail import append
 from stages.worker import interpreter
 from stages.worker.client import worker_environment
 
-out = Console(highlight=False, markup=False)
+out = PlainConsole(highlight=False, markup=False)
 err = LastingConsole(stderr=True, highlight=False, markup=False)
 
 ONCE_SECONDS = 5.0

@@ -288,6 +288,11 @@ def test_the_same_command_is_advised_only_where_it_may_go_on(rlhf, tmp_path, err
     assert error[:10] in done.stderr and done.stderr.splitlines()[-1].startswith(advice)
 
 
+def test_a_store_that_cannot_be_made_is_named_with_what_helps(rlhf_here):
+    done = rlhf_here("run", "smoke", "--no-prefect", "--store", "/proc/x", code=1)
+    assert "make the path writable or mount it, or name another store (--store), and run again" in done.stderr
+
+
 def test_ctrl_c_ends_a_run_and_its_worker(store, record, rlhf):
     sets = ["--set", f"store={store}", "--set", "sft.optimizer.learning_rate=0.002", "--set", "sft.epochs=500"]
     command = [RLHF, "run", "smoke", "--no-prefect", "--name", "stopped", *sets]
