@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import dataclasses
 import datetime
 import math
 from collections import defaultdict
 from typing import Any
 
 from flows.recipe.retention import Retention
-from flows.records import WHOLE, all_runs, status_of
+from flows.records import WHOLE, all_runs, sign_of, status_of
 from stages.store.artifacts import Store
 from stages.store.pins import pins
 from stages.store.reach import Roots, Run
@@ -42,7 +43,13 @@ def roots_of(store: Store, retention: Retention, recipe: str | None = None) -> R
             why[name] = "named by the registry"
         if status[name] == "running":
             why[name] = "running"
-    runs = tuple(_run(record, why.get(record["name"], ""), status[record["name"]] == "running") for record in records)
+    runs = tuple(
+        dataclasses.replace(
+            _run(record, why.get(record["name"], ""), status[record["name"]] == "running"),
+            sign=sign_of(record, store) if status[record["name"]] == "killed" else "",
+        )
+        for record in records
+    )
     # With the sources of those that stay.
     return Roots(runs, frozenset(named)).since(math.inf)
 

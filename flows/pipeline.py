@@ -279,11 +279,16 @@ def run_recipe(
         _errors.clear()
         send_events()
     wait_until_recorded(state.state_details.flow_run_id)
-    if state.is_cancelling():
-        # Somebody cancelled it after the last look: the server took no other end.
-        with errors_logged(), get_client(sync_client=True) as client:
-            client.set_flow_run_state(state.state_details.flow_run_id, Cancelled(), force=True)
     if state.is_cancelling() or state.is_cancelled():
+        # It may have come to its end before it took notice.
+        status = runs.head(Store(recipe.store), name)["status"]  # type: ignore[index]
+        ended: State[Any] | None = None if status == "interrupted" else Completed(name=DECIDED.get(status))
+        if ended or state.is_cancelling():
+            # Somebody cancelled it after the last look: the server took no other end.
+            with errors_logged(), get_client(sync_client=True) as client:
+                client.set_flow_run_state(state.state_details.flow_run_id, ended or Cancelled(), force=True)
+        if ended:
+            return status
         raise KeyboardInterrupt("cancelled in Prefect")
     result: dict[str, Any] = state.result(raise_on_failure=True)
     return str(result["status"])

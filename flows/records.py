@@ -10,7 +10,7 @@ from typing import Any
 
 from stages.store import runs
 from stages.store.artifacts import ArtifactError, Store
-from stages.store.leases import beats, booted, is_gone, rebooted
+from stages.store.leases import beat_of, beats, booted, is_gone, rebooted
 from stages.store.manifests import is_inside
 from tuning.names import closest
 
@@ -103,6 +103,17 @@ def _silent(record: dict[str, Any], store: Store, boot: float) -> bool:
     silence = datetime.datetime.now(datetime.UTC) - saved
     ended = rebooted(record["process"]) and saved.timestamp() < boot
     return ended or silence > datetime.timedelta(minutes=SILENT_MINUTES)
+
+
+def sign_of(record: dict[str, Any], store: Store) -> str:
+    """The last sign of life of a run that seems killed, if this host cannot see its process and it was silent for less
+    than a day, which no clock is wrong by: its save and the beats of what it makes; else empty."""
+    saved = record.get("saved", record["started"])
+    silence = datetime.datetime.now(datetime.UTC) - datetime.datetime.fromisoformat(saved)
+    if is_gone(record["process"]) is not None or abs(silence) > datetime.timedelta(days=1):
+        return ""
+    made = [e for e in record["nodes"].values() if e["state"] == "running"]
+    return str([saved, *(beat_of(store, e["stage"], e["key"]) for e in made)])
 
 
 def candidates(store: Store, name: str | None) -> list[dict[str, Any]]:

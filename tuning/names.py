@@ -1,13 +1,22 @@
-"""Names in settings: the nearest known one for a typing error, and the function behind `module:function`."""
+"""Names in settings: the nearest known one for a typing error, and the function behind `module:function`; and texts of
+others for a terminal."""
 
 from __future__ import annotations
 
 import difflib
 import importlib
+import re
 from collections.abc import Callable, Iterable
 from typing import Any
 
 from tuning.allowed import check_module
+
+_CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069]")
+
+
+def plain(text: str) -> str:
+    """A text of others for a terminal: control characters and marks of direction, which can rewrite it, are shown."""
+    return _CONTROL.sub("\ufffd", text)
 
 
 def closest(name: str, known: Iterable[str]) -> str | None:

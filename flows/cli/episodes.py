@@ -6,10 +6,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
-from rich.console import Console
 from rich.table import Table
 
 from flows.cli.shared import RunName, StoreUrl, artifact_of, group, out, record_of, usage_error
+from flows.report.terminal import PlainConsole
 from stages.store.artifacts import Artifact, Store
 
 if TYPE_CHECKING:
@@ -90,7 +90,7 @@ def _list(tables: dict[str, Artifact], choice: Choice, most: int) -> None:
                 place = [str(row.place), str(row.sample), row.prompt_id, str(row.seed)]
                 table.add_row(name, *place, row.status, *numbers, reward, success)
     # Not cut to the width of a terminal that is not there: scripts read it.
-    (out if out.is_terminal else Console(highlight=False, markup=False, width=1000)).print(table)
+    (out if out.is_terminal else PlainConsole(highlight=False, markup=False, width=1000)).print(table)
     out.print(f"{count} episodes" + (f", the first {most} are shown" if count > most else ""))
 
 

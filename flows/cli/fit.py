@@ -7,12 +7,12 @@ import subprocess
 from typing import Annotated, Any
 
 import typer
-from rich.console import Console
 from rich.table import Table
 
 from flows.cli.shared import RecipeName, Sets, group, out, usage_error
 from flows.recipe.model import Recipe, RecipeError
 from flows.recipe.reading import load_recipe
+from flows.report.terminal import PlainConsole
 from stages.worker import interpreter
 
 commands = group()
@@ -102,7 +102,7 @@ def _show(answer: dict[str, Any]) -> None:
             stage["verdict"],
         )
     # Not cut to the width of a terminal that is not there.
-    (out if out.is_terminal else Console(highlight=False, markup=False, width=160)).print(table)
+    (out if out.is_terminal else PlainConsole(highlight=False, markup=False, width=160)).print(table)
     for stage in answer["stages"]:
         parts = ", ".join(f"{name} {size / GB:.2f}" for name, size in stage["parts"].items() if size >= 0.005 * GB)
         rest = (f"{n / 1e12:.3g} {unit}" for n, unit in ((stage["flops"], "TFLOP"), (stage["moved"], "TB moved")))

@@ -19,6 +19,7 @@ from flows.records import log_of, status_of
 from flows.running.crew import ONLY, log_of_worker
 from stages.store import runs
 from stages.store.artifacts import Store
+from tuning.names import plain
 
 commands = group()
 
@@ -42,7 +43,7 @@ def logs(store: StoreUrl, run_name: RunName = None, node: Node = "", follow: Fol
         found = _following(place, record, paths, node) if follow else _of(_text(place, record, paths), node)
         shown = 0
         for line in found:
-            typer.echo(line)
+            typer.echo(plain(line))
             shown += 1
     except KeyboardInterrupt:
         raise typer.Exit(130) from None

@@ -5,13 +5,13 @@ from __future__ import annotations
 from typing import Any
 
 import typer
-from rich.console import Console
 from rich.table import Table
 
 from flows.cli.shared import AsJson, RunName, StoreUrl, group, note, out, print_json, record_of, usage_error
 from flows.records import log_of, readable_runs, status_of
 from flows.report.decisions import decision_lines
 from flows.report.formats import when
+from flows.report.terminal import PlainConsole
 from stages.store.artifacts import IT_STAYS, Store
 from stages.store.damage import fault_of, set_aside
 from stages.store.leases import beats
@@ -37,7 +37,7 @@ def runs(store: StoreUrl, as_json: AsJson = False) -> None:
         shown = "" if score is None else f"{score:.3f}"
         table.add_row(run["name"], run["status"], when(run["started"]), str(run["made"]), str(run["cached"]), shown)
     # Not cut to the width of a terminal that is not there: scripts read the names.
-    (out if out.is_terminal else Console(highlight=False, markup=False, width=1000)).print(table)
+    (out if out.is_terminal else PlainConsole(highlight=False, markup=False, width=1000)).print(table)
 
 
 def summary_of(record: dict[str, Any], store: Store) -> dict[str, Any]:

@@ -95,6 +95,7 @@ def export(
         # One with half a copy is this command's own, which was killed.
         if target.exists() and any(target.iterdir()) and not _half(target, artifact).exists():
             raise usage_error(f"{to} exists and is not empty")
+        Store(store).ensure_whole(artifact)
         _copy(folder, target, _half(target, artifact))
         folder = target
         note(

@@ -11,12 +11,12 @@ from typing import Annotated, Any, Literal, NamedTuple
 import typer
 from pydantic import BaseModel
 from pydantic.fields import FieldInfo
-from rich.console import Console
 from rich.padding import Padding
 
 from flows.cli.shared import group, usage_error
 from flows.recipe.model import Recipe
 from flows.recipe.places import is_managed, models_in
+from flows.report.terminal import PlainConsole
 from stages.contract.described import field_docs
 from tuning.names import nearest
 
@@ -44,8 +44,8 @@ def settings(
         places = {s.place for s in every_setting()} | {s.place.rpartition(".")[0] for s in every_setting()}
         raise usage_error(f"no setting {section!r}; {nearest(section or '', sorted(places - {''}))}")
     # As wide as a terminal, and whole lines elsewhere: each setting can then be found by grep.
-    console = Console(highlight=False, markup=False)
-    wide = Console(highlight=False, markup=False, width=1000)
+    console = PlainConsole(highlight=False, markup=False)
+    wide = PlainConsole(highlight=False, markup=False, width=1000)
     for s in found:
         head = f"{s.place}: {s.kind} = {s.default}"
         if console.is_terminal:

@@ -14,18 +14,17 @@ from types import FrameType
 from typing import Annotated, Any
 
 import typer
-from rich.console import Console
 
 from flows.recipe.model import Recipe
 from flows.records import REFUSED, UnknownRun, candidates, finished_nodes, refusal_of, whole_first
-from flows.report.terminal import LastingConsole
+from flows.report.terminal import LastingConsole, PlainConsole
 from stages.store.artifacts import IT_STAYS, Artifact, Store
 from stages.store.registry import RegistryError, current
 from stages.store.trail import append
 from stages.worker import interpreter
 from stages.worker.client import worker_environment
 
-out = Console(highlight=False, markup=False)
+out = PlainConsole(highlight=False, markup=False)
 err = LastingConsole(stderr=True, highlight=False, markup=False)
 
 ONCE_SECONDS = 5.0
@@ -46,8 +45,11 @@ def _existing(url: str) -> str:
     try:
         store.fs.info(store.root)
     except FileNotFoundError:
-        hint = "`rlhf run` creates one; name another with --store, or mount it"
+        hint = "`rlhf run` creates one, in a bucket that exists; name another with --store, or mount it"
         raise usage_error(f"no store at {store.shown}: {hint}") from None
+    except Exception as e:
+        # Clients of object stores have classes of their own: the endpoint is down, or there are no credentials.
+        raise usage_error(f"the store {store.shown} cannot be reached: {type(e).__name__}: {e}") from e
     return url
 
 

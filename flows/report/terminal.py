@@ -1,12 +1,17 @@
-"""Consoles of a run: their width where no terminal gives one, and what happens when their reader goes away."""
+"""Consoles: texts of others, their width where no terminal gives one, and what happens when their reader goes away."""
 
 from __future__ import annotations
 
 import contextlib
 import os
 import sys
+from collections.abc import Iterable
+from typing import Any
 
-from rich.console import Console
+from rich.console import Console, ConsoleOptions
+from rich.segment import Segment
+
+from tuning.names import plain
 
 
 def log_width() -> int | None:
@@ -14,7 +19,16 @@ def log_width() -> int | None:
     return None if sys.stdout.isatty() else 160
 
 
-class LastingConsole(Console):
+class PlainConsole(Console):
+    """A console that shows control characters of texts, since a completion could rewrite the terminal with them."""
+
+    def render(self, renderable: Any, options: ConsoleOptions | None = None) -> Iterable[Segment]:
+        """As `Console.render`."""
+        for segment in super().render(renderable, options):
+            yield segment if segment.control else Segment(plain(segment.text), segment.style)
+
+
+class LastingConsole(PlainConsole):
     """A console that falls silent when nobody reads it any more (`| head`, a `tee` that ended). Rich would exit."""
 
     def on_broken_pipe(self) -> None:

@@ -105,8 +105,12 @@ class Agenda:
                     session.decide({"decision": NOTHING_NEW, "reasons": [reason], "checks": [], "difference": None})
                     self._over = True
             case "gate":
-                session.decide(dict(session.made[node.name].metrics))
-                if _refused(session) is not None:
+                decision = session.made[node.name].metrics
+                session.decide(dict(decision))
+                refusal = refusal_of(session.record)
+                said = refusal and f"the gate of run {session.name} has refused this policy: {refusal}"
+                registry.note_decision(session.store, decision["name"], decision["candidate"], said)
+                if refusal is not None:
                     for left in [session.nodes[name] for name in self._left]:
                         if left.stage == "export":
                             _leave_out(session, left)
@@ -122,15 +126,6 @@ class Agenda:
 def _decides(node: Node) -> bool:
     """Whether it follows from a node if those behind it are made."""
     return node.name == "base" or node.stage in ("fresh", "gate")
-
-
-def _refused(session: Session) -> str | None:
-    """Why the gate has refused the run's policy, which the registry keeps; None where it has not."""
-    gate, reasons = session.recipe.gate, refusal_of(session.record)
-    assert gate is not None
-    said = None if reasons is None else f"the gate of run {session.name} has refused this policy: {reasons}"
-    registry.note_decision(session.store, gate.name, session.record["decision"]["candidate"], said)
-    return said
 
 
 def _leave_out(session: Session, node: Node) -> None:

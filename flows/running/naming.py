@@ -100,8 +100,8 @@ def _may_pass(error: Exception) -> bool:
 
 
 def _check(name: str) -> None:
-    if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]*", name):
-        raise RecipeError(f"run name {name!r}: expected letters, digits, dots and dashes")
+    if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}", name):
+        raise RecipeError(f"run name {name!r}: expected letters, digits, dots and dashes, 100 at most")
 
 
 def _changes(record: dict[str, Any], recipe: Recipe) -> list[str]:

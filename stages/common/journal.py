@@ -12,10 +12,10 @@ import hashlib
 import itertools
 import json
 import time
-import zlib
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+from stages.common.checked_lines import read_lines, write_line
 from stages.contract.definition import Context
 from tuning.rewards.samples import Outcome, Sample
 from tuning.rows import CompletionRow
@@ -35,11 +35,7 @@ class Journal:
         self._known: dict[str, list[float | None]] = {}
         """The values of a call by its name."""
         if self._path.exists():
-            for text in self._path.read_bytes().splitlines():
-                line = _whole(text)
-                # Lines of before name places alone, not what was judged there.
-                if isinstance(line, dict):
-                    self._known[line["call"]] = line["values"]
+            self._known = {line["call"]: line["values"] for line in read_lines(self._path)}
             # How many of them are of completions that there are now is known call by call.
             kept = sum(map(len, self._known.values()))
             ctx.log(f"{what}: {kept} finished scores are there, and reused where their completions are the same")
@@ -64,10 +60,10 @@ class Journal:
 
     def add(self, rows: Sequence[CompletionRow], outcomes: Sequence[Outcome]) -> None:
         """Stores the scores of a call, in which nothing failed."""
-        text = json.dumps({"call": self._name(rows), "values": [outcome.value for outcome in outcomes]}).encode()
-        # Opened for each line: a kill costs at most the line that is being written, and the next begins with its end.
-        with self._path.open("ab") as f:
-            f.write(b"\n%08x %s" % (zlib.crc32(text), text))
+        text = json.dumps({"call": self._name(rows), "values": [outcome.value for outcome in outcomes]})
+        # Opened for each line: a kill costs at most the line that is being written.
+        with self._path.open("ab") as file:
+            write_line(file, text)
 
 
 def _seen(row: CompletionRow, sample: Sample) -> list[Any]:
@@ -78,12 +74,6 @@ def _seen(row: CompletionRow, sample: Sample) -> list[Any]:
 
 def _digest(value: Any) -> str:
     return hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()[:32]
-
-
-def _whole(line: bytes) -> Any:
-    """The JSON value of a line; None for one that a kill has cut off or a disk has changed."""
-    checksum, _, text = line.partition(b" ")
-    return json.loads(text) if checksum == b"%08x" % zlib.crc32(text) else None
 
 
 def journaled(

@@ -15,8 +15,9 @@ import importlib
 import json
 import math
 from collections.abc import Generator, Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, TextIO
+from typing import TYPE_CHECKING, Any, BinaryIO
 
+from stages.common.checked_lines import read_lines, write_line
 from stages.common.models import load_policy, load_tokenizer, stop_ids
 from stages.contract.definition import Context
 from stages.sampling.environment import PROGRAMS, Environment
@@ -111,7 +112,7 @@ class _Episodes:
                     played, lambda ended: to_line(ended).encode(), lambda line: _ended(line, by_name)
                 ):
                     found[ended.episode.place, ended.episode.sample] = ended
-                    _write(journal, to_line(ended))
+                    write_line(journal, to_line(ended))
                     self.ctx.progress(len(found), len(episodes), "episodes")
                     if len(found) % SAVE_EVERY == 0:
                         self.ctx.saved()
@@ -239,11 +240,9 @@ class _Episodes:
         return messages or [{"role": "user", "content": prompt.prompt}]
 
     @contextlib.contextmanager
-    def _lines(self, path: Any) -> Iterator[TextIO]:
+    def _lines(self, path: Any) -> Iterator[BinaryIO]:
         path.parent.mkdir(parents=True, exist_ok=True)
-        with path.open("a") as file:
-            # Behind a line that a kill has cut off.
-            file.write("\n")
+        with path.open("ab") as file:
             yield file
 
     def _recorder(self, stack: contextlib.ExitStack) -> Any:
@@ -254,14 +253,14 @@ class _Episodes:
 
         def said(episode: Episode, number: int, turn: Turn, context: Sequence[int]) -> None:
             began = list(context) if number == 0 else None
-            _write(file, json.dumps([episode.place, episode.sample, number, vars(turn), began]))
+            write_line(file, json.dumps([episode.place, episode.sample, number, vars(turn), began]))
 
         return said
 
     def _finished(self, episodes: dict[tuple[int, int], Episode]) -> dict[tuple[int, int], Ended]:
         """Episodes that an earlier try has finished. Those that failed are played again: it may have been an outage."""
         found: dict[tuple[int, int], Ended] = {}
-        for place, sample, values in _read(self.journal):
+        for place, sample, values in read_lines(self.journal):
             episode = episodes.get((place, sample))
             if episode is not None and values["status"] not in WITHOUT_REWARD:
                 # One whose line is of no use is played again.
@@ -275,7 +274,7 @@ class _Episodes:
         """Turns of unfinished episodes and what they began with, for a replay: fields of `Episode`."""
         turns: dict[tuple[int, int], dict[int, Turn]] = {}
         contexts: dict[tuple[int, int], list[int]] = {}
-        for place, sample, number, values, began in _read(self.turns):
+        for place, sample, number, values, began in read_lines(self.turns):
             mine = turns.setdefault((place, sample), {})
             if number == 0 and values["observation"] is None:
                 # A try began anew.
@@ -307,21 +306,3 @@ def _ended(line: bytes, episodes: Mapping[tuple[int, int], Episode]) -> Ended:
     """An episode that another process has played."""
     place, sample, values = json.loads(line)
     return from_line(values, episodes[place, sample])
-
-
-def _write(file: TextIO, line: str) -> None:
-    file.write(line + "\n")
-    # To the system at once: a kill of this process loses nothing of it.
-    file.flush()
-
-
-def _read(path: Any) -> Iterator[list[Any]]:
-    if not path.exists():
-        return
-    # Line by line: a round of long episodes is gigabytes.
-    with path.open() as lines:
-        for line in lines:
-            # A line may have been cut off by a kill.
-            with contextlib.suppress(ValueError):
-                if isinstance(values := json.loads(line.strip() or "null"), list):
-                    yield values

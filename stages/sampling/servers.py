@@ -180,6 +180,7 @@ def _policy(ctx: Context, settings: EngineSettings, quantize: str, requests: Seq
         folder=functools.partial(_folder, ctx, settings, base, kind),
         logps=_logps(ctx, quantize),
         probe=probe,
+        vocabulary=load_rounded(ctx, artifact, quantize)[0].vocab_size,
         transfer=functools.partial(_transfer, ctx, settings, base, kind) if settings.transfers else None,
         dtype=settings.dtype,
         base=_name(base, kind) if below is not None else "",

@@ -42,6 +42,8 @@ class RewardRefused(RuntimeError):
 
 REWARD_KEY = "x-rlhf-reward-key"
 """Header with the key of a session's reward, which the model's key does not open."""
+READERS, MOST_ASKED_FOR = 2, 16
+"""Records of sessions that are written at a time, and those that are under way."""
 CLIENT_GONE = 499
 """Status of a request whose client has left, as nginx logs it; nobody reads the answer."""
 STALLED_SECONDS = 900.0
@@ -86,11 +88,24 @@ def make_app(
         session.reward, session.success = given.reward, given.success
         return {"session": name, "reward": given.reward, "success": given.success}
 
-    # Not a coroutine: a thread writes a record of millions of tokens while others' streams continue.
+    reading, asked_for = asyncio.Semaphore(READERS), 0
+
     @app.get("/sessions/{name}")
-    def session(name: str, http: Request) -> Any:
-        record = server.sessions.get(name, _owner(http)).record()
-        return Response(json.dumps(record), media_type="application/json")
+    async def session(name: str, http: Request) -> Any:
+        nonlocal asked_for
+        found = server.sessions.get(name, _owner(http))
+        if asked_for >= MOST_ASKED_FOR:
+            return _error(429, f"{MOST_ASKED_FOR} sessions are being read: ask again", code="too_many_requests")
+        asked_for += 1
+        try:
+            async with reading:
+                # Nothing is written for a client that has left.
+                if await http.is_disconnected():
+                    return Response(status_code=CLIENT_GONE)
+                # A thread writes a record of millions of tokens while others' streams continue.
+                return Response(await asyncio.to_thread(found.text), media_type="application/json")
+        finally:
+            asked_for -= 1
 
     @app.delete("/sessions/{name}")
     async def forget(name: str, http: Request) -> Any:

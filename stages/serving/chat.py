@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import re
 import sys
 from typing import Any
 
@@ -11,8 +10,7 @@ from stages.common.compilation import configure_jax
 from stages.serving.answers import Text
 from stages.serving.policy import Opened, open_policy
 from stages.serving.settings import Chat, ChatOptions
-
-CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069]")
+from tuning.names import plain
 
 
 def main() -> None:
@@ -71,11 +69,6 @@ def talk(policy: Opened, options: ChatOptions, system_prompt: str | None) -> Non
                 print(plain(text.add(update.tokens, update.completion is not None)), end="", flush=True)
         print(flush=True)
         turns.append({"role": "assistant", "content": text.sent})
-
-
-def plain(text: str) -> str:
-    """A model's text for a terminal: control characters and marks of direction, which can rewrite it, are shown."""
-    return CONTROL.sub("\ufffd", text)
 
 
 def _fitting(

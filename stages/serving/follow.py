@@ -64,6 +64,7 @@ class Follower:
         artifact = self._store.with_digest(policy.stage, policy.key, policy.digest)
         if artifact is None:
             raise ValueError(f"its policy is gone from {self._store.shown}: roll back, or promote another")
+        self._store.ensure_whole(artifact)
         folder = folder_of(artifact)
         if folder is None:
             raise ValueError("its weights are not stored: restart the server, which rebuilds them")

@@ -10,7 +10,7 @@ from typing import Any
 from stages.common.models import load_policy, load_tokenizer, stop_ids
 from stages.contract.definition import Context
 from stages.serving.settings import PolicyPlace
-from stages.store.artifacts import Artifact, Store
+from stages.store.artifacts import Artifact, ArtifactError, Store
 
 TYPICAL_PROMPT = 64
 """Tokens of a first prompt: programs of its shape compile while weights are read."""
@@ -64,6 +64,10 @@ def open_policy(place: PolicyPlace) -> Opened:
         sys.exit(
             f"{place.stage}/{place.key[:12]} gives scores, no tokens; name the node of a policy, such as sft or export"
         )
+    try:
+        store.ensure_whole(artifact)
+    except ArtifactError as error:
+        sys.exit(str(error))
     scratch = Path(store.scratch) / "opened"
     # No stage runs: the context serves the functions that load models.
     ctx = Context(

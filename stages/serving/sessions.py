@@ -15,6 +15,7 @@ from __future__ import annotations
 import bisect
 import collections
 import dataclasses
+import json
 import re
 import threading
 import time
@@ -223,6 +224,15 @@ class Session:
         """The session as JSON."""
         with self.lock:
             return self._record()
+
+    def text(self) -> str:
+        """The session as JSON text, a turn or row at a time: one long call of C would stop every other thread."""
+        fields = []
+        for name, value in self.record().items():
+            items = value if isinstance(value, list) else None
+            text = json.dumps(value) if items is None else f"[{', '.join(map(json.dumps, items))}]"
+            fields.append(f"{json.dumps(name)}: {text}")
+        return f"{{{', '.join(fields)}}}"
 
     def _record(self) -> dict[str, Any]:
         parts = self.parts()

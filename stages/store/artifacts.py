@@ -228,6 +228,15 @@ class Store:
 
         return next(filter(None, transfers.each(differs, artifact.manifest["files"])), None)
 
+    def ensure_whole(self, artifact: Artifact) -> None:
+        """Raises ArtifactError if a disk has changed bytes of an artifact. Those of a remote store are compared as they
+        arrive."""
+        if self.is_local and (fault := self.verify(artifact)):
+            raise ArtifactError(
+                f"{artifact.url} is damaged ({fault}): the command that made it makes it again, or restore it from a "
+                "backup"
+            )
+
     def aside(self, stage: str, key: str) -> str | None:
         """As `set_aside`; None where the store may not be written to, and the artifact stays."""
         return None if self.read_only else readonly.unless_refused(lambda: self.set_aside(stage, key))

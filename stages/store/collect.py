@@ -25,7 +25,9 @@ from typing import Any
 
 from stages.store import runs, trail
 from stages.store.artifacts import MANIFEST, Store
+from stages.store.forms import TOMB
 from stages.store.leases import unless_held
+from stages.store.manifests import checksum_of
 from stages.store.reach import CONDEMNED, Roots, Version, reach, tomb, versions
 from stages.store.residue import Residue, compiled, residues
 from stages.store.room import keep_room, with_room
@@ -41,6 +43,8 @@ class Limits:
     grace_seconds: float = 3600.0
     """What is younger is never taken."""
     settle_seconds: float = SETTLE_SECONDS
+    sign_seconds: float = 60.0 + SETTLE_SECONDS
+    """Within so long a run gives a sign of life (`flows/running/saving.py`)."""
     compile_cache: Path | None = None
     """JAX's compile cache; None: left alone."""
     compile_bytes: int = 10 * 2**30
@@ -73,9 +77,7 @@ class Survey:
             "freed_bytes": self.freed,
             "kept_bytes": sum(version.size for version, _ in self.kept),
             "runs": {run.name: run.why or None for run in self.roots.runs},
-            "artifacts": [
-                {"stage": v.stage, "key": v.key, "digest": v.manifest["digest"], "bytes": v.size} for v in self.garbage
-            ],
+            "artifacts": [{"stage": v.stage, "key": v.key, "digest": v.digest, "bytes": v.size} for v in self.garbage],
             "kept": [{"stage": v.stage, "key": v.key, "bytes": v.size, "why": why} for v, why in self.kept],
             "residues": [{"kind": r.kind, "name": r.name, "bytes": r.bytes} for r in self.residues],
         }
@@ -109,7 +111,13 @@ def collect(store: Store, read: Callable[[], Roots], limits: Limits) -> Survey:
 
 
 def _collected(store: Store, read: Callable[[], Roots], limits: Limits) -> Survey:
-    first = survey(store, read(), limits)
+    roots = read()
+    first = survey(store, roots, limits)
+    signs = {run.name: run.sign for run in roots.runs if run.sign}
+    if signs and (first.garbage or first.residues or first.runs):
+        # No clock of another host says whether its runs live: what changes does.
+        time.sleep(limits.sign_seconds)
+        first = survey(store, read().living(signs), limits)
     interrupted = any(version.tomb is not None for version, _ in first.kept)
     if not (first.garbage or first.residues or first.runs or interrupted):
         return first
@@ -119,10 +127,10 @@ def _collected(store: Store, read: Callable[[], Roots], limits: Limits) -> Surve
         if version.tomb is None:
             _condemn(store, version)
     # Only a run that is under way can have found something that its record does not name yet.
-    roots = read()
+    roots = read().living(signs)
     if roots.active:
         time.sleep(limits.settle_seconds)
-        roots = read()
+        roots = read().living(signs)
     second = survey(store, roots, limits)
     roots = second.roots
     for version, _ in second.kept:
@@ -151,19 +159,16 @@ def _condemn(store: Store, version: Version) -> bool:
     """Moves a manifest to `condemned/`, unless the artifact is being made or was replaced meanwhile."""
 
     def step(check: Callable[[], None]) -> bool:
-        if store.read_json(*version.place) != version.manifest:
+        manifest = store.read_json(*version.place)
+        if manifest is None or checksum_of(manifest) != version.checksum:
             return False
-        _bury(store, version, version.identity, swept=False)
+        value = {"place": list(version.place), "manifest": manifest, "swept": False}
+        store.write_json(value, CONDEMNED, version.stage, version.identity)
         check()
         store.remove(store.join(*version.place))
         return True
 
     return unless_held(store, version.stage, version.key, step)
-
-
-def _bury(store: Store, version: Version, name: str, swept: bool) -> None:
-    value = {"place": list(version.place), "manifest": version.manifest, "swept": swept}
-    store.write_json(value, CONDEMNED, version.stage, name)
 
 
 def _restore(store: Store, version: Version) -> bool:
@@ -176,7 +181,7 @@ def _restore(store: Store, version: Version) -> bool:
             return False
         if store.read_json(*version.place) is None:
             check()
-            store.write_json(version.manifest, *version.place)
+            store.write_json(store.read_record(TOMB, *_entry(version))["manifest"], *version.place)
         _forget(store, version)
         return True
 
@@ -193,7 +198,7 @@ def _sweep(store: Store, version: Version) -> bool:
         if not _in_use(store, now):
             # From here on it cannot be whole again.
             check()
-            _bury(store, now, str(version.tomb), swept=True)
+            store.write_json(store.read_record(TOMB, *_entry(version)) | {"swept": True}, *_entry(version))
             _delete_files(store, now, check)
         _forget(store, version)
         return True
@@ -231,9 +236,14 @@ def _delete_files(store: Store, version: Version, check: Callable[[], None]) -> 
         store.remove_folder(folder)
 
 
+def _entry(version: Version) -> tuple[str, str, str]:
+    """Where a condemned artifact's manifest is."""
+    return CONDEMNED, version.stage, str(version.tomb)
+
+
 def _forget(store: Store, version: Version) -> None:
     with contextlib.suppress(FileNotFoundError):
-        store.remove(store.join(CONDEMNED, version.stage, str(version.tomb)))
+        store.remove(store.join(*_entry(version)))
 
 
 def _removed(residue: Residue) -> bool:

@@ -114,7 +114,8 @@ def lease(
         while not stop.wait(BEAT_SECONDS):
             # An unreachable store must not stop the work: `check` says in the end whether it was taken over.
             with contextlib.suppress(Exception):
-                if (_holder(store, name) or {}).get("token") != token:
+                # A file system may show a record torn, or none, for a moment: only another's token ends the beat.
+                if (_holder(store, name) or {}).get("token") not in (None, token):
                     return
                 store.write_bytes(_record(token), "leases", name)
 
@@ -205,10 +206,13 @@ class Watch:
 
 
 def _again(action: Callable[[], T]) -> T:
-    def passing(error: Exception) -> bool:
-        return isinstance(error, OSError) and error.errno not in FULL
-
-    return retried(action, tries=TRIES, first_seconds=FIRST_PAUSE_SECONDS, passing=passing)
+    # A full disk stays full.
+    return retried(
+        action,
+        tries=TRIES,
+        first_seconds=FIRST_PAUSE_SECONDS,
+        passing=lambda e: isinstance(e, OSError) and e.errno not in FULL,
+    )
 
 
 def _name(stage: str, key: str) -> str:
@@ -280,6 +284,11 @@ def held_by(store: Store, stage: str, key: str) -> dict[str, Any] | None:
     """The process that holds the lease of a key, as `this_process` describes one; None where none does."""
     holder = _holder(store, _name(stage, key))
     return None if holder is None else {name: holder[name] for name in ("pid", "started", "host")}
+
+
+def beat_of(store: Store, stage: str, key: str) -> float | None:
+    """The last beat of the lease of a key, by its holder's clock; None where there is none."""
+    return (_holder(store, _name(stage, key)) or {}).get("beat")
 
 
 def _record(token: str) -> bytes:

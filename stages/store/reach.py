@@ -10,13 +10,15 @@ import collections
 import dataclasses
 import datetime
 import functools
+import math
+import sys
 from collections.abc import Iterable, Mapping
 from typing import Any
 
 from stages.store.artifacts import MANIFEST, ArtifactError, Store
 from stages.store.forms import COMMITTED, TOMB
 from stages.store.keys import digest
-from stages.store.manifests import strange
+from stages.store.manifests import checksum_of, strange
 from stages.store.runs import in_parallel
 
 CONDEMNED = "condemned"
@@ -40,6 +42,9 @@ class Run:
     """(stage, key) of what it has begun and not finished: the work folders that it goes on from."""
     ended: float = 0.0
     """When it ended, or was last saved, in seconds since 1970."""
+    sign: str = ""
+    """The last sign of life of a run that seems killed on a host whose processes cannot be seen; its clock may be
+    wrong."""
     sources: Mapping[str, str] = dataclasses.field(default_factory=dict)
     """Runs whose records its plan reads, each with why."""
 
@@ -61,6 +66,15 @@ class Roots:
         """Names of the runs that go."""
         return {run.name for run in self.runs if not run.why}
 
+    def living(self, signs: Mapping[str, str]) -> Roots:
+        """The same, with the runs as running that have given another sign of life than that in `signs`."""
+        moved = {run.name for run in self.runs if signs.get(run.name, run.sign) != run.sign}
+        runs = (
+            dataclasses.replace(run, why=run.why or "running", active=True) if run.name in moved else run
+            for run in self.runs
+        )
+        return dataclasses.replace(self, runs=tuple(runs)).since(math.inf)
+
     def since(self, old: float) -> Roots:
         """The same, with the runs that stay because they ended after `old`, in seconds since 1970, or such a run needs
         them."""
@@ -75,11 +89,24 @@ class Roots:
         return Roots(tuple(dataclasses.replace(run, why=why[run.name]) for run in self.runs), self.named)
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, slots=True)
 class Version:
-    """One artifact with its own files: the present one of a key, or one that was replaced."""
+    """One artifact with its own files: the present one of a key, or one that was replaced.
 
-    manifest: dict[str, Any]
+    A store has hundreds of thousands: of the manifest it holds what decides alone.
+    """
+
+    stage: str
+    key: str
+    digest: str
+    folder: str
+    committed: str
+    """When, as its manifest says it."""
+    size: int
+    """Bytes of its files."""
+    inputs: tuple[Ref, ...]
+    checksum: str
+    """Of its manifest."""
     place: tuple[str, ...]
     """Where its manifest is, or was before it was condemned: the parts of a path in the store."""
     tomb: str | None = None
@@ -88,38 +115,42 @@ class Version:
     """Whether the deletion of its files has begun."""
 
     @property
-    def stage(self) -> str:
-        return self.manifest["stage"]
-
-    @property
-    def key(self) -> str:
-        return self.manifest["key"]
-
-    @property
-    def folder(self) -> str:
-        return self.manifest.get("folder", self.key)
-
-    @property
     def ref(self) -> Ref:
-        return self.stage, self.key, self.manifest["digest"]
-
-    @property
-    def size(self) -> int:
-        """Bytes of its files."""
-        return sum(f["size"] for f in self.manifest["files"])
+        return self.stage, self.key, self.digest
 
     @property
     def current(self) -> bool:
         return self.place[0] == "artifacts"
 
     @property
-    def committed(self) -> float:
+    def seconds(self) -> float:
         """When it was committed, in seconds since 1970."""
-        return datetime.datetime.fromisoformat(self.manifest["committed"]).timestamp()
+        return datetime.datetime.fromisoformat(self.committed).timestamp()
 
     @property
     def identity(self) -> str:
-        return f"{self.key}-{digest([self.folder, self.manifest['committed'], list(self.place)])[:8]}.json"
+        return f"{self.key}-{digest([self.folder, self.committed, list(self.place)])[:8]}.json"
+
+
+def version_of(manifest: Mapping[str, Any], place: tuple[str, ...], **more: Any) -> Version:
+    """What a manifest says."""
+
+    def ref(item: Mapping[str, str]) -> Ref:
+        # The same few names and keys are in many manifests.
+        stage, key, digest = (sys.intern(item[name]) for name in ("stage", "key", "digest"))
+        return stage, key, digest
+
+    stage, key, digest = ref(manifest)
+    return Version(
+        *(stage, key, digest),
+        folder=sys.intern(manifest.get("folder", key)),
+        committed=manifest["committed"],
+        size=sum(file["size"] for file in manifest["files"]),
+        inputs=tuple(map(ref, manifest.get("inputs", {}).values())),
+        checksum=checksum_of(manifest),
+        place=tuple(map(sys.intern, place)),
+        **more,
+    )
 
 
 def versions(store: Store) -> list[Version]:
@@ -146,7 +177,7 @@ def _version(store: Store, place: tuple[str, ...]) -> Version | None:
     if manifest is None:
         return None
     key = place[2] if place[0] == "artifacts" else place[2].rpartition("-")[0]
-    return None if strange(manifest, place[1], key) else Version(manifest, place)
+    return None if strange(manifest, place[1], key) else version_of(manifest, place)
 
 
 def tomb(store: Store, stage: str, name: str) -> Version | None:
@@ -157,12 +188,12 @@ def tomb(store: Store, stage: str, name: str) -> Version | None:
     value = store.read_record(TOMB, CONDEMNED, stage, name)
     if value is None:
         return None
-    version = Version(value["manifest"], tuple(value["place"]), name, value["swept"])
-    key, place = version.key, version.place
+    manifest, place = value["manifest"], tuple(value["place"])
+    key = manifest["key"]
     old = place[:2] == ("replaced", stage) and len(place) == 3 and place[2].startswith(f"{key}-")
-    if strange(version.manifest, stage, key) or not (old or place == ("artifacts", stage, key, MANIFEST)):
+    if strange(manifest, stage, key) or not (old or place == ("artifacts", stage, key, MANIFEST)):
         raise ArtifactError(f"{store.address(CONDEMNED, stage, name)} is of another artifact; move it away")
-    return version
+    return version_of(manifest, place, tomb=name, swept=value["swept"])
 
 
 def reach(found: Iterable[Version], roots: Roots, young_since: float) -> dict[str, str]:
@@ -178,16 +209,16 @@ def reach(found: Iterable[Version], roots: Roots, young_since: float) -> dict[st
 
     def want(ref: Ref, why: str) -> None:
         for version in by_key.get(ref[:2], ()):
-            if version.manifest["digest"] == ref[2] or (not ref[2] and version.current):
+            if version.digest == ref[2] or (not ref[2] and version.current):
                 waiting.append((version, why))
 
     for run in roots.runs:
         for ref in run.refs if run.why else ():
             want(ref, f"run {run.name}: {run.why}")
     for version in (v for group in by_key.values() for v in group):
-        if roots.named & {version.key, version.manifest["digest"]}:
+        if roots.named & {version.key, version.digest}:
             waiting.append((version, "named by the registry"))
-        if version.committed >= young_since:
+        if version.seconds >= young_since:
             waiting.append((version, "too young"))
     kept: dict[str, str] = {}
     while waiting:
@@ -196,8 +227,8 @@ def reach(found: Iterable[Version], roots: Roots, young_since: float) -> dict[st
             continue
         kept[version.identity] = why
         below = f"{version.stage}/{version.key[:12]} needs it"
-        for item in version.manifest.get("inputs", {}).values():
-            want((item["stage"], item["key"], item["digest"]), below)
+        for ref in version.inputs:
+            want(ref, below)
         # Without a present artifact the next one would be written over the files of the one that it replaced.
         if not version.current:
             want((version.stage, version.key, ""), below)

@@ -15,6 +15,7 @@ from pathlib import Path
 
 import pytest
 
+from stages.common.checked_lines import read_lines
 from stages.sampling.environment import Environment
 from tests.stages.training.support import Folder, data, ids, perform
 from tuning.agents.rows import TrajectoryRow
@@ -105,7 +106,7 @@ def test_after_a_kill_no_finished_episode_is_played_twice(tmp_path):
     child.send_signal(signal.SIGKILL)
     child.wait()
     journal = tmp_path / "killed" / "work" / "episodes.jsonl"
-    finished = {json.loads(line)[0] for line in journal.read_text().splitlines() if line.endswith("}]")}
+    finished = {place for place, _, _ in read_lines(journal)}
     assert finished
     before = Counter(log.read_text().split())
     subprocess.run(command, check=True, env=os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)})

@@ -2,15 +2,18 @@
 
 import datetime
 import json
+import threading
 
 import pytest
 
 from flows.keeping import roots_of
 from flows.recipe.retention import Retention
 from stages.store.artifacts import ArtifactError, Store
+from stages.store.collect import Limits, collect
 from stages.store.leases import this_process
 from stages.store.pins import pin
 from stages.store.registry import Policy, promote
+from tests.stages.store.graphs import put
 
 
 @pytest.fixture
@@ -88,3 +91,37 @@ def test_the_command_shows_first_deletes_when_told_and_keeps_what_is_pinned(stor
     assert len(store.names("runs")) == 10
     done = json.loads(rlhf("gc", "--store", store.root, "--keep", 1, "--grace", 0, "--yes", "--json").stdout)
     assert done["done"] and store.names("runs") == ["r3", "r8", "r9"] == sorted(n for n, w in done["runs"].items() if w)
+
+
+@pytest.mark.parametrize("alive", [True, False])
+def test_a_run_of_a_host_whose_clock_is_wrong_lives_as_long_as_it_gives_signs_of_life(tmp_path, alive):
+    store = Store(str(tmp_path))
+    made = put(store, 1)
+    behind = datetime.timedelta(hours=2)
+    process = {"pid": 77, "started": 5.0, "host": "elsewhere boot pid:[1]"}
+
+    def save():
+        now = (datetime.datetime.now(datetime.UTC) - behind).isoformat()
+        node = {"stage": made.stage, "key": made.key, "digest": made.digest, "state": "made"}
+        value = {"name": "far", "recipe": {"name": "r"}, "status": "running", "started": now, "saved": now}
+        store.write_json(value | {"process": process, "nodes": {made.stage: node}}, "runs", "far", "run.json")
+
+    save()
+    ended = threading.Event()
+
+    def saves():
+        while not ended.wait(0.1):
+            save()
+
+    thread = threading.Thread(target=saves)
+    if alive:
+        thread.start()
+    try:
+        limits = Limits(grace_seconds=-60.0, settle_seconds=0.0, sign_seconds=1.0)
+        done = collect(store, lambda: roots_of(store, Retention(keep=0)), limits)
+    finally:
+        ended.set()
+        if alive:
+            thread.join()
+    assert done.runs == ([] if alive else ["far"])
+    assert (store.get(made.stage, made.key) is not None, store.names("runs")) == (alive, ["far"] if alive else [])

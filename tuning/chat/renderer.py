@@ -12,6 +12,7 @@ where the template would render them otherwise once they are past (Qwen3 drops t
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Iterator, Sequence
 from typing import Any, Final
 
@@ -79,18 +80,29 @@ class Renderer(Template):
         control = control_ids(self.tokenizer)
         return str(self.tokenizer.decode([index for index in ids if index not in control]))
 
+    @functools.cached_property
+    def _longest_piece(self) -> int:
+        """Characters of the longest token."""
+        return max(map(len, self.tokenizer.get_vocab()))
+
     def cut(self, messages: Sequence[Message], tokens: int) -> list[Message]:
         """The messages with at most `tokens` tokens of text together; a mark counts what is cut off.
 
-        The mark itself is not counted. A message after the limit keeps its mark alone, so that each call has its
-        answer.
+        The mark itself is not counted. Characters beyond those that the tokens can hold are not tokenized, which
+        would take hundreds of bytes each; the mark then counts characters. A message after the limit keeps its mark
+        alone, so that each call has its answer.
         """
         kept: list[Message] = []
         for message in messages:
-            ids = self.tokenizer.encode(str(message["content"]), add_special_tokens=False)
-            if len(ids) > tokens:
+            content = str(message["content"])
+            most = (tokens + 1) * self._longest_piece
+            ids = self.tokenizer.encode(content[:most], add_special_tokens=False)
+            if len(ids) > tokens or len(content) > most:
                 text = str(self.tokenizer.decode(ids[:tokens]))
-                message = {**message, "content": f"{text}[... {len(ids) - tokens} more tokens are cut off]"}
+                rest = f"{len(ids) - tokens} more tokens"
+                if len(content) > most:
+                    rest = f"{len(content) - len(text)} more characters"
+                message = {**message, "content": f"{text}[... {rest} are cut off]"}
             tokens = max(0, tokens - len(ids))
             kept.append(message)
         return kept

@@ -140,7 +140,7 @@ def _found(pattern: str, text: str) -> bool:
 def _matched(patterns: Iterable[str], texts: Iterable[str]) -> Iterator[tuple[str, str]]:
     """(pattern, text that it fits)."""
     for pattern, text in itertools.product(patterns, texts):
-        _spend(20 + min(MOST_PATTERN_STEPS, math.prod(map(int, re.findall(r"(\d+)\}", pattern)))))
+        _spend(20 + len(text) // 64 + min(MOST_PATTERN_STEPS, math.prod(map(int, re.findall(r"(\d+)\}", pattern)))))
         if _found(pattern, text):
             yield pattern, text
 

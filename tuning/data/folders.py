@@ -5,13 +5,13 @@ Splits and configurations are not mixed: a source that holds several of them is 
 
 from __future__ import annotations
 
-import json
 import posixpath
 import re
 from collections.abc import Iterable
-from typing import Any
+from typing import Any, TypeVar
 
 import yaml
+from pydantic import BaseModel, Field, ValidationError
 
 from tuning.data.remote import SourceError, again
 
@@ -21,7 +21,35 @@ _SPLITS = {
     **dict.fromkeys(("test", "testing", "eval", "evaluation"), "test"),
 }
 """Words of paths that name a split, as in `datasets.data_files`."""
+ModelT = TypeVar("ModelT", bound=BaseModel)
 _DESCRIPTIONS = ("dataset_info.json", "dataset_infos.json")
+
+
+CARD_BYTES = 2**20
+"""Of a card that are read."""
+
+
+class _Splits(BaseModel):
+    splits: list[str] = Field(min_length=1)
+
+
+class _File(BaseModel):
+    filename: str
+
+
+class _State(BaseModel):
+    files: list[_File] = Field(alias="_data_files")
+    indices: list[_File] | None = Field(None, alias="_indices_data_files")
+
+
+def _read(kind: type[ModelT], fs: Any, path: str) -> ModelT:
+    """A file that `datasets` wrote. Raises SourceError for one of another form."""
+    try:
+        return kind.model_validate_json(fs.cat_file(path))
+    except ValidationError as error:
+        fault = error.errors()[0]
+        place = ".".join(map(str, fault["loc"]))
+        raise SourceError(f"{path}: {place or 'the file'}: {fault['msg']}: save it again with `datasets`") from None
 
 
 def files_of(fs: Any, folder: str, source: str, suffixes: tuple[str, ...]) -> list[str]:
@@ -29,20 +57,25 @@ def files_of(fs: Any, folder: str, source: str, suffixes: tuple[str, ...]) -> li
     listed = again(lambda: fs.find(folder), source)
     names = {name[len(folder) + 1 :]: name for name in listed}
     if "dataset_dict.json" in names:
-        splits = json.loads(fs.cat_file(names["dataset_dict.json"]))["splits"]
+        splits = _read(_Splits, fs, names["dataset_dict.json"]).splits
         if len(splits) > 1:
             raise SourceError(
                 f"source {source!r} holds the splits {', '.join(splits)}: name one, as {source}/{splits[0]}"
             )
+        if not any(name.startswith(f"{splits[0]}/") for name in names):
+            raise SourceError(f"source {source!r} lists the split {splits[0]!r}, and has no folder of that name")
         return files_of(fs, f"{folder}/{splits[0]}", source, suffixes)
     if "state.json" in names:
-        state = json.loads(fs.cat_file(names["state.json"]))
+        state = _read(_State, fs, names["state.json"])
         # An index selects and orders rows of the data files; reading them alone would give other rows.
-        if state.get("_indices_data_files"):
+        if state.indices:
             raise SourceError(f"source {source!r} has an index beside its data: save it after `flatten_indices()`")
-        return [f"{folder}/{entry['filename']}" for entry in state["_data_files"]]
+        wanted = [entry.filename for entry in state.files]
+        if missing := [name for name in wanted if name not in names]:
+            raise SourceError(f"{names['state.json']} lists {missing[0]!r}, which is not in the folder: save it again")
+        return [names[name] for name in wanted]
     if "README.md" in names:
-        _check_configurations(fs.cat_file(names["README.md"]), source)
+        _check_configurations(fs.cat_file(names["README.md"], end=CARD_BYTES), source)
     hidden = (".", "_")
     shown = [name for name in names if not any(step.startswith(hidden) for step in name.split("/"))]
     return [
@@ -56,17 +89,27 @@ def _check_configurations(card: bytes, source: str) -> None:
     """Raises SourceError if the card of a data set describes several configurations."""
     header = re.match(rb"---\r?\n(.*?)\n---", card, re.DOTALL)
     try:
-        values = yaml.safe_load(header[1]) if header else None
-    except yaml.YAMLError:
+        # Nodes, not values: aliases of aliases would be multiplied.
+        node = yaml.compose(header[1], Loader=yaml.SafeLoader) if header else None
+    except (yaml.YAMLError, RecursionError):
         # The card is for people: a header that cannot be read describes nothing.
         return
-    configs = values.get("configs") if isinstance(values, dict) else None
-    names = [str(one.get("config_name")) for one in configs or [] if isinstance(one, dict)]
+    configs = [each for value in _below(node, "configs") for each in _items(value)]
+    names = [str(name.value) for each in configs for name in _below(each, "config_name") if not _items(name)]
     if len(names) > 1:
         raise SourceError(
             f"source {source!r} holds the configurations {', '.join(names)}: name one by its folder or a pattern "
             "(README.md lists their files)"
         )
+
+
+def _items(node: yaml.Node | None) -> list[Any]:
+    return list(node.value) if isinstance(node, yaml.CollectionNode) else []
+
+
+def _below(node: yaml.Node | None, key: str) -> list[yaml.Node]:
+    """The values of a key of a mapping."""
+    return [value for name, value in _items(node) if name.value == key] if isinstance(node, yaml.MappingNode) else []
 
 
 def check_one_split(paths: Iterable[str], source: str) -> None:

@@ -59,7 +59,7 @@ class _File:
 
     def positive(self, name: str) -> int:
         value = self.read(name)
-        if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+        if not isinstance(value, int) or isinstance(value, bool) or not 1 <= value < 2**31:
             raise self.refusal(name, value, "a positive integer")
         return value
 
@@ -79,6 +79,10 @@ class _File:
         return None if value is None else self.number(name, value)
 
 
+MOST_LAYERS = 10_000
+"""Before the names of their tensors are compared with the file's."""
+
+
 def from_hugging_face(values: Mapping[str, Any], source: str) -> DecoderConfig:
     """The config in `values`, the content of a `config.json`.
 
@@ -88,6 +92,8 @@ def from_hugging_face(values: Mapping[str, Any], source: str) -> DecoderConfig:
     file = _File(values, source)
     family = file.family
     hidden, heads, layers = (file.positive(n) for n in ("hidden_size", "num_attention_heads", "num_hidden_layers"))
+    if layers > MOST_LAYERS:
+        raise file.refusal("num_hidden_layers", layers, f"at most {MOST_LAYERS}")
     kv_heads = heads if file.read("num_key_value_heads") is None else file.positive("num_key_value_heads")
     if heads % kv_heads:
         raise file.refusal("num_key_value_heads", kv_heads, f"a divisor of num_attention_heads, {heads}")

@@ -55,7 +55,7 @@ class GGUFFile:
             raise FileNotFoundError(f"{self.path}: no such file; give the path of a .gguf file")
         try:
             self.reader: GGUFReader = _reader(self.path)
-        except (ValueError, IndexError, KeyError, OverflowError) as error:
+        except (ValueError, IndexError, KeyError, OverflowError, RecursionError) as error:
             # The reader indexes the map without bounds checks, so a cut file surfaces as any of these.
             raise ValueError(
                 f"{self.path}: not a readable GGUF file ({error}); check that the download is complete"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import os
+import re
 import signal
 import sys
 from collections.abc import Collection, Iterator
@@ -30,8 +31,12 @@ VICTIM = 500
 
 def clean_environment() -> dict[str, str]:
     """Return the variables that children get: none that may hold a secret, unless RLHF_PASS_VARIABLES names it."""
-    names = _NAMES | {name.strip() for name in os.environ.get(PASS, "").split(",")}
+    passed = {name.strip() for name in os.environ.get(PASS, "").split(",")}
+    names = _NAMES | passed
     kept = {n: v for n, v in os.environ.items() if {n, n.upper()} & names or n.startswith(_PREFIXES)}
+    # Proxies may have a user and a password in their address.
+    for name in (n for n in kept if n.upper().endswith("_PROXY") and n not in passed):
+        kept[name] = re.sub(r"^([^/]*//)?.*@", r"\1", kept[name])
     return kept | _FIXED
 
 

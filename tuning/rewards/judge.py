@@ -39,7 +39,10 @@ class _NoRedirects(urllib.request.HTTPRedirectHandler):
         return None
 
 
-_opener = urllib.request.build_opener(_NoRedirects)
+def _opener() -> urllib.request.OpenerDirector:
+    """Opens without redirects, and without a proxy of the environment for http, which would read the key."""
+    proxies = {scheme: url for scheme, url in urllib.request.getproxies().items() if scheme == "https"}
+    return urllib.request.build_opener(_NoRedirects, urllib.request.ProxyHandler(proxies))
 
 
 class JudgeFailed(RuntimeError):
@@ -117,7 +120,7 @@ def _ask(url: str, model: str, text: str, key: str | None, retries: int, timeout
     request = urllib.request.Request(f"{url.rstrip('/')}/chat/completions", json.dumps(body).encode(), headers)
 
     def reply() -> Any:
-        with _opener.open(request, timeout=timeout) as response:
+        with _opener().open(request, timeout=timeout) as response:
             return json.load(response)
 
     try:

@@ -259,3 +259,8 @@ def test_a_name_that_is_taken_is_told_before_prefect_starts(store):
 def test_a_run_without_episodes_says_so(store):
     done = invoked("episodes", "first", "--store", store)
     assert done.exit_code == 2 and "error: run first has no episodes: its recipe names no environment" in done.stderr
+
+
+def test_a_name_is_at_most_as_long_as_a_file_name(store):
+    done = invoked("run", "smoke", "--name", "b" * 101, "--no-prefect", "--store", store)
+    assert (done.exit_code, "dots and dashes, 100 at most" in " ".join(done.stderr.split())) == (2, True)

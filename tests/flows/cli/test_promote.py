@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import pytest
 from typer.testing import CliRunner
 
 from flows.cli.app import app
+from stages.serving.policy import open_policy
+from stages.serving.settings import PolicyPlace
 from stages.store.artifacts import Store
 from stages.store.registry import note_decision
 
@@ -43,13 +46,13 @@ def test_a_policy_that_the_gate_has_refused_has_a_name_by_force_though_nothing_w
     record["nodes"]["export"] = {k: record["nodes"]["export"][k] for k in ("stage", "key")} | {"state": "refused"}
     refused = {"decision": "refused", "candidate": policy["digest"], "name": "champion", "reasons": ["too long"]}
     place.write_json(record | {"status": "refused", "decision": refused}, "runs", "first", "run.json")
+    note_decision(place, "champion", policy["digest"], "the gate of run first has refused this policy: too long")
     on = ("--store", store)
     told = invoke("promote", "first", *on, code=2)
     assert "the gate of run first has refused this policy: too long; `--force` makes it champion" in told
     # The decision outlives the run that has made it.
     place.write_json(record | {"name": "same"}, "runs", "same", "run.json")
     place.remove_folder(place.join("runs", "first"))
-    note_decision(place, "champion", policy["digest"], "the gate of run first has refused this policy: too long")
     assert "the gate of run first has refused this policy: too long" in invoke(
         "promote", "same", "--node", "round-002.update", *on, code=2
     )
@@ -78,3 +81,22 @@ def test_a_name_keeps_its_policy_where_the_run_names_another_by_now(store):
     record["nodes"]["export"] |= {k: record["nodes"]["sft"][k] for k in ("stage", "key", "digest")}
     place.write_json(record, "runs", "first", "run.json")
     assert kept in invoke("export", "champion", "--store", store)
+
+
+def test_a_policy_whose_bytes_have_changed_leaves_the_store_by_no_command(store, tmp_path):
+    place = Store(str(store))
+    record = place.read_json("runs", "first", "run.json")["nodes"]
+    export = place.get("export", record["export"]["key"])
+    path = export.local() / "model.safetensors"
+    whole = path.read_bytes()
+    path.write_bytes(whole[:-1] + bytes([whole[-1] ^ 1]))
+    said = "model.safetensors has checksum"
+    assert said in " ".join(invoke("export", "first", "--store", store, "--to", tmp_path / "out", code=1).split())
+    assert not (tmp_path / "out").exists()
+    assert said in " ".join(invoke("promote", "first", "--store", store, code=1).split())
+    assert "no names in" in invoke("champions", "--store", store)
+    opened = PolicyPlace(
+        store=str(store), stage="export", key=export.key, digest=export.digest, base=record["base"]["key"]
+    )
+    with pytest.raises(SystemExit, match=said):
+        open_policy(opened)

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import io
+import re
 
 import pytest
 from rich.console import Console
+from rich.table import Table
 
 from flows.graph.build import build
 from flows.recipe.reading import load_recipe
 from flows.report.console import ConsoleReporter, closing_table
+from flows.report.terminal import LastingConsole, PlainConsole
 from stages.worker.protocol import Progress
 
 NODES = {n.name: n for n in build(load_recipe("smoke", sets=["rl.rounds=1"]))}
@@ -114,3 +117,16 @@ def test_the_closing_table_counts_the_problems_that_its_scores_are_of():
     metrics |= {"truncated": 0.0, "mean_length": 4.0}
     assert closing_table({"base": metrics}).title == "Held-out problems, 32"
     assert closing_table({"base": metrics | {"not_applicable": 15}}).title == "Held-out problems, 17 of 32"
+
+
+def test_texts_of_others_cannot_rewrite_a_terminal():
+    hostile = "\x1b]0;pwned\x07\x1b[2J \x1b]52;c;cm0=\x07 \u202egnp \x9b1m\ttab"
+    file = io.StringIO()
+    ConsoleReporter(LastingConsole(file=file, force_terminal=True, width=200)).line(hostile)
+    console = PlainConsole(file=file, force_terminal=True, width=200)
+    table = Table(title=hostile)
+    table.add_column(hostile)
+    table.add_row(hostile)
+    console.print(table)
+    shown = re.sub(r"\x1b\[[0-9;]*m", "", file.getvalue())
+    assert not re.search(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u202e]", shown) and shown.count("\ufffd") > 20

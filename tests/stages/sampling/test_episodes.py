@@ -13,6 +13,7 @@ import pytest
 
 from stages import base as base_model
 from stages import evaluate, rollout
+from stages.common.checked_lines import read_lines
 from stages.common.compilation import configure_jax
 from stages.sampling.environment import Environment
 from stages.sampling.episodes import EnvironmentFailed
@@ -137,12 +138,15 @@ def test_what_a_kill_leaves_is_gone_on_with_and_is_the_same(inputs, made):
     lines = once.read_text().splitlines(keepends=True)
     again = inputs["folder"] / "again" / "work" / "episodes.jsonl"
     again.parent.mkdir(parents=True, exist_ok=True)
+    # A changed byte, and a line that is cut off.
+    lines[2] = lines[2].replace('"reward": ', '"reward": 1')
     again.write_text("".join(lines[:6]) + lines[6][:40])
+    with again.open("ab") as file:
+        file.write(b"\n" + b"[" * 100_000 + b"\n\xff\xfe")
     _, artifact = played(inputs, "again")
     for part, kind in (("rollouts", CompletionRow), ("turns", TurnRow), ("trajectories", TrajectoryRow)):
         assert_same(rows(artifact, part, kind), rows(made["artifact"], part, kind))
-    new = again.read_text().splitlines()
-    assert sum(line in new for line in map(str.rstrip, lines[:6]) if line) == len([x for x in lines[:6] if x.strip()])
+    assert len(list(read_lines(again))) == TASKS * SAMPLES
 
 
 def test_with_replay_the_recorded_turns_of_an_unfinished_episode_are_played_and_not_sampled_again(inputs):
@@ -152,11 +156,11 @@ def test_with_replay_the_recorded_turns_of_an_unfinished_episode_are_played_and_
     work = inputs["folder"] / "replayed" / "work"
     work.mkdir(parents=True)
     (work / "turns.jsonl").write_text("".join(lines[: len(lines) // 2]) + lines[-1][:30])
-    known = {tuple(json.loads(line)[:3]) for line in lines[: len(lines) // 2] if line.strip()}
+    known = {tuple(line[:3]) for line in read_lines(work / "turns.jsonl")}
     _, artifact = played(inputs, "replayed", recording)
     for part, kind in (("rollouts", CompletionRow), ("turns", TurnRow), ("trajectories", TrajectoryRow)):
         assert_same(rows(artifact, part, kind), rows(whole, part, kind))
-    added = [json.loads(x) for x in (work / "turns.jsonl").read_text().splitlines()[len(lines) // 2 + 1 :] if x]
+    added = list(read_lines(work / "turns.jsonl"))[len(known) :]
     sampled = {tuple(line[:3]) for line in added if line[3]["observation"] is None}
     assert sampled and known and not sampled & known
 
@@ -224,7 +228,7 @@ def test_a_trajectory_without_room_for_a_turn_is_a_setting_and_no_fault_of_the_e
     assert enough == needed + 3
     journal = inputs["folder"] / "short" / "work" / "episodes.jsonl"
     # Two of 12 may fail by the settings; none was sampled.
-    ends = [json.loads(line)[2] for line in journal.read_text().splitlines() if line]
+    ends = [values for _, _, values in read_lines(journal)]
     assert [(e["status"], e["turns"]) for e in ends] == [("failed", [])] * 2
 
 

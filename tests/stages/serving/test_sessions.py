@@ -1,15 +1,30 @@
 """Sessions record a client's calls as ids that only grow, whatever the client sends back of them."""
 
+import json
 import sys
 import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
 
 import httpx
 import openai
 import pytest
 
 from stages.serving.api import Message
+from stages.serving.server import Server
 from stages.serving.sessions import Call, EvictedSession, Session, Sessions, said_by
-from tests.stages.serving.support import ADD, QUESTION, RESULT, SAID, STOPS, TOKENIZER, conversation, ids
+from tests.stages.serving.support import (
+    ADD,
+    CONTEXT,
+    QUESTION,
+    RESULT,
+    SAID,
+    STOPS,
+    TOKENIZER,
+    conversation,
+    ids,
+    serving,
+)  # fmt: skip
 
 
 @pytest.fixture
@@ -224,3 +239,24 @@ def test_text_that_a_template_leaves_out_takes_of_the_sessions_tokens():
         call = session.open("chat", None, [1], messages=[{"role": "tool", **fields}], said=(), policy=None)
         assert 1000 <= call.size < 1100
     assert session.open("chat" + "t" * 16_000, None, [1], messages=[], said=(), policy=None).size == 1000
+
+
+def test_readers_of_a_large_session_are_few_and_stop_nobody(live):
+    sessions = Sessions(most=3, tokens=10**8)
+    session = sessions.of_call("big")
+    for _ in range(20):
+        call = session.open("chat", None, [7] * 10_000, messages=[], said=(), policy=None)
+        session.keep(call, {"content": "x"}, ("assistant", "x", ()))
+    assert json.loads(session.text()) == json.loads(json.dumps(session.record()))
+    url, end = serving(Server(live, TOKENIZER, "tiny", STOPS, CONTEXT, "the-digest", sessions))
+    slowest = 0.0
+    with ThreadPoolExecutor(60) as pool:
+        asked = [pool.submit(httpx.get, f"{url}/sessions/big", timeout=60) for _ in range(60)]
+        while not all(one.done() for one in asked):
+            start = time.monotonic()
+            assert httpx.get(f"{url}/health", timeout=60).status_code == 200
+            slowest = max(slowest, time.monotonic() - start)
+    answers = [one.result() for one in asked]
+    assert {answer.status_code for answer in answers} == {200, 429} and slowest < 10
+    assert all(len(answer.json()["turns"]) == 20 for answer in answers if answer.status_code == 200)
+    end()

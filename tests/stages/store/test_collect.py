@@ -7,6 +7,7 @@ import os
 import subprocess
 import sys
 import time
+import tracemalloc
 import uuid
 
 import pytest
@@ -20,6 +21,7 @@ from stages.store.collect import Limits, collect, survey
 from stages.store.keys import digest
 from stages.store.leases import lease, this_process
 from stages.store.pins import pin, pins, unpin
+from stages.store.reach import versions
 from stages.store.residue import compiled
 from stages.store.trail import events
 from tests.stages.store.disturbed import Disturbed
@@ -448,3 +450,17 @@ def test_a_request_that_fails_takes_nothing_from_what_stays(tmp_path):
     Disturbed.disturb()
     assert store.verify(store.get(new.stage, new.key)) is None
     assert len(collect(store, lambda: roots(both[1]), NOW).residues) <= 1 and keys(store) == {(new.stage, new.key)}
+
+
+def test_a_listing_of_artifacts_holds_little_of_each_manifest(tmp_path):
+    store = Store(f"memory://{uuid.uuid4().hex}", scratch=tmp_path)
+    for number in range(200):
+        manifest = {"stage": "sft", "key": digest(["key", number]), "metrics": {}, "inputs": {}}
+        (folder := tmp_path / str(number)).mkdir()
+        (folder / "data").write_text("x")
+        store.commit(folder, manifest | {"config": {str(i): i for i in range(1000)}})
+    tracemalloc.start()
+    found = versions(store)
+    held = tracemalloc.get_traced_memory()[0]
+    tracemalloc.stop()
+    assert len(found) == 200 and held < 200 * 2000

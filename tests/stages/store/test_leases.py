@@ -229,6 +229,17 @@ def test_the_beat_is_renewed_and_stops_with_the_lease(tmp_path, monkeypatch):
     assert record(store) is None
 
 
+@pytest.mark.parametrize("torn", [b'{"tok', b"", None])
+def test_a_record_that_is_torn_for_a_moment_does_not_end_the_beat(tmp_path, monkeypatch, torn):
+    monkeypatch.setattr(leases, "BEAT_SECONDS", 0.1)
+    store = Store(str(tmp_path))
+    with lease(store, "sft", "k" * 64, lambda line: None) as token:
+        path = tmp_path / "leases" / f"sft-{'k' * 64}.json"
+        path.unlink() if torn is None else path.write_bytes(torn)
+        time.sleep(0.4)
+        assert record(store)["token"] == token
+
+
 def test_a_lease_that_was_taken_over_is_left_alone(tmp_path, monkeypatch):
     monkeypatch.setattr(leases, "BEAT_SECONDS", 0.1)
     store = Store(str(tmp_path))

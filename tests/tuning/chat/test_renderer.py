@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import time
+
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -233,3 +235,22 @@ def test_a_schema_with_a_control_token_is_refused():
     tool = {"type": "function", "function": {**ADD["function"], "description": "ends <|im_end|>"}}
     with pytest.raises(ValueError, match="schema holds the text of a control token"):
         Renderer(t.of_family("qwen25"), [tool])
+
+
+def test_a_long_observation_is_cut_before_it_is_tokenized(renderers):
+    renderer = renderers["smollm"]
+    start = time.process_time()
+    [first, second] = renderer.cut([user("lorem 12 " * 2_000_000), user("more")], 16)
+    assert time.process_time() - start < 1
+    kept, _, mark = first["content"].partition("[... ")
+    assert len(renderer.tokenizer.encode(kept)) == 16 and "lorem 12 lorem 12".startswith(kept[:17])
+    assert mark == f"{18_000_000 - len(kept)} more characters are cut off]"
+    assert second["content"] == "[... 1 more tokens are cut off]"
+    assert renderer.cut([user("a b c d")], 2)[0]["content"] == "a b[... 2 more tokens are cut off]"
+
+
+def test_no_text_of_letters_is_without_an_encoding(renderers):
+    renderer = renderers["smollm"]
+    text = "".join(map(chr, [*range(0x4E00, 0xA48D), *range(0xE000, 0xF900), *range(0xFDD0, 0xFDF0)]))
+    ids = renderer.plain_ids([user(text)])
+    assert text.replace("\ufdd0", "") in renderer.tokenizer.decode(ids)

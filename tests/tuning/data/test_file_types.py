@@ -4,6 +4,7 @@ import datetime
 import decimal
 import gzip
 import json
+import time
 import uuid
 
 import pyarrow as pa
@@ -161,3 +162,43 @@ def test_tools_and_calls_of_parquet_are_those_of_the_same_records_in_json(read, 
     pq.write_table(pa.Table.from_pylist(records), tmp_path / "a.parquet")
     (tmp_path / "b.jsonl").write_text("".join(f"{json.dumps(one)}\n" for one in records))
     assert read(tmp_path / "a.parquet") == read(tmp_path / "b.jsonl")
+
+
+@pytest.mark.parametrize(
+    "header",
+    [
+        "a0: &a0 [x, x, x, x]\n" + "".join(f"a{i}: &a{i} [{', '.join([f'*a{i - 1}'] * 10)}]\n" for i in range(1, 30))
+        + "configs:\n- config_name: *a29\n- config_name: one",
+        "m0: &m0 {x: 1}\n"
+        + "".join(f"m{i}: &m{i}\n  <<: [{', '.join([f'*m{i - 1}'] * 10)}]\n" for i in range(1, 30)),
+        "a: " + "[" * 3000,
+        "- configs",
+        "configs: {config_name: a}",
+        "? [configs]\n: 1",
+    ],
+)  # fmt: skip
+def test_a_card_that_is_strange_describes_nothing(read, tmp_path, header):
+    (tmp_path / "README.md").write_text(f"---\n{header}\n---\n")
+    (tmp_path / "a.jsonl").write_text("{}\n")
+    start = time.process_time()
+    assert read(tmp_path) == [{}]
+    assert time.process_time() - start < 2
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "said"),
+    [
+        ("state.json", "[]", r"state\.json: the file: .*object"),
+        ("state.json", "{}", r"state\.json: _data_files: Field required"),
+        ("state.json", "[" * 5000, r"state\.json: the file: "),
+        ("state.json", '{"_data_files": [{"filename": "../b.arrow"}]}', r"lists '\.\./b\.arrow', which is not in"),
+        ("dataset_dict.json", '{"splits": []}', r"dataset_dict\.json: splits: "),
+        ("dataset_dict.json", '{"splits": [".."]}', r"lists the split '\.\.', and has no folder of that name"),
+    ],
+)
+def test_a_saved_folder_is_read_inside_itself_alone(tmp_path, name, text, said):
+    (tmp_path / "b.arrow").write_bytes(b"")
+    (tmp_path / "a").mkdir()
+    (tmp_path / "a" / name).write_text(text)
+    with pytest.raises(SourceError, match=said):
+        files.expand(str(tmp_path / "a"))

@@ -107,6 +107,8 @@ def test_llama3_falls_back_to_the_models_context():
         ("mistral", {"layer_types": ["full_attention"] * 7}, "layer_types is"),
         ("smollm3", {"no_rope_layers": [1, 2, 1, 1, 1, 1, 1]}, "no_rope_layers is"),
         ("llama", {"num_key_value_heads": 4}, "num_key_value_heads is 4, supported is a divisor"),
+        ("llama", {"num_hidden_layers": 10**9}, "num_hidden_layers is 1000000000, supported is at most 10000"),
+        ("llama", {"vocab_size": 10**12}, "vocab_size is 1000000000000, supported is a positive integer"),
         ("llama", {"vocab_size": "many"}, "vocab_size is 'many', supported is a positive integer"),
         ("llama", {"tie_word_embeddings": "yes"}, "tie_word_embeddings is 'yes'"),
         ("llama", {"attention_bias": "no"}, "attention_bias is 'no'"),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import importlib.util
+import struct
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -276,7 +277,15 @@ def test_not_a_gguf_file(tmp_path: Path) -> None:
     with pytest.raises(FileNotFoundError, match="none.gguf: no such file"):
         GGUFCheckpoint(tmp_path / "none.gguf")
     whole = write_tiny(tmp_path / "m.gguf").read_bytes()
-    contents = {"empty": b"", "text": b"this is a text file" * 20, "head": whole[:300], "cut": whole[:-4096]}
+    field = struct.pack("<Q", 3) + b"a.b" + struct.pack("<I", 9) + struct.pack("<IQ", 9, 1) * 5000
+    nested = b"GGUF" + struct.pack("<IQQ", 3, 0, 1) + field + struct.pack("<IQI", 4, 1, 7)
+    contents = {
+        "nested": nested,
+        "empty": b"",
+        "text": b"this is a text file" * 20,
+        "head": whole[:300],
+        "cut": whole[:-4096],
+    }
     for name, content in contents.items():
         path = tmp_path / f"{name}.gguf"
         path.write_bytes(content)

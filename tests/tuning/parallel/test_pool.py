@@ -13,7 +13,7 @@ import psutil
 import pytest
 
 from tests.support import python
-from tuning.parallel.children import PASS
+from tuning.parallel.children import PASS, clean_environment
 from tuning.parallel.code import difference, loaded_code
 from tuning.parallel.pool import CLUSTER, Job, Pool, Refused
 
@@ -297,3 +297,14 @@ def test_a_node_that_is_removed_costs_its_sessions_and_no_job(cluster, monkeypat
         assert sorted(found) == [0.05 + n / 1000 for n in range(60)]
         assert len(crashed) == 2 and len({hosts[session] for session in crashed}) == 1
         assert gone({hosts[session] for session in crashed}, 20.0)
+
+
+def test_children_get_proxies_without_their_passwords(monkeypatch):
+    monkeypatch.setenv("HTTPS_PROXY", "http://user:s3cr@et@proxy:3128")
+    monkeypatch.setenv("http_proxy", "user:s3cret@proxy:3128")
+    monkeypatch.setenv("NO_PROXY", "localhost,.lan")
+    found = clean_environment()
+    assert found["HTTPS_PROXY"] == "http://proxy:3128" and found["http_proxy"] == "proxy:3128"
+    assert found["NO_PROXY"] == "localhost,.lan"
+    monkeypatch.setenv("RLHF_PASS_VARIABLES", "HTTPS_PROXY")
+    assert clean_environment()["HTTPS_PROXY"] == "http://user:s3cr@et@proxy:3128"

@@ -114,6 +114,13 @@ def test_an_endpoint_that_sends_blanks_while_it_waits_is_an_outage_too(head):
         ask(url, retries=0, timeout=0.2)
 
 
+def test_a_key_does_not_go_through_a_proxy_in_the_clear(server, monkeypatch):
+    monkeypatch.setenv("http_proxy", "http://127.0.0.1:9")
+    monkeypatch.setenv("no_proxy", "")
+    server[2].append("7")
+    assert ask(server[0], retries=0) == [0.7]
+
+
 @pytest.mark.parametrize(
     ("reply", "value"),
     [

@@ -33,6 +33,8 @@ BUILT_IN: Mapping[str, Callable[..., Callable[..., Any]]] = {
     "search": search.make,
 }
 """By name: what makes the tool's function of its `tool_arguments`."""
+RESULT_CHARACTERS = 2**20
+"""Of the result of a call: tables and journals keep it."""
 ERROR = "error: "
 """How an answer begins whose call has failed."""
 
@@ -164,6 +166,9 @@ class Table:
         for call in calls:
             limit = self._seconds if deadline is None else min(self._seconds, deadline - time.monotonic())
             result, failed = self._call(call, limit)
+            if len(result) > RESULT_CHARACTERS:
+                rest = len(result) - RESULT_CHARACTERS
+                result = f"{result[:RESULT_CHARACTERS]}[... {rest} more characters are cut off]"
             messages.append({"role": "tool", "name": call.name, "content": result})
             told.append({"name": call.name, "arguments": dict(call.arguments), "result": result, "failed": failed})
         for error in errors:

@@ -15,7 +15,7 @@ import dataclasses
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 import httpx
 import numpy as np
@@ -25,6 +25,7 @@ from tuning.rollout.servers.protocol import Policy, ServerKind, ServerLost, Serv
 from tuning.rollout.servers.server import RemoteServer
 
 Sync = Literal["auto", "transfer", "weights", "adapter", "restart", "none"]
+T = TypeVar("T")
 Job = tuple[int, Request, int]
 """Index, request, number of servers that lost it so far."""
 
@@ -181,16 +182,25 @@ class Fleet:
     ) -> list[Completion]:
         answer = await server.ask(client, self._kind.path, body)
         try:
-            completions = self._kind.completions(request, answer)
+            completions = self._completions(policy, request, answer)
         except ServerLost as e:
             raise ServerLost(f"{server.url}, request {request.name or request.counter}: {e}") from e
-        has = self._kind.answered_by(policy, answer)
+        has = _understood(server, lambda: self._kind.answered_by(policy, answer))
         if has is None and self._kind.counted is not None:
             with contextlib.suppress(ServerRefused):
-                has = self._kind.answered_by(policy, await server.ask(client, self._kind.counted))
+                named = await server.ask(client, self._kind.counted)
+                has = _understood(server, lambda: self._kind.answered_by(policy, named))
         if has not in (None, policy.weights):
             raise StalePolicy(f"{server.url} was given policy {has} while it sampled from {policy.weights}")
         return completions
+
+    def _completions(self, policy: Policy, request: Request, answer: Any) -> list[Completion]:
+        """The samples of an answer. Raises ServerLost for one with ids that the policy has not."""
+        done = self._kind.completions(request, answer)
+        largest = max(token for one in done for token in one.tokens)
+        if policy.vocabulary is not None and largest >= policy.vocabulary:
+            raise ServerLost(f"it gave the token id {largest}; the policy's are below {policy.vocabulary}")
+        return done
 
     def _again(self, job: Job, error: Exception, jobs: asyncio.Queue[Job], results: Any) -> None:
         index, request, tries = job
@@ -239,7 +249,7 @@ class Fleet:
 
         Raises StalePolicy if it cannot have them, or its gap exceeds the tolerance.
         """
-        version, wanted = self._kind.version(server), self._options.version
+        version, wanted = _understood(server, lambda: self._kind.version(server)), self._options.version
         if wanted is not None and version not in (None, wanted):
             raise ServerRefused(f"{server.url} has {self._kind.name} {version}, and {wanted} was asked for")
         has = self._weights(server, policy)
@@ -274,7 +284,7 @@ class Fleet:
 
         A child that does not report it has those it was last given: it is on loopback, and only this process uses it.
         """
-        reported = self._kind.weights(server, policy)
+        reported = _understood(server, lambda: self._kind.weights(server, policy))
         return server.given if reported is None and server.child is not None else reported
 
     def _stale(self, server: RemoteServer, has: str | None, why: str) -> StalePolicy:
@@ -287,9 +297,17 @@ class Fleet:
         pairs, theirs = [], []
         for request in policy.probe:
             answer = server.post(self._kind.path, self._kind.body(request, policy))
-            for completion in self._kind.completions(request, answer):
+            for completion in self._completions(policy, request, answer):
                 pairs.append((request.prompt, completion.tokens))
                 theirs += completion.logps
         with self._trainer:
             ours = policy.logps(pairs, policy.probe[0].sampling.temperature or 1.0)
         return float(np.mean(np.abs(np.concatenate([np.asarray(x, np.float64) for x in ours]) - np.asarray(theirs))))
+
+
+def _understood(server: RemoteServer, read: Callable[[], T]) -> T:
+    """What is read from a server's answer. Raises ServerLost for one of another form."""
+    try:
+        return read()
+    except (AttributeError, KeyError, TypeError, IndexError) as e:
+        raise ServerLost(f"{server.url} gave an answer of no known form ({type(e).__name__}: {e})") from e

@@ -15,6 +15,9 @@ from typing import Any, Protocol
 from tuning.rollout.requests import Completion, RefusedRequest, Request
 from tuning.rollout.servers.transfer import Transfer
 
+ROUNDING = 0.01
+"""A log-probability above 0 by less is taken for 0."""
+
 
 class ServerLost(RuntimeError):
     """A server cannot be reached, fails, or gives a malformed answer; another server, or a later try, may succeed."""
@@ -44,6 +47,8 @@ class Policy:
     """Returns the policy's files below the root that servers share; None where they load `folder` themselves."""
     dtype: str | None = None
     """Type in which native servers have to compute; None: theirs."""
+    vocabulary: int | None = None
+    """Token ids are below; None: unknown."""
     base: str = ""
     """Name of the dense weights under an adapter."""
     adapter: Path | None = None
@@ -136,6 +141,12 @@ def checked(request: Request, samples: Sequence[tuple[list[int], list[float]]]) 
         raise ServerLost(f"it gave {len(samples)} samples of {request.samples}")
     done = []
     for tokens, logps in samples:
+        if not isinstance(tokens, list) or any(type(token) is not int or token < 0 for token in tokens):
+            raise ServerLost(f"its token ids are {str(tokens)[:100]}; expected a list of integers from 0 on")
+        if not isinstance(logps, list) or any(type(x) not in (int, float) for x in logps if x is not None):
+            raise ServerLost(f"its log-probabilities are {str(logps)[:100]}; expected a list of numbers")
+        if any(x is not None and x > ROUNDING for x in logps):
+            raise ServerLost(f"it gave a log-probability of {max(x for x in logps if x is not None):g}, above 0")
         if len(tokens) != len(logps) or not tokens or not all(x is not None and math.isfinite(x) for x in logps):
             raise ServerLost(f"it gave {len(tokens)} tokens with {len(logps)} log-probabilities, or one is not finite")
         ended = tokens[-1] in request.stop_ids

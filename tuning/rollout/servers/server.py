@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import json
 import threading
 import time
+from collections.abc import Collection
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +19,8 @@ from tuning.rollout.servers.protocol import ServerLost, ServerRefused
 
 FIRST_PAUSE, LONGEST_PAUSE = 0.25, 8.0
 """Seconds between tries."""
+CONNECT_SECONDS = 10.0
+ANSWER_BYTES = 2**30
 
 
 class RemoteServer:
@@ -27,9 +31,9 @@ class RemoteServer:
     ):
         """`timeout`: seconds without an answer; `retries`: of a request to a busy server; `key`: the bearer token."""
         self.child, self._url = child, url.rstrip("/")
-        self._retries = retries
+        self._retries, self._timeout = retries, timeout
         self.options: dict[str, Any] = {
-            "timeout": httpx.Timeout(timeout, connect=10.0, pool=None),
+            "timeout": httpx.Timeout(timeout, connect=CONNECT_SECONDS, pool=None),
             "headers": {"Authorization": f"Bearer {key}"} if key else {},
             # Rollout servers are inside the cluster: a proxy in the environment is for other hosts.
             "trust_env": False,
@@ -90,52 +94,66 @@ class RemoteServer:
         return self._call("POST", path, body)
 
     def _call(self, method: str, path: str, body: Any) -> Any:
-        for attempt in range(self._retries + 1):
-            try:
-                response = httpx.request(method, self._url + path, json=body, **self.options)
-            except httpx.TransportError as e:
-                raise self._lost(path, e) from e
-            # A call that changes weights and fails with 500 fails again; the other busy statuses are worth a retry.
-            if response.status_code not in BUSY or response.status_code == 500 or attempt == self._retries:
-                return self._read(path, response)
-            time.sleep(pause(attempt, FIRST_PAUSE, LONGEST_PAUSE))
-        raise AssertionError("unreachable")
+        async def called() -> Any:
+            async with httpx.AsyncClient(**self.options) as client:
+                # A call that changes weights and fails with 500 fails again; other busy statuses are worth a retry.
+                return await self._tried(client, method, path, body, set(BUSY) - {500})
+
+        return asyncio.run(called())
 
     async def ask(self, client: httpx.AsyncClient, path: str, body: Any = None) -> Any:
         """As `post`, or as `get` without a body, from a coroutine."""
+        return await self._tried(client, "GET" if body is None else "POST", path, body, BUSY)
+
+    async def _tried(
+        self, client: httpx.AsyncClient, method: str, path: str, body: Any, passing: Collection[int]
+    ) -> Any:
         for attempt in range(self._retries + 1):
-            try:
-                response = await client.request("GET" if body is None else "POST", self._url + path, json=body)
-            except httpx.TransportError as e:
-                raise self._lost(path, e) from e
-            if response.status_code not in BUSY or attempt == self._retries:
-                return self._read(path, response)
+            status, content = await self._answer(client, method, path, body)
+            if status not in passing or attempt == self._retries:
+                return self._read(path, status, content)
             await asyncio.sleep(pause(attempt, FIRST_PAUSE, LONGEST_PAUSE))
         raise AssertionError("unreachable")
 
-    def _lost(self, path: str, error: Exception) -> ServerLost:
-        return ServerLost(f"{self.url}{path}: {type(error).__name__} {error}".rstrip())
-
-    def _read(self, path: str, response: httpx.Response) -> Any:
-        if response.status_code in BUSY:
-            raise ServerLost(f"{self.url}{path} answered {response.status_code}: {_message(response)}")
-        if response.status_code >= 400:
-            raise ServerRefused(f"{self.url}{path} answered {response.status_code}: {_message(response)}")
-        if not response.content:
-            return None
+    async def _answer(self, client: httpx.AsyncClient, method: str, path: str, body: Any) -> tuple[int, bytes]:
+        """(status, body) of a request. Raises ServerLost unless all of it arrives in time, and in ANSWER_BYTES."""
+        content = bytearray()
         try:
-            return response.json()
+            # The timeout of httpx is that of each read.
+            async with (
+                asyncio.timeout(self._timeout + CONNECT_SECONDS),
+                client.stream(method, self._url + path, json=body, headers={"Accept-Encoding": "identity"}) as response,
+            ):
+                if (encoding := response.headers.get("Content-Encoding", "identity")) != "identity":
+                    raise ServerLost(f"{self.url}{path} answered in {encoding}; expected no compression")
+                async for part in response.aiter_raw():
+                    content += part
+                    if len(content) > ANSWER_BYTES:
+                        raise ServerLost(f"{self.url}{path} answered more than {ANSWER_BYTES} bytes")
+                return response.status_code, bytes(content)
+        except TimeoutError as e:
+            raise ServerLost(f"{self.url}{path}: no whole answer within {self._timeout:g} s") from e
+        except httpx.HTTPError as e:
+            raise ServerLost(f"{self.url}{path}: {type(e).__name__} {e}".rstrip()) from e
+
+    def _read(self, path: str, status: int, content: bytes) -> Any:
+        text = content.decode(errors="replace")
+        try:
+            value = json.loads(text) if text else None
         except ValueError:
             # Some endpoints answer with plain text.
-            return {"message": response.text}
+            value = {"message": text}
+        except RecursionError as e:
+            raise ServerLost(f"{self.url}{path} answered JSON that is nested too deeply") from e
+        if status in BUSY:
+            raise ServerLost(f"{self.url}{path} answered {status}: {_message(value)}")
+        if status >= 400:
+            raise ServerRefused(f"{self.url}{path} answered {status}: {_message(value)}")
+        return value
 
 
-def _message(response: httpx.Response) -> str:
-    """The error text of a response, in one line of at most 300 characters."""
-    try:
-        value = response.json()
-        error = value.get("error", value)
-        text = error.get("message") or error.get("detail") or error if isinstance(error, dict) else error
-    except (ValueError, AttributeError):
-        text = response.text
+def _message(value: Any) -> str:
+    """The error text of an answer, in one line of at most 300 characters."""
+    error = value.get("error", value) if isinstance(value, dict) else value
+    text = error.get("message") or error.get("detail") or error if isinstance(error, dict) else error
     return " ".join(str(text).split())[:300]

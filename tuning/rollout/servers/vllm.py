@@ -72,7 +72,7 @@ class VLLM:
             if any(c.get("token_ids") is None or c.get("logprobs") is None for c in choices):
                 raise ServerLost("its answer lacks token ids or log-probabilities")
             pairs = [(c["token_ids"], c["logprobs"]["token_logprobs"]) for c in choices]
-        except (KeyError, TypeError) as e:
+        except (KeyError, TypeError, AttributeError) as e:
             raise ServerLost(f"its answer is no completion ({type(e).__name__}: {e})") from e
         return checked(request, pairs * (request.samples if request.sampling.temperature == 0 else 1))
 

@@ -24,6 +24,21 @@ def test_seeds_differ():
             {"choices": [{"index": 0, "token_ids": [1, 2, 9], "logprobs": {"token_logprobs": [-0.1, None, -1.0]}}]},
             "one is not finite",
         ),
+        *(
+            ({"choices": [{"index": 0, "token_ids": ids, "logprobs": {"token_logprobs": [-0.1] * 3}}]}, "token ids are")
+            for ids in (["a", "b", "c"], [5.5, 6, 9], [-5, 6, 9], [True, 6, 9], "abc", {"a": 1})
+        ),
+        *(
+            ({"choices": [{"index": 0, "token_ids": [1, 2, 9], "logprobs": {"token_logprobs": logps}}]}, message)
+            for logps, message in (
+                (["a", "b", "c"], "log-probabilities are"),
+                ("abc", "log-probabilities are"),
+                ([-1.0, 50.0, -1.0], "log-probability of 50, above 0"),
+            )
+        ),
+        *(({"choices": choices}, "no completion") for choices in (None, 1, [1], [{"index": 0, "logprobs": [1]}])),
+        ([], "no completion"),
+        ("x", "no completion"),
         (
             {"choices": [{"index": 0, "prompt_token_ids": [0, 5], "token_ids": [9], "logprobs": {}}]},
             "other token ids than the one sent",

@@ -1,0 +1,95 @@
+"""Answers of no sense cost a server its prompts, which go to the other one; they end no run and are no completions."""
+
+import contextlib
+import gzip
+import http.server
+import json
+import threading
+import time
+
+import pytest
+
+from tuning.rollout.requests import Request, Sampling
+from tuning.rollout.servers.fleet import Fleet, Options
+from tuning.rollout.servers.protocol import Policy, ServerLost
+from tuning.rollout.servers.server import RemoteServer
+from tuning.rollout.servers.vllm import VLLM
+
+IDS = [5, 6, 7]
+
+
+class Handler(http.server.BaseHTTPRequestHandler):
+    """Answers as vLLM does; as `fault` of its server says from the first rollout on."""
+
+    def log_message(self, *args):
+        pass
+
+    def say(self, body, **headers):
+        self.send_response(200)
+        for name, value in {"content-length": str(len(body)), **headers}.items():
+            self.send_header(name.replace("_", "-"), value)
+        self.end_headers()
+        self.wfile.write(body)
+
+    def do_GET(self):
+        value = {"/version": {"version": "1"}, "/weight_info": {"weight_version": "D"}}.get(self.path, {})
+        self.say(b"[]" if self.path == f"/{self.server.fault}" and self.server.bad else json.dumps(value).encode())
+
+    def do_POST(self):
+        asked = json.loads(self.rfile.read(int(self.headers["content-length"])))
+        fault = self.server.fault if asked["max_tokens"] == 3 else None
+        ids = ([5, 6, 1000] if fault == "vocabulary" else IDS)[: asked["max_tokens"]]
+        choices = [
+            {"index": i, "token_ids": ids, "logprobs": {"token_logprobs": [-1.0] * len(ids)}} for i in range(asked["n"])
+        ]
+        body = json.dumps({"choices": choices}).encode()
+        self.server.bad = self.server.bad or bool(fault)
+        if fault == "deep":
+            self.say(b'{"choices":' + b"[" * 100_000)
+        elif fault == "gzip":
+            self.say(gzip.compress(body), content_encoding="gzip")
+        elif fault == "drip":
+            with contextlib.suppress(OSError):
+                self.say(b" ", content_length="1000")
+                for _ in range(100):
+                    time.sleep(0.1)
+                    self.wfile.write(b" ")
+        else:
+            self.say(body)
+
+
+@contextlib.contextmanager
+def servers(fault):
+    """A server that answers well, and one that does not."""
+    with contextlib.ExitStack() as stack:
+        found = []
+        for each in (None, fault):
+            server = stack.enter_context(http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler))
+            server.fault, server.bad, server.daemon_threads = each, each == "version", True
+            threading.Thread(target=server.serve_forever, daemon=True).start()
+            stack.callback(server.shutdown)
+            found.append(RemoteServer(f"http://127.0.0.1:{server.server_port}", timeout=0.5, retries=0))
+        yield found
+
+
+@pytest.mark.timeout(60)
+@pytest.mark.parametrize("fault", ["deep", "gzip", "drip", "vocabulary", "version", "weight_info"])
+def test_prompts_of_a_server_that_answers_nonsense_go_to_the_other(fault, monkeypatch):
+    monkeypatch.setattr("tuning.rollout.servers.server.CONNECT_SECONDS", 0.5)
+    requests = [Request([1, 2], 3, Sampling(), (), seed=1, counter=i, samples=2) for i in range(6)]
+    policy = Policy("D", lambda: None, lambda pairs, t: [[-1.0] * len(c) for _, c in pairs],
+                    [Request([1, 2], 1, Sampling(), (), seed=9, counter=9)], vocabulary=100)  # fmt: skip
+    said = []
+    with servers(fault) as (good, bad):
+        fleet = Fleet(VLLM(), [bad, good], Options(wait_seconds=1.0, concurrency=2), said.append)
+        fleet.load(policy)
+        done = dict(fleet.run(requests))
+    assert {tuple(c.tokens) for found in done.values() for c in found} == {tuple(IDS)} and len(done) == 6
+
+
+def test_an_answer_has_a_bound(monkeypatch):
+    monkeypatch.setattr("tuning.rollout.servers.server.ANSWER_BYTES", 100)
+    with servers(None) as (good, _):
+        assert good.get("/version") == {"version": "1"}
+        with pytest.raises(ServerLost, match="more than 100 bytes"):
+            good.post("/v1/completions", {"max_tokens": 3, "n": 9})
