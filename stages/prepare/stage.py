@@ -128,7 +128,7 @@ def run(ctx: Context) -> dict[str, Any]:
     _check_leak(ctx.out, list(written), merge.leaks(pieces, fates))
     baseline, constant = _constant_answer(ctx.out)
     unanswered = {name: _unanswered(ctx.out, name) for name in ("prompts", "heldout") if name in written}
-    lacking = {name: f" ({count} without an answer)" for name, count in unanswered.items() if count}
+    lacking: dict[str, str] = {name: f" ({count} without an answer)" for name, count in unanswered.items() if count}
     shown = ", ".join(f"{name} {count}{lacking.get(name, '')}" for name, count in written.items())
     ctx.log(f"{fates.kept} of {read} records kept; rows {shown}")
     if crowd is not None:

@@ -181,11 +181,19 @@ def _restore(store: Store, version: Version) -> bool:
             return False
         if store.read_json(*version.place) is None:
             check()
-            store.write_json(store.read_record(TOMB, *_entry(version))["manifest"], *version.place)
+            store.write_json(_tomb_of(store, version)["manifest"], *version.place)
         _forget(store, version)
         return True
 
     return unless_held(store, version.stage, version.key, step)
+
+
+def _tomb_of(store: Store, version: Version) -> dict[str, Any]:
+    """The record of a condemned artifact, whose lease is held."""
+    record = store.read_record(TOMB, *_entry(version))
+    if record is None:
+        raise FileNotFoundError(store.address(*_entry(version)))
+    return record
 
 
 def _sweep(store: Store, version: Version) -> bool:
@@ -198,7 +206,7 @@ def _sweep(store: Store, version: Version) -> bool:
         if not _in_use(store, now):
             # From here on it cannot be whole again.
             check()
-            store.write_json(store.read_record(TOMB, *_entry(version)) | {"swept": True}, *_entry(version))
+            store.write_json({**_tomb_of(store, version), "swept": True}, *_entry(version))
             _delete_files(store, now, check)
         _forget(store, version)
         return True

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import re
+from collections.abc import Mapping
 from typing import Any
 
 from stages.store import forms
@@ -37,7 +38,7 @@ def with_checksum(manifest: dict[str, Any]) -> dict[str, Any]:
     return manifest | {CHECKSUM: checksum_of(manifest)}
 
 
-def checksum_of(manifest: dict[str, Any]) -> str:
+def checksum_of(manifest: Mapping[str, Any]) -> str:
     """SHA-256 (hex) of all that a manifest says beside this checksum, in whatever order it is written."""
     rest = json.loads(json.dumps({name: value for name, value in manifest.items() if name != CHECKSUM}))
     return hashlib.sha256(json.dumps(rest, sort_keys=True, separators=(",", ":")).encode()).hexdigest()

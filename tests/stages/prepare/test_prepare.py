@@ -251,7 +251,7 @@ def test_prompts_without_a_completion_are_prompts_whatever_share_feeds_sft(run, 
             [],
             {"max_completion_tokens": 1},
             "no rows for `sft`: .* of more than data.max_completion_tokens 1; raise it, .*"
-            "Of 60 records left out: none. If sft is not needed, set the section that reads it to null",
+            "Of 60 records left out: 20 completion_too_long. If sft is not needed, set the section",
         ),
         (
             [],
