@@ -181,7 +181,7 @@ def _restore(store: Store, version: Version) -> bool:
             return False
         if store.read_json(*version.place) is None:
             check()
-            store.write_json(store.read_record(TOMB, *_entry(version))["manifest"], *version.place)
+            store.write_json((store.read_record(TOMB, *_entry(version)) or {})["manifest"], *version.place)
         _forget(store, version)
         return True
 
@@ -198,7 +198,7 @@ def _sweep(store: Store, version: Version) -> bool:
         if not _in_use(store, now):
             # From here on it cannot be whole again.
             check()
-            store.write_json(store.read_record(TOMB, *_entry(version)) | {"swept": True}, *_entry(version))
+            store.write_json((store.read_record(TOMB, *_entry(version)) or {}) | {"swept": True}, *_entry(version))
             _delete_files(store, now, check)
         _forget(store, version)
         return True
