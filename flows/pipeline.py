@@ -155,22 +155,14 @@ def rlhf_pipeline(
 
 def free_name(recipe: Recipe, wanted: str | None) -> str:
     """The run's name: the wanted one, else the flow run's. Later attempts of one flow run are numbered."""
-    name = wanted or _own_name(recipe)
+    shown, attempt = str(runtime.flow_run.name), runtime.flow_run.run_count
+    name = wanted or (shown if shown.startswith(f"{recipe.name}-") else f"{recipe.name}-{shown}")
+    if attempt > 1:
+        return f"{name}-{attempt}"
     # Prefect draws two words for each flow run and does not look whether it had them before.
-    drawn = wanted is None and runtime.flow_run.run_count <= 1
-    if drawn and runs.exists(Store(recipe.store), name):
+    if wanted is None and runs.exists(Store(recipe.store), name):
         name = f"{name}-{str(runtime.flow_run.id)[-8:]}"
-    return _numbered(name)
-
-
-def _own_name(recipe: Recipe) -> str:
-    shown = str(runtime.flow_run.name)
-    return shown if shown.startswith(f"{recipe.name}-") else f"{recipe.name}-{shown}"
-
-
-def _numbered(name: str) -> str:
-    attempt = runtime.flow_run.run_count
-    return name if attempt <= 1 else f"{name}-{attempt}"
+    return name
 
 
 def _run(session: Session, force: list[str], only: list[str]) -> State[Any]:
@@ -287,11 +279,16 @@ def run_recipe(
         _errors.clear()
         send_events()
     wait_until_recorded(state.state_details.flow_run_id)
-    if state.is_cancelling():
-        # Somebody cancelled it after the last look: the server took no other end.
-        with errors_logged(), get_client(sync_client=True) as client:
-            client.set_flow_run_state(state.state_details.flow_run_id, Cancelled(), force=True)
     if state.is_cancelling() or state.is_cancelled():
+        # It may have come to its end before it took notice.
+        status = runs.head(Store(recipe.store), name)["status"]  # type: ignore[index]
+        ended: State[Any] | None = None if status == "interrupted" else Completed(name=DECIDED.get(status))
+        if ended or state.is_cancelling():
+            # Somebody cancelled it after the last look: the server took no other end.
+            with errors_logged(), get_client(sync_client=True) as client:
+                client.set_flow_run_state(state.state_details.flow_run_id, ended or Cancelled(), force=True)
+        if ended:
+            return status
         raise KeyboardInterrupt("cancelled in Prefect")
     result: dict[str, Any] = state.result(raise_on_failure=True)
     return str(result["status"])

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import datetime
 import logging
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -48,8 +48,7 @@ def log_of(store: Store, name: str) -> Path:
 
 def all_runs(store: Store) -> list[dict[str, Any]]:
     """Every run's record, oldest first. Raises ArtifactError for one that cannot be read."""
-    found = runs.in_parallel(store, lambda name: _record(store, name), runs.names(store))
-    return sorted((record for record in found if record is not None), key=lambda r: r["started"])
+    return _sorted(store, lambda name: _record(store, name))
 
 
 def readable_runs(store: Store) -> list[dict[str, Any]]:
@@ -62,7 +61,11 @@ def readable_runs(store: Store) -> list[dict[str, Any]]:
             logging.getLogger("rlhf").warning("run %s is left out: %s", name, error)
             return None
 
-    found = runs.in_parallel(store, readable, runs.names(store))
+    return _sorted(store, readable)
+
+
+def _sorted(store: Store, read: Callable[[str], dict[str, Any] | None]) -> list[dict[str, Any]]:
+    found = runs.in_parallel(store, read, runs.names(store))
     return sorted((record for record in found if record is not None), key=lambda r: r["started"])
 
 
@@ -173,11 +176,6 @@ def latest_with(runs: list[dict[str, Any]], recipe: str, node: str) -> dict[str,
 def finished_nodes(record: dict[str, Any]) -> set[str]:
     """Names of a run's nodes that have an artifact."""
     return {name for name, entry in record["nodes"].items() if "digest" in entry}
-
-
-def error_of(record: Mapping[str, Any]) -> str | None:
-    """The error that has ended a run, where it is not that of one of its stages."""
-    return None if any(e["state"] == "failed" for e in record["nodes"].values()) else record.get("error")
 
 
 def refusal_of(record: Mapping[str, Any]) -> str | None:

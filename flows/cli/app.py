@@ -13,7 +13,7 @@ from pathlib import Path
 import typer
 
 from flows.cli import audit, change, episodes, fit, gc, logs, look, machine, policy, promote, run, settings, watch
-from flows.cli.shared import err, usage_error
+from flows.cli.shared import usage_error
 from flows.orchestration.leaving import leave
 from stages.store.artifacts import ArtifactError
 from stages.store.disk import disk_fault
@@ -41,11 +41,9 @@ def main() -> None:
     except (ArtifactError, ReadOnlyStore) as e:
         sys.exit(usage_error(str(e)).exit_code)
     except BaseException as e:
-        full = disk_fault(e, Path()) if isinstance(e, Exception) else None
-        if full is None:
-            leave(e)
-        err.print(f"failed: {full.strerror}", soft_wrap=True)
-        sys.exit(1)
+        if isinstance(e, Exception) and (fault := disk_fault(e, Path())):
+            sys.exit(f"failed: {fault.strerror}")
+        leave(e)
 
 
 if __name__ == "__main__":

@@ -69,15 +69,12 @@ def launch(
     except (ArtifactError, RegistryError, RunTooLong) as e:
         err.print(f"failed: {e}", soft_wrap=True)
         raise typer.Exit(1) from e
-    except (StageFailed, WorkerDied) as e:
-        err.print(f"failed: {e}", soft_wrap=True)
-        err.print(f"what is finished is kept{_advice(e)}", soft_wrap=True)
-        raise typer.Exit(1) from e
-    except OSError as e:
-        # Of the store or a disk: those of stages are StageFailed.
-        full = disk_fault(e, Store(recipe.store).scratch)
-        err.print(f"failed: {type(e).__name__}: {e}" if full is None else f"failed: {full.strerror}", soft_wrap=True)
-        err.print("what is finished is kept; the same command goes on from there", soft_wrap=True)
+    except (StageFailed, WorkerDied, OSError) as e:
+        said = str(e)
+        if isinstance(e, OSError):
+            full = disk_fault(e, Store(recipe.store).scratch)
+            said = f"{type(e).__name__}: {e}" if full is None else str(full.strerror)
+        err.print(f"failed: {said}\nwhat is finished is kept{_advice(e)}", soft_wrap=True)
         raise typer.Exit(1) from e
     except KeyboardInterrupt as e:
         err.print(
@@ -88,11 +85,13 @@ def launch(
         raise typer.Exit(GATE)
 
 
-def _advice(error: StageFailed | WorkerDied) -> str:
-    """What to do after a stage has failed: not what would fail in the same way again."""
+def _advice(error: StageFailed | WorkerDied | OSError) -> str:
+    """Advise after a failure of a stage, or of the store or a disk: not what would fail in the same way again."""
     from stages.worker.client import CodeChanged, StageOutage, WorkerDied
 
-    if isinstance(error, WorkerDied | StageOutage | CodeChanged):
+    if isinstance(error, FileNotFoundError | NotADirectoryError | PermissionError):
+        return "; make the path writable or mount it, or name another store (--store), and run again"
+    if isinstance(error, WorkerDied | StageOutage | CodeChanged | OSError):
         return "; the same command goes on from there"
     return " and reused: change what the message names, in the recipe, the data or the code, and run again"
 

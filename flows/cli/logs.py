@@ -15,7 +15,7 @@ import typer
 
 from flows.cli.shared import RunName, StoreUrl, err, group, record_of, usage_error
 from flows.recipe.workers import ALL, DATA
-from flows.records import error_of, log_of, status_of
+from flows.records import log_of, status_of
 from flows.running.crew import ONLY, log_of_worker
 from stages.store import runs
 from stages.store.artifacts import Store
@@ -47,7 +47,7 @@ def logs(store: StoreUrl, run_name: RunName = None, node: Node = "", follow: Fol
             shown += 1
     except KeyboardInterrupt:
         raise typer.Exit(130) from None
-    if error := error_of(record):
+    if error := record.get("error"):
         err.print(f"run {record['name']} ended with {error}", soft_wrap=True)
     if node and not shown:
         names = ", ".join(n for n, e in record["nodes"].items() if e["state"] != "hit") or "none"

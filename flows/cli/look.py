@@ -8,7 +8,7 @@ import typer
 from rich.table import Table
 
 from flows.cli.shared import AsJson, RunName, StoreUrl, group, note, out, print_json, record_of, usage_error
-from flows.records import error_of, log_of, readable_runs, status_of
+from flows.records import log_of, readable_runs, status_of
 from flows.report.decisions import decision_lines
 from flows.report.formats import when
 from flows.report.terminal import PlainConsole
@@ -23,21 +23,19 @@ commands = group()
 @commands.command()
 def runs(store: StoreUrl, as_json: AsJson = False) -> None:
     """List the runs of a store."""
+    place = Store(store)
+    found = [summary_of(record, place) for record in readable_runs(place)]
     if as_json:
-        place = Store(store)
-        print_json({"store": place.shown, "runs": [summary_of(record, place) for record in readable_runs(place)]})
+        print_json({"store": place.shown, "runs": found})
         return
     table = Table(box=None)
     table.add_column("run", no_wrap=True, overflow="fold")
     for column in ("status", "started", "made", "cached", "RL score"):
         table.add_column(column)
-    place = Store(store)
-    for record in readable_runs(place):
-        states = [e.get("state") for e in record["nodes"].values()]
-        score = record["nodes"].get("evaluate.rl", {}).get("metrics", {}).get("score")
+    for run in found:
+        score = run["scores"].get("rl")
         shown = "" if score is None else f"{score:.3f}"
-        counts = [str(states.count(state)) for state in ("made", "hit")]
-        table.add_row(record["name"], status_of(record, place), when(record["started"]), *counts, shown)
+        table.add_row(run["name"], run["status"], when(run["started"]), str(run["made"]), str(run["cached"]), shown)
     # Not cut to the width of a terminal that is not there: scripts read the names.
     (out if out.is_terminal else PlainConsole(highlight=False, markup=False, width=1000)).print(table)
 
@@ -89,7 +87,7 @@ def show(store: StoreUrl, run_name: RunName = None, as_json: AsJson = False) -> 
         # A stage that runs, or was killed, has no end.
         seconds = f"{e['seconds']:.1f} s" if "seconds" in e else ""
         out.print(f"  {name:<20} {e['state']:<11} {seconds:>8}  {e['key'][:12]}  {figures}", soft_wrap=True)
-    if error := error_of(record):
+    if error := record.get("error"):
         out.print(f"error   {error}", soft_wrap=True)
     for line in decision_lines(record):
         out.print(line, soft_wrap=True)

@@ -9,6 +9,7 @@ import typer
 
 from flows.cli.shared import (
     AsJson,
+    NodeName,
     RunName,
     StoreUrl,
     artifact_of,
@@ -20,7 +21,7 @@ from flows.cli.shared import (
     record_of,
     usage_error,
 )
-from flows.records import REFUSED, all_runs, refusal_of
+from flows.records import REFUSED
 from flows.report.formats import when
 from stages.store import registry
 from stages.store.artifacts import Store
@@ -37,9 +38,7 @@ def promote(
     store: StoreUrl,
     run_name: RunName = None,
     alias: Alias = CHAMPION,
-    node: Annotated[
-        str, typer.Option("--node", help="Which policy: export, sft, base or round-003.update.")
-    ] = "export",
+    node: NodeName = "export",
     reason: Reason = "",
     force: Annotated[
         bool, typer.Option("--force", help="Also a policy that a gate has refused; the history says `forced`.")
@@ -52,7 +51,7 @@ def promote(
         node = _behind_the_gate(record)
     policy = _policy(Store(store), record, node)
     try:
-        refused = _refused(Store(store), alias, policy)
+        refused = registry.refusal_of(Store(store), alias, policy.trained)
         if refused is not None and not force:
             raise usage_error(f"{refused}; `--force` makes it {alias} all the same, and the history says so")
         entry = registry.promote(Store(store), alias, policy, reason, forced=refused is not None)
@@ -126,19 +125,6 @@ def _changed(store: Store, what: str, name: str, entry: Entry) -> None:
     if len({e.policy.base for e in registry.history(store, name)[-2:]}) > 1:
         served = f"its base model is not that of the entry before: restart the servers of {name}, also with --follow"
     err.print(served, soft_wrap=True)
-
-
-def _refused(store: Store, name: str, policy: Policy) -> str | None:
-    """What the newest decision about this policy for the name says, where that is a refusal; None otherwise."""
-    if (said := registry.refusal_of(store, name, policy.trained)) is not None:
-        return said
-    # Of a version whose gates left their decision in the run alone.
-    for record in reversed(all_runs(store)):
-        decision = record.get("decision") or {}
-        if (decision.get("candidate"), decision.get("name")) == (policy.trained, name):
-            reasons = refusal_of(record)
-            return None if reasons is None else f"the gate of run {record['name']} has refused this policy: {reasons}"
-    return None
 
 
 def _line(name: str, entry: Entry) -> str:

@@ -117,7 +117,6 @@ def plan(
 ) -> None:
     """Show hit or miss for each stage, and for a miss what changed. Runs nothing."""
     from flows.graph.plan import plan as make_plan
-    from flows.running.checks import check_columns
     from flows.running.remarks import of_data
     from stages.prepare.lost import rows_by_source
 
@@ -135,11 +134,6 @@ def plan(
     data = [p.metrics for p in planned if p.node.stage == "prepare"]
     sources = [source for metrics in data for source in metrics.get("sources", ())]
     remarks = [line for metrics in data for line in of_data(resolved, metrics)]
-    try:
-        for metrics in data:
-            check_columns(resolved, metrics, ("score", "evaluate"))
-    except RecipeError as e:
-        remarks.append(f"a run ends after prepare: {e}")
     counts = {s: sum(p.state == s for p in planned) for s in ("hit", "miss", "waits")}
     known, untimed = _expected(planned)
     if as_json:
@@ -160,9 +154,8 @@ def plan(
         out.print(f"  {line}", soft_wrap=True)
     for line in remarks:
         out.print(f"! {line}", soft_wrap=True)
-    guess = f"; {sum(known):.0f} s by the times of such stages, without starts" if known else ""
-    if known and untimed:
-        guess += f" and without {untimed} stages of kinds that were never made"
+    more = f" and {untimed} stages of kinds that were never made" if untimed else ""
+    guess = f"; {sum(known):.0f} s by the times of such stages, without starts{more}" if known else ""
     total = f"{counts['hit']} hit, {counts['miss']} miss, {counts['waits']} wait for a miss before them{guess}"
     out.print(total, soft_wrap=True)
     if counts["waits"]:
@@ -186,12 +179,9 @@ def _expected(planned: list[Planned]) -> tuple[list[float], int]:
 
 def _reasons(nodes: list[Planned]) -> list[str]:
     """The reasons that a line of the plan has below it, each once: of nodes that wait, what differs besides inputs."""
-    match nodes[0].state:
-        case "miss":
-            return nodes[0].reasons
-        case "waits":
-            return list(dict.fromkeys(reason for p in nodes for reason in p.reasons[1:]))
-    return []
+    if nodes[0].state == "miss":
+        return nodes[0].reasons
+    return list(dict.fromkeys(reason for p in nodes for reason in p.reasons[1:]))
 
 
 def _as_json(planned: Planned) -> dict[str, Any]:

@@ -45,8 +45,11 @@ def _existing(url: str) -> str:
     try:
         store.fs.info(store.root)
     except FileNotFoundError:
-        hint = "`rlhf run` creates one; name another with --store, or mount it"
+        hint = "`rlhf run` creates one, in a bucket that exists; name another with --store, or mount it"
         raise usage_error(f"no store at {store.shown}: {hint}") from None
+    except Exception as e:
+        # Clients of object stores have classes of their own: the endpoint is down, or there are no credentials.
+        raise usage_error(f"the store {store.shown} cannot be reached: {type(e).__name__}: {e}") from e
     return url
 
 

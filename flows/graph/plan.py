@@ -47,31 +47,27 @@ def plan(recipe: Recipe, force: set[str] | None = None) -> list[Planned]:
     planned = []
     for node in nodes_of(recipe):
         # Of another run, whatever its key: it is not made here.
-        taken = taken_artifact(store, node, taken_from)
-        if taken is not None:
-            check_point(node, taken)
-            artifacts[node.name] = taken
-            planned.append(Planned(node, "hit", [], taken.manifest["seconds"], metrics=taken.metrics))
-            continue
-        waiting = sorted({i.node for i in node.inputs.values() if i.node not in artifacts})
-        before = latest_with(runs, recipe.name, node.name)
-        seconds = before.get("made_seconds") if before else None
-        if waiting:
-            differs, nearest = _beside_inputs(store, recipe.name, node, artifacts, codes, runs, known)
-            planned.append(Planned(node, "waits", [f"after {', '.join(waiting)}", *differs], seconds, nearest))
-            continue
-        parts = key_parts(node, artifacts, codes)
-        key = key_of(parts)
-        artifact = known.get((node.stage, key)) or store.get(node.stage, key)
-        if artifact is not None and node.name not in (force or set()):
-            check_point(node, artifact)
-            artifacts[node.name] = artifact
-            planned.append(Planned(node, "hit", [], artifact.manifest["seconds"], metrics=artifact.metrics))
-        else:
-            reasons, nearest = ["forced"], ""
-            if artifact is None:
-                reasons, nearest = reasons_of(store, recipe.name, node, parts, key, runs)
-            planned.append(Planned(node, "miss", reasons, seconds, nearest))
+        artifact = taken_artifact(store, node, taken_from)
+        if artifact is None:
+            waiting = sorted({i.node for i in node.inputs.values() if i.node not in artifacts})
+            before = latest_with(runs, recipe.name, node.name)
+            seconds = before.get("made_seconds") if before else None
+            if waiting:
+                differs, nearest = _beside_inputs(store, recipe.name, node, artifacts, codes, runs, known)
+                planned.append(Planned(node, "waits", [f"after {', '.join(waiting)}", *differs], seconds, nearest))
+                continue
+            parts = key_parts(node, artifacts, codes)
+            key = key_of(parts)
+            artifact = known.get((node.stage, key)) or store.get(node.stage, key)
+            if artifact is None or node.name in (force or ()):
+                reasons, nearest = ["forced"], ""
+                if artifact is None:
+                    reasons, nearest = reasons_of(store, recipe.name, node, parts, key, runs)
+                planned.append(Planned(node, "miss", reasons, seconds, nearest))
+                continue
+        check_point(node, artifact)
+        artifacts[node.name] = artifact
+        planned.append(Planned(node, "hit", [], artifact.manifest["seconds"], metrics=artifact.metrics))
     return planned
 
 

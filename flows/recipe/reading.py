@@ -95,7 +95,9 @@ def _read(path: Path) -> tuple[yaml.Node | None, Any]:
         raise RecipeError(f"{path}{'' if e.line is None else f':{e.line}'}: {e}") from e
     except OSError as e:
         raise RecipeError(f"{path} cannot be read: {e.strerror}") from e
-    return node, {} if values is None else values
+    if values is None:
+        raise RecipeError(f"{path}: the file holds no settings; `name: {path.stem}` alone takes all defaults")
+    return node, values
 
 
 def _check_items(values: Any, place: str, item: str) -> None:

@@ -41,10 +41,8 @@ def compared(first: RunView, second: RunView) -> dict[str, Any]:
 def _settings(first: RunView, second: RunView) -> list[str]:
     """A line for each setting of the recipe that differs, but its name and store."""
     values = [published(migrated(view.record["recipe"])) for view in (first, second)]
-    named = ("name", "description", "store")
-    shown = [
-        {k: v for k, v in recipe.items() if k not in named} | {"data": as_read(recipe["data"])} for recipe in values
-    ]
+    same = dict.fromkeys(("name", "description", "store"))
+    shown = [recipe | same | {"data": as_read(recipe["data"])} for recipe in values]
     return differences(shown[0], shown[1])
 
 

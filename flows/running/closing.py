@@ -11,7 +11,7 @@ from flows.report.levels import guess
 from flows.report.page import write_report
 from flows.running.session import Session
 from stages.store import trail
-from stages.store.artifacts import ArtifactError
+from stages.store.artifacts import Artifact, ArtifactError
 from stages.store.keys import without_userinfo
 
 if TYPE_CHECKING:
@@ -20,8 +20,11 @@ if TYPE_CHECKING:
 
 def evaluations_of(session: Session) -> dict[str, dict[str, Any]]:
     """Metrics of the evaluated policies by label (base, sft, rl)."""
-    artifacts = session.made
-    return {n.removeprefix("evaluate."): a.metrics for n, a in artifacts.items() if n.startswith("evaluate.")}
+    return {label: artifact.metrics for label, artifact in _evaluated(session).items()}
+
+
+def _evaluated(session: Session) -> dict[str, Artifact]:
+    return {n.removeprefix("evaluate."): a for n, a in session.made.items() if n.startswith("evaluate.")}
 
 
 def status_after(error: BaseException) -> str:
@@ -54,9 +57,8 @@ def _differences(session: Session) -> dict[str, dict[str, Difference]]:
     # Here and not above: tables load NumPy and Arrow, which the commands that only look do without.
     from stages.common.verdicts import differences
 
-    found = {n.removeprefix("evaluate."): a for n, a in session.made.items() if n.startswith("evaluate.")}
     try:
-        return differences(found)
+        return differences(_evaluated(session))
     except (ArtifactError, OSError, KeyError, ValueError) as e:
         # All artifacts are in the store by now: a table about them must not turn a finished run into a failed one.
         session.reporter.line(f"the policies could not be compared ({type(e).__name__}: {e})")
@@ -66,9 +68,9 @@ def _differences(session: Session) -> dict[str, dict[str, Difference]]:
 def close(session: Session, status: str, error: BaseException | None = None) -> str | None:
     """Ends a session and writes its report. Returns the report's path or URL; None where there is none.
 
-    error: ended the run; the record has it, since it may be of no stage.
+    error: ended the run; the record has it where it is of no stage.
     """
-    if isinstance(error, Exception):
+    if isinstance(error, Exception) and not any("error" in e for e in session.record["nodes"].values()):
         session.record["error"] = without_userinfo(f"{type(error).__name__}: {error}")
     session.finish(status)
     session.reporter.run_ended()

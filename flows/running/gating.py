@@ -15,7 +15,6 @@ from typing import Any
 from flows.graph.build import TOKENIZER, Node
 from flows.graph.keying import key_of, key_parts
 from flows.graph.standing import Held, standing_of
-from flows.recipe.model import RecipeError
 from flows.records import refusal_of
 from flows.running.checks import check_columns
 from flows.running.session import Session
@@ -56,7 +55,7 @@ class Agenda:
     """The nodes that are still to make, and which of them can begin."""
 
     def __init__(self, session: Session, chosen: Collection[str] | None):
-        self._session, self._is_part = session, chosen is not None
+        self._session = session
         self._left = {
             node.name: place
             for place, node in enumerate(session.nodes.values())
@@ -100,29 +99,22 @@ class Agenda:
                 _check_tokenizers(session)
             case "prepare":
                 stages = {session.nodes[name].stage for name in self._left}
-                metrics = session.made[node.name].metrics
-                check_columns(session.recipe, metrics, stages)
-                if self._is_part:
-                    self._warn_of_others(metrics)
+                check_columns(session.recipe, session.made[node.name].metrics, stages)
             case "fresh":
                 if reason := _nothing_new(session.made[node.name]):
                     session.decide({"decision": NOTHING_NEW, "reasons": [reason], "checks": [], "difference": None})
                     self._over = True
             case "gate":
-                session.decide(dict(session.made[node.name].metrics))
-                if _refused(session) is not None:
+                decision = session.made[node.name].metrics
+                session.decide(dict(decision))
+                refusal = refusal_of(session.record)
+                said = refusal and f"the gate of run {session.name} has refused this policy: {refusal}"
+                registry.note_decision(session.store, decision["name"], decision["candidate"], said)
+                if refusal is not None:
                     for left in [session.nodes[name] for name in self._left]:
                         if left.stage == "export":
                             _leave_out(session, left)
                             self._remove(left)
-
-    def _warn_of_others(self, metrics: Mapping[str, Any]) -> None:
-        """Says what ends a run of the whole recipe after `prepare`: this one makes a part, and may not come to that."""
-        others = {node.stage for node in self._session.nodes.values() if node.name not in self._session.made}
-        try:
-            check_columns(self._session.recipe, metrics, others)
-        except RecipeError as e:
-            self._session.reporter.line(f"! a run of the whole recipe ends after prepare: {e}")
 
     def _remove(self, node: Node) -> None:
         del self._left[node.name]
@@ -134,15 +126,6 @@ class Agenda:
 def _decides(node: Node) -> bool:
     """Whether it follows from a node if those behind it are made."""
     return node.name == "base" or node.stage in ("fresh", "gate")
-
-
-def _refused(session: Session) -> str | None:
-    """Why the gate has refused the run's policy, which the registry keeps; None where it has not."""
-    gate, reasons = session.recipe.gate, refusal_of(session.record)
-    assert gate is not None
-    said = None if reasons is None else f"the gate of run {session.name} has refused this policy: {reasons}"
-    registry.note_decision(session.store, gate.name, session.record["decision"]["candidate"], said)
-    return said
 
 
 def _leave_out(session: Session, node: Node) -> None:

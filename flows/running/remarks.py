@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from flows.recipe.model import RL, Recipe
-from flows.running.checks import unanswered
+from flows.recipe.model import RL, Recipe, RecipeError
+from flows.running.checks import check_columns, unanswered
 from stages.prepare.preview import faults
 
 
@@ -45,6 +45,11 @@ def of_data(recipe: Recipe, metrics: Mapping[str, Any]) -> list[str]:
     """Remarks on settings and the data, of which `metrics` are those of the artifact of `prepare`."""
     rl, there = recipe.rl, metrics.get("rows", {}).get("prompts", 0)
     lines = [message for message, is_error in unanswered(recipe, metrics) if not is_error]
+    try:
+        # A run of a part of the recipe may not come to it.
+        check_columns(recipe, metrics, ("score", "evaluate"))
+    except RecipeError as e:
+        lines.append(f"a run of the whole recipe ends after prepare: {e}")
     if rl is None or rl.rollouts_from is not None or not 0 < there < rl.rollout.prompts:
         return lines
     return [

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 def losses(config: Config, records: Mapping[str, int], fates: Fates, receipts: Iterable[Receipt]) -> str:
     """Records that are in no output by reason, the most common ones, with the first dead letter in full."""
     lost = [(records["duplicates"], "duplicates"), *((n, reason) for reason, n in fates.dropped.most_common(3))]
-    parts = [f"{count} {reason}{_why(reason, config)}" for count, reason in lost if count]
+    parts = [f"{count} {_named(reason, config)}" for count, reason in lost if count]
     if fates.dropped.total() > sum(count for count, _ in lost[1:]):
         parts.append("others for further reasons, in card.html")
     first = next((reason for receipt in receipts for reason in receipt["reasons"]), None)
@@ -43,14 +43,15 @@ def rows_by_source(sources: Sequence[Mapping[str, Any]]) -> list[str]:
     return ["  ".join(map(str.ljust, row, widths)).rstrip() for row in table]
 
 
-def _why(reason: str, config: Config) -> str:
-    """The setting that leaves records out for this reason, in brackets; nothing where it may be another one."""
+def _named(reason: str, config: Config) -> str:
+    """A reason, and in brackets the setting that leaves records out for it; not where it may be another one."""
     from tuning.data.steps import UNWANTED
 
     partly = "sft" in config.splits and config.sft_fraction < 1 and "prompts" not in config.splits
-    if reason != UNWANTED or not partly:
-        return ""
-    return f" (sft has data.sft_fraction {config.sft_fraction} of the groups, and no section reads prompts)"
+    if reason != UNWANTED:
+        return reason
+    why = f" (sft has data.sft_fraction {config.sft_fraction} of the groups, and no section reads prompts)"
+    return f"that no split takes{why if partly else ''}"
 
 
 def advice(split: str, config: Config, fates: Fates) -> str:
@@ -70,8 +71,8 @@ def advice(split: str, config: Config, fates: Fates) -> str:
     if split == "heldout":
         return (
             f"heldout_fraction is {config.heldout_fraction} of {fates.drawn} records that name no split; raise it, "
-            "mark records with split 'heldout', or add heldout to the `for` of a source. Plain texts are no problems "
-            "and cannot be among them: SFT keeps a share of its own, and splits are said (below)."
+            "evaluate nothing (evaluate: null), mark records with split 'heldout', or add heldout to the `for` of a "
+            "source. Plain texts have no problems to hold out: SFT keeps a validation share of its own."
         )
     if split == "sft":
         return f"it needs records with a completion, and sft_fraction is {config.sft_fraction}."

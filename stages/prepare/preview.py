@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import itertools
 from collections.abc import Iterator
 
 from stages.prepare.lost import undecided
@@ -22,14 +21,18 @@ def faults(config: Config) -> Iterator[str]:
             continue
         # A file that cannot be read ends `prepare`, with its name.
         with contextlib.suppress(OSError, EOFError, ValueError, ImportError):
-            file, mapper = files.expand(source.source)[0], Mapper(source.rename, source.fields)
-            for line in itertools.islice(filter(bytes.strip, files.records_of(file)), 1):
-                settings = mapper, config.extra_fields, source.layout, file.kind == "csv"
-                try:
-                    record = parse_line(line, file.label, 1, *settings)
-                except RecordError as error:
-                    yield f"the first record of {source.source} cannot be used: {error}"
-                    continue
-                fits = [output for output in usable(record) if output in config.splits]
-                if len(sources) > 1 and source.uses is None and record.split is None and len(fits) > 1:
-                    yield undecided(config, number, ", ".join(fits))
+            read = ((file, line) for file in files.expand(source.source) for line in files.records_of(file))
+            found = next((pair for pair in read if pair[1].strip()), None)
+            if found is None:
+                yield f"{source.source}: there are no records in it"
+                continue
+            file, line = found
+            mapper = Mapper(source.rename, source.fields)
+            try:
+                record = parse_line(line, file.label, 1, mapper, config.extra_fields, source.layout, file.kind == "csv")
+            except RecordError as error:
+                yield f"the first record of {source.source} cannot be used: {error}"
+                continue
+            fits = [output for output in usable(record) if output in config.splits]
+            if len(sources) > 1 and source.uses is None and record.split is None and len(fits) > 1:
+                yield undecided(config, number, ", ".join(fits))

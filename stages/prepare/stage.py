@@ -118,16 +118,19 @@ def run(ctx: Context) -> dict[str, Any]:
         if not written[split]:
             others = ", ".join(name for name in config.splits if name != split)
             without = (
-                f" If {split} is not needed, set the section that reads it to null, and leave it out of `data.splits`: "
+                f" If {split} is not needed, set the section that reads it to null; a recipe that lists them sets "
                 f"data.splits=[{others}]."
             )
             raise PrepareError(
-                f"no rows for `{split}`: {advice(split, config, fates)} {crowd or ''} Records: {records}; dropped: "
-                f"{dict(fates.dropped + fates.dropped_rows) or 'none'}." + (without if others else "")
+                f"no rows for `{split}`: {advice(split, config, fates)} {crowd or ''} Of {read} records left out: "
+                f"{losses(config, records, fates, receipts.values()) or 'none'}." + (without if others else "")
             )
     _check_leak(ctx.out, list(written), merge.leaks(pieces, fates))
     baseline, constant = _constant_answer(ctx.out)
-    ctx.log(f"{fates.kept} of {read} records kept; rows " + ", ".join(f"{k} {v}" for k, v in written.items()))
+    unanswered = {name: _unanswered(ctx.out, name) for name in ("prompts", "heldout") if name in written}
+    lacking = {name: f" ({count} without an answer)" for name, count in unanswered.items() if count}
+    shown = ", ".join(f"{name} {count}{lacking.get(name, '')}" for name, count in written.items())
+    ctx.log(f"{fates.kept} of {read} records kept; rows {shown}")
     if crowd is not None:
         ctx.log(f"{crowd}")
     sources = [{"source": published(s.source), "rows": dict(sorted(rows.items()))}
@@ -146,7 +149,7 @@ def run(ctx: Context) -> dict[str, Any]:
         "tokens": {name: statistics.token_lengths(ctx.out, name) for name in written},
         "constant_answer_baseline": baseline,
         "constant_answer": constant,
-        "unanswered": {name: _unanswered(ctx.out, name) for name in ("prompts", "heldout") if name in written},
+        "unanswered": unanswered,
         "extracted": taken,
         "columns": {n: statistics.metadata_names(ctx.out, n) for n in ("prompts", "heldout") if n in written},
     }

@@ -206,10 +206,13 @@ class Watch:
 
 
 def _again(action: Callable[[], T]) -> T:
-    def passing(error: Exception) -> bool:
-        return isinstance(error, OSError) and error.errno not in FULL
-
-    return retried(action, tries=TRIES, first_seconds=FIRST_PAUSE_SECONDS, passing=passing)
+    # A full disk stays full.
+    return retried(
+        action,
+        tries=TRIES,
+        first_seconds=FIRST_PAUSE_SECONDS,
+        passing=lambda e: isinstance(e, OSError) and e.errno not in FULL,
+    )
 
 
 def _name(stage: str, key: str) -> str:

@@ -1,7 +1,7 @@
 """Names of policies: `champion` and others, each with its history in the store.
 
     <store>/registry/<name>/000001.json   the first entry, and so on; the newest is what the name stands for
-    <store>/registry/<name>/refused-<digest>.json   why a gate has refused a policy for the name
+    <store>/registry/<name>/decision-<digest>.json   why a gate has refused a policy for the name, or null
 
 An entry is created in one step and only if its number is free, on a local disk as on an object store, and is never
 written again: of two that promote at once one gets the number, and the other sees what it has done.
@@ -185,22 +185,13 @@ def note_decision(store: Store, name: str, candidate: str, refusal: str | None) 
 
     candidate: digest of the trained policy. refusal: the run and its reasons; None: it was not refused.
     """
-    _check(name)
-    place = _refusal(name, candidate)
-    if refusal is not None:
-        store.write_json(refusal, *place)
-    elif store.read_bytes(*place) is not None:
-        store.remove(store.join(*place))
+    store.write_json(refusal, FOLDER, name, f"decision-{candidate}.json")
 
 
 def refusal_of(store: Store, name: str, candidate: str) -> str | None:
     """Why a gate has refused a policy for a name, as `note_decision` was given it; None where it has not."""
     _check(name)
-    return store.read_json(*_refusal(name, candidate))
-
-
-def _refusal(name: str, candidate: str) -> tuple[str, str, str]:
-    return FOLDER, name, f"refused-{candidate}.json"
+    return store.read_json(FOLDER, name, f"decision-{candidate}.json")
 
 
 def referenced(store: Store) -> list[tuple[str, str, str, str]]:

@@ -5,13 +5,11 @@ from __future__ import annotations
 import contextlib
 import os
 from collections.abc import Callable
-from pathlib import Path
 from typing import TypeVar
 
 from stages.store.artifacts import Store
-from stages.store.disk import disk_fault
+from stages.store.disk import FULL, disk_fault
 
-FILE = "room"
 BYTES = 2**20
 """More than a collection or a record needs at a time."""
 T = TypeVar("T")
@@ -19,11 +17,10 @@ T = TypeVar("T")
 
 def keep_room(store: Store) -> None:
     """Writes the file that is given up on a full disk, unless it is there."""
-    room = Path(store.root, FILE)
-    if store.is_local and not room.exists():
-        with contextlib.suppress(OSError):
+    if store.is_local:
+        with contextlib.suppress(OSError), open(store.join("room"), "xb") as room:
             # Zeros take no room on some file systems.
-            room.write_bytes(os.urandom(BYTES))
+            room.write(os.urandom(BYTES))
 
 
 def with_room(store: Store, action: Callable[[], T]) -> T:
@@ -31,8 +28,9 @@ def with_room(store: Store, action: Callable[[], T]) -> T:
     try:
         return action()
     except OSError as error:
-        if disk_fault(error, store.scratch) is None:
+        fault = disk_fault(error, store.scratch)
+        if fault is None or fault.errno not in FULL:
             raise
     with contextlib.suppress(OSError):
-        Path(store.root, FILE).unlink()
+        os.remove(store.join("room"))
     return action()

@@ -73,14 +73,10 @@ def check_after(request: Request, sources: Mapping[str, str]) -> None:
             raise SourceDiffers(f"{name.removeprefix('module:')} was edited while {request.stage} ran")
     if changed:
         file = _file_of(changed[0], request.config)
-        if request.elsewhere:
-            raise RuntimeError(
-                f"{file} is other content here than where the run is, or changed while {request.stage} ran; "
-                "nothing is kept of it: give both the same, and run again"
-            )
+        where = "is other content here than where the run is, or " if request.elsewhere else ""
         raise DataDiffers(
-            f"{file} changed while {request.stage} ran, so what was read is neither the old nor the new content; "
-            "run again when nothing writes to it"
+            f"{file} {where}changed while {request.stage} ran, so nothing of it is kept; run again when nothing writes "
+            "to it and it is the same on every host"
         )
     _check_packages(request, f"while {request.stage} ran it became")
 

@@ -6,6 +6,7 @@ import http.server
 import json
 import os
 import subprocess
+import sys
 import threading
 import uuid
 from pathlib import Path
@@ -100,3 +101,32 @@ def test_rlhf_run_ends_when_it_is_cancelled_in_prefect(tmp_path: Path, prefect_d
         ended = prefect.get(f"/flow_runs/{flow_run['id']}")
         assert ended["state_type"] == "CANCELLED" and "rlhf show smoke-x" in ended["state"]["message"]
         assert Store(str(tmp_path / "store")).read_json("runs", "smoke-x", "run.json")["status"] == "interrupted"
+
+
+LATE = """
+import os, sys, httpx
+from prefect import runtime
+from flows import pipeline
+from flows.recipe.reading import load_recipe
+close = pipeline.close
+def cancelled_meanwhile(session, status):
+    state = {"type": "CANCELLING", "name": "Cancelling"}
+    url = f"{os.environ['PREFECT_API_URL']}/flow_runs/{runtime.flow_run.id}/set_state"
+    httpx.post(url, json={"state": state}).raise_for_status()
+    return close(session, status)
+pipeline.close = cancelled_meanwhile
+print(pipeline.run_recipe(load_recipe("smoke", sets=["store=" + sys.argv[1]]), name="late", force=None, only={"base"}))
+"""
+
+
+@pytest.mark.slow
+def test_a_run_that_is_cancelled_after_its_last_stage_has_the_end_that_its_record_has(
+    tmp_path: Path, prefect_database: Path, store: Path
+):
+    with prefect_server(tmp_path, shared=prefect_database) as prefect:
+        command = [sys.executable, "-c", LATE, str(store)]
+        done = subprocess.run(command, env=prefect.env, capture_output=True, text=True, timeout=300)
+        assert done.returncode == 0 and done.stdout.splitlines()[-1] == "partial", done.stderr
+        (run,) = prefect.post("/flow_runs/filter", flow_runs={"name": {"any_": ["late"]}})
+    assert run["state_type"] == "COMPLETED"
+    assert Store(str(store)).read_json("runs", "late", "run.json")["status"] == "partial"

@@ -94,7 +94,8 @@ def test_a_reward_that_takes_a_column_the_data_lacks_ends_the_run_before_anythin
         assert "rows of prompts have task beside completion_ids, answer, metadata" in message
     done = CliRunner().invoke(app, ["plan", "smoke", "--store", str(store), "--set", sets[0]])
     assert done.exit_code == 0 and "miss   round-000.score" in done.stdout
-    assert "! a run ends behind prepare: rl.score.rewards.mine.function: mine_columns:right takes" in done.stdout
+    ends = "! a run of the whole recipe ends after prepare: rl.score.rewards.mine.function: mine_columns:right takes"
+    assert ends in done.stdout
     # A part of the recipe that calls no reward is made.
     session = Session(recipe, ConsoleReporter(Console(file=io.StringIO(), width=80)), "until-prepare")
     for node in stages_of(session, {"base", "prepare"}):

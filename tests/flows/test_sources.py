@@ -28,6 +28,15 @@ def sources(tmp_path):
     return sources
 
 
+def test_files_without_a_record_are_named_before_the_base_is_made(tmp_path):
+    for name, text in (("a", ""), ("b", "\n\n")):
+        (tmp_path / f"{name}.jsonl").write_text(text)
+    empty = [f"data.source={tmp_path}"]
+    assert of_recipe(load_recipe("smoke", sets=empty)) == [f"{tmp_path}: there are no records in it"]
+    write(tmp_path / "b.jsonl", [PROBLEM])
+    assert not of_recipe(load_recipe("smoke", sets=empty))
+
+
 def plan(*sets):
     options = [option for one in sets for option in ("--set", one)]
     return CliRunner().invoke(app, ["plan", "smoke", "--set", "base.source=random:tiny", *options])

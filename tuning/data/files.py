@@ -122,6 +122,7 @@ def expand(source: str) -> list[DataFile]:
         paths = [name for name, info in listed.items() if info["type"] == "file"]
     if not paths:
         why = "no file matches the pattern; write [[] for a bracket of a name" if pattern else "no such file"
+        why += "" if "://" in source or Path(source).is_absolute() else f" in {Path.cwd()}"
         raise SourceError(f"source {source!r}: {why}")
     check_one_split(paths, source)
     urls = sorted(fs.unstrip_protocol(name) if "://" in source else name for name in paths)

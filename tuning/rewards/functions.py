@@ -9,10 +9,7 @@ names. Keyword arguments of the recipe are single values. None means that the fu
 from __future__ import annotations
 
 import ast
-import functools
-import inspect
 import re
-import sys
 import unicodedata
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -172,35 +169,65 @@ def overlong(
     return [-min(1.0, max(0, len(ids) - (tokens - buffer)) / buffer) for ids in completion_ids]
 
 
-@functools.cache
-def _evaluates(task: str) -> str | None:
-    """The function by which the verifier of a reasoning-gym task runs answers as Python: `eval` or `parse_expr`."""
-    from reasoning_gym.factory import DATASETS
-
-    source = inspect.getsource(sys.modules[DATASETS[task][0].__module__])
-    match = re.search(r"\b(eval|exec|parse_expr|sympify)\(\s*(?:answer\b|entry\[)", source)
-    return match and match[1]
-
-
+_EVALUATED = {"string_insertion", "spiral_matrix", "binary_matrix", "n_queens"}
+"""Tasks of reasoning-gym whose verifiers run an answer that is not equal to the reference with `eval`."""
+_PARSED = {"polynomial_multiplication", "simple_integration", "intermediate_integration", "puzzle24", "countdown"}
+"""Those that give it to SymPy's parser, which runs it as Python."""
+_OF_DATA = {
+    **{"number_sorting": "answer", "polynomial_multiplication": "answer", "bitwise_arithmetic": "problem"},
+    **dict.fromkeys(("simple_integration", "intermediate_integration"), "integrand"),
+}
+"""The text of a record that a verifier runs in the same ways."""
 _COMPUTES = (ast.Expression, ast.BinOp, ast.UnaryOp, ast.operator, ast.unaryop, ast.Constant, ast.Name, ast.Load)
-_CALLED = {"sin", "cos", "tan", "asin", "acos", "atan", "sinh", "cosh", "tanh", "exp", "log", "ln", "sqrt", "Abs"}
+_LARGEST_POWER = 1000
 
 
-def _only_computes(text: str, function: str) -> bool:
-    """Whether `eval` or SymPy's parser, given this text, calls nothing but elementary functions."""
-    is_eval = function == "eval"
+def _is_literal(text: str) -> bool:
+    """Whether `eval` of a text makes nothing but a literal, or refuses the text."""
+    try:
+        ast.literal_eval(text)
+    except SyntaxError:
+        return True
+    except (ValueError, TypeError, MemoryError, RecursionError):
+        return False
+    return True
+
+
+def _only_computes(text: str) -> bool:
+    """Whether SymPy's parser, given this text, only computes: powers of a bounded size, and functions of SymPy."""
+    import sympy
+
     try:
         nodes = list(ast.walk(ast.parse(text, mode="eval")))
     except (SyntaxError, ValueError, MemoryError, RecursionError):
-        # `eval` refuses it too; SymPy's parser rewrites some texts before.
-        return is_eval
-    calls = [node.func for node in nodes if isinstance(node, ast.Call) and not node.keywords]
-    kinds = (*_COMPUTES, *((ast.List, ast.Tuple) if is_eval else (ast.Call,)))
+        return False
+    called = [getattr(node.func, "id", "") for node in nodes if isinstance(node, ast.Call) and not node.keywords]
     return (
-        all(isinstance(node, kinds) for node in nodes)
-        and all(isinstance(called, ast.Name) and called.id in _CALLED for called in calls)
-        and (is_eval or not any(isinstance(getattr(node, "value", None), str | bytes) for node in nodes))
+        all(isinstance(node, (*_COMPUTES, ast.Call)) for node in nodes)
+        and sum(isinstance(node, ast.Call) for node in nodes) == len(called)
+        and all(
+            isinstance(getattr(sympy, name, None), sympy.FunctionClass)
+            or name in ("sqrt", "abs", "Integral", "Rational")
+            for name in called
+        )
+        and not any(isinstance(getattr(node, "value", None), str | bytes) for node in nodes)
+        and not any(isinstance(node, ast.LShift) for node in nodes)
+        and all(_is_small(node) for node in nodes if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Pow))
     )
+
+
+def _is_small(power: ast.BinOp) -> bool:
+    """Whether a power of numbers has a small exponent and is the only one; of others SymPy computes no digits."""
+    parts = list(ast.walk(power))
+    if any(isinstance(part, ast.Name | ast.Call) for part in parts):
+        return not any(isinstance(part, ast.Pow) for part in ast.walk(power.right))
+    exponent = power.right.operand if isinstance(power.right, ast.UnaryOp) else power.right
+    size = getattr(exponent, "value", _LARGEST_POWER + 1)
+    return sum(isinstance(part, ast.Pow) for part in parts) == 1 and size <= _LARGEST_POWER
+
+
+def _runs_nothing(text: Any, parsed: bool) -> bool:
+    return not isinstance(text, str) or (_only_computes(text) if parsed else _is_literal(text))
 
 
 def reasoning_gym_score(
@@ -226,12 +253,21 @@ def reasoning_gym_score(
         details = ast.literal_eval(details) if isinstance(details, str) else details
         said = spoken(begun(text, meta))
         said = (extract_answer(said, strip=False) or said).strip()
-        function = _evaluates(name := task or meta["task"])
-        # Of the data too: it may come from anywhere.
-        run = [text for text in (said, gold, details.get("integrand")) if isinstance(text, str)]
-        if function and not all(_only_computes(text, function) for text in run):
+        name = task or meta["task"]
+        source = _OF_DATA.get(name, "")
+        if name == "bitwise_arithmetic":
+            safe = re.fullmatch(r"[\s\dxa-fA-F()&|^~<>*/%+-]*", str(details.get("problem"))) is not None
+        else:
+            # The record may come from anywhere.
+            safe = _runs_nothing(gold if source == "answer" else details.get(source), parsed=name in _PARSED)
+        if not safe:
             scores.append(0.0)
             continue
+        if name in _EVALUATED and not _is_literal(said):
+            # Equal to the reference it is right before it would be run.
+            said = said if said in {str(gold).strip(), *details.get("valid_answers", ())} else ""
+        elif name in _PARSED and not _only_computes(said):
+            said = ""
         entry = {"question": prompt, "answer": gold, "metadata": details}
         scores.append(float(reasoning_gym.get_score_answer_fn(name)(said, entry)))
     return scores

@@ -6,6 +6,7 @@ import os
 import re
 import resource
 import signal
+import socket
 import subprocess
 import time
 from pathlib import Path
@@ -189,7 +190,24 @@ def test_rerun_of_a_stage_that_had_no_output_says_so(rlhf_here, store, record, m
 def test_a_store_that_is_not_there_is_named_and_no_empty_one(rlhf_here, tmp_path, s3, command):
     for url in (str(tmp_path / "none"), "s3://nosuchbucket/x"):
         error = rlhf_here(command, "--store", url, code=2).stderr
-        assert f"error: no store at {url}: `rlhf run` creates one; name another with --store, or mount it" in error
+        assert f"error: no store at {url}: `rlhf run` creates one, in a bucket that exists; name another" in error
+
+
+@pytest.mark.parametrize("command", ["runs", "gc"])
+def test_a_store_that_does_not_answer_is_named_in_one_line(rlhf_here, s3, monkeypatch, command):
+    from s3fs import S3FileSystem
+
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        closed = f"http://127.0.0.1:{server.getsockname()[1]}"
+    monkeypatch.setenv("AWS_ENDPOINT_URL", closed)
+    monkeypatch.setenv("AWS_MAX_ATTEMPTS", "1")
+    S3FileSystem.clear_instance_cache()
+    try:
+        error = rlhf_here(command, "--store", "s3://bucket/x", code=2).stderr
+    finally:
+        S3FileSystem.clear_instance_cache()
+    assert error.startswith("error: the store s3://bucket/x cannot be reached: EndpointConnectionError: ")
+    assert closed in error and error.count("\n") == 1
 
 
 def test_a_part_of_a_recipe_is_made_and_the_same_command_goes_on_with_it(rlhf, rlhf_here, store, record):
@@ -268,6 +286,11 @@ def test_the_same_command_is_advised_only_where_it_may_go_on(rlhf, tmp_path, err
     sets = ["--set", f"store={tmp_path / 'store'}", "--set", "data.source=mine:records"]
     done = rlhf("run", "smoke", "--no-prefect", *sets, code=1, cwd=tmp_path)
     assert error[:10] in done.stderr and done.stderr.splitlines()[-1].startswith(advice)
+
+
+def test_a_store_that_cannot_be_made_is_named_with_what_helps(rlhf_here):
+    done = rlhf_here("run", "smoke", "--no-prefect", "--store", "/proc/x", code=1)
+    assert "make the path writable or mount it, or name another store (--store), and run again" in done.stderr
 
 
 def test_ctrl_c_ends_a_run_and_its_worker(store, record, rlhf):

@@ -61,7 +61,9 @@ def test_the_default_of_a_source_that_stands_for_no_data_is_no_difference(tmp_pa
     for name, settings in zip(("several", "single"), data, strict=True):
         Maker(store, recipe_of(store.url, rl=None, data=settings), tmp_path, name).run(until="prepare")
     settings = json.loads(diff(store, "several", "single", "--json"))["settings"]
-    assert any(str(mine) in line for line in settings) and not any("addition" in line for line in settings)
+    assert any(line.startswith("data.source: new") for line in settings) and not any(
+        "addition" in line for line in settings
+    )
     records = [store.read_json("runs", name, "run.json") for name in ("several", "single")]
     parts = [{"config": record["recipe"]["data"], "code": {}} for record in records]
     (node,) = [node for node in nodes_of(recipe_of(store.url)) if node.name == "prepare"]

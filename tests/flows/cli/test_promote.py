@@ -46,13 +46,13 @@ def test_a_policy_that_the_gate_has_refused_has_a_name_by_force_though_nothing_w
     record["nodes"]["export"] = {k: record["nodes"]["export"][k] for k in ("stage", "key")} | {"state": "refused"}
     refused = {"decision": "refused", "candidate": policy["digest"], "name": "champion", "reasons": ["too long"]}
     place.write_json(record | {"status": "refused", "decision": refused}, "runs", "first", "run.json")
+    note_decision(place, "champion", policy["digest"], "the gate of run first has refused this policy: too long")
     on = ("--store", store)
     told = invoke("promote", "first", *on, code=2)
     assert "the gate of run first has refused this policy: too long; `--force` makes it champion" in told
     # The decision outlives the run that has made it.
     place.write_json(record | {"name": "same"}, "runs", "same", "run.json")
     place.remove_folder(place.join("runs", "first"))
-    note_decision(place, "champion", policy["digest"], "the gate of run first has refused this policy: too long")
     assert "the gate of run first has refused this policy: too long" in invoke(
         "promote", "same", "--node", "round-002.update", *on, code=2
     )

@@ -295,6 +295,7 @@ def test_merge_keeps_what_it_is_given():
 )
 def test_a_value_that_yaml_takes_for_a_comment_is_told(recipe, text, message):
     assert message in refused(recipe(text))
+    assert "mine.yaml: the file holds no settings" in refused(recipe("# nothing yet\n"))
     assert "comment" not in refused(recipe("sft:\n  epochs: null  # none\n"))
     assert "comment" not in refused(recipe("sft: {epochs: 2}  # two\nrl: {a: [}\n"))
     assert "comment" not in refused(recipe("sft: # the model\n  epochs: 1\nrl: {a: [1, 2\n"))

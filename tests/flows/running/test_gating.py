@@ -49,7 +49,7 @@ class Night(Lab):
         session.record["nodes"]["gate"] = {"stage": "gate", "state": "made"}
 
     def decision(self):
-        return DECISION | {"candidate": self.new.digest, "champion": self.one.digest}
+        return DECISION | {"name": "champion", "candidate": self.new.digest, "champion": self.one.digest}
 
     def champion(self):
         entry = registry.current(self.store, "champion")

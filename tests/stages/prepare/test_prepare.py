@@ -108,7 +108,7 @@ def test_records_outside_the_fraction_of_sft_are_told_with_the_setting(run, pair
     metrics, _ = run(Config(source=write(tmp_path / "data.jsonl", pairs), splits=["sft"], sft_fraction=0.5))
     left = metrics["dropped_records"]["no_split_wants_it"]
     assert left == 60 - metrics["rows"]["sft"] > 0
-    told = f"not kept: {left} no_split_wants_it (sft has data.sft_fraction 0.5 of the groups, and no section reads"
+    told = f"not kept: {left} that no split takes (sft has data.sft_fraction 0.5 of the groups, and no section reads"
     assert told in capsys.readouterr().out
 
 
@@ -214,7 +214,12 @@ def test_a_name_of_rename_that_no_record_has_is_an_error(run, tmp_path):
             r"data\.splits=\[labelled, heldout\]",
             ["labelled", "heldout"],
         ),
-        ({"text": "Plain text {}."}, ["sft", "heldout"], "Plain texts are no problems", ["sft"]),
+        (
+            {"text": "Plain text {}."},
+            ["sft", "heldout"],
+            r"evaluate: null.*Plain texts have no problems.*data\.splits=\[sft\]\.",
+            ["sft"],
+        ),
     ],
     ids=["labelled completions", "plain texts"],
 )
@@ -245,8 +250,8 @@ def test_prompts_without_a_completion_are_prompts_whatever_share_feeds_sft(run, 
         (
             [],
             {"max_completion_tokens": 1},
-            "no rows for `sft`: .* of more than data.max_completion_tokens 1; raise it, .*sft:completion_too_long.*"
-            "leave it out of `data.splits`",
+            "no rows for `sft`: .* of more than data.max_completion_tokens 1; raise it, .*"
+            "Of 60 records left out: none. If sft is not needed, set the section that reads it to null",
         ),
         (
             [],
@@ -256,7 +261,7 @@ def test_prompts_without_a_completion_are_prompts_whatever_share_feeds_sft(run, 
         (
             [],
             {"rules": ["tests.stages.prepare.support:nothing"]},
-            "no rows for `sft`: every record was dropped, for the reasons below.*'nothing': 60",
+            "no rows for `sft`: every record was dropped, for the reasons below.*: 60 nothing",
         ),
         ([], {"heldout_fraction": 0.0}, "no rows for `heldout`: heldout_fraction is 0.0"),
         ([], {"sft_fraction": 1.0}, "no rows for `prompts`.*use 'all-training'"),

@@ -65,7 +65,7 @@ def test_a_use_that_is_the_only_one_needs_no_word(run, files, tmp_path):
     assert metrics["sources"][1]["rows"] == {"heldout": 10, "heldout_sft": 10}
 
 
-def test_a_source_for_problems_alone_is_held_out_whole_and_another_for_two_outputs_is_divided(run, files, tmp_path):
+def test_a_source_for_problems_alone_is_held_out_whole_and_another_is_divided(run, files, tmp_path, capsys):
     tests = write(tmp_path / "test.jsonl", [{"prompt": f"Test {i}?", "answer": "1"} for i in range(20)])
     sources = [{"source": files["chats"], "for": ["sft", "prompts"]}, {"source": tests, "for": ["heldout"]}]
     settings = {"splits": ["sft", "prompts", "heldout"], "heldout_fraction": 0.0, "sft_fraction": 0.5}
@@ -73,6 +73,8 @@ def test_a_source_for_problems_alone_is_held_out_whole_and_another_for_two_outpu
     first, second = (source["rows"] for source in metrics["sources"])
     assert second == {"heldout": 20} and set(first) == {"sft", "prompts"} and min(first.values()) > 15
     assert metrics["unanswered"] == {"prompts": first["prompts"], "heldout": 0}
+    count = first["prompts"]
+    assert f"prompts {count} ({count} without an answer), heldout 20\n" in capsys.readouterr().out
     assert starts(out, "heldout") == {"Test"}
 
 

@@ -165,7 +165,7 @@ def test_function_of_a_module(records, tmp_path, monkeypatch):
     [
         ("adition", "did you mean 'addition'"),
         ("no_such_module:f", "no module 'no_such_module'"),
-        ("missing.jsonl", "no such file"),
+        ("missing.jsonl", "no such file in /"),
         ("data/*.parquet", "no file matches the pattern"),
     ],
 )

@@ -1,7 +1,9 @@
 """Built-in rewards: each scores what its name says, and a name that is unknown is answered with those that are."""
 
 import json
+import re
 import time
+from pathlib import Path
 
 import pytest
 
@@ -62,17 +64,14 @@ def test_reasoning_gym_reads_the_answer_as_the_other_rewards_do(form):
     assert f.reasoning_gym_score(["1 - 5"] * 2, texts, **given) == [1.0, 1.0]
 
 
-EVALUATED = {
-    *("spiral_matrix", "string_insertion", "binary_matrix", "n_queens", "puzzle24", "countdown"),
-    *("polynomial_multiplication", "simple_integration", "intermediate_integration", "number_sorting"),
-}
+EVALUATED = sorted({*f._EVALUATED, *f._PARSED, *f._OF_DATA})
 
 
-@pytest.mark.parametrize("task", sorted(EVALUATED))
-def test_no_answer_runs_as_a_program_in_the_verifier_of_a_task(task, tmp_path):
+@pytest.mark.parametrize("task", EVALUATED)
+def test_no_text_runs_as_a_program_in_the_verifier_of_a_task(task, tmp_path):
     path = tmp_path / "made"
     record = next(iter(reasoning_gym(task, size=1, seed=3)))
-    gold = record.get("answer") or "1"
+    gold, details = record.get("answer") or "1", record["metadata"]["entry"]
     attacks = [
         f"__import__('pathlib').Path({str(path)!r}).touch()",
         f"open({str(path)!r}, 'w')",
@@ -81,25 +80,39 @@ def test_no_answer_runs_as_a_program_in_the_verifier_of_a_task(task, tmp_path):
         f"f'{{open({str(path)!r}, chr(119))}}'",
         f"(lambda: open({str(path)!r}, 'w'))()",
         f"sqrt(open({str(path)!r}, 'w'))",
+        *("oracle_answer", "[oracle_answer]", "[[oracle_answer]]", "[valid_solutions]", "9**9**9**9", "(9**999)**999"),
     ]
-    given = {"answer": [gold] * 8, "metadata": [record["metadata"]] * 8}
-    right, *wrong = f.reasoning_gym_score([record["prompt"]] * 8, [gold, *attacks], **given)
+    given = {"answer": [gold], "metadata": [record["metadata"]]}
+    (right,) = f.reasoning_gym_score([record["prompt"]], [gold], **given)
+    wrong = [f.reasoning_gym_score([record["prompt"]], [attack], **given)[0] for attack in attacks]
     assert not path.exists() and max(wrong) < 0.1 and (right == 1.0 or "answer" not in record)
-    details = record["metadata"]["entry"]
-    data = [
-        (attacks[0], details),
-        (gold, {**details, "integrand": attacks[0]} if isinstance(details, dict) else details),
-    ]
-    for answer, entry in data:
-        metadata = [{**record["metadata"], "entry": entry}]
+    assert isinstance(details, dict)
+    for answer, more in [(attacks[0], {}), *[(gold, {name: attacks[0]}) for name in ("integrand", "problem")]]:
+        metadata = [{**record["metadata"], "entry": {**details, **more}}]
         f.reasoning_gym_score([record["prompt"]], [gold], answer=[answer], metadata=metadata)
     assert not path.exists()
 
 
-def test_each_task_whose_verifier_runs_the_answer_is_known():
-    from reasoning_gym.factory import DATASETS
+def test_right_answers_of_integrals_are_paid_in_all_forms():
+    records = list(reasoning_gym("intermediate_integration", size=25, seed=3))
+    given = {"answer": [r["answer"] for r in records], "metadata": [r["metadata"] for r in records]}
+    assert set(f.reasoning_gym_score(["?"] * 25, given["answer"], **given)) == {1.0}
 
-    assert {task for task in DATASETS if f._evaluates(task)} == EVALUATED
+
+def test_each_place_where_the_package_runs_a_text_is_known():
+    """A new version of reasoning-gym that runs another text fails here."""
+    import reasoning_gym
+
+    folder = Path(reasoning_gym.__file__).parent
+    calls = re.compile(r"(?<![\w.])(?:sp\.|sympy\.)?(?:eval|exec|parse_expr|sympify)\(")
+    runs = {p.relative_to(folder).as_posix() for p in folder.rglob("*.py") if calls.search(p.read_text())}
+    tasks = {f"{name}.py" for name in EVALUATED}
+    others = {
+        # Code of the package's own data, and a parser of its own.
+        *("code/codeio.py", "logic/propositional_logic.py", "arithmetic/basic_arithmetic.py"),
+        *("arithmetic/gsm_symbolic/generators_00_49.py", "arithmetic/gsm_symbolic/generators_50_99.py"),
+    }
+    assert {p for p in runs if p.rpartition("/")[2] not in tasks} == others
 
 
 def test_reasoning_gym_takes_a_task_by_name():

@@ -15,6 +15,7 @@ import pytest
 
 from tuning.rewards.failures import Outage
 from tuning.rewards.processes import evaluate
+from tuning.rewards.programs import runnable
 from tuning.rewards.samples import Sample
 from tuning.rewards.sandbox import code_of, code_passes, gaps, longest_seconds, may_deceive, run_python
 
@@ -170,7 +171,20 @@ def near(test): return test.__globals__
 }
 
 
-FORGERIES["a builtin of its own"] = "def add(a, b): return 0\nabs = lambda x: 0"
+FORGERIES |= {
+    f"it has {line}": f"def add(a, b): return 0\n{line}"
+    for line in (
+        "abs = lambda x: 0",
+        "(abs := lambda x: 0)",
+        "try: all = bool\nexcept ValueError: pass",
+        "from operator import truth as all",
+        "import math; math.isclose = lambda *a, **k: True",
+        "import json.decoder\nif True: json.decoder.loads = print",
+        "import sys; sys.modules['math'] = None",
+        "import unittest; unittest.TestCase.assertEqual = lambda *a: None",
+        "import traceback; traceback.StackSummary",
+    )
+}
 
 
 @pytest.mark.parametrize("name", FORGERIES)
@@ -180,6 +194,8 @@ def test_code_that_can_make_a_test_pass_is_suspect(name):
 
 def test_usual_code_is_not_suspect():
     assert not may_deceive(ADD) and not may_deceive(f"I use gc and inspect.\n{ADD}")
+    assert not may_deceive("import math\ndef f(x):\n    sum = math.pi\n    for id in x: sum += id\n    return sum")
+    assert not may_deceive("import sys\nclass Node: pass\nroot = Node()\nroot.next = None\nlimit = sys.maxsize")
     assert not may_deceive("class A:\n    def __init__(self): self.back = 1\n    def __len__(self): return 1")
 
 
@@ -240,6 +256,13 @@ PUBLISHED = {
     "HumanEval": "METADATA = {}\n\ndef check(candidate):\n    assert candidate(1, 2) == 3\n",
     "a called check": "def check(candidate):\n    assert candidate(1, 2) == 3\n\ncheck(add)\n",
 }
+PUBLISHED |= {
+    "a class below another": PUBLISHED["unittest"].replace("T(", "Base(").replace("test_a", "helper")
+    + "class T(Base):\n    def setUp(self): self.three = 3\n    def test_b(self): assert add(1, 2) == self.three\n",
+    "main by its name": f"from unittest import main\n{PUBLISHED['unittest']}main()\n",
+    "an assert before main": "import unittest\nif __name__ == '__main__':\n    assert add(1, 2) == 3;unittest.main()\n",
+    "odd ends of lines": "def test_add():\n    assert add(1, 2) == 3, '\x0c\u2028\x85'\n",
+}
 PUBLISHED["a main program"] = f"{PUBLISHED['unittest']}if __name__ == '__main__':\n    unittest.main()\n"
 
 
@@ -249,6 +272,23 @@ def test_tests_run_in_each_form_that_data_sets_publish(form):
     codes = [GOOD, GOOD.replace("a + b", "a - b")]
     given = {"answer": [None] * 2, "metadata": [{"tests": [test], "entry_point": "add"}] * 2}
     assert code_passes(["p"] * 2, codes, **given) == [1.0, 0.0]
+
+
+@pytest.mark.parametrize(
+    "test",
+    [
+        "import pytest\n@pytest.mark.parametrize('a,b', [(1, 2)])\ndef test_add(a, b): assert add(a, b) == 3",
+        "import math\ndef test_add(tmp_path): assert add(1, 2) == 3",
+        "import math\nasync def test_add(): assert add(1, 2) == 3",
+        "import math\ndef check(candidate): assert candidate(1, 2) == 3",
+        "class TestAdd:\n    def setup_method(self): self.a = 1\n    def test_a(self): assert add(self.a, 2) == 3",
+        "import unittest\nunittest.main()",
+    ],
+)
+def test_a_test_that_cannot_be_run_is_refused_before_a_run(test):
+    with pytest.raises(ValueError, match="call it|call its tests|metadata.entry_point|no statement that can fail"):
+        runnable(test)
+    assert passes(GOOD, [test]) == 0.0
 
 
 def test_code_may_end_as_scripts_do_and_is_tested_all_the_same():
