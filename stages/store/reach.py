@@ -132,7 +132,7 @@ class Version:
         return f"{self.key}-{digest([self.folder, self.committed, list(self.place)])[:8]}.json"
 
 
-def version_of(manifest: Mapping[str, Any], place: tuple[str, ...], **more: Any) -> Version:
+def version_of(manifest: dict[str, Any], place: tuple[str, ...], **more: Any) -> Version:
     """What a manifest says."""
 
     def ref(item: Mapping[str, str]) -> Ref:

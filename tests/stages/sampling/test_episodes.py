@@ -156,11 +156,12 @@ def test_with_replay_the_recorded_turns_of_an_unfinished_episode_are_played_and_
     work = inputs["folder"] / "replayed" / "work"
     work.mkdir(parents=True)
     (work / "turns.jsonl").write_text("".join(lines[: len(lines) // 2]) + lines[-1][:30])
-    known = {tuple(line[:3]) for line in read_lines(work / "turns.jsonl")}
+    before = list(read_lines(work / "turns.jsonl"))
+    known = {tuple(line[:3]) for line in before}
     _, artifact = played(inputs, "replayed", recording)
     for part, kind in (("rollouts", CompletionRow), ("turns", TurnRow), ("trajectories", TrajectoryRow)):
         assert_same(rows(artifact, part, kind), rows(whole, part, kind))
-    added = list(read_lines(work / "turns.jsonl"))[len(known) :]
+    added = list(read_lines(work / "turns.jsonl"))[len(before) :]
     sampled = {tuple(line[:3]) for line in added if line[3]["observation"] is None}
     assert sampled and known and not sampled & known
 

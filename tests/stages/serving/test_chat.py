@@ -8,10 +8,10 @@ from stages.serving import chat
 from stages.serving.chat import plain
 from stages.serving.policy import Opened
 from stages.serving.settings import ChatOptions
+from tests.tuning.chat.templates import chat_prompt_ids
 from tuning.models.byte_tokenizer import byte_tokenizer
 from tuning.models.config import tiny
 from tuning.models.huggingface import random_params
-from tuning.models.tokenizer import chat_prompt_ids
 from tuning.rollout.engine.engine import Engine
 from tuning.rollout.requests import Request, Sampling
 

@@ -463,4 +463,4 @@ def test_a_listing_of_artifacts_holds_little_of_each_manifest(tmp_path):
     found = versions(store)
     held = tracemalloc.get_traced_memory()[0]
     tracemalloc.stop()
-    assert len(found) == 200 and held < 200 * 2000
+    assert len(found) == 200 and held < 200 * 4000

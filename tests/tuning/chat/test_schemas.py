@@ -58,6 +58,10 @@ DEEP = json.loads('{"a": ' * 60 + "{}" + "}" * 60)
     ("value", "schema"),
     [
         ({}, DOUBLED | {"$ref": "#/$defs/a0"}),
+        (
+            {"a": "a" * 300_000},
+            {"properties": {"a": {"anyOf": [{"pattern": f"(a|{i}){{1,200}}y"} for i in range(100)]}}},
+        ),
         (DEEP, {"$defs": {"n": {**TWICE, "minProperties": 1}}, "$ref": "#/$defs/n"}),
         ({"a": [1, "a"] * 2000}, {"properties": {"a": {"uniqueItems": True}}}),
         ({f"a{i}": 1 for i in range(99)}, {"patternProperties": {f"^b{i}": {} for i in range(99)}}),
