@@ -36,7 +36,10 @@ def test_seeds_differ():
                 ([-1.0, 50.0, -1.0], "log-probability of 50, above 0"),
             )
         ),
-        *(({"choices": choices}, "no completion") for choices in (None, 1, [1], [{"index": 0, "token_ids": [9], "logprobs": [1]}])),
+        *(
+            ({"choices": choices}, "no completion")
+            for choices in (None, 1, [1], [{"index": 0, "token_ids": [9], "logprobs": [1]}])
+        ),
         ([], "no completion"),
         ("x", "no completion"),
         (
