@@ -198,26 +198,15 @@ def _fault(
     closed = not parameters.get("additionalProperties") and not parameters.get("patternProperties")
     if closed and (unknown := [name for name in arguments if name not in properties]):
         return f"unknown argument {shown(', '.join(unknown))}; parameters are {_signature(parameters, properties)}"
-    if deeper_than(schemas.DEEPEST, arguments):
+    try:
+        schemas.nodes_of(arguments)
+    except ValueError:
         return f"an argument is nested too deeply; at most {schemas.DEEPEST} levels are read"
     try:
         json.dumps(arguments, allow_nan=False, ensure_ascii=False).encode()
     except (ValueError, TypeError, RecursionError):
         return "an argument is no JSON value; write numbers, strings, true, false, null, lists and objects"
     return _mismatch(arguments, parameters, tool)
-
-
-def deeper_than(most: int, value: Any) -> bool:
-    """Whether a value has objects and lists within each other on more than `most` levels."""
-    level = [value]
-    for _ in range(most + 1):
-        level = [
-            below
-            for one in level
-            if isinstance(one, Mapping | list | tuple)
-            for below in (one.values() if isinstance(one, Mapping) else one)
-        ]
-    return bool(level)
 
 
 def _mismatch(arguments: Mapping[str, Any], parameters: Mapping[str, Any], tool: str) -> str | None:

@@ -39,7 +39,7 @@ class _File(BaseModel):
 
 class _State(BaseModel):
     files: list[_File] = Field(alias="_data_files")
-    indices: list[_File] | None = Field(None, alias="_indices_data_files")
+    indices: list[Any] | None = Field(None, alias="_indices_data_files")
 
 
 def _read(kind: type[ModelT], fs: Any, path: str) -> ModelT:
@@ -47,9 +47,7 @@ def _read(kind: type[ModelT], fs: Any, path: str) -> ModelT:
     try:
         return kind.model_validate_json(fs.cat_file(path))
     except ValidationError as error:
-        fault = error.errors()[0]
-        place = ".".join(map(str, fault["loc"]))
-        raise SourceError(f"{path}: {place or 'the file'}: {fault['msg']}: save it again with `datasets`") from None
+        raise SourceError(f"{path} is not of `datasets`: {error}") from None
 
 
 def files_of(fs: Any, folder: str, source: str, suffixes: tuple[str, ...]) -> list[str]:
