@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import fnmatch
+import functools
 import importlib.util
 import re
-from collections.abc import Sequence
-from pathlib import Path
+from collections.abc import Mapping, Sequence
+from pathlib import Path, PurePosixPath
 from typing import Any
+from urllib.parse import urlsplit
 
 from stages.store.disk import sha256_file
 from stages.store.keys import digest, without_userinfo
@@ -62,16 +64,34 @@ def _fetched(url: str) -> Path:
 
     try:
         fs, root = filesystem(url)
-        state = again(lambda: fs.info(root), url)
-        if state["type"] == "directory":
-            state = again(lambda: fs.find(root, detail=True), url)
-        folder = remembered.folder().with_name("models") / digest([url, repr(sorted(state.items()))])
+        info = again(lambda: fs.info(root), url)
+        name = PurePosixPath(urlsplit(root).path).name
+        files = {root: (name, info)}
+        if info["type"] == "directory":
+            found = again(lambda: fs.find(root, detail=True), url)
+            files = {path: (f"{name}{path.partition(root)[2]}", one) for path, one in found.items()}
+            files = {path: one for path, one in files.items() if _is_read(one[0].partition("/")[2])}
+        state = sorted((local, _state(one)) for local, one in files.values())
+        folder = remembered.folder().with_name("models") / digest([url, repr(state)])
         if not folder.is_dir():
             with whole_folder(folder) as partial:
-                again(lambda: fs.get(root, f"{partial}/{Path(root).name}", recursive=True), url)
+                for path, (local, _) in files.items():
+                    (partial / local).parent.mkdir(parents=True, exist_ok=True)
+                    again(functools.partial(fs.get_file, path, str(partial / local)), url)
     except (SourceError, OSError) as error:
         raise SourceMissing(f"base.source: {without_userinfo(f'{url} cannot be read: {error!r}')}") from error
-    return folder / Path(root).name
+    return folder / name
+
+
+def _state(info: Mapping[str, Any]) -> tuple[Any, str]:
+    """Size and version of a file, by the first of these fields: others, such as a signed address, differ each time."""
+    names = ("ETag", "etag", "md5Hash", "md5", "content_md5", "mtime", "LastModified", "last_modified", "Last-Modified")
+    return info.get("size"), str(next((info[name] for name in names if info.get(name)), info.get("created")))
+
+
+def _is_read(name: str) -> bool:
+    """Whether a file of a model's folder is read."""
+    return any(fnmatch.fnmatch(name, pattern) for pattern in HUB_FILES)
 
 
 def snapshot(name: str, files: Sequence[str] = HUB_FILES, field: str = "base.source") -> Path:
@@ -104,8 +124,7 @@ def file_digests(source: str) -> dict[str, str]:
     if path.is_file():
         return {path.name: _digest(path)}
     names = {p.relative_to(path).as_posix(): p for p in sorted(path.rglob("*")) if p.is_file()}
-    read = {name: p for name, p in names.items() if any(fnmatch.fnmatch(name, pattern) for pattern in HUB_FILES)}
-    return {name: _digest(p) for name, p in read.items()}
+    return {name: _digest(p) for name, p in names.items() if _is_read(name)}
 
 
 def _digest(path: Path) -> str:

@@ -17,6 +17,7 @@ from stages.store.artifacts import Artifact
 from tuning.agents.contract import WITHOUT_REWARD, Task
 from tuning.agents.rows import TrajectoryRow
 from tuning.rewards.samples import Outcome, Sample, outcome_of
+from tuning.rewards.texts import begun
 from tuning.rows import CompletionRow, PromptRow
 
 FAILED = "failed"
@@ -57,8 +58,9 @@ def conversation_of(row: CompletionRow, episodes: Mapping[Name, TrajectoryRow]) 
     if (episode := episodes.get((row.place, row.sample))) is not None:
         found: list[dict[str, Any]] = json.loads(episode.conversation)
         return found
-    asked = json.loads(row.metadata or "{}").get("prompt_messages") or [{"role": "user", "content": row.prompt}]
-    return [*asked, {"role": "assistant", "content": row.text}]
+    metadata = json.loads(row.metadata or "{}")
+    asked = metadata.get("prompt_messages") or [{"role": "user", "content": row.prompt}]
+    return [*asked, {"role": "assistant", "content": begun(row.text, metadata)}]
 
 
 def reward_of(row: CompletionRow, episodes: Mapping[Name, TrajectoryRow]) -> Outcome:

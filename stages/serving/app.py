@@ -272,7 +272,8 @@ async def _answer(server: Server, job: Job, http: Any) -> Any:
     def whole() -> bytes:
         choices = [body | {"index": number} for number, body in enumerate(made())]
         used["total_tokens"] = used["prompt_tokens"] + used["completion_tokens"]
-        return json.dumps(head | {"object": job.kind, "choices": choices, "usage": used} | _by(server, job)).encode()
+        answer = head | {"object": job.kind, "choices": choices, "usage": used} | _by(server, job)
+        return json.dumps(answer, allow_nan=False).encode()
 
     # In a thread: log-probabilities of many tokens are megabytes of text.
     return Response(await server.in_reader(whole), media_type="application/json")

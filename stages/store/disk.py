@@ -148,11 +148,14 @@ def disk_fault(error: BaseException, folder: Path) -> DiskFault | None:
     for found in with_causes(error, suppressed=True):
         if isinstance(found, DiskFault):
             return found
-        if isinstance(found, OSError) and found.errno in FULL and _is_local(found):
+        named = isinstance(found, OSError) and found.filename is not None
+        if isinstance(found, OSError) and found.errno in (FAULTS if named else FULL) and _is_local(found):
             assert found.errno is not None
             return _fault(found.errno, found, folder)
         # By its text: clients of services raise EIO with another one.
-        number = next((n for n, text in FAULTS.items() if text in str(found)), None)
+        # What fails besides is in texts of programs and of data too.
+        texts = FAULTS if isinstance(found, OSError) or _of_library(found) else FULL
+        number = next((n for n, text in texts.items() if text in str(found)), None)
         told = told if number is None else (found, number)
     # Others pass on the text of the last one, which has met it.
     return _fault(told[1], told[0], folder) if told is not None and _tells_of_local(told[0]) else None
@@ -175,7 +178,11 @@ def _tells_of_local(error: BaseException) -> bool:
         return False
     if isinstance(error, RuntimeError | ValueError):
         return "://" not in str(error) or FILE_URL in str(error)
-    return isinstance(error, OSError) or type(error).__module__.split(".")[0] in LIBRARIES
+    return isinstance(error, OSError) or _of_library(error)
+
+
+def _of_library(error: BaseException) -> bool:
+    return type(error).__module__.split(".")[0] in LIBRARIES
 
 
 def _fault(number: int, error: BaseException, folder: Path) -> DiskFault:

@@ -17,20 +17,20 @@ def profiled(ctx: Context) -> Iterator[None]:
     import jax
 
     first, last = getattr(getattr(ctx.config, "compute", None), "profile", None) or (0, 0)
-    report, running = ctx.progress, False
+    report, running, ended = ctx.progress, False, False
     options = jax.profiler.ProfileOptions()
     # Python's own calls would make a trace of gigabytes.
     options.python_tracer_level = 0
 
     def reached(done: int) -> None:
-        nonlocal running
-        if running == (first <= done < last):
-            return
-        running = not running
-        if running:
+        nonlocal running, ended
+        # Progress may leap over the stretch: then what follows its start is traced.
+        if not running and not ended and first <= done and last > 0:
+            running = True
             folder = str(ctx.out / FOLDER)
             jax.profiler.start_trace(folder, create_perfetto_trace=True, profiler_options=options)
-        else:
+        elif running and done >= last:
+            running, ended = False, True
             jax.profiler.stop_trace()
             ctx.log(f"a trace of JAX's profiler is in {FOLDER}/plugins/profile of the artifact")
 
@@ -43,4 +43,5 @@ def profiled(ctx: Context) -> Iterator[None]:
     try:
         yield
     finally:
-        reached(last)
+        if running:
+            reached(last)

@@ -9,7 +9,7 @@ from safetensors.numpy import load_file, save_file
 
 from stages import base
 from stages.base import Config, run, source_digests
-from stages.common.source import HUB_FILES, SourceMissing, locate, token_ids_of
+from stages.common.source import HUB_FILES, SourceMissing, _state, locate, token_ids_of
 from stages.contract.definition import Context
 from tuning.models import huggingface
 from tuning.models.byte_tokenizer import byte_tokenizer
@@ -46,6 +46,10 @@ def test_a_url_is_fetched_once_for_each_of_its_states(tmp_path, monkeypatch):
     assert locate(url + "/") == locate(url) == first and len(reads) == count > 1
     assert sorted(source_digests(Config(source=url))) == ["config.json", "more/a.jinja"]
     assert list(source_digests(Config(source="memory://models/one.gguf"))) == ["one.gguf"]
+    # A file that no model is read from is not fetched, and a signed address is no other state.
+    fs.pipe("/models/tiny/optimizer.pt", b"large")
+    assert locate(url) == first and not (first / "optimizer.pt").exists()
+    assert _state({"size": 1, "ETag": "a", "url": "b"}) == _state({"size": 1, "ETag": "a", "url": "c"})
     fs.pipe("/models/tiny/config.json", b"[]")
     assert (locate(url) / "config.json").read_text() == "[]"
     with pytest.raises(SourceMissing, match="^base.source: memory://models/none cannot be read: FileNotFoundError"):

@@ -115,7 +115,8 @@ def _counts(name: str, rule: Callable[..., Any]) -> Callable[..., Iterator[Any]]
 
 
 def _size(value: Any) -> int:
-    return len(value) if isinstance(value, Mapping | list) else 0
+    """Of a text by its repr, which each error holds."""
+    return len(value) // 1024 if isinstance(value, str) else len(value) if isinstance(value, Mapping | list) else 0
 
 
 def _spend(steps: int) -> None:

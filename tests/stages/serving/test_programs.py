@@ -2,6 +2,7 @@
 
 import json
 import math
+import subprocess
 import sys
 import time
 from pathlib import Path
@@ -17,6 +18,7 @@ from tuning.agents.play import turn_seed
 from tuning.agents.trajectory import Episode, completion_rows, from_line, to_line, trajectory_row, turn_rows
 from tuning.rollout.engine.engine import Engine
 from tuning.rollout.requests import Request, Sampling
+from tuning.rollout.servers import keeper
 from tuning.rollout.servers.turns import Turns
 from tuning.rows import PromptRow, by_trajectory
 
@@ -117,6 +119,13 @@ def test_a_program_may_end_its_own_session(engine):
     settings = PLAIN.model_copy(update={"agent_grades": True, "tries": 1})
     [ended] = play(engine, [{"do": "delete", "answer": "4"}], settings)
     assert (ended.status, ended.reward, len(ended.turns)) == ("done", 1.0, 1)
+
+
+def test_a_keeper_ends_at_once_where_processes_of_its_command_have_ended(tmp_path):
+    command = [sys.executable, "-S", keeper.__file__, "sh", "-c", "for i in 1 2 3; do sh -c 'true &'; done; sleep 60 &"]
+    with subprocess.Popen(command, stdin=subprocess.PIPE) as process:
+        began = time.monotonic()
+        assert process.wait(60) == 0 and time.monotonic() - began < keeper.GRACE_SECONDS
 
 
 def test_a_deadline_ends_a_program_with_all_that_it_started(engine, tmp_path):

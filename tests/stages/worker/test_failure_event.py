@@ -26,6 +26,13 @@ def test_a_full_disk_is_known_by_what_caused_an_error(tmp_path):
     assert failed.error.startswith("No space left on device: ")
 
 
+def test_words_of_a_program_about_a_disk_are_no_fault_of_this_one(tmp_path):
+    for error in (RuntimeError("12 of 100 failed: Input/output error"), ValueError("line 3: Stale file handle")):
+        assert str(error) in failure_of(error, str(tmp_path)).error and not failure_of(error, str(tmp_path)).outage
+    own = failure_of(OSError(errno.EIO, "Input/output error", str(tmp_path / "x")), str(tmp_path))
+    assert own.outage and "check" in own.error.lower()
+
+
 def test_a_full_disk_of_a_service_is_not_told_as_this_machines(tmp_path):
     error = RuntimeError("the judge http://10.0.0.5/v1 has answered 500: No space left on device")
     failed = failure_of(error, str(tmp_path))

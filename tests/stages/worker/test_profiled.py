@@ -34,6 +34,18 @@ def test_the_steps_of_the_stretch_are_in_the_trace(tmp_path, stretch, inside):
     assert [i for i in range(4) if f"step number {i}" in names] == inside
 
 
+def test_progress_that_leaps_over_a_stretch_is_traced_from_there(tmp_path):
+    log = []
+    ctx = Context(
+        config=sft.Config(compute=Compute(profile=[10, 12])), inputs={}, out=tmp_path, work=tmp_path, seed=0, memory={},
+        log=log.append, progress=lambda *a, **k: None,
+    )  # fmt: skip
+    with profiled(ctx):
+        for done in (8, 16, 24):
+            ctx.progress(done, 24, "prompt")
+    assert len(log) == 1
+
+
 def test_a_stretch_changes_no_key_and_is_in_order():
     assert config_content(sft.Config(compute=Compute(profile=[1, 2]))) == config_content(sft.Config())
     for stretch in ([2, 2], [-1, 3], [1]):

@@ -66,6 +66,8 @@ DEEP = json.loads('{"a": ' * 60 + "{}" + "}" * 60)
         ({"a": [1, "a"] * 2000}, {"properties": {"a": {"uniqueItems": True}}}),
         ({f"a{i}": 1 for i in range(99)}, {"patternProperties": {f"^b{i}": {} for i in range(99)}}),
         ({"a": ["x"] * 9999}, {"properties": {"a": {"items": {"pattern": ".{1,900}y"}}}}),
+        # Each error holds the text.
+        ({"a": "x" * 3_000_000}, {"properties": {"a": {"anyOf": [{"type": "null"}] * 100}}}),
     ],
 )
 def test_a_comparison_that_grows_too_fast_is_given_up(value, schema):

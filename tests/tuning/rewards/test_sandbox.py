@@ -49,6 +49,8 @@ EXAMPLE = "```python\nprint(add(1, 2))\n```"
         (f"```python\nfrom typing import Any\nadd: Any = lambda a, b: a + b\n```\n{EXAMPLE}", True),
         (f"```python\nadd, sub = (lambda a, b: a + b), 0\n```\n{EXAMPLE}", True),
         (f"<answer>\n{GOOD}</answer>", True),
+        (f"<answer>no</answer> or <answer>\n{GOOD}</answer>", True),
+        (f"```python\n{GOOD} ```\nThis works.", True),
         ("```py\ndef plus(a, b):\n    return a + b\n```\n```py\ndef add(a, b):\n    return plus(a, b)\n```", True),
         ("```python\nadd = lambda a, b: a + b\n```", True),
         (f"<think>\n```python\n{GOOD}```\n</think>\nI do not know.", False),
@@ -261,6 +263,8 @@ PUBLISHED |= {
     + "class T(Base):\n    def setUp(self): self.three = 3\n    def test_b(self): assert add(1, 2) == self.three\n",
     "main by its name": f"from unittest import main\n{PUBLISHED['unittest']}main()\n",
     "an assert before main": "import unittest\nif __name__ == '__main__':\n    assert add(1, 2) == 3;unittest.main()\n",
+    "a runner of its own": PUBLISHED["unittest"]
+    + "unittest.TextTestRunner().run(unittest.defaultTestLoader.loadTestsFromTestCase(T))\n",
     "odd ends of lines": "def test_add():\n    assert add(1, 2) == 3, '\x0c\u2028\x85'\n",
 }
 PUBLISHED["a main program"] = f"{PUBLISHED['unittest']}if __name__ == '__main__':\n    unittest.main()\n"
@@ -293,6 +297,11 @@ def test_a_test_that_cannot_be_run_is_refused_before_a_run(test):
 
 def test_code_may_end_as_scripts_do_and_is_tested_all_the_same():
     assert passes("import sys\ndef add(a, b): return a + b\nsys.exit(0)", [TEST]) == 1.0
+
+
+def test_code_whose_threads_go_on_has_passed_at_once():
+    code = f"import threading, time\nthreading.Thread(target=time.sleep, args=(60,)).start()\n{GOOD}"
+    assert passes(code, [TEST], seconds=30.0) == 1.0
 
 
 def test_a_test_of_any_length_is_handed_over_or_refused_with_its_code():

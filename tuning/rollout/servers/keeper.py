@@ -5,6 +5,7 @@ other end of this process's standard input: when the owner dies, however that ha
 as its end. This file runs as a script and imports nothing of this project.
 """
 
+import contextlib
 import ctypes
 import os
 import select
@@ -31,14 +32,11 @@ def group_alive(group: int) -> bool:
     return True
 
 
-def end_orphans() -> None:
-    """Kill what has left the group, such as a browser in a session of its own: as orphans they are children of this."""
+def orphans(child: int) -> list[int]:
+    """Processes that the command has started and left: children of this, those that have ended are reaped. Linux."""
     path = Path(f"/proc/self/task/{os.getpid()}/children")
-    while path.exists() and (orphans := [int(pid) for pid in path.read_text().split()]):
-        for pid in orphans:
-            os.kill(pid, signal.SIGKILL)
-        for pid in orphans:
-            os.waitpid(pid, 0)
+    others = [int(pid) for pid in path.read_text().split() if int(pid) != child] if path.exists() else []
+    return [pid for pid in others if os.waitpid(pid, os.WNOHANG)[0] == 0]
 
 
 def main() -> int:
@@ -49,6 +47,7 @@ def main() -> int:
     for one in passed:
         os.close(one)
     while child.poll() is None:
+        orphans(child.pid)
         ready, _, _ = select.select([0], [], [], 0.2)
         if ready and not os.read(0, 1):
             break
@@ -57,10 +56,16 @@ def main() -> int:
         if group_alive(child.pid):
             os.killpg(child.pid, number)
         while time.monotonic() < deadline and (child.poll() is None or group_alive(child.pid)):
+            orphans(child.pid)
             time.sleep(0.05)
         deadline = time.monotonic() + 1.0
     status = child.wait() & 0xFF
-    end_orphans()
+    # Such as a browser in a session of its own.
+    while (left := orphans(child.pid)) and time.monotonic() < deadline:
+        for pid in left:
+            with contextlib.suppress(ProcessLookupError, PermissionError):
+                os.kill(pid, signal.SIGKILL)
+        time.sleep(0.01)
     return status
 
 
