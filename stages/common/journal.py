@@ -35,7 +35,9 @@ class Journal:
         self._known: dict[str, list[float | None]] = {}
         """The values of a call by its name."""
         if self._path.exists():
-            self._known = {line["call"]: line["values"] for line in read_lines(self._path)}
+            # Lines of before name places alone, not what was judged there.
+            lines = (line for line in read_lines(self._path) if isinstance(line, dict))
+            self._known = {line["call"]: line["values"] for line in lines}
             # How many of them are of completions that there are now is known call by call.
             kept = sum(map(len, self._known.values()))
             ctx.log(f"{what}: {kept} finished scores are there, and reused where their completions are the same")
