@@ -50,3 +50,8 @@ def finish(process: subprocess.Popen[str], timeout: float = 120) -> str:
     out, err = process.communicate(timeout=timeout)
     assert process.returncode == 0, err
     return out
+
+
+def can_mount() -> bool:
+    """Whether a test may mount file systems in a namespace of its own."""
+    return sys.platform == "linux" and subprocess.run(["unshare", "-m", "true"], capture_output=True).returncode == 0

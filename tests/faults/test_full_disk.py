@@ -1,12 +1,11 @@
 """A disk that is full in the middle of a run: the user reads so, with the place, and the same command then goes on."""
 
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
-from tests.support import RLHF
+from tests.support import RLHF, can_mount
 
 SCRIPT = """
 mount -t tmpfs -o size=2m none "$1" || exit 9
@@ -18,10 +17,6 @@ echo ROOM
 mount -o remount,size=200m "$1"
 run "$@"
 """
-
-
-def can_mount() -> bool:
-    return sys.platform == "linux" and subprocess.run(["unshare", "-m", "true"], capture_output=True).returncode == 0
 
 
 @pytest.mark.slow

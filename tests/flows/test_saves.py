@@ -20,7 +20,7 @@ from flows.running.session import Session
 from stages.store.artifacts import Store
 from stages.store.leases import lease
 from stages.worker.client import StageFailed, Worker
-from tests.stages.store.test_disk import can_mount
+from tests.support import can_mount
 
 
 @pytest.fixture

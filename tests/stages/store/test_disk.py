@@ -17,6 +17,7 @@ import safetensors
 from botocore.exceptions import ClientError
 
 from stages.store.disk import DiskFault, check_room, disk_fault
+from tests.support import can_mount
 
 
 class Own(Exception):
@@ -145,10 +146,6 @@ except OSError as error:
 left = [p.name for p in Path(sys.argv[1], "things").iterdir() if p.name.endswith(".part")]
 print(left)
 """
-
-
-def can_mount():
-    return sys.platform == "linux" and subprocess.run(["unshare", "-m", "true"], capture_output=True).returncode == 0
 
 
 @pytest.mark.skipif(not can_mount(), reason="this machine gives no namespace of mounts")

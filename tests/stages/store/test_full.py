@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.stages.store.test_disk import can_mount
+from tests.support import can_mount
 
 COLLECTS = """
 import contextlib, sys, time
