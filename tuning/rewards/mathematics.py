@@ -33,7 +33,8 @@ _COMMANDS = {
     "∪": "cup",
     "∈": "in",
 }
-_PLAIN = {"−": "-", "–": "-", "°": r"^\circ", "²": "^2", "³": "^3"}
+_PLAIN = {"−": "-", "–": "-", "°": r"^\circ"}
+_RAISED = {ord(raised): digit for raised, digit in zip("⁻⁰¹²³⁴⁵⁶⁷⁸⁹", "-0123456789", strict=True)}
 _CHARACTERS = str.maketrans(_PLAIN | {c: rf"\{name} " for c, name in _COMMANDS.items()})
 _FORMS = (
     (r"([\u3000-\u9fff\uff00-\uffef]+)", r" \1 "),
@@ -45,7 +46,7 @@ _FORMS = (
 _RETRACTION = re.compile(r"[.:;!?](?=\s)|\b(?:no|not|wait|wrong)\b", re.IGNORECASE)
 """Between two boxes: the second replaces the first, and does not add to it."""
 _WORD = r"(?<![\\A-Za-z])(?!pi\b)[A-Za-z]{2,}(?![a-z]*\()"
-_BARE = re.compile(rf"(?=.*[A-Za-zα-ω√\\([{{])(?:(?!\d\s+\w|\\[(\[]|{_WORD})[^$\n\u3000-\uffef])+")
+_BARE = re.compile(rf"(?=.*[A-Za-zα-ω√⁰¹²³⁴-⁹\\([{{])(?:(?!\d\s+\w|\\[(\[]|{_WORD})[^$\n\u3000-\uffef])+")
 """One line with a letter or bracket, and without delimiters, units or words: an expression."""
 # The package warns of each limit that it is not given.
 logging.getLogger("math_verify").setLevel(logging.ERROR)
@@ -130,6 +131,7 @@ def _parse(text: str) -> list[Any]:
         return []
     configs = [LatexExtractionConfig(boxed_match_priority=0), ExprExtractionConfig()]
     text = text.translate(_CHARACTERS).replace("\\mathrm{e}", "e")
+    text = re.sub("⁻?[⁰¹²³⁴-⁹]+", lambda raised: f"^{{{raised[0].translate(_RAISED)}}}", text)
     for form, latex in _FORMS:
         text = re.sub(form, latex, text)
     # The package's own limits are whole seconds of wall-clock time for each of many steps.
