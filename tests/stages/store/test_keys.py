@@ -17,7 +17,7 @@ from stages.store.keys import NotCanonical, canonical, config_content, derive_se
 
 # How a stage computes, not what. Everything else of its config is in the key.
 COMPUTE = {
-    *("compute.tokens_per_micro_batch", "compute.rollout_rows", "compute.remat"),
+    *("compute.tokens_per_micro_batch", "compute.rollout_rows", "compute.remat", "compute.profile"),
     *("compute.mesh.data", "compute.mesh.fsdp", "compute.mesh.tensor", "compute.mesh.context"),
 }
 FITTED = COMPUTE | {"checkpoint_every", "heldout_every"}
@@ -47,13 +47,15 @@ EXECUTION = {
     "export": set(),
     "gate": set(),
     "fresh": set(),
+    "scorer": set(),
     "start": {"stage", "key", "run"},
 }
 
 
 def config_of(name: str) -> Any:
     """The settings of a stage by its defaults; the pipeline tells which policy a run starts from."""
-    return stage(name).config(**({"digest": "d"} if name == "start" else {}))
+    needed = {"start": {"digest": "d"}, "scorer": {"source": "folder"}}
+    return stage(name).config(**needed.get(name, {}))
 
 
 def leaves(config: BaseModel, place: str = "") -> Iterator[str]:
