@@ -152,13 +152,13 @@ class Compute(StageConfig, core.ComputeSettings):  # type: ignore[misc]
     rollout_rows: int = execution_setting(0, ge=0)
     """Completions decoded side by side; 0: the device decides."""
     mesh: Mesh = execution_setting(Mesh())
-    profile: list[int] | None = execution_setting(None, min_length=2, max_length=2)
+    profile: list[Annotated[int, Field(ge=0)]] | None = execution_setting(None, min_length=2, max_length=2)
     """Trace the stage with JAX's profiler from when so many of its units are done (steps of training, prompts of
     rollouts) to when so many are, such as [10, 12]; null: never."""
 
     @model_validator(mode="after")
     def _in_order(self) -> Compute:
-        if self.profile is not None and not 0 <= self.profile[0] < self.profile[1]:
+        if self.profile is not None and self.profile[0] >= self.profile[1]:
             raise ValueError(f"profile is {self.profile}: expected two numbers in rising order, such as [10, 12]")
         return self
 

@@ -137,7 +137,7 @@ def version_of(manifest: dict[str, Any], place: tuple[str, ...], **more: Any) ->
 
     def ref(item: Mapping[str, str]) -> Ref:
         # The same few names and keys are in many manifests.
-        stage, key, digest = (sys.intern(item[name]) for name in ("stage", "key", "digest"))
+        stage, key, digest = (sys.intern(item.get(name, "")) for name in ("stage", "key", "digest"))
         return stage, key, digest
 
     stage, key, digest = ref(manifest)

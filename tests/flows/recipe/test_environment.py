@@ -94,7 +94,7 @@ def test_the_update_takes_the_weight_of_the_environments_rewards(loaded):
 
 def test_without_an_environment_nothing_has_its_weight_and_with_one_it_is_the_total(tmp_path):
     path = tmp_path / "mine.yaml"
-    for text, weight in (("", 0.0), ("environment: {name: guess}\n", 1.0)):
+    for text, weight in (("name: mine\n", 0.0), ("environment: {name: guess}\n", 1.0)):
         path.write_text(text)
         assert load_recipe(str(path)).rl.update.environment_weight == weight
 

@@ -44,8 +44,9 @@ def test_a_recipe_that_was_written_down_reads_back(name):
         assert Recipe.model_validate_json(json.dumps(loaded.model_dump(mode="json"))) == loaded
 
 
-def test_an_empty_file_is_a_recipe_of_defaults_with_the_file_s_name(recipe):
-    assert load_recipe(recipe("")) == Recipe(name="mine")
+def test_a_file_without_a_name_has_that_of_the_file_and_one_without_settings_is_refused(recipe):
+    assert load_recipe(recipe("seed: 0\n")) == Recipe(name="mine")
+    assert "the file holds no settings" in refused(recipe(""))
 
 
 @pytest.mark.parametrize(
@@ -98,7 +99,7 @@ def test_a_mistake_of_the_file_is_not_blamed_on_an_option(recipe):
     assert "mine.yaml:1: rl: rollout.round is counted" in refused(file, sets=["rl.update.clip_high=0.3"])
 
 
-@pytest.mark.parametrize("sections", ["", "name: mine\nbase: {}\ndata: {}\n"])
+@pytest.mark.parametrize("sections", ["name: mine\n", "name: mine\nbase: {}\ndata: {}\n"])
 def test_sections_that_are_left_out_run_or_not_as_the_page_says(recipe, sections):
     """docs/recipes.md and README.md: some sections run only where they are given; null is not run."""
     left_out = load_recipe(recipe(sections))
