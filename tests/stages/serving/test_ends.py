@@ -159,7 +159,12 @@ def test_a_long_prompt_does_not_stop_the_streams_of_others(live, monkeypatch):
     server = Server(live, TOKENIZER, "tiny", STOPS, CONTEXT)
     threads = []
     real = server._prompt_ids
-    monkeypatch.setattr(server, "_prompt_ids", lambda p: threads.append(threading.current_thread().name) or real(p))
+
+    def prompt_ids(*prompt, **how):
+        threads.append(threading.current_thread().name)
+        return real(*prompt, **how)
+
+    monkeypatch.setattr(server, "_prompt_ids", prompt_ids)
     url, end = serving(server)
     try:
         assert httpx.post(f"{url}/v1/completions", json=SAID, timeout=60).status_code == 200
