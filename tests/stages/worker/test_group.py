@@ -97,7 +97,7 @@ def test_an_interrupted_run_leaves_no_process(group, tmp_path):
 
 def test_every_stage_says_which_processes_run_it():
     found = {name: stage(name).processes(stage(name).config.model_construct()) for name in modules()}
-    alone = {"base", "prepare", "fresh", "start", "score", "select", "gate"}
+    alone = {"base", "scorer", "prepare", "fresh", "start", "score", "select", "gate"}
     assert {name for name, which in found.items() if which == "primary"} == alone
     assert set(found.values()) == {"all", "primary"}
 
