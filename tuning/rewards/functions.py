@@ -194,7 +194,7 @@ def _is_literal(text: str) -> bool:
 
 
 def _only_computes(text: str) -> bool:
-    """Whether SymPy's parser, given this text, only computes: powers of a bounded size, and functions of SymPy."""
+    """Whether SymPy's parser, given this text, only computes: bounded powers, and SymPy's elementary functions."""
     import sympy
 
     try:
@@ -206,7 +206,7 @@ def _only_computes(text: str) -> bool:
         all(isinstance(node, (*_COMPUTES, ast.Call)) for node in nodes)
         and sum(isinstance(node, ast.Call) for node in nodes) == len(called)
         and all(
-            isinstance(getattr(sympy, name, None), sympy.FunctionClass)
+            getattr(getattr(sympy, name, None), "__module__", "").startswith("sympy.functions.elementary")
             or name in ("sqrt", "abs", "Integral", "Rational")
             for name in called
         )

@@ -80,7 +80,15 @@ def test_no_text_runs_as_a_program_in_the_verifier_of_a_task(task, tmp_path):
         f"f'{{open({str(path)!r}, chr(119))}}'",
         f"(lambda: open({str(path)!r}, 'w'))()",
         f"sqrt(open({str(path)!r}, 'w'))",
-        *("oracle_answer", "[oracle_answer]", "[[oracle_answer]]", "[valid_solutions]", "9**9**9**9", "(9**999)**999"),
+        *(
+            "oracle_answer",
+            "[oracle_answer]",
+            "[[oracle_answer]]",
+            "[valid_solutions]",
+            "9**9**9**9",
+            "(9**999)**999",
+            "factorial(9**999)",
+        ),
     ]
     given = {"answer": [gold], "metadata": [record["metadata"]]}
     (right,) = f.reasoning_gym_score([record["prompt"]], [gold], **given)
