@@ -23,12 +23,12 @@ class Config(StageConfig):
     """`package:NAME/FILE` in an installed package, a path or fsspec URL (s3://, gs://, https://) of a GGUF file or
     Hugging Face folder, `hub:ORG/NAME` or `hub:ORG/NAME@REVISION` on the Hugging Face hub, or `random:tiny`."""
     chat_template: str | None = execution_setting(None)
-    """File with a chat template (Jinja) in place of the model's own; in the key by content, not by name."""
+    """File with a chat template (Jinja) that replaces the model's own; the key has its content."""
     chat_template_kwargs: dict[str, str | int | float | bool] = Field(default_factory=dict)
     """Values that the chat template reads, such as {enable_thinking: false}: in data, rollouts, evaluation, serving and
     the exported model. A record's or a request's own values replace them."""
     chat_date: str = "2024-07-26"
-    """The day that chat templates write as today's, so that one recipe renders one text on each day."""
+    """Date that chat templates write as today's, so that a recipe renders the same text on every day."""
 
     @field_validator("chat_date")
     @classmethod

@@ -43,7 +43,8 @@ class Config(Fitted):
     teacher: str = "sft"
     """A policy of this run (base, sft, preference, rl), or another model, named as in base.source."""
     divergence: Literal["forward-kl", "reverse-kl", "jsd"] = "forward-kl"
-    """KL(teacher || policy) covers all that the teacher does, KL(policy || teacher) seeks a mode; jsd lies between."""
+    """forward-kl, KL(teacher || policy), covers all modes of the teacher; reverse-kl, KL(policy || teacher), seeks one;
+    jsd is between."""
     beta: Annotated[float, Field(gt=0, lt=1)] = 0.5
     """Weight of the teacher in the mixture of jsd; near 0 like forward-kl, near 1 like reverse-kl."""
     temperature: Annotated[float, Field(gt=0)] = 1.0
@@ -53,7 +54,7 @@ class Config(Fitted):
     max_tokens: Annotated[int, Field(ge=1)] = 64
     """Longest sampled completion in tokens, EOS included."""
     sampling_temperature: Annotated[float, Field(gt=0)] = 1.0
-    """Temperature of sampling."""
+    """Temperature at which the policy samples."""
     heldout_fraction: Annotated[float, Field(ge=0, lt=1)] = 0.1
     """Share of the examples kept out of training to measure the divergence on;
     drawn by group, so that completions of one prompt are on one side."""

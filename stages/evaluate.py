@@ -40,9 +40,9 @@ class Judge(StageConfig):
     """A further judge of an evaluation."""
 
     function: str
-    """A reward function: a built-in name or `module:function`; 1 is right."""
+    """A reward function: a built-in name or `module:function`; 1 is correct."""
     arguments: Arguments = {}
-    """Its keyword arguments."""
+    """Keyword arguments of the function."""
     seconds: Annotated[float, Field(gt=0)] = 10.0
     """Wall-clock limit of one judgement."""
 
@@ -59,36 +59,37 @@ class Config(StageConfig):
     temperature: Annotated[float, Field(ge=0)] = 1.0
     """Sampling temperature; 0 is greedy."""
     top_p: Annotated[float, Field(gt=0, le=1)] = 1.0
-    """Sample from the fewest most probable tokens that hold this much probability."""
+    """Sample from the smallest set of most probable tokens with this total probability."""
     top_k: Annotated[int, Field(ge=0, lt=2**31)] = 0
-    """Sample from so many most probable tokens; 0: from all."""
+    """Sample from this number of most probable tokens; 0: from all."""
     min_p: Annotated[float, Field(ge=0, le=1)] = 0.0
-    """Sample from tokens at least this probable, as a share of the most probable one."""
+    """Sample from tokens with at least this share of the largest probability."""
     stop: list[Annotated[str, Field(min_length=1)]] = []
-    """Texts that end a completion. Its own text ends before the first one, as in OpenAI's API."""
+    """Texts that end a completion; the judges see the text before the first one, as in OpenAI's API."""
     judge: str = "exact_match"
-    """The reward function that decides, 1 is right: it may differ from what the policy was trained on."""
+    """Reward function that decides; 1 is correct. It may differ from the training rewards."""
     judge_arguments: Arguments = {}
-    """Its keyword arguments."""
+    """Keyword arguments of the judge."""
     seconds: Annotated[float, Field(gt=0)] = 10.0
     """Wall-clock limit of one judgement."""
     judges: dict[str, Judge] = {}
-    """Further judges by name, of the same completions: another verifier, a format, a length. The score, pass@k and
-    comparisons are of `judge`; each of these gets a score with an interval beside it."""
+    """Further judges of the same completions by name, each with a score and an interval. The score, pass@k and
+    comparisons use `judge`."""
     max_failed_fraction: float = execution_setting(0.1, ge=0, le=1)
-    """Share of a judge's judgements that may fail (time, memory, an error); with more the stage fails, since the score
-    would be of the judge. Those that may fail count as wrong: a policy must not gain by breaking its judge."""
+    """Share of a judge's calls that may fail (time, memory, an error); more fail the stage. Failed calls count as
+    wrong, so that a policy does not gain by breaking its judge."""
     every: int = execution_setting(0, ge=0)
-    """Also evaluate the policy after every so many rounds of RL; 0: only the policies at the end of their training."""
+    """Also evaluate the policy every this number of RL rounds; 0: only at the end of each training section."""
     load_best_model_at_end: bool = execution_setting(False)
-    """RL ends with the best of the policies that `every` evaluates and the last, in place of the last: it is exported,
-    and later stages start from it. Its score is too high by the choice where the same problems judge it again."""
+    """RL ends with the best of the evaluated policies in place of the last: it is exported, and later stages start from
+    it. Its score is too high if the same problems judge it again."""
     metric_for_best_model: str = execution_setting("score")
-    """What decides which is best, the higher the better: `score`, `pass_at_K`, `maj_at_N`, or a name of `judges`."""
+    """Metric that decides which policy is best, the higher the better: `score`, `pass_at_K`, `maj_at_N`, or a name of
+    `judges`."""
     shard_prompts: Annotated[int, Field(ge=1)] = 64
     """Problems of one shard."""
     environment: Environment | None = None
-    """What episodes are played in, in place of single completions; the recipe takes it from its section environment."""
+    """Set by the recipe from its section environment."""
     compute: Compute = Compute()
     """How to compute."""
     workers: int | None = execution_setting(None, ge=1)

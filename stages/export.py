@@ -17,10 +17,10 @@ class Config(StageConfig):
     """The exported folder."""
 
     name: str = "policy"
-    """Name of the model in its card."""
+    """Name of the model in its model card."""
     dtype: Literal["base", "float32", "bfloat16", "float16"] = "base"
-    """Type of the weights; base: that which each tensor has in the base model. Training goes on from float32 weights
-    whatever this says."""
+    """Type of the exported weights; base: the type of each tensor in the base model. Training always uses float32
+    weights."""
 
 
 def lineage(artifact: Artifact) -> list[dict[str, Any]]:

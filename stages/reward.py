@@ -19,9 +19,9 @@ class Config(Fitted):
     """A reward model over the base model; an example is a pair."""
 
     margin_weight: Annotated[float, Field(ge=0)] = 1.0
-    """Factor on the margins that pairs bring; 0 trains without them."""
+    """Factor of the margins that pairs bring; 0 ignores them."""
     centering: Annotated[float, Field(ge=0)] = 0.01
-    """Weight of (chosen + rejected)^2, which holds scores near zero."""
+    """Weight of (chosen + rejected)^2, which keeps scores near zero."""
     heldout_fraction: Annotated[float, Field(ge=0, lt=1)] = 0.1
     """Share of the pairs kept out of training to report accuracy and calibration."""
     optimizer: Optimizer = Optimizer(learning_rate=3e-5, schedule="linear", warmup_steps=2)

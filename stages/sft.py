@@ -21,14 +21,15 @@ class Config(Fitted):
     """Supervised fine-tuning."""
 
     tokens_per_step: Annotated[int, Field(ge=1)] | None = None
-    """Tokens of one optimizer step, prompts included, in place of examples_per_step: it takes the examples that fit."""
+    """Tokens of one optimizer step, prompts included, in place of examples_per_step: a step takes the examples that
+    fit."""
     loss: Literal["nll", "dft"] = "nll"
     """Loss of a token: -log p, or DFT's -p log p, whose p has no gradient (arXiv:2508.05629), as in TRL. Held-out
     examples are measured by -log p."""
     label_smoothing: Annotated[float, Field(ge=0, lt=1)] = 0.0
     """Share of each target that is spread evenly over the vocabulary, as in transformers."""
     heldout_fraction: Annotated[float, Field(ge=0, lt=1)] = 0.0
-    """Share of the examples kept out of training to measure the loss on, where the data holds out none."""
+    """Share of the examples kept out of training to measure the loss on, if the data holds out none."""
     optimizer: Optimizer = Optimizer(learning_rate=2e-5, schedule="linear", warmup_steps=2)
     """The optimizer."""
 

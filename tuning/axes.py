@@ -22,10 +22,10 @@ class Axes:
     """Devices along each axis of the mesh; -1 takes what the others leave. One device needs none of it."""
 
     data: Devices = 1
-    """Copies of the model, each with its part of a batch."""
+    """Copies of the model, each with a part of the batch; -1: the remaining devices."""
     fsdp: Devices = -1
-    """Parts that parameters, optimizer and batch are cut into."""
+    """Shards of parameters, optimizer and batch; -1: the remaining devices."""
     tensor: Devices = 1
-    """Parts that heads, feed-forward and vocabulary are cut into."""
+    """Shards of heads, feed-forward and vocabulary."""
     context: Devices = 1
-    """Parts that the length of rows is cut into, for rows whose activations one device does not hold."""
+    """Shards of the length of rows, for rows whose activations do not fit on one device."""

@@ -29,21 +29,23 @@ class OptimizerSettings:
     name: Literal[
         "adamw", "adam", "nadamw", "radam", "amsgrad", "rmsprop", "sgd", "lion", "adafactor", "muon"
     ] = "adamw"  # fmt: skip
-    """The rule. Muon moves kernels of layers and Adam the rest; Adafactor does not scale by the parameter's norm."""
+    """Update rule. muon updates matrices of layers, with Adam for the rest; adafactor does not scale by the parameter's
+    norm."""
     learning_rate: Positive = 1e-5
     """Peak learning rate. Each stage has its own default: of all parameters, and ten times as much of an adapter."""
     schedule: Literal["constant", "linear", "cosine", "wsd"] = "constant"
-    """Shape after the warm-up; all but constant go down to the end. wsd goes down in the last fifth."""
+    """Shape after the warm-up; all but constant decay to the end. wsd decays in the last fifth."""
     warmup_steps: Annotated[int, Field(ge=0)] = 0
     """Steps of linear warm-up."""
     decay_steps: Annotated[int, Field(ge=1)] | None = None
-    """Step at which the schedule reaches its end; null: the stage's last. Rounds of RL have no last one: give it."""
+    """Step at which the schedule ends; null: the last step of the stage. Rounds of RL have no last step: set it for
+    them."""
     end_fraction: Fraction = 0.0
-    """Learning rate at the end, as a share of the peak."""
+    """Final learning rate, as a share of the peak."""
     weight_decay: NotNegative = 0.0
     """Decoupled weight decay."""
     decay: Literal["matrices", "all"] = "matrices"
-    """What it applies to: matrices without norms, biases and scalar heads, or all parameters."""
+    """Parameters with weight decay: matrices (not norms, biases and scalar heads), or all."""
     beta1: Decay = 0.9
     """Decay of the first moment; momentum of sgd and rmsprop (0 unless given), adafactor (0) and muon (0.95)."""
     beta2: Decay = 0.95
@@ -52,10 +54,10 @@ class OptimizerSettings:
     epsilon: Positive = 1e-8
     """Added to the root of the second moment."""
     clip_norm: Positive | None = 1.0
-    """Largest global norm of the gradient; null: any."""
+    """Maximum global norm of the gradient; null: no clipping."""
     moments: Moments = "float32"
-    """How moments are kept. bfloat16 takes half of the memory and rounds at random, so that small changes count in the
-    mean; host keeps float32 in the host's memory, and each update of a TPU or GPU reads and writes them there."""
+    """Storage of the moments. bfloat16 takes half of the memory, with stochastic rounding; host keeps float32 in host
+    memory, and each update of a TPU or GPU reads and writes them there."""
     max_skipped: Annotated[int, Field(ge=0)] = 3
     """Non-finite steps in a row that are skipped before the stage stops."""
 

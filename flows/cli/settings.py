@@ -71,7 +71,7 @@ def _settings(model: type[BaseModel], above: str, given: BaseModel | None) -> It
         text = " ".join(field_docs(model).get(name, "").split())
         inner = models_in(field.annotation)
         shown = "required" if required else _shown(default, inner)
-        yield Setting(place, _kind(field), shown, text)
+        yield Setting(place, kind_of(field), shown, text)
         for key, one in inner:
             yield from _settings(one, f"{place}{key}.", default if isinstance(default, BaseModel) else None)
 
@@ -85,7 +85,7 @@ def _shown(default: Any, inner: list[Any]) -> str:
     return json.dumps(default, ensure_ascii=False, default=str)
 
 
-def _kind(field: FieldInfo) -> str:
+def kind_of(field: FieldInfo) -> str:
     """The type of a field in the words of a recipe, with its bounds."""
     signs = {"ge": ">= {}", "gt": "> {}", "le": "<= {}", "lt": "< {}", "min_length": "at least {}"}
     signs |= {"max_length": "at most {}"}
@@ -106,7 +106,7 @@ def _word(kind: Any) -> str:
     if origin is Literal:
         return " | ".join(str(a) for a in arguments)
     if origin is Annotated:
-        return _kind(FieldInfo.from_annotation(kind))
+        return kind_of(FieldInfo.from_annotation(kind))
     if origin in (typing.Union, types.UnionType):
         return " | ".join(_word(a) for a in arguments)
     if origin in (dict, Mapping) or getattr(origin, "__name__", "") == "Mapping":

@@ -25,9 +25,9 @@ class Earlier(BaseModel):
     model_config = ConfigDict(extra="forbid", strict=True, frozen=True, use_attribute_docstrings=True)
 
     until: Annotated[int, Field(ge=1)]
-    """The first round that has others."""
+    """First round with other settings."""
     rl: dict[str, Any]
-    """The section rl that they were made with."""
+    """The section rl of the shared rounds."""
 
 
 class Fork(BaseModel):
@@ -38,11 +38,11 @@ class Fork(BaseModel):
     run: str
     """Name of the run."""
     node: str
-    """The stage of it that is the last to be shared, with all that it was made from: sft, round-005.update."""
+    """The last stage that the runs share, with all its ancestors: sft, round-005.update."""
     digest: Annotated[str, Field(pattern="^[0-9a-f]{64}$")]
-    """Digest of that stage's artifact: where it is another the run ends."""
+    """Digest of that stage's artifact; the run ends if it differs."""
     earlier: list[Earlier] = []
-    """The rounds that are shared, in order; empty: the fork is before them."""
+    """The shared rounds, in order; empty: the fork is before them."""
 
     @property
     def round(self) -> int:

@@ -75,16 +75,17 @@ class RL(StageConfig):
     update: UpdateConfig = UpdateConfig()
     """The policy update of each round."""
     checkpoint_every: Annotated[int, Field(ge=1)] = 5
-    """Rounds between stored weights; the policies between are made again from their rollouts when needed."""
+    """Rounds between stored weights; the policies between are recomputed from their rollouts if needed."""
     reference_every: Annotated[int, Field(ge=1)] | None = None
-    """Rounds after which the reference of the KL becomes the policy of then (ProRL, TR-DPO's hard update); null: it is
-    the policy before the first round in all of them."""
+    """Rounds after which the reference of the KL becomes the current policy (ProRL, TR-DPO's hard update); null: it
+    stays the policy before the first round."""
     staleness: Annotated[int, Field(ge=0)] = 0
-    """Rollouts of a round come from the policy of so many rounds before; importance weights account for it."""
+    """Rounds by which the sampling policy lags; importance weights correct for it."""
     refills: Annotated[int, Field(ge=0, le=20)] = 0
-    """Most times that a round samples other prompts in place of those whose completions all score alike."""
+    """Maximum passes in which a round samples other prompts in place of groups with equal rewards (dynamic
+    sampling)."""
     rollouts_from: str | None = None
-    """Name of a run whose rollouts are scored and trained on again: nothing is sampled."""
+    """Name of a run whose rollouts are scored and trained on again; nothing is sampled."""
 
     @model_validator(mode="before")
     @classmethod
@@ -189,25 +190,25 @@ class Recipe(BaseModel):
     model_config = ConfigDict(extra="forbid", strict=True, frozen=True)
 
     name: str = Field(default="run", pattern=r"^[a-z0-9][a-z0-9-]*$", max_length=64)
-    """Name of the recipe; runs are called NAME-two-words."""
+    """Name of the recipe. A run is called NAME-two-words."""
     description: str = ""
-    """What it is for, in a sentence."""
+    """One sentence about the purpose of the recipe."""
     seed: Annotated[int, Field(ge=0, lt=2**31)] = 0
     """Root of all randomness."""
     store: str = ".rlhf"
-    """fsspec URL or folder of all artifacts and runs (s3://bucket/path, gs://bucket/path)."""
+    """Folder or fsspec URL of all artifacts and runs (s3://bucket/path, gs://bucket/path)."""
     retries: Annotated[int, Field(ge=0)] = 1
-    """How often a stage is tried again when its worker dies."""
+    """Retries of a stage after its worker dies."""
     limits: Limits = Limits()
-    """How long a run, a stage, and silence of a stage may last."""
+    """Time limits of a run, of a stage, and of a stage that reports nothing."""
     compute: Defaults = Defaults()
-    """What sections compute in that do not say it themselves."""
+    """Default `compute.dtype` of the sections that set none."""
     workers: Workers | None = None
-    """Workers of this host that make stages beside each other; null: one makes them, one after the other."""
+    """Worker processes by role, so that stages run at the same time; null: one worker runs all stages in order."""
     retention: Retention | None = None
-    """Which runs of this recipe's name a finished run leaves: it collects the others; null: all of them stay."""
+    """Runs of this recipe's name to keep when a run finishes; the others are collected. null: all."""
     fork: Fork | None = None
-    """The stage of another run that this one goes on from, as `rlhf fork` writes it; null: none."""
+    """The stage of another run from which this one continues; `rlhf fork` writes it. null: none."""
     base: BaseConfig = BaseConfig()
     """The model to start from."""
     data: Data = Data()
@@ -215,23 +216,23 @@ class Recipe(BaseModel):
     start_from: Name = BASE
     """What is trained: `base`, or the policy of a name of the registry, such as champion; base while it has none."""
     sft: SFTConfig | None = SFTConfig()
-    """Supervised fine-tuning; null: what follows starts from the base model."""
+    """Supervised fine-tuning; null: skipped."""
     distill: DistillConfig | None = None
     """Distillation from a teacher into the policy after SFT; from a later policy of the run, into the base model."""
     preference: PreferenceConfig | None = None
     """Preference optimisation without a reward model: DPO, IPO, ORPO, SimPO, KTO and others."""
     reward: RewardConfig | None = None
-    """The reward model; needed by a reward with function reward_model, and by PPO."""
+    """The reward model; required by a reward with function reward_model, and by PPO."""
     environment: Environment | None = None
-    """A game, a class of your own, or tools, for rollouts of many turns; null: a prompt gets one completion."""
+    """A game, a custom class or tools, for rollouts of many turns; null: one completion a prompt."""
     rl: RL | None = RL()
-    """Reinforcement learning; null leaves it out."""
+    """Reinforcement learning; null: skipped."""
     evaluate: EvaluateConfig | None = EvaluateConfig()
-    """Evaluation on held-out problems of the base model and the policy after each way to tune it."""
+    """Evaluation of the base model and of the policy after each training section, on held-out problems."""
     gate: Gate | None = None
-    """What the policy must show before it is the champion, and is exported; null: nothing decides."""
+    """Conditions under which the policy becomes the champion and is exported; null: no gate."""
     export: ExportConfig | None = ExportConfig()
-    """The Hugging Face folder."""
+    """The exported Hugging Face folder; null: skipped."""
 
     def settings(self, section: str) -> Any:
         """The settings of a section by its dotted name, such as rl.rollout; None where it is left out."""

@@ -13,6 +13,6 @@ class Retention(BaseModel):
     model_config = ConfigDict(extra="forbid", strict=True, frozen=True)
 
     keep: Annotated[int, Field(ge=0)] = 5
-    """The newest of each recipe: so many that are finished, refused, with nothing new, and that have not ended."""
+    """Number of the newest runs to keep: of those that finished, were refused, had nothing new, and did not end."""
     keep_days: Annotated[float, Field(ge=0)] | None = None
-    """Runs that began in the last so many days stay too; null: age keeps no run."""
+    """Also keep runs that began in this number of days; null: age keeps no run."""

@@ -27,9 +27,8 @@ class WorkerSettings(BaseModel):
     model_config = ConfigDict(extra="forbid", strict=True, frozen=True)
 
     devices: list[Annotated[int, Field(ge=0)]] | None = None
-    """Accelerators of this host that the role uses: numbers as nvidia-smi counts them, or chips of a TPU; []: none, for
-    stages that do not compute on them; null: all, or the processor. Several processes of this host get equal shares, in
-    this order. Without a cluster only."""
+    """Accelerators of this host that the role uses: the numbers that nvidia-smi prints, or TPU chips. []: none; null:
+    all, or the CPU. Several processes of this host divide the list evenly, in order. Only without a cluster."""
     hosts: Annotated[int, Field(ge=1)] = 1
     """Processes that compute each stage of the role together, one on each host; without a cluster all of them run on
     this host. The mesh of a stage spans the devices of all of them."""
@@ -78,14 +77,14 @@ class Workers(BaseModel):
     """Address of a Ray cluster, HOST:PORT, or "auto" for the one that this host belongs to; null: the roles run on this
     host."""
     train: WorkerSettings = WorkerSettings()
-    """Trains policies and reward models, and runs the stages of roles that are not named here."""
+    """Trains policies and reward models, and runs the stages of roles that are not listed."""
     sample: WorkerSettings | None = None
-    """Samples rollouts, refills, greedy baselines and evaluations. null: train does it."""
+    """Samples rollouts, refills, greedy baselines and evaluations; null: the role train does it."""
     score: WorkerSettings | None = None
-    """Scores rollouts. null: train does it."""
+    """Scores rollouts; null: the role train does it."""
     data: WorkerSettings | None = None
-    """Reads and writes models and data: base, prepare, select, gate, export. null: train does it; with a cluster, a
-    worker on the run's own host."""
+    """Runs base, prepare, select, gate and export; null: the role train does it, or, with a cluster, a worker on the
+    run's own host."""
 
     wait_seconds: Annotated[float, Field(ge=0)] = 600.0
     """How long a role waits for resources that the cluster does not have, such as nodes that an autoscaler starts;

@@ -150,11 +150,11 @@ class Compute(StageConfig, core.ComputeSettings):  # type: ignore[misc]
     tokens_per_micro_batch: int = execution_setting(core.ComputeSettings.tokens_per_micro_batch, ge=0)
     remat: Remat = execution_setting(core.ComputeSettings.remat)
     rollout_rows: int = execution_setting(0, ge=0)
-    """Completions decoded side by side; 0: the device decides."""
+    """Completions decoded at the same time; 0: chosen by the device."""
     mesh: Mesh = execution_setting(Mesh())
     profile: list[Annotated[int, Field(ge=0)]] | None = execution_setting(None, min_length=2, max_length=2)
-    """Trace the stage with JAX's profiler from when so many of its units are done (steps of training, prompts of
-    rollouts) to when so many are, such as [10, 12]; null: never."""
+    """Units of the stage between which JAX's profiler traces it, such as [10, 12]: steps of training, prompts of
+    rollouts. null: never."""
 
     @model_validator(mode="after")
     def _in_order(self) -> Compute:
@@ -171,14 +171,14 @@ class Lora(StageConfig):
     alpha: Annotated[float, Field(gt=0)] = 32.0
     """The update is scaled by alpha / rank."""
     targets: Literal["all-linear"] | Annotated[list[Projection], Field(min_length=1)] = "all-linear"
-    """Projections that get an adapter."""
+    """Projections with an adapter."""
     use_rslora: bool = False
     """Scale by alpha / sqrt(rank)."""
     init: Literal["kaiming", "gaussian"] = "kaiming"
-    """How the first factor starts; the second starts at zero."""
+    """Initialisation of the first factor; the second starts at zero."""
     quantize: Literal["none", "int8", "nf4"] = "none"
-    """How the frozen kernels are stored; with nf4 this is QLoRA. The policy is the quantised model's from the start:
-    the first round is sampled from it, and it is the reference."""
+    """Storage of the frozen kernels; nf4 is QLoRA. The policy is the quantised model from the start: it samples the
+    first round, and it is the reference."""
 
 
 def stored_as(lora: Lora | None) -> Literal["none", "int8", "nf4"]:
@@ -194,21 +194,21 @@ class Fitted(Trained):
     epochs: Annotated[int, Field(ge=1)] = 1
     """Passes over the examples."""
     examples_per_step: Annotated[int, Field(ge=1)] = 16
-    """Examples of one optimizer step."""
+    """Examples of one optimizer step: the global batch size."""
     optimizer: Optimizer = Optimizer()
     """The optimizer."""
     lora: Lora | None = None
-    """Train an adapter over frozen parameters; null: train all of them."""
+    """Train a LoRA adapter over frozen parameters; null: train all parameters."""
     compute: Compute = Compute()
-    """How to compute."""
+    """Types, memory and devices of the computation."""
     checkpoint_every: int = execution_setting(8, ge=1)
     """Steps between checkpoints."""
     heldout_examples: Annotated[int, Field(ge=0)] = 0
-    """About so many held-out examples are measured on: whole groups, drawn at random; 0: all."""
+    """Held-out examples to measure on, approximately: whole groups, drawn at random; 0: all."""
     early_stopping_every: Annotated[int, Field(ge=1)] | None = None
-    """Steps between measurements that may end training early; null: it makes all steps."""
+    """Steps between the measurements of early stopping; null: no early stopping."""
     early_stopping_patience: Annotated[int, Field(ge=1)] = 3
-    """Such measurements in a row without a held-out loss below the least before them that end training. The weights are
+    """Training stops after this number of measurements in a row without a new lowest held-out loss. The weights are
     those of the last step."""
     heldout_every: int = execution_setting(0, ge=0)
     """Steps between measurements on the held-out examples, a curve in the report; 0: only before the first step and

@@ -24,13 +24,13 @@ class Guard(StageConfig):
     """Bounds of a figure that must not move far."""
 
     most: Figure | None = None
-    """The largest value."""
+    """Maximum value."""
     rise: Annotated[float, Field(ge=0)] | None = None
-    """How far it may be above that of the policy compared with."""
+    """Maximum increase over the compared policy."""
     fall: Annotated[float, Field(ge=0)] | None = None
-    """How far it may be below that of the policy compared with."""
+    """Maximum decrease from the compared policy."""
     times: Annotated[float, Field(gt=0)] | None = None
-    """At most so many times that of the policy compared with."""
+    """Maximum ratio to the compared policy."""
 
     @model_validator(mode="after")
     def _says_something(self) -> Guard:
@@ -43,24 +43,24 @@ class Gate(StageConfig):
     """What a policy must show before a name stands for it."""
 
     name: Annotated[str, Field(pattern=r"^[a-z][a-z0-9_.-]{0,63}$")] = CHAMPION
-    """The name that the policy gets where it is promoted, and whose policy it is compared with."""
+    """Name that a promoted policy gets; the new policy is compared with the policy of this name."""
     metric: str = "score"
-    """What is compared, problem by problem: `score`, or a name of `evaluate.judges`; the higher the better."""
+    """Metric to compare, problem by problem: `score`, or a name of `evaluate.judges`; the higher the better."""
     min_difference: Figure = 0.0
-    """What the difference, new policy less champion, must be shown to be above: by two tests (docs/gates.md), and by
-    the lower end of its interval."""
+    """The difference, new policy minus champion, must be significantly above this value: by two tests (docs/gates.md),
+    and by the lower end of its interval."""
     confidence: Annotated[float, Field(gt=0, lt=1)] = 0.95
-    """Of the interval. The test's level is (1 - confidence) / 2, and a Nth of it where the policy was chosen among N
-    on the same problems (Bonferroni)."""
+    """Confidence level of the interval. The test's level is (1 - confidence) / 2, divided by N if the policy was chosen
+    among N on the same problems (Bonferroni)."""
     floors: dict[str, Figure] = {}
-    """Least values by metric of the evaluation, or by name of a judge."""
+    """Minimum values by metric of the evaluation, or by name of a judge."""
     guards: dict[str, Guard] = {}
-    """Bounds of further metrics, such as mean_length, truncated, or a judge of safety, by name."""
+    """Bounds of further metrics by name, such as mean_length, truncated, or a judge of safety."""
     audit: bool = True
-    """Whether the laws of `rlhf audit` must hold in the run."""
+    """Whether the run must pass `rlhf audit`."""
     first: str = "base"
-    """Where the name has no policy yet: the policy of the run to compare with (base, sft, ...), or `promote`: the
-    first that keeps to floors, guards and audit is promoted."""
+    """Policy of the run to compare with while the name has none (base, sft, ...), or `promote`: the first policy that
+    meets floors, guards and audit is promoted."""
 
 
 class Config(Gate):

@@ -43,13 +43,14 @@ class DataSource(StageConfig):
     source_args: dict[str, Scalar] = Field(default_factory=dict)
     """Arguments of the task or function."""
     rename: dict[str, str | None] = Field(default_factory=dict)
-    """Field names of the source to those of the record layout, such as {question: prompt}; null leaves a field out."""
+    """As `data.rename`."""
     fields: dict[str, str | dict[Literal["from", "pattern", "template"], str]] = Field(default_factory=dict)
-    """Fields of the record layout from others of the source: by a path, {from, pattern} or {template}."""
+    """As `data.fields`."""
     layout: Layout = "auto"
-    """Layout of the records, which those of another one fail; auto goes by the fields of each."""
+    """Layout of the records; a record of another layout is a dead letter. auto decides by the fields of each record."""
     weight: Annotated[float, Field(ge=0, le=100)] = 1.0
-    """How often each training record is used: 0.5 takes half of them, by a hash; 2 takes each twice."""
+    """Number of times that each training record is used: 0.5 keeps half of them, chosen by a hash; 2 uses each
+    twice."""
     uses: Annotated[list[Split], Field(min_length=1)] | None = Field(default=None, alias="for")
     """Outputs that its records are for, such as [sft] or [prompts]. Evaluation problems are the held-out share of
     sources for prompts or heldout, and all records of a source for [heldout]. Each of several sources states it, unless
@@ -84,11 +85,11 @@ class RunnerSettings(StageConfig):
     """Who executes the Beam pipeline."""
 
     name: str = "FnApiRunner"
-    """FnApiRunner is this machine; FlinkRunner, SparkRunner, DataflowRunner and PortableRunner are clusters."""
+    """FnApiRunner runs on this machine; FlinkRunner, SparkRunner, DataflowRunner and PortableRunner run on clusters."""
     options: dict[str, Scalar | list[str]] = Field(default_factory=dict)
     """Beam's pipeline options by name, such as {flink_master: "host:8081"}."""
     scratch: str | None = None
-    """URL that all workers and this machine reach, for pieces of data; a cluster needs one."""
+    """URL that all workers and this machine can reach, for pieces of data; required on a cluster."""
 
 
 class Config(StageConfig):
@@ -101,62 +102,66 @@ class Config(StageConfig):
     source_args: dict[str, Scalar] = Field(default_factory=dict)
     """Arguments of the task or function."""
     rename: dict[str, str | None] = Field(default_factory=dict)
-    """Field names of the source to those of the record layout, such as {question: prompt}; null leaves a field out."""
+    """Field names of the source mapped to those of the record layout, such as {question: prompt}; null drops a
+    field."""
     fields: dict[str, str | dict[Literal["from", "pattern", "template"], str]] = Field(default_factory=dict)
-    """Fields of the record layout from others of the source: by a path, {from, pattern} or {template}."""
+    """Values for fields of the record layout, computed from other fields: a path, {from, pattern} or {template}."""
     layout: Layout = "auto"
-    """Layout of the records; auto goes by the fields of each."""
+    """Layout of the records; auto decides by the fields of each record."""
     sources: list[DataSource] = Field(default_factory=list)
-    """Several sources in place of `source` and its settings, each with a weight."""
+    """Several sources in place of `source` and its settings."""
     extra_fields: Literal["error", "metadata"] = "error"
-    """Fields that the layout does not know: refuse the record, or move them into its metadata."""
+    """Fields that the layout does not know: `error` rejects the record, `metadata` moves them into its metadata."""
     system_prompt: str | None = None
-    """First message of every prompt that does not bring its own system message."""
+    """First message of every prompt that has no system message."""
     seed: int = 0
-    """Of the source and of the split; apart from the run's seed, so that runs with other seeds are judged alike."""
+    """Seed of the source and of the split. It is separate from the run's seed, so that runs with other seeds have the
+    same held-out problems."""
     splits: list[Split] = Field(default=["sft", "preference", "prompts", "heldout"], min_length=1)
     """The wanted outputs; an empty one is an error. A recipe that leaves it out wants those that its sections read."""
     verifiers: list[Verifier] = Field(default_factory=list)
     """Rewards that read answers: a prompt whose answer one of them cannot read is a dead letter. A recipe that leaves
     it out has those of `rl.score.rewards` and `evaluate.judge`."""
     heldout_fraction: float = Field(default=0.2, ge=0, lt=1)
-    """Share of the groups that is held out; records that name their split are not counted and stay there."""
+    """Share of the groups that is held out. Records that name their split are not counted and stay there."""
     sft_fraction: float = Field(default=0.33, ge=0, le=1)
     """Share of the training groups that feeds `sft`; all of a source that is for SFT alone. A recipe that leaves it out
     and reads neither prompts nor pairs has 1."""
     preference: Literal["sft", "all-training"] = "all-training"
-    """Training groups whose pairs, or completions with a label, are used."""
+    """Training groups from which pairs, or completions with a label, are taken."""
     prompts: Literal["rest", "all-training"] = "rest"
-    """Training groups whose prompts are used for RL: those outside `sft`, or all. A record without a completion cannot
-    feed `sft`: its prompt is used with either."""
+    """Training groups whose prompts are used for RL: those outside `sft` (rest), or all. A record without a completion
+    cannot feed `sft`: its prompt is used in both cases."""
     rules: list[str] = Field(default_factory=list)
-    """Filters for quality or language, `module:function` of a record; False, or a text as the reason, drops it."""
+    """Filters for quality or language, each `module:function` of a record; it returns False, or the reason as text, to
+    drop the record."""
     near_duplicates: Annotated[float, Field(ge=0.3, le=1)] | None = None
     """Similarity (Jaccard, of 5-word runs) from which only one of several records stays; null: equal ones only. It is
     estimated from 128 hashes (standard error 0.04 at 0.7), and 98 % of the pairs at the threshold are compared."""
     decontaminate: Decontaminate | None = None
-    """Evaluation prompts that training data must not hold."""
+    """Evaluation prompts that the training data must not contain."""
     max_prompt_tokens: int = Field(default=512, ge=1)
-    """Most tokens of a prompt, with chat template."""
+    """Maximum tokens of a prompt, chat template included."""
     max_completion_tokens: int = Field(default=512, ge=1)
-    """Most tokens of a completion, with the end of the turn."""
+    """Maximum tokens of a completion, end of turn included."""
     too_long: Literal["drop", "truncate", "error"] = "drop"
-    """Longer rows are dropped, cut (a prompt keeps its end, a completion its start without an end) or refused."""
+    """Longer rows are dropped, truncated (a prompt keeps its end, a completion its start, without the end of turn) or
+    rejected."""
     order: Literal["id", "shuffled"] = "id"
     """Order of the rows of a shard: by id, or shuffled by the seed."""
     shards: int = Field(default=0, ge=0, le=10_000)
     """Files of each output; 0: one for each 64 MB of raw data. A file is sorted in memory, and a column of it is
     less than 2 GiB."""
     max_dead_fraction: float = Field(default=0.1, ge=0, le=1)
-    """More unreadable records than this share of all are an error."""
+    """Maximum share of unreadable records; more fail the stage."""
     max_dead_records: Annotated[int, Field(ge=0)] | None = None
-    """More unreadable records than this are an error; null: any number."""
+    """Maximum number of unreadable records; more fail the stage. null: any number."""
     workers: int = execution_setting(1, ge=1)
-    """Processes of this machine. More than one take 3 s to start, and pay off from tens of thousands of records."""
+    """Processes on this machine. Several take 3 s to start, and pay off from tens of thousands of records."""
     chunk_megabytes: float = execution_setting(8.0, gt=0)
-    """Raw data that a process works on at a time; memory is about twelve times as much."""
+    """Raw data that one process works on at a time; memory is about twelve times this."""
     runner: RunnerSettings = execution_setting(RunnerSettings())
-    """Who executes the Beam pipeline."""
+    """Runner of the Beam pipeline."""
 
     @model_validator(mode="after")
     def _consistent(self) -> Config:

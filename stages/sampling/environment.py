@@ -33,8 +33,8 @@ class Environment(StageConfig):
     """What the policy acts in: a rollout is an episode of one or many turns."""
 
     name: str | None = None
-    """Built in (guess, frozenlake), gem:ID, gymnasium:ID, textarena:ID, or module:Class of your own: a
-    text environment with gymnasium's tuple, or a class as TRL's environment_factory takes; null: tools alone."""
+    """Built in (guess, frozenlake), gem:ID, gymnasium:ID, textarena:ID, or a custom module:Class: a text environment
+    with gymnasium's tuple, or a class that TRL's environment_factory takes; null: tools alone."""
     arguments: dict[str, Value | list[Value]] = {}
     """Keyword arguments of the environment's constructor."""
     tools: list[str] = []
@@ -51,39 +51,39 @@ class Environment(StageConfig):
     tool_arguments: dict[str, dict[str, Value]] = {}
     """Arguments of tools that the policy does not choose, by the tool's name (search: {path: notes})."""
     tool_format: Literal["auto", "hermes", "llama", "gemma"] = "auto"
-    """How calls are written: as the chat template's family does, else as JSON in <tool_call> tags (Hermes, Qwen)."""
+    """Form of calls; auto: the form of the chat template's family, else JSON in <tool_call> tags (Hermes, Qwen)."""
     system_prompt: str | None = None
-    """The system's message; null: data.system_prompt, so that transcripts of SFT and episodes begin alike."""
+    """The system message; null: data.system_prompt, so that transcripts of SFT and episodes begin alike."""
     turns: Annotated[int, Field(ge=1)] = 8
-    """Turns of the policy in an episode; rl.rollout.max_tokens bounds each."""
+    """Maximum turns of the policy in an episode; rl.rollout.max_tokens bounds each."""
     max_tokens: Annotated[int, Field(ge=2)] = 1024
-    """All tokens of a trajectory: first context, turns and observations."""
+    """Maximum tokens of a trajectory: first context, turns and observations."""
     observation_tokens: Annotated[int, Field(ge=1)] = 256
-    """Tokens of an observation; a longer one is cut, with a visible mark."""
+    """Maximum tokens of an observation; a longer one is cut, with a visible mark."""
     tries: Annotated[int, Field(ge=1, le=10)] = 2
-    """How often an episode is begun whose environment fails; after that it has no reward and leaves every statistic."""
+    """Maximum starts of an episode whose environment fails; after that the episode has no reward and leaves every
+    statistic."""
     max_failed_fraction: float = execution_setting(0.1, ge=0, le=1)
-    """Share of the episodes, rounded up to whole ones, that the environment may fail; with more the stage fails."""
+    """Share of the episodes, rounded up, in which the environment may fail; more fail the stage."""
     replay: bool = False
-    """What becomes of an episode that a kill interrupts: true: its recorded turns are played again in a fresh
-    environment, whose observations must be the same; false: it begins again with the same seeds."""
+    """Treatment of an episode that a kill interrupts. true: its recorded turns are replayed in a fresh environment,
+    which must give the same observations; false: it starts again with the same seeds."""
     lockstep: bool = False
-    """Whether all episodes under way take their turns together: then the same episodes have the same bits each time
-    that they are played on one kind of device, and the slowest environment decides the pace."""
+    """Whether all running episodes take their turns together. Then the same episodes have the same bits on one kind of
+    device, and the slowest environment sets the pace."""
     reset_seconds: float = execution_setting(60.0, gt=0)
     """Wall-clock limit of a reset, the start of its process included."""
     step_seconds: float = execution_setting(30.0, gt=0)
     """Wall-clock limit of a step."""
     tool_seconds: float = execution_setting(10.0, gt=0)
-    """Wall-clock limit of a tool's call, past which the policy is told so."""
+    """Wall-clock limit of a tool call; the policy reads that it was exceeded."""
     episode_seconds: float | None = execution_setting(None, gt=0)
-    """Wall-clock limit of an episode, past which it has no reward; null: none but those of its parts, and ten minutes
-    for an agent."""
+    """Wall-clock limit of an episode, after which it has no reward; null: none, and ten minutes for an agent."""
     megabytes: int = execution_setting(2048, ge=16)
-    """Memory that an environment may take, beyond what its process holds before it, and each process of an agent in
-    all; on Linux."""
+    """Memory limit of an environment, on top of its process's own, and of each process of an agent in total; on
+    Linux."""
     processes: int = execution_setting(64, ge=1)
-    """Episodes under way at a time, each with a process of its own; never more than the engine has slots."""
+    """Episodes that run at the same time, each in its own process; at most the slots of the engine."""
 
     @model_validator(mode="after")
     def _plays(self) -> Environment:

@@ -33,15 +33,15 @@ class EngineSettings(StageConfig):
     kv_cache_dtype: Literal["auto", "float32", "bfloat16", "int8"] = "auto"
     """Type of its cached keys and values, with the same effect; auto: that of computation."""
     cache: Literal["auto", "slots", "paged"] = execution_setting("auto")
-    """Where its keys and values are: in slots of equal length, or in pages that completions take as they grow; auto:
-    pages on a TPU whose kernel takes the model, else slots. Samples are the same up to roundings."""
+    """Layout of the key-value cache: slots of equal length, or pages that completions take as they grow. auto: pages on
+    a TPU whose kernel supports the model, else slots. Samples agree up to rounding."""
     version: str | None = None
     """The servers' version: it is in the key of rollouts, and compared with what they report."""
     dtype: Literal["bfloat16", "float32"] = "bfloat16"
     """Type that started servers compute in, and of the weights that all are given. A native server that computes in
     another is refused."""
     arguments: list[str] = []
-    """More arguments of started servers (--tensor-parallel-size, 2)."""
+    """Additional arguments of started servers (--tensor-parallel-size, 2)."""
     url: str | list[str] | None = execution_setting(None)
     """Addresses of running servers (http://host:8000); null: they are started here."""
     command: Annotated[str | list[str] | None, KeyForm(program_and_words)] = None
@@ -53,7 +53,7 @@ class EngineSettings(StageConfig):
     (HF_TOKEN, OPENAI_API_KEY); records have the names alone. The value `***` takes the variable of that name from
     where rlhf runs, which is how a run is repeated from its record."""
     servers: int = execution_setting(1, ge=1)
-    """How many are started."""
+    """Servers to start."""
     sync: Literal["auto", "transfer", "weights", "adapter", "restart", "none"] = execution_setting("auto")
     """How they get a new policy: transfer, files of `folder` by vLLM's weight transfer (with this project's plugin) or
     by rlhf serve; weights, a reload of `folder`; the adapter alone; by a restart; or not from here. auto: transfer for
@@ -64,16 +64,16 @@ class EngineSettings(StageConfig):
     concurrency: int = execution_setting(64, ge=1)
     """Prompts at one server at a time."""
     timeout: float = execution_setting(600.0, gt=0)
-    """Seconds that an answer may take."""
+    """Seconds that a response may take."""
     start_seconds: float = execution_setting(900.0, gt=0)
     """Seconds that a server may take to become healthy."""
     wait_seconds: float = execution_setting(60.0, gt=0)
-    """Seconds in which a lost server may come back."""
+    """Seconds to wait for a lost server to come back."""
     tries: int = execution_setting(4, ge=1)
-    """How many servers, or starts of one, a prompt may lose."""
+    """Servers, or starts of one, that a prompt may lose."""
     tolerance: float = execution_setting(0.1, gt=0)
-    """Mean difference between a server's log-probabilities and the trainer's from which on it counts as another
-    policy's. Seen with SmolLM2 on vLLM: 0.03 in bfloat16, 1e-5 in float32."""
+    """Mean difference between a server's log-probabilities and the trainer's above which the server is taken to hold
+    another policy. Seen with SmolLM2 on vLLM: 0.03 in bfloat16, 1e-5 in float32."""
     key_variable: str | None = execution_setting(None)
     """Environment variable that holds the servers' API key."""
 
@@ -155,19 +155,19 @@ class SamplingConfig(StageConfig):
     """What the stages that sample a round's prompts have in common."""
 
     max_tokens: Annotated[int, Field(ge=1)] = 64
-    """Longest completion in tokens, EOS included; in an environment the longest turn."""
+    """Maximum tokens of a completion, EOS included; in an environment, of a turn."""
     stop: list[Annotated[str, Field(min_length=1)]] = []
     """Texts that end a completion, for the native engine in the worker; rewards see the text before the first one.
     All sampled tokens are trained."""
     shard_prompts: Annotated[int, Field(ge=1)] = 32
-    """Prompts of one shard: what is kept when a round is interrupted."""
+    """Prompts of one shard: an interrupted round keeps its finished shards."""
     quantize: Literal["none", "int8", "nf4"] = "none"
     """How the policy's kernels are rounded before sampling; the recipe takes it from rl.update.lora, for the round
     that begins with a policy which is not of that adapter yet."""
     engine: EngineSettings = EngineSettings()
-    """What samples."""
+    """The sampler."""
     environment: Environment | None = None
-    """What episodes are played in; the recipe takes it from its section environment."""
+    """Set by the recipe from its section environment."""
     compute: Compute = Compute()
     """How to compute."""
 
@@ -186,13 +186,13 @@ class Rollout(SamplingConfig):
     first: Annotated[int, Field(ge=0)] | None = None
     """Where it begins in that order, behind rounds of other numbers of prompts; null: behind rounds of as many."""
     order_seed: Annotated[int, Field(ge=0, lt=2**32)] | None = None
-    """Seed of the order in which all rounds together pass over the prompts; null: from the recipe's seed."""
+    """Seed of the order in which the rounds draw the prompts; null: from the recipe's seed."""
     prompts: Annotated[int, Field(ge=1)] = 32
     """Prompts of a round."""
     completions: Annotated[int, Field(ge=1)] = 8
-    """Completions of each prompt."""
+    """Completions of each prompt: the group size."""
     temperature: Annotated[float, Field(gt=0)] = 1.0
-    """Sampling temperature; training uses the same."""
+    """Sampling temperature; training uses the same value."""
 
 
 def loads(config: SamplingConfig) -> tuple[str, ...]:

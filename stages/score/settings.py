@@ -23,16 +23,16 @@ class Reward(StageConfig):
     function: str
     """A built-in name, `module:function`, `reward_model`, or `environment`: the sum of an episode's rewards."""
     source: str | None = None
-    """With function reward_model, a ready one in place of the run's own: a Hugging Face folder of a sequence classifier
-    with one label, in the forms of base.source. It reads conversations by its own tokenizer and chat template."""
+    """With function reward_model: a ready reward model in place of the run's own, a Hugging Face folder of a sequence
+    classifier with one label, in the forms of base.source. It uses its own tokenizer and chat template."""
     weight: float = 1.0
-    """Its factor in the sum."""
+    """Factor of the reward in the total."""
     arguments: dict[str, str | int | float | bool] = {}
     """Keyword arguments of the function."""
     squash: Literal["none", "sigmoid"] = "none"
-    """Applied to the value first."""
+    """Function applied to the value first."""
     clip: Annotated[list[float], Field(min_length=2, max_length=2)] | None = None
-    """Range to which the value is limited then."""
+    """Range to which the value is clipped after `squash`."""
     normalise: Literal["none", "group", "batch"] = "none"
     """Centre and scale the values of a prompt's completions, or of the round, before the weight. With batch, refills
     and ReMax's greedy completions are on the scale of the round's own rollouts."""
@@ -40,12 +40,12 @@ class Reward(StageConfig):
     """What one call of the function gets: one completion, all of a prompt's, or all of the round's, as in TRL. A call
     that fails costs all of its completions."""
     on_failure: Literal["drop", "zero", "stop"] = "drop"
-    """What a timeout, an error or NaN does: the completion leaves the round, the reward counts as 0, or the run ends.
-    An outage, such as a judge that cannot be reached, is none of these: the run ends, and the same command goes on."""
+    """Result of a timeout, an error or NaN: the completion leaves the round, the reward is 0, or the run ends. An
+    outage, such as an unreachable judge, always ends the run; the same command resumes it."""
     seconds: Annotated[float, Field(gt=0)] = 10.0
     """Wall-clock limit of one call, after its module is imported; code_passes and judge have limits of their own."""
     megabytes: Annotated[int, Field(ge=16)] = 2048
-    """Memory that one call may take, beyond what the function's process holds before it."""
+    """Memory limit of one call, on top of the function's own process."""
 
     @model_validator(mode="after")
     def _ordered(self) -> Reward:
@@ -88,7 +88,7 @@ class Config(StageConfig):
     """What a completion gets to which no reward applies (each gave None, such as for a prompt without an answer): it
     leaves the round, or a total of 0 counts against it where others have one; zero is refused as for `truncated`."""
     max_failed_fraction: float = execution_setting(0.1, ge=0, le=1)
-    """Share of the completions, rounded up to whole ones, that a reward may fail on: with more the stage fails."""
+    """Share of the completions, rounded up, on which a reward may fail; more fail the stage."""
     shard_completions: Annotated[int, Field(ge=1)] = 256
     """Completions of one shard, which holds whole groups: what a remote store keeps when scoring is interrupted."""
     round_scale: bool = False
@@ -99,7 +99,7 @@ class Config(StageConfig):
     workers: int | None = execution_setting(None, ge=1)
     """Processes that run reward functions; null: one a core. Nodes of a cluster run one a CPU."""
     max_concurrency: int = execution_setting(32, ge=1)
-    """Requests to a judge at a time; for these there are no processes."""
+    """Concurrent requests to a judge."""
 
     @model_validator(mode="after")
     def _some(self) -> Config:

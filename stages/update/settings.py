@@ -29,13 +29,13 @@ class Config(Trained, core.RoundSettings):  # type: ignore[misc]
     lora: Lora | None = None
     """Train an adapter over frozen parameters, of policy and critic; null: train all of them."""
     load_reference: bool = False
-    """Load the reference although no KL asks for it: for an algorithm of one's own that uses it."""
+    """Load the reference even if no KL needs it, for a custom algorithm that does."""
     off_policy: bool = False
-    """Allow rollouts from an older policy than the one that is updated; importance weights correct for it."""
+    """Allow rollouts from an older policy than the updated one; importance weights correct for it."""
     short_of_groups: Literal["stop", "train"] = "stop"
-    """What follows when all refills leave fewer informative groups than prompts."""
+    """Reaction if all refills leave fewer informative groups than prompts."""
     max_idle_rounds: int = execution_setting(3, ge=1)
-    """The run ends with the round that is the last of so many in a row without a step that moved weights."""
+    """The run ends after this number of rounds in a row without a step that changed the weights."""
     store_state: bool = execution_setting(False)
     """Whether this round's weights and optimizer are stored; the recipe's checkpoint_every decides."""
 

@@ -22,16 +22,16 @@ class Objective:
 
     algorithm: str = "grpo"
     """grpo, dr-grpo, dapo, gspo, gspo-token, cispo, sapo, vespo, gmpo, dppo, dppo-kl, clip-cov, kl-cov, opo, gpg,
-    pass-at-k, rloo, reinforce-pp, reinforce-pp-baseline, remax, ppo, gigpo, online-dpo, or `module:function` of one's
-    own."""
+    pass-at-k, rloo, reinforce-pp, reinforce-pp-baseline, remax, ppo, gigpo, online-dpo, or a custom
+    `module:function`."""
     algorithm_arguments: Mapping[str, str | int | float | bool] = dataclasses.field(default_factory=dict, hash=False)
     """Keyword arguments of an algorithm of one's own."""
     temperature: Positive = 1.0
-    """The rollouts' temperature."""
+    """The rollouts' temperature; set by the recipe."""
     normalisation: Literal["std", "batch-std", "none"] = "std"
     """Scale of group-relative advantages."""
     aggregation: Literal["token-mean", "sequence-mean-token-mean", "sequence-mean-token-sum", "constant"] = "token-mean"
-    """How token losses become one number; constant divides by completions x `constant`."""
+    """Reduction of token losses to one number; constant divides by completions x `constant`."""
     constant: Positive | None = None
     """Token budget of the aggregation `constant`; by default the rollout's max_tokens, times an episode's turns."""
     clip_low: Annotated[float, Field(gt=0, le=1)] = 0.2
@@ -39,9 +39,9 @@ class Objective:
     clip_high: Positive = 0.2
     """Upper clip: above a ratio of 1 + clip_high a token with a positive advantage gets no further gradient."""
     dual_clip: Annotated[float, Field(gt=1)] | None = None
-    """Bound c of the loss where the advantage is negative; null: none, as in the papers. verl's default is 3."""
+    """Bound c of the loss at negative advantages; null: none, as in the papers. verl's default is 3."""
     kl_coef: NotNegative = 0.01
-    """Weight of the KL to the reference in the loss; 0 for both KL weights loads no reference."""
+    """Weight of the KL to the reference in the loss. If both KL weights are 0, no reference is loaded."""
     kl_kind: Literal["k1", "k2", "k3", "k3-k2"] = "k3"
     """Estimator of that KL; k3-k2 has the value of k3 and the gradient of k2. k1 has no gradient in expectation."""
     kl_in_reward: NotNegative = 0.0
@@ -49,15 +49,15 @@ class Objective:
     kl_in_reward_kind: Literal["k1", "k2", "k3"] = "k1"
     """Estimator of the KL in the reward."""
     kl_clamp: Positive | None = None
-    """Largest size of either estimate on one token."""
+    """Maximum absolute value of either estimate on one token."""
     entropy_coef: NotNegative = 0.0
-    """Weight of the entropy bonus; with a target the first one."""
+    """Weight of the entropy bonus; with entropy_target its first value."""
     entropy_target: Positive | None = None
     """Entropy per token. After a round below it the weight of the bonus grows by entropy_step; after a round above it
     the weight shrinks, and the next round has no bonus (Skywork-OR1, TRL)."""
     top_entropy: Annotated[float, Field(gt=0, lt=1)] | None = None
-    """Share of the tokens of each step, those at which the policy before the round has the highest entropy, that have
-    a policy gradient (Wang et al., arXiv:2506.01939: 0.2); null: all. It takes one more pass."""
+    """Share of the tokens of each step that get a policy gradient: those at which the policy before the round has the
+    highest entropy (Wang et al., arXiv:2506.01939: 0.2). It costs one more pass; null: all tokens."""
     tied_groups: Literal["count", "drop"] = "count"
     """What becomes of a group whose rewards are equal, so that it has no advantage. count: it stays in its step, in
     the denominators of the loss, in the KL and in the entropy bonus, as in GRPO's paper, TRL, verl and Dr. GRPO; with
@@ -73,15 +73,15 @@ class Objective:
     """Importance weights between sampler and trainer: of tokens, limited or dropped outside the range; of whole
     completions, limited; of tokens, in completions whose mean ratio is in the range."""
     importance_min: Annotated[float, Field(gt=0, le=1)] = 0.5
-    """Lower end of the range, for mask and sequence-mask."""
+    """Lower end of the range of importance weights, for mask and sequence-mask."""
     importance_max: Annotated[float, Field(ge=1)] = 2.0
-    """Upper end of the range."""
+    """Upper end of the range of importance weights."""
     beta: Positive = 0.1
     """Strength of online-dpo's pull to the reference."""
     step_advantage_w: NotNegative = 1.0
-    """Weight of gigpo's advantages of turns beside those of episodes (omega)."""
+    """Weight of gigpo's turn advantages relative to those of episodes (omega)."""
     step_gamma: Fraction = 0.95
-    """Discount of a turn in gigpo's returns of turns."""
+    """Discount of a turn in gigpo's turn returns."""
 
     @property
     def objective(self) -> Objective:
@@ -126,8 +126,8 @@ class CriticSettings:
     """The critic of PPO."""
 
     start: Literal["reward_model", "policy"] = "reward_model"
-    """What it starts from: the run's reward model (Ouyang et al., 2022), or the policy before the first round with a
-    value head of zeros, where nothing has learnt rewards before, as in games."""
+    """Initial critic: the run's reward model (Ouyang et al., 2022), or the policy before the first round with a value
+    head of zeros, for tasks without a reward model, such as games."""
     optimizer: OptimizerSettings = OptimizerSettings(learning_rate=1e-5)
     """Its own optimizer."""
     gamma: Fraction = 1.0
@@ -135,11 +135,11 @@ class CriticSettings:
     lam: Fraction = 0.95
     """Lambda of generalised advantage estimation."""
     value_clip: Positive | None = 0.2
-    """Range of the clipped value loss; null: plain."""
+    """Range of the clipped value loss; null: no clipping."""
     whiten_rewards: bool = False
-    """Divide the token rewards of a round by their spread."""
+    """Divide the token rewards of a round by their standard deviation."""
     bootstrap_truncated: bool = False
-    """A completion that max_tokens or a limit of its episode cut off goes on with the value of its last state."""
+    """Whether a completion that a limit cut off continues with the value of its last state."""
     bi_level_gae: bool = False
     """Advantages of turns first, then of the tokens within each turn, whose last token is rewarded with the return of
     the turn (VAGEN, RAGEN); false: of tokens, over the whole trajectory. Needs rollouts of an environment."""
@@ -148,7 +148,7 @@ class CriticSettings:
     high_level_lam: Fraction | None = None
     """Lambda over turns with bi_level_gae; null: `lam`."""
     pretrain_epochs: Annotated[int, Field(ge=0)] = 0
-    """Passes over the first round's rollouts that train the critic alone, before the policy moves."""
+    """Passes over the first round's rollouts that train the critic alone before the policy is updated."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -162,9 +162,9 @@ class RoundSettings(Objective):
     epochs: Annotated[int, Field(ge=1)] = 1
     """Passes over the round's rollouts (mu)."""
     kl_target: Positive | None = None
-    """KL per token towards which both weights are scaled from round to round; null: they stay."""
+    """KL per token towards which both KL weights adapt from round to round; null: they stay constant."""
     kl_horizon: Positive = 10000.0
-    """Completions over which the scale follows kl_target."""
+    """Completions over which the weights adapt to kl_target."""
     entropy_step: Positive = 0.001
     """Step of the adaptive entropy bonus."""
     max_mismatch_kl: Positive = 0.1
@@ -176,8 +176,8 @@ class RoundSettings(Objective):
     every statistic, as a failed sample does. mask-loss: they leave the loss, but their reward counts in the baseline of
     their group, as with DAPO's overlong filtering and in TRL."""
     keep_most_varied: Annotated[float, Field(gt=0, lt=1)] | None = None
-    """Fraction of a round's groups that are trained on: those whose totals have the greatest standard deviation, as in
-    RAGEN (0.25 there). The others leave every statistic. null: all."""
+    """Fraction of a round's groups to train on: those whose totals have the largest standard deviation, as in RAGEN
+    (0.25 there). The others leave every statistic. null: all."""
     credit: Literal["auto", "trajectory", "turn"] = "auto"
     """Where the rewards of an environment's turns are earned. turn: on the last token of each, and what is left of the
     total on the last token of the trajectory. trajectory: the total on the last token. auto: turn with ppo and gigpo
@@ -243,13 +243,13 @@ class Preference:
     beta: Positive = 0.1
     """Strength of the pull to the reference; of orpo the weight of its odds ratio. 2 with simpo unless given."""
     gamma: NotNegative = 0.0
-    """Target margin of simpo, where it is 1 unless given."""
+    """Target margin of simpo; 1 with simpo unless given."""
     label_smoothing: Annotated[float, Field(ge=0, lt=0.5)] = 0.0
-    """Chance that a preference is wrong: with dpo conservative DPO; robust corrects for it without bias."""
+    """Probability that a preference is wrong: conservative DPO with dpo; robust corrects for it without bias."""
     divergence: Literal["reverse-kl", "forward-kl", "js"] = "reverse-kl"
-    """Divergence to the reference that the policy pays for (f-DPO)."""
+    """Divergence to the reference that is penalised (f-DPO)."""
     average: bool = False
-    """Divide log-ratios by the completion's length; true with ipo unless given, whose target gap then is a token's."""
+    """Divide log-ratios by the completion's length; true with ipo unless given, so that its target gap is per token."""
     ld_alpha: Fraction = 1.0
     """Weight of tokens past the length of the other completion; below 1 length gains less (LD-DPO)."""
     sft_weight: NotNegative = 0.0
