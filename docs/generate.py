@@ -1,4 +1,4 @@
-"""Write the generated pages of docs/reference: settings from the recipe's models, commands from the command line.
+"""Write the generated pages of docs/reference: settings, commands, and the columns of tables, all from the code.
 
 python -m docs.generate            # writes the pages
 python -m docs.generate --check    # exits with status 1 if a page is out of date
@@ -23,6 +23,9 @@ from flows.cli.settings import kind_of
 from flows.recipe.model import RL, Recipe
 from flows.recipe.places import is_managed, models_in
 from stages.contract.described import field_docs
+from tuning.agents.rows import TrajectoryRow, TurnRow
+from tuning.data.schema import LabelledRow, PairRow, SftRow
+from tuning.rows import CompletionRow, FateRow, PromptRow, RefusedRow, Row, ScoreRow, VerdictRow, columns_of
 
 REFERENCE = Path(__file__).parent / "reference"
 COMMAND = "python -m docs.generate"
@@ -260,12 +263,67 @@ def _value_of(annotation: Any) -> str:
     return next((kinds[kind] for kind in (annotation, *typing.get_args(annotation)) if kind in kinds), "TEXT")
 
 
+# -- tables --------------------------------------------------------------------------------------
+
+TABLES: dict[str, tuple[type[Row], str]] = {
+    "prompts": (PromptRow, "`prepare`: `prompts/`, `heldout/`"),
+    "sft": (SftRow, "`prepare`: `sft/`, `heldout_sft/`"),
+    "preference": (PairRow, "`prepare`: `preference/`, `heldout_preference/`"),
+    "labelled": (LabelledRow, "`prepare`: `labelled/`, `heldout_labelled/`"),
+    "rollouts": (CompletionRow, "`rollout`, `refill`, `greedy` and `evaluate`: `rollouts/`"),
+    "refused": (RefusedRow, "`rollout`: `refused/`"),
+    "scores": (ScoreRow, "`score`: `scores/`"),
+    "fates": (FateRow, "`update`: `fates/`"),
+    "verdicts": (VerdictRow, "`evaluate`: `verdicts/`"),
+    "trajectories": (TrajectoryRow, "`rollout` and `evaluate` in an environment: `trajectories/`"),
+    "turns": (TurnRow, "`rollout` and `evaluate` in an environment: `turns/`"),
+}
+"""Tables by name, with the class of their rows and the folders that hold them."""
+
+
+def tables_page() -> str:
+    """Return docs/reference/tables.md."""
+    lines = [
+        "# Tables",
+        "",
+        NOTE,
+        "",
+        "Stages write their rows as Parquet files with these columns. `place` and `sample` name a completion: the",
+        "tables of a round join on the two. [Files](files.md) lists the folders of each stage.",
+        "",
+        "```python no-run",
+        "import pyarrow.parquet as pq",
+        "",
+        'rollouts = pq.read_table(".rlhf/artifacts/rollout/KEY/rollouts")  # KEY as `rlhf show` prints it',
+        'scores = pq.read_table(".rlhf/artifacts/score/KEY/scores")',
+        'joined = rollouts.join(scores, ["place", "sample"])',
+        "```",
+    ]
+    for name, (row, where) in TABLES.items():
+        lines += ["", f"## {name}", "", f"{_first_line(row)} In {where}.", "", "| column | type | |", "|---|---|---|"]
+        docs = field_docs(row)
+        for column, kind in columns_of(row).items():
+            text = " ".join(docs.get(column, "").split())
+            shown = (
+                "struct of float, one for each reward"
+                if column == "rewards"
+                else str(kind).replace("item: ", "").replace("<", " of ").rstrip(">")
+            )
+            lines.append(f"| `{column}` | {_cell(shown)} | {_cell(text)} |")
+    return "\n".join(lines) + "\n"
+
+
+def _first_line(kind: type) -> str:
+    return (kind.__doc__ or "").split("\n\n")[0].replace("\n", " ").strip()
+
+
 # -- the program ---------------------------------------------------------------------------------
 
 
 def pages() -> dict[Path, str]:
     """Return the text of every generated page by its file."""
-    return {REFERENCE / "settings.md": settings_page(), REFERENCE / "commands.md": commands_page()}
+    made = {"settings.md": settings_page, "commands.md": commands_page, "tables.md": tables_page}
+    return {REFERENCE / name: page() for name, page in made.items()}
 
 
 def main() -> None:
