@@ -24,12 +24,40 @@ OPTIMIZER = "optimizer"
 
 
 SYNONYMS = {
-    "base_model": "base.source", "model_name_or_path": "base.source", "datasets": "data.sources",
-    "num_train_epochs": "epochs", "num_epochs": "epochs", "lr": "learning_rate", "save_steps": "checkpoint_every",
-    "per_device_train_batch_size": "examples_per_step", "r": "rank", "lora_r": "rank", "lora_alpha": "alpha",
-    "num_generations": "rollout.completions", "max_completion_length": "rollout.max_tokens",
+    "model": "base.source", "base_model": "base.source", "model_name_or_path": "base.source",
+    "model_revision": "base.source", "chat_template_path": "base.chat_template",
+    "chat_template_jinja": "base.chat_template",
+    "dataset": "data.source", "dataset_name": "data.source", "train_dataset": "data.source", "datasets": "data.sources",
+    "eval_dataset": "data.sources", "test_datasets": "data.sources", "val_set_size": "data.heldout_fraction",
+    "test_split_size": "data.heldout_fraction", "sequence_len": "data.max_prompt_tokens",
+    "max_length": "data.max_prompt_tokens", "max_prompt_length": "data.max_prompt_tokens",
+    "truncation_mode": "data.too_long", "excess_length_strategy": "data.too_long",
+    "default_system_message": "data.system_prompt",
+    "num_train_epochs": "epochs", "num_epochs": "epochs", "num_iterations": "update.epochs", "max_steps": "rounds",
+    "per_device_train_batch_size": "examples_per_step update.prompts_per_step", "batch_size": "examples_per_step",
+    "micro_batch_size": "examples_per_step", "gradient_accumulation_steps": "examples_per_step update.prompts_per_step",
+    "optim": "optimizer.name", "lr": "learning_rate", "lr_scheduler": "schedule", "lr_scheduler_type": "schedule",
+    "warmup_ratio": "warmup_steps", "max_grad_norm": "clip_norm", "adam_beta1": "beta1", "adam_beta2": "beta2",
+    "gradient_checkpointing": "compute.remat", "bf16": "compute.dtype", "torch_dtype": "compute.dtype",
+    "save_steps": "checkpoint_every", "eval_steps": "heldout_every evaluate.every",
+    "adapter": "lora", "use_peft": "lora", "peft_config": "lora", "r": "rank", "lora_r": "rank", "lora_alpha": "alpha",
+    "target_modules": "targets", "lora_target_modules": "targets", "lora_target_linear": "targets",
+    "load_in_4bit": "lora.quantize", "load_in_8bit": "lora.quantize",
+    "num_generations": "rollout.completions", "generation_batch_size": "rollout.prompts",
+    "max_completion_length": "rollout.max_tokens", "use_vllm": "engine.kind", "vllm_server_base_url": "engine.url",
+    "reward_funcs": "score.rewards", "reward_weights": "rewards.*.weight",
+    "beta": "update.kl_coef", "rl_beta": "preference.beta", "epsilon": "clip_low", "epsilon_high": "clip_high",
+    "delta": "dual_clip", "loss_type": "preference.loss sft.loss update.algorithm",
+    "importance_sampling_level": "update.algorithm", "scale_rewards": "normalisation",
+    "mask_truncated_completions": "update.truncated", "top_entropy_quantile": "top_entropy",
+    "vllm_importance_sampling_mode": "correction", "vllm_importance_sampling_clip_max": "importance_max",
+    "ref_model_sync_steps": "reference_every", "center_rewards_coefficient": "centering",
+    "kto_desirable_weight": "desirable_weight", "kto_undesirable_weight": "undesirable_weight",
+    "dpo_label_smoothing": "preference.label_smoothing", "simpo_gamma": "preference.gamma",
+    "tensor_parallel_size": "mesh.tensor", "context_parallel_size": "mesh.context", "dp_shard_size": "mesh.fsdp",
+    "output_dir": "store", "lora_dropout": "", "neftune_noise_alpha": "", "push_to_hub": "", "hub_model_id": "",
 }  # fmt: skip
-"""Ends of places by the names that TRL and axolotl have for them."""
+"""Ends of places by the names that TRL and axolotl have for them, alternatives by their section; empty: not here."""
 
 
 def is_managed(model: type[BaseModel], name: str) -> bool:
@@ -67,8 +95,10 @@ def hint(place: Sequence[str]) -> str:
     # A name that is right in another section is no typing error in this one.
     if place[-1] not in {*names, *SYNONYMS} and closest(place[-1], fields):
         return nearest(place[-1], fields)
-    name = SYNONYMS.get(place[-1]) or closest(place[-1], names)
-    same = [p for p in places if f".{p}".endswith(f".{name}")]
+    if SYNONYMS.get(place[-1]) == "":
+        return "docs/not-here.md says what to use"
+    ends = SYNONYMS.get(place[-1]) or closest(place[-1], names) or ""
+    same = [p for p in places if f".{p}".endswith(tuple(f".{end}" for end in ends.split()))]
     if not same:
         return nearest(place[-1], fields)
     return f"did you mean {max(same, key=lambda p: (_in_common(p, place), -p.count('.')))}?"

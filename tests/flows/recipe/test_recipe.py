@@ -8,9 +8,10 @@ from pathlib import Path
 import pytest
 import yaml
 
+from flows.cli.settings import every_setting
 from flows.graph.build import build
 from flows.recipe.model import Recipe, RecipeError
-from flows.recipe.places import merge
+from flows.recipe.places import SYNONYMS, merge
 from flows.recipe.reading import RECIPES, find_recipe, load_recipe
 
 BUILT_IN = sorted(p.stem for p in RECIPES.glob("*.yaml"))
@@ -69,6 +70,17 @@ def test_a_file_without_a_name_has_that_of_the_file_and_one_without_settings_is_
         ("sft: {lora: {r: 8}}\n", "sft.lora.r: unknown key; did you mean sft.lora.rank?"),
         ("rl: {num_generations: 8}\n", "rl.num_generations: unknown key; did you mean rl.rollout.completions?"),
         ("base_model: x\n", "base_model: unknown key; did you mean base.source?"),
+        (
+            "rl: {update: {scale_rewards: none}}\n",
+            "rl.update.scale_rewards: unknown key; did you mean rl.update.normalisation?",
+        ),
+        ("rl: {update: {loss_type: dapo}}\n", "rl.update.loss_type: unknown key; did you mean rl.update.algorithm?"),
+        ("preference: {loss_type: ipo}\n", "preference.loss_type: unknown key; did you mean preference.loss?"),
+        ("rl: {beta: 0.0}\n", "rl.beta: unknown key; did you mean rl.update.kl_coef?"),
+        ("reward: {micro_batch_size: 2}\n", "unknown key; did you mean reward.examples_per_step?"),
+        ("sequence_len: 2048\n", "sequence_len: unknown key; did you mean data.max_prompt_tokens?"),
+        ("rl: {reward_funcs: x}\n", "rl.reward_funcs: unknown key; did you mean rl.score.rewards?"),
+        ("sft: {lora: {lora_dropout: 0.1}}\n", "sft.lora.lora_dropout: unknown key; docs/not-here.md says what to use"),
         ("evalute: null\n", "mine.yaml:1: evalute: unknown key; did you mean evaluate?"),
         ("sft:\n  epochs: two\n", "mine.yaml:2: sft.epochs: Input should be a valid integer (found 'two')"),
         ("sft:\n  epochs: 1.5\n", "mine.yaml:2: sft.epochs: Input should be a valid integer"),
@@ -92,6 +104,13 @@ def test_a_file_without_a_name_has_that_of_the_file_and_one_without_settings_is_
 )
 def test_what_is_wrong_is_named_with_its_place(recipe, text, message):
     assert message in refused(recipe(text))
+
+
+def test_names_of_other_libraries_stand_for_settings_that_exist():
+    places = [s.place for s in every_setting()]
+    for name, ends in SYNONYMS.items():
+        for end in ends.split():
+            assert any(f".{place}".endswith(f".{end}") for place in places), f"{name}: there is no setting {end}"
 
 
 def test_a_mistake_of_the_file_is_not_blamed_on_an_option(recipe):
