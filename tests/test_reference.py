@@ -13,6 +13,7 @@ from typer.testing import CliRunner
 
 from docs.generate import COMMAND, REFERENCE, pages
 from flows.cli.app import app
+from flows.cli.settings import every_setting
 from tests.pages import PACKAGES, ROOT
 
 
@@ -85,3 +86,21 @@ def test_every_key_of_a_document_is_on_the_page(smoke_store, command):
     words = set(re.findall(r"\w+", rows_below(REFERENCE / "json.md", command.partition(" ")[0])))
     found = list(keys_in(json.loads(done.stdout)))
     assert found and [key for key in found if re.split(r"\W+", key)[-1] not in words] == []
+
+
+SECTIONS = (
+    "base|data|sft|preference|reward|distill|rl|evaluate|environment|export|SECTION|optimizer|lora|compute|engine"
+)
+
+
+@pytest.mark.parametrize("page", ["from-trl.md", "from-axolotl.md"])
+def test_settings_that_stand_for_those_of_another_library_exist(page):
+    places = [f".{setting.place}" for setting in every_setting()]
+    # The middle column of each table.
+    rows = re.findall(r"^\| .*? \| (.*?) \|", (ROOT / "docs" / page).read_text(), re.MULTILINE)
+    named = {name for row in rows for name in re.findall(rf"`((?:{SECTIONS})\.[\w.]+)", row)}
+    assert len(named) > 20
+    for name in named:
+        end = name.removeprefix("SECTION").replace(".NAME", ".*")
+        end = end if end.startswith(".") else f".{end}"
+        assert any(place.endswith(end) for place in places), f"docs/{page} names {name}, which is not a setting"

@@ -33,7 +33,7 @@ SYNONYMS = {
     "max_length": "data.max_prompt_tokens", "max_prompt_length": "data.max_prompt_tokens",
     "truncation_mode": "data.too_long", "excess_length_strategy": "data.too_long",
     "default_system_message": "data.system_prompt",
-    "num_train_epochs": "epochs", "num_epochs": "epochs", "num_iterations": "update.epochs", "max_steps": "rounds",
+    "num_train_epochs": "epochs", "num_epochs": "epochs", "num_iterations": "update.epochs",
     "per_device_train_batch_size": "examples_per_step update.prompts_per_step", "batch_size": "examples_per_step",
     "micro_batch_size": "examples_per_step", "gradient_accumulation_steps": "examples_per_step update.prompts_per_step",
     "optim": "optimizer.name", "lr": "learning_rate", "lr_scheduler": "schedule", "lr_scheduler_type": "schedule",
