@@ -11,7 +11,7 @@ ROOT = Path(__file__).parents[1]
 PACKAGES = ("flows", "stages", "tuning")
 PAGES = sorted(
     page.relative_to(ROOT)
-    for place in ("*.md", "docs/**/*.md", "tests/**/*.md", *(f"{p}/**/*.md" for p in PACKAGES))
+    for place in ("*.md", "docs/**/*.md", "examples/*.md", "tests/**/*.md", *(f"{p}/**/*.md" for p in PACKAGES))
     for page in ROOT.glob(place)
 )
 FENCE = re.compile(r"^```(\w+)([^\n]*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)

@@ -7,7 +7,7 @@ Simplifications: the model is random and tiny, prompts are random token ids, the
 reference, everything is in memory. A real run reads a model by `tuning.models.huggingface.load_decoder(folder)`,
 and the stages of this repository store what each round makes.
 
-    python -m tuning.examples.rl_loop
+    python examples/rl_loop.py
 
 takes about a minute on two CPU cores, and the share goes from 0.01 to 0.67.
 """

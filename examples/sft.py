@@ -7,7 +7,7 @@ Simplifications: the model is random and tiny, examples are token ids in memory,
 and there are no checkpoints. A real run reads a model by `tuning.models.huggingface.load_decoder(folder)` and its
 examples by `tuning.data.reading`.
 
-    python -m tuning.examples.sft
+    python examples/sft.py
 
 takes about fifteen seconds on two CPU cores, and the loss goes from 2.69 to 0.01.
 """

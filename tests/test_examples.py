@@ -1,0 +1,99 @@
+"""The examples run as their headers say: rewards rise and losses fall, and a run can be read."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+import textwrap
+
+import pytest
+
+from examples import agent, custom_stage, rl_loop, sft
+from tests.judge_server import judge_server
+from tests.pages import ROOT
+
+EXAMPLES = ROOT / "examples"
+
+
+@pytest.mark.slow
+def test_the_reward_of_the_rl_loop_rises():
+    before, after = rl_loop.main()
+    assert before < 0.05
+    assert after > 0.5
+
+
+def test_the_loss_of_sft_falls():
+    losses = sft.main()
+    assert losses[0] > 2
+    assert losses[-1] < 0.1
+
+
+@pytest.mark.parametrize("name", ["rl_loop", "sft"])
+def test_an_example_is_short_and_loads_no_stage(name):
+    file = EXAMPLES / f"{name}.py"
+    assert len(file.read_text().splitlines()) <= 100
+    program = f"import sys, examples.{name}; print(*{{m.split('.')[0] for m in sys.modules}})"
+    loaded = subprocess.check_output([sys.executable, "-c", program], text=True, cwd=ROOT).split()
+    assert "tuning" in loaded and not {"stages", "flows"} & set(loaded)
+
+
+def test_an_agent_plays_an_episode_and_prints_its_reward():
+    """By a server that answers with the middle of what is left."""
+
+    def middle(body):
+        seen = [message["content"] for message in body["messages"]]
+        low, high = 1, agent.LAST
+        for guess, told in zip(seen[1::2], seen[2::2], strict=True):
+            low, high = (int(guess) + 1, high) if told == "higher" else (low, int(guess) - 1)
+        return str((low + high) // 2)
+
+    with judge_server(middle) as (url, asked):
+        variables = {"OPENAI_BASE_URL": url, "OPENAI_API_KEY": "key", "RLHF_TASK": json.dumps({"seed": 5})}
+        said = subprocess.check_output([sys.executable, EXAMPLES / "agent.py"], env=os.environ | variables, text=True)
+    assert json.loads(said) == {"reward": 1.0, "success": True}
+    # The number is 6: after 4 it is higher.
+    assert len(asked) == 2
+    assert agent.observation("8", 6) == "lower" and agent.observation("none", 6) == "That is not a number."
+
+
+@pytest.mark.slow
+def test_the_recipe_of_the_agent_runs(rlhf, tmp_path):
+    recipe = re.search(r"^    name: agent\n(?:    .+\n)+", agent.__doc__ or "", re.MULTILINE)
+    assert recipe is not None
+    (tmp_path / "agent.yaml").write_text(textwrap.dedent(recipe[0]))
+    (tmp_path / "agent.py").write_text((EXAMPLES / "agent.py").read_text())
+    rlhf("run", "agent.yaml", "--no-prefect", "--set", "rl.rounds=1", cwd=tmp_path)
+    assert "done" in rlhf("episodes", cwd=tmp_path).stdout
+
+
+def test_a_custom_stage_runs_on_a_finished_run(smoke_store, tmp_path):
+    metrics = custom_stage.attempt(str(smoke_store), "first", tmp_path, copies=1)
+    assert metrics["completions"] == 32 and 0 <= metrics["dropped"] < 32
+    assert (tmp_path / "scores" / "part-00000.parquet").is_file()
+
+
+def test_the_custom_stage_is_that_of_the_page():
+    """docs/a-stage.md gives it a field and a node."""
+    page = (ROOT / "docs" / "a-stage.md").read_text()
+    for part in (r"^def run\(ctx.+?^    return", r"^STAGE = Stage\(.+?^\)"):
+        example = re.search(part, (EXAMPLES / "custom_stage.py").read_text(), re.MULTILINE | re.DOTALL)
+        assert example is not None
+        code = re.sub(r'^    """.*?"""\n', "", example[0], flags=re.MULTILINE)
+        assert code in page
+
+
+def test_the_notebook_reads_a_run(smoke_store, tmp_path, monkeypatch):
+    pytest.importorskip("pandas")
+    (tmp_path / ".rlhf").symlink_to(smoke_store)
+    monkeypatch.chdir(tmp_path)
+    cells = json.loads((EXAMPLES / "read_a_run.ipynb").read_text())["cells"]
+    assert all(not cell["outputs"] for cell in cells if cell["cell_type"] == "code")
+    names: dict = {}
+    for cell in cells:
+        if cell["cell_type"] == "code":
+            exec(compile("".join(cell["source"]), "read_a_run.ipynb", "exec"), names)
+    assert list(names["rounds"].index) == [0, 1, 2] and len(names["first"]) == 32
+    assert len(names["compared"]) == 32
