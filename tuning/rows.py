@@ -74,9 +74,9 @@ class PromptRow(Row):
     prompt_ids: Ids
     """Tokens of the prompt under the chat template."""
     prompt: Text
-    """The prompt for people and verifiers."""
+    """The prompt as text, for people and verifiers."""
     answer: Text | None = None
-    """What a verifier compares with."""
+    """The value that verifiers compare with."""
     metadata: Text | None = None
     """JSON of an object, passed through to rewards."""
     source: Text | None = None
@@ -110,7 +110,7 @@ class CompletionRow(Row):
     """Tokens of the completion, the EOS that ended it included."""
     logprobs: Reals
     """Log-probability of each token under the distribution that it was sampled from; NaN on tokens of a trajectory
-    that nobody sampled."""
+    that were not sampled."""
     text: Text = ""
     """The completion without control tokens; of a trajectory, that of its last turn."""
     stop: Text = "eos"
@@ -168,7 +168,7 @@ class VerdictRow(Row):
     judge: Text
     """Name of the judge; of the one that decides, its function."""
     answer: Text | None
-    """What the judge compares, in a form in which equals are equal: the completion's vote; None: no answer."""
+    """The answer that the judge reads, in a canonical form: the completion's vote; None: no answer."""
     score: Real | None
     """1 is right; None where the judge failed or, without a failure, does not apply."""
     failure: Text | None
@@ -184,9 +184,9 @@ class FateRow(Row):
     fate: Text
     """`trained`, or why not: `failed`, `truncated`, `filtered`, `tied`, `unchosen` or `spare`."""
     reason: Text | None = None
-    """In words; None where it was trained on for its advantage."""
+    """The reason in words; None for a completion that was trained on for its advantage."""
     advantage: Real | None = None
-    """Where it is trained on with one advantage for all of its tokens."""
+    """Advantage of the completion, if all of its tokens have the same one."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -52,9 +52,9 @@ class TurnRow(Row):
     calls: Text | None = None
     """JSON list of tool calls: name, arguments, result, whether it failed."""
     observation: Text | None = None
-    """The answer, as text or JSON of messages; None behind the last turn where there is none."""
+    """The answer, as text or JSON of messages; None after the last turn if there is none."""
     observation_ids: Ids = dataclasses.field(default_factory=list)
-    """Ids that stand between this turn's and the next one's; empty behind the last turn."""
+    """Ids that stand between this turn's and the next one's; empty after the last turn."""
     reward: Real | None = None
     """The environment's for this turn; None where it failed."""
     terminated: Flag = False
@@ -83,7 +83,7 @@ class TrajectoryRow(Row):
     """`info["success"]` of the last step where the environment tells it, else whether the environment ended the episode
     (status done) with a positive reward of the last turn."""
     success_guessed: Flag = False
-    """Whether the environment has not told it."""
+    """Whether `success` is that guess, because `info` does not hold it."""
     sampled_tokens: Number
     observed_tokens: Number
     tries: Index = 1
