@@ -8,9 +8,8 @@ import pytest
 
 from flows.graph.build import build
 from flows.graph.keying import key_of, key_parts
-from flows.recipe.limits import Limits
 from flows.recipe.migration import migrated
-from flows.recipe.model import RecipeError
+from flows.recipe.model import Limits, RecipeError
 from flows.recipe.reading import load_recipe
 from flows.recipe.rescore import rescored
 from flows.running.forking import forked
