@@ -27,7 +27,6 @@ from flows.cli.shared import (
     out,
     usage_error,
 )
-from flows.recipe.migration import migrated
 from flows.recipe.model import RecipeError
 from flows.recipe.reading import checked
 from flows.records import REFUSED, find_run
@@ -182,7 +181,7 @@ def _past_the_gate(store: str, record: dict[str, Any]) -> dict[str, Any]:
     from flows.running.naming import free_name
 
     try:
-        recipe = checked(migrated(record["recipe"]) | {"store": store, "gate": None}, Path(record["name"]), None, set())
+        recipe = checked(record["recipe"] | {"store": store, "gate": None}, Path(record["name"]), None, set())
     except RecipeError as e:
         raise usage_error(str(e)) from e
     standing = dataclasses.replace(recorded(record), champion=None)
