@@ -60,7 +60,7 @@ Seconds = Annotated[float, Field(gt=0)]
 
 
 class Limits(BaseModel):
-    """How long things may take before they are ended; what is finished is kept, and the same command goes on."""
+    """Time limits. Finished work is kept, and the same command resumes."""
 
     model_config = ConfigDict(extra="forbid", strict=True, frozen=True)
 
@@ -106,7 +106,7 @@ def filled(values: Mapping[str, Any], defaults: Mapping[str, Any]) -> dict[str, 
 
 
 class RecipeError(ValueError):
-    """A recipe that cannot run; the message says where and what to do."""
+    """An invalid recipe; the message has the place and the remedy."""
 
 
 def trained_sections() -> set[str]:
@@ -144,7 +144,7 @@ class RL(StageConfig):
     update: UpdateConfig = UpdateConfig()
     """The policy update of each round."""
     checkpoint_every: Annotated[int, Field(ge=1)] = 5
-    """Rounds between stored weights; the policies between are made again from their rollouts when needed."""
+    """Rounds between stored weights; policies between them are rebuilt from their rollouts when a stage needs them."""
     reference_every: Annotated[int, Field(ge=1)] | None = None
     """Rounds after which the reference of the KL becomes the policy of then (ProRL, TR-DPO's hard update); null: it is
     the policy before the first round in all of them."""
@@ -272,7 +272,7 @@ class Recipe(BaseModel):
     compute: Defaults = Defaults()
     """What sections compute in that do not say it themselves."""
     workers: Workers | None = None
-    """Workers of this host that make stages beside each other; null: one makes them, one after the other."""
+    """Workers that run stages concurrently; null: one worker runs them one after another."""
     retention: Retention | None = None
     """Which runs of this recipe's name a finished run leaves: it collects the others; null: all of them stay."""
     fork: Fork | None = None
@@ -284,7 +284,7 @@ class Recipe(BaseModel):
     start_from: Name = BASE
     """What is trained: `base`, or the policy of a name of the registry, such as champion; base while it has none."""
     sft: SFTConfig | None = SFTConfig()
-    """Supervised fine-tuning; null: what follows starts from the base model."""
+    """Supervised fine-tuning; null: later stages start from the base model."""
     distill: DistillConfig | None = None
     """Distillation from a teacher into the policy after SFT; from a later policy of the run, into the base model."""
     preference: PreferenceConfig | None = None
@@ -368,7 +368,7 @@ class Recipe(BaseModel):
 
     @model_validator(mode="after")
     def _credited_as_rewarded(self) -> Recipe:
-        """Rewards of turns count on their turns only where their sum is what the total counts."""
+        """Rewards of turns count on their turns only if their sum is the total."""
         if self.environment is None or self.rl is None or (shape := shape_of(self.rl.score)) is None:
             return self
         update = self.rl.update
@@ -393,7 +393,7 @@ class Recipe(BaseModel):
     def _environment_is_there(self) -> Recipe:
         for section in ("rl.rollout", "evaluate"):
             if getattr(self.settings(section), "environment", None) is not None:
-                raise ValueError(f"{section}.environment is told by the pipeline: name it in the section environment")
+                raise ValueError(f"{section}.environment is set automatically; configure it in the section environment")
             unread: dict[str, Any] = {} if self.environment is None else {"stop": []}
             if self.environment is not None and self.environment.agent:
                 unread |= {"top_p": 1.0, "top_k": 0, "min_p": 0.0}

@@ -156,7 +156,7 @@ class _Round:
 
     @property
     def by_sampler(self) -> bool:
-        """Whether log pi_old is what the rollouts recorded."""
+        """Whether log pi_old comes from the rollouts."""
         return self.objective.old_logps == "sampler"
 
     @property
@@ -171,7 +171,7 @@ class _Round:
         return Trained(self.in_loss, self.keep_N)
 
     def overview(self) -> dict[str, Any]:
-        """Metrics of the data, of what was trained on, and of the coefficients that adapt."""
+        """Metrics of the data, of the trained completions, and of adaptive coefficients."""
         return selection.overview(*self.of, self.keep_N) | self.coefficients.adapted(self.objective, self.settings)
 
     def run(self, reference: Any) -> dict[str, Any]:
@@ -213,7 +213,7 @@ class _Round:
         self.total_work = self.done + count * (passes + self.settings.epochs)
 
     def compiling(self, **passes: bool) -> AbstractContextManager[None]:
-        """Within it the policy's step compiles, beside the passes that columns of it come from."""
+        """Compile the policy's step in parallel with the passes that compute its columns."""
         if not selection.moves(*self.of) and self.objective.kl_in_reward == 0:
             return nullcontext()
         names = ["advantages", *(name for name, comes in passes.items() if comes)]
@@ -221,7 +221,7 @@ class _Round:
         return self.policy.compiling(self.policy_step, self.arrays(0, names))
 
     def passes(self, needs_old: bool, reference: Any, pretrain_epochs: int) -> dict[str, Any]:
-        """All that comes before the steps: what they need as columns; the critic's metrics."""
+        """Compute the columns that the steps need, and the critic's metrics."""
         logps = logps_program(self.model, self.settings.temperature, self.device.compute)
         if needs_old:
             self.columns["old"] = self.forward(logps, self.policy.weights, "old")
