@@ -143,7 +143,7 @@ def _rows(model: type[BaseModel], above: str, places: Mapping[type[BaseModel], l
         text = " ".join([text, *links])
         yield f"| `{place}` | {_cell(kind_of(field))} | {_cell(_default(field, name, given, inner))} | {_cell(text)} |"
         for key, one in inner:
-            if len(places.get(one, [])) == 1 and _is_part(f"{place}{key}"):
+            if places.get(one) == [f"{place}{key}"] and _is_part(f"{place}{key}"):
                 yield from _rows(one, f"{place}{key}", places)
 
 

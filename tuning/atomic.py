@@ -16,13 +16,13 @@ from pathlib import Path
 
 
 def is_partial(path: Path) -> bool:
-    """Whether a file or folder is one that a killed process has left behind."""
+    """Whether a killed process has left this file or folder."""
     return path.name.startswith(".") and path.name.endswith(".part")
 
 
 @contextmanager
 def whole_file(path: Path) -> Iterator[Path]:
-    """A path beside `path` to write to. It replaces `path` when the block ends, and is removed if the block raises.
+    """A path next to `path` to write to. It replaces `path` when the block ends, and is removed if the block raises.
 
     The name is hidden, ends in `.part` and is unique to the call. Parents are created.
     """

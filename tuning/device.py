@@ -42,7 +42,7 @@ class Device:
     row_tokens_per_step: int
     """Tokens of one micro-batch in training, for each device that has rows of it."""
     row_tokens_undivided: int
-    """The same where it is all of a step: then no sum of gradients is held beside its own."""
+    """The same where it is all of a step: then only one sum of gradients is held."""
     rollout_rows: int
     """Completions decoded side by side."""
     cache_bytes: int

@@ -73,7 +73,7 @@ def mesh_of(tree: Any) -> Mesh | None:
 
 
 def under(mesh: Mesh | None) -> AbstractContextManager[Any]:
-    """Within it programs are traced for this mesh: what runs as a kernel is cut by hand (`models.attention`)."""
+    """Within it programs are traced for this mesh: kernels use `shard_map` (`models.attention`)."""
     return nullcontext() if mesh is None else jax.sharding.use_abstract_mesh(mesh.abstract_mesh)
 
 

@@ -1,5 +1,5 @@
-"""Names in settings: the nearest known one for a typing error, and the function behind `module:function`; and texts of
-others for a terminal."""
+"""Names in settings: the nearest known one for a typing error, the function that `module:function` names, and foreign
+texts for a terminal."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def closest(name: str, known: Iterable[str]) -> str | None:
 def nearest(name: str, known: Iterable[str], also: str = "") -> str:
     """The hint for a name that is not among `known`: `did you mean sft?`, else `there are sft, reward, ...`.
 
-    also: an allowed form beside the known names, such as `module:function`.
+    also: an allowed form in addition to the known names, such as `module:function`.
     """
     names = list(known)
     near = closest(name, names)

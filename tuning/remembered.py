@@ -1,4 +1,4 @@
-"""Digests of large files, remembered by what their file system says of them: an unchanged file is read once.
+"""Digests of large files, cached by their file system's attributes: an unchanged file is read once.
 
 A digest is taken for a file whose size, times, inode and device are those of when it was read; for an object of a
 store, its size and ETag. A file that was changed shortly before it was read is not remembered: a further change within

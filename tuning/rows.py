@@ -68,7 +68,7 @@ R = TypeVar("R", bound=Row)
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class PromptRow(Row):
-    """A prompt to sample from, with what a verifier needs: a row of prepare's `prompts` and `heldout`."""
+    """A prompt to sample from, with the fields that a verifier needs: a row of prepare's `prompts` and `heldout`."""
 
     id: Text
     prompt_ids: Ids
@@ -176,7 +176,7 @@ class VerdictRow(Row):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class FateRow(Row):
-    """What an update did with a completion of its round or refills: each has one fate."""
+    """Outcome of a completion of a round or its refills in the update; each has one fate."""
 
     place: Number
     sample: Index
@@ -245,7 +245,7 @@ class OtherColumns(ValueError):
 def read_table(paths: Iterable[Path], kind: type[R], columns: Collection[str] = ()) -> list[R]:
     """The rows of Parquet files, one file after another; a field without a column keeps its default.
 
-    Lists of numbers are views of what Arrow has read (`tuning.columns.Numbers`).
+    Lists of numbers are views of Arrow's arrays (`tuning.columns.Numbers`).
 
     columns: names of those that are read; none: all of them. A row raises AttributeError for a column of the file that
     was not read. Raises OtherColumns.
@@ -321,7 +321,7 @@ def _check(columns: Sequence[str], path: Path, kind: type[Row]) -> None:
     if lacks or strange:
         raise OtherColumns(
             f"{path} is no table of {kind.__name__}: it lacks columns {lacks} and has {strange}, which are unknown. It "
-            "was written by another version of the stage: make it again"
+            "was written by another version of the stage: recompute it"
         )
 
 

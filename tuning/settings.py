@@ -88,7 +88,7 @@ class ComputeSettings:
     remat: Remat = "auto"
     """What the backward pass keeps of each layer, from most memory to least; the rest is computed again. none: keep
     everything; products: results of products and of attention; dots: of products alone, without those of attention;
-    attention: what attention gives; full: the layer's input alone; offload: that in the host's memory. auto: products
-    on CPU, full elsewhere."""
+    attention: the output of attention; full: only the layer's input; offload: that in the host's memory. auto:
+    products on CPU, full elsewhere."""
     mesh: Axes = Axes()
     """How several devices share the work. Sampling has no `fsdp` and no `context`: those devices are replicas."""

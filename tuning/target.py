@@ -18,12 +18,12 @@ _target = jax.make_user_context(None)
 
 
 def target_platform() -> str:
-    """`cpu`, `gpu` or `tpu`: what the program in tracing is for; by default the backend of this process."""
+    """`cpu`, `gpu` or `tpu`: the platform of the program in tracing; by default the backend of this process."""
     return _target.value[0] if _target.value else jax.default_backend()
 
 
 def is_a_part() -> bool:
-    """Whether the program in tracing stands for what one of several devices does of a larger one."""
+    """Whether the program in tracing is one device's part of a larger program."""
     return bool(_target.value) and _target.value[1]
 
 

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import dataclasses
+import inspect
 import shutil
 import subprocess
+from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
+from pydantic import BaseModel, ValidationError
+from pydantic.fields import FieldInfo
 
-from flows.cli.options import with_options
 from flows.cli.shared import (
     NodeName,
     RunName,
@@ -24,16 +27,51 @@ from flows.cli.shared import (
     out,
     usage_error,
 )
-from flows.recipe.migration import migrated
 from flows.recipe.model import RecipeError
 from flows.recipe.reading import checked
 from flows.records import REFUSED, find_run
+from stages.contract.described import field_docs
 from stages.serving.access import AccessError, keys_of
 from stages.serving.settings import Chat, ChatOptions, Named, PolicyPlace, Serve, ServeOptions
 from stages.store.artifacts import Artifact, Store
 from stages.store.registry import RegistryError, current
 from stages.worker import interpreter
 from tuning.atomic import whole_folder
+
+
+def with_options(model: type[BaseModel]) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """Replaces a command's parameter `options` with one option for each field of the model."""
+
+    def decorate(command: Callable[..., None]) -> Callable[..., None]:
+        def run(**values: Any) -> None:
+            try:
+                options = model(**{name: values.pop(name) for name in model.model_fields})
+            except ValidationError as e:
+                # What Typer's types and bounds let pass, such as an infinite temperature.
+                wrong = "; ".join(f"--{'-'.join(map(str, d['loc'])).replace('_', '-')}: {d['msg']}" for d in e.errors())
+                raise typer.BadParameter(wrong) from e
+            command(options=options, **values)
+
+        own = [p for n, p in inspect.signature(command, eval_str=True).parameters.items() if n != "options"]
+        fields = [_option(name, field, field_docs(model).get(name)) for name, field in model.model_fields.items()]
+        parameters = [p.replace(kind=inspect.Parameter.KEYWORD_ONLY) for p in (*own, *fields)]
+        run.__name__, run.__doc__ = command.__name__, command.__doc__
+        run.__annotations__ = {p.name: p.annotation for p in parameters}
+        # Typer makes a command's options from its signature.
+        vars(run)["__signature__"] = inspect.Signature(parameters)
+        return run
+
+    return decorate
+
+
+def _option(name: str, field: FieldInfo, text: str | None) -> inspect.Parameter:
+    # pydantic keeps bounds as annotated-types objects: Ge(ge=0), Le(le=1).
+    bounds = {bound: getattr(m, bound) for m in field.metadata for bound in ("ge", "le") if hasattr(m, bound)}
+    option = typer.Option(help=text, min=bounds.get("ge"), max=bounds.get("le"))
+    kind: Any = field.annotation
+    annotation = Annotated[kind, option]
+    return inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=field.default, annotation=annotation)
+
 
 commands = group()
 
@@ -143,7 +181,7 @@ def _past_the_gate(store: str, record: dict[str, Any]) -> dict[str, Any]:
     from flows.running.naming import free_name
 
     try:
-        recipe = checked(migrated(record["recipe"]) | {"store": store, "gate": None}, Path(record["name"]), None, set())
+        recipe = checked(record["recipe"] | {"store": store, "gate": None}, Path(record["name"]), None, set())
     except RecipeError as e:
         raise usage_error(str(e)) from e
     standing = dataclasses.replace(recorded(record), champion=None)

@@ -23,7 +23,6 @@ from flows.cli.shared import (
     record_of,
     usage_error,
 )
-from flows.recipe.migration import migrated
 from flows.recipe.model import Recipe, RecipeError
 from flows.recipe.reading import checked
 from flows.records import UnknownRun, candidates, find_run, finished_nodes
@@ -212,7 +211,7 @@ def rerun(
     record = record_of(store, run_name)
     # The record has the address that the store had when the run was made; it may have moved since.
     try:
-        found = checked(migrated(record["recipe"]), Path(f"run {record['name']}"), None, set())
+        found = checked(record["recipe"], Path(f"run {record['name']}"), None, set())
         recipe = found.model_copy(update={"store": store})
     except RecipeError as e:
         raise usage_error(str(e)) from e

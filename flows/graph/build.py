@@ -67,7 +67,7 @@ class Node:
 
 
 def nodes_of(recipe: Recipe) -> list[Node]:
-    """`build`, with what the names of policies stand for now."""
+    """`build` with the policies that names stand for now."""
     return build(recipe, standing_of(recipe, Store(recipe.store)))
 
 
@@ -214,7 +214,7 @@ class _Graph:
 
 
 def _resolved(name: str, reads: Reads, roles: Mapping[str, Input]) -> dict[str, Input]:
-    """The artifacts behind one declared input: one, or for `NAME_*` as many as there are."""
+    """The artifacts of one declared input: one, or for `NAME_*` as many as there are."""
     if reads.role.endswith("*"):
         sources = {role: source for role, source in roles.items() if role.startswith(reads.role[:-1])}
     else:

@@ -1,4 +1,4 @@
-"""Why a node is a miss: what differs from the nearest artifact that an earlier run has made of it."""
+"""Explain a miss by the differences to the nearest artifact that an earlier run made of the node."""
 
 from __future__ import annotations
 

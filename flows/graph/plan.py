@@ -28,7 +28,7 @@ class Planned:
     """`hit`, `miss`, or `waits`: an input is a miss, and if it comes out equal this node is a hit, unless it differs
     itself."""
     reasons: list[str]
-    """Of a miss why it is one; of a node that waits what it waits for, and what differs besides its inputs."""
+    """The reasons of a miss; for a waiting node its missing inputs and other differences."""
     seconds: float | None
     """How long it took last time."""
     nearest: str = ""

@@ -1,4 +1,4 @@
-"""What the names of policies stand for while a run goes on: what it starts from, and what its gate compares with.
+"""The policies that names stand for during a run: its start, and the policy that its gate compares with.
 
 It is read from the registry once, at the start of a run, and kept in its record: a run that goes on, that is rerun,
 forked or scored again starts from what it started from.
@@ -43,7 +43,7 @@ class Standing:
     champion: Held | None = None
     """The policy that the gate compares with; None: the name has none yet."""
     withdrawn: Mapping[str, str] = dataclasses.field(default_factory=dict)
-    """Digests of policies that were rolled back, with what the history says of it."""
+    """Digests of policies that were rolled back, with the entry of the history."""
 
     def as_json(self) -> dict[str, Any]:
         """For the run's record."""

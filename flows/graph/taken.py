@@ -1,4 +1,4 @@
-"""Artifacts that a run takes from another as they are, whatever their keys: rollouts, and what is before a fork."""
+"""Artifacts that a run takes from another regardless of their keys: rollouts, and the part before a fork."""
 
 from __future__ import annotations
 

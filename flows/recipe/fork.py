@@ -60,7 +60,7 @@ class Fork(BaseModel):
 
 
 def check_fork(fork: Fork, rl: RL | None, before: RL | None) -> None:
-    """Raises ValueError for settings of the rounds behind a fork with which those before it cannot be gone on from.
+    """Raises ValueError for settings after a fork that cannot continue the rounds before it.
 
     before: the settings of the last round that is shared; None where none is.
     """
@@ -69,7 +69,7 @@ def check_fork(fork: Fork, rl: RL | None, before: RL | None) -> None:
     if rl is None:
         raise ValueError(f"fork.node is {fork.node}, but the section rl is null: fork at sft, or leave rl as it is")
     if rl.rounds <= fork.round:
-        raise ValueError(f"rl.rounds {rl.rounds} leaves no round behind the fork, which is at round {fork.round}")
+        raise ValueError(f"rl.rounds {rl.rounds} leaves no round after the fork, which is at round {fork.round}")
     if rl.rollout.order_seed != before.rollout.order_seed:
         raise ValueError("rl.rollout.order_seed: another order would draw prompts again that the shared rounds drew")
     if rl.update.lora != before.update.lora:

@@ -40,8 +40,8 @@ def check_gated(recipe: Recipe, labels: list[str]) -> None:
     since = recipe.data.new_since
     if since is not None and recipe.start_from != since:
         raise ValueError(
-            f"data.new_since is {since}, and start_from is {recipe.start_from}: what {since} was trained on is left "
-            f"out, and only a policy that starts from it knows that; say start_from: {since}"
+            f"data.new_since is {since}, and start_from is {recipe.start_from}: prompts that {since} was trained on "
+            f"are left out, so the policy has to start from it; set start_from: {since}"
         )
     gate = recipe.gate
     if gate is None:

@@ -4,18 +4,17 @@ from __future__ import annotations
 
 import json
 import math
+from collections.abc import Iterator, Mapping
 from typing import Annotated, Any, get_args
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
-from flows.recipe.computing import Defaults, filled
 from flows.recipe.fork import Fork, check_fork
 from flows.recipe.gated import BASE, Data, Name, check_gated
-from flows.recipe.limits import Limits
 from flows.recipe.retention import Retention
-from flows.recipe.weights import environment_weight, shape_of
 from flows.recipe.workers import Workers
 from stages.base import Config as BaseConfig
+from stages.common.settings import Dtype
 from stages.contract.definition import StageConfig
 from stages.contract.registry import by_section
 from stages.distill import POLICIES
@@ -36,8 +35,78 @@ from stages.update.settings import Config as UpdateConfig
 from stages.update.settings import aggregation_of, needs_groups, on_policy
 
 
+def environment_weight(score: Any) -> float:
+    """The weight of the environment's rewards in the totals of settings of the stage score, as written."""
+    rewards = score.get("rewards") if isinstance(score, dict) else None
+    parts = rewards.values() if isinstance(rewards, dict) else ()
+    weights = [p.get("weight", 1.0) for p in parts if isinstance(p, dict) and p.get("function") == "environment"]
+    return float(sum(weights)) if all(isinstance(w, int | float) for w in weights) else 0.0
+
+
+def shape_of(score: ScoreConfig) -> str | None:
+    """The setting by which the total counts something else than the sum of an environment's rewards; None if none."""
+    for name, reward in score.rewards.items():
+        if reward.function != ENVIRONMENT or not reward.weight:
+            continue
+        if score.truncated == "zero":
+            return "truncated: zero"
+        shapes = {"clip": reward.clip, "squash": reward.squash, "normalise": reward.normalise}
+        if said := [shape for shape, value in shapes.items() if value not in (None, "none")]:
+            return f"rewards.{name}.{said[0]}"
+    return None
+
+
+Seconds = Annotated[float, Field(gt=0)]
+
+
+class Limits(BaseModel):
+    """Time limits. Finished work is kept, and the same command resumes."""
+
+    model_config = ConfigDict(extra="forbid", strict=True, frozen=True)
+
+    stall_seconds: Seconds | None = 7200.0
+    """Time that a stage may report nothing before its worker is ended as hung, and thrice that while it compiles;
+    null: for ever."""
+    stage_seconds: Seconds | None = None
+    """Time that one stage may be at work before its worker is ended, and the stage tried again as often as `retries`
+    says; null: any."""
+    run_seconds: Seconds | None = None
+    """Time that a whole run may take, waits and retries included, before it fails; null: any."""
+
+
+class Defaults(StageConfig):
+    """Of the sections' `compute`."""
+
+    dtype: Dtype = "auto"
+    """As `compute.dtype` of a section."""
+
+
+def sections() -> Iterator[str]:
+    """Those with a `compute`, by dotted name."""
+    return (name for name, stage in by_section().items() if "compute" in stage.config.model_fields)
+
+
+def filled(values: Mapping[str, Any], defaults: Mapping[str, Any]) -> dict[str, Any]:
+    """A recipe as written, whose sections say what the section `compute` says. defaults: of the sections left out."""
+    compute = values.get("compute")
+    found = dict(values)
+    if not isinstance(compute, dict) or "dtype" not in compute:
+        return found
+    for section in sections():
+        first, _, second = section.partition(".")
+        written = found.get(first, {} if defaults.get(first) is not None else None)
+        if not isinstance(written, dict):
+            continue
+        inner = written.get(second, {}) if second else written
+        own = inner.get("compute", {}) if isinstance(inner, dict) else None
+        if isinstance(own, dict):
+            inner = inner | {"compute": {"dtype": compute["dtype"]} | own}
+            found[first] = written | {second: inner} if second else inner
+    return found
+
+
 class RecipeError(ValueError):
-    """A recipe that cannot run; the message says where and what to do."""
+    """An invalid recipe; the message has the place and the remedy."""
 
 
 def trained_sections() -> set[str]:
@@ -75,7 +144,7 @@ class RL(StageConfig):
     update: UpdateConfig = UpdateConfig()
     """The policy update of each round."""
     checkpoint_every: Annotated[int, Field(ge=1)] = 5
-    """Rounds between stored weights; the policies between are recomputed from their rollouts if needed."""
+    """Rounds between stored weights; policies between them are rebuilt from their rollouts when a stage needs them."""
     reference_every: Annotated[int, Field(ge=1)] | None = None
     """Rounds after which the reference of the KL becomes the current policy (ProRL, TR-DPO's hard update); null: it
     stays the policy before the first round."""
@@ -204,7 +273,7 @@ class Recipe(BaseModel):
     compute: Defaults = Defaults()
     """Default `compute.dtype` of the sections that set none."""
     workers: Workers | None = None
-    """Worker processes by role, so that stages run at the same time; null: one worker runs all stages in order."""
+    """Workers that run stages concurrently; null: one worker runs them one after another."""
     retention: Retention | None = None
     """Runs of this recipe's name to keep when a run finishes; the others are collected. null: all."""
     fork: Fork | None = None
@@ -216,7 +285,7 @@ class Recipe(BaseModel):
     start_from: Name = BASE
     """What is trained: `base`, or the policy of a name of the registry, such as champion; base while it has none."""
     sft: SFTConfig | None = SFTConfig()
-    """Supervised fine-tuning; null: skipped."""
+    """Supervised fine-tuning; null: later stages start from the base model."""
     distill: DistillConfig | None = None
     """Distillation from a teacher into the policy after SFT; from a later policy of the run, into the base model."""
     preference: PreferenceConfig | None = None
@@ -300,7 +369,7 @@ class Recipe(BaseModel):
 
     @model_validator(mode="after")
     def _credited_as_rewarded(self) -> Recipe:
-        """Rewards of turns count on their turns only where their sum is what the total counts."""
+        """Rewards of turns count on their turns only if their sum is the total."""
         if self.environment is None or self.rl is None or (shape := shape_of(self.rl.score)) is None:
             return self
         update = self.rl.update
@@ -325,7 +394,7 @@ class Recipe(BaseModel):
     def _environment_is_there(self) -> Recipe:
         for section in ("rl.rollout", "evaluate"):
             if getattr(self.settings(section), "environment", None) is not None:
-                raise ValueError(f"{section}.environment is told by the pipeline: name it in the section environment")
+                raise ValueError(f"{section}.environment is set automatically; configure it in the section environment")
             unread: dict[str, Any] = {} if self.environment is None else {"stop": []}
             if self.environment is not None and self.environment.agent:
                 unread |= {"top_p": 1.0, "top_k": 0, "min_p": 0.0}

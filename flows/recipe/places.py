@@ -1,4 +1,4 @@
-"""Dotted places of a recipe: what a section's fields are, where a file has them, and the settings written short."""
+"""Dotted places of a recipe: the fields of sections, their lines in a file, and short forms."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ def fields_at(place: Sequence[str]) -> list[str]:
 
 
 def models_in(kind: Any) -> list[tuple[str, type[BaseModel]]]:
-    """The models in a type, with what stands between their settings and the field: `.*` in a mapping or a list."""
+    """The models in a type, with the path between their settings and the field: `.*` in a mapping or a list."""
     if isinstance(kind, type) and issubclass(kind, BaseModel):
         return [("", kind)]
     origin, arguments = typing.get_origin(kind), typing.get_args(kind)

@@ -11,7 +11,6 @@ from typing import Any
 import yaml
 from pydantic import ValidationError
 
-from flows.recipe.migration import MOVED
 from flows.recipe.model import Recipe, RecipeError
 from flows.recipe.places import hint, lines_of, merge, takes, whole
 from flows.recipe.secrets import secrets_in
@@ -213,8 +212,7 @@ def _explain(path: Path, node: Any, set_places: set[str], error: Any) -> str:
         file = str(path) if node is None else f"{path}:{lines[-1] if lines else 1}"
         where = f"{file}: {dotted}" if dotted else f"{path}"
     if error["type"] == "extra_forbidden":
-        moved = MOVED.get(dotted)
-        return f"{where}: unknown key; {hint(place)}" if moved is None else f"{where} is now {moved}: move it there"
+        return f"{where}: unknown key; {hint(place)}"
     message = error["msg"].removeprefix("Value error, ")
     value = error.get("input")
     if value is None and error["type"] != "missing":

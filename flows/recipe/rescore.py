@@ -6,11 +6,11 @@ and `max_mismatch_kl` limits how far the policies may drift.
 
 from __future__ import annotations
 
+import copy
 import re
 from pathlib import Path
 from typing import Any
 
-from flows.recipe.migration import migrated
 from flows.recipe.model import Recipe, RecipeError
 from flows.recipe.reading import checked, with_sets
 from stages.store import runs
@@ -30,7 +30,7 @@ def rescored(record: dict[str, Any], rewards: list[str], sets: list[str], store:
 
     rewards: FUNCTION or NAME=FUNCTION; none: the recipe's own, as `sets` changes them. Raises RecipeError.
     """
-    values = migrated(record["recipe"])
+    values = copy.deepcopy(record["recipe"])
     if not values.get("rl"):
         raise RecipeError(f"run {record['name']} has no rounds of RL: there are no rollouts to score again")
     if fork := values.get("fork"):
@@ -66,7 +66,7 @@ def _has_all(store: Store, source: str, record: dict[str, Any]) -> bool:
 def loosened(record: dict[str, Any], recipe: Recipe, sets: list[str]) -> list[str]:
     """A line for each setting of rl.update that is another here than in the run which is scored again, and that no
     `--set` names."""
-    before, now = (migrated(record["recipe"])["rl"]["update"], recipe.model_dump(mode="json")["rl"]["update"])
+    before, now = (record["recipe"]["rl"]["update"], recipe.model_dump(mode="json")["rl"]["update"])
     return [
         f"rl.update.{name} is {now[name]}, and was {before[name]} in {record['name']}: the policies drift from those "
         f"that sampled (--set rl.update.{name}={before[name]} keeps it)"
@@ -78,7 +78,7 @@ def loosened(record: dict[str, Any], recipe: Recipe, sets: list[str]) -> list[st
 def not_kept(record: dict[str, Any], recipe: Recipe, rewards: list[str]) -> list[str]:
     """A line for each reward of the run which is scored again that a `--reward` of its name has put away, settings and
     all."""
-    before, now = (migrated(record["recipe"])["rl"]["score"], recipe.model_dump(mode="json")["rl"]["score"])
+    before, now = (record["recipe"]["rl"]["score"], recipe.model_dump(mode="json")["rl"]["score"])
     told = []
     for name in (_named(text)[0] for text in rewards):
         old, new = (score["rewards"].get(name, {}) for score in (before, now))

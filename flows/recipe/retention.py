@@ -8,7 +8,7 @@ from pydantic import BaseModel, ConfigDict, Field
 
 
 class Retention(BaseModel):
-    """How many runs a garbage collection keeps beside those that are running, pinned or named by the registry."""
+    """The number of runs that a garbage collection keeps in addition to running, pinned and named ones."""
 
     model_config = ConfigDict(extra="forbid", strict=True, frozen=True)
 

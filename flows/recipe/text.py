@@ -22,7 +22,7 @@ LONGEST = 64
 """Characters of a number."""
 COMMENT = "a # begins a comment: put a value that has one in quotes"
 SHOWN = 200
-"""Characters of a mistake that are told."""
+"""Characters of a mistake that a message shows."""
 
 _PLAIN = tuple(f"tag:yaml.org,2002:{name}" for name in ("str", "int", "float", "bool", "null", "map", "seq", "merge"))
 _NUMBERS = ("tag:yaml.org,2002:int", "tag:yaml.org,2002:float")

@@ -13,7 +13,7 @@ Mistake = Mapping[str, Any]
 
 _EXPECTED = "Input should be "
 _WORDS = {"a valid array": "a list", "an object": "a mapping", "a valid dictionary": "a mapping"}
-"""Words of JSON and Python for what YAML has."""
+"""Words of JSON and Python, and YAML's words for them."""
 
 
 def settled(mistakes: Iterable[Mistake], values: Any) -> list[Mistake]:
@@ -70,7 +70,7 @@ def _place(mistake: Mistake, values: Any) -> tuple[tuple[Any, ...], tuple[Any, .
 
 
 def _is_form(parts: tuple[Any, ...], union: tuple[Any, ...]) -> bool:
-    """Whether what comes behind a place is the name of a type, and no field."""
+    """Whether the part after a place is the name of a type, not a field."""
     name = str(parts[len(union)])
     return name in ("str", "int", "float", "bool") or not name.isidentifier() or name[:1].isupper()
 

@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 from flows.graph.changes import as_read, lines_between
-from flows.recipe.migration import migrated
 from flows.report.measures import number
 from flows.report.run_view import RunView
 from flows.report.samples import Policy
@@ -40,7 +39,7 @@ def compared(first: RunView, second: RunView) -> dict[str, Any]:
 
 def _settings(first: RunView, second: RunView) -> list[str]:
     """A line for each setting of the recipe that differs, but its name and store."""
-    values = [published(migrated(view.record["recipe"])) for view in (first, second)]
+    values = [published(view.record["recipe"]) for view in (first, second)]
     same = dict.fromkeys(("name", "description", "store"))
     shown = [recipe | same | {"data": as_read(recipe["data"])} for recipe in values]
     return differences(shown[0], shown[1])

@@ -204,11 +204,10 @@ class RunView:
         """The nodes of the recipe; none where it is of another version."""
         from flows.graph.build import build
         from flows.graph.standing import recorded
-        from flows.recipe.migration import migrated
         from flows.recipe.model import Recipe
 
         try:
-            values = json.dumps(migrated(self.record["recipe"]))
+            values = json.dumps(self.record["recipe"])
             return build(Recipe.model_validate_json(values, context=SHOWN), recorded(self.record))
         except ValueError:
             return []

@@ -11,7 +11,6 @@ from typing import Any
 from pydantic import ValidationError
 
 from flows.graph.build import Node, build
-from flows.recipe.migration import migrated
 from flows.recipe.model import Recipe, RecipeError
 from flows.recipe.reading import checked, with_sets
 from stages.update.settings import Config as UpdateConfig
@@ -27,7 +26,7 @@ def forked(record: dict[str, Any], at: str, sets: list[str], store: str) -> Reci
     Raises RecipeError where the run has not got so far, or cannot be gone on from with these settings.
     """
     name = record["name"]
-    values = migrated(record["recipe"])
+    values = copy.deepcopy(record["recipe"])
     recipe = checked(values, Path(f"run {name}"), None, set())
     number = _round(at)
     if number is None:

@@ -9,7 +9,6 @@ from typing import Any
 
 from coolname import generate_slug
 
-from flows.recipe.migration import migrated
 from flows.recipe.model import Recipe, RecipeError
 from flows.recipe.places import merge
 from flows.records import SILENT_MINUTES, WHOLE, status_of
@@ -109,9 +108,8 @@ def _changes(record: dict[str, Any], recipe: Recipe) -> list[str]:
 
     Only settings that one of the two gives count: a default may be new, or another one, since the record was written.
     """
-    old, new = migrated(record["recipe"]), recipe.model_dump(mode="json")
-    # A record of an older version does not say which settings were given.
-    before = migrated(_numbered(record.get("given", old)))
+    old, new = record["recipe"], recipe.model_dump(mode="json")
+    before = _numbered(record["given"])
     now = _numbered(recipe.model_dump(mode="json", exclude_unset=True))
     pairs = (merge(new, before), new), (old, merge(old, now))
     return list(dict.fromkeys(line for a, b in pairs for line in differences(_compared(a), _compared(b))))

@@ -76,8 +76,6 @@ class _Overlapped:
                 error = self._wait()
                 if error is not None and not isinstance(error, Exception):
                     raise error
-                if error is not None:
-                    self._session.eager_scoring.end()
                 if first is None and error is None:
                     self._begin_what_can()
                 elif first is None and self._at_work:

@@ -22,7 +22,6 @@ from flows.recipe.model import Recipe
 from flows.records import log_of
 from flows.running.checks import as_it_is
 from flows.running.crew import Crew, read_elsewhere
-from flows.running.eager_scoring import EagerScoring
 from flows.running.limits import RunLimit
 from flows.running.naming import before, free_name
 from flows.running.remarks import of_data
@@ -100,7 +99,6 @@ class Session:
         self.crew = Crew(recipe, self.name, log)
         self.chosen: Collection[str] | None = None
         """Names of the nodes that the run makes; None: all."""
-        self.eager_scoring = EagerScoring(self, self._check)
         self._stopped = threading.Event()
         self._lock = threading.RLock()
         """Of the record, and of what is made."""
@@ -252,7 +250,6 @@ class Session:
                 state = "hit" if artifact is not None else "made"
                 if artifact is None:
                     artifact = self._make(node, inputs, key, parts, files, token, entry)
-        self.eager_scoring.take_over(node, parts, inputs)
         check_point(node, artifact)
         seconds = time.monotonic() - started
         # The last: what making took, here or in the run that did it.
@@ -331,10 +328,7 @@ class Session:
 
         started = time.monotonic()
         try:
-            work = f"{key}-{request.force}" if request.force else key
-            self.eager_scoring.take_over(node, parts, inputs, work)
-            with self.eager_scoring.during(node, key):
-                manifest = self.crew.run(node, request, on_event, self._check)
+            manifest = self.crew.run(node, request, on_event, self._check)
         except BaseException as e:
             with self._lock:
                 entry |= _ended_by(e) | {"seconds": round(time.monotonic() - started, 2)}
@@ -361,10 +355,7 @@ class Session:
     def finish(self, status: str) -> None:
         """Ends the workers and closes the record; a remote store gets their logs."""
         try:
-            try:
-                self.eager_scoring.end()
-            finally:
-                self.crew.finish()
+            self.crew.finish()
         except Exception as e:
             # A record that stays open would tell of a run at work.
             self.reporter.line(f"a worker of run {self.name} did not end well ({type(e).__name__}: {e})")

@@ -1,4 +1,4 @@
-"""The code of completions, where a reward or a judge runs it: what it can reach, and whether it may deceive."""
+"""The code of completions that rewards and judges run: the resources that it can reach, and whether it may deceive."""
 
 from __future__ import annotations
 

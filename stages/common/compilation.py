@@ -24,7 +24,7 @@ def configure_jax() -> None:
 def use_precision(config: Any, memory: dict[str, Any]) -> None:
     """Sets JAX up for the `compute.dtype` of a stage's settings, `auto` where they have none.
 
-    Where that changes the type of weights, `memory` is emptied: what it keeps is of the other type.
+    If that changes the type of weights, `memory` is emptied, because it holds the other type.
     """
     from tuning import precision
 

@@ -35,7 +35,7 @@ def is_of_verdicts(name: str) -> bool:
 def figures(
     judges: Sequence[str], samples: int, rows: Sequence[CompletionRow], verdicts: Sequence[VerdictRow]
 ) -> dict[str, Any]:
-    """Lengths, each judge's scores, and of the one that decides also pass@k, maj@n and what tells ability from form.
+    """Lengths, each judge's scores, and of the deciding judge also pass@k, maj@n and shares of answers.
 
     judges: their names in the verdicts, the one that decides first. samples: of each problem. rows and verdicts: those
     of the same problems, of at least one.

@@ -1,7 +1,7 @@
 """Flags of XLA for each kind of device, set in the environment of a process before it loads JAX.
 
 A process that gets a flag which its library does not know ends at once: the names here occur in jaxlib and libtpu of
-the versions in `infra/`. What the user sets stays. None of them changes what is computed, so they are in no key; on
+the versions in `infra/`. The user's settings win. None of them changes results, so they are in no key; on
 GPUs `xla_gpu_exclude_nondeterministic_ops` is for replays, which must have the bits of the first time.
 """
 
@@ -14,7 +14,7 @@ from collections.abc import Mapping
 
 @dataclasses.dataclass(frozen=True)
 class Flag:
-    """A flag, its value, and what it is for."""
+    """A flag, its value and its purpose."""
 
     variable: str
     """The environment variable that it stands in."""
@@ -32,16 +32,16 @@ FLAGS: dict[str, tuple[Flag, ...]] = {
     "gpu": _of(
         "XLA_FLAGS",
         ("xla_gpu_exclude_nondeterministic_ops", "sums in one order: a replay has the same bits"),
-        ("xla_gpu_enable_latency_hiding_scheduler", "collectives beside computation"),
+        ("xla_gpu_enable_latency_hiding_scheduler", "collectives overlap computation"),
     ),
     "tpu": _of(
         "LIBTPU_INIT_ARGS",
         ("xla_enable_async_all_gather", "weights of the next layer come while this one computes"),
-        ("xla_tpu_enable_async_collective_fusion", "collectives beside computation"),
+        ("xla_tpu_enable_async_collective_fusion", "collectives overlap computation"),
         ("xla_tpu_enable_async_collective_fusion_fuse_all_gather", "also the gathering of weights"),
         ("xla_tpu_enable_async_collective_fusion_multiple_steps", "over several products"),
         ("xla_tpu_overlap_compute_collective_tc", "on the core that computes"),
-        ("xla_tpu_enable_data_parallel_all_reduce_opt", "sums of gradients beside the backward pass"),
+        ("xla_tpu_enable_data_parallel_all_reduce_opt", "sums of gradients overlap the backward pass"),
         ("xla_tpu_data_parallel_opt_different_sized_ops", "of all sizes"),
     ),
 }
@@ -55,11 +55,11 @@ OF_GROUPS: dict[str, tuple[Flag, ...]] = {
 
 
 def with_flags(environment: Mapping[str, str], platform: str, group: bool = False) -> dict[str, str]:
-    """The environment with the platform's flags behind what is there; a flag that is there keeps its value.
+    """The environment with the platform's flags appended; a flag that is already set keeps its value.
 
     group: whether the process is one of a process group.
 
-    A variable that names a file of flags, as XLA allows, stays as it is: behind the name no flag can stand.
+    A variable that names a file of flags, as XLA allows, stays unchanged, because no flag can follow the name.
     """
     found = dict(environment)
     for flag in FLAGS.get(platform, ()) + (OF_GROUPS.get(platform, ()) if group else ()):

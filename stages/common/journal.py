@@ -1,7 +1,7 @@
 """Finished calls of a function that judges completions, kept for the next try of a stage.
 
 A call is known by the names of its completions and by everything that the function sees of them: one that was sampled
-again, and is another now, is judged again. Values alone are kept. What an earlier try has failed on is called again: it
+again, and is another now, is judged again. Only values are kept. A call that failed in an earlier try is repeated: it
 may have been the cause that the try ended, and is content only once the stage has succeeded (R25).
 """
 
@@ -21,7 +21,7 @@ from tuning.rewards.samples import Outcome, Sample
 from tuning.rows import CompletionRow
 
 TELL_SECONDS = 600.0
-"""How often slow calls are told of: a stage that reports nothing for long counts as hung (`limits.stall_seconds`)."""
+"""Seconds between reports of slow calls: a silent stage counts as hung (`limits.stall_seconds`)."""
 
 
 class Journal:
@@ -52,13 +52,13 @@ class Journal:
         return None if values is None else [Outcome(value) for value in values]
 
     def tell(self, done: int, of: int) -> None:
-        """Logs how many calls are made, unless it was told of this function a moment ago."""
+        """Log the number of finished calls, unless the last report is recent."""
         if time.monotonic() - self._told > TELL_SECONDS:
             self._told = time.monotonic()
             self._log(f"{self._what}: {done} of {of} calls")
 
     def failed(self, outcomes: Sequence[Outcome]) -> None:
-        """Is told of the outcomes of a call in which something failed: none of them is stored."""
+        """Receive the outcomes of a failed call, which are not stored."""
 
     def add(self, rows: Sequence[CompletionRow], outcomes: Sequence[Outcome]) -> None:
         """Stores the scores of a call, in which nothing failed."""
@@ -69,7 +69,7 @@ class Journal:
 
 
 def _seen(row: CompletionRow, sample: Sample) -> list[Any]:
-    """All that a value depends on: the completion's name, and what the function sees of it."""
+    """The inputs of a value: the completion's name, and the fields that the function sees."""
     ids = hashlib.sha256(array.array("i", sample.completion_ids).tobytes()).hexdigest()
     return [row.place, row.sample, sample.prompt, sample.completion, ids, sample.answer, sample.metadata]
 

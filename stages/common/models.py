@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 MEMORY_SHARE = 0.35
 """Share of the device's memory for values that are kept between stages."""
 TRAINER = "trainer:"
-"""How the name of what an update needs beside its policy begins, in the worker's memory."""
+"""Prefix of the names in the worker's memory of an update's inputs other than its policy."""
 ADAPTER = "adapter"
 """The folder of an artifact that holds an adapter, as PEFT loads it."""
 

@@ -27,7 +27,7 @@ def read_rows(artifact: Artifact, part: str) -> list[dict[str, Any]]:
 
 
 def first_rows(artifact: Artifact, part: str, count: int, columns: Sequence[str]) -> list[dict[str, Any]]:
-    """The first rows of `read_rows`, and of them some columns: for display. Nothing behind them is read."""
+    """The first rows of `read_rows`, with some columns, for display. Later rows are not read."""
     found: list[dict[str, Any]] = []
     for path in _files(artifact, part):
         with pq.ParquetFile(path) as file:
@@ -180,7 +180,7 @@ def _received(data: bytes, kind: type[R]) -> tuple[int, int, list[R]]:
 
 
 def _kept(ctx: Context, path: Path, kind: type[R]) -> list[R] | None:
-    """The rows of a finished shard; None where there is none, or one that cannot be read, which is made again."""
+    """The rows of a finished shard; None if it is missing or unreadable, in which case it is recomputed."""
     if not path.exists():
         return None
     try:
@@ -189,7 +189,7 @@ def _kept(ctx: Context, path: Path, kind: type[R]) -> list[R] | None:
         # A disk that fails for a moment is no damage: only what it gives back is judged.
         if isinstance(error, OSError) and error.errno is not None:
             raise
-        ctx.log(f"{path.parent.name} is damaged ({str(error).splitlines()[0][:200]}) and is made again")
+        ctx.log(f"{path.parent.name} is damaged ({str(error).splitlines()[0][:200]}) and is recomputed")
         path.unlink()
         return None
 

@@ -82,7 +82,7 @@ def was_seen(row: Mapping[str, Any], trained: Collection[str]) -> bool:
 def trained_names(policy: Artifact) -> set[str]:
     """The names of all prompts that a policy and its ancestors were trained on.
 
-    Raises ArtifactError where an ancestor is not in the store any more: what it was trained on is not known.
+    Raises ArtifactError where an ancestor is not in the store any more: its training data is unknown.
     """
     found: set[str] = set()
     seen: set[str] = set()
@@ -147,7 +147,7 @@ class _Learned:
 
 
 def _parts(artifact: Artifact, role: str) -> Sequence[str]:
-    """The parts of the data that a stage trains on, of what it reads in this role."""
+    """The parts of the data that a stage trains on among those that it reads in this role."""
     reads = stage(artifact.stage).reads.get(role) if artifact.stage in modules() else None
     wanted = {part.rstrip("/") for part in reads.parts} if reads is not None and reads.parts else set(SPLITS)
     return [part for part in SPLITS if part in wanted]

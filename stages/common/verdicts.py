@@ -1,4 +1,4 @@
-"""Verdict tables of evaluations, and what they say of one policy against another."""
+"""Verdict tables of evaluations, and comparisons of two policies."""
 
 from __future__ import annotations
 

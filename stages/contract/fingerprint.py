@@ -137,8 +137,6 @@ class Code:
     files: dict[str, str] = dataclasses.field(compare=False)
     """SHA-256 of the sources, by module, and with its suffix for what lies beside one: what a process compares with
     what it has loaded. Not in a key: comments count here."""
-    marks: dict[str, Mark] = dataclasses.field(compare=False)
-    """By path of each of these files: what tells that it was written since it was read, also where that was undone."""
 
 
 def reached(*roots: str, folder: Path | None = None) -> Code:
@@ -152,7 +150,6 @@ def reached(*roots: str, folder: Path | None = None) -> Code:
     hashes: dict[str, str] = {}
     links: dict[str, tuple[tuple[str, str], ...]] = {}
     files: dict[str, str] = {}
-    marks: dict[str, Mark] = {}
     packages: set[str] = set()
     seen: set[str] = set()
     queue = list(roots)
@@ -167,7 +164,6 @@ def reached(*roots: str, folder: Path | None = None) -> Code:
         # Importing a.b.c runs a/__init__.py and a/b/__init__.py first.
         queue.extend(name.rsplit(".", n)[0] for n in range(1, name.count(".") + 1))
         changed = {str(p): mark_of(p) for p in (path, *_beside(path))}
-        marks |= changed
         module = _read(str(path), tuple(changed.values()), name, folder, only)
         queue.extend(target for _, target in module.imports)
         files |= {f"{name}{suffix}": value for suffix, value in module.files.items()}
@@ -175,7 +171,7 @@ def reached(*roots: str, folder: Path | None = None) -> Code:
         if module.content is not None:
             hashes[name], links[name] = module.content, module.imports
     readings.keep()
-    return Code(dict(sorted(hashes.items())), _graph_hash(roots, hashes, links), tuple(sorted(packages)), files, marks)
+    return Code(dict(sorted(hashes.items())), _graph_hash(roots, hashes, links), tuple(sorted(packages)), files)
 
 
 def _graph_hash(

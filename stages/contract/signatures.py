@@ -40,7 +40,9 @@ class Parameters:
     @property
     def texts(self) -> tuple[str, ...]:
         """The parameters of a reward that get prompts and completions: by name if they are called so, else the first
-        two (`tuning.rewards.calls`)."""
+        two; of one in verl's form all that verl gives (`tuning.rewards.calls`)."""
+        if "solution_str" in self.named:
+            return ("data_source", "solution_str", "ground_truth", "extra_info")
         names = ("prompts", "completions")
         by_name = "completions" in self.named and (*self.positional, *self.named)[0] in names
         return names if by_name else self.positional[:2]

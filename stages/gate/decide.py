@@ -1,4 +1,4 @@
-"""The decision about a policy: what is checked, each figure beside its bound, and what follows."""
+"""The decision about a policy: the checks, each figure with its bound, and the outcome."""
 
 from __future__ import annotations
 
@@ -107,9 +107,9 @@ class Told:
     """The metrics of a policy's evaluation, whose judges may have failed on some of its completions."""
 
     low: Mapping[str, Any]
-    """What has no score counts as the lowest: for what must be large."""
+    """A missing score counts as the lowest, for metrics that have to be large."""
     high: Mapping[str, Any]
-    """What has no score counts as the highest: for what must be small."""
+    """A missing score counts as the highest, for metrics that have to be small."""
     low_of_both: Mapping[str, Any]
     """As `low`, of the problems of which the other policy has a score too: for bounds that follow from its figures."""
     high_of_both: Mapping[str, Any]
@@ -136,8 +136,8 @@ def checks_of(
     """Everything that is asked of a policy, in the order in which a reader wants it.
 
     candidate, other: of the evaluations; None where there is no policy to compare with.
-    broken: laws of the audit that do not hold. withdrawn: what took this policy back before. left_out: problems that
-    the metrics are without, since they were trained on.
+    broken: violated laws of the audit. withdrawn: the rollback that removed this policy. left_out: problems that
+    the metrics exclude because a policy was trained on them.
     """
     found = [] if other is None else [_difference(config, compared)]
     found += [
@@ -224,7 +224,7 @@ def _guard(
 
 
 def _slack(bound: float) -> float:
-    """Rounding of a mean or of a sum of bounds: what is at its bound must hold in any order of the rows."""
+    """Rounding of a mean or of a sum of bounds: a figure at its bound has to hold in any order of the rows."""
     return 1e-9 * max(1.0, abs(bound))
 
 

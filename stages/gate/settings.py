@@ -13,9 +13,9 @@ CHAMPION = "champion"
 PROMOTE = "promote"
 """`first`: the first policy needs to be better than no other."""
 RESAMPLES = 2000
-"""Of the bootstrap (`tuning.evaluation.statistics`): an interval's end is told only where a tail has one of them."""
+"""Of the bootstrap (`tuning.evaluation.statistics`): an interval's end exists only if a tail has one of them."""
 FLIPS = 999_999
-"""The most random choices of signs (`tuning.evaluation.permutation`): a p below one of them and one is not told."""
+"""The most random choices of signs (`tuning.evaluation.permutation`), which limits how small p can be."""
 
 Figure = Annotated[float, Field(allow_inf_nan=False)]
 
@@ -64,14 +64,14 @@ class Gate(StageConfig):
 
 
 class Config(Gate):
-    """The section `gate`, and what the pipeline tells of the run."""
+    """The section `gate`, and facts about the run that the pipeline adds."""
 
     against: str | None = None
     """The policy compared with; null: none."""
     candidates: Annotated[int, Field(ge=1)] = 1
     """Policies among which this one was chosen on the same problems."""
     withdrawn: dict[str, str] = {}
-    """Digests of policies that a rollback has taken back, each with what the history says of it."""
+    """Digests of policies that a rollback removed, each with the entry of the history."""
     rollouts_from: str | None = None
     """The run whose rollouts were trained on again."""
 

@@ -22,7 +22,7 @@ from stages.store.artifacts import Artifact
 from tuning.rows import VerdictRow
 
 NODE = "node_"
-"""How the roles of the run's artifacts begin, with the name of the node behind, for the audit."""
+"""Prefix of the roles of the run's artifacts, followed by the node's name, for the audit."""
 FILE = "decision.json"
 
 
@@ -102,7 +102,7 @@ def _broken_laws(ctx: Context) -> list[str]:
 
 
 def _headline(metrics: Mapping[str, Any]) -> str:
-    """The decision, and what it rests on."""
+    """The decision and its evidence."""
     if metrics.get("decision") != "promoted":
         return f"{metrics.get('decision')}: {'; '.join(metrics.get('reasons', []))}"
     return "; ".join(["promoted", *(c["said"] for c in metrics["checks"][:1])])

@@ -36,7 +36,7 @@ class EngineSettings(StageConfig):
     """Layout of the key-value cache: slots of equal length, or pages that completions take as they grow. auto: pages on
     a TPU whose kernel supports the model, else slots. Samples agree up to rounding."""
     version: str | None = None
-    """The servers' version: it is in the key of rollouts, and compared with what they report."""
+    """The servers' version: part of the key of rollouts, and compared with the version that they report."""
     dtype: Literal["bfloat16", "float32"] = "bfloat16"
     """Type that started servers compute in, and of the weights that all are given. A native server that computes in
     another is refused."""

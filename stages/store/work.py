@@ -18,7 +18,7 @@ import os
 import re
 import shutil
 import uuid
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 
 from stages.store import disk, transfers
@@ -97,21 +97,6 @@ class WorkFolder:
         for unit in {self.path.joinpath(*path.relative_to(self.path).parts[:2]) for path in missing}:
             seals[unit] = sums_of(self._seal_of(unit).read_bytes()) or {}
         transfers.each(one, missing)
-
-    def finished(self, known: Collection[str] = ()) -> set[str]:
-        """The names of finished folders, which another process may be adding to; none of checkpoints, and none of those
-        that are known."""
-        with contextlib.suppress(FileNotFoundError), os.scandir(self.path / SEALED) as entries:
-            new = [entry for entry in entries if entry.name not in known and entry.is_file()]
-            return {entry.name for entry in new if not is_partial(Path(entry))}
-        return set()
-
-    def files_of(self, name: str) -> list[Path]:
-        """The files of a finished unit; none of one that does not fit its seal, or is gone by now."""
-        with contextlib.suppress(FileNotFoundError):
-            if self._is_whole(self.path / name):
-                return self._files(self.path / name)
-        return []
 
     def _name(self, unit: Path) -> str:
         return unit.relative_to(self.path).as_posix()

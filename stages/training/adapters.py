@@ -1,6 +1,6 @@
 """Training of an adapter, or of all parameters, as a stage's settings have it.
 
-A stage with an adapter keeps it under `adapter/`, as PEFT loads it, beside the merged model that later stages read.
+A stage with an adapter keeps it under `adapter/`, as PEFT loads it, next to the merged model that later stages read.
 """
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ def fit(
 
 
 def _flops(task: Task, model: Any, role: Role, config: Any) -> Callable[[list[Any]], float]:
-    """FLOPs of a step on groups: forward and backward through the policy, and what the task computes beside it."""
+    """FLOPs of a step on groups: forward and backward through the policy, and the task's other computations."""
     from tuning.training.speed import ADAPTER, FULL, forward_flops
 
     # A frozen kernel gets no gradient of its own.

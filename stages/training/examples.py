@@ -57,7 +57,7 @@ class Table:
         if len(values) != self._count:
             raise ValueError(
                 f"{self._part}: its tables have {len(values)} rows and its arrays {self._count}: the data is damaged, "
-                "make it again with --force prepare"
+                "recompute it with --force prepare"
             )
         return [values[row] for row in self._rows]
 

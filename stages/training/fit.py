@@ -35,9 +35,9 @@ class Task:
     sample: Callable[[Any, int, list[Group]], list[Group]] | None = None
     """(parameters, step, groups) -> the groups to train on, for completions that the model itself writes."""
     flops: Callable[[list[Group]], float] = lambda groups: 0.0
-    """Groups -> FLOPs of a step on them, or of what a step computes beside the policy (`stages.training.adapters`)."""
+    """Groups -> FLOPs of a step on them, or of its computations outside the policy (`stages.training.adapters`)."""
     columns: Callable[[Any, list[int], list[Packed]], list[dict[str, Any]]] | None = None
-    """(parameters, example numbers, micro-batches) -> what the loss needs of each beside its tokens."""
+    """(parameters, example numbers, micro-batches) -> inputs of the loss for each in addition to its tokens."""
     measure: Callable[[Any], dict[str, float]] | None = None
     """Parameters -> metrics on held-out examples, such as `loss`; None: there are no such examples."""
     judged: str = "loss"
@@ -213,7 +213,7 @@ class _Loop:
         return {k: v for k, v in last.items() if k.startswith("heldout_")} | before
 
     def batches(self, step: int, groups: list[Group]) -> list[dict[str, Any]]:
-        """The micro-batches of a step, with what the task adds to each."""
+        """The micro-batches of a step, with the task's additions."""
         from tuning.mesh import row_shards
         from tuning.training.batch import micro_batches
         from tuning.training.step import counted

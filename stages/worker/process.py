@@ -26,11 +26,9 @@ from typing import TYPE_CHECKING, Any, TextIO
 
 from stages.common.compilation import configure_jax, use_precision
 from stages.worker import loaded_code
-from stages.worker.failure_event import failure_of
 from stages.worker.interpreter import escape_output
 from stages.worker.manifest import manifest_of
 from stages.worker.parent_death import die_with_parent
-from stages.worker.profiled import profiled
 from stages.worker.protocol import (
     Changed,
     Done,
@@ -47,6 +45,14 @@ from tuning import multihost
 if TYPE_CHECKING:
     from stages.contract.definition import Context, Stage, StageConfig
     from stages.store.artifacts import Artifact, Store
+
+
+from collections.abc import Iterator
+
+from stages.contract.definition import Context
+from stages.contract.place import place_of
+from stages.worker.loaded_code import DataDiffers
+from stages.worker.protocol import Failed
 
 HEARTBEAT_SECONDS = 2.0
 
@@ -343,3 +349,66 @@ def _serve(requests: Lines, memory: dict[str, Any], events: Events) -> None:
 
 if __name__ == "__main__":
     main()
+
+
+def failure_of(error: BaseException, store: str) -> Failed:
+    """The event of an error. Its traceback goes to the log.
+
+    store: the store's URL; a fault of a disk that names no file is that of its scratch folder.
+    """
+    from stages.store.artifacts import Store
+    from stages.store.disk import disk_fault
+    from stages.store.keys import without_userinfo
+    from tuning.rewards.failures import kind_of
+
+    # Errors of files and services name their URLs.
+    told: str = without_userinfo(traceback.format_exc())
+    with contextlib.suppress(OSError):
+        # The log may lie on the disk that is full: what has failed is told all the same.
+        print(told, file=sys.stderr, flush=True)
+    text: Any = f"{place_of(error)}{type(error).__name__}: {error}"
+    outage = kind_of(error) != "sample" or isinstance(error, DataDiffers)
+    full = disk_fault(error, Store(store).scratch) if isinstance(error, Exception) else None
+    if full is not None:
+        text, outage = full.strerror if full is error else f"{full.strerror} ({text})", True
+    return Failed(without_userinfo(str(text)), told, outage)
+
+
+FOLDER = "logs/tensorboard"
+"""Where TensorBoard's plugin looks for traces; logs are no content of an artifact."""
+
+
+@contextlib.contextmanager
+def profiled(ctx: Context) -> Iterator[None]:
+    """Traces the stage in the block while its progress is in the stretch of its settings, if they have one."""
+    import jax
+
+    first, last = getattr(getattr(ctx.config, "compute", None), "profile", None) or (0, 0)
+    report, running, ended = ctx.progress, False, False
+    options = jax.profiler.ProfileOptions()
+    # Python's own calls would make a trace of gigabytes.
+    options.python_tracer_level = 0
+
+    def reached(done: int) -> None:
+        nonlocal running, ended
+        # Progress may leap over the stretch: then what follows its start is traced.
+        if not running and not ended and first <= done and last > 0:
+            running = True
+            folder = str(ctx.out / FOLDER)
+            jax.profiler.start_trace(folder, create_perfetto_trace=True, profiler_options=options)
+        elif running and done >= last:
+            running, ended = False, True
+            jax.profiler.stop_trace()
+            ctx.log(f"a trace of JAX's profiler is in {FOLDER}/plugins/profile of the artifact")
+
+    def progress(done: int, total: int, unit: str, **metrics: float) -> None:
+        reached(done)
+        report(done, total, unit, **metrics)
+
+    ctx.progress = progress
+    reached(0)
+    try:
+        yield
+    finally:
+        if running:
+            reached(last)

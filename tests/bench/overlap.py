@@ -6,30 +6,19 @@ for training, sampling and scoring, without staleness and with 1. Each stage of 
 first rollout's start to the last update's end, and the longest path: of stages behind what they read, and behind what
 their worker made before them. The command fails where a run is more than 10 % above it, or where digests are not those
 of one worker.
-
-`--shards` measures rounds whose rewards are slow instead: a shard of rollouts is finished every few seconds (the worker
-that samples is held until then), and a call of the reward lasts one. The time is that from the start of the second
-round's rollout to the end of its score: workers are started in the first one. The longest path of one worker is
-sampling, then all scores; of several, sampling, then the score of the last shard.
 """
 
 from __future__ import annotations
 
 import argparse
-import contextlib
 import datetime
 import json
 import os
 import platform
-import sys
 import tempfile
-import threading
 import time
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
-
-import psutil
 
 RESULTS = Path(__file__).parent / "results" / "overlap.json"
 SECONDS = {"rollout": 3.0, "score": 1.0, "update": 3.0}
@@ -37,22 +26,6 @@ SECONDS = {"rollout": 3.0, "score": 1.0, "update": 3.0}
 ABOVE = 1.10
 WORKERS = ["workers.train={}", "workers.sample={}", "workers.score={}"]
 TO_LEAVE = ["evaluate=null", "export=null"]
-SHARDS, SHARD_SECONDS = 9, 4.0
-"""Shards of a rollout, each of one prompt, and the time between their ends."""
-COMPLETIONS, CALL_SECONDS, PROCESSES = 4, 1.0, 2
-"""Completions of a prompt, and the calls of the reward: how long each is, and how many there are at a time."""
-REWARD = f"""
-import time
-
-def slow(prompts, completions, **_):
-    time.sleep({CALL_SECONDS} * len(completions))
-    return [float(len(c)) for c in completions]
-"""
-SLOW_REWARD = [
-    "rl.rounds=2", "reward=null", f"rl.rollout.prompts={SHARDS}", f"rl.rollout.completions={COMPLETIONS}",
-    "rl.rollout.shard_prompts=1", f"rl.score.workers={PROCESSES}", "rl.update.prompts_per_step=3",
-    "rl.score.rewards.exact.function=slow_reward:slow", "rl.score.rewards.model.function=exact_match",
-]  # fmt: skip
 
 
 def measured(folder: Path, name: str, sets: list[str]) -> tuple[Any, Any]:
@@ -109,77 +82,6 @@ def longest_path(recipe: Any, record: dict[str, Any]) -> float:
     return max(ends.values())
 
 
-@contextlib.contextmanager
-def held(work: Path, worker: Any) -> Iterator[None]:
-    """Within it no shard below `work` is begun by a worker before its time; the first is as fast as it is."""
-    began = time.monotonic()
-    over = threading.Event()
-
-    def hold() -> None:
-        while not over.wait(0.002):
-            finished = len(list(work.glob(".sealed/rollouts-*")))
-            if not 0 < finished < SHARDS or (left := finished * SHARD_SECONDS - (time.monotonic() - began)) <= 0:
-                continue
-            process = psutil.Process(worker.pid)
-            process.suspend()
-            over.wait(left)
-            process.resume()
-
-    thread = threading.Thread(target=hold, daemon=True)
-    thread.start()
-    try:
-        yield
-    finally:
-        over.set()
-        thread.join()
-
-
-def sampled_slowly() -> None:
-    """Has each shard of a rollout be finished at its time."""
-    from flows.running.crew import Crew
-    from stages.store.artifacts import Store
-    from stages.store.work import WorkFolder
-
-    made = Crew.run
-
-    def run(self: Crew, node: Any, request: Any, *arguments: Any) -> Any:
-        worker = self.here(self.of(node))
-        if node.stage != "rollout":
-            return made(self, node, request, *arguments)
-        work = WorkFolder(Store(request.store), node.stage, request.key).path
-        with held(work, worker):
-            return made(self, node, request, *arguments)
-
-    Crew.run = run  # type: ignore[method-assign]
-
-
-def of_shards(folder: Path) -> tuple[list[dict[str, Any]], list[str]]:
-    """The rows of rounds with a slow reward, and what is wrong with them."""
-    (folder / "slow_reward.py").write_text(REWARD)
-    sys.path.insert(0, str(folder))
-    measured(folder, "warm", [*SLOW_REWARD, "rl.score.rewards.exact.function=exact_match"])
-    sampled_slowly()
-    rows, failed, digests = [], [], []
-    score = COMPLETIONS * CALL_SECONDS / PROCESSES
-    sampling = (SHARDS - 1) * SHARD_SECONDS
-    for workers, extra, least in (("one", [], sampling + SHARDS * score), ("three", WORKERS, sampling + score)):
-        _, record = measured(folder, f"shards-{workers}", [*SLOW_REWARD, *extra])
-        nodes = record["nodes"]
-        seconds = _between(nodes["round-001.rollout"], nodes["round-001.score"])
-        rows.append({"workers": workers, "seconds": round(seconds, 1), "path": least})
-        print(json.dumps(rows[-1]), flush=True)
-        if seconds > ABOVE * least:
-            failed.append(f"{workers}: {seconds:.1f} s, the longest path is {least:.1f}")
-        digests.append({n: (e["key"], e["digest"]) for n, e in nodes.items()})
-    return rows, failed + (["digests differ"] if digests[0] != digests[1] else [])
-
-
-def _between(first: dict[str, Any], last: dict[str, Any]) -> float:
-    """Seconds from the start of one node to the end of another."""
-    start, then = (datetime.datetime.fromisoformat(entry["started"]).timestamp() for entry in (first, last))
-    return then + last["seconds"] - start
-
-
 def of_stages(folder: Path, count: int) -> tuple[list[dict[str, Any]], list[str]]:
     """The rows of so many rounds whose stages last their time, and what is wrong with them."""
     rows, failed = [], []
@@ -209,20 +111,15 @@ def of_stages(folder: Path, count: int) -> tuple[list[dict[str, Any]], list[str]
 def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m tests.bench.overlap", description=__doc__)
     parser.add_argument("--rounds", type=int, default=8)
-    parser.add_argument("--shards", action="store_true", help="rounds with slow rewards")
     parser.add_argument("--write", action="store_true", help=f"write {RESULTS.name}")
     args = parser.parse_args()
     with tempfile.TemporaryDirectory() as temporary:
         os.environ["RLHF_COMPILE_CACHE"] = str(Path(temporary) / "compiled")
-        rows, failed = of_shards(Path(temporary)) if args.shards else of_stages(Path(temporary), args.rounds)
+        rows, failed = of_stages(Path(temporary), args.rounds)
     if args.write:
         results = json.loads(RESULTS.read_text())
-        if args.shards:
-            each = {"shards": SHARDS, "shard": SHARD_SECONDS, "calls": SHARDS * COMPLETIONS, "call": CALL_SECONDS}
-            results["slow rewards"] = {"each": each, "rows": rows}
-        else:
-            processor = platform.processor() or platform.machine()
-            results |= {"processor": processor, "rounds": args.rounds, "each": SECONDS, "rows": rows}
+        processor = platform.processor() or platform.machine()
+        results |= {"processor": processor, "rounds": args.rounds, "each": SECONDS, "rows": rows}
         RESULTS.write_text(json.dumps(results, indent=1) + "\n")
     if failed:
         raise SystemExit("; ".join(failed))

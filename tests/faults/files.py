@@ -55,8 +55,7 @@ def run_here(
     """As `Worker.run`, in this process."""
     from stages.common.compilation import configure_jax
     from stages.worker import loaded_code
-    from stages.worker.failure_event import failure_of
-    from stages.worker.process import Events, run_request
+    from stages.worker.process import Events, failure_of, run_request
 
     class Here(Events):
         def send(self, event: Any) -> None:

@@ -22,8 +22,8 @@ from stages.contract.registry import stage
 from stages.store.artifacts import Artifact, Store
 from stages.store.manifests import with_checksum
 from stages.worker.client import StageFailed
-from stages.worker.failure_event import failure_of
 from stages.worker.loaded_code import DataDiffers, check_after
+from stages.worker.process import failure_of
 from stages.worker.protocol import Request
 from tests.flows.lines import Lines
 from tests.support import write_files

@@ -117,7 +117,7 @@ def test_a_fork_may_be_at_a_stage_before_the_rounds_and_change_the_algorithm():
     [
         ("round=9", [], "--at round=9: the run's recipe has rounds 0 to 2"),
         ("rollout", [], "--at rollout: expected round=N, or one of base, prepare, sft, reward"),
-        ("round=1", ["rl.rounds=1"], "rl.rounds 1 leaves no round behind the fork"),
+        ("round=1", ["rl.rounds=1"], "rl.rounds 1 leaves no round after the fork"),
         ("round=1", ["rl=null"], "the section rl is null"),
         ("round=1", ["rl.rollout.order_seed=7"], "would draw prompts again"),
         ("round=1", ["rl.update.lora={rank: 2}"], "an adapter is trained from the first round on"),

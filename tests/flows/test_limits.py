@@ -8,12 +8,7 @@ import pytest
 
 from flows.graph.build import build
 from flows.graph.keying import key_of, key_parts
-from flows.recipe.limits import Limits
-from flows.recipe.migration import migrated
-from flows.recipe.model import RecipeError
 from flows.recipe.reading import load_recipe
-from flows.recipe.rescore import rescored
-from flows.running.forking import forked
 from flows.running.limits import RunLimit, RunTooLong
 from flows.running.naming import before
 from flows.running.plain import run_plain
@@ -85,27 +80,6 @@ def test_no_limit_is_in_a_key_or_makes_another_run(tmp_path):
     assert first[0] == first[1]
     RunLimit("x", None).check()
     write_files(tmp_path / "store", runs__late__other="")
-    value = {"name": "late", "status": "failed", "recipe": plain.model_dump(mode="json"), "nodes": {}}
+    value = {"name": "late", "status": "failed", "recipe": plain.model_dump(mode="json"), "given": {}, "nodes": {}}
     Store(plain.store).write_json(value, "runs", "late", "run.json")
     assert before(Store(limited.store), limited, "late") == value
-
-
-def test_a_recipe_with_the_old_place_is_told_the_new_one(tmp_path):
-    file = write_files(tmp_path, **{"mine.yaml": "name: mine\nstall_seconds: 60\n"}) / "mine.yaml"
-    with pytest.raises(RecipeError, match=r"mine.yaml:2: stall_seconds is now limits.stall_seconds: move it there"):
-        load_recipe(str(file))
-    with pytest.raises(RecipeError, match=r"--set stall_seconds is now limits.stall_seconds"):
-        load_recipe("smoke", sets=["stall_seconds=60"])
-
-
-def test_a_record_of_before_is_read(tmp_path):
-    values = recipe(tmp_path).model_dump(mode="json")
-    del values["limits"]
-    old = {"name": "first", "recipe": values | {"stall_seconds": 60.0}, "status": "failed"}
-    old["nodes"] = {n.name: {"stage": n.stage, "state": "made", "digest": "0" * 64} for n in build(recipe(tmp_path))}
-    assert forked(old, "round=1", [], str(tmp_path)).limits == Limits(stall_seconds=60.0)
-    assert rescored(old, [], ["rl.score.truncated=zero"], str(tmp_path)).limits == Limits(stall_seconds=60.0)
-    Store(str(tmp_path / "store")).write_json(old, "runs", "first", "run.json")
-    assert before(Store(str(tmp_path / "store")), recipe(tmp_path), "first") == old
-    # As it was written: the record is another's.
-    assert "limits" not in old["recipe"] and migrated(migrated(old["recipe"])) == migrated(old["recipe"])

@@ -26,7 +26,7 @@ Flag = Annotated[bool, pa.bool_()]
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class TurnRow(Row):
-    """A turn: what the policy wrote, and what the environment answered."""
+    """A turn: the text of the policy, and the answer of the environment."""
 
     place: Number
     sample: Index
@@ -71,7 +71,7 @@ class TrajectoryRow(Row):
     sample: Index
     prompt_id: Text
     seed: Number
-    """Of the task: what `reset` got."""
+    """Seed of the task, the argument of `reset`."""
     status: Text
     """`tuning.agents.contract.Status`."""
     reason: Text | None = None

@@ -29,7 +29,7 @@ from tuning.precision import real
 class Scored:
     """The scored rollouts of a round on the host: the input of `Algorithm.advantages`.
 
-    In a round the arrays [N, T] are kept without their padding. Reading one makes it anew, so an algorithm reads what
+    In a round the arrays [N, T] are kept without their padding. Each read creates it, so an algorithm reads those that
     it needs once.
     """
 
@@ -57,7 +57,7 @@ class Scored:
         return int(held.width if isinstance(held, Column) else held.shape[1])
 
     def some(self, ids: Sequence[int]) -> Scored:
-        """Some of the completions, whose arrays are dense: what is of each token alone may be taken by blocks."""
+        """Some of the completions, with dense arrays: values of single tokens may be computed in blocks."""
         rows = list(ids)
         return Scored(
             self.totals_N[rows],
@@ -79,7 +79,7 @@ class Scored:
 
     @property
     def rewards_NT(self) -> jax.Array:
-        """Rewards token by token: less the KL on each, the total on the last (R12), or what turns leave of it."""
+        """Rewards per token: minus the KL on each, plus the total, or the rest of it after turns, on the last (R12)."""
         totals = jnp.asarray(self.totals_N, real())
         penalty, mask = jnp.asarray(self.penalty_NT, real()), jnp.asarray(self.mask_NT)
         if self.turn_rewards_NT is None:
@@ -120,7 +120,7 @@ class Algorithm:
 
 
 def find(objective: Objective) -> Algorithm:
-    """The objective's algorithm: built in, or what the user's `module:function` returns for the objective.
+    """Return the objective's algorithm: a built-in one, or the result of the user's `module:function`.
 
     Raises ValueError for an unknown name, or a function that returns something else.
     """

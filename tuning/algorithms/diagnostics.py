@@ -40,7 +40,7 @@ def summarise(sums: Mapping[str, float]) -> dict[str, float]:
 
 
 def mismatch_means(sums: Mapping[str, float]) -> dict[str, float]:
-    """How far sampler and trainer are apart, over the tokens of which that was told; nothing without any."""
+    """The distance between sampler and trainer over the tokens with recorded log-probabilities; empty without any."""
     n = sums["old_n_tokens"]
     if not n:
         return {}

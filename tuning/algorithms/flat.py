@@ -62,7 +62,7 @@ def blocks(count: int, width: int = 1) -> Iterator[range]:
 
 @dataclasses.dataclass(frozen=True)
 class Flat(Column):
-    """A column whose numbers are kept, one completion behind the other."""
+    """A column with stored numbers, one completion after another."""
 
     values: np.ndarray
     """[tokens]"""
@@ -103,7 +103,7 @@ class Flat(Column):
 class Dense:
     """A field of a dataclass that takes a `Column`, or an array [N, T], and reads as an array.
 
-    The array of a column is made anew for each reader, and nobody else keeps it.
+    Each reader of a column gets a new array.
     """
 
     def __set_name__(self, owner: type, name: str) -> None:

@@ -4,7 +4,7 @@ the same state. No critic.
     A_it = AE_i + step_advantage_w AS_iu                      t a token of turn u of trajectory i
     AE_i = R_i - mean of R over the turns of the group        of the episode: a trajectory weighs by its turns
     AS_iu = G_iu - mean(G) over the turns of the group's trajectories that were chosen in the state of turn u
-    G_iu = sum_{v >= u} step_gamma^(v - u) r_iv               r_iv: what turn v earned (`credit`)
+    G_iu = sum_{v >= u} step_gamma^(v - u) r_iv               r_iv: reward of turn v (`credit`)
 
 Equation 3 of the paper has the mean over trajectories, the authors' code that over turns
 (`compute_mean_std_cross_steps`, on by default). With `normalisation: std` both advantages are divided by the spread of
@@ -94,7 +94,7 @@ def _with_states(scored: Scored) -> Turns:
 
 
 def _returns(scored: Scored, turns: Turns, gamma: float) -> np.ndarray:
-    """Discounted sum of what each turn and those after it earned, [N, U]."""
+    """Discounted sum of the rewards of each turn and the later ones, [N, U]."""
     rewards_NT = np.where(scored.mask_NT > 0, np.asarray(scored.rewards_NT), 0.0)
     earned_NU = np.zeros(turns.rewards_NU.shape, real())
     rows, columns = np.nonzero(turns.number_NT >= 0)

@@ -1,4 +1,4 @@
-"""Forward passes over the micro-batches of a round: what a policy or a critic says of every completion.
+"""Forward passes of a policy or critic over the micro-batches of a round.
 
 Axes: N completions of the round, C completions of a micro-batch.
 """
@@ -33,7 +33,7 @@ def run_pass(
     take: Callable[[np.ndarray, np.ndarray], None],
     mesh: Mesh | None,
 ) -> None:
-    """Hands the outputs [C, ...] of a program to `take`, micro-batch by micro-batch, behind their completions [C].
+    """Hands the outputs [C, ...] of a program to `take`, micro-batch by micro-batch, after their completions [C].
 
     steps: the micro-batches of each step, one of them at least. A slot of number -1 is empty.
     """
@@ -63,6 +63,6 @@ def logps_program(model: DecoderConfig, temperature: float, compute: Compute, wh
 
 @functools.lru_cache(maxsize=8)
 def values_program(model: DecoderConfig, compute: Compute) -> Forward:
-    """Values of a critic: of the tokens of completions, and behind them of the last one's state, [C, T + 1]."""
+    """Values of a critic for the tokens of completions and for the state after the last one, [C, T + 1]."""
     graph = scalar_graph(model)
     return jax.jit(lambda params, batch: values_and_last(graph, params, batch, compute))

@@ -1,4 +1,4 @@
-"""Losses of preference learning on packed rows: pairs side by side behind their prompt, or completions with a label.
+"""Losses of preference learning on packed rows: pairs after their common prompt, or completions with a label.
 
 The formulas are in `tuning.losses.preference`; here they get their log-probabilities, lengths and references.
 Axes: C completions of a micro-batch, T completion tokens, B pairs; completions 2b and 2b + 1 are pair b.

@@ -208,7 +208,7 @@ class RoundData:
         return list(members.values())
 
     def check_pairs(self, algorithm: str) -> None:
-        """Raises ValueError where completions of one place cannot be packed as a pair behind one prompt."""
+        """Raise ValueError if completions of one place cannot be packed as a pair after one prompt."""
         first: dict[int, np.ndarray] = {}
         for i, prompt in enumerate(self.prompts):
             if i in self.parts or not np.array_equal(first.setdefault(int(self.groups_N[i]), prompt), prompt):
@@ -252,7 +252,7 @@ def _parts(rows: Sequence[CompletionRow]) -> list[Part]:
 
 
 def _joined(pieces: Sequence[Sequence[float]], dtype: type) -> np.ndarray:
-    """Pieces of a row behind one another; one alone is no copy where it is an array of this type."""
+    """Concatenate pieces of a row; a single array of this type is not copied."""
     arrays: list[np.ndarray] = [np.asarray(piece, dtype) for piece in pieces]
     return arrays[0] if len(arrays) == 1 else np.concatenate(arrays)
 

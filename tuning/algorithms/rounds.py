@@ -16,24 +16,24 @@ import dataclasses
 import functools
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
+import jax.numpy as jnp
 import numpy as np
 
-from tuning.algorithms import marks, ppo, selection
+from tuning.algorithms import ppo, selection
 from tuning.algorithms.algorithm import Algorithm, Scored, find
 from tuning.algorithms.diagnostics import Coefficients, plain
-from tuning.algorithms.flat import Column, Flat
+from tuning.algorithms.flat import Column, Flat, blocks
 from tuning.algorithms.learner import Learner, critic_step, policy_step, step_flops
-from tuning.algorithms.mismatch import check_mismatch, check_step, mismatch_kl
 from tuning.algorithms.passes import Forward, logps_program, run_pass, values_program
 from tuning.algorithms.round_data import RoundData
-from tuning.algorithms.settings import RoundSettings
+from tuning.algorithms.settings import Objective, RoundSettings
 from tuning.algorithms.tally import Tally
-from tuning.algorithms.trained import Trained, shared_N, spread
 from tuning.device import choose
+from tuning.losses.rewards import kl_penalty
 from tuning.mesh import over_devices, put_params, row_shards
 from tuning.models.config import DecoderConfig
 from tuning.precision import real
@@ -156,7 +156,7 @@ class _Round:
 
     @property
     def by_sampler(self) -> bool:
-        """Whether log pi_old is what the rollouts recorded."""
+        """Whether log pi_old comes from the rollouts."""
         return self.objective.old_logps == "sampler"
 
     @property
@@ -171,7 +171,7 @@ class _Round:
         return Trained(self.in_loss, self.keep_N)
 
     def overview(self) -> dict[str, Any]:
-        """Metrics of the data, of what was trained on, and of the coefficients that adapt."""
+        """Metrics of the data, of the trained completions, and of adaptive coefficients."""
         return selection.overview(*self.of, self.keep_N) | self.coefficients.adapted(self.objective, self.settings)
 
     def run(self, reference: Any) -> dict[str, Any]:
@@ -213,7 +213,7 @@ class _Round:
         self.total_work = self.done + count * (passes + self.settings.epochs)
 
     def compiling(self, **passes: bool) -> AbstractContextManager[None]:
-        """Within it the policy's step compiles, beside the passes that columns of it come from."""
+        """Compile the policy's step in parallel with the passes that compute its columns."""
         if not selection.moves(*self.of) and self.objective.kl_in_reward == 0:
             return nullcontext()
         names = ["advantages", *(name for name, comes in passes.items() if comes)]
@@ -221,7 +221,7 @@ class _Round:
         return self.policy.compiling(self.policy_step, self.arrays(0, names))
 
     def passes(self, needs_old: bool, reference: Any, pretrain_epochs: int) -> dict[str, Any]:
-        """All that comes before the steps: what they need as columns; the critic's metrics."""
+        """Compute the columns that the steps need, and the critic's metrics."""
         logps = logps_program(self.model, self.settings.temperature, self.device.compute)
         if needs_old:
             self.columns["old"] = self.forward(logps, self.policy.weights, "old")
@@ -246,10 +246,10 @@ class _Round:
         if (share := self.objective.top_entropy) is not None:
             program = logps_program(self.model, self.settings.temperature, self.device.compute, 1)
             entropy = self.forward(program, self.policy.weights, "entropy")
-            self.columns["top"] = marks.marked(marks.highest(share), [entropy], self.in_loss, self.steps)
+            self.columns["top"] = marked(highest(share), [entropy], self.in_loss, self.steps)
         if self.algorithm.mark is not None:
             columns = [self.columns["advantages"], self.columns["old"]]
-            self.columns["marked"] = marks.marked(self.algorithm.mark, columns, self.in_loss, self.steps)
+            self.columns["marked"] = marked(self.algorithm.mark, columns, self.in_loss, self.steps)
 
     def forward(self, program: Forward, weights: Any, name: str, behind_N: np.ndarray | None = None) -> Flat:
         """The outputs [C, T] of a program as a column, 0 for completions in no step; its time counts under `name`.
@@ -277,7 +277,7 @@ class _Round:
         """The KL to the reference inside the reward (R8), from pi_old; then what has no place in the loss leaves."""
         if self.objective.kl_in_reward > 0:
             scale = self.coefficients.kl_scale
-            penalties = marks.penalties(self.objective, scale, self.columns, self.data.sampled)
+            penalties = token_penalties(self.objective, scale, self.columns, self.data.sampled)
             # The mask as it is kept: one that is read is an array.
             self.scored = dataclasses.replace(self.scored, mask_NT=self.in_loss, penalty_NT=penalties)
             before_N = self.division.packed_N
@@ -396,3 +396,122 @@ class _Round:
         for epoch in range(self.settings.epochs):
             for number, groups in enumerate(self.steps):
                 yield (epoch, number), groups, self.arrays(number)
+
+
+Mark = Callable[..., np.ndarray]
+"""Numbers of all tokens of a step, [tokens] of each column -> 1 on those that are marked."""
+
+
+def token_penalties(objective: Objective, scale: float, columns: Mapping[str, Column], sampled: Column) -> Flat:
+    """The KL to the reference that is subtracted from the reward of each token (R8), from pi_old, times `scale`."""
+    found = Flat.zeros(np.asarray([len(sampled.row(i)) for i in range(sampled.count)]), sampled.width, real())
+    limit = None if objective.kl_clamp is None else (-objective.kl_clamp, objective.kl_clamp)
+    weight, kind = objective.kl_in_reward * scale, objective.kl_in_reward_kind
+    for rows in blocks(sampled.count, sampled.width):
+        old, ref, mask = (jnp.asarray(column.gathered(rows)) for column in (columns["old"], columns["ref"], sampled))
+        found.put(rows, np.asarray(kl_penalty(old, ref, mask, coef=weight, kind=kind, value_clamp=limit)))
+    return found
+
+
+def marked(mark: Mark, columns: Sequence[Column], in_loss: Column, steps: Sequence[Sequence[Group]]) -> Flat:
+    """1 on the tokens of each step that `mark` chooses by these columns."""
+    lengths = [len(columns[-1].row(i)) for i in range(in_loss.count)]
+    found = Flat.zeros(np.asarray(lengths), in_loss.width, real())
+    for step in steps:
+        ids = sorted({i for group in step for i in group.ids})
+        masks = [in_loss.row(i) > 0 for i in ids]
+        numbers = [[c.row(i)[: len(m)][m] for i, m in zip(ids, masks, strict=True)] for c in columns]
+        chosen = mark(*map(np.concatenate, numbers))
+        ends = np.cumsum([m.sum() for m in masks])[:-1]
+        for i, m, of_row in zip(ids, masks, np.split(chosen, ends), strict=True):
+            found.row(i)[: len(m)][m] = of_row
+    return found
+
+
+def highest(share: float) -> Mark:
+    """Marks this share of the tokens: those with the highest numbers, as TRL's `top_entropy_quantile`."""
+    return lambda numbers: numbers >= np.quantile(numbers, 1 - share) if len(numbers) else numbers
+
+
+class Mismatch(RuntimeError):
+    """Sampler and trainer disagree by more than the settings allow."""
+
+
+def mismatch_kl(data: RoundData, keep_N: np.ndarray, old: Column) -> float:
+    """Mean k3 estimate of KL(mu || pi_old) over the sampled tokens of these completions, [N] bool; 0 without any."""
+    total, count = 0.0, 0
+    # By rows: arrays of all tokens would be as large as the round.
+    for i in np.flatnonzero(keep_N).tolist():
+        log_rho = (old.row(i) - data.mu[i])[data.mask_of(i)]
+        # k3 = exp(x) - 1 - x; expm1 keeps it exact near 0, where a healthy mismatch is.
+        total += float((np.expm1(log_rho) - log_rho).sum())
+        count += len(log_rho)
+    return total / max(count, 1)
+
+
+DRIFT = 10.0
+"""Limit of how far a policy may have moved from its sampler within a round, in limits of a mismatch: single steps of a
+policy with little entropy have moved by one, without harm; rollouts of other weights are further away."""
+
+
+def check_step(of_policy: Mapping[str, float], limit: float) -> None:
+    """Raises Mismatch where a step whose log pi_old is the sampler's has rollouts that are by other weights."""
+    if "mismatch_kl" in of_policy:
+        check_mismatch(of_policy["mismatch_kl"], limit)
+    elif not of_policy.get("drift_kl", 0.0) <= DRIFT * limit:
+        raise Mismatch(
+            f"a step's rollouts are of another policy, or the policy has moved too far from its sampler: drift KL "
+            f"{of_policy['drift_kl']:.4f} is above {DRIFT:.0f} times max_mismatch_kl {limit}; see whether all rollouts "
+            "of the round have the same policy (`rlhf audit`), learn in smaller steps "
+            "(rl.update.optimizer.learning_rate), or raise the limit knowingly"
+        )
+
+
+def check_mismatch(kl: float, limit: float) -> None:
+    """Raises Mismatch where `kl` exceeds `max_mismatch_kl`, or is no number."""
+    if not kl <= limit:
+        raise Mismatch(
+            f"sampler and trainer disagree: mismatch KL {kl:.4f} is above max_mismatch_kl {limit}; compare dtypes "
+            "(those of rl.rollout.engine too), let newer policies sample (a lower rl.staleness), or raise "
+            "the limit knowingly"
+        )
+
+
+@dataclasses.dataclass(frozen=True)
+class Trained:
+    """The tokens of a round that take part in the loss."""
+
+    in_loss: Column
+    """1 on the tokens that may."""
+    keep_N: np.ndarray
+    """Completions that do, [N] bool."""
+
+    def mask_of(self, i: int) -> np.ndarray:
+        """True on the tokens of completion i that take part; empty where none does."""
+        return self.in_loss.row(i) if self.keep_N[i] else np.zeros(0, bool)
+
+    def numbers(self, column: Column) -> list[np.ndarray]:
+        """What a column has for them, by completion."""
+        masks = [self.mask_of(i) for i in range(len(self.keep_N))]
+        return [column.row(i)[: len(mask)][mask] for i, mask in enumerate(masks)]
+
+
+def spread(trained: Trained, advantages: Column) -> float:
+    """Standard deviation of the advantage over the tokens that are trained; 0 without one."""
+    of_tokens = np.concatenate(trained.numbers(advantages))
+    if not of_tokens.size:
+        # Completions without a token have no advantage.
+        return 0.0
+    # As `of_tokens.std()`, which would make a second array of all tokens.
+    of_tokens -= of_tokens.mean()
+    of_tokens *= of_tokens
+    return float(np.sqrt(of_tokens.mean()))
+
+
+def shared_N(trained: Trained, advantages: Column | None) -> np.ndarray:
+    """The advantage that the trained tokens of each completion share, [N]; NaN without one."""
+    found = np.full(len(trained.keep_N), np.nan, real())
+    for i, of_tokens in enumerate(trained.numbers(advantages) if advantages is not None else ()):
+        if len(of_tokens) and (of_tokens == of_tokens[0]).all():
+            found[i] = of_tokens[0]
+    return found

@@ -71,7 +71,7 @@ def filtered(data: RoundData, settings: RoundSettings) -> np.ndarray:
 def candidates(data: RoundData, found: Scored, algorithm: Algorithm, settings: RoundSettings) -> np.ndarray:
     """Completions that may be trained on before the KL in the reward is known, [N] bool.
 
-    Raises ValueError where the algorithm needs pairs behind one prompt and a group has none.
+    Raises ValueError if the algorithm needs pairs after one prompt and a group has none.
     """
     if algorithm.paired:
         data.check_pairs(settings.algorithm)
@@ -150,7 +150,7 @@ def informative_count(data: RoundData, found: Scored, algorithm: Algorithm, sett
 def overview(
     data: RoundData, found: Scored, algorithm: Algorithm, settings: RoundSettings, keep_N: np.ndarray
 ) -> dict[str, Any]:
-    """Metrics of the data, and of what is trained on, `keep_N`."""
+    """Metrics of the data, and of the trained completions, `keep_N`."""
     filtered_N = filtered(data, settings)
     groups = set(data.groups_N[~filtered_N].tolist())
     metrics: dict[str, Any] = {
@@ -167,7 +167,7 @@ def overview(
 
 
 def _teaching(found: Scored, algorithm: Algorithm, settings: RoundSettings) -> np.ndarray:
-    """Completions whose rewards, before any KL, differ from what they are held against, [N] bool."""
+    """Completions whose rewards, before any KL, differ from their baseline, [N] bool."""
     totals_N, groups_N = found.totals_N, found.groups_N
     if settings.needs_greedy and found.greedy_N is not None:
         # NaN, of a greedy completion without a reward, is no difference.

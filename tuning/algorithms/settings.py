@@ -79,7 +79,7 @@ class Objective:
     beta: Positive = 0.1
     """Strength of online-dpo's pull to the reference."""
     step_advantage_w: NotNegative = 1.0
-    """Weight of gigpo's turn advantages relative to those of episodes (omega)."""
+    """Weight of gigpo's advantages of turns relative to those of episodes (omega)."""
     step_gamma: Fraction = 0.95
     """Discount of a turn in gigpo's turn returns."""
 
@@ -179,7 +179,7 @@ class RoundSettings(Objective):
     """Fraction of a round's groups to train on: those whose totals have the largest standard deviation, as in RAGEN
     (0.25 there). The others leave every statistic. null: all."""
     credit: Literal["auto", "trajectory", "turn"] = "auto"
-    """Where the rewards of an environment's turns are earned. turn: on the last token of each, and what is left of the
+    """Where the rewards of an environment's turns are earned. turn: on the last token of each, and the rest of the
     total on the last token of the trajectory. trajectory: the total on the last token. auto: turn with ppo and gigpo
     where the rollouts have turns and nothing (clip, squash, normalise, rl.score.truncated) changes the sum of their
     rewards, else trajectory."""

@@ -53,7 +53,7 @@ def sft_summary(sums: dict[str, float]) -> dict[str, float]:
 
 
 def heldout_loss(model: DecoderConfig, params: Any, examples: Sequence[Group], compute: Compute, budget: int) -> float:
-    """-log p of the trained tokens of examples, mean over all of their tokens: what SFT minimises (R1).
+    """-log p of the trained tokens of examples, mean over all of their tokens: the loss of SFT (R1).
 
     budget: row tokens of a micro-batch.
     """

@@ -1,4 +1,4 @@
-"""Turns of trajectories: which turn sampled each token, what the environment gave for it, and in which state.
+"""Turns of trajectories: the turn of each token, the reward of the turn, and its state.
 
 Axes: N completions of the round, T completion tokens, U turns.
 """

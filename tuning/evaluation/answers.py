@@ -1,4 +1,4 @@
-"""The answer that a completion gives, for majority votes: what the judge compares, in a form in which equals are equal.
+"""The answer that a completion gives, for majority votes, in a canonical form of the judge's comparison.
 
 Of `math_equal`, whose answers have many forms (1/2, 0.5), those of a problem that its verifier takes for equal have the
 form of the first. Of a judge whose comparison is not known here, a user's own or one of the whole text, the answer is

@@ -48,7 +48,7 @@ def sign_flip(
     """Tests one-sided whether b - a is above `least`, by the signs of the differences of clusters.
 
     Arrays and clusters are as of `statistics.paired_difference`. The sum over all problems decides, whose mean has the
-    same order. level: the p that has to be told: fewer signs are drawn where it is large.
+    same order. level: the smallest relevant p; a larger one needs fewer signs.
 
     Clusters of one size of difference are counted by how many of them are positive, a binomial number, and equal sums
     are taken together: for scores on a grid that enumerates all choices of signs. Where sums are too many, signs are

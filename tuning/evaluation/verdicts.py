@@ -124,7 +124,7 @@ def difference(before: Judged, after: Judged) -> Difference:
 
 
 def without_gain(before: Judged, after: Judged) -> tuple[np.ndarray, np.ndarray, int]:
-    """(before, after, how many) scores, [problems, samples], in which the second gains nothing by what has no score.
+    """(before, after, how many) scores, [problems, samples], in which a missing score never helps the second.
 
     Where the judge failed on the first, its sample is left out: a busy night of the judge is no ability of the second.
     Where it failed on the second, or does not apply to it though the problem has a score of the first, the second has

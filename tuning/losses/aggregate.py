@@ -29,7 +29,7 @@ Count = jax.Array | int | float
 
 
 class Counts(NamedTuple):
-    """Counts behind the denominators of a step. The counts of its micro-batches add up to those of the step."""
+    """Counts that define the denominators of a step. The counts of its micro-batches add up to those of the step."""
 
     n_tokens: int
     n_sequences: int

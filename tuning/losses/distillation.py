@@ -41,7 +41,7 @@ def generalised_jsd(
 
     beta KL(teacher || m) + (1 - beta) KL(student || m), m = beta teacher + (1 - beta) student. Logits are [..., V].
     beta 0 is KL(teacher || student) and beta 1 is KL(student || teacher): the limits of the formula divided by beta
-    and by 1 - beta. cut: the logits are those of this device's part of the vocabulary, in what is cut by hand.
+    and by 1 - beta. cut: the logits are those of this device's part of the vocabulary, inside `shard_map`.
     """
     student, teacher = (_log_softmax(x / temperature, cut) for x in (student_logits, teacher_logits))
     divergence = _jsd(student, teacher, beta)

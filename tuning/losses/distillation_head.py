@@ -100,7 +100,7 @@ def _product(axes: str, a: jax.Array, b: jax.Array) -> jax.Array:
 def _logits(hidden_MD: jax.Array, head_VD: jax.Array, cast_VD: jax.Array, cut: HeadCut | None) -> jax.Array:
     """hidden @ head.T, [M, V], by `cast`, the head in the type of `hidden` and in its whole width.
 
-    The gradient of the head has the head's own type (R13): chunks add up in the type of what they are added to.
+    The gradient of the head has the head's own type (R13): chunks add up in the type of the accumulator.
     """
     return _product("md,vd->mv", hidden_MD, cast_VD)
 

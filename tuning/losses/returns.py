@@ -113,7 +113,7 @@ def bi_level_gae(
         A_e(k) = delta_k + high_gamma high_lam A_e(k+1),  delta_k = r_e(k) + high_gamma V_e(k+1) - V_e(k)
 
     and within a turn `gae` with gamma and lam, where the end's reward is the turn's return A_e(k) + V_e(k) and nothing
-    follows it. Behind the last turn the value is `bootstrap_B`, or 0. Advantages are raw; see `whiten`.
+    follows it. After the last turn the value is `bootstrap_B`, or 0. Advantages are raw; see `whiten`.
     """
     ends = (ends_BT > 0) & (mask_BT > 0)
     _, of_turns = gae(rewards_BT, values_BT, ends, high_gamma, high_lam, bootstrap_B=bootstrap_B)

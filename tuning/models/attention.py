@@ -67,7 +67,7 @@ def packed_attention(
     group_BL: jax.Array, branch_BL: jax.Array | None, implementation: Implementation | None = None
 ) -> Attention:
     """Attention for training and scoring of whole rows, without a cache: by a CPU's kernel where `fused` suits,
-    else by what `choose` picks.
+    otherwise by the choice of `choose`.
 
     branch_BL: None where no two completions share a prompt; the positions of a group are then consecutive.
     On a mesh that the caller has set (`tuning.mesh.under`) each device has the queries of its own rows and heads, and

@@ -151,7 +151,7 @@ def _rope(file: _File) -> dict[str, Any]:
     if new and old:
         entries = [_rope_entry(file, *pair, theta) for pair in (("rope_parameters", new), ("rope_scaling", old))]
         if entries[0] != entries[1]:
-            raise file.refusal("rope_scaling", old, f"what rope_parameters says beside it, {new!r}")
+            raise file.refusal("rope_scaling", old, f"the value of rope_parameters, {new!r}")
     name = "rope_parameters" if new else "rope_scaling"
     base, scaling = _rope_entry(file, name, new or old or {}, theta)
     return local | {"rope_theta": base, "rope_scaling": scaling}

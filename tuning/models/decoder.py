@@ -1,7 +1,7 @@
 """The decoder: mathematics only. Layers are stacked and scanned, so compile time does not grow with depth.
 
-Settings that differ from layer to layer (window, rotary frequencies) are scanned beside the weights. Features that a
-model does not have leave no trace in its program.
+Settings that differ from layer to layer (window, rotary frequencies) are scanned with the weights. Features that a
+model lacks leave no trace in its program.
 
 Axes: B rows, L tokens of a row, D hidden, F feed-forward, N query heads, K key-value heads,
 H head size, V vocabulary. Weights are stored (in, out).

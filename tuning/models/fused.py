@@ -1,7 +1,7 @@
 """Attention of packed rows and its gradient by a kernel for CPUs with AVX-512 (`fused.c`).
 
 XLA on CPU takes six times as long as its products would at their full rate: its products of small matrices reach a half
-of it, and what lies between them goes through memory. Axes as in `blocked`.
+of it, and intermediate values go through memory. Axes as in `blocked`.
 """
 
 from __future__ import annotations

@@ -134,7 +134,7 @@ def _as_stored(config: DecoderConfig, tensors: Tensors) -> DecoderConfig:
 
 
 def load_scalar_head(folder: Path, mesh: Mesh | None = None, dtype: str | None = None) -> tuple[DecoderConfig, Any]:
-    """As `load_decoder`, of a reward model or critic folder (`score.weight` [1, D] beside the decoder)."""
+    """As `load_decoder`, of a reward model or critic folder (`score.weight` [1, D] next to the decoder)."""
     config = read_config(folder)
     with Tensors(folder) as tensors:
         _check_head(config, tensors, folder)

@@ -74,7 +74,7 @@ class LowRank(nnx.Module):
         return thin(thin(x, self.a[...].astype(x.dtype)), self.b[...].astype(x.dtype)) * self.scale
 
     def dense(self) -> jax.Array:
-        """The adapter as a dense kernel, scale * A B: what merging adds, [layers, in, out]."""
+        """The adapter as a dense kernel, scale * A B, which merging adds, [layers, in, out]."""
         # The merged kernel is stored, so the accelerator's fast but coarse product is not good enough.
         return jnp.matmul(self.a[...], self.b[...], precision="highest") * self.scale
 

@@ -36,7 +36,7 @@ def matmul(x: jax.Array, weight: jax.Array, back: bool = False) -> jax.Array:
 def contract(x: jax.Array, y: jax.Array, of_x: int, of_y: int, kind: Any) -> jax.Array:
     """The sum over one axis of x and of the matrix y, in the type `kind`, as a product reads them (`factor`).
 
-    x has two axes, or is summed over its last one. For what has a gradient of its own: a kernel has none.
+    x has two axes, or is summed over its last one. For functions with a custom gradient, because a kernel has none.
     """
     kernel = _kernel(x, y, of_x, kind)
     if kernel is None:
@@ -110,7 +110,7 @@ matmul.defvjp(_forward, _backward)
 def _over_rows(x: jax.Array, y: jax.Array, kind: Any) -> jax.Array:
     """x^T y of x [..., in] and y [..., out] in the type `kind`, exact.
 
-    XLA on CPU transposes the left factor, and what computes it then goes through memory across its rows: a wide one
+    XLA on CPU transposes the left factor, and the product then reads memory across its rows: a wide one
     took a twentieth of the memory's rate. So the narrower one is transposed, once it is in memory.
     """
     if target_platform() != "cpu" or mesh_in_use():

@@ -1,6 +1,6 @@
-"""Some parameters of a model, by which another set of parameters is told to be near it or far.
+"""Some parameters of a model, which measure the distance to another set of parameters.
 
-What is recorded of a policy that is not stored is these, and not the policy.
+A record has these of a policy that is not stored.
 """
 
 from __future__ import annotations

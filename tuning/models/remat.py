@@ -1,7 +1,7 @@
 """Rematerialisation: which results of a layer's forward pass the backward pass keeps, and which it computes again.
 
-Elements that a layer keeps of a token of a row, beside its input of D: D hidden, W queries, keys and values, A outputs
-of attention, F feed-forward.
+Elements that a layer keeps per token of a row, in addition to its input of D: D hidden, W queries, keys and values,
+A outputs of attention, F feed-forward.
 
     none        all that a gradient reads
     products    W + A + D + 2 F    results of products and of attention; the cheap rest is computed again
@@ -11,7 +11,7 @@ of attention, F feed-forward.
     offload     -D                 nothing, and its input is in the host's memory
 
 Attention without blocks, XLA's of short rows and cuDNN's, has no name: it is computed again whatever the policy but
-`none`. A CPU's kernel gives N normalisers beside A.
+`none`. A CPU's kernel gives N normalisers in addition to A.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ POLICIES: dict[str, Callable[..., Any]] = {
         offload_dst=HOST_MEMORY,
     ),
 }
-"""What is kept beside a layer's input, by name; with `none`, which is not among them, everything is."""
+"""Values that are kept in addition to a layer's input, by name; `none`, which is not listed, keeps everything."""
 NAMES = ("none", *POLICIES)
 RECOMPUTED = {"none": 0.0, "products": 0.0, "dots": 0.0, "attention": 1.0, "full": 1.0, "offload": 1.0}
 """Forward passes that a backward pass repeats: of products, which are nearly all of the work."""

@@ -4,7 +4,7 @@ Mesh axes: `data` replicates, `fsdp` shards parameters and gathers them layer by
 shards heads, feed-forward and vocabulary (Shoeybi et al., 2019), `context` shards the length of rows; a mesh without
 it has their whole length on each device.
 
-What runs under a mesh that the caller has set (`tuning.mesh.under`) is held to these rules; without one, and on a
+Code under a mesh that the caller has set (`tuning.mesh.under`) is held to these rules; without one, and on a
 single device, the functions here give back what they are given.
 """
 
@@ -77,7 +77,7 @@ def _of_parameter(path: Any, leaf: Any, mesh: Mesh | AbstractMesh) -> PartitionS
 
 
 def mesh_in_use() -> AbstractMesh | None:
-    """The mesh that programs are traced for; None on a single device and inside of what is cut by hand."""
+    """The mesh that programs are traced for; None on a single device and inside `shard_map`."""
     mesh = jax.sharding.get_abstract_mesh()
     return mesh if mesh.size > 1 and not mesh.manual_axes else None
 
@@ -164,7 +164,7 @@ chip keeps its part; over 4 and then 4, or 2 and 8, whatever their places, it do
 
 
 def scattered_sum(x: jax.Array, axis: str, dimension: int) -> jax.Array:
-    """In what is cut by hand: this device's part, along a dimension, of the sum over the devices of a mesh axis."""
+    """Inside `shard_map`: this device's part, along a dimension, of the sum over the devices of a mesh axis."""
     count = jax.lax.axis_size(axis)
     if target_platform() != "tpu" or count <= LARGEST_GROUP:
         return jax.lax.psum_scatter(x, axis, scatter_dimension=dimension, tiled=True)
@@ -235,7 +235,7 @@ class HeadCut:
 
     @property
     def first(self) -> jax.Array | int:
-        """In what is cut by hand: the first part of the vocabulary that is this device's."""
+        """Inside `shard_map`: the first index of this device's part of the vocabulary."""
         return jax.lax.axis_index(self.vocabulary) if self.vocabulary else 0
 
     def whole(self, part_WD: jax.Array) -> jax.Array:

@@ -1,7 +1,8 @@
 """Named tensors of checkpoints into parameters: from files straight to the devices that hold them.
 
 A tensor has a `Place`: the parameter, or the layer of one, that it fills. Files are read in slices by a few threads,
-one device's part of one parameter at a time, so the host never holds more than that beside what its own devices keep.
+one device's part of one parameter at a time, so the host holds at most
+that part in addition to the memory of its own devices.
 """
 
 from __future__ import annotations
@@ -235,9 +236,9 @@ def load_tensors(
 
 
 def narrowed(params: Any, dtype: Any) -> Any:
-    """Parameters that are only read, with the `MATRICES` in the type of computation: what `load_tensors` gives with it.
+    """Parameters that are only read, with the `MATRICES` in the type of computation, as `load_tensors` returns them.
 
-    The arrays of what has that type already are shared.
+    Arrays that already have that type are shared.
     """
 
     def one(path: Any, leaf: jax.Array) -> jax.Array:
@@ -295,7 +296,7 @@ class _Parameter:
 
 
 def _within(out: np.ndarray, place: Place, cut: Cut) -> tuple[np.ndarray | None, Cut]:
-    """Where in `out`, the part `cut` of a parameter, a tensor goes, and what of the tensor, in the parameter's order.
+    """The position of a tensor in `out` (the part `cut` of a parameter), and its part, in the parameter's order.
 
     None: nothing of it is in the cut.
     """

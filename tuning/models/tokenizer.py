@@ -253,7 +253,7 @@ def _check_options(tokenizer: PreTrainedTokenizerFast, options: Mapping[str, Any
 def turn_end(tokenizer: PreTrainedTokenizerFast) -> int | None:
     """The id that ends a turn of the assistant (R23).
 
-    It is the first control token that the chat template writes behind the text of an assistant's last turn. Where the
+    It is the first control token that the chat template writes after the text of an assistant's last turn. Where the
     template writes none there, or no such turn, or is missing, it is the tokenizer's EOS, which may be None.
     """
     eos: Any = tokenizer.eos_token_id

@@ -1,4 +1,4 @@
-"""Lookups in a table that a mesh has cut by vocabulary and by width: what moves is embeddings, never the table.
+"""Lookups in a table that a mesh divides by vocabulary and by width; embeddings move, the table does not.
 
 Each device looks up, in its part of the table, the tokens of all devices along `fsdp`, whose parts of the width it then
 exchanges for its own rows; along `tensor` the owner of a token contributes its embedding and the others zeros

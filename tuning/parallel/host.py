@@ -1,7 +1,7 @@
 """The process that children are forked from: it imports the target once, gives jobs to children, and ends them in time.
 
 It has no threads and never waits for a child, so that none delays another. When its owner closes the stream or dies, it
-kills all children with what they have started, and ends.
+kills all children with their descendants, and ends.
 
     owner to host   {"job": 7, "payload", "seconds", "megabytes", "tries", "session", "first"}, {"cancel": [7]},
                     {"end": session, "seconds"}

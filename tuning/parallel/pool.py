@@ -62,7 +62,7 @@ class Job:
     seconds: float
     """Wall-clock limit, from the moment at which a child has it and has made the target."""
     megabytes: int = 2048
-    """Memory on top of what the child holds before the job, or held before the first job of its session."""
+    """Memory in addition to the child's memory before the job, or before the first job of its session."""
     session: int | None = None
     """The session; None: any child."""
     label: Any = None
@@ -317,7 +317,7 @@ class Pool:
 
 
 def run_in_threads(function: Callable[[T], R], jobs: Iterable[T], most: int) -> Iterator[tuple[T, R]]:
-    """Yield the jobs with what `function` returns for each, as they end, at most `most` at a time.
+    """Yield the jobs with the result of `function`, as they end, at most `most` at a time.
 
     For functions that only wait, such as for a server, and that end by themselves.
     """

@@ -52,6 +52,8 @@ class Call:
         function: Any = None
         try:
             function = find(self.function)
+            if "solution_str" in _parameters(function):
+                return _outcomes([_score_of(function, self.arguments, s) for s in self.samples], len(self.samples))
             texts, named = _texts(function, self)
             return _outcomes(function(*texts, **named, **keyword_arguments(function, self)), len(self.samples))
         except MemoryError:
@@ -62,6 +64,31 @@ class Call:
             text = f"{type(error).__name__}: {error}".replace("\n", " ")[:REASON_CHARACTERS]
             place = _place(error, function) if kind == "sample" else ""
             return [Outcome(None, text + place, kind)] * len(self.samples)
+
+
+def _parameters(function: Any) -> dict[str, inspect.Parameter]:
+    """The parameters of a function by name; none of a callable without a signature, such as one in C."""
+    try:
+        return dict(inspect.signature(function).parameters)
+    except ValueError:
+        return {}
+
+
+def _score_of(function: Any, arguments: Mapping[str, Any], sample: Sample) -> Any:
+    """Call a function with verl's parameters on one sample; of a mapping that it returns, the entry `score`."""
+    known = {
+        "data_source": sample.metadata.get("data_source"),
+        "solution_str": sample.completion,
+        "ground_truth": sample.metadata.get("answers", sample.answer),
+        "extra_info": sample.metadata.get("extra_info") or {},
+        **arguments,
+    }
+    parameters = _parameters(function)
+    takes_more = any(p.kind is inspect.Parameter.VAR_KEYWORD for p in parameters.values())
+    value = function(
+        **{name: given for name, given in known.items() if takes_more or name in parameters or name in arguments}
+    )
+    return value["score"] if isinstance(value, Mapping) else value
 
 
 def _outcomes(values: Any, count: int) -> list[Outcome]:
@@ -99,10 +126,7 @@ def _place(error: BaseException, function: Any) -> str:
 def _texts(function: Any, call: Call) -> tuple[list[list[str]], dict[str, list[str]]]:
     """Prompts and completions by position, or by name, as TRL gives them, if parameters are called so."""
     texts = {"prompts": [s.prompt for s in call.samples], "completions": [s.completion for s in call.samples]}
-    try:
-        kinds = {name: p.kind for name, p in inspect.signature(function).parameters.items()}
-    except ValueError:
-        kinds = {}
+    kinds = {name: p.kind for name, p in _parameters(function).items()}
     by_position = kinds.get("completions", inspect.Parameter.POSITIONAL_ONLY) is inspect.Parameter.POSITIONAL_ONLY
     if by_position or next(iter(kinds)) not in texts:
         return list(texts.values()), {}
@@ -117,11 +141,7 @@ def keyword_arguments(function: Any, call: Call) -> dict[str, Any]:
     metadata are columns too, as in TRL, but for built-in functions and where a parameter of that name has a default
     other than None: it is a setting of the function, which data must not change. `metadata` always has them all.
     """
-    try:
-        parameters = dict(inspect.signature(function).parameters)
-    except ValueError:
-        # A callable without a signature, such as one in C.
-        parameters = {}
+    parameters = _parameters(function)
     settings = {n for n, p in parameters.items() if p.default not in (inspect.Parameter.empty, None)}
     columns: dict[str, list[Any]] = {}
     if function not in BUILT_IN.values():

@@ -13,7 +13,7 @@ completion. The LM head sees response positions only, through `at`.
 Where a kernel takes segments and no other mask (`Layout.prompts`), each completion has a copy of the prompt to itself
 and is a group of its own; then there are no branches.
 
-A trajectory whose contexts do not extend one another is several groups, each a part behind its own prompt. Its parts
+A trajectory whose contexts do not extend one another is several groups, each a part after its own prompt. Its parts
 fill one slot of [C, T], one after another, so what is summed over a completion is summed over the trajectory; they
 stay in one micro-batch.
 

@@ -1,6 +1,6 @@
 """How an optimizer keeps its moments: their type, and the memory they are in.
 
-    float32     as the rule makes them, beside the parameters
+    float32     as the rule computes them, with the parameters
     bfloat16    half of that; stored by stochastic rounding, computed with in float32
     host        as the rule makes them, in the host's memory; an update reads and writes them one parameter at a time
 
@@ -27,7 +27,7 @@ class RoundedState(NamedTuple):
     """State of a rule whose moments are stored in bfloat16."""
 
     number: jax.Array
-    """Updates so far: what the random bits are drawn from."""
+    """Updates so far, which seed the random bits."""
     inner: Any
 
 
@@ -66,7 +66,7 @@ def rounded(rule: optax.GradientTransformation) -> optax.GradientTransformation:
 def stochastically_rounded(x: jax.Array, key: jax.Array) -> jax.Array:
     """x in bfloat16, of any float type: up or down at random, such that the expected value is x.
 
-    What is not finite, and what bfloat16 can represent, stays as it is.
+    Values that are not finite, or that bfloat16 represents exactly, stay unchanged.
     """
     x = x.astype(jnp.float32)
     bits = jax.lax.bitcast_convert_type(x, jnp.uint32)

@@ -137,7 +137,7 @@ def make_optimizer(
     max_skipped: int,
     moments: str = "float32",
 ) -> optax.GradientTransformation:
-    """One of OPTIMIZERS behind clipping by global norm; a step with non-finite gradients is skipped and counted.
+    """One of OPTIMIZERS after clipping by global norm; a step with non-finite gradients is skipped and counted.
 
     `weight_decay` times the learning rate shrinks what `decays` names, or with `decay_all` all parameters. Raises
     ValueError, which lists the optimizers, for an unknown one. `moments` says how they are kept (`training.moments`);

@@ -20,7 +20,7 @@ from flows.recipe.reading import load_recipe
         (["gate.guards={truncated: {}}"], "a guard without a bound guards nothing"),
         (["gate.confidence=1"], "gate.confidence"),
         (["gate.against=base"], "gate.against: unknown key"),
-        (["gate={}", "data.new_since=champion"], "say start_from: champion"),
+        (["gate={}", "data.new_since=champion"], "set start_from: champion"),
         (["start_from=Best"], "start_from"),
     ],
 )

@@ -8,7 +8,7 @@ import json
 import fsspec
 import pytest
 
-from stages.prepare.groups import PrepareError
+from stages.prepare.stage import PrepareError
 from stages.store.artifacts import Store
 from stages.worker.loaded_code import SourceDiffers
 from stages.worker.process import Events, run_request

@@ -172,16 +172,6 @@ def test_a_unit_that_a_transfer_has_damaged_is_told_and_made_again(remote, tmp_p
     assert {p.name for p in (third / "checkpoints/5").iterdir()} == {"params", "again"} and len(said) == 1
 
 
-def test_finished_units_are_told_without_those_that_are_known(tmp_path):
-    folder = WorkFolder(Store(str(tmp_path)), "rollout", KEY)
-    assert folder.finished() == set()
-    write_files(folder.open(), **{"rollouts-00000__a": "a", "rollouts-00001__a": "a", "checkpoints__3__x": "3"})
-    folder.save()
-    (folder.path / ".sealed" / ".rollouts-00002.1-0123abcd.part").touch()
-    assert folder.finished() == {"rollouts-00000", "rollouts-00001"}
-    assert folder.finished({"rollouts-00000"}) == {"rollouts-00001"}
-
-
 def test_a_unit_whose_files_are_all_gone_is_made_again(tmp_path):
     folder = WorkFolder(Store(str(tmp_path)), "rollout", KEY)
     write_files(folder.open(), **{"rollouts-00000__part": "gone later"})

@@ -8,7 +8,7 @@ import pytest
 
 from stages.store.disk import DiskFault
 from stages.worker.client import StageFailed, Worker
-from stages.worker.failure_event import failure_of
+from stages.worker.process import failure_of
 from tests.stages.worker.support import ignore, request
 
 

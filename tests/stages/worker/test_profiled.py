@@ -11,7 +11,7 @@ from stages import sft
 from stages.common.settings import Compute
 from stages.contract.definition import Context
 from stages.store.keys import config_content
-from stages.worker.profiled import FOLDER, profiled
+from stages.worker.process import FOLDER, profiled
 
 
 @pytest.mark.parametrize(("stretch", "inside"), [((0, 1), [0]), ((1, 3), [1, 2]), ((2, 9), [2, 3])])

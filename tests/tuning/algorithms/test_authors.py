@@ -9,7 +9,7 @@ import pytest
 
 from tests.tuning.algorithms.support import rollouts, settings
 from tests.tuning.tiny import CONFIG, PARAMS
-from tuning.algorithms import marks, selection
+from tuning.algorithms import rounds, selection
 from tuning.algorithms.algorithm import Terms, find
 from tuning.algorithms.diagnostics import Coefficients
 from tuning.algorithms.flat import Flat
@@ -220,7 +220,7 @@ def test_the_tokens_of_highest_entropy_are_those_of_the_whole_step():
     """TRL get_high_entropy_mask: entropy >= quantile(all tokens, 1 - share); no micro-batch decides."""
     entropy = Flat.of(np.random.default_rng(2).random((4, 6)), np.full(4, 6))
     steps = [[Group([1], [[2] * 6] * 2, [0, 3])], [Group([1], [[2] * 6] * 2, [1, 2])]]
-    found = marks.marked(marks.highest(0.2), [entropy], Flat.of(MASK, np.full(4, 6)), steps).dense()
+    found = rounds.marked(rounds.highest(0.2), [entropy], Flat.of(MASK, np.full(4, 6)), steps).dense()
     for ids in ([0, 3], [1, 2]):
         of_step = entropy.dense()[ids][MASK[ids]]
         wanted = (entropy.dense()[ids] >= np.quantile(of_step, 0.8)) & MASK[ids]

@@ -12,8 +12,8 @@ from tuning.algorithms import selection
 from tuning.algorithms.algorithm import Scored
 from tuning.algorithms.flat import ROWS_AT_ONCE, Flat, blocks
 from tuning.algorithms.round_data import RoundData
+from tuning.algorithms.rounds import Trained, shared_N, spread
 from tuning.algorithms.settings import RoundSettings
-from tuning.algorithms.trained import Trained, shared_N, spread
 from tuning.losses.masks import sampled_mask
 from tuning.losses.rewards import kl_penalty, sequence_rewards
 

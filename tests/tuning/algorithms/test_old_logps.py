@@ -11,9 +11,8 @@ from tests.tuning.algorithms.support import rollouts, settings
 from tests.tuning.tiny import CONFIG, PARAMS
 from tuning.algorithms import rounds
 from tuning.algorithms.learner import Learner
-from tuning.algorithms.mismatch import Mismatch, check_step
 from tuning.algorithms.round_data import RoundData
-from tuning.algorithms.rounds import run_round
+from tuning.algorithms.rounds import Mismatch, check_step, run_round
 from tuning.algorithms.tally import Tally
 from tuning.losses.importance import RATIO_EDGES
 from tuning.models.huggingface import scalar_head_params

@@ -13,9 +13,8 @@ from tests.tuning.tiny import CONFIG, PARAMS
 from tuning.algorithms import selection
 from tuning.algorithms.algorithm import Scored, find, group_relative, informative
 from tuning.algorithms.learner import Learner
-from tuning.algorithms.mismatch import Mismatch
 from tuning.algorithms.round_data import RoundData
-from tuning.algorithms.rounds import run_round
+from tuning.algorithms.rounds import Mismatch, run_round
 from tuning.algorithms.settings import CriticSettings
 from tuning.models.huggingface import scalar_head_params
 from tuning.settings import OptimizerSettings

@@ -92,7 +92,7 @@ def test_llama3_falls_back_to_the_models_context():
         (
             "llama",
             {"rope_scaling": LLAMA3, "rope_parameters": {"rope_type": "default"}},
-            "rope_scaling is .* supported is what rope_parameters says",
+            "rope_scaling is .* supported is the value of rope_parameters",
         ),
         ("gemma3_text", {"rope_parameters": {"rope_theta": 1e4}}, "rope_parameters.rope_theta is 10000.0"),
         (

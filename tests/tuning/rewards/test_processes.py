@@ -128,6 +128,19 @@ def test_prompts_and_completions_are_given_by_name_if_the_parameters_are_called_
     assert (outcome.value, outcome.failure) == (expected, None)
 
 
+def compute_score(data_source, solution_str, ground_truth, extra_info=None, bonus=0.0):
+    """A reward in verl's form."""
+    right = solution_str in ground_truth if isinstance(ground_truth, list) else solution_str == ground_truth
+    return {"score": right + bonus + extra_info.get("index", 0) / 10, "source": data_source}
+
+
+def test_a_function_with_verls_parameters_is_called_for_each_completion():
+    one = Sample("?", "4", [1], "4", {"data_source": "gsm8k", "extra_info": {"index": 3}})
+    several = Sample("?", "four", [1], '["4", "four"]', {"answers": ["4", "four"]})
+    found = Call(f"{__name__}:compute_score", {"bonus": 0.5}, [one, several, Sample("?", "5", [1], "4")]).make()
+    assert [outcome.value for outcome in found] == pytest.approx([1.8, 1.5, 0.5])
+
+
 @pytest.mark.parametrize(
     "value", ["11", b"11", {0.5: 1, 1.0: 2}, {0.5, 1.0}, ["1.0", 1.0], [b"1", 1.0], [1.0, [0.5, 0.2]], [{}, 1.0]]
 )
