@@ -90,7 +90,7 @@ class Config(StageConfig):
     max_failed_fraction: float = execution_setting(0.1, ge=0, le=1)
     """Share of the completions, rounded up, on which a reward may fail; more fail the stage."""
     shard_completions: Annotated[int, Field(ge=1)] = 256
-    """Completions of one shard, which holds whole groups; a remote store keeps finished shards of an interrupted score."""
+    """Completions of one shard, which holds whole groups; an interrupted score keeps its finished shards."""
     round_scale: bool = False
     """Whether `normalise: batch` takes mean and deviation from the round's own scores; the graph says so for refills
     and greedy completions."""
