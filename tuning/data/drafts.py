@@ -122,8 +122,8 @@ def _pairs(template: Template, plan: Plan, output: str, record: Record, columns:
     return drafts
 
 
-_OPENED_TAG = re.compile(r"<(\w+)>\s*$")
-"""A tag that the header of the assistant's turn opens, as templates of reasoning models open <think>."""
+_OPENED_TAG = re.compile(r"<(?!assistant>|model>|bot>)(\w+)>\s*$")
+"""A tag that the header of the assistant's turn opens, as templates of reasoning models open <think>; no role."""
 _BATCH = 512
 """Texts that are encoded at a time."""
 
