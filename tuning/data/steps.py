@@ -155,7 +155,9 @@ def decontaminate(plan: Plan) -> Step:
     def step(block: Block) -> Counts:
         dropped = 0
         for entry in block.alive() if len(known) else ():
-            if not entry.outputs[0].startswith("heldout") and any(is_contaminated(text, known, plan.contamination_lengths) for text in _contents(entry.record)):
+            held_out = entry.outputs[0].startswith("heldout")
+            texts = () if held_out else _contents(entry.record)
+            if any(is_contaminated(text, known, plan.contamination_lengths) for text in texts):
                 entry.fate = "contaminated"
                 dropped += 1
         return {"contaminated": dropped}
