@@ -67,7 +67,7 @@ def test_rows_of_every_split(plan, tmp_path):
     assert decoded(plan, one["chosen_ids"]) == "good</s>"
     assert decoded(plan, two["rejected_ids"]) == two["rejected"] + "</s>"
     [prompt], [heldout] = rows(plan, "prompts", tmp_path), rows(plan, "heldout", tmp_path)
-    assert (prompt["prompt"], prompt["answer"], prompt["metadata"]) == ("y", "a", "{}")
+    assert (prompt["prompt"], prompt["answer"], prompt["metadata"]) == ("y", "a", '{"prompt_system":"sys"}')
     assert decoded(plan, heldout["prompt_ids"]) == "<s>system:sys</s><s>user:z</s><s>assistant:"
     assert len(rows(plan, "heldout_preference", tmp_path)) == 2
 
