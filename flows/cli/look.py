@@ -8,7 +8,7 @@ import typer
 from rich.table import Table
 
 from flows.cli.shared import AsJson, RunName, StoreUrl, group, note, out, print_json, record_of, usage_error
-from flows.records import log_of, readable_runs, status_of
+from flows.records import log_of, readable_runs, status_of, summary_of
 from flows.report.decisions import decision_lines
 from flows.report.formats import when
 from flows.report.terminal import PlainConsole
@@ -38,28 +38,6 @@ def runs(store: StoreUrl, as_json: AsJson = False) -> None:
         table.add_row(run["name"], run["status"], when(run["started"]), str(run["made"]), str(run["cached"]), shown)
     # Not cut to the width of a terminal that is not there: scripts read the names.
     (out if out.is_terminal else PlainConsole(highlight=False, markup=False, width=1000)).print(table)
-
-
-def summary_of(record: dict[str, Any], store: Store) -> dict[str, Any]:
-    """A run in a few values, as `--json` has it."""
-    states = [e.get("state") for e in record["nodes"].values()]
-    scores = {
-        name.removeprefix("evaluate."): entry["metrics"].get("score")
-        for name, entry in record["nodes"].items()
-        if name.startswith("evaluate.") and "metrics" in entry
-    }
-    return {
-        "name": record["name"],
-        "recipe": record["recipe"]["name"],
-        "status": status_of(record, store),
-        "started": record["started"],
-        "ended": record.get("ended"),
-        "host": record.get("host"),
-        "made": states.count("made"),
-        "cached": states.count("hit"),
-        "failed": states.count("failed"),
-        "scores": scores,
-    }
 
 
 NODE_KEYS = ("stage", "state", "key", "digest", "started", "seconds", "made_seconds", "metrics", "error")

@@ -11,14 +11,14 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from flows.records import find_run
+from flows.records import WHOLE, find_run, readable_runs, summary_of
 from flows.report.advice import run_warnings
-from flows.report.charts import round_charts, stage_graph
+from flows.report.charts import Chart, round_charts
 from flows.report.decisions import decision_rows, outcome
 from flows.report.episodes import episodes
 from flows.report.formats import LABELS, duration, show, visible, when
 from flows.report.levels import guess, levels_of, verdict
-from flows.report.measures import Series, round_series
+from flows.report.measures import Series, number, round_series
 from flows.report.run_view import RunView, section
 from flows.report.samples import round_samples, samples
 from stages.store.artifacts import Store
@@ -85,7 +85,7 @@ def view(store: Store, record: Mapping[str, Any]) -> dict[str, Any]:
         "rollouts": section(lambda: round_samples(run, rounds)),
         "episodes": section(lambda: episodes(run, rounds, list(evaluations))),
         "stages": stages,
-        "graph": stage_graph({row.name: row.sources for row in stages}),
+        "runs": section(lambda: _runs(store, record["recipe"]["name"])),
         "provenance": _provenance(run),
         "audit": run.store.read_json("runs", run.record["name"], "audit.json"),
     }
@@ -154,6 +154,29 @@ def _training(run: RunView, name: str) -> dict[str, Any]:
     """Charts and closing numbers of a stage that trains on examples."""
     metrics = {k: v for k, v in run.nodes[name]["metrics"].items() if isinstance(v, int | float)}
     return {"title": TRAINED[name], "metrics": metrics, "charts": section(lambda: run.charts(name))}
+
+
+def _runs(store: Store, recipe: str) -> dict[str, Any]:
+    """The runs of a recipe, oldest first, and the scores of those that came to their end, refused ones too."""
+    rows: list[dict[str, Any]] = []
+    for record in readable_runs(store):
+        if record["recipe"]["name"] == recipe:
+            run = RunView(store, record)
+            judged = run.evaluations()
+            more = {
+                "number": len(rows) + 1,
+                "seconds": run.took(),
+                "judged": judged,
+                "last": list(judged.values())[-1:],
+            }
+            rows.append(summary_of(record, store) | more)
+    done = [row for row in rows if row["status"] in WHOLE and row["judged"]]
+    charts = []
+    for label in dict.fromkeys(label for row in done for label in row["judged"]):
+        scores = [number(row["judged"].get(label, {}).get("score")) for row in done]
+        title, at = f"Score, {LABELS.get(label, label)}", [row["number"] for row in done]
+        charts.append(Chart(title, "score", "held-out problems", at, {label: scores}, "run", least=0.2))
+    return {"rows": rows, "charts": charts if len(done) > 1 else []}
 
 
 def _provenance(run: RunView) -> dict[str, Any]:

@@ -175,7 +175,7 @@ class RunView:
         if "rounds" in rows:
             _fold(rows["rounds"])
         # At least the last row's end: a run that was killed has no end of its own.
-        total = max([self._ended() or 0.0, *(row.end for row in rows.values())], default=0.0) or 1.0
+        total = max([self.took() or 0.0, *(row.end for row in rows.values())], default=0.0) or 1.0
         for row in rows.values():
             row.left = round(100 * row.start / total, 2)
             row.width = round(100 * (row.end - row.start) / total, 2)
@@ -194,7 +194,7 @@ class RunView:
         seconds, made_seconds = entry.get("seconds"), entry.get("made_seconds")
         return StageRow(name, state, seconds, made_seconds, entry["key"], entry.get("digest", ""), start, end)
 
-    def _ended(self) -> float | None:
+    def took(self) -> float | None:
         """Seconds from start to end of the run; None where it has not ended."""
         ended = self.record.get("ended")
         return seconds_at(ended) - seconds_at(self.record["started"]) if ended else None
@@ -225,7 +225,7 @@ class RunView:
         # What the artifact took to make, less what it took to find.
         saved = [(entry.get("made_seconds") or 0.0) - (entry.get("seconds") or 0.0) for entry in hits]
         return {
-            "seconds": self._ended(),
+            "seconds": self.took(),
             "made": states["made"],
             "cached": states["hit"],
             "failed": states["failed"],
