@@ -31,7 +31,7 @@ def history(
         print_json({"store": place.shown, "events": found[-most:]})
         return
     for event in found[-most:]:
-        out.print(_line(event), soft_wrap=True)
+        out.print(_line(event))
     if len(found) > most:
         out.print(f"the newest {most}; --most shows more")
 
@@ -68,7 +68,7 @@ def metrics(
         server, thread = start_http_server(int(port), host := host or "127.0.0.1", found)
     except OSError as e:
         raise usage_error(f"--serve {serve}: {e}") from e
-    err.print(f"metrics of {place.shown} on http://{host}:{server.server_port}/metrics", soft_wrap=True)
+    err.print(f"metrics of {place.shown} on http://{host}:{server.server_port}/metrics")
     with contextlib.suppress(KeyboardInterrupt):
         thread.join()
     server.shutdown()

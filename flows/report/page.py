@@ -7,13 +7,14 @@ has a report.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from flows.records import WHOLE, find_run, readable_runs, summary_of
 from flows.report.advice import run_warnings
-from flows.report.charts import Chart, round_charts
+from flows.report.charts import Chart, round_charts, step_charts
 from flows.report.decisions import decision_rows, outcome
 from flows.report.episodes import episodes
 from flows.report.formats import LABELS, duration, show, visible, when
@@ -85,6 +86,8 @@ def view(store: Store, record: Mapping[str, Any]) -> dict[str, Any]:
         "rollouts": section(lambda: round_samples(run, rounds)),
         "episodes": section(lambda: episodes(run, rounds, list(evaluations))),
         "stages": stages,
+        # At least the last row's end: a run that was killed has no end of its own.
+        "total": max([run.took() or 0.0, *(row.end for row in stages)]) or 1.0,
         "runs": section(lambda: _runs(store, record["recipe"]["name"])),
         "provenance": _provenance(run),
         "audit": run.store.read_json("runs", run.record["name"], "audit.json"),
@@ -123,9 +126,8 @@ def _evaluation(run: RunView, evaluations: Mapping[str, dict[str, Any]]) -> dict
         "blind_at": None if blind is None else place(blind),
         "guess": guess(evaluations),
         "against_blind": [text for label, m in evaluations.items() if (text := verdict(label, m))][-1:],
-        "problems": first.get("problems"),
+        "first": first,
         "left_out": first.get("not_applicable") or 0,
-        "samples": first.get("samples"),
         "settings": run.record["recipe"].get("evaluate") or {},
         "range": (low, high),
     }
@@ -153,7 +155,12 @@ def _numbers(series: Series, most: int = 400) -> dict[str, Any]:
 def _training(run: RunView, name: str) -> dict[str, Any]:
     """Charts and closing numbers of a stage that trains on examples."""
     metrics = {k: v for k, v in run.nodes[name]["metrics"].items() if isinstance(v, int | float)}
-    return {"title": TRAINED[name], "metrics": metrics, "charts": section(lambda: run.charts(name))}
+
+    def charts() -> list[Chart]:
+        lines = run.stored(name).local("logs/metrics.jsonl").read_text(encoding="utf-8").splitlines()
+        return step_charts([json.loads(line) for line in lines if line.strip()])
+
+    return {"title": TRAINED[name], "metrics": metrics, "charts": section(charts)}
 
 
 def _runs(store: Store, recipe: str) -> dict[str, Any]:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import shutil
 import threading
 import time
 from collections import Counter, defaultdict
@@ -36,7 +34,6 @@ METRICS = {
     "hit_ratio": ("Share of the newest run's finished stages that was cached.", ("recipe",)),
     "runs_waiting": ("Runs that wait for what another run makes.", ()),
     "store_bytes": ("Bytes of artifacts in the store.", ("stage",)),
-    "store_free_bytes": ("Free bytes of the disk that the store is on.", ()),
     "name_entry": ("Number of the newest entry of a name.", ("name", "run")),
     "name_seconds": ("Seconds since the newest entry of a name.", ("name",)),
 }  # fmt: skip
@@ -97,8 +94,6 @@ def _values(store: Store) -> Values:
     for version in versions(store):
         sizes[version.stage,] += version.size
     found["store_bytes"] |= sizes
-    if store.is_local and os.path.isdir(store.root):
-        found["store_free_bytes"][()] = shutil.disk_usage(store.root).free
     for name in registry.names(store):
         try:
             now = registry.current(store, name)

@@ -7,7 +7,7 @@ import math
 from collections import Counter
 from collections.abc import Iterable, Sequence
 
-from stages.auditing.laws import Finding, Law
+from stages.auditing.laws import Finding, Law, close
 from stages.auditing.run import Evaluated
 from tuning.rows import VerdictRow
 
@@ -35,7 +35,7 @@ def scores_are_means(evaluated: Evaluated, finding: Finding) -> None:
         mean = _mean(_mean(score for _, score in samples) for samples in _problems(evaluated, name))
         stored = (metrics if name == config["judge"] else metrics["judges"][name]).get("score")
         case = f"{evaluated.name}: {name} has the score {stored}, its verdicts give {mean}"
-        finding.check(_close(stored, mean), case)
+        finding.check(close(stored, mean, ROUNDING, ROUNDING), case)
         judged = Counter((row.place, row.sample) for row in evaluated.verdicts if row.judge == name)
         if judged != sampled:
             verdicts = f"{judged.total()} verdicts for {sampled.total()} completions"
@@ -61,12 +61,6 @@ def _mean(values: Iterable[float | None]) -> float | None:
     return math.fsum(known) / len(known) if known else None
 
 
-def _close(stored: float | None, value: float | None) -> bool:
-    if stored is None or value is None:
-        return stored is value
-    return math.isclose(stored, value, rel_tol=ROUNDING, abs_tol=ROUNDING)
-
-
 def rates_follow(evaluated: Evaluated, finding: Finding) -> None:
     """pass@k, maj@n and shares of the judge that decides, computed anew; `scores.json` has the metrics."""
     artifact = evaluated.artifact
@@ -82,7 +76,7 @@ def rates_follow(evaluated: Evaluated, finding: Finding) -> None:
     expected["score_of_ended"] = _mean(_score(row) for row in verdicts if (row.place, row.sample) not in cut)
     for name, value in expected.items():
         case = f"{evaluated.name}: {name} is {metrics.get(name)}, its verdicts give {value}"
-        finding.check(_close(metrics.get(name), value), case)
+        finding.check(close(metrics.get(name), value, ROUNDING, ROUNDING), case)
     if artifact.has("scores.json"):
         # What a choice among policies goes by.
         same = json.loads(artifact.local("scores.json").read_bytes()) == json.loads(json.dumps(metrics))

@@ -11,7 +11,8 @@ and one round is in memory at a time.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterable, Mapping, Sequence
+import math
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from stages.auditing.played import played
@@ -21,25 +22,6 @@ from tuning.rows import OtherColumns
 
 SHOWN = 3
 """Broken cases that a line shows."""
-
-
-@dataclasses.dataclass
-class Finding:
-    """What a law found: how many cases it looked at, and those that break it."""
-
-    unit: str
-    """What a case is, in the plural."""
-    checked: int = 0
-    broken: list[str] = dataclasses.field(default_factory=list)
-    """Each names its node and place, what is there and what should be."""
-    left_out: list[str] = dataclasses.field(default_factory=list)
-    """What could not be checked, and why."""
-
-    def check(self, holds: bool, case: str) -> None:
-        """Counts a case; `case` describes it where it breaks the law."""
-        self.checked += 1
-        if not holds:
-            self.broken.append(case)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -59,32 +41,49 @@ class Law:
     """Takes minutes: it reads every byte or computes with a model."""
 
 
+@dataclasses.dataclass
+class Finding:
+    """What a law found: how many cases it looked at, and those that break it."""
+
+    law: Law
+    checked: int = 0
+    broken: list[str] = dataclasses.field(default_factory=list)
+    """Each names its node and place, what is there and what should be."""
+    left_out: list[str] = dataclasses.field(default_factory=list)
+    """What could not be checked, and why."""
+
+    def check(self, holds: bool, case: str) -> None:
+        """Counts a case; `case` describes it where it breaks the law."""
+        self.checked += 1
+        if not holds:
+            self.broken.append(case)
+
+    @property
+    def state(self) -> str:
+        """`holds`, `BROKEN`, or `no case` where there was nothing to look at."""
+        if self.broken:
+            return "BROKEN"
+        return "holds" if self.checked else "no case"
+
+    def as_json(self) -> dict[str, Any]:
+        """For the report and for other programs."""
+        law = {"law": self.law.name, "says": self.law.says, "state": self.state, "unit": self.law.unit}
+        return law | {"checked": self.checked, "broken": self.broken, "left_out": self.left_out}
+
+
+def close(value: float | None, expected: float | None, relative: float, least: float) -> bool:
+    """Whether two numbers differ by no more than a share of their size, or `least`; None is None alone."""
+    if value is None or expected is None:
+        return value is expected
+    return math.isclose(value, expected, rel_tol=relative, abs_tol=least)
+
+
 OVER: dict[str, Callable[[AuditedRun], Iterable[AuditedRun | Tables]]] = {
     "run": lambda run: [run],
     "rounds": lambda run: run.rounds,
     "evaluations": lambda run: run.evaluated,
     "episodes": played,
 }
-
-
-@dataclasses.dataclass(frozen=True)
-class Verdict:
-    """A law and what was found."""
-
-    law: Law
-    finding: Finding
-
-    @property
-    def state(self) -> str:
-        """`holds`, `BROKEN`, or `no case` where there was nothing to look at."""
-        if self.finding.broken:
-            return "BROKEN"
-        return "holds" if self.finding.checked else "no case"
-
-    def as_json(self) -> dict[str, Any]:
-        """For the report and for other programs."""
-        found = dataclasses.asdict(self.finding)
-        return {"law": self.law.name, "says": self.law.says, "state": self.state} | found
 
 
 def all_laws() -> list[Law]:
@@ -95,7 +94,7 @@ def all_laws() -> list[Law]:
     return [law for module in modules for law in module.LAWS]
 
 
-def audit(store: Store, record: Mapping[str, Any], *, deep: bool = False) -> Iterable[Verdict]:
+def audit(store: Store, record: Mapping[str, Any], *, deep: bool = False) -> Iterator[Finding]:
     """Looks at a run law by law, so that a caller can show each as it comes."""
     run = AuditedRun(store, record)
     laws = [law for law in all_laws() if deep or not law.deep]
@@ -104,13 +103,13 @@ def audit(store: Store, record: Mapping[str, Any], *, deep: bool = False) -> Ite
         if law.name not in found:
             # Laws of the same tables look at them together.
             found |= look([law] if law.over == "run" else [other for other in laws if other.over == law.over], run)
-        yield Verdict(law, found[law.name])
+        yield found[law.name]
 
 
 def look(laws: Sequence[Law], run: AuditedRun) -> dict[str, Finding]:
     """The findings, by name, of laws that look at the same. A table of an older version is left out; what a law cannot
     make sense of breaks it: one law must not end the audit."""
-    found = {law.name: Finding(law.unit) for law in laws}
+    found = {law.name: Finding(law) for law in laws}
     waiting = list(laws)
     for part in OVER[laws[0].over](run):
         for law in list(waiting):

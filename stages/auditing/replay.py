@@ -18,14 +18,11 @@ from stages.worker.protocol import Request
 
 def replayed(run: AuditedRun, finding: Finding) -> None:
     """The last round's update, made once more from its stored rollouts and scores, has the same content."""
-    stored, name = None, ""
-    for round_ in run.rounds:
-        if round_.update is not None:
-            stored, name = round_.update, f"{round_.name}.update"
-    if stored is None:
+    updates = [(f"{round_.name}.update", round_.update) for round_ in run.rounds if round_.update is not None]
+    if not updates:
         return
-    why = _changed_since(stored)
-    if why:
+    name, stored = updates[-1]
+    if why := _changed_since(stored):
         finding.left_out.append(f"{name}: {why}")
         return
     try:

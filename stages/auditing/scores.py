@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from stages.auditing.laws import Finding, Law
+from stages.auditing.laws import Finding, Law, close
 from stages.auditing.run import Round, Sampled
 from stages.sampling.played import episodes_of, sample_of
 from tuning.rows import CompletionRow, ScoreRow
@@ -143,7 +143,7 @@ def _called(sampled: Sampled, finding: Finding) -> None:
         for (row, score), value in zip(chosen, values, strict=True):
             stored = score.rewards[name]
             case = f"{sampled.name}, place {row.place}, sample {row.sample}: {name} is {stored} in the table"
-            finding.check(_same(value, stored), f"{case} and {value} now")
+            finding.check(close(value, stored, RTOL, ATOL), f"{case} and {value} now")
 
 
 def _values(sampled: Sampled, reward: Mapping[str, Any], rows: Sequence[CompletionRow]) -> list[float | None]:
@@ -176,12 +176,6 @@ def _picked(table: Sampled) -> list[tuple[CompletionRow, ScoreRow]]:
     draw = random.Random(table.name)
     numbers = [number for group in (twice, others) for number in draw.sample(group, min(CALLED_AGAIN, len(group)))]
     return [pairs[number] for number in numbers]
-
-
-def _same(a: float | None, b: float | None) -> bool:
-    if a is None or b is None:
-        return a is b
-    return bool(np.isclose(a, b, rtol=RTOL, atol=ATOL))
 
 
 def failed(row: ScoreRow, name: str) -> bool:

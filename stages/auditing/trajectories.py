@@ -10,7 +10,7 @@ import math
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, get_args
 
-from stages.auditing.laws import Finding, Law
+from stages.auditing.laws import Finding, Law, close
 from stages.auditing.played import Played, says_nothing
 from tuning.agents.contract import Status
 from tuning.agents.rows import TrajectoryRow, TurnRow
@@ -67,13 +67,13 @@ def rewards_add_up(table: Played, finding: Finding) -> None:
         rewards = [turn.reward for turn in table.turns.get(name, []) if turn.reward is not None]
         expected = None if says_nothing(episode) or not rewards else math.fsum(rewards)
         slack = ROUNDING * max(1.0, math.fsum(map(abs, rewards)))
-        right = _close(episode.reward, expected, slack)
+        right = close(episode.reward, expected, 0.0, slack)
         case = f"{table.case(name)}: reward {episode.reward}, its turns give {expected}"
         finding.check(right, case)
         score = table.score_rows.get(name)
         for column in columns if score is not None else ():
             value = score.rewards[column] if score is not None else None
-            if not _close(value, episode.reward, slack):
+            if not close(value, episode.reward, 0.0, slack):
                 finding.broken.append(f"{table.case(name)}: {column} is {value}, the episode has {episode.reward}")
 
 
@@ -84,12 +84,6 @@ def _columns(table: Played, finding: Finding) -> list[str]:
     plain = [n for n in names if rewards[n]["clip"] is None and rewards[n]["squash"] == "none"]
     finding.left_out += [f"{table.name}: {n} is squashed or clipped" for n in names if n not in plain]
     return plain
-
-
-def _close(value: float | None, expected: float | None, slack: float) -> bool:
-    if value is None or expected is None:
-        return value is expected
-    return abs(value - expected) <= slack
 
 
 def failed_teach_nothing(table: Played, finding: Finding) -> None:

@@ -14,11 +14,8 @@ import numpy as np
 
 from stages.auditing.laws import Finding, Law
 from stages.auditing.run import AuditedRun, Round
+from stages.auditing.scores import EPS, ROUNDING
 
-EPS = 1e-4
-"""Added to the deviation of a group, as in TRL."""
-ROUNDING = 8 * float(np.finfo(np.float32).eps)
-"""Of the largest total of a group: what a mean and a difference in float32 may lose."""
 LEAST_SPREAD = 1e-6
 """Rewards of a group that differ by less tie."""
 DIVIDED = (

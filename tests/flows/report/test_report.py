@@ -56,7 +56,6 @@ def test_report_shows_every_section(whole):
         assert title in page.text
     assert "Supervised stages" in page.text and "heldout accuracy 0.94" in page.text and "Pair accuracy" in page.text
     assert "29 problems gained, 2 lost and 9 stayed equal" in page.text
-    assert "of these, from base to SFT 10 gained and 0 lost, from SFT to RL 19 gained and 2 lost" in page.text
     assert "more curves: single rewards, lengths" in page.text
     assert "Round 0" in page.text and "Round 7" in page.text and "exact: TimeoutError" in page.text
     assert (

@@ -28,23 +28,23 @@ def run(store: Path, record: Callable[..., dict[str, Any]]) -> tuple[Store, dict
 
 def test_a_run_that_nothing_has_touched_keeps_every_law(run):
     verdicts = {v.law.name: v for v in audit(*run)}
-    assert {name for name, v in verdicts.items() if v.finding.broken} == set()
+    assert {name for name, v in verdicts.items() if v.broken} == set()
     # Each law has looked at something, but for those of ReMax, a choice, a fork and episodes, of
     # which there is nothing in the run.
     played = {law.name for law in trajectories.LAWS}
-    assert {name for name, v in verdicts.items() if not v.finding.checked} == {
+    assert {name for name, v in verdicts.items() if not v.checked} == {
         "greedy",
         "choice",
         "fork",
         *played,
     }
     assert verdicts.keys() == {law.name for law in all_laws() if not law.deep}
-    assert verdicts["fates"].finding.checked == verdicts["scores"].finding.checked == 96
+    assert verdicts["fates"].checked == verdicts["scores"].checked == 96
 
 
 def test_a_law_counts_what_its_unit_names(run):
     """Evaluations by one judge each; three rounds of one table; held-out prompts that are in several splits."""
-    found = {v.law.name: f"{v.finding.checked} {v.finding.unit}" for v in audit(*run)}
+    found = {v.law.name: f"{v.checked} {v.law.unit}" for v in audit(*run)}
     artifacts = AuditedRun(*run).artifacts
     splits = {f["path"].split("/")[0] for f in artifacts["prepare"].manifest["files"]}
     tables = [pq.read_table(artifacts["prepare"].local(f"{split}/")) for split in splits & set(HELD_OUT)]
