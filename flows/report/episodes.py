@@ -211,17 +211,11 @@ def _by_name(rows: Iterable[Row]) -> dict[Name, Row]:
 
 def _turns(run: RunView, node: str, chosen: Mapping[str, Name]) -> dict[Name, list[dict[str, Any]]]:
     """The turns of the chosen episodes: no others are read, since token ids are most of a table."""
-    import pyarrow.parquet as pq
-
     names = set(chosen.values())
-    places = {place for place, _ in names}
     found: dict[Name, list[dict[str, Any]]] = {}
-    if not places:
-        return found
-    for path in sorted(run.stored(node).local("turns/").glob("*.parquet")):
-        for row in pq.read_table(path, filters=[("place", "in", places)]).to_pylist():
-            if (row["place"], row["sample"]) in names:
-                found.setdefault((row["place"], row["sample"]), []).append(row)
+    for row in run.rows(node, "turns/", None, {place for place, _ in names}):
+        if (row["place"], row["sample"]) in names:
+            found.setdefault((row["place"], row["sample"]), []).append(row)
     return found
 
 

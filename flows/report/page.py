@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from flows.records import WHOLE, find_run, readable_runs, summary_of
 from flows.report.advice import run_warnings
@@ -24,9 +24,6 @@ from flows.report.run_view import RunView, section
 from flows.report.samples import round_samples, samples
 from stages.store.artifacts import Store
 from stages.store.keys import published
-
-if TYPE_CHECKING:
-    from jinja2 import Environment
 
 TRAINED = {"sft": "SFT", "distill": "Distillation", "preference": "Preference", "reward": "Reward model"}
 """Stages that train on examples, with their titles."""
@@ -45,17 +42,12 @@ def write_report(store: Store, run_name: str) -> str:
 
 def render(store: Store, record: Mapping[str, Any]) -> str:
     """The page as text."""
-    return environment().get_template("report.html.j2").render(view(store, record))
-
-
-def environment() -> Environment:
-    """The templates, with the filters that they use."""
     from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
     loader = FileSystemLoader(Path(__file__).parent / "templates")
     found = Environment(loader=loader, autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True)
     found.filters |= {"num": show, "duration": duration, "when": when, "visible": visible}
-    return found
+    return found.get_template("report.html.j2").render(view(store, record))
 
 
 def view(store: Store, record: Mapping[str, Any]) -> dict[str, Any]:

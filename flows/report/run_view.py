@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import functools
 import json
 from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -15,7 +14,6 @@ from stages.store.artifacts import Artifact, ArtifactError, Store
 from stages.store.keys import SHOWN
 
 if TYPE_CHECKING:
-    from flows.graph.build import Node
     from stages.common.verdicts import Difference
 
 STATES = {"hit": "cached", "made": "made", "failed": "failed", "running": "unfinished",
@@ -108,11 +106,11 @@ class RunView:
         return artifact
 
     def rows(
-        self, name: str, part: str, columns: Sequence[str], places: Collection[int] | None = None
+        self, name: str, part: str, columns: Sequence[str] | None, places: Collection[int] | None = None
     ) -> list[dict[str, Any]]:
-        """Some columns of a table of a node's artifact. Token ids and logprobs would take most of the time.
+        """Some columns of a table of a node's artifact: token ids and logprobs take most of the time.
 
-        places: those whose rows are read; None: all.
+        columns, places: those that are read; None: all.
         """
         import pyarrow.parquet as pq
 
@@ -120,7 +118,7 @@ class RunView:
         if places is not None and not places:
             return []
         some = None if places is None else [("place", "in", set(places))]
-        tables = (pq.read_table(path, columns=list(columns), filters=some) for path in files)
+        tables = (pq.read_table(path, columns=columns and list(columns), filters=some) for path in files)
         return [row for table in tables for row in table.to_pylist()]
 
     def evaluations(self) -> dict[str, dict[str, Any]]:
@@ -186,9 +184,8 @@ class RunView:
         ended = self.record.get("ended")
         return seconds_at(ended) - seconds_at(self.record["started"]) if ended else None
 
-    @functools.cached_property
-    def planned(self) -> list[Node]:
-        """The nodes of the recipe; none where it is of another version."""
+    def _inputs(self) -> dict[str, list[str]]:
+        """Inputs of each node, from the recipe; none are known where the recipe is of another version."""
         from flows.graph.build import build
         from flows.graph.standing import recorded
         from flows.recipe.migration import migrated
@@ -196,14 +193,10 @@ class RunView:
 
         try:
             values = json.dumps(migrated(self.record["recipe"]))
-            return build(Recipe.model_validate_json(values, context=SHOWN), recorded(self.record))
+            planned = build(Recipe.model_validate_json(values, context=SHOWN), recorded(self.record))
         except ValueError:
-            return []
-
-    def _inputs(self) -> dict[str, list[str]]:
-        """Inputs of each node, from the recipe; none are known where the recipe is of another version."""
-        found = {n.name: sorted({i.node for i in n.inputs.values()}) for n in self.planned}
-        return found or {name: [] for name in self.nodes}
+            return {name: [] for name in self.nodes}
+        return {n.name: sorted({i.node for i in n.inputs.values()}) for n in planned}
 
     def summary(self, stages: Sequence[StageRow]) -> dict[str, Any]:
         """Counts and seconds of the run as a whole."""

@@ -24,7 +24,10 @@ def made_of_own(run: AuditedRun, finding: Finding) -> None:
                     case = f"{reader} has {found[:12]} as {role}, {round_.name} has {expected.digest[:12]}"
                     finding.check(found == expected.digest, case)
         last = round_
-    _all_there(run, finding)
+    # A finished round means that the rounds before it are finished, in this run's record.
+    finished = {int(match[1]) for name in run.entries if (match := ROUND.fullmatch(name)) and match[2] == "update"}
+    for number in sorted(set(range(max(finished, default=-1))) - finished):
+        finding.broken.append(f"round-{number:03d}.update is not in the record, that of round {max(finished)} is")
 
 
 def _readers(round_: Round, last: Round | None) -> Iterator[tuple[str, Artifact, dict[str, Artifact | None]]]:
@@ -45,13 +48,6 @@ def _readers(round_: Round, last: Round | None) -> Iterator[tuple[str, Artifact,
     if round_.update is not None:
         before = last.update if last is not None and last.number + 1 == round_.number else None
         yield f"{round_.name}.update", round_.update, tables | {"policy": before}
-
-
-def _all_there(run: AuditedRun, finding: Finding) -> None:
-    """A finished round means that the rounds before it are finished, in this run's record."""
-    finished = {int(match[1]) for name in run.entries if (match := ROUND.fullmatch(name)) and match[2] == "update"}
-    for number in sorted(set(range(max(finished, default=-1))) - finished):
-        finding.broken.append(f"round-{number:03d}.update is not in the record, that of round {max(finished)} is")
 
 
 def greedy_of_its_prompts(round_: Round, finding: Finding) -> None:
