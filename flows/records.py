@@ -93,6 +93,28 @@ def status_of(record: dict[str, Any], store: Store, boot: float | None = None) -
     )
 
 
+def summary_of(record: dict[str, Any], store: Store) -> dict[str, Any]:
+    """A run in a few values, as `--json` has it."""
+    states = [e.get("state") for e in record["nodes"].values()]
+    scores = {
+        name.removeprefix("evaluate."): entry["metrics"].get("score")
+        for name, entry in record["nodes"].items()
+        if name.startswith("evaluate.") and "metrics" in entry
+    }
+    return {
+        "name": record["name"],
+        "recipe": record["recipe"]["name"],
+        "status": status_of(record, store),
+        "started": record["started"],
+        "ended": record.get("ended"),
+        "host": record.get("host"),
+        "made": states.count("made"),
+        "cached": states.count("hit"),
+        "failed": states.count("failed"),
+        "scores": scores,
+    }
+
+
 def _silent(record: dict[str, Any], store: Store, boot: float) -> bool:
     """Whether a run whose process this host cannot see has ended, by its signs of life."""
     if any(e["state"] == "running" and beats(store, e["stage"], e["key"]) for e in record["nodes"].values()):

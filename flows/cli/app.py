@@ -9,18 +9,37 @@ from __future__ import annotations
 
 import sys
 from pathlib import Path
+from typing import Any
 
 import typer
+from typer.core import TyperGroup
 
 from flows.cli import audit, change, episodes, fit, gc, logs, look, machine, policy, promote, run, settings, watch
 from flows.cli.shared import usage_error
 from flows.orchestration.leaving import leave
+from flows.recipe.model import RecipeError
+from flows.records import UnknownRun
+from stages.serving.access import AccessError
 from stages.store.artifacts import ArtifactError
 from stages.store.disk import disk_fault
 from stages.store.readonly import ReadOnlyStore
+from stages.store.registry import RegistryError
 from stages.worker.interpreter import add_current_folder, escape_output
 
+
+class Commands(TyperGroup):
+    """All commands, with the errors that are of what the user has asked for."""
+
+    def invoke(self, ctx: Any) -> Any:
+        """As `TyperGroup.invoke`; exit code 2 for such an error."""
+        try:
+            return super().invoke(ctx)
+        except (RecipeError, UnknownRun, RegistryError, AccessError, ArtifactError, ReadOnlyStore) as e:
+            raise usage_error(str(e)) from e
+
+
 app = typer.Typer(
+    cls=Commands,
     help="Post-training as explicit, cached, resumable stages: data, SFT, reward model, RL rounds, evaluation, export.",
     no_args_is_help=True,
     add_completion=False,
@@ -38,8 +57,6 @@ def main() -> None:
     escape_output()
     try:
         app()
-    except (ArtifactError, ReadOnlyStore) as e:
-        sys.exit(usage_error(str(e)).exit_code)
     except BaseException as e:
         if isinstance(e, Exception) and (fault := disk_fault(e, Path())):
             sys.exit(f"failed: {fault.strerror}")

@@ -7,7 +7,7 @@ from typing import Annotated
 import typer
 
 from flows.cli.shared import AsJson, RunName, StoreUrl, err, group, out, print_json, record_of
-from stages.auditing.laws import SHOWN, Verdict, audit
+from stages.auditing.laws import SHOWN, Finding, audit
 from stages.store.artifacts import Store
 from stages.store.readonly import ReadOnlyStore, refused
 
@@ -25,26 +25,26 @@ def audit_run(store: StoreUrl, run_name: RunName = None, deep: Deep = False, as_
     """
     place, record = Store(store), record_of(store, run_name)
     if not as_json:
-        out.print(f"{record['name']}  {place.shown}", soft_wrap=True)
+        out.print(f"{record['name']}  {place.shown}")
     verdicts = []
     for verdict in audit(place, record, deep=deep):
         verdicts.append(verdict)
         if not as_json:
             _show(verdict)
-    broken = [verdict.law.name for verdict in verdicts if verdict.finding.broken]
+    broken = [verdict.law.name for verdict in verdicts if verdict.broken]
     report = _written(place, record["name"], verdicts)
     if as_json:
         laws = [verdict.as_json() for verdict in verdicts]
         print_json({"run": record["name"], "store": place.shown, "laws": laws, "broken": broken, "report": report})
         raise typer.Exit(1 if broken else 0)
     if report is not None:
-        out.print(f"report  {report}", soft_wrap=True)
+        out.print(f"report  {report}")
     if broken:
         out.print(f"{len(broken)} of {len(verdicts)} laws are broken: {', '.join(broken)}")
     raise typer.Exit(1 if broken else 0)
 
 
-def _written(store: Store, run: str, verdicts: list[Verdict]) -> str | None:
+def _written(store: Store, run: str, verdicts: list[Finding]) -> str | None:
     """Writes the table and the report that shows it, and says where; None where the store is read-only here."""
     from flows.report.page import write_report
 
@@ -54,15 +54,13 @@ def _written(store: Store, run: str, verdicts: list[Verdict]) -> str | None:
     except (ReadOnlyStore, OSError) as e:
         if not refused(e):
             raise
-        err.print(f"! the report was not written: {e}", soft_wrap=True)
+        err.print(f"! the report was not written: {e}")
         return None
 
 
-def _show(verdict: Verdict) -> None:
-    found = verdict.finding
-    cases = f"{found.checked} {found.unit}"
-    line = f"  {verdict.state:<8} {verdict.law.name:<12} {cases:<24} {verdict.law.says}"
-    out.print(line, soft_wrap=True)
+def _show(found: Finding) -> None:
+    cases = f"{found.checked} {found.law.unit}"
+    out.print(f"  {found.state:<8} {found.law.name:<12} {cases:<24} {found.law.says}")
     more = [f"and {len(found.broken) - SHOWN} more"] if len(found.broken) > SHOWN else []
     for text in [*found.broken[:SHOWN], *more, *(f"not checked: {text}" for text in found.left_out[:SHOWN])]:
-        out.print(f"           {text}", soft_wrap=True)
+        out.print(f"           {text}")

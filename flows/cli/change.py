@@ -10,7 +10,6 @@ import typer
 from flows.cli.checks import check
 from flows.cli.run import RunTitle
 from flows.cli.shared import AsJson, NoPrefect, Sets, StoreUrl, group, out, print_json, record_of, usage_error
-from flows.recipe.model import RecipeError
 from stages.store.artifacts import Store
 
 commands = group()
@@ -33,13 +32,10 @@ def fork(
     from flows.cli.launch import launch
     from flows.running.forking import forked
 
-    try:
-        recipe = forked(record_of(store, run_name), at, sets or [], store)
-        check(recipe)
-    except RecipeError as e:
-        raise usage_error(str(e)) from e
+    recipe = forked(record_of(store, run_name), at, sets or [], store)
+    check(recipe)
     assert recipe.fork is not None
-    out.print(f"fork of run {recipe.fork.run} behind {recipe.fork.node} ({recipe.fork.digest[:12]})", soft_wrap=True)
+    out.print(f"fork of run {recipe.fork.run} behind {recipe.fork.node} ({recipe.fork.digest[:12]})")
     if to is None:
         launch(recipe, no_prefect, name=name)
         return
@@ -49,7 +45,7 @@ def fork(
 
     text = yaml.safe_dump(recipe.model_dump(mode="json"), sort_keys=False, allow_unicode=True, width=120)
     to.write_text(text, encoding="utf-8")
-    out.print(f"recipe  {to}", soft_wrap=True)
+    out.print(f"recipe  {to}")
 
 
 @commands.command()
@@ -74,7 +70,7 @@ def diff(
         print_json(found)
         return
     for run, sign in zip(found["runs"], "-+", strict=True):
-        _say(f"{sign} {run['name']}  {run['status']}  {run['started']}")
+        out.print(f"{sign} {run['name']}  {run['status']}  {run['started']}")
     _say_list("settings", found["settings"])
     data = found["data"]
     lines = [*data.get("sources", []), *(f"rows.{line}" for line in data["rows"])]
@@ -85,7 +81,7 @@ def diff(
     nodes = found["nodes"]
     counts = {"with the same output": nodes["same"], "with another": nodes["differ"]}
     counts |= {f"of {run['name']} alone": nodes[k] for run, k in zip(found["runs"], ("first", "second"), strict=True)}
-    _say("stages: " + ", ".join(f"{len(names)} {how}" for how, names in counts.items() if names))
+    out.print("stages: " + ", ".join(f"{len(names)} {how}" for how, names in counts.items() if names))
     _say_list("metrics", _metric_lines(found["metrics"]))
     for label, evaluation in found["evaluations"].items():
         _say_evaluation(label, evaluation)
@@ -98,15 +94,12 @@ def _metric_lines(metrics: dict[str, Any]) -> list[str]:
     """A line for each node with its metrics; of the rounds the last one alone."""
     from flows.report.formats import show
 
-    rounds = sorted({name.partition(".")[0] for name in metrics if name.startswith(ROUND)}, key=_number)
-    last = [name for name in metrics if not name.startswith(ROUND) or name.startswith(f"{rounds[-1]}.")]
+    rounds = [name.partition(".")[0] for name in metrics if name.startswith(ROUND)]
+    newest = max(rounds, key=lambda name: int(name.removeprefix(ROUND)), default="")
+    last = [name for name in metrics if not name.startswith(ROUND) or name.startswith(f"{newest}.")]
     shown = {f"{name}.{metric}": [show(v) for v in pair] for name in last for metric, pair in metrics[name].items()}
     # What differs behind the digits shown says nothing here; `--json` has it.
     return [f"{metric}: {old} -> {new}" for metric, (old, new) in shown.items() if old != new]
-
-
-def _number(round_name: str) -> int:
-    return int(round_name.removeprefix(ROUND))
 
 
 def _say_evaluation(label: str, found: dict[str, Any]) -> None:
@@ -120,15 +113,15 @@ def _say_evaluation(label: str, found: dict[str, Any]) -> None:
             head += f" ({found['prompts'][0]} and {found['prompts'][1]} in all)"
     else:
         head += f"; no paired difference: {found['reason']}"
-    _say(head)
+    out.print(head)
     from flows.report.formats import visible
 
     for sample in found["samples"]:
         if len({policy["text"] for policy in sample["policies"]}) == 1:
             continue
-        _say(f"  prompt  {visible(sample['prompt'], SAMPLE_CHARACTERS)!r}  answer {sample['answer']!r}")
+        out.print(f"  prompt  {visible(sample['prompt'], SAMPLE_CHARACTERS)!r}  answer {sample['answer']!r}")
         for sign, policy in zip("-+", sample["policies"], strict=True):
-            _say(f"       {sign}  {policy['score']}  {visible(policy['text'], SAMPLE_CHARACTERS)!r}")
+            out.print(f"       {sign}  {policy['score']}  {visible(policy['text'], SAMPLE_CHARACTERS)!r}")
 
 
 SAMPLE_CHARACTERS = 200
@@ -136,10 +129,6 @@ SAMPLE_CHARACTERS = 200
 
 
 def _say_list(title: str, lines: list[str]) -> None:
-    _say(title if lines or ":" in title else f"{title}: the same")
+    out.print(title if lines or ":" in title else f"{title}: the same")
     for line in lines:
-        _say(f"  {line}")
-
-
-def _say(line: str) -> None:
-    out.print(line, soft_wrap=True)
+        out.print(f"  {line}")

@@ -15,10 +15,10 @@ def read_recipe(name: str, sets: list[str] | None) -> Recipe:
     try:
         recipe = load_recipe(name, sets=sets)
         for line in added(name, sets or []):
-            err.print(line, soft_wrap=True)
+            err.print(line)
         check(recipe)
         for line in of_recipe(recipe):
-            err.print(f"! {line}", soft_wrap=True)
+            err.print(f"! {line}")
         return recipe
     except RecipeError as e:
         raise usage_error(_with_option(str(e), sets or [])) from e

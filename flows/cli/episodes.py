@@ -6,10 +6,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
-from rich.table import Table
 
-from flows.cli.shared import RunName, StoreUrl, artifact_of, group, out, record_of, usage_error
-from flows.report.terminal import PlainConsole
+from flows.cli.shared import RunName, StoreUrl, artifact_of, group, out, print_table, record_of, usage_error
 from stages.store.artifacts import Artifact, Store
 
 if TYPE_CHECKING:
@@ -76,10 +74,7 @@ PLAYING = ("rollout", "refill", "greedy", "evaluate")
 def _list(tables: dict[str, Artifact], choice: Choice, most: int) -> None:
     from stages.tools.episodes import chosen
 
-    table = Table(box=None)
-    for column in ("node", "place", "sample", "task", "seed", "status", "turns", "tokens", "reward", "success"):
-        table.add_column(column, no_wrap=True, justify="right" if column in NUMBERS else "left")
-    count = 0
+    rows, count = [], 0
     for name, artifact in tables.items():
         for row in chosen(artifact, choice):
             count += 1
@@ -88,13 +83,10 @@ def _list(tables: dict[str, Artifact], choice: Choice, most: int) -> None:
                 success = {True: "yes", False: "no", None: ""}[row.success]
                 numbers = [str(n) for n in (row.turns, row.sampled_tokens)]
                 place = [str(row.place), str(row.sample), row.prompt_id, str(row.seed)]
-                table.add_row(name, *place, row.status, *numbers, reward, success)
-    # Not cut to the width of a terminal that is not there: scripts read it.
-    (out if out.is_terminal else PlainConsole(highlight=False, markup=False, width=1000)).print(table)
+                rows.append((name, *place, row.status, *numbers, reward, success))
+    columns = ("node", "place", "sample", "task", "seed", "status", "turns", "tokens", "reward", "success")
+    print_table(columns, rows, ("place", "sample", "seed", "turns", "tokens", "reward"))
     out.print(f"{count} episodes" + (f", the first {most} are shown" if count > most else ""))
-
-
-NUMBERS = ("place", "sample", "seed", "turns", "tokens", "reward")
 
 
 def _export(tables: dict[str, Artifact], run: str, choice: Choice, folder: Path) -> None:
@@ -103,4 +95,4 @@ def _export(tables: dict[str, Artifact], run: str, choice: Choice, folder: Path)
     if folder.exists() and any(folder.iterdir()):
         raise usage_error(f"{folder} exists and is not empty")
     count = sum(write(artifact, f"{run}.{name}", choice, folder / name) for name, artifact in tables.items())
-    out.print(f"{count} episodes in {folder}", soft_wrap=True)
+    out.print(f"{count} episodes in {folder}")

@@ -7,12 +7,10 @@ import subprocess
 from typing import Annotated, Any
 
 import typer
-from rich.table import Table
 
-from flows.cli.shared import RecipeName, Sets, group, out, usage_error
-from flows.recipe.model import Recipe, RecipeError
+from flows.cli.shared import AsJson, RecipeName, Sets, group, out, print_table, usage_error
+from flows.recipe.model import Recipe
 from flows.recipe.reading import load_recipe
-from flows.report.terminal import PlainConsole
 from stages.worker import interpreter
 
 commands = group()
@@ -37,12 +35,12 @@ def fit(
         int, typer.Option(min=0, help="Tokens of a completion; 0: as the data and the sections limit it.")
     ] = 0,
     sets: Sets = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print all figures as JSON.")] = False,
+    as_json: AsJson = False,
 ) -> None:
     """Say for each stage whether it fits a machine: memory, work, time at best, and what would help."""
     try:
         resolved = load_recipe(recipe, sets=sets)
-    except (RecipeError, FileNotFoundError) as e:
+    except FileNotFoundError as e:
         raise usage_error(str(e)) from e
     question = {
         "on": on,
@@ -65,7 +63,7 @@ def fit(
     else:
         _show(json.loads(last))
         if resolved.rl is not None and (kind := resolved.rl.rollout.engine.kind) != "native":
-            out.print(f"rollout: sampled by {kind} servers, whose memory and time are not counted", soft_wrap=True)
+            out.print(f"rollout: sampled by {kind} servers, whose memory and time are not counted")
 
 
 def _sections(recipe: Recipe) -> dict[str, Any]:
@@ -83,47 +81,33 @@ def _show(answer: dict[str, Any]) -> None:
     out.print(
         f"{shown} parameters on {machine['devices']} x {machine['kind']}: "
         f"{machine['limit'] / GB:.1f} of {machine['memory'] / GB:.1f} GB a device can be used; "
-        f"prompts of {_prompts(lengths)}",
-        soft_wrap=True,
+        f"prompts of {_prompts(lengths)}"
     )
-    table = Table(box=None)
-    table.add_column("stage", no_wrap=True)
-    for column in ("held GB", "peak GB", "divided", "at best", "bound by", "verdict"):
-        table.add_column(column, no_wrap=True)
+    rows = []
     for stage in answer["stages"]:
         low, middle, high = (p / GB for p in stage["peak"])
-        table.add_row(
-            stage["stage"],
-            f"{sum(stage['parts'].values()) / GB:.2f}",
-            f"{middle:.2f} ({low:.2f} to {high:.2f})",
-            _divided(stage["shape"]),
-            f"{_seconds(stage['step_seconds'])} a {stage['step']}",
-            stage["bound"],
-            stage["verdict"],
-        )
-    # Not cut to the width of a terminal that is not there.
-    (out if out.is_terminal else PlainConsole(highlight=False, markup=False, width=160)).print(table)
+        held, peak = sum(stage["parts"].values()) / GB, f"{middle:.2f} ({low:.2f} to {high:.2f})"
+        at_best = f"{_seconds(stage['step_seconds'])} a {stage['step']}"
+        shape = _divided(stage["shape"])
+        rows.append((stage["stage"], f"{held:.2f}", peak, shape, at_best, stage["bound"], stage["verdict"]))
+    print_table(("stage", "held GB", "peak GB", "divided", "at best", "bound by", "verdict"), rows)
     for stage in answer["stages"]:
         parts = ", ".join(f"{name} {size / GB:.2f}" for name, size in stage["parts"].items() if size >= 0.005 * GB)
         rest = (f"{n / 1e12:.3g} {unit}" for n, unit in ((stage["flops"], "TFLOP"), (stage["moved"], "TB moved")))
         out.print(
             f"{stage['stage']}: completions of {stage['completion']} tokens; {parts or 'under 0.005'} GB; "
-            f"{', '.join(rest)}",
-            soft_wrap=True,
+            f"{', '.join(rest)}"
         )
     for stage in (s for s in answer["stages"] if s["verdict"] != "fits"):
         for tried in stage.get("remedies", []):
             what = f"--on {tried['on']}" if "on" in tried else " ".join(f"--set {s}" for s in tried["set"])
             out.print(
                 f"{stage['stage']} with {what}: peak {tried['peak'][1] / GB:.2f} GB "
-                f"(up to {tried['peak'][2] / GB:.2f}), {tried['verdict']}",
-                soft_wrap=True,
+                f"(up to {tried['peak'][2] / GB:.2f}), {tried['verdict']}"
             )
     if machine["name"] == "cpu":
-        out.print(
-            "times go by rates that were measured now: other work on this machine makes them longer", soft_wrap=True
-        )
-    out.print(_verdict(answer), soft_wrap=True)
+        out.print("times go by rates that were measured now: other work on this machine makes them longer")
+    out.print(_verdict(answer))
 
 
 def _prompts(lengths: dict[str, int]) -> str:

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import os
-from collections import Counter, defaultdict
+from collections import Counter
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
-from rich.table import Table
+from rich.filesize import decimal
 
-from flows.cli.shared import AsJson, StoreUrl, group, out, print_json, record_of, usage_error
+from flows.cli.shared import AsJson, StoreUrl, group, out, print_json, print_table, record_of, usage_error
 from flows.cli.shared import note as note_change
 from flows.keeping import roots_of
 from flows.recipe.retention import Retention
@@ -67,39 +67,27 @@ def gc(
 
 
 def _print(done: Survey, yes: bool) -> None:
-    runs = Table(box=None)
-    for column in ("run", "stays because", "names", "goes"):
-        runs.add_column(column, justify="right" if column in ("names", "goes") else "left", overflow="fold")
     sizes = {version.ref: version.size for version, _ in done.kept}
     going = {version.ref: version.size for version in done.garbage}
+    runs = []
     for run in done.roots.runs:
         refs = set(run.refs)
         lost = sum(going.get(ref, 0) for ref in refs)
         whole = lost + sum(sizes.get(ref, 0) for ref in refs)
-        runs.add_row(run.name, run.why or "(goes)", size(whole), size(lost))
-    out.print(runs)
-    stages = Table(box=None)
-    for column in ("stage", "stays", "goes"):
-        stages.add_column(column, justify="left" if column == "stage" else "right")
-    totals: dict[str, list[int]] = defaultdict(lambda: [0, 0])
+        runs.append((run.name, run.why or "(goes)", decimal(whole), decimal(lost)))
+    print_table(("run", "stays because", "names", "goes"), runs, ("names", "goes"))
+    stays: Counter[str] = Counter()
+    goes: Counter[str] = Counter()
     for version, _ in done.kept:
-        totals[version.stage][0] += version.size
+        stays[version.stage] += version.size
     for version in done.garbage:
-        totals[version.stage][1] += version.size
+        goes[version.stage] += version.size
     for residue in done.residues:
-        totals[f"({residue.kind})"][1] += residue.bytes
-    for name, (stays, goes) in sorted(totals.items()):
-        stages.add_row(name, size(stays), size(goes))
-    out.print(stages)
-    others = [why for _, why in done.kept if not why.startswith("run ")]
-    if others:
-        counts = Counter(
-            why if why in ("too young", "named by the registry") else "read by what stays" for why in others
-        )
-        told = ", ".join(f"{count} {why}" for why, count in sorted(counts.items()))
-        out.print(f"{len(others)} artifacts stay though no kept run names them: {told}")
+        goes[f"({residue.kind})"] += residue.bytes
+    stages = [(name, decimal(stays[name]), decimal(goes[name])) for name in sorted(stays.keys() | goes.keys())]
+    print_table(("stage", "stays", "goes"), stages, ("stays", "goes"))
     verb = "freed" if yes else "would be freed"
-    out.print(f"{size(done.freed)} {verb}: {len(done.garbage)} artifacts, {len(done.runs)} runs")
+    out.print(f"{decimal(done.freed)} {verb}: {len(done.garbage)} artifacts, {len(done.runs)} runs")
     if not yes and (done.garbage or done.residues or done.runs):
         out.print("nothing was deleted; --yes does it")
 
@@ -126,13 +114,3 @@ def unpin(run: PinnedRun, store: StoreUrl) -> None:
         raise usage_error(f"{run} is not pinned in {place.shown}")
     note_change(place, "unpin", run=run, outcome="unpinned")
     out.print(f"{run} is not pinned any more")
-
-
-def size(count: int) -> str:
-    """Bytes for people: 512 B, 3.2 kB, 6.4 GB."""
-    value = float(count)
-    for unit in ("B", "kB", "MB", "GB"):
-        if value < 999.5:
-            return f"{value:.0f} {unit}" if unit == "B" or value >= 99.5 else f"{value:.1f} {unit}"
-        value /= 1000
-    return f"{value:.1f} TB"

@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING
 
 import typer
 
-from flows.cli.shared import err, interrupt_at_sigterm, usage_error
-from flows.recipe.model import Recipe, RecipeError
+from flows.cli.shared import err, interrupt_at_sigterm
+from flows.recipe.model import Recipe
 from flows.records import REFUSED
 
 if TYPE_CHECKING:
@@ -56,30 +56,24 @@ def launch(
         interrupt_at_sigterm()
     try:
         if wait and name is not None:
-            wait_until_ended(Store(recipe.store), name, lambda line: err.print(line, soft_wrap=True))
+            wait_until_ended(Store(recipe.store), name, lambda line: err.print(line))
         # Here too: Prefect takes seconds to start.
         if name is not None and (begun := before(Store(recipe.store), recipe, name)) is not None:
-            err.print(
-                f"run {name} goes on (try {begun.get('tries', 1) + 1}): what is finished is reused", soft_wrap=True
-            )
+            err.print(f"run {name} goes on (try {begun.get('tries', 1) + 1}): what is finished is reused")
         run = run_plain if no_prefect else run_with_prefect
         status = run(recipe, name=name, force=force, only=only, standing=standing)
-    except RecipeError as e:
-        raise usage_error(str(e)) from e
     except (ArtifactError, RegistryError, RunTooLong) as e:
-        err.print(f"failed: {e}", soft_wrap=True)
+        err.print(f"failed: {e}")
         raise typer.Exit(1) from e
     except (StageFailed, WorkerDied, OSError) as e:
         said = str(e)
         if isinstance(e, OSError):
             full = disk_fault(e, Store(recipe.store).scratch)
             said = f"{type(e).__name__}: {e}" if full is None else str(full.strerror)
-        err.print(f"failed: {said}\nwhat is finished is kept{_advice(e)}", soft_wrap=True)
+        err.print(f"failed: {said}\nwhat is finished is kept{_advice(e)}")
         raise typer.Exit(1) from e
     except KeyboardInterrupt as e:
-        err.print(
-            f"{str(e) or 'interrupted'}; what is finished is kept, the same command goes on from there", soft_wrap=True
-        )
+        err.print(f"{str(e) or 'interrupted'}; what is finished is kept, the same command goes on from there")
         raise typer.Exit(130) from e
     if status == REFUSED:
         raise typer.Exit(GATE)

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import codecs
 import contextlib
+import functools
 import re
 import socket
 import time
@@ -39,16 +39,21 @@ def logs(store: StoreUrl, run_name: RunName = None, node: Node = "", follow: Fol
     """Show what a run's worker has written: output, warnings, tracebacks, stacks of what was ended."""
     place, record = Store(store), record_of(store, run_name, partial=True)
     paths = _paths(place, record)
+    # A run that is under way writes its logs here, or on another machine.
+    here = place.is_local or any(str(path) == record.get("log") or path.exists() for path in paths.values())
+    running = follow and here and status_of(record, place) == "running"
+    tails = {name: _Tail(place, record["name"], path) for name, path in paths.items()}
+    if not running and not any(tail.exists() for tail in tails.values()):
+        raise usage_error(_where(place, record))
+    shown = 0
     try:
-        found = _following(place, record, paths, node) if follow else _of(_text(place, record, paths), node)
-        shown = 0
-        for line in found:
+        for line in _lines(place, record, tails, node, running):
             typer.echo(plain(line))
             shown += 1
     except KeyboardInterrupt:
         raise typer.Exit(130) from None
     if error := record.get("error"):
-        err.print(f"run {record['name']} ended with {error}", soft_wrap=True)
+        err.print(f"run {record['name']} ended with {error}")
     if node and not shown:
         names = ", ".join(n for n, e in record["nodes"].items() if e["state"] != "hit") or "none"
         raise usage_error(f"the log of run {record['name']} has nothing of {node}: it has made {names}")
@@ -62,33 +67,6 @@ def _paths(store: Store, record: dict[str, Any]) -> dict[str, Path]:
     # On a cluster the data stays with the run unless the recipe names its role.
     names = [n for n in ALL if workers.get(n) is not None or (n == DATA and workers.get("cluster"))]
     return {name: log_of_worker(path, name) for name in names}
-
-
-def _text(store: Store, record: dict[str, Any], paths: dict[str, Path]) -> Iterator[str]:
-    """The lines of the logs, stage after stage as they were begun: on this machine, or the copies that a finished run
-    leaves in a remote store."""
-    texts = [text for path in paths.values() if (text := _read(store, record["name"], path)) is not None]
-    if not texts:
-        raise usage_error(_where(store, record))
-    parts: list[tuple[str, list[str]]] = []
-    for text in texts:
-        parts.append(("", []))
-        for line in text.splitlines():
-            begun = BEGUN.match(line)
-            if begun is not None and len(texts) > 1:
-                parts.append((begun[3], []))
-            parts[-1][1].append(line)
-    for _, lines in sorted(parts, key=lambda part: part[0]):
-        yield from lines
-
-
-def _read(store: Store, name: str, path: Path) -> str | None:
-    if path.exists():
-        return path.read_text(errors="replace")
-    if not store.is_local:
-        with contextlib.suppress(FileNotFoundError):
-            return bytes(store.fs.cat_file(store.join("runs", name, path.name))).decode(errors="replace")
-    return None
 
 
 def _where(store: Store, record: dict[str, Any]) -> str:
@@ -110,65 +88,47 @@ def _where(store: Store, record: dict[str, Any]) -> str:
 
 
 class _Tail:
-    """The lines of a growing log."""
+    """The lines of a growing log on this machine, or of the copy that a finished run leaves in a remote store."""
 
-    def __init__(self, path: Path):
-        self._path, self._read, self._rest = path, 0, ""
-        # A character may be written in two parts.
-        self._decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
+    def __init__(self, store: Store, run: str, path: Path):
+        self._store, self._path, self._copy = store, path, store.join("runs", run, path.name)
+        self._read, self._rest = 0, b""
+
+    def exists(self) -> bool:
+        return self._path.exists() or self._store.fs.exists(self._copy)
 
     def new(self, last: bool) -> list[str]:
         """The lines since the last call. last: also one that has no end yet."""
         chunk = b""
-        if self._path.exists():
-            with self._path.open("rb") as f:
-                f.seek(self._read)
-                chunk = f.read()
+        source = self._path.open if self._path.exists() else functools.partial(self._store.fs.open, self._copy)
+        with contextlib.suppress(FileNotFoundError), source("rb") as f:
+            f.seek(self._read)
+            chunk = f.read()
         self._read += len(chunk)
-        *lines, self._rest = (self._rest + self._decoder.decode(chunk, final=last)).split("\n")
-        return [*lines, self._rest] if last and self._rest else lines
+        *lines, self._rest = (self._rest + chunk).split(b"\n")
+        return [line.decode(errors="replace") for line in ([*lines, self._rest] if last and self._rest else lines)]
 
 
-def _following(store: Store, record: dict[str, Any], paths: dict[str, Path], node: str = "") -> Iterator[str]:
-    """The lines of the logs as they come, until the run has ended; of several workers with the worker's name."""
-    looked = 0.0
-    running = status_of(record, store) == "running"
-    if not any(path.exists() for path in paths.values()) and (not running or not _is_here(store, record, paths)):
-        yield from _of(_text(store, record, paths), node)
-        return
-    tails = {name: (_Tail(path), _Of(node)) for name, path in paths.items()}
+def _lines(
+    store: Store, record: dict[str, Any], tails: dict[str, _Tail], node: str = "", running: bool = False
+) -> Iterator[str]:
+    """The lines of the logs, of several workers with the worker's name; of a run that is followed as they come."""
+    follow, looked = running, 0.0
+    inside = dict.fromkeys(tails, not node)
     while True:
         # Read after the look at the run: what it has written at its end is shown too.
         if running and time.monotonic() - looked > STATUS_SECONDS:
             looked = time.monotonic()
             record = runs.head(store, record["name"]) or record
             running = status_of(record, store) == "running"
-        for name, (tail, wanted) in tails.items():
-            for line in filter(wanted, tail.new(last=not running)):
-                yield f"{name:<7}| {line}" if name else line
+        for name, tail in tails.items():
+            for line in tail.new(last=not running):
+                if begun := BEGUN.match(line):
+                    inside[name] = begun[1].startswith(node)
+                if inside[name]:
+                    yield f"{name:<7}| {line}" if name else line
         if not running:
             break
         time.sleep(POLL_SECONDS)
-    err.print(f"run {record['name']} {status_of(record, store)}", soft_wrap=True)
-
-
-def _is_here(store: Store, record: dict[str, Any], paths: dict[str, Path]) -> bool:
-    """Whether a run that is under way will write its logs where this machine looks for them."""
-    return store.is_local or record.get("log") in [str(path) for path in paths.values()]
-
-
-class _Of:
-    """Whether lines, asked for one after the other, are of the nodes that begin with `node`."""
-
-    def __init__(self, node: str):
-        self._node, self._inside = node, not node
-
-    def __call__(self, line: str) -> bool:
-        if (begun := BEGUN.match(line)) is not None:
-            self._inside = begun[1].startswith(self._node)
-        return self._inside
-
-
-def _of(lines: Iterator[str], node: str) -> Iterator[str]:
-    """The lines of the nodes that begin with `node`."""
-    return filter(_Of(node), lines)
+    if follow:
+        err.print(f"run {record['name']} {status_of(record, store)}")

@@ -5,13 +5,22 @@ from __future__ import annotations
 from typing import Any
 
 import typer
-from rich.table import Table
 
-from flows.cli.shared import AsJson, RunName, StoreUrl, group, note, out, print_json, record_of, usage_error
-from flows.records import log_of, readable_runs, status_of
+from flows.cli.shared import (
+    AsJson,
+    RunName,
+    StoreUrl,
+    group,
+    note,
+    out,
+    print_json,
+    print_table,
+    record_of,
+    usage_error,
+)
+from flows.records import log_of, readable_runs, status_of, summary_of
 from flows.report.decisions import decision_lines
 from flows.report.formats import when
-from flows.report.terminal import PlainConsole
 from stages.store.artifacts import IT_STAYS, Store
 from stages.store.damage import fault_of, set_aside
 from stages.store.leases import beats
@@ -28,38 +37,12 @@ def runs(store: StoreUrl, as_json: AsJson = False) -> None:
     if as_json:
         print_json({"store": place.shown, "runs": found})
         return
-    table = Table(box=None)
-    table.add_column("run", no_wrap=True, overflow="fold")
-    for column in ("status", "started", "made", "cached", "RL score"):
-        table.add_column(column)
+    rows = []
     for run in found:
         score = run["scores"].get("rl")
         shown = "" if score is None else f"{score:.3f}"
-        table.add_row(run["name"], run["status"], when(run["started"]), str(run["made"]), str(run["cached"]), shown)
-    # Not cut to the width of a terminal that is not there: scripts read the names.
-    (out if out.is_terminal else PlainConsole(highlight=False, markup=False, width=1000)).print(table)
-
-
-def summary_of(record: dict[str, Any], store: Store) -> dict[str, Any]:
-    """A run in a few values, as `--json` has it."""
-    states = [e.get("state") for e in record["nodes"].values()]
-    scores = {
-        name.removeprefix("evaluate."): entry["metrics"].get("score")
-        for name, entry in record["nodes"].items()
-        if name.startswith("evaluate.") and "metrics" in entry
-    }
-    return {
-        "name": record["name"],
-        "recipe": record["recipe"]["name"],
-        "status": status_of(record, store),
-        "started": record["started"],
-        "ended": record.get("ended"),
-        "host": record.get("host"),
-        "made": states.count("made"),
-        "cached": states.count("hit"),
-        "failed": states.count("failed"),
-        "scores": scores,
-    }
+        rows.append((run["name"], run["status"], when(run["started"]), str(run["made"]), str(run["cached"]), shown))
+    print_table(("run", "status", "started", "made", "cached", "RL score"), rows)
 
 
 NODE_KEYS = ("stage", "state", "key", "digest", "started", "seconds", "made_seconds", "metrics", "error")
@@ -86,14 +69,14 @@ def show(store: StoreUrl, run_name: RunName = None, as_json: AsJson = False) -> 
         figures = stage(e["stage"]).figures(e["metrics"]) if "metrics" in e else e.get("error", "")
         # A stage that runs, or was killed, has no end.
         seconds = f"{e['seconds']:.1f} s" if "seconds" in e else ""
-        out.print(f"  {name:<20} {e['state']:<11} {seconds:>8}  {e['key'][:12]}  {figures}", soft_wrap=True)
+        out.print(f"  {name:<20} {e['state']:<11} {seconds:>8}  {e['key'][:12]}  {figures}")
     if error := record.get("error"):
-        out.print(f"error   {error}", soft_wrap=True)
+        out.print(f"error   {error}")
     for line in decision_lines(record):
-        out.print(line, soft_wrap=True)
+        out.print(line)
     for name, where in _places(record, place).items():
         none = {"report": f"none yet: `rlhf report {record['name']}` writes it", "log": "none: no worker was started"}
-        out.print(f"{name:<7} {none[name] if where is None else where}", soft_wrap=True)
+        out.print(f"{name:<7} {none[name] if where is None else where}")
 
 
 def _places(record: dict[str, Any], store: Store) -> dict[str, str | None]:
@@ -112,7 +95,7 @@ def report(store: StoreUrl, run_name: RunName = None) -> None:
     """Write a run's HTML report again and print where it is."""
     from flows.report.page import write_report
 
-    out.print(write_report(Store(store), record_of(store, run_name)["name"]), soft_wrap=True)
+    out.print(write_report(Store(store), record_of(store, run_name)["name"]))
 
 
 @commands.command()
@@ -130,7 +113,7 @@ def verify(store: StoreUrl, as_json: AsJson = False) -> None:
         print_json({"store": place.shown, "artifacts": len(keys), "damaged": damages})
         raise typer.Exit(1 if damages else 0)
     for damage in damages:
-        out.print(f"damaged: {damage}", soft_wrap=True)
+        out.print(f"damaged: {damage}")
     hint = "; the next run makes them again" if damages and not place.read_only else ""
     out.print(f"{len(keys)} artifacts, {len(damages)} damaged{hint}")
     raise typer.Exit(1 if damages else 0)

@@ -27,14 +27,13 @@ from flows.cli.shared import (
     out,
     usage_error,
 )
-from flows.recipe.model import RecipeError
 from flows.recipe.reading import checked
 from flows.records import REFUSED, find_run
 from stages.contract.described import field_docs
-from stages.serving.access import AccessError, keys_of
+from stages.serving.access import keys_of
 from stages.serving.settings import Chat, ChatOptions, Named, PolicyPlace, Serve, ServeOptions
-from stages.store.artifacts import Artifact, Store
-from stages.store.registry import RegistryError, current
+from stages.store.artifacts import Store
+from stages.store.registry import current
 from stages.worker import interpreter
 from tuning.atomic import whole_folder
 
@@ -75,9 +74,6 @@ def _option(name: str, field: FieldInfo, text: str | None) -> inspect.Parameter:
 
 commands = group()
 
-HALF = ".export-{}.part"
-"""In the target of an export, while it is copied."""
-
 
 @commands.command()
 @with_options(ChatOptions)
@@ -92,14 +88,8 @@ def chat(options: ChatOptions, store: StoreUrl, run_name: RunName = None, node: 
 @with_options(ServeOptions)
 def serve(options: ServeOptions, store: StoreUrl, run_name: RunName = None, node: NodeName = "export") -> None:
     """Serve the policy of a run or name (`champion`) as an OpenAI-compatible endpoint (chat, streaming, logprobs)."""
-    try:
-        keys_of(options)
-    except AccessError as e:
-        raise usage_error(str(e)) from e
-    try:
-        entry = None if run_name is None else current(Store(store), run_name)
-    except RegistryError as e:
-        raise usage_error(str(e)) from e
+    keys_of(options)
+    entry = None if run_name is None else current(Store(store), run_name)
     if options.follow and entry is None:
         raise usage_error(f"--follow needs a name such as champion; {run_name or 'no name'} has no entry in {store}")
     record, place = _policy(store, run_name, node)
@@ -130,16 +120,19 @@ def export(
     folder = artifact.local()
     if to is not None:
         target = Path(to)
-        # One with half a copy is this command's own, which was killed.
-        if target.exists() and any(target.iterdir()) and not _half(target, artifact).exists():
-            raise usage_error(f"{to} exists and is not empty")
         Store(store).ensure_whole(artifact)
-        _copy(folder, target, _half(target, artifact))
-        folder = target
-        note(
-            Store(store), "export", run=record["name"], outcome=f"copied to {target.resolve()}", digest=artifact.digest
-        )
-    out.print(str(folder), soft_wrap=True)
+        try:
+            # Only an empty folder can be removed; the copy takes its place when it is whole.
+            if target.exists():
+                target.rmdir()
+        except OSError as e:
+            raise usage_error(f"{to} exists and is not empty, or is no folder of its own: {e}") from e
+        with whole_folder(target) as partial:
+            # Manifest and logs belong to the store, not to the model.
+            shutil.copytree(folder, partial, dirs_exist_ok=True, ignore=shutil.ignore_patterns("manifest.json", "logs"))
+        folder, outcome = target, f"copied to {target.resolve()}"
+        note(Store(store), "export", run=record["name"], outcome=outcome, digest=artifact.digest)
+    out.print(str(folder))
     if verify:
         # Checksums first: a damaged file would show as different logits.
         fault = Store(store).verify(artifact)
@@ -149,30 +142,6 @@ def export(
         raise typer.Exit(subprocess.call(interpreter.command("stages.tools.verify_export", str(folder))))
 
 
-def _half(target: Path, artifact: Artifact) -> Path:
-    """Where a copy into a folder that was there lies until it is whole; each policy has its own."""
-    return target / HALF.format(artifact.digest[:12])
-
-
-def _copy(folder: Path, target: Path, half: Path) -> None:
-    """Copies an exported folder, whole or not at all: a kill leaves nothing that the same command stumbles over."""
-    # Manifest and logs belong to the store, not to the model.
-    ignore = shutil.ignore_patterns("manifest.json", "logs")
-    if not target.exists():
-        with whole_folder(target) as partial:
-            shutil.copytree(folder, partial, dirs_exist_ok=True, ignore=ignore)
-        return
-    # An empty folder that is there may be one that no rename replaces, such as a mount.
-    shutil.rmtree(half, ignore_errors=True)
-    shutil.copytree(folder, half, ignore=ignore)
-    for path in list(half.iterdir()):
-        # A try that was killed between two of these has left some.
-        place = target / path.name
-        shutil.rmtree(place) if place.is_dir() else place.unlink(missing_ok=True)
-        path.rename(place)
-    half.rmdir()
-
-
 def _past_the_gate(store: str, record: dict[str, Any]) -> dict[str, Any]:
     """The record of a run that exports what the gate of this one has refused."""
     from flows.cli.launch import launch
@@ -180,10 +149,7 @@ def _past_the_gate(store: str, record: dict[str, Any]) -> dict[str, Any]:
     from flows.graph.standing import recorded
     from flows.running.naming import free_name
 
-    try:
-        recipe = checked(record["recipe"] | {"store": store, "gate": None}, Path(record["name"]), None, set())
-    except RecipeError as e:
-        raise usage_error(str(e)) from e
+    recipe = checked(record["recipe"] | {"store": store, "gate": None}, Path(record["name"]), None, set())
     standing = dataclasses.replace(recorded(record), champion=None)
     nodes = {n.name: n for n in build(recipe, standing)}
     name = free_name(Store(store), recipe.name)

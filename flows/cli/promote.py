@@ -25,7 +25,7 @@ from flows.records import REFUSED
 from flows.report.formats import when
 from stages.store import registry
 from stages.store.artifacts import Store
-from stages.store.registry import CHAMPION, Entry, Policy, RegistryError
+from stages.store.registry import CHAMPION, Entry, Policy
 
 commands = group()
 
@@ -50,13 +50,10 @@ def promote(
         # No export was made of it: the name stands for the policy itself, as in a run without one.
         node = _behind_the_gate(record)
     policy = _policy(Store(store), record, node)
-    try:
-        refused = registry.refusal_of(Store(store), alias, policy.trained)
-        if refused is not None and not force:
-            raise usage_error(f"{refused}; `--force` makes it {alias} all the same, and the history says so")
-        entry = registry.promote(Store(store), alias, policy, reason, forced=refused is not None)
-    except RegistryError as e:
-        raise usage_error(str(e)) from e
+    refused = registry.refusal_of(Store(store), alias, policy.trained)
+    if refused is not None and not force:
+        raise usage_error(f"{refused}; `--force` makes it {alias} all the same, and the history says so")
+    entry = registry.promote(Store(store), alias, policy, reason, forced=refused is not None)
     _changed(Store(store), "promote", alias, entry)
 
 
@@ -68,10 +65,7 @@ def rollback(
     reason: Reason = "",
 ) -> None:
     """Let a name stand again for the policy that it stood for before; the history keeps both."""
-    try:
-        entry = registry.rollback(Store(store), alias, to, reason)
-    except RegistryError as e:
-        raise usage_error(str(e)) from e
+    entry = registry.rollback(Store(store), alias, to, reason)
     _changed(Store(store), "rollback", alias, entry)
 
 
@@ -79,18 +73,15 @@ def rollback(
 def champions(store: StoreUrl, as_json: AsJson = False) -> None:
     """List the names of policies with their history, the newest entry first: it is what the name stands for."""
     place = Store(store)
-    try:
-        found = {name: registry.history(place, name) for name in registry.names(place)}
-    except RegistryError as e:
-        raise usage_error(str(e)) from e
+    found = {name: registry.history(place, name) for name in registry.names(place)}
     if as_json:
         print_json({name: [dataclasses.asdict(e) for e in reversed(entries)] for name, entries in found.items()})
         return
     if not found:
-        out.print(f"no names in {place.shown}; `rlhf promote RUN` makes the first", soft_wrap=True)
+        out.print(f"no names in {place.shown}; `rlhf promote RUN` makes the first")
     for name, entries in found.items():
         for entry in reversed(entries):
-            out.print(_line(name, entry), soft_wrap=True)
+            out.print(_line(name, entry))
 
 
 def _policy(store: Store, record: dict[str, Any], node: str) -> Policy:
@@ -120,11 +111,11 @@ def _changed(store: Store, what: str, name: str, entry: Entry) -> None:
     outcome = f"{name} is entry {entry.number}"
     more = {"digest": entry.policy.digest, "reason": entry.reason, "forced": entry.forced}
     note(store, what, run=entry.policy.run, outcome=outcome, **more)
-    out.print(_line(name, entry), soft_wrap=True)
+    out.print(_line(name, entry))
     served = f"`rlhf serve {name} --follow` takes it within half a minute; without --follow restart the server"
     if len({e.policy.base for e in registry.history(store, name)[-2:]}) > 1:
         served = f"its base model is not that of the entry before: restart the servers of {name}, also with --follow"
-    err.print(served, soft_wrap=True)
+    err.print(served)
 
 
 def _line(name: str, entry: Entry) -> str:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 from pathlib import Path
 from statistics import fmean
 from typing import TYPE_CHECKING, Annotated, Any
@@ -25,11 +24,10 @@ from flows.cli.shared import (
 )
 from flows.recipe.model import Recipe, RecipeError
 from flows.recipe.reading import checked
-from flows.records import UnknownRun, candidates, find_run, finished_nodes
-from stages.store.artifacts import ArtifactError, Store
+from flows.records import candidates, find_run, finished_nodes
+from stages.store.artifacts import Store
 
 if TYPE_CHECKING:
-    from flows.graph.build import Node
     from flows.graph.plan import Planned
 
 commands = group()
@@ -126,10 +124,7 @@ def plan(
         values = resolved.model_dump(mode="json")
         typer.echo(yaml.safe_dump(values, sort_keys=False, allow_unicode=True, width=120), nl=False)
         return
-    try:
-        planned = make_plan(resolved)
-    except ArtifactError as e:
-        raise usage_error(str(e)) from e
+    planned = make_plan(resolved)
     data = [p.metrics for p in planned if p.node.stage == "prepare"]
     sources = [source for metrics in data for source in metrics.get("sources", ())]
     remarks = [line for metrics in data for line in of_data(resolved, metrics)]
@@ -146,22 +141,19 @@ def plan(
         count = f" ({len(nodes)} nodes)" if len(nodes) > 1 else ""
         nearest = next((p.nearest for p in nodes if p.nearest), "")
         against = f"  (nearest: run {nearest})" if nearest else ""
-        out.print(f"{first.state:<6} {label}{count}{against}", soft_wrap=True)
+        out.print(f"{first.state:<6} {label}{count}{against}")
         for reason in _reasons(nodes):
-            out.print(f"         {reason}", soft_wrap=True)
+            out.print(f"         {reason}")
     for line in rows_by_source(sources) if sources else ():
-        out.print(f"  {line}", soft_wrap=True)
+        out.print(f"  {line}")
     for line in remarks:
-        out.print(f"! {line}", soft_wrap=True)
+        out.print(f"! {line}")
     more = f" and {untimed} stages of kinds that were never made" if untimed else ""
     guess = f"; {sum(known):.0f} s by the times of such stages, without starts{more}" if known else ""
     total = f"{counts['hit']} hit, {counts['miss']} miss, {counts['waits']} wait for a miss before them{guess}"
-    out.print(total, soft_wrap=True)
+    out.print(total)
     if counts["waits"]:
-        out.print(
-            "A waiting stage runs again only if its input changes or something listed under it does.",
-            soft_wrap=True,
-        )
+        out.print("A waiting stage runs again only if its input changes or something listed under it does.")
 
 
 def _expected(planned: list[Planned]) -> tuple[list[float], int]:
@@ -204,23 +196,20 @@ def rerun(
 ) -> None:
     """Recompute stages of a run, with what they need and the store lacks; nothing that follows them."""
     from flows.cli.launch import launch
-    from flows.graph.build import build, with_inputs
+    from flows.graph.build import build, select, with_inputs
     from flows.graph.standing import recorded
     from flows.running.naming import free_name
 
     record = record_of(store, run_name)
     # The record has the address that the store had when the run was made; it may have moved since.
-    try:
-        found = checked(record["recipe"], Path(f"run {record['name']}"), None, set())
-        recipe = found.model_copy(update={"store": store})
-    except RecipeError as e:
-        raise usage_error(str(e)) from e
+    found = checked(record["recipe"], Path(f"run {record['name']}"), None, set())
+    recipe = found.model_copy(update={"store": store})
     standing = recorded(record)
     nodes = {n.name: n for n in build(recipe, standing)}
     if not stage:
         stages = dict.fromkeys(n.stage for n in nodes.values())
         raise usage_error(f"--stage is missing; stages are {', '.join(stages)}")
-    chosen = _selected(nodes, stage)
+    chosen = select(nodes, stage)
     before = {n: e.get("digest") for n, e in record["nodes"].items()}
     # Inputs come from the store; only the chosen nodes are made again.
     name = free_name(Store(store), recipe.name)
@@ -265,7 +254,7 @@ def rescore(
     except RecipeError as e:
         raise usage_error(blamed_on_options(str(e), reward or [], sets or [])) from e
     for line in [*not_kept(record, recipe, reward or []), *loosened(record, recipe, sets or [])]:
-        out.print(line, soft_wrap=True)
+        out.print(line)
     launch(recipe, no_prefect, name=name)
 
 
@@ -274,10 +263,7 @@ def _sampled(store: str, run_name: str | None) -> dict[str, Any]:
 
     Raises RecipeError where none has.
     """
-    try:
-        found = candidates(Store(store), run_name)
-    except UnknownRun as e:
-        raise usage_error(str(e)) from e
+    found = candidates(Store(store), run_name)
     if len(found) == 1 and run_name is not None:
         return found[0]
     for record in found:
@@ -289,19 +275,10 @@ def _sampled(store: str, run_name: str | None) -> dict[str, Any]:
 
 
 def _nodes(recipe: Recipe, names: list[str]) -> set[str]:
-    """Names of nodes, from names of nodes or stages; a usage error for an unknown one."""
-    from flows.graph.build import nodes_of
+    """Names of nodes, from names of nodes or stages. Raises RecipeError for an unknown one."""
+    from flows.graph.build import nodes_of, select
 
-    return _selected({n.name: n for n in nodes_of(recipe)}, names)
-
-
-def _selected(nodes: dict[str, Node], names: list[str]) -> set[str]:
-    from flows.graph.build import select
-
-    try:
-        return select(nodes, names)
-    except ValueError as e:
-        raise usage_error(str(e)) from e
+    return select({n.name: n for n in nodes_of(recipe)}, names)
 
 
 def _folded(planned: list[Planned]) -> list[tuple[str, list[Planned]]]:
@@ -321,13 +298,7 @@ def _folded(planned: list[Planned]) -> list[tuple[str, list[Planned]]]:
 
 
 def _rounds(nodes: list[Planned]) -> str:
-    """The rounds and stages of a folded line, such as `rounds 1 to 7: rollout, score, update; round 8: rollout`."""
-    stages: dict[int, list[str]] = {}
-    for p in nodes:
-        stages.setdefault(int(p.node.name.removeprefix("round-").split(".")[0]), []).append(p.node.stage)
-    parts = []
-    for _, alike in itertools.groupby(sorted(stages), lambda number: sorted(stages[number])):
-        first, *more = alike
-        rounds = f"rounds {first} to {more[-1]}" if more else f"round {first}"
-        parts.append(f"{rounds}: {', '.join(dict.fromkeys(stages[first]))}")
-    return "; ".join(parts)
+    """The rounds and stages of a folded line, such as `rounds 1 to 7: rollout, score, update`."""
+    numbers = [int(p.node.name.removeprefix("round-").split(".")[0]) for p in nodes]
+    rounds = f"round {numbers[0]}" if numbers[0] == numbers[-1] else f"rounds {numbers[0]} to {numbers[-1]}"
+    return f"{rounds}: {', '.join(dict.fromkeys(p.node.stage for p in nodes))}"

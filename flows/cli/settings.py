@@ -13,12 +13,11 @@ from typing import Annotated, Any, Literal, NamedTuple
 import typer
 from pydantic import BaseModel
 from pydantic.fields import FieldInfo
-from rich.padding import Padding
+from rich.text import Text
 
-from flows.cli.shared import group, usage_error
+from flows.cli.shared import group, out, usage_error
 from flows.recipe.model import Recipe
 from flows.recipe.places import is_managed, models_in
-from flows.report.terminal import PlainConsole
 from stages.contract.described import field_docs
 from tuning.names import nearest
 
@@ -45,16 +44,9 @@ def settings(
     if not found:
         places = {s.place for s in every_setting()} | {s.place.rpartition(".")[0] for s in every_setting()}
         raise usage_error(f"no setting {section!r}; {nearest(section or '', sorted(places - {''}))}")
-    # As wide as a terminal, and whole lines elsewhere: each setting can then be found by grep.
-    console = PlainConsole(highlight=False, markup=False)
-    wide = PlainConsole(highlight=False, markup=False, width=1000)
+    # A line each: a setting can then be found by grep.
     for s in found:
-        head = f"{s.place}: {s.kind} = {s.default}"
-        if console.is_terminal:
-            console.print(head, style="bold")
-            console.print(Padding(s.text, (0, 0, 0, 4)))
-        else:
-            wide.print(f"{head}  {s.text}", soft_wrap=True)
+        out.print(Text.assemble((f"{s.place}: {s.kind} = {s.default}", "bold"), f"  {s.text}"))
 
 
 USUAL = (

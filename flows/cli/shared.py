@@ -3,29 +3,31 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import math
 import os
 import signal
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Collection, Iterable, Sequence
 from types import FrameType
 from typing import Annotated, Any
 
 import typer
+from pydantic_core import to_json
+from rich.table import Table
 
 from flows.recipe.model import Recipe
-from flows.records import REFUSED, UnknownRun, candidates, finished_nodes, refusal_of, whole_first
+from flows.records import REFUSED, candidates, finished_nodes, refusal_of, whole_first
 from flows.report.terminal import LastingConsole, PlainConsole
 from stages.store.artifacts import IT_STAYS, Artifact, Store
-from stages.store.registry import RegistryError, current
+from stages.store.registry import current
 from stages.store.trail import append
 from stages.worker import interpreter
 from stages.worker.client import worker_environment
 
-out = PlainConsole(highlight=False, markup=False)
-err = LastingConsole(stderr=True, highlight=False, markup=False)
+# Lines are not cut where no terminal shows them: scripts read them.
+out = PlainConsole(highlight=False, markup=False, soft_wrap=True)
+err = LastingConsole(stderr=True, highlight=False, markup=False, soft_wrap=True)
 
 ONCE_SECONDS = 5.0
 """In which several signals are one interruption."""
@@ -74,15 +76,18 @@ AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON document, w
 
 def print_json(value: Any) -> None:
     """Prints a JSON document, the only thing on standard output; numbers that JSON has not are null."""
-    typer.echo(json.dumps(_plain(value), indent=1, ensure_ascii=False))
+    typer.echo(to_json(value, indent=1, inf_nan_mode="null"))
 
 
-def _plain(value: Any) -> Any:
-    if isinstance(value, Mapping):
-        return {str(k): _plain(v) for k, v in value.items()}
-    if isinstance(value, list | tuple):
-        return [_plain(v) for v in value]
-    return None if isinstance(value, float) and not math.isfinite(value) else value
+def print_table(columns: Sequence[str], rows: Iterable[Sequence[str]], right: Collection[str] = ()) -> None:
+    """Prints a table, outside of a terminal not cut to the width of one: scripts read it. right: columns of numbers."""
+    table = Table(box=None)
+    for column in columns:
+        table.add_column(column, justify="right" if column in right else "left", overflow="fold")
+    for row in rows:
+        table.add_row(*row)
+    console = out if out.is_terminal else PlainConsole(highlight=False, markup=False, width=1000)
+    console.print(table, soft_wrap=False)
 
 
 def note(store: Store, what: str, **fields: Any) -> None:
@@ -90,7 +95,7 @@ def note(store: Store, what: str, **fields: Any) -> None:
     if store.read_only:
         return
     if failed := append(store, what, **fields):
-        err.print(f"! not in the trail: {failed}", soft_wrap=True)
+        err.print(f"! not in the trail: {failed}")
 
 
 def interrupt_at_sigterm() -> None:
@@ -127,7 +132,7 @@ def group() -> typer.Typer:
 
 def usage_error(message: str) -> typer.Exit:
     """Prints one clear error; exit code 2."""
-    err.print(f"error: {message}", soft_wrap=True)
+    err.print(f"error: {message}")
     return typer.Exit(2)
 
 
@@ -137,15 +142,12 @@ def record_of(store: str, name: str | None, node: str | None = None, partial: bo
     node: of several runs, those in which that node is finished go first. partial: whether a run of a part of its recipe
     counts like any other; else whole ones go first.
     """
-    try:
-        found = candidates(Store(store), name)
-    except UnknownRun as e:
-        raise usage_error(str(e)) from e
+    found = candidates(Store(store), name)
     found = found if partial else whole_first(found)
     # The newest run may be unfinished, or one whose recipe lacks that node.
     chosen = next((r for r in found if node is None or node in finished_nodes(r)), found[0])
     if chosen["name"] != name:
-        err.print(f"run {chosen['name']}", soft_wrap=True)
+        err.print(f"run {chosen['name']}")
     return chosen
 
 
@@ -154,10 +156,7 @@ def named(store: str, name: str | None, node: str) -> tuple[dict[str, Any], str]
 
     The record has the artifact that was promoted: its entry's key and digest take the place of the node's.
     """
-    try:
-        entry = current(Store(store), name) if name is not None else None
-    except RegistryError as e:
-        raise usage_error(str(e)) from e
+    entry = current(Store(store), name) if name is not None else None
     if entry is None:
         return record_of(store, name, node), node
     policy, record = entry.policy, record_of(store, entry.policy.run)

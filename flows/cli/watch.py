@@ -1,4 +1,4 @@
-"""Commands that watch a store over many runs: its trail, trends and metrics."""
+"""Commands that watch a store over many runs: its trail and metrics."""
 
 from __future__ import annotations
 
@@ -11,7 +11,6 @@ import typer
 from flows.cli.shared import AsJson, StoreUrl, err, group, out, print_json, usage_error
 from flows.report.formats import when
 from stages.store.artifacts import Store
-from tuning.atomic import whole_file
 
 commands = group()
 
@@ -32,28 +31,9 @@ def history(
         print_json({"store": place.shown, "events": found[-most:]})
         return
     for event in found[-most:]:
-        out.print(_line(event), soft_wrap=True)
+        out.print(_line(event))
     if len(found) > most:
         out.print(f"the newest {most}; --most shows more")
-
-
-@commands.command()
-def trends(
-    recipe: Annotated[str, typer.Argument(metavar="RECIPE", help="The name of a recipe.")],
-    store: StoreUrl,
-    to: Annotated[Path | None, typer.Option("--to", help="Write this file, and nothing to the store.")] = None,
-) -> None:
-    """Write one HTML page over all runs of a recipe: scores, KL, length, seconds, bytes. Prints where it is."""
-    from flows.report.trends import render, write_trends
-
-    try:
-        if to is None:
-            out.print(write_trends(Store(store), recipe), soft_wrap=True)
-        else:
-            to.write_text(render(Store(store), recipe), encoding="utf-8", errors="replace")
-            out.print(str(to), soft_wrap=True)
-    except ValueError as e:
-        raise usage_error(str(e)) from e
 
 
 @commands.command()
@@ -68,29 +48,30 @@ def metrics(
     ] = None,
 ) -> None:
     """Print the state of a store as Prometheus metrics: runs, seconds, hits, speed, bytes, waits, age."""
-    from flows.report.prometheus import serve_metrics, text_of
+    from prometheus_client import generate_latest, start_http_server, write_to_textfile
+
+    from flows.report.prometheus import registry_of
 
     place = Store(store)
-    if serve is not None:
-        host, _, port = serve.rpartition(":")
-        if not port.isdecimal() or not 0 <= int(port) < 2**16:
-            raise usage_error(f"--serve {serve}: expected PORT or HOST:PORT, such as 127.0.0.1:9109")
-        try:
-            server = serve_metrics(place, host or "127.0.0.1", int(port))
-        except OSError as e:
-            raise usage_error(f"--serve {serve}: {e}") from e
-        err.print(f"metrics of {place.shown} on http://{server.host}:{server.port}/metrics", soft_wrap=True)
-        with contextlib.suppress(KeyboardInterrupt):
-            server.wait()
-        server.stop()
+    found = registry_of(place)
+    if to is not None:
+        # A reader sees the old file or the new one.
+        write_to_textfile(str(to), found)
+    if serve is None:
+        if to is None:
+            typer.echo(generate_latest(found), nl=False)
         return
-    text = text_of(place)
-    if to is None:
-        typer.echo(text, nl=False)
-        return
-    # A reader sees the old file or the new one.
-    with whole_file(to) as partial:
-        partial.write_text(text, encoding="utf-8")
+    host, _, port = serve.rpartition(":")
+    if not port.isdecimal() or not 0 <= int(port) < 2**16:
+        raise usage_error(f"--serve {serve}: expected PORT or HOST:PORT, such as 127.0.0.1:9109")
+    try:
+        server, thread = start_http_server(int(port), host := host or "127.0.0.1", found)
+    except OSError as e:
+        raise usage_error(f"--serve {serve}: {e}") from e
+    err.print(f"metrics of {place.shown} on http://{host}:{server.server_port}/metrics")
+    with contextlib.suppress(KeyboardInterrupt):
+        thread.join()
+    server.shutdown()
 
 
 def _line(event: dict[str, Any]) -> str:

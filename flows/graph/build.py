@@ -356,13 +356,13 @@ _SPECIAL = {"distill": _distill, "rl": _rounds}
 
 
 def select(nodes: Mapping[str, Node], names: Iterable[str]) -> set[str]:
-    """Nodes by name, stage or round (`round-000`, all of its nodes). Raises ValueError naming what there is."""
+    """Nodes by name, stage or round (`round-000`, all of its nodes). Raises RecipeError naming what there is."""
     selected: set[str] = set()
     for name in names:
         matching = {n.name for n in nodes.values() if name in (n.name, n.stage, _round_of(n))}
         if not matching:
             known = dict.fromkeys(n.stage for n in nodes.values())
-            raise ValueError(
+            raise RecipeError(
                 f"no stage, round or node {name!r} in this recipe; stages are {', '.join(known)}; a round is "
                 "round-000, and its nodes are round-000.rollout and so on"
             )

@@ -65,32 +65,27 @@ def _code(first: RunView, second: RunView) -> list[dict[str, Any]]:
     """The modules that differ behind the artifacts of both, whatever came out, with the lines as far as the store has
     kept their text."""
     found: dict[str, dict[str, Any]] = {}
-    for name in first.nodes.keys() & second.nodes.keys():
+    for name in sorted(first.nodes.keys() & second.nodes.keys()):
         pair = [a for view in (first, second) if (a := view.artifact(name)) is not None]
-        if len(pair) == 2 and pair[0].key != pair[1].key:
-            _add_modules(found, name, pair[0], pair[1])
-    return [found[module] | {"nodes": sorted(found[module]["nodes"])} for module in sorted(found)]
+        if len(pair) < 2 or pair[0].key == pair[1].key:
+            continue
+        hashes = [modules_of(artifact.manifest["key_parts"]) for artifact in pair]
+        # A module that was moved or renamed has one content under two names.
+        both = set(hashes[0].values()) & set(hashes[1].values())
+        for module in hashes[0].keys() | hashes[1].keys():
+            contents = {h[module] for h in hashes if module in h}
+            if contents <= both:
+                continue
+            if module not in found:
+                fate = "changed" if all(module in h for h in hashes) else "new" if module in hashes[1] else "gone"
+                found[module] = {"module": module, "fate": fate, "lines": _lines(module, pair), "nodes": []}
+            found[module]["nodes"].append(name)
+    return [found[module] for module in sorted(found)]
 
 
-def _add_modules(found: dict[str, dict[str, Any]], node: str, old: Artifact, new: Artifact) -> None:
-    """Adds the modules that differ between the artifacts of a node."""
-    parts = [artifact.manifest["key_parts"] for artifact in (old, new)]
-    hashes = [modules_of(p) for p in parts]
-    # A module that was moved or renamed has one content under two names.
-    both = set(hashes[0].values()) & set(hashes[1].values())
-    changed = {m for m in hashes[0].keys() | hashes[1].keys() if hashes[0].get(m) != hashes[1].get(m)}
-    changed = {m for m in changed if not {h[m] for h in hashes if m in h} <= both}
-    texts: list[dict[str, dict[str, str]]] | None = None
-    for module in changed:
-        if module not in found:
-            texts = texts or [kept(a.store, p) for a, p in zip((old, new), parts, strict=True)]
-            fate = "changed" if all(module in h for h in hashes) else "new" if module in hashes[1] else "gone"
-            found[module] = {"module": module, "fate": fate, "lines": _lines(module, texts), "nodes": []}
-        found[module]["nodes"].append(node)
-
-
-def _lines(module: str, texts: list[dict[str, dict[str, str]]]) -> list[str]:
-    pair = [text[module] for text in texts if module in text]
+def _lines(module: str, artifacts: list[Artifact]) -> list[str]:
+    texts = [kept(artifact.store, artifact.manifest["key_parts"]).get(module) for artifact in artifacts]
+    pair = [text for text in texts if text is not None]
     if len(pair) < 2:
         return []
     return [line.strip() for line in lines_between(pair[0]["text"], pair[1]["text"], Path(pair[1]["file"]).name)]
@@ -111,16 +106,10 @@ def _nodes(first: RunView, second: RunView) -> dict[str, list[str]]:
 def _metrics(first: RunView, second: RunView) -> dict[str, dict[str, list[float | None]]]:
     """Numbers of the nodes that both have and that differ, by node and metric: [first, second]."""
     found: dict[str, dict[str, list[float | None]]] = {}
-    for name, entry in first.nodes.items():
-        other = second.nodes.get(name)
-        metrics = [e.get("metrics") or {} for e in (entry, other) if e is not None]
-        if len(metrics) < 2:
-            continue
-        pairs = {m: [number(values.get(m)) for values in metrics] for m in metrics[0].keys() & metrics[1].keys()}
-        changed = {
-            metric: pair for metric, pair in sorted(pairs.items()) if pair[0] != pair[1] and not SPEED.search(metric)
-        }
-        if changed:
+    for name in (name for name in first.nodes if name in second.nodes):
+        old, new = (view.nodes[name].get("metrics") or {} for view in (first, second))
+        pairs = {m: [number(old[m]), number(new[m])] for m in sorted(old.keys() & new.keys()) if not SPEED.search(m)}
+        if changed := {metric: pair for metric, pair in pairs.items() if pair[0] != pair[1]}:
             found[name] = changed
     return found
 

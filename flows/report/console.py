@@ -84,10 +84,10 @@ class ConsoleReporter:
     def line(self, text: str) -> None:
         self._print(f"  {text}", "dim")
 
-    def _print(self, text: str, style: str = "") -> None:
+    def _print(self, text: str | Text, style: str = "") -> None:
         """Prints a text as it is: a completion or a path may have what Rich takes for its own tags."""
         # Not cut into lines where no terminal shows it: scripts read them.
-        self.console.print(Text(text, style), soft_wrap=True)
+        self.console.print(text if isinstance(text, Text) else Text(text, style), soft_wrap=True)
 
     def stage_ended(self, node: Node, state: str, manifest: dict[str, Any], seconds: float) -> None:
         with self._lock:
@@ -98,7 +98,7 @@ class ConsoleReporter:
             figures = _figures(find_stage(node.stage), state, manifest)
             # Also what a run has finished that was killed.
             maker = f"  of {run}" if state == "hit" and (run := manifest.get("run")) else ""
-            self.console.print(_line(node.name, state == "hit", seconds, figures + maker), soft_wrap=True)
+            self._print(_line(node.name, state == "hit", seconds, figures + maker))
 
     def _left(self, name: str) -> None:
         """Takes away the bar of a stage that is not at work any more, and the last one's place."""
@@ -118,7 +118,7 @@ class ConsoleReporter:
                 self._left(name)
             for line in self._rounds.values():
                 for text in line.nodes:
-                    self.console.print(text, soft_wrap=True)
+                    self._print(text)
                 line.nodes.clear()
 
     def _round(self, node: Node, state: str, manifest: dict[str, Any], seconds: float) -> None:
@@ -128,7 +128,7 @@ class ConsoleReporter:
         if part == "evaluate":
             # Of the policy that the round has made: behind the round's line.
             judged = _line(node.name, state == "hit", seconds, stage.figures(manifest["metrics"]))
-            self.console.print(judged, soft_wrap=True)
+            self._print(judged)
             return
         line = self._rounds.setdefault(name, _Round())
         line.nodes.append(_line(node.name, state == "hit", seconds, _figures(stage, state, manifest)))
@@ -141,7 +141,7 @@ class ConsoleReporter:
         self._nodes[node.name] = manifest
         if stage.makes == "policy":
             figures = "  ".join(f for f in line.figures if f)
-            self.console.print(_line(name, line.cached, line.seconds, figures), soft_wrap=True)
+            self._print(_line(name, line.cached, line.seconds, figures))
             line.nodes.clear()
             self._warn(name, manifest["config"])
 

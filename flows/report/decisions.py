@@ -32,10 +32,8 @@ def decision_rows(record: Mapping[str, Any]) -> list[dict[str, Any]]:
     return [
         {
             "check": check["name"],
-            "figure": check["figure"],
-            "bound": check["bound"],
+            **{key: check[key] for key in ("figure", "bound", "said")},
             "holds": WORDS[check["holds"]],
-            "said": check["said"],
         }
         for check in checks
     ]

@@ -12,7 +12,6 @@ import math
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from flows.report.measures import PHASES
 from flows.report.run_view import RunView
 from flows.report.tokens import Piece, Pieces, pieces_of
 
@@ -106,9 +105,8 @@ def episodes(run: RunView, rounds: Sequence[int], labels: Sequence[str]) -> Epis
     Raises ArtifactError where tables are not in the store.
     """
     pieces = pieces_of(run)
-    complete = [n for n in rounds if all(f"round-{n:03d}.{phase}" in run.nodes for phase in PHASES[:2])]
     groups, count = [], 0
-    for number in dict.fromkeys([*complete[:1], *complete[-1:]]):
+    for number in run.first_and_last(rounds):
         if _has(run, f"round-{number:03d}.rollout"):
             group, of = _of_round(run, number, pieces)
             groups.append(group)
@@ -134,9 +132,19 @@ def _of_round(run: RunView, number: int, pieces: Pieces | None) -> tuple[Group, 
     """Examples of a round, and how many episodes it has."""
     name = f"round-{number:03d}"
     table = _by_name(run.rows(f"{name}.rollout", "trajectories/", EPISODE_COLUMNS))
-    totals = {n: row["total"] for n, row in _by_name(_scores(run, name)).items()}
-    fates = _by_name(_fates(run, name))
-    chosen = examples({n: totals.get(n, row["reward"]) for n, row in table.items()}, _failed(table))
+    totals = {
+        n: row["total"]
+        for n, row in _by_name(run.rows(f"{name}.score", "scores/", ("place", "sample", "total"))).items()
+    }
+    # The update may be under way, or gone from the store.
+    update = run.artifact(f"{name}.update")
+    columns = ("place", "sample", "fate", "advantage")
+    done = update is not None and update.has("fates/")
+    fates = _by_name(run.rows(f"{name}.update", "fates/", columns) if done else [])
+    chosen = examples(
+        {n: totals.get(n, row["reward"]) for n, row in table.items()},
+        [n for n, row in table.items() if row["reason"] is not None],
+    )
     found = _turns(run, f"{name}.rollout", chosen)
     scale = max((abs(row["advantage"]) for row in fates.values() if row["advantage"] is not None), default=0.0)
     shown = []
@@ -151,18 +159,6 @@ def _of_round(run: RunView, number: int, pieces: Pieces | None) -> tuple[Group, 
     return Group(f"Round {number}", f"of {len(table)} episodes, by their totals", shown), len(table)
 
 
-def _scores(run: RunView, name: str) -> list[dict[str, Any]]:
-    return run.rows(f"{name}.score", "scores/", ("place", "sample", "total"))
-
-
-def _fates(run: RunView, name: str) -> list[dict[str, Any]]:
-    """What the update did; nothing where it has not ended or is not in the store."""
-    update = run.artifact(f"{name}.update")
-    if update is None or not update.has("fates/"):
-        return []
-    return run.rows(f"{name}.update", "fates/", ("place", "sample", "fate", "advantage"))
-
-
 def examples(rewards: Mapping[Name, float | None], failed: Sequence[Name]) -> dict[str, Name]:
     """Episodes by what they are examples of: the best, the median and the worst of those with a reward, one failed."""
     known = {name: reward for name, reward in rewards.items() if reward is not None}
@@ -175,14 +171,10 @@ def examples(rewards: Mapping[Name, float | None], failed: Sequence[Name]) -> di
     return found
 
 
-def _failed(table: Mapping[Name, Row]) -> list[Name]:
-    return [name for name, row in table.items() if row["reason"] is not None]
-
-
 def _side_by_side(run: RunView, labels: Sequence[str], pieces: Pieces | None) -> tuple[list[Group], int]:
     """The same tasks under the first and the last policy."""
     tables = {label: _by_name(run.rows(f"evaluate.{label}", "trajectories/", EPISODE_COLUMNS)) for label in labels}
-    scores = {label: _verdicts(run, label) for label in labels}
+    scores = {label: run.verdicts(label) for label in labels}
     chosen = side_by_side(scores[labels[0]], scores[labels[-1]])
     turns = {label: _turns(run, f"evaluate.{label}", chosen) for label in labels}
 
@@ -197,15 +189,6 @@ def _side_by_side(run: RunView, labels: Sequence[str], pieces: Pieces | None) ->
         note = f"sample {name[1]} of the task, seed {row['seed']}" + (f": {why}" if len(labels) > 1 else "")
         groups.append(Group(f"Held-out task {row['prompt_id']}", note, [shown(label, name) for label in labels]))
     return groups, sum(map(len, tables.values()))
-
-
-def _verdicts(run: RunView, label: str) -> dict[Name, float | None]:
-    """What the judge that decides gives each episode; None where it does not apply, 0 where it failed."""
-    name = f"evaluate.{label}"
-    decides = run.stored(name).manifest["config"]["judge"]
-    rows = run.rows(name, "verdicts/", ("place", "sample", "judge", "score", "failure"))
-    mine = {n: row for n, row in _by_name(row for row in rows if row["judge"] == decides).items()}
-    return {n: 0.0 if row["failure"] is not None else row["score"] for n, row in mine.items()}
 
 
 def side_by_side(before: Mapping[Name, float | None], after: Mapping[Name, float | None]) -> dict[str, Name]:
@@ -228,17 +211,11 @@ def _by_name(rows: Iterable[Row]) -> dict[Name, Row]:
 
 def _turns(run: RunView, node: str, chosen: Mapping[str, Name]) -> dict[Name, list[dict[str, Any]]]:
     """The turns of the chosen episodes: no others are read, since token ids are most of a table."""
-    import pyarrow.parquet as pq
-
     names = set(chosen.values())
-    places = {place for place, _ in names}
     found: dict[Name, list[dict[str, Any]]] = {}
-    if not places:
-        return found
-    for path in sorted(run.stored(node).local("turns/").glob("*.parquet")):
-        for row in pq.read_table(path, filters=[("place", "in", places)]).to_pylist():
-            if (row["place"], row["sample"]) in names:
-                found.setdefault((row["place"], row["sample"]), []).append(row)
+    for row in run.rows(node, "turns/", None, {place for place, _ in names}):
+        if (row["place"], row["sample"]) in names:
+            found.setdefault((row["place"], row["sample"]), []).append(row)
     return found
 
 

@@ -7,25 +7,23 @@ has a report.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from flows.records import find_run
+from flows.records import WHOLE, find_run, readable_runs, summary_of
 from flows.report.advice import run_warnings
-from flows.report.charts import round_charts, stage_graph
+from flows.report.charts import Chart, round_charts, step_charts
 from flows.report.decisions import decision_rows, outcome
 from flows.report.episodes import episodes
 from flows.report.formats import LABELS, duration, show, visible, when
 from flows.report.levels import guess, levels_of, verdict
-from flows.report.measures import Series, round_series
+from flows.report.measures import Series, number, round_series
 from flows.report.run_view import RunView, section
 from flows.report.samples import round_samples, samples
 from stages.store.artifacts import Store
 from stages.store.keys import published
-
-if TYPE_CHECKING:
-    from jinja2 import Environment
 
 TRAINED = {"sft": "SFT", "distill": "Distillation", "preference": "Preference", "reward": "Reward model"}
 """Stages that train on examples, with their titles."""
@@ -44,17 +42,12 @@ def write_report(store: Store, run_name: str) -> str:
 
 def render(store: Store, record: Mapping[str, Any]) -> str:
     """The page as text."""
-    return environment().get_template("report.html.j2").render(view(store, record))
-
-
-def environment() -> Environment:
-    """The templates, with the filters that they use."""
     from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
     loader = FileSystemLoader(Path(__file__).parent / "templates")
     found = Environment(loader=loader, autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True)
     found.filters |= {"num": show, "duration": duration, "when": when, "visible": visible}
-    return found
+    return found.get_template("report.html.j2").render(view(store, record))
 
 
 def view(store: Store, record: Mapping[str, Any]) -> dict[str, Any]:
@@ -85,7 +78,9 @@ def view(store: Store, record: Mapping[str, Any]) -> dict[str, Any]:
         "rollouts": section(lambda: round_samples(run, rounds)),
         "episodes": section(lambda: episodes(run, rounds, list(evaluations))),
         "stages": stages,
-        "graph": stage_graph({row.name: row.sources for row in stages}),
+        # At least the last row's end: a run that was killed has no end of its own.
+        "total": max([run.took() or 0.0, *(row.end for row in stages)]) or 1.0,
+        "runs": section(lambda: _runs(store, record["recipe"]["name"])),
         "provenance": _provenance(run),
         "audit": run.store.read_json("runs", run.record["name"], "audit.json"),
     }
@@ -123,9 +118,8 @@ def _evaluation(run: RunView, evaluations: Mapping[str, dict[str, Any]]) -> dict
         "blind_at": None if blind is None else place(blind),
         "guess": guess(evaluations),
         "against_blind": [text for label, m in evaluations.items() if (text := verdict(label, m))][-1:],
-        "problems": first.get("problems"),
+        "first": first,
         "left_out": first.get("not_applicable") or 0,
-        "samples": first.get("samples"),
         "settings": run.record["recipe"].get("evaluate") or {},
         "range": (low, high),
     }
@@ -153,7 +147,35 @@ def _numbers(series: Series, most: int = 400) -> dict[str, Any]:
 def _training(run: RunView, name: str) -> dict[str, Any]:
     """Charts and closing numbers of a stage that trains on examples."""
     metrics = {k: v for k, v in run.nodes[name]["metrics"].items() if isinstance(v, int | float)}
-    return {"title": TRAINED[name], "metrics": metrics, "charts": section(lambda: run.charts(name))}
+
+    def charts() -> list[Chart]:
+        lines = run.stored(name).local("logs/metrics.jsonl").read_text(encoding="utf-8").splitlines()
+        return step_charts([json.loads(line) for line in lines if line.strip()])
+
+    return {"title": TRAINED[name], "metrics": metrics, "charts": section(charts)}
+
+
+def _runs(store: Store, recipe: str) -> dict[str, Any]:
+    """The runs of a recipe, oldest first, and the scores of those that came to their end, refused ones too."""
+    rows: list[dict[str, Any]] = []
+    for record in readable_runs(store):
+        if record["recipe"]["name"] == recipe:
+            run = RunView(store, record)
+            judged = run.evaluations()
+            more = {
+                "number": len(rows) + 1,
+                "seconds": run.took(),
+                "judged": judged,
+                "last": list(judged.values())[-1:],
+            }
+            rows.append(summary_of(record, store) | more)
+    done = [row for row in rows if row["status"] in WHOLE and row["judged"]]
+    charts = []
+    for label in dict.fromkeys(label for row in done for label in row["judged"]):
+        scores = [number(row["judged"].get(label, {}).get("score")) for row in done]
+        title, at = f"Score, {LABELS.get(label, label)}", [row["number"] for row in done]
+        charts.append(Chart(title, "score", "held-out problems", at, {label: scores}, "run", least=0.2))
+    return {"rows": rows, "charts": charts if len(done) > 1 else []}
 
 
 def _provenance(run: RunView) -> dict[str, Any]:

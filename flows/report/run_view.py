@@ -4,19 +4,16 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import functools
 import json
 from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Generic, NotRequired, TypedDict, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
-from flows.report.charts import Chart, step_charts
 from flows.report.formats import LABELS, seconds_at
 from stages.store.artifacts import Artifact, ArtifactError, Store
 from stages.store.keys import SHOWN
 
 if TYPE_CHECKING:
-    from flows.graph.build import Node
     from stages.common.verdicts import Difference
 
 STATES = {"hit": "cached", "made": "made", "failed": "failed", "running": "unfinished",
@@ -24,20 +21,6 @@ STATES = {"hit": "cached", "made": "made", "failed": "failed", "running": "unfin
 NOT_REACHED = "not reached"
 
 T = TypeVar("T")
-
-
-class NodeEntry(TypedDict):
-    """The entry of a node in a run's record."""
-
-    stage: str
-    key: str
-    state: str
-    started: str
-    seconds: NotRequired[float]
-    made_seconds: NotRequired[float]
-    digest: NotRequired[str]
-    metrics: NotRequired[dict[str, Any]]
-    error: NotRequired[str]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -73,9 +56,6 @@ class StageRow:
     """Rows that this one has inputs from."""
     rounds: list[StageRow] = dataclasses.field(default_factory=list)
     """The nodes folded into this row."""
-    left: float = 0.0
-    """Place and width of the bar in the timeline, in percent."""
-    width: float = 0.0
 
     @property
     def planned(self) -> int:
@@ -100,7 +80,7 @@ class RunView:
     def __init__(self, store: Store, record: Mapping[str, Any]):
         self.store = store
         self.record = record
-        self.nodes: dict[str, NodeEntry] = record.get("nodes", {})
+        self.nodes: dict[str, dict[str, Any]] = record.get("nodes", {})
         self._artifacts: dict[str, Artifact | None] = {}
 
     def artifact(self, name: str) -> Artifact | None:
@@ -126,11 +106,11 @@ class RunView:
         return artifact
 
     def rows(
-        self, name: str, part: str, columns: Sequence[str], places: Collection[int] | None = None
+        self, name: str, part: str, columns: Sequence[str] | None, places: Collection[int] | None = None
     ) -> list[dict[str, Any]]:
-        """Some columns of a table of a node's artifact. Token ids and logprobs would take most of the time.
+        """Some columns of a table of a node's artifact: token ids and logprobs take most of the time.
 
-        places: those whose rows are read; None: all.
+        columns, places: those that are read; None: all.
         """
         import pyarrow.parquet as pq
 
@@ -138,7 +118,7 @@ class RunView:
         if places is not None and not places:
             return []
         some = None if places is None else [("place", "in", set(places))]
-        tables = (pq.read_table(path, columns=list(columns), filters=some) for path in files)
+        tables = (pq.read_table(path, columns=columns and list(columns), filters=some) for path in files)
         return [row for table in tables for row in table.to_pylist()]
 
     def evaluations(self) -> dict[str, dict[str, Any]]:
@@ -150,16 +130,25 @@ class RunView:
         order = list(LABELS)
         return dict(sorted(metrics.items(), key=lambda item: order.index(item[0]) if item[0] in order else len(order)))
 
+    def verdicts(self, label: str) -> dict[tuple[int, int], float | None]:
+        """What the judge that decides gives each completion of an evaluation, by place and sample: None where it does
+        not apply, 0 where it failed, as in the evaluation. Raises ArtifactError where it is not in the store."""
+        name = f"evaluate.{label}"
+        decides = self.stored(name).manifest["config"]["judge"]
+        rows = self.rows(name, "verdicts/", ("place", "sample", "judge", "score", "failure"))
+        scores = [(row, 0.0 if row["failure"] is not None else row["score"]) for row in rows]
+        return {(row["place"], row["sample"]): score for row, score in scores if row["judge"] == decides}
+
+    def first_and_last(self, rounds: Sequence[int]) -> list[int]:
+        """The first and the last of these rounds that have scores: one may be under way."""
+        scored = [n for n in rounds if f"round-{n:03d}.score" in self.nodes]
+        return list(dict.fromkeys([*scored[:1], *scored[-1:]]))
+
     def differences(self, labels: Sequence[str]) -> dict[str, dict[str, Difference]]:
         """Paired differences of these policies. Raises ArtifactError where an evaluation is not in the store."""
         from stages.common.verdicts import differences
 
         return differences({label: self.stored(f"evaluate.{label}") for label in labels})
-
-    def charts(self, name: str) -> list[Chart]:
-        """Charts of a stage that trains on examples. Raises ArtifactError where its log is not in the store."""
-        lines = self.stored(name).local("logs/metrics.jsonl").read_text(encoding="utf-8").splitlines()
-        return step_charts([json.loads(line) for line in lines if line.strip()])
 
     def stages(self) -> list[StageRow]:
         """A row for each node of the run and of its recipe; the nodes of all rounds are one row."""
@@ -174,11 +163,7 @@ class RunView:
                 rows[name] = row
         if "rounds" in rows:
             _fold(rows["rounds"])
-        # At least the last row's end: a run that was killed has no end of its own.
-        total = max([self._ended() or 0.0, *(row.end for row in rows.values())], default=0.0) or 1.0
         for row in rows.values():
-            row.left = round(100 * row.start / total, 2)
-            row.width = round(100 * (row.end - row.start) / total, 2)
             # The rounds are one row: inputs from any of them are inputs from it, and inputs among them are inside.
             sources = {"rounds" if name.startswith("round-") else name for name in row.sources}
             row.sources = sorted(sources - {row.name})
@@ -194,28 +179,23 @@ class RunView:
         seconds, made_seconds = entry.get("seconds"), entry.get("made_seconds")
         return StageRow(name, state, seconds, made_seconds, entry["key"], entry.get("digest", ""), start, end)
 
-    def _ended(self) -> float | None:
+    def took(self) -> float | None:
         """Seconds from start to end of the run; None where it has not ended."""
         ended = self.record.get("ended")
         return seconds_at(ended) - seconds_at(self.record["started"]) if ended else None
 
-    @functools.cached_property
-    def planned(self) -> list[Node]:
-        """The nodes of the recipe; none where it is of another version."""
+    def _inputs(self) -> dict[str, list[str]]:
+        """Inputs of each node, from the recipe; none are known where the recipe is of another version."""
         from flows.graph.build import build
         from flows.graph.standing import recorded
         from flows.recipe.model import Recipe
 
         try:
             values = json.dumps(self.record["recipe"])
-            return build(Recipe.model_validate_json(values, context=SHOWN), recorded(self.record))
+            planned = build(Recipe.model_validate_json(values, context=SHOWN), recorded(self.record))
         except ValueError:
-            return []
-
-    def _inputs(self) -> dict[str, list[str]]:
-        """Inputs of each node, from the recipe; none are known where the recipe is of another version."""
-        found = {n.name: sorted({i.node for i in n.inputs.values()}) for n in self.planned}
-        return found or {name: [] for name in self.nodes}
+            return {name: [] for name in self.nodes}
+        return {n.name: sorted({i.node for i in n.inputs.values()}) for n in planned}
 
     def summary(self, stages: Sequence[StageRow]) -> dict[str, Any]:
         """Counts and seconds of the run as a whole."""
@@ -224,7 +204,7 @@ class RunView:
         # What the artifact took to make, less what it took to find.
         saved = [(entry.get("made_seconds") or 0.0) - (entry.get("seconds") or 0.0) for entry in hits]
         return {
-            "seconds": self._ended(),
+            "seconds": self.took(),
             "made": states["made"],
             "cached": states["hit"],
             "failed": states["failed"],

@@ -6,7 +6,6 @@ import dataclasses
 from collections.abc import Sequence
 from typing import Any
 
-from flows.report.measures import PHASES
 from flows.report.run_view import RunView
 
 SAMPLES = 12
@@ -42,15 +41,6 @@ class Card:
 
 
 @dataclasses.dataclass(frozen=True)
-class Step:
-    """How many problems the policy `ends[1]` solves better and worse than `ends[0]`, from which it was trained."""
-
-    ends: tuple[str, str]
-    gained: int
-    lost: int
-
-
-@dataclasses.dataclass(frozen=True)
 class Samples:
     """Problems under each policy, and how many changed between the first and the last policy."""
 
@@ -59,8 +49,6 @@ class Samples:
     gained: int
     lost: int
     same: int
-    steps: list[Step]
-    """The same from each policy to the next; empty where there are but two."""
 
 
 class Policy:
@@ -73,12 +61,9 @@ class Policy:
         self.rows = {(row["place"], row["sample"]): row for row in rows}
         self.scores: dict[int, dict[int, float]] = {}
         """By place and sample, of what the judge applies to."""
-        decides = run.stored(name).manifest["config"]["judge"]
-        for verdict in run.rows(name, "verdicts/", ("place", "sample", "judge", "score", "failure")):
-            applies = verdict["score"] is not None or verdict["failure"] is not None
-            if verdict["judge"] == decides and applies:
-                # A completion on which the judge failed counts as wrong, as in the evaluation.
-                self.scores.setdefault(verdict["place"], {})[verdict["sample"]] = verdict["score"] or 0.0
+        for (place, sample), score in run.verdicts(label).items():
+            if score is not None:
+                self.scores.setdefault(place, {})[sample] = score
 
     def mean(self, place: int) -> float:
         scores = self.scores[place].values()
@@ -111,12 +96,7 @@ def samples(run: RunView, labels: Sequence[str]) -> Samples | None:
         shown = next((s for s in both if before[s] != after[s]), both[0] if both else min(after))
         row = last.rows[place, shown]
         cards.append(Card(row["prompt"], row["answer"], [p.answer(place, shown) for p in policies]))
-    steps = []
-    for start, end in zip(policies, policies[1:], strict=False) if len(policies) > 2 else ():
-        changes = [end.mean(p) - start.mean(p) for p in shared]
-        ends = (start.label, end.label)
-        steps.append(Step(ends, sum(c > SAME_MEAN for c in changes), sum(c < -SAME_MEAN for c in changes)))
-    return Samples(cards, (first.label, last.label), len(gained), len(lost), len(same), steps)
+    return Samples(cards, (first.label, last.label), len(gained), len(lost), len(same))
 
 
 def chosen_samples(gained: Sequence[int], lost: Sequence[int], same: Sequence[int], count: int = SAMPLES) -> list[int]:
@@ -144,10 +124,7 @@ def round_samples(run: RunView, rounds: Sequence[int]) -> list[RoundSamples]:
 
     Raises ArtifactError where a round's rollouts are not.
     """
-    # A round that is still under way may have no scores yet.
-    complete = [n for n in rounds if all(f"round-{n:03d}.{phase}" in run.nodes for phase in PHASES[:2])]
-    ends = dict.fromkeys([*complete[:1], *complete[-1:]])
-    return [_of_round(run, n) for n in ends if run.artifact(f"round-{n:03d}.score") is not None]
+    return [_of_round(run, n) for n in run.first_and_last(rounds) if run.artifact(f"round-{n:03d}.score") is not None]
 
 
 def _of_round(run: RunView, number: int) -> RoundSamples:

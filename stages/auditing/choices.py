@@ -13,13 +13,11 @@ POLICY, EVALUATION = "candidate_", "evaluation_"
 """Roles of a choice, with the number of the round behind."""
 
 
-def best_of_candidates(run: AuditedRun) -> Finding:
+def best_of_candidates(run: AuditedRun, finding: Finding) -> None:
     """The chosen policy has the highest metric, the earliest of equals, and every file of that candidate."""
-    finding = Finding("choices")
     for name, choice in run.artifacts.items():
         if choice.stage == "select":
             _choice(run, name, choice, finding)
-    return finding
 
 
 def _choice(run: AuditedRun, name: str, choice: Artifact, finding: Finding) -> None:
@@ -65,4 +63,4 @@ def _content(artifact: Artifact) -> set[tuple[str, str]]:
     return {(f["path"], f["sha256"]) for f in files if not f["path"].startswith(NOT_CONTENT)}
 
 
-LAWS = [Law("choice", "the chosen policy is the best candidate, file by file", best_of_candidates)]
+LAWS = [Law("choice", "the chosen policy is the best candidate, file by file", "choices", best_of_candidates)]

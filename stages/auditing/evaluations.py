@@ -2,71 +2,44 @@
 
 from __future__ import annotations
 
-import itertools
 import json
 import math
 from collections import Counter
 from collections.abc import Iterable, Sequence
-from typing import Any
 
-from stages.auditing.laws import Finding, Law, OfEvaluations
-from stages.auditing.run import AuditedRun, Evaluated, tokens_digest
-from tuning.rows import CompletionRow, VerdictRow
+from stages.auditing.laws import Finding, Law, close
+from stages.auditing.run import Evaluated
+from tuning.rows import VerdictRow
 
 ROUNDING = 1e-6
 """Scores are stored as float32."""
-MOST_CHOICES = 5_000
-"""Choices of k among n samples that are gone through one by one."""
 
 Sample = tuple[str | None, float | None]
 """A vote, and what the judge gives it: 0 where it failed, None where it does not apply."""
 
 
-def same_problems(run: AuditedRun) -> OfEvaluations:
+def same_problems(evaluated: Evaluated, finding: Finding) -> None:
     """Every policy is asked the same held-out prompts, token by token, at the same places."""
-    finding = Finding("policies")
-    first: tuple[str, set[tuple[int, str, bytes]]] | None = None
-    while (evaluated := (yield)) is not None:
-        asked = {(row.place, row.prompt_id, _asked(row)) for row in evaluated.rows}
-        first = first or (evaluated.name, asked)
-        finding.check(asked == first[1], f"{evaluated.name} and {first[0]} were asked different problems")
-    return finding
+    first, asked = evaluated.run.first_asked
+    finding.check(evaluated.asked == asked, f"{evaluated.name} and {first} were asked different problems")
 
 
-def _asked(row: CompletionRow) -> bytes:
-    """A digest of what a policy was asked; an episode that its environment failed may have no context of its own."""
-    return b"" if row.stop == "failed" else tokens_digest(row.prompt_ids)
-
-
-def scores_are_means(run: AuditedRun) -> OfEvaluations:
+def scores_are_means(evaluated: Evaluated, finding: Finding) -> None:
     """Each judge's score is the mean over problems of the mean over their samples; its verdicts are of each completion.
 
     What failed counts as 0; what the judge does not apply to leaves the means.
     """
-    finding = Finding("scores")
-    while (evaluated := (yield)) is not None:
-        artifact = evaluated.artifact
-        sampled = Counter({(row.place, row.sample) for row in evaluated.rows})
-        for name in _judges(artifact.manifest["config"]):
-            problems = _problems(evaluated, name)
-            means = [mean for samples in problems if (mean := _mean(score for _, score in samples)) is not None]
-            mean = sum(means) / len(means) if means else None
-            of_judge = (
-                artifact.metrics if name == artifact.manifest["config"]["judge"] else artifact.metrics["judges"][name]
-            )
-            stored = of_judge.get("score")
-            case = f"{evaluated.name}: {name} has the score {stored}, its verdicts give {mean}"
-            finding.check(_close(stored, mean), case)
-            judged = Counter((row.place, row.sample) for row in evaluated.verdicts if row.judge == name)
-            if judged != sampled:
-                verdicts = f"{judged.total()} verdicts for {sampled.total()} completions"
-                finding.broken.append(f"{evaluated.name}: {name} has {verdicts}")
-    return finding
-
-
-def _judges(config: dict[str, Any]) -> list[str]:
-    """The names of the judges, the one that decides first."""
-    return [config["judge"], *config.get("judges", {})]
+    config, metrics = evaluated.artifact.manifest["config"], evaluated.artifact.metrics
+    sampled = Counter({(row.place, row.sample) for row in evaluated.rows})
+    for name in (config["judge"], *config.get("judges", {})):
+        mean = _mean(_mean(score for _, score in samples) for samples in _problems(evaluated, name))
+        stored = (metrics if name == config["judge"] else metrics["judges"][name]).get("score")
+        case = f"{evaluated.name}: {name} has the score {stored}, its verdicts give {mean}"
+        finding.check(close(stored, mean, ROUNDING, ROUNDING), case)
+        judged = Counter((row.place, row.sample) for row in evaluated.verdicts if row.judge == name)
+        if judged != sampled:
+            verdicts = f"{judged.total()} verdicts for {sampled.total()} completions"
+            finding.broken.append(f"{evaluated.name}: {name} has {verdicts}")
 
 
 def _problems(evaluated: Evaluated, judge: str) -> list[list[Sample]]:
@@ -88,21 +61,8 @@ def _mean(values: Iterable[float | None]) -> float | None:
     return math.fsum(known) / len(known) if known else None
 
 
-def _close(stored: float | None, value: float | None) -> bool:
-    if stored is None or value is None:
-        return stored is value
-    return math.isclose(stored, value, rel_tol=ROUNDING, abs_tol=ROUNDING)
-
-
-def rates_follow(run: AuditedRun) -> OfEvaluations:
+def rates_follow(evaluated: Evaluated, finding: Finding) -> None:
     """pass@k, maj@n and shares of the judge that decides, computed anew; `scores.json` has the metrics."""
-    finding = Finding("rates")
-    while (evaluated := (yield)) is not None:
-        _rates(evaluated, finding)
-    return finding
-
-
-def _rates(evaluated: Evaluated, finding: Finding) -> None:
     artifact = evaluated.artifact
     config, metrics = artifact.manifest["config"], artifact.metrics
     problems = _problems(evaluated, config["judge"])
@@ -116,7 +76,7 @@ def _rates(evaluated: Evaluated, finding: Finding) -> None:
     expected["score_of_ended"] = _mean(_score(row) for row in verdicts if (row.place, row.sample) not in cut)
     for name, value in expected.items():
         case = f"{evaluated.name}: {name} is {metrics.get(name)}, its verdicts give {value}"
-        finding.check(_close(metrics.get(name), value), case)
+        finding.check(close(metrics.get(name), value, ROUNDING, ROUNDING), case)
     if artifact.has("scores.json"):
         # What a choice among policies goes by.
         same = json.loads(artifact.local("scores.json").read_bytes()) == json.loads(json.dumps(metrics))
@@ -127,12 +87,7 @@ def _rates(evaluated: Evaluated, finding: Finding) -> None:
 def _pass(problem: Sequence[Sample], k: int) -> float | None:
     """The share of the choices of k samples in which one is right; None where fewer than k have a score."""
     right = [score > 0.5 for _, score in problem if score is not None]
-    if len(right) < k:
-        return None
-    if math.comb(len(right), k) > MOST_CHOICES:
-        return 1 - math.comb(right.count(False), k) / math.comb(len(right), k)
-    choices = [any(choice) for choice in itertools.combinations(right, k)]
-    return sum(choices) / len(choices)
+    return None if len(right) < k else 1 - math.comb(right.count(False), k) / math.comb(len(right), k)
 
 
 def _majority(problem: Sequence[Sample]) -> float | None:
@@ -147,7 +102,7 @@ def _majority(problem: Sequence[Sample]) -> float | None:
 
 
 LAWS = [
-    Law("problems", "every policy answers the same problems", same_problems, over="evaluations"),
-    Law("evaluations", "scores are the means of their verdicts", scores_are_means, over="evaluations"),
-    Law("rates", "pass@k, maj@n and shares follow from the verdicts", rates_follow, over="evaluations"),
+    Law("problems", "every policy answers the same problems", "policies", same_problems, "evaluations"),
+    Law("evaluations", "scores are the means of their verdicts", "scores", scores_are_means, "evaluations"),
+    Law("rates", "pass@k, maj@n and shares follow from the verdicts", "rates", rates_follow, "evaluations"),
 ]

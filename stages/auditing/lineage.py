@@ -7,60 +7,50 @@ from stages.auditing.run import AuditedRun
 from stages.store.artifacts import content_digest
 
 
-def is_there(run: AuditedRun) -> Finding:
+def is_there(run: AuditedRun, finding: Finding) -> None:
     """Each finished node's artifact is in the store, with the digest of the record."""
-    finding = Finding("artifacts")
     for name, entry in run.entries.items():
         case = f"{name} with digest {entry['digest'][:12]} is gone or damaged; `rlhf run` makes it again"
         finding.check(name in run.artifacts, case)
-    return finding
 
 
-def lists_its_files(run: AuditedRun) -> Finding:
+def lists_its_files(run: AuditedRun, finding: Finding) -> None:
     """The digest of each artifact is that of its list of files."""
-    finding = Finding("artifacts")
     for name, artifact in run.artifacts.items():
         right = content_digest(artifact.manifest["files"])
         finding.check(right == artifact.digest, f"{name}: its files have the digest {right[:12]}, not its own")
-    return finding
 
 
-def made_from(run: AuditedRun) -> Finding:
+def made_from(run: AuditedRun, finding: Finding) -> None:
     """Each input that a manifest names is an artifact of the store with that digest."""
-    finding = Finding("inputs")
     for name, artifact in run.artifacts.items():
         for role, source in artifact.manifest["inputs"].items():
             found = run.store.with_digest(source["stage"], source["key"], source["digest"])
             place = f"{name} was made from {role} {source['stage']}/{source['key'][:12]}"
             finding.check(found is not None, f"{place} with digest {source['digest'][:12]}, which is gone")
-    return finding
 
 
-def has_its_bytes(run: AuditedRun) -> Finding:
+def has_its_bytes(run: AuditedRun, finding: Finding) -> None:
     """Each file of each artifact has the checksum of the manifest."""
-    finding = Finding("artifacts")
     for name, artifact in run.artifacts.items():
         fault = run.store.verify(artifact)
         finding.check(fault is None, f"{name}: {fault}; `rlhf verify` sets it aside")
-    return finding
 
 
-def goes_on_from_what_it_names(run: AuditedRun) -> Finding:
+def goes_on_from_what_it_names(run: AuditedRun, finding: Finding) -> None:
     """A fork's last shared stage has the digest that its recipe names."""
-    finding = Finding("forks")
     fork = run.record["recipe"].get("fork")
     if fork is None:
-        return finding
+        return
     found = run.entries.get(fork["node"], {}).get("digest", "none")
     case = f"{fork['node']} is {found[:12]}, the recipe goes on from {fork['digest'][:12]} of run {fork['run']}"
     finding.check(found == fork["digest"], case)
-    return finding
 
 
 LAWS = [
-    Law("artifacts", "what the record names is in the store, as it was used", is_there),
-    Law("content", "the digest of an artifact is that of its files", lists_its_files),
-    Law("lineage", "every input is an artifact with the digest that its consumer was made from", made_from),
-    Law("fork", "a fork goes on from the artifact that its recipe names", goes_on_from_what_it_names),
-    Law("checksums", "every file has the bytes that were written", has_its_bytes, deep=True),
+    Law("artifacts", "what the record names is in the store, as it was used", "artifacts", is_there),
+    Law("content", "the digest of an artifact is that of its files", "artifacts", lists_its_files),
+    Law("lineage", "every input is an artifact with the digest that its consumer was made from", "inputs", made_from),
+    Law("fork", "a fork goes on from the artifact that its recipe names", "forks", goes_on_from_what_it_names),
+    Law("checksums", "every file has the bytes that were written", "artifacts", has_its_bytes, deep=True),
 ]

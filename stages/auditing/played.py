@@ -4,12 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import hashlib
-import json
 from collections.abc import Iterator, Mapping
 from typing import Any
-
-import pyarrow.parquet as pq
 
 from stages.auditing.run import AuditedRun, Round, Tables, is_played
 from stages.common.tables import read_table
@@ -26,6 +22,7 @@ Name = tuple[int, int]
 class Played(Tables):
     """The episodes of one artifact."""
 
+    run: AuditedRun
     name: str
     """Of the node that played."""
     artifact: Artifact
@@ -92,26 +89,12 @@ def played(run: AuditedRun) -> Iterator[Played]:
     for round_ in run.rounds:
         for sampled in round_.sampled:
             if is_played(sampled.rollouts):
-                yield Played(sampled.name, sampled.rollouts, sampled.scores, round_)
+                yield Played(run, sampled.name, sampled.rollouts, sampled.scores, round_)
     for evaluated in run.evaluated:
         if is_played(evaluated.artifact):
-            yield Played(evaluated.name, evaluated.artifact)
+            yield Played(run, evaluated.name, evaluated.artifact)
 
 
 def says_nothing(episode: TrajectoryRow) -> bool:
     """Whether an episode's end says nothing of the policy."""
     return episode.status in WITHOUT_REWARD
-
-
-def seeds_of_tasks(run: AuditedRun) -> dict[str, int]:
-    """The seed of each task of the prepared data by its id: `seed` of its metadata, else from the sha256 of its id."""
-    data = run.artifacts.get("prepare")
-    seeds: dict[str, int] = {}
-    for split in ("prompts", "heldout"):
-        paths = sorted(data.local(f"{split}/").glob("*.parquet")) if data is not None and data.has(f"{split}/") else []
-        for path in paths:
-            for row in pq.read_table(path, columns=["id", "metadata"]).to_pylist():
-                said = json.loads(row["metadata"] or "{}").get("seed")
-                derived = int(hashlib.sha256(row["id"].encode()).hexdigest()[:8], 16) % 2**31
-                seeds[row["id"]] = said if type(said) is int else derived
-    return seeds

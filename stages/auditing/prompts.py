@@ -3,42 +3,37 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable
 from typing import Any
 
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from stages.auditing.laws import Finding, Law, OfRounds
-from stages.auditing.run import AuditedRun, Round, Sampled, is_played, tokens_digest
-from stages.common.tables import table_paths
+from stages.auditing.laws import Finding, Law
+from stages.auditing.run import AuditedRun, Round, is_played, tokens_digest
+from stages.common.tables import read_table, table_paths
 from stages.common.trained import read_names, rows_of, was_seen
 from stages.store.artifacts import Artifact
 from tuning.columns import list_rows
-from tuning.rows import PROMPT_GROUP
+from tuning.rows import PROMPT_GROUP, CompletionRow
 from tuning.texts import normal
 
 HELD_OUT = ("heldout", "heldout_preference", "heldout_sft", "heldout_labelled")
 
 
-def drawn(own: Sampled) -> dict[int, str]:
-    """The prompt id of each place of a round, refused ones included."""
-    return {row.place: row.prompt_id for row in own.refused} | {row.place: row.prompt_id for row in own.rows}
-
-
-def pass_by_pass(run: AuditedRun) -> OfRounds:
+def pass_by_pass(run: AuditedRun, finding: Finding) -> None:
     """Rounds draw every prompt once before any comes again (R22): counts differ by at most one after each round."""
-    finding = Finding("draws")
     known = run.prompts
     counts: Counter[str] = Counter(dict.fromkeys(known, 0))
-    expected = 0
-    while (round_ := (yield)) is not None:
+    for expected, round_ in enumerate(run.rounds):
         if not known or round_.number != expected:
             finding.left_out.append(f"{round_.name} and later: rounds or prompts before it are not in this run")
-            break
-        expected += 1
-        places = drawn(round_.sampled[0])
+            return
+        own = round_.sampled[0]
+        # The two columns of a round's table that this law needs, which the laws of rounds read as a whole.
+        asked = read_table(own.rollouts, "rollouts/", CompletionRow, ("place", "prompt_id"))
+        places = {row.place: row.prompt_id for row in own.refused} | {row.place: row.prompt_id for row in asked}
         counts.update(places.values())
         few, many = min(counts.values()), max(counts.values())
         finding.checked += len(places)
@@ -49,64 +44,51 @@ def pass_by_pass(run: AuditedRun) -> OfRounds:
                 f"{round_.name}: prompt {often} was drawn {many} times while {never} was drawn {few} times "
                 f"(after {counts.total()} draws of {len(known)} prompts)"
             )
-            break
-    return finding
+            return
 
 
-def one_group_a_place(run: AuditedRun) -> OfRounds:
+def one_group_a_place(round_: Round, finding: Finding) -> None:
     """(place, sample) names one completion; a place has one prompt and G samples; refused and sampled add up."""
-    finding = Finding("places")
-    while (round_ := (yield)) is not None:
-        for sampled in round_.sampled:
-            _places(sampled, finding)
-    return finding
+    for sampled in round_.sampled:
+        config = sampled.rollouts.manifest["config"]
+        groups: dict[int, list[tuple[str, int]]] = {}
+        for row in sampled.ends:
+            groups.setdefault(row.place, []).append((row.prompt_id, row.sample))
+        for place, members in groups.items():
+            # One prompt, and each number once.
+            prompts = {prompt for prompt, _ in members}
+            right = len(prompts) == 1 and sorted(n for _, n in members) == list(range(config["completions"]))
+            finding.check(right, f"{sampled.name}, place {place}: prompts and samples {members[:4]}")
+        if sampled.rollouts.stage == "rollout":
+            refused = {row.place for row in sampled.refused}
+            finding.checked += len(refused)
+            if refused & groups.keys() or len(refused) + len(groups) != config["prompts"]:
+                of = f"of {config['prompts']} places"
+                finding.broken.append(f"{sampled.name}: {len(groups)} sampled and {len(refused)} refused {of}")
 
 
-def _places(sampled: Sampled, finding: Finding) -> None:
-    config = sampled.rollouts.manifest["config"]
-    groups: dict[int, list[tuple[str, int]]] = {}
-    for row in sampled.ends:
-        groups.setdefault(row.place, []).append((row.prompt_id, row.sample))
-    begun = {row.place for row in sampled.rows}
-    for place, members in groups.items():
-        prompts = {prompt for prompt, _ in members}
-        samples = sorted(sample for _, sample in members)
-        right = len(prompts) == 1 and samples == list(range(config["completions"]))
-        finding.check(right, f"{sampled.name}, place {place}: prompts and samples {members[:4]}")
-    if sampled.rollouts.stage == "rollout":
-        refused = {row.place for row in sampled.refused}
-        finding.checked += len(refused)
-        if refused & begun or len(refused) + len(begun) != config["prompts"]:
-            of = f"of {config['prompts']} places"
-            finding.broken.append(f"{sampled.name}: {len(begun)} sampled and {len(refused)} refused {of}")
-
-
-def recorded(run: AuditedRun) -> OfRounds:
+def recorded(round_: Round, finding: Finding) -> None:
     """A completion has a log-probability for each token, names the policy of its rollout, and ended or was cut off."""
-    finding = Finding("completions")
-    while (round_ := (yield)) is not None:
-        for sampled in round_.sampled:
-            policy = sampled.rollouts.manifest["inputs"]["policy"]["digest"]
-            limit = sampled.rollouts.manifest["config"]["max_tokens"]
-            for row in sampled.rows:
-                tokens = len(row.token_ids)
-                right = tokens == len(row.logprobs) and row.policy == policy
-                if not is_played(sampled.rollouts):
-                    right = right and 0 < tokens <= limit and (row.stop != "length" or tokens == limit)
-                logps = np.asarray(row.logprobs)
-                right = right and bool(((logps <= 1e-6) | np.isnan(logps)).all())
-                finding.check(right, f"{sampled.name}, place {row.place}, sample {row.sample}")
-    return finding
+    for sampled in round_.sampled:
+        policy = sampled.rollouts.manifest["inputs"]["policy"]["digest"]
+        limit = sampled.rollouts.manifest["config"]["max_tokens"]
+        for row in sampled.rows:
+            tokens = len(row.token_ids)
+            right = tokens == len(row.logprobs) and row.policy == policy
+            if not is_played(sampled.rollouts):
+                right = right and 0 < tokens <= limit and (row.stop != "length" or tokens == limit)
+            logps = np.asarray(row.logprobs)
+            right = right and bool(((logps <= 1e-6) | np.isnan(logps)).all())
+            finding.check(right, f"{sampled.name}, place {row.place}, sample {row.sample}")
 
 
-def nothing_held_out(run: AuditedRun) -> Finding:
+def nothing_held_out(run: AuditedRun, finding: Finding) -> None:
     """No held-out prompt, by the group that it names, its text, tokens and turns, is in what is trained on, here or by
     the policy that the run starts from. A gate leaves out what that one has seen."""
-    finding = Finding("held-out prompts")
     data = run.artifacts.get("prepare")
     if data is None:
         finding.left_out.append("prepare is not in this run")
-        return finding
+        return
     splits = sorted({f["path"].split("/")[0] for f in data.manifest["files"] if f["path"].endswith(".parquet")})
     trained: dict[str, str] = {}
     for split in splits:
@@ -126,7 +108,6 @@ def nothing_held_out(run: AuditedRun) -> Finding:
         faults |= {prompt: faults.get(prompt) or fault for prompt, fault in seen.items()}
     for fault in faults.values():
         finding.check(not fault, fault)
-    return finding
 
 
 def _seen_before(run: AuditedRun, data: Artifact, splits: Collection[str]) -> dict[str, str]:
@@ -171,37 +152,36 @@ def _values(name: str, column: pa.Array) -> list[Any]:
     return [tokens_digest(ids).hex() if ids else None for ids in list_rows(pa.chunked_array([column]))]
 
 
-def trained_on_own(run: AuditedRun) -> OfRounds:
+def trained_on_own(round_: Round, finding: Finding) -> None:
     """Prompts of the rounds are rows of the data's `prompts`, with the tokens that they have there.
 
     The first context of a task is what its environment says: it is known by its id alone.
     """
-    finding = Finding("prompts")
-    known = run.prompts
-    while known and (round_ := (yield)) is not None:
-        for name, prompt, ids in _prompts_of(round_):
-            same = prompt in known and (ids is None or known[prompt] == tokens_digest(ids))
-            finding.check(same, f"{name}: prompt {prompt} is not in the data, or has other tokens")
-    return finding
-
-
-def _prompts_of(round_: Round) -> Iterable[tuple[str, str, Sequence[int] | None]]:
-    """Tables, prompts and their tokens; None of a task, whose first context is what its environment says."""
-    for sampled in round_.sampled:
+    known = round_.run.prompts
+    for sampled in round_.sampled if known else ():
         for row in sampled.rows:
             if row.sample == 0 and not row.part:
-                yield sampled.name, row.prompt_id, None if is_played(sampled.rollouts) else row.prompt_ids
+                same = is_played(sampled.rollouts) or known.get(row.prompt_id) == tokens_digest(row.prompt_ids)
+                case = f"{sampled.name}: prompt {row.prompt_id} is not in the data, or has other tokens"
+                finding.check(same and row.prompt_id in known, case)
 
 
 LAWS = [
-    Law("leakage", "no held-out prompt is trained on", nothing_held_out),
-    Law("coverage", "each prompt is drawn once before any is drawn again", pass_by_pass, over="rounds"),
-    Law("prompts", "what is sampled from is the prepared data, token by token", trained_on_own, over="rounds"),
+    Law("leakage", "no held-out prompt is trained on", "held-out prompts", nothing_held_out),
+    Law("coverage", "each prompt is drawn once before any is drawn again", "draws", pass_by_pass),
+    Law("prompts", "what is sampled from is the prepared data, token by token", "prompts", trained_on_own, "rounds"),
     Law(
         "places",
         "each place of a round has one prompt and all its samples, or a reason",
+        "places",
         one_group_a_place,
-        over="rounds",
+        "rounds",
     ),
-    Law("record", "each completion has its tokens' log-probabilities, its policy and its end", recorded, over="rounds"),
+    Law(
+        "record",
+        "each completion has its tokens' log-probabilities, its policy and its end",
+        "completions",
+        recorded,
+        "rounds",
+    ),
 ]

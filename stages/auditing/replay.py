@@ -16,28 +16,23 @@ from stages.worker.client import CodeChanged, StageFailed, Worker
 from stages.worker.protocol import Request
 
 
-def replayed(run: AuditedRun) -> Finding:
+def replayed(run: AuditedRun, finding: Finding) -> None:
     """The last round's update, made once more from its stored rollouts and scores, has the same content."""
-    finding = Finding("updates")
-    stored, name = None, ""
-    for round_ in run.rounds:
-        if round_.update is not None:
-            stored, name = round_.update, f"{round_.name}.update"
-    if stored is None:
-        return finding
-    why = _changed_since(stored)
-    if why:
+    updates = [(f"{round_.name}.update", round_.update) for round_ in run.rounds if round_.update is not None]
+    if not updates:
+        return
+    name, stored = updates[-1]
+    if why := _changed_since(stored):
         finding.left_out.append(f"{name}: {why}")
-        return finding
+        return
     try:
         with tempfile.TemporaryDirectory(prefix="audit-") as folder:
             again = _made_again(run, stored, Path(folder))
     except (CodeChanged, StageFailed) as e:
         finding.left_out.append(f"{name}: {e}")
-        return finding
+        return
     now, then = again["digest"], stored.digest
     finding.check(now == then, f"{name} made again is {now[:12]}, the run has {then[:12]}")
-    return finding
 
 
 def _changed_since(stored: Artifact) -> str:
@@ -90,4 +85,4 @@ def _link(artifact: Artifact, place: Path) -> None:
     (place / artifact.key / MANIFEST).write_text(json.dumps(artifact.manifest))
 
 
-LAWS = [Law("replay", "an update that is made again has the same content", replayed, deep=True)]
+LAWS = [Law("replay", "an update that is made again has the same content", "updates", replayed, deep=True)]

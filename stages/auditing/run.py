@@ -5,15 +5,15 @@ from __future__ import annotations
 import dataclasses
 import functools
 import hashlib
+import json
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 import pyarrow as pa
-import pyarrow.parquet as pq
 
-from stages.common.tables import read_table
+from stages.common.tables import batches, read_table
 from stages.store.artifacts import Artifact, Store
 from tuning.columns import list_rows
 from tuning.rows import CompletionRow, FateRow, RefusedRow, ScoreRow, VerdictRow
@@ -60,6 +60,11 @@ class Sampled(Tables):
         """The score table."""
         return [] if self.scores is None else read_table(self.scores, "scores/", ScoreRow)
 
+    @property
+    def settings(self) -> Mapping[str, Any]:
+        """The settings of its scores."""
+        return {} if self.scores is None else self.scores.manifest["config"]
+
     @functools.cached_property
     def refused(self) -> list[RefusedRow]:
         """Prompts of the round from which nothing was sampled."""
@@ -70,6 +75,7 @@ class Sampled(Tables):
 class Round(Tables):
     """What a run has of one round."""
 
+    run: AuditedRun
     number: int
     sampled: list[Sampled]
     """The round's own completions, then those of its refills."""
@@ -80,6 +86,16 @@ class Round(Tables):
     @property
     def name(self) -> str:
         return f"round-{self.number:03d}"
+
+    @property
+    def settings(self) -> Mapping[str, Any]:
+        """The settings of its update."""
+        return {} if self.update is None else self.update.manifest["config"]
+
+    @property
+    def metrics(self) -> Mapping[str, Any]:
+        """The metrics of its update."""
+        return {} if self.update is None else self.update.metrics
 
     @property
     def tables(self) -> list[Sampled]:
@@ -99,14 +115,15 @@ class Round(Tables):
     @functools.cached_property
     def fates(self) -> list[FateRow]:
         """What the update did with each completion."""
-        has = self.update is not None and self.update.has("fates/")
-        return read_table(self.update, "fates/", FateRow) if has and self.update is not None else []
+        found = self.update
+        return read_table(found, "fates/", FateRow) if found is not None and found.has("fates/") else []
 
 
 @dataclasses.dataclass(frozen=True)
 class Evaluated(Tables):
     """An evaluation of a run."""
 
+    run: AuditedRun
     name: str
     """Of its node."""
     artifact: Artifact
@@ -115,6 +132,12 @@ class Evaluated(Tables):
     def rows(self) -> list[CompletionRow]:
         """The completions."""
         return read_table(self.artifact, "rollouts/", CompletionRow)
+
+    @functools.cached_property
+    def asked(self) -> set[tuple[int, str, bytes]]:
+        """What the policy was asked, token by token; an episode that its environment failed may have no context."""
+        ids = ((row, () if row.stop == "failed" else row.prompt_ids) for row in self.rows)
+        return {(row.place, row.prompt_id, tokens_digest(of)) for row, of in ids}
 
     @functools.cached_property
     def verdicts(self) -> list[VerdictRow]:
@@ -159,17 +182,44 @@ class AuditedRun:
         refills = sorted((n for n in parts if re.fullmatch(r"refill-\d+", n)), key=lambda n: int(n.split("-")[1]))
         sampled = [Sampled(f"round-{number:03d}.rollout", parts["rollout"], parts.get("score"))]
         sampled += [Sampled(f"round-{number:03d}.{n}", parts[n], parts.get(f"{n}-score")) for n in refills]
-        greedy = None
-        if "greedy" in parts:
-            greedy = Sampled(f"round-{number:03d}.greedy", parts["greedy"], parts.get("greedy-score"))
-        return Round(number, sampled, greedy, parts.get("update"))
+        greedy = (
+            Sampled(f"round-{number:03d}.greedy", parts["greedy"], parts.get("greedy-score"))
+            if "greedy" in parts
+            else None
+        )
+        return Round(self, number, sampled, greedy, parts.get("update"))
+
+    @functools.cached_property
+    def starts(self) -> dict[int, str]:
+        """The digest of the policy that the update of each round starts from."""
+        updates = {round_.number: round_.update for round_ in self.rounds}
+        return {n: update.manifest["inputs"]["policy"]["digest"] for n, update in updates.items() if update is not None}
 
     @property
     def evaluated(self) -> Iterator[Evaluated]:
         """The evaluations, in the order of the record."""
         for name, artifact in self.artifacts.items():
             if artifact.stage == "evaluate":
-                yield Evaluated(name, artifact)
+                yield Evaluated(self, name, artifact)
+
+    @functools.cached_property
+    def first_asked(self) -> tuple[str, set[tuple[int, str, bytes]]]:
+        """The first evaluation, and what it asked."""
+        first = next(self.evaluated)
+        return first.name, first.asked
+
+    @functools.cached_property
+    def seeds(self) -> dict[str, int]:
+        """The seed of each task of the prepared data by its id: of its metadata, else from the sha256 of its id."""
+        data = self.artifacts.get("prepare")
+        seeds: dict[str, int] = {}
+        for split in ("prompts/", "heldout/"):
+            found = batches(data, split, ("id", "metadata")) if data is not None and data.has(split) else ()
+            for row in (row for batch in found for row in batch.to_pylist()):
+                said = json.loads(row["metadata"] or "{}").get("seed")
+                derived = int(hashlib.sha256(row["id"].encode()).hexdigest()[:8], 16) % 2**31
+                seeds[row["id"]] = said if type(said) is int else derived
+        return seeds
 
     @functools.cached_property
     def prompts(self) -> dict[str, bytes]:
@@ -179,12 +229,11 @@ class AuditedRun:
         if data is None or not data.has("prompts/"):
             return {}
         found: dict[str, bytes] = {}
-        for path in sorted(data.local("prompts/").glob("*.parquet")):
-            # A dataset of many gigabytes: batches of two columns, not rows of all.
-            for batch in pq.ParquetFile(path).iter_batches(columns=["id", "prompt_ids"]):
-                tokens = list_rows(pa.chunked_array([batch.column("prompt_ids")]))
-                ids = batch.column("id").to_pylist()
-                found |= {name: tokens_digest(of or ()) for name, of in zip(ids, tokens, strict=True)}
+        # A dataset of many gigabytes: batches of two columns, not rows of all.
+        for batch in batches(data, "prompts/", ("id", "prompt_ids")):
+            tokens = list_rows(pa.chunked_array([batch.column("prompt_ids")]))
+            ids = batch.column("id").to_pylist()
+            found |= {name: tokens_digest(of or ()) for name, of in zip(ids, tokens, strict=True)}
         return found
 
 

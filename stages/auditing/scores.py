@@ -12,10 +12,9 @@ from typing import Any
 
 import numpy as np
 
-from stages.auditing.laws import Finding, Law, OfRounds
-from stages.auditing.run import AuditedRun, Sampled
-from stages.sampling.played import Name, episodes_of, sample_of
-from tuning.agents.rows import TrajectoryRow
+from stages.auditing.laws import Finding, Law, close
+from stages.auditing.run import Round, Sampled
+from stages.sampling.played import episodes_of, sample_of
 from tuning.rows import CompletionRow, ScoreRow
 
 RTOL, ATOL = 1e-4, 1e-5
@@ -28,46 +27,31 @@ CALLED_AGAIN = 8
 """Completions of a table whose rewards are computed anew, and as many of prompts that a round draws twice."""
 
 
-def one_score_each(run: AuditedRun) -> OfRounds:
+def one_score_each(round_: Round, finding: Finding) -> None:
     """The score table lists the completions of its rollout table by place and sample, in their order (R21)."""
-    finding = Finding("completions")
-    while (round_ := (yield)) is not None:
-        for sampled in round_.scored:
-            _one_each(sampled, finding)
-    return finding
+    for sampled in round_.scored:
+        names, scored = (
+            [(row.place, row.sample, row.prompt_id) for row in rows] for rows in (sampled.ends, sampled.score_rows)
+        )
+        finding.checked += len(names)
+        if names != scored:
+            first = next((a for a, b in zip(names, scored, strict=False) if a != b), "the length")
+            finding.broken.append(f"{sampled.name}: the scores are not those of its completions, from {first} on")
 
 
-def _one_each(sampled: Sampled, finding: Finding) -> None:
-    names = [(row.place, row.sample, row.prompt_id) for row in sampled.ends]
-    scored = [(row.place, row.sample, row.prompt_id) for row in sampled.score_rows]
-    finding.checked += len(names)
-    if names != scored:
-        first = next((a for a, b in zip(names, scored, strict=False) if a != b), "the length")
-        finding.broken.append(f"{sampled.name}: the scores are not those of its completions, from {first} on")
-
-
-def totals_are_sums(run: AuditedRun) -> OfRounds:
+def totals_are_sums(round_: Round, finding: Finding) -> None:
     """Each total is the weighted sum of its rewards, normalised as the settings say, computed anew."""
-    finding = Finding("totals")
-    while (round_ := (yield)) is not None:
-        for sampled in round_.scored:
-            if sampled.score_rows:
-                _sums(sampled, finding)
-    return finding
-
-
-def _sums(sampled: Sampled, finding: Finding) -> None:
-    assert sampled.scores is not None
-    config = sampled.scores.manifest["config"]
-    if config.get("round_scale"):
-        finding.left_out.append(f"{sampled.name}: normalised with the statistics of the round's own completions")
-        return
-    expected_N, slack_N = _totals(sampled, config)
-    for row, expected, slack in zip(sampled.score_rows, expected_N.tolist(), slack_N.tolist(), strict=True):
-        got = math.nan if row.total is None else row.total
-        right = bool(np.isclose(got, expected, equal_nan=True, rtol=RTOL, atol=ATOL + slack))
-        case = f"{sampled.name}, place {row.place}, sample {row.sample}: total {row.total}"
-        finding.check(right, f"{case}, its rewards {dict(row.rewards)} give {expected:.6g}")
+    for sampled in round_.scored:
+        config = sampled.settings
+        if config.get("round_scale"):
+            finding.left_out.append(f"{sampled.name}: normalised with the statistics of the round's own completions")
+            continue
+        expected_N, slack_N = _totals(sampled, config)
+        for row, expected, slack in zip(sampled.score_rows, expected_N.tolist(), slack_N.tolist(), strict=True):
+            got = math.nan if row.total is None else row.total
+            right = bool(np.isclose(got, expected, equal_nan=True, rtol=RTOL, atol=ATOL + slack))
+            case = f"{sampled.name}, place {row.place}, sample {row.sample}: total {row.total}"
+            finding.check(right, f"{case}, its rewards {dict(row.rewards)} give {expected:.6g}")
 
 
 def _totals(sampled: Sampled, config: Mapping[str, Any]) -> tuple[np.ndarray, np.ndarray]:
@@ -116,81 +100,67 @@ def _normalised(value_N: np.ndarray, places_N: np.ndarray, how: str) -> tuple[np
     return out_N, rounding_N
 
 
-def called_again(run: AuditedRun) -> OfRounds:
+NOT_CALLED = {
+    "reward_model": "a model computes it",
+    "environment": "episodes are not played again; the law `returns` adds it up",
+    "judge": "each call of a judge may cost money",
+}
+"""Why rewards are not called again, by their functions."""
+
+
+def called_again(round_: Round, finding: Finding) -> None:
     """Reward functions give some of the completions the rewards that they have in the table."""
-    finding = Finding("rewards")
-    while (round_ := (yield)) is not None:
-        for sampled in round_.scored:
-            if sampled.score_rows:
-                # The reason is the same in each round, and one line.
-                _called(sampled, finding)
+    for sampled in round_.scored:
+        if sampled.score_rows:
+            _called(sampled, finding)
+    # The reason is the same in each round, and one line.
     finding.left_out = list(dict.fromkeys(finding.left_out))
-    return finding
 
 
 def _called(sampled: Sampled, finding: Finding) -> None:
     from stages.contract.registry import stage
+    from tuning.rewards.failures import Outage
 
     assert sampled.scores is not None
-    definition = stage("score")
-    config, then = sampled.scores.manifest["config"], sampled.scores.manifest["key_parts"]["sources"]
-    now = definition.sources(definition.config.model_validate(config, strict=False))
+    definition, then = stage("score"), sampled.scores.manifest["key_parts"]["sources"]
+    now = definition.sources(definition.config.model_validate(sampled.settings, strict=False))
     if now != then:
         changed = sorted(k for k in now.keys() | then.keys() if now.get(k) != then.get(k) and "reached" not in k)
         finding.left_out.append(f"all: the code of rewards has changed since ({', '.join(changed)})")
         return
-    # Functions get the conversation of an episode.
-    chosen, episodes = _picked(sampled), episodes_of(sampled.rollouts)
-    for name, reward in config["rewards"].items():
-        why = _not_called(reward) or _call(name, reward, chosen, episodes, finding)
+    chosen = _picked(sampled)
+    for name, reward in sampled.settings["rewards"].items():
+        batch = reward.get("batch", "sample")
+        why = NOT_CALLED.get(reward["function"], "" if batch == "sample" else f"a call sees a whole {batch}")
         if why:
             finding.left_out.append(f"{name}: {why}")
+            continue
+        try:
+            values = _values(sampled, reward, [row for row, _ in chosen])
+        except Outage as e:
+            finding.left_out.append(f"{name}: {e}")
+            continue
+        for (row, score), value in zip(chosen, values, strict=True):
+            stored = score.rewards[name]
+            case = f"{sampled.name}, place {row.place}, sample {row.sample}: {name} is {stored} in the table"
+            finding.check(close(value, stored, RTOL, ATOL), f"{case} and {value} now")
 
 
-def _not_called(reward: Mapping[str, Any]) -> str:
-    if reward["function"] == "reward_model":
-        return "a model computes it"
-    if reward["function"] == "environment":
-        return "episodes are not played again; the law `returns` adds it up"
-    if reward["function"] == "judge":
-        return "each call of a judge may cost money"
-    return "" if reward.get("batch", "sample") == "sample" else f"a call sees a whole {reward['batch']}"
-
-
-Episodes = Mapping[Name, TrajectoryRow]
-Pick = tuple[str, CompletionRow, ScoreRow]
-"""The name of a table, a completion and its scores."""
-
-
-def _call(
-    name: str,
-    reward: Mapping[str, Any],
-    chosen: Sequence[Pick],
-    episodes: Mapping[Name, TrajectoryRow],
-    finding: Finding,
-) -> str:
-    """Compares the rewards of some completions with the table. Returns why none could be had; empty otherwise."""
-    from tuning.rewards.failures import Outage
+def _values(sampled: Sampled, reward: Mapping[str, Any], rows: Sequence[CompletionRow]) -> list[float | None]:
+    """A reward of some completions, computed anew. Raises Outage."""
     from tuning.rewards.processes import evaluate
     from tuning.rewards.totals import Part, shaped
 
-    samples = [sample_of(row, episodes) for _, row, _ in chosen]
+    # Functions get the conversation of an episode.
+    episodes = episodes_of(sampled.rollouts)
+    samples = [sample_of(row, episodes) for row in rows]
     limits = {"seconds": reward["seconds"], "megabytes": reward["megabytes"]}
-    try:
-        outcomes = evaluate(reward["function"], reward["arguments"], samples, **limits)
-    except Outage as e:
-        return str(e)
-    clip = None if reward["clip"] is None else tuple(reward["clip"])
-    part = Part(name, squash=reward["squash"], clip=clip)
-    for (place, row, score), outcome in zip(chosen, outcomes, strict=True):
-        value = None if outcome.value is None else shaped(outcome.value, part)
-        stored = score.rewards[name]
-        case = f"{place}, place {row.place}, sample {row.sample}: {name} is {stored} in the table and {value} now"
-        finding.check(_same(value, stored), case)
-    return ""
+    part = Part("", squash=reward["squash"], clip=reward["clip"] and tuple(reward["clip"]))
+    outcomes = evaluate(reward["function"], reward["arguments"], samples, **limits)
+    return [None if outcome.value is None else shaped(outcome.value, part) for outcome in outcomes]
 
 
-def _picked(table: Sampled) -> list[Pick]:
+def _picked(table: Sampled) -> list[tuple[CompletionRow, ScoreRow]]:
     """Completions of a table whose rewards are computed anew: some at random, and some of prompts with two places.
 
     The same ones each time: an audit that is given twice says the same.
@@ -205,36 +175,7 @@ def _picked(table: Sampled) -> list[Pick]:
     others = [number for number in range(len(pairs)) if number not in set(twice)]
     draw = random.Random(table.name)
     numbers = [number for group in (twice, others) for number in draw.sample(group, min(CALLED_AGAIN, len(group)))]
-    return [(table.name, *pairs[number]) for number in numbers]
-
-
-def _same(a: float | None, b: float | None) -> bool:
-    if a is None or b is None:
-        return a is b
-    return bool(np.isclose(a, b, rtol=RTOL, atol=ATOL))
-
-
-def few_failures(run: AuditedRun) -> OfRounds:
-    """Rewards failed on no more completions than the settings allow, and some completion of each round has a total."""
-    finding = Finding("tables")
-    while (round_ := (yield)) is not None:
-        for sampled in round_.scored:
-            if sampled.score_rows:
-                _failures(sampled, finding)
-    return finding
-
-
-def _failures(sampled: Sampled, finding: Finding) -> None:
-    assert sampled.scores is not None
-    rows, config = sampled.score_rows, sampled.scores.manifest["config"]
-    limit = math.ceil(config.get("max_failed_fraction", 1.0) * len(rows))
-    finding.checked += 1
-    for name in config["rewards"]:
-        failures = [row.failure for row in rows if failed(row, name)]
-        if len(failures) > limit:
-            finding.broken.append(f"{sampled.name}: {name} failed on {len(failures)} of {len(rows)}: {failures[0]}")
-    if rows and all(row.total is None for row in rows):
-        finding.broken.append(f"{sampled.name}: no completion has a total")
+    return [pairs[number] for number in numbers]
 
 
 def failed(row: ScoreRow, name: str) -> bool:
@@ -243,8 +184,7 @@ def failed(row: ScoreRow, name: str) -> bool:
 
 
 LAWS = [
-    Law("scores", "each completion has one score, its own", one_score_each, over="rounds"),
-    Law("totals", "totals are the weighted sums of the reward columns", totals_are_sums, over="rounds"),
-    Law("rewards", "a sample of the rewards, called again, gives the same", called_again, over="rounds"),
-    Law("failures", "rewards failed on few, and every round has rewards", few_failures, over="rounds"),
+    Law("scores", "each completion has one score, its own", "completions", one_score_each, over="rounds"),
+    Law("totals", "totals are the weighted sums of the reward columns", "totals", totals_are_sums, over="rounds"),
+    Law("rewards", "a sample of the rewards, called again, gives the same", "rewards", called_again, over="rounds"),
 ]

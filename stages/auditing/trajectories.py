@@ -10,9 +10,8 @@ import math
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, get_args
 
-from stages.auditing.laws import Finding, Law, OfEpisodes
-from stages.auditing.played import Played, says_nothing, seeds_of_tasks
-from stages.auditing.run import AuditedRun
+from stages.auditing.laws import Finding, Law, close
+from stages.auditing.played import Played, says_nothing
 from tuning.agents.contract import Status
 from tuning.agents.rows import TrajectoryRow, TurnRow
 from tuning.rows import CompletionRow
@@ -24,17 +23,14 @@ SCAFFOLD = 128
 """Most tokens that a template writes around a message, with the mark of a cut, under a tokenizer of single bytes."""
 
 
-def rows_are_turns(run: AuditedRun) -> OfEpisodes:
+def rows_are_turns(table: Played, finding: Finding) -> None:
     """A rollout row holds its episode's turns id by id, with log-probabilities on what was sampled alone (R3)."""
-    finding = Finding("rows")
-    while (table := (yield)) is not None:
-        for name, rows in table.rows.items():
-            turns = table.turns.get(name, [])
-            for row in rows:
-                mine = [turn for turn in turns if (turn.part or 0) == (row.part or 0)]
-                fault = _row_fault(row, mine)
-                finding.check(not fault, f"{table.case(name)}: {fault}")
-    return finding
+    for name, rows in table.rows.items():
+        turns = table.turns.get(name, [])
+        for row in rows:
+            mine = [turn for turn in turns if (turn.part or 0) == (row.part or 0)]
+            fault = _row_fault(row, mine)
+            finding.check(not fault, f"{table.case(name)}: {fault}")
 
 
 def _row_fault(row: CompletionRow, turns: Sequence[TurnRow]) -> str:
@@ -64,24 +60,21 @@ def _row_fault(row: CompletionRow, turns: Sequence[TurnRow]) -> str:
     return ""
 
 
-def rewards_add_up(run: AuditedRun) -> OfEpisodes:
+def rewards_add_up(table: Played, finding: Finding) -> None:
     """The rewards of the turns sum up to the episode's, which is what the reward `environment` says of it."""
-    finding = Finding("episodes")
-    while (table := (yield)) is not None:
-        columns = _columns(table, finding)
-        for name, episode in table.episodes.items():
-            rewards = [turn.reward for turn in table.turns.get(name, []) if turn.reward is not None]
-            expected = None if says_nothing(episode) or not rewards else math.fsum(rewards)
-            slack = ROUNDING * max(1.0, math.fsum(map(abs, rewards)))
-            right = _close(episode.reward, expected, slack)
-            case = f"{table.case(name)}: reward {episode.reward}, its turns give {expected}"
-            finding.check(right, case)
-            score = table.score_rows.get(name)
-            for column in columns if score is not None else ():
-                value = score.rewards[column] if score is not None else None
-                if not _close(value, episode.reward, slack):
-                    finding.broken.append(f"{table.case(name)}: {column} is {value}, the episode has {episode.reward}")
-    return finding
+    columns = _columns(table, finding)
+    for name, episode in table.episodes.items():
+        rewards = [turn.reward for turn in table.turns.get(name, []) if turn.reward is not None]
+        expected = None if says_nothing(episode) or not rewards else math.fsum(rewards)
+        slack = ROUNDING * max(1.0, math.fsum(map(abs, rewards)))
+        right = close(episode.reward, expected, 0.0, slack)
+        case = f"{table.case(name)}: reward {episode.reward}, its turns give {expected}"
+        finding.check(right, case)
+        score = table.score_rows.get(name)
+        for column in columns if score is not None else ():
+            value = score.rewards[column] if score is not None else None
+            if not close(value, episode.reward, 0.0, slack):
+                finding.broken.append(f"{table.case(name)}: {column} is {value}, the episode has {episode.reward}")
 
 
 def _columns(table: Played, finding: Finding) -> list[str]:
@@ -93,59 +86,47 @@ def _columns(table: Played, finding: Finding) -> list[str]:
     return plain
 
 
-def _close(value: float | None, expected: float | None, slack: float) -> bool:
-    if value is None or expected is None:
-        return value is expected
-    return abs(value - expected) <= slack
-
-
-def failed_teach_nothing(run: AuditedRun) -> OfEpisodes:
+def failed_teach_nothing(table: Played, finding: Finding) -> None:
     """An episode without an end of its own has a reason, no reward, no total, and is not trained on (R9)."""
-    finding = Finding("episodes")
-    while (table := (yield)) is not None:
-        fates = {(f.place, f.sample): f.fate for f in table.round.fates} if table.round is not None else {}
-        for name, episode in table.episodes.items():
-            stops = {row.stop for row in table.rows.get(name, [])[-1:]}
-            if not says_nothing(episode):
-                case = f"{table.case(name)} is {episode.status} in trajectories and failed in rollouts"
-                finding.check("failed" not in stops, case)
-                continue
-            score = table.score_rows.get(name)
-            wrong = {
-                "has no reason": not episode.reason,
-                "has a reward": episode.reward is not None or episode.success is not None,
-                "did not fail in rollouts": stops != {"failed"},
-                "has a total": score is not None and score.total is not None,
-                "is trained on": fates.get(name) == "trained",
-            }
-            said = ", ".join(words for words, is_so in wrong.items() if is_so)
-            finding.check(not said, f"{table.case(name)} is {episode.status} and {said}")
-    return finding
+    fates = {(f.place, f.sample): f.fate for f in table.round.fates} if table.round is not None else {}
+    for name, episode in table.episodes.items():
+        stops = {row.stop for row in table.rows.get(name, [])[-1:]}
+        if not says_nothing(episode):
+            case = f"{table.case(name)} is {episode.status} in trajectories and failed in rollouts"
+            finding.check("failed" not in stops, case)
+            continue
+        score = table.score_rows.get(name)
+        wrong = {
+            "has no reason": not episode.reason,
+            "has a reward": episode.reward is not None or episode.success is not None,
+            "did not fail in rollouts": stops != {"failed"},
+            "has a total": score is not None and score.total is not None,
+            "is trained on": fates.get(name) == "trained",
+        }
+        said = ", ".join(words for words, is_so in wrong.items() if is_so)
+        finding.check(not said, f"{table.case(name)} is {episode.status} and {said}")
 
 
-def each_task_its_episodes(run: AuditedRun) -> OfEpisodes:
+def each_task_its_episodes(table: Played, finding: Finding) -> None:
     """Every task has all of its episodes, each once, with a known end, its turns in order, and a rollout row."""
-    finding = Finding("episodes")
     known = set(get_args(Status))
-    while (table := (yield)) is not None:
-        names = [(row.place, row.sample) for row in table.trajectories]
-        if names != sorted(set(names)):
-            finding.broken.append(f"{table.name}: two episodes have one name, or they are out of order")
-        if strays := (table.rows.keys() ^ table.episodes.keys()) | (table.turns.keys() - table.episodes.keys()):
-            finding.broken.append(f"{table.case(min(strays))} is not in all of its tables")
-        expected = {(place, sample) for place, _ in names for sample in range(table.samples)}
-        if lacking := expected ^ set(names):
-            finding.broken.append(f"{table.case(min(lacking))}: a task has {table.samples} episodes, not this one")
-        for name, episode in table.episodes.items():
-            turns = table.turns.get(name, [])
-            numbers = [turn.turn for turn in turns]
-            right = episode.status in known and numbers == list(range(episode.turns))
-            case = f"{table.case(name)}: {episode.status} after {episode.turns} turns, which are numbered {numbers[:9]}"
-            finding.check(right, case)
-            wrong = _end_fault(episode, turns, table.environment["turns"]) if right else ""
-            if wrong:
-                finding.broken.append(f"{table.case(name)} is {episode.status} and {wrong}")
-    return finding
+    names = [(row.place, row.sample) for row in table.trajectories]
+    if names != sorted(set(names)):
+        finding.broken.append(f"{table.name}: two episodes have one name, or they are out of order")
+    if strays := (table.rows.keys() ^ table.episodes.keys()) | (table.turns.keys() - table.episodes.keys()):
+        finding.broken.append(f"{table.case(min(strays))} is not in all of its tables")
+    expected = {(place, sample) for place, _ in names for sample in range(table.samples)}
+    if lacking := expected ^ set(names):
+        finding.broken.append(f"{table.case(min(lacking))}: a task has {table.samples} episodes, not this one")
+    for name, episode in table.episodes.items():
+        turns = table.turns.get(name, [])
+        numbers = [turn.turn for turn in turns]
+        right = episode.status in known and numbers == list(range(episode.turns))
+        case = f"{table.case(name)}: {episode.status} after {episode.turns} turns, which are numbered {numbers[:9]}"
+        finding.check(right, case)
+        wrong = _end_fault(episode, turns, table.environment["turns"]) if right else ""
+        if wrong:
+            finding.broken.append(f"{table.case(name)} is {episode.status} and {wrong}")
 
 
 def _end_fault(episode: TrajectoryRow, turns: Sequence[TurnRow], most: int) -> str:
@@ -162,26 +143,23 @@ def _end_fault(episode: TrajectoryRow, turns: Sequence[TurnRow], most: int) -> s
     return "" if expected.get(episode.status, True) else "its last turn says otherwise"
 
 
-def limits_are_kept(run: AuditedRun) -> OfEpisodes:
+def limits_are_kept(table: Played, finding: Finding) -> None:
     """No episode has more turns, no turn and no trajectory more tokens than the settings allow; counts are right."""
-    finding = Finding("episodes")
-    while (table := (yield)) is not None:
-        limits, turn_tokens = table.environment, table.config["max_tokens"]
-        for name, episode in table.episodes.items():
-            turns, rows = table.turns.get(name, []), table.rows.get(name, [])
-            most = {
-                "turns": (len(turns), limits["turns"]),
-                "tokens in a turn": (max((len(turn.token_ids) for turn in turns), default=0), turn_tokens),
-                "tokens": (_tokens(rows), limits["max_tokens"]),
-                "tokens in an observation": _observed(turns, limits["observation_tokens"]),
-                "tries": (episode.tries, limits["tries"]),
-            }
-            over = [f"{count} {what} of {limit}" for what, (count, limit) in most.items() if count > limit]
-            sampled = sum(len(turn.token_ids) for turn in turns)
-            if sampled != episode.sampled_tokens:
-                over.append(f"{episode.sampled_tokens} sampled tokens, its turns have {sampled}")
-            finding.check(not over, f"{table.case(name)}: {', '.join(over)}")
-    return finding
+    limits, turn_tokens = table.environment, table.config["max_tokens"]
+    for name, episode in table.episodes.items():
+        turns, rows = table.turns.get(name, []), table.rows.get(name, [])
+        most = {
+            "turns": (len(turns), limits["turns"]),
+            "tokens in a turn": (max((len(turn.token_ids) for turn in turns), default=0), turn_tokens),
+            "tokens": (_tokens(rows), limits["max_tokens"]),
+            "tokens in an observation": _observed(turns, limits["observation_tokens"]),
+            "tries": (episode.tries, limits["tries"]),
+        }
+        over = [f"{count} {what} of {limit}" for what, (count, limit) in most.items() if count > limit]
+        sampled = sum(len(turn.token_ids) for turn in turns)
+        if sampled != episode.sampled_tokens:
+            over.append(f"{episode.sampled_tokens} sampled tokens, its turns have {sampled}")
+        finding.check(not over, f"{table.case(name)}: {', '.join(over)}")
 
 
 def _tokens(rows: Iterable[CompletionRow]) -> int:
@@ -200,41 +178,51 @@ def _messages(turn: TurnRow) -> int:
     return len(json.loads(text)) if text.startswith("[") else 1
 
 
-def one_seed_a_task(run: AuditedRun) -> OfEpisodes:
+def one_seed_a_task(table: Played, finding: Finding) -> None:
     """The episodes of a task begin from its seed, and so from one context (R15)."""
-    finding = Finding("tasks")
-    seeds = seeds_of_tasks(run)
-    while (table := (yield)) is not None:
-        places: dict[int, list[TrajectoryRow]] = {}
-        for row in table.trajectories:
-            places.setdefault(row.place, []).append(row)
-        for place, episodes in places.items():
-            found = {(row.prompt_id, row.seed) for row in episodes}
-            first = episodes[0]
-            # The data may be gone: then the episodes are compared with one another.
-            expected = {(first.prompt_id, seeds.get(first.prompt_id, first.seed))}
-            case = f"{table.name}, place {place}: tasks and seeds {sorted(found)}, expected {sorted(expected)}"
-            finding.check(found == expected, case)
-            rows = [table.rows.get((row.place, row.sample), []) for row in episodes if not says_nothing(row)]
-            contexts = {tuple(parts[0].prompt_ids) for parts in rows if parts}
-            if len(contexts) > 1:
-                finding.left_out.append(
-                    f"{table.name}, place {place}: its episodes begin from {len(contexts)} contexts: the environment "
-                    "does not follow its seed alone"
-                )
-    return finding
+    seeds = table.run.seeds
+    places: dict[int, list[TrajectoryRow]] = {}
+    for row in table.trajectories:
+        places.setdefault(row.place, []).append(row)
+    for place, episodes in places.items():
+        found = {(row.prompt_id, row.seed) for row in episodes}
+        first = episodes[0]
+        # The data may be gone: then the episodes are compared with one another.
+        expected = {(first.prompt_id, seeds.get(first.prompt_id, first.seed))}
+        case = f"{table.name}, place {place}: tasks and seeds {sorted(found)}, expected {sorted(expected)}"
+        finding.check(found == expected, case)
+        rows = [table.rows.get((row.place, row.sample), []) for row in episodes if not says_nothing(row)]
+        contexts = {tuple(parts[0].prompt_ids) for parts in rows if parts}
+        if len(contexts) > 1:
+            finding.left_out.append(
+                f"{table.name}, place {place}: its episodes begin from {len(contexts)} contexts: the environment "
+                "does not follow its seed alone"
+            )
 
 
 LAWS = [
     Law(
         "episodes",
         "each task has all its episodes, with their turns and one end each",
+        "episodes",
         each_task_its_episodes,
-        over="episodes",
+        "episodes",
     ),
-    Law("tokens", "what is trained is what was sampled, id by id, and no observation", rows_are_turns, over="episodes"),
-    Law("returns", "the rewards of the turns sum up to the episode's reward", rewards_add_up, over="episodes"),
-    Law("faults", "episodes that an environment failed teach nothing", failed_teach_nothing, over="episodes"),
-    Law("limits", "episodes keep the limits of turns and tokens", limits_are_kept, over="episodes"),
-    Law("seeds", "the episodes of a task begin from its seed", one_seed_a_task, over="episodes"),
+    Law(
+        "tokens",
+        "what is trained is what was sampled, id by id, and no observation",
+        "rows",
+        rows_are_turns,
+        "episodes",
+    ),
+    Law(
+        "returns",
+        "the rewards of the turns sum up to the episode's reward",
+        "episodes",
+        rewards_add_up,
+        "episodes",
+    ),
+    Law("faults", "episodes that an environment failed teach nothing", "episodes", failed_teach_nothing, "episodes"),
+    Law("limits", "episodes keep the limits of turns and tokens", "episodes", limits_are_kept, "episodes"),
+    Law("seeds", "the episodes of a task begin from its seed", "tasks", one_seed_a_task, "episodes"),
 ]

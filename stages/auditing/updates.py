@@ -12,13 +12,10 @@ from typing import Any
 
 import numpy as np
 
-from stages.auditing.laws import Finding, Law, OfRounds
+from stages.auditing.laws import Finding, Law
 from stages.auditing.run import AuditedRun, Round
+from stages.auditing.scores import EPS, ROUNDING
 
-EPS = 1e-4
-"""Added to the deviation of a group, as in TRL."""
-ROUNDING = 8 * float(np.finfo(np.float32).eps)
-"""Of the largest total of a group: what a mean and a difference in float32 may lose."""
 LEAST_SPREAD = 1e-6
 """Rewards of a group that differ by less tie."""
 DIVIDED = (
@@ -31,78 +28,61 @@ LEFT_OUT = ("rloo",)
 """Advantages r - mean of the other rewards of the group."""
 
 
-def one_fate_each(run: AuditedRun) -> OfRounds:
+def one_fate_each(round_: Round, finding: Finding) -> None:
     """An update names the fate of every completion of its round and refills, once, with a reason where it left."""
-    finding = Finding("completions")
-    while (round_ := (yield)) is not None:
-        if round_.update is None:
-            continue
-        if not round_.update.has("fates/"):
-            finding.left_out.append(f"{round_.name}.update has no table of fates: it was made before there were any")
-            continue
-        sampled = Counter((row.place, row.sample) for part in round_.sampled for row in part.ends)
-        fates = Counter((row.place, row.sample) for row in round_.fates)
-        finding.checked += sampled.total()
-        for wrong in list((sampled - fates).elements())[:1]:
-            finding.broken.append(f"{round_.name}.update: place {wrong[0]}, sample {wrong[1]} has no fate")
-        for wrong in list((fates - sampled).elements())[:1]:
-            finding.broken.append(f"{round_.name}.update: place {wrong[0]}, sample {wrong[1]} has a fate too many")
-        for row in round_.fates:
-            if row.fate != "trained" and not row.reason:
-                finding.broken.append(f"{round_.name}.update: place {row.place} is {row.fate} without a reason")
-                break
-    return finding
+    if round_.update is None:
+        return
+    if not round_.update.has("fates/"):
+        finding.left_out.append(f"{round_.name}.update has no table of fates: it was made before there were any")
+        return
+    sampled = Counter((row.place, row.sample) for part in round_.sampled for row in part.ends)
+    fates = Counter((row.place, row.sample) for row in round_.fates)
+    finding.checked += sampled.total()
+    for wrong in list((sampled - fates).elements())[:1]:
+        finding.broken.append(f"{round_.name}.update: place {wrong[0]}, sample {wrong[1]} has no fate")
+    for wrong in list((fates - sampled).elements())[:1]:
+        finding.broken.append(f"{round_.name}.update: place {wrong[0]}, sample {wrong[1]} has a fate too many")
+    for row in round_.fates:
+        if row.fate != "trained" and not row.reason:
+            finding.broken.append(f"{round_.name}.update: place {row.place} is {row.fate} without a reason")
+            break
 
 
-def dropped_for_cause(run: AuditedRun) -> OfRounds:
+def dropped_for_cause(round_: Round, finding: Finding) -> None:
     """What has no total is not trained on, nor what is masked as cut off; what failed has no total."""
-    finding = Finding("completions")
-    while (round_ := (yield)) is not None:
-        if round_.update is None or not round_.fates:
-            continue
-        totals, cut = _totals(round_), _cut_off(round_)
-        masks = round_.update.manifest["config"]["truncated"] != "keep"
-        for row in round_.fates:
-            place = row.place, row.sample
-            lost = totals.get(place) is None
-            masked = masks and place in cut
-            right = not (lost or masked) if row.fate == "trained" else lost == (row.fate == "failed")
-            state = "has no total" if lost else "was cut off" if masked else "has a total"
-            finding.check(right, f"{round_.name}: place {row.place}, sample {row.sample} is {row.fate} and {state}")
-    return finding
+    totals, cut = _totals(round_), _cut_off(round_)
+    for row in round_.fates:
+        place = row.place, row.sample
+        lost = totals.get(place) is None
+        masked = round_.settings["truncated"] != "keep" and place in cut
+        right = not (lost or masked) if row.fate == "trained" else lost == (row.fate == "failed")
+        state = "has no total" if lost else "was cut off" if masked else "has a total"
+        finding.check(right, f"{round_.name}: place {row.place}, sample {row.sample} is {row.fate} and {state}")
 
 
 def _cut_off(round_: Round) -> set[tuple[int, int]]:
     return {(row.place, row.sample) for part in round_.sampled for row in part.ends if row.stop == "length"}
 
 
-def advantages_follow(run: AuditedRun) -> OfRounds:
+def advantages_follow(round_: Round, finding: Finding) -> None:
     """Advantages of group-relative algorithms, computed anew from the totals of those that count."""
-    finding = Finding("advantages")
-    while (round_ := (yield)) is not None:
-        if round_.update is None or not round_.fates:
-            continue
-        config = round_.update.manifest["config"]
-        why = _not_recomputed(config)
-        if why:
-            finding.left_out.append(f"{round_.name}: {why}")
-            continue
-        expected = _advantages(round_, config)
-        for row in round_.fates:
-            place = row.place, row.sample
-            if row.advantage is not None and row.fate == "trained":
-                value, slack = expected.get(place, (math.nan, 0.0))
-                right = math.isclose(row.advantage, value, rel_tol=2e-3, abs_tol=2e-4 + slack)
-                case = f"{round_.name}, place {row.place}, sample {row.sample}: advantage {row.advantage:.5g}"
-                finding.check(right, f"{case}, its group's totals give {value:.5g}")
-    return finding
-
-
-def _not_recomputed(config: Mapping[str, Any]) -> str:
-    name = config["algorithm"]
-    if name not in (*DIVIDED, *CENTRED, *LEFT_OUT):
-        return f"{name} has no advantage that follows from totals alone"
-    return "its rewards have the KL in them" if config["kl_in_reward"] else ""
+    config = round_.settings
+    if not round_.fates:
+        return
+    if (name := config["algorithm"]) not in (*DIVIDED, *CENTRED, *LEFT_OUT):
+        finding.left_out.append(f"{round_.name}: {name} has no advantage that follows from totals alone")
+        return
+    if config["kl_in_reward"]:
+        finding.left_out.append(f"{round_.name}: its rewards have the KL in them")
+        return
+    expected = _advantages(round_, config)
+    for row in round_.fates:
+        place = row.place, row.sample
+        if row.advantage is not None and row.fate == "trained":
+            value, slack = expected.get(place, (math.nan, 0.0))
+            right = math.isclose(row.advantage, value, rel_tol=2e-3, abs_tol=2e-4 + slack)
+            case = f"{round_.name}, place {row.place}, sample {row.sample}: advantage {row.advantage:.5g}"
+            finding.check(right, f"{case}, its group's totals give {value:.5g}")
 
 
 def _totals(round_: Round) -> dict[tuple[int, int], float | None]:
@@ -137,64 +117,40 @@ def _advantages(round_: Round, config: Mapping[str, Any]) -> dict[tuple[int, int
     return found
 
 
-def sampled_by_its_policy(run: AuditedRun) -> OfRounds:
+def sampled_by_its_policy(round_: Round, finding: Finding) -> None:
     """An update starts at the policy that sampled its rollouts; off-policy, at one that this run has made since."""
-    finding = Finding("tables")
-    policies: list[str] = []
-    while (round_ := (yield)) is not None:
-        if round_.update is None:
-            continue
-        policies.append(round_.update.manifest["inputs"]["policy"]["digest"])
-        allowed = policies if round_.update.manifest["config"]["off_policy"] else policies[-1:]
-        for part in round_.sampled:
-            wrong = next((row.policy for row in part.rows if row.policy not in allowed), None)
-            if wrong is not None and run.record["recipe"]["rl"].get("rollouts_from"):
-                finding.left_out.append(f"{part.name}: sampled by a policy of another run, as rollouts_from asks")
-            else:
-                case = f"{part.name}: sampled by {wrong}, the update starts at {policies[-1][:12]}"
-                finding.check(wrong is None, case)
-    return finding
+    if round_.update is None:
+        return
+    policies = [policy for number, policy in round_.run.starts.items() if number <= round_.number]
+    allowed = policies if round_.settings["off_policy"] else policies[-1:]
+    for part in round_.sampled:
+        wrong = next((row.policy for row in part.rows if row.policy not in allowed), None)
+        if wrong is not None and round_.run.record["recipe"]["rl"].get("rollouts_from"):
+            finding.left_out.append(f"{part.name}: sampled by a policy of another run, as rollouts_from asks")
+        else:
+            case = f"{part.name}: sampled by {wrong}, the update starts at {policies[-1][:12]}"
+            finding.check(wrong is None, case)
 
 
-def sampler_agrees(run: AuditedRun) -> OfRounds:
-    """Sampler and trainer give the sampled tokens the same probabilities, within the round's own limit (R14)."""
-    finding = Finding("rounds")
-    while (round_ := (yield)) is not None:
-        if round_.update is None or not round_.update.metrics.get("steps"):
-            continue
-        limit, kl = round_.update.manifest["config"]["max_mismatch_kl"], round_.update.metrics.get("mismatch_kl")
-        if kl is None:
-            finding.left_out.append(f"{round_.name}: no step told it")
-            continue
-        finding.check(math.isfinite(kl) and kl <= limit, f"{round_.name}: {kl} above {limit}")
-    return finding
-
-
-def loss_is_of_samples(run: AuditedRun) -> OfRounds:
+def loss_is_of_samples(round_: Round, finding: Finding) -> None:
     """The tokens in the loss are as many as were sampled of what is trained on: no prompt, no observation (R3)."""
-    finding = Finding("rounds")
-    while (round_ := (yield)) is not None:
-        metrics = {} if round_.update is None else round_.update.metrics
-        # A step that was skipped has left out its tokens.
-        if round_.update is None or metrics.get("trained_tokens") is None or metrics["skipped"] or not round_.fates:
-            continue
-        trained = {(row.place, row.sample) for row in round_.fates if row.fate == "trained"}
-        rows = [row for part in round_.sampled for row in part.rows if (row.place, row.sample) in trained]
-        sampled = sum(int(np.isfinite(np.asarray(row.logprobs)).sum()) for row in rows)
-        epochs = round_.update.manifest["config"]["epochs"]
-        case = f"{round_.name}: {metrics['trained_tokens']} tokens in the loss of {epochs} epochs"
-        finding.check(metrics["trained_tokens"] == epochs * sampled, f"{case}, {sampled} were sampled")
-    return finding
+    # A step that was skipped has left out its tokens.
+    if (counted := round_.metrics.get("trained_tokens")) is None or round_.metrics["skipped"] or not round_.fates:
+        return
+    trained = {(row.place, row.sample) for row in round_.fates if row.fate == "trained"}
+    rows = [row for part in round_.sampled for row in part.rows if (row.place, row.sample) in trained]
+    sampled = sum(int(np.isfinite(np.asarray(row.logprobs)).sum()) for row in rows)
+    epochs = round_.settings["epochs"]
+    case = f"{round_.name}: {counted} tokens in the loss of {epochs} epochs, {sampled} were sampled"
+    finding.check(counted == epochs * sampled, case)
 
 
-def something_is_learnt(run: AuditedRun) -> OfRounds:
+def something_is_learnt(run: AuditedRun, finding: Finding) -> None:
     """The rounds of a run learn from rewards: at least one takes a step for those that tell completions apart (R25)."""
-    finding = Finding("rounds")
     idle = []
-    while (round_ := (yield)) is not None:
-        if round_.update is not None:
+    for round_ in run.rounds:
+        if metrics := round_.metrics:
             finding.checked += 1
-            metrics = round_.update.metrics
             # Rounds of before that count have those alone whose groups tie with their KL.
             informative = metrics.get("informative", metrics.get("groups", 0) - metrics.get("tied", 0))
             if metrics.get("steps", 0) <= metrics.get("skipped", 0) or not informative:
@@ -203,15 +159,25 @@ def something_is_learnt(run: AuditedRun) -> OfRounds:
         finding.broken.append(f"none of the {len(idle)} rounds had rewards to learn from: read their samples")
     elif idle:
         finding.left_out.append(f"{', '.join(idle)}: no step for rewards, all groups tie or failed")
-    return finding
 
 
 LAWS = [
-    Law("fates", "each completion has one fate, with a reason where it left", one_fate_each, over="rounds"),
-    Law("kept", "what has no reward is not trained on", dropped_for_cause, over="rounds"),
-    Law("advantages", "advantages follow from the totals of their group", advantages_follow, over="rounds"),
-    Law("loss", "the loss is over what was sampled, and no other token", loss_is_of_samples, over="rounds"),
-    Law("on-policy", "an update starts at the policy that sampled its rollouts", sampled_by_its_policy, over="rounds"),
-    Law("sampler", "sampler and trainer agree on what was sampled", sampler_agrees, over="rounds"),
-    Law("learning", "the rounds learn from rewards", something_is_learnt, over="rounds"),
+    Law(
+        "fates",
+        "each completion has one fate, with a reason where it left",
+        "completions",
+        one_fate_each,
+        "rounds",
+    ),
+    Law("kept", "what has no reward is not trained on", "completions", dropped_for_cause, "rounds"),
+    Law("advantages", "advantages follow from the totals of their group", "advantages", advantages_follow, "rounds"),
+    Law("loss", "the loss is over what was sampled, and no other token", "rounds", loss_is_of_samples, "rounds"),
+    Law(
+        "on-policy",
+        "an update starts at the policy that sampled its rollouts",
+        "tables",
+        sampled_by_its_policy,
+        "rounds",
+    ),
+    Law("learning", "the rounds learn from rewards", "rounds", something_is_learnt),
 ]

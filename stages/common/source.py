@@ -85,8 +85,14 @@ def _fetched(url: str) -> Path:
 
 def _state(info: Mapping[str, Any]) -> tuple[Any, str]:
     """Size and version of a file, by the first of these fields: others, such as a signed address, differ each time."""
-    names = ("ETag", "etag", "md5Hash", "md5", "content_md5", "mtime", "LastModified", "last_modified", "Last-Modified")
-    return info.get("size"), str(next((info[name] for name in names if info.get(name)), info.get("created")))
+    names = (
+        *("ETag", "etag", "md5Hash", "md5", "content_md5", "mtime", "LastModified", "last_modified", "Last-Modified"),
+        *("xet_hash", "blob_id", "sha", "modified", "modificationTime", "Content-MD5", "Digest", "created"),
+    )
+    version = next((info[name] for name in names if info.get(name)), None)
+    if version is None:
+        raise OSError("its store tells no version of a file: download it, and give its path")
+    return info.get("size"), str(version)
 
 
 def _is_read(name: str) -> bool:

@@ -98,7 +98,7 @@ def _broken_laws(ctx: Context) -> list[str]:
     recipe = {"fork": None, "rl": {"rollouts_from": ctx.config.rollouts_from}}
     record: Mapping[str, Any] = {"name": "", "recipe": recipe, "nodes": nodes}
     verdicts = list(audit(ctx.inputs["candidate"].store, record))
-    return [f"{v.law.name} ({v.finding.broken[0]})" for v in verdicts if v.finding.broken]
+    return [f"{found.law.name} ({found.broken[0]})" for found in verdicts if found.broken]
 
 
 def _headline(metrics: Mapping[str, Any]) -> str:

@@ -334,7 +334,7 @@ def _write_dead(ctx: Context, config: Config, pieces: Pieces, receipts: Mapping[
 
 def _refuse_too_long(config: Config, fates: Fates) -> None:
     """Raises PrepareError for rows beyond the limits where `too_long` is `error`."""
-    if config.too_long == "error" and fates.dropped_rows:
+    if config.too_long == "error" and any(name.endswith("too_long") for name in fates.dropped_rows):
         raise PrepareError(
             f"rows are longer than max_prompt_tokens {config.max_prompt_tokens} or max_completion_tokens "
             f"{config.max_completion_tokens}: {dict(fates.dropped_rows)}. Raise the limit, or set too_long to drop or "

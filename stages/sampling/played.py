@@ -60,7 +60,8 @@ def conversation_of(row: CompletionRow, episodes: Mapping[Name, TrajectoryRow]) 
         return found
     metadata = json.loads(row.metadata or "{}")
     asked = metadata.get("prompt_messages") or [{"role": "user", "content": row.prompt}]
-    return [*asked, {"role": "assistant", "content": begun(row.text, metadata)}]
+    system = [{"role": "system", "content": text}] if (text := metadata.get("prompt_system")) else []
+    return [*system, *asked, {"role": "assistant", "content": begun(row.text, metadata)}]
 
 
 def reward_of(row: CompletionRow, episodes: Mapping[Name, TrajectoryRow]) -> Outcome:

@@ -19,6 +19,7 @@ from stages.sampling.native import in_one_go, open_engine, replicas_here, with_l
 from stages.sampling.settings import EngineSettings, SamplingConfig
 from tuning import multihost
 from tuning.columns import Numbers
+from tuning.models.tokenizer import control_ids
 from tuning.rows import CompletionRow, PromptRow, RefusedRow, write_table
 
 if TYPE_CHECKING:
@@ -132,7 +133,7 @@ class _Sampler:
         self.ctx, self.draw = ctx, draw
         self.tokenizer = load_tokenizer(ctx, ctx.inputs["tokenizer"])
         self.eos = stop_ids(ctx, ctx.inputs["tokenizer"])
-        self.control = set(self.tokenizer.all_special_ids) | set(self.eos)
+        self.control = {*control_ids(self.tokenizer), *self.eos}
         # The engine has the size that all prompts need, not those of a shard: its size decides how a shard is
         # computed, so a shard has the same bits whichever shards an earlier try has left.
         longest = max((len(prompt.prompt_ids) for prompt in prompts), default=0)

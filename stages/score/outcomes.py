@@ -276,19 +276,18 @@ def _rendered(
 ) -> list[Pair | Outcome]:
     """The conversations as a ready reward model's own template and tokenizer write them; a failure in place of one
     that the template refuses, or of more tokens than the model has positions."""
-    from jinja2 import TemplateError
-
+    from tuning.chat.template import Template
     from tuning.rewards.learned import rendered
 
-    tokenizer, pad = load_tokenizer(ctx, scorer), token_ids(scorer).get("pad_token_id")
+    template, pad = Template(load_tokenizer(ctx, scorer)), token_ids(scorer).get("pad_token_id")
     found: list[list[int] | Outcome] = []
     shared: dict[int, list[int]] = {}
     for row in rows:
         try:
-            ids = rendered(tokenizer, conversation_of(row, episodes), pad)
+            ids = rendered(template, conversation_of(row, episodes), pad)
             if len(ids) > positions:
                 raise ValueError(f"{len(ids)} tokens, it has {positions} positions")
-        except (TemplateError, ValueError) as e:
+        except ValueError as e:
             found.append(Outcome(None, f"the reward model cannot read the conversation: {e}"))
             continue
         found.append(ids)

@@ -50,6 +50,9 @@ def test_a_url_is_fetched_once_for_each_of_its_states(tmp_path, monkeypatch):
     fs.pipe("/models/tiny/optimizer.pt", b"large")
     assert locate(url) == first and not (first / "optimizer.pt").exists()
     assert _state({"size": 1, "ETag": "a", "url": "b"}) == _state({"size": 1, "ETag": "a", "url": "c"})
+    assert _state({"size": 1, "blob_id": "a"}) != _state({"size": 1, "blob_id": "b"})
+    with pytest.raises(OSError, match="tells no version of a file"):
+        _state({"size": 1, "name": "a"})
     fs.pipe("/models/tiny/config.json", b"[]")
     assert (locate(url) / "config.json").read_text() == "[]"
     with pytest.raises(SourceMissing, match="^base.source: memory://models/none cannot be read: FileNotFoundError"):

@@ -141,15 +141,17 @@ class Template:
         text = self.checked(self.fitted(messages), header=True)
         return list(self.tokenizer.encode(text, add_special_tokens=False))
 
-    def plain_ids(self, messages: Sequence[Message]) -> list[int]:
+    def plain_ids(self, messages: Sequence[Message], header: bool = True) -> list[int]:
         """As `ids`, with texts of control tokens in messages as plain text, and a system text folded where it must be.
+
+        `header`: whether they end in the header of the assistant's turn.
 
         Raises ValueError also for a schema of a tool that holds the text of a control token.
         """
         if self._plain.holds_control(str(self._tools)):
             raise ValueError("a tool's schema holds the text of a control token; remove it from the description")
         marked = self._plain.mark(self.fitted(messages, fold=True))
-        return self._plain.ids(self.checked(marked, header=True), inside=False)
+        return self._plain.ids(self.checked(marked, header), inside=False)
 
     def begun(self, text: str) -> list[int]:
         """Token ids of the beginning of an assistant's turn, after its header."""

@@ -92,7 +92,7 @@ def _last_turn(template: Template, turns: Messages, text: str) -> Sample:
         if "</think>" not in content or not answer or not said.rstrip().endswith(answer):
             raise ConversationError(f"the chat template does not write all of message {len(turns)} (role assistant)")
         # As it is sampled: after the generation prompt, which may have opened the thought.
-        before, said = opened, (content.partition("<think>")[2].lstrip("\n") if began else content).rstrip()
+        before, said = opened, (content.lstrip().removeprefix("<think>").lstrip("\n") if began else content).rstrip()
     text = before + said + end
     return Sample(text, ((len(before), len(text)),), bool(end))
 
@@ -150,6 +150,8 @@ def tokenized(tokenizer: PreTrainedTokenizerFast, samples: Sequence[Sample]) -> 
             first, last = (_token(encoding, places) for places in (range(start, stop), range(stop - 1, start - 1, -1)))
             if first is None or last is None:
                 continue
+            # A character may be several tokens, of which that is the first.
+            last = len(ids) - 1 if stop == len(one.text) else last
             # A control token that takes in the white space after it (Phi 3) belongs to the header.
             first += ids[first] in control and encoding.token_to_chars(first)[0] < start
             mask[first : last + 1] = [1] * (last + 1 - first)

@@ -68,11 +68,15 @@ def drafts_of(template: Template | None, plan: Plan, output: str, record: Record
     judged = bool(record.rejected) or record.label is not None
     known: list[Any] = [record.prompt, record.answer, record.tools, None if judged else record.metadata]
     known += [record.chat_template_kwargs] if record.chat_template_kwargs else []
-    prompt = template.checked(template.fitted(_messages(plan, record.prompt)), header=True)
+    turns = _messages(plan, record.prompt)
+    prompt = template.checked(template.fitted(turns), header=True)
     added: dict[str, Any] = {}
     if [message["role"] for message in record.prompt] != ["user"]:
         # Episodes begin with them.
         added["prompt_messages"] = record.prompt
+    if len(turns) > len(record.prompt):
+        # Reward models read it; an environment has it among its own settings.
+        added["prompt_system"] = plan.system_prompt
     opened = _OPENED_TAG.search(prompt)
     if opened and not control_pattern(template.tokenizer).fullmatch(opened[0].strip()):
         # Rewards read completions alone: they have to know that a completion begins within a tag.
@@ -118,8 +122,8 @@ def _pairs(template: Template, plan: Plan, output: str, record: Record, columns:
     return drafts
 
 
-_OPENED_TAG = re.compile(r"<(\w+)>\s*$")
-"""A tag that the header of the assistant's turn opens, as templates of reasoning models open <think>."""
+_OPENED_TAG = re.compile(r"<(?!assistant>|model>|bot>)(\w+)>\s*$")
+"""A tag that the header of the assistant's turn opens, as templates of reasoning models open <think>; no role."""
 _BATCH = 512
 """Texts that are encoded at a time."""
 

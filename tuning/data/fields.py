@@ -76,9 +76,17 @@ class Mapper:
         self.found = []
         self.names |= raw.keys() if len(self.names) < NAMES else raw.keys() & self.rename.keys()
         made = {name: field(present, self.found) for name, field in self.fields.items()}
+        kept: Raw = {}
         # Each name is replaced at once: {a: b, b: a} swaps two fields.
-        kept = {self.rename.get(name, name): value for name, value in present.items() if name not in self.read}
-        return {name: value for name, value in kept.items() if name is not None} | made
+        for old, value in present.items():
+            name = self.rename.get(old, old)
+            if name is None or old in self.read:
+                continue
+            if name in kept:
+                expected = f"one field of this name (rename: {{{name}: null}} leaves the file's out)"
+                raise LayoutError(name, expected, "two")
+            kept[name] = value
+        return kept | made
 
 
 def misnamed(rename: Mapping[str, str | None], names: Collection[str]) -> str | None:

@@ -1,6 +1,6 @@
 """The Beam pipeline that turns raw records into tokenised pieces of the outputs.
 
-    Parts -> Spread -> Read -> Validate -> Rules -> Decontaminate -> Split -> Render -> Tokenize -> Lengths -> Sign
+    Parts -> Spread -> Read -> Validate -> Rules -> Split -> Decontaminate -> Render -> Tokenize -> Lengths -> Sign
     -> Write
 
 An element is a block of records: Beam's overhead stays small, and the tokenizer gets thousands of texts a call. Files

@@ -149,13 +149,15 @@ def view_of(record: Record, source: str) -> dict[str, Any]:
 
 
 def decontaminate(plan: Plan) -> Step:
-    """Drops records that share an n-gram with an evaluation prompt."""
+    """Drops records to train on that share an n-gram with an evaluation prompt."""
     known = np.load(local_copy(plan.contamination)) if plan.contamination else np.zeros(0, np.uint64)
 
     def step(block: Block) -> Counts:
         dropped = 0
         for entry in block.alive() if len(known) else ():
-            if any(is_contaminated(text, known, plan.contamination_lengths) for text in _contents(entry.record)):
+            held_out = entry.outputs[0].startswith("heldout")
+            texts = () if held_out else _contents(entry.record)
+            if any(is_contaminated(text, known, plan.contamination_lengths) for text in texts):
                 entry.fate = "contaminated"
                 dropped += 1
         return {"contaminated": dropped}
@@ -228,8 +230,8 @@ def sign(plan: Plan) -> Step:
 STEPS: dict[str, Callable[[Plan], Step]] = {
     "Validate": validate,
     "Rules": rules,
-    "Decontaminate": decontaminate,
     "Split": split,
+    "Decontaminate": decontaminate,
     "Answers": answers,
     "Render": render,
     "Tokenize": tokenize,

@@ -96,7 +96,9 @@ def source_digests(source: str) -> dict[str, str]:
         paths = files.expand(source)
         return {f"file {i}": f"{file.suffix} {files.file_digest(file.url)}" for i, file in enumerate(paths, start=1)}
     if source == "reasoning_gym":
-        return {"task": source, "package:reasoning-gym": _version("reasoning-gym", "reasoning_gym")}
+        # With SymPy it writes answers.
+        packages = {"package:sympy": _version("sympy", "sympy")}
+        return {"task": source, "package:reasoning-gym": _version("reasoning-gym", "reasoning_gym")} | packages
     if source == "critics":
         return {"task": source, "file 1": files.file_digest(str(_critics_file()))}
     if source in BUILTIN:

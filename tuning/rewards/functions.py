@@ -285,7 +285,7 @@ PACKAGES = {
     "exact_match": ("regex",),
     "number_match": ("regex",),
     "code_passes": ("regex",),
-    "reasoning_gym_score": ("reasoning-gym",),
+    "reasoning_gym_score": ("reasoning-gym", "sympy"),
     "math_equal": ("math-verify", "sympy", "latex2sympy2-extended", "regex"),
 }
 """Packages that influence the result of a built-in; their versions are part of the stage's key."""

@@ -15,6 +15,7 @@ from typing import Any
 from tuning.allowed import NotAllowed, check_key
 from tuning.retries import BUSY, pause, retried
 from tuning.rewards.failures import Outage, Refusal, kind_of
+from tuning.rewards.texts import spoken
 
 TEMPLATE = (
     "Rate the answer to the question for correctness and helpfulness from {low:g} to {high:g}.\n\n"
@@ -28,8 +29,6 @@ FIRST_PAUSE_SECONDS = 0.5
 
 # A number, and what it is said to be of: 7/10, [[7]]/10, **7** (out of 10), 7 of 10.
 _VERDICT = re.compile(r"(-?\d+(?:\.\d+)?)(?:[^\w.]*(?:/|out of|of)[^\w.]*(\d+(?:\.\d+)?))?")
-# Such a last line says nothing but a number.
-_ALONE = re.compile(r"[^\w\n]*\d+(?:\.\d+)?[^\w\n]*")
 
 
 class _NoRedirects(urllib.request.HTTPRedirectHandler):
@@ -93,7 +92,8 @@ def judge(
 
 
 def _number(reply: str, low: float, high: float) -> float:
-    """The number that the judge gives. Raises JudgeFailed where there is none in the range."""
+    """The number that the judge gives after its thoughts. Raises JudgeFailed where there is none in the range."""
+    reply = spoken(reply)
     found = list(_VERDICT.finditer(reply))
     if not found:
         raise JudgeFailed(f"the judge's reply has no number from {low:g} to {high:g}: {reply[:80]!r}")
@@ -101,9 +101,10 @@ def _number(reply: str, low: float, high: float) -> float:
     number, best = found[-1].groups()
     if not low <= float(number) <= high or (best is not None and float(best) != high):
         raise JudgeFailed(f"the judge's reply ends with no number from {low:g} to {high:g}: {reply[-80:]!r}")
-    others = [float(match[1]) for match in found if low <= float(match[1]) < high]
+    line = reply.strip().splitlines()[-1]
+    others = [float(match[1]) for match in _VERDICT.finditer(line) if low <= float(match[1]) < high]
     # "2 on a scale of 1 to 10", "7 (max: 10)": the end of the scale is not the verdict.
-    if float(number) == high and best is None and others and not _ALONE.fullmatch(reply.strip().splitlines()[-1]):
+    if float(number) == high and best is None and others:
         raise JudgeFailed(f"the judge's reply ends with {high:g}, the best, after another number: {reply[-80:]!r}")
     return float(number)
 

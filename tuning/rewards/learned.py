@@ -9,11 +9,11 @@ from typing import Any
 import jax
 import numpy as np
 
+from tuning.chat.template import Template
 from tuning.device import Compute, choose
 from tuning.mesh import mesh_of
 from tuning.models.config import DecoderConfig
 from tuning.models.decoder import scalar_graph
-from tuning.models.tokenizer import render
 from tuning.training.batch import Group
 from tuning.training.completions import per_completion
 from tuning.training.forward import scores
@@ -36,12 +36,12 @@ def ended_by(end: int | None, token_ids: Sequence[int]) -> np.ndarray:
     return tokens if end is None else np.append(tokens[:-1], np.int32(end))
 
 
-def rendered(tokenizer: Any, messages: Sequence[Mapping[str, Any]], pad: int | None) -> list[int]:
-    """Token ids of a conversation as a sequence classifier with this tokenizer and its template reads it.
+def rendered(template: Template, messages: Sequence[Mapping[str, Any]], pad: int | None) -> list[int]:
+    """Token ids of a conversation as a sequence classifier with this template reads it.
 
-    The last token is the one at which transformers takes the score: the last that is not `pad`. Raises as `render`.
+    The last token is the one at which transformers takes the score: the last that is not `pad`. Raises as `plain_ids`.
     """
-    ids = list(tokenizer.encode(render(tokenizer, messages), add_special_tokens=False))
+    ids = template.plain_ids(messages, header=False)
     while len(ids) > 1 and ids[-1] == pad:
         ids.pop()
     return ids

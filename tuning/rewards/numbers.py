@@ -140,6 +140,9 @@ def only(text: str) -> Written | None:
         return None
     # A unit may have an exponent.
     found = _written(matches[0]) if _UNIT.fullmatch(text[matches[0].end() :]) else None
+    if found and matches[0]["comma"]:
+        # One number with a decimal comma: of a list of two the last alone is not the answer.
+        found = dataclasses.replace(found, readings=found.readings[1:])
     return found if found and found.readings else None
 
 

@@ -335,7 +335,8 @@ def code_passes(
         tests = tests_of(answer, meta)
         if not tests:
             return None
-        code, passed, deadline = code_of(begun(text, meta), tests), 0, time.monotonic() + budget_seconds
+        code = code_of(begun(text, meta), [*tests, meta.get("entry_point")])
+        passed, deadline = 0, time.monotonic() + budget_seconds
         for test in tests:
             left = deadline - time.monotonic()
             good = left > 0 and _passes(code, test, meta.get("entry_point"), min(seconds, left), megabytes)

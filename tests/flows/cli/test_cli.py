@@ -34,7 +34,6 @@ def test_help_names_every_verb(rlhf):
     text = rlhf("--help").stdout
     verbs = ["run", "plan", "settings", "rerun", "rescore", "runs", "show", "chat", "serve", "export", "verify"]
     verbs += ["report", "doctor", "gc", "pin", "unpin", "logs", "fork", "diff", "history", "metrics"]
-    verbs += ["trends"]
     for verb in verbs:
         assert re.search(rf"^\W*{verb}\s+\w", text, re.MULTILINE), verb
         shown = CliRunner().invoke(app, [verb, "--help"])

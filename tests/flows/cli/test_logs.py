@@ -12,7 +12,7 @@ import pytest
 from typer.testing import CliRunner
 
 from flows.cli.app import app
-from flows.cli.logs import _following
+from flows.cli.logs import _lines, _Tail
 from flows.recipe.reading import load_recipe
 from flows.report.console import ConsoleReporter
 from flows.running.saving import now
@@ -81,7 +81,7 @@ def test_a_character_that_is_written_in_two_parts_is_one(place, tmp_path):
     log = tmp_path / "runs" / "first" / "worker.log"
     first, second = "\u00e9".encode()[:1], "\u00e9".encode()[1:]
     log.write_bytes(b"before\n" + first)
-    lines = _following(place, place.read_json(*RECORD), {"": log})
+    lines = _lines(place, place.read_json(*RECORD), {"": _Tail(place, "first", log)}, running=True)
     assert next(lines) == "before"
     with log.open("ab") as f:
         f.write(second + b"\n" + first)
@@ -145,17 +145,12 @@ def of_several(place: Store) -> None:
 SEVERAL = {"name": "smoke", "workers": {"train": {}, "sample": {}, "score": None, "data": {}}}
 
 
-def test_logs_of_several_workers_are_shown_in_the_order_in_which_stages_were_begun(tmp_path):
+def test_logs_of_several_workers_have_the_worker_s_name(tmp_path):
     place = Store(str(tmp_path))
     write_record(place, recipe=SEVERAL)
     of_several(place)
-    assert [line for line in shown(place).splitlines() if line.startswith("of")] == [
-        "of sft",
-        "of round-000.rollout",
-        "of round-000.update",
-    ]
-    assert shown(place, "--node", "round-000.r").splitlines()[1:] == ["of round-000.rollout"]
-    # Followed, they come as they are written, each with its worker.
+    assert shown(place, "--node", "round-000.r").splitlines()[1:] == ["sample | of round-000.rollout"]
+    assert shown(place) == shown(place, "-f")
     assert {line for line in shown(place, "-f").splitlines() if "| of" in line} == {
         "train  | of sft",
         "train  | of round-000.update",

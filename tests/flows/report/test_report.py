@@ -1,5 +1,6 @@
 """The report of a run: its content, its safety, and how a real browser shows it."""
 
+import datetime
 import json
 import re
 from pathlib import Path
@@ -13,16 +14,16 @@ from flows.report.charts import PNG_LIMIT, curves_png_data
 from flows.report.console import difference_lines
 from flows.report.formats import duration, visible
 from flows.report.measures import judged_reward, round_series
-from flows.report.page import write_report
+from flows.report.page import view, write_report
 from flows.report.run_view import RunView
 from flows.report.samples import chosen_samples, round_samples
 from stages.store.artifacts import Store
 from stages.store.keys import without_userinfo
 from tests.browser import measure, screenshot
-from tests.flows.report.support import HOSTILE, Maker, Page, recipe_of
+from tests.flows.report.support import BEGIN, HOSTILE, Maker, Page, recipe_of
 from tuning.evaluation.verdicts import Difference
 
-SECTIONS = ("evaluation", "curves", "training", "samples", "rollouts", "stages", "audit", "provenance")
+SECTIONS = ("evaluation", "curves", "training", "samples", "rollouts", "stages", "runs", "audit", "provenance")
 
 
 def written(path):
@@ -55,7 +56,6 @@ def test_report_shows_every_section(whole):
         assert title in page.text
     assert "Supervised stages" in page.text and "heldout accuracy 0.94" in page.text and "Pair accuracy" in page.text
     assert "29 problems gained, 2 lost and 9 stayed equal" in page.text
-    assert "of these, from base to SFT 10 gained and 0 lost, from SFT to RL 19 gained and 2 lost" in page.text
     assert "more curves: single rewards, lengths" in page.text
     assert "Round 0" in page.text and "Round 7" in page.text and "exact: TimeoutError" in page.text
     assert (
@@ -239,6 +239,41 @@ def test_round_series_has_gaps_where_rounds_lack_numbers(whole):
             entry["metrics"]["reward_std"] = 0.5
     assert round_series(record)["reward_std"] == [0.5] * 8, "a reward may have any name"
     assert series["pass_rate"] == series["reward_exact"] and series["seconds_update"] == [12.0] * 8
+
+
+class Night(Maker):
+    """A run, some days after the first, whose policy is better each night."""
+
+    def __init__(self, store, recipe, tmp, name, days):
+        super().__init__(store, recipe, tmp, name)
+        self.days, self.clock = days, BEGIN + datetime.timedelta(days=days)
+        self.record["started"] = self.clock.isoformat()
+
+    def make_evaluate(self, node, out):
+        found = super().make_evaluate(node, out)
+        return found | ({"score": 0.5 + self.days / 10} if "rl" in node.name else {})
+
+
+def test_the_runs_of_the_recipe_have_a_row_each_and_a_chart_over_those_that_ended(tmp_path):
+    store = Store(str(tmp_path / "store"))
+    for days in range(4):
+        night = Night(store, recipe_of(store.url, seed=days), tmp_path, f"demo-{days}", days)
+        night.run(until="round-001.score" if days == 1 else None)
+        # A run that the gate has refused came to its end: without it the chart would show survivors.
+        night.record["status"] = "refused" if days == 2 else night.record["status"]
+        night.save()
+    Night(store, recipe_of(store.url, seed=7, name="other"), tmp_path, "other-1", 1).run(until="sft")
+    found = view(store, night.record)["runs"].content
+    assert [(row["number"], row["name"], row["status"]) for row in found["rows"]] == [
+        (1, "demo-0", "finished"), (2, "demo-1", "failed"), (3, "demo-2", "refused"), (4, "demo-3", "finished"),
+    ]  # fmt: skip
+    charts = {chart.title: chart for chart in found["charts"]}
+    assert set(charts) == {"Score, base", "Score, SFT", "Score, RL"}
+    assert charts["Score, RL"].x == [1, 3, 4] and list(charts["Score, RL"].series.values()) == [[0.5, 0.7, 0.8]]
+    text = Page(written(write_report(store, "demo-3"))).text
+    assert "4 runs of demo" in text and "demo-1 failed" in text and "other-1" not in text
+    other = view(store, store.read_json("runs", "other-1", "run.json"))["runs"].content
+    assert len(other["rows"]) == 1 and other["charts"] == []
 
 
 def test_picture_of_the_curves_for_prefect(whole):

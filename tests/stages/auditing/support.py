@@ -49,4 +49,4 @@ def restated(run: tuple[Store, dict[str, Any]], node: str, edit: Callable[[dict[
 
 def broken(run: tuple[Store, dict[str, Any]]) -> dict[str, list[str]]:
     """The cases of each broken law."""
-    return {v.law.name: v.finding.broken for v in audit(*run) if v.finding.broken}
+    return {v.law.name: v.broken for v in audit(*run) if v.broken}

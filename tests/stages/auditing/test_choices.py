@@ -95,4 +95,4 @@ def test_a_choice_is_the_best_candidate_file_by_file(tmp_path, chosen, content, 
     settings = {"config": {"metric": "pass_at_2"}, "metrics": {"round": chosen}, "inputs": inputs}
     choice = made(store, tmp_path / "s", "select", "s", {"policy.json": content}, **settings)
     finding = one_law("choice", store, entries(select=choice))
-    assert (finding.checked, finding.unit) == (1, "choices") and finding.broken == cases
+    assert (finding.checked, finding.law.unit) == (1, "choices") and finding.broken == cases

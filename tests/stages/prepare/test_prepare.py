@@ -2,6 +2,7 @@
 
 import gzip
 import json
+from collections import Counter
 from pathlib import Path
 
 import pyarrow.parquet as pq
@@ -11,6 +12,7 @@ from stages.prepare import stage as prepare
 from stages.prepare.stage import Config, PrepareError
 from stages.store.keys import config_content, digest
 from tests.stages.prepare.support import SYSTEM, digests, rows, write
+from tuning.data.merge import Fates
 from tuning.models.tokenizer import load_tokenizer
 
 
@@ -359,3 +361,7 @@ def test_evaluation_prompts_are_in_the_key_by_content(tmp_path):
 def test_execution_settings_are_marked():
     marked = {name for name, field in Config.model_fields.items() if field.json_schema_extra == {"execution": True}}
     assert marked == {"source", "workers", "chunk_megabytes", "runner"}
+
+
+def test_a_pair_of_equal_answers_is_not_told_as_too_long():
+    prepare._refuse_too_long(Config(too_long="error"), Fates(dropped_rows=Counter({"preference:equal_pair": 1})))

@@ -53,6 +53,16 @@ def test_evaluation_prompts_are_dropped_in_any_script(run, tmp_path):
     assert {row["id"] for row in rows(out, "sft")} == {record["id"] for record in clean}
 
 
+def test_evaluation_prompts_that_are_held_out_stay(run, tmp_path):
+    asked = [{"prompt": f"how many apples has a farmer with {i} trees of ten apples each"} for i in range(3)]
+    evaluation = write(tmp_path / "evaluation.jsonl", asked)
+    train = write(tmp_path / "train.jsonl", [{"prompt": f"say: {asked[0]['prompt']}"}, {"prompt": "something else"}])
+    sources = [{"source": train, "for": ["prompts"]}, {"source": evaluation, "for": ["heldout"]}]
+    settings = {"splits": ["prompts", "heldout"], "decontaminate": {"sources": [evaluation]}}
+    metrics, _ = run(Config(sources=sources, heldout_fraction=0.0, **settings))
+    assert metrics["dropped_records"] == {"contaminated": 1} and metrics["rows"] == {"prompts": 1, "heldout": 3}
+
+
 def test_a_short_turn_of_an_evaluation_conversation_does_not_drop_training_records(run, tmp_path):
     turns = ["Hi", "how many apples has a farmer with nine trees of ten apples each", "Why?"]
     said = [{"role": role, "content": text} for text in turns for role in ("user", "assistant")]

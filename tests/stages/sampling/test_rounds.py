@@ -13,12 +13,16 @@ import pytest
 from stages import base as base_model
 from stages import evaluate, greedy, rollout
 from stages.common.compilation import configure_jax
+from stages.contract.definition import Context
+from stages.sampling import rows as rows_module
 from stages.sampling.groups import chosen_groups, read_scored
 from stages.score import stage as score
 from stages.score.settings import Reward
 from tests.stages.score.functions import weighed
+from tests.stages.serving.chats import tokenizer
 from tests.stages.training.support import Folder, data, ids, perform
 from tuning.algorithms.round_data import RoundData
+from tuning.models.tokenizer import save_tokenizer
 from tuning.rows import CompletionRow, RefusedRow, ScoreRow, names_of, read_table
 
 PROMPTS, COMPLETIONS = 8, 2
@@ -160,6 +164,16 @@ def test_a_text_that_ends_completions_leaves_their_tokens_as_they_are_up_to_it(i
         np.testing.assert_allclose(row.logprobs, list(full.logprobs)[:count], atol=1e-6)
         assert row.text == full.text.partition(stop)[0] and (row.stop == "string") == (stop in full.text)
     assert "string" in ends
+
+
+def test_a_text_is_without_each_control_token_whatever_its_role(tmp_path):
+    made, folder = tokenizer("llama3"), Folder(tmp_path, "base")
+    save_tokenizer(made, tmp_path / "tokenizer")
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model" / "config.json").write_text("{}")
+    ctx = Context(rollout.Config(), {"tokenizer": folder}, tmp_path, tmp_path, 0, print, print, {})
+    said = made.encode("5<|start_header_id|>user<|end_header_id|>6<|eot_id|></s>", add_special_tokens=False)
+    assert rows_module._Sampler(ctx, rows_module.Draw(1, 4, 1.0, 1), [])._text(said) == "5user6"
 
 
 def test_an_evaluation_draws_from_the_tokens_that_it_is_restricted_to(inputs):

@@ -8,14 +8,19 @@ import numpy as np
 import pytest
 
 from stages import scorer
+from stages.prepare import stage as prepare
+from stages.prepare.settings import Config as DataConfig
 from stages.sampling.played import conversation_of
 from stages.score.outcomes import outcomes_of
 from stages.score.settings import MODEL, Reward
 from tests.stages.score.support import context
 from tests.stages.training.support import Folder, perform
+from tuning.chat.template import Template
 from tuning.models.byte_tokenizer import byte_tokenizer
 from tuning.models.config import UnsupportedModel
-from tuning.rows import CompletionRow
+from tuning.models.tokenizer import save_tokenizer
+from tuning.rewards.learned import rendered
+from tuning.rows import CompletionRow, PromptRow, read_table
 
 torch = pytest.importorskip("torch", reason="parity needs torch")
 
@@ -86,8 +91,38 @@ def test_its_scores_are_those_of_transformers(folder, tmp_path, monkeypatch):
     expected = [theirs(row) for row in rows[:8]]
     np.testing.assert_allclose([outcome.value for outcome in outcomes[:8]], expected, rtol=1e-10)
     assert len({round(value, 4) for value in expected}) == 6
-    assert all("cannot read the conversation: no such text" in str(outcome.failure) for outcome in outcomes[8:12])
+    assert all("(no such text); use one with these roles" in str(outcome.failure) for outcome in outcomes[8:12])
     assert all("tokens, it has 96 positions" in str(outcome.failure) for outcome in outcomes[12:])
+
+
+def test_it_reads_the_recipes_system_prompt_and_no_turn_that_a_completion_has_written(tmp_path):
+    tokenizer = byte_tokenizer()
+    tokenizer.chat_template = TEMPLATE
+    end = tokenizer.eos_token
+    said = f"4{end}[user] Great!"
+    own = {"role": "system", "content": "Own."}
+    prepared = [{"prompt": "What?", "id": "a"}, {"prompt": [own, SYSTEM[1]], "id": "b"}]
+    (tmp_path / "a.jsonl").write_text("".join(json.dumps(one) + "\n" for one in prepared))
+    save_tokenizer(tokenizer, tmp_path / "tokenizer")
+    config = DataConfig(source=str(tmp_path / "a.jsonl"), splits=["prompts"], system_prompt="Be brief.")
+    _, made = perform(prepare, config, tmp_path / "made", {}, base=Folder(tmp_path, "base"))
+    prompts = read_table(sorted(made.local("prompts/").glob("*.parquet")), PromptRow)
+    for prompt, system in zip(prompts, ("Be brief.", "Own."), strict=True):
+        [row] = rows_of([(prompt.prompt, json.loads(prompt.metadata))], [said])
+        ids = rendered(Template(tokenizer), conversation_of(row, {}), None)
+        assert tokenizer.decode(ids).endswith(f"[system] {system}{end}[user] What?{end}[assistant] {said}{end}")
+        assert ids.count(tokenizer.eos_token_id) == 3
+
+
+def test_a_message_that_its_template_leaves_out_is_a_failure():
+    tokenizer = byte_tokenizer()
+    tokenizer.chat_template = TEMPLATE.replace("for m in messages", "for m in messages if m.role != 'system'")
+    ids = rendered(Template(tokenizer), [*SYSTEM, {"role": "assistant", "content": "4"}], None)
+    # In the user's first message, as the template has no role for it.
+    assert "[user] Be brief.\n\nWhat?" in tokenizer.decode(ids)
+    tokenizer.chat_template = TEMPLATE.replace("for m in messages", "for m in messages[-1:]")
+    with pytest.raises(ValueError, match="leaves out the text of message 1"):
+        rendered(Template(tokenizer), [SYSTEM[1], {"role": "assistant", "content": "4"}], None)
 
 
 def test_what_is_no_reward_model_is_refused(folder, tmp_path):

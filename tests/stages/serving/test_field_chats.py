@@ -14,6 +14,7 @@ from tests.tuning.chat.templates import chat_prompt_ids
 from tuning.chat.template import Template
 from tuning.data import drafts
 from tuning.data.blocks import Block, Entry, Plan
+from tuning.data.conversations import sample, tokenized
 from tuning.data.records import RecordError, parse_record
 from tuning.models.byte_tokenizer import byte_tokenizer
 from tuning.models.tokenizer import load_tokenizer, save_tokenizer, with_template
@@ -205,6 +206,21 @@ def test_a_prompt_may_open_the_thought_that_a_completion_continues(tmp_path):
     made = tokenizer("deepseek_r1_distill")
     [row], _ = prepared(made, tmp_path, {"prompt": "Hi", "completion": THOUGHT + "Yo"})
     assert row["prompt_ids"].endswith("<think>\n") and row["completion_ids"].startswith("hm, hm\n</think>")
+
+
+@pytest.mark.parametrize("name", ["deepseek_r1_distill", "deepseekv3", "deepseekv3_training"])
+@pytest.mark.parametrize("thought", ["hm, hm\n", "hm <think> hm\n"])
+def test_a_completion_as_it_was_sampled_ends_a_thought_that_the_prompt_began(tmp_path, name, thought):
+    text = thought + "</think>\n\nYo"
+    [row], _ = prepared(tokenizer(name), tmp_path, {"prompt": "Hi", "completion": text})
+    assert row["prompt_ids"].endswith("<think>\n") and row["completion_ids"].startswith(text)
+
+
+def test_all_of_a_last_character_is_trained_where_the_template_ends_no_turn():
+    made = tokenizer("glm4moe")
+    [(ids, mask)] = tokenized(made, [sample(Template(made), [user("Hi"), bot("Yo 😊")])])
+    trained = made.decode([i for i, one in zip(ids, mask, strict=True) if one])
+    assert trained.endswith("Yo 😊</s>")
 
 
 def test_a_thought_of_an_earlier_message_is_no_beginning_of_an_answer(tmp_path):

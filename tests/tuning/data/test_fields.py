@@ -96,6 +96,16 @@ def test_what_cannot_be_had_names_field_pattern_and_place(spec, message):
         Mapper(fields={"x": spec})(RECORD)
 
 
+@pytest.mark.parametrize("names", [("question", "prompt"), ("prompt", "question")])
+def test_a_name_that_a_record_has_already_is_given_to_no_other_field(names):
+    raw = {name: name for name in names}
+    with pytest.raises(LayoutError, match=r"`prompt`: expected one field of this name \(rename: {prompt: null}"):
+        Mapper({"question": "prompt"})(raw)
+    assert Mapper({"question": "prompt", "prompt": None})(raw) == {"prompt": "question"}
+    assert Mapper({"question": "prompt", "prompt": "question"})(raw) == {"prompt": "question", "question": "prompt"}
+    assert Mapper({"question": "prompt"})(raw | {"prompt": None}) == {"prompt": "question"}
+
+
 def test_a_pattern_that_never_ends_is_told_as_one_that_does_not_match(monkeypatch):
     monkeypatch.setattr(fields, "PATTERN_SECONDS", 0.1)
     with pytest.raises(LayoutError, match=re.escape("a match of '(a|aa)+$' in `answer` within 0.1 s, got ... 'aaa")):

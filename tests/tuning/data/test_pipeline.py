@@ -67,7 +67,7 @@ def test_rows_of_every_split(plan, tmp_path):
     assert decoded(plan, one["chosen_ids"]) == "good</s>"
     assert decoded(plan, two["rejected_ids"]) == two["rejected"] + "</s>"
     [prompt], [heldout] = rows(plan, "prompts", tmp_path), rows(plan, "heldout", tmp_path)
-    assert (prompt["prompt"], prompt["answer"], prompt["metadata"]) == ("y", "a", "{}")
+    assert (prompt["prompt"], prompt["answer"], prompt["metadata"]) == ("y", "a", '{"prompt_system":"sys"}')
     assert decoded(plan, heldout["prompt_ids"]) == "<s>system:sys</s><s>user:z</s><s>assistant:"
     assert len(rows(plan, "heldout_preference", tmp_path)) == 2
 
@@ -398,7 +398,7 @@ def test_rewards_find_the_accepted_answers_of_verls_records(plan, tmp_path):
     )
 
 
-@pytest.mark.parametrize(("header", "right"), [("<think>\n", [1, 1, 0, 0]), ("", [0, 0, 0, 0])])
+@pytest.mark.parametrize(("header", "right"), [("<think>\n", [1, 1, 0, 0]), ("", [0] * 4), ("<assistant>\n", [0] * 4)])
 def test_a_reward_of_tags_knows_which_one_the_template_has_opened(plan, tmp_path, header, right):
     tokenizer = blocks.tokenizer_of(plan.tokenizer)
     folder = tmp_path / "tokenizer"
@@ -410,3 +410,4 @@ def test_a_reward_of_tags_knows_which_one_the_template_has_opened(plan, tmp_path
     texts = ["I add.\n</think>\n<answer>4</answer>", "I add.</think><answer>5</answer>"]
     texts += ["<answer>4</answer>", "I add. <answer>4</answer>"]
     assert tagged(["?"] * 4, texts, metadata=[json.loads(row["metadata"])] * 4) == right
+    assert ("opened_tag" in row["metadata"]) == any(right)

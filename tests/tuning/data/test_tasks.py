@@ -85,6 +85,7 @@ def test_reasoning_gym_records_can_be_scored_again(records):
         assert score(record.answer, entry) == 1
         assert len(record.rejected) == 1 and score(record.rejected[0], entry) < 1
     assert problems == records("reasoning_gym", options, seed=3)
+    assert {"package:sympy", "package:reasoning-gym"} < source_digests("reasoning_gym").keys()
     assert source_digests("reasoning_gym")["package:reasoning-gym"] == tasks.importlib.metadata.version("reasoning-gym")
     with pytest.raises(SourceError, match="did you mean 'chain_sum'"):
         records("reasoning_gym", {"name": "chainsum"})

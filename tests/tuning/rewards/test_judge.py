@@ -128,6 +128,8 @@ def test_a_key_does_not_go_through_a_proxy_in_the_clear(server, monkeypatch):
         *((r"\boxed{7}/10", 0.7), ("Score: 8 (out of 10)", 0.8), ("[[7]]/10", 0.7), ("8 of 10", 0.8)),
         *(("2 on a scale of 1 to 10", None), ("3 out of a possible 10", None), ("7 (max: 10)", None)),
         *(("10", 1.0), ("1. Right.\n2. Brief.\n**10**", 1.0), ("10/10", 1.0), ("A 10 out of 10: a 10.", 1.0)),
+        *(("It says 3 + 4 = 7.\n\nScore: 10", 1.0), ("1. Right.\nRating: [[10]]", 1.0), ("As 1 + 1: 3.", 0.3)),
+        *(("<think>\n2 + 2 is 4</think>Score: 10", 1.0), ("Score: 7\n\n(scale: 0 to 10)", None)),
     ],
 )
 def test_a_number_of_so_many_counts_where_the_best_is_so_many(server, reply, value):
@@ -136,6 +138,12 @@ def test_a_number_of_so_many_counts_where_the_best_is_so_many(server, reply, val
         assert ask(server[0]) == [value]
         return
     with pytest.raises(JudgeFailed, match="the judge's reply ends with (no number from 0 to )?10"):
+        ask(server[0])
+
+
+def test_a_number_in_a_thought_without_an_end_is_no_verdict(server):
+    server[2].append("<think>\nThere are 3")
+    with pytest.raises(JudgeFailed, match="has no number"):
         ask(server[0])
 
 

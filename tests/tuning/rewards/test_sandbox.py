@@ -69,6 +69,12 @@ def test_the_block_that_defines_what_tests_use_is_the_code(text, right):
     assert ("add" in scope and scope["add"](1, 2) == 3) == right
 
 
+def test_the_block_that_defines_the_entry_point_is_the_code():
+    text = "```python\nTEN = 10\n\ndef f(x):\n    return x + TEN\n```\nSo:\n```python\nprint(f(2))\n```"
+    given = {"tests": ["def check(candidate):\n    assert candidate(2) == 12"], "entry_point": "f"}
+    assert code_passes([""], [text], answer=[None], metadata=[given], isolation="best-effort") == [1.0]
+
+
 def test_the_block_that_reads_input_is_the_program():
     program = "```python\nprint(int(input()) + 1)\n```\nAn example:\n```python\nprint(2 + 1)\n```"
     assert code_of(program, [{"input": "2", "output": "3"}]) == "print(int(input()) + 1)\n"
