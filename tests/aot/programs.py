@@ -6,7 +6,6 @@ Models have their own widths and, in training, their own depth: a loop over laye
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -25,9 +24,9 @@ from tuning.algorithms.settings import Objective, Preference
 from tuning.algorithms.supervised import reward_loss, sft_loss
 from tuning.axes import Axes
 from tuning.device import Compute
+from tuning.fit import machines
 from tuning.fit.places import in_type, shapes_of, trees
 from tuning.mesh import make_mesh, row_shards, state_shardings, under
-from tuning.models import attention
 from tuning.models.config import DecoderConfig
 from tuning.models.decoder import decoder_graph, scalar_graph
 from tuning.models.lora import LoraConfig, over, tuned_graph
@@ -70,7 +69,7 @@ def lowered(case: Case, mesh: Mesh | AbstractMesh | None = None) -> tuple[Any, f
             mesh = make_mesh(Axes(1, 1, case.tensor), devices[: case.tensor])
     elif case.paged and isinstance(mesh, AbstractMesh):
         mesh = mesh.update(abstract_device=AbstractDevice(CHIP, 1, "tpu"))
-    with compiling_for(case.platform), _without_cudnn(case), _on_its_chip(case, mesh):
+    with compiling_for(case.platform), _on_its_chip(case, mesh):
         traced, ideal = (_packed if trains else sampling)(case, mesh)
         return traced.lower(lowering_platforms=("cuda" if case.platform == "gpu" else "tpu",)), ideal
 
@@ -86,24 +85,8 @@ def _devices(case: Case) -> list[Any]:
     if case.platform == "tpu":
         return list(get_topology_desc(platform="tpu", topology_name=case.topology).devices)
     described, count = case.topology.split("x")
-    config = Path(__file__).with_name(f"{described}.txtpb").read_text()
+    config = (Path(machines.__file__).with_name(f"{described}.txtpb")).read_text()
     return list(get_topology_desc(platform="cuda", target_config=config, topology=f"1x1x{count}").devices)
-
-
-@contextlib.contextmanager
-def _without_cudnn(case: Case) -> Iterator[None]:
-    """Within it GPUs attend in blocks: cuDNN asks the device that is there for what it can do."""
-    chosen = attention.choose
-
-    def choose(*arguments: Any, **options: Any) -> attention.Implementation:
-        found = chosen(*arguments, **options)
-        return "blocked" if found == "cudnn" else found
-
-    attention.choose = choose
-    try:
-        yield
-    finally:
-        attention.choose = chosen
 
 
 def _packed(case: Case, mesh: Any) -> tuple[Any, float]:
