@@ -15,17 +15,12 @@ from typing import Any
 
 import jax
 
-from stages.common.source import locate, snapshot
 from stages.contract.registry import by_section
-from stages.tools.fit_asks import Run
+from stages.tools.fit_asks import Run, model_of
 from tuning.fit.machines import machine
 from tuning.fit.needs import Needs, peak
 from tuning.fit.training import Packed
-from tuning.models.byte_tokenizer import byte_tokenizer
-from tuning.models.config import DecoderConfig, UnsupportedModel, tiny
-from tuning.models.config_json import from_hugging_face
-from tuning.models.gguf import GGUFCheckpoint, GGUFFile
-from tuning.models.huggingface import read_config
+from tuning.models.config import UnsupportedModel
 from tuning.rollout.requests import RefusedRequest
 
 Figures = dict[str, Any]
@@ -71,32 +66,23 @@ def _run(question: dict[str, Any]) -> Run:
     sections: dict[str, Any] = {
         name: by_section()[name].config.model_validate_json(json.dumps(settings)) for name, settings in given.items()
     }
-    score, distill = sections.get("rl.score"), sections.get("distill")
-    sources = [*(score.ready.values() if score else ()), *([distill.teacher] if distill else ())]
-    models = {s: model_of(s) for s in sources if s not in ("base", "sft", "preference", "rl")}
     prompt = max(1, min(data["max_prompt_tokens"], model.max_positions // 2))
-    return Run(on, sections, model, models, prompt, data["max_completion_tokens"], question["turns"])
+    return Run(on, sections, model, prompt, data["max_completion_tokens"], question["turns"])
 
 
 def sums(run: Run, needs: Needs) -> Figures:
     """The figures without the peak."""
-    fits, remedy = needs.held <= run.on.limit, run.on.uncompiled
-    why = f"the peak is not computed; install {remedy}" if remedy and fits else ""
-    verdict = "unknown" if fits else "does not fit"
-    return {
-        "parts": needs.parts,
-        "held": needs.held,
-        "peak": None,
-        "shape": needs.shape,
-        "verdict": verdict,
-        "why": why,
-    }
+    found = {"parts": needs.parts, "held": needs.held, "peak": None, "shape": needs.shape, "why": ""}
+    if needs.held > run.on.limit:
+        return found | {"verdict": "does not fit"}
+    remedy = run.on.uncompiled
+    return found | {"verdict": "unknown", "why": f"the peak is not computed; install {remedy}" if remedy else ""}
 
 
 def figures(run: Run, needs: Needs) -> Figures:
     """The figures with the peak, where the sums leave room and the compiler is here."""
     found = sums(run, needs)
-    if found["verdict"] == "does not fit" or run.on.uncompiled:
+    if found["why"] or found["verdict"] != "unknown":
         return found
     try:
         most = peak(needs, run.on)
@@ -146,16 +132,6 @@ def _changes(asked: Any, shape: dict[str, int], section: str) -> Iterator[dict[s
         yield {f"{optimizer}.moments": moments}
     yield {"lora.rank": 16}
     yield {"lora.quantize": "nf4"}
-
-
-def model_of(source: str) -> DecoderConfig:
-    """The config of a model folder, which needs no weights, a GGUF file or a model on the hub. Raises ValueError or
-    FileNotFoundError, naming it."""
-    hub = source.startswith("hub:")
-    path = snapshot(source.removeprefix("hub:"), ["config.json"]) if hub else locate(source)
-    if path is None:
-        return tiny(len(byte_tokenizer()))
-    return read_config(path) if path.is_dir() else from_hugging_face(GGUFCheckpoint(GGUFFile(path)).config(), str(path))
 
 
 if __name__ == "__main__":

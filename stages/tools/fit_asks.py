@@ -9,6 +9,7 @@ from functools import partial
 from typing import Any
 
 from stages.common.models import limits_of
+from stages.common.source import locate, snapshot
 from stages.sampling.rows import context_of
 from stages.training.adapters import lora_config
 from tuning.algorithms.algorithm import find
@@ -21,8 +22,12 @@ from tuning.fit.machines import Machine
 from tuning.fit.places import narrower, weights
 from tuning.fit.sampling import Sampled
 from tuning.fit.training import Packed
-from tuning.models.config import DecoderConfig
+from tuning.models.byte_tokenizer import byte_tokenizer
+from tuning.models.config import DecoderConfig, tiny
+from tuning.models.config_json import from_hugging_face
 from tuning.models.decoder import decoder_graph, scalar_graph
+from tuning.models.gguf import GGUFCheckpoint, GGUFFile
+from tuning.models.huggingface import read_config
 from tuning.rollout.engine.placement import sampling_axes
 from tuning.training.batch import Group
 
@@ -39,8 +44,6 @@ class Run:
     on: Machine
     sections: Mapping[str, Any]
     model: DecoderConfig
-    models: Mapping[str, DecoderConfig]
-    """Teachers and reward models, by source."""
     prompt: int
     """Tokens of a prompt."""
     completion: int
@@ -123,6 +126,16 @@ class Run:
         return self.groups(prompts, rollout.completions, rollout.max_tokens * self.turns)
 
 
+def model_of(source: str) -> DecoderConfig:
+    """The config of a model folder, which needs no weights, a GGUF file or a model on the hub. Raises ValueError or
+    FileNotFoundError, naming it."""
+    hub = source.startswith("hub:")
+    path = snapshot(source.removeprefix("hub:"), ["config.json"]) if hub else locate(source)
+    if path is None:
+        return tiny(len(byte_tokenizer()))
+    return read_config(path) if path.is_dir() else from_hugging_face(GGUFCheckpoint(GGUFFile(path)).config(), str(path))
+
+
 def _sft(run: Run, config: Any) -> Asks:
     (group,) = run.groups(1, 1, run.completion)
     tokens = config.tokens_per_step
@@ -145,7 +158,7 @@ def _preference(run: Run, config: Any) -> Asks:
 
 
 def _distill(run: Run, config: Any) -> Asks:
-    teacher = run.models.get(config.teacher, run.model)
+    teacher = run.model if config.teacher in ("base", "sft", "preference", "rl") else model_of(config.teacher)
     tokens = max(run.completion, config.max_tokens if config.on_policy else 0)
     groups = run.groups(config.examples_per_step, 1, tokens)
     graphs = run.graph, decoder_graph(teacher)
@@ -168,7 +181,7 @@ def _score(run: Run, config: Any) -> Asks:
     groups = run.round(run.sections["rl.rollout"].prompts)
     models = {"score": run.model} if config.of_run else {}
     # Tokens of another tokenizer are about as many.
-    models |= {f"score ({source})": run.models[source] for source in config.ready.values()}
+    models |= {f"score ({source})": model_of(source) for source in config.ready.values()}
     for name, model in models.items():
         yield name, Packed(model, groups, config.compute, others=run.kept(config))
 

@@ -28,6 +28,9 @@ from tuning.target import Platform, compiling_for
 GIB = 2**30
 NODE = 8
 """GPUs of a node."""
+USABLE = {"tpu": 0.98, "gpu": 0.75}
+"""Share of the memory that programs get: a TPU reserves some, and JAX takes 0.75 of a GPU's by default
+(XLA_PYTHON_CLIENT_MEM_FRACTION)."""
 ALONE = {
     "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",
     "TPU_SKIP_MDS_QUERY": "1",
@@ -44,25 +47,20 @@ class Kind:
     name: str
     platform: Platform
     memory_bytes: int
-    usable: float
-    """Share of the memory that programs get: a TPU reserves some, and JAX takes 0.75 of a GPU's by default
-    (XLA_PYTHON_CLIENT_MEM_FRACTION)."""
     cores: int = 1
     """TensorCores of a chip, which the name of a slice counts: a `v5p-64` has 32 chips."""
-    most: int = 2**16
-    """Devices of the largest machine."""
 
 
 KINDS = {
     kind.name: kind
     for kind in (
-        Kind("v5e", "tpu", 16 * GIB, 0.98, most=256),
-        Kind("v5p", "tpu", 95 * GIB, 0.98, cores=2, most=8192),
-        Kind("v6e", "tpu", 32 * GIB, 0.98, most=256),
-        Kind("a100", "gpu", 80 * GIB, 0.75),
-        Kind("h100", "gpu", 80 * GIB, 0.75),
-        Kind("h200", "gpu", 141 * 10**9, 0.75),
-        Kind("b200", "gpu", 180 * 10**9, 0.75),
+        Kind("v5e", "tpu", 16 * GIB),
+        Kind("v5p", "tpu", 95 * GIB, cores=2),
+        Kind("v6e", "tpu", 32 * GIB),
+        Kind("a100", "gpu", 80 * GIB),
+        Kind("h100", "gpu", 80 * GIB),
+        Kind("h200", "gpu", 141 * 10**9),
+        Kind("b200", "gpu", 180 * 10**9),
     )
 }
 """The kinds by name."""
@@ -81,7 +79,8 @@ class Machine:
     @property
     def limit(self) -> int:
         """Bytes of a device that programs may use."""
-        return int(self.kind.memory_bytes * self.kind.usable)
+        share = 1.0 if self.here else USABLE[self.kind.platform]
+        return int(self.kind.memory_bytes * share)
 
     def choices(self, dtype: str, remat: str = "auto") -> device.Device:
         """The choices of `tuning.device.choose` on such a device."""
@@ -143,7 +142,7 @@ def machine(name: str) -> Machine:
     if name == "cpu":
         first = jax.devices()[0]
         platform: Platform = first.platform  # type: ignore[assignment]
-        return Machine(name, Kind(first.device_kind, platform, device.memory_bytes(), 1.0), jax.device_count(), True)
+        return Machine(name, Kind(first.device_kind, platform, device.memory_bytes()), jax.device_count(), True)
     match = re.fullmatch(r"([a-z]+\d+[a-z]*)(?:([-x])(\d+))?", name)
     if match is None or match[1] not in KINDS:
         raise ValueError(
@@ -151,10 +150,9 @@ def machine(name: str) -> Machine:
         )
     kind = KINDS[match[1]]
     count, rest = divmod(int(match[3] or 1), kind.cores if match[2] == "-" else 1)
-    whole = count & (count - 1) == 0 if kind.platform == "tpu" or count < NODE else count % NODE == 0
-    if rest or not whole or not 0 < count <= kind.most:
+    if rest or count < 1 or (count & (count - 1) and (kind.platform == "tpu" or count % NODE)):
         raise ValueError(
-            f"--on {name}: no such machine; {kind.name} has 1, 2, 4, 8, ... devices, of a GPU multiples of {NODE}, "
-            f"at most {kind.most}; the number after - counts TensorCores, {kind.cores} a device"
+            f"--on {name}: no such machine; {kind.name} has 1, 2, 4, 8, ... devices, of a GPU multiples of {NODE}; "
+            f"the number after - counts TensorCores, {kind.cores} a device"
         )
     return Machine(name, kind, count)

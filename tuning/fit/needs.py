@@ -32,10 +32,8 @@ class Needs:
     """How the work is divided: rows and micro-batches, or slots."""
     programs: Callable[[int], list[Any]]
     """Traces the stage's programs, whose arguments are among `parts`, with so many layers."""
-    layers: int
-    """Of the model."""
-    looped: bool = True
-    """Whether the programs have one layer in a loop."""
+    layers: int = 0
+    """Layers that the programs have one by one; 0: they loop over all."""
     within: int = 0
     """Bytes of `parts` that are temporary in the programs."""
 
@@ -49,7 +47,7 @@ def peak(needs: Needs, on: Machine) -> int:
     """Bytes at the fullest moment of the stage's programs. Raises jax.errors.JaxRuntimeError where the compiler refuses
     a program, as that of TPUs does without room."""
     with on.compiling():
-        if needs.looped or needs.layers <= MORE:
+        if needs.layers <= MORE:
             most = max(_beside(program, on) for program in needs.programs(needs.layers))
         else:
             few, more = ([_beside(program, on) for program in needs.programs(layers)] for layers in (FEW, MORE))

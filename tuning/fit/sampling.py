@@ -75,8 +75,8 @@ class Sampled:
                 parts | {"cache": size(stacks)},
                 {"slots": sequences * replicas, "context": limits.context},
                 lambda layers: [_decoding(engine(_of_layers(self.model, layers), limits), rows, length, mesh)],
-                self.model.num_layers,
-                looped=len(stacks) == 1,
+                # One stack is read by a loop.
+                layers=len(stacks) if len(stacks) > 1 else 0,
             )
 
 
@@ -124,6 +124,7 @@ def _decoding(engine: Any, rows: int, length: int, mesh: Any) -> Any:
 
 
 def _of_layers(model: DecoderConfig, layers: int) -> DecoderConfig:
-    """The model with its first layers alone."""
+    """The model with its first layers alone; all of them for 0."""
+    layers = layers or model.num_layers
     flags = {n: getattr(model, n)[:layers] for n in ("rope_layers", "sliding_layers")}
     return dataclasses.replace(model, num_layers=layers, **flags)

@@ -63,7 +63,6 @@ class Packed:
                 {name: count for name, count in (parts | dict(self.others)).items() if count},
                 shape,
                 programs,
-                self.model.num_layers,
                 # In one program gradients are made and used up.
                 within=parts.get("gradients", 0) if len(packed) == 1 else 0,
             )

@@ -20,7 +20,7 @@ def run(on=ON, **sections):
     made = {
         name: by_section()[name].config.model_validate_json(json.dumps(values)) for name, values in sections.items()
     }
-    return Run(on, made, MODEL, {}, 32, 32)
+    return Run(on, made, MODEL, 32, 32)
 
 
 def rl(on=ON, **update):

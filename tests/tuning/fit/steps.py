@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from functools import partial
 from typing import Any
@@ -9,16 +10,20 @@ from typing import Any
 import jax
 import numpy as np
 
+from tests.aot.cases import PROMPT, Case
+from tests.aot.shapes import public
 from tuning.algorithms.algorithm import find
 from tuning.algorithms.objective import policy_loss
 from tuning.algorithms.settings import Objective
 from tuning.algorithms.supervised import sft_loss
 from tuning.axes import Axes
 from tuning.device import choose
+from tuning.fit.machines import Machine, machine
 from tuning.fit.training import Packed
 from tuning.mesh import over_devices, row_shards, state_shapes, under
 from tuning.models.config import DecoderConfig, tiny
 from tuning.models.decoder import abstract_decoder, decoder_graph
+from tuning.models.lora import LoraConfig
 from tuning.models.sharding import ROWS
 from tuning.settings import ComputeSettings
 from tuning.training.batch import Group, choose_rows, micro_batches
@@ -51,6 +56,23 @@ def asked(model: str, kind: str, shards: int) -> Packed:
         grpo if kind == "grpo" else partial(sft_loss, graph),
         columns=("mu_CT", "old_CT", "ref_CT", "advantages_CT") if kind == "grpo" else (),
     )
+
+
+def elsewhere(case: Case) -> tuple[Packed, Machine]:
+    """The step of a program that is compiled ahead of time, and its machine."""
+    generation, _, sides = case.topology.partition(":")
+    on = machine(f"{generation}x{math.prod(map(int, sides.split('x')))}" if sides else generation)
+    shards, each = on.count // case.tensor // case.context, 4 if case.program == "grpo" else 1
+    rows, length = case.rows * shards, PROMPT + case.completion
+    groups = [Group([1] * PROMPT, [[2] * case.completion] * each, range(i, i + each)) for i in range(0, rows, each)]
+    mesh = Axes(case.data, -1, case.tensor, case.context)
+    step = asked("tiny", case.program, 1)
+    model = public(case.model)
+    grpo = partial(policy_loss, decoder_graph(model), find(OBJECTIVE), OBJECTIVE)
+    loss = grpo if case.program == "grpo" else partial(sft_loss, decoder_graph(model))
+    lora = LoraConfig(rank=case.lora) if case.lora else None
+    compute = ComputeSettings(tokens_per_micro_batch=rows * length, mesh=mesh)
+    return dataclasses.replace(step, model=model, make_loss=loss, groups=groups, compute=compute, lora=lora), on
 
 
 def measured(step: Packed) -> tuple[int, int]:

@@ -22,7 +22,7 @@ def test_an_unknown_kind_is_refused_with_those_that_there_are(name):
         machine(name)
 
 
-@pytest.mark.parametrize("name", ["h100x0", "v5p-0", "v5p-7", "h100x9", "h100x3", "v5e-12", "v5e-512", "v5p-24"])
+@pytest.mark.parametrize("name", ["h100x0", "v5p-0", "v5p-7", "h100x9", "h100x3", "v5e-12", "v5p-24"])
 def test_a_number_that_there_is_not_is_refused_with_those_that_there_are(name):
     with pytest.raises(ValueError, match=f"--on {name}: no such machine; .* has 1, 2, 4, 8"):
         machine(name)

@@ -2,7 +2,6 @@
 
 import dataclasses
 import json
-import math
 import os
 import subprocess
 import sys
@@ -11,15 +10,14 @@ from pathlib import Path
 import pytest
 
 from tests.aot.bounds import BOUNDS
-from tests.aot.cases import CASES, PROMPT
+from tests.aot.cases import CASES
 from tests.aot.shapes import public
-from tests.tuning.fit.steps import asked
+from tests.tuning.fit.steps import asked, elsewhere
 from tuning.axes import Axes
 from tuning.fit.machines import machine
 from tuning.fit.needs import peak
 from tuning.models.lora import LoraConfig
 from tuning.settings import ComputeSettings, OptimizerSettings
-from tuning.training.batch import Group
 
 ROOT = Path(__file__).parents[3]
 
@@ -43,38 +41,14 @@ def test_sums_and_peak_are_those_of_the_program_that_runs(model, kind, devices):
     assert found["found"] == found["measured"]
 
 
-def elsewhere(case, count):
-    shards = count // case.tensor // case.context
-    each = 4 if case.program == "grpo" else 1
-    rows, length = case.rows * shards, PROMPT + case.completion
-    groups = [Group([1] * PROMPT, [[2] * case.completion] * each, range(i, i + each)) for i in range(0, rows, each)]
-    mesh = Axes(case.data, -1, case.tensor, case.context)
-    return dataclasses.replace(
-        asked("tiny", case.program, 1),
-        model=public(case.model),
-        groups=groups,
-        compute=ComputeSettings(tokens_per_micro_batch=rows * length, mesh=mesh),
-        lora=LoraConfig(rank=case.lora) if case.lora else None,
-    )
-
-
-def chips(topology):
-    """The name of a machine, and its devices, of a topology as the compilers name it."""
-    if ":" not in topology:
-        return topology, machine(topology).count
-    generation, _, shape = topology.partition(":")
-    count = math.prod(int(side) for side in shape.split("x"))
-    return f"{generation}x{count}", count
-
-
 BOUNDS_OF = json.loads(BOUNDS.read_text())
 STEPS = [c for c in CASES if c.program in ("sft", "grpo") and c.name in BOUNDS_OF and c.model != "small"]
 
 
 @pytest.mark.parametrize("case", STEPS, ids=lambda case: case.name)
 def test_weights_and_moments_on_tpus_and_gpus_are_those_of_their_compilers(case):
-    name, count = chips(case.topology)
-    parts = elsewhere(case, count).needs(machine(name)).parts
+    step, on = elsewhere(case)
+    parts = step.needs(on).parts
     state = sum(parts.get(part, 0) for part in ("weights", "moments", "frozen base")) / 1e6
     assert state == pytest.approx(BOUNDS_OF[case.name]["held_mb"], rel=0.001)
 
