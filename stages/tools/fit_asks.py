@@ -19,15 +19,17 @@ from tuning.algorithms.ppo import critic_loss
 from tuning.algorithms.preference import preference_loss, unpaired_loss
 from tuning.algorithms.supervised import reward_loss, sft_loss
 from tuning.fit.machines import Machine
-from tuning.fit.places import narrower, weights
+from tuning.fit.places import frozen, size
 from tuning.fit.sampling import Sampled
 from tuning.fit.training import Packed
+from tuning.mesh import laid_out
 from tuning.models.byte_tokenizer import byte_tokenizer
 from tuning.models.config import DecoderConfig, tiny
 from tuning.models.config_json import from_hugging_face
 from tuning.models.decoder import decoder_graph, scalar_graph
 from tuning.models.gguf import GGUFCheckpoint, GGUFFile
 from tuning.models.huggingface import read_config
+from tuning.precision import item_bytes
 from tuning.rollout.engine.placement import sampling_axes
 from tuning.training.batch import Group
 
@@ -82,27 +84,27 @@ class Run:
     def packed(self, config: Any, groups: list[Group], make: Any, **options: Any) -> Packed:
         """A training stage with the weights that it starts from, which the worker keeps."""
         lora = config.lora and lora_config(config.lora)
-        others = {"starting weights": self.weights(config)} | self.reference(config) | options.pop("others", {})
+        others = self.start(config) | self.reference(config) | options.pop("others", {})
         own = {"optimizer": config.optimizer, "lora": lora, "others": others}
         return Packed(self.model, groups, config.compute, make, **(own | options))
 
-    def weights(self, config: Any, dtype: str | None = None) -> int:
-        """Bytes of the policy on a device of the section's mesh."""
-        return weights(self.model, self.on.mesh(config.compute.mesh), dtype)
+    def start(self, config: Any, name: str = "starting weights", dtype: str = "float32") -> dict[str, int]:
+        """The policy on the section's mesh, with matrices in `dtype`."""
+        return {name: size(laid_out(frozen(self.model, "decoder", dtype), self.on.mesh(config.compute.mesh)))}
 
     def reference(self, config: Any) -> dict[str, int]:
         """The reference, unless it is the starting weights: in a smaller type, or with quantised kernels."""
-        smaller = narrower(self.on.choices(config.compute.dtype).compute.dtype)
-        own = smaller or (config.lora is not None and config.lora.quantize != "none")
-        needed = getattr(config, "needs_reference", False) and own
-        return {"reference": self.weights(config, smaller)} if needed else {}
+        dtype = self.on.choices(config.compute.dtype).compute.dtype
+        same = item_bytes(dtype) >= 4 and (config.lora is None or config.lora.quantize == "none")
+        needed = getattr(config, "needs_reference", False) and not same
+        return self.start(config, "reference", dtype) if needed else {}
 
     def kept(self, config: Any) -> dict[str, int]:
         """The policy of the newest round with its trainer, which the worker never drops."""
         update = self.sections.get("rl.update")
         if update is None:
-            return {"starting weights": self.weights(config)}
-        others = {"merged policy": self.weights(update)} if update.lora else {}
+            return self.start(config)
+        others = self.start(update, "merged policy") if update.lora else {}
         for name, asked in self.asks("rl.update").items():
             others[name] = self.state(asked, *STATE)
         return others
@@ -190,7 +192,7 @@ def _update(run: Run, config: Any) -> Asks:
     groups, algorithm = run.round(config.prompts_per_step), find(config.objective)
     columns = ("mu_CT", "old_CT", "advantages_CT", *(("ref_CT",) if config.needs_reference else ()))
     loss = partial(policy_loss, run.graph, algorithm, config.objective)
-    others = {"merged policy": run.weights(config)} if config.lora else {}
+    others = run.start(config, "merged policy") if config.lora else {}
     asked = run.packed(config, groups, loss, whole=algorithm.paired, columns=columns, others=others)
     both = {"update": asked}
     if config.needs_critic:

@@ -25,7 +25,7 @@ from tuning.algorithms.supervised import reward_loss, sft_loss
 from tuning.axes import Axes
 from tuning.device import Compute
 from tuning.fit import machines
-from tuning.fit.places import in_type, shapes_of, trees
+from tuning.fit.places import frozen, trees
 from tuning.mesh import make_mesh, row_shards, state_shardings, under
 from tuning.models.config import DecoderConfig
 from tuning.models.decoder import decoder_graph, scalar_graph
@@ -99,17 +99,17 @@ def _packed(case: Case, mesh: Any) -> tuple[Any, float]:
     if case.program == "score":
         score = jax.jit(lambda params, batch: scores(scalar_graph(config), params, batch, COMPUTE))
         # As frozen weights are loaded.
-        shapes = in_type(shapes_of(config, "scalar"), COMPUTE.dtype)
+        shapes = frozen(config, "scalar", COMPUTE.dtype)
         with under(mesh):
             return score.trace(placed(shapes, shardings(shapes, mesh)), batch), 2.0 * layer
 
     role: Any = "scalar" if case.program == "reward" else "decoder"
     lora = LoraConfig(rank=case.lora) if case.lora else None
     loss = _loss(case, config)
-    trained, frozen = trees(config, role, lora, COMPUTE.dtype)
+    trained, base = trees(config, role, lora, COMPUTE.dtype)
     below = None
     if lora is not None:
-        loss, below = over(tuned_graph(config, role, lora), loss), (placed(frozen, shardings(frozen, mesh)), None)
+        loss, below = over(tuned_graph(config, role, lora), loss), (placed(base, shardings(base, mesh)), None)
     optimizer = make_optimizer(
         make_schedule("constant", 1e-5, 0, 10), b1=0.9, b2=0.95, weight_decay=0.1, clip_norm=1.0, max_skipped=2
     )

@@ -7,9 +7,11 @@ from typing import Any
 
 import jax
 import numpy as np
-from jax.sharding import NamedSharding, PartitionSpec
+from jax.sharding import AbstractMesh, AxisType, NamedSharding, PartitionSpec
 
 from tests.aot.cases import Case
+from tuning.axes import Axes
+from tuning.mesh import axis_sizes
 from tuning.models.config import DecoderConfig
 from tuning.models.config_json import from_hugging_face
 
@@ -112,6 +114,12 @@ def kernels(config: DecoderConfig) -> int:
     """Weights of a layer's matrices."""
     heads = config.head_dim * 2 * (config.num_heads + config.num_kv_heads)
     return config.hidden_size * (heads + 3 * config.intermediate_size)
+
+
+def abstract_mesh(axes: Axes, count: int) -> AbstractMesh:
+    """The mesh of so many devices without them."""
+    sizes = axis_sizes(axes, count)
+    return AbstractMesh(tuple(sizes.values()), tuple(sizes), axis_types=(AxisType.Auto,) * len(sizes))
 
 
 def placed(tree: Any, where: Any) -> Any:

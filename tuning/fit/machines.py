@@ -17,11 +17,11 @@ from typing import Any
 
 import jax
 from jax.experimental.topologies import get_topology_desc
-from jax.sharding import AbstractMesh, AxisType, Mesh
+from jax.sharding import Mesh
 
 from tuning import device
 from tuning.axes import Axes
-from tuning.mesh import axis_sizes, make_mesh
+from tuning.mesh import make_mesh
 from tuning.precision import resolved
 from tuning.target import Platform, compiling_for
 
@@ -99,9 +99,9 @@ class Machine:
 
     @functools.cached_property
     def devices(self) -> list[Any]:
-        """The devices to compile for; none where `uncompiled` names a package."""
+        """The devices to compile for; where `uncompiled` names a package, one that stands for all in sums."""
         if self.here or self.uncompiled:
-            return jax.devices() if self.here else []
+            return jax.devices() if self.here else jax.devices()[:1] * self.count
         if self.kind.platform == "tpu":
             os.environ.update(ALONE)
             # The least slice that libtpu knows is a host of four chips.
@@ -119,19 +119,11 @@ class Machine:
         """Within it this thread traces for the machine's platform."""
         return compiling_for(self.kind.platform)
 
-    def mesh(self, axes: Axes, count: int = 0) -> Mesh | AbstractMesh | None:
+    def mesh(self, axes: Axes, count: int = 0) -> Mesh | None:
         """The mesh of all devices, or the first `count`; None for a single device of this process, as the product has
         it. Raises ValueError where the axes do not multiply to their number."""
         count = count or self.count
-        if self.devices:
-            return None if self.here and count == 1 else make_mesh(axes, self.devices[:count])
-        return abstract_mesh(axes, count)
-
-
-def abstract_mesh(axes: Axes, count: int) -> AbstractMesh:
-    """The mesh of so many devices without them. Raises ValueError where the axes do not multiply to that."""
-    sizes = axis_sizes(axes, count)
-    return AbstractMesh(tuple(sizes.values()), tuple(sizes), axis_types=(AxisType.Auto,) * len(sizes))
+        return None if self.here and count == 1 else make_mesh(axes, self.devices[:count])
 
 
 def machine(name: str) -> Machine:

@@ -10,11 +10,11 @@ import jax.numpy as jnp
 from jax.sharding import NamedSharding, PartitionSpec
 
 from tuning.device import HOST_MEMORY
-from tuning.mesh import laid_out
 from tuning.models.config import DecoderConfig
 from tuning.models.decoder import abstract_decoder
 from tuning.models.huggingface import scalar_head_shapes
 from tuning.models.lora import LoraConfig, Role, trainable_shapes, tune
+from tuning.models.tensors import narrowed
 from tuning.precision import real
 
 
@@ -29,20 +29,10 @@ def size(tree: Any) -> int:
     return total
 
 
-def weights(config: DecoderConfig, mesh: Any, dtype: str | None = None) -> int:
-    """Bytes of a decoder on one device of the mesh, with matrices in `dtype`."""
-    return size(laid_out(in_type(shapes_of(config, "decoder"), dtype), mesh))
-
-
 def on_all(tree: Any, mesh: Any) -> Any:
     """Shapes of arrays that each device of the mesh has whole."""
     where = None if mesh is None else NamedSharding(mesh, PartitionSpec())
     return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=where), tree)
-
-
-def narrower(dtype: str) -> str | None:
-    """The type where it is smaller than that of weights, as `stages.common.models.load_frozen` has it."""
-    return dtype if jnp.dtype(dtype).itemsize < real().itemsize else None
 
 
 def shapes_of(config: DecoderConfig, role: Role) -> Any:
@@ -59,8 +49,9 @@ def trees(config: DecoderConfig, role: Role, lora: LoraConfig | None, dtype: str
     return trainable_shapes(config, role, lora), frozen
 
 
-def in_type(shapes: Any, dtype: str | None) -> Any:
-    """Shapes with their matrices in `dtype`; unchanged for None."""
-    if dtype is None:
-        return shapes
-    return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, dtype if len(x.shape) > 1 else x.dtype), shapes)
+def frozen(config: DecoderConfig, role: Role, dtype: str) -> Any:
+    """Shapes of parameters that are only read, as `stages.common.models.load_frozen` has them: matrices in the type of
+    computation, where that is smaller."""
+    shapes = shapes_of(config, role)
+    smaller = jnp.dtype(dtype).itemsize < real().itemsize
+    return jax.eval_shape(lambda params: narrowed(params, dtype), shapes) if smaller else shapes

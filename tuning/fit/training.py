@@ -16,7 +16,7 @@ from jax.sharding import NamedSharding
 from tuning.device import Compute
 from tuning.fit.machines import Machine
 from tuning.fit.needs import Needs
-from tuning.fit.places import in_type, narrower, shapes_of, size, trees
+from tuning.fit.places import frozen, size, trees
 from tuning.mesh import batch_spec, laid_out, row_shards, state_shapes, under
 from tuning.models.config import DecoderConfig
 from tuning.models.decoder import scalar_graph
@@ -78,7 +78,7 @@ class Packed:
         return micro_batches(self.groups, layout=layout, completion_tokens=width, shards=shards)
 
     def _scores(self, compute: Compute, mesh: Any, packed: list[Any]) -> tuple[dict[str, int], Any]:
-        params = laid_out(in_type(shapes_of(self.model, "scalar"), narrower(compute.dtype)), mesh)
+        params = laid_out(frozen(self.model, "scalar", compute.dtype), mesh)
         batch = _placed(packed[0].arrays(), mesh)
         score = jax.jit(lambda params, batch: scores(scalar_graph(self.model), params, batch, compute))
 
@@ -92,17 +92,16 @@ class Packed:
         columns = {n: packed[0].mask_CT if n.endswith("_CT") else packed[0].mask_CT[:, 0] for n in self.columns}
         batch = _placed(counted(self.groups, packed[:1])[0] | columns, mesh)
         optimizer = optimizer_of(self.optimizer)
-        trained, frozen = trees(self.model, self.role, self.lora, compute.dtype)
+        trained, base = trees(self.model, self.role, self.lora, compute.dtype)
         params, state = state_shapes(optimizer, trained, mesh)
-        frozen = laid_out(frozen, mesh)
-        teacher = self.teacher and in_type(shapes_of(self.teacher, "decoder"), narrower(compute.dtype))
-        teacher = laid_out(teacher, mesh)
+        base = laid_out(base, mesh)
+        teacher = self.teacher and laid_out(frozen(self.teacher, "decoder", compute.dtype), mesh)
 
         def programs(layers: int) -> list[Any]:
             assert self.make_loss is not None
             loss, below = self.make_loss(compute), teacher
             if self.lora is not None:
-                loss, below = over(tuned_graph(self.model, self.role, self.lora), loss), (frozen, teacher)
+                loss, below = over(tuned_graph(self.model, self.role, self.lora), loss), (base, teacher)
             step: dict[str, Any] = dict(step_programs(loss, optimizer, trained, mesh))
             with under(mesh):
                 if len(packed) == 1:
@@ -111,7 +110,7 @@ class Packed:
 
         parts = {"weights": size(params), "gradients": size(params), "moments": size(state)}
         return parts | {
-            "frozen base": size(frozen),
+            "frozen base": size(base),
             "teacher": size(teacher),
             # All of a step are on the devices before the first is computed.
             "batch": len(packed) * size(batch),

@@ -92,6 +92,7 @@ def test_pages_are_cut_over_the_devices_that_heads_are_cut_over():
         for n in (1, 4)
     )
     assert one.shape["slots"] == four.shape["slots"] and four.parts["cache"] == one.parts["cache"] / 4
+    assert four.parts["sampling weights"] == pytest.approx(one.parts["sampling weights"] / 4, rel=0.001)
 
 
 def test_without_room_there_is_one_sequence_on_a_tpu_and_a_refusal_on_a_cpu():
