@@ -19,16 +19,10 @@ _target = jax.make_user_context(None)
 
 def target_platform() -> str:
     """`cpu`, `gpu` or `tpu`: the platform of the program in tracing; by default the backend of this process."""
-    return _target.value[0] if _target.value else jax.default_backend()
+    return _target.value or jax.default_backend()
 
 
-def is_a_part() -> bool:
-    """Whether the program in tracing is one device's part of a larger program."""
-    return bool(_target.value) and _target.value[1]
-
-
-def compiling_for(platform: Platform, part: bool = False) -> AbstractContextManager[None]:
-    """Within it this thread traces for that platform, which this process need not have; `part`: as one of several
-    devices, without their mesh."""
-    context: AbstractContextManager[None] = _target((platform, part))
+def compiling_for(platform: Platform) -> AbstractContextManager[None]:
+    """Within it this thread traces for that platform, which this process need not have."""
+    context: AbstractContextManager[None] = _target(platform)
     return context

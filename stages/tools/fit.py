@@ -1,21 +1,30 @@
-"""Says whether the stages of a recipe fit a machine, as JSON: memory, work, time at best, and what would help.
+"""Says whether the stages of a recipe fit a machine.
 
-On stdin: JSON with `on`, `sections` (settings by dotted name, as a recipe has them), `source`, and where the user gives
-them `model`, `prompt_tokens` and `completion_tokens`. Exits with 2 and one line for what cannot be answered.
+On stdin: JSON with `on`, `sections` (settings by dotted name, as a recipe has them), `source`, `turns` and `seconds`.
+Each line of stdout is the answer so far: sums first, then peaks, stage by stage, and settings that make room. So many
+seconds after the sums the process ends. Exits with 2 and one line for a question without an answer.
 """
 
 from __future__ import annotations
 
 import json
-import os
+import signal
 import sys
-from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from collections.abc import Iterator
+from typing import Any
 
-if TYPE_CHECKING:
-    from tuning.fit.figures import Figures
-    from tuning.fit.machines import Machine
-    from tuning.models.config import DecoderConfig
+import jax
+
+from stages.contract.registry import by_section
+from stages.tools.fit_asks import Run, model_of
+from tuning.fit.machines import machine
+from tuning.fit.needs import Needs, peak
+from tuning.fit.training import Packed
+from tuning.models.config import UnsupportedModel
+from tuning.rollout.requests import RefusedRequest
+
+Figures = dict[str, Any]
+"""Of a stage: `parts`, their sum `held`, `peak` or null, `verdict`, and `why` it is not `fits`."""
 
 
 def main() -> None:
@@ -24,121 +33,105 @@ def main() -> None:
     question = json.load(sys.stdin)
     if question["on"] != "cpu":
         # Nothing is computed: an accelerator that is here stays free.
-        os.environ["JAX_PLATFORMS"] = "cpu"
-    from tuning.models.config import UnsupportedModel
-    from tuning.rollout.requests import RefusedRequest
-
+        jax.config.update("jax_platforms", "cpu")
     try:
-        print(json.dumps(answer(question)))
+        answer(question)
     except (ValueError, OSError, UnsupportedModel, RefusedRequest) as e:
         print(f"error: {e}", file=sys.stderr)
         sys.exit(2)
 
 
-def answer(question: dict[str, Any]) -> dict[str, Any]:
-    """The machine, the model, and for each stage its figures, verdict and remedies. Raises ValueError, naming the
-    field, for a model or a machine that is not known."""
-    from stages.contract.registry import by_section
-    from stages.tools.fit_asks import SECTIONS, Lengths, Run, lengths_of
-    from stages.tools.fit_remedies import figures_of, remedies
-    from tuning.fit.machines import machine
-    from tuning.fit.places import shapes_of
+def answer(question: dict[str, Any]) -> None:
+    """Prints the lines. Raises ValueError, naming the field, for an unknown model or machine."""
+    run = _run(question)
+    of = {section: run.asks(section) for section in run.sections}
+    asks = [(section, name, asked.needs(run.on)) for section in of for name, asked in of[section].items()]
+    stages = [{"stage": name, **sums(run, needs), "remedies": []} for _, name, needs in asks]
+    on = {"name": run.on.name, "devices": run.on.count, "kind": run.on.kind.name, "limit": run.on.limit}
+    found = {"machine": on, "prompt": run.prompt, "stages": stages}
+    print(json.dumps(found), flush=True)
+    # Without a handler, which would wait for the compiler.
+    signal.alarm(question["seconds"])
+    for (section, name, needs), stage in zip(asks, stages, strict=True):
+        print(f"{name}: compiling for {run.on.name}", file=sys.stderr)
+        stage |= figures(run, needs)
+        if stage["verdict"] == "does not fit":
+            stage["remedies"] += remedies(run, section, name, stage)
+        print(json.dumps(found), flush=True)
 
-    on = machine(question["on"])
-    model = model_of(question["model"] or question["source"], "--model" if question["model"] else "base.source")
-    given = question["sections"]
+
+def _run(question: dict[str, Any]) -> Run:
+    on, model, given = machine(question["on"]), model_of(question["source"]), question["sections"]
+    data = given.pop("data")
     sections: dict[str, Any] = {
-        name: by_section()[name].config.model_validate_json(json.dumps(given[name]))
-        for name in SECTIONS
-        if name in given
+        name: by_section()[name].config.model_validate_json(json.dumps(settings)) for name, settings in given.items()
     }
-    teacher = model
-    if "distill" in sections and sections["distill"].teacher not in ("base", "sft", "preference", "rl"):
-        teacher = model_of(sections["distill"].teacher, "distill.teacher")
-    data = given["data"]
-    known = question["completion_tokens"] or data["max_completion_tokens"]
-    lengths = Lengths(
-        question["prompt_tokens"] or data["max_prompt_tokens"], known, given=bool(question["completion_tokens"])
-    )
-    run = Run(sections, model, teacher, lengths, question["turns"])
-    stages = []
-    for name, section, asked in run.asks(on):
-        figures = figures_of(asked, on)
-        prompt, completion = lengths_of(asked)
-        entry = {"stage": name, "section": section, "prompt": prompt, "completion": completion} | shown(figures, on)
-        if entry["verdict"] != "fits":
-            entry["remedies"] = remedies(run, section, name, on)
-        stages.append(entry)
-    import jax
-
-    parameters = sum(x.size for x in jax.tree.leaves(shapes_of(model, "decoder")))
-    return {
-        "machine": {
-            "name": on.name,
-            "devices": on.count,
-            "kind": on.kind.name,
-            "limit": on.limit,
-            "memory": on.kind.memory_bytes,
-        },
-        "model": {"parameters": int(parameters), "family": model.family},
-        "lengths": {"prompt": run.prompt, "wanted": lengths.prompt, "positions": model.max_positions},
-        "stages": stages,
-        "fits": all(s["verdict"] == "fits" for s in stages),
-    }
+    prompt = max(1, min(data["max_prompt_tokens"], model.max_positions // 2))
+    return Run(on, sections, model, prompt, data["max_completion_tokens"], question["turns"])
 
 
-def model_of(name: str, where: str) -> DecoderConfig:
-    """The config of a public model's name, a folder with config.json, a GGUF file or a model on the hub.
-
-    Raises ValueError, naming `where`, for none of these.
-    """
-    from stages.common.source import locate, snapshot
-    from tuning.fit.shapes import VALUES, public
-    from tuning.models.config import tiny
-    from tuning.models.config_json import from_hugging_face
-    from tuning.models.json_file import json_object
-
-    if name in VALUES or (where == "--model" and not Path(name).exists()):
-        return public(name)
-    if name.startswith("hub:"):
-        path = snapshot(name.removeprefix("hub:"), ["config.json"], where)
-    else:
-        found = locate(name)
-        if found is None:
-            from tuning.models.byte_tokenizer import byte_tokenizer
-
-            return tiny(len(byte_tokenizer()))
-        path = found
-    if path.is_dir():
-        path = path / "config.json"
-        if not path.is_file():
-            raise ValueError(f"{where}: {path} does not exist; a folder with a config.json is enough, or say --model")
-    if path.suffix == ".json":
-        return from_hugging_face(json_object(path), str(path))
-    from tuning.models.gguf import GGUFCheckpoint, GGUFFile
-
-    return from_hugging_face(GGUFCheckpoint(GGUFFile(path)).config(), str(path))
+def sums(run: Run, needs: Needs) -> Figures:
+    """The figures without the peak."""
+    found = {"parts": needs.parts, "held": needs.held, "peak": None, "shape": needs.shape, "why": ""}
+    if needs.held > run.on.limit:
+        return found | {"verdict": "does not fit"}
+    remedy = run.on.uncompiled
+    return found | {"verdict": "unknown", "why": f"the peak is not computed; install {remedy}" if remedy else ""}
 
 
-def shown(figures: Figures, on: Machine) -> dict[str, Any]:
-    """Figures as JSON values: bytes, FLOPs and seconds."""
-    low, middle, high = figures.peak
-    seconds = figures.seconds(on)
-    bound = max(seconds, key=lambda name: seconds[name])
-    return {
-        "parts": figures.parts,
-        "temporary": list(figures.temporary),
-        "peak": [low, middle, high],
-        "verdict": figures.verdict(on),
-        "flops": figures.flops,
-        "moved": figures.moved,
-        "sent": figures.sent,
-        "seconds": seconds,
-        "step_seconds": seconds[bound],
-        "bound": bound,
-        "step": figures.step,
-        "shape": figures.shape,
-    }
+def figures(run: Run, needs: Needs) -> Figures:
+    """The figures with the peak, where the sums leave room and the compiler is here."""
+    found = sums(run, needs)
+    if found["why"] or found["verdict"] != "unknown":
+        return found
+    try:
+        most = peak(needs, run.on)
+    except jax.errors.JaxRuntimeError as e:
+        # The first line names the error, the second the bytes.
+        return found | {"verdict": "does not fit", "why": " ".join(str(e).splitlines()[:2])}
+    return found | {"peak": most, "verdict": "fits" if most <= run.on.limit else "does not fit"}
+
+
+def remedies(run: Run, section: str, name: str, found: Figures) -> Iterator[Figures]:
+    """Settings up to the first with which the stage fits, each on top of those that helped, with their figures."""
+    settings: dict[str, Any] = {}
+    for change in _changes(run.asks(section)[name], found["shape"], section):
+        own = settings | change
+        try:
+            tried = figures(run, run.changed(section, own).asks(section)[name].needs(run.on))
+        # The section may lack such a setting, or refuse it with its others.
+        except (ValueError, RefusedRequest):
+            continue
+        if _need(tried) < _need(found):
+            found, settings = tried, own
+            yield tried | {"set": [f"{section}.{key}={value}" for key, value in own.items()]}
+        if found["verdict"] != "does not fit":
+            return
+
+
+def _need(found: Figures) -> tuple[bool, int]:
+    """A stage without room for its sums needs most; the others need their peak."""
+    without = found["verdict"] == "does not fit" and found["peak"] is None
+    return without, found["peak"] or found["held"]
+
+
+def _changes(asked: Any, shape: dict[str, int], section: str) -> Iterator[dict[str, Any]]:
+    """Settings of the section, those first that cost least."""
+    if not isinstance(asked, Packed):
+        for parts in (2, 4, 8):
+            yield {"compute.rollout_rows": max(1, shape["slots"] // parts)}
+            yield {"compute.mesh.tensor": parts}
+        return
+    tokens = shape["rows"] * shape["row_tokens"]
+    while (tokens := tokens // 2) >= shape["row_tokens"] * shape["shards"]:
+        yield {"compute.tokens_per_micro_batch": tokens}
+    yield {"compute.remat": "full"}
+    yield {"compute.mesh.data": 1, "compute.mesh.fsdp": -1}
+    optimizer = "critic.optimizer" if section == "rl.update" and asked.role == "scalar" else "optimizer"
+    for moments in ("bfloat16", "host"):
+        yield {f"{optimizer}.moments": moments}
+    yield {"lora.rank": 16}
+    yield {"lora.quantize": "nf4"}
 
 
 if __name__ == "__main__":

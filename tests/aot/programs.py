@@ -6,7 +6,6 @@ Models have their own widths and, in training, their own depth: a loop over laye
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -25,9 +24,9 @@ from tuning.algorithms.settings import Objective, Preference
 from tuning.algorithms.supervised import reward_loss, sft_loss
 from tuning.axes import Axes
 from tuning.device import Compute
-from tuning.fit.places import in_type, shapes_of, trees
+from tuning.fit import machines
+from tuning.fit.places import frozen, trees
 from tuning.mesh import make_mesh, row_shards, state_shardings, under
-from tuning.models import attention
 from tuning.models.config import DecoderConfig
 from tuning.models.decoder import decoder_graph, scalar_graph
 from tuning.models.lora import LoraConfig, over, tuned_graph
@@ -70,7 +69,7 @@ def lowered(case: Case, mesh: Mesh | AbstractMesh | None = None) -> tuple[Any, f
             mesh = make_mesh(Axes(1, 1, case.tensor), devices[: case.tensor])
     elif case.paged and isinstance(mesh, AbstractMesh):
         mesh = mesh.update(abstract_device=AbstractDevice(CHIP, 1, "tpu"))
-    with compiling_for(case.platform), _without_cudnn(case), _on_its_chip(case, mesh):
+    with compiling_for(case.platform), _on_its_chip(case, mesh):
         traced, ideal = (_packed if trains else sampling)(case, mesh)
         return traced.lower(lowering_platforms=("cuda" if case.platform == "gpu" else "tpu",)), ideal
 
@@ -86,24 +85,8 @@ def _devices(case: Case) -> list[Any]:
     if case.platform == "tpu":
         return list(get_topology_desc(platform="tpu", topology_name=case.topology).devices)
     described, count = case.topology.split("x")
-    config = Path(__file__).with_name(f"{described}.txtpb").read_text()
+    config = (Path(machines.__file__).with_name(f"{described}.txtpb")).read_text()
     return list(get_topology_desc(platform="cuda", target_config=config, topology=f"1x1x{count}").devices)
-
-
-@contextlib.contextmanager
-def _without_cudnn(case: Case) -> Iterator[None]:
-    """Within it GPUs attend in blocks: cuDNN asks the device that is there for what it can do."""
-    chosen = attention.choose
-
-    def choose(*arguments: Any, **options: Any) -> attention.Implementation:
-        found = chosen(*arguments, **options)
-        return "blocked" if found == "cudnn" else found
-
-    attention.choose = choose
-    try:
-        yield
-    finally:
-        attention.choose = chosen
 
 
 def _packed(case: Case, mesh: Any) -> tuple[Any, float]:
@@ -116,17 +99,17 @@ def _packed(case: Case, mesh: Any) -> tuple[Any, float]:
     if case.program == "score":
         score = jax.jit(lambda params, batch: scores(scalar_graph(config), params, batch, COMPUTE))
         # As frozen weights are loaded.
-        shapes = in_type(shapes_of(config, "scalar"), COMPUTE.dtype)
+        shapes = frozen(config, "scalar", COMPUTE.dtype)
         with under(mesh):
             return score.trace(placed(shapes, shardings(shapes, mesh)), batch), 2.0 * layer
 
     role: Any = "scalar" if case.program == "reward" else "decoder"
     lora = LoraConfig(rank=case.lora) if case.lora else None
     loss = _loss(case, config)
-    trained, frozen = trees(config, role, lora, COMPUTE.dtype)
+    trained, base = trees(config, role, lora, COMPUTE.dtype)
     below = None
     if lora is not None:
-        loss, below = over(tuned_graph(config, role, lora), loss), (placed(frozen, shardings(frozen, mesh)), None)
+        loss, below = over(tuned_graph(config, role, lora), loss), (placed(base, shardings(base, mesh)), None)
     optimizer = make_optimizer(
         make_schedule("constant", 1e-5, 0, 10), b1=0.9, b2=0.95, weight_decay=0.1, clip_norm=1.0, max_skipped=2
     )

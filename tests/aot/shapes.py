@@ -7,14 +7,58 @@ from typing import Any
 
 import jax
 import numpy as np
-from jax.sharding import NamedSharding, PartitionSpec
+from jax.sharding import AbstractMesh, AxisType, NamedSharding, PartitionSpec
 
 from tests.aot.cases import Case
-from tuning.fit.shapes import public
+from tuning.axes import Axes
+from tuning.mesh import axis_sizes
 from tuning.models.config import DecoderConfig
 from tuning.models.config_json import from_hugging_face
 
-MODELS = {
+_LLAMA = {
+    "model_type": "llama",
+    "vocab_size": 128256,
+    "num_key_value_heads": 8,
+    "rope_theta": 5e5,
+    "rms_norm_eps": 1e-5,
+    "max_position_embeddings": 8192,
+    "tie_word_embeddings": False,
+}
+_QWEN3 = {
+    "model_type": "qwen3",
+    "vocab_size": 151936,
+    "num_key_value_heads": 8,
+    "head_dim": 128,
+    "rope_theta": 1e6,
+    "rms_norm_eps": 1e-6,
+    "max_position_embeddings": 40960,
+}
+
+
+def _sizes(hidden: int, inner: int, layers: int, heads: int) -> dict[str, int]:
+    names = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
+    return dict(zip(names, (hidden, inner, layers, heads), strict=True))
+
+
+MODELS: dict[str, dict[str, Any]] = {
+    "llama-3-8b": _LLAMA | _sizes(4096, 14336, 32, 32),
+    "llama-3-70b": _LLAMA | _sizes(8192, 28672, 80, 64),
+    "qwen3-0.6b": _QWEN3 | _sizes(1024, 3072, 28, 16) | {"tie_word_embeddings": True},
+    "qwen3-8b": _QWEN3 | _sizes(4096, 12288, 36, 32) | {"tie_word_embeddings": False},
+    "qwen3-32b": _QWEN3 | _sizes(5120, 25600, 64, 64) | {"tie_word_embeddings": False},
+    "gemma-2-9b": {
+        "model_type": "gemma2",
+        "vocab_size": 256000,
+        "num_key_value_heads": 8,
+        "head_dim": 256,
+        "rope_theta": 1e4,
+        "rms_norm_eps": 1e-6,
+        "max_position_embeddings": 8192,
+        "query_pre_attn_scalar": 256,
+        "sliding_window": 4096,
+        "hidden_activation": "gelu_pytorch_tanh",
+    }
+    | _sizes(3584, 14336, 42, 16),
     # Wide enough for the kernels of attention and for each axis to be cut, and no wider.
     "small": {
         "model_type": "qwen3",
@@ -49,13 +93,17 @@ MODELS = {
         "hidden_activation": "gelu_pytorch_tanh",
     },
 }
-"""Values of `config.json` of models that `tuning.fit.shapes` does not have."""
+"""Values of `config.json` by name of the model, as those of public ones are on the Hugging Face hub."""
+
+
+def public(name: str) -> DecoderConfig:
+    """The model of this name."""
+    return from_hugging_face(MODELS[name], name)
 
 
 def model_of(case: Case, layers: int | None = None) -> DecoderConfig:
     """The case's model, with so many layers in place of its own."""
-    values = MODELS.get(case.model)
-    config = public(case.model) if values is None else from_hugging_face(values, case.model)
+    config = public(case.model)
     if layers is None:
         return config
     flags = {n: getattr(config, n)[:layers] for n in ("rope_layers", "sliding_layers")}
@@ -66,6 +114,12 @@ def kernels(config: DecoderConfig) -> int:
     """Weights of a layer's matrices."""
     heads = config.head_dim * 2 * (config.num_heads + config.num_kv_heads)
     return config.hidden_size * (heads + 3 * config.intermediate_size)
+
+
+def abstract_mesh(axes: Axes, count: int) -> AbstractMesh:
+    """The mesh of so many devices without them."""
+    sizes = axis_sizes(axes, count)
+    return AbstractMesh(tuple(sizes.values()), tuple(sizes), axis_types=(AxisType.Auto,) * len(sizes))
 
 
 def placed(tree: Any, where: Any) -> Any:

@@ -5,7 +5,10 @@ import sys
 
 import pytest
 
-from tests.aot.cases import CASES
+from tests.aot.bounds import committed
+from tests.aot.cases import CASES, SMALL_GPU
+from tests.tuning.fit.steps import elsewhere
+from tuning.fit.needs import peak
 
 
 @pytest.mark.aot
@@ -15,3 +18,11 @@ def test_it_compiles_within_its_bounds(case):
     command = [sys.executable, "-m", "tests.aot", "--only", case.name]
     done = subprocess.run(command, capture_output=True, text=True)
     assert done.returncode == 0, f"{done.stdout}\n{done.stderr[-3000:]}"
+
+
+@pytest.mark.aot
+@pytest.mark.timeout(1000)
+def test_fit_has_the_peak_of_the_compiler():
+    step, on = elsewhere(SMALL_GPU)
+    known, needs = committed()[SMALL_GPU.name], step.needs(on)
+    assert peak(needs, on) / 1e6 == pytest.approx(known["held_mb"] + known["temporary_mb"], rel=0.05)

@@ -6,8 +6,8 @@ import pytest
 
 from tests.aot.cases import COMPLETION, PROMPT, TRAINING, Case
 from tests.aot.programs import lowered
+from tests.aot.shapes import abstract_mesh
 from tuning.axes import Axes
-from tuning.fit.places import abstract_mesh
 
 PROGRAMS = ["sft", "grpo", "dpo", "reward", "score", "move", "prefill", "decode"]
 LENGTH = PROMPT + COMPLETION

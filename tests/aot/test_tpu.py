@@ -6,7 +6,9 @@ import sys
 import pytest
 
 from tests.aot.bounds import PAGE, committed, table
-from tests.aot.cases import CASES
+from tests.aot.cases import CASES, SMALL
+from tests.tuning.fit.steps import elsewhere
+from tuning.fit.needs import peak
 
 
 @pytest.mark.aot
@@ -23,3 +25,11 @@ def test_the_docs_have_the_table_of_the_bounds():
     names = [case.name for case in CASES]
     assert [n for n in names if n in known] == list(known)
     assert table(known, names) in PAGE.read_text()
+
+
+@pytest.mark.aot
+@pytest.mark.timeout(1000)
+def test_fit_has_the_peak_of_the_compiler():
+    step, on = elsewhere(SMALL)
+    known, needs = committed()[SMALL.name], step.needs(on)
+    assert peak(needs, on) / 1e6 == pytest.approx(known["held_mb"] + known["temporary_mb"], rel=0.05)

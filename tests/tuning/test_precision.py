@@ -1,5 +1,6 @@
 """Types and exactness by the compute dtype: what it sets for weights, and the precision that products ask for."""
 
+import dataclasses
 from collections import Counter
 
 import jax
@@ -21,6 +22,8 @@ from tuning.settings import ComputeSettings
 from tuning.target import compiling_for
 from tuning.training.batch import Layout, micro_batches
 
+BY_XLA = dataclasses.replace(CONFIG, attention_softcap=50.0)
+"""With attention by XLA, whose products are seen; those of the kernel, which takes no softcap, are all in float32."""
 HIGHEST = (jax.lax.Precision.HIGHEST,) * 2
 
 
@@ -39,8 +42,7 @@ def products_of_a_step(dtype, loss, graph, params):
     (packed,) = micro_batches(ragged_groups(count=2), layout=Layout(64, 4), completion_tokens=8)
     # As many completions as pairs take.
     counts = {"n_tokens": np.float32(9), "n_groups": np.float32(2), "margin_C": np.zeros(len(packed.ids_C), np.float32)}
-    # A part of a mesh has attention by XLA, whose products are seen; those of the kernel are all in float32.
-    with using(dtype), compiling_for("cpu", part=True):
+    with using(dtype):
         of_batch = loss(graph, Compute(activations(dtype)))
         program = jax.make_jaxpr(jax.grad(lambda p: of_batch(p, packed.arrays() | counts, None)[0]))
         return products(program(params).jaxpr)
@@ -48,10 +50,10 @@ def products_of_a_step(dtype, loss, graph, params):
 
 def test_float32_is_exact_in_every_product_of_a_step():
     """By default an H100 rounds the inputs to TF32 and a TPU to bfloat16: that is not the type that was asked for."""
-    found = products_of_a_step("float32", sft_loss, decoder_graph(CONFIG), PARAMS)
+    found = products_of_a_step("float32", sft_loss, decoder_graph(BY_XLA), PARAMS)
     assert len(found) > 20 and {kind for kind, _ in found} == {"float32"}
     assert {precision for _, precision in found} == {HIGHEST}
-    assert HIGHEST not in {p for _, p in products_of_a_step("bfloat16", sft_loss, decoder_graph(CONFIG), PARAMS)}
+    assert HIGHEST not in {p for _, p in products_of_a_step("bfloat16", sft_loss, decoder_graph(BY_XLA), PARAMS)}
 
 
 def test_the_score_of_a_reward_model_is_exact_in_bfloat16_too():
@@ -101,14 +103,14 @@ def test_mixed_products_are_those_of_rounded_inputs_forward_and_back(dtype, forw
 
 
 def test_every_product_with_a_weight_is_mixed_and_nothing_else_is_narrow():
-    found = products_of_a_step("mixed", sft_loss, decoder_graph(CONFIG), PARAMS)
+    found = products_of_a_step("mixed", sft_loss, decoder_graph(BY_XLA), PARAMS)
     kinds = Counter(kind for kind, _ in found)
-    exact = Counter(kind for kind, _ in products_of_a_step("float32", sft_loss, decoder_graph(CONFIG), PARAMS))
+    exact = Counter(kind for kind, _ in products_of_a_step("float32", sft_loss, decoder_graph(BY_XLA), PARAMS))
     # 7 projections and the head, forward and two ways back; attention's own products stay in float32.
     assert kinds["bfloat16"] == 3 * (7 + 1)
     assert kinds["float32"] == exact["float32"] - kinds["bfloat16"] > 0
     backward = Counter(
-        kind for kind, _ in products_of_a_step("mixed-backward", sft_loss, decoder_graph(CONFIG), PARAMS)
+        kind for kind, _ in products_of_a_step("mixed-backward", sft_loss, decoder_graph(BY_XLA), PARAMS)
     )
     assert backward["bfloat16"] == 2 * (7 + 1)
     assert backward["float32"] == exact["float32"] - backward["bfloat16"]

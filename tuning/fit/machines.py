@@ -1,72 +1,66 @@
-"""Kinds of devices by their public figures, and machines of several of them by name, such as `v5e-16` or `h100x8`.
+"""Machines by name, such as `v5e-16` or `h100x8`, and the devices that XLA compiles for in place of theirs.
 
-Sources: docs.cloud.google.com/tpu/docs/v4, /v5e, /v5p and /v6e; NVIDIA's data sheets of A100 80GB, H100, H200 and B200
-in SXM boards (bfloat16 without sparsity). Interconnect is what one device sends to its neighbours in a second: of a TPU
-half of the two-way figure, of a GPU half of NVLink's, and past one host the network card's.
+The compilers need no device: libtpu has the topologies of TPUs, JAX's plugin for CUDA takes the description of a GPU.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import functools
+import importlib.util
+import math
+import os
 import re
+from contextlib import AbstractContextManager
+from pathlib import Path
+from typing import Any
 
 import jax
+from jax.experimental.topologies import get_topology_desc
+from jax.sharding import Mesh
 
 from tuning import device
+from tuning.axes import Axes
+from tuning.mesh import make_mesh
 from tuning.precision import resolved
 from tuning.target import Platform, compiling_for
 
-TB, GB, GIB = 1e12, 1e9, 2**30
+GIB = 2**30
+NODE = 8
+"""GPUs of a node."""
+USABLE = {"tpu": 0.98, "gpu": 0.75}
+"""Share of the memory that programs get: a TPU reserves some, and JAX takes 0.75 of a GPU's by default
+(XLA_PYTHON_CLIENT_MEM_FRACTION)."""
+ALONE = {
+    "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",
+    "TPU_SKIP_MDS_QUERY": "1",
+    "TPU_ACCELERATOR_TYPE": "v5litepod-8",
+    "TPU_WORKER_HOSTNAMES": "localhost",
+}
+"""With these libtpu compiles without a TPU: it asks no metadata server, and locks no chip."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Kind:
-    """A kind of device."""
+    """A kind of device, by its public figures."""
 
     name: str
     platform: Platform
     memory_bytes: int
-    usable: float
-    """Share of the memory that programs get: a TPU keeps some of it, and JAX takes 0.75 of a GPU's unless it is told
-    otherwise (XLA_PYTHON_CLIENT_MEM_FRACTION)."""
-    flops: float
-    """FLOP/s of products in bfloat16."""
-    memory_rate: float
-    """Bytes/s to and from its memory."""
-    link_rate: float
-    """Bytes/s to its neighbours; 0 where there are none."""
-    node: int = 0
-    """Devices that such links connect; 0: all."""
-    far_rate: float = 0.0
-    """Bytes/s past those."""
     cores: int = 1
-    """What the name counts of a device: a `v5p-64` is 64 TensorCores of 32 chips."""
-    most: int = 0
-    """Devices of the largest slice; 0: no limit."""
-
-    def lacks(self, count: int) -> str:
-        """Which counts there are, where so many devices of this kind are no machine; else empty."""
-        if self.most and count > self.most:
-            return f"its largest slice has {self.most * self.cores}"
-        if self.platform == "gpu" and count > self.node and count % self.node:
-            return f"past one node of {self.node} it is a multiple of {self.node}"
-        # Slices in two dimensions are powers of two; those in three, from one host's four chips on, multiples of four.
-        if self.platform == "tpu" and count & (count - 1) and (self.cores == 1 or count % 4):
-            return "slices are powers of two" if self.cores == 1 else f"slices are multiples of {4 * self.cores}"
-        return ""
+    """TensorCores of a chip, which the name of a slice counts: a `v5p-64` has 32 chips."""
 
 
 KINDS = {
     kind.name: kind
     for kind in (
-        Kind("v4", "tpu", 32 * GIB, 0.98, 275 * TB, 1228 * GB, 150 * GB, cores=2, most=4096),
-        Kind("v5e", "tpu", 16 * GIB, 0.98, 197 * TB, 819 * GB, 200 * GB, most=256),
-        Kind("v5p", "tpu", 95 * GIB, 0.98, 459 * TB, 2765 * GB, 600 * GB, cores=2, most=8960),
-        Kind("v6e", "tpu", 32 * GIB, 0.98, 918 * TB, 1600 * GB, 400 * GB, most=256),
-        Kind("a100", "gpu", 80 * GIB, 0.75, 312 * TB, 2039 * GB, 300 * GB, 8, 25 * GB),
-        Kind("h100", "gpu", 80 * GIB, 0.75, 989 * TB, 3350 * GB, 450 * GB, 8, 50 * GB),
-        Kind("h200", "gpu", 141 * 10**9, 0.75, 989 * TB, 4800 * GB, 450 * GB, 8, 50 * GB),
-        Kind("b200", "gpu", 180 * 10**9, 0.75, 2250 * TB, 7700 * GB, 900 * GB, 8, 50 * GB),
+        Kind("v5e", "tpu", 16 * GIB),
+        Kind("v5p", "tpu", 95 * GIB, cores=2),
+        Kind("v6e", "tpu", 32 * GIB),
+        Kind("a100", "gpu", 80 * GIB),
+        Kind("h100", "gpu", 80 * GIB),
+        Kind("h200", "gpu", 141 * 10**9),
+        Kind("b200", "gpu", 180 * 10**9),
     )
 }
 """The kinds by name."""
@@ -79,72 +73,78 @@ class Machine:
     name: str
     kind: Kind
     count: int
+    here: bool = False
+    """Whether they are those of this process."""
 
     @property
     def limit(self) -> int:
         """Bytes of a device that programs may use."""
-        return int(self.kind.memory_bytes * self.kind.usable)
-
-    @property
-    def link_rate(self) -> float:
-        """Bytes/s that a device sends when all of them exchange."""
-        far = self.kind.node and self.count > self.kind.node
-        return self.kind.far_rate if far else self.kind.link_rate
+        share = 1.0 if self.here else USABLE[self.kind.platform]
+        return int(self.kind.memory_bytes * share)
 
     def choices(self, dtype: str, remat: str = "auto") -> device.Device:
-        """What the product chooses on such a device, as `tuning.device.choose` does on one that is here."""
+        """The choices of `tuning.device.choose` on such a device."""
         kind = self.kind
-        with compiling_for(kind.platform):
-            return device.choices(kind.platform, kind.name, self.count, self.limit, self.resolved(dtype), remat)
+        with self.compiling():
+            return device.choices(kind.platform, kind.name, self.count, self.limit, resolved(dtype), remat)
 
-    def resolved(self, dtype: str) -> str:
-        """What a compute dtype stands for there."""
-        with compiling_for(self.kind.platform):
-            return resolved(dtype)
+    @property
+    def uncompiled(self) -> str:
+        """The package to install before programs for these devices are compiled here; empty where they can be."""
+        library, remedy = {
+            "tpu": ("libtpu", "libtpu (infra/requirements-tpu.txt)"),
+            "gpu": ("jax_cuda13_plugin", "jax-cuda13-plugin, jax-cuda13-pjrt (infra/requirements-gpu-aot.txt)"),
+        }.get(self.kind.platform, ("jax", ""))
+        return "" if self.here or importlib.util.find_spec(library) else remedy
+
+    @functools.cached_property
+    def devices(self) -> list[Any]:
+        """The devices to compile for; where `uncompiled` names a package, one that stands for all in sums."""
+        if self.here or self.uncompiled:
+            return jax.devices() if self.here else jax.devices()[:1] * self.count
+        if self.kind.platform == "tpu":
+            os.environ.update(ALONE)
+            # The least slice that libtpu knows is a host of four chips.
+            sides = [2, 2] if self.kind.cores == 1 else [2, 2, 1]
+            while math.prod(sides) < self.count:
+                sides[sides.index(min(sides))] *= 2
+            options = {"platform": "tpu", "topology_name": f"{self.kind.name}:{'x'.join(map(str, sides))}"}
+        else:
+            text = Path(__file__).with_name("h100.txtpb").read_text()
+            shape = f"{-(-self.count // NODE)}x1x{min(self.count, NODE)}"
+            options = {"platform": "cuda", "target_config": text, "topology": shape}
+        return list(get_topology_desc(**options).devices)[: self.count]
+
+    def compiling(self) -> AbstractContextManager[None]:
+        """Within it this thread traces for the machine's platform."""
+        return compiling_for(self.kind.platform)
+
+    def mesh(self, axes: Axes, count: int = 0) -> Mesh | None:
+        """The mesh of all devices, or the first `count`; None for a single device of this process, as the product has
+        it. Raises ValueError where the axes do not multiply to their number."""
+        count = count or self.count
+        return None if self.here and count == 1 else make_mesh(axes, self.devices[:count])
 
 
 def machine(name: str) -> Machine:
     """The machine of this name: KIND-N or KINDxN, or `cpu` for the devices of this process.
 
-    Raises ValueError, which lists the kinds, for a name that is none.
+    Raises ValueError, which lists the kinds, for an unknown name.
     """
     if name == "cpu":
-        return _here(name)
+        first = jax.devices()[0]
+        platform: Platform = first.platform  # type: ignore[assignment]
+        return Machine(name, Kind(first.device_kind, platform, device.memory_bytes()), jax.device_count(), True)
     match = re.fullmatch(r"([a-z]+\d+[a-z]*)(?:([-x])(\d+))?", name)
     if match is None or match[1] not in KINDS:
         raise ValueError(
             f"--on {name}: say cpu, or a kind and a number, as v5e-16 or h100x8; kinds: {', '.join(KINDS)}"
         )
-    kind, number = KINDS[match[1]], int(match[3] or 1)
-    cores = kind.cores if match[2] == "-" else 1
-    if number < 1:
-        raise ValueError(f"--on {name}: there is no such machine: it has no device; the least is {cores}")
-    if number % cores:
-        raise ValueError(f"--on {name}: the number counts TensorCores, {cores} a chip; it is a multiple of {cores}")
-    if lacks := kind.lacks(number // cores):
-        raise ValueError(f"--on {name}: there is no such machine: {lacks}")
-    return Machine(name, kind, number // cores)
-
-
-def _here(name: str) -> Machine:
-    """The devices of this process, with rates measured now."""
-    import jax.numpy as jnp
-
-    from tuning.training.speed import measured_peak, rate
-
-    first, count = jax.devices()[0], jax.device_count()
-    for kind in KINDS.values():
-        if first.platform == kind.platform and kind.name in first.device_kind.lower().replace(" ", "").replace(
-            "lite", "e"
-        ):
-            return Machine(name, dataclasses.replace(kind, memory_bytes=device.memory_bytes(), usable=1.0), count)
-    x = jnp.ones(2**24, jnp.float32)
-    bytes_a_second = rate(lambda x: x + 1, x, work=2.0 * x.nbytes)[-1]
-    platform: Platform = first.platform  # type: ignore[assignment]
-    flops = measured_peak(device.choose().compute.dtype) / count
-    # Devices that share one processor share its memory and its rates.
-    return Machine(
-        name,
-        Kind(first.device_kind, platform, device.memory_bytes(), 1.0, flops, bytes_a_second / count, bytes_a_second),
-        count,
-    )
+    kind = KINDS[match[1]]
+    count, rest = divmod(int(match[3] or 1), kind.cores if match[2] == "-" else 1)
+    if rest or count < 1 or (count & (count - 1) and (kind.platform == "tpu" or count % NODE)):
+        raise ValueError(
+            f"--on {name}: no such machine; {kind.name} has 1, 2, 4, 8, ... devices, of a GPU multiples of {NODE}; "
+            f"the number after - counts TensorCores, {kind.cores} a device"
+        )
+    return Machine(name, kind, count)

@@ -1,123 +1,130 @@
-"""The memory and the work of the native engine: weights as decoding reads them, keys and values, and its programs.
+"""The memory of the native engine: weights as decoding reads them, keys and values in slots or pages, and its program
+of decoding, which computes logits of all slots; a chunk of prefill computes none.
 
-Each replica has an engine of its own, on one device or on those of the axis `tensor`.
-
-Slots or pages, lengths and the layout of weights are the engine's own (`tuning.rollout.engine`), from shapes alone.
+Each replica has an engine of its own, on one device or on those of the axis `tensor`. Pools, layouts and options are
+those of an engine that loads no weights.
 """
 
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Mapping
 from typing import Any
 
-from tuning.axes import Axes
-from tuning.cpu.kernels import has_compiler
-from tuning.fit.caches import Engine, in_pages, in_slots, least
-from tuning.fit.figures import Figures
-from tuning.fit.machines import Machine
-from tuning.fit.places import Beside, abstract_mesh, local, of_others, weight_bytes
-from tuning.models.config import DecoderConfig
-from tuning.precision import item_bytes
-from tuning.rollout.engine.cpu import products
-from tuning.rollout.engine.limits import Limits
-from tuning.rollout.engine.paged.engine import runs_paged
-from tuning.rollout.engine.placement import sampling_axes
-from tuning.rollout.engine.pool import cache_room
-from tuning.settings import ComputeSettings
-from tuning.target import compiling_for
+import jax
+import numpy as np
 
-SPREAD = 0.7, 1.1, 1.3
-"""What the compilers for TPUs, H100 and CPUs give a program of the engine, least, expected and most, as a multiple of
-what its trace holds. No layer is computed twice, so it is less than of training."""
+from tuning.axes import Axes
+from tuning.fit.machines import Machine
+from tuning.fit.needs import Needs
+from tuning.fit.places import on_all, size
+from tuning.mesh import laid_out, under
+from tuning.models.config import DecoderConfig
+from tuning.rollout.engine import programs
+from tuning.rollout.engine.limits import Limits
+from tuning.rollout.engine.paged import attention
+from tuning.rollout.engine.paged import programs as paged
+from tuning.rollout.engine.paged.engine import PagedEngine, rows_of
+from tuning.rollout.engine.placement import cache_shardings, sampling_axes
+from tuning.rollout.engine.pool import cache_room
+from tuning.rollout.engine.replicas import engine_at
+from tuning.rollout.engine.rows import blank_rows
+from tuning.rollout.engine.slots import Slot, row_arrays
+from tuning.settings import ComputeSettings
 
 
 @dataclasses.dataclass(frozen=True)
 class Sampled:
-    """What a stage samples."""
+    """Completions that a stage samples."""
 
     model: DecoderConfig
     samples: int
-    """Completions of the stage."""
-    prompt: int
-    """Tokens of a prompt."""
-    completion: int
-    """Tokens of a completion."""
     limits: Limits
-    """Of the engine of a replica."""
+    """Of the engine of a replica; its context is set."""
     compute: ComputeSettings
-    kv: str = "auto"
-    """`kv_cache_dtype` of the engine."""
-    cache: str = "auto"
-    """`cache` of the engine."""
-    quantization: Any = "none"
-    beside: tuple[Beside, ...] = ()
-    """What else is in the devices' memory meanwhile."""
+    options: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    """Of the engine: `cache`, `kv_cache_dtype`, `quantization`."""
+    others: Mapping[str, int] = dataclasses.field(default_factory=dict)
+    """Bytes of other arrays in a device's memory, by name."""
+
+    def needs(self, on: Machine) -> Needs:
+        """The needs of the stage. Raises RefusedRequest where the cache has room for no sequence, ValueError where the
+        mesh is not of the machine's devices."""
+        with on.compiling():
+            axes = sampling_axes(self.compute.mesh, on.count)
+            tensor, replicas = int(axes.tensor), int(axes.data)
+            mesh: Any = on.mesh(Axes(1, 1, tensor), tensor)
+            dtype = on.choices(self.compute.dtype).compute.dtype
+
+            def engine(model: DecoderConfig, limits: Limits) -> Any:
+                return engine_at(mesh if tensor > 1 else None, model, dtype, limits, **self.options)
+
+            limits = dataclasses.replace(self.limits, context=min(self.limits.context, self.model.max_positions))
+            made = engine(self.model, limits)
+            parts = {"sampling weights": size(laid_out(made.weights.shapes[1], mesh)), **self.others}
+            if limits.cache_share and on.kind.platform != "cpu":
+                free = max(0, on.limit - sum(parts.values()))
+                # At least one sequence, so that the answer names the bytes that are missing.
+                least = made._pool._slot_bytes(limits.context + limits.page_tokens)
+                room = max(least, cache_room(self.model, free, limits, tensor))
+                limits = dataclasses.replace(limits, cache_bytes=room)
+                made = engine(self.model, limits)
+            sequences, rows, length = _shape(made, -(-self.samples // replicas), limits.context)
+            stacks = _state(made, rows, length, mesh)[0]
+            return Needs(
+                parts | {"cache": size(stacks)},
+                {"slots": sequences * replicas, "context": limits.context},
+                lambda layers: [_decoding(engine(_of_layers(self.model, layers), limits), rows, length, mesh)],
+                # One stack is read by a loop.
+                layers=len(stacks) if len(stacks) > 1 else 0,
+            )
 
 
-def sampling(asked: Sampled, machine: Machine) -> Figures:
-    """The figures of a stage that samples; a step is one token in every slot.
-
-    Raises RefusedRequest where no slot fits the cache, ValueError where the mesh is not of the machine's devices.
-    """
-    with compiling_for(machine.kind.platform):
-        return _sampling(asked, machine)
-
-
-def temporary(peak: float) -> tuple[int, int, int]:
-    """Least, expected and most bytes of a program of the engine whose trace holds `peak`."""
-    low, middle, high = (int(factor * peak) for factor in SPREAD)
-    return low, middle, high
+def _shape(engine: Any, samples: int, context: int) -> tuple[int, int, int]:
+    """Sequences of the full length at once, rows of the widest batch, and tokens of a slot or pages of a sequence."""
+    pool = engine._pool
+    most = pool.most(context)
+    if isinstance(engine, PagedEngine):
+        # Sequences are seated while their prompts have room: more than fit at their full length.
+        return min(most, samples), rows_of(min(pool.most_seats, samples), pool.most_seats), pool.table_width
+    slots = min(most, pool.rows_for(samples))
+    return slots, slots, pool.capacity_for(context)
 
 
-def _sampling(asked: Sampled, machine: Machine) -> Figures:
-    dtype = machine.choices(asked.compute.dtype).compute.dtype
-    dtype = "float32" if dtype == "float64" else dtype
-    kv: Any = dtype if asked.kv == "auto" else asked.kv
-    axes = sampling_axes(asked.compute.mesh, machine.count)
-    tensor, replicas = int(axes.tensor), int(axes.data)
-    mesh: Any = abstract_mesh(Axes(1, 1, tensor), tensor)
-    one = tensor == 1
-    with_pages = runs_paged(asked.cache, asked.model, dtype, asked.kv, tensor)
-    rolled = one and not with_pages and machine.kind.platform == "cpu" and products.suits(dtype) and has_compiler()
-    layout: dict[str, Any] = {"join": one, "rolled": rolled, "quantization": asked.quantization}
-    layout["dtype"] = "bfloat16" if machine.resolved(asked.compute.dtype) == "mixed" else dtype
-    context = min(asked.limits.context or asked.prompt + asked.completion, asked.model.max_positions)
-    engine = Engine(asked.model, asked.limits, kv, dtype, mesh, layout)
-    parts = {"sampling weights": weight_bytes(engine.weights(asked.model)[1], mesh)}
-    others = of_others(asked.beside, abstract_mesh(asked.compute.mesh, machine.count), dtype)
-    if asked.limits.cache_share and machine.kind.platform != "cpu":
-        free = machine.limit - sum(parts.values()) - sum(others.values())
-        # One sequence at least, so that what is missing is told, and what would make room.
-        room = max(least(engine, context, with_pages), cache_room(asked.model, max(0, free), asked.limits, tensor))
-        engine = dataclasses.replace(engine, limits=dataclasses.replace(asked.limits, cache_bytes=room))
-    cached = (in_pages if with_pages else in_slots)(engine, context, -(-asked.samples // replicas))
-    own = cached.sequences
-    parts["cache"] = cached.held
-    parts |= others
-    beside = max(h.peak for h in cached.programs)
-    steps = asked.limits.steps
-    # Of a token: two FLOPs for each weight of a product, and its attention over half of the context.
-    c = local(asked.model, tensor)
-    kernels = c.hidden_size * (c.head_dim * 2 * (c.num_heads + c.num_kv_heads) + 3 * c.intermediate_size)
-    attended = 2 * c.num_heads * c.head_dim * (asked.prompt + asked.completion // 2)
-    flops = 2.0 * own * (c.num_layers * (kernels + attended) + c.hidden_size * c.vocab_size)
-    sums = 2 * c.num_layers * own * c.hidden_size * item_bytes(dtype)
-    return Figures(
-        parts=parts,
-        temporary=temporary(beside),
-        flops=flops,
-        # A step reads all weights and, on average, half of the completions' keys and values.
-        moved=parts["sampling weights"] + cached.token * own * (asked.prompt + asked.completion / 2),
-        sent=2 * (tensor - 1) / tensor * sums,
-        shape={
-            "slots": own * replicas,
-            "slots_a_replica": own,
-            "replicas": replicas,
-            "capacity": cached.capacity,
-            "cache": "paged" if with_pages else "slots",
-            "kv_cache_dtype": kv,
-            "tokens": asked.completion * -(-asked.samples // (own * replicas)),
-            "run": steps,
-        },
-        step="token",
-    )
+def _state(engine: Any, rows: int, length: int, mesh: Any) -> Any:
+    """Shapes of what the programs update: keys and values, and the tokens that were seen."""
+    pool = engine._pool
+    if isinstance(engine, PagedEngine):
+        size, slots = engine._limits.page_tokens, engine._limits.slots
+        seen: Any = jax.ShapeDtypeStruct((slots, engine.config.vocab_size), bool)
+        made: Any = jax.eval_shape(lambda: attention.make(engine.config, pool.wanted, size, engine._kv, engine._kernel))
+        state: Any = paged.Paged(made, seen)
+    else:
+        state = jax.eval_shape(lambda: pool._empty(rows, length))
+    if mesh is None:
+        return state
+    where = cache_shardings(state, mesh)
+    return jax.tree.map(lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s), state, where)
+
+
+def _decoding(engine: Any, rows: int, length: int, mesh: Any) -> Any:
+    """A run of decoding."""
+    graph, weights = engine.weights.shapes
+    weights, state = laid_out(weights, mesh), _state(engine, rows, length, mesh)
+    one, steps = on_all(np.int32(1), mesh), engine._limits.steps
+    if not isinstance(engine, PagedEngine):
+        slots = on_all(row_arrays([Slot() for _ in range(rows)], length, steps), mesh)
+        return programs.decode.trace(graph, weights, state, slots, one, one, **engine._decode_options)
+    table, numbers = np.zeros((rows, length), np.int32), np.zeros(rows, np.int32)
+    batch = on_all((table, blank_rows(rows), numbers), mesh)
+    # The kernel asks the mesh for its chip.
+    with under(mesh):
+        options = {"steps": steps, "top": 0, **engine._paged_options}
+        return paged.decode.trace(graph, weights, state, *batch, one, one, **options)
+
+
+def _of_layers(model: DecoderConfig, layers: int) -> DecoderConfig:
+    """The model with its first layers alone; all of them for 0."""
+    layers = layers or model.num_layers
+    flags = {n: getattr(model, n)[:layers] for n in ("rope_layers", "sliding_layers")}
+    return dataclasses.replace(model, num_layers=layers, **flags)

@@ -93,6 +93,9 @@ def packed_attention(
             segments = Segments(group_BL, branches_BL, spec.positions_BL)
             return fused.fused_attention(q, k, v, segments, spec.window, spec.scale), cache
         how = implementation or choose(q, spec.softcap, shared=branch_BL is not None, context=context)
+        if how == "cudnn" and jax.default_backend() != "gpu":
+            # A program compiled ahead of time: cuDNN asks the GPU for what it can do.
+            how = "blocked"
         if how == "blocked":
             return _blocked(q, k, v, Segments(group_BL, branches_BL, spec.positions_BL), spec), cache
         if how == "splash" and branch_BL is None:

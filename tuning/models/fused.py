@@ -17,7 +17,7 @@ from tuning.cpu.kernels import build
 from tuning.models.blocked import Segments
 from tuning.models.remat import ATTENTION, keep
 from tuning.models.sharding import mesh_in_use
-from tuning.target import is_a_part, target_platform
+from tuning.target import target_platform
 
 LANES = 16
 """The kernel's vectors: a head's size must be a multiple."""
@@ -26,7 +26,7 @@ _NO_WINDOW = 2**31 - 1
 
 def suits(q_BLNH: jax.Array, k_BLKH: jax.Array, v_BLKH: jax.Array, softcap: float | None) -> bool:
     """Whether the kernel is there and supports such arrays, on one device."""
-    if target_platform() != "cpu" or mesh_in_use() is not None or is_a_part() or softcap is not None:
+    if target_platform() != "cpu" or mesh_in_use() is not None or softcap is not None:
         return False
     (b, length, _, size), kinds = q_BLNH.shape, {x.dtype.name for x in (q_BLNH, k_BLKH, v_BLKH)}
     heads = k_BLKH.shape[2]

@@ -1,4 +1,4 @@
-"""What XLA says of a step on this process's devices, beside the prediction; run by `test_training`."""
+"""The bytes of a step on this process's devices by its own program, and as `tuning.fit` has them."""
 
 import json
 import sys
@@ -6,12 +6,10 @@ import sys
 import jax
 
 from tests.tuning.fit.steps import asked, measured
-from tuning.fit.machines import Kind, Machine
-from tuning.fit.training import training
+from tuning.fit.machines import machine
+from tuning.fit.needs import peak
 
-model, kind, *options = sys.argv[1:]
-step = asked(model, kind, jax.device_count(), *options)
-machine = Machine("here", Kind("cpu", "cpu", 2**34, 1.0, 1e12, 1e10, 1e10), jax.device_count())
-found = training(step, machine)
-*memory, unread = measured(step)
-print(json.dumps({"measured": memory, "unread": unread, "held": found.held, "temporary": found.temporary}))
+step = asked(*sys.argv[1:], jax.device_count())
+on = machine("cpu")
+needs = step.needs(on)
+print(json.dumps({"measured": measured(step), "found": (needs.held - needs.within, peak(needs, on))}))

@@ -1,25 +1,31 @@
-"""Training steps to compare with what XLA compiles: SFT and the update of GRPO, for a tiny model and one of 0.1 B."""
+"""Steps of SFT and GRPO for a tiny model and one of 0.1 B, as they are asked, and as the product runs them."""
 
 from __future__ import annotations
 
+import dataclasses
 import math
+from functools import partial
 from typing import Any
 
 import jax
 import numpy as np
 
+from tests.aot.cases import PROMPT, Case
+from tests.aot.shapes import public
 from tuning.algorithms.algorithm import find
 from tuning.algorithms.objective import policy_loss
 from tuning.algorithms.settings import Objective
 from tuning.algorithms.supervised import sft_loss
 from tuning.axes import Axes
 from tuning.device import choose
-from tuning.fit.training import Trained
+from tuning.fit.machines import Machine, machine
+from tuning.fit.training import Packed
 from tuning.mesh import over_devices, row_shards, state_shapes, under
 from tuning.models.config import DecoderConfig, tiny
 from tuning.models.decoder import abstract_decoder, decoder_graph
+from tuning.models.lora import LoraConfig
 from tuning.models.sharding import ROWS
-from tuning.settings import ComputeSettings, Moments, OptimizerSettings, Remat
+from tuning.settings import ComputeSettings
 from tuning.training.batch import Group, choose_rows, micro_batches
 from tuning.training.optimizers import optimizer_of
 from tuning.training.step import counted, step_programs
@@ -36,34 +42,48 @@ SIZES = {"sft": (128, 128, 1), "grpo": (64, 64, 4)}
 OBJECTIVE = Objective(kl_coef=0.01)
 
 
-def asked(model: str, kind: str, shards: int, remat: Remat = "auto", moments: Moments = "float32") -> Trained:
+def asked(model: str, kind: str, shards: int) -> Packed:
     """One micro-batch of 1,024 row tokens on each of the shards, as a CPU has it."""
     prompt, completion, each = SIZES[kind]
     count = 1024 * shards // (prompt + each * completion)
-    if kind == "grpo":
-        loss = lambda config, compute: policy_loss(decoder_graph(config), find(OBJECTIVE), OBJECTIVE, compute)  # noqa: E731
-    else:
-        loss = lambda config, compute: sft_loss(decoder_graph(config), compute)  # noqa: E731
-    return Trained(
-        model=MODELS[model],
-        make_loss=loss,
-        groups=[Group([1] * prompt, [[2] * completion] * each, range(i * each, (i + 1) * each)) for i in range(count)],
-        width=completion,
-        optimizer=OptimizerSettings(moments=moments),
-        compute=ComputeSettings(remat=remat),
+    config = MODELS[model]
+    graph = decoder_graph(config)
+    grpo = partial(policy_loss, graph, find(OBJECTIVE), OBJECTIVE)
+    return Packed(
+        config,
+        [Group([1] * prompt, [[2] * completion] * each, range(i * each, (i + 1) * each)) for i in range(count)],
+        ComputeSettings(),
+        grpo if kind == "grpo" else partial(sft_loss, graph),
         columns=("mu_CT", "old_CT", "ref_CT", "advantages_CT") if kind == "grpo" else (),
     )
 
 
-def measured(step: Trained) -> tuple[int, int, int]:
-    """Bytes of the compiled step's arguments, those beside them, and those of what it is given and does not read, on a
-    device of this process."""
+def elsewhere(case: Case) -> tuple[Packed, Machine]:
+    """The step of a program that is compiled ahead of time, and its machine."""
+    generation, _, sides = case.topology.partition(":")
+    on = machine(f"{generation}x{math.prod(map(int, sides.split('x')))}" if sides else generation)
+    shards, each = on.count // case.tensor // case.context, 4 if case.program == "grpo" else 1
+    rows, length = case.rows * shards, PROMPT + case.completion
+    groups = [Group([1] * PROMPT, [[2] * case.completion] * each, range(i, i + each)) for i in range(0, rows, each)]
+    mesh = Axes(case.data, -1, case.tensor, case.context)
+    step = asked("tiny", case.program, 1)
+    model = public(case.model)
+    grpo = partial(policy_loss, decoder_graph(model), find(OBJECTIVE), OBJECTIVE)
+    loss = grpo if case.program == "grpo" else partial(sft_loss, decoder_graph(model))
+    lora = LoraConfig(rank=case.lora) if case.lora else None
+    compute = ComputeSettings(tokens_per_micro_batch=rows * length, mesh=mesh)
+    return dataclasses.replace(step, model=model, make_loss=loss, groups=groups, compute=compute, lora=lora), on
+
+
+def measured(step: Packed) -> tuple[int, int]:
+    """Bytes of what the compiled step is given, and of all that it holds, on a device of this process."""
     compute, mesh = choose(remat=step.compute.remat).compute, over_devices(Axes())
     optimizer = optimizer_of(step.optimizer)
     shapes = abstract_decoder(step.model)[1]
     shards = row_shards(mesh)
     layout = choose_rows([step.groups], 1024 * shards)
-    (packed,) = micro_batches(step.groups, layout=layout, completion_tokens=step.width, shards=shards)
+    width = len(step.groups[0].completions[0])
+    (packed,) = micro_batches(step.groups, layout=layout, completion_tokens=width, shards=shards)
     batch = counted(step.groups, [packed])[0] | {name: packed.mask_CT for name in step.columns}
     if mesh is not None:
         whole, cut = (jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec(*x)) for x in ((), (ROWS,)))
@@ -71,12 +91,15 @@ def measured(step: Trained) -> tuple[int, int, int]:
             name: jax.ShapeDtypeStruct(np.shape(x), np.asarray(x).dtype, sharding=cut if np.ndim(x) else whole)
             for name, x in batch.items()
         }
-    program = step_programs(step.make_loss(step.model, compute), optimizer, shapes, mesh)["single"]
+    assert step.make_loss is not None
+    program: Any = step_programs(step.make_loss(compute), optimizer, shapes, mesh)["single"]
     with under(mesh):
         given = (*state_shapes(optimizer, shapes, mesh), batch)
         compiled = program.lower(*given, None).compile()
     memory = compiled.memory_analysis()
-    return int(memory.argument_size_in_bytes), int(memory.temp_size_in_bytes), _unread(compiled, given)
+    arguments = memory.argument_size_in_bytes + _unread(compiled, given)
+    results = memory.output_size_in_bytes - memory.alias_size_in_bytes
+    return int(arguments), int(arguments + memory.temp_size_in_bytes + results)
 
 
 def _unread(compiled: Any, given: Any) -> int:

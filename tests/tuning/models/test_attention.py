@@ -13,10 +13,10 @@ import pytest
 from flax import nnx
 from jax.sharding import NamedSharding, PartitionSpec
 
+from tests.aot.shapes import abstract_mesh
 from tests.support import with_devices
 from tests.tuning.models.rows import LENGTH, alone, packed
 from tuning.axes import Axes
-from tuning.fit.places import abstract_mesh
 from tuning.models import attention as att
 from tuning.models.config import tiny
 from tuning.models.decoder import UNLIMITED, AttentionSpec, abstract_decoder
