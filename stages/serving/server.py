@@ -245,7 +245,7 @@ class Server:
             0 if terms is not None else number,
             asked.n or 1,
             stop_strings(lambda tokens: decode(list(tokens)), strings) if strings else None,
-            name="prompt",
+            name="prompt" if job.session is None else job.session.name,
         )
 
     def score(self, job: Job, prompt: list[int]) -> tuple[list[float | None], list[Any]]:
