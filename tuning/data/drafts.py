@@ -69,7 +69,8 @@ def drafts_of(template: Template | None, plan: Plan, output: str, record: Record
     known: list[Any] = [record.prompt, record.answer, record.tools, None if judged else record.metadata]
     known += [record.chat_template_kwargs] if record.chat_template_kwargs else []
     prompt = template.checked(template.fitted(_messages(plan, record.prompt)), header=True)
-    added: dict[str, Any] = {}
+    # Episodes refuse it.
+    added: dict[str, Any] = {"chat_template_kwargs": options} if (options := record.chat_template_kwargs) else {}
     if [message["role"] for message in record.prompt] != ["user"]:
         # Episodes begin with them.
         added["prompt_messages"] = record.prompt
