@@ -214,7 +214,7 @@ class _Episodes:
 
         draw = self.draw
         probes = [Request(prompt.prompt_ids, draw.max_tokens, draw.sampling, name=prompt.id) for prompt in prompts]
-        engine = open_engine(self.ctx, draw.engine, draw.quantize, tokens, probes)
+        engine: Any = open_engine(self.ctx, draw.engine, draw.quantize, tokens, probes)
         if draw.engine.in_worker:
             return engine
         from tuning.rollout.servers.turns import Turns
