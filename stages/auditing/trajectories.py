@@ -191,8 +191,12 @@ def one_seed_a_task(table: Played, finding: Finding) -> None:
         expected = {(first.prompt_id, seeds.get(first.prompt_id, first.seed))}
         case = f"{table.name}, place {place}: tasks and seeds {sorted(found)}, expected {sorted(expected)}"
         finding.check(found == expected, case)
-        rows = [table.rows.get((row.place, row.sample), []) for row in episodes if not says_nothing(row)]
-        contexts = {tuple(parts[0].prompt_ids) for parts in rows if parts}
+        began = [
+            (table.rows.get(name, []), table.turns[name][0].part or 0)
+            for row in episodes
+            if (name := (row.place, row.sample)) in table.turns and not says_nothing(row)
+        ]
+        contexts = {tuple(parts[part].prompt_ids) for parts, part in began if part < len(parts)}
         if len(contexts) > 1:
             finding.left_out.append(
                 f"{table.name}, place {place}: its episodes begin from {len(contexts)} contexts: the environment "

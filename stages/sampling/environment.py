@@ -73,10 +73,10 @@ class Environment(StageConfig):
     device, and the slowest environment sets the pace."""
     reset_seconds: float = execution_setting(60.0, gt=0)
     """Wall-clock limit of a reset, the start of its process included."""
-    step_seconds: float = execution_setting(30.0, gt=0)
-    """Wall-clock limit of a step."""
-    tool_seconds: float = execution_setting(10.0, gt=0)
-    """Wall-clock limit of a tool call; the policy reads that it was exceeded."""
+    step_seconds: Annotated[float, Field(gt=0)] = 30.0
+    """Wall-clock limit of a step, of which tool calls of a turn may take nine tenths together."""
+    tool_seconds: Annotated[float, Field(gt=0)] = 10.0
+    """Wall-clock limit of a tool's call, past which the policy reads an error."""
     episode_seconds: float | None = execution_setting(None, gt=0)
     """Wall-clock limit of an episode, after which it has no reward; null: none, and ten minutes for an agent."""
     megabytes: int = execution_setting(2048, ge=16)

@@ -214,7 +214,7 @@ class _Episodes:
 
         draw = self.draw
         probes = [Request(prompt.prompt_ids, draw.max_tokens, draw.sampling, name=prompt.id) for prompt in prompts]
-        engine = open_engine(self.ctx, draw.engine, draw.quantize, tokens, probes)
+        engine: Any = open_engine(self.ctx, draw.engine, draw.quantize, tokens, probes)
         if draw.engine.in_worker:
             return engine
         from tuning.rollout.servers.turns import Turns
@@ -235,8 +235,17 @@ class _Episodes:
         return Renderer(self.tokenizer, environments.schemas(), self.settings.system_prompt, form)
 
     def _messages(self, prompt: PromptRow) -> list[dict[str, Any]]:
-        """The prompt's messages: of a conversation or a system text those of the record, else one of the user."""
-        messages = json.loads(prompt.metadata or "{}").get("prompt_messages")
+        """The prompt's messages: of a conversation or a system text those of the record, else one of the user.
+
+        Raises ValueError for a prompt with values of its own for the template, which no program renders by.
+        """
+        metadata = json.loads(prompt.metadata or "{}")
+        if metadata.get("chat_template_kwargs") and not self.settings.agent:
+            raise ValueError(
+                f"prompt {prompt.id} has chat_template_kwargs, and all episodes are rendered alike: set "
+                "base.chat_template_kwargs, and leave the field out of the data"
+            )
+        messages = metadata.get("prompt_messages")
         return messages or [{"role": "user", "content": prompt.prompt}]
 
     @contextlib.contextmanager

@@ -121,6 +121,7 @@ class Choice(Protocol):
     """One choice of an answer under way."""
 
     valid: bool
+    complete: bool
 
     def delta(self, new: str, update: Any) -> dict[str, Any]: ...
     def whole(self, done: Any) -> dict[str, Any]: ...
@@ -130,7 +131,7 @@ class Choice(Protocol):
 class Completed:
     """A choice of /v1/completions."""
 
-    valid = True
+    valid = complete = True
 
     def __init__(self, text: Text, top: int | None):
         self._text, self._top = text, top
@@ -165,8 +166,8 @@ class Spoken:
         self._text, self._offer, self._prompt, self._top = text, offer, prompt, top
         self._shown = ""
         self._reply: dict[str, Any] | None = None
-        self.valid = True
-        """False: a call in it is malformed."""
+        self.valid = self.complete = True
+        """False: a call in it is malformed; calls of it are left out of the reply."""
 
     def _logprobs(self, one: Any) -> Any:
         return None if self._top is None else chat_logprobs(self._text, one.tokens, one.logps, one.top, self._top)
@@ -175,11 +176,12 @@ class Spoken:
         """The message of the assistant."""
         if self._reply is None:
             parsed = self._offer.read(self._offer.begun + self._text.sent)
-            self.valid = not parsed.errors
+            made = parsed.calls if self._offer.parallel else parsed.calls[:1]
+            self.valid, self.complete = not parsed.errors, len(made) == len(parsed.calls)
             self._reply = {"role": "assistant", "content": parsed.content, "refusal": None}
-            if parsed.calls:
+            if made:
                 # Null beside calls alone, as in OpenAI's API.
-                calls = answered(parsed.calls, [*self._prompt, *done.tokens])
+                calls = answered(made, [*self._prompt, *done.tokens])
                 self._reply |= {"content": parsed.content or None, "tool_calls": calls}
         return self._reply
 

@@ -234,7 +234,8 @@ def ended(episode: Episode, session: Session, outcome: Finished | Fault, tries: 
     own it has earned none.
     """
     session.closed = True
-    parts = session.parts()
+    # By their last calls: the last row of a trajectory, which rewards read, ends with its last turn.
+    parts = sorted(session.parts(), key=lambda part: part.calls[-1].number)
     turns = _turns(parts)
     status: Status = "done"
     reason: str | None = None

@@ -245,7 +245,7 @@ class Server:
             0 if terms is not None else number,
             asked.n or 1,
             stop_strings(lambda tokens: decode(list(tokens)), strings) if strings else None,
-            name="prompt",
+            name="prompt" if job.session is None else job.session.name,
         )
 
     def score(self, job: Job, prompt: list[int]) -> tuple[list[float | None], list[Any]]:
@@ -341,11 +341,15 @@ class Server:
         if done.stop == "cancelled":
             return
         call = job.calls[number]
+        reply = choice.whole(done).get("message") or {"role": "assistant", "content": text.sent}
         call.policy = self.policy_of(job)
         call.token_ids, call.logprobs, call.stop = list(done.tokens), list(done.logps), done.stop
-        call.text = text.sent
+        if call.kind == "text":
+            # A stop string that ended it too; of control tokens a text has nothing.
+            call.text, call.whole = text.decode(call.token_ids), self._special.isdisjoint(call.token_ids)
+        else:
+            call.text, call.whole = text.sent, done.stop != "string" and choice.complete
         call.ended = done.stop == "eos" and done.tokens[-1] in self._stops
-        reply = choice.whole(done).get("message") or {"role": "assistant", "content": text.sent}
         call.valid = choice.valid
         called = [one["function"] for one in reply.get("tool_calls", ())]
         calls = tuple(same_call(one["name"], _object(one["arguments"])) for one in called)

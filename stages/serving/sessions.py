@@ -6,7 +6,8 @@
 
 A call whose messages go on from those of an earlier call, with its answer, gets that call's ids and behind them the new
 messages alone (`tuning.chat.renderer`). Answers are found by what they say; the ids are the stored ones, with the
-thoughts that a client leaves out. A call that goes on from nothing begins a branch with a rendering of its own.
+thoughts that a client leaves out. A call that goes on from nothing begins a branch with a rendering of its own; so does
+one that would go on from an answer of which its client lacks a part, such as a stop string.
 A branch is a row of a rollout table: what was sampled in another branch is context there, so nothing is trained twice.
 """
 
@@ -91,6 +92,8 @@ class Call:
     """False: a call of a tool in it is malformed."""
     ended: bool = False
     """Whether the sampled ids end in the end of a turn."""
+    whole: bool = True
+    """Whether its client has all that its ids say. A call goes on from no other, whose ids are not what it sends."""
     seconds: float = 0.0
 
     def path(self) -> list[Call]:
@@ -174,7 +177,7 @@ class Session:
         for call in self.calls:
             start = 0 if call.before is None else lengths.get(call.before, -1)
             end = start + len(call.said)
-            if start < 0 or call.kind != kind or tuple(said[start:end]) != call.said:
+            if start < 0 or call.kind != kind or not call.whole or tuple(said[start:end]) != call.said:
                 continue
             lengths[call] = end
             # Its last entry is the answer: a conversation goes on behind it.
@@ -189,7 +192,7 @@ class Session:
 
     def found_text(self, kind: str, prompt: str) -> Call | None:
         """The call of whose prompt and answer a text begins with most."""
-        fitting = [c for c in self.calls if c.kind == kind and prompt.startswith(c.whole_text())]
+        fitting = [c for c in self.calls if c.kind == kind and c.whole and prompt.startswith(c.whole_text())]
         return max(fitting, key=lambda call: (len(call.whole_text()), call.number), default=None)
 
     def open(self, kind: str, before: Call | None, context_ids: list[int], **fields: Any) -> Call:

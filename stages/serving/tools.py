@@ -130,7 +130,7 @@ class Offer:
             return calls.Parsed([], [], text.strip())
         if parsed.errors or not parsed.calls:
             return calls.Parsed([], parsed.errors, text.strip())
-        return parsed if self.parallel else dataclasses.replace(parsed, calls=parsed.calls[:1])
+        return parsed
 
     def shown(self, text: str) -> str:
         """As much of an answer under way as is content whatever follows: nothing from where a call may begin."""

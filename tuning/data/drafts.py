@@ -70,7 +70,8 @@ def drafts_of(template: Template | None, plan: Plan, output: str, record: Record
     known += [record.chat_template_kwargs] if record.chat_template_kwargs else []
     turns = _messages(plan, record.prompt)
     prompt = template.checked(template.fitted(turns), header=True)
-    added: dict[str, Any] = {}
+    # Episodes refuse it.
+    added: dict[str, Any] = {"chat_template_kwargs": options} if (options := record.chat_template_kwargs) else {}
     if [message["role"] for message in record.prompt] != ["user"]:
         # Episodes begin with them.
         added["prompt_messages"] = record.prompt

@@ -9,6 +9,7 @@ import pytest
 import tuning.agents
 from stages.contract.fingerprint import reached
 from stages.sampling.environment import Environment, modules_of, source_digests
+from stages.store.keys import config_content
 from tests.support import write_files
 
 GAMES = "tuning.agents.environments"
@@ -101,3 +102,10 @@ def test_where_the_documents_lie_is_said_by_the_setting_alone_and_what_they_are_
 def test_a_module_that_is_not_there_is_an_error_by_the_settings_name(settings, message):
     with pytest.raises(ValueError, match=message):
         source_digests(Environment(**settings))
+
+
+@pytest.mark.parametrize("name", ["tool_seconds", "step_seconds"])
+def test_limits_whose_errors_the_policy_reads_are_in_keys(name):
+    plain = config_content(Environment(tools=["search"]))
+    assert config_content(Environment(tools=["search"], **{name: 60.0})) != plain
+    assert config_content(Environment(tools=["search"], reset_seconds=90.0, processes=2)) == plain

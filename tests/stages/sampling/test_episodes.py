@@ -84,6 +84,15 @@ def test_an_episode_begins_with_the_messages_of_its_prompt(inputs):
         assert "Answer in French." in first[0]["content"] and first[1]["content"] == "What is 2+2?"
 
 
+def test_a_prompt_with_values_of_its_own_for_the_template_is_refused(inputs):
+    options = {"chat_template_kwargs": {"enable_thinking": False}}
+    task = {"id": "a", "prompt_ids": ids("asked", end=False), "prompt": "q", "answer": None}
+    rows_of = [task | {"metadata": json.dumps(options)}]
+    made = data(inputs["folder"] / "options", prompts=rows_of, heldout=rows_of)
+    with pytest.raises(ValueError, match="prompt a has chat_template_kwargs.* base.chat_template_kwargs"):
+        played({**inputs, "data": made}, "with-options")
+
+
 def test_every_task_has_its_episodes_and_each_has_an_end(made):
     episodes = rows(made["artifact"], "trajectories", TrajectoryRow)
     assert names_of(episodes) == [(place, sample) for place in range(TASKS) for sample in range(SAMPLES)]

@@ -85,7 +85,9 @@ def test_forks_are_parts_and_tables_agree(made):
     ended = dict(made)["fork"]
     rows = completion_rows(ended, PromptRow(id="task 1", prompt_ids=[1], prompt="p"), "digest", 7, 1.0)
     [parts] = by_trajectory(rows)
-    assert [turn.part for turn in ended.turns] == [0, 1, 0]
+    # The fork is before the row that goes on: rewards read the last row, and so the last turn.
+    assert [turn.part for turn in ended.turns] == [1, 0, 1]
+    assert parts[-1].text == ended.turns[-1].text != parts[0].text
     for turn in turn_rows(ended, "digest"):
         at = slice(turn.start, turn.start + len(turn.token_ids))
         assert parts[turn.part].token_ids[at] == turn.token_ids

@@ -137,6 +137,37 @@ def test_completions_go_on_from_stored_ids(session, as_ids):
     assert part["token_ids"][: len(first.token_ids) + len(more)] == [*first.token_ids, *ids(more)]
 
 
+def test_what_a_stop_string_cuts_off_is_in_no_context_of_a_client_that_lacks_it(session):
+    path, client = session
+    asked = {"model": "tiny", "messages": [QUESTION], "temperature": 0, "max_tokens": 9}
+    said = client.chat.completions.create(**asked, stop=["tool"]).choices[0].message.content
+    assert said == "<"
+    messages = [QUESTION, {"role": "assistant", "content": said}, QUESTION]
+    client.chat.completions.create(**asked | {"messages": messages})
+    first, second = httpx.get(path).json()["parts"]
+    assert TOKENIZER.decode(first["token_ids"]) == "<tool"
+    written = TOKENIZER.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+    assert TOKENIZER.decode(second["prompt_ids"]) == written
+
+
+@pytest.mark.parametrize(
+    ("stop", "more", "turns"), [("is", "is 7", [[0, 1]]), ("is", "was", [[0], [1]]), ("x", "x", [[0], [1]])]
+)
+def test_a_completion_goes_on_where_its_ids_are_the_clients_text(session, stop, more, turns):
+    path, client = session
+    first, call, between, _ = conversation()
+    prompt = TOKENIZER.decode([*first, *call, *between])
+    asked = {"model": "tiny", "temperature": 0, "max_tokens": 20}
+    said = client.completions.create(prompt=prompt, stop=[stop], **asked).choices[0].text
+    assert said == ("It " if stop == "is" else "It is 5.")
+    client.completions.create(prompt=prompt + said + more, **asked)
+    record = httpx.get(path).json()
+    assert [part["turns"] for part in record["parts"]] == turns
+    part, ids_of_last = record["parts"][-1], record["turns"][1]["token_ids"]
+    before = part["prompt_ids"] + part["token_ids"][: len(part["token_ids"]) - len(ids_of_last)]
+    assert TOKENIZER.decode(before) == prompt + said + more
+
+
 def test_a_session_is_rewarded_read_and_forgotten(url, session):
     path, client = session
     assert httpx.post(f"{path}/reward", json={"reward": 1}).status_code == 404

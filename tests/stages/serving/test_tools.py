@@ -1,10 +1,12 @@
 """Tools of the API: calls whole and as streams, calls that are asked for, and text that is none."""
 
 import json
+import types
 
 import openai
 import pytest
 
+from stages.serving.answers import Spoken
 from stages.serving.tools import Offer, Tool
 from tests.stages.serving.support import ADD, QUESTION, SAID
 
@@ -107,7 +109,14 @@ def test_a_malformed_call_makes_the_whole_text_content():
     text = f'{CALL}\n<tool_call>\n{{"name": "sub", "arguments": {{}}}}\n</tool_call>'
     assert (offer.read(text).calls, offer.read(text).content) == ([], text)
     assert len(offer.read(f"{CALL}\n{CALL}").calls) == 2
-    assert len(Offer([ADD], "hermes", parallel=False).read(f"{CALL}\n{CALL}").calls) == 1
+
+
+@pytest.mark.parametrize("parallel", [False, True])
+def test_a_reply_that_leaves_out_a_call_is_not_complete(parallel):
+    offer, twice = Offer([ADD], "hermes", parallel=parallel), types.SimpleNamespace(sent=f"{CALL}\n{CALL}")
+    choice = Spoken(twice, offer, [], None)
+    assert len(choice.reply(types.SimpleNamespace(tokens=[]))["tool_calls"]) == 1 + parallel
+    assert choice.complete is parallel
 
 
 @pytest.mark.parametrize("form", WRITTEN)

@@ -91,9 +91,14 @@ def test_bad_records_are_dead_letters_with_reasons(plan, tmp_path):
 def test_a_conversation_that_is_a_prompt_is_kept_for_episodes(plan, tmp_path):
     turns = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "q"}]
     records = [{"prompt": turns, "metadata": {"n": 1}}, {"prompt": turns[1:], "metadata": {"n": 2}}]
+    records.append(records[1] | {"metadata": {"n": 3}, "chat_template_kwargs": {"enable_thinking": False}})
     run(plan, tmp_path, *[record | {"split": "prompts"} for record in records])
     kept = [json.loads(row["metadata"]) for row in rows(plan, "prompts", tmp_path)]
-    assert sorted(kept, key=lambda one: one["n"]) == [{"n": 1, "prompt_messages": turns}, {"n": 2}]
+    assert sorted(kept, key=lambda one: one["n"]) == [
+        {"n": 1, "prompt_messages": turns},
+        {"n": 2},
+        {"n": 3, "chat_template_kwargs": {"enable_thinking": False}},
+    ]
 
 
 def test_lengths_in_tokens_at_the_limit(plan, tmp_path):

@@ -80,21 +80,28 @@ def inverse_cdf(weights_RV: jax.Array, uniform_R: jax.Array) -> jax.Array:
     rows, vocab = weights_RV.shape
     padded = jnp.pad(weights_RV, ((0, 0), (0, -vocab % BLOCK)))
     blocks = padded.reshape(rows, -1, BLOCK)
-    totals = jnp.cumsum(blocks.sum(-1), axis=-1)
+    each = blocks.sum(-1)
+    totals = jnp.cumsum(each, axis=-1)
     target_R = uniform_R * totals[:, -1]
 
-    # Counting the sums that are <= target gives the first that exceeds it. A block, or a token, of zero probability
-    # adds nothing to the sum before it, so it is never the first.
-    block_R = jnp.minimum(jnp.sum(totals <= target_R[:, None], axis=-1), totals.shape[1] - 1)
+    # Counting the sums that are <= target gives the first that exceeds it. XLA adds them up in pieces: behind one of no
+    # probability a sum may be larger by its rounding.
+    block_R = _last_possible(each, jnp.sum(totals <= target_R[:, None], axis=-1))
     sum_before = jnp.take_along_axis(totals, jnp.maximum(block_R - 1, 0)[:, None], axis=1)[:, 0]
     before_R = jnp.where(block_R > 0, sum_before, 0.0)
 
     inside = jnp.take_along_axis(blocks, block_R[:, None, None], axis=1)[:, 0]
     cumulative = jnp.cumsum(inside, axis=-1)
-    offset_R = jnp.sum(cumulative <= (target_R - before_R)[:, None], axis=-1)
-    # Rounding can leave the target past the block's end: then it is the block's last token with any probability.
-    last_R = BLOCK - 1 - jnp.argmax(jnp.flip(inside > 0, axis=-1), axis=-1)
-    return (block_R * BLOCK + jnp.minimum(offset_R, last_R)).astype(jnp.int32)
+    # Rounding can leave the target past the block's end.
+    offset_R = _last_possible(inside, jnp.sum(cumulative <= (target_R - before_R)[:, None], axis=-1))
+    return (block_R * BLOCK + offset_R).astype(jnp.int32)
+
+
+def _last_possible(weights_RN: jax.Array, place_R: jax.Array) -> jax.Array:
+    """The last place up to `place_R` whose weight is not 0, else the first behind it."""
+    up_to = (weights_RN > 0) & (jnp.arange(weights_RN.shape[1]) <= place_R[:, None])
+    last_R = weights_RN.shape[1] - 1 - jnp.argmax(jnp.flip(up_to, axis=-1), axis=-1)
+    return jnp.where(up_to.any(-1), last_R, jnp.argmax(weights_RN > 0, axis=-1))
 
 
 def penalise(logits_RV: jax.Array, seen_RV: jax.Array, penalty_R: jax.Array) -> jax.Array:

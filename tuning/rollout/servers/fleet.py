@@ -14,6 +14,7 @@ import contextlib
 import dataclasses
 import threading
 import time
+import zlib
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Literal, TypeVar
 
@@ -87,15 +88,23 @@ class Fleet:
         for error in self._dead.values():
             self._log(f"going on without a server: {error}")
 
+    def check(self, request: Request) -> None:
+        """Raises RefusedRequest for a request that servers of this kind cannot serve. RuntimeError without a policy."""
+        self._kind.body(request, self._loaded)
+
+    @property
+    def _loaded(self) -> Policy:
+        if self._policy is None:
+            raise RuntimeError("the engine has no policy; call load(policy) first")
+        return self._policy
+
     def run(self, requests: Sequence[Request]) -> Iterator[tuple[int, list[Completion]]]:
         """(index, completions) of each request, as soon as all its samples have ended.
 
         Raises what `load` raises when the last server is given up, and ServerLost for a request that lost `tries`
         servers.
         """
-        policy = self._policy
-        if policy is None:
-            raise RuntimeError("the engine has no policy; call load(policy) first")
+        policy = self._loaded
         bodies = [self._kind.body(r, policy) for r in requests]
         jobs: asyncio.Queue[Job] = asyncio.Queue()
         results: asyncio.Queue[tuple[int, list[Completion]] | Exception] = asyncio.Queue()
@@ -104,8 +113,11 @@ class Fleet:
         loop = asyncio.new_event_loop()
         tasks: list[asyncio.Task[None]] = []
 
+        # Each turn of an episode is a run of one request: turns of one prompt begin with the server that has it cached.
+        first = zlib.crc32(requests[0].name.encode()) % len(self._servers) if requests else 0
+
         async def begin() -> None:
-            for server in self._servers:
+            for server in (*self._servers[first:], *self._servers[:first]):
                 if server not in self._dead:
                     tasks.append(asyncio.create_task(self._drive(server, policy, bodies, jobs, results)))
 

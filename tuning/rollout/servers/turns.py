@@ -17,6 +17,7 @@ WAIT_SECONDS = 0.05
 class Answers(Protocol):
     """What answers requests, such as a `Fleet`; called by several threads at once."""
 
+    def check(self, request: Request) -> None: ...
     def run(self, requests: Sequence[Request]) -> Iterable[tuple[int, list[Completion]]]: ...
 
 
@@ -27,7 +28,7 @@ class Turns:
         """most: requests at a time."""
         self._answers, self._most = answers, most
         self._threads = ThreadPoolExecutor(most, thread_name_prefix="turn")
-        self._done: queue.SimpleQueue[tuple[int, Completion | BaseException]] = queue.SimpleQueue()
+        self._done: queue.SimpleQueue[tuple[int, list[Completion] | BaseException]] = queue.SimpleQueue()
         self._numbers = itertools.count(1)
         self._open: set[int] = set()
 
@@ -41,7 +42,8 @@ class Turns:
         return self._most
 
     def submit(self, request: Request) -> int:
-        """Sends a request and returns its number."""
+        """Sends a request and returns its number. Raises RefusedRequest for one that the servers cannot serve."""
+        self._answers.check(request)
         number = next(self._numbers)
         self._open.add(number)
         self._threads.submit(self._ask, number, request)
@@ -58,7 +60,7 @@ class Turns:
                 self._open.discard(number)
                 if isinstance(answer, BaseException):
                     raise answer
-                ended.append(Update(number, 0, answer.tokens, answer.logps, answer, answer.top))
+                ended += [Update(number, i, one.tokens, one.logps, one, one.top) for i, one in enumerate(answer)]
         except queue.Empty:
             pass
         return ended
@@ -81,7 +83,7 @@ class Turns:
 
     def _ask(self, number: int, request: Request) -> None:
         try:
-            [(_, [completion])] = self._answers.run([request])
-            self._done.put((number, completion))
+            [(_, completions)] = self._answers.run([request])
+            self._done.put((number, completions))
         except BaseException as e:
             self._done.put((number, e))

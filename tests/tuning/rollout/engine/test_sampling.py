@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from tuning.rollout.engine.sampling import Controls, inverse_cdf, sample
+from tuning.rollout.engine.sampling import BLOCK, Controls, inverse_cdf, sample
 from tuning.rollout.requests import Sampling
 
 torch = pytest.importorskip("torch", reason="parity needs torch")
@@ -29,6 +29,23 @@ def test_inverse_cdf_draws_from_the_distribution():
 def test_inverse_cdf_never_returns_a_token_of_no_probability(uniform):
     weights = jnp.zeros((1, 700)).at[0, jnp.asarray([5, 300, 301])].set(1 / 3)
     assert int(inverse_cdf(weights, jnp.asarray([uniform]))[0]) in (5, 300, 301)
+
+
+def test_a_rounded_sum_lets_no_token_without_probability_through():
+    """XLA adds many sums up in pieces: at their borders the sum behind blocks of zeros grows by its rounding."""
+    rng, rows, vocabulary = np.random.default_rng(0), 4, 151_936
+    weights = np.zeros((rows, vocabulary), np.float32)
+    for row in weights:
+        row[rng.choice(vocabulary, 50, replace=False)] = rng.random(50)
+    sums = np.pad(weights, ((0, 0), (0, -vocabulary % BLOCK))).reshape(rows, -1, BLOCK).sum(-1)
+    totals = np.asarray(jax.jit(lambda x: jnp.cumsum(x, axis=-1))(sums))
+    # The borders of pieces, and their neighbours.
+    borders = (totals / totals[:, -1:])[:, 15::16]
+    uniform = np.minimum(
+        np.concatenate([borders, np.nextafter(borders, 0), np.nextafter(borders, 1)], axis=1), 1 - 2**-24
+    )
+    tokens = np.asarray(jax.jit(jax.vmap(inverse_cdf, (None, 1), 1))(weights, uniform))
+    assert (np.take_along_axis(weights, tokens, axis=1) > 0).all()
 
 
 VOCAB = 300

@@ -9,13 +9,16 @@ import time
 
 import pytest
 
-from tuning.rollout.requests import Request, Sampling
+from tuning.rollout.requests import RefusedRequest, Request, Sampling
 from tuning.rollout.servers.fleet import Fleet, Options
 from tuning.rollout.servers.protocol import Policy, ServerLost
 from tuning.rollout.servers.server import RemoteServer
+from tuning.rollout.servers.turns import Turns
 from tuning.rollout.servers.vllm import VLLM
 
 IDS = [5, 6, 7]
+POLICY = Policy("D", lambda: None, lambda pairs, t: [[-1.0] * len(c) for _, c in pairs],
+                [Request([1, 2], 1, Sampling(), (), seed=9, counter=9)], vocabulary=100)  # fmt: skip
 
 
 class Handler(http.server.BaseHTTPRequestHandler):
@@ -77,14 +80,35 @@ def servers(fault):
 def test_prompts_of_a_server_that_answers_nonsense_go_to_the_other(fault, monkeypatch):
     monkeypatch.setattr("tuning.rollout.servers.server.CONNECT_SECONDS", 0.5)
     requests = [Request([1, 2], 3, Sampling(), (), seed=1, counter=i, samples=2) for i in range(6)]
-    policy = Policy("D", lambda: None, lambda pairs, t: [[-1.0] * len(c) for _, c in pairs],
-                    [Request([1, 2], 1, Sampling(), (), seed=9, counter=9)], vocabulary=100)  # fmt: skip
     said = []
     with servers(fault) as (good, bad):
         fleet = Fleet(VLLM(), [bad, good], Options(wait_seconds=1.0, concurrency=2), said.append)
-        fleet.load(policy)
+        fleet.load(POLICY)
         done = dict(fleet.run(requests))
     assert {tuple(c.tokens) for found in done.values() for c in found} == {tuple(IDS)} and len(done) == 6
+
+
+def test_turns_of_a_prompt_stay_on_one_server_and_prompts_are_on_all(monkeypatch):
+    used, ended, sample = set(), set(), Fleet._sample
+
+    async def noted(self, client, server, policy, request, body):
+        used.add((request.name, server.url))
+        return await sample(self, client, server, policy, request, body)
+
+    monkeypatch.setattr(Fleet, "_sample", noted)
+    with servers(None) as both:
+        fleet = Fleet(VLLM(), both, Options())
+        fleet.load(POLICY)
+        with contextlib.closing(Turns(fleet, 4)) as turns:
+            for prompt in range(6):
+                turns.submit(Request([1, 2], 3, Sampling(), (), seed=1, samples=2, name=f"p{prompt}"))
+                turns.submit(Request([1, 2, *IDS], 3, Sampling(), (), seed=2, samples=2, name=f"p{prompt}"))
+            # It ends no other request.
+            with pytest.raises(RefusedRequest, match="stop strings"):
+                turns.submit(Request([1, 2], 3, Sampling(), (), find_stop=lambda tokens: None))
+            while not turns.idle:
+                ended |= {(update.number, update.sample) for update in turns.step()}
+    assert len(ended) == 24 and len(used) == 6 and len({url for _, url in used}) == 2
 
 
 def test_an_answer_has_a_bound(monkeypatch):
