@@ -80,7 +80,7 @@ def _sampling(asked: Sampled, machine: Machine) -> Figures:
     with_pages = runs_paged(asked.cache, asked.model, dtype, asked.kv, tensor)
     rolled = one and not with_pages and machine.kind.platform == "cpu" and products.suits(dtype) and has_compiler()
     layout: dict[str, Any] = {"join": one, "rolled": rolled, "quantization": asked.quantization}
-    layout["dtype"] = "bfloat16" if machine.resolved(asked.compute.dtype) == "mixed" else dtype
+    layout["dtype"] = "bfloat16" if machine.resolved(asked.compute.dtype) == "fast" else dtype
     context = min(asked.limits.context or asked.prompt + asked.completion, asked.model.max_positions)
     engine = Engine(asked.model, asked.limits, kv, dtype, mesh, layout)
     parts = {"sampling weights": weight_bytes(engine.weights(asked.model)[1], mesh)}
