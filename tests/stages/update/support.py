@@ -66,13 +66,11 @@ class Rounds:
                     {"place": prompt, "prompt_id": str(prompt), "sample": sample, "total": float(sample == prompt % 3)}
                 )
         found, config = {}, {"compute": {"dtype": dtype}}
-        for name, rows in (("rollouts", rollouts), ("scores", scores)):
+        for name, stage, rows in (("rollouts", "rollout", rollouts), ("scores", "score", scores)):
             made = self.scratch(f"{name}-{policy.key}-{number}-{dtype}")
             (made / name).mkdir()
             pq.write_table(pa.Table.from_pylist(rows), made / name / "a.parquet")
-            found[name] = self.commit(
-                {"rollouts": "rollout", "scores": "score"}[name], made, config, {"policy": policy}
-            )
+            found[name] = self.commit(stage, made, config, {"policy": policy})
         return found
 
     def context(self, config, inputs, memory):
