@@ -34,9 +34,7 @@ Dtype = Annotated[Literal["auto", "fast", "float32", "bfloat16", "float64"], Bef
 class OptimizerSettings:
     """An optimizer of `tuning.training.optimizers`, and its schedule."""
 
-    name: Literal[
-        "adamw", "adam", "nadamw", "radam", "amsgrad", "rmsprop", "sgd", "lion", "adafactor", "muon"
-    ] = "adamw"  # fmt: skip
+    name: Literal["adamw", "adam", "sgd", "lion", "adafactor", "muon"] = "adamw"
     """The rule. Muon moves kernels of layers and Adam the rest; Adafactor does not scale by the parameter's norm."""
     learning_rate: Positive = 1e-5
     """Peak learning rate. Each stage has its own default: of all parameters, and ten times as much of an adapter."""
@@ -53,7 +51,7 @@ class OptimizerSettings:
     decay: Literal["matrices", "all"] = "matrices"
     """What it applies to: matrices without norms, biases and scalar heads, or all parameters."""
     beta1: Decay = 0.9
-    """Decay of the first moment; momentum of sgd and rmsprop (0 unless given), adafactor (0) and muon (0.95)."""
+    """Decay of the first moment; momentum of sgd (0 unless given), adafactor (0) and muon (0.95)."""
     beta2: Decay = 0.95
     """Decay of the second moment; with lion 0.99 unless given. TRL and verl have 0.999: at 0.95 the moment follows the
     gradients of the last 20 steps, as long as a run of RL here may be."""
@@ -70,7 +68,6 @@ class OptimizerSettings:
 
 RULE_DEFAULTS: dict[str, dict[str, float]] = {
     "sgd": {"beta1": 0.0},
-    "rmsprop": {"beta1": 0.0},
     "adafactor": {"beta1": 0.0},
     "lion": {"beta2": 0.99},
     "muon": {"beta1": 0.95},

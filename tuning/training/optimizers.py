@@ -30,10 +30,6 @@ def _sgd(b1: float, b2: float, eps: float) -> optax.GradientTransformation:
     return optax.trace(b1) if b1 else optax.identity()
 
 
-def _rmsprop(b1: float, b2: float, eps: float) -> optax.GradientTransformation:
-    return optax.chain(optax.scale_by_rms(b2, eps, eps_in_sqrt=False), _sgd(b1, b2, eps))
-
-
 def _adafactor(b1: float, b2: float, eps: float) -> optax.GradientTransformation:
     momentum = [optax.ema(b1, debias=False)] if b1 else []
     return optax.chain(optax.scale_by_factored_rms(), _clip_by_matrix(1.0), *momentum)
@@ -69,10 +65,6 @@ def _muon(b1: float, b2: float, eps: float) -> optax.GradientTransformation:
 OPTIMIZERS: dict[str, Rule] = {
     "adamw": optax.scale_by_adam,
     "adam": optax.scale_by_adam,
-    "nadamw": lambda b1, b2, eps: optax.scale_by_adam(b1, b2, eps, nesterov=True),
-    "radam": optax.scale_by_radam,
-    "amsgrad": optax.scale_by_amsgrad,
-    "rmsprop": _rmsprop,
     "sgd": _sgd,
     "lion": lambda b1, b2, eps: optax.scale_by_lion(b1, b2),
     "adafactor": _adafactor,

@@ -88,16 +88,6 @@ class Optimizer:
                 # Kingma and Ba, arXiv:1412.6980; Loshchilov and Hutter, arXiv:1711.05101.
                 m, v = self._moment(name, "m", b1, g), self._moment(name, "v", b2, g * g)
                 return m / (1 - b1**t) / (torch.sqrt(v / (1 - b2**t)) + eps)
-            case "nadamw":
-                # Dozat, 2016: the momentum of the next step.
-                m, v = self._moment(name, "m", b1, g), self._moment(name, "v", b2, g * g)
-                ahead = b1 * m / (1 - b1 ** (t + 1)) + (1 - b1) * g / (1 - b1**t)
-                return ahead / (torch.sqrt(v / (1 - b2**t)) + eps)
-            case "amsgrad":
-                # Reddi et al., arXiv:1904.09237, over moments without bias.
-                m, v = self._moment(name, "m", b1, g), self._moment(name, "v", b2, g * g)
-                slots["top"] = torch.maximum(slots.get("top", torch.zeros_like(g)), v / (1 - b2**t))
-                return m / (1 - b1**t) / (torch.sqrt(slots["top"]) + eps)
             case "lion":
                 # Chen et al., arXiv:2302.06675: the sign of one mixture, and another is kept.
                 held = slots.get("m", torch.zeros_like(g))
@@ -105,9 +95,5 @@ class Optimizer:
                 return torch.sign(b1 * held + (1 - b1) * g)
             case "sgd":
                 slots["m"] = b1 * slots.get("m", torch.zeros_like(g)) + g
-                return slots["m"]
-            case "rmsprop":
-                v = self._moment(name, "v", b2, g * g)
-                slots["m"] = b1 * slots.get("m", torch.zeros_like(g)) + g / (torch.sqrt(v) + eps)
                 return slots["m"]
         raise ValueError(f"no rule {self.settings['name']!r}")

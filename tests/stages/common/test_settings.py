@@ -60,7 +60,7 @@ def test_the_short_form_is_as_strict():
 @pytest.mark.parametrize(
     ("stage", "optimizer", "message"),
     [
-        ("sft", "{name: adan}", "'adamw', 'adam', 'nadamw'"),
+        ("sft", "{name: adan}", "'adamw', 'adam', 'sgd'"),
         ("sft", "{name: adam, weight_decay: 0.1}", "weight_decay has no meaning with adam; that is adamw"),
         ("sft", "{name: lion, epsilon: 0.1}", "epsilon has no meaning with lion"),
         ("sft", "{schedule: constant, end_fraction: 0.1}", "end_fraction has no meaning with schedule constant"),

@@ -31,6 +31,6 @@ def noise(step):
 
 
 def settings(name, **values):
-    rate = {"sgd": 0.1, "adafactor": 0.05, "rmsprop": 0.02}.get(name, 0.05)
+    rate = {"sgd": 0.1, "adafactor": 0.05}.get(name, 0.05)
     defaults = {"name": name, "learning_rate": rate, "clip_norm": None} | RULE_DEFAULTS.get(name, {})
     return OptimizerSettings(**defaults | values)

@@ -20,7 +20,7 @@ from tuning.training.optimizers import OPTIMIZERS, optimizer_of
 from tuning.training.step import NonFinite, make_step
 
 KEY = jax.random.key(0)
-MOMENTS = {"adamw": 10, "adam": 10, "nadamw": 10, "radam": 10, "amsgrad": 15, "rmsprop": 5, "sgd": 0, "lion": 5}
+MOMENTS = {"adamw": 10, "adam": 10, "sgd": 0, "lion": 5}
 # Of Adafactor those that it does not factor; of Muon one of the kernel, and Adam's of the rest.
 MOMENTS |= {"adafactor": 3, "muon": 9}
 SLOW = [pytest.param(name, marks=pytest.mark.slow) for name in OPTIMIZERS if name not in ("adamw", "muon", "adafactor")]
