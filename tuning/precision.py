@@ -1,19 +1,20 @@
 """The types and the exactness of a process's arithmetic: what a compute dtype asks of JAX beside the activations.
 
-dtype           weights, moments, sums     products of float32 arrays
-auto            float32                    as the device has it by default, unless it computes in float32
-fast            float32                    mixed where the processor multiplies bfloat16, else as auto
-fast-backward   float32                    mixed-backward where it does, else as auto
-bfloat16        float32                    as the device has it by default
-mixed           float32                    of inputs rounded to bfloat16, summed in float32; activations are float32
-mixed-backward  float32                    of a forward pass exact, as float32's; those of gradients as in mixed
-float32         float32                    exact: accelerators by default round their inputs to TF32 or bfloat16
-float64         float64                    exact; on CPU alone, for checks
+dtype      weights, moments, sums   products of float32 arrays
+auto       float32                  as the device has it by default, unless it computes in float32
+fast       float32                  on a CPU that multiplies bfloat16: of inputs rounded to it, summed in float32;
+                                    elsewhere as auto
+bfloat16   float32                  as the device has it by default
+float32    float32                  exact: accelerators by default round their inputs to TF32 or bfloat16
+float64    float64                  exact; on CPU alone, for checks
 
-`mixed`, on CPU alone, is what a TPU does with float32 by default. XLA on CPU has no such product of float32 arrays: the
-model's products round their inputs themselves (`tuning.models.matmul.factor`). Processors with AVX512_BF16 or AMX
-multiply these sooner. With `mixed-backward` a trainer gives a token the probability that a sampler in float32 gives it,
-to the bit where the backend has the same bits; two thirds of a step's products are those of gradients.
+`fast` is what a TPU does with float32 by default. XLA on CPU has no such product of float32 arrays: the model's
+products round their inputs themselves (`tuning.models.matmul.factor`), and processors with AVX512_BF16 or AMX multiply
+these sooner.
+
+Sampler and trainer have to agree. Where both are `fast` both round; where the sampler is exact, of a `fast` trainer
+products of gradients alone are rounded (`exact_forward`), two thirds of a step's: then it gives a token the probability
+that the sampler gave it, to the bit where the backend has the same bits.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from tuning.processor import FAST, multiplies_bfloat16
+from tuning.processor import multiplies_bfloat16
 from tuning.target import target_platform
 
 ROUNDED = "bfloat16"
@@ -51,24 +52,18 @@ def item_bytes(dtype: str) -> int:
 
 
 def resolved(dtype: str) -> str:
-    """The type that `auto` and those of FAST stand for on this device; other names stay.
+    """The type that `auto` stands for on this device, and `fast` where it is no faster; other names stay.
 
-    Raises ValueError for float64 or a mixed type on an accelerator.
+    Raises ValueError for float64 on an accelerator.
     """
     on_cpu = target_platform() == "cpu"
-    if dtype in FAST:
-        dtype = FAST[dtype] if on_cpu and multiplies_bfloat16() else "auto"
-    if dtype == "auto":
+    if dtype == "auto" or dtype == "fast" and not (on_cpu and multiplies_bfloat16()):
         # Whole bfloat16 is no faster on CPU; accelerators are built for it.
         return "float32" if on_cpu else "bfloat16"
     if dtype == "float64" and not on_cpu:
         raise ValueError(
             f"compute.dtype float64 is for checks on a CPU, and this is a {target_platform()}: use float32 here, "
             "or set JAX_PLATFORMS=cpu"
-        )
-    if dtype in FAST.values() and not on_cpu:
-        raise ValueError(
-            f"compute.dtype {dtype} is for CPUs, and this is a {target_platform()}, built for bfloat16: say auto"
         )
     return dtype
 
@@ -81,8 +76,13 @@ def use(dtype: str) -> None:
     """
     kind = resolved(dtype)
     jax.config.update("jax_enable_x64", kind == "float64")
-    precision = {"bfloat16": None, "mixed": ROUNDED, "mixed-backward": ROUNDED_BACKWARD}.get(kind, "highest")
+    precision = {"bfloat16": None, "fast": ROUNDED}.get(kind, "highest")
     jax.config.update("jax_default_matmul_precision", precision)
+
+
+def _precision() -> str | None:
+    precision: str | None = jax.config.jax_default_matmul_precision  # type: ignore[attr-defined]
+    return precision
 
 
 def rounds_products() -> bool:
@@ -90,21 +90,20 @@ def rounds_products() -> bool:
 
     Asked while a program is traced. JAX traces anew where this setting is another.
     """
-    precision: str | None = jax.config.jax_default_matmul_precision  # type: ignore[attr-defined]
-    return precision == ROUNDED and target_platform() == "cpu"
+    return _precision() == ROUNDED and target_platform() == "cpu"
 
 
 @contextlib.contextmanager
-def of_gradients() -> Iterator[None]:
-    """Around what traces products of a backward pass: these are rounded where those of gradients are."""
-    precision: str | None = jax.config.jax_default_matmul_precision  # type: ignore[attr-defined]
-    with jax.default_matmul_precision(ROUNDED if precision == ROUNDED_BACKWARD else precision):
+def _instead_of(precision: str, other: str) -> Iterator[None]:
+    now = _precision()
+    with jax.default_matmul_precision(other if now == precision else now):
         yield
 
 
-def activations(dtype: str) -> str:
-    """The type of activations for a compute dtype that is no `auto`."""
-    return "float32" if dtype in FAST.values() else dtype
+of_gradients = functools.partial(_instead_of, ROUNDED_BACKWARD, ROUNDED)
+"""Around what traces products of a backward pass: these are rounded where those of gradients are."""
+exact_forward = functools.partial(_instead_of, ROUNDED, ROUNDED_BACKWARD)
+"""Around the update of a policy that an exact sampler sampled: of its rounded products those of gradients are left."""
 
 
 @contextlib.contextmanager

@@ -11,9 +11,6 @@ FLAGS = frozenset({"avx512_bf16", "amx_bf16"})
 """Linux's names of the instructions. Products of bfloat16 take half the time of float32 with the first, and an eighth
 with the second."""
 
-FAST = {"fast": "mixed", "fast-backward": "mixed-backward"}
-"""What names of compute dtypes stand for on a CPU that multiplies bfloat16 (`tuning.precision`)."""
-
 
 def multiplies_bfloat16() -> bool:
     """Whether it has products of bfloat16 that XLA and this project's kernels use. Elsewhere than on Linux: no."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 from typing import Annotated, Literal
 
-from pydantic import Field
+from pydantic import BeforeValidator, Field
 
 from tuning.axes import Axes
 
@@ -18,8 +18,16 @@ Positive = Annotated[float, Field(gt=0)]
 Decay = Annotated[float, Field(ge=0, lt=1)]
 NotNegative = Annotated[float, Field(ge=0)]
 Moments = Literal["float32", "bfloat16", "host"]
-Dtype = Literal["auto", "fast", "fast-backward", "float32", "bfloat16", "mixed", "mixed-backward", "float64"]
 Remat = Literal["auto", "none", "products", "dots", "attention", "full", "offload"]
+
+
+def _renamed(dtype: object) -> object:
+    if dtype in ("mixed", "mixed-backward", "fast-backward"):
+        raise ValueError(f"{dtype} is now fast: use fast, or auto for products that are not rounded")
+    return dtype
+
+
+Dtype = Annotated[Literal["auto", "fast", "float32", "bfloat16", "float64"], BeforeValidator(_renamed)]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -78,11 +86,10 @@ class ComputeSettings:
 
     dtype: Dtype = "auto"
     """Type of activations; master weights, moments and sums are float32. float32 is exact on accelerators too, where
-    products by default are not. mixed, on CPU alone, is float32 whose products round their inputs to bfloat16, for
-    processors that multiply those faster (`rlhf doctor` measures it). mixed-backward: so in gradients alone; the
-    forward pass is float32, so that a trainer agrees with its sampler as in float32. fast, fast-backward: mixed and
-    mixed-backward on such a processor, auto elsewhere.
-    float64, on CPU alone, is for checks: weights, moments and sums are float64 as well."""
+    products by default are not. fast is float32 whose products round their inputs to bfloat16, on a CPU that multiplies
+    those faster (`rlhf doctor` measures it), and auto elsewhere. An update of RL rounds in gradients alone where its
+    rollouts are not fast, so that both agree as in float32. float64, on CPU alone, is for checks: weights, moments and
+    sums are float64 as well."""
     tokens_per_micro_batch: Annotated[int, Field(ge=0)] = 0
     """Row tokens of one forward and backward pass; 0: the device decides."""
     remat: Remat = "auto"

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import json
 import shlex
 from pathlib import Path
 from typing import Annotated, Literal
@@ -38,8 +37,8 @@ class Environment(StageConfig):
     arguments: dict[str, Value | list[Value]] = {}
     """Keyword arguments of the environment's constructor."""
     tools: list[str] = []
-    """Tools of an agent whose prompts come from the data: calculator, python, search, module:function with type hints
-    and a docstring, or mcp:COMMAND of a server. The episode ends with the first turn that calls none."""
+    """Tools of an agent whose prompts come from the data: calculator, python, module:function with type hints and a
+    docstring, or mcp:COMMAND of a server. The episode ends with the first turn that calls none."""
     agent: list[str] = []
     """Command of a program that plays an episode by itself and speaks to the OpenAI URL in OPENAI_BASE_URL, such as
     [python, agent.py]: its calls are the trajectory. It reads its task from RLHF_TASK (JSON of the prompt's columns and
@@ -49,7 +48,7 @@ class Environment(StageConfig):
     """Whether the agent's program grades its episodes: it gets the prompt's `answer`, and the key for POST
     RLHF_SESSION/reward, over the descriptor RLHF_GRADER_FD, which commands of the policy do not inherit."""
     tool_arguments: dict[str, dict[str, Value]] = {}
-    """Arguments of tools that the policy does not choose, by the tool's name (search: {path: notes})."""
+    """Arguments of tools that the policy does not choose, by the tool's name (python: {seconds: 2})."""
     tool_format: Literal["auto", "hermes", "llama", "gemma"] = "auto"
     """Form of calls; auto: the form of the chat template's family, else JSON in <tool_call> tags (Hermes, Qwen)."""
     system_prompt: str | None = None
@@ -120,7 +119,7 @@ def source_digests(environment: Environment) -> dict[str, str]:
     """Hashes of the code of the user's environment and tools, of files that their settings name, and versions of
     packages that bring them. Not of what these open by themselves, nor of a server behind a URL.
 
-    Raises ValueError, naming the setting, for a module or documents that are not there; nothing is executed.
+    Raises ValueError, naming the setting, for a module that is not there; nothing is executed.
     """
     digests: dict[str, str] = {}
     for word in environment.agent:
@@ -143,20 +142,8 @@ def source_digests(environment: Environment) -> dict[str, str]:
             if isinstance(value := environment.arguments.get(name), str) and ":" in value:
                 digests |= user_digests(value, f"environment.arguments.{name}")
     for name in environment.tools:
-        digests |= _documents(environment) if name == "search" else _words(name)
+        digests |= _words(name)
     return digests
-
-
-def _documents(environment: Environment) -> dict[str, str]:
-    """One hash of the documents of `search`, with the names of their files, which are titles."""
-    from tuning.agents.tools.search import files
-
-    where, told = "environment.tool_arguments.search.path", environment.tool_arguments.get("search", {}).get("path")
-    if told is None or not (path := Path(str(told))).exists():
-        lacks = "is missing" if told is None else f"{told} does not exist"
-        raise ValueError(f"{where}: {lacks}: expected a JSONL file, or a folder of texts")
-    listed = [[file.relative_to(path).as_posix() if path.is_dir() else file.name, _hash(file)] for file in files(path)]
-    return {where: hashlib.sha256(json.dumps(listed).encode()).hexdigest()}
 
 
 def _words(tool: str) -> dict[str, str]:

@@ -10,7 +10,7 @@ from typing import Any
 from stages.contract.fingerprint import library_versions
 
 PAYS = 1.3
-"""How much faster products of bfloat16 have to be than those of float32, for `mixed` to be advised."""
+"""How much faster products of bfloat16 have to be than those of float32, for `fast` to be advised."""
 LITTLE_MEMORY = 7 * 10**9
 """Bytes that the demo needs."""
 
@@ -62,7 +62,7 @@ def _rates() -> dict[str, float]:
     from tuning.training.speed import rate
 
     found, size = {}, 1024
-    for name, dtype in (("float32", "float32"), ("bfloat16", "mixed")):
+    for name, dtype in (("float32", "float32"), ("bfloat16", "fast")):
         with using(dtype):
             x = jnp.ones((size, size), "float32")
             found[name] = round(rate(matmul, x, x, work=2.0 * size**3)[-1] / 1e9, 1)
@@ -78,7 +78,7 @@ def show(of: dict[str, Any]) -> None:
     if of["gflops"] is not None:
         exact, half = of["gflops"]["float32"], of["gflops"]["bfloat16"]
         advice = "pays" if half > PAYS * exact else "does not pay"
-        print(f"products      {exact:.0f} GFLOP/s of float32, {half:.0f} of bfloat16: compute.dtype=mixed {advice}")
+        print(f"products      {exact:.0f} GFLOP/s of float32, {half:.0f} of bfloat16: compute.dtype=fast {advice}")
     print(f"attention     {of['attention']} (XLA's where it does not suit a row or a feature)")
     if of["kernels"] is not None:
         print(f"decoding      {'kernels in C' if of['kernels'] else 'XLA alone, which is slower'}")

@@ -9,6 +9,7 @@ reward model. An adapter is small: every round keeps it, as content under `adapt
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import json
 import time
@@ -76,6 +77,7 @@ def _advance(ctx: Context, first: bool = False) -> tuple[State, dict[str, Any]]:
     table `fates/` and, of a policy that is not stored, its probes."""
     from tuning.algorithms.rounds import run_round
     from tuning.models.probes import probes
+    from tuning.precision import exact_forward
 
     config: Config = ctx.config
     parent = ctx.inputs["policy"]
@@ -99,17 +101,20 @@ def _advance(ctx: Context, first: bool = False) -> tuple[State, dict[str, Any]]:
         reference = load_frozen(ctx, source, "none" if source.stage == NAME else stored_as(config.lora))[1]
     started = time.monotonic()
     policy, critic = state.learners(states.bases(ctx))
-    result = run_round(
-        data,
-        config,
-        state.config,
-        policy,
-        critic,
-        reference=reference,
-        coefficients=_coefficients(config, parent),
-        progress=ctx.progress,
-        record=ctx.metrics_line,
-    )
+    fast = config.compute.dtype == "fast"
+    exact = fast and ctx.inputs["rollouts"].manifest["config"]["compute"]["dtype"] != "fast"
+    with exact_forward() if exact else contextlib.nullcontext():
+        result = run_round(
+            data,
+            config,
+            state.config,
+            policy,
+            critic,
+            reference=reference,
+            coefficients=_coefficients(config, parent),
+            progress=ctx.progress,
+            record=ctx.metrics_line,
+        )
     state.opt_state, state.coefficients = result.policy.opt_state, result.coefficients
     if result.critic is not None:
         state.critic, state.critic_opt = result.critic.params, result.critic.opt_state

@@ -1,4 +1,4 @@
-"""What the fast types of `compute.dtype` stand for: the type is in the keys, so it is settled before a node has one."""
+"""What `compute.dtype: fast` stands for: the type is in the keys, so it is settled before a node has one."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from typing import Any, TypeVar
 
 from stages.contract.definition import StageConfig
 from stages.worker.devices import CPU, device_kind
-from tuning.processor import FAST, multiplies_bfloat16
+from tuning.processor import multiplies_bfloat16
 
 C = TypeVar("C", bound=StageConfig)
 
@@ -17,7 +17,6 @@ def settled(config: C, far: bool) -> C:
     far: whether workers of other hosts make nodes of the run, whose processors nobody here knows.
     """
     compute: Any = getattr(config, "compute", None)
-    if compute is None or compute.dtype not in FAST:
+    if compute is None or compute.dtype != "fast" or not far and device_kind() == CPU and multiplies_bfloat16():
         return config
-    dtype = FAST[compute.dtype] if not far and device_kind() == CPU and multiplies_bfloat16() else "auto"
-    return config.model_copy(update={"compute": compute.model_copy(update={"dtype": dtype})})
+    return config.model_copy(update={"compute": compute.model_copy(update={"dtype": "auto"})})

@@ -24,9 +24,7 @@ def main() -> None:
     parser.add_argument("works", nargs="*", choices=[*WORKS, []], default=[], help="all by default")
     parser.add_argument("--model", default="smol135", choices=list(SHAPES))
     parser.add_argument("--repeats", type=int, default=5)
-    parser.add_argument(
-        "--dtype", default="auto", choices=["auto", "float32", "bfloat16", "mixed", "mixed-backward"], help="of steps"
-    )
+    parser.add_argument("--dtype", default="auto", choices=["auto", "float32", "bfloat16", "fast"], help="of steps")
     parser.add_argument("--here", action="store_true", help="in this process")
     args = parser.parse_args()
     if args.here:

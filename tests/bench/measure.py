@@ -15,7 +15,7 @@ import jax
 import jax.numpy as jnp
 
 from tuning import precision
-from tuning.device import peak_memory_bytes
+from tuning.device import choose, peak_memory_bytes
 from tuning.models.matmul import matmul
 from tuning.training.speed import measured_peak, rate
 
@@ -49,9 +49,9 @@ def gemm_flops(hidden: int, inner: int, dtype: str = "float32") -> float:
     """FLOP/s of a matrix product of the model's size, [2048, hidden] x [hidden, inner], in a compute dtype; on an
     accelerator of a large square one, since a small one is over before the next is launched."""
     if jax.default_backend() != "cpu":
-        return measured_peak(precision.activations(precision.resolved(dtype)))
+        return measured_peak(choose(dtype).compute.dtype)
     with precision.using(dtype):
-        kind = precision.activations(precision.resolved(dtype))
+        kind = choose(dtype).compute.dtype
         a, b = jnp.ones((2048, hidden), kind), jnp.ones((hidden, inner), kind)
         return statistics.median(rate(matmul, a, b, work=2.0 * a.size * inner))
 

@@ -27,7 +27,7 @@ from tests.bench.inputs import SHAPES
 from tuning import precision
 
 WORKS = ("W2", "W3", "W4", "W6")
-DTYPES = ("float32", "bfloat16", "mixed", "mixed-backward")
+DTYPES = ("float32", "bfloat16", "fast")
 RESULTS = Path(__file__).parent / "results"
 PAUSE = 4.0
 """Seconds for which memory was given back that is taken again."""
@@ -41,7 +41,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m tests.bench.profile", description=__doc__)
     parser.add_argument("works", nargs="*", choices=[*WORKS, []], default=[], help="all by default")
     parser.add_argument("--model", default="smol135", choices=["smol135", "tiny"])
-    parser.add_argument("--dtype", nargs="+", default=["float32", "mixed"], choices=DTYPES)
+    parser.add_argument("--dtype", nargs="+", default=["float32", "fast"], choices=DTYPES)
     parser.add_argument("--write", action="store_true", help="write NAME.json among the results")
     parser.add_argument("--name", default="profile", help="NAME")
     parser.add_argument("--here", metavar="FOLDER", help="in this process, whose programs are dumped there")
@@ -116,7 +116,7 @@ def breakdown(work: str, model: str, dtype: str, folder: Path) -> dict[str, Any]
     hidden, inner = (int(SHAPES[model][name]) for name in ("hidden", "inner"))
     rates = {
         "products f32": gemm_flops(hidden, inner, "float32"),
-        "products bf16": gemm_flops(hidden, inner, "mixed"),
+        "products bf16": gemm_flops(hidden, inner, "fast"),
     }
     bandwidth = memory_bandwidth()
     events = list(_events(traces))

@@ -63,7 +63,7 @@ def _gemm_flops(config: DecoderConfig) -> float:
 
 
 def run(work: str, model: str, repeats: int, dtype: str = "auto") -> None:
-    """dtype: of activations; `mixed` with products as `precision.use` has set them."""
+    """dtype: of activations; `fast` with products as `precision.use` has set them."""
     started = time.perf_counter()
     config = config_of(model)
     params = random_params(config, 0)

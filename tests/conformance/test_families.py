@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 from flax import nnx
 
+from tests.tuning.models.named import tensors_from_params
 from tuning.device import Compute
 from tuning.models import huggingface as hf
 from tuning.models.attention import packed_attention
@@ -166,7 +167,7 @@ def test_logits_and_gradients_equal_transformers(family):
     np.testing.assert_allclose(logits, theirs, atol=EXACT)
     np.testing.assert_allclose(value, out.loss.item(), rtol=EXACT)
     expected = {n: p.grad.numpy() for n, p in family.model.named_parameters()}
-    ours = dict(hf.tensors_from_params(nnx.to_pure_dict(grads), np.float64))
+    ours = tensors_from_params(nnx.to_pure_dict(grads), np.float64)
     assert ours.keys() == expected.keys()
     for name in expected:
         assert np.abs(expected[name]).max() > 0, f"{name} has no gradient to compare"

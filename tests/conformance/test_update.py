@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 from flax import nnx
 
+from tests.tuning.models.named import tensors_from_params
 from tuning.algorithms.learner import Learner
 from tuning.algorithms.round_data import RoundData
 from tuning.algorithms.rounds import run_round
@@ -48,7 +49,7 @@ def made_up() -> RoundData:
 
 def tensors(params):
     pure = nnx.to_pure_dict(params)
-    return {n: torch.tensor(x, requires_grad=True) for n, x in hf.tensors_from_params(pure, np.float64)}
+    return {n: torch.tensor(x, requires_grad=True) for n, x in tensors_from_params(pure, np.float64).items()}
 
 
 def norm(x, weight):

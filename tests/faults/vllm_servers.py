@@ -15,10 +15,11 @@ import pytest
 from stages.base import Config as BaseConfig
 from stages.common.source import locate
 from tests.tuning.chat.templates import chat_prompt_ids
+from tests.tuning.models.named import params_from_tensors
 from tuning.device import Compute
 from tuning.models.config_json import from_hugging_face
 from tuning.models.gguf import GGUFCheckpoint, GGUFFile
-from tuning.models.huggingface import params_from_tensors, save_decoder, untied
+from tuning.models.huggingface import save_decoder, untied
 from tuning.models.tokenizer import save_tokenizer, tokenizer_from_gguf
 from tuning.rollout.requests import Request, Sampling
 from tuning.rollout.servers.child import Child

@@ -76,8 +76,9 @@ def test_an_error_of_it_is_left_to_the_call_that_needs_the_program(caplog):
     assert "did not compile ahead" in caplog.text and "no_such_attribute" in caplog.text
 
 
-@pytest.mark.parametrize("mixed", [lambda: using("mixed"), lambda: jax.default_matmul_precision(ROUNDED)])
-def test_it_has_the_precision_of_its_beginning_whatever_the_process_goes_on_to(mixed, compiled):
+@pytest.mark.parametrize("mixed", [lambda: using("fast"), lambda: jax.default_matmul_precision(ROUNDED)])
+def test_it_has_the_precision_of_its_beginning_whatever_the_process_goes_on_to(mixed, compiled, monkeypatch):
+    monkeypatch.setattr("tuning.precision.multiplies_bfloat16", lambda: True)
     begun, left = threading.Event(), threading.Event()
 
     @jax.jit

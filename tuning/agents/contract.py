@@ -59,9 +59,9 @@ class Spec:
     arguments: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     """Keyword arguments of the environment's constructor."""
     tools: Sequence[str] = ()
-    """`calculator`, `python`, `search`, `module:function`, or `mcp:COMMAND OR URL`."""
+    """`calculator`, `python`, `module:function`, or `mcp:COMMAND OR URL`."""
     tool_arguments: Mapping[str, Mapping[str, Any]] = dataclasses.field(default_factory=dict)
-    """Keyword arguments of tools that the policy does not choose (the folder of `search`), by the tool's name."""
+    """Keyword arguments of tools that the policy does not choose (the limits of `python`), by the tool's name."""
     tool_format: str = "hermes"
     """One of `tuning.chat.calls.FORMATS` but `auto`, which is resolved where the template is known."""
     tool_seconds: float = 10.0

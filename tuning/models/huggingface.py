@@ -7,8 +7,7 @@ import dataclasses
 import functools
 import json
 import math
-import re
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +25,7 @@ from tuning.models.config_json import from_hugging_face, to_hugging_face
 from tuning.models.decoder import Decoder, ScalarHead, abstract_decoder
 from tuning.models.json_file import json_object
 from tuning.models.mapping import SCORE, tensor_names
-from tuning.models.tensors import INDEX, KINDS, Named, Place, Tensors, check, load_tensors, place_tensors
+from tuning.models.tensors import INDEX, KINDS, Named, Place, Tensors, check, load_tensors
 from tuning.precision import real
 
 SHARD_BYTES = 5_000_000_000
@@ -41,14 +40,6 @@ def random_params(config: DecoderConfig, seed: int) -> Any:
     return nnx.state(Decoder(config, rngs=nnx.Rngs(seed)), nnx.Param)
 
 
-def params_from_tensors(config: DecoderConfig, tensors: Iterable[tuple[str, np.ndarray]], source: str) -> Any:
-    """Decoder parameters (an nnx State of `precision.real`) from named Hugging Face tensors, taken one at a time.
-
-    In the order of `_places`, at most one parameter is on the host at a time. Otherwise like `place_tensors`.
-    """
-    return place_tensors(config, tensors, source, abstract_decoder(config)[1], _places(config))
-
-
 def _places(config: DecoderConfig) -> dict[str, Place]:
     """Places in a decoder's parameters; the tensors of one parameter follow each other."""
     shapes = flatten_dict(nnx.to_pure_dict(abstract_decoder(config)[1]))
@@ -61,18 +52,6 @@ def _places(config: DecoderConfig) -> dict[str, Place]:
 
 def _pure(tree: Any) -> dict[str, Any]:
     return nnx.to_pure_dict(tree) if isinstance(tree, nnx.State) else tree
-
-
-def tensors_from_params(pure: dict[str, Any], dtype: Any = np.float32) -> Iterator[tuple[str, np.ndarray]]:
-    """Named Hugging Face tensors of decoder parameters, given as a pure dict: one at a time, layer by layer."""
-    for name, _, make in sorted(_lazy_tensors(pure, dtype), key=lambda lazy: _layer(lazy[0])):
-        yield name, make()
-
-
-def _layer(name: str) -> int:
-    """The layer of a tensor; -1 for those of none."""
-    found = re.search(r"\.(\d+)\.", name)
-    return -1 if found is None else int(found[1])
 
 
 def _lazy_tensors(pure: dict[str, Any], dtype: Any, types: Mapping[str, str] | None = None) -> Iterator[Lazy]:

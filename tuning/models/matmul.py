@@ -13,7 +13,6 @@ import numpy as np
 from tuning.cpu.kernels import build
 from tuning.models.sharding import mesh_in_use, sum_of_products
 from tuning.precision import of_gradients, rounds_products
-from tuning.processor import multiplies_bfloat16
 from tuning.target import target_platform
 
 WIDTH = 192
@@ -66,7 +65,7 @@ def _kernel(x: jax.Array, y: jax.Array, of_x: int, kind: Any) -> str | None:
     if not whole or not rounds_products() or mesh_in_use() or few:
         return None
     # A build takes seconds, and warns where it fails.
-    return build().matmul if multiplies_bfloat16() else None
+    return build().matmul
 
 
 def factor(x: jax.Array) -> jax.Array:

@@ -8,6 +8,7 @@ import pytest
 
 from flows.graph.build import build
 from flows.graph.keying import key_of, key_parts
+from flows.recipe.model import RecipeError
 from flows.recipe.reading import load_recipe
 from stages.store.keys import SHOWN
 from stages.worker import device_dtype
@@ -32,10 +33,11 @@ def types(*sets: str) -> dict[str, str]:
 
 
 def test_what_a_recipe_says_once_is_of_every_section_that_says_nothing(machine):
+    machine(True)
     assert types() == dict.fromkeys(COMPUTED, "auto")
     assert types("compute.dtype=float32") == dict.fromkeys(COMPUTED, "float32")
-    own = types("compute.dtype=float32", "sft.compute.dtype=mixed", "rl.update.compute.remat=full")
-    assert own == dict.fromkeys(COMPUTED, "float32") | {"sft": "mixed"}
+    own = types("compute.dtype=float32", "sft.compute.dtype=fast", "rl.update.compute.remat=full")
+    assert own == dict.fromkeys(COMPUTED, "float32") | {"sft": "fast"}
 
 
 def test_a_section_that_is_left_out_stays_out():
@@ -46,21 +48,19 @@ def test_a_section_that_is_left_out_stays_out():
 @pytest.mark.parametrize(
     ("multiplies", "kind", "expected"),
     [
-        (True, "cpu:cpu", "mixed"),
+        (True, "cpu:cpu", "fast"),
         (False, "cpu:cpu", "auto"),
         (True, "gpu:NVIDIA H100 80GB HBM3", "auto"),
     ],
 )
-def test_fast_is_mixed_where_the_processor_computes_and_multiplies_bfloat16(machine, multiplies, kind, expected):
+def test_fast_stays_where_the_processor_computes_and_multiplies_bfloat16(machine, multiplies, kind, expected):
     machine(multiplies, kind)
     assert types("compute.dtype=fast") == dict.fromkeys(COMPUTED, expected)
-    backward = {"mixed": "mixed-backward"}.get(expected, expected)
-    assert types("compute.dtype=fast-backward") == dict.fromkeys(COMPUTED, backward)
 
 
 def test_fast_is_auto_where_hosts_that_nobody_here_knows_compute_some_of_it(machine):
     machine(True)
-    assert set(types("compute.dtype=fast", "workers.train={}").values()) == {"mixed"}
+    assert set(types("compute.dtype=fast", "workers.train={}").values()) == {"fast"}
     assert set(types("compute.dtype=fast", "workers.train={}", "workers.cluster=auto").values()) == {"auto"}
 
 
@@ -71,7 +71,6 @@ def test_results_of_two_processors_share_no_key_where_they_compute_otherwise(mac
 
     machine(True)
     fast = key("compute.dtype=fast")
-    assert fast == key("compute.dtype=mixed")
     machine(False)
     assert key("compute.dtype=fast") == key() != fast
 
@@ -81,3 +80,9 @@ def test_a_dumped_recipe_is_the_same_recipe():
     dumped = json.dumps(recipe.model_dump(mode="json", context=SHOWN))
     assert type(recipe).model_validate_json(dumped, context=SHOWN) == recipe
     assert recipe.sft is not None and recipe.sft.compute.dtype == "fast"
+
+
+@pytest.mark.parametrize("name", ["mixed", "mixed-backward", "fast-backward"])
+def test_an_old_name_of_fast_is_an_error_that_says_the_new_one(name):
+    with pytest.raises(RecipeError, match=f"rl.update.compute.dtype: {name} is now fast: use fast, or auto"):
+        load_recipe("smoke", sets=[f"rl.update.compute.dtype={name}"])

@@ -49,10 +49,6 @@ def changed(folder, settings, name, text, monkeypatch):
 @pytest.mark.parametrize(
     ("settings", "name", "text", "expected"),
     [
-        ({"tools": ["search"], "tool_arguments": {"search": {"path": "notes"}}}, "notes/in/a.txt", "other", True),
-        ({"tools": ["search"], "tool_arguments": {"search": {"path": "notes"}}}, "notes/b.png", "other", False),
-        ({"tools": ["search"], "tool_arguments": {"search": {"path": "one.jsonl"}}}, "one.jsonl", "{}", True),
-        ({"tools": ["search"], "tool_arguments": {"search": {"path": "notes"}}}, "one.jsonl", "{}", False),
         ({"name": "gymnasium:X-v0", "arguments": {"renderer": "shows:f"}}, "shows.py", "f = max", True),
         ({"name": "gymnasium:X-v0", "arguments": {"parser": "shows:f"}}, "below.py", "X = 2", True),
         ({"name": "games:Game", "arguments": {"parser": "shows:f"}}, "shows.py", "f = max", True),
@@ -65,33 +61,15 @@ def changed(folder, settings, name, text, monkeypatch):
     ],
 )
 def test_a_file_that_the_settings_name_is_in_the_key(settings, name, text, expected, tmp_path, monkeypatch):
-    files = {"notes/in/a.txt": "Tea.", "notes/b.png": "", "one.jsonl": '{"text": "Tea."}', "a b.json": "[]"}
     modules = {"shows.py": "import below\nf = min\n", "below.py": "X = 1\n", "games.py": "Game = min\n"}
-    write_files(tmp_path, **files, **modules, **{"server.py": "import mcp\n"})
+    write_files(tmp_path, **modules, **{"server.py": "import mcp\n", "a b.json": "[]"})
     assert changed(tmp_path, settings, name, text, monkeypatch) is expected
-
-
-def test_where_the_documents_lie_is_said_by_the_setting_alone_and_what_they_are_called_counts(tmp_path, monkeypatch):
-    write_files(tmp_path, **{"notes/a.txt": "Tea."})
-    monkeypatch.chdir(tmp_path)
-
-    def digests(path):
-        return source_digests(Environment(tools=["search"], tool_arguments={"search": {"path": str(path)}}))
-
-    first = digests("notes")
-    assert digests((tmp_path / "notes").rename(tmp_path / "moved")) == first
-    (tmp_path / "moved" / "a.txt").rename(tmp_path / "moved" / "b.txt")
-    # The title of a document is the name of its file.
-    assert digests("moved") != first
-    with pytest.raises(ValueError, match=r"environment.tool_arguments.search.path: lost does not exist"):
-        digests("lost")
 
 
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
         ({"name": "gymnasium:nomodule:X-v0"}, "environment.name: no module 'nomodule'"),
-        ({"tools": ["search"]}, "environment.tool_arguments.search.path: is missing"),
         ({"tools": ["mcp:python 's.py"]}, "environment.tools: .* is no command"),
         (
             {"name": "gymnasium:X-v0", "arguments": {"parser": "lost:f"}},

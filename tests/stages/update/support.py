@@ -46,7 +46,7 @@ class Rounds:
         about = {"device": "cpu", "versions": {"jax": jax.__version__}, "metrics": {}}
         return self.store.commit(folder, manifest | about)
 
-    def tables(self, policy, number, logprobs=lambda prompt, tokens: [-4.0] * len(tokens)):
+    def tables(self, policy, number, logprobs=lambda prompt, tokens: [-4.0] * len(tokens), dtype="auto"):
         """Made-up rollouts of a round and their scores."""
         rng = np.random.default_rng(number)
         rollouts, scores = [], []
@@ -65,12 +65,12 @@ class Rounds:
                 scores.append(
                     {"place": prompt, "prompt_id": str(prompt), "sample": sample, "total": float(sample == prompt % 3)}
                 )
-        found = {}
-        for name, rows in (("rollouts", rollouts), ("scores", scores)):
-            made = self.scratch(f"{name}-{policy.key}-{number}")
+        found, config = {}, {"compute": {"dtype": dtype}}
+        for name, stage, rows in (("rollouts", "rollout", rollouts), ("scores", "score", scores)):
+            made = self.scratch(f"{name}-{policy.key}-{number}-{dtype}")
             (made / name).mkdir()
             pq.write_table(pa.Table.from_pylist(rows), made / name / "a.parquet")
-            found[name] = self.commit({"rollouts": "rollout", "scores": "score"}[name], made, {}, {"policy": policy})
+            found[name] = self.commit(stage, made, config, {"policy": policy})
         return found
 
     def context(self, config, inputs, memory):

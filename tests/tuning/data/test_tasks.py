@@ -67,7 +67,7 @@ def test_environments_are_sources_by_their_names(records, name):
 
 
 def test_arguments_of_environments_are_checked(records):
-    with pytest.raises(SourceError, match="source 'frozenlake': environment frozenlake: no argument row"):
+    with pytest.raises(SourceError, match="source 'frozenlake': .* argument 'row'; its arguments are"):
         records("frozenlake", {"row": 3})
     with pytest.raises(SourceError, match="did you mean 'frozenlake'"):
         records("frozenlakes")

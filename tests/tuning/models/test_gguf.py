@@ -13,6 +13,7 @@ import gguf
 import numpy as np
 import pytest
 
+from tests.tuning.models.named import tensors_from_params
 from tuning.models.gguf import GGUFCheckpoint, GGUFFile
 from tuning.models.positions import positions_of
 
@@ -349,7 +350,7 @@ def write_family(path: Path, name: str) -> tuple[Any, dict[str, np.ndarray]]:
     leaves, tree = jax.tree.flatten(params)
     rng = np.random.default_rng(1)
     params = jax.tree.unflatten(tree, [rng.normal(size=x.shape).astype(np.float32) for x in leaves])
-    weights = dict(huggingface.tensors_from_params(huggingface._pure(params)))
+    weights = tensors_from_params(huggingface._pure(params))
     arch = next(a for a, n in gguf.MODEL_ARCH_NAMES.items() if n == architecture)
     names = gguf.get_tensor_name_map(arch, config.num_layers)
     tensors = {}

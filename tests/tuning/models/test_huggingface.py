@@ -9,6 +9,7 @@ import pytest
 from flax import nnx
 from safetensors.numpy import load_file, save_file
 
+from tests.tuning.models.named import params_from_tensors, tensors_from_params
 from tuning.axes import Axes
 from tuning.mesh import make_mesh
 from tuning.models import huggingface as hf
@@ -84,7 +85,7 @@ def test_logits_and_gradients_equal_transformers(tied, tmp_path):
     np.testing.assert_allclose(logits, out.logits.detach().numpy(), atol=1e-4)
     np.testing.assert_allclose(value, out.loss.item(), rtol=1e-5)
     theirs = {n: p.grad.numpy() for n, p in model.named_parameters()}
-    ours = dict(hf.tensors_from_params(nnx.to_pure_dict(grads)))
+    ours = tensors_from_params(nnx.to_pure_dict(grads))
     assert ours.keys() == theirs.keys()
     for name in theirs:
         np.testing.assert_allclose(ours[name], theirs[name], atol=1e-4, err_msg=name)
@@ -158,25 +159,17 @@ def test_values_that_would_be_guessed_are_refused(change, message):
         from_hugging_face(to_hugging_face(config(True)) | change, "config.json")
 
 
-def test_tensors_of_a_layer_come_together():
-    """A server that fuses them waits for those of one layer alone."""
-    names = [name for name, _ in hf.tensors_from_params(nnx.to_pure_dict(hf.random_params(config(True), 1)))]
-    layers = [int(name.split(".")[2]) for name in names if ".layers." in name]
-    assert len(set(layers)) > 1
-    assert layers == sorted(layers)
-
-
 def test_missing_and_foreign_tensors_are_named(tmp_path):
     params = hf.random_params(config(True), 1)
-    named = dict(hf.tensors_from_params(nnx.to_pure_dict(params)))
+    named = tensors_from_params(nnx.to_pure_dict(params))
     gone = {k: v for k, v in named.items() if "layers.1.mlp.up" not in k}
     with pytest.raises(UnsupportedModel, match="1 tensors missing, first model.layers.1.mlp.up_proj.weight"):
-        hf.params_from_tensors(config(True), gone.items(), "here")
+        params_from_tensors(config(True), gone.items(), "here")
     with pytest.raises(UnsupportedModel, match="unexpected tensor model.layers.0.extra"):
-        hf.params_from_tensors(config(True), (named | {"model.layers.0.extra": np.ones(2)}).items(), "here")
+        params_from_tensors(config(True), (named | {"model.layers.0.extra": np.ones(2)}).items(), "here")
     bent = named | {"model.layers.1.mlp.up_proj.weight": np.ones((3, 5), np.float32)}
     with pytest.raises(UnsupportedModel, match=r"up_proj.weight has shape \(3, 5\), the config asks for \(80, 48\)"):
-        hf.params_from_tensors(config(True), bent.items(), "here")
+        params_from_tensors(config(True), bent.items(), "here")
 
 
 def test_another_type_is_saved_rounded_once_and_loads_in_transformers(tmp_path):
@@ -373,11 +366,11 @@ def test_a_folder_that_lacks_a_tensor_is_not_copied(tmp_path):
 def test_each_tensor_is_written_in_the_type_that_it_has_elsewhere(tmp_path):
     decoder = config(True)
     params = hf.random_params(decoder, 0)
-    wide = {name: "float32" for name, _ in hf.tensors_from_params(nnx.to_pure_dict(params)) if "norm" in name}
+    wide = {name: "float32" for name in tensors_from_params(nnx.to_pure_dict(params)) if "norm" in name}
     hf.save_decoder(tmp_path, decoder, params, {}, dtype="bfloat16", types=wide)
     with tensors.Tensors(tmp_path) as written:
         kinds = dict(written.kinds)
         assert {kinds[name] for name in wide} == {"F32"} and {k for n, k in kinds.items() if n not in wide} == {"BF16"}
-        for name, values in hf.tensors_from_params(nnx.to_pure_dict(params)):
+        for name, values in tensors_from_params(nnx.to_pure_dict(params)).items():
             np.testing.assert_array_equal(written.read(name), values.astype(jnp.dtype(wide.get(name, "bfloat16"))))
     assert json.loads((tmp_path / "config.json").read_text())["torch_dtype"] == "bfloat16"

@@ -26,7 +26,7 @@ from tuning.models.lora import (
     tune,
     tuned_graph,
 )
-from tuning.precision import using
+from tuning.precision import ROUNDED
 from tuning.training.forward import logps_and_entropy, scores
 from tuning.training.optimizers import make_optimizer, make_schedule
 from tuning.training.step import make_step
@@ -209,13 +209,13 @@ def test_what_an_adapter_starts_from_is_the_model_of_the_stored_kernels(kind):
 
 
 @pytest.mark.parametrize("kind", ONE_AND_SLOW)
-def test_in_mixed_products_an_adapter_is_rounded_with_its_kernel_as_what_is_merged(kind):
+def test_in_fast_products_an_adapter_is_rounded_with_its_kernel_as_what_is_merged(kind):
     lora = LoraConfig(rank=4, alpha=6.0, quantize=kind)
     trainable, frozen = tune(CONFIG, "decoder", PARAMS, lora, seed=1)
     trainable = moved(trainable)
     merged = merge(CONFIG, "decoder", PARAMS, trainable, lora)
     plain, slope = logps(None, merged, None), gradient(lora, trainable, frozen)
-    with using("mixed"):
+    with jax.default_matmul_precision(ROUNDED):
         apart, together = logps(lora, trainable, frozen), logps(None, merged, None)
         rounded_slope = gradient(lora, trainable, frozen)
     # A weight in many is rounded the other way, where sums run in another order.

@@ -13,7 +13,7 @@ from jax.sharding import AbstractMesh, AxisType
 from tests.tuning.compilers import compiler_for
 from tuning.cpu import kernels
 from tuning.models.matmul import across, contract, matmul, thin
-from tuning.precision import using
+from tuning.precision import ROUNDED
 from tuning.processor import multiplies_bfloat16
 
 AXES = {"x W": (1, 0), "g W^T": (1, 1), "x^T g": (0, 0), "g^T x^T": (0, 1)}
@@ -44,8 +44,8 @@ def kernel(request, tmp_path, monkeypatch, caplog):
 
 
 @pytest.fixture(autouse=True)
-def mixed():
-    with using("mixed"):
+def rounding():
+    with jax.default_matmul_precision(ROUNDED):
         yield
 
 
@@ -140,7 +140,7 @@ def test_small_products_and_exact_ones_are_left_to_xla(axes):
     run = functools.partial(contract, of_x=axes[0], of_y=axes[1], kind=jnp.float32)
     assert calls(run, *factors(16, 128, 16, axes)) == 0 and calls(run, *factors(4096, 16, 1024, axes)) == 0
     assert calls(run, *factors(512, 0, 512, axes)) == 0 and not product(*factors(512, 0, 512, axes), axes).any()
-    with using("float32"):
+    with jax.default_matmul_precision("highest"):
         assert calls(run, *factors(128, 256, 192, axes)) == 0
 
 
@@ -158,7 +158,7 @@ def test_what_xla_cuts_over_a_mesh_is_left_to_it():
 def test_gradients_are_those_of_the_product_whichever_side_is_wider(product, sizes):
     wide, narrow = sizes
     k = jax.random.split(jax.random.key(0), 3)
-    with jax.enable_x64(True), using("float64"):
+    with jax.enable_x64(True), jax.default_matmul_precision("highest"):
         x, weight, g = (
             jax.random.normal(key, s) for key, s in zip(k, [(2, 5, wide), sizes, (2, 5, narrow)], strict=True)
         )

@@ -1,6 +1,7 @@
-"""A frozen lake with holes, told in words: from the start to the goal without falling in.
+"""A frozen lake with holes in words: from the start to the goal without falling in.
 
-Maps are our own, since other packages draw theirs from global generators or from hashes that differ by process.
+The maps are drawn here, since other packages draw theirs from global generators or from hashes that differ by process.
+`gymnasium:FrozenLake-v1` has the original game, which slips.
 """
 
 from __future__ import annotations
@@ -14,168 +15,134 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from tuning.agents.contract import Task
-from tuning.agents.environments.games import Outcome, Played
-from tuning.agents.environments.levels import Levels, check, known
+from tuning.agents.environments.levels import Levels, check
 from tuning.agents.environments.records import RawRecord
 from tuning.agents.environments.records import records as records_of
 
 Cell = tuple[int, int]
 """Row and column, from 1."""
 STEPS = {"up": (-1, 0), "down": (1, 0), "left": (0, -1), "right": (0, 1)}
-ASIDE = {"up": ("left", "right"), "down": ("left", "right"), "left": ("up", "down"), "right": ("up", "down")}
-_MOVE = re.compile(r"\b(up|down|left|right)\b", re.IGNORECASE)
-
-
-def read(text: str) -> list[str]:
-    """The directions that a text names, in order."""
-    return [move.lower() for move in _MOVE.findall(text)]
+_MOVE = re.compile(rf"\b({'|'.join(STEPS)})\b", re.IGNORECASE)
+SEQUENCES = 4**6
+"""Sequences of moves of one length that `levels` extends: all of them, up to six moves."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Lake:
-    """A map, and where the policy is on it."""
+    """A map and the policy's place on it."""
 
     at: Cell
     goal: Cell
     holes: tuple[Cell, ...]
 
+    @property
+    def value(self) -> float | None:
+        """1 at the goal, 0 in a hole, None elsewhere."""
+        if self.at == self.goal:
+            return 1.0
+        return 0.0 if self.at in self.holes else None
 
-@dataclasses.dataclass(frozen=True)
-class FrozenLakeRules:
-    """Rules of `FrozenLake`, whose arguments these are."""
 
-    rows: int
-    columns: int
-    holes: int
-    limit: int
-    together: int
-    slip: float
-    corners: bool
-    view: str
-    name: str = "frozenlake"
+class FrozenLake:
+    """The policy reads the steps to the goal, as if there were no hole, and the holes next to its cell.
 
-    def cells(self) -> list[Cell]:
-        """All cells, row by row."""
-        return list(itertools.product(range(1, self.rows + 1), range(1, self.columns + 1)))
+    Cells are row,column from 1,1 at the top left; start and goal are drawn. A step over the border stays where it is; a
+    hole ends the episode. The reward is 1 at the goal, else 0. A turn that does not name exactly one move changes
+    nothing, is answered by the valid moves, and counts as a move.
+
+    Args:
+        rows, columns: 2 to 4. holes: how many; a path around them in the moves of an episode is certain.
+        moves: most moves of an episode.
+    Raises:
+        ValueError: an argument that does not fit.
+    """
+
+    def __init__(self, rows: int = 3, columns: int = 3, holes: int = 2, moves: int = 6) -> None:
+        check("frozenlake", "rows", rows, 2, 4)
+        check("frozenlake", "columns", columns, 2, 4)
+        shortest = rows + columns - 2
+        check("frozenlake", "holes", holes, 0, rows * columns - shortest - 1)
+        check("frozenlake", "moves", moves, shortest, 100)
+        self.rows, self.columns, self.holes, self.limit = rows, columns, holes, moves
+        self._left = 0
 
     def lake(self, seed: int) -> Lake:
         """The map of a seed: holes are drawn until a path leads around them."""
         rng = random.Random(f"frozenlake:map:{seed}")
         while True:
-            cells = self.cells()
-            if self.corners:
-                ends = [cells.pop(0), cells.pop()]
-            else:
-                ends = rng.sample(cells, 2)
-                cells = [cell for cell in cells if cell not in ends]
-            lake = Lake(ends[0], ends[1], tuple(sorted(rng.sample(cells, self.holes))))
-            if self.is_open(lake):
+            cells = list(itertools.product(range(1, self.rows + 1), range(1, self.columns + 1)))
+            start, goal = rng.sample(cells, 2)
+            free = [cell for cell in cells if cell not in (start, goal)]
+            lake = Lake(start, goal, tuple(sorted(rng.sample(free, self.holes))))
+            if self.distance(lake) <= self.limit:
                 return lake
-
-    def is_open(self, lake: Lake) -> bool:
-        """Whether a path leads to the goal in the moves of an episode."""
-        reached = {lake.at}
-        for _ in range(self.limit):
-            steps = {self.moved(cell, move) for cell in reached for move in STEPS}
-            reached |= steps - set(lake.holes)
-        return lake.goal in reached
 
     def moved(self, cell: Cell, move: str) -> Cell:
         """The cell that a step leads to: the same one at the border."""
         row, column = cell[0] + STEPS[move][0], cell[1] + STEPS[move][1]
         return (row, column) if 1 <= row <= self.rows and 1 <= column <= self.columns else cell
 
-    def start(self, seed: int) -> Sequence[Outcome[Lake]]:
-        return [Outcome(self.lake(seed))]
+    def after(self, lake: Lake, move: str) -> Lake:
+        """The lake after a step."""
+        return dataclasses.replace(lake, at=self.moved(lake.at, move))
 
-    def moves(self, state: Lake) -> Sequence[str]:
-        return tuple(STEPS) if self.value(state) is None else ()
+    def distance(self, lake: Lake) -> int:
+        """Moves to the goal on the shortest path; more than an episode has where there is none."""
+        reached = {lake.at} - set(lake.holes)
+        for steps in range(self.limit + 1):
+            if lake.goal in reached:
+                return steps
+            reached |= {self.moved(cell, move) for cell in reached for move in STEPS} - set(lake.holes)
+        return self.limit + 1
 
-    def after(self, state: Lake, move: str) -> Sequence[Outcome[Lake]]:
-        chances = {move: 1.0 - self.slip}
-        if self.slip:
-            chances |= {side: self.slip / 2 for side in ASIDE[move]}
-        return [
-            Outcome(dataclasses.replace(state, at=self.moved(state.at, way)), chance) for way, chance in chances.items()
-        ]
+    def reset(self, *, seed: int) -> tuple[str, dict[str, Any]]:
+        """Begins an episode."""
+        self._lake, self._left = self.lake(seed), self.limit
+        return f"{self._around()} Answer with up, down, left or right.", {"state": vars(self._lake)}
 
-    def value(self, state: Lake) -> float | None:
-        if state.at == state.goal:
-            return 1.0
-        return 0.0 if state.at in state.holes else None
+    def moves(self) -> list[str]:
+        """The valid moves."""
+        return list(STEPS)
 
-    def read(self, text: str) -> list[str]:
-        return read(text)
+    def best(self) -> list[str]:
+        """The moves of the shortest paths."""
+        ahead = {move: self.distance(self.after(self._lake, move)) for move in STEPS}
+        return [move for move, distance in ahead.items() if distance == min(ahead.values())]
 
-    def opening(self, state: Lake, event: Any) -> str:
-        many = f" up to {self.together} of" if self.together > 1 else ""
-        answer = f"Answer with{many} up, down, left or right."
-        if self.view == "around":
-            return f"{self._around(state)} {answer}"
-        holes = " ".join(map(_written, state.holes)) or "none"
-        return (
-            f"Grid of {self.rows} rows and {self.columns} columns. You are at {_written(state.at)}. "
-            f"Goal {_written(state.goal)}. Holes {holes}. {answer}"
-        )
+    def step(self, action: str) -> tuple[str, float, bool, bool, dict[str, Any]]:
+        """Makes one move. Raises RuntimeError outside an episode."""
+        if self._left == 0:
+            raise RuntimeError("environment frozenlake: step outside an episode; call reset first")
+        self._left -= 1
+        named = [move.lower() for move in _MOVE.findall(action)]
+        valid = len(named) == 1
+        if valid:
+            self._lake = self.after(self._lake, named[0])
+        value = self._lake.value
+        text = f"Not valid. Answer with one of {', '.join(STEPS)}."
+        if valid:
+            ends = {None: self._around(), 0.0: "You fell into a hole.", 1.0: "You are at the goal."}
+            text = ends[value]
+        # The limit of moves is one of the game's rules. As a cut (`truncated`) a game that it ends could be masked, and
+        # groups would keep their winners alone.
+        ended = value is not None or self._left == 0
+        info = {
+            "state": vars(self._lake),
+            "action": named[0] if valid else None,
+            "valid": valid,
+            "success": value == 1.0,
+        }
+        if ended:
+            self._left = 0
+        return text, value or 0.0, ended, False, info
 
-    def told(self, state: Lake, event: Any) -> str:
-        if state.at == state.goal:
-            return "You are at the goal."
-        if state.at in state.holes:
-            return "You fell into a hole."
-        return self._around(state) if self.view == "around" else f"You are at {_written(state.at)}."
-
-    def _around(self, state: Lake) -> str:
-        """`Goal right down down. Hole down.`: the steps to the goal as if there were no hole, and the holes beside."""
-        down, right = state.goal[0] - state.at[0], state.goal[1] - state.at[1]
+    def _around(self) -> str:
+        """`Goal right down down. Hole down.`"""
+        lake = self._lake
+        down, right = lake.goal[0] - lake.at[0], lake.goal[1] - lake.at[1]
         steps = ["right"] * right + ["left"] * -right + ["down"] * down + ["up"] * -down
-        holes = [move for move in STEPS if self.moved(state.at, move) in state.holes]
+        holes = [move for move in STEPS if self.moved(lake.at, move) in lake.holes]
         return f"Goal {' '.join(steps)}. Hole {' '.join(holes) or 'none'}."
-
-    def anchor(self, state: Lake) -> dict[str, Any]:
-        return {"at": state.at, "goal": state.goal, "holes": state.holes}
-
-
-def _written(cell: Cell) -> str:
-    return f"{cell[0]},{cell[1]}"
-
-
-class FrozenLake(Played[Lake]):
-    """Cells are row,column from 1,1 at the top left. A step over the border stays where it is; a hole ends the episode.
-
-    Args:
-        rows, columns: 2 to 4. holes: how many; a path around them that an episode has moves for is certain.
-        moves: most moves of an episode. together: most moves of a turn, which are made one after another.
-        slip: probability that a move goes to one of its two sides. corners: from the top left to the bottom right;
-            false: start and goal are drawn. view: `cells`, the map at first and the own cell after each move, or
-            `around`, the steps to the goal and the holes next to the own cell each time.
-    Raises:
-        ValueError: an argument that does not fit.
-    """
-
-    rules: FrozenLakeRules
-
-    def __init__(
-        self,
-        rows: int = 3,
-        columns: int = 3,
-        holes: int = 2,
-        moves: int = 6,
-        together: int = 1,
-        slip: float = 0.0,
-        corners: bool = True,
-        view: str = "cells",
-    ) -> None:
-        check("frozenlake", "rows", rows, 2, 4)
-        check("frozenlake", "columns", columns, 2, 4)
-        shortest = rows + columns - 2
-        check("frozenlake", "holes", holes, 0, rows * columns - shortest - 1)
-        check("frozenlake", "moves", moves, shortest, 100)
-        check("frozenlake", "together", together, 1, moves)
-        check("frozenlake", "slip", slip, 0, 1)
-        if view not in ("cells", "around"):
-            raise ValueError(f"environment frozenlake: argument view must be cells or around, got {view!r}")
-        super().__init__(FrozenLakeRules(rows, columns, holes, moves, together, slip, corners, view))
 
 
 ENVIRONMENT = FrozenLake
@@ -187,41 +154,63 @@ def records(
     prompts: int = 32,
     heldout: int = 64,
     skilled: float = 0.0,
-    **arguments: Any,
+    rows: int = 3,
+    columns: int = 3,
+    holes: int = 2,
+    moves: int = 6,
 ) -> Iterator[RawRecord]:
-    """Transcripts of random steps, and tasks. About a quarter of the maps is held out from all others.
+    """Transcripts of random steps, and in a share `skilled` of shortest paths; and tasks. About a quarter of the maps
+    is held out from all others. Several tasks may share a map.
 
-    Small lakes have few maps (3x3 with two holes: 19, 6 of them held out), so several tasks share one.
-
-    Args:
-        skilled: share of the transcripts that are of perfect play. arguments: of `FrozenLake`.
-    Raises:
-        ValueError: arguments that do not fit.
+    Raises ValueError for arguments that do not fit.
     """
-    environment = FrozenLake(**known("frozenlake", FrozenLake, arguments))
-    rules = environment.rules
-    return records_of(
-        "frozenlake",
-        environment,
-        seed,
-        transcripts,
-        prompts,
-        heldout,
-        lambda number: json.dumps(rules.anchor(rules.lake(number))),
-        rules.together,
-        skilled,
-    )
+    game = FrozenLake(rows, columns, holes, moves)
+    instance = lambda number: json.dumps(vars(game.lake(number)))  # noqa: E731
+    return records_of("frozenlake", game, seed, transcripts, prompts, heldout, instance, skilled)
 
 
 def levels(tasks: Sequence[Task], turns: int | None = None, **arguments: Any) -> Levels:
-    """Levels over exactly these tasks' maps: random and optimal (knowing the map) exactly, blind as `exact` says.
+    """Levels over exactly these tasks' maps: random and optimal (knowing the map) exactly, by dynamic programming.
+
+    The blind level is that of the best of all sequences of moves. Sequences that lead to the same cells are one; where
+    more than SEQUENCES are left, those that an optimal policy could gain least from are dropped, and the level is a
+    lower bound.
 
     Args:
         tasks: their seeds count. turns: of the policy. arguments: of `FrozenLake`.
     Raises:
         ValueError: no tasks, or arguments that do not fit.
     """
-    from tuning.agents.environments import search
+    import numpy as np
 
-    rules = FrozenLake(**known("frozenlake", FrozenLake, arguments)).rules
-    return search.levels(rules, tasks, min(rules.limit, (turns or rules.limit) * rules.together))
+    if not tasks:
+        raise ValueError("levels are over tasks, and there are none")
+    game = FrozenLake(**arguments)
+    limit = min(game.limit, turns or game.limit)
+    lakes = [game.lake(task.seed) for task in tasks]
+    number = {lake: i for i, lake in enumerate(dict.fromkeys(lakes))}
+    follows = []
+    for lake in (queue := list(number)):
+        after = [game.after(lake, move) if lake.value is None else lake for move in STEPS]
+        queue += (new := dict.fromkeys(one for one in after if one not in number))
+        number |= {one: len(number) + i for i, one in enumerate(new)}
+        follows.append([number[one] for one in after])
+    # S: lakes, A: moves, N: sequences, T: tasks.
+    next_SA, value_S = np.array(follows), np.array([lake.value or 0.0 for lake in queue])
+    random_S, best = value_S, [value_S]
+    for _ in range(limit):
+        random_S = random_S[next_SA].mean(-1)
+        best.append(best[-1][next_SA].max(-1))
+    start_T, exact = np.array([number[lake] for lake in lakes]), True
+    at_NT = start_T[None]
+    for left in reversed(range(limit)):
+        after_NT = next_SA[at_NT].swapaxes(1, 2).reshape(-1, len(tasks))
+        at_NT = np.stack(list({cells_T.tobytes(): cells_T for cells_T in after_NT}.values()))
+        if len(at_NT) > SEQUENCES:
+            at_NT, exact = at_NT[np.argsort(-best[left][at_NT].mean(-1), kind="stable")[:SEQUENCES]], False
+    return Levels(
+        random=float(random_S[start_T].mean()),
+        blind=float(value_S[at_NT].mean(-1).max()),
+        optimal=float(best[limit][start_T].mean()),
+        exact=exact,
+    )

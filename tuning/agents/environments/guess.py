@@ -27,23 +27,20 @@ class Guess:
 
     Args:
         high: numbers are 1..high. guesses: turns of an episode.
-        bonus: reward at the end of an episode for form, times the share of turns that were guesses. At the end alone:
-            paid by the turn it would reward guessing longer.
     Raises:
         ValueError: an argument that does not fit.
     """
 
-    def __init__(self, high: int = 7, guesses: int = 3, bonus: float = 0.0) -> None:
+    def __init__(self, high: int = 7, guesses: int = 3) -> None:
         check("guess", "high", high, 2, 1_000_000)
         check("guess", "guesses", guesses, 1, 100)
-        check("guess", "bonus", bonus, 0, 1)
-        self.high, self.guesses, self.bonus = high, guesses, bonus
+        self.high, self.guesses = high, guesses
         self._left = 0
 
     def reset(self, *, seed: int) -> tuple[str, dict[str, Any]]:
         """Begins an episode."""
         self._hidden = 1 + seed % self.high
-        self._left, self._valid = self.guesses, 0
+        self._left = self.guesses
         self._low, self._high = 1, self.high
         return f"Guess a number from 1 to {self.high} in {self.guesses} turns.", {"state": self._state()}
 
@@ -64,15 +61,12 @@ class Guess:
         guess = int(numbers[0]) if len(numbers) == 1 and len(numbers[0]) < 9 else 0
         valid = 1 <= guess <= self.high
         right = guess == self._hidden
-        self._valid += valid
         text = self._answer(guess) if valid else f"Not valid. Answer with one number from 1 to {self.high}."
         ended = right or self._left == 0
-        reward = float(right)
         if ended:
-            reward += self.bonus * self._valid / (self.guesses - self._left)
             self._left = 0
         info = {"state": self._state(), "action": guess if valid else None, "valid": valid, "success": right}
-        return text, reward, ended, False, info
+        return text, float(right), ended, False, info
 
     def _answer(self, guess: int) -> str:
         if guess < self._hidden:
@@ -114,20 +108,18 @@ def records(
     return records_of("guess", Guess(high, guesses), seed, transcripts, prompts, heldout, skilled=skilled)
 
 
-def levels(
-    tasks: Sequence[Task], turns: int | None = None, high: int = 7, guesses: int = 3, bonus: float = 0.0
-) -> Levels:
+def levels(tasks: Sequence[Task], turns: int | None = None, high: int = 7, guesses: int = 3) -> Levels:
     """Exact levels over exactly these tasks.
 
     Random guesses repeat. A blind policy's best guesses are the numbers that the tasks hide most often. With g guesses,
     each of which halves, an optimal one finds any of 2^g - 1 numbers, at best those that the tasks hide most often.
 
     Args:
-        tasks: their seeds count. turns: of the policy, where fewer than `guesses`. high, guesses, bonus: of `Guess`.
+        tasks: their seeds count. turns: of the policy, where fewer than `guesses`. high, guesses: of `Guess`.
     Raises:
         ValueError: no tasks, or arguments that do not fit.
     """
-    Guess(high, guesses, bonus)
+    Guess(high, guesses)
     if not tasks:
         raise ValueError("levels are over tasks, and there are none")
     possible = min(guesses, turns or guesses)

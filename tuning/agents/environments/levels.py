@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import inspect
-from collections.abc import Callable, Mapping
-from typing import Any
 
 
 @dataclasses.dataclass(frozen=True)
@@ -22,21 +19,8 @@ class Levels:
     exact: bool = True
     """False: `blind` is a lower bound, the best that a bounded search found."""
 
-    def __post_init__(self) -> None:
-        for name, value in (("random", self.random), ("blind", self.blind), ("optimal", self.optimal)):
-            if value is not None and not -1e-9 <= value <= 1 + 1e-9:
-                raise ValueError(f"level `{name}`: expected a share of episodes in 0..1, got {value}")
-
 
 def check(name: str, argument: str, value: float, low: float, high: float) -> None:
     """Raises ValueError, naming environment and argument, for a value outside low..high."""
     if not low <= value <= high:
         raise ValueError(f"environment {name}: argument {argument} must be in {low}..{high}, got {value}")
-
-
-def known(name: str, environment: Callable[..., object], arguments: Mapping[str, Any]) -> Mapping[str, Any]:
-    """The arguments. Raises ValueError, naming environment and argument, for one that its constructor does not have."""
-    names = inspect.signature(environment).parameters
-    if unknown := sorted(set(arguments) - set(names)):
-        raise ValueError(f"environment {name}: no argument {unknown[0]}; there are {', '.join(names)}")
-    return arguments

@@ -39,7 +39,6 @@ def records(
     prompts: int,
     heldout: int,
     instance: Callable[[int], str] | None = None,
-    together: int = 1,
     skilled: float = 0.0,
 ) -> Iterator[RawRecord]:
     """Transcripts for `sft`, then tasks for `prompts` and `heldout`, which begin no episode of the others' instances.
@@ -49,7 +48,6 @@ def records(
         instance: what an episode's seed stands for (a map): training and held-out tasks share none, and the tasks of
             one are a group. None: tasks are numbered one after another, the held-out ones behind the others, and each
             is a group of its own.
-        together: moves of each random turn of the transcripts.
         skilled: share of the transcripts that are of perfect play, one move a turn.
     Raises:
         ValueError: a negative count, a share outside 0..1, or no instance is left for a side.
@@ -78,7 +76,7 @@ def records(
         return record if instance is None else {**record, "group": f"{name}:{instance(number)}"}
 
     return itertools.chain(
-        (grouped(transcript(name, environment, number, together, number in chosen), number) for number in shown),
+        (grouped(transcript(name, environment, number, number in chosen), number) for number in shown),
         (grouped(task(name, number, split), number) for split, numbers in sides.items() for number in numbers),
     )
 
@@ -95,13 +93,13 @@ def task(name: str, seed: int, split: str | None = None) -> RawRecord:
     }
 
 
-def transcript(name: str, environment: Playable, seed: int, together: int = 1, skilled: bool = False) -> RawRecord:
+def transcript(name: str, environment: Playable, seed: int, skilled: bool = False) -> RawRecord:
     """An episode of uniformly random valid moves, or of perfect play, as messages that end with the policy's turn."""
     rng = random.Random(f"{name}:transcript:{seed}")
     observation, _ = environment.reset(seed=seed)
     messages, ended = [], False
     while not ended:
-        move = rng.choice(environment.best()) if skilled else " ".join(rng.choices(environment.moves(), k=together))
+        move = rng.choice(environment.best()) if skilled else rng.choices(environment.moves())[0]
         messages += [{"role": "user", "content": observation}, {"role": "assistant", "content": move}]
         observation, _, terminated, truncated, _ = environment.step(move)
         ended = terminated or truncated

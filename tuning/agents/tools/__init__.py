@@ -20,7 +20,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 from tuning.agents.contract import Spec
-from tuning.agents.tools import calculator, mcp, python, search
+from tuning.agents.tools import calculator, mcp, python
 from tuning.agents.tools.schemas import schema_of
 from tuning.chat import Message
 from tuning.chat.calls import Call
@@ -30,7 +30,6 @@ from tuning.parallel.messages import plain
 BUILT_IN: Mapping[str, Callable[..., Callable[..., Any]]] = {
     "calculator": calculator.make,
     "python": python.make,
-    "search": search.make,
 }
 """By name: what makes the tool's function of its `tool_arguments`."""
 RESULT_CHARACTERS = 2**20
@@ -61,9 +60,7 @@ class Tool:
 def load(spec: Spec) -> None:
     """Imports what the tools need, for the process that episodes are forked from. Raises ValueError."""
     for name in spec.tools:
-        if name == "search":
-            search.make(**spec.tool_arguments.get(name, {}))
-        elif name.startswith(mcp.PREFIX):
+        if name.startswith(mcp.PREFIX):
             mcp.load()
         elif name not in BUILT_IN:
             function_of(_known(name))

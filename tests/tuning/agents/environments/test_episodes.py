@@ -6,15 +6,14 @@ import random
 import pytest
 
 from tuning.agents.environments import BUILT_IN, NAMES
-from tuning.agents.environments.frozenlake import FrozenLake
+from tuning.agents.environments.frozenlake import FrozenLake, Lake
 from tuning.agents.environments.guess import Guess
 
 VARIANTS = {
     "guess": {},
-    "guess-hard": {"high": 15, "guesses": 4, "bonus": 0.1},
+    "guess-hard": {"high": 15, "guesses": 4},
     "frozenlake": {},
-    "frozenlake-slips": {"slip": 0.5, "rows": 4, "corners": False, "moves": 9},
-    "frozenlake-around": {"corners": False, "view": "around"},
+    "frozenlake-large": {"rows": 4, "holes": 3, "moves": 9},
 }
 
 
@@ -79,7 +78,7 @@ def test_a_malformed_action_is_told_and_costs_a_turn(variant, text):
         turns, ended = turns + 1, terminated or truncated
         assert info["valid"] is False and info["action"] is None and info["success"] is False and reward == 0.0
         assert "Not valid" in observation and valid[0] in observation and valid[-1] in observation
-    limit = environment.guesses if variant.startswith("guess") else environment.rules.limit
+    limit = environment.guesses if variant.startswith("guess") else environment.limit
     assert turns == limit
     if not variant.startswith("guess"):
         assert info["state"] == before
@@ -106,52 +105,34 @@ def test_guesses_are_answered_and_narrow_what_is_known():
     assert (text, reward, terminated, truncated, info["success"]) == ("correct", 1.0, True, False, True)
 
 
-def test_the_bonus_for_form_pays_no_longer_games():
-    def total(*guesses):
-        environment = Guess(bonus=0.2)
-        environment.reset(seed=0)
-        return sum(environment.step(guess)[1] for guess in guesses)
-
-    assert total("1") == total("5", "1") == pytest.approx(1.2)
-    assert total("5", "x", "1") == pytest.approx(1 + 0.2 * 2 / 3)
-    assert total("5", "5", "5") == pytest.approx(0.2) and total("x", "x", "x") == 0.0
+def lake_from(at, goal, holes=(), **arguments):
+    """An environment of 2x2 cells, at the beginning of an episode with this map."""
+    lake = FrozenLake(rows=2, columns=2, holes=len(holes), moves=4, **arguments)
+    lake.reset(seed=next(s for s in range(1000) if lake.lake(s) == Lake(at, goal, holes)))
+    return lake
 
 
-def test_steps_on_the_lake_stop_at_the_border_and_slip_aside():
-    lake = FrozenLake(rows=2, columns=2, holes=0, moves=4)
-    text, _ = lake.reset(seed=0)
-    assert "You are at 1,1. Goal 2,2. Holes none." in text
-    assert lake.step("UP!")[0] == "You are at 1,1." and lake.step("I go right.")[0] == "You are at 1,2."
+def test_steps_on_the_lake_stop_at_the_border_and_end_at_the_goal():
+    lake = lake_from((1, 1), (2, 2))
+    assert (
+        lake.step("UP!")[0] == "Goal right down. Hole none." and lake.step("I go right.")[0] == "Goal down. Hole none."
+    )
     assert lake.step("down")[:3] == ("You are at the goal.", 1.0, True)
-    slippery = FrozenLake(rows=2, columns=2, holes=0, moves=4, slip=1.0)
-    slippery.reset(seed=0)
-    assert slippery.step("right")[0] in ("You are at 1,1.", "You are at 2,1.")
 
 
-def test_the_way_to_the_goal_and_the_holes_beside_are_told_where_that_is_the_view():
-    lake = FrozenLake(rows=2, columns=2, holes=1, moves=4, view="around")
-    text, info = lake.reset(seed=0)
-    assert info["state"]["holes"] == ((1, 2),)
-    assert text.startswith("Goal right down. Hole right. Answer with up")
+def test_the_policy_reads_the_way_to_the_goal_and_the_holes_next_to_its_cell():
+    lake = FrozenLake(rows=2, columns=2, holes=1, moves=4)
+    seed = next(s for s in range(1000) if lake.lake(s) == Lake((1, 1), (2, 2), ((1, 2),)))
+    assert lake.reset(seed=seed)[0] == "Goal right down. Hole right. Answer with up, down, left or right."
     assert lake.step("up")[0] == "Goal right down. Hole right." and lake.step("down")[0] == "Goal right. Hole none."
     assert lake.step("right")[:3] == ("You are at the goal.", 1.0, True)
-    lake.reset(seed=0)
+    lake.reset(seed=seed)
     assert lake.step("right")[:3] == ("You fell into a hole.", 0.0, True)
-    with pytest.raises(ValueError, match="argument view must be cells or around, got 'far'"):
-        FrozenLake(view="far")
 
 
-def test_moves_of_one_turn_are_made_one_after_another_until_the_end():
-    lake = FrozenLake(rows=2, columns=2, holes=0, moves=5, together=4)
-    lake.reset(seed=0)
-    text, reward, terminated, _, info = lake.step("right, then down, then left")
-    assert (text, reward, terminated, info["action"]) == ("You are at the goal.", 1.0, True, "right down")
-    lake.reset(seed=0)
-    assert lake.step("up up up up")[3] is False
-    # Without moves left the game is lost, which is an end and no cut.
-    assert lake.step("right down")[1:4] == (0.0, True, False)
-    lake.reset(seed=0)
-    assert lake.step("up up up up up")[4]["valid"] is False
+def test_a_lake_without_moves_left_is_lost_which_is_an_end_and_no_cut():
+    lake = lake_from((1, 1), (2, 2))
+    assert [lake.step("up")[2:4] for _ in range(4)] == [(False, False)] * 3 + [(True, False)]
 
 
 @pytest.mark.parametrize(

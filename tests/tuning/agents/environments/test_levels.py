@@ -2,12 +2,11 @@
 
 import itertools
 import random
-from fractions import Fraction
 
 import pytest
 
 from tuning.agents.contract import Task
-from tuning.agents.environments import BUILT_IN, search
+from tuning.agents.environments import BUILT_IN, frozenlake
 from tuning.agents.environments.frozenlake import FrozenLake
 from tuning.agents.environments.guess import Guess
 
@@ -40,29 +39,6 @@ def test_optimal_guesses_halve_what_is_left():
         assert reward == 1.0
 
 
-def one_task_of_each_map(**arguments):
-    rules = FrozenLake(**arguments).rules
-    return [Task(seed) for seed in {rules.lake(seed): seed for seed in range(800)}.values()]
-
-
-@pytest.mark.parametrize(
-    ("arguments", "maps", "blind", "chance"),
-    [
-        ({"rows": 2, "columns": 2, "holes": 1, "moves": 4}, 2, Fraction(1, 2), 0.176),
-        ({"holes": 1, "moves": 6}, 7, Fraction(4, 7), 0.047),
-        ({"holes": 2, "moves": 6}, 19, Fraction(6, 19), 0.0255),
-    ],
-)
-def test_lakes_have_the_levels_of_their_maps(arguments, maps, blind, chance):
-    """A fixed shortest path of 3x3 crosses three of the seven cells that may be holes: 4 of 7 single holes and 6 of the
-    19 pairs that leave a path are elsewhere."""
-    each = one_task_of_each_map(**arguments)
-    assert len(each) == maps
-    levels = BUILT_IN["frozenlake"].levels(each, **arguments)
-    assert levels.blind == pytest.approx(float(blind)) and levels.exact and levels.optimal == pytest.approx(1.0)
-    assert levels.random == pytest.approx(chance, abs=1e-3)
-
-
 def best_sequence(environment, seeds, moves, length):
     """The success of the best of all sequences of moves, each played on every seed."""
 
@@ -79,50 +55,24 @@ def best_sequence(environment, seeds, moves, length):
     )
 
 
-@pytest.mark.parametrize(
-    ("name", "arguments", "length", "seeds"),
-    [
-        ("frozenlake", {"rows": 2, "columns": 3, "holes": 1, "moves": 4, "corners": False}, 4, range(12)),
-    ],
-)
-def test_the_blind_level_is_that_of_the_best_of_all_sequences(name, arguments, length, seeds):
-    environment = BUILT_IN[name].ENVIRONMENT(**arguments)
-    levels = BUILT_IN[name].levels([Task(seed) for seed in seeds], **arguments)
-    best = best_sequence(environment, seeds, ("up", "down", "left", "right"), length)
+def test_the_blind_level_is_that_of_the_best_of_all_sequences():
+    arguments = {"rows": 2, "holes": 1, "moves": 4}
+    levels = BUILT_IN["frozenlake"].levels(tasks(12), **arguments)
+    best = best_sequence(FrozenLake(**arguments), range(12), ("up", "down", "left", "right"), 4)
     assert levels.exact and levels.blind == pytest.approx(best) and 0 < best < 1 == levels.optimal
-
-
-def test_the_blind_level_counts_chance_by_its_probability():
-    arguments = {"rows": 2, "columns": 2, "holes": 1, "moves": 4, "slip": 0.4}
-    rules = FrozenLake(**arguments).rules
-    levels = BUILT_IN["frozenlake"].levels(tasks(4), **arguments)
-
-    def expected(state, sequence):
-        value = rules.value(state)
-        if value is not None or not sequence:
-            return value or 0.0
-        follows = rules.after(state, sequence[0])
-        return sum(o.probability * expected(o.state, sequence[1:]) for o in follows)
-
-    starts = [(o.probability / 4, o.state) for seed in range(4) for o in rules.start(seed)]
-    best = max(
-        sum(share * expected(state, sequence) for share, state in starts)
-        for sequence in itertools.product(rules.moves(starts[0][1]), repeat=4)
-    )
-    assert levels.exact and levels.blind == pytest.approx(best)
 
 
 @pytest.mark.parametrize(
     ("name", "arguments"),
     [
         ("guess", {}),
-        ("frozenlake", {"corners": False}),
-        ("frozenlake", {"slip": 0.4, "moves": 8}),
+        ("frozenlake", {}),
+        ("frozenlake", {"rows": 2, "moves": 8}),
     ],
 )
 def test_random_play_reaches_the_random_level(name, arguments):
-    """Four standard errors of 1500 episodes, under fixed draws."""
-    environment, count, seeds = BUILT_IN[name].ENVIRONMENT(**arguments), 1500, 20
+    """Four standard errors of 1000 episodes, under fixed draws."""
+    environment, count, seeds = BUILT_IN[name].ENVIRONMENT(**arguments), 1000, 20
     expected = BUILT_IN[name].levels(tasks(seeds) if name != "guess" else tasks(21), **arguments).random
     rng, won = random.Random("levels"), 0
     for number in range(count):
@@ -138,13 +88,13 @@ def test_random_play_reaches_the_random_level(name, arguments):
 def test_fewer_turns_lower_the_levels():
     more = BUILT_IN["frozenlake"].levels(tasks(10), moves=8)
     fewer = BUILT_IN["frozenlake"].levels(tasks(10), moves=8, turns=3)
-    assert fewer.optimal == 0.0 < more.optimal
-    assert BUILT_IN["frozenlake"].levels(tasks(10), moves=8, turns=4, together=2) == more
+    assert fewer.optimal < more.optimal == 1.0
 
 
-def test_a_search_that_is_cut_short_is_a_lower_bound():
-    rules, each = FrozenLake().rules, tasks(12)
-    short, whole = search.levels(rules, each, 6, nodes=3), search.levels(rules, each, 6)
+def test_a_search_that_is_cut_short_is_a_lower_bound(monkeypatch):
+    whole = BUILT_IN["frozenlake"].levels(tasks(12))
+    monkeypatch.setattr(frozenlake, "SEQUENCES", 3)
+    short = BUILT_IN["frozenlake"].levels(tasks(12))
     assert whole.exact and not short.exact and 0 < short.blind <= whole.blind
     assert (short.random, short.optimal) == (whole.random, whole.optimal)
 
@@ -161,8 +111,3 @@ def test_products_have_the_levels_of_their_answers():
 def test_levels_want_tasks(name):
     with pytest.raises(ValueError, match="there are none"):
         BUILT_IN[name].levels([])
-
-
-def test_unknown_arguments_are_named():
-    with pytest.raises(ValueError, match="frozenlake: no argument row; there are rows, columns"):
-        BUILT_IN["frozenlake"].levels(tasks(1), row=3)

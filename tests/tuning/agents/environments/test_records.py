@@ -1,7 +1,6 @@
 """Records of environments are valid, cover what they must, and hold out what training never sees."""
 
 import collections
-import itertools
 import json
 
 import pytest
@@ -9,8 +8,10 @@ import pytest
 from tests.tuning.chat import templates
 from tests.tuning.data.conversation import conversation_ids
 from tuning.agents.contract import Task
-from tuning.agents.environments import BUILT_IN, games
+from tuning.agents.environments import BUILT_IN
 from tuning.agents.environments.frozenlake import FrozenLake
+from tuning.agents.environments.guess import Guess
+from tuning.agents.environments.records import records as records_of
 from tuning.agents.tools.calculator import make
 from tuning.agents.tools.schemas import schema_of
 from tuning.chat.calls import parse
@@ -66,13 +67,12 @@ def test_transcripts_are_what_the_environment_says(name):
 
 
 def test_tasks_of_one_map_are_a_group_and_no_group_is_on_both_sides():
-    rules = FrozenLake().rules
+    game = FrozenLake()
     records = parsed("frozenlake", transcripts=40, prompts=40, heldout=40)
     by_group = collections.defaultdict(set)
     for record in records:
         seed = json.loads(record.metadata)["seed"]
-        [start] = rules.start(seed)
-        by_group[record.group].add((str(rules.anchor(start.state)), record.split == "heldout"))
+        by_group[record.group].add((game.lake(seed), record.split == "heldout"))
     assert all(len(of) == 1 for of in by_group.values())
     assert len(by_group) == len(set.union(*by_group.values())) < len(records)
 
@@ -101,8 +101,9 @@ def test_perfect_play_succeeds_as_often_as_can_be_and_the_others_are_played_at_r
 
 
 def test_perfect_play_takes_the_shortest_way():
-    environment = FrozenLake(holes=0)
-    environment.reset(seed=3)
+    environment = FrozenLake()
+    seed = next(seed for seed in range(100) if environment.distance(environment.lake(seed)) == 4)
+    environment.reset(seed=seed)
     ended = [environment.step(environment.best()[0])[2] for _ in range(4)]
     assert ended == [False, False, False, True]
 
@@ -110,12 +111,6 @@ def test_perfect_play_takes_the_shortest_way():
 def test_a_share_of_perfect_play_is_a_share():
     with pytest.raises(ValueError, match=r"argument skilled must be in 0\.\.1, got 1\.5"):
         list(BUILT_IN["guess"].records(skilled=1.5))
-
-
-def test_turns_of_transcripts_have_as_many_moves_as_turns_may():
-    played = of_split(parsed("frozenlake", transcripts=5, prompts=0, heldout=0, together=2), "sft")
-    said = [m["content"].split() for r in played for m in r.conversation or () if m["role"] == "assistant"]
-    assert said and all(len(moves) == 2 and set(moves) <= {"up", "down", "left", "right"} for moves in said)
 
 
 def test_guesses_cover_all_numbers_equally_and_by_chance_alone():
@@ -131,7 +126,7 @@ def test_guesses_cover_all_numbers_equally_and_by_chance_alone():
 
 
 def test_no_map_is_both_held_out_and_trained_on():
-    shown, records = FrozenLake().rules.lake, parsed("frozenlake", transcripts=40, prompts=40, heldout=40)
+    shown, records = FrozenLake().lake, parsed("frozenlake", transcripts=40, prompts=40, heldout=40)
     maps = {split: {shown(seed) for seed in seeds(of_split(records, split))} for split in ("sft", "prompts", "heldout")}
     assert not maps["heldout"] & (maps["sft"] | maps["prompts"])
     assert all(len(found) > 3 for found in maps.values())
@@ -139,7 +134,7 @@ def test_no_map_is_both_held_out_and_trained_on():
 
 def test_too_few_maps_for_both_sides_are_an_error():
     with pytest.raises(ValueError, match="vary more"):
-        BUILT_IN["frozenlake"].records(rows=2, columns=2, holes=0, moves=2)
+        records_of("guess", Guess(), 0, 1, 1, 1, lambda number: "one map")
     with pytest.raises(ValueError, match="argument heldout must be in 0"):
         BUILT_IN["frozenlake"].records(heldout=-1)
 
@@ -184,21 +179,6 @@ def test_transcripts_of_the_calculator_are_episodes_as_they_are_played():
         first, suffix = renderer.first([question]), renderer.suffix([result], ended=True)
         start = len(first) + mask[len(first) :].index(0)
         assert ids[start : start + len(suffix)] == suffix and mask[start + len(suffix)] == 1
-
-
-def test_perfect_play_of_many_boards_keeps_the_worth_of_few(monkeypatch):
-    many = list(BUILT_IN["frozenlake"].records(transcripts=12, prompts=0, heldout=0, skilled=1.0))
-    monkeypatch.setattr(games, "SOLVED", 50)
-    kept = []
-    reset = FrozenLake.reset
-
-    def counted(self, *, seed):
-        kept.append(self._ahead.cache_info().currsize)
-        return reset(self, seed=seed)
-
-    monkeypatch.setattr(FrozenLake, "reset", counted)
-    assert list(BUILT_IN["frozenlake"].records(transcripts=12, prompts=0, heldout=0, skilled=1.0)) == many
-    assert max(kept) < 12 * 50 and sum(b < a for a, b in itertools.pairwise(kept)) > 1
 
 
 def answer(record):

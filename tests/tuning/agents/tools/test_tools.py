@@ -1,9 +1,6 @@
 """A tool answers its call or says what went wrong with it; no call costs more than its time."""
 
 import importlib.util
-import json
-import math
-import re
 import sys
 import time
 
@@ -12,7 +9,7 @@ import pytest
 from tests.tuning.agents import own_environments
 from tuning.agents import tools
 from tuning.agents.contract import Spec
-from tuning.agents.tools import calculator, python, schemas, search
+from tuning.agents.tools import calculator, python, schemas
 from tuning.chat.calls import Call
 
 OWN = "tests.tuning.agents.own_environments"
@@ -92,55 +89,6 @@ def test_a_program_gets_its_output_its_last_value_or_its_error():
         run("def half(n):\n    return n / 0\nhalf(1)")
     assert str(failed.value).splitlines()[-1] == "ZeroDivisionError: division by zero"
     assert 'File "main.py", line 2' in str(failed.value) and "exec" not in str(failed.value)
-
-
-@pytest.mark.parametrize(
-    ("line", "expected"),
-    [
-        ('{"text": "a", "title": null, "id": 7}', "7"),
-        ('{"text": "a"}', "docs 1"),
-        ('{"text": "a", "title": ["x"]}', "docs.jsonl, line 1, field `title`: expected a text or a number, got ['x']"),
-        ('{"text": 5}', "docs.jsonl, line 1: no `text`"),
-        ("[1]", "docs.jsonl, line 1: expected a JSON object"),
-        ('{"text', "docs.jsonl, line 1: expected a JSON object"),
-    ],
-)
-def test_documents_have_text_and_a_title_that_is_text_or_a_number(tmp_path, line, expected):
-    path = tmp_path / "docs.jsonl"
-    path.write_text(line + "\n")
-    if not expected.startswith("docs.jsonl"):
-        assert [d.title for d in search.documents(path)] == [expected]
-        return
-    with pytest.raises(ValueError, match=re.escape(expected)):
-        list(search.documents(path))
-
-
-def test_search_finds_by_words_and_orders_ties_as_the_documents_stand(tmp_path):
-    (tmp_path / "b.md").write_text("The river Rhine flows through Cologne.")
-    (tmp_path / "a.txt").write_text("A cat sleeps. A cat eats. A cat purrs.")
-    records = [{"title": "Paris", "text": "The Seine is a river in Paris."}, {"id": 7, "contents": "A cat runs by."}]
-    (tmp_path / "more.jsonl").write_text("\n".join(map(json.dumps, records)))
-    find = search.make(str(tmp_path), top=2)
-    assert find("river in Paris").startswith("[Paris]\nThe Seine") and find("river in Paris").count("[") == 2
-    assert find("cats or CAT?").startswith("[a]\n")
-    assert find("nothing here matches") == "nothing found"
-    with pytest.raises(ValueError, match="no `text`"):
-        (tmp_path / "more.jsonl").write_text('{"title": 1}')
-        search._index.cache_clear()
-        search.make(str(tmp_path))
-    with pytest.raises(ValueError, match="does not exist"):
-        search.make(str(tmp_path / "none"))
-
-
-def test_bm25_is_the_papers_formula():
-    documents = [search.Document("", text) for text in ("a b", "a a c", "d e f g")]
-    index = search.Index(documents)
-    # By hand: weights ln(1 + (3 - n + 0.5) / (n + 0.5)), lengths 2, 3 and 4 of mean 3; `a` is in two documents.
-    weight = math.log(1 + 1.5 / 2.5)
-    first = weight * 2.5 / (1 + 1.5 * (0.25 + 0.75 * 2 / 3))
-    second = weight * 2 * 2.5 / (2 + 1.5 * (0.25 + 0.75 * 1))
-    assert second > first and index.best("a", 3) == [documents[1], documents[0]]
-    assert index.best("a b", 1) == [documents[0]]
 
 
 def test_functions_of_ones_own_are_tools_and_the_recipe_may_fix_arguments():

@@ -9,7 +9,7 @@ import pytest
 from tests.tuning.rollout.engine.support import PARAMS, requests_of, trainer_logps
 from tests.tuning.tiny import CONFIG
 from tuning.device import choose
-from tuning.precision import using
+from tuning.precision import ROUNDED
 from tuning.rollout.engine import programs
 from tuning.rollout.engine.cache import token_bytes
 from tuning.rollout.engine.engine import Engine
@@ -278,23 +278,23 @@ def test_smaller_types_stay_near_the_exact_policy(options, gap):
 
 
 @pytest.mark.parametrize("kernels", [True, False])
-def test_in_mixed_products_the_sampler_rounds_as_the_trainer_does(kernels, monkeypatch):
+def test_in_fast_products_the_sampler_rounds_as_the_trainer_does(kernels, monkeypatch):
     """What is left is the order of sums, of which few change how an activation is rounded."""
     requests = requests_of(6, seed=8, sampling=Sampling(), samples=1, max_tokens=12)
     exact, pairs, found = PARAMS, [], {}
     if not kernels:
         monkeypatch.setattr(Engine, "cpu_kernels", False)
-    with using("mixed"):
+    with jax.default_matmul_precision(ROUNDED):
         engine = loaded(Limits(slots=2, context=128, steps=4))
         assert engine.weights.dtype == "bfloat16"
         found = dict(engine.run(requests))
         pairs = [(r.prompt, found[i][0].tokens) for i, r in enumerate(requests)]
-        mixed = np.concatenate(token_logps(CONFIG, exact, pairs, 1.0, choose("mixed").compute, 512))
+        rounded = np.concatenate(token_logps(CONFIG, exact, pairs, 1.0, choose("float32").compute, 512))
     plain = np.concatenate(token_logps(CONFIG, exact, pairs, 1.0, choose("float32").compute, 512))
     sampled = np.concatenate([found[i][0].logps for i in range(len(requests))])
     # Of the other rounding sampler and trainer would be as far apart as both are from exact products.
-    assert 0 < np.abs(sampled - mixed).mean() < 0.5 * np.abs(mixed - plain).mean()
-    ratio = mixed - sampled
+    assert 0 < np.abs(sampled - rounded).mean() < 0.5 * np.abs(rounded - plain).mean()
+    ratio = rounded - sampled
     assert np.mean(np.expm1(ratio) - ratio) < 1e-5
 
 

@@ -1,0 +1,15 @@
+"""A decoder's parameters as named Hugging Face tensors, and back, without files."""
+
+import numpy as np
+
+from tuning.models import huggingface as hf
+from tuning.models.decoder import abstract_decoder
+from tuning.models.tensors import place_tensors
+
+
+def params_from_tensors(config, tensors, source):
+    return place_tensors(config, tensors, source, abstract_decoder(config)[1], hf._places(config))
+
+
+def tensors_from_params(pure, dtype=np.float32):
+    return {name: make() for name, _, make in hf._lazy_tensors(pure, dtype)}
