@@ -29,6 +29,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, BinaryIO, Literal
 
+from tuning.allowed import NotAllowed, check_isolation
 from tuning.parallel.children import kill
 from tuning.rewards import confine
 from tuning.rewards.answers import tests_of
@@ -248,6 +249,10 @@ def gaps() -> tuple[str, ...]:
 
 def refuse_gaps(isolation: Isolation) -> None:
     """Raises Outage where code is to be kept from this machine and is not. Also where no program runs."""
+    try:
+        check_isolation(isolation)
+    except NotAllowed as error:
+        raise Outage(str(error)) from error
     found = gaps()
     if isolation == "required" and found:
         raise Outage(
