@@ -3,6 +3,7 @@
     unset, any                         any module, any program
     none                               what this package brings
     team.rewards,/opt/rlhf/code        modules of that package, and modules, programs and recipes in that folder
+    none,best-effort                   and code of completions and of their tests outside of the sandbox
 
 Where it is set, RLHF_ALLOW_KEYS lists the environment variables that a recipe may send, with their hosts:
 
@@ -28,6 +29,7 @@ PASS = "RLHF_PASS_VARIABLES"
 """Names, separated by commas, of further environment variables that children get (`tuning.parallel.children`)."""
 RULES = (VARIABLE, KEYS, PASS)
 """Environment variables of a run that hold on all nodes of its cluster."""
+BEST_EFFORT = "best-effort"
 LOOPBACK = ("localhost", "127.0.0.1", "::1")
 SHIPPED = ("tuning.rewards.sentiment",)
 """Modules of this package whose functions are for recipes. Others, such as those that start processes, are not."""
@@ -42,7 +44,7 @@ def places() -> list[str] | None:
     said = os.environ.get(VARIABLE, "").strip()
     if said in ("", "any"):
         return None
-    return [] if said == "none" else [place.strip() for place in said.split(",") if place.strip()]
+    return [place.strip() for place in said.split(",") if place.strip() not in ("", "none")]
 
 
 def check_module(module: str) -> None:
@@ -85,6 +87,14 @@ def check_key(variable: str, url: str) -> None:
         raise NotAllowed(
             f"the key {variable} is sent over https alone, and the address is {parts.scheme}://{parts.hostname}"
         )
+
+
+def check_isolation(isolation: str) -> None:
+    """Raises NotAllowed for code of completions outside of the sandbox: data of a recipe may hold any program as a
+    test."""
+    allowed = places()
+    if allowed is not None and isolation == BEST_EFFORT and BEST_EFFORT not in allowed:
+        raise NotAllowed(f"isolation: {isolation} is not allowed here: {_remedy()}; leave it out")
 
 
 def check_file(path: Path) -> None:

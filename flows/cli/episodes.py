@@ -9,6 +9,7 @@ import typer
 
 from flows.cli.shared import RunName, StoreUrl, artifact_of, group, out, print_table, record_of, usage_error
 from stages.store.artifacts import Artifact, Store
+from stages.store.manifests import is_inside
 
 if TYPE_CHECKING:
     from stages.tools.episodes import Choice
@@ -58,7 +59,7 @@ def _tables(store: Store, record: dict[str, Any], node: str) -> dict[str, Artifa
     """The artifacts with episodes of the nodes that begin with `node`, by their nodes."""
     from stages.tools.episodes import has_episodes
 
-    played = [n for n, entry in record["nodes"].items() if "digest" in entry and n.startswith(node)]
+    played = [n for n, entry in record["nodes"].items() if "digest" in entry and n.startswith(node) and is_inside(n)]
     found = {n: artifact_of(store, record, n) for n in played if record["nodes"][n]["stage"] in PLAYING}
     tables = {name: artifact for name, artifact in found.items() if has_episodes(artifact)}
     if not tables:

@@ -23,14 +23,13 @@ from prefect.client.schemas.actions import ArtifactCreate, ArtifactUpdate
 from prefect.context import FlowRunContext, TaskRunContext
 from prefect.settings import PREFECT_CLIENT_MAX_RETRIES, temporary_settings
 from prefect.utilities.context import get_task_and_flow_run_ids
-from rich.console import Console
 
 from flows.graph.build import Node
 from flows.orchestration.display import Display, not_shown, short_client
 from flows.report.charts import curves_png_data
 from flows.report.console import ConsoleReporter
 from flows.report.decisions import decision_rows, outcome
-from flows.report.terminal import LastingConsole, log_width
+from flows.report.terminal import LastingConsole, PlainConsole, log_width
 from flows.running.closing import evaluations_of
 from flows.running.session import Session
 from stages.contract.registry import stage as find_stage
@@ -62,7 +61,7 @@ class LoggedConsole(LastingConsole):
         if FlowRunContext.get() is None and TaskRunContext.get() is None:
             return
         text = io.StringIO()
-        Console(file=text, highlight=False, markup=False, width=160).print(*objects, **options)
+        PlainConsole(file=text, highlight=False, markup=False, width=160).print(*objects, **options)
         if line := text.getvalue().rstrip():
             get_run_logger().info(line)
 

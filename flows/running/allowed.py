@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import shlex
 from collections.abc import Iterator, Mapping
@@ -10,13 +11,14 @@ from typing import Any
 from flows.recipe.model import Recipe, RecipeError
 from tuning import allowed
 
-FUNCTION = re.compile(r"(?P<module>[A-Za-z_][\w.]*):[A-Za-z_][\w.]*")
+FUNCTION = re.compile(r"(?P<gym>gymnasium:)?(?P<module>[A-Za-z_][\w.]*):[A-Za-z_][\w.]*(?(gym)[\w./-]*)")
+"""Also MODULE:ID of gymnasium, which imports the module."""
 NAMING = (
     *("source", "sources", "function", "judge", "algorithm", "name", "tools", "rules", "renderer", "parser", "actions"),
 )
 """Settings whose texts may be `module:function`, whatever section they are in."""
-OTHERS = ("random", "hub", "gem", "textarena", "mcp")
-"""What stands before a colon and is no module. A gymnasium name is a module where it has a second colon."""
+OTHERS = ("random", "hub", "gem", "gymnasium", "textarena", "mcp")
+"""What stands before a colon and is no module."""
 
 
 def check_allowed(recipe: Recipe) -> None:
@@ -25,9 +27,10 @@ def check_allowed(recipe: Recipe) -> None:
         return
     values = recipe.model_dump(mode="json")
     for place, name, text in _texts(values, "", ""):
-        text = text.removeprefix("gymnasium:")
         named = FUNCTION.fullmatch(text)
         try:
+            if name == "isolation":
+                allowed.check_isolation(text)
             if name in NAMING and named and named["module"] not in OTHERS:
                 allowed.check_module(named["module"])
             if name == "tools" and text.startswith("mcp:") and "://" not in text:
@@ -46,6 +49,12 @@ def check_allowed(recipe: Recipe) -> None:
             allowed.check_key(variable, url)
         except allowed.NotAllowed as error:
             raise RecipeError(f"{place}key_variable: {error}") from error
+    cluster = None if recipe.workers is None else recipe.workers.cluster
+    if cluster not in (None, "auto", os.environ.get("RAY_ADDRESS")):
+        raise RecipeError(
+            f"workers.cluster: {cluster} is not allowed here: {allowed.VARIABLE} is set, and RAY_ADDRESS of the worker "
+            "is another address"
+        )
     if recipe.data.runner.options:
         raise RecipeError(f"data.runner.options can name programs, which {allowed.VARIABLE} does not allow here")
 

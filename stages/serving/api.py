@@ -48,7 +48,7 @@ MOST_TOOL_NODES = 4096
 """Of the schemas of all tools of a request."""
 
 Id = Annotated[int, Field(ge=0, lt=2**31)]
-Token = Annotated[int, Field(strict=True)]
+Token = Annotated[int, Field(strict=True, ge=0, lt=2**31)]
 T = TypeVar("T")
 Many = Annotated[list[T], Field(fail_fast=True)]
 """A list whose first wrong element is its only error: a million others would take gigabytes."""
@@ -190,6 +190,12 @@ class Message(BaseModel):
         return self
 
     @property
+    def size(self) -> int:
+        """Characters of all that a template may write."""
+        calls = sum(len(call.model_dump_json()) for call in self.tool_calls or ())
+        return len(self.text) + len(self.tool_call_id or "") + calls
+
+    @property
     def text(self) -> str:
         """The content, text parts joined."""
         if isinstance(self.content, list):
@@ -214,7 +220,7 @@ class ChatRequest(Asked):
     tools: Annotated[Many[Tool], Field(max_length=MOST_TOOLS)] | None = None
     tool_choice: ToolChoice | None = None
     parallel_tool_calls: bool | None = True
-    chat_template_kwargs: dict[str, str | float | bool] | None = None
+    chat_template_kwargs: Annotated[dict[str, str | float | bool], Field(max_length=MOST_FIELDS)] | None = None
     """Values that the chat template reads, such as {"enable_thinking": false}."""
 
     @field_validator("tools", mode="before")

@@ -7,9 +7,10 @@ import functools
 import hmac
 import importlib.metadata
 import json
+import logging
 import time
 import uuid
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterator
 from typing import Annotated, Any
 
 # Routes' annotations are text that is looked up in this module.
@@ -223,6 +224,11 @@ def _of(error: Exception) -> tuple[int, str | None]:
     return next(((status, code) for kind, status, code in kinds if isinstance(error, kind)), (500, None))
 
 
+def _hidden(error: Exception) -> str:
+    # Its text may have paths and parts of others' requests.
+    return f"the server has failed ({type(error).__name__}); its log says where"
+
+
 def _errors(app: Any) -> None:
     """Errors in OpenAI's form."""
     from tuning.rollout.engine.live import EngineStopped
@@ -238,8 +244,7 @@ def _errors(app: Any) -> None:
 
     @app.exception_handler(Exception)
     async def failed(_: Request, error: Exception) -> Any:
-        # Its text may have paths and parts of others' requests.
-        return _error(500, f"the server has failed ({type(error).__name__}); its log says where")
+        return _error(500, _hidden(error))
 
     @app.exception_handler(HTTPException)
     async def no_route(_: Request, error: HTTPException) -> Any:
@@ -270,10 +275,11 @@ async def _answer(server: Server, job: Job, http: Any) -> Any:
         made = functools.partial(_choices, asked, await _ended(server, job, http, used))
 
     def whole() -> bytes:
-        choices = [body | {"index": number} for number, body in enumerate(made())]
+        # One choice at a time: a call of the encoder stops every other thread.
+        choices = [json.dumps(body | {"index": number}, allow_nan=False) for number, body in enumerate(made())]
         used["total_tokens"] = used["prompt_tokens"] + used["completion_tokens"]
-        answer = head | {"object": job.kind, "choices": choices, "usage": used} | _by(server, job)
-        return json.dumps(answer, allow_nan=False).encode()
+        rest = json.dumps(head | {"object": job.kind, "usage": used} | _by(server, job))
+        return f'{rest[:-1]}, "choices": [{", ".join(choices)}]}}'.encode()
 
     # In a thread: log-probabilities of many tokens are megabytes of text.
     return Response(await server.in_reader(whole), media_type="application/json")
@@ -299,18 +305,16 @@ def _ids(asked: Asked, tokens: list[int]) -> dict[str, Any]:
     return {"token_ids": tokens} if asked.return_token_ids else {}
 
 
-def _choices(asked: Asked, ends: list[tuple[Any, Any]]) -> list[dict[str, Any]]:
-    return [
-        choice.whole(done) | _ids(asked, done.tokens) | {"finish_reason": choice.finish(done)} for done, choice in ends
-    ]
+def _choices(asked: Asked, ends: list[tuple[Any, Any]]) -> Iterator[dict[str, Any]]:
+    for done, choice in ends:
+        yield choice.whole(done) | _ids(asked, done.tokens) | {"finish_reason": choice.finish(done)}
 
 
 def _echoed(
     server: Server, job: Job, asked: CompletionRequest, scores: list[Any], ends: list[tuple[Any, Any]]
-) -> list[dict[str, Any]]:
+) -> Iterator[dict[str, Any]]:
     """Choices that begin with their prompts, whose tokens have log-probabilities too but for the first."""
     per_prompt = asked.n or 1
-    choices = []
     for number in range(len(job.prompts) * per_prompt):
         prompt, (known, best) = job.prompts[number // per_prompt], scores[number // per_prompt]
         done, choice = ends[number] if ends else (None, None)
@@ -324,8 +328,7 @@ def _echoed(
         found = None
         if asked.logprobs is not None:
             found = completion_logprobs(server.text(), tokens, logps, top, asked.logprobs, 0)
-        choices.append({"text": said, "logprobs": found, "finish_reason": finish} | _ids(asked, tokens))
-    return choices
+        yield {"text": said, "logprobs": found, "finish_reason": finish} | _ids(asked, tokens)
 
 
 async def _lines(
@@ -347,7 +350,9 @@ async def _lines(
     except Exception as error:
         # The status has been sent: what failed can only be told here.
         status, code = _of(error)
-        yield _event({"error": _told(status, str(error), code=code)})
+        if status == 500:
+            logging.getLogger("uvicorn.error").exception("a stream has failed")
+        yield _event({"error": _told(status, _hidden(error) if status == 500 else str(error), code=code)})
         return
     if asked.stream_options and asked.stream_options.include_usage:
         used["total_tokens"] = used["prompt_tokens"] + used["completion_tokens"]

@@ -1,8 +1,8 @@
 """Episodes that a program plays: it speaks to an OpenAI URL, and its calls are recorded as a trajectory.
 
     program  --OPENAI_BASE_URL-->  a session of a server in this process  -->  the stage's engine
-             <--RLHF_TASK--        the task: columns of its prompt without the answer, and its seed
-             <--RLHF_GRADER_FD--   the answer and the key of the reward, to be read once (environment.agent_grades)
+             <--RLHF_TASK--        the task: columns of its prompt without ANSWERS, and its seed
+             <--RLHF_GRADER_FD--   ANSWERS and the key of the reward, to be read once (environment.agent_grades)
              --last line-->        {"reward": 1.0, "success": true}, or POST .../reward
 
 The server takes OPENAI_API_KEY alone, which each stage draws. The policy's commands usually inherit the program's
@@ -47,6 +47,8 @@ from tuning.chat import Message
 from tuning.parallel.children import clean_environment
 from tuning.rollout.servers import keeper
 
+ANSWERS = ("answer", "answers", "tests")
+"""Columns of a prompt that built-in rewards read as its answer."""
 TAIL_BYTES = 65536
 """Of a program's output: its last line, or its last words, are in them."""
 START_SECONDS = 60.0
@@ -138,7 +140,7 @@ class Programs:
         """The program under a keeper, which ends it with this process, and with a limit of memory on Linux."""
         limited = [*_LIMITED, str(self._settings.megabytes * 1024)] if sys.platform == "linux" else []
         environment = self._environment(episode, session)
-        grader = {"answer": episode.task.row.get("answer"), "reward_key": session.reward_key}
+        grader = {name: episode.task.row.get(name) for name in ANSWERS} | {"reward_key": session.reward_key}
         ends = [_readable(json.dumps(grader).encode())] if self._settings.agent_grades else []
         if ends:
             environment[keeper.GRADER] = str(ends[0])
@@ -173,7 +175,7 @@ class Programs:
         url = f"{self._url}/sessions/{session.name}"
         # Loopback is reached without the machine's proxies.
         direct = {n: ",".join(filter(None, (here.get(n), "127.0.0.1"))) for n in ("NO_PROXY", "no_proxy")}
-        row = {name: value for name, value in episode.task.row.items() if name != "answer"}
+        row = {name: value for name, value in episode.task.row.items() if name not in ANSWERS}
         task = {**row, "seed": episode.task.seed, "sample": episode.sample}
         return {
             **here,

@@ -167,7 +167,9 @@ class Server:
             lambda text, i: Spoken(text, offer, job.prompts[i], top),
             session,
         )
-        self._refuse_longer(sum(len(message.text) for message in asked.messages))
+        if len(asked.messages) > self._context:
+            raise ContextFull(f"{len(asked.messages)} messages; the context is {self._context} tokens: send fewer")
+        self._refuse_longer(sum(message.size for message in asked.messages))
         begun = self.wording.begun(offer)
         if session is None:
             job.prompts.append(self.wording.context(asked) + begun)

@@ -29,7 +29,7 @@ HIDDEN = "***"
 SHOWN = "shown"
 """The context in which settings from a record are validated only to be shown: hidden values may be missing."""
 # User and password of a URL.
-_USERINFO = re.compile(r"(?<=://)[^/@\s]*@")
+_USERINFO = re.compile(r"(?<=://)[^/?#\s\"']*@")
 _QUERY = re.compile(
     r"([?&](?:[\w.-]*(?:signature|token|secret|passw|credential|api[-_]?key|accesskey)[\w.-]*|sig|auth|key)=)[^&#\s\"']+",
     re.IGNORECASE,

@@ -91,6 +91,7 @@ def test_parameters_without_a_secret_pass():
 
 URLS = {
     "http://me:SECRET@host/x": "http://host/x",
+    "http://me:SEC@SECRET@host/x": "http://host/x",
     "s3://b/x?X-Amz-Signature=SECRET&a=1": "s3://b/x?X-Amz-Signature=***&a=1",
     "https://h/x.jsonl?a=1&access_token=SECRET": "https://h/x.jsonl?a=1&access_token=***",
     "https://h/x?sig=SECRET#part": "https://h/x?sig=***#part",

@@ -97,7 +97,7 @@ def number_match(
 
 def last_number(text: str, extract: str | None = None, seconds: float | None = None) -> numbers.Written | None:
     """The number of a completion, as `number_match` reads it; None without one."""
-    return numbers.last(final(spoken(text)) if extract is None else extracted(text, extract, seconds))
+    return numbers.last(final(spoken(text)) if extract is None else extracted(text, extract, seconds), seconds)
 
 
 def math_equal(

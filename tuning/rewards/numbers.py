@@ -8,6 +8,8 @@ ratio, a fraction of expressions) are numbers without a value: their parts are n
 from __future__ import annotations
 
 import dataclasses
+import math
+import time
 import unicodedata
 from collections.abc import Iterator
 from decimal import Decimal, InvalidOperation
@@ -35,7 +37,8 @@ _PLAIN = "|".join(
     [
         # 1.234.567,89 and 1.234,5; 12,34,567 of India; 1 234 567.
         r"\d{1,3}(?:\.\d{3}){2,}(?:,\d+)?(?![.\d])|\d{1,3}(?:\.\d{3})+,\d+(?![\d,.])",
-        r"\d{1,2}(?:,\d\d)+,\d{3}(?![,\d])(?:\.\d+)?",
+        # Possessive: a list of thousands of numbers would be read again from each of them.
+        r"\d{1,2}(?:,\d\d(?=,))++,\d{3}(?![,\d])(?:\.\d+)?",
         *(rf"\d{{1,3}}(?:{one}\d{{3}})+(?!\d)(?:\.\d+)?" for one in _SEPARATORS),
         r"(?<!\d[ ])[1-9]\d{0,2}(?:[ ]\d{3})+(?![\d/])(?:\.\d+)?",
         r"(?:\d+(?:\.\d+)?|\.\d+)(?:[eE][+-]?\d+)?",
@@ -114,12 +117,17 @@ class Written:
         return text if exact else "/".join(parts if parts[1] != "1" else parts[:1])
 
 
-def last(text: str) -> Written | None:
-    """The last number of a text; None without one. Digits that belong to a word count only if there are no others."""
-    found = None
+def last(text: str, seconds: float | None = None) -> Written | None:
+    """The last number of a text; None without one. Digits that belong to a word count only if there are no others.
+
+    Raises TimeoutError where the search takes longer than `seconds`.
+    """
+    found, deadline = None, time.monotonic() + (math.inf if seconds is None else seconds)
     # Mostly the end of a long text is enough.
     for part in (text[-END:].partition(" ")[2], text) if len(text) > END else (text,):
-        for match in _NUMBER.finditer(_plain(part)):
+        for match in _NUMBER.finditer(_plain(part), timeout=seconds):
+            if time.monotonic() > deadline:
+                raise TimeoutError
             before = match.string[max(0, match.start() - 24) : match.start()]
             attached = bool(_ATTACHED.search(before)) and not match["minus"]
             if found is None or found[0] or not attached:

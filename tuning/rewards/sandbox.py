@@ -13,6 +13,7 @@ import ast
 import builtins
 import contextlib
 import functools
+import io
 import json
 import math
 import os
@@ -29,6 +30,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, BinaryIO, Literal
 
+from tuning.allowed import NotAllowed, check_isolation
 from tuning.parallel.children import kill
 from tuning.rewards import confine
 from tuning.rewards.answers import tests_of
@@ -99,7 +101,7 @@ def code_of(text: str, tests: Sequence[Any] = ()) -> str:
     for number, block in enumerate(blocks):
         if named & _defined(block) if named else _READS_INPUT.search(block):
             chosen = number
-    earlier = [_source(block, node) for block in blocks[:chosen] for node in _statements(block, _DEFINITIONS)]
+    earlier = [text for block in blocks[:chosen] for text in _definitions(block)]
     return "\n".join([*earlier, blocks[chosen]])
 
 
@@ -143,12 +145,17 @@ def _statements(code: str, kinds: tuple[type[ast.stmt], ...]) -> list[ast.stmt]:
         return []
 
 
-def _source(code: str, node: ast.stmt) -> str:
-    """The text of a statement at the top of a program, with its decorators."""
-    # Not `ast.unparse`, which recurses.
-    if decorators := getattr(node, "decorator_list", []):
-        node.lineno, node.col_offset = decorators[0].lineno, 0
-    return ast.get_source_segment(code, node) or ""
+def _definitions(code: str) -> Iterator[str]:
+    """The text of each function, class and import at the top of a program, with its decorators."""
+    # Not `ast.unparse`, which recurses, or `ast.get_source_segment`, which splits the program for each statement.
+    lines = [line.encode(errors="surrogatepass") for line in io.StringIO(code, newline=None)]
+    for node in _statements(code, _DEFINITIONS):
+        first: Any = next(iter(getattr(node, "decorator_list", ())), node)
+        last = (node.end_lineno or 0) - 1
+        # The decorator's sign is before its expression.
+        start = 0 if first is not node else node.col_offset
+        part = b"".join([*lines[first.lineno - 1 : last], lines[last][: node.end_col_offset]])
+        yield part[start:].decode()
 
 
 def _defined(code: str) -> set[str]:
@@ -205,7 +212,10 @@ def _replaces(code: str) -> bool:
         elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
             names.append(node.id)
         elif isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store):
-            names += ["print"] if ast.unparse(node).partition(".")[0] in modules else []
+            inner: Any = node
+            while isinstance(inner, ast.Attribute):
+                inner = inner.value
+            names += ["print"] if getattr(inner, "id", "") in modules else []
         left += ast.iter_child_nodes(node)
     return not set(names).isdisjoint(vars(builtins))
 
@@ -248,6 +258,10 @@ def gaps() -> tuple[str, ...]:
 
 def refuse_gaps(isolation: Isolation) -> None:
     """Raises Outage where code is to be kept from this machine and is not. Also where no program runs."""
+    try:
+        check_isolation(isolation)
+    except NotAllowed as error:
+        raise Outage(str(error)) from error
     found = gaps()
     if isolation == "required" and found:
         raise Outage(

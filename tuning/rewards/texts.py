@@ -12,7 +12,7 @@ _THOUGHT = r"(?:think|thinking|thought|reasoning)"
 _THOUGHT_END = regex.compile(rf"</{_THOUGHT}>|\[/THINK\]|◁/think▷")
 _THOUGHT_START = regex.compile(rf"<{_THOUGHT}>|\[THINK\]|◁think▷")
 # An answer tag, and the line that ends a solution of GSM8K.
-_MARKED = (r"<answer>(.*?)(?:</answer>|$)", r"^#{3,4} *([^\n]*\d[^\n]*)$")
+_MARKED = (r"<answer>(.*?)(?:</answer>|$)", r"^#{3,4} *+([^\n]*\d[^\n]*)$")
 
 
 def spoken(text: str) -> str:

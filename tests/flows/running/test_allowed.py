@@ -7,10 +7,13 @@ import pytest
 from flows.recipe.model import RecipeError
 from flows.recipe.reading import load_recipe
 from flows.running.allowed import check_allowed
+from tuning.agents.adapters.gym import made
 from tuning.algorithms import algorithm
 from tuning.algorithms.objective import Objective
 from tuning.allowed import NotAllowed, check_module
 from tuning.names import function_of
+from tuning.rewards import sandbox
+from tuning.rewards.failures import Outage
 
 ENGINE = "{kind: vllm, version: '1', command: [PROGRAM, serve]}"
 CODE = {
@@ -26,6 +29,14 @@ CODE = {
         "rl.score.rewards.x={function: judge, arguments: {url: 'http://h/v1', model: m, key_variable: AWS_KEY}}"
     ],
     "a secret for a server": ["rl.rollout.engine={kind: vllm, version: '1', url: 'http://h:1', key_variable: AWS_KEY}"],
+    "code of data outside of the sandbox": [
+        "rl.score.rewards.x={function: code_passes, arguments: {isolation: best-effort}}"
+    ],
+    "a tool outside of the sandbox": [
+        "environment={tools: [python], tool_arguments: {python: {isolation: best-effort}}}"
+    ],
+    "a module that registers an environment": ["environment={name: 'gymnasium:team.others:Env-v0'}"],
+    "a cluster of others": ["workers={cluster: 'elsewhere:6379'}"],
     "options of Beam": ["data.runner.options={setup_file: /tmp/x.py}"],
 }
 
@@ -101,3 +112,28 @@ def test_a_recipe_is_a_built_in_one_or_in_an_allowed_folder(monkeypatch, tmp_pat
         load_recipe(str(path))
     monkeypatch.setenv("RLHF_ALLOW_CODE", str(tmp_path))
     load_recipe(str(path))
+
+
+def test_isolation_and_clusters_are_as_the_worker_says(monkeypatch):
+    found = recipe([*CODE["code of data outside of the sandbox"], "workers={cluster: 'here:6379'}"])
+    monkeypatch.setenv("RLHF_ALLOW_CODE", "none,best-effort")
+    monkeypatch.setenv("RAY_ADDRESS", "here:6379")
+    check_allowed(found)
+    monkeypatch.setenv("RLHF_ALLOW_CODE", "none")
+    monkeypatch.setattr(sandbox, "gaps", lambda: ("files",))
+    with pytest.raises(Outage, match="isolation: best-effort is not allowed here"):
+        sandbox.refuse_gaps("best-effort")
+
+
+def test_an_environment_is_registered_by_an_allowed_module_alone(monkeypatch, tmp_path):
+    gym = pytest.importorskip("gymnasium")
+    (tmp_path / "registering.py").write_text(
+        "import gymnasium\ngymnasium.register('Registered-v0', 'gymnasium.envs.toy_text:TaxiEnv')\n"
+    )
+    monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.setenv("RLHF_ALLOW_CODE", "none")
+    with pytest.raises(NotAllowed):
+        made("registering:Registered-v0", {})
+    monkeypatch.setenv("RLHF_ALLOW_CODE", "registering")
+    assert made("registering:Registered-v0", {}).render_mode == "ansi"
+    del gym.registry["Registered-v0"]

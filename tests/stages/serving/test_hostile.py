@@ -9,7 +9,7 @@ import httpx
 import psutil
 import pytest
 
-from stages.serving import answers
+from stages.serving import answers, app
 from stages.serving.server import Server
 from tests.stages.serving.support import CONFIG, CONTEXT, LIMITS, QUESTION, STOPS, TOKENIZER, made_tokenizer, serving
 from tuning.rollout.engine.engine import Engine
@@ -300,9 +300,22 @@ LARGE = {
     "parts": lambda: {"messages": [{"role": "user", "content": [1] * 1_300_000}]},
     "a message": lambda: {"messages": [{"role": "user", "content": "a b" * 1_300_000}]},
     "calls": lambda: {"messages": [{"role": "assistant", "tool_calls": [{"function": 1}] * 130_000}]},
+    "a long call": lambda: {"messages": called(json.dumps({"a": "a b" * 1_300_000}))},
+    "lists in a call": lambda: {"messages": called('{"a": [' + "[]," * 400_000 + "[]]}")},
+    "many messages": lambda: {"messages": USER * 90_000},
+    "values of the template": lambda: {
+        "messages": USER,
+        "chat_template_kwargs": {f"f{i}": 1 for i in range(300_000)},
+    },
     "a text without an end": lambda: b"[" * 2**17 + b'["' + rb"\"" * 1_900_000,
     "fields of a message": lambda: {"messages": [USER[0] | {f"f{i}": 1 for i in range(300_000)}]},
 }
+
+
+def called(arguments):
+    """Messages with a call."""
+    call = {"id": "1", "type": "function", "function": {"name": "add", "arguments": arguments}}
+    return [*USER, {"role": "assistant", "tool_calls": [call]}, {"role": "tool", "content": "5", "tool_call_id": "1"}]
 
 
 def during(url, action):
@@ -364,3 +377,34 @@ def test_a_call_that_takes_too_long_to_compare_is_content(url):
     [choice] = answer.json()["choices"]
     assert choice["message"]["content"].startswith("<tool_call>") and "tool_calls" not in choice["message"]
     assert slowest < 1
+
+
+def test_ids_of_a_session_are_ids(url):
+    for prompt in NUMBERS["prompt"]:
+        answer = post(f"{url}/sessions/ids", prompt=prompt)
+        assert answer.status_code == 400, answer.text
+
+
+def test_samples_are_encoded_one_at_a_time(url, monkeypatch):
+    texts = []
+    dumps = json.dumps
+
+    def recorded(*arguments, **options):
+        texts.append(dumps(*arguments, **options))
+        return texts[-1]
+
+    monkeypatch.setattr(app.json, "dumps", recorded)
+    for more in ({}, {"echo": True}):
+        texts.clear()
+        choices = post(url, n=3, logprobs=5, **more).json()["choices"]
+        assert [choice["index"] for choice in choices] == [0, 1, 2]
+        assert max(text.count("text_offset") for text in texts) == 1
+
+
+def test_a_stream_that_fails_tells_no_more_than_a_whole_answer(url, monkeypatch):
+    def fail(*_):
+        raise RuntimeError("a path of the server")
+
+    monkeypatch.setattr(answers.Completed, "delta", fail)
+    answer = post(url, stream=True)
+    assert "RuntimeError" in answer.text and "a path" not in answer.text

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import time
+
 import pytest
 
 from tuning.evaluation import answers
@@ -64,3 +66,12 @@ def test_a_pattern_that_never_ends_finds_no_answer(monkeypatch):
     monkeypatch.setattr(answers, "SECONDS", 0.1)
     assert answer_of("exact_match", {"extract": "(a|aa)+$"}, "a" * 60 + "c") is None
     assert answer_of("exact_match", {"extract": "b((?:a|aa)+)$"}, "baa") == "aa"
+
+
+def test_a_number_is_searched_for_in_bounded_time(monkeypatch):
+    monkeypatch.setattr(answers, "SECONDS", 0.2)
+    began = time.monotonic()
+    assert answers.answer_of("number_match", {}, "12,34," * 20_000) is None
+    assert answers.answer_of("number_match", {}, "####" + " " * 20_000) is None
+    assert time.monotonic() - began < 10
+    assert answers.answer_of("number_match", {}, "12,34,567") == "1234567.0"

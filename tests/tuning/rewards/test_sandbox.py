@@ -89,6 +89,14 @@ def test_earlier_definitions_are_taken_as_they_are_written():
     assert code_of(text, [TEST]) == f"{long}\n{kept}\ndef add(a, b): return a + b\n"
 
 
+def test_code_of_any_depth_and_length_is_read():
+    assert may_deceive(f"import math\nmath{'.x' * 2000} = 1") and not may_deceive(f"node{'.next' * 2000} = 1")
+    many = "".join(f"def f{n}(x): return x\n" for n in range(3000))
+    began = time.process_time()
+    assert code_of(f"```python\n{many}```\n```python\nf = 1\n```").count("\n") == 3001
+    assert time.process_time() - began < 5
+
+
 @pytest.mark.parametrize(
     ("printed", "expected", "verdict"),
     [

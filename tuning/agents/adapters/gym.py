@@ -13,6 +13,7 @@ Arguments of the recipe that are not the environment's own:
 from __future__ import annotations
 
 import enum
+import importlib
 import json
 import re
 import sys
@@ -20,6 +21,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from tuning.agents.adapters.stepped import Result, Stepped, first_of, number, reset_arguments, result_of, worded
+from tuning.allowed import check_module
 from tuning.names import function_of
 
 OWN = ("renderer", "parser", "actions", "options")
@@ -35,16 +37,24 @@ def text_actions(arguments: Mapping[str, Any], name: str) -> bool:
 
 
 def made(name: str, arguments: Mapping[str, Any]) -> Any:
-    """The environment of gymnasium's registry, with `ansi` where it has that. Raises what gymnasium.make raises."""
+    """The environment of gymnasium's registry, ID or MODULE:ID, with `ansi` where it has that.
+
+    Raises what gymnasium.make raises, and NotAllowed.
+    """
     import gymnasium
     from gymnasium.envs.registration import load_env_creator
 
     given = dict(arguments)
-    spec = gymnasium.spec(name)
+    module, _, identifier = name.rpartition(":")
+    if module:
+        # It registers the id.
+        check_module(module)
+        importlib.import_module(module)
+    spec = gymnasium.spec(identifier)
     creator = load_env_creator(spec.entry_point) if isinstance(spec.entry_point, str) else spec.entry_point
     if "ansi" in (getattr(creator, "metadata", None) or {}).get("render_modes", ()):
         given.setdefault("render_mode", "ansi")
-    return gymnasium.make(name, **given)
+    return gymnasium.make(identifier, **given)
 
 
 class Gym(Stepped):

@@ -72,10 +72,11 @@ class RemoteServer:
             if self.child is not None and not self.child.alive:
                 raise ServerLost(f"the server at {self.url} is gone: {self.child.obituary()}")
             try:
-                health = httpx.get(f"{self._url}/health", **self.options | {"timeout": 10.0})
-                if health.status_code == 200:
-                    return
-                last = f"status {health.status_code}"
+                # Its body is not read: it may have no end.
+                with httpx.stream("GET", f"{self._url}/health", **self.options | {"timeout": 10.0}) as health:
+                    if health.status_code == 200:
+                        return
+                    last = f"status {health.status_code}"
             except httpx.TransportError as e:
                 last = f"{type(e).__name__} {e}".strip()
             left = deadline - time.monotonic()

@@ -65,7 +65,7 @@ class SGLang:
         answers = answer if isinstance(answer, list) else [answer]
         try:
             rows = [a["meta_info"]["output_token_logprobs"] for a in answers]
-            return checked(request, [([int(r[1]) for r in row], [float(r[0]) for r in row]) for row in rows])
+            return checked(request, [([r[1] for r in row], [r[0] for r in row]) for row in rows])
         except (KeyError, TypeError, IndexError) as e:
             raise ServerLost(f"its answer lacks token ids or log-probabilities ({type(e).__name__}: {e})") from e
 

@@ -29,12 +29,15 @@ class Handler(http.server.BaseHTTPRequestHandler):
 
     def say(self, body, **headers):
         self.send_response(200)
-        for name, value in {"content-length": str(len(body)), **headers}.items():
+        for name, value in {"content_length": str(len(body)), **headers}.items():
             self.send_header(name.replace("_", "-"), value)
         self.end_headers()
         self.wfile.write(body)
 
     def do_GET(self):
+        if self.server.fault == "health":
+            self.drip()
+            return
         value = {"/version": {"version": "1"}, "/weight_info": {"weight_version": "D"}}.get(self.path, {})
         self.say(b"[]" if self.path == f"/{self.server.fault}" and self.server.bad else json.dumps(value).encode())
 
@@ -52,13 +55,16 @@ class Handler(http.server.BaseHTTPRequestHandler):
         elif fault == "gzip":
             self.say(gzip.compress(body), content_encoding="gzip")
         elif fault == "drip":
-            with contextlib.suppress(OSError):
-                self.say(b" ", content_length="1000")
-                for _ in range(100):
-                    time.sleep(0.1)
-                    self.wfile.write(b" ")
+            self.drip()
         else:
             self.say(body)
+
+    def drip(self):
+        with contextlib.suppress(OSError):
+            self.say(b" ", content_length="1000")
+            for _ in range(100):
+                time.sleep(0.1)
+                self.wfile.write(b" ")
 
 
 @contextlib.contextmanager
@@ -117,3 +123,10 @@ def test_an_answer_has_a_bound(monkeypatch):
         assert good.get("/version") == {"version": "1"}
         with pytest.raises(ServerLost, match="more than 100 bytes"):
             good.post("/v1/completions", {"max_tokens": 3, "n": 9})
+
+
+def test_health_is_a_status_whatever_follows_it():
+    with servers("health") as (_, bad):
+        began = time.monotonic()
+        bad.wait(1.0)
+        assert time.monotonic() - began < 5

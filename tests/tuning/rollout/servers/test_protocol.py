@@ -51,3 +51,10 @@ def test_seeds_differ():
 def test_an_answer_that_is_not_whole_is_none(answer, message):
     with pytest.raises(ServerLost, match=message):
         KINDS["vllm"].completions(Request([5], 3, stop_ids=(9,)), answer)
+
+
+@pytest.mark.parametrize("pair", [(-1.0, float("nan")), (-1.0, 5.5), (-1.0, "5"), ("-1", 5), (float("inf"), 5)])
+def test_ids_and_numbers_of_sglang_are_taken_as_they_are(pair):
+    answer = {"meta_info": {"output_token_logprobs": [[*pair, None]]}}
+    with pytest.raises(ServerLost):
+        KINDS["sglang"].completions(Request([5], 1), answer)
