@@ -8,9 +8,10 @@ import pytest
 from typer.testing import CliRunner
 
 from flows.cli.app import app
+from flows.cli.run import _with
 from flows.cli.settings import every_setting
 from flows.recipe.model import Recipe
-from flows.recipe.reading import RECIPES, load_recipe
+from flows.recipe.reading import RECIPES, load_recipe, with_sets
 
 
 def shown(*args: str):
@@ -68,3 +69,9 @@ def test_an_unknown_section_names_the_nearest():
 
 def test_a_list_says_how_many_it_takes():
     assert "rl.score.rewards.*.clip: list of number (2) | null = null" in shown("rl.score").output
+
+
+@pytest.mark.parametrize("store", ["/data/runs #2", "2026", "{a}", "~", 'a "b" \\c: ü'])
+def test_the_store_of_a_command_is_its_text(store):
+    values, _ = with_sets({}, _with(None, store, None))
+    assert values == {"store": store}
