@@ -68,7 +68,7 @@ def before(store: Store, recipe: Recipe, name: str) -> dict[str, Any] | None:
 
 
 def entries_of(store: Store, name: str) -> dict[str, Any]:
-    """Return the entries of a run that goes on: a collection keeps what they name until the next try has its own."""
+    """Return the entries of a run that goes on, for which a collection keeps what they name."""
     found: dict[str, Any] = {}
     with contextlib.suppress(ArtifactError):
         found = (runs.read(store, name) or {"nodes": {}})["nodes"]

@@ -10,7 +10,7 @@ import socket
 import threading
 import time
 from collections.abc import Collection, Mapping
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from functools import partial
 from typing import Any, Protocol
 
@@ -346,11 +346,9 @@ class Session:
             if isinstance(e, StageFailed) and not isinstance(e, CodeChanged):
                 raise type(e)(f"{node.name}: {e}") from e
             raise
-        try:
+        # The artifact is committed, and this is for `rlhf plan` alone.
+        with suppress(Exception):
             keep(self.store, parts)
-        except Exception as e:
-            # The artifact is committed.
-            self.reporter.line(f"{node.name}: `rlhf plan` will not show its code ({type(e).__name__}: {e})")
         self._whole.add(manifest["digest"])
         return Artifact(self.store, manifest)
 

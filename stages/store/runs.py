@@ -119,7 +119,7 @@ class Recorder:
         if isinstance(found, dict) and found.get("tries", 1) > record.get("tries", 1):
             raise ArtifactError(
                 f"run {self._name} counted as killed, and {found.get('host')} goes on with it: this process leaves its "
-                "record alone; `rlhf show` has that of the other"
+                "record alone"
             )
         nodes: Mapping[str, Any] = record["nodes"]
         self._drop_changed(nodes)
