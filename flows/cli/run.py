@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from statistics import fmean
 from typing import TYPE_CHECKING, Annotated, Any
@@ -49,7 +50,9 @@ OnCluster = Annotated[
 
 def _with(sets: list[str] | None, store: str | None, cluster: str | None) -> list[str]:
     given = {"store": store, "workers.cluster": cluster}
-    return [*(sets or []), *(f"{field}={value}" for field, value in given.items() if value is not None)]
+    # As a text of YAML, which `--set` reads: a path may hold what YAML takes for a comment or a mapping.
+    texts = {field: json.dumps(value, ensure_ascii=False) for field, value in given.items() if value is not None}
+    return [*(sets or []), *(f"{field}={text}" for field, text in texts.items())]
 
 
 @commands.command()

@@ -31,6 +31,13 @@ class PlainConsole(Console):
 class LastingConsole(PlainConsole):
     """A console that falls silent when nobody reads it any more (`| head`, a `tee` that ended). Rich would exit."""
 
+    def _write_buffer(self) -> None:
+        try:
+            super()._write_buffer()
+        except OSError as error:
+            # A closed terminal, a full disk of a log.
+            raise BrokenPipeError from error
+
     def on_broken_pipe(self) -> None:
         """Sends the rest of the output to /dev/null."""
         self.quiet = True

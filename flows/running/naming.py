@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import re
 import time
 from collections.abc import Callable
@@ -63,6 +64,18 @@ def before(store: Store, recipe: Recipe, name: str) -> dict[str, Any] | None:
         more = f" and {len(changed) - MOST} more" if len(changed) > MOST else ""
         raise RecipeError(f"run {name} is of another recipe ({'; '.join(changed[:MOST])}{more}): {other}")
     return record
+
+
+def entries_of(store: Store, name: str) -> dict[str, Any]:
+    """Return the entries of a run that goes on, for which a collection keeps what they name."""
+    found: dict[str, Any] = {}
+    with contextlib.suppress(ArtifactError):
+        found = (runs.read(store, name) or {"nodes": {}})["nodes"]
+    for entry in found.values():
+        if "digest" not in entry:
+            entry["state"] = "interrupted"
+            entry.pop("error", None)
+    return found
 
 
 def wait_until_ended(store: Store, name: str, told: Callable[[str], None]) -> None:

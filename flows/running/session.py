@@ -10,7 +10,7 @@ import socket
 import threading
 import time
 from collections.abc import Collection, Mapping
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from functools import partial
 from typing import Any, Protocol
 
@@ -23,7 +23,7 @@ from flows.records import log_of
 from flows.running.checks import as_it_is
 from flows.running.crew import Crew, read_elsewhere
 from flows.running.limits import RunLimit
-from flows.running.naming import before, free_name
+from flows.running.naming import before, entries_of, free_name
 from flows.running.remarks import of_data
 from flows.running.saving import Saver, now
 from flows.running.whole import Whole
@@ -102,6 +102,9 @@ class Session:
         self._stopped = threading.Event()
         self._lock = threading.RLock()
         """Of the record, and of what is made."""
+        earlier = {} if unfinished is None else entries_of(self.store, self.name)
+        self._forced = {node for node, entry in earlier.items() if entry.get("forced") and "digest" in entry}
+        """What an earlier try was forced to make, and has."""
         self.record: dict[str, Any] = {
             "name": self.name,
             "recipe": published(recipe.model_dump(mode="json")),
@@ -113,7 +116,7 @@ class Session:
             "process": this_process(),
             "log": str(next(iter(self.crew.logs), log)),
             "tries": 1 + (unfinished or {"tries": 0}).get("tries", 1),
-            "nodes": {},
+            "nodes": earlier,
         }
         if promoted := promoted_by(unfinished):
             # Also of tries before the last one.
@@ -221,10 +224,11 @@ class Session:
             inputs = {i.node: self.made[i.node] for i in node.inputs.values()}
             files, parts = as_it_is(node, inputs)
             key = key_of(parts)
-        forced = node.name in self.force
+        forced = node.name in self.force - self._forced
         artifact = taken if taken is not None else None if forced else self.store.get(node.stage, key)
         started = time.monotonic()
         entry: dict[str, Any] = {"stage": node.stage, "key": key, "started": now(), "state": "running"}
+        entry |= {"forced": True} if node.name in self.force else {}
         begun.append(entry)
         with self._lock:
             self.record["nodes"] = in_order(self.record["nodes"], name, entry, self._places)
@@ -336,7 +340,9 @@ class Session:
             if isinstance(e, StageFailed) and not isinstance(e, CodeChanged):
                 raise type(e)(f"{node.name}: {e}") from e
             raise
-        keep(self.store, parts)
+        # The artifact is committed, and this is for `rlhf plan` alone.
+        with suppress(Exception):
+            keep(self.store, parts)
         self._whole.add(manifest["digest"])
         return Artifact(self.store, manifest)
 

@@ -14,6 +14,7 @@ import json
 import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
+from urllib.parse import quote
 
 from stages.common.checked_lines import read_lines, write_line
 from stages.contract.definition import Context
@@ -29,7 +30,7 @@ class Journal:
 
     def __init__(self, ctx: Context, what: str, name: str, sample: Callable[[CompletionRow], Sample] = Sample.of):
         """what: the function for people. name: of the file. sample: a row as the function sees it."""
-        self._path, self._what, self._log = ctx.work / f"{name}.jsonl", what, ctx.log
+        self._path, self._what, self._log = ctx.work / f"{quote(name, safe='')}.jsonl", what, ctx.log
         self.sample = sample
         self._told = time.monotonic()
         self._known: dict[str, list[float | None]] = {}

@@ -33,7 +33,7 @@ def keep(store: Store, parts: Mapping[str, Any]) -> None:
     for module in modules:
         path = source_file(module)
         if path is not None:
-            texts[module] = {"file": str(path), "text": path.read_text(encoding="utf-8")}
+            texts[module] = {"file": str(path), "text": path.read_bytes().decode(errors="replace")}
     store.write_json(texts, FOLDER, name)
 
 

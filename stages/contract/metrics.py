@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +21,8 @@ class Metrics:
         folder.mkdir(parents=True, exist_ok=True)
         self._lines = (folder / "metrics.jsonl").open("a")
         self._board = _summary_writer()(str(folder / "tensorboard"), filename_suffix=f".{name}", write_to_disk=True)
-        self._trackers = [_tracker(variable, folder, name) for variable in TRACKERS if os.environ.get(variable)]
+        trackers = [_tracker(variable, folder, name) for variable in TRACKERS if os.environ.get(variable)]
+        self._trackers = [tracker for tracker in trackers if tracker is not None]
         self._rows = 0
 
     def write(self, values: dict[str, Any]) -> None:
@@ -32,16 +34,23 @@ class Metrics:
             self._board.add_scalar(name, value, self._rows)
         # Both logs are flushed: a kill loses no row.
         self._board.flush()
-        for tracker in self._trackers:
-            tracker.log(numbers, step=self._rows)
+        self._each(lambda tracker: tracker.log(numbers, step=self._rows))
         self._rows += 1
 
     def close(self) -> None:
         """Closes all logs."""
         self._lines.close()
         self._board.close()
-        for tracker in self._trackers:
-            tracker.finish()
+        self._each(lambda tracker: tracker.finish())
+
+    def _each(self, action: Callable[[Any], object]) -> None:
+        """Do something with each tracker, and leave out one whose server fails: the rows are here."""
+        for tracker in list(self._trackers):
+            try:
+                action(tracker)
+            except Exception as error:
+                self._trackers.remove(tracker)
+                print(f"no more metrics of this stage go to a tracker: {error!r}", flush=True)
 
 
 def _summary_writer() -> Any:
@@ -103,3 +112,6 @@ def _tracker(variable: str, folder: Path, name: str) -> Any:
         raise RuntimeError(
             f"{variable} is set, but {extra} is not installed: pip install 'rlhf-pipeline[{extra}]', or unset it"
         ) from error
+    except Exception as error:
+        print(f"no metrics of this stage go to {variable}: {error!r}", flush=True)
+        return None

@@ -144,6 +144,9 @@ def _own(root: str) -> str:
     """This worker's folder below a folder or URL. Those of dead workers of this machine are removed."""
     fs, path = fsspec.core.url_to_fs(root)
     host, pid = socket.gethostname(), os.getpid()
+    with contextlib.suppress(OSError):
+        # Containers may share a name, and processes of other namespaces are not in /proc.
+        host += f"-{os.stat('/proc/self/ns/pid').st_ino}"
     for old in fs.ls(path, detail=False) if fs.exists(path) else ():
         # Without /proc nothing is known of other processes: their folders stay.
         name, _, number = old.rstrip("/").rpartition("/")[2].rpartition("-")

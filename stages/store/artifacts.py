@@ -375,7 +375,7 @@ class Store:
         """Return a file's content; None if there is none: a second look could see the file of another process."""
         try:
             return self.fs.cat_file(self.join(*parts))  # type: ignore[no-any-return]
-        except FileNotFoundError:
+        except (FileNotFoundError, NotADirectoryError):
             return None
 
     def read_json(self, *parts: str) -> Any | None:

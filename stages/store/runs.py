@@ -109,7 +109,18 @@ class Recorder:
         self._is_clean = False
 
     def write(self, record: Mapping[str, Any]) -> None:
-        """Writes what is new. `nodes` and `tries` of the record count; entries are those that they were, or others."""
+        """Write what is new. `nodes` and `tries` of the record count; entries are those that they were, or others.
+
+        Raise ArtifactError if the store has the record of a later try: another host took this process for killed.
+        """
+        found: Any = None
+        with contextlib.suppress(ArtifactError):
+            found = head(self._store, self._name)
+        if isinstance(found, dict) and found.get("tries", 1) > record.get("tries", 1):
+            raise ArtifactError(
+                f"run {self._name} counted as killed, and {found.get('host')} goes on with it: this process leaves its "
+                "record alone"
+            )
         nodes: Mapping[str, Any] = record["nodes"]
         self._drop_changed(nodes)
         left = list(nodes.items())[sum(len(entries) for _, entries in self._parts) :]

@@ -169,6 +169,8 @@ class WorkFolder:
             for unit in self._units():
                 if self._name(unit) not in shared or self._seal_of(unit).read_bytes() != self._shared_seal(unit):
                     self._remove(unit)
+        if multihost.is_primary():
+            self._fetch_journals()
         newest = max((int(step.name) for step in self._steps()), default=-1)
         # Aside: half a download must not look like finished work.
         aside = self.path.with_name(f".{self.path.name}.{os.getpid()}-{uuid.uuid4().hex[:8]}.part")
@@ -180,6 +182,14 @@ class WorkFolder:
                         self._arrived(self.path / name, aside / name, log)
         finally:
             shutil.rmtree(aside, ignore_errors=True)
+
+    def _fetch_journals(self) -> None:
+        """Bring journals of which another machine has written more."""
+        for place, info in self._store.fs.find(self._shared, maxdepth=1, detail=True).items():
+            path = self.path / place.rpartition("/")[2]
+            if not path.exists() or path.stat().st_size < info["size"]:
+                with contextlib.suppress(FileNotFoundError), whole_file(path) as partial:
+                    self._store.fs.get_file(place, str(partial))
 
     def _arrived(self, unit: Path, aside: Path, log: Callable[[str], None]) -> None:
         """Brings one unit by way of `aside`; of a checkpoint without the chunks. Leaves out one that does not fit the
@@ -248,6 +258,8 @@ class WorkFolder:
         self._seal(unit, seal)
 
     def _mirror(self) -> None:
+        for path in self.path.glob("*.jsonl"):
+            self._store.fs.put_file(str(path), self._there(path))
         for unit in self._units():
             if self._mark_of(unit).exists():
                 continue

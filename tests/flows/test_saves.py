@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import datetime
 import shutil
 import subprocess
 import sys
@@ -12,15 +13,20 @@ from pathlib import Path
 import pytest
 
 from flows.graph.keying import key_of, key_parts
+from flows.keeping import roots_of
 from flows.recipe.model import RecipeError
 from flows.recipe.reading import load_recipe
+from flows.recipe.retention import Retention
 from flows.report.console import ConsoleReporter
 from flows.running import saving, session
 from flows.running.session import Session
-from stages.store.artifacts import Store
-from stages.store.leases import lease
+from stages.store import runs
+from stages.store.artifacts import ArtifactError, Store
+from stages.store.leases import lease, this_process
 from stages.worker.client import StageFailed, Worker
 from tests.support import can_mount
+
+HEAD = ("runs", "again", "run.json")
 
 
 @pytest.fixture
@@ -186,6 +192,7 @@ ENDS = """
 import sys
 from pathlib import Path
 from flows.recipe.reading import load_recipe
+from flows.recipe.retention import Retention
 from flows.report.console import ConsoleReporter
 from flows.running.closing import close
 from flows.running.session import Session
@@ -209,3 +216,49 @@ def test_the_record_of_a_run_that_a_full_disk_ends_says_so(tmp_path):
         ["unshare", "-m", "sh", "-c", script], capture_output=True, text=True, cwd=Path(__file__).parents[2]
     )
     assert done.stdout.splitlines()[-1] == "failed 4000", done.stdout + done.stderr
+
+
+def again(store: Path, **options) -> Session:
+    return Session(load_recipe("smoke", sets=[f"store={store}"]), ConsoleReporter(), "again", **options)
+
+
+def test_a_try_that_ends_early_keeps_what_the_tries_before_it_have_made_and_begun(store):
+    first, place = again(store), Store(str(store))
+    for node in ("base", "prepare"):
+        first.run_node(node)
+    begun = {"stage": "sft", "key": "0" * 64, "started": saving.now(), "state": "failed", "error": "an outage"}
+    first.record["nodes"]["sft"] = begun
+    first.finish("failed")
+    again(store).finish("interrupted")
+    nodes = runs.read(place, "again")["nodes"]
+    assert list(nodes) == ["base", "prepare", "sft"] and nodes["sft"]["state"] == "interrupted"
+    [run] = [run for run in roots_of(place, Retention()).runs if run.name == "again"]
+    made = {(a.stage, a.key, a.digest) for a in first.made.values()}
+    assert made <= set(run.refs) and run.pending == {("sft", "0" * 64)}
+
+
+def test_what_a_run_was_forced_to_make_and_has_is_not_made_again_by_the_same_command(store):
+    first = again(store)
+    first.run_node("base")
+    first.record["nodes"]["base"] |= {"state": "made", "forced": True}
+    first.finish("interrupted")
+    for _ in range(2):
+        other = again(store, force={"base"})
+        assert other.run_node("base")[0] == "hit"
+        other.finish("interrupted")
+
+
+def test_a_process_that_counted_as_killed_leaves_the_record_to_the_try_that_went_on(store):
+    cut, place = again(store), Store(str(store))
+    cut.run_node("base")
+    # As another host sees it whose network holds.
+    silent = (datetime.datetime.now(datetime.UTC) - datetime.timedelta(minutes=11)).isoformat()
+    place.write_json(cut.record | {"process": this_process() | {"host": "other"}, "saved": silent}, *HEAD)
+    other = again(store)
+    other.run_node("base")
+    other.finish("finished")
+    whole = place.read_json(*HEAD)
+    with pytest.raises(ArtifactError, match="goes on with it"):
+        cut.save()
+    cut.finish("failed")
+    assert place.read_json(*HEAD) == whole and whole["tries"] == 2

@@ -376,7 +376,9 @@ def _group_lines(file: DataFile, start: int, stop: int) -> Iterator[bytes]:
 def upload(local: str, url: str) -> str:
     """Copy a local file or folder to a URL that other machines can read; returns `url`."""
     fs, path = filesystem(url)
-    again(lambda: fs.put(local, path, recursive=True), url)
+    # With slashes it is the content that is copied, whether the folder is there or not.
+    end = "/" if Path(local).is_dir() else ""
+    again(lambda: fs.put(f"{local}{end}", f"{path}{end}", recursive=True), url)
     return url
 
 

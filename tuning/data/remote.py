@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import io
+import shutil
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
@@ -184,5 +185,11 @@ def _copy(url: str) -> tuple[str, tempfile.TemporaryDirectory[str]]:
     fs, path = filesystem(url)
     folder = tempfile.TemporaryDirectory(prefix="rlhf-copy-", ignore_cleanup_errors=True)
     target = f"{folder.name}/{path.rstrip('/').rsplit('/', 1)[-1]}"
-    again(lambda: fs.get(path, target, recursive=True), url)
+
+    def get() -> None:
+        # Into one that is there, such as of a try that has failed, fsspec copies a folder one level deeper.
+        shutil.rmtree(target, ignore_errors=True)
+        fs.get(path, target, recursive=True)
+
+    again(get, url)
     return target, folder

@@ -1,7 +1,8 @@
 """The process of one session, or of one stateless job after another: it makes the target and answers jobs.
 
 host to child   {"job": 7, "payload": ..., "megabytes": 1024}
-child to host   {"started": true} or {"refused": "..."}, then {"job": 7, "value": ...} or {"job": 7, "error": "..."}
+child to host   {"started": true} when it has read that, or {"refused": "..."}, then {"job": 7, "value": ...} or
+                {"job": 7, "error": "..."}
 """
 
 from __future__ import annotations
@@ -41,11 +42,12 @@ def serve(stream: socket.socket, target: str, arguments: Mapping[str, Any], sess
     except BaseException as error:
         stream.sendall(pack({"refused": describe(error)}))
         return
-    stream.sendall(pack({"started": True}))
     held, own = status_of("VmData"), os.getpid()
     with stream.makefile("rb") as jobs:
         for line in jobs:
             job = json.loads(line)
+            # Its time begins: a round of long completions takes a while to arrive.
+            stream.sendall(pack({"started": True}))
             number = {"job": job["job"]}
             # A session keeps what it allocates; a stateless job begins with what the process already holds.
             held = held if session else status_of("VmData")

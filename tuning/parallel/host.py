@@ -84,7 +84,7 @@ class _Child:
 
     def __init__(self, pid: int, stream: socket.socket, folder: str, session: int | None) -> None:
         self.pid, self.stream, self.folder, self.session = pid, stream, folder, session
-        self.inbox, self.unsent = Inbox(), b""
+        self.inbox, self.unsent = Inbox(), memoryview(b"")
         self.job: dict[str, Any] | None = None
         """The job that it has; None while it waits for one."""
         self.started = self.leaving = False
@@ -238,10 +238,12 @@ class Host:
             os._exit(status)
 
     def _give(self, child: _Child, job: dict[str, Any]) -> None:
-        """Give a child a job. The deadline runs from now, or from the moment at which its process has started."""
+        """Give a child a job. The deadline runs from the moment at which it has read it."""
         child.job = job
-        child.end_at = time.monotonic() + (job["seconds"] if child.started else LOAD_SECONDS)
-        child.unsent = pack({"job": job["job"], "payload": job["payload"], "megabytes": job["megabytes"]})
+        # A view: a send copies nothing. The child has a second for each megabyte to read it.
+        child.unsent = memoryview(pack({"job": job["job"], "payload": job["payload"], "megabytes": job["megabytes"]}))
+        seconds = job["seconds"] + len(child.unsent) / 1e6 if child.started else LOAD_SECONDS
+        child.end_at = time.monotonic() + seconds
         self._send(child)
 
     def _send(self, child: _Child) -> None:
@@ -251,7 +253,7 @@ class Host:
                 child.unsent = child.unsent[child.stream.send(child.unsent) :]
             except (BrokenPipeError, ConnectionResetError):
                 # `_reap` reports its end.
-                child.unsent = b""
+                child.unsent = memoryview(b"")
         events = selectors.EVENT_READ | (selectors.EVENT_WRITE if child.unsent else 0)
         self._selector.modify(child.stream, events, child)
 

@@ -8,9 +8,10 @@ import pytest
 from typer.testing import CliRunner
 
 from flows.cli.app import app
+from flows.cli.run import _with
 from flows.cli.settings import every_setting
 from flows.recipe.model import Recipe
-from flows.recipe.reading import RECIPES, load_recipe
+from flows.recipe.reading import RECIPES, load_recipe, with_sets
 
 
 def shown(*args: str):
@@ -88,3 +89,9 @@ def test_init_leaves_a_file_that_is_there(tmp_path):
     done = CliRunner().invoke(app, ["init", str(file)])
     assert done.exit_code == 2 and "exists: name another file" in done.stderr
     assert file.read_text() == "seed: 1\n"
+
+
+@pytest.mark.parametrize("store", ["/data/runs #2", "2026", "{a}", "~", 'a "b" \\c: ü'])
+def test_the_store_of_a_command_is_its_text(store):
+    values, _ = with_sets({}, _with(None, store, None))
+    assert values == {"store": store}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import os
 import re
 
 import pytest
@@ -130,3 +131,12 @@ def test_texts_of_others_cannot_rewrite_a_terminal():
     console.print(table)
     shown = re.sub(r"\x1b\[[0-9;]*m", "", file.getvalue())
     assert not re.search(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u202e]", shown) and shown.count("\ufffd") == 20
+
+
+def test_a_terminal_that_is_closed_ends_no_run():
+    ours, theirs = os.openpty()
+    with open(theirs, "w") as file:
+        console = LastingConsole(file=file)
+        os.close(ours)
+        ConsoleReporter(console).line("nobody reads this")
+        assert console.quiet

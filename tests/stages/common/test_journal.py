@@ -78,3 +78,10 @@ def test_a_journal_of_places_alone_is_not_used(ctx):
     text = json.dumps([[ROW.place, ROW.sample, 1.0]]).encode()
     (ctx.work / "v.jsonl").write_bytes(b"\n%08x %s" % (zlib.crc32(text), text))
     assert Journal(ctx, "judge", "v").get([ROW]) is None
+
+
+def test_the_name_of_a_reward_may_be_no_name_of_a_file(ctx):
+    Journal(ctx, "reward a/b", "journal-a/b").add([ROW], [Outcome(1.0)])
+    assert Journal(ctx, "reward a/b", "journal-a/b").get([ROW]) == [Outcome(1.0)]
+    # As eager scoring hands it over.
+    assert len(list(ctx.work.glob("journal-*.jsonl"))) == 1

@@ -72,3 +72,20 @@ def test_torch_and_boto3_are_not_imported_where_they_are_installed(tmp_path):
     import torch
 
     assert torch.zeros(1) == 0 and boto3.Session is not None
+
+
+def test_a_tracker_whose_server_fails_is_left_out(tmp_path, monkeypatch, capsys):
+    class Away:
+        def log(self, numbers, step):
+            raise ConnectionError("no route")
+
+    monkeypatch.setitem(TRACKERS, "WANDB_PROJECT", lambda folder, name: Away())
+    monkeypatch.setitem(TRACKERS, "MLFLOW_TRACKING_URI", lambda folder, name: Away().log({}, 0))
+    monkeypatch.setenv("WANDB_PROJECT", "x")
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", "http://x")
+    metrics = Metrics(tmp_path, "run.sft")
+    for step in range(2):
+        metrics.write({"step": step})
+    metrics.close()
+    assert len((tmp_path / "metrics.jsonl").read_text().splitlines()) == 2
+    assert capsys.readouterr().out.count("no route") == 2

@@ -8,7 +8,9 @@ import pytest
 
 from stages.contract import fingerprint
 from stages.contract.fingerprint import reached
+from stages.contract.kept import keep, kept
 from stages.contract.sources import data_digests, function_digests
+from stages.store.artifacts import Store
 from tests.support import write_files
 
 
@@ -117,3 +119,11 @@ def test_an_environment_s_records_are_in_the_key_by_the_code_that_makes_them():
     modules = reached("stages.prepare.stage").modules
     agents = {name for name in modules if name.startswith("tuning.agents")} - {"tuning.agents"}
     assert "tuning.data.tasks" in modules and agents <= {"tuning.agents.contract"}
+
+
+def test_the_text_of_a_module_in_another_encoding_is_kept(tmp_path, monkeypatch):
+    (tmp_path / "inlatin.py").write_bytes("# coding: latin-1\ndef f(completions): 'Größe'\n".encode("latin-1"))
+    monkeypatch.syspath_prepend(tmp_path)
+    parts, store = {"code": {}, "sources": function_digests("inlatin:f", "here")}, Store(str(tmp_path / "store"))
+    keep(store, parts)
+    assert "def f(completions)" in kept(store, parts)["inlatin"]["text"]

@@ -6,8 +6,11 @@ SGLang's side is checked against its documented schema only: it has not run agai
 
 import dataclasses
 import json
+import socket
+import subprocess
 import threading
 import time
+from pathlib import Path
 
 import httpx
 import numpy as np
@@ -16,6 +19,7 @@ from fastapi import FastAPI, Request, Response
 
 import stages.serving.app
 import stages.serving.server
+from stages.sampling.servers import _own
 from tests.stages.sampling.http_server import VERSION, State, serve
 from tests.stages.sampling.support import GREEDY, STOPS, TOKENIZER, remote, requests_of, run, same, trainer
 from tuning.rollout.requests import RefusedRequest, Sampling
@@ -236,3 +240,16 @@ def test_leaving_early_ends_what_runs(url, state, policy):
         time.sleep(0.05)
     # The server may have made threads for the connections; of 16 samples none has one of its own.
     assert threading.active_count() < before + 8
+
+
+def test_the_weights_of_a_worker_in_another_container_stay(tmp_path):
+    """Of one host name: its processes are not in this one's /proc."""
+    ours = Path(_own(str(tmp_path)))
+    ended = subprocess.Popen(["true"])
+    ended.wait()
+    theirs = tmp_path / f"{socket.gethostname()}-1-{ended.pid}"
+    dead = ours.with_name(f"{ours.name.rpartition('-')[0]}-{ended.pid}")
+    for folder in (theirs, dead):
+        folder.mkdir()
+    _own(str(tmp_path))
+    assert theirs.exists() and not dead.exists()

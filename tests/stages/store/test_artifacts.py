@@ -343,3 +343,10 @@ def test_a_file_that_is_not_json_says_what_to_do(tmp_path):
     store.write_bytes(b"{", "runs", "r", "run.json")
     with pytest.raises(ArtifactError, match=r"run\.json is not JSON .*move it away"):
         store.read_json("runs", "r", "run.json")
+
+
+def test_a_file_among_folders_is_nothing_of_the_store(tmp_path):
+    """macOS writes one into each folder that is looked at."""
+    (tmp_path / "runs").mkdir()
+    (tmp_path / "runs" / ".DS_Store").touch()
+    assert Store(str(tmp_path)).read_json("runs", ".DS_Store", "run.json") is None

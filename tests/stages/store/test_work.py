@@ -187,3 +187,19 @@ def test_seals_of_replaced_checkpoints_are_removed(tmp_path):
     shutil.rmtree(folder.path / "checkpoints" / "3")
     folder.save()
     assert [path.name for path in (folder.path / ".sealed" / "checkpoints").iterdir()] == ["6"]
+
+
+def test_another_machine_goes_on_with_the_journals(remote, tmp_path):
+    folder = WorkFolder(remote, "score", KEY)
+    journal = folder.open() / "journal-exact.jsonl"
+    for lines in (b"one", b"one\ntwo"):
+        journal.write_bytes(lines)
+        folder.save()
+    found = WorkFolder(fresh(remote, tmp_path), "score", KEY)
+    assert (found.open() / journal.name).read_bytes() == b"one\ntwo"
+    # Back on the first machine, which has less by now.
+    (found.path / journal.name).write_bytes(b"one\ntwo\nthree")
+    found.save()
+    assert (WorkFolder(remote, "score", KEY).open() / journal.name).read_bytes() == b"one\ntwo\nthree"
+    found.drop()
+    assert remote.fs.find(remote.join("work")) == []

@@ -8,6 +8,7 @@ import random
 import re
 import threading
 import time
+from pathlib import Path
 
 import fsspec
 import pyarrow.parquet as pq
@@ -191,3 +192,28 @@ def test_a_stream_goes_on_where_it_broke(monkeypatch):
     with remote.open_input("memory://broken/a.jsonl") as file:
         assert file.read() == content
     assert next(fails) > 200
+
+
+def test_a_folder_is_whole_at_its_place_where_a_file_fails_on_its_way(bucket, tmp_path):
+    app, url = bucket
+    failed = set()
+
+    def watch(env):
+        method = env["REQUEST_METHOD"]
+        if env["PATH_INFO"].endswith("/b.json") and method in ("PUT", "GET") and method not in failed:
+            failed.add(method)
+            raise OSError("cut off")
+
+    names = ["a.json", "b.json", "c.json"]
+    (tmp_path / "tokenizer").mkdir()
+    for name in names:
+        (tmp_path / "tokenizer" / name).write_text(name)
+    app.watch = watch
+    try:
+        files.upload(str(tmp_path / "tokenizer"), f"{url}/once/tokenizer")
+        copy = Path(remote.local_copy(f"{url}/once/tokenizer"))
+    finally:
+        app.watch = lambda env: None
+    assert failed == {"PUT", "GET"}
+    assert sorted(path.relative_to(copy).as_posix() for path in copy.rglob("*")) == names
+    assert sorted(fsspec.filesystem("s3").find(f"{url}/once")) == [f"data/once/tokenizer/{name}" for name in names]

@@ -308,3 +308,10 @@ def test_children_get_proxies_without_their_passwords(monkeypatch):
     assert found["NO_PROXY"] == "localhost,.lan"
     monkeypatch.setenv("RLHF_PASS_VARIABLES", "HTTPS_PROXY")
     assert clean_environment()["HTTPS_PROXY"] == "http://user:s3cr@et@proxy:3128"
+
+
+def test_the_time_of_a_large_job_begins_when_its_child_has_read_it():
+    # It takes seconds to travel.
+    numbers = [7] * 6_000_000
+    with Pool(TARGET, {}, processes=1) as pool:
+        assert results(pool, job("echo", 1), job("size", numbers, seconds=0.8, megabytes=2048)) == [1, len(numbers)]
