@@ -103,8 +103,8 @@ class Session:
         self._lock = threading.RLock()
         """Of the record, and of what is made."""
         earlier = {} if unfinished is None else entries_of(self.store, self.name)
+        # What an earlier try was forced to make, and has.
         self._forced = {node for node, entry in earlier.items() if entry.get("forced") and "digest" in entry}
-        """What an earlier try was forced to make, and has."""
         self.record: dict[str, Any] = {
             "name": self.name,
             "recipe": published(recipe.model_dump(mode="json")),
@@ -119,8 +119,7 @@ class Session:
             "nodes": earlier,
         }
         if promoted := promoted_by(unfinished):
-            # Also of tries before the last one.
-            self.record["promoted"] = promoted
+            self.record["promoted"] = promoted  # also of tries before the last one
         if self.standing != Standing():
             self.record["standing"] = self.standing.as_json()
         self._saver = Saver(self.store, self.record, self._lock)
@@ -340,8 +339,7 @@ class Session:
             if isinstance(e, StageFailed) and not isinstance(e, CodeChanged):
                 raise type(e)(f"{node.name}: {e}") from e
             raise
-        # The artifact is committed, and this is for `rlhf plan` alone.
-        with suppress(Exception):
+        with suppress(Exception):  # it is for `rlhf plan` alone, and the artifact is committed
             keep(self.store, parts)
         self._whole.add(manifest["digest"])
         return Artifact(self.store, manifest)
