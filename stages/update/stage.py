@@ -50,7 +50,7 @@ def run(ctx: Context) -> dict[str, Any]:
     """Writes `policy.json`, and the adapter and state where they are stored; returns the round's metrics."""
     from tuning.models.peft import save_adapter
 
-    state, metrics = _advance(ctx, first=True)
+    state, metrics = _advance(ctx, None, first=True)
     # Here and not in `_advance`, which also replays rounds that have been committed.
     check_idle(metrics, ctx.config.max_idle_rounds, ctx.inputs["scores"].metrics.get("alike", ()))
     content = {"fingerprint": states.fingerprint_of(state), "round": ctx.config.round}
@@ -72,9 +72,12 @@ def restore(ctx: Context, artifact: Artifact) -> tuple[Any, Any]:
     return states.remember_policy(ctx, states.state_after(ctx, artifact, _advance), artifact.digest)
 
 
-def _advance(ctx: Context, first: bool = False) -> tuple[State, dict[str, Any]]:
+def _advance(ctx: Context, before: State | None, first: bool = False) -> tuple[State, dict[str, Any]]:
     """The state after this round, and the round's metrics. For the first time, and not in a replay, it also writes the
-    table `fates/` and, of a policy that is not stored, its probes."""
+    table `fates/` and, of a policy that is not stored, its probes.
+
+    before: the state of the parent; None: it is looked for.
+    """
     from tuning.algorithms.rounds import run_round
     from tuning.models.probes import probes
     from tuning.precision import exact_forward
@@ -85,10 +88,10 @@ def _advance(ctx: Context, first: bool = False) -> tuple[State, dict[str, Any]]:
     data = _round_data(ctx, chosen)
     # A first round, or one with another adapter, begins with new optimizers.
     if states.continues(config, parent):
-        state = states.on_mesh(ctx, states.state_after(ctx, parent, _advance))
+        state = states.on_mesh(ctx, before or states.state_after(ctx, parent, _advance))
     else:
         state = states.fresh(ctx, *load_policy(ctx, parent))
-    before = probes(state.params) if first and not _stores(config) else None
+    probed = probes(state.params) if first and not _stores(config) else None
     # The step donates the arrays that it is given: the parent's trainer state leaves the memory.
     ctx.memory.pop(f"{TRAINER}{parent.digest}", None)
     if parent.stage == NAME:
@@ -123,8 +126,8 @@ def _advance(ctx: Context, first: bool = False) -> tuple[State, dict[str, Any]]:
     else:
         state.adapter = result.policy.params
         _, state.params = states.merged(ctx, state.adapter)
-    if before is not None:
-        near.record(ctx, before, state.params)
+    if probed is not None:
+        near.record(ctx, probed, state.params)
     if first:
         rows = fates_of(sampled, chosen, result, config.truncated, data.greedy_N)
         write_table(ctx.out / FATES / "part-00000.parquet", rows, FateRow.schema())

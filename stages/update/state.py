@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 
 NAME = "update"
 
-Advance = Callable[[Context], tuple["State", dict[str, Any]]]
+Advance = Callable[[Context, "State | None"], tuple["State", dict[str, Any]]]
 """The update of a context's round: its state after it, and its metrics."""
 
 
@@ -100,17 +100,40 @@ def state_after(ctx: Context, artifact: Artifact, advance: Advance) -> State:
     """The training state after the update `artifact`: kept in memory, stored, or replayed by `advance`."""
     from tuning import precision
 
+    state, kind, reader = None, precision.real(), ctx
+    # From the newest policy to one that is at hand; a loop, since a run may have any number of rounds between.
+    left: list[tuple[Context, Context, Artifact]] = []
+    while (state := _in_memory(reader, artifact)) is None:
+        own = _context_of(reader, artifact)
+        with precision.using(own.config.compute.dtype):
+            if precision.real() != kind:
+                # Memory has the type of the present update.
+                own = dataclasses.replace(own, memory={})
+            kind = precision.real()
+        left.append((reader, own, artifact))
+        reader, parent = own, own.inputs["policy"]
+        if artifact.has("state/") or not continues(own.config, parent):
+            break
+        artifact = parent
+    for reader, own, artifact in reversed(left):
+        with precision.using(own.config.compute.dtype):
+            if artifact.has("state/"):
+                state = _load(here_of(reader, own), artifact)
+            else:
+                state = _replay(reader, own, artifact, advance, state and _in_real(state))
+    assert state is not None
+    return _in_real(state) if left else state
+
+
+def _in_memory(ctx: Context, artifact: Artifact) -> State | None:
     kept, trainer = recall(ctx, f"decoder:{artifact.digest}"), recall(ctx, f"{TRAINER}{artifact.digest}")
     # Memory may have dropped either of them alone.
-    if kept is not None and trainer is not None:
-        return State(kept[0], kept[1], *trainer)
-    own = _context_of(ctx, artifact)
-    kind = precision.real()
-    with precision.using(own.config.compute.dtype):
-        if precision.real() != kind:
-            # What the worker keeps is of the type of the present update.
-            own = dataclasses.replace(own, memory={})
-        state = _load(here_of(ctx, own), artifact) if artifact.has("state/") else _replay(ctx, own, artifact, advance)
+    return None if kept is None or trainer is None else State(kept[0], kept[1], *trainer)
+
+
+def _in_real(state: State) -> State:
+    from tuning import precision
+
     names = ("params", "opt_state", "critic", "critic_opt", "adapter")
     return dataclasses.replace(state, **{name: precision.in_real(getattr(state, name)) for name in names})
 
@@ -249,9 +272,11 @@ def _load(own: Context, artifact: Artifact) -> State:
     return State(*merged(own, trainer[-1]), *trainer)
 
 
-def _replay(ctx: Context, own: Context, artifact: Artifact, advance: Advance) -> State:
-    """The state of `artifact`, trained once more in the context `own`. Raises ReplayDiffers for one with other bits, or
-    that is further off than the environment allows (`near`)."""
+def _replay(ctx: Context, own: Context, artifact: Artifact, advance: Advance, parent: State | None) -> State:
+    """Train `artifact` again from its parent's state in the context `own`.
+
+    Raises ReplayDiffers for other bits that are further off than the environment allows (`near`).
+    """
     name = artifact.manifest["config"]["round"]
     ctx.log(f"replaying the update of round {name} from its stored rollouts")
     try:
@@ -265,7 +290,7 @@ def _replay(ctx: Context, own: Context, artifact: Artifact, advance: Advance) ->
             ) from None
         own = here_of(ctx, own)
     try:
-        state, _ = advance(own)
+        state, _ = advance(own, parent)
     finally:
         # The replay writes metrics to a folder of its own, below the work folder.
         own.close()

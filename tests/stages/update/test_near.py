@@ -1,5 +1,7 @@
 """A replay that rounds differently: refused, unless the environment says how near is near enough."""
 
+import inspect
+
 import pytest
 
 from stages.update import near
@@ -30,6 +32,25 @@ def replayed(other, memory):
     rounds, policy = other
     ctx = rounds.context(settings(1, None), {"policy": policy, "tokenizer": rounds.base}, memory)
     return update.restore(ctx, policy), rounds.log
+
+
+def test_policies_that_are_not_stored_are_replayed_in_a_loop_from_the_oldest(tmp_path, monkeypatch):
+    """However many there are: nested calls would end at Python's limit of recursion."""
+    rounds = Rounds(tmp_path)
+    policy, memory = rounds.base, {}
+    for number in range(3):
+        config = settings(number, None)
+        policy, *_ = rounds.run(config, rounds.inputs(config, policy), memory)
+    calls, advance = [], update._advance
+
+    def counted(ctx, *rest, **named):
+        calls.append((ctx.config.round, len(inspect.stack())))
+        return advance(ctx, *rest, **named)
+
+    monkeypatch.setattr(update, "_advance", counted)
+    ctx = rounds.context(settings(3, None), {"policy": policy, "tokenizer": rounds.base}, {})
+    update.restore(ctx, policy)
+    assert [number for number, _ in calls] == [0, 1, 2] and len({depth for _, depth in calls}) == 1
 
 
 def test_other_bits_are_refused_and_the_distance_is_told(other, monkeypatch):
