@@ -15,6 +15,11 @@ def test_the_short_form_is_the_long_form():
     assert short.sft.optimizer.schedule == "linear"
 
 
+def test_the_clip_range_of_trl_is_no_setting_of_the_optimizer():
+    with pytest.raises(RecipeError, match=r"rl.update.epsilon: unknown key; did you mean rl.update.clip_low"):
+        load_recipe("demo", sets=["rl.update.epsilon=0.2"])
+
+
 def test_what_the_short_form_leaves_out_keeps_the_stages_default():
     found = Config.model_validate_json('{"learning_rate": 0.5}')
     assert found.optimizer.learning_rate == 0.5
