@@ -120,7 +120,7 @@ class Store:
     def __init__(self, url: str, scratch: str | Path | None = None):
         self.url = url
         if "::" in url and "://" not in url:
-            raise ArtifactError(f"the store {url}: :: in a path is a chain of file systems for fsspec; rename the folder")
+            raise ArtifactError(f"the store {url}: fsspec takes :: for a chain of file systems; rename the folder")
         # Other processes write to the same store, so a cached listing is out of date.
         options = {"use_listings_cache": False} if "://" in url and not url.startswith(("file:", "local:")) else {}
         try:
