@@ -117,8 +117,10 @@ class Trained(StageConfig):
 
     @classmethod
     def short_names(cls) -> Collection[str]:
-        """The optimizer's settings that may be written one level up; `epsilon` is TRL's name of the clip range."""
-        return Optimizer.model_fields.keys() - {"name", "epsilon"} - cls.model_fields.keys()
+        """The optimizer's settings that may be written one level up."""
+        # Next to a clip range `epsilon` would be read as that, as in TRL.
+        other = {"name"} | ({"epsilon"} if "clip_low" in cls.model_fields else set())
+        return Optimizer.model_fields.keys() - other - cls.model_fields.keys()
 
     @model_validator(mode="after")
     def _schedule_ends(self) -> Trained:
