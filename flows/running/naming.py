@@ -122,7 +122,7 @@ def _changes(record: dict[str, Any], recipe: Recipe) -> list[str]:
     Only settings that one of the two gives count: a default may be new, or another one, since the record was written.
     """
     old, new = record["recipe"], recipe.model_dump(mode="json")
-    before = _numbered(record["given"])
+    before = _numbered(record.get("given", old))
     now = _numbered(recipe.model_dump(mode="json", exclude_unset=True))
     pairs = (merge(new, before), new), (old, merge(old, now))
     return list(dict.fromkeys(line for a, b in pairs for line in differences(_compared(a), _compared(b))))
