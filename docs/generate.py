@@ -18,14 +18,14 @@ import typer
 from pydantic import BaseModel
 from typer.core import TyperArgument, TyperGroup
 
-from flows.cli.app import app
-from flows.cli.settings import kind_of
-from flows.recipe.model import RL, Recipe
-from flows.recipe.places import is_managed, models_in
-from stages.contract.described import field_docs
-from tuning.agents.rows import TrajectoryRow, TurnRow
-from tuning.data.schema import LabelledRow, PairRow, SftRow
-from tuning.rows import CompletionRow, FateRow, PromptRow, RefusedRow, Row, ScoreRow, VerdictRow, columns_of
+from rlhf.flows.cli.app import app
+from rlhf.flows.cli.settings import kind_of
+from rlhf.flows.recipe.model import RL, Recipe
+from rlhf.flows.recipe.places import is_managed, models_in
+from rlhf.stages.contract.described import field_docs
+from rlhf.tuning.agents.rows import TrajectoryRow, TurnRow
+from rlhf.tuning.data.schema import LabelledRow, PairRow, SftRow
+from rlhf.tuning.rows import CompletionRow, FateRow, PromptRow, RefusedRow, Row, ScoreRow, VerdictRow, columns_of
 
 REFERENCE = Path(__file__).parent / "reference"
 COMMAND = "python -m docs.generate"

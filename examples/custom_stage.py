@@ -20,7 +20,7 @@ from typing import Annotated, Any
 
 from pydantic import Field
 
-from stages.contract.definition import Context, Reads, Stage, StageConfig
+from rlhf.stages.contract.definition import Context, Reads, Stage, StageConfig
 
 
 class Config(StageConfig):
@@ -67,8 +67,8 @@ STAGE = Stage(
 
 def attempt(store_url: str, run_name: str, out: Path, **settings: Any) -> dict[str, Any]:
     """Runs the stage on the first round of a run; the stage's metrics."""
-    from stages.store import runs
-    from stages.store.artifacts import Store
+    from rlhf.stages.store import runs
+    from rlhf.stages.store.artifacts import Store
 
     store = Store(store_url)
     record = runs.read(store, run_name)

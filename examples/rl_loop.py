@@ -4,7 +4,7 @@ Objective: the share of token 3 in what the policy says, which starts at 1 in 64
 others of its prompt, and raises the probability of those with more of the token.
 
 Simplifications: the model is random and tiny, prompts are random token ids, there is no tokenizer and no KL to a
-reference, everything is in memory. A real run reads a model by `tuning.models.huggingface.load_decoder(folder)`,
+reference, everything is in memory. A real run reads a model by `rlhf.tuning.models.huggingface.load_decoder(folder)`,
 and the stages of this repository store what each round makes.
 
     python examples/rl_loop.py
@@ -16,15 +16,15 @@ from __future__ import annotations
 
 import numpy as np
 
-from tuning.algorithms.learner import Learner
-from tuning.algorithms.round_data import RoundData
-from tuning.algorithms.rounds import run_round
-from tuning.algorithms.settings import RoundSettings
-from tuning.models.config import tiny
-from tuning.models.huggingface import random_params
-from tuning.rollout.engine.engine import Engine
-from tuning.rollout.requests import Completion, Sampling
-from tuning.settings import OptimizerSettings
+from rlhf.tuning.algorithms.learner import Learner
+from rlhf.tuning.algorithms.round_data import RoundData
+from rlhf.tuning.algorithms.rounds import run_round
+from rlhf.tuning.algorithms.settings import RoundSettings
+from rlhf.tuning.models.config import tiny
+from rlhf.tuning.models.huggingface import random_params
+from rlhf.tuning.rollout.engine.engine import Engine
+from rlhf.tuning.rollout.requests import Completion, Sampling
+from rlhf.tuning.settings import OptimizerSettings
 
 VOCABULARY, EOS, WANTED = 64, 1, 3
 ROUNDS, PROMPTS, COMPLETIONS, MAX_TOKENS = 12, 16, 8, 12

@@ -4,8 +4,8 @@ Objective: the mean of -log p over completion tokens. The task: after a letter o
 say the two that follow it, then EOS.
 
 Simplifications: the model is random and tiny, examples are token ids in memory, each step takes a new random batch,
-and there are no checkpoints. A real run reads a model by `tuning.models.huggingface.load_decoder(folder)` and its
-examples by `tuning.data.reading`.
+and there are no checkpoints. A real run reads a model by `rlhf.tuning.models.huggingface.load_decoder(folder)` and its
+examples by `rlhf.tuning.data.reading`.
 
     python examples/sft.py
 
@@ -19,15 +19,15 @@ from collections.abc import Iterator
 import jax
 import numpy as np
 
-from tuning.algorithms.supervised import sft_loss, sft_summary
-from tuning.device import choose
-from tuning.models.config import tiny
-from tuning.models.decoder import decoder_graph
-from tuning.models.huggingface import random_params
-from tuning.settings import OptimizerSettings
-from tuning.training.batch import Group, choose_rows, micro_batches
-from tuning.training.optimizers import optimizer_of
-from tuning.training.step import counted, make_step
+from rlhf.tuning.algorithms.supervised import sft_loss, sft_summary
+from rlhf.tuning.device import choose
+from rlhf.tuning.models.config import tiny
+from rlhf.tuning.models.decoder import decoder_graph
+from rlhf.tuning.models.huggingface import random_params
+from rlhf.tuning.settings import OptimizerSettings
+from rlhf.tuning.training.batch import Group, choose_rows, micro_batches
+from rlhf.tuning.training.optimizers import optimizer_of
+from rlhf.tuning.training.step import counted, make_step
 
 EOS, LETTERS = 1, range(2, 14)
 STEPS, EXAMPLES = 40, 32

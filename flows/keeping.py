@@ -8,12 +8,12 @@ import math
 from collections import defaultdict
 from typing import Any
 
-from flows.recipe.retention import Retention
-from flows.records import WHOLE, all_runs, sign_of, status_of
-from stages.store.artifacts import Store
-from stages.store.pins import pins
-from stages.store.reach import Roots, Run
-from stages.store.registry import referenced
+from rlhf.flows.recipe.retention import Retention
+from rlhf.flows.records import WHOLE, all_runs, sign_of, status_of
+from rlhf.stages.store.artifacts import Store
+from rlhf.stages.store.pins import pins
+from rlhf.stages.store.reach import Roots, Run
+from rlhf.stages.store.registry import referenced
 
 
 def roots_of(store: Store, retention: Retention, recipe: str | None = None) -> Roots:

@@ -17,10 +17,10 @@ from prefect.client.orchestration import get_client
 from prefect.states import Cancelled, Completed, Failed, State
 from prefect.task_runners import ThreadPoolTaskRunner
 
-from flows.graph.build import Node, select, with_inputs
-from flows.graph.standing import Standing
-from flows.orchestration.ending import Cancellation, give_up_soon, send_events
-from flows.orchestration.show import (
+from rlhf.flows.graph.build import Node, select, with_inputs
+from rlhf.flows.graph.standing import Standing
+from rlhf.flows.orchestration.ending import Cancellation, give_up_soon, send_events
+from rlhf.flows.orchestration.show import (
     PrefectReporter,
     errors_logged,
     rename_flow_run,
@@ -29,23 +29,23 @@ from flows.orchestration.show import (
     show_run,
     wait_until_recorded,
 )
-from flows.recipe.model import Recipe, RecipeError
-from flows.recipe.overrides import recipe_parameters, values_of
-from flows.recipe.reading import load_recipe
-from flows.recipe.workers import ALL
-from flows.records import DECIDED, REFUSED
-from flows.running.checks import check, try_algorithm
-from flows.running.closing import close, evaluations_of, status_after, status_at_end, summary
-from flows.running.gating import stages_of
-from flows.running.limits import RunTooLong
-from flows.running.overlap import run_overlapped
-from flows.running.session import Session
-from stages.contract.registry import stage as find_stage
-from stages.store import runs
-from stages.store.artifacts import ArtifactError, Store
-from stages.store.keys import published, without_userinfo
-from stages.store.registry import RegistryError
-from stages.worker.client import StageFailed, WorkerDied
+from rlhf.flows.recipe.model import Recipe, RecipeError
+from rlhf.flows.recipe.overrides import recipe_parameters, values_of
+from rlhf.flows.recipe.reading import load_recipe
+from rlhf.flows.recipe.workers import ALL
+from rlhf.flows.records import DECIDED, REFUSED
+from rlhf.flows.running.checks import check, try_algorithm
+from rlhf.flows.running.closing import close, evaluations_of, status_after, status_at_end, summary
+from rlhf.flows.running.gating import stages_of
+from rlhf.flows.running.limits import RunTooLong
+from rlhf.flows.running.overlap import run_overlapped
+from rlhf.flows.running.session import Session
+from rlhf.stages.contract.registry import stage as find_stage
+from rlhf.stages.store import runs
+from rlhf.stages.store.artifacts import ArtifactError, Store
+from rlhf.stages.store.keys import published, without_userinfo
+from rlhf.stages.store.registry import RegistryError
+from rlhf.stages.worker.client import StageFailed, WorkerDied
 
 NAME = "rlhf-pipeline"
 SHOWN_SECONDS = 10.0

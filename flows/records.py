@@ -8,11 +8,11 @@ from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-from stages.store import runs
-from stages.store.artifacts import ArtifactError, Store
-from stages.store.leases import beat_of, beats, booted, is_gone, rebooted
-from stages.store.manifests import is_inside
-from tuning.names import closest
+from rlhf.stages.store import runs
+from rlhf.stages.store.artifacts import ArtifactError, Store
+from rlhf.stages.store.leases import beat_of, beats, booted, is_gone, rebooted
+from rlhf.stages.store.manifests import is_inside
+from rlhf.tuning.names import closest
 
 SILENT_MINUTES = 10
 """After so long without a sign of life a run of a process that this host cannot see (another host or container) counts

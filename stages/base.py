@@ -8,12 +8,12 @@ from typing import TYPE_CHECKING, Any
 
 from pydantic import Field, field_validator
 
-from stages.common.source import SourceMissing, file_digests, locate, token_ids_of
-from stages.contract.definition import Context, Stage, StageConfig, execution_setting
-from stages.store.disk import sha256_file
+from rlhf.stages.common.source import SourceMissing, file_digests, locate, token_ids_of
+from rlhf.stages.contract.definition import Context, Stage, StageConfig, execution_setting
+from rlhf.stages.store.disk import sha256_file
 
 if TYPE_CHECKING:
-    from tuning.models.config import DecoderConfig
+    from rlhf.tuning.models.config import DecoderConfig
 
 
 class Config(StageConfig):
@@ -52,7 +52,7 @@ def _template_file(config: Config) -> Path:
 
 def positions(source: str) -> int | None:
     """Positions of the model at `source` by its files alone; None where they do not say. Raises SourceMissing."""
-    from tuning.models.positions import TINY, positions_of
+    from rlhf.tuning.models.positions import TINY, positions_of
 
     path = locate(source)
     return TINY if path is None else positions_of(path)
@@ -66,7 +66,7 @@ def run(ctx: Context) -> dict[str, Any]:
     """
     import jax
 
-    from tuning.models import huggingface, tokenizer
+    from rlhf.tuning.models import huggingface, tokenizer
 
     path, model = locate(ctx.config.source), ctx.out / "model"
     if path is not None and path.is_dir():
@@ -101,8 +101,8 @@ def _without_row(source: str, tok: Any, rows: int) -> list[str]:
 
     Published models have some that nothing writes. Raises UnsupportedModel if one of them is in every chat.
     """
-    from tuning.models.config import UnsupportedModel
-    from tuning.models.tokenizer import always_written
+    from rlhf.tuning.models.config import UnsupportedModel
+    from rlhf.tuning.models.tokenizer import always_written
 
     beyond = {index: token for token, index in sorted(tok.get_vocab().items()) if index >= rows}
     for index in sorted(always_written(tok) & beyond.keys()):
@@ -118,9 +118,9 @@ Model = tuple["DecoderConfig", Any, Any, dict[str, Any]]
 
 
 def _random(seed: int) -> Model:
-    from tuning.models.byte_tokenizer import byte_tokenizer
-    from tuning.models.config import tiny
-    from tuning.models.huggingface import random_params
+    from rlhf.tuning.models.byte_tokenizer import byte_tokenizer
+    from rlhf.tuning.models.config import tiny
+    from rlhf.tuning.models.huggingface import random_params
 
     tok = byte_tokenizer()
     config = tiny(len(tok))
@@ -134,10 +134,10 @@ def _random(seed: int) -> Model:
 
 def _from_gguf(path: Path, model: Path) -> tuple[DecoderConfig, int, Any]:
     """Writes the folder of a GGUF file, a file of weights at a time; its config, number of parameters and tokenizer."""
-    from tuning.models.config_json import from_hugging_face
-    from tuning.models.gguf import GGUFCheckpoint, GGUFFile
-    from tuning.models.huggingface import write_decoder
-    from tuning.models.tokenizer import tokenizer_from_gguf
+    from rlhf.tuning.models.config_json import from_hugging_face
+    from rlhf.tuning.models.gguf import GGUFCheckpoint, GGUFFile
+    from rlhf.tuning.models.huggingface import write_decoder
+    from rlhf.tuning.models.tokenizer import tokenizer_from_gguf
 
     file = GGUFFile(path)
     checkpoint = GGUFCheckpoint(file)

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from pydantic import Field, model_validator
 
-from stages.common.models import (
+from rlhf.stages.common.models import (
     limits_of,
     load_frozen,
     load_policy,
@@ -19,14 +19,14 @@ from stages.common.models import (
     save_model,
     stop_ids,
 )
-from stages.common.settings import Fitted, Fraction, Optimizer, refuse_unused
-from stages.contract.definition import Context, Reads, Stage
-from stages.training.adapters import fit
-from stages.training.examples import train_and_heldout
-from stages.training.fit import Task
+from rlhf.stages.common.settings import Fitted, Fraction, Optimizer, refuse_unused
+from rlhf.stages.contract.definition import Context, Reads, Stage
+from rlhf.stages.training.adapters import fit
+from rlhf.stages.training.examples import train_and_heldout
+from rlhf.stages.training.fit import Task
 
 if TYPE_CHECKING:
-    from tuning.training.batch import Group
+    from rlhf.tuning.training.batch import Group
 
 
 POLICIES = ("base", "sft", "preference", "rl")
@@ -76,12 +76,12 @@ def run(ctx: Context) -> dict[str, Any]:
     """Trains the policy; returns its metrics and the held-out divergence per token before and after."""
     import numpy as np
 
-    from tuning.algorithms.distillation import distillation_loss, summed_divergence
-    from tuning.device import choose
-    from tuning.mesh import put_params
-    from tuning.models.decoder import decoder_graph
-    from tuning.training.completions import per_completion
-    from tuning.training.speed import forward_flops
+    from rlhf.tuning.algorithms.distillation import distillation_loss, summed_divergence
+    from rlhf.tuning.device import choose
+    from rlhf.tuning.mesh import put_params
+    from rlhf.tuning.models.decoder import decoder_graph
+    from rlhf.tuning.training.completions import per_completion
+    from rlhf.tuning.training.speed import forward_flops
 
     config: Config = ctx.config
     check_tokenizers(ctx)
@@ -128,10 +128,10 @@ def _sampler(ctx: Context, model: Any, device: Any) -> Any:
     """(parameters, step, groups) -> the groups, in steps on policy with completions that the policy samples."""
     import numpy as np
 
-    from tuning.rollout.engine.placement import replicas_of, sampling_mesh
-    from tuning.rollout.engine.replicas import engine_over
-    from tuning.rollout.requests import Sampling
-    from tuning.training.batch import Group
+    from rlhf.tuning.rollout.engine.placement import replicas_of, sampling_mesh
+    from rlhf.tuning.rollout.engine.replicas import engine_over
+    from rlhf.tuning.rollout.requests import Sampling
+    from rlhf.tuning.training.batch import Group
 
     config: Config = ctx.config
     # One for all steps, so that its programs compile once.

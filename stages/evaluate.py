@@ -10,22 +10,22 @@ from typing import Annotated, Any
 
 from pydantic import Field, model_validator
 
-from stages.common.code import code_can_reach
-from stages.common.figures import figures, is_figure
-from stages.common.journal import Journal, journaled
-from stages.common.settings import Compute
-from stages.common.tables import read_table
-from stages.contract.definition import Context, Reads, Stage, StageConfig, execution_setting
-from stages.contract.sources import function_digests
-from stages.sampling.environment import ENVIRONMENT, Environment, modules_of
-from stages.sampling.environment import source_digests as environment_digests
-from stages.sampling.played import FAILED, FOLDER, by_name, sample_of, success_of, summary, task_of, turns_summary
-from stages.sampling.rows import Draw, sample_rows
-from tuning.agents.rows import TrajectoryRow
-from tuning.draws import some_by_group
-from tuning.rewards.samples import Outcome, Sample
-from tuning.rows import CompletionRow, PromptRow, VerdictRow, write_table
-from tuning.rows import read_table as read_rows
+from rlhf.stages.common.code import code_can_reach
+from rlhf.stages.common.figures import figures, is_figure
+from rlhf.stages.common.journal import Journal, journaled
+from rlhf.stages.common.settings import Compute
+from rlhf.stages.common.tables import read_table
+from rlhf.stages.contract.definition import Context, Reads, Stage, StageConfig, execution_setting
+from rlhf.stages.contract.sources import function_digests
+from rlhf.stages.sampling.environment import ENVIRONMENT, Environment, modules_of
+from rlhf.stages.sampling.environment import source_digests as environment_digests
+from rlhf.stages.sampling.played import FAILED, FOLDER, by_name, sample_of, success_of, summary, task_of, turns_summary
+from rlhf.stages.sampling.rows import Draw, sample_rows
+from rlhf.tuning.agents.rows import TrajectoryRow
+from rlhf.tuning.draws import some_by_group
+from rlhf.tuning.rewards.samples import Outcome, Sample
+from rlhf.tuning.rows import CompletionRow, PromptRow, VerdictRow, write_table
+from rlhf.tuning.rows import read_table as read_rows
 
 SCORES = "scores.json"
 """The file of the artifact with its metrics, for stages that choose by them."""
@@ -183,7 +183,7 @@ def _episodes(ctx: Context) -> Episodes:
 
 def _about_episodes(config: Config, problems: Sequence[PromptRow], episodes: Sequence[TrajectoryRow]) -> dict[str, Any]:
     """How the episodes ended; and what random valid actions and the best policy without observations reach."""
-    from tuning.agents.environments import BUILT_IN
+    from rlhf.tuning.agents.environments import BUILT_IN
 
     environment = config.environment
     assert environment is not None
@@ -202,10 +202,10 @@ def _verdicts(
 ) -> list[VerdictRow]:
     """A judge's verdict on each completion, in the order of the rows; those of an earlier try are not made again.
 
-    Raises Outage and TooManyFailures (`tuning.rewards.failures`).
+    Raises Outage and TooManyFailures (`rlhf.tuning.rewards.failures`).
     """
-    from tuning.evaluation.answers import answers_of
-    from tuning.rewards.failures import check_failures
+    from rlhf.tuning.evaluation.answers import answers_of
+    from rlhf.tuning.rewards.failures import check_failures
 
     config: Config = ctx.config
     judge = config.all_judges[name]
@@ -242,7 +242,7 @@ def _verdicts(
 
 def _about(config: Config, problems: Sequence[PromptRow]) -> dict[str, Any]:
     """What is true of the problems, whoever answers them."""
-    from tuning.evaluation.statistics import constant_baseline
+    from rlhf.tuning.evaluation.statistics import constant_baseline
 
     about: dict[str, Any] = {"problems": len(problems), "samples": config.samples}
     answers = [problem.answer for problem in problems if problem.answer is not None]

@@ -7,10 +7,10 @@ import shutil
 from collections.abc import Mapping
 from typing import Any, Literal
 
-from stages.common.models import ADAPTER, load_policy, load_tokenizer, stop_ids, token_ids
-from stages.contract.definition import Context, Reads, Stage, StageConfig
-from stages.store.artifacts import Artifact
-from stages.store.keys import published
+from rlhf.stages.common.models import ADAPTER, load_policy, load_tokenizer, stop_ids, token_ids
+from rlhf.stages.contract.definition import Context, Reads, Stage, StageConfig
+from rlhf.stages.store.artifacts import Artifact
+from rlhf.stages.store.keys import published
 
 
 class Config(StageConfig):
@@ -44,8 +44,8 @@ def lineage(artifact: Artifact) -> list[dict[str, Any]]:
 
 def run(ctx: Context) -> dict[str, Any]:
     """Writes the Hugging Face folder, `provenance.json` and the card; returns size and fingerprint."""
-    from tuning.models import huggingface, identity, tokenizer
-    from tuning.models.tensors import Tensors
+    from rlhf.tuning.models import huggingface, identity, tokenizer
+    from rlhf.tuning.models.tensors import Tensors
 
     policy, base = ctx.inputs["policy"], ctx.inputs["tokenizer"]
     config, params = load_policy(ctx, policy)

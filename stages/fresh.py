@@ -13,9 +13,9 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from stages.common.trained import COLUMNS, FOLDER, SPLITS, is_trained, read_names
-from stages.contract.definition import Context, Reads, Stage, StageConfig
-from stages.store.artifacts import Artifact
+from rlhf.stages.common.trained import COLUMNS, FOLDER, SPLITS, is_trained, read_names
+from rlhf.stages.contract.definition import Context, Reads, Stage, StageConfig
+from rlhf.stages.store.artifacts import Artifact
 
 
 class Config(StageConfig):
@@ -24,7 +24,7 @@ class Config(StageConfig):
 
 def run(ctx: Context) -> dict[str, Any]:
     """Writes the parts of the data; returns how many rows of each part to train on are new, and how many are not."""
-    from tuning.data.flat import write_arrays
+    from rlhf.tuning.data.flat import write_arrays
 
     data, trained = ctx.inputs["data"], read_names(ctx.inputs["start"])
     rows: dict[str, int] = {}
@@ -55,7 +55,7 @@ _HELD_OUT = ("heldout", "heldout_sft", "heldout_preference", "heldout_labelled")
 
 def _without(source: Path, target: Path, trained: set[str]) -> tuple[int, int]:
     """Writes the rows of a table that are new, in their order; returns how many they are, and how many are not."""
-    from tuning.data.schema import write_parquet
+    from rlhf.tuning.data.schema import write_parquet
 
     counts = [0, 0]
 

@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any
 
-from stages.common.tables import read_table
-from stages.contract.definition import Context, Reads, Stage
-from stages.sampling.rows import FOLDER, Draw, sample_rows
-from stages.sampling.settings import SamplingConfig, loads, sources
-from tuning.rows import CompletionRow, PromptRow
+from rlhf.stages.common.tables import read_table
+from rlhf.stages.contract.definition import Context, Reads, Stage
+from rlhf.stages.sampling.rows import FOLDER, Draw, sample_rows
+from rlhf.stages.sampling.settings import SamplingConfig, loads, sources
+from rlhf.tuning.rows import CompletionRow, PromptRow
 
 # Of the completions themselves a baseline needs nothing.
 PROMPTS = ("place", "prompt_id", "prompt", "answer", "metadata", "prompt_ids")

@@ -15,25 +15,25 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 from pydantic import Field, model_validator
 
-from stages.common.models import load_frozen, load_policy, save_model
-from stages.common.settings import Fitted, Optimizer, refuse_unused, stored_as, with_defaults
-from stages.contract.definition import Context, Reads, Stage
-from stages.training.adapters import fit
-from stages.training.examples import train_and_heldout
-from stages.training.fit import Task
-from tuning import multihost
-from tuning.algorithms import settings as core
+from rlhf.stages.common.models import load_frozen, load_policy, save_model
+from rlhf.stages.common.settings import Fitted, Optimizer, refuse_unused, stored_as, with_defaults
+from rlhf.stages.contract.definition import Context, Reads, Stage
+from rlhf.stages.training.adapters import fit
+from rlhf.stages.training.examples import train_and_heldout
+from rlhf.stages.training.fit import Task
+from rlhf.tuning import multihost
+from rlhf.tuning.algorithms import settings as core
 
 if TYPE_CHECKING:
     import numpy as np
 
-    from tuning.data.reading import Examples
-    from tuning.models.config import DecoderConfig
-    from tuning.training.batch import Group
+    from rlhf.tuning.data.reading import Examples
+    from rlhf.tuning.models.config import DecoderConfig
+    from rlhf.tuning.training.batch import Group
 
 
 Scorer = Callable[..., "np.ndarray"]
-"""(parameters, groups, like) -> log p of each completion, as `tuning.training.completions.per_completion`."""
+"""(parameters, groups, like) -> log p of each completion, as `rlhf.tuning.training.completions.per_completion`."""
 Measure = Callable[[Any], dict[str, float]]
 """Parameters -> metrics on the held-out examples."""
 
@@ -64,10 +64,10 @@ class Config(Fitted, core.Preference):  # type: ignore[misc]
 
 def run(ctx: Context) -> dict[str, Any]:
     """Trains the policy; returns metrics of the last step and of the held-out examples, before and after."""
-    from tuning.algorithms.preference import scorer
-    from tuning.device import choose
-    from tuning.mesh import mesh_of
-    from tuning.training.completions import per_completion
+    from rlhf.tuning.algorithms.preference import scorer
+    from rlhf.tuning.device import choose
+    from rlhf.tuning.mesh import mesh_of
+    from rlhf.tuning.training.completions import per_completion
 
     config: Config = ctx.config
     model, start = load_policy(ctx, ctx.inputs["policy"])
@@ -123,8 +123,8 @@ def _pairs(
     """The task on pairs, and a function that measures parameters on the held-out pairs."""
     import numpy as np
 
-    from tuning.algorithms.preference import pair_losses, pair_summary, preference_loss
-    from tuning.models.decoder import decoder_graph
+    from rlhf.tuning.algorithms.preference import pair_losses, pair_summary, preference_loss
+    from rlhf.tuning.models.decoder import decoder_graph
 
     train, held = train_and_heldout(
         ctx, ctx.inputs["data"], "preference", ctx.config.heldout_fraction, ctx.config.heldout_examples
@@ -176,12 +176,12 @@ def _labelled(
     """The task on completions with a label, and a function that measures parameters on the held-out ones."""
     import numpy as np
 
-    from tuning.algorithms.preference import chance_above, unpaired_loss, unpaired_losses, unpaired_summary
-    from tuning.losses.preference import kto_reference_point
-    from tuning.models.decoder import decoder_graph
-    from tuning.precision import real
-    from tuning.training.batch import numbered
-    from tuning.training.speed import forward_flops
+    from rlhf.tuning.algorithms.preference import chance_above, unpaired_loss, unpaired_losses, unpaired_summary
+    from rlhf.tuning.losses.preference import kto_reference_point
+    from rlhf.tuning.models.decoder import decoder_graph
+    from rlhf.tuning.precision import real
+    from rlhf.tuning.training.batch import numbered
+    from rlhf.tuning.training.speed import forward_flops
 
     has_labels = "labelled" in ctx.inputs
     source, part = ("labelled", "labelled") if has_labels else ("data", "preference")
@@ -255,7 +255,7 @@ def _labelled(
 
 def _mismatched(examples: Examples) -> Examples:
     """Each prompt with the completion of another one."""
-    from tuning.algorithms.preference import mismatched
+    from rlhf.tuning.algorithms.preference import mismatched
 
     return examples.with_completions_of(mismatched(examples.prompt_bytes()))
 

@@ -1,8 +1,8 @@
 """Further prompts of a round, in place of those whose completions all score alike (DAPO, arXiv:2503.14476).
 
 A refill samples as many new prompts as it expects to need and leaves its table empty where nothing is missing. They are
-the next in the order of refills (`stages.sampling.order`) that the round does not have. The update takes the first
-informative groups and accounts for all others (`stages.sampling.groups`).
+the next in the order of refills (`rlhf.stages.sampling.order`) that the round does not have. The update takes the first
+informative groups and accounts for all others (`rlhf.stages.sampling.groups`).
 """
 
 from __future__ import annotations
@@ -12,14 +12,14 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
-from stages.common.tables import batches, rows_at
-from stages.contract.definition import Context, Reads, Stage
-from stages.sampling.groups import NAMED, missing_prompts, read_scored
-from stages.sampling.order import prompts_of_refill
-from stages.sampling.rows import FOLDER, Draw, room_of, sample_rows
-from stages.sampling.settings import Rollout, loads, sources
-from stages.store.artifacts import Artifact
-from tuning.rows import CompletionRow, PromptRow, write_table
+from rlhf.stages.common.tables import batches, rows_at
+from rlhf.stages.contract.definition import Context, Reads, Stage
+from rlhf.stages.sampling.groups import NAMED, missing_prompts, read_scored
+from rlhf.stages.sampling.order import prompts_of_refill
+from rlhf.stages.sampling.rows import FOLDER, Draw, room_of, sample_rows
+from rlhf.stages.sampling.settings import Rollout, loads, sources
+from rlhf.stages.store.artifacts import Artifact
+from rlhf.tuning.rows import CompletionRow, PromptRow, write_table
 
 
 class Config(Rollout):

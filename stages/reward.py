@@ -6,13 +6,13 @@ from typing import Annotated, Any
 
 from pydantic import Field
 
-from stages.common.models import load_policy, save_model
-from stages.common.settings import Fitted, Optimizer
-from stages.common.tables import write_rows
-from stages.contract.definition import Context, Reads, Stage
-from stages.training.adapters import fit
-from stages.training.examples import Table, train_and_heldout
-from stages.training.fit import Task
+from rlhf.stages.common.models import load_policy, save_model
+from rlhf.stages.common.settings import Fitted, Optimizer
+from rlhf.stages.common.tables import write_rows
+from rlhf.stages.contract.definition import Context, Reads, Stage
+from rlhf.stages.training.adapters import fit
+from rlhf.stages.training.examples import Table, train_and_heldout
+from rlhf.stages.training.fit import Task
 
 
 class Config(Fitted):
@@ -34,13 +34,13 @@ def run(ctx: Context) -> dict[str, Any]:
     import numpy as np
     import pyarrow as pa
 
-    from tuning.algorithms.supervised import reward_loss, reward_summary
-    from tuning.evaluation.statistics import calibration_error
-    from tuning.losses.preference import bradley_terry
-    from tuning.models import huggingface
-    from tuning.models.decoder import scalar_graph
-    from tuning.precision import real
-    from tuning.rewards.learned import score_groups
+    from rlhf.tuning.algorithms.supervised import reward_loss, reward_summary
+    from rlhf.tuning.evaluation.statistics import calibration_error
+    from rlhf.tuning.losses.preference import bradley_terry
+    from rlhf.tuning.models import huggingface
+    from rlhf.tuning.models.decoder import scalar_graph
+    from rlhf.tuning.precision import real
+    from rlhf.tuning.rewards.learned import score_groups
 
     config, base = load_policy(ctx, ctx.inputs["base"])
     train, held = train_and_heldout(

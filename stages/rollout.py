@@ -5,16 +5,16 @@ from __future__ import annotations
 import time
 from typing import Any
 
-from stages.common.tables import count_rows, rows_at
-from stages.contract.definition import Context, Reads, Stage
-from stages.sampling.order import prompts_of_round
-from stages.sampling.played import FOLDER, summary, turns_summary
-from stages.sampling.rows import Draw, sample_rows, too_long, write_refused
-from stages.sampling.settings import Rollout as Config
-from stages.sampling.settings import loads, sources
-from tuning.agents.rows import TrajectoryRow
-from tuning.rows import PromptRow
-from tuning.rows import read_table as read_rows
+from rlhf.stages.common.tables import count_rows, rows_at
+from rlhf.stages.contract.definition import Context, Reads, Stage
+from rlhf.stages.sampling.order import prompts_of_round
+from rlhf.stages.sampling.played import FOLDER, summary, turns_summary
+from rlhf.stages.sampling.rows import Draw, sample_rows, too_long, write_refused
+from rlhf.stages.sampling.settings import Rollout as Config
+from rlhf.stages.sampling.settings import loads, sources
+from rlhf.tuning.agents.rows import TrajectoryRow
+from rlhf.tuning.rows import PromptRow
+from rlhf.tuning.rows import read_table as read_rows
 
 
 def run(ctx: Context) -> dict[str, Any]:

@@ -5,8 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from stages.common.source import file_digests, locate, token_ids_of
-from stages.contract.definition import Context, Stage, StageConfig
+from rlhf.stages.common.source import file_digests, locate, token_ids_of
+from rlhf.stages.contract.definition import Context, Stage, StageConfig
 
 
 class Config(StageConfig):
@@ -18,9 +18,9 @@ class Config(StageConfig):
 
 def run(ctx: Context) -> dict[str, Any]:
     """Writes `model/` and `tokenizer/`; returns the number of parameters. Raises UnsupportedModel."""
-    from tuning.models.config import UnsupportedModel
-    from tuning.models.huggingface import copy_scalar_head
-    from tuning.models.tokenizer import load_tokenizer, save_tokenizer
+    from rlhf.tuning.models.config import UnsupportedModel
+    from rlhf.tuning.models.huggingface import copy_scalar_head
+    from rlhf.tuning.models.tokenizer import load_tokenizer, save_tokenizer
 
     source = ctx.config.source
     folder = locate(source) or Path(source)

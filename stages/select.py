@@ -9,9 +9,9 @@ import json
 import shutil
 from typing import Any
 
-from stages.common.models import load_policy
-from stages.contract.definition import Context, Reads, Stage, StageConfig
-from stages.store.artifacts import NOT_CONTENT, Artifact
+from rlhf.stages.common.models import load_policy
+from rlhf.stages.contract.definition import Context, Reads, Stage, StageConfig
+from rlhf.stages.store.artifacts import NOT_CONTENT, Artifact
 
 POLICY, EVALUATION = "candidate_", "evaluation_"
 """Inputs are named so, with the number of the round behind."""

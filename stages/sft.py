@@ -9,12 +9,12 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, model_validator
 
-from stages.common.models import load_policy, save_model
-from stages.common.settings import Fitted, Optimizer, refuse_unused
-from stages.contract.definition import Context, Reads, Stage
-from stages.training.adapters import fit
-from stages.training.examples import train_and_heldout
-from stages.training.fit import Task
+from rlhf.stages.common.models import load_policy, save_model
+from rlhf.stages.common.settings import Fitted, Optimizer, refuse_unused
+from rlhf.stages.contract.definition import Context, Reads, Stage
+from rlhf.stages.training.adapters import fit
+from rlhf.stages.training.examples import train_and_heldout
+from rlhf.stages.training.fit import Task
 
 
 class Config(Fitted):
@@ -41,10 +41,10 @@ class Config(Fitted):
 
 def run(ctx: Context) -> dict[str, Any]:
     """Trains the policy on the data's completions; returns metrics of the last step and the loss on held-out ones."""
-    from tuning.algorithms.supervised import heldout_loss, sft_loss, sft_summary
-    from tuning.device import choose
-    from tuning.losses.sft import dft, nll
-    from tuning.models.decoder import decoder_graph
+    from rlhf.tuning.algorithms.supervised import heldout_loss, sft_loss, sft_summary
+    from rlhf.tuning.device import choose
+    from rlhf.tuning.losses.sft import dft, nll
+    from rlhf.tuning.models.decoder import decoder_graph
 
     config, base = load_policy(ctx, ctx.inputs["base"])
     train, held = train_and_heldout(

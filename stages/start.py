@@ -8,10 +8,10 @@ from __future__ import annotations
 
 from typing import Any
 
-from stages.common.models import load_policy, save_model
-from stages.common.trained import FOLDER, prompts_among, trained_names, write_names
-from stages.contract.definition import Context, Reads, Stage, StageConfig, execution_setting
-from stages.store.artifacts import ArtifactError
+from rlhf.stages.common.models import load_policy, save_model
+from rlhf.stages.common.trained import FOLDER, prompts_among, trained_names, write_names
+from rlhf.stages.contract.definition import Context, Reads, Stage, StageConfig, execution_setting
+from rlhf.stages.store.artifacts import ArtifactError
 
 
 class Config(StageConfig):

@@ -116,7 +116,7 @@ def rlhf_here() -> Command:
     # Here and not above: tests of the core load no flows.
     from typer.testing import CliRunner
 
-    from flows.cli.app import app
+    from rlhf.flows.cli.app import app
 
     def run(*args: Any, code: int = 0) -> subprocess.CompletedProcess[str]:
         command = list(map(str, args))
@@ -186,7 +186,7 @@ def record() -> Callable[..., dict[str, Any]]:
     """Reads `run.json` of a run."""
 
     # Here and not above: tests of the core load no stages.
-    from stages.store.artifacts import Store
+    from rlhf.stages.store.artifacts import Store
 
     def read(store: Path | str, name: str) -> dict[str, Any]:
         found = Store(str(store)).read_json("runs", name, "run.json")

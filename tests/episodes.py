@@ -9,17 +9,17 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from flows.recipe.model import Recipe
-from stages.sampling.environment import ENVIRONMENT
-from stages.sampling.played import summary, task_of
-from stages.store.artifacts import Store
+from rlhf.flows.recipe.model import Recipe
+from rlhf.stages.sampling.environment import ENVIRONMENT
+from rlhf.stages.sampling.played import summary, task_of
+from rlhf.stages.store.artifacts import Store
+from rlhf.tuning.agents.environments import guess
+from rlhf.tuning.agents.rows import TrajectoryRow, TurnRow
+from rlhf.tuning.agents.trajectory import Ended, Episode, Turn, completion_rows, trajectory_row, turn_rows
+from rlhf.tuning.chat.renderer import Renderer
+from rlhf.tuning.models.byte_tokenizer import byte_tokenizer
+from rlhf.tuning.rows import CompletionRow, FateRow, PromptRow, ScoreRow, VerdictRow, write_table
 from tests.flows.report.support import Maker
-from tuning.agents.environments import guess
-from tuning.agents.rows import TrajectoryRow, TurnRow
-from tuning.agents.trajectory import Ended, Episode, Turn, completion_rows, trajectory_row, turn_rows
-from tuning.chat.renderer import Renderer
-from tuning.models.byte_tokenizer import byte_tokenizer
-from tuning.rows import CompletionRow, FateRow, PromptRow, ScoreRow, VerdictRow, write_table
 
 TURNS, SAMPLES, HIGH = 3, 4, 7
 FAILED = (1, 3)

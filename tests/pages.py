@@ -7,8 +7,8 @@ import shlex
 from pathlib import Path
 from typing import NamedTuple
 
-ROOT = Path(__file__).parents[1]
-PACKAGES = ("flows", "stages", "tuning")
+from tests.support import PACKAGES, ROOT
+
 PAGES = sorted(
     page.relative_to(ROOT)
     for place in ("*.md", "docs/**/*.md", "examples/*.md", "tests/**/*.md", *(f"{p}/**/*.md" for p in PACKAGES))

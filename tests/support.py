@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import os
+import shutil
 import subprocess
 import sys
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
+
+ROOT = Path(__file__).parents[1]
+PACKAGES = ("flows", "stages", "tuning")
 
 RLHF = str(Path(sys.executable).with_name("rlhf"))
 
@@ -16,6 +20,17 @@ QUICK = "--xla_backend_optimization_level=0"
 if version("jaxlib").startswith("0.10."):
     # XLA ends a process that gives it a flag of another version.
     QUICK += " --xla_cpu_use_fusion_emitters=false --xla_cpu_parallel_codegen_split_count=1"
+
+
+def copy_project(folder: Path) -> Path:
+    """Copies this project's packages to `folder`, to be edited there. Returns the entry of PYTHONPATH for the copy."""
+    for name in PACKAGES:
+        shutil.copytree(ROOT / name, folder / name, ignore=shutil.ignore_patterns("__pycache__"))
+    # The import name is a folder of relative links.
+    shutil.copytree(
+        ROOT / "src", folder / "src", symlinks=True, ignore=shutil.ignore_patterns("*.egg-info", "__pycache__")
+    )
+    return folder / "src"
 
 
 def with_devices(count: int, flags: str = "") -> dict[str, str]:

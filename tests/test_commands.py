@@ -14,7 +14,7 @@ import typer
 import yaml
 from prefect.cli._app import _app as prefect_app
 
-from flows.cli.app import app
+from rlhf.flows.cli.app import app
 from tests.pages import PACKAGES, PAGES, ROOT, blocks_of, commands_of, text_of
 
 QUOTED = re.compile(r"`((?:rlhf|prefect) [^`\n]+)`")

@@ -35,9 +35,9 @@ def test_the_loss_of_sft_falls():
 def test_an_example_is_short_and_loads_no_stage(name):
     file = EXAMPLES / f"{name}.py"
     assert len(file.read_text().splitlines()) <= 100
-    program = f"import sys, examples.{name}; print(*{{m.split('.')[0] for m in sys.modules}})"
+    program = f"import sys, examples.{name}; print(*{{'.'.join(m.split('.')[:2]) for m in sys.modules}})"
     loaded = subprocess.check_output([sys.executable, "-c", program], text=True, cwd=ROOT).split()
-    assert "tuning" in loaded and not {"stages", "flows"} & set(loaded)
+    assert "rlhf.tuning" in loaded and not {"rlhf.stages", "rlhf.flows"} & set(loaded)
 
 
 def test_an_agent_plays_an_episode_and_prints_its_reward():

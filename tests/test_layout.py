@@ -65,7 +65,7 @@ def test_tests_of_the_core_import_the_core_alone():
     reached = {name for name in FILES if below(name, "tests.tuning")}
     while more := {name for file in reached for name in imports()[file] if name in FILES} - reached:
         reached |= more
-    above = {(file, name) for file in reached for name in imports()[file] if below(name, "stages", "flows")}
+    above = {(file, name) for file in reached for name in imports()[file] if below(name, "rlhf.stages", "rlhf.flows")}
     assert reached and above == set()
 
 

@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import os
 import re
-import shutil
 import subprocess
 import sys
 import textwrap
@@ -23,11 +22,12 @@ from typing import get_args
 
 import pytest
 
-from flows.recipe.reading import RECIPES, load_recipe
-from stages.common.settings import Optimizer
+from rlhf.flows.recipe.reading import RECIPES, load_recipe
+from rlhf.stages.common.settings import Optimizer
+from rlhf.tuning.algorithms.registry import ALGORITHMS
+from rlhf.tuning.rewards.functions import BUILT_IN
 from tests.pages import PACKAGES, PAGES, ROOT, Block, blocks_of, commands_of, text_of
-from tuning.algorithms.registry import ALGORITHMS
-from tuning.rewards.functions import BUILT_IN
+from tests.support import copy_project
 
 RULES = ROOT / "docs" / "rules.md"
 OPTIMIZERS = get_args(Optimizer.model_fields["name"].annotation)
@@ -52,8 +52,7 @@ def scratch_copy(folder: Path, blocks: list[Block]) -> None:
     """Writes the files of a page; where it changes the project, into a copy of the packages."""
     files = [b for b in blocks if b.file]
     if any(str(b.file).startswith(PACKAGES) for b in files):
-        for package in PACKAGES:
-            shutil.copytree(ROOT / package, folder / package, ignore=shutil.ignore_patterns("__pycache__"))
+        copy_project(folder)
     for block in files:
         place = folder / str(block.file)
         if block.language == "diff":
@@ -74,7 +73,7 @@ RUN_HERE = [p for p in PAGES if "tutorials" not in p.parts and any(map(is_execut
 def test_the_code_of_a_page_runs(page, tmp_path):
     blocks = blocks_of(page)
     scratch_copy(tmp_path, blocks)
-    path = os.pathsep.join([str(tmp_path), str(ROOT)])
+    path = os.pathsep.join(map(str, (tmp_path / "src", tmp_path, ROOT)))
     binaries = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
     options = {"cwd": tmp_path, "env": os.environ | {"PYTHONPATH": path, "PATH": binaries}}
 

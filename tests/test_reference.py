@@ -12,8 +12,8 @@ import pytest
 from typer.testing import CliRunner
 
 from docs.generate import COMMAND, REFERENCE, pages
-from flows.cli.app import app
-from flows.cli.settings import every_setting
+from rlhf.flows.cli.app import app
+from rlhf.flows.cli.settings import every_setting
 from tests.pages import PACKAGES, ROOT
 
 

@@ -30,9 +30,9 @@ SMALLER = {
 @pytest.fixture(scope="session")
 def small_model(shared: Path) -> Path:
     """A random decoder with the tokenizer and chat template of the built-in model, as a Hugging Face folder."""
-    from tuning.models.config import tiny
-    from tuning.models.huggingface import random_params, save_decoder
-    from tuning.models.tokenizer import save_tokenizer, tokenizer_from_gguf
+    from rlhf.tuning.models.config import tiny
+    from rlhf.tuning.models.huggingface import random_params, save_decoder
+    from rlhf.tuning.models.tokenizer import save_tokenizer, tokenizer_from_gguf
 
     folder = shared / "small-model"
     if not folder.exists():

@@ -26,12 +26,12 @@ from urllib.parse import urlsplit
 VARIABLE = "RLHF_ALLOW_CODE"
 KEYS = "RLHF_ALLOW_KEYS"
 PASS = "RLHF_PASS_VARIABLES"
-"""Names, separated by commas, of further environment variables that children get (`tuning.parallel.children`)."""
+"""Names, separated by commas, of further environment variables that children get (`rlhf.tuning.parallel.children`)."""
 RULES = (VARIABLE, KEYS, PASS)
 """Environment variables of a run that hold on all nodes of its cluster."""
 BEST_EFFORT = "best-effort"
 LOOPBACK = ("localhost", "127.0.0.1", "::1")
-SHIPPED = ("tuning.rewards.sentiment",)
+SHIPPED = ("rlhf.tuning.rewards.sentiment",)
 """Modules of this package whose functions are for recipes. Others, such as those that start processes, are not."""
 
 

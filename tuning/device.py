@@ -9,9 +9,9 @@ import os
 
 import jax
 
-from tuning import multihost
-from tuning.precision import real, resolved
-from tuning.target import target_platform
+from rlhf.tuning import multihost
+from rlhf.tuning.precision import real, resolved
+from rlhf.tuning.target import target_platform
 
 HOST_MEMORY = "pinned_host"
 """JAX's name of the host memory that a device's programs read and write."""
@@ -27,7 +27,7 @@ class Compute:
     dtype: str = "float32"
     """Type of activations."""
     remat: str = "products"
-    """What the backward pass keeps of a layer: a name of `tuning.models.remat`."""
+    """What the backward pass keeps of a layer: a name of `rlhf.tuning.models.remat`."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -125,7 +125,7 @@ def choose(dtype: str = "auto", remat: str = "auto") -> Device:
     dtype = resolved(dtype)
     if dtype == "float64" and real() != dtype:
         raise ValueError(
-            "compute dtype float64 needs JAX set up for it: call `tuning.precision.use` before arrays are made"
+            "compute dtype float64 needs JAX set up for it: call `rlhf.tuning.precision.use` before arrays are made"
         )
     return choices(device.platform, device.device_kind, jax.device_count(), memory_bytes(), dtype, remat)
 

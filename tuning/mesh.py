@@ -13,10 +13,10 @@ import optax
 from jax.experimental import mesh_utils
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec, SingleDeviceSharding
 
-from tuning import multihost
-from tuning.axes import Axes
-from tuning.device import HOST_MEMORY
-from tuning.models.sharding import CONTEXT, ROWS, shardings
+from rlhf.tuning import multihost
+from rlhf.tuning.axes import Axes
+from rlhf.tuning.device import HOST_MEMORY
+from rlhf.tuning.models.sharding import CONTEXT, ROWS, shardings
 
 
 def make_mesh(axes: Axes, devices: list[Any] | None = None) -> Mesh:

@@ -9,8 +9,8 @@ float32    float32                  exact: accelerators by default round their i
 float64    float64                  exact; on CPU alone, for checks
 
 `fast` is what a TPU does with float32 by default. XLA on CPU has no such product of float32 arrays: the model's
-products round their inputs themselves (`tuning.models.matmul.factor`), and processors with AVX512_BF16 or AMX multiply
-these sooner.
+products round their inputs themselves (`rlhf.tuning.models.matmul.factor`), and processors with AVX512_BF16 or AMX
+multiply these sooner.
 
 Sampler and trainer have to agree. Where both are `fast` both round; where the sampler is exact, of a `fast` trainer
 products of gradients alone are rounded (`exact_forward`), two thirds of a step's: then it gives a token the probability
@@ -28,8 +28,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from tuning.processor import multiplies_bfloat16
-from tuning.target import target_platform
+from rlhf.tuning.processor import multiplies_bfloat16
+from rlhf.tuning.target import target_platform
 
 ROUNDED = "bfloat16"
 """JAX's name of products whose inputs are rounded to bfloat16. XLA on CPU does not heed it: `rounds_products` does."""

@@ -17,7 +17,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from tuning.atomic import whole_file
+from rlhf.tuning.atomic import whole_file
 
 SMALLEST = 2**20
 """Bytes from which on it is worth it."""

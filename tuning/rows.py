@@ -23,14 +23,14 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from tuning.atomic import whole_file
-from tuning.columns import holds_numbers, list_column, list_rows
+from rlhf.tuning.atomic import whole_file
+from rlhf.tuning.columns import holds_numbers, list_column, list_rows
 
 Text = Annotated[str, pa.string()]
 Number = Annotated[int, pa.int64()]
 Index = Annotated[int, pa.int32()]
 Real = Annotated[float, pa.float32()]
-# What is read has `tuning.columns.Numbers` in them: arrays, which read like lists.
+# What is read has `rlhf.tuning.columns.Numbers` in them: arrays, which read like lists.
 Ids = Annotated[Sequence[int], pa.list_(pa.int32())]
 Reals = Annotated[Sequence[float], pa.list_(pa.float32())]
 Hashes = Annotated[Sequence[int], pa.list_(pa.int64())]
@@ -245,7 +245,7 @@ class OtherColumns(ValueError):
 def read_table(paths: Iterable[Path], kind: type[R], columns: Collection[str] = ()) -> list[R]:
     """The rows of Parquet files, one file after another; a field without a column keeps its default.
 
-    Lists of numbers are views of Arrow's arrays (`tuning.columns.Numbers`).
+    Lists of numbers are views of Arrow's arrays (`rlhf.tuning.columns.Numbers`).
 
     columns: names of those that are read; none: all of them. A row raises AttributeError for a column of the file that
     was not read. Raises OtherColumns.

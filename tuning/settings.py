@@ -11,7 +11,7 @@ from typing import Annotated, Literal
 
 from pydantic import BeforeValidator, Field
 
-from tuning.axes import Axes
+from rlhf.tuning.axes import Axes
 
 Fraction = Annotated[float, Field(ge=0, le=1)]
 Positive = Annotated[float, Field(gt=0)]
@@ -32,7 +32,7 @@ Dtype = Annotated[Literal["auto", "fast", "float32", "bfloat16", "float64"], Bef
 
 @dataclasses.dataclass(frozen=True)
 class OptimizerSettings:
-    """An optimizer of `tuning.training.optimizers`, and its schedule."""
+    """An optimizer of `rlhf.tuning.training.optimizers`, and its schedule."""
 
     name: Literal[
         "adamw", "adam", "nadamw", "radam", "amsgrad", "rmsprop", "sgd", "lion", "adafactor", "muon"

@@ -14,17 +14,17 @@ from typing import Any
 import typer
 from typer.core import TyperGroup
 
-from flows.cli import audit, change, episodes, fit, gc, logs, look, machine, policy, promote, run, settings, watch
-from flows.cli.shared import usage_error
-from flows.orchestration.leaving import leave
-from flows.recipe.model import RecipeError
-from flows.records import UnknownRun
-from stages.serving.access import AccessError
-from stages.store.artifacts import ArtifactError
-from stages.store.disk import disk_fault
-from stages.store.readonly import ReadOnlyStore
-from stages.store.registry import RegistryError
-from stages.worker.interpreter import add_current_folder, escape_output
+from rlhf.flows.cli import audit, change, episodes, fit, gc, logs, look, machine, policy, promote, run, settings, watch
+from rlhf.flows.cli.shared import usage_error
+from rlhf.flows.orchestration.leaving import leave
+from rlhf.flows.recipe.model import RecipeError
+from rlhf.flows.records import UnknownRun
+from rlhf.stages.serving.access import AccessError
+from rlhf.stages.store.artifacts import ArtifactError
+from rlhf.stages.store.disk import disk_fault
+from rlhf.stages.store.readonly import ReadOnlyStore
+from rlhf.stages.store.registry import RegistryError
+from rlhf.stages.worker.interpreter import add_current_folder, escape_output
 
 
 class Commands(TyperGroup):

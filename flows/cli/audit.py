@@ -6,10 +6,10 @@ from typing import Annotated
 
 import typer
 
-from flows.cli.shared import AsJson, RunName, StoreUrl, err, group, out, print_json, record_of
-from stages.auditing.laws import SHOWN, Finding, audit
-from stages.store.artifacts import Store
-from stages.store.readonly import ReadOnlyStore, refused
+from rlhf.flows.cli.shared import AsJson, RunName, StoreUrl, err, group, out, print_json, record_of
+from rlhf.stages.auditing.laws import SHOWN, Finding, audit
+from rlhf.stages.store.artifacts import Store
+from rlhf.stages.store.readonly import ReadOnlyStore, refused
 
 commands = group()
 
@@ -46,7 +46,7 @@ def audit_run(store: StoreUrl, run_name: RunName = None, deep: Deep = False, as_
 
 def _written(store: Store, run: str, verdicts: list[Finding]) -> str | None:
     """Writes the table and the report that shows it, and says where; None where the store is read-only here."""
-    from flows.report.page import write_report
+    from rlhf.flows.report.page import write_report
 
     try:
         store.write_json([verdict.as_json() for verdict in verdicts], "runs", run, FILE)

@@ -7,10 +7,10 @@ from typing import Annotated, Any
 
 import typer
 
-from flows.cli.checks import check
-from flows.cli.run import RunTitle
-from flows.cli.shared import AsJson, NoPrefect, Sets, StoreUrl, group, out, print_json, record_of, usage_error
-from stages.store.artifacts import Store
+from rlhf.flows.cli.checks import check
+from rlhf.flows.cli.run import RunTitle
+from rlhf.flows.cli.shared import AsJson, NoPrefect, Sets, StoreUrl, group, out, print_json, record_of, usage_error
+from rlhf.stages.store.artifacts import Store
 
 commands = group()
 
@@ -29,8 +29,8 @@ def fork(
     no_prefect: NoPrefect = False,
 ) -> None:
     """Go on from a round or stage of a run with other settings. What is before it is shared, whatever changed since."""
-    from flows.cli.launch import launch
-    from flows.running.forking import forked
+    from rlhf.flows.cli.launch import launch
+    from rlhf.flows.running.forking import forked
 
     recipe = forked(record_of(store, run_name), at, sets or [], store)
     check(recipe)
@@ -56,8 +56,8 @@ def diff(
     as_json: AsJson = False,
 ) -> None:
     """Compare two runs: settings, data, code, metrics, evaluations on the prompts that both have, some samples."""
-    from flows.report.comparison import compared
-    from flows.report.run_view import RunView
+    from rlhf.flows.report.comparison import compared
+    from rlhf.flows.report.run_view import RunView
 
     place = Store(store)
     records = [record_of(store, name, partial=True) for name in (first, second)]
@@ -92,7 +92,7 @@ ROUND = "round-"
 
 def _metric_lines(metrics: dict[str, Any]) -> list[str]:
     """A line for each node with its metrics; of the rounds the last one alone."""
-    from flows.report.formats import show
+    from rlhf.flows.report.formats import show
 
     rounds = [name.partition(".")[0] for name in metrics if name.startswith(ROUND)]
     newest = max(rounds, key=lambda name: int(name.removeprefix(ROUND)), default="")
@@ -114,7 +114,7 @@ def _say_evaluation(label: str, found: dict[str, Any]) -> None:
     else:
         head += f"; no paired difference: {found['reason']}"
     out.print(head)
-    from flows.report.formats import visible
+    from rlhf.flows.report.formats import visible
 
     for sample in found["samples"]:
         if len({policy["text"] for policy in sample["policies"]}) == 1:

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import re
 
-from flows.cli.shared import err, usage_error
-from flows.recipe.model import Recipe, RecipeError
-from flows.recipe.reading import added, load_recipe
-from flows.running.remarks import of_recipe
+from rlhf.flows.cli.shared import err, usage_error
+from rlhf.flows.recipe.model import Recipe, RecipeError
+from rlhf.flows.recipe.reading import added, load_recipe
+from rlhf.flows.running.remarks import of_recipe
 
 
 def read_recipe(name: str, sets: list[str] | None) -> Recipe:
@@ -34,8 +34,8 @@ def _with_option(message: str, sets: list[str]) -> str:
 
 def check(recipe: Recipe) -> None:
     """Raises RecipeError for what the recipe names and is not there, or cannot be called as it says."""
-    from flows.running.checks import check as check_names
-    from flows.running.checks import try_algorithm
+    from rlhf.flows.running.checks import check as check_names
+    from rlhf.flows.running.checks import try_algorithm
 
     check_names(recipe)
     try_algorithm(recipe)

@@ -7,12 +7,12 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from flows.cli.shared import RunName, StoreUrl, artifact_of, group, out, print_table, record_of, usage_error
-from stages.store.artifacts import Artifact, Store
-from stages.store.manifests import is_inside
+from rlhf.flows.cli.shared import RunName, StoreUrl, artifact_of, group, out, print_table, record_of, usage_error
+from rlhf.stages.store.artifacts import Artifact, Store
+from rlhf.stages.store.manifests import is_inside
 
 if TYPE_CHECKING:
-    from stages.tools.episodes import Choice
+    from rlhf.stages.tools.episodes import Choice
 
 commands = group()
 
@@ -41,7 +41,7 @@ def episodes(
     atif: Atif = None,
 ) -> None:
     """List the episodes of a run, or export them with their token ids (ATIF)."""
-    from stages.tools.episodes import STATUSES, Choice
+    from rlhf.stages.tools.episodes import STATUSES, Choice
 
     unknown = sorted(set(status or ()) - set(STATUSES))
     if unknown:
@@ -57,7 +57,7 @@ def episodes(
 
 def _tables(store: Store, record: dict[str, Any], node: str) -> dict[str, Artifact]:
     """The artifacts with episodes of the nodes that begin with `node`, by their nodes."""
-    from stages.tools.episodes import has_episodes
+    from rlhf.stages.tools.episodes import has_episodes
 
     played = [n for n, entry in record["nodes"].items() if "digest" in entry and n.startswith(node) and is_inside(n)]
     found = {n: artifact_of(store, record, n) for n in played if record["nodes"][n]["stage"] in PLAYING}
@@ -73,7 +73,7 @@ PLAYING = ("rollout", "refill", "greedy", "evaluate")
 
 
 def _list(tables: dict[str, Artifact], choice: Choice, most: int) -> None:
-    from stages.tools.episodes import chosen
+    from rlhf.stages.tools.episodes import chosen
 
     rows, count = [], 0
     for name, artifact in tables.items():
@@ -91,7 +91,7 @@ def _list(tables: dict[str, Artifact], choice: Choice, most: int) -> None:
 
 
 def _export(tables: dict[str, Artifact], run: str, choice: Choice, folder: Path) -> None:
-    from stages.tools.episodes import write
+    from rlhf.stages.tools.episodes import write
 
     if folder.exists() and any(folder.iterdir()):
         raise usage_error(f"{folder} exists and is not empty")

@@ -10,9 +10,9 @@ from typing import Annotated, Any
 
 import typer
 
-from flows.cli.shared import AsJson, RecipeName, Sets, group, out, print_json, usage_error
-from flows.recipe.reading import load_recipe
-from stages.worker import interpreter
+from rlhf.flows.cli.shared import AsJson, RecipeName, Sets, group, out, print_json, usage_error
+from rlhf.flows.recipe.reading import load_recipe
+from rlhf.stages.worker import interpreter
 
 commands = group()
 
@@ -48,7 +48,7 @@ def fit(
     }
     # Errors and progress are the process's own; libraries log much.
     quiet = os.environ | {"TF_CPP_MIN_LOG_LEVEL": "3"}
-    command = interpreter.command("stages.tools.fit")
+    command = interpreter.command("rlhf.stages.tools.fit")
     done = subprocess.run(command, input=json.dumps(question), stdout=subprocess.PIPE, text=True, env=quiet)
     lines = [line for line in done.stdout.splitlines() if line.startswith("{")]
     if done.returncode not in (0, -signal.SIGALRM) or not lines:

@@ -10,17 +10,17 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 from rich.filesize import decimal
 
-from flows.cli.shared import AsJson, StoreUrl, group, out, print_json, print_table, record_of, usage_error
-from flows.cli.shared import note as note_change
-from flows.keeping import roots_of
-from flows.recipe.retention import Retention
-from stages.store.artifacts import Store
-from stages.store.pins import pin as write_pin
-from stages.store.pins import unpin as remove_pin
+from rlhf.flows.cli.shared import AsJson, StoreUrl, group, out, print_json, print_table, record_of, usage_error
+from rlhf.flows.cli.shared import note as note_change
+from rlhf.flows.keeping import roots_of
+from rlhf.flows.recipe.retention import Retention
+from rlhf.stages.store.artifacts import Store
+from rlhf.stages.store.pins import pin as write_pin
+from rlhf.stages.store.pins import unpin as remove_pin
 
 if TYPE_CHECKING:
-    from stages.store.collect import Survey
-    from stages.store.reach import Roots
+    from rlhf.stages.store.collect import Survey
+    from rlhf.stages.store.reach import Roots
 
 commands = group()
 
@@ -47,8 +47,8 @@ def gc(
     as_json: AsJson = False,
 ) -> None:
     """Free what no kept run needs: show it, or with --yes delete it. Running and pinned runs always stay."""
-    from stages.common.compilation import COMPILE_CACHE
-    from stages.store.collect import Limits, collect, survey
+    from rlhf.stages.common.compilation import COMPILE_CACHE
+    from rlhf.stages.store.collect import Limits, collect, survey
 
     place = Store(store)
     default = 5 if keep_days is None else 1

@@ -7,13 +7,13 @@ from typing import TYPE_CHECKING
 
 import typer
 
-from flows.cli.shared import err, interrupt_at_sigterm
-from flows.recipe.model import Recipe
-from flows.records import REFUSED
+from rlhf.flows.cli.shared import err, interrupt_at_sigterm
+from rlhf.flows.recipe.model import Recipe
+from rlhf.flows.records import REFUSED
 
 if TYPE_CHECKING:
-    from flows.graph.standing import Standing
-    from stages.worker.client import StageFailed, WorkerDied
+    from rlhf.flows.graph.standing import Standing
+    from rlhf.stages.worker.client import StageFailed, WorkerDied
 
 GATE = 3
 """The exit status of a run whose gate has refused its policy: all of it was done, and nothing is promoted."""
@@ -42,14 +42,14 @@ def launch(
 
     wait: for the end of a run of this name that another process has at work.
     """
-    from flows.running.limits import RunTooLong
-    from flows.running.naming import before, wait_until_ended
-    from flows.running.plain import run_plain
-    from stages.store.artifacts import ArtifactError, Store
-    from stages.store.disk import disk_fault
-    from stages.store.readonly import refuse
-    from stages.store.registry import RegistryError
-    from stages.worker.client import StageFailed, WorkerDied
+    from rlhf.flows.running.limits import RunTooLong
+    from rlhf.flows.running.naming import before, wait_until_ended
+    from rlhf.flows.running.plain import run_plain
+    from rlhf.stages.store.artifacts import ArtifactError, Store
+    from rlhf.stages.store.disk import disk_fault
+    from rlhf.stages.store.readonly import refuse
+    from rlhf.stages.store.registry import RegistryError
+    from rlhf.stages.worker.client import StageFailed, WorkerDied
 
     refuse(recipe.store)
     if no_prefect:
@@ -81,7 +81,7 @@ def launch(
 
 def _advice(error: StageFailed | WorkerDied | OSError) -> str:
     """Advise after a failure of a stage, or of the store or a disk: not what would fail in the same way again."""
-    from stages.worker.client import CodeChanged, StageOutage, WorkerDied
+    from rlhf.stages.worker.client import CodeChanged, StageOutage, WorkerDied
 
     if isinstance(error, FileNotFoundError | NotADirectoryError | PermissionError):
         return "; make the path writable or mount it, or name another store (--store), and run again"
@@ -107,7 +107,7 @@ def run_with_prefect(
         os.environ.setdefault(setting, value)
     from httpx import TransportError
 
-    from flows.orchestration.server import PrivateServer, ServerFailed, may_be_set, reach_directly
+    from rlhf.flows.orchestration.server import PrivateServer, ServerFailed, may_be_set, reach_directly
 
     # Starting a server takes longest, and asking Prefect for its settings means to import it for two seconds: without
     # a sign of such settings the server starts first and comes up during the import.
@@ -122,8 +122,8 @@ def run_with_prefect(
             os.environ |= {"PREFECT_API_URL": server.url, "PREFECT_API_AUTH_STRING": server.auth}
             reach_directly()
             refresh_global_settings_context()
-        from flows.orchestration.ending import BEGIN_SECONDS, asked
-        from flows.pipeline import run_recipe
+        from rlhf.flows.orchestration.ending import BEGIN_SECONDS, asked
+        from rlhf.flows.pipeline import run_recipe
 
         if private and server:
             server.wait()

@@ -13,13 +13,13 @@ from typing import Annotated, Any
 
 import typer
 
-from flows.cli.shared import RunName, StoreUrl, err, group, record_of, usage_error
-from flows.recipe.workers import ALL, DATA
-from flows.records import log_of, status_of
-from flows.running.crew import ONLY, log_of_worker
-from stages.store import runs
-from stages.store.artifacts import Store
-from tuning.names import plain
+from rlhf.flows.cli.shared import RunName, StoreUrl, err, group, record_of, usage_error
+from rlhf.flows.recipe.workers import ALL, DATA
+from rlhf.flows.records import log_of, status_of
+from rlhf.flows.running.crew import ONLY, log_of_worker
+from rlhf.stages.store import runs
+from rlhf.stages.store.artifacts import Store
+from rlhf.tuning.names import plain
 
 commands = group()
 
@@ -28,7 +28,7 @@ POLL_SECONDS = 0.5
 STATUS_SECONDS = 2.0
 """Time between two looks at whether a run that is followed goes on."""
 BEGUN = re.compile(r"^---- (\S+) \((\S+) [0-9a-f]{12}\) (.*) ----$")
-"""The line with which a worker begins an artifact (`stages.worker.process`): its node, its stage, and when."""
+"""The line with which a worker begins an artifact (`rlhf.stages.worker.process`): its node, its stage, and when."""
 
 Node = Annotated[str, typer.Option("--node", help="Of this node alone, or of those that begin so: sft, round-003.")]
 Follow = Annotated[bool, typer.Option("--follow", "-f", help="Go on as lines come, until the run ends.")]

@@ -6,7 +6,7 @@ from typing import Any
 
 import typer
 
-from flows.cli.shared import (
+from rlhf.flows.cli.shared import (
     AsJson,
     RunName,
     StoreUrl,
@@ -18,13 +18,13 @@ from flows.cli.shared import (
     record_of,
     usage_error,
 )
-from flows.records import log_of, readable_runs, status_of, summary_of
-from flows.report.decisions import decision_lines
-from flows.report.formats import when
-from stages.store.artifacts import IT_STAYS, Store
-from stages.store.damage import fault_of, set_aside
-from stages.store.leases import beats
-from stages.store.readonly import refused
+from rlhf.flows.records import log_of, readable_runs, status_of, summary_of
+from rlhf.flows.report.decisions import decision_lines
+from rlhf.flows.report.formats import when
+from rlhf.stages.store.artifacts import IT_STAYS, Store
+from rlhf.stages.store.damage import fault_of, set_aside
+from rlhf.stages.store.leases import beats
+from rlhf.stages.store.readonly import refused
 
 commands = group()
 
@@ -52,7 +52,7 @@ NODE_KEYS = ("stage", "state", "key", "digest", "started", "seconds", "made_seco
 @commands.command()
 def show(store: StoreUrl, run_name: RunName = None, as_json: AsJson = False) -> None:
     """Show a run: each stage with its state, time, key and first figures."""
-    from stages.contract.registry import stage
+    from rlhf.stages.contract.registry import stage
 
     record, place = record_of(store, run_name, partial=True), Store(store)
     status = status_of(record, place)
@@ -93,7 +93,7 @@ def _places(record: dict[str, Any], store: Store) -> dict[str, str | None]:
 @commands.command()
 def report(store: StoreUrl, run_name: RunName = None) -> None:
     """Write a run's HTML report again and print where it is."""
-    from flows.report.page import write_report
+    from rlhf.flows.report.page import write_report
 
     out.print(write_report(Store(store), record_of(store, run_name)["name"]))
 

@@ -6,8 +6,8 @@ import subprocess
 
 import typer
 
-from flows.cli.shared import AsJson, group
-from stages.worker import interpreter
+from rlhf.flows.cli.shared import AsJson, group
+from rlhf.stages.worker import interpreter
 
 commands = group()
 
@@ -16,4 +16,4 @@ commands = group()
 def doctor(as_json: AsJson = False) -> None:
     """Show the device, the defaults that follow from it, and the versions of libraries."""
     options = ["--json"] if as_json else []
-    raise typer.Exit(subprocess.call(interpreter.command("stages.tools.doctor", *options)))
+    raise typer.Exit(subprocess.call(interpreter.command("rlhf.stages.tools.doctor", *options)))

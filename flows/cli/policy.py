@@ -14,7 +14,7 @@ import typer
 from pydantic import BaseModel, ValidationError
 from pydantic.fields import FieldInfo
 
-from flows.cli.shared import (
+from rlhf.flows.cli.shared import (
     NodeName,
     RunName,
     StoreUrl,
@@ -27,15 +27,15 @@ from flows.cli.shared import (
     out,
     usage_error,
 )
-from flows.recipe.reading import checked
-from flows.records import REFUSED, find_run
-from stages.contract.described import field_docs
-from stages.serving.access import keys_of
-from stages.serving.settings import Chat, ChatOptions, Named, PolicyPlace, Serve, ServeOptions
-from stages.store.artifacts import Store
-from stages.store.registry import current
-from stages.worker import interpreter
-from tuning.atomic import whole_folder
+from rlhf.flows.recipe.reading import checked
+from rlhf.flows.records import REFUSED, find_run
+from rlhf.stages.contract.described import field_docs
+from rlhf.stages.serving.access import keys_of
+from rlhf.stages.serving.settings import Chat, ChatOptions, Named, PolicyPlace, Serve, ServeOptions
+from rlhf.stages.store.artifacts import Store
+from rlhf.stages.store.registry import current
+from rlhf.stages.worker import interpreter
+from rlhf.tuning.atomic import whole_folder
 
 
 def with_options(model: type[BaseModel]) -> Callable[[Callable[..., None]], Callable[..., None]]:
@@ -81,7 +81,7 @@ def chat(options: ChatOptions, store: StoreUrl, run_name: RunName = None, node: 
     """Talk to the policy of a run, or of a name such as `champion`."""
     record, place = _policy(store, run_name, node)
     system = record["recipe"]["data"].get("system_prompt")
-    become("stages.serving.chat", Chat(policy=place, options=options, system=system).model_dump_json())
+    become("rlhf.stages.serving.chat", Chat(policy=place, options=options, system=system).model_dump_json())
 
 
 @commands.command()
@@ -95,7 +95,7 @@ def serve(options: ServeOptions, store: StoreUrl, run_name: RunName = None, node
     record, place = _policy(store, run_name, node)
     alias = None if run_name is None or entry is None else Named(name=run_name, entry=entry.number)
     name = f"{record['name']}:{node if entry is None else entry.policy.node}"
-    become("stages.serving.serve", Serve(policy=place, options=options, name=name, named=alias).model_dump_json())
+    become("rlhf.stages.serving.serve", Serve(policy=place, options=options, name=name, named=alias).model_dump_json())
 
 
 @commands.command()
@@ -139,15 +139,15 @@ def export(
         if fault:
             err.print(f"failed: {fault}")
             raise typer.Exit(1)
-        raise typer.Exit(subprocess.call(interpreter.command("stages.tools.verify_export", str(folder))))
+        raise typer.Exit(subprocess.call(interpreter.command("rlhf.stages.tools.verify_export", str(folder))))
 
 
 def _past_the_gate(store: str, record: dict[str, Any]) -> dict[str, Any]:
     """The record of a run that exports what the gate of this one has refused."""
-    from flows.cli.launch import launch
-    from flows.graph.build import build, with_inputs
-    from flows.graph.standing import recorded
-    from flows.running.naming import free_name
+    from rlhf.flows.cli.launch import launch
+    from rlhf.flows.graph.build import build, with_inputs
+    from rlhf.flows.graph.standing import recorded
+    from rlhf.flows.running.naming import free_name
 
     recipe = checked(record["recipe"] | {"store": store, "gate": None}, Path(record["name"]), None, set())
     standing = dataclasses.replace(recorded(record), champion=None)

@@ -7,7 +7,7 @@ from typing import Annotated, Any
 
 import typer
 
-from flows.cli.shared import (
+from rlhf.flows.cli.shared import (
     AsJson,
     NodeName,
     RunName,
@@ -21,11 +21,11 @@ from flows.cli.shared import (
     record_of,
     usage_error,
 )
-from flows.records import REFUSED
-from flows.report.formats import when
-from stages.store import registry
-from stages.store.artifacts import Store
-from stages.store.registry import CHAMPION, Entry, Policy
+from rlhf.flows.records import REFUSED
+from rlhf.flows.report.formats import when
+from rlhf.stages.store import registry
+from rlhf.stages.store.artifacts import Store
+from rlhf.stages.store.registry import CHAMPION, Entry, Policy
 
 commands = group()
 

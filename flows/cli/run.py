@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from flows.cli.checks import check, read_recipe
-from flows.cli.shared import (
+from rlhf.flows.cli.checks import check, read_recipe
+from rlhf.flows.cli.shared import (
     AsJson,
     NoPrefect,
     RecipeName,
@@ -23,13 +23,13 @@ from flows.cli.shared import (
     record_of,
     usage_error,
 )
-from flows.recipe.model import Recipe, RecipeError
-from flows.recipe.reading import checked
-from flows.records import candidates, find_run, finished_nodes
-from stages.store.artifacts import Store
+from rlhf.flows.recipe.model import Recipe, RecipeError
+from rlhf.flows.recipe.reading import checked
+from rlhf.flows.records import candidates, find_run, finished_nodes
+from rlhf.stages.store.artifacts import Store
 
 if TYPE_CHECKING:
-    from flows.graph.plan import Planned
+    from rlhf.flows.graph.plan import Planned
 
 commands = group()
 
@@ -81,7 +81,7 @@ def run(
     no_prefect: NoPrefect = False,
 ) -> None:
     """Run a recipe. Stages whose inputs, settings and code did not change are taken from the store."""
-    from flows.cli.launch import launch
+    from rlhf.flows.cli.launch import launch
 
     if wait and name is None:
         raise usage_error("--wait is for the run of a --name; say which")
@@ -93,7 +93,7 @@ def run(
 
 def _part(recipe: Recipe, only: list[str] | None, last: str | None) -> set[str] | None:
     """The nodes that `--only` and `--until` leave; None where neither is given."""
-    from flows.graph.build import nodes_of, until, with_inputs
+    from rlhf.flows.graph.build import nodes_of, until, with_inputs
 
     if only and last is not None:
         raise usage_error("say --only or --until, not both")
@@ -116,9 +116,9 @@ def plan(
     as_json: AsJson = False,
 ) -> None:
     """Show hit or miss for each stage, and for a miss what changed. Runs nothing."""
-    from flows.graph.plan import plan as make_plan
-    from flows.running.remarks import of_data
-    from stages.prepare.lost import rows_by_source
+    from rlhf.flows.graph.plan import plan as make_plan
+    from rlhf.flows.running.remarks import of_data
+    from rlhf.stages.prepare.lost import rows_by_source
 
     resolved = read_recipe(recipe, _with(sets, store, cluster))
     if config:
@@ -198,10 +198,10 @@ def rerun(
     no_prefect: NoPrefect = False,
 ) -> None:
     """Recompute stages of a run, with what they need and the store lacks; nothing that follows them."""
-    from flows.cli.launch import launch
-    from flows.graph.build import build, select, with_inputs
-    from flows.graph.standing import recorded
-    from flows.running.naming import free_name
+    from rlhf.flows.cli.launch import launch
+    from rlhf.flows.graph.build import build, select, with_inputs
+    from rlhf.flows.graph.standing import recorded
+    from rlhf.flows.running.naming import free_name
 
     record = record_of(store, run_name)
     # The record has the address that the store had when the run was made; it may have moved since.
@@ -247,8 +247,8 @@ def rescore(
     The policies drift from those that sampled: rl.update.max_mismatch_kl is at least 1.0 and short_of_groups is train,
     unless --set says otherwise.
     """
-    from flows.cli.launch import launch
-    from flows.recipe.rescore import blamed_on_options, loosened, not_kept, rescored
+    from rlhf.flows.cli.launch import launch
+    from rlhf.flows.recipe.rescore import blamed_on_options, loosened, not_kept, rescored
 
     try:
         record = _sampled(store, run_name)
@@ -279,7 +279,7 @@ def _sampled(store: str, run_name: str | None) -> dict[str, Any]:
 
 def _nodes(recipe: Recipe, names: list[str]) -> set[str]:
     """Names of nodes, from names of nodes or stages. Raises RecipeError for an unknown one."""
-    from flows.graph.build import nodes_of, select
+    from rlhf.flows.graph.build import nodes_of, select
 
     return select({n.name: n for n in nodes_of(recipe)}, names)
 

@@ -15,11 +15,11 @@ from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 from rich.text import Text
 
-from flows.cli.shared import group, out, usage_error
-from flows.recipe.model import Recipe
-from flows.recipe.places import is_managed, models_in
-from stages.contract.described import field_docs
-from tuning.names import nearest
+from rlhf.flows.cli.shared import group, out, usage_error
+from rlhf.flows.recipe.model import Recipe
+from rlhf.flows.recipe.places import is_managed, models_in
+from rlhf.stages.contract.described import field_docs
+from rlhf.tuning.names import nearest
 
 commands = group()
 

@@ -16,14 +16,14 @@ import typer
 from pydantic_core import to_json
 from rich.table import Table
 
-from flows.recipe.model import Recipe
-from flows.records import REFUSED, candidates, finished_nodes, refusal_of, whole_first
-from flows.report.terminal import LastingConsole, PlainConsole
-from stages.store.artifacts import IT_STAYS, Artifact, Store
-from stages.store.registry import current
-from stages.store.trail import append
-from stages.worker import interpreter
-from stages.worker.client import worker_environment
+from rlhf.flows.recipe.model import Recipe
+from rlhf.flows.records import REFUSED, candidates, finished_nodes, refusal_of, whole_first
+from rlhf.flows.report.terminal import LastingConsole, PlainConsole
+from rlhf.stages.store.artifacts import IT_STAYS, Artifact, Store
+from rlhf.stages.store.registry import current
+from rlhf.stages.store.trail import append
+from rlhf.stages.worker import interpreter
+from rlhf.stages.worker.client import worker_environment
 
 # Lines are not cut where no terminal shows them: scripts read them.
 out = PlainConsole(highlight=False, markup=False, soft_wrap=True)
@@ -126,7 +126,7 @@ def interrupt_at_sigterm() -> None:
 
 
 def group() -> typer.Typer:
-    """The commands of one module; `flows.cli.app` joins the groups."""
+    """The commands of one module; `rlhf.flows.cli.app` joins the groups."""
     return typer.Typer(rich_markup_mode=None)
 
 

@@ -8,9 +8,9 @@ from typing import Annotated, Any
 
 import typer
 
-from flows.cli.shared import AsJson, StoreUrl, err, group, out, print_json, usage_error
-from flows.report.formats import when
-from stages.store.artifacts import Store
+from rlhf.flows.cli.shared import AsJson, StoreUrl, err, group, out, print_json, usage_error
+from rlhf.flows.report.formats import when
+from rlhf.stages.store.artifacts import Store
 
 commands = group()
 
@@ -22,7 +22,7 @@ def history(
     as_json: AsJson = False,
 ) -> None:
     """List what has changed the store: who, when, which command, with which commit. The newest comes last."""
-    from stages.store.trail import events
+    from rlhf.stages.store.trail import events
 
     place = Store(store)
     # One more, which tells whether there are others.
@@ -50,7 +50,7 @@ def metrics(
     """Print the state of a store as Prometheus metrics: runs, seconds, hits, speed, bytes, waits, age."""
     from prometheus_client import generate_latest, start_http_server, write_to_textfile
 
-    from flows.report.prometheus import registry_of
+    from rlhf.flows.report.prometheus import registry_of
 
     place = Store(store)
     found = registry_of(place)

@@ -10,27 +10,27 @@ from typing import Any, TypeVar
 
 from pydantic import ValidationError
 
-from flows.graph.standing import Standing, standing_of
-from flows.recipe.fork import Fork
-from flows.recipe.model import RL, Recipe, RecipeError, policies_of, training_sections
-from stages.common.settings import stored_as
-from stages.contract.definition import Reads, StageConfig
-from stages.contract.registry import by_section
-from stages.contract.registry import stage as find_stage
-from stages.fresh import Config as FreshConfig
-from stages.gate.settings import CHAMPION, PROMOTE, Gate
-from stages.gate.settings import Config as GateConfig
-from stages.gate.stage import NODE
-from stages.greedy import Config as GreedyConfig
-from stages.refill import Config as RefillConfig
-from stages.sampling.environment import Environment
-from stages.scorer import Config as ScorerConfig
-from stages.select import EVALUATION, POLICY
-from stages.select import Config as SelectConfig
-from stages.start import Config as StartConfig
-from stages.store.artifacts import Store
-from stages.store.keys import SHOWN, derive_seed
-from stages.worker.device_dtype import settled
+from rlhf.flows.graph.standing import Standing, standing_of
+from rlhf.flows.recipe.fork import Fork
+from rlhf.flows.recipe.model import RL, Recipe, RecipeError, policies_of, training_sections
+from rlhf.stages.common.settings import stored_as
+from rlhf.stages.contract.definition import Reads, StageConfig
+from rlhf.stages.contract.registry import by_section
+from rlhf.stages.contract.registry import stage as find_stage
+from rlhf.stages.fresh import Config as FreshConfig
+from rlhf.stages.gate.settings import CHAMPION, PROMOTE, Gate
+from rlhf.stages.gate.settings import Config as GateConfig
+from rlhf.stages.gate.stage import NODE
+from rlhf.stages.greedy import Config as GreedyConfig
+from rlhf.stages.refill import Config as RefillConfig
+from rlhf.stages.sampling.environment import Environment
+from rlhf.stages.scorer import Config as ScorerConfig
+from rlhf.stages.select import EVALUATION, POLICY
+from rlhf.stages.select import Config as SelectConfig
+from rlhf.stages.start import Config as StartConfig
+from rlhf.stages.store.artifacts import Store
+from rlhf.stages.store.keys import SHOWN, derive_seed
+from rlhf.stages.worker.device_dtype import settled
 
 T = TypeVar("T")
 # What the role `tokenizer` offers of the base: special ids are in the two configs.
@@ -172,7 +172,8 @@ def _environment(recipe: Recipe) -> Environment | None:
 
 
 class _Graph:
-    """The nodes so far, and which artifact has which role for the next one (`stages.contract.definition.Reads`)."""
+    """The nodes so far, and which artifact has which role for the next one
+    (`rlhf.stages.contract.definition.Reads`)."""
 
     def __init__(self, recipe: Recipe):
         self.recipe = recipe

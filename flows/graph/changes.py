@@ -8,13 +8,13 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from flows.graph.build import Node
-from stages.contract.kept import kept
-from stages.contract.registry import stage as find_stage
-from stages.contract.signatures import source_file
-from stages.prepare.settings import ALONE
-from stages.store.artifacts import Artifact, Store
-from stages.store.keys import differences
+from rlhf.flows.graph.build import Node
+from rlhf.stages.contract.kept import kept
+from rlhf.stages.contract.registry import stage as find_stage
+from rlhf.stages.contract.signatures import source_file
+from rlhf.stages.prepare.settings import ALONE
+from rlhf.stages.store.artifacts import Artifact, Store
+from rlhf.stages.store.keys import differences
 
 MOST_COMPARED = 20
 """Artifacts of a node that are compared, the newest: each is a manifest to read."""
@@ -185,7 +185,7 @@ def lines_between(old_text: str, new_text: str, name: str) -> list[str]:
 
 
 _FILE = re.compile(r"(?:(source) (\d+): )?(file \d+): (.*)", re.DOTALL)
-"""What `stages.prepare` and `stages.base` call the files that they read."""
+"""What `rlhf.stages.prepare` and `rlhf.stages.base` call the files that they read."""
 
 
 def _named(node: Node, kind: str | None, number: str, file: str) -> str:

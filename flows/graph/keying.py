@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from flows.graph.build import Node
-from stages.contract.fingerprint import Code, library_versions, reached
-from stages.contract.registry import stage as find_stage
-from stages.store.artifacts import Artifact
-from stages.store.keys import config_content, digest
-from stages.worker.devices import device_kind
-from stages.worker.host_compat import variables
+from rlhf.flows.graph.build import Node
+from rlhf.stages.contract.fingerprint import Code, library_versions, reached
+from rlhf.stages.contract.registry import stage as find_stage
+from rlhf.stages.store.artifacts import Artifact
+from rlhf.stages.store.keys import config_content, digest
+from rlhf.stages.worker.devices import device_kind
+from rlhf.stages.worker.host_compat import variables
 
 Codes = dict[tuple[str, ...], Code]
 """The code that stages reach, by their modules."""

@@ -6,14 +6,14 @@ import dataclasses
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from flows.graph.build import Node, nodes_of
-from flows.graph.changes import beside_inputs, reasons_of
-from flows.graph.keying import Codes, key_of, key_parts
-from flows.graph.taken import Records, check_point, taken_artifact
-from flows.recipe.model import Recipe
-from flows.records import latest_with, readable_runs
-from stages.store.artifacts import Artifact, Store
-from stages.store.runs import in_parallel
+from rlhf.flows.graph.build import Node, nodes_of
+from rlhf.flows.graph.changes import beside_inputs, reasons_of
+from rlhf.flows.graph.keying import Codes, key_of, key_parts
+from rlhf.flows.graph.taken import Records, check_point, taken_artifact
+from rlhf.flows.recipe.model import Recipe
+from rlhf.flows.records import latest_with, readable_runs
+from rlhf.stages.store.artifacts import Artifact, Store
+from rlhf.stages.store.runs import in_parallel
 
 MOST_BESIDE = 5
 """Artifacts of a node that waits that it is compared with: each is a manifest to read, of each of many rounds."""

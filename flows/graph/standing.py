@@ -10,11 +10,11 @@ import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
-from flows.recipe.gated import BASE
-from flows.recipe.model import Recipe, RecipeError
-from stages.gate.decide import PROMOTED
-from stages.store import registry, runs
-from stages.store.artifacts import Store
+from rlhf.flows.recipe.gated import BASE
+from rlhf.flows.recipe.model import Recipe, RecipeError
+from rlhf.stages.gate.decide import PROMOTED
+from rlhf.stages.store import registry, runs
+from rlhf.stages.store.artifacts import Store
 
 
 @dataclasses.dataclass(frozen=True)

@@ -8,12 +8,12 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from flows.graph.build import Node
-from flows.graph.changes import setting
-from stages.contract.registry import stage as find_stage
-from stages.store import runs
-from stages.store.artifacts import Artifact, ArtifactError, Store
-from stages.store.keys import SHOWN, config_content, differences
+from rlhf.flows.graph.build import Node
+from rlhf.flows.graph.changes import setting
+from rlhf.stages.contract.registry import stage as find_stage
+from rlhf.stages.store import runs
+from rlhf.stages.store.artifacts import Artifact, ArtifactError, Store
+from rlhf.stages.store.keys import SHOWN, config_content, differences
 
 MOST = 3
 """Differences that a message lists."""

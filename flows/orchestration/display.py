@@ -20,7 +20,7 @@ from prefect.client.orchestration import SyncPrefectClient, get_client
 from prefect.exceptions import MissingContextError
 from prefect.settings import PREFECT_CLIENT_MAX_RETRIES, temporary_settings
 
-from tuning.retries import BUSY, retried
+from rlhf.tuning.retries import BUSY, retried
 
 CALL_SECONDS = 10.0
 QUIET_SECONDS = 60.0

@@ -17,8 +17,8 @@ from prefect.events.worker import EventsWorker
 from prefect.logging.handlers import APILogWorker
 from prefect.settings import PREFECT_CLIENT_MAX_RETRIES, temporary_settings
 
-from flows.orchestration.display import short_client
-from flows.orchestration.leaving import leave_soon
+from rlhf.flows.orchestration.display import short_client
+from rlhf.flows.orchestration.leaving import leave_soon
 
 ASK_SECONDS = 5.0
 """For the answer to one question whether a server is well."""

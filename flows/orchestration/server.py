@@ -21,8 +21,8 @@ import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
 
-from stages.worker import interpreter
-from tuning.retries import pause
+from rlhf.stages.worker import interpreter
+from rlhf.tuning.retries import pause
 
 START_SECONDS = 120.0
 TRY_SECONDS, PAUSE_SECONDS = 5.0, 0.1
@@ -93,7 +93,7 @@ class PrivateServer:
 
     def _started(self) -> subprocess.Popen[bytes]:
         return subprocess.Popen(
-            interpreter.command("flows.orchestration.server", str(self._listener.fileno()), str(os.getpid())),
+            interpreter.command("rlhf.flows.orchestration.server", str(self._listener.fileno()), str(os.getpid())),
             pass_fds=[self._listener.fileno()],
             env=self._environment,
             stdin=subprocess.DEVNULL,

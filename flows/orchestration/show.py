@@ -24,17 +24,17 @@ from prefect.context import FlowRunContext, TaskRunContext
 from prefect.settings import PREFECT_CLIENT_MAX_RETRIES, temporary_settings
 from prefect.utilities.context import get_task_and_flow_run_ids
 
-from flows.graph.build import Node
-from flows.orchestration.display import Display, not_shown, short_client
-from flows.report.charts import curves_png_data
-from flows.report.console import ConsoleReporter
-from flows.report.decisions import decision_rows, outcome
-from flows.report.terminal import LastingConsole, PlainConsole, log_width
-from flows.running.closing import evaluations_of
-from flows.running.session import Session
-from stages.contract.registry import stage as find_stage
-from stages.store.artifacts import Artifact
-from stages.worker.protocol import Progress
+from rlhf.flows.graph.build import Node
+from rlhf.flows.orchestration.display import Display, not_shown, short_client
+from rlhf.flows.report.charts import curves_png_data
+from rlhf.flows.report.console import ConsoleReporter
+from rlhf.flows.report.decisions import decision_rows, outcome
+from rlhf.flows.report.terminal import LastingConsole, PlainConsole, log_width
+from rlhf.flows.running.closing import evaluations_of
+from rlhf.flows.running.session import Session
+from rlhf.stages.contract.registry import stage as find_stage
+from rlhf.stages.store.artifacts import Artifact
+from rlhf.stages.worker.protocol import Progress
 
 PROGRESS_SECONDS = 5.0
 """Least time between two updates of a progress artifact: each is a request to the server."""
@@ -166,7 +166,7 @@ def show_artifact(display: Display, node: str, artifact: Artifact) -> None:
     samples = find_stage(artifact.stage).samples
     if samples:
         # pyarrow, which reads tables, takes as long to import as a cached run; only a stage that ran pays for it.
-        from stages.common.tables import first_rows
+        from rlhf.stages.common.tables import first_rows
 
         lines = ["| prompt | completion | stop |", "|---|---|---|"]
         lines += [_sample_line(row) for row in first_rows(artifact, samples, SAMPLES, SAMPLE_COLUMNS)]

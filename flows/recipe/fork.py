@@ -1,7 +1,7 @@
 """The section `fork` of a recipe: which stage of which run it goes on from, and how the rounds before it were made.
 
 The rounds of before keep the settings that they were made with, so that their keys, and what follows from them, are
-theirs. `flows.running.forking` writes the section from a run's record.
+theirs. `rlhf.flows.running.forking` writes the section from a run's record.
 """
 
 from __future__ import annotations
@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 if TYPE_CHECKING:
-    from flows.recipe.model import RL
-    from stages.common.settings import Optimizer
+    from rlhf.flows.recipe.model import RL
+    from rlhf.stages.common.settings import Optimizer
 
 KEPT = ("name", "moments", "decay")
 """Settings of an optimizer that decide which moments there are: those of before go on only under the same."""

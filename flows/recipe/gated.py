@@ -6,14 +6,14 @@ from typing import TYPE_CHECKING, Annotated
 
 from pydantic import Field
 
-from stages.contract.definition import execution_setting
-from stages.gate.settings import PROMOTE
-from stages.prepare.settings import Config as DataConfig
-from tuning.names import nearest
+from rlhf.stages.contract.definition import execution_setting
+from rlhf.stages.gate.settings import PROMOTE
+from rlhf.stages.prepare.settings import Config as DataConfig
+from rlhf.tuning.names import nearest
 
 if TYPE_CHECKING:
-    from flows.recipe.model import Recipe
-    from stages.evaluate import Config as EvaluateConfig
+    from rlhf.flows.recipe.model import Recipe
+    from rlhf.stages.evaluate import Config as EvaluateConfig
 
 BASE = "base"
 """`start_from`: the model of the section base."""

@@ -1,4 +1,4 @@
-"""A recipe's sections, and the checks between them. `flows.recipe.reading` reads one from a YAML file."""
+"""A recipe's sections, and the checks between them. `rlhf.flows.recipe.reading` reads one from a YAML file."""
 
 from __future__ import annotations
 
@@ -9,30 +9,30 @@ from typing import Annotated, Any, get_args
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
-from flows.recipe.fork import Fork, check_fork
-from flows.recipe.gated import BASE, Data, Name, check_gated
-from flows.recipe.retention import Retention
-from flows.recipe.workers import Workers
-from stages.base import Config as BaseConfig
-from stages.common.settings import Dtype
-from stages.contract.definition import StageConfig
-from stages.contract.registry import by_section
-from stages.distill import POLICIES
-from stages.distill import Config as DistillConfig
-from stages.evaluate import Config as EvaluateConfig
-from stages.export import Config as ExportConfig
-from stages.gate.settings import Gate
-from stages.preference import Config as PreferenceConfig
-from stages.prepare.settings import Verifier
-from stages.reward import Config as RewardConfig
-from stages.rollout import Config as RolloutConfig
-from stages.sampling.environment import ENVIRONMENT, Environment
-from stages.score.settings import Config as ScoreConfig
-from stages.score.settings import Reward
-from stages.sft import Config as SFTConfig
-from stages.store.keys import SHOWN
-from stages.update.settings import Config as UpdateConfig
-from stages.update.settings import aggregation_of, needs_groups, on_policy
+from rlhf.flows.recipe.fork import Fork, check_fork
+from rlhf.flows.recipe.gated import BASE, Data, Name, check_gated
+from rlhf.flows.recipe.retention import Retention
+from rlhf.flows.recipe.workers import Workers
+from rlhf.stages.base import Config as BaseConfig
+from rlhf.stages.common.settings import Dtype
+from rlhf.stages.contract.definition import StageConfig
+from rlhf.stages.contract.registry import by_section
+from rlhf.stages.distill import POLICIES
+from rlhf.stages.distill import Config as DistillConfig
+from rlhf.stages.evaluate import Config as EvaluateConfig
+from rlhf.stages.export import Config as ExportConfig
+from rlhf.stages.gate.settings import Gate
+from rlhf.stages.preference import Config as PreferenceConfig
+from rlhf.stages.prepare.settings import Verifier
+from rlhf.stages.reward import Config as RewardConfig
+from rlhf.stages.rollout import Config as RolloutConfig
+from rlhf.stages.sampling.environment import ENVIRONMENT, Environment
+from rlhf.stages.score.settings import Config as ScoreConfig
+from rlhf.stages.score.settings import Reward
+from rlhf.stages.sft import Config as SFTConfig
+from rlhf.stages.store.keys import SHOWN
+from rlhf.stages.update.settings import Config as UpdateConfig
+from rlhf.stages.update.settings import aggregation_of, needs_groups, on_policy
 
 
 def environment_weight(score: Any) -> float:

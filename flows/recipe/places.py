@@ -11,10 +11,10 @@ from typing import Annotated, Any
 import yaml
 from pydantic import BaseModel, ConfigDict, TypeAdapter, ValidationError
 
-from flows.recipe.model import Recipe
-from stages.common.settings import Trained
-from stages.gate.settings import Gate
-from tuning.names import closest, nearest
+from rlhf.flows.recipe.model import Recipe
+from rlhf.stages.common.settings import Trained
+from rlhf.stages.gate.settings import Gate
+from rlhf.tuning.names import closest, nearest
 
 # The graph sets these itself, round by round.
 _MANAGED = {"round", "first", "store_state", "round_scale"}

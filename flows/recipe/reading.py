@@ -11,12 +11,12 @@ from typing import Any
 import yaml
 from pydantic import ValidationError
 
-from flows.recipe.model import Recipe, RecipeError
-from flows.recipe.places import hint, lines_of, merge, takes, whole
-from flows.recipe.secrets import secrets_in
-from flows.recipe.text import COMMENT, DEEPEST, Unusable, in_comment, parsed, read_text, short
-from flows.recipe.unions import settled
-from tuning.allowed import NotAllowed, check_file
+from rlhf.flows.recipe.model import Recipe, RecipeError
+from rlhf.flows.recipe.places import hint, lines_of, merge, takes, whole
+from rlhf.flows.recipe.secrets import secrets_in
+from rlhf.flows.recipe.text import COMMENT, DEEPEST, Unusable, in_comment, parsed, read_text, short
+from rlhf.flows.recipe.unions import settled
+from rlhf.tuning.allowed import NotAllowed, check_file
 
 RECIPES = Path(__file__).parents[1] / "recipes"
 LONGEST_NAME = 4096

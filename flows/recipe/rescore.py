@@ -11,10 +11,10 @@ import re
 from pathlib import Path
 from typing import Any
 
-from flows.recipe.model import Recipe, RecipeError
-from flows.recipe.reading import checked, with_sets
-from stages.store import runs
-from stages.store.artifacts import Store
+from rlhf.flows.recipe.model import Recipe, RecipeError
+from rlhf.flows.recipe.reading import checked, with_sets
+from rlhf.stages.store import runs
+from rlhf.stages.store.artifacts import Store
 
 MISMATCH = 1.0
 """Mean KL between sampler and trainer up to which rescored rounds go on, unless it is set."""

@@ -1,7 +1,7 @@
 """Keys and passwords in a recipe's values, which records, manifests and reports would hold: refused with the place.
 
 What has a place of its own is no mistake: user and password in a URL, and variables of `engine.environment`, are left
-out of what is written (`stages.store.keys.published`).
+out of what is written (`rlhf.stages.store.keys.published`).
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from stages.store.keys import is_secret
+from rlhf.stages.store.keys import is_secret
 
 NAMES = re.compile(
     r"(.*_)?((api|access|secret|private|client|account)_?(key|secret|token)|passw(or)?d|credentials?)"
@@ -21,7 +21,8 @@ NAMES = re.compile(
 VARIABLE = r"[A-Z_][A-Z0-9_]*"
 """What `key_variable` names. Anything else there is the key itself, which is the commonest slip."""
 _TEXT = r"(?i)://[^/@\s]*@|[?&]([\w.-]*(signature|token|secret|passw|credential|api[-_]?key|accesskey)[\w.-]*|sig|auth|key)="
-"""Texts with user and password or with a signature in a URL, as `stages.store.keys.without_userinfo` removes them."""
+"""Texts with user and password or with a signature in a URL, as `rlhf.stages.store.keys.without_userinfo` removes
+them."""
 DRAWN = re.compile(r"(?=.*[0-9])(?=.*[A-Za-z])[\w.+/=-]{8,}")
 """Texts that may be a key: letters and digits without spaces. A token of a vocabulary is not."""
 

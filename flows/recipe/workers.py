@@ -10,7 +10,7 @@ from typing import Annotated, get_args
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
-from stages.contract.definition import Work
+from rlhf.stages.contract.definition import Work
 
 ALL: tuple[Work, ...] = get_args(Work)
 TRAIN: Work = "train"

@@ -6,12 +6,12 @@ from collections.abc import Collection, Mapping, Sequence
 from statistics import median_high
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from flows.report.formats import LABELS, visible
-from flows.report.measures import finished_rounds
-from stages.sampling.alike import alone
+from rlhf.flows.report.formats import LABELS, visible
+from rlhf.flows.report.measures import finished_rounds
+from rlhf.stages.sampling.alike import alone
 
 if TYPE_CHECKING:
-    from stages.common.verdicts import Difference
+    from rlhf.stages.common.verdicts import Difference
 
 CUT_OFF = 0.5
 """Share of an evaluation's completions from which on being cut off decides its score."""
@@ -19,7 +19,7 @@ WINDOW = 3
 """Rounds over which a state must hold that a single round may show by chance."""
 
 Numbers = Mapping[str, Sequence[float]]
-"""The known numbers of the rounds so far, by the names of `flows.report.measures.round_series`."""
+"""The known numbers of the rounds so far, by the names of `rlhf.flows.report.measures.round_series`."""
 
 
 class Warn(NamedTuple):
@@ -39,7 +39,7 @@ def round_warnings(
 
     `alike` names the rewards that tell no completions of a prompt apart (`alike_rewards`).
 
-    `series` (`flows.report.measures.round_series`) has a list by name with one entry a round, None for no number.
+    `series` (`rlhf.flows.report.measures.round_series`) has a list by name with one entry a round, None for no number.
     """
     known = _known(series)
     checks = (_entropy, _kl, _mismatch, _drift, _weights, _gradient)
@@ -70,7 +70,7 @@ def run_warnings(
 ) -> list[Warn]:
     """The warnings of a run: those of its rounds, of its rewards, and of its policies' evaluations in order.
 
-    differences: of each policy to those that it is compared with (`stages.common.verdicts.differences`).
+    differences: of each policy to those that it is compared with (`rlhf.stages.common.verdicts.differences`).
     """
     rl = (record.get("recipe") or {}).get("rl") or {}
     update = dict(rl.get("update") or {})

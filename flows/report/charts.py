@@ -14,8 +14,8 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from flows.report.formats import show
-from flows.report.measures import ENDS, MAIN, MEASURES, PASS_RATES, PHASES, Measure, Series, number, round_series
+from rlhf.flows.report.formats import show
+from rlhf.flows.report.measures import ENDS, MAIN, MEASURES, PASS_RATES, PHASES, Measure, Series, number, round_series
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

@@ -8,13 +8,13 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from flows.graph.changes import as_read, lines_between
-from flows.report.measures import number
-from flows.report.run_view import RunView
-from flows.report.samples import Policy
-from stages.contract.kept import kept, modules_of
-from stages.store.artifacts import Artifact, ArtifactError
-from stages.store.keys import differences, published
+from rlhf.flows.graph.changes import as_read, lines_between
+from rlhf.flows.report.measures import number
+from rlhf.flows.report.run_view import RunView
+from rlhf.flows.report.samples import Policy
+from rlhf.stages.contract.kept import kept, modules_of
+from rlhf.stages.store.artifacts import Artifact, ArtifactError
+from rlhf.stages.store.keys import differences, published
 
 SAMPLES = 3
 """Problems shown side by side."""
@@ -128,7 +128,7 @@ def _evaluation(first: RunView, second: RunView, label: str) -> dict[str, Any]:
         "reason": "",
         "samples": [],
     }
-    from stages.tools.paired import paired
+    from rlhf.stages.tools.paired import paired
 
     try:
         pair = paired(first.stored(name), second.stored(name))

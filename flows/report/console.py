@@ -13,18 +13,18 @@ from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeRemaining
 from rich.table import Table
 from rich.text import Text
 
-from flows.graph.build import Node
-from flows.report.advice import alike_rewards, learned_rewards, round_warnings
-from flows.report.levels import levels_of, verdict
-from flows.report.measures import round_series
-from flows.report.terminal import LastingConsole, log_width
-from stages.contract.definition import Stage
-from stages.contract.registry import by_section
-from stages.contract.registry import stage as find_stage
-from stages.worker import protocol
+from rlhf.flows.graph.build import Node
+from rlhf.flows.report.advice import alike_rewards, learned_rewards, round_warnings
+from rlhf.flows.report.levels import levels_of, verdict
+from rlhf.flows.report.measures import round_series
+from rlhf.flows.report.terminal import LastingConsole, log_width
+from rlhf.stages.contract.definition import Stage
+from rlhf.stages.contract.registry import by_section
+from rlhf.stages.contract.registry import stage as find_stage
+from rlhf.stages.worker import protocol
 
 if TYPE_CHECKING:
-    from stages.common.verdicts import Difference
+    from rlhf.stages.common.verdicts import Difference
 
 LINE_SECONDS = 10.0
 
@@ -249,7 +249,7 @@ def level_line(evaluations: Mapping[str, Mapping[str, Any]]) -> str:
 
 
 def difference_lines(differences: Mapping[str, Mapping[str, Difference]]) -> list[str]:
-    """A line for each policy and each that it is compared with (`stages.common.verdicts.differences`)."""
+    """A line for each policy and each that it is compared with (`rlhf.stages.common.verdicts.differences`)."""
     compared = {
         f"{policy_title(name)} against {policy_title(other)}": difference_text(found)
         for name, others in differences.items()

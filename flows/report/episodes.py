@@ -12,8 +12,8 @@ import math
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from flows.report.run_view import RunView
-from flows.report.tokens import Piece, Pieces, pieces_of
+from rlhf.flows.report.run_view import RunView
+from rlhf.flows.report.tokens import Piece, Pieces, pieces_of
 
 TASKS = 3
 """Tasks shown under the policies: one gained, one lost, one of the others."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
-from flows.report.formats import LABELS
+from rlhf.flows.report.formats import LABELS
 
 
 class Level(NamedTuple):

@@ -12,18 +12,18 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from flows.records import WHOLE, find_run, readable_runs, summary_of
-from flows.report.advice import run_warnings
-from flows.report.charts import Chart, round_charts, step_charts
-from flows.report.decisions import decision_rows, outcome
-from flows.report.episodes import episodes
-from flows.report.formats import LABELS, duration, show, visible, when
-from flows.report.levels import guess, levels_of, verdict
-from flows.report.measures import Series, number, round_series
-from flows.report.run_view import RunView, section
-from flows.report.samples import round_samples, samples
-from stages.store.artifacts import Store
-from stages.store.keys import published
+from rlhf.flows.records import WHOLE, find_run, readable_runs, summary_of
+from rlhf.flows.report.advice import run_warnings
+from rlhf.flows.report.charts import Chart, round_charts, step_charts
+from rlhf.flows.report.decisions import decision_rows, outcome
+from rlhf.flows.report.episodes import episodes
+from rlhf.flows.report.formats import LABELS, duration, show, visible, when
+from rlhf.flows.report.levels import guess, levels_of, verdict
+from rlhf.flows.report.measures import Series, number, round_series
+from rlhf.flows.report.run_view import RunView, section
+from rlhf.flows.report.samples import round_samples, samples
+from rlhf.stages.store.artifacts import Store
+from rlhf.stages.store.keys import published
 
 TRAINED = {"sft": "SFT", "distill": "Distillation", "preference": "Preference", "reward": "Reward model"}
 """Stages that train on examples, with their titles."""

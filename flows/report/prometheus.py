@@ -12,13 +12,13 @@ from prometheus_client import CollectorRegistry
 from prometheus_client.core import GaugeMetricFamily
 from prometheus_client.registry import Collector
 
-from flows.records import WHOLE, readable_runs, status_of
-from flows.report.formats import seconds_at
-from flows.report.measures import number
-from stages.store import registry
-from stages.store.artifacts import Store
-from stages.store.leases import held_by
-from stages.store.reach import versions
+from rlhf.flows.records import WHOLE, readable_runs, status_of
+from rlhf.flows.report.formats import seconds_at
+from rlhf.flows.report.measures import number
+from rlhf.stages.store import registry
+from rlhf.stages.store.artifacts import Store
+from rlhf.stages.store.leases import held_by
+from rlhf.stages.store.reach import versions
 
 STATES = ("running", "partial", "failed", "interrupted", "killed", *WHOLE)
 """States of runs; each has a sample in every recipe, so that an alert can count from 0."""

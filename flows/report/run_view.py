@@ -9,12 +9,12 @@ from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
-from flows.report.formats import LABELS, seconds_at
-from stages.store.artifacts import Artifact, ArtifactError, Store
-from stages.store.keys import SHOWN
+from rlhf.flows.report.formats import LABELS, seconds_at
+from rlhf.stages.store.artifacts import Artifact, ArtifactError, Store
+from rlhf.stages.store.keys import SHOWN
 
 if TYPE_CHECKING:
-    from stages.common.verdicts import Difference
+    from rlhf.stages.common.verdicts import Difference
 
 STATES = {"hit": "cached", "made": "made", "failed": "failed", "running": "unfinished",
           "interrupted": "unfinished", "refused": "refused"}  # fmt: skip
@@ -146,7 +146,7 @@ class RunView:
 
     def differences(self, labels: Sequence[str]) -> dict[str, dict[str, Difference]]:
         """Paired differences of these policies. Raises ArtifactError where an evaluation is not in the store."""
-        from stages.common.verdicts import differences
+        from rlhf.stages.common.verdicts import differences
 
         return differences({label: self.stored(f"evaluate.{label}") for label in labels})
 
@@ -186,9 +186,9 @@ class RunView:
 
     def _inputs(self) -> dict[str, list[str]]:
         """Inputs of each node, from the recipe; none are known where the recipe is of another version."""
-        from flows.graph.build import build
-        from flows.graph.standing import recorded
-        from flows.recipe.model import Recipe
+        from rlhf.flows.graph.build import build
+        from rlhf.flows.graph.standing import recorded
+        from rlhf.flows.recipe.model import Recipe
 
         try:
             values = json.dumps(self.record["recipe"])

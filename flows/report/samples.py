@@ -6,7 +6,7 @@ import dataclasses
 from collections.abc import Sequence
 from typing import Any
 
-from flows.report.run_view import RunView
+from rlhf.flows.report.run_view import RunView
 
 SAMPLES = 12
 """Problems shown."""

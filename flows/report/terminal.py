@@ -11,7 +11,7 @@ from typing import Any
 from rich.console import Console, ConsoleOptions
 from rich.segment import Segment
 
-from tuning.names import plain
+from rlhf.tuning.names import plain
 
 
 def log_width() -> int | None:

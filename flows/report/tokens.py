@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
-from flows.report.run_view import RunView
+from rlhf.flows.report.run_view import RunView
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer

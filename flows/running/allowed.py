@@ -1,4 +1,5 @@
-"""Code and keys that a recipe names, where RLHF_ALLOW_CODE limits them (`tuning.allowed`): refused before a run."""
+"""Code and keys that a recipe names, where RLHF_ALLOW_CODE limits them (`rlhf.tuning.allowed`): refused before a
+run."""
 
 from __future__ import annotations
 
@@ -8,8 +9,8 @@ import shlex
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from flows.recipe.model import Recipe, RecipeError
-from tuning import allowed
+from rlhf.flows.recipe.model import Recipe, RecipeError
+from rlhf.tuning import allowed
 
 FUNCTION = re.compile(r"(?P<gym>gymnasium:)?(?P<module>[A-Za-z_][\w.]*):[A-Za-z_][\w.]*(?(gym)[\w./-]*)")
 """Also MODULE:ID of gymnasium, which imports the module."""

@@ -10,21 +10,21 @@ import sys
 from collections.abc import Collection, Iterator, Mapping
 from typing import Any, NamedTuple
 
-from flows.graph.build import Node, nodes_of
-from flows.graph.keying import Codes, key_parts
-from flows.graph.taken import Records, taken_artifact
-from flows.recipe.model import Recipe, RecipeError
-from flows.running.allowed import check_allowed
-from flows.running.crew import check_workers
-from stages.base import positions
-from stages.contract import signatures
-from stages.contract.registry import stage
-from stages.contract.sources import built_in_parameters, check_imports, is_own_source
-from stages.score.settings import COMPUTED
-from stages.scorer import Config as ScorerConfig
-from stages.store.artifacts import Artifact, ArtifactError, Store
-from stages.tools.environments import check as check_environment
-from stages.worker.client import StageFailed
+from rlhf.flows.graph.build import Node, nodes_of
+from rlhf.flows.graph.keying import Codes, key_parts
+from rlhf.flows.graph.taken import Records, taken_artifact
+from rlhf.flows.recipe.model import Recipe, RecipeError
+from rlhf.flows.running.allowed import check_allowed
+from rlhf.flows.running.crew import check_workers
+from rlhf.stages.base import positions
+from rlhf.stages.contract import signatures
+from rlhf.stages.contract.registry import stage
+from rlhf.stages.contract.sources import built_in_parameters, check_imports, is_own_source
+from rlhf.stages.score.settings import COMPUTED
+from rlhf.stages.scorer import Config as ScorerConfig
+from rlhf.stages.store.artifacts import Artifact, ArtifactError, Store
+from rlhf.stages.tools.environments import check as check_environment
+from rlhf.stages.worker.client import StageFailed
 
 REWARD_COLUMNS = ("prompts", "completions", "completion_ids", "answer", "metadata")
 """What every reward function is called with, beside the entries of the record's metadata."""
@@ -259,7 +259,7 @@ def try_algorithm(recipe: Recipe) -> None:
     if recipe.rl is None or recipe.rl.update.entry is not None:
         return
     settings = recipe.rl.update.model_dump_json()
-    command = [sys.executable, "-m", "stages.tools.try_algorithm", settings, str(recipe.rl.rollout.completions)]
+    command = [sys.executable, "-m", "rlhf.stages.tools.try_algorithm", settings, str(recipe.rl.rollout.completions)]
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=TRY_SECONDS)
     except subprocess.TimeoutExpired as e:

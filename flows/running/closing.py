@@ -4,18 +4,18 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from flows.records import NOTHING_NEW, PARTIAL, REFUSED, WHOLE
-from flows.report.console import ConsoleReporter, closing_table, difference_lines, level_line
-from flows.report.decisions import decision_lines
-from flows.report.levels import guess
-from flows.report.page import write_report
-from flows.running.session import Session
-from stages.store import trail
-from stages.store.artifacts import Artifact, ArtifactError
-from stages.store.keys import without_userinfo
+from rlhf.flows.records import NOTHING_NEW, PARTIAL, REFUSED, WHOLE
+from rlhf.flows.report.console import ConsoleReporter, closing_table, difference_lines, level_line
+from rlhf.flows.report.decisions import decision_lines
+from rlhf.flows.report.levels import guess
+from rlhf.flows.report.page import write_report
+from rlhf.flows.running.session import Session
+from rlhf.stages.store import trail
+from rlhf.stages.store.artifacts import Artifact, ArtifactError
+from rlhf.stages.store.keys import without_userinfo
 
 if TYPE_CHECKING:
-    from stages.common.verdicts import Difference
+    from rlhf.stages.common.verdicts import Difference
 
 
 def evaluations_of(session: Session) -> dict[str, dict[str, Any]]:
@@ -46,7 +46,7 @@ def status_at_end(session: Session) -> str:
 def data_lines(session: Session) -> list[str]:
     """What the data's preparation warned of, again: at the end of a long run its own line is far above."""
     # Here and not above: the commands that only look do without what reads data.
-    from stages.prepare.card import warnings_of
+    from rlhf.stages.prepare.card import warnings_of
 
     metrics = session.made["prepare"].metrics if "prepare" in session.made else {}
     return [f"! data: {warning}" for warning in warnings_of(metrics)]
@@ -55,7 +55,7 @@ def data_lines(session: Session) -> list[str]:
 def _differences(session: Session) -> dict[str, dict[str, Difference]]:
     """Paired differences of the evaluated policies; none where a table cannot be read."""
     # Here and not above: tables load NumPy and Arrow, which the commands that only look do without.
-    from stages.common.verdicts import differences
+    from rlhf.stages.common.verdicts import differences
 
     try:
         return differences(_evaluated(session))
@@ -107,8 +107,8 @@ def _collect(session: Session) -> None:
     # The run that has just finished is the newest of them.
     kept = retention.model_copy(update={"keep": max(1, retention.keep)})
     # Here and not above: most recipes collect nothing.
-    from flows.keeping import roots_of
-    from stages.store.collect import Limits, collect
+    from rlhf.flows.keeping import roots_of
+    from rlhf.stages.store.collect import Limits, collect
 
     try:
         done = collect(store, lambda: roots_of(store, kept, recipe.name), Limits())

@@ -13,14 +13,14 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from flows.recipe.model import Recipe, RecipeError
-from flows.running.code_package import write_package
-from stages.store.artifacts import Store
-from tuning.allowed import RULES
+from rlhf.flows.recipe.model import Recipe, RecipeError
+from rlhf.flows.running.code_package import write_package
+from rlhf.stages.store.artifacts import Store
+from rlhf.tuning.allowed import RULES
 
 AUTH_MODE = "RAY_AUTH_MODE"
 ADDRESS, RUNTIME_ENV = "RLHF_CLUSTER", "RLHF_CLUSTER_RUNTIME_ENV"
-"""Variables by which workers spread requests over the cluster (`tuning.parallel`)."""
+"""Variables by which workers spread requests over the cluster (`rlhf.tuning.parallel`)."""
 LOOPBACK_NODES = "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"
 LOOPBACK = ("127.0.0.1", "localhost")
 """Names of the one address at which Ray listens on loopback alone: at 127.0.0.2 it listens at all addresses."""

@@ -1,7 +1,7 @@
 """The workers of one role on a Ray cluster: an actor on each of its hosts, and the process group of their workers.
 
-A role holds a placement group with one bundle for each host. Actors (`stages.worker.ray_actor`) are not detached: Ray
-ends them with the process of the run, and their worker processes end with them. An actor or node that is lost is a
+A role holds a placement group with one bundle for each host. Actors (`rlhf.stages.worker.ray_actor`) are not detached:
+Ray ends them with the process of the run, and their worker processes end with them. An actor or node that is lost is a
 worker that died: the stage is tried again, by new actors.
 """
 
@@ -13,15 +13,15 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from flows.recipe.workers import WorkerSettings
-from flows.running.cluster import AUTH_MODE, LOOPBACK, Cluster
-from flows.running.placement import Placement, place
-from stages.worker import host_compat
-from stages.worker.client import RESUMES, StageFailed, WorkerDied, any_time
-from stages.worker.devices import device_kind
-from stages.worker.group import ProcessGroup, log_of_process
-from stages.worker.protocol import Done, Log, Report, Request
-from tuning import multihost
+from rlhf.flows.recipe.workers import WorkerSettings
+from rlhf.flows.running.cluster import AUTH_MODE, LOOPBACK, Cluster
+from rlhf.flows.running.placement import Placement, place
+from rlhf.stages.worker import host_compat
+from rlhf.stages.worker.client import RESUMES, StageFailed, WorkerDied, any_time
+from rlhf.stages.worker.devices import device_kind
+from rlhf.stages.worker.group import ProcessGroup, log_of_process
+from rlhf.stages.worker.protocol import Done, Log, Report, Request
+from rlhf.tuning import multihost
 
 WAIT_SECONDS = 1.0
 STOP_SECONDS = 8.0
@@ -207,7 +207,7 @@ class RoleWorkers(ProcessGroup):
         import ray
         from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-        from stages.worker.ray_actor import HostWorker
+        from rlhf.stages.worker.ray_actor import HostWorker
 
         host_worker = ray.remote(HostWorker)
         return [

@@ -8,9 +8,9 @@ import zipfile
 from collections.abc import Iterator
 from pathlib import Path
 
-from stages.worker.interpreter import PROJECT
+from rlhf.stages.worker.interpreter import PROJECT
 
-PACKAGES = ("stages", "tuning")
+PACKAGES = ("rlhf/stages", "rlhf/tuning")
 LARGEST = 64 << 20
 """Bytes of source beyond which something other than code lies in the current folder."""
 
@@ -48,7 +48,7 @@ def _user_files(folder: Path) -> Iterator[Path]:
         name = entry.stem if entry.suffix == ".py" else entry.name
         if (
             not name.isidentifier()
-            or name in PACKAGES
+            or name == "rlhf"
             or name in sys.stdlib_module_names
             or (entry / "pyvenv.cfg").exists()
         ):

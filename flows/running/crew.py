@@ -8,17 +8,17 @@ from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
 from typing import Any, Protocol
 
-from flows.graph.build import Node
-from flows.recipe.model import Recipe, RecipeError
-from flows.recipe.workers import Workers
-from flows.running.cluster import Cluster
-from flows.running.cluster_role import RoleWorkers
-from flows.running.turns import Turn
-from stages.contract.registry import stage
-from stages.worker.client import Worker
-from stages.worker.devices import confined, device_kind
-from stages.worker.group import local_group
-from stages.worker.protocol import Log, Report, Request
+from rlhf.flows.graph.build import Node
+from rlhf.flows.recipe.model import Recipe, RecipeError
+from rlhf.flows.recipe.workers import Workers
+from rlhf.flows.running.cluster import Cluster
+from rlhf.flows.running.cluster_role import RoleWorkers
+from rlhf.flows.running.turns import Turn
+from rlhf.stages.contract.registry import stage
+from rlhf.stages.worker.client import Worker
+from rlhf.stages.worker.devices import confined, device_kind
+from rlhf.stages.worker.group import local_group
+from rlhf.stages.worker.protocol import Log, Report, Request
 
 POLICY = "policy"
 """The input that is the policy which a stage samples from, trains or exports."""
@@ -27,7 +27,7 @@ ONLY = ""
 
 
 class Maker(Protocol):
-    """A worker of this host (`stages.worker.client.Worker`), or the workers of a role on a cluster."""
+    """A worker of this host (`rlhf.stages.worker.client.Worker`), or the workers of a role on a cluster."""
 
     log: Path
     starts: int

@@ -10,10 +10,10 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from flows.graph.build import Node, build
-from flows.recipe.model import Recipe, RecipeError
-from flows.recipe.reading import checked, with_sets
-from stages.update.settings import Config as UpdateConfig
+from rlhf.flows.graph.build import Node, build
+from rlhf.flows.recipe.model import Recipe, RecipeError
+from rlhf.flows.recipe.reading import checked, with_sets
+from rlhf.stages.update.settings import Config as UpdateConfig
 
 FOLLOWS = ("temperature", "environment_weight")
 """Settings of the update that follow from others, and have to agree with them."""

@@ -12,15 +12,15 @@ from collections import defaultdict, deque
 from collections.abc import Collection, Iterator, Mapping
 from typing import Any
 
-from flows.graph.build import TOKENIZER, Node
-from flows.graph.keying import key_of, key_parts
-from flows.graph.standing import Held, standing_of
-from flows.records import refusal_of
-from flows.running.checks import check_columns
-from flows.running.session import Session
-from stages.gate.decide import NOTHING_NEW, PROMOTED, REFUSED
-from stages.store import registry
-from stages.store.artifacts import Artifact, ArtifactError
+from rlhf.flows.graph.build import TOKENIZER, Node
+from rlhf.flows.graph.keying import key_of, key_parts
+from rlhf.flows.graph.standing import Held, standing_of
+from rlhf.flows.records import refusal_of
+from rlhf.flows.running.checks import check_columns
+from rlhf.flows.running.session import Session
+from rlhf.stages.gate.decide import NOTHING_NEW, PROMOTED, REFUSED
+from rlhf.stages.store import registry
+from rlhf.stages.store.artifacts import Artifact, ArtifactError
 
 DECISIONS = 5
 """How often a run decides where others move the name meanwhile."""

@@ -6,7 +6,7 @@ import dataclasses
 import datetime
 import time
 
-from flows.report.formats import duration, when
+from rlhf.flows.report.formats import duration, when
 
 
 class RunTooLong(RuntimeError):

@@ -10,14 +10,14 @@ from typing import Any
 
 from coolname import generate_slug
 
-from flows.recipe.model import Recipe, RecipeError
-from flows.recipe.places import merge
-from flows.records import SILENT_MINUTES, WHOLE, status_of
-from stages.store import runs
-from stages.store.artifacts import ArtifactError, Store
-from stages.store.keys import differences, published
-from stages.store.leases import is_gone
-from tuning.retries import retried
+from rlhf.flows.recipe.model import Recipe, RecipeError
+from rlhf.flows.recipe.places import merge
+from rlhf.flows.records import SILENT_MINUTES, WHOLE, status_of
+from rlhf.stages.store import runs
+from rlhf.stages.store.artifacts import ArtifactError, Store
+from rlhf.stages.store.keys import differences, published
+from rlhf.stages.store.leases import is_gone
+from rlhf.tuning.retries import retried
 
 # The address of a store may have changed; retries, time limits, which worker makes what and what is collected later
 # decide nothing of what a run makes; what is computed on another kind of device has another key.

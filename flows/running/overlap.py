@@ -10,9 +10,9 @@ import functools
 import queue
 from collections.abc import Callable, Collection
 
-from flows.graph.build import Node
-from flows.running.gating import Agenda, agendas
-from flows.running.session import Session
+from rlhf.flows.graph.build import Node
+from rlhf.flows.running.gating import Agenda, agendas
+from rlhf.flows.running.session import Session
 
 LOOK_SECONDS = 1.0
 """Between two looks, however quiet it is."""
@@ -23,7 +23,7 @@ another thread; what to call may be called there."""
 
 
 def run_overlapped(session: Session, chosen: Collection[str] | None, begin: Begin) -> None:
-    """Makes the nodes (`flows.running.gating.stages_of`), as many beside each other as there are workers.
+    """Makes the nodes (`rlhf.flows.running.gating.stages_of`), as many beside each other as there are workers.
 
     After an error nothing more is begun; what is at work may finish, and the first error is raised. What is raised in
     this thread, as Ctrl-C is, ends what is at work within seconds.

@@ -9,8 +9,8 @@ import time
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from flows.recipe.workers import WorkerSettings
-from stages.worker.client import StageFailed
+from rlhf.flows.recipe.workers import WorkerSettings
+from rlhf.stages.worker.client import StageFailed
 
 LOOK_SECONDS = 1.0
 REPORT_SECONDS = 60.0

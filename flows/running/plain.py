@@ -5,14 +5,14 @@ from __future__ import annotations
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 
-from flows.graph.build import Node
-from flows.graph.standing import Standing
-from flows.recipe.model import Recipe
-from flows.report.console import ConsoleReporter
-from flows.running.closing import close, status_after, status_at_end, summary
-from flows.running.gating import stages_of
-from flows.running.overlap import run_overlapped
-from flows.running.session import Session
+from rlhf.flows.graph.build import Node
+from rlhf.flows.graph.standing import Standing
+from rlhf.flows.recipe.model import Recipe
+from rlhf.flows.report.console import ConsoleReporter
+from rlhf.flows.running.closing import close, status_after, status_at_end, summary
+from rlhf.flows.running.gating import stages_of
+from rlhf.flows.running.overlap import run_overlapped
+from rlhf.flows.running.session import Session
 
 
 def run_plain(

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from flows.recipe.model import RL, Recipe, RecipeError
-from flows.running.checks import check_columns, unanswered
-from stages.prepare.preview import faults
+from rlhf.flows.recipe.model import RL, Recipe, RecipeError
+from rlhf.flows.running.checks import check_columns, unanswered
+from rlhf.stages.prepare.preview import faults
 
 
 def of_recipe(recipe: Recipe) -> list[str]:

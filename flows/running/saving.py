@@ -9,11 +9,11 @@ import time
 import weakref
 from typing import Any
 
-from stages.store.artifacts import Store
-from stages.store.runs import Recorder
+from rlhf.stages.store.artifacts import Store
+from rlhf.stages.store.runs import Recorder
 
 SAVE_SECONDS = 2.0
-"""A record with something new is written within this time; a collection waits longer (`stages.store.collect`)."""
+"""A record with something new is written within this time; a collection waits longer (`rlhf.stages.store.collect`)."""
 SIGN_SECONDS = 60.0
 """A record without anything new is written this often: other hosts see by it that the run is alive."""
 

@@ -1,6 +1,6 @@
 """One run: derives the key of each node, asks the store, sends misses to the worker, keeps the record.
 
-The Prefect flow (`flows.pipeline`) and the plain runner both drive it.
+The Prefect flow (`rlhf.flows.pipeline`) and the plain runner both drive it.
 """
 
 from __future__ import annotations
@@ -14,30 +14,30 @@ from contextlib import nullcontext, suppress
 from functools import partial
 from typing import Any, Protocol
 
-from flows.graph.build import Node, build, in_order, with_inputs
-from flows.graph.keying import key_of
-from flows.graph.standing import Standing, promoted_by, standing_of
-from flows.graph.taken import Records, check_point, taken_artifact
-from flows.recipe.model import Recipe
-from flows.records import log_of
-from flows.running.checks import as_it_is
-from flows.running.crew import Crew, read_elsewhere
-from flows.running.limits import RunLimit
-from flows.running.naming import before, entries_of, free_name
-from flows.running.remarks import of_data
-from flows.running.saving import Saver, now
-from flows.running.whole import Whole
-from stages.common import handed
-from stages.contract.kept import keep
-from stages.store import runs
-from stages.store.artifacts import Artifact, Store
-from stages.store.disk import disk_fault
-from stages.store.keys import published, without_userinfo
-from stages.store.leases import held, lease, release_dead, this_process
-from stages.store.room import keep_room, with_room
-from stages.store.work import WorkFolder
-from stages.worker.client import CodeChanged, StageFailed, WorkerDied
-from stages.worker.protocol import Heartbeat, Log, Progress, Report, Request
+from rlhf.flows.graph.build import Node, build, in_order, with_inputs
+from rlhf.flows.graph.keying import key_of
+from rlhf.flows.graph.standing import Standing, promoted_by, standing_of
+from rlhf.flows.graph.taken import Records, check_point, taken_artifact
+from rlhf.flows.recipe.model import Recipe
+from rlhf.flows.records import log_of
+from rlhf.flows.running.checks import as_it_is
+from rlhf.flows.running.crew import Crew, read_elsewhere
+from rlhf.flows.running.limits import RunLimit
+from rlhf.flows.running.naming import before, entries_of, free_name
+from rlhf.flows.running.remarks import of_data
+from rlhf.flows.running.saving import Saver, now
+from rlhf.flows.running.whole import Whole
+from rlhf.stages.common import handed
+from rlhf.stages.contract.kept import keep
+from rlhf.stages.store import runs
+from rlhf.stages.store.artifacts import Artifact, Store
+from rlhf.stages.store.disk import disk_fault
+from rlhf.stages.store.keys import published, without_userinfo
+from rlhf.stages.store.leases import held, lease, release_dead, this_process
+from rlhf.stages.store.room import keep_room, with_room
+from rlhf.stages.store.work import WorkFolder
+from rlhf.stages.worker.client import CodeChanged, StageFailed, WorkerDied
+from rlhf.stages.worker.protocol import Heartbeat, Log, Progress, Report, Request
 
 EDITS = 3
 """How often a stage is made again because its code was edited while it ran."""

@@ -6,8 +6,8 @@ import threading
 from collections import defaultdict
 from collections.abc import Callable, Mapping
 
-from stages.store.artifacts import Artifact, ArtifactError, Store
-from stages.store.damage import set_aside
+from rlhf.stages.store.artifacts import Artifact, ArtifactError, Store
+from rlhf.stages.store.damage import set_aside
 
 
 class Whole:

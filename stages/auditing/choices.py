@@ -5,9 +5,9 @@ from __future__ import annotations
 import json
 from typing import Any
 
-from stages.auditing.laws import Finding, Law
-from stages.auditing.run import AuditedRun
-from stages.store.artifacts import NOT_CONTENT, Artifact
+from rlhf.stages.auditing.laws import Finding, Law
+from rlhf.stages.auditing.run import AuditedRun
+from rlhf.stages.store.artifacts import NOT_CONTENT, Artifact
 
 POLICY, EVALUATION = "candidate_", "evaluation_"
 """Roles of a choice, with the number of the round behind."""

@@ -7,9 +7,9 @@ import math
 from collections import Counter
 from collections.abc import Iterable, Sequence
 
-from stages.auditing.laws import Finding, Law, close
-from stages.auditing.run import Evaluated
-from tuning.rows import VerdictRow
+from rlhf.stages.auditing.laws import Finding, Law, close
+from rlhf.stages.auditing.run import Evaluated
+from rlhf.tuning.rows import VerdictRow
 
 ROUNDING = 1e-6
 """Scores are stored as float32."""

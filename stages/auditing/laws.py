@@ -15,10 +15,10 @@ import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
-from stages.auditing.played import played
-from stages.auditing.run import AuditedRun, Tables
-from stages.store.artifacts import Store
-from tuning.rows import OtherColumns
+from rlhf.stages.auditing.played import played
+from rlhf.stages.auditing.run import AuditedRun, Tables
+from rlhf.stages.store.artifacts import Store
+from rlhf.tuning.rows import OtherColumns
 
 SHOWN = 3
 """Broken cases that a line shows."""
@@ -88,7 +88,17 @@ OVER: dict[str, Callable[[AuditedRun], Iterable[AuditedRun | Tables]]] = {
 
 def all_laws() -> list[Law]:
     """Every law, in the order in which data flows."""
-    from stages.auditing import choices, evaluations, lineage, prompts, replay, rounds, scores, trajectories, updates
+    from rlhf.stages.auditing import (
+        choices,
+        evaluations,
+        lineage,
+        prompts,
+        replay,
+        rounds,
+        scores,
+        trajectories,
+        updates,
+    )
 
     modules = (lineage, prompts, rounds, trajectories, scores, updates, choices, evaluations, replay)
     return [law for module in modules for law in module.LAWS]

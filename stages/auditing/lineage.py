@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from stages.auditing.laws import Finding, Law
-from stages.auditing.run import AuditedRun
-from stages.store.artifacts import content_digest
+from rlhf.stages.auditing.laws import Finding, Law
+from rlhf.stages.auditing.run import AuditedRun
+from rlhf.stages.store.artifacts import content_digest
 
 
 def is_there(run: AuditedRun, finding: Finding) -> None:

@@ -7,12 +7,12 @@ import functools
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from stages.auditing.run import AuditedRun, Round, Tables, is_played
-from stages.common.tables import read_table
-from stages.store.artifacts import Artifact
-from tuning.agents.contract import WITHOUT_REWARD
-from tuning.agents.rows import TrajectoryRow, TurnRow
-from tuning.rows import CompletionRow, ScoreRow
+from rlhf.stages.auditing.run import AuditedRun, Round, Tables, is_played
+from rlhf.stages.common.tables import read_table
+from rlhf.stages.store.artifacts import Artifact
+from rlhf.tuning.agents.contract import WITHOUT_REWARD
+from rlhf.tuning.agents.rows import TrajectoryRow, TurnRow
+from rlhf.tuning.rows import CompletionRow, ScoreRow
 
 Name = tuple[int, int]
 """Place and sample of an episode."""

@@ -10,14 +10,14 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from stages.auditing.laws import Finding, Law
-from stages.auditing.run import AuditedRun, Round, is_played, tokens_digest
-from stages.common.tables import read_table, table_paths
-from stages.common.trained import read_names, rows_of, was_seen
-from stages.store.artifacts import Artifact
-from tuning.columns import list_rows
-from tuning.rows import PROMPT_GROUP, CompletionRow
-from tuning.texts import normal
+from rlhf.stages.auditing.laws import Finding, Law
+from rlhf.stages.auditing.run import AuditedRun, Round, is_played, tokens_digest
+from rlhf.stages.common.tables import read_table, table_paths
+from rlhf.stages.common.trained import read_names, rows_of, was_seen
+from rlhf.stages.store.artifacts import Artifact
+from rlhf.tuning.columns import list_rows
+from rlhf.tuning.rows import PROMPT_GROUP, CompletionRow
+from rlhf.tuning.texts import normal
 
 HELD_OUT = ("heldout", "heldout_preference", "heldout_sft", "heldout_labelled")
 

@@ -7,13 +7,13 @@ import os
 import tempfile
 from pathlib import Path
 
-from stages.auditing.laws import Finding, Law
-from stages.auditing.run import AuditedRun
-from stages.contract.fingerprint import library_versions, reached
-from stages.contract.registry import stage
-from stages.store.artifacts import MANIFEST, Artifact, Store
-from stages.worker.client import CodeChanged, StageFailed, Worker
-from stages.worker.protocol import Request
+from rlhf.stages.auditing.laws import Finding, Law
+from rlhf.stages.auditing.run import AuditedRun
+from rlhf.stages.contract.fingerprint import library_versions, reached
+from rlhf.stages.contract.registry import stage
+from rlhf.stages.store.artifacts import MANIFEST, Artifact, Store
+from rlhf.stages.worker.client import CodeChanged, StageFailed, Worker
+from rlhf.stages.worker.protocol import Request
 
 
 def replayed(run: AuditedRun, finding: Finding) -> None:

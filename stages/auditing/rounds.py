@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from stages.auditing.laws import Finding, Law
-from stages.auditing.run import ROUND, AuditedRun, Round
-from stages.store.artifacts import Artifact
+from rlhf.stages.auditing.laws import Finding, Law
+from rlhf.stages.auditing.run import ROUND, AuditedRun, Round
+from rlhf.stages.store.artifacts import Artifact
 
 
 def made_of_own(run: AuditedRun, finding: Finding) -> None:

@@ -13,10 +13,10 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 
-from stages.common.tables import batches, read_table
-from stages.store.artifacts import Artifact, Store
-from tuning.columns import list_rows
-from tuning.rows import CompletionRow, FateRow, RefusedRow, ScoreRow, VerdictRow
+from rlhf.stages.common.tables import batches, read_table
+from rlhf.stages.store.artifacts import Artifact, Store
+from rlhf.tuning.columns import list_rows
+from rlhf.tuning.rows import CompletionRow, FateRow, RefusedRow, ScoreRow, VerdictRow
 
 ROUND = re.compile(r"round-(\d+)\.(.+)")
 

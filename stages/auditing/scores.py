@@ -12,10 +12,10 @@ from typing import Any
 
 import numpy as np
 
-from stages.auditing.laws import Finding, Law, close
-from stages.auditing.run import Round, Sampled
-from stages.sampling.played import episodes_of, sample_of
-from tuning.rows import CompletionRow, ScoreRow
+from rlhf.stages.auditing.laws import Finding, Law, close
+from rlhf.stages.auditing.run import Round, Sampled
+from rlhf.stages.sampling.played import episodes_of, sample_of
+from rlhf.tuning.rows import CompletionRow, ScoreRow
 
 RTOL, ATOL = 1e-4, 1e-5
 """Rewards and totals are stored as float32, and the normalised ones are computed in it."""
@@ -118,8 +118,8 @@ def called_again(round_: Round, finding: Finding) -> None:
 
 
 def _called(sampled: Sampled, finding: Finding) -> None:
-    from stages.contract.registry import stage
-    from tuning.rewards.failures import Outage
+    from rlhf.stages.contract.registry import stage
+    from rlhf.tuning.rewards.failures import Outage
 
     assert sampled.scores is not None
     definition, then = stage("score"), sampled.scores.manifest["key_parts"]["sources"]
@@ -148,8 +148,8 @@ def _called(sampled: Sampled, finding: Finding) -> None:
 
 def _values(sampled: Sampled, reward: Mapping[str, Any], rows: Sequence[CompletionRow]) -> list[float | None]:
     """A reward of some completions, computed anew. Raises Outage."""
-    from tuning.rewards.processes import evaluate
-    from tuning.rewards.totals import Part, shaped
+    from rlhf.tuning.rewards.processes import evaluate
+    from rlhf.tuning.rewards.totals import Part, shaped
 
     # Functions get the conversation of an episode.
     episodes = episodes_of(sampled.rollouts)

@@ -10,11 +10,11 @@ import math
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, get_args
 
-from stages.auditing.laws import Finding, Law, close
-from stages.auditing.played import Played, says_nothing
-from tuning.agents.contract import Status
-from tuning.agents.rows import TrajectoryRow, TurnRow
-from tuning.rows import CompletionRow
+from rlhf.stages.auditing.laws import Finding, Law, close
+from rlhf.stages.auditing.played import Played, says_nothing
+from rlhf.tuning.agents.contract import Status
+from rlhf.tuning.agents.rows import TrajectoryRow, TurnRow
+from rlhf.tuning.rows import CompletionRow
 
 ROUNDING = 1e-5
 """Rewards are stored as float32: what their sum may be off, as a share of the sum of their sizes, and at least."""

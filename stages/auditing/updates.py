@@ -12,9 +12,9 @@ from typing import Any
 
 import numpy as np
 
-from stages.auditing.laws import Finding, Law
-from stages.auditing.run import AuditedRun, Round
-from stages.auditing.scores import EPS, ROUNDING
+from rlhf.stages.auditing.laws import Finding, Law
+from rlhf.stages.auditing.run import AuditedRun, Round
+from rlhf.stages.auditing.scores import EPS, ROUNDING
 
 LEAST_SPREAD = 1e-6
 """Rewards of a group that differ by less tie."""

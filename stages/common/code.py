@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-from stages.contract.definition import Context
+from rlhf.stages.contract.definition import Context
 
 RUNS_CODE = "code_passes"
 """The built-in function that runs the code of completions."""
@@ -15,7 +15,7 @@ def code_can_reach(ctx: Context, functions: Iterable[str]) -> dict[str, Any]:
     """What of this machine that code can reach, as a metric and a warning in the log; empty where none is run."""
     if RUNS_CODE not in functions:
         return {}
-    from tuning.rewards.sandbox import gaps
+    from rlhf.tuning.rewards.sandbox import gaps
 
     found = list(gaps())
     if found:
@@ -29,7 +29,7 @@ def code_can_reach(ctx: Context, functions: Iterable[str]) -> dict[str, Any]:
 
 def suspect_code(functions: Sequence[str], values: Sequence[Sequence[float | None]], texts: Sequence[str]) -> int:
     """How many completions that `code_passes` rewards have code that may deceive a test; `values` by function."""
-    from tuning.rewards.sandbox import may_deceive
+    from rlhf.tuning.rewards.sandbox import may_deceive
 
     tested = [column for function, column in zip(functions, values, strict=True) if function == RUNS_CODE]
     return sum(any(row) and may_deceive(text) for *row, text in zip(*tested, texts, strict=True))

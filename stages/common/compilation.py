@@ -26,7 +26,7 @@ def use_precision(config: Any, memory: dict[str, Any]) -> None:
 
     If that changes the type of weights, `memory` is emptied, because it holds the other type.
     """
-    from tuning import precision
+    from rlhf.tuning import precision
 
     compute = getattr(config, "compute", None)
     before = precision.real()

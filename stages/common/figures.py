@@ -7,7 +7,7 @@ import re
 from collections.abc import Sequence
 from typing import Any
 
-from tuning.rows import CompletionRow, VerdictRow
+from rlhf.tuning.rows import CompletionRow, VerdictRow
 
 READ = ("place", "sample", "token_ids", "stop")
 """What they need of a completion."""
@@ -40,7 +40,7 @@ def figures(
     judges: their names in the verdicts, the one that decides first. samples: of each problem. rows and verdicts: those
     of the same problems, of at least one.
     """
-    from tuning.evaluation.verdicts import judged, score_of, summary
+    from rlhf.tuning.evaluation.verdicts import judged, score_of, summary
 
     by_judge: dict[str, list[VerdictRow]] = {name: [] for name in judges}
     for verdict in verdicts:

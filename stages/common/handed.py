@@ -14,17 +14,17 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from stages.store import disk, transfers
-from stages.store.artifacts import Artifact, Store
-from stages.store.manifests import sums_of
-from stages.store.residue import READERS
-from stages.store.work import is_chunk
-from tuning import multihost
+from rlhf.stages.store import disk, transfers
+from rlhf.stages.store.artifacts import Artifact, Store
+from rlhf.stages.store.manifests import sums_of
+from rlhf.stages.store.residue import READERS
+from rlhf.stages.store.work import is_chunk
+from rlhf.tuning import multihost
 
 if TYPE_CHECKING:
     from jax.sharding import Mesh
 
-    from tuning.models.config import DecoderConfig
+    from rlhf.tuning.models.config import DecoderConfig
 
 FOLDER, COMPLETE = "handed", "complete.json"
 """In the store, and in the folder of a policy: written last, with the checksums of its files."""
@@ -57,9 +57,9 @@ def _remove(store: Store, digest: str) -> None:
 
 def hand_over(artifact: Artifact, config: DecoderConfig, params: Any) -> None:
     """Leaves the policy of an artifact that stores none for other workers; every process of a group calls this."""
-    from tuning import precision
-    from tuning.models.huggingface import write_config
-    from tuning.training.checkpoint import save_tree
+    from rlhf.tuning import precision
+    from rlhf.tuning.models.huggingface import write_config
+    from rlhf.tuning.training.checkpoint import save_tree
 
     store, parts = artifact.store, (FOLDER, artifact.digest)
     if multihost.from_primary(lambda: store.read_json(*parts, COMPLETE) is not None):
@@ -76,8 +76,8 @@ def hand_over(artifact: Artifact, config: DecoderConfig, params: Any) -> None:
 
 def taken(artifact: Artifact, mesh: Mesh | None) -> tuple[DecoderConfig, Any] | None:
     """The policy of an artifact that another worker has left; None if there is none, or it is another one."""
-    from tuning import precision
-    from tuning.models.identity import fingerprint
+    from rlhf.tuning import precision
+    from rlhf.tuning.models.identity import fingerprint
 
     store, wanted = artifact.store, json.loads(artifact.local("policy.json").read_bytes())["fingerprint"]
     sums = multihost.from_primary(lambda: _complete(store, artifact.digest))
@@ -110,10 +110,10 @@ def _complete(store: Store, digest: str) -> dict[str, str] | None:
 
 def _loaded(store: Store, digest: str, sums: dict[str, str], folder: Path, mesh: Mesh | None) -> tuple[Any, Any]:
     """The policy on this mesh. Raises the errors of the store, OSError for a damaged file, and those of `load_tree`."""
-    from tuning.mesh import laid_out
-    from tuning.models.decoder import abstract_decoder
-    from tuning.models.huggingface import read_config
-    from tuning.training.checkpoint import load_tree
+    from rlhf.tuning.mesh import laid_out
+    from rlhf.tuning.models.decoder import abstract_decoder
+    from rlhf.tuning.models.huggingface import read_config
+    from rlhf.tuning.training.checkpoint import load_tree
 
     def one(name: str) -> None:
         (folder / name).parent.mkdir(parents=True, exist_ok=True)

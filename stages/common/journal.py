@@ -16,10 +16,10 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 from urllib.parse import quote
 
-from stages.common.checked_lines import read_lines, write_line
-from stages.contract.definition import Context
-from tuning.rewards.samples import Outcome, Sample
-from tuning.rows import CompletionRow
+from rlhf.stages.common.checked_lines import read_lines, write_line
+from rlhf.stages.contract.definition import Context
+from rlhf.tuning.rewards.samples import Outcome, Sample
+from rlhf.tuning.rows import CompletionRow
 
 TELL_SECONDS = 600.0
 """Seconds between reports of slow calls: a silent stage counts as hung (`limits.stall_seconds`)."""
@@ -89,9 +89,9 @@ def journaled(
 ) -> dict[int, Outcome]:
     """Outcomes of `function` by number of the row, for calls on some rows each; those in the journal are not made.
 
-    limits: as in `tuning.rewards.processes.attempt`, whose outages are among the outcomes and not in the journal.
+    limits: as in `rlhf.tuning.rewards.processes.attempt`, whose outages are among the outcomes and not in the journal.
     """
-    from tuning.rewards.processes import attempt
+    from rlhf.tuning.rewards.processes import attempt
 
     known = {tuple(call): journal.get([rows[i] for i in call]) for call in calls}
     found = {i: o for call, kept in known.items() if kept is not None for i, o in zip(call, kept, strict=True)}

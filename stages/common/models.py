@@ -8,17 +8,17 @@ import math
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, Literal
 
-from stages.common import handed
-from stages.contract.definition import Context
-from stages.contract.registry import stage
-from stages.store.artifacts import Artifact
+from rlhf.stages.common import handed
+from rlhf.stages.contract.definition import Context
+from rlhf.stages.contract.registry import stage
+from rlhf.stages.store.artifacts import Artifact
 
 if TYPE_CHECKING:
     from jax.sharding import Mesh
 
-    from tuning.device import Device
-    from tuning.models.config import DecoderConfig
-    from tuning.rollout.engine.pool import Limits
+    from rlhf.tuning.device import Device
+    from rlhf.tuning.models.config import DecoderConfig
+    from rlhf.tuning.rollout.engine.pool import Limits
 
 MEMORY_SHARE = 0.35
 """Share of the device's memory for values that are kept between stages."""
@@ -34,7 +34,7 @@ def remember(ctx: Context, name: str, value: Any) -> Any:
     What stays, however large: the value itself, since the stage needs it, and the policy and trainer of the newest
     update (`held`), which could only be had again by training once more.
     """
-    from tuning.device import memory_bytes
+    from rlhf.tuning.device import memory_bytes
 
     # Popped and set again, it is the last: the order of insertion is that of use.
     ctx.memory.pop(name, None)
@@ -57,7 +57,7 @@ def bytes_by_device(tree: Any) -> dict[Any, int]:
     """Bytes of a tree's arrays in the memory of each device of this process; one that is there twice counts once."""
     import jax
 
-    from tuning.device import HOST_MEMORY
+    from rlhf.tuning.device import HOST_MEMORY
 
     arrays = {id(leaf): leaf for leaf in jax.tree.leaves(tree) if isinstance(leaf, jax.Array)}
     found: dict[Any, int] = collections.Counter()
@@ -87,8 +87,8 @@ def mesh_of(ctx: Context) -> Mesh | None:
     """
     if ctx.config is None:
         return None
-    from tuning.axes import Axes
-    from tuning.mesh import over_devices
+    from rlhf.tuning.axes import Axes
+    from rlhf.tuning.mesh import over_devices
 
     compute = getattr(ctx.config, "compute", None)
     return over_devices(Axes() if compute is None else compute.mesh)
@@ -97,15 +97,15 @@ def mesh_of(ctx: Context) -> Mesh | None:
 def load_policy(ctx: Context, artifact: Artifact) -> tuple[Any, Any]:
     """(DecoderConfig, parameters) of a base, SFT or update artifact.
 
-    An update without stored weights is one that another worker has handed over (`stages.common.handed`), or is rebuilt
-    from its parents (`restore` of its stage).
+    An update without stored weights is one that another worker has handed over (`rlhf.stages.common.handed`), or is
+    rebuilt from its parents (`restore` of its stage).
     """
     name = f"decoder:{artifact.digest}"
     kept = recall(ctx, name)
     if kept is not None:
         return kept
     if artifact.has("model/"):
-        from tuning.models.huggingface import load_decoder
+        from rlhf.tuning.models.huggingface import load_decoder
 
         return remember(ctx, name, load_decoder(artifact.local("model/"), mesh_of(ctx)))
     if (found := handed.taken(artifact, mesh_of(ctx))) is not None:
@@ -119,7 +119,7 @@ def load_policy(ctx: Context, artifact: Artifact) -> tuple[Any, Any]:
 
 def load_rounded(ctx: Context, artifact: Artifact, kind: str) -> tuple[Any, Any]:
     """As `load_policy`, with kernels rounded to `kind` (`lora.quantize`), as an adapter over them sees them."""
-    from tuning.models.lora import rounded
+    from rlhf.tuning.models.lora import rounded
 
     if kind == "none":
         return load_policy(ctx, artifact)
@@ -136,8 +136,8 @@ def load_frozen(ctx: Context, artifact: Artifact, kind: str = "none") -> tuple[A
 
     A smaller type than that of weights halves the memory, and changes no product: each casts its matrix.
     """
-    from tuning.models.huggingface import load_decoder
-    from tuning.models.tensors import narrowed
+    from rlhf.tuning.models.huggingface import load_decoder
+    from rlhf.tuning.models.tensors import narrowed
 
     dtype = _smaller(ctx)
     if dtype is None:
@@ -156,8 +156,8 @@ def _smaller(ctx: Context) -> str | None:
     """The stage's type of computation where it is smaller than that of weights."""
     import jax.numpy as jnp
 
-    from tuning.device import choose
-    from tuning.precision import real
+    from rlhf.tuning.device import choose
+    from rlhf.tuning.precision import real
 
     dtype = choose(ctx.config.compute.dtype).compute.dtype
     return dtype if jnp.dtype(dtype).itemsize < real().itemsize else None
@@ -165,8 +165,8 @@ def _smaller(ctx: Context) -> str | None:
 
 def load_scorer(ctx: Context, artifact: Artifact, *, frozen: bool = False) -> tuple[Any, Any]:
     """(DecoderConfig, ScalarHead parameters) of a reward artifact; `frozen` as in `load_frozen`."""
-    from tuning.models.huggingface import load_scalar_head
-    from tuning.models.tensors import narrowed
+    from rlhf.tuning.models.huggingface import load_scalar_head
+    from rlhf.tuning.models.tensors import narrowed
 
     dtype = _smaller(ctx) if frozen else None
     name, whole = (f"scorer:{artifact.digest}{end}" for end in ("" if dtype is None else f":{dtype}", ""))
@@ -181,7 +181,7 @@ def load_scorer(ctx: Context, artifact: Artifact, *, frozen: bool = False) -> tu
 
 def save_model(ctx: Context, kind: Literal["decoder", "scorer"], config: DecoderConfig, params: Any) -> None:
     """Writes a trained model below `model/`, and keeps it in the worker's memory for the next stage."""
-    from tuning.models.huggingface import save_decoder
+    from rlhf.tuning.models.huggingface import save_decoder
 
     save_decoder(ctx.out / "model", config, params, token_ids(ctx.inputs["tokenizer"]))
     remember(ctx, f"{kind}:new", (config, params))
@@ -190,7 +190,7 @@ def save_model(ctx: Context, kind: Literal["decoder", "scorer"], config: Decoder
 def limits_of(compute: Any, device: Device, context: int = 0, replicas: int = 1) -> Limits:
     """The size of each engine by settings and device; `context` in tokens, where it is known beforehand."""
     # `compute` has no type: export imports this module, and an edit of training's settings must not change its key.
-    from tuning.rollout.engine.limits import FREE_SHARE, Limits
+    from rlhf.tuning.rollout.engine.limits import FREE_SHARE, Limits
 
     # 0: the device decides. The setting is of all replicas together.
     slots = -(-compute.rollout_rows // replicas) or device.rollout_rows
@@ -205,7 +205,7 @@ def limits_of(compute: Any, device: Device, context: int = 0, replicas: int = 1)
 
 def load_tokenizer(ctx: Context, artifact: Artifact) -> Any:
     """The tokenizer of a base artifact."""
-    from tuning.models.tokenizer import load_tokenizer as load
+    from rlhf.tuning.models.tokenizer import load_tokenizer as load
 
     name = f"tokenizer:{artifact.part_digest(('tokenizer/',))}"
     if name not in ctx.memory:
@@ -226,6 +226,6 @@ def vocabulary(base: Artifact) -> int:
 
 def stop_ids(ctx: Context, base: Artifact) -> tuple[int, ...]:
     """Every id that ends a completion: the generation config's, the tokenizer's and the chat template's (R10, R23)."""
-    from tuning.models.tokenizer import eos_ids
+    from rlhf.tuning.models.tokenizer import eos_ids
 
     return eos_ids(load_tokenizer(ctx, base), token_ids(base))

@@ -11,9 +11,9 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import BaseModel, Field, model_validator
 
-from stages.contract.definition import StageConfig, execution_setting
-from tuning import settings as core
-from tuning.settings import RULE_DEFAULTS, Fraction, Remat
+from rlhf.stages.contract.definition import StageConfig, execution_setting
+from rlhf.tuning import settings as core
+from rlhf.tuning.settings import RULE_DEFAULTS, Fraction, Remat
 
 Dtype = core.Dtype
 """Types of computing."""
@@ -49,7 +49,7 @@ def refuse_unused(
 
 # A model is frozen by its config, which the checker does not see: it takes it for a mutable child of a frozen class.
 class Optimizer(StageConfig, core.OptimizerSettings):  # type: ignore[misc]
-    """An optimizer of `tuning.training.optimizers`, and its schedule."""
+    """An optimizer of `rlhf.tuning.training.optimizers`, and its schedule."""
 
     @model_validator(mode="before")
     @classmethod
@@ -189,7 +189,7 @@ def stored_as(lora: Lora | None) -> Literal["none", "int8", "nf4"]:
 
 
 class Fitted(Trained):
-    """Base of the stages that pass over a table of examples (`stages.training.fit.fit`)."""
+    """Base of the stages that pass over a table of examples (`rlhf.stages.training.fit.fit`)."""
 
     endless: ClassVar[bool] = False
 

@@ -11,10 +11,10 @@ from pathlib import Path, PurePosixPath
 from typing import Any
 from urllib.parse import urlsplit
 
-from stages.store.disk import sha256_file
-from stages.store.keys import digest, without_userinfo
-from tuning import remembered
-from tuning.atomic import whole_folder
+from rlhf.stages.store.disk import sha256_file
+from rlhf.stages.store.keys import digest, without_userinfo
+from rlhf.tuning import remembered
+from rlhf.tuning.atomic import whole_folder
 
 HUB_FILES = [
     "config.json",
@@ -60,7 +60,7 @@ def locate(source: str) -> Path | None:
 def _fetched(url: str) -> Path:
     """The local copy of a file or folder at an fsspec URL, downloaded once for each state (sizes, ETags, times of
     change) that its store names. Raises SourceMissing."""
-    from tuning.data.remote import SourceError, again, filesystem
+    from rlhf.tuning.data.remote import SourceError, again, filesystem
 
     try:
         fs, root = filesystem(url)
@@ -150,7 +150,7 @@ def token_ids_of(folder: Path) -> dict[str, Any]:
 
 def _ids(file: Path, name: str) -> list[int]:
     """The token ids of a field: it has one id, a list of them, or none."""
-    from tuning.models.json_file import json_object
+    from rlhf.tuning.models.json_file import json_object
 
     found = json_object(file).get(name)
     ids = [] if found is None else found if isinstance(found, list) else [found]

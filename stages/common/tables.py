@@ -13,9 +13,9 @@ from typing import Any, Generic, TypeVar
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from stages.contract.definition import Context
-from stages.store.artifacts import Artifact
-from tuning import multihost, rows
+from rlhf.stages.contract.definition import Context
+from rlhf.stages.store.artifacts import Artifact
+from rlhf.tuning import multihost, rows
 
 Item = TypeVar("Item")
 R = TypeVar("R", bound=rows.Row)
@@ -39,7 +39,7 @@ def first_rows(artifact: Artifact, part: str, count: int, columns: Sequence[str]
 
 
 def read_table(artifact: Artifact, part: str, kind: type[R], columns: Collection[str] = ()) -> list[R]:
-    """The rows of the Parquet files below `part`, in file order; arguments as of `tuning.rows.read_table`."""
+    """The rows of the Parquet files below `part`, in file order; arguments as of `rlhf.tuning.rows.read_table`."""
     return rows.read_table(_files(artifact, part), kind, columns)
 
 

@@ -1,7 +1,7 @@
 """What a policy and its ancestors were trained on: names of prompts, found by way of manifests.
 
-A prompt has a name by its text, and one by each of its turns without the system's (`tuning.data.overlap`); a document
-has one by its content. The walk ends at a policy that brings the names of all before it (stage `start`).
+A prompt has a name by its text, and one by each of its turns without the system's (`rlhf.tuning.data.overlap`); a
+document has one by its content. The walk ends at a policy that brings the names of all before it (stage `start`).
 """
 
 from __future__ import annotations
@@ -14,11 +14,11 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from stages.common.tables import batches, table_paths
-from stages.contract.registry import modules, stage
-from stages.store.artifacts import Artifact, ArtifactError
-from tuning.rows import PROMPT_GROUP, write_arrow
-from tuning.texts import normal
+from rlhf.stages.common.tables import batches, table_paths
+from rlhf.stages.contract.registry import modules, stage
+from rlhf.stages.store.artifacts import Artifact, ArtifactError
+from rlhf.tuning.rows import PROMPT_GROUP, write_arrow
+from rlhf.tuning.texts import normal
 
 FOLDER = "trained"
 """The folder of the table of names, in an artifact that has one."""

@@ -5,17 +5,17 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
-from stages.common.tables import read_table
-from stages.store.artifacts import Artifact
-from tuning.rows import VerdictRow
+from rlhf.stages.common.tables import read_table
+from rlhf.stages.store.artifacts import Artifact
+from rlhf.tuning.rows import VerdictRow
 
 if TYPE_CHECKING:
-    from tuning.evaluation.verdicts import Difference, Judged
+    from rlhf.tuning.evaluation.verdicts import Difference, Judged
 
 
 def verdicts_of(evaluation: Artifact) -> Judged:
     """The verdicts of the judge that decides."""
-    from tuning.evaluation.verdicts import judged
+    from rlhf.tuning.evaluation.verdicts import judged
 
     config = evaluation.manifest["config"]
     rows = read_table(evaluation, "verdicts/", VerdictRow)
@@ -27,7 +27,7 @@ def differences(evaluations: Mapping[str, Artifact]) -> dict[str, dict[str, Diff
 
     evaluations: by the policies' names, in the order of their training.
     """
-    from tuning.evaluation.verdicts import difference
+    from rlhf.tuning.evaluation.verdicts import difference
 
     verdicts = {name: verdicts_of(evaluation) for name, evaluation in evaluations.items()}
     names = list(verdicts)

@@ -14,9 +14,9 @@ from typing import Any, Literal, Protocol
 
 from pydantic import BaseModel, ConfigDict, Field
 
-from stages.contract.fingerprint import NUMERIC_LIBRARIES
-from stages.store.artifacts import Artifact
-from stages.store.keys import EXECUTION, without_userinfo
+from rlhf.stages.contract.fingerprint import NUMERIC_LIBRARIES
+from rlhf.stages.store.artifacts import Artifact
+from rlhf.stages.store.keys import EXECUTION, without_userinfo
 
 
 class StageConfig(BaseModel):
@@ -69,12 +69,12 @@ class Context:
     _metrics: Any = dataclasses.field(default=None, init=False, repr=False)
 
     def metrics_line(self, **values: Any) -> None:
-        """Adds a row of metrics (`stages.contract.metrics`); timings are allowed: logs are no content."""
+        """Adds a row of metrics (`rlhf.stages.contract.metrics`); timings are allowed: logs are no content."""
         if not self.is_primary:
             return
         # Opened with the first row: most stages write none, and the logs import TensorBoard.
         if self._metrics is None:
-            from stages.contract.metrics import Metrics
+            from rlhf.stages.contract.metrics import Metrics
 
             self._metrics = Metrics(self.out / "logs", self.name)
         self._metrics.write(values)
@@ -118,7 +118,7 @@ class _Figures(string.Formatter):
 
 
 Work = Literal["data", "train", "sample", "score"]
-"""What a stage does: a recipe may name a worker for each (`flows.recipe.workers`)."""
+"""What a stage does: a recipe may name a worker for each (`rlhf.flows.recipe.workers`)."""
 Processes = Literal["all", "primary"]
 """Which processes of a process group run a stage."""
 Figure = str | Callable[[Mapping[str, Any]], str]
@@ -150,7 +150,7 @@ class Stage:
     """All that the pipeline knows of a stage: each stage's module ends with one, called STAGE.
 
     `run`, `config` and what they import are in the key. The fields from `section` on are not: they place the stage
-    in a run and describe it (`stages.contract.fingerprint.DESCRIPTION`).
+    in a run and describe it (`rlhf.stages.contract.fingerprint.DESCRIPTION`).
     """
 
     name: str

@@ -29,12 +29,12 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from stages.contract import readings
+from rlhf.stages.contract import readings
 
-OWN = ("stages", "tuning")
+OWN = "rlhf"
 
 # Packages of which no module can change a result: they describe, find, store and move it.
-INFRASTRUCTURE = ("stages.contract", "stages.store", "stages.worker")
+INFRASTRUCTURE = ("rlhf.stages.contract", "rlhf.stages.store", "rlhf.stages.worker")
 
 # Versions of libraries that change numbers or bytes.
 NUMERIC_LIBRARIES = (
@@ -48,7 +48,7 @@ NUMERIC_LIBRARIES = (
 # Which artifacts it reads is in the key already, as the digests of its inputs.
 DESCRIPTION = ("section", "title", "reads", "makes", "headline", "samples", "processes", "work", "tidy")
 
-_OWN_NAME = re.compile(rf"({'|'.join(OWN)})(\.\w+)+\.?")
+_OWN_NAME = re.compile(rf"{OWN}(\.\w+)+\.?")
 
 
 @functools.cache
@@ -206,7 +206,7 @@ def find_spec(package: str) -> importlib.machinery.ModuleSpec | None:
 def _source(name: str, folder: Path | None, only: str | None) -> Path | None:
     """The file of an own module; None for another's. `only`: the one package of `folder` that counts."""
     package, *rest = name.split(".")
-    if package in OWN:
+    if package == OWN:
         spec = find_spec(package)
         if spec is None or not spec.submodule_search_locations:
             return None
@@ -222,7 +222,7 @@ def _source(name: str, folder: Path | None, only: str | None) -> Path | None:
     return None
 
 
-DESCRIBED = "tuning.agents.tools."
+DESCRIBED = "rlhf.tuning.agents.tools."
 """Modules of this project whose docstrings the policy reads."""
 
 
@@ -264,9 +264,9 @@ def _parsed(path: str, sources: dict[str, bytes], name: str, is_own: Callable[[s
     """Content, imports and packages of a module, as `_Module` has them."""
     tree = ast.parse(sources[""], filename=path)
     package = name.split(".") if Path(path).name == "__init__.py" else name.split(".")[:-1]
-    neutral = _Neutral(package, is_own, name.split(".")[0] in OWN, described=name.startswith(DESCRIBED))
+    neutral = _Neutral(package, is_own, name.split(".")[0] == OWN, described=name.startswith(DESCRIBED))
     tree = neutral.visit(tree)
-    packages = sorted(neutral.packages - sys.stdlib_module_names - set(OWN))
+    packages = sorted(neutral.packages - sys.stdlib_module_names - {OWN})
     if all(isinstance(s, ast.Pass) for s in tree.body):
         return [None, [], packages]
     text = canonical_tree(tree)

@@ -9,9 +9,9 @@ import contextlib
 from collections.abc import Mapping
 from typing import Any
 
-from stages.contract.signatures import source_file
-from stages.store.artifacts import ArtifactError, Store
-from stages.store.keys import digest
+from rlhf.stages.contract.signatures import source_file
+from rlhf.stages.store.artifacts import ArtifactError, Store
+from rlhf.stages.store.keys import digest
 
 FOLDER = "sources"
 

@@ -7,8 +7,7 @@ import sys
 import traceback
 from pathlib import Path
 
-_PROJECT = Path(__file__).parents[2]
-_OTHERS = (*(str(_PROJECT / name) + os.sep for name in ("stages", "tuning", "flows")), sys.prefix, sys.base_prefix, "<")
+_OTHERS = (str(Path(__file__).parents[2]) + os.sep, sys.prefix, sys.base_prefix, "<")
 
 
 def place_of(error: BaseException) -> str:

@@ -13,8 +13,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from tuning import remembered
-from tuning.atomic import whole_file
+from rlhf.tuning import remembered
+from rlhf.tuning.atomic import whole_file
 
 _lock = threading.Lock()
 _known: dict[str, Any] = {}

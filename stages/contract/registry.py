@@ -6,7 +6,7 @@ import functools
 import importlib
 from pathlib import Path
 
-from stages.contract.definition import Stage
+from rlhf.stages.contract.definition import Stage
 
 _FOLDER = Path(__file__).parents[1]
 
@@ -14,8 +14,8 @@ _FOLDER = Path(__file__).parents[1]
 @functools.cache
 def modules() -> dict[str, str]:
     """The module of each stage by the stage's name. None of them is imported."""
-    files = {p.stem: f"stages.{p.stem}" for p in _FOLDER.glob("*.py") if p.stem != "__init__"}
-    folders = {p.parent.name: f"stages.{p.parent.name}.stage" for p in _FOLDER.glob("*/stage.py")}
+    files = {p.stem: f"rlhf.stages.{p.stem}" for p in _FOLDER.glob("*.py") if p.stem != "__init__"}
+    folders = {p.parent.name: f"rlhf.stages.{p.parent.name}.stage" for p in _FOLDER.glob("*/stage.py")}
     return dict(sorted((files | folders).items()))
 
 

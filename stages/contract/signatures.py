@@ -9,8 +9,8 @@ from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
 from typing import Any
 
-from stages.contract.fingerprint import find_spec
-from tuning.names import nearest
+from rlhf.stages.contract.fingerprint import find_spec
+from rlhf.tuning.names import nearest
 
 MOST_HOPS = 5
 """Modules, and bases of a class, through which a name is followed."""
@@ -40,7 +40,7 @@ class Parameters:
     @property
     def texts(self) -> tuple[str, ...]:
         """The parameters of a reward that get prompts and completions: by name if they are called so, else the first
-        two; of one in verl's form all that verl gives (`tuning.rewards.calls`)."""
+        two; of one in verl's form all that verl gives (`rlhf.tuning.rewards.calls`)."""
         if "solution_str" in self.named:
             return ("data_source", "solution_str", "ground_truth", "extra_info")
         names = ("prompts", "completions")

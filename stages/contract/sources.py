@@ -9,9 +9,9 @@ import json
 import sys
 from pathlib import Path
 
-from stages.contract import signatures
-from stages.contract.fingerprint import OWN, Code, find_spec, library_versions, package_versions, reached
-from tuning.names import closest
+from rlhf.stages.contract import signatures
+from rlhf.stages.contract.fingerprint import OWN, Code, find_spec, library_versions, package_versions, reached
+from rlhf.tuning.names import closest
 
 
 def function_digests(name: str, where: str) -> dict[str, str]:
@@ -20,7 +20,7 @@ def function_digests(name: str, where: str) -> dict[str, str]:
     Empty for a built-in, whose code the stage reaches by import. Raises ValueError, naming `where`,
     for a function that is not there; nothing is executed.
     """
-    from tuning.rewards.functions import BUILT_IN, PACKAGES
+    from rlhf.tuning.rewards.functions import BUILT_IN, PACKAGES
 
     if name in PACKAGES:
         return {f"package:{n}": v for n, v in library_versions(PACKAGES[name]).items()}
@@ -35,14 +35,14 @@ def function_digests(name: str, where: str) -> dict[str, str]:
 
 def built_in_parameters(name: str) -> signatures.Parameters | None:
     """The parameters of a built-in reward function; None for a name that is none."""
-    from tuning.rewards.functions import BUILT_IN
+    from rlhf.tuning.rewards.functions import BUILT_IN
 
     return signatures.of_callable(BUILT_IN[name]) if name in BUILT_IN else None
 
 
 def is_own_source(name: str) -> bool:
     """Whether a data source is the user's `module:function`."""
-    from tuning.data import files, tasks
+    from rlhf.tuning.data import files, tasks
 
     return ":" in name and name not in tasks.BUILTIN and not files.is_files(name)
 
@@ -54,7 +54,7 @@ def user_digests(name: str, where: str) -> dict[str, str]:
     Raises ValueError, naming `where`, for a module that is not there; nothing is executed.
     """
     module, code = name.partition(":")[0], user_code(name, where)
-    theirs = {f"module:{k}": v for k, v in code.modules.items() if k.split(".")[0] not in OWN}
+    theirs = {f"module:{k}": v for k, v in code.modules.items() if k.split(".")[0] != OWN}
     # Modules of this project among them count by content alone: they may move.
     everything = json.dumps([sorted(set(code.modules.values())), code.imports])
     reach = {f"reached from {module}": hashlib.sha256(everything.encode()).hexdigest()[:16]}
@@ -70,7 +70,7 @@ def user_code(name: str, where: str) -> Code:
     # The folder of the top-level package: modules beside it count as the user's.
     name_of_top = module.split(".")[0]
     top = find_spec(name_of_top)
-    taken = {*sys.stdlib_module_names, *OWN, "flows"}
+    taken = {*sys.stdlib_module_names, OWN}
     if (beside := Path(f"{name_of_top}.py").absolute()).is_file() and name_of_top in taken:
         raise ValueError(
             f"{where}: {beside} has the name of a module of Python or of this project; give the file another one"
@@ -120,9 +120,9 @@ def check_imports(module: str, where: str) -> None:
 
 
 def data_digests(source: str, where: str) -> dict[str, str]:
-    """Digests of a source of records: of files and tasks as `tuning.data.tasks` has them, of a user's function by all
-    the code that it reaches; environments likewise. What that function opens by itself is not seen."""
-    from tuning.data import files, tasks
+    """Digests of a source of records: of files and tasks as `rlhf.tuning.data.tasks` has them, of a user's function by
+    all the code that it reaches; environments likewise. What that function opens by itself is not seen."""
+    from rlhf.tuning.data import files, tasks
 
     if source in tasks.PLAYED:
         return {"task": source} | user_digests(tasks.PLAYED[source], where)

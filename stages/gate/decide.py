@@ -7,10 +7,10 @@ import math
 from collections.abc import Iterator, Mapping, Sequence, Set
 from typing import TYPE_CHECKING, Any
 
-from stages.gate.settings import Config, Guard
+from rlhf.stages.gate.settings import Config, Guard
 
 if TYPE_CHECKING:
-    from tuning.evaluation.verdicts import Judged
+    from rlhf.tuning.evaluation.verdicts import Judged
 
 PROMOTED, REFUSED, NOTHING_NEW = "promoted", "refused", "nothing new"
 
@@ -44,8 +44,8 @@ class Compared:
     unscored: int
     """Completions of the policy without a score, which count as the lowest."""
     p: float
-    """The larger of two: of Gaffke's bound on the mean (`tuning.evaluation.margin`), and, where `min_difference` is not
-    below 0, of the test by signs (`tuning.evaluation.permutation`)."""
+    """The larger of two: of Gaffke's bound on the mean (`rlhf.tuning.evaluation.margin`), and, where `min_difference`
+    is not below 0, of the test by signs (`rlhf.tuning.evaluation.permutation`)."""
     level: float
     """The largest p at which the policy counts as better."""
     clusters: int
@@ -78,10 +78,10 @@ def compare(config: Config, before: Judged, after: Judged, excluded: Set[int]) -
 
     excluded: places of problems that are left out. Raises ValueError where the two are of different problems.
     """
-    from tuning.evaluation.margin import above_margin
-    from tuning.evaluation.permutation import sign_flip
-    from tuning.evaluation.statistics import paired_difference, problem_means
-    from tuning.evaluation.verdicts import without_gain
+    from rlhf.tuning.evaluation.margin import above_margin
+    from rlhf.tuning.evaluation.permutation import sign_flip
+    from rlhf.tuning.evaluation.statistics import paired_difference, problem_means
+    from rlhf.tuning.evaluation.verdicts import without_gain
 
     if (before.places, before.groups) != (after.places, after.groups):
         raise ValueError("the two evaluations are of different problems: evaluate both policies on the same data")

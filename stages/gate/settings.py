@@ -6,16 +6,16 @@ from typing import Annotated
 
 from pydantic import Field, model_validator
 
-from stages.contract.definition import StageConfig
+from rlhf.stages.contract.definition import StageConfig
 
 CHAMPION = "champion"
 """How the policy that a name stands for is called among those that a run evaluates."""
 PROMOTE = "promote"
 """`first`: the first policy needs to be better than no other."""
 RESAMPLES = 2000
-"""Of the bootstrap (`tuning.evaluation.statistics`): an interval's end exists only if a tail has one of them."""
+"""Of the bootstrap (`rlhf.tuning.evaluation.statistics`): an interval's end exists only if a tail has one of them."""
 FLIPS = 999_999
-"""The most random choices of signs (`tuning.evaluation.permutation`), which limits how small p can be."""
+"""The most random choices of signs (`rlhf.tuning.evaluation.permutation`), which limits how small p can be."""
 
 Figure = Annotated[float, Field(allow_inf_nan=False)]
 

@@ -12,14 +12,14 @@ import json
 from collections.abc import Mapping, Set
 from typing import Any
 
-from stages.common.tables import read_table
-from stages.common.trained import rows_of, trained_names, was_seen
-from stages.contract.definition import Context, Reads, Stage
-from stages.gate.decide import Compared, checks_of, compare, decision
-from stages.gate.settings import CHAMPION, Config
-from stages.gate.told import Evaluation, told
-from stages.store.artifacts import Artifact
-from tuning.rows import VerdictRow
+from rlhf.stages.common.tables import read_table
+from rlhf.stages.common.trained import rows_of, trained_names, was_seen
+from rlhf.stages.contract.definition import Context, Reads, Stage
+from rlhf.stages.gate.decide import Compared, checks_of, compare, decision
+from rlhf.stages.gate.settings import CHAMPION, Config
+from rlhf.stages.gate.told import Evaluation, told
+from rlhf.stages.store.artifacts import Artifact
+from rlhf.tuning.rows import VerdictRow
 
 NODE = "node_"
 """Prefix of the roles of the run's artifacts, followed by the node's name, for the audit."""
@@ -78,7 +78,7 @@ def _check_alike(before: Artifact, after: Artifact) -> None:
 
 
 def _judged(evaluation: Artifact, metric: str) -> Any:
-    from tuning.evaluation.verdicts import judged
+    from rlhf.tuning.evaluation.verdicts import judged
 
     config = evaluation.manifest["config"]
     judge = config["judge"] if metric == "score" else metric
@@ -88,7 +88,7 @@ def _judged(evaluation: Artifact, metric: str) -> Any:
 
 def _broken_laws(ctx: Context) -> list[str]:
     """The laws of the audit that the run breaks, each with its first case."""
-    from stages.auditing.laws import audit
+    from rlhf.stages.auditing.laws import audit
 
     nodes = {
         name.removeprefix(NODE): {"stage": a.stage, "key": a.key, "digest": a.digest, "state": "made"}

@@ -12,12 +12,12 @@ import dataclasses
 from collections.abc import Iterable, Mapping, Set
 from typing import Any
 
-from stages.common.figures import READ, figures, is_of_verdicts
-from stages.common.tables import read_table
-from stages.gate.decide import Told
-from stages.sampling.played import episodes_of, summary, turns_summary
-from stages.store.artifacts import Artifact
-from tuning.rows import CompletionRow, VerdictRow
+from rlhf.stages.common.figures import READ, figures, is_of_verdicts
+from rlhf.stages.common.tables import read_table
+from rlhf.stages.gate.decide import Told
+from rlhf.stages.sampling.played import episodes_of, summary, turns_summary
+from rlhf.stages.store.artifacts import Artifact
+from rlhf.tuning.rows import CompletionRow, VerdictRow
 
 Problem = tuple[str, int]
 """A judge and a place."""

@@ -9,8 +9,8 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from stages.prepare.settings import Config, DataSource
-from stages.store.keys import published
+from rlhf.stages.prepare.settings import Config, DataSource
+from rlhf.stages.store.keys import published
 
 SAMPLES = 3
 """Rows shown of each output."""
@@ -104,6 +104,6 @@ def _samples(out: Path, output: str) -> list[dict[str, str]]:
 
 def warnings_of(metrics: Mapping[str, Any]) -> list[str]:
     """A sentence for each thing that the metrics of a preparation warn of."""
-    from tuning.data.extracted import warnings
+    from rlhf.tuning.data.extracted import warnings
 
     return warnings(metrics.get("extracted", {}))

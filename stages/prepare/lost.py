@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from stages.prepare.settings import Config
+from rlhf.stages.prepare.settings import Config
 
 if TYPE_CHECKING:
-    from tuning.data.merge import Fates
+    from rlhf.tuning.data.merge import Fates
 
     Receipt = Mapping[str, Any]
 
@@ -45,7 +45,7 @@ def rows_by_source(sources: Sequence[Mapping[str, Any]]) -> list[str]:
 
 def _named(reason: str, config: Config) -> str:
     """A reason, and in brackets the setting that leaves records out for it; not where it may be another one."""
-    from tuning.data.steps import UNWANTED
+    from rlhf.tuning.data.steps import UNWANTED
 
     partly = "sft" in config.splits and config.sft_fraction < 1 and "prompts" not in config.splits
     if reason != UNWANTED:
@@ -63,7 +63,7 @@ def advice(split: str, config: Config, fates: Fates) -> str:
                 f"{count} rows have a {part} of more than data.{name} {getattr(config, name)}; raise it, or set "
                 "data.too_long to truncate."
             )
-    from tuning.data.steps import UNWANTED
+    from rlhf.tuning.data.steps import UNWANTED
 
     # Where records are left, the settings decide which split takes them.
     if not fates.kept and fates.dropped.total() > fates.dropped[UNWANTED]:

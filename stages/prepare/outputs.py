@@ -8,11 +8,11 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from stages.contract.definition import Context
-from stages.prepare.settings import Config
+from rlhf.stages.contract.definition import Context
+from rlhf.stages.prepare.settings import Config
 
 if TYPE_CHECKING:
-    from tuning.data.merge import Fates, Pieces
+    from rlhf.tuning.data.merge import Fates, Pieces
 
 FETCHES = 16
 """Shards of a cluster that are copied at a time."""
@@ -23,8 +23,8 @@ def write_outputs(ctx: Context, pieces: Pieces, fates: Fates) -> dict[str, int]:
 
     Raises FileNotFoundError if a cluster has not written a shard, SourceError if one cannot be read.
     """
-    from tuning.data.flat import write_arrays
-    from tuning.data.gather import outputs_of
+    from rlhf.tuning.data.flat import write_arrays
+    from rlhf.tuning.data.gather import outputs_of
 
     config: Config = ctx.config
     present = outputs_of(pieces.blocks)
@@ -55,14 +55,14 @@ Write = Callable[[tuple[str, int], Path], int]
 
 def _merged(pieces: Pieces, fates: Fates, seed: int | None) -> Write:
     """This machine sorts each shard."""
-    from tuning.data.merge import write_output
+    from rlhf.tuning.data.merge import write_output
 
     return lambda job, path: write_output(pieces, *job, path, fates.gone, seed)
 
 
 def _fetched(ctx: Context, pieces: Pieces, fates: Fates, jobs: Sequence[tuple[str, int]], seed: int | None) -> Write:
     """The cluster writes the shards, and this machine copies them."""
-    from tuning.data import merge_pipeline
+    from rlhf.tuning.data import merge_pipeline
 
     merge = merge_pipeline.Merge(pieces.source, f"{pieces.source}-merged", seed)
     runner = ctx.config.beam_runner()

@@ -5,15 +5,15 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterator
 
-from stages.prepare.lost import undecided
-from stages.prepare.settings import Config
+from rlhf.stages.prepare.lost import undecided
+from rlhf.stages.prepare.settings import Config
 
 
 def faults(config: Config) -> Iterator[str]:
     """A sentence for each source of files whose first record cannot be used, or could be by several outputs."""
-    from tuning.data import files, tasks
-    from tuning.data.fields import Mapper
-    from tuning.data.records import RecordError, parse_line, usable
+    from rlhf.tuning.data import files, tasks
+    from rlhf.tuning.data.fields import Mapper
+    from rlhf.tuning.data.records import RecordError, parse_line, usable
 
     sources = config.all_sources()
     for number, source in enumerate(sources):

@@ -6,10 +6,10 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from pydantic import ConfigDict, Field, model_validator
 
-from stages.contract.definition import StageConfig, execution_setting
+from rlhf.stages.contract.definition import StageConfig, execution_setting
 
 if TYPE_CHECKING:
-    from tuning.data.runners import Runner
+    from rlhf.tuning.data.runners import Runner
 
 Split = Literal["sft", "preference", "labelled", "prompts", "heldout"]
 # fmt: off
@@ -27,7 +27,7 @@ ALONE = ("source", "source_args", "rename", "fields", "layout")
 def check_fields(source: DataSource | Decontaminate | Config) -> None:
     """Raises ValueError for a pattern or template of `fields` that cannot be read."""
     if source.fields:
-        from tuning.data.fields import Mapper
+        from rlhf.tuning.data.fields import Mapper
 
         Mapper(source.rename, source.fields)
 
@@ -165,7 +165,7 @@ class Config(StageConfig):
 
     @model_validator(mode="after")
     def _consistent(self) -> Config:
-        from tuning.data import runners
+        from rlhf.tuning.data import runners
 
         given = [
             n for n in ALONE if getattr(self, n) != type(self).model_fields[n].get_default(call_default_factory=True)
@@ -190,13 +190,13 @@ class Config(StageConfig):
     @property
     def on_cluster(self) -> bool:
         """Whether other machines execute the pipeline."""
-        from tuning.data.runners import LOCAL
+        from rlhf.tuning.data.runners import LOCAL
 
         return self.runner.name != LOCAL
 
     def beam_runner(self) -> Runner:
         """The runner as the pipeline takes it."""
-        from tuning.data.runners import Runner
+        from rlhf.tuning.data.runners import Runner
 
         options: dict[str, Any] = dict(self.runner.options)
         return Runner(self.runner.name, self.workers, options)

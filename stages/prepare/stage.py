@@ -1,6 +1,6 @@
 """Prepare data: raw records in; tokenised, split and sharded Parquet out.
 
-Outputs, each as `<name>/part-00000-of-0000N.parquet`, sorted by id within a shard (columns: `tuning.data.schema`):
+Outputs, each as `<name>/part-00000-of-0000N.parquet`, sorted by id within a shard (columns: `rlhf.tuning.data.schema`):
 
     sft                 completions to imitate; turns of conversations and documents among them
     preference          a chosen and a rejected completion
@@ -10,7 +10,7 @@ Outputs, each as `<name>/part-00000-of-0000N.parquet`, sorted by id within a sha
     heldout_preference  as preference; only where they have pairs
     heldout_labelled    likewise
 
-each of completions also as arrays of tokens in `<name>/_flat/`, which training maps (`tuning.data.flat`).
+each of completions also as arrays of tokens in `<name>/_flat/`, which training maps (`rlhf.tuning.data.flat`).
 
 `dead/dead.parquet` has the records that could not be used, each with the reason; `statistics.json` and the data card,
 `card.html`, the figures. Token ids are int32; completions end with the end of the assistant's turn (R23). The files are
@@ -30,16 +30,16 @@ from collections.abc import Hashable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from stages.contract.definition import Context, Reads, Stage
-from stages.prepare.lost import advice, losses, rows_by_source, undecided
-from stages.prepare.outputs import write_outputs
-from stages.prepare.settings import Config
-from stages.store.keys import published
+from rlhf.stages.contract.definition import Context, Reads, Stage
+from rlhf.stages.prepare.lost import advice, losses, rows_by_source, undecided
+from rlhf.stages.prepare.outputs import write_outputs
+from rlhf.stages.prepare.settings import Config
+from rlhf.stages.store.keys import published
 
 if TYPE_CHECKING:
-    from tuning.data.blocks import Plan
-    from tuning.data.files import Part
-    from tuning.data.merge import Fates, Pieces
+    from rlhf.tuning.data.blocks import Plan
+    from rlhf.tuning.data.files import Part
+    from rlhf.tuning.data.merge import Fates, Pieces
 
     Receipt = Mapping[str, Any]
 
@@ -47,7 +47,7 @@ if TYPE_CHECKING:
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from tuning.data.merge import Fates
+    from rlhf.tuning.data.merge import Fates
 
 
 # Raw bytes of a shard, where the settings name no number of shards: a shard is sorted in memory.
@@ -60,7 +60,7 @@ def source_digests(config: Config) -> dict[str, str]:
     An edit in place is a miss; a file that was renamed or touched is a hit.
     Raises ValueError if a source or rule does not exist.
     """
-    from stages.contract.sources import data_digests, function_digests
+    from rlhf.stages.contract.sources import data_digests, function_digests
 
     digests: dict[str, str] = {}
     for i, source in enumerate(config.all_sources(), start=1):
@@ -89,14 +89,14 @@ def run(ctx: Context) -> dict[str, Any]:
             both in training and held out, or records that are not accounted for.
         SourceError: a source cannot be found or read.
     """
-    from stages.prepare.card import write_card
-    from tuning.data import extracted, merge, statistics
+    from rlhf.stages.prepare.card import write_card
+    from rlhf.tuning.data import extracted, merge, statistics
 
     config: Config = ctx.config
     parts, plan, folder = _planned(ctx)
     receipts = _run_blocks(ctx, config, parts, plan, folder)
     blocks = {name: receipt["sums"] for name, receipt in receipts.items()}
-    # A cluster brings the rows together itself (`stages.prepare.outputs`).
+    # A cluster brings the rows together itself (`rlhf.stages.prepare.outputs`).
     rows = not config.on_cluster
     pieces = merge.gathered(folder, blocks, plan.shards, ctx.work / "gathered", config.workers, rows)
     taken = extracted.together(receipts.values())
@@ -168,7 +168,7 @@ def run(ctx: Context) -> dict[str, Any]:
 
 def _planned(ctx: Context) -> tuple[list[Part], Plan, str]:
     """The parts of all sources, the plan for them, and the folder of the pieces."""
-    from tuning.data import blocks, files, tasks
+    from rlhf.tuning.data import blocks, files, tasks
 
     config: Config = ctx.config
     scratch = _scratch(ctx, config)
@@ -222,7 +222,7 @@ def _scratch(ctx: Context, config: Config) -> str:
 
 def tidy(ctx: Context) -> None:
     """Removes what workers have left below the scratch URL. Raises an error that names it where that is impossible."""
-    from tuning.data.remote import remove_folder
+    from rlhf.tuning.data.remote import remove_folder
 
     if ctx.config.runner.scratch:
         remove_folder(_scratch(ctx, ctx.config))
@@ -232,9 +232,9 @@ def _contamination(ctx: Context, config: Config, scratch: str) -> tuple[str, tup
     """The file of n-gram hashes of the evaluation prompts, and the lengths of the n-grams."""
     import numpy as np
 
-    from tuning.data import files, similar, tasks
-    from tuning.data.fields import Mapper, misnamed
-    from tuning.data.records import RecordError, parse_line
+    from rlhf.tuning.data import files, similar, tasks
+    from rlhf.tuning.data.fields import Mapper, misnamed
+    from rlhf.tuning.data.records import RecordError, parse_line
 
     settings = config.decontaminate
     assert settings is not None
@@ -265,7 +265,7 @@ def _contamination(ctx: Context, config: Config, scratch: str) -> tuple[str, tup
 
 def _run_blocks(ctx: Context, config: Config, parts: list[Part], plan: Plan, folder: str) -> dict[str, dict[str, Any]]:
     """Makes the pieces that are missing; returns the receipts of all blocks by name, in order."""
-    from tuning.data import pipeline
+    from rlhf.tuning.data import pipeline
 
     todo, done = pipeline.finished(parts, pipeline.receipts(folder))
     if done:
@@ -291,7 +291,7 @@ def _run_blocks(ctx: Context, config: Config, parts: list[Part], plan: Plan, fol
 
 def _check_renamed(config: Config, receipts: Iterable[Receipt]) -> None:
     """Raises PrepareError where no record of a source has a field that its `rename` gives another name."""
-    from tuning.data.fields import misnamed
+    from rlhf.tuning.data.fields import misnamed
 
     found: dict[int, set[str]] = {}
     for receipt in receipts:
@@ -304,7 +304,7 @@ def _check_renamed(config: Config, receipts: Iterable[Receipt]) -> None:
 
 def _check_decided(config: Config, receipts: Iterable[Receipt]) -> None:
     """Raises PrepareError for a source that several outputs could use, where it does not state which."""
-    from tuning.data.steps import UNDECIDED
+    from rlhf.tuning.data.steps import UNDECIDED
 
     for receipt in receipts:
         for name in receipt["counts"]["Split"]:
@@ -314,7 +314,7 @@ def _check_decided(config: Config, receipts: Iterable[Receipt]) -> None:
 
 def _write_dead(ctx: Context, config: Config, pieces: Pieces, receipts: Mapping[str, Receipt], read: int) -> int:
     """Write the dead letters; raises PrepareError where they are more than the settings allow."""
-    from tuning.data.schema import DEAD, write_parquet
+    from rlhf.tuning.data.schema import DEAD, write_parquet
 
     dead = write_parquet(ctx.out / "dead" / "dead.parquet", pieces.dead(), DEAD)
     limit = config.max_dead_records
@@ -355,7 +355,7 @@ def _check_counts(records: Mapping[str, int], rows: Counter[str], written: Mappi
 
 
 def _check_leak(out: Path, outputs: list[str], candidates: bool) -> None:
-    """Raise PrepareError if a held-out prompt is in training data (`tuning.data.overlap`); reads if hashes agreed."""
+    """Raises PrepareError if training data has a held-out prompt (`tuning.data.overlap`); reads if hashes agree."""
     if not candidates:
         return
     heldout: set[Hashable] = set()
@@ -374,9 +374,9 @@ def _check_leak(out: Path, outputs: list[str], candidates: bool) -> None:
 
 def _prompts(out: Path, name: str) -> Iterator[tuple[dict[str, Any], set[Hashable]]]:
     """Each row of an output and its prompts: the text, names of its turns, and the tokens before trained ones."""
-    from tuning.data.conversations import contexts
-    from tuning.data.schema import SCHEMAS
-    from tuning.texts import normal
+    from rlhf.tuning.data.conversations import contexts
+    from rlhf.tuning.data.schema import SCHEMAS
+    from rlhf.tuning.texts import normal
 
     wanted = ("id", "prompt", "prompt_ids", "completion_ids", "completion_mask", "turns")
     columns: list[str] = [column for column in wanted if column in SCHEMAS[name]]

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from tuning.rows import CompletionRow
+    from rlhf.tuning.rows import CompletionRow
 
 
 def alike(values: Mapping[str, Sequence[float | None]], rollouts: Sequence[CompletionRow]) -> list[str]:

@@ -9,14 +9,14 @@ from typing import Annotated, Literal
 
 from pydantic import Field, model_validator
 
-from stages.contract.definition import StageConfig, execution_setting
-from stages.contract.sources import user_digests
+from rlhf.stages.contract.definition import StageConfig, execution_setting
+from rlhf.stages.contract.sources import user_digests
 
 ENVIRONMENT = "environment"
 """The name, among reward functions, of what the environment gave."""
-EPISODES = "stages.sampling.episodes"
+EPISODES = "rlhf.stages.sampling.episodes"
 """The module that plays episodes."""
-PROGRAMS = "stages.serving.programs"
+PROGRAMS = "rlhf.stages.serving.programs"
 """The module that plays episodes by a program."""
 AGENT_SECONDS = 600.0
 """Wall-clock limit of a program's episode where none is said."""
@@ -112,7 +112,7 @@ def modules_of(environment: Environment | None) -> tuple[str, ...]:
     if environment.agent:
         return (EPISODES, PROGRAMS)
     built_in = environment.name if environment.name and ":" not in environment.name else None
-    return (EPISODES, *([f"tuning.agents.environments.{built_in}"] if built_in else []))
+    return (EPISODES, *([f"rlhf.tuning.agents.environments.{built_in}"] if built_in else []))
 
 
 def source_digests(environment: Environment) -> dict[str, str]:
@@ -164,7 +164,7 @@ def _hash(path: Path) -> str:
 
 
 def _package(kind: str) -> dict[str, str]:
-    from stages.contract.fingerprint import library_versions
+    from rlhf.stages.contract.fingerprint import library_versions
 
     name = {"gem": "gem-llm"}.get(kind, kind)
     return {f"package:{n}": v for n, v in library_versions((name,)).items()}

@@ -1,9 +1,9 @@
 """Rollouts that are episodes: trajectories of many turns, their tables, and what a kill leaves of them.
 
     journal   in the work folder: one line a finished episode, written at once; with `replay` also one a turn
-    tables    trajectories/, turns/ and rollouts/ (`tuning.agents.rows`), when all episodes have ended
+    tables    trajectories/, turns/ and rollouts/ (`rlhf.tuning.agents.rows`), when all episodes have ended
 
-A stage loads this module by name (`stages.sampling.settings.loads`): rollouts of one turn have none of it in
+A stage loads this module by name (`rlhf.stages.sampling.settings.loads`): rollouts of one turn have none of it in
 their keys.
 """
 
@@ -17,16 +17,16 @@ import math
 from collections.abc import Generator, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, BinaryIO
 
-from stages.common.checked_lines import read_lines, write_line
-from stages.common.models import load_policy, load_tokenizer, stop_ids
-from stages.contract.definition import Context
-from stages.sampling.environment import PROGRAMS, Environment
-from stages.sampling.native import open_engine
-from stages.sampling.played import task_of
-from tuning import multihost
-from tuning.agents.contract import WITHOUT_REWARD, Spec
-from tuning.agents.rows import TrajectoryRow, TurnRow
-from tuning.agents.trajectory import (
+from rlhf.stages.common.checked_lines import read_lines, write_line
+from rlhf.stages.common.models import load_policy, load_tokenizer, stop_ids
+from rlhf.stages.contract.definition import Context
+from rlhf.stages.sampling.environment import PROGRAMS, Environment
+from rlhf.stages.sampling.native import open_engine
+from rlhf.stages.sampling.played import task_of
+from rlhf.tuning import multihost
+from rlhf.tuning.agents.contract import WITHOUT_REWARD, Spec
+from rlhf.tuning.agents.rows import TrajectoryRow, TurnRow
+from rlhf.tuning.agents.trajectory import (
     Ended,
     Episode,
     Rules,
@@ -37,12 +37,12 @@ from tuning.agents.trajectory import (
     trajectory_row,
     turn_rows,
 )
-from tuning.rows import CompletionRow, PromptRow, by_trajectory, write_table
+from rlhf.tuning.rows import CompletionRow, PromptRow, by_trajectory, write_table
 
 if TYPE_CHECKING:
-    from stages.sampling.rows import Draw
-    from tuning.agents.processes import Environments
-    from tuning.chat.renderer import Renderer
+    from rlhf.stages.sampling.rows import Draw
+    from rlhf.tuning.agents.processes import Environments
+    from rlhf.tuning.chat.renderer import Renderer
 
 SAVE_EVERY = 64
 """Finished episodes between copies of the journal to a remote store."""
@@ -56,7 +56,7 @@ class EnvironmentFailed(RuntimeError):
 def play_rows(ctx: Context, prompts: Sequence[tuple[int, PromptRow]], draw: Draw) -> list[CompletionRow]:
     """Plays `draw.samples` episodes of each (place, task) and leaves their tables; the last row of each trajectory.
 
-    Raises EnvironmentFailed, `tuning.chat.renderer.TemplateRefused`, and ValueError where first contexts have more
+    Raises EnvironmentFailed, `rlhf.tuning.chat.renderer.TemplateRefused`, and ValueError where first contexts have more
     tokens than a trajectory may.
     """
     played = _Episodes(ctx, draw).all(prompts)
@@ -160,8 +160,8 @@ class _Episodes:
     def _in_environments(
         self, episodes: Sequence[Episode], tokens: int, prompts: Sequence[PromptRow]
     ) -> Generator[Ended, None, None]:
-        from tuning.agents.play import Player
-        from tuning.agents.processes import EnvironmentLimits, Environments
+        from rlhf.tuning.agents.play import Player
+        from rlhf.tuning.agents.processes import EnvironmentLimits, Environments
 
         settings, draw = self.settings, self.draw
         limits = EnvironmentLimits(settings.reset_seconds, settings.step_seconds, settings.megabytes)
@@ -210,26 +210,26 @@ class _Episodes:
     def _engine(self, stack: contextlib.ExitStack, tokens: int, prompts: Sequence[PromptRow]) -> Any:
         """The engine of the settings, for contexts of so many tokens; the first prompts are probes for servers. What
         it asks of servers ends with the stack."""
-        from tuning.rollout.requests import Request
+        from rlhf.tuning.rollout.requests import Request
 
         draw = self.draw
         probes = [Request(prompt.prompt_ids, draw.max_tokens, draw.sampling, name=prompt.id) for prompt in prompts]
         engine: Any = open_engine(self.ctx, draw.engine, draw.quantize, tokens, probes)
         if draw.engine.in_worker:
             return engine
-        from tuning.rollout.servers.turns import Turns
+        from rlhf.tuning.rollout.servers.turns import Turns
 
         return stack.enter_context(contextlib.closing(Turns(engine, self.settings.processes)))
 
     def _spec(self) -> Spec:
-        from tuning.chat.calls import resolve
+        from rlhf.tuning.chat.calls import resolve
 
         s = self.settings
         form = resolve(s.tool_format, str(self.tokenizer.chat_template or ""))
         return Spec(s.name, s.arguments, s.tools, s.tool_arguments, form, s.tool_seconds)
 
     def _words(self, environments: Environments) -> Renderer:
-        from tuning.chat.renderer import Renderer
+        from rlhf.tuning.chat.renderer import Renderer
 
         form = self._spec().tool_format
         return Renderer(self.tokenizer, environments.schemas(), self.settings.system_prompt, form)

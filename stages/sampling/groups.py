@@ -9,11 +9,11 @@ import dataclasses
 import math
 from collections.abc import Collection, Iterable, Mapping, Sequence
 
-from stages.common.tables import read_table
-from stages.sampling.played import FAILED
-from stages.store.artifacts import Artifact
-from tuning.agents.rows import TurnRow
-from tuning.rows import CompletionRow, ScoreRow, by_trajectory, names_of
+from rlhf.stages.common.tables import read_table
+from rlhf.stages.sampling.played import FAILED
+from rlhf.stages.store.artifacts import Artifact
+from rlhf.tuning.agents.rows import TurnRow
+from rlhf.tuning.rows import CompletionRow, ScoreRow, by_trajectory, names_of
 
 NAMED = ("place", "sample", "part", "prompt_id", "stop", "policy")
 """Columns of a rollout table that say what a completion is and how it ended: all that groups are told by."""
@@ -128,7 +128,7 @@ def informative_places(groups: Mapping[int, Sequence[float]]) -> list[int]:
 
     A KL in the reward is not known before the update: a place that ties on the task has no signal here.
     """
-    from tuning.losses.groups import is_informative
+    from rlhf.tuning.losses.groups import is_informative
 
     return [place for place, totals in groups.items() if is_informative(totals)]
 
@@ -162,7 +162,7 @@ def _histogram(groups: Mapping[int, Sequence[float]]) -> list[int]:
     """Prompts by the share of their completions that are right, as the update counts them."""
     import numpy as np
 
-    from tuning.algorithms.diagnostics import pass_histogram
+    from rlhf.tuning.algorithms.diagnostics import pass_histogram
 
     places = [place for place, totals in groups.items() for _ in totals]
     totals_N = np.asarray([total for totals in groups.values() for total in totals])

@@ -7,13 +7,13 @@ import importlib
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Protocol
 
-from stages.common.models import limits_of, load_policy, load_rounded, mesh_of
-from stages.contract.definition import Context
-from stages.sampling.settings import NATIVE, SERVERS, EngineSettings
-from tuning import multihost
+from rlhf.stages.common.models import limits_of, load_policy, load_rounded, mesh_of
+from rlhf.stages.contract.definition import Context
+from rlhf.stages.sampling.settings import NATIVE, SERVERS, EngineSettings
+from rlhf.tuning import multihost
 
 if TYPE_CHECKING:
-    from tuning.rollout.requests import Completion, Request
+    from rlhf.tuning.rollout.requests import Completion, Request
 
 
 class RolloutEngine(Protocol):
@@ -39,9 +39,9 @@ def open_engine(
 
 def _native(ctx: Context, settings: EngineSettings, quantize: str, context: int) -> RolloutEngine:
     """The engine of this project, in the worker."""
-    from tuning.device import choose
-    from tuning.rollout.engine.placement import replicas_of, sampling_mesh
-    from tuning.rollout.engine.replicas import engine_over
+    from rlhf.tuning.device import choose
+    from rlhf.tuning.rollout.engine.placement import replicas_of, sampling_mesh
+    from rlhf.tuning.rollout.engine.replicas import engine_over
 
     compute = ctx.config.compute
     device = choose(compute.dtype)
@@ -60,8 +60,8 @@ def with_local_policy(ctx: Context) -> Context:
     """The context with the stage's policy on the devices of this process alone. All processes of a group call it."""
     import jax
 
-    from tuning.mesh import gather
-    from tuning.models.sharding import shardings
+    from rlhf.tuning.mesh import gather
+    from rlhf.tuning.models.sharding import shardings
 
     artifact = ctx.inputs["policy"]
     config, params = load_policy(ctx, artifact)
@@ -77,7 +77,7 @@ def with_local_policy(ctx: Context) -> Context:
 
 def replicas_here(ctx: Context) -> int:
     """How many engines of this project sample on the devices of each process of the group."""
-    from tuning.rollout.engine.placement import replicas_of, sampling_mesh
+    from rlhf.tuning.rollout.engine.placement import replicas_of, sampling_mesh
 
     return max(1, replicas_of(sampling_mesh(ctx.config.compute.mesh)) // multihost.process_count())
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Collection, Iterator
 
-from stages.store.keys import derive_seed
+from rlhf.stages.store.keys import derive_seed
 
 AT_A_TIME = 4096
 """Places that are drawn with one call, where a round has some hundreds of prompts."""
@@ -20,7 +20,7 @@ def positions(total: int, start: int, seed: int) -> Iterator[int]:
     """Numbers of prompts, each below `total`, from position `start` of the endless sequence of passes on."""
     import numpy as np
 
-    from tuning.data.shuffled import shuffled
+    from rlhf.tuning.data.shuffled import shuffled
 
     first, skipped = divmod(start, total)
     for lap in itertools.count(first):

@@ -12,13 +12,13 @@ from typing import Any
 
 import pyarrow.parquet as pq
 
-from stages.common.tables import read_table
-from stages.store.artifacts import Artifact
-from tuning.agents.contract import WITHOUT_REWARD, Task
-from tuning.agents.rows import TrajectoryRow
-from tuning.rewards.samples import Outcome, Sample, outcome_of
-from tuning.rewards.texts import begun
-from tuning.rows import CompletionRow, PromptRow
+from rlhf.stages.common.tables import read_table
+from rlhf.stages.store.artifacts import Artifact
+from rlhf.tuning.agents.contract import WITHOUT_REWARD, Task
+from rlhf.tuning.agents.rows import TrajectoryRow
+from rlhf.tuning.rewards.samples import Outcome, Sample, outcome_of
+from rlhf.tuning.rewards.texts import begun
+from rlhf.tuning.rows import CompletionRow, PromptRow
 
 FAILED = "failed"
 """`CompletionRow.stop` of an episode that has no end: no reward or judge is asked for it, and it never has a total."""

@@ -11,19 +11,19 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from stages.common.models import load_policy, load_tokenizer, stop_ids
-from stages.common.tables import Shards, as_they_end, by_shard, publish
-from stages.contract.definition import Context
-from stages.sampling.environment import EPISODES
-from stages.sampling.native import in_one_go, open_engine, replicas_here, with_local_policy
-from stages.sampling.settings import EngineSettings, SamplingConfig
-from tuning import multihost
-from tuning.columns import Numbers
-from tuning.models.tokenizer import control_ids
-from tuning.rows import CompletionRow, PromptRow, RefusedRow, write_table
+from rlhf.stages.common.models import load_policy, load_tokenizer, stop_ids
+from rlhf.stages.common.tables import Shards, as_they_end, by_shard, publish
+from rlhf.stages.contract.definition import Context
+from rlhf.stages.sampling.environment import EPISODES
+from rlhf.stages.sampling.native import in_one_go, open_engine, replicas_here, with_local_policy
+from rlhf.stages.sampling.settings import EngineSettings, SamplingConfig
+from rlhf.tuning import multihost
+from rlhf.tuning.columns import Numbers
+from rlhf.tuning.models.tokenizer import control_ids
+from rlhf.tuning.rows import CompletionRow, PromptRow, RefusedRow, write_table
 
 if TYPE_CHECKING:
-    from tuning.rollout.requests import Completion, Request, Sampling
+    from rlhf.tuning.rollout.requests import Completion, Request, Sampling
 
 FOLDER = "rollouts"
 """The folder of an artifact that holds its rollout table."""
@@ -49,7 +49,7 @@ class Draw:
     @property
     def sampling(self) -> Sampling:
         """How tokens are chosen."""
-        from tuning.rollout.requests import Sampling
+        from rlhf.tuning.rollout.requests import Sampling
 
         return Sampling(self.temperature, self.top_p, self.top_k, self.min_p)
 
@@ -74,7 +74,7 @@ def too_long(ctx: Context, prompts: Iterable[tuple[int, PromptRow]], max_tokens:
 
 def context_of(prompt: int, completion: int) -> int:
     """Tokens of a sequence of an engine whose longest prompt and completion have so many."""
-    from tuning.shapes import bucket
+    from rlhf.tuning.shapes import bucket
 
     return bucket(prompt + completion, SHORTEST_CONTEXT)
 
@@ -173,7 +173,7 @@ class _Sampler:
         ]
 
     def _request(self, number: int, prompt: PromptRow) -> Request:
-        from tuning.rollout.requests import Request, stop_strings
+        from rlhf.tuning.rollout.requests import Request, stop_strings
 
         return Request(
             list(prompt.prompt_ids),

@@ -1,4 +1,4 @@
-"""Rollouts by HTTP servers (`tuning.rollout.servers`): the policy that they get, as files, a folder or an adapter.
+"""Rollouts by HTTP servers (`rlhf.tuning.rollout.servers`): the policy that they get, as files, a folder or an adapter.
 
 Servers that are started here live as long as the worker: the next round gives them new weights.
 """
@@ -21,13 +21,13 @@ from typing import Any
 
 import fsspec
 
-from stages.common.models import ADAPTER, load_rounded, load_tokenizer, stop_ids, token_ids
-from stages.contract.definition import Context
-from stages.sampling.settings import EngineSettings
-from stages.store.artifacts import Artifact
-from stages.store.keys import digest
-from tuning.allowed import check_key
-from tuning.atomic import whole_folder
+from rlhf.stages.common.models import ADAPTER, load_rounded, load_tokenizer, stop_ids, token_ids
+from rlhf.stages.contract.definition import Context
+from rlhf.stages.sampling.settings import EngineSettings
+from rlhf.stages.store.artifacts import Artifact
+from rlhf.stages.store.keys import digest
+from rlhf.tuning.allowed import check_key
+from rlhf.tuning.atomic import whole_folder
 
 # Completions, and tokens of each, that show whether a server has the policy.
 PROBES = 4
@@ -56,8 +56,8 @@ _places: set[str] = set()
 
 def open_engine(ctx: Context, settings: EngineSettings, quantize: str, context: int, requests: Sequence[Any]) -> Any:
     """A `Fleet` whose servers have the stage's policy; the first of `requests` are the probes that prove it."""
-    from tuning.rollout.servers.fleet import Fleet, Options
-    from tuning.rollout.servers.kinds import KINDS
+    from rlhf.tuning.rollout.servers.fleet import Fleet, Options
+    from rlhf.tuning.rollout.servers.kinds import KINDS
 
     names = ("sync", "concurrency", "tries", "start_seconds", "wait_seconds", "tolerance", "version")
     policy = _policy(ctx, settings, quantize, requests)
@@ -86,7 +86,7 @@ def _end(started: _Started) -> None:
 
 def _servers(ctx: Context, settings: EngineSettings, context: int) -> list[Any]:
     """Running servers at their URLs, or those of this worker, started where there are none that fit."""
-    from tuning.rollout.servers.server import RemoteServer
+    from rlhf.tuning.rollout.servers.server import RemoteServer
 
     key = "" if settings.key_variable is None else os.environ.get(settings.key_variable, "")
     if settings.key_variable is not None and not key:
@@ -113,10 +113,10 @@ def _servers(ctx: Context, settings: EngineSettings, context: int) -> list[Any]:
 
 def _server(ctx: Context, settings: EngineSettings, context: int, number: int, options: dict[str, Any]) -> Any:
     """A server that this worker starts; its output goes to a log beside its weights."""
-    from tuning.rollout.servers.child import Child
-    from tuning.rollout.servers.kinds import KINDS
-    from tuning.rollout.servers.protocol import ServerStart
-    from tuning.rollout.servers.server import RemoteServer
+    from rlhf.tuning.rollout.servers.child import Child
+    from rlhf.tuning.rollout.servers.kinds import KINDS
+    from rlhf.tuning.rollout.servers.protocol import ServerStart
+    from rlhf.tuning.rollout.servers.server import RemoteServer
 
     kind = KINDS[settings.kind]
 
@@ -164,7 +164,7 @@ def _own(root: str) -> str:
 
 def _policy(ctx: Context, settings: EngineSettings, quantize: str, requests: Sequence[Any]) -> Any:
     """The stage's policy in the form that servers load."""
-    from tuning.rollout.servers.protocol import Policy
+    from rlhf.tuning.rollout.servers.protocol import Policy
 
     artifact: Artifact = ctx.inputs["policy"]
     below = _below(artifact) if settings.sync == "adapter" else None
@@ -212,8 +212,8 @@ def _below(artifact: Artifact) -> tuple[Artifact, str] | None:
 
 def _folder(ctx: Context, settings: EngineSettings, artifact: Artifact, quantize: str) -> Path:
     """The policy as a Hugging Face folder, which replaces the folder of the policy before it."""
-    from tuning.device import choose
-    from tuning.models import huggingface, tokenizer
+    from rlhf.tuning.device import choose
+    from rlhf.tuning.models import huggingface, tokenizer
 
     with _loading:
         place = _place(ctx, settings)
@@ -239,7 +239,7 @@ def _folder(ctx: Context, settings: EngineSettings, artifact: Artifact, quantize
 
 def _transfer(ctx: Context, settings: EngineSettings, artifact: Artifact, quantize: str) -> Any:
     """The policy's files below `folder`, where this worker writes them first if that is a URL."""
-    from tuning.rollout.servers.transfer import Transfer, digests
+    from rlhf.tuning.rollout.servers.transfer import Transfer, digests
 
     source = _folder(ctx, settings, artifact, quantize)
     assert settings.folder is not None
@@ -261,8 +261,8 @@ def _logps(ctx: Context, quantize: str) -> Callable[[Sequence[tuple[Sequence[int
     """The trainer's log-probabilities, for `Policy.logps`."""
 
     def logps(pairs: Sequence[tuple[Sequence[int], Sequence[int]]], temperature: float) -> list[list[float]]:
-        from tuning.device import choose
-        from tuning.training.completions import token_logps
+        from rlhf.tuning.device import choose
+        from rlhf.tuning.training.completions import token_logps
 
         config, params = load_rounded(ctx, ctx.inputs["policy"], quantize)
         device = choose(ctx.config.compute.dtype)

@@ -9,15 +9,15 @@ from urllib.parse import urlsplit
 
 from pydantic import Field, ValidationInfo, field_validator, model_validator
 
-from stages.common.settings import Compute
-from stages.contract.definition import StageConfig, execution_setting
-from stages.sampling.environment import Environment, modules_of, source_digests
-from stages.store.keys import HIDDEN, SHOWN, KeyForm, program_and_words, variables_by_digest, without_userinfo
+from rlhf.stages.common.settings import Compute
+from rlhf.stages.contract.definition import StageConfig, execution_setting
+from rlhf.stages.sampling.environment import Environment, modules_of, source_digests
+from rlhf.stages.store.keys import HIDDEN, SHOWN, KeyForm, program_and_words, variables_by_digest, without_userinfo
 
 NATIVE = ("quantization", "kv_cache_dtype", "cache")
 """Settings of the engine in the worker, and its arguments."""
 
-SERVERS = "stages.sampling.servers"
+SERVERS = "rlhf.stages.sampling.servers"
 """The module that samples by HTTP servers."""
 
 

@@ -9,12 +9,12 @@ import itertools
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from stages.contract.definition import Context
-from stages.sampling.alike import alike
-from stages.sampling.played import FAILED, episodes_of, sample_of
-from stages.score.settings import Config, Reward
-from tuning.rewards.samples import Outcome
-from tuning.rows import CompletionRow
+from rlhf.stages.contract.definition import Context
+from rlhf.stages.sampling.alike import alike
+from rlhf.stages.sampling.played import FAILED, episodes_of, sample_of
+from rlhf.stages.score.settings import Config, Reward
+from rlhf.tuning.rewards.samples import Outcome
+from rlhf.tuning.rows import CompletionRow
 
 TRIED = 3
 """Groups that a function is called with."""
@@ -75,7 +75,7 @@ def _called(
     ctx: Context, name: str, groups: Sequence[Sequence[int]], rollouts: Sequence[CompletionRow]
 ) -> list[list[Outcome]]:
     """What the function gives for the first of these groups, each in one call."""
-    from tuning.rewards.processes import attempt
+    from rlhf.tuning.rewards.processes import attempt
 
     reward: Reward = ctx.config.rewards[name]
     episodes = episodes_of(ctx.inputs["rollouts"])

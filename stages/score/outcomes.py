@@ -17,20 +17,20 @@ from typing import Annotated
 
 import pyarrow as pa
 
-from stages.common.journal import Journal, journaled
-from stages.common.models import load_scorer, load_tokenizer, token_ids
-from stages.common.tables import Shards, by_shard
-from stages.contract.definition import Context
-from stages.sampling.played import FAILED, Name, conversation_of, episodes_of, reward_of, sample_of
-from stages.score.grouped import hint
-from stages.score.settings import COMPUTED, ENVIRONMENT, Config, Reward
-from stages.store.artifacts import Artifact
-from tuning import multihost
-from tuning.agents.rows import TrajectoryRow
-from tuning.columns import Numbers
-from tuning.rewards.failures import TooManyFailures, check_failures
-from tuning.rewards.samples import Outcome, outcome_of
-from tuning.rows import CompletionRow, Index, Number, Row, Text, columns_of
+from rlhf.stages.common.journal import Journal, journaled
+from rlhf.stages.common.models import load_scorer, load_tokenizer, token_ids
+from rlhf.stages.common.tables import Shards, by_shard
+from rlhf.stages.contract.definition import Context
+from rlhf.stages.sampling.played import FAILED, Name, conversation_of, episodes_of, reward_of, sample_of
+from rlhf.stages.score.grouped import hint
+from rlhf.stages.score.settings import COMPUTED, ENVIRONMENT, Config, Reward
+from rlhf.stages.store.artifacts import Artifact
+from rlhf.tuning import multihost
+from rlhf.tuning.agents.rows import TrajectoryRow
+from rlhf.tuning.columns import Numbers
+from rlhf.tuning.rewards.failures import TooManyFailures, check_failures
+from rlhf.tuning.rewards.samples import Outcome, outcome_of
+from rlhf.tuning.rows import CompletionRow, Index, Number, Row, Text, columns_of
 
 Columns = dict[str, list[Outcome]]
 """The outcomes of each reward by its name, one for each completion."""
@@ -69,8 +69,8 @@ class OutcomeRow(Row):
 def outcomes_of(ctx: Context, names: Sequence[str], rollouts: Sequence[CompletionRow]) -> Columns:
     """The outcomes of the rewards `names`, in the order of the rollouts; of a process group on process 0 alone.
 
-    Raises Outage and TooManyFailures (`tuning.rewards.failures`), and RewardFailed for a reward whose `on_failure` is
-    `stop`. What was scored until then is kept in the work folder.
+    Raises Outage and TooManyFailures (`rlhf.tuning.rewards.failures`), and RewardFailed for a reward whose `on_failure`
+    is `stop`. What was scored until then is kept in the work folder.
     """
     config: Config = ctx.config
     groups = _groups(rollouts)
@@ -195,7 +195,7 @@ class _Scoring:
 
     def _stop(self, name: str, numbers: Sequence[int], column: Sequence[Outcome]) -> None:
         """Raises RewardFailed at the first failure of a reward whose `on_failure` is `stop`."""
-        from tuning.rewards.totals import RewardFailed
+        from rlhf.tuning.rewards.totals import RewardFailed
 
         if self._rewards[name].on_failure != "stop":
             return
@@ -221,8 +221,8 @@ def _learned(
     """Outcomes of a reward model; a score that is not finite is a failure, as of any reward."""
     import numpy as np
 
-    from tuning.rewards.learned import score_groups
-    from tuning.training.batch import Group
+    from rlhf.tuning.rewards.learned import score_groups
+    from rlhf.tuning.training.batch import Group
 
     ready = name in ctx.config.ready
     scorer = ctx.inputs[f"scorer_{name}" if ready else "reward"]
@@ -255,8 +255,8 @@ def _learned(
 
 def _as_sampled(ctx: Context, rows: Sequence[CompletionRow]) -> list[Pair | Outcome]:
     """The policy's own tokens, by which the run's reward model was trained."""
-    from tuning.models.tokenizer import turn_end
-    from tuning.rewards.learned import ended_by
+    from rlhf.tuning.models.tokenizer import turn_end
+    from rlhf.tuning.rewards.learned import ended_by
 
     end = turn_end(load_tokenizer(ctx, ctx.inputs["tokenizer"]))
     found: list[Pair | Outcome] = []
@@ -276,8 +276,8 @@ def _rendered(
 ) -> list[Pair | Outcome]:
     """The conversations as a ready reward model's own template and tokenizer write them; a failure in place of one
     that the template refuses, or of more tokens than the model has positions."""
-    from tuning.chat.template import Template
-    from tuning.rewards.learned import rendered
+    from rlhf.tuning.chat.template import Template
+    from rlhf.tuning.rewards.learned import rendered
 
     template, pad = Template(load_tokenizer(ctx, scorer)), token_ids(scorer).get("pad_token_id")
     found: list[list[int] | Outcome] = []

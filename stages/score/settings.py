@@ -6,10 +6,10 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, model_validator
 
-from stages.common.settings import Compute
-from stages.contract.definition import StageConfig, execution_setting
-from stages.contract.sources import function_digests
-from stages.sampling.environment import ENVIRONMENT
+from rlhf.stages.common.settings import Compute
+from rlhf.stages.contract.definition import StageConfig, execution_setting
+from rlhf.stages.contract.sources import function_digests
+from rlhf.stages.sampling.environment import ENVIRONMENT
 
 # The name, among reward functions, of the run's reward model.
 MODEL = "reward_model"
@@ -70,7 +70,7 @@ class Reward(StageConfig):
 
     @property
     def part(self) -> dict[str, Any]:
-        """How it enters the total: the fields of `tuning.rewards.totals.Part` but the name."""
+        """How it enters the total: the fields of `rlhf.tuning.rewards.totals.Part` but the name."""
         clip = None if self.clip is None else tuple(self.clip)
         return self.model_dump(include={"weight", "squash", "normalise", "on_failure"}) | {"clip": clip}
 

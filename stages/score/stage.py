@@ -8,20 +8,20 @@ import textwrap
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from stages.common.code import RUNS_CODE, code_can_reach, suspect_code
-from stages.common.tables import read_table
-from stages.contract.definition import Context, Reads, Stage
-from stages.sampling.groups import informative_places, totals_by_place
-from stages.sampling.played import FAILED
-from stages.score.grouped import comparing
-from stages.score.outcomes import Columns, outcomes_of
-from stages.score.settings import Config, source_digests
-from tuning.rewards.failures import MOST, tallied
-from tuning.rewards.samples import Outcome
-from tuning.rows import CompletionRow, ScoreRow, by_trajectory, numbers_of_groups, write_table
+from rlhf.stages.common.code import RUNS_CODE, code_can_reach, suspect_code
+from rlhf.stages.common.tables import read_table
+from rlhf.stages.contract.definition import Context, Reads, Stage
+from rlhf.stages.sampling.groups import informative_places, totals_by_place
+from rlhf.stages.sampling.played import FAILED
+from rlhf.stages.score.grouped import comparing
+from rlhf.stages.score.outcomes import Columns, outcomes_of
+from rlhf.stages.score.settings import Config, source_digests
+from rlhf.tuning.rewards.failures import MOST, tallied
+from rlhf.tuning.rewards.samples import Outcome
+from rlhf.tuning.rows import CompletionRow, ScoreRow, by_trajectory, numbers_of_groups, write_table
 
 if TYPE_CHECKING:
-    from tuning.rewards.totals import Part, Scale
+    from rlhf.tuning.rewards.totals import Part, Scale
 
 # What rewards may see of a rollout: not the log-probabilities, which are as large as the tokens.
 SEEN = (
@@ -58,14 +58,14 @@ def run(ctx: Context) -> dict[str, Any]:
 
 
 def _parts(config: Config) -> list[Part]:
-    from tuning.rewards.totals import Part
+    from rlhf.tuning.rewards.totals import Part
 
     return [Part(name, **reward.part) for name, reward in sorted(config.rewards.items())]
 
 
 def _shaped(columns: Columns, parts: Sequence[Part]) -> Columns:
     """The outcomes with shaped values."""
-    from tuning.rewards.totals import shaped
+    from rlhf.tuning.rewards.totals import shaped
 
     def one(outcome: Outcome, part: Part) -> Outcome:
         return outcome if outcome.value is None else Outcome(shaped(outcome.value, part), outcome.failure)
@@ -78,7 +78,7 @@ def _scales(ctx: Context, columns: Columns) -> dict[str, Scale]:
 
     Those of the round's own scores are written to `scale.json`, where refills and greedy completions find them.
     """
-    from tuning.rewards.totals import scales_of
+    from rlhf.tuning.rewards.totals import scales_of
 
     config: Config = ctx.config
     if config.round_scale:
@@ -95,7 +95,7 @@ def with_totals(
     config: Config, rollouts: Sequence[CompletionRow], columns: Columns, scales: Mapping[str, Scale]
 ) -> list[ScoreRow]:
     """The score table: shaped rewards, their weighted sum and the failures, in the order of the rollouts."""
-    from tuning.rewards.totals import totals
+    from rlhf.tuning.rewards.totals import totals
 
     parts = _parts(config)
     values = _shaped(columns, parts)

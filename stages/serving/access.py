@@ -9,7 +9,7 @@ import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from stages.serving.settings import ServeOptions
+from rlhf.stages.serving.settings import ServeOptions
 
 KEY_VARIABLE = "RLHF_API_KEY"
 SHORTEST = 16

@@ -8,7 +8,7 @@ import re
 from collections.abc import Sequence
 from typing import Any, Literal, Protocol
 
-from stages.serving.tools import Offer, answered
+from rlhf.stages.serving.tools import Offer, answered
 
 
 @functools.cache

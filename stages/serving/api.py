@@ -20,9 +20,9 @@ from pydantic import (
     model_validator,
 )
 
-from stages.serving.bodies import MOST_FIELDS
-from stages.serving.tools import Tool, ToolCall, ToolChoice
-from tuning.chat.schemas import nodes_of
+from rlhf.stages.serving.bodies import MOST_FIELDS
+from rlhf.stages.serving.tools import Tool, ToolCall, ToolChoice
+from rlhf.tuning.chat.schemas import nodes_of
 
 NEUTRAL: dict[str, tuple[Any, ...]] = {
     "frequency_penalty": (None, 0, 0.0),
@@ -111,7 +111,7 @@ class Asked(BaseModel):
 
     def sampling(self) -> Any:
         """The engine's sampling settings; null is the default."""
-        from tuning.rollout.requests import Sampling
+        from rlhf.tuning.rollout.requests import Sampling
 
         def given(value: Any, default: Any) -> Any:
             return default if value is None else value

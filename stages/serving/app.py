@@ -19,14 +19,14 @@ from fastapi.responses import JSONResponse, StreamingResponse
 from pydantic import BaseModel, ConfigDict, Field
 from starlette.exceptions import HTTPException
 
-from stages.serving.access import Keys
-from stages.serving.answers import completion_logprobs
-from stages.serving.api import Asked, ChatRequest, CompletionRequest
-from stages.serving.bodies import ModelT, read_body
-from stages.serving.guard import METRICS, OWNER, WEIGHTS, Bounds, Guard
-from stages.serving.server import ContextFull, Job, PolicyChanged, Server, UnknownModel
-from stages.serving.sessions import EvictedSession, LimitReached, Session, UnknownSession
-from stages.serving.weights import Given, NotTaken, Weights
+from rlhf.stages.serving.access import Keys
+from rlhf.stages.serving.answers import completion_logprobs
+from rlhf.stages.serving.api import Asked, ChatRequest, CompletionRequest
+from rlhf.stages.serving.bodies import ModelT, read_body
+from rlhf.stages.serving.guard import METRICS, OWNER, WEIGHTS, Bounds, Guard
+from rlhf.stages.serving.server import ContextFull, Job, PolicyChanged, Server, UnknownModel
+from rlhf.stages.serving.sessions import EvictedSession, LimitReached, Session, UnknownSession
+from rlhf.stages.serving.weights import Given, NotTaken, Weights
 
 
 class Rewarded(BaseModel):
@@ -207,7 +207,7 @@ def _told(status: int, message: str, param: str | None = None, code: str | None 
 
 def _of(error: Exception) -> tuple[int, str | None]:
     """(status, code) of an error of a request."""
-    from tuning.rollout.engine.live import EngineStopped
+    from rlhf.tuning.rollout.engine.live import EngineStopped
 
     kinds: list[tuple[type[Exception], int, str | None]] = [
         (ContextFull, 400, "context_length_exceeded"),
@@ -231,7 +231,7 @@ def _hidden(error: Exception) -> str:
 
 def _errors(app: Any) -> None:
     """Errors in OpenAI's form."""
-    from tuning.rollout.engine.live import EngineStopped
+    from rlhf.tuning.rollout.engine.live import EngineStopped
 
     async def refused(_: Request, error: Exception) -> Any:
         status, code = _of(error)

@@ -6,11 +6,11 @@ import contextlib
 import sys
 from typing import Any
 
-from stages.common.compilation import configure_jax
-from stages.serving.answers import Text
-from stages.serving.policy import Opened, open_policy
-from stages.serving.settings import Chat, ChatOptions
-from tuning.names import plain
+from rlhf.stages.common.compilation import configure_jax
+from rlhf.stages.serving.answers import Text
+from rlhf.stages.serving.policy import Opened, open_policy
+from rlhf.stages.serving.settings import Chat, ChatOptions
+from rlhf.tuning.names import plain
 
 
 def main() -> None:
@@ -25,11 +25,11 @@ def talk(policy: Opened, options: ChatOptions, system_prompt: str | None) -> Non
     """Reads lines until the end of input. The prompt is the conversation, without its oldest turns where it is long."""
     import jax
 
-    from tuning.axes import Axes
-    from tuning.device import choose
-    from tuning.rollout.engine.limits import Limits
-    from tuning.rollout.engine.placement import sampling_mesh
-    from tuning.rollout.requests import Request, Sampling
+    from rlhf.tuning.axes import Axes
+    from rlhf.tuning.device import choose
+    from rlhf.tuning.rollout.engine.limits import Limits
+    from rlhf.tuning.rollout.engine.placement import sampling_mesh
+    from rlhf.tuning.rollout.requests import Request, Sampling
 
     device = choose()
     # Few steps at a time: the text appears as it is written.
@@ -78,7 +78,7 @@ def _fitting(
 
     Turns are removed from `turns` an exchange at a time; None where the last one alone is too long.
     """
-    from tuning.chat.template import Template
+    from rlhf.tuning.chat.template import Template
 
     template = Template(tokenizer)
     for start in range(0, len(turns), 2):

@@ -11,7 +11,7 @@ import h11
 import uvicorn
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
-from stages.serving.guard import METRICS, OPEN
+from rlhf.stages.serving.guard import METRICS, OPEN
 
 HEAD_SECONDS = 10.0
 """For the head of a request to arrive, from its first byte or from the connection; and for the rest of a body that

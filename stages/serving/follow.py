@@ -9,14 +9,14 @@ from __future__ import annotations
 import sys
 import threading
 
-from stages.serving.policy import folder_of
-from stages.serving.server import Server
-from stages.serving.settings import Named
-from stages.serving.weights import Weights
-from stages.store import registry
-from stages.store.artifacts import Store
-from stages.store.registry import Entry
-from tuning.models.config import UnsupportedModel
+from rlhf.stages.serving.policy import folder_of
+from rlhf.stages.serving.server import Server
+from rlhf.stages.serving.settings import Named
+from rlhf.stages.serving.weights import Weights
+from rlhf.stages.store import registry
+from rlhf.stages.store.artifacts import Store
+from rlhf.stages.store.registry import Entry
+from rlhf.tuning.models.config import UnsupportedModel
 
 SECONDS = 30.0
 """Between two looks at the name."""

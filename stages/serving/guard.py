@@ -1,6 +1,6 @@
 """What stands before the routes of a server: its keys, and bounds on what one client can take from the others.
 
-    connection -> head in time, few enough (stages.serving.connection)
+    connection -> head in time, few enough (rlhf.stages.serving.connection)
         -> key -> few enough at once -> body small and in time -> answered in time -> routes
 
 A refusal is an error in OpenAI's form, with the limit and what to do.
@@ -16,8 +16,8 @@ import time
 from collections.abc import Awaitable, Callable, Mapping, MutableMapping
 from typing import Any
 
-from stages.serving.access import Keys, is_address
-from stages.serving.counts import Counts
+from rlhf.stages.serving.access import Keys, is_address
+from rlhf.stages.serving.counts import Counts
 
 Message = MutableMapping[str, Any]
 Receive = Callable[[], Awaitable[Message]]

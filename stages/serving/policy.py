@@ -7,10 +7,10 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from stages.common.models import load_policy, load_tokenizer, stop_ids
-from stages.contract.definition import Context
-from stages.serving.settings import PolicyPlace
-from stages.store.artifacts import Artifact, ArtifactError, Store
+from rlhf.stages.common.models import load_policy, load_tokenizer, stop_ids
+from rlhf.stages.contract.definition import Context
+from rlhf.stages.serving.settings import PolicyPlace
+from rlhf.stages.store.artifacts import Artifact, ArtifactError, Store
 
 TYPICAL_PROMPT = 64
 """Tokens of a first prompt: programs of its shape compile while weights are read."""
@@ -37,9 +37,9 @@ class Opened:
 
         May be called once: the engine takes the weights.
         """
-        from tuning.rollout.engine.folder import load_folder
-        from tuning.rollout.engine.replicas import engine_over
-        from tuning.rollout.requests import Request
+        from rlhf.tuning.rollout.engine.folder import load_folder
+        from rlhf.tuning.rollout.engine.replicas import engine_over
+        from rlhf.tuning.rollout.requests import Request
 
         engine = engine_over(mesh, self.config, dtype, limits, **options)
         if self.folder is None:
@@ -54,7 +54,7 @@ class Opened:
 
 def open_policy(place: PolicyPlace) -> Opened:
     """The policy at a place; ends the program with a message where it is missing."""
-    from tuning.models.huggingface import read_config
+    from rlhf.tuning.models.huggingface import read_config
 
     store = Store(place.store)
     artifact, base = store.with_digest(place.stage, place.key, place.digest), store.get("base", place.base)

@@ -12,7 +12,7 @@ The program is ended with all that it has started, at its deadline and with this
 sampling is not heeded: a rollout has one temperature. Random numbers follow from the episode's names and the number of
 the call, so an episode depends on no other; the order of calls that a program makes at once is its own.
 
-`stages.sampling.episodes` loads this module by name.
+`rlhf.stages.sampling.episodes` loads this module by name.
 """
 
 from __future__ import annotations
@@ -33,19 +33,19 @@ from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import IO, Any
 
-from stages.sampling.environment import AGENT_SECONDS, Environment
-from stages.serving.access import Keys
-from stages.serving.app import make_app
-from stages.serving.connection import web_server
-from stages.serving.guard import Bounds
-from stages.serving.server import Server
-from stages.serving.sessions import Call, Part, Session, Sessions, Terms, UnknownSession
-from tuning.agents.contract import LIMITS, Fault, Status
-from tuning.agents.play import turn_seed
-from tuning.agents.trajectory import Ended, Episode, Turn
-from tuning.chat import Message
-from tuning.parallel.children import clean_environment
-from tuning.rollout.servers import keeper
+from rlhf.stages.sampling.environment import AGENT_SECONDS, Environment
+from rlhf.stages.serving.access import Keys
+from rlhf.stages.serving.app import make_app
+from rlhf.stages.serving.connection import web_server
+from rlhf.stages.serving.guard import Bounds
+from rlhf.stages.serving.server import Server
+from rlhf.stages.serving.sessions import Call, Part, Session, Sessions, Terms, UnknownSession
+from rlhf.tuning.agents.contract import LIMITS, Fault, Status
+from rlhf.tuning.agents.play import turn_seed
+from rlhf.tuning.agents.trajectory import Ended, Episode, Turn
+from rlhf.tuning.chat import Message
+from rlhf.tuning.parallel.children import clean_environment
+from rlhf.tuning.rollout.servers import keeper
 
 ANSWERS = ("answer", "answers", "tests")
 """Columns of a prompt that built-in rewards read as its answer."""
@@ -345,7 +345,7 @@ def played(
 
     tokens: of a part of a trajectory. turn_tokens: of a turn's sampled ids.
     """
-    from tuning.rollout.engine.live import EngineStopped, Live
+    from rlhf.tuning.rollout.engine.live import EngineStopped, Live
 
     def terms(episode: Episode) -> Terms:
         def of_turn(number: int) -> int:

@@ -10,19 +10,19 @@ import threading
 import time
 from typing import Any
 
-from stages.common.compilation import configure_jax
-from stages.sampling.settings import NATIVE
-from stages.serving.access import AccessError, keys_of
-from stages.serving.app import make_app
-from stages.serving.connection import web_server
-from stages.serving.follow import Follower
-from stages.serving.guard import Bounds
-from stages.serving.policy import open_policy
-from stages.serving.server import TOP_LOGPROBS, Server
-from stages.serving.sessions import Sessions
-from stages.serving.settings import Serve
-from stages.serving.weights import Weights
-from stages.store.artifacts import Store
+from rlhf.stages.common.compilation import configure_jax
+from rlhf.stages.sampling.settings import NATIVE
+from rlhf.stages.serving.access import AccessError, keys_of
+from rlhf.stages.serving.app import make_app
+from rlhf.stages.serving.connection import web_server
+from rlhf.stages.serving.follow import Follower
+from rlhf.stages.serving.guard import Bounds
+from rlhf.stages.serving.policy import open_policy
+from rlhf.stages.serving.server import TOP_LOGPROBS, Server
+from rlhf.stages.serving.sessions import Sessions
+from rlhf.stages.serving.settings import Serve
+from rlhf.stages.serving.weights import Weights
+from rlhf.stages.store.artifacts import Store
 
 STEP_SECONDS = 5.0
 """For the step that the engine is in when the server has ended; one that hangs is left."""
@@ -41,11 +41,11 @@ def main() -> None:
     if fault := unusable(options.host, options.port):
         sys.exit(f"error: --host {options.host} --port {options.port} cannot be listened at: {fault}")
     configure_jax()
-    from tuning.axes import Axes
-    from tuning.device import choose
-    from tuning.rollout.engine.limits import FREE_SHARE, Limits
-    from tuning.rollout.engine.live import Live
-    from tuning.rollout.engine.placement import replicas_of, sampling_mesh
+    from rlhf.tuning.axes import Axes
+    from rlhf.tuning.device import choose
+    from rlhf.tuning.rollout.engine.limits import FREE_SHARE, Limits
+    from rlhf.tuning.rollout.engine.live import Live
+    from rlhf.tuning.rollout.engine.placement import replicas_of, sampling_mesh
 
     policy = open_policy(settings.policy)
     artifact = policy.artifact

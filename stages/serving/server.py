@@ -12,14 +12,14 @@ import queue
 from collections.abc import AsyncIterator, Callable, Sequence
 from typing import Any, TypeVar
 
-from stages.serving.answers import Choice, Completed, Spoken, Text
-from stages.serving.api import Asked, ChatRequest, CompletionRequest
-from stages.serving.counts import Counts
-from stages.serving.sessions import Call, Session, Sessions, said_by
-from stages.serving.settings import Named
-from stages.serving.tools import Offer, same_call, without_thoughts
-from stages.serving.wording import Wording
-from tuning.models.tokenizer import begins_with_bos
+from rlhf.stages.serving.answers import Choice, Completed, Spoken, Text
+from rlhf.stages.serving.api import Asked, ChatRequest, CompletionRequest
+from rlhf.stages.serving.counts import Counts
+from rlhf.stages.serving.sessions import Call, Session, Sessions, said_by
+from rlhf.stages.serving.settings import Named
+from rlhf.stages.serving.tools import Offer, same_call, without_thoughts
+from rlhf.stages.serving.wording import Wording
+from rlhf.tuning.models.tokenizer import begins_with_bos
 
 TOP_LOGPROBS = 5
 """Most probable tokens that an answer can show at each position."""
@@ -220,7 +220,7 @@ class Server:
 
     def _request(self, job: Job, number: int) -> Any:
         """The engine's request of a prompt."""
-        from tuning.rollout.requests import Request, Sampling, stop_strings
+        from rlhf.tuning.rollout.requests import Request, Sampling, stop_strings
 
         asked, prompt, terms = job.asked, job.prompts[number], job.session.terms if job.session else None
         strings = asked.strings

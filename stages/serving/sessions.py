@@ -5,7 +5,7 @@
                                                    messages a d      -> another branch: a part of its own
 
 A call whose messages go on from those of an earlier call, with its answer, gets that call's ids and behind them the new
-messages alone (`tuning.chat.renderer`). Answers are found by what they say; the ids are the stored ones, with the
+messages alone (`rlhf.tuning.chat.renderer`). Answers are found by what they say; the ids are the stored ones, with the
 thoughts that a client leaves out. A call that goes on from nothing begins a branch with a rendering of its own; so does
 one that would go on from an answer of which its client lacks a part, such as a stop string.
 A branch is a row of a rollout table: what was sampled in another branch is context there, so nothing is trained twice.
@@ -23,8 +23,8 @@ import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Literal
 
-from stages.serving.api import Message
-from stages.serving.tools import same_call, without_thoughts
+from rlhf.stages.serving.api import Message
+from rlhf.stages.serving.tools import same_call, without_thoughts
 
 NAME = re.compile(r"[\w.:-]{1,128}")
 CHARACTERS = 16

@@ -6,7 +6,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from stages.contract.definition import StageConfig
+from rlhf.stages.contract.definition import StageConfig
 
 
 class PolicyPlace(StageConfig):

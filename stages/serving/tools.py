@@ -1,6 +1,6 @@
 """Tools in the API: what a request may say of them, and calls of a policy's text in its form.
 
-How calls are written follows the chat template's family (`tuning.chat.calls`). A call that a request asks for
+How calls are written follows the chat template's family (`rlhf.tuning.chat.calls`). A call that a request asks for
 (`tool_choice`) is begun for the policy: its first tokens are written into the context, and the policy goes on from
 there, so it can choose arguments but not refuse to call.
 """
@@ -26,7 +26,7 @@ from pydantic import (
     model_validator,
 )
 
-from tuning.chat import calls, schemas
+from rlhf.tuning.chat import calls, schemas
 
 
 class Function(BaseModel):
@@ -95,7 +95,7 @@ class Offer:
 
     tools: Sequence[calls.Schema]
     form: str
-    """One of `tuning.chat.calls.FORMATS` but auto."""
+    """One of `rlhf.tuning.chat.calls.FORMATS` but auto."""
     choice: str = "auto"
     """`none`, `auto`, `required`, or a tool's name."""
     parallel: bool = True

@@ -14,8 +14,8 @@ from typing import Annotated, Any
 
 from pydantic import BaseModel, ConfigDict, Field
 
-from stages.serving.server import Server
-from tuning.rollout.servers.transfer import pull
+from rlhf.stages.serving.server import Server
+from rlhf.tuning.rollout.servers.transfer import pull
 
 
 class NotTaken(RuntimeError):
@@ -70,9 +70,9 @@ class Weights:
         self._server.live.swap(functools.partial(self._load, policy, folder))
 
     def _load(self, name: str, folder: Path, engine: Any, generation: int) -> None:
-        from tuning.models.config import UnsupportedModel
-        from tuning.rollout.engine.folder import load_folder
-        from tuning.rollout.engine.live import WeightsLost
+        from rlhf.tuning.models.config import UnsupportedModel
+        from rlhf.tuning.rollout.engine.folder import load_folder
+        from rlhf.tuning.rollout.engine.live import WeightsLost
 
         try:
             load_folder(engine, folder)

@@ -7,11 +7,11 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from stages.serving.api import ChatRequest, Message
-from stages.serving.tools import Offer
-from tuning.chat import calls
-from tuning.chat.renderer import Renderer
-from tuning.chat.template import Template
+from rlhf.stages.serving.api import ChatRequest, Message
+from rlhf.stages.serving.tools import Offer
+from rlhf.tuning.chat import calls
+from rlhf.tuning.chat.renderer import Renderer
+from rlhf.tuning.chat.template import Template
 
 KEPT = 32
 """Renderers of sets of tools that are kept: each is proven when it is made."""
@@ -27,7 +27,8 @@ class Wording:
         self._words = functools.lru_cache(KEPT)(self._made)
 
     def words(self, tools: Sequence[calls.Schema], options: Mapping[str, Any]) -> Renderer:
-        """The renderer for these tools and values of the template. Raises `tuning.chat.template.TemplateRefused`."""
+        """The renderer for these tools and values of the template. Raises
+        `rlhf.tuning.chat.template.TemplateRefused`."""
         # In the order of the request, which the template writes.
         return self._words(json.dumps([list(tools), options]))
 

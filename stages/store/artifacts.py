@@ -23,13 +23,13 @@ from typing import Any
 import fsspec
 from pydantic import TypeAdapter
 
-from stages.store import disk, forms, readonly, transfers
-from stages.store.keys import digest, without_userinfo
-from stages.store.manifests import ArtifactError as ArtifactError
-from stages.store.manifests import is_inside, strange, with_checksum
-from tuning import multihost
-from tuning.atomic import is_partial, whole_file
-from tuning.extras import remedy
+from rlhf.stages.store import disk, forms, readonly, transfers
+from rlhf.stages.store.keys import digest, without_userinfo
+from rlhf.stages.store.manifests import ArtifactError as ArtifactError
+from rlhf.stages.store.manifests import is_inside, strange, with_checksum
+from rlhf.tuning import multihost
+from rlhf.tuning.atomic import is_partial, whole_file
+from rlhf.tuning.extras import remedy
 
 MANIFEST = "manifest.json"
 NOT_CONTENT = ("state/", "logs/")

@@ -23,14 +23,14 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from stages.store import runs, trail
-from stages.store.artifacts import MANIFEST, Store
-from stages.store.forms import TOMB
-from stages.store.leases import unless_held
-from stages.store.manifests import checksum_of
-from stages.store.reach import CONDEMNED, Roots, Version, reach, tomb, versions
-from stages.store.residue import Residue, compiled, residues
-from stages.store.room import keep_room, with_room
+from rlhf.stages.store import runs, trail
+from rlhf.stages.store.artifacts import MANIFEST, Store
+from rlhf.stages.store.forms import TOMB
+from rlhf.stages.store.leases import unless_held
+from rlhf.stages.store.manifests import checksum_of
+from rlhf.stages.store.reach import CONDEMNED, Roots, Version, reach, tomb, versions
+from rlhf.stages.store.residue import Residue, compiled, residues
+from rlhf.stages.store.room import keep_room, with_room
 
 SETTLE_SECONDS = 10.0
 """Longer than a run takes from finding an artifact to writing that into its record."""

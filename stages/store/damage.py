@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from stages.store.artifacts import Artifact, Store
-from stages.store.leases import lease
+from rlhf.stages.store.artifacts import Artifact, Store
+from rlhf.stages.store.leases import lease
 
 
 def fault_of(store: Store, stage: str, key: str) -> tuple[Artifact | None, str | None]:

@@ -7,8 +7,8 @@ import os
 import uuid
 from pathlib import Path
 
-from stages.store import readonly
-from stages.store.artifacts import Store
+from rlhf.stages.store import readonly
+from rlhf.stages.store.artifacts import Store
 
 
 def create(store: Store, path: str, data: bytes) -> bool:
@@ -34,7 +34,7 @@ def create(store: Store, path: str, data: bytes) -> bool:
 
 def _link(path: str, data: bytes) -> bool:
     """Creates `path` by a hard link; False on a file system without hard links. Raises FileExistsError."""
-    # Named as `tuning.atomic` does: a collection takes what a kill leaves.
+    # Named as `rlhf.tuning.atomic` does: a collection takes what a kill leaves.
     partial = Path(path).with_name(f".{Path(path).name}.{os.getpid()}-{uuid.uuid4().hex[:8]}.part")
     try:
         with partial.open("xb") as f:

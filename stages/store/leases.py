@@ -21,11 +21,11 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, TypeVar
 
-from stages.store.artifacts import ArtifactError, Store
-from stages.store.disk import FULL
-from stages.store.exclusive import create
-from stages.store.forms import HOLDER
-from tuning.retries import retried
+from rlhf.stages.store.artifacts import ArtifactError, Store
+from rlhf.stages.store.disk import FULL
+from rlhf.stages.store.exclusive import create
+from rlhf.stages.store.forms import HOLDER
+from rlhf.tuning.retries import retried
 
 T = TypeVar("T")
 

@@ -8,7 +8,7 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
-from stages.store import forms
+from rlhf.stages.store import forms
 
 CHECKSUM = "checksum"
 

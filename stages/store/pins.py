@@ -8,7 +8,7 @@ import getpass
 import socket
 from typing import Any
 
-from stages.store.artifacts import Store
+from rlhf.stages.store.artifacts import Store
 
 FOLDER = "pins"
 _UNREAD = {"note": "", "by": "?", "at": "?"}

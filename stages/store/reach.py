@@ -15,11 +15,11 @@ import sys
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from stages.store.artifacts import MANIFEST, ArtifactError, Store
-from stages.store.forms import COMMITTED, TOMB
-from stages.store.keys import digest
-from stages.store.manifests import checksum_of, strange
-from stages.store.runs import in_parallel
+from rlhf.stages.store.artifacts import MANIFEST, ArtifactError, Store
+from rlhf.stages.store.forms import COMMITTED, TOMB
+from rlhf.stages.store.keys import digest
+from rlhf.stages.store.manifests import checksum_of, strange
+from rlhf.stages.store.runs import in_parallel
 
 CONDEMNED = "condemned"
 """The folder of manifests that were taken away and whose files are about to be deleted."""

@@ -17,9 +17,9 @@ from collections.abc import Callable
 
 from pydantic import TypeAdapter
 
-from stages.store.artifacts import Store
-from stages.store.exclusive import create
-from stages.store.pins import who
+from rlhf.stages.store.artifacts import Store
+from rlhf.stages.store.exclusive import create
+from rlhf.stages.store.pins import who
 
 FOLDER = "registry"
 CHAMPION = "champion"

@@ -16,17 +16,17 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-from stages.store.artifacts import MANIFEST, Store
-from stages.store.leases import beats, forsaken, unless_held
-from stages.store.reach import Roots, Version
-from stages.store.work import OF_PROCESS
-from tuning.atomic import is_partial
+from rlhf.stages.store.artifacts import MANIFEST, Store
+from rlhf.stages.store.leases import beats, forsaken, unless_held
+from rlhf.stages.store.reach import Roots, Version
+from rlhf.stages.store.work import OF_PROCESS
+from rlhf.tuning.atomic import is_partial
 
 KEY_CHARACTERS = 64
 """Length of a key, with which names of folders of fetched files and of work begin."""
 READERS = ".readers"
 """After a policy's digest: the folder of empty files with the names of the runs that are to read it
-(`stages.common.handed`)."""
+(`rlhf.stages.common.handed`)."""
 
 
 @dataclasses.dataclass(frozen=True)

@@ -7,8 +7,8 @@ import os
 from collections.abc import Callable
 from typing import TypeVar
 
-from stages.store.artifacts import Store
-from stages.store.disk import FULL, disk_fault
+from rlhf.stages.store.artifacts import Store
+from rlhf.stages.store.disk import FULL, disk_fault
 
 BYTES = 2**20
 """More than a collection or a record needs at a time."""

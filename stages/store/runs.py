@@ -12,8 +12,8 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, TypeVar
 
-from stages.store import forms
-from stages.store.artifacts import ArtifactError, Store
+from rlhf.stages.store import forms
+from rlhf.stages.store.artifacts import ArtifactError, Store
 
 FOLDER, HEAD, PARTS = "runs", "run.json", "parts"
 PART = 64

@@ -18,10 +18,10 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from stages.store.artifacts import ArtifactError, Store
-from stages.store.exclusive import create
-from stages.store.keys import HIDDEN, is_secret, without_userinfo
-from stages.store.pins import who
+from rlhf.stages.store.artifacts import ArtifactError, Store
+from rlhf.stages.store.exclusive import create
+from rlhf.stages.store.keys import HIDDEN, is_secret, without_userinfo
+from rlhf.stages.store.pins import who
 
 FOLDER = "trail"
 PROJECT = Path(__file__).resolve().parents[2]

@@ -10,13 +10,13 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from stages.store import disk
-from stages.store.manifests import ArtifactError
-from tuning import multihost
-from tuning.atomic import is_partial, whole_file
+from rlhf.stages.store import disk
+from rlhf.stages.store.manifests import ArtifactError
+from rlhf.tuning import multihost
+from rlhf.tuning.atomic import is_partial, whole_file
 
 if TYPE_CHECKING:
-    from stages.store.artifacts import Artifact, Store
+    from rlhf.stages.store.artifacts import Artifact, Store
 
 AT_ONCE = 16
 """Files that are read, hashed or transferred at a time."""

@@ -21,11 +21,11 @@ import uuid
 from collections.abc import Callable, Iterable
 from pathlib import Path
 
-from stages.store import disk, transfers
-from stages.store.artifacts import ArtifactError, Store
-from stages.store.manifests import is_inside, sums_of
-from tuning import multihost
-from tuning.atomic import is_partial, whole_file
+from rlhf.stages.store import disk, transfers
+from rlhf.stages.store.artifacts import ArtifactError, Store
+from rlhf.stages.store.manifests import is_inside, sums_of
+from rlhf.tuning import multihost
+from rlhf.tuning.atomic import is_partial, whole_file
 
 # Folders that hold what is under way, not what is finished, and those whose files are checked one by one.
 NOT_UNITS = ("replay", "pieces", "evaluation")

@@ -7,7 +7,7 @@ import os
 import sys
 from typing import Any
 
-from stages.contract.fingerprint import library_versions
+from rlhf.stages.contract.fingerprint import library_versions
 
 PAYS = 1.3
 """How much faster products of bfloat16 have to be than those of float32, for `fast` to be advised."""
@@ -17,10 +17,10 @@ LITTLE_MEMORY = 7 * 10**9
 
 def found() -> dict[str, Any]:
     """What this machine is, and what it decides for a recipe."""
-    from stages.common.flags import FLAGS, value_of
-    from tuning.cpu.kernels import build
-    from tuning.device import choose, memory_kinds
-    from tuning.rewards.sandbox import gaps
+    from rlhf.stages.common.flags import FLAGS, value_of
+    from rlhf.tuning.cpu.kernels import build
+    from rlhf.tuning.device import choose, memory_kinds
+    from rlhf.tuning.rewards.sandbox import gaps
 
     device = choose()
     half = device.compute.dtype == "bfloat16"
@@ -57,9 +57,9 @@ def _rates() -> dict[str, float]:
     """GFLOP/s of the models' products of large float32 arrays, exact and with inputs rounded to bfloat16."""
     import jax.numpy as jnp
 
-    from tuning.models.matmul import matmul
-    from tuning.precision import using
-    from tuning.training.speed import rate
+    from rlhf.tuning.models.matmul import matmul
+    from rlhf.tuning.precision import using
+    from rlhf.tuning.training.speed import rate
 
     found, size = {}, 1024
     for name, dtype in (("float32", "float32"), ("bfloat16", "fast")):

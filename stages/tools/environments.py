@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from stages.contract import signatures
-from stages.sampling.environment import PREFIXES, Environment
-from tuning.names import nearest
+from rlhf.stages.contract import signatures
+from rlhf.stages.sampling.environment import PREFIXES, Environment
+from rlhf.tuning.names import nearest
 
 
 def check(environment: Environment) -> None:
@@ -23,7 +23,7 @@ def check(environment: Environment) -> None:
 
 
 def _check_built_in(name: str, arguments: Mapping[str, Any]) -> None:
-    from tuning.agents.adapters import built_in
+    from rlhf.tuning.agents.adapters import built_in
 
     try:
         made = built_in(name)
@@ -37,7 +37,7 @@ def _check_built_in(name: str, arguments: Mapping[str, Any]) -> None:
 
 
 def _check_own(name: str, arguments: Mapping[str, Any]) -> None:
-    from tuning.agents.adapters.gym import OWN, text_actions
+    from rlhf.tuning.agents.adapters.gym import OWN, text_actions
 
     parameters = signatures.of_name(name, "environment.name", "class")
     if parameters is None:
@@ -51,7 +51,7 @@ def _check_own(name: str, arguments: Mapping[str, Any]) -> None:
 
 
 def _check_tool(name: str, arguments: Mapping[str, Mapping[str, Any]]) -> None:
-    from tuning.agents.tools import BUILT_IN
+    from rlhf.tuning.agents.tools import BUILT_IN
 
     kind, colon, function = name.partition(":")
     if kind == "mcp" and colon:

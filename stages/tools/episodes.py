@@ -14,13 +14,13 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, get_args
 
-from stages.common.tables import read_table
-from stages.sampling.played import FOLDER
-from stages.store.artifacts import Artifact
-from tuning.agents.contract import Status
-from tuning.agents.rows import TrajectoryRow, TurnRow
-from tuning.atomic import whole_file
-from tuning.rows import CompletionRow
+from rlhf.stages.common.tables import read_table
+from rlhf.stages.sampling.played import FOLDER
+from rlhf.stages.store.artifacts import Artifact
+from rlhf.tuning.agents.contract import Status
+from rlhf.tuning.agents.rows import TrajectoryRow, TurnRow
+from rlhf.tuning.atomic import whole_file
+from rlhf.tuning.rows import CompletionRow
 
 VERSION = "ATIF-v1.4"
 STATUSES: tuple[str, ...] = get_args(Status)

@@ -15,13 +15,13 @@ from typing import Any
 
 import jax
 
-from stages.contract.registry import by_section
-from stages.tools.fit_asks import Run, model_of
-from tuning.fit.machines import machine
-from tuning.fit.needs import Needs, peak
-from tuning.fit.training import Packed
-from tuning.models.config import UnsupportedModel
-from tuning.rollout.requests import RefusedRequest
+from rlhf.stages.contract.registry import by_section
+from rlhf.stages.tools.fit_asks import Run, model_of
+from rlhf.tuning.fit.machines import machine
+from rlhf.tuning.fit.needs import Needs, peak
+from rlhf.tuning.fit.training import Packed
+from rlhf.tuning.models.config import UnsupportedModel
+from rlhf.tuning.rollout.requests import RefusedRequest
 
 Figures = dict[str, Any]
 """Of a stage: `parts`, their sum `held`, `peak` or null, `verdict`, and `why` it is not `fits`."""

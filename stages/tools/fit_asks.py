@@ -1,4 +1,4 @@
-"""The work of each stage of a recipe, as `tuning.fit` takes it."""
+"""The work of each stage of a recipe, as `rlhf.tuning.fit` takes it."""
 
 from __future__ import annotations
 
@@ -8,30 +8,30 @@ from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from typing import Any
 
-from stages.common.models import limits_of
-from stages.common.source import locate, snapshot
-from stages.sampling.rows import context_of
-from stages.training.adapters import lora_config
-from tuning.algorithms.algorithm import find
-from tuning.algorithms.distillation import distillation_loss
-from tuning.algorithms.objective import policy_loss
-from tuning.algorithms.ppo import critic_loss
-from tuning.algorithms.preference import preference_loss, unpaired_loss
-from tuning.algorithms.supervised import reward_loss, sft_loss
-from tuning.fit.machines import Machine
-from tuning.fit.places import frozen, size
-from tuning.fit.sampling import Sampled
-from tuning.fit.training import Packed
-from tuning.mesh import laid_out
-from tuning.models.byte_tokenizer import byte_tokenizer
-from tuning.models.config import DecoderConfig, tiny
-from tuning.models.config_json import from_hugging_face
-from tuning.models.decoder import decoder_graph, scalar_graph
-from tuning.models.gguf import GGUFCheckpoint, GGUFFile
-from tuning.models.huggingface import read_config
-from tuning.precision import item_bytes
-from tuning.rollout.engine.placement import sampling_axes
-from tuning.training.batch import Group
+from rlhf.stages.common.models import limits_of
+from rlhf.stages.common.source import locate, snapshot
+from rlhf.stages.sampling.rows import context_of
+from rlhf.stages.training.adapters import lora_config
+from rlhf.tuning.algorithms.algorithm import find
+from rlhf.tuning.algorithms.distillation import distillation_loss
+from rlhf.tuning.algorithms.objective import policy_loss
+from rlhf.tuning.algorithms.ppo import critic_loss
+from rlhf.tuning.algorithms.preference import preference_loss, unpaired_loss
+from rlhf.tuning.algorithms.supervised import reward_loss, sft_loss
+from rlhf.tuning.fit.machines import Machine
+from rlhf.tuning.fit.places import frozen, size
+from rlhf.tuning.fit.sampling import Sampled
+from rlhf.tuning.fit.training import Packed
+from rlhf.tuning.mesh import laid_out
+from rlhf.tuning.models.byte_tokenizer import byte_tokenizer
+from rlhf.tuning.models.config import DecoderConfig, tiny
+from rlhf.tuning.models.config_json import from_hugging_face
+from rlhf.tuning.models.decoder import decoder_graph, scalar_graph
+from rlhf.tuning.models.gguf import GGUFCheckpoint, GGUFFile
+from rlhf.tuning.models.huggingface import read_config
+from rlhf.tuning.precision import item_bytes
+from rlhf.tuning.rollout.engine.placement import sampling_axes
+from rlhf.tuning.training.batch import Group
 
 STATE = "weights", "moments"
 """Parts of a model in training that stay between steps."""

@@ -8,14 +8,14 @@ from typing import TYPE_CHECKING, Any
 
 from pydantic import ValidationError
 
-from stages.common.tables import batches
-from stages.common.verdicts import verdicts_of
-from stages.evaluate import Config
-from stages.store.artifacts import Artifact
-from stages.store.keys import config_content, differences
+from rlhf.stages.common.tables import batches
+from rlhf.stages.common.verdicts import verdicts_of
+from rlhf.stages.evaluate import Config
+from rlhf.stages.store.artifacts import Artifact
+from rlhf.stages.store.keys import config_content, differences
 
 if TYPE_CHECKING:
-    from tuning.evaluation.verdicts import Difference, Judged
+    from rlhf.tuning.evaluation.verdicts import Difference, Judged
 
 MOST = 3
 """Settings that the reason names."""
@@ -62,7 +62,7 @@ def _metadata(text: str | None) -> str:
 
 def paired(before: Artifact, after: Artifact) -> Paired:
     """The second evaluation against the first, on prompts that are the same in both, wherever they stand."""
-    from tuning.evaluation.verdicts import difference
+    from rlhf.tuning.evaluation.verdicts import difference
 
     # A system prompt of the recipe is in no text, and makes another question.
     tokens = _tokenizer(before) == _tokenizer(after)

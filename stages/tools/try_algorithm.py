@@ -9,8 +9,8 @@ from __future__ import annotations
 import os
 import sys
 
-from stages.contract.place import place_of
-from tuning.algorithms.settings import Objective
+from rlhf.stages.contract.place import place_of
+from rlhf.tuning.algorithms.settings import Objective
 
 PROMPTS, TOKENS = 2, 3
 
@@ -21,7 +21,7 @@ def fault(objective: Objective, completions: int) -> str | None:
     import jax.numpy as jnp
     import numpy as np
 
-    from tuning.algorithms.algorithm import Scored, Terms, find
+    from rlhf.tuning.algorithms.algorithm import Scored, Terms, find
 
     n = PROMPTS * completions
     totals = np.arange(n, dtype=np.float32) % 3 / 2
@@ -48,7 +48,7 @@ def fault(objective: Objective, completions: int) -> str | None:
 
 
 def main() -> None:
-    from stages.update.settings import Config
+    from rlhf.stages.update.settings import Config
 
     # As the worker has it: modules of the current folder come last.
     sys.path.append(os.getcwd())

@@ -58,9 +58,9 @@ def own_logits(folder: Path, prompts: list[list[int]], dtype: str) -> list[Any]:
     import numpy as np
     from flax import nnx
 
-    from tuning.models.attention import packed_attention
-    from tuning.models.decoder import decoder_graph
-    from tuning.models.huggingface import load_decoder
+    from rlhf.tuning.models.attention import packed_attention
+    from rlhf.tuning.models.decoder import decoder_graph
+    from rlhf.tuning.models.huggingface import load_decoder
 
     config, params = load_decoder(folder)
     graph = decoder_graph(config)

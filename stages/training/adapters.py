@@ -9,22 +9,22 @@ import dataclasses
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, Literal
 
-from stages.common.models import ADAPTER, recall, remember
-from stages.common.settings import Lora
-from stages.contract.definition import Context
-from stages.store.artifacts import Artifact
-from stages.training import fit as training
-from stages.training.fit import Task
+from rlhf.stages.common.models import ADAPTER, recall, remember
+from rlhf.stages.common.settings import Lora
+from rlhf.stages.contract.definition import Context
+from rlhf.stages.store.artifacts import Artifact
+from rlhf.stages.training import fit as training
+from rlhf.stages.training.fit import Task
 
 if TYPE_CHECKING:
-    from tuning.models.lora import Base, LoraConfig
+    from rlhf.tuning.models.lora import Base, LoraConfig
 
 Role = Literal["decoder", "scalar"]
 
 
 def lora_config(settings: Lora) -> LoraConfig:
     """The settings as the core takes them."""
-    from tuning.models.lora import PROJECTIONS, LoraConfig
+    from rlhf.tuning.models.lora import PROJECTIONS, LoraConfig
 
     values = settings.model_dump()
     chosen = PROJECTIONS if settings.targets == "all-linear" else settings.targets
@@ -50,9 +50,9 @@ def fit(
     task = dataclasses.replace(task, flops=_flops(task, model, role, config))
     if config.lora is None:
         return training.fit(ctx, task, params, config, frozen)
-    from tuning.device import choose
-    from tuning.models.lora import join, merge, over, tune, tuned_graph
-    from tuning.models.peft import save_adapter
+    from rlhf.tuning.device import choose
+    from rlhf.tuning.models.lora import join, merge, over, tune, tuned_graph
+    from rlhf.tuning.models.peft import save_adapter
 
     lora = lora_config(config.lora)
     graph = tuned_graph(model, role, lora)
@@ -73,7 +73,7 @@ def fit(
 
 def _flops(task: Task, model: Any, role: Role, config: Any) -> Callable[[list[Any]], float]:
     """FLOPs of a step on groups: forward and backward through the policy, and the task's other computations."""
-    from tuning.training.speed import ADAPTER, FULL, forward_flops
+    from rlhf.tuning.training.speed import ADAPTER, FULL, forward_flops
 
     # A frozen kernel gets no gradient of its own.
     times = FULL if config.lora is None else ADAPTER
@@ -90,8 +90,8 @@ def based(ctx: Context, digest: str, role: Role, load: Callable[[], tuple[Any, A
 
     `load` gives (DecoderConfig, dense parameters) of the artifact with this digest.
     """
-    from tuning.device import choose
-    from tuning.models.lora import Base, tune, tuned_graph
+    from rlhf.tuning.device import choose
+    from rlhf.tuning.models.lora import Base, tune, tuned_graph
 
     lora, dtype = lora_config(config.lora), choose(config.compute.dtype).compute.dtype
     model, params = load()

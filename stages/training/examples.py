@@ -6,22 +6,22 @@ import copy
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from stages.common.models import load_tokenizer, vocabulary
-from stages.common.tables import table_paths
-from stages.contract.definition import Context
-from stages.store.artifacts import Artifact
-from tuning.draws import whole_groups
+from rlhf.stages.common.models import load_tokenizer, vocabulary
+from rlhf.stages.common.tables import table_paths
+from rlhf.stages.contract.definition import Context
+from rlhf.stages.store.artifacts import Artifact
+from rlhf.tuning.draws import whole_groups
 
 if TYPE_CHECKING:
-    from tuning.data.reading import Examples
+    from rlhf.tuning.data.reading import Examples
 
 
 class Table:
     """Rows of a part of the data, in file order: examples, and other columns by name."""
 
     def __init__(self, ctx: Context, data: Artifact, part: str):
-        from tuning.data.flat import FOLDER, completions_of
-        from tuning.data.reading import map_examples, read_examples
+        from rlhf.tuning.data.flat import FOLDER, completions_of
+        from rlhf.tuning.data.reading import map_examples, read_examples
 
         self._data, self._part = data, part
         if data.has(f"{part}/{FOLDER}/"):

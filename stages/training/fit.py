@@ -7,15 +7,15 @@ from collections.abc import Callable
 from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any
 
-from stages.common.settings import Fitted
-from stages.contract.definition import Context
+from rlhf.stages.common.settings import Fitted
+from rlhf.stages.contract.definition import Context
 
 if TYPE_CHECKING:
-    from tuning.data.reading import Examples
-    from tuning.device import Compute
-    from tuning.training.batch import Group, Packed
-    from tuning.training.checkpoint import Checkpoints
-    from tuning.training.step import LossFn
+    from rlhf.tuning.data.reading import Examples
+    from rlhf.tuning.device import Compute
+    from rlhf.tuning.training.batch import Group, Packed
+    from rlhf.tuning.training.checkpoint import Checkpoints
+    from rlhf.tuning.training.step import LossFn
 
 SHAPE_STEPS = 32
 """Steps whose groups decide how long rows are."""
@@ -26,16 +26,17 @@ class Task:
     """The examples that a stage trains on, and the loss."""
 
     make_loss: Callable[[Compute], LossFn]
-    """Compute choices -> loss function of `tuning.training.step`; the batch holds `n_tokens` and `n_groups`."""
+    """Compute choices -> loss function of `rlhf.tuning.training.step`; the batch holds `n_tokens` and `n_groups`."""
     examples: Examples
-    """A sequence of groups with the sizes of all (`tuning.data.reading.Examples`); in a step their completions are
+    """A sequence of groups with the sizes of all (`rlhf.tuning.data.reading.Examples`); in a step their completions are
     numbered from 0."""
     summary: Callable[[dict[str, float]], dict[str, float]]
     """Sums of a step -> metrics to show."""
     sample: Callable[[Any, int, list[Group]], list[Group]] | None = None
     """(parameters, step, groups) -> the groups to train on, for completions that the model itself writes."""
     flops: Callable[[list[Group]], float] = lambda groups: 0.0
-    """Groups -> FLOPs of a step on them, or of its computations outside the policy (`stages.training.adapters`)."""
+    """Groups -> FLOPs of a step on them, or of its computations outside the policy
+    (`rlhf.stages.training.adapters`)."""
     columns: Callable[[Any, list[int], list[Packed]], list[dict[str, Any]]] | None = None
     """(parameters, example numbers, micro-batches) -> inputs of the loss for each in addition to its tokens."""
     measure: Callable[[Any], dict[str, float]] | None = None
@@ -57,8 +58,8 @@ def fit(ctx: Context, task: Task, params: Any, config: Fitted, frozen: Any = Non
     and `heldout_NAME` of what the task measures, after training and as `heldout_NAME_before` before it. Raises
     ValueError where there are no examples.
     """
-    from tuning import multihost
-    from tuning.training.checkpoint import Checkpoints
+    from rlhf.tuning import multihost
+    from rlhf.tuning.training.checkpoint import Checkpoints
 
     if not len(task.examples):
         raise ValueError("there are no examples to train on; the data's card.html says what was dropped and why")
@@ -95,13 +96,13 @@ class _Loop:
     """Training in progress: the layout of micro-batches, and the state that steps change."""
 
     def __init__(self, ctx: Context, task: Task, config: Fitted, params: Any, frozen: Any):
-        from tuning.data.reading import Steps
-        from tuning.device import choose
-        from tuning.mesh import over_devices, put_params, row_shards
-        from tuning.shapes import bucket
-        from tuning.training.batch import choose_rows
-        from tuning.training.optimizers import optimizer_of
-        from tuning.training.step import make_step
+        from rlhf.tuning.data.reading import Steps
+        from rlhf.tuning.device import choose
+        from rlhf.tuning.mesh import over_devices, put_params, row_shards
+        from rlhf.tuning.shapes import bucket
+        from rlhf.tuning.training.batch import choose_rows
+        from rlhf.tuning.training.optimizers import optimizer_of
+        from rlhf.tuning.training.step import make_step
 
         self.ctx, self.task = ctx, task
         device, table = choose(config.compute.dtype, config.compute.remat), task.examples
@@ -133,14 +134,14 @@ class _Loop:
 
     def groups(self, step: int) -> list[Group]:
         """The examples of a step."""
-        from tuning.training.batch import numbered
+        from rlhf.tuning.training.batch import numbered
 
         return numbered([self.task.examples[i] for i in self.steps[step]])
 
     def resume(self, checkpoints: Checkpoints) -> int:
         """Takes the newest checkpoint's state, or makes the first one; the number of the first step to train."""
-        from tuning.mesh import init_state, own_params, state_shapes
-        from tuning.training.speed import Meter
+        from rlhf.tuning.mesh import init_state, own_params, state_shapes
+        from rlhf.tuning.training.speed import Meter
 
         restored = checkpoints.restore(state_shapes(self.optimizer, self.start, self.mesh))
         if restored is None:
@@ -214,9 +215,9 @@ class _Loop:
 
     def batches(self, step: int, groups: list[Group]) -> list[dict[str, Any]]:
         """The micro-batches of a step, with the task's additions."""
-        from tuning.mesh import row_shards
-        from tuning.training.batch import micro_batches
-        from tuning.training.step import counted
+        from rlhf.tuning.mesh import row_shards
+        from rlhf.tuning.training.batch import micro_batches
+        from rlhf.tuning.training.step import counted
 
         shards = row_shards(self.mesh)
         packed = micro_batches(groups, layout=self.layout, completion_tokens=self.width, shards=shards)

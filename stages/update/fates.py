@@ -7,11 +7,11 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from stages.sampling.groups import Scored
-from tuning.rows import CompletionRow, FateRow, ScoreRow
+from rlhf.stages.sampling.groups import Scored
+from rlhf.tuning.rows import CompletionRow, FateRow, ScoreRow
 
 if TYPE_CHECKING:
-    from tuning.algorithms.rounds import RoundResult
+    from rlhf.tuning.algorithms.rounds import RoundResult
 
 FATES = "fates"
 """The folder of an update that holds the table."""

@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from stages.sampling.alike import alone
-from stages.store.artifacts import Artifact
-from stages.update.settings import Config
+from rlhf.stages.sampling.alike import alone
+from rlhf.stages.store.artifacts import Artifact
+from rlhf.stages.update.settings import Config
 
 if TYPE_CHECKING:
-    from tuning.algorithms.round_data import RoundData
+    from rlhf.tuning.algorithms.round_data import RoundData
 
 
 UNREWARDED = "has a reward: each reward returned None for it, or failed"
@@ -78,7 +78,7 @@ def _followed(data: RoundData, metrics: dict[str, Any], config: Config) -> str:
 def check_idle(metrics: dict[str, Any], limit: int, alike: Sequence[str] = ()) -> None:
     """Raises IdleRounds where the round is the last of `limit` in a row that have taught nothing.
 
-    alike: names of the rewards that tell no completions of a prompt apart (`stages.sampling.alike`).
+    alike: names of the rewards that tell no completions of a prompt apart (`rlhf.stages.sampling.alike`).
     """
     count = metrics.get("idle_rounds", 0)
     if count >= limit:

@@ -1,6 +1,6 @@
 """Whether a replayed policy with other bits than the one recorded is near enough to stand for it.
 
-A round that is not stored leaves probes of its policy (`tuning.models.probes`), and how far it moved the policy. A
+A round that is not stored leaves probes of its policy (`rlhf.tuning.models.probes`), and how far it moved the policy. A
 replay on other hardware rounds differently; RLHF_REPLAY_TOLERANCE says how far from the recorded policy it may end, in
 units of what the round moved. Without it only the same bits will do.
 """
@@ -11,11 +11,11 @@ import math
 import os
 from typing import TYPE_CHECKING, Any
 
-from stages.contract.definition import Context
-from stages.store.artifacts import Artifact
+from rlhf.stages.contract.definition import Context
+from rlhf.stages.store.artifacts import Artifact
 
 if TYPE_CHECKING:
-    from tuning.models.probes import Probes
+    from rlhf.tuning.models.probes import Probes
 
 TOLERANCE = "RLHF_REPLAY_TOLERANCE"
 PLACE = "logs/probes.safetensors"
@@ -40,7 +40,7 @@ def record(ctx: Context, before: Probes, after: Any) -> None:
     import numpy as np
     from safetensors.numpy import save_file
 
-    from tuning.models.probes import distance, probes
+    from rlhf.tuning.models.probes import distance, probes
 
     found = probes(after)
     place = ctx.out / PLACE
@@ -53,7 +53,7 @@ def off(artifact: Artifact, rebuilt: Any) -> float | None:
     it has no probes, infinity where the round moved nothing."""
     from safetensors.numpy import load_file
 
-    from tuning.models.probes import distance, probes
+    from rlhf.tuning.models.probes import distance, probes
 
     if not artifact.has(PLACE):
         return None

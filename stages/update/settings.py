@@ -6,10 +6,10 @@ from typing import Any, Literal
 
 from pydantic import model_validator
 
-from stages.common.settings import Compute, Lora, Optimizer, Trained, refuse_unused
-from stages.contract.definition import execution_setting
-from tuning.algorithms import registry
-from tuning.algorithms import settings as core
+from rlhf.stages.common.settings import Compute, Lora, Optimizer, Trained, refuse_unused
+from rlhf.stages.contract.definition import execution_setting
+from rlhf.tuning.algorithms import registry
+from rlhf.tuning.algorithms import settings as core
 
 
 class CriticSettings(Trained, core.CriticSettings):  # type: ignore[misc]

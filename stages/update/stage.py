@@ -1,7 +1,7 @@
 """One round's policy update from scored rollouts.
 
 The artifact's content is `policy.json`, the fingerprint of the new policy. Weights and optimizer are stored under
-`state/` every `checkpoint_every` rounds; `stages.update.state` rebuilds the policies between.
+`state/` every `checkpoint_every` rounds; `rlhf.stages.update.state` rebuilds the policies between.
 
 With `lora` the rounds train one adapter over the policy before the first of them, and PPO's critic is one over the
 reward model. An adapter is small: every round keeps it, as content under `adapter/` and with its moments in `state/`.
@@ -15,25 +15,25 @@ import json
 import time
 from typing import TYPE_CHECKING, Any
 
-from stages.common.models import ADAPTER, TRAINER, load_frozen, load_policy
-from stages.common.settings import stored_as
-from stages.common.tables import read_table
-from stages.contract.definition import Context, Reads, Stage
-from stages.contract.sources import user_digests
-from stages.sampling.groups import OF_TURNS, TRAINED, Scored, chosen_groups, read_scored, read_turns, refills
-from stages.store.artifacts import Artifact
-from stages.training.adapters import lora_config, name_of
-from stages.update import near
-from stages.update import state as states
-from stages.update.fates import FATES, fates_of
-from stages.update.idle import check_idle, idle_metrics
-from stages.update.settings import Config
-from stages.update.state import NAME, State
-from tuning.rows import FateRow, ScoreRow, write_table
+from rlhf.stages.common.models import ADAPTER, TRAINER, load_frozen, load_policy
+from rlhf.stages.common.settings import stored_as
+from rlhf.stages.common.tables import read_table
+from rlhf.stages.contract.definition import Context, Reads, Stage
+from rlhf.stages.contract.sources import user_digests
+from rlhf.stages.sampling.groups import OF_TURNS, TRAINED, Scored, chosen_groups, read_scored, read_turns, refills
+from rlhf.stages.store.artifacts import Artifact
+from rlhf.stages.training.adapters import lora_config, name_of
+from rlhf.stages.update import near
+from rlhf.stages.update import state as states
+from rlhf.stages.update.fates import FATES, fates_of
+from rlhf.stages.update.idle import check_idle, idle_metrics
+from rlhf.stages.update.settings import Config
+from rlhf.stages.update.state import NAME, State
+from rlhf.tuning.rows import FateRow, ScoreRow, write_table
 
 if TYPE_CHECKING:
-    from tuning.algorithms.diagnostics import Coefficients
-    from tuning.algorithms.round_data import RoundData
+    from rlhf.tuning.algorithms.diagnostics import Coefficients
+    from rlhf.tuning.algorithms.round_data import RoundData
 
 
 def source_digests(config: Config) -> dict[str, str]:
@@ -43,12 +43,12 @@ def source_digests(config: Config) -> dict[str, str]:
 
 def loads(config: Config) -> tuple[str, ...]:
     """The module of a built-in algorithm, which is loaded by name: one algorithm's code is no part of another's key."""
-    return (f"tuning.algorithms.{config.entry.module}",) if config.entry else ()
+    return (f"rlhf.tuning.algorithms.{config.entry.module}",) if config.entry else ()
 
 
 def run(ctx: Context) -> dict[str, Any]:
     """Writes `policy.json`, and the adapter and state where they are stored; returns the round's metrics."""
-    from tuning.models.peft import save_adapter
+    from rlhf.tuning.models.peft import save_adapter
 
     state, metrics = _advance(ctx, None, first=True)
     # Here and not in `_advance`, which also replays rounds that have been committed.
@@ -78,9 +78,9 @@ def _advance(ctx: Context, before: State | None, first: bool = False) -> tuple[S
 
     before: the state of the parent; None: it is looked for.
     """
-    from tuning.algorithms.rounds import run_round
-    from tuning.models.probes import probes
-    from tuning.precision import exact_forward
+    from rlhf.tuning.algorithms.rounds import run_round
+    from rlhf.tuning.models.probes import probes
+    from rlhf.tuning.precision import exact_forward
 
     config: Config = ctx.config
     parent = ctx.inputs["policy"]
@@ -142,7 +142,7 @@ def _stores(config: Config) -> bool:
 
 def _coefficients(config: Config, parent: Artifact) -> Coefficients | None:
     """The coefficients that the last round adapted; None where this is the first or nothing is adapted."""
-    from tuning.algorithms.diagnostics import Coefficients
+    from rlhf.tuning.algorithms.diagnostics import Coefficients
 
     if not states.continues(config, parent):
         return None
@@ -169,7 +169,7 @@ def _rollouts(ctx: Context) -> tuple[Scored, Scored, dict[str, Any]]:
 
 
 def _round_data(ctx: Context, chosen: Scored) -> RoundData:
-    from tuning.algorithms.round_data import RoundData
+    from rlhf.tuning.algorithms.round_data import RoundData
 
     greedy = read_table(ctx.inputs["greedy_scores"], "scores/", ScoreRow) if ctx.config.needs_greedy else None
     return RoundData.from_rows(chosen.rows, chosen.scores, greedy, read_turns(ctx.inputs, OF_TURNS))

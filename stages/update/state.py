@@ -16,20 +16,20 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from stages.common.models import TRAINER, load_policy, load_scorer, mesh_of, recall, remember, token_ids
-from stages.common.settings import Mesh
-from stages.contract.definition import Context
-from stages.store.artifacts import Artifact
-from stages.store.work import is_chunk
-from stages.training.adapters import based, lora_config
-from stages.update import near
-from stages.update.settings import Config
+from rlhf.stages.common.models import TRAINER, load_policy, load_scorer, mesh_of, recall, remember, token_ids
+from rlhf.stages.common.settings import Mesh
+from rlhf.stages.contract.definition import Context
+from rlhf.stages.store.artifacts import Artifact
+from rlhf.stages.store.work import is_chunk
+from rlhf.stages.training.adapters import based, lora_config
+from rlhf.stages.update import near
+from rlhf.stages.update.settings import Config
 
 if TYPE_CHECKING:
-    from tuning.algorithms.diagnostics import Coefficients
-    from tuning.algorithms.learner import Learner
-    from tuning.models.config import DecoderConfig
-    from tuning.models.lora import Base, LoraConfig
+    from rlhf.tuning.algorithms.diagnostics import Coefficients
+    from rlhf.tuning.algorithms.learner import Learner
+    from rlhf.tuning.models.config import DecoderConfig
+    from rlhf.tuning.models.lora import Base, LoraConfig
 
 NAME = "update"
 
@@ -45,7 +45,7 @@ class ReplayDiffers(RuntimeError):
 class State:
     """A policy under training: dense parameters, and with `lora` the adapter that is merged in them.
 
-    The critic then is a trainable tree of `tuning.models.lora`, not dense.
+    The critic then is a trainable tree of `rlhf.tuning.models.lora`, not dense.
     """
 
     config: DecoderConfig
@@ -64,7 +64,7 @@ class State:
 
     def learners(self, bases: tuple[Base | None, Base | None]) -> tuple[Learner, Learner | None]:
         """Policy and critic as a round trains them, over what is frozen below their adapters."""
-        from tuning.algorithms.learner import Learner
+        from rlhf.tuning.algorithms.learner import Learner
 
         policy = Learner(self.params if self.adapter is None else self.adapter, self.opt_state, bases[0])
         return policy, None if self.critic is None else Learner(self.critic, self.critic_opt, bases[1])
@@ -72,7 +72,7 @@ class State:
 
 def fingerprint_of(state: State) -> str:
     """The fingerprint of a policy: of its parameters and, where there is one, of the adapter among them."""
-    from tuning.models.identity import fingerprint
+    from rlhf.tuning.models.identity import fingerprint
 
     dense = fingerprint(state.params)
     if state.adapter is None:
@@ -85,9 +85,9 @@ def save(ctx: Context, state: State) -> int:
 
     Returns the bytes that the process of the group that wrote most has written.
     """
-    from tuning import multihost
-    from tuning.models import huggingface
-    from tuning.training.checkpoint import bytes_below, save_tree
+    from rlhf.tuning import multihost
+    from rlhf.tuning.models import huggingface
+    from rlhf.tuning.training.checkpoint import bytes_below, save_tree
 
     folder = ctx.out / "state"
     if state.adapter is None:
@@ -98,7 +98,7 @@ def save(ctx: Context, state: State) -> int:
 
 def state_after(ctx: Context, artifact: Artifact, advance: Advance) -> State:
     """The training state after the update `artifact`: kept in memory, stored, or replayed by `advance`."""
-    from tuning import precision
+    from rlhf.tuning import precision
 
     state, kind, reader = None, precision.real(), ctx
     # From the newest policy to one that is at hand; a loop, since a run may have any number of rounds between.
@@ -132,7 +132,7 @@ def _in_memory(ctx: Context, artifact: Artifact) -> State | None:
 
 
 def _in_real(state: State) -> State:
-    from tuning import precision
+    from rlhf.tuning import precision
 
     names = ("params", "opt_state", "critic", "critic_opt", "adapter")
     return dataclasses.replace(state, **{name: precision.in_real(getattr(state, name)) for name in names})
@@ -142,7 +142,7 @@ def on_mesh(ctx: Context, state: State) -> State:
     """The state on the mesh of the context `ctx`: the stage that loaded or replayed it may have had another."""
     import jax
 
-    from tuning.mesh import put_params
+    from rlhf.tuning.mesh import put_params
 
     def put(x: Any, wanted: Any) -> Any:
         return x if wanted.sharding in (None, x.sharding) else jax.device_put(x, wanted.sharding)
@@ -154,9 +154,9 @@ def on_mesh(ctx: Context, state: State) -> State:
 
 def fresh(ctx: Context, config: DecoderConfig, params: Any) -> State:
     """The state before the first update: new optimizers and, with `lora`, new adapters."""
-    from tuning.algorithms.learner import Learner
-    from tuning.mesh import own_params
-    from tuning.models.lora import Role, tune
+    from rlhf.tuning.algorithms.learner import Learner
+    from rlhf.tuning.mesh import own_params
+    from rlhf.tuning.models.lora import Role, tune
 
     plain, mesh = _plain(ctx.config), mesh_of(ctx)
 
@@ -184,11 +184,11 @@ def _plain(config: Config) -> LoraConfig | None:
 
 def trainer_shapes(ctx: Context, config: DecoderConfig) -> tuple[Any, Any, Any, Any]:
     """Shapes and places of what `State.trainer` of a policy of this config holds."""
-    from tuning.mesh import state_shapes
-    from tuning.models.decoder import abstract_decoder
-    from tuning.models.huggingface import read_config, scalar_head_shapes
-    from tuning.models.lora import trainable_shapes
-    from tuning.training.optimizers import optimizer_of
+    from rlhf.tuning.mesh import state_shapes
+    from rlhf.tuning.models.decoder import abstract_decoder
+    from rlhf.tuning.models.huggingface import read_config, scalar_head_shapes
+    from rlhf.tuning.models.lora import trainable_shapes
+    from rlhf.tuning.training.optimizers import optimizer_of
 
     plain, mesh = _plain(ctx.config), mesh_of(ctx)
     shapes = abstract_decoder(config)[1] if plain is None else trainable_shapes(config, "decoder", plain)
@@ -204,7 +204,7 @@ def trainer_shapes(ctx: Context, config: DecoderConfig) -> tuple[Any, Any, Any, 
 
 def _critic_start(ctx: Context, config: DecoderConfig, params: Any) -> tuple[DecoderConfig, Any]:
     """The reward model, or a new head of zeros over the policy that the first round starts with."""
-    from tuning.models.huggingface import scalar_head_params
+    from rlhf.tuning.models.huggingface import scalar_head_params
 
     if ctx.config.needs_reward_model:
         return load_scorer(ctx, ctx.inputs["reward"])
@@ -240,8 +240,8 @@ def bases(ctx: Context) -> tuple[Base | None, Base | None]:
 
 def merged(ctx: Context, adapter: Any) -> tuple[DecoderConfig, Any]:
     """The model's config and its dense parameters with an adapter that was trained in the context `ctx`."""
-    from tuning.mesh import put_params
-    from tuning.models.lora import merge
+    from rlhf.tuning.mesh import put_params
+    from rlhf.tuning.models.lora import merge
 
     config, params = load_policy(ctx, start_of(ctx.config, ctx.inputs["policy"]))
     # The stage that loaded them may have another mesh than the one that trained the adapter.
@@ -260,8 +260,8 @@ def input_of(artifact: Artifact, name: str) -> Artifact:
 
 def _load(own: Context, artifact: Artifact) -> State:
     """The stored state of `artifact`, on the mesh of the context `own`."""
-    from tuning.models.huggingface import load_decoder
-    from tuning.training.checkpoint import load_tree
+    from rlhf.tuning.models.huggingface import load_decoder
+    from rlhf.tuning.training.checkpoint import load_tree
 
     folder: Path = artifact.local("state/", lambda path: not is_chunk(path))
     if own.config.lora is None:

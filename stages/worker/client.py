@@ -15,12 +15,12 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
-from stages.common.flags import with_flags
-from stages.worker import interpreter
-from stages.worker.devices import device_kind
-from stages.worker.parent_death import in_lasting_thread
-from stages.worker.protocol import Changed, Done, Event, Failed, Heartbeat, Report, Request, parse_event
-from tuning import multihost
+from rlhf.stages.common.flags import with_flags
+from rlhf.stages.worker import interpreter
+from rlhf.stages.worker.devices import device_kind
+from rlhf.stages.worker.parent_death import in_lasting_thread
+from rlhf.stages.worker.protocol import Changed, Done, Event, Failed, Heartbeat, Report, Request, parse_event
+from rlhf.tuning import multihost
 
 # A worker sends a heartbeat every two seconds: after this time without one it counts as stopped.
 SILENCE_SECONDS = 600.0
@@ -158,7 +158,7 @@ class Worker:
         arguments = ["--parent", str(os.getpid()), "--requests", str(request_read), "--events", str(event_write)]
         with self.log.open("ab") as log:
             self._process = subprocess.Popen(
-                interpreter.command("stages.worker.process", *arguments),
+                interpreter.command("rlhf.stages.worker.process", *arguments),
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=subprocess.STDOUT,

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import Any, TypeVar
 
-from stages.contract.definition import StageConfig
-from stages.worker.devices import CPU, device_kind
-from tuning.processor import multiplies_bfloat16
+from rlhf.stages.contract.definition import StageConfig
+from rlhf.stages.worker.devices import CPU, device_kind
+from rlhf.tuning.processor import multiplies_bfloat16
 
 C = TypeVar("C", bound=StageConfig)
 

@@ -17,8 +17,8 @@ import sys
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
-from stages.store.leases import host_scope
-from tuning.atomic import whole_file
+from rlhf.stages.store.leases import host_scope
+from rlhf.tuning.atomic import whole_file
 
 CPU = "cpu:cpu"
 VARIABLES = ("JAX_PLATFORMS", "CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES", "TPU_CHIPS")

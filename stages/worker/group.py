@@ -1,4 +1,5 @@
-"""A process group: several workers that compute each stage together (`tuning.multihost`), with the interface of one.
+"""A process group: several workers that compute each stage together (`rlhf.tuning.multihost`), with the interface of
+one.
 
     run(request)  ->  member 0: Worker  ->  process 0 of JAX: reports, tables, the manifest
                   ->  member 1: Worker  ->  process 1 of JAX: the same stage on its own devices
@@ -20,7 +21,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NoReturn, Protocol
 
-from stages.worker.client import (
+from rlhf.stages.worker.client import (
     LONGEST_BEAT_SECONDS,
     RESUMES,
     WAIT_SECONDS,
@@ -32,8 +33,8 @@ from stages.worker.client import (
     last_lines,
     stall,
 )
-from stages.worker.protocol import Done, Heartbeat, Log, Progress, Report, Request
-from tuning import multihost
+from rlhf.stages.worker.protocol import Done, Heartbeat, Log, Progress, Report, Request
+from rlhf.tuning import multihost
 
 GRACE_SECONDS = 3.0
 """After the first failure of a member: another one may be its cause."""
@@ -44,7 +45,7 @@ COMPILING_SECONDS = 5.0
 
 
 class Member(Protocol):
-    """One process of a group: a `stages.worker.client.Worker`, or one on another host."""
+    """One process of a group: a `rlhf.stages.worker.client.Worker`, or one on another host."""
 
     @property
     def logs(self) -> list[Path]: ...

@@ -13,8 +13,8 @@ import sys
 from collections.abc import Mapping
 from pathlib import Path
 
-from stages.worker.devices import CPU
-from tuning.processor import instructions
+from rlhf.stages.worker.devices import CPU
+from rlhf.tuning.processor import instructions
 
 VARIABLES = (
     "JAX_THREEFRY_PARTITIONABLE", "JAX_DEFAULT_PRNG_IMPL", "JAX_ENABLE_X64", "JAX_DEFAULT_MATMUL_PRECISION",

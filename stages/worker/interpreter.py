@@ -1,6 +1,6 @@
 """How a Python process of this project is started, and a record of the code that it imports.
 
-`python -m` puts the current folder first, where a file `random.py` or a folder `stages` would be imported in place of
+`python -m` puts the current folder first, where a file `random.py` or a folder `rlhf` would be imported in place of
 what was meant. Processes start without it (`-P`) and take over the path of the process that starts them, so that what
 one hashes is what the other runs. Nothing of the project is imported here: the record begins before it.
 """
@@ -19,13 +19,13 @@ from importlib.abc import PathEntryFinder
 from pathlib import Path
 from types import CodeType
 
-PROJECT = Path(__file__).parents[2]
-"""The folder of the packages of this project: a checkout, or one of installed packages."""
+PROJECT = Path(__file__).parents[3]
+"""The folder with the package `rlhf`: `src` of a checkout, or one of installed packages."""
 
 _START = (
     "import importlib, json, sys;"
     "sys.path[:] = json.loads(sys.argv.pop(1));"
-    "importlib.import_module('stages.worker.interpreter').record();"
+    "importlib.import_module('rlhf.stages.worker.interpreter').record();"
     "sys.exit(importlib.import_module(sys.argv.pop(1)).main())"
 )
 
@@ -51,8 +51,7 @@ def end_of(code: int) -> str:
 def add_current_folder() -> None:
     """Makes a user's modules in the current folder importable, behind everything else.
 
-    The project comes before it: an editable install has no entry of its own on the path, and a user's folder called
-    `stages` would win against it in processes that this one starts.
+    The project comes before it: a user's folder called `rlhf` would win against it in processes that this one starts.
     """
     for folder in (str(PROJECT), os.getcwd()):
         if folder not in sys.path:
@@ -84,11 +83,11 @@ def record() -> None:
         (importlib.machinery.SourcelessFileLoader, BYTECODE_SUFFIXES),
     )
     installed = [Path(sysconfig.get_path(n)) for n in ("stdlib", "platstdlib", "purelib", "platlib")]
-    own = [PROJECT / n for n in ("flows", "stages", "tuning")]
+    own = PROJECT / "rlhf"
 
     def hook(path: str) -> PathEntryFinder:
         place = Path(path)
-        theirs = any(place.is_relative_to(f) for f in installed) and not any(place.is_relative_to(f) for f in own)
+        theirs = any(place.is_relative_to(f) for f in installed) and not place.is_relative_to(own)
         if theirs:
             raise ImportError(f"{path} is left to the usual loader")
         return plain(path)

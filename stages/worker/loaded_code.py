@@ -1,6 +1,6 @@
 """Whether this process has the code, packages and device that the key of a request names (R26).
 
-A module counts as it was imported, whatever its file holds by now (`stages.worker.interpreter.record`). Reward
+A module counts as it was imported, whatever its file holds by now (`rlhf.stages.worker.interpreter.record`). Reward
 functions and readers of data run in children of this process, which may import a module later than it does: for those
 the file must be the same at the end too.
 """
@@ -16,13 +16,14 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from stages.worker import devices, interpreter
-from stages.worker.protocol import Request
+from rlhf.stages.worker import devices, interpreter
+from rlhf.stages.worker.protocol import Request
 
-IN_CHILDREN = ("tuning.agents.", "tuning.data.", "tuning.parallel.", "tuning.rewards.")
+IN_CHILDREN = ("rlhf.tuning.agents.", "rlhf.tuning.data.", "rlhf.tuning.parallel.", "rlhf.tuning.rewards.")
 """Modules of this project that children of the worker import, too."""
 USER_CODE = ("module:", "reached from ")
-"""How names of sources in a key begin that are a user's code (`stages.contract.sources`), after where they are used."""
+"""How names of sources in a key begin that are a user's code (`rlhf.stages.contract.sources`), after where they are
+used."""
 
 _asked: dict[str, str] = {}
 """Digests of modules by name in the requests so far: what children have loaded is one of these."""
@@ -82,12 +83,12 @@ def check_after(request: Request, sources: Mapping[str, str]) -> None:
 
 
 def _file_of(name: str, config: Mapping[str, Any]) -> str:
-    """The address of a file of data, which a key names by numbers (`stages.prepare.stage.source_digests`)."""
+    """The address of a file of data, which a key names by numbers (`rlhf.stages.prepare.stage.source_digests`)."""
     numbers = re.fullmatch(r"(source|decontaminate) (\d+): file (\d+)", name)
     if numbers is None:
         return name
     # Here and not above: most stages read no files.
-    from tuning.data.files import expand
+    from rlhf.tuning.data.files import expand
 
     sources = [source["source"] for source in config["sources"]] or [config["source"]]
     of = sources if numbers[1] == "source" else config["decontaminate"]["sources"]
@@ -152,7 +153,7 @@ def _check_device(request: Request) -> None:
 
 
 def _is_users(name: str) -> bool:
-    return name.split(".")[0] not in ("flows", "stages", "tuning", "__main__", "__mp_main__")
+    return name.split(".")[0] not in ("rlhf", "__main__", "__mp_main__")
 
 
 def _on_disk(name: str) -> str | None:

@@ -8,11 +8,11 @@ import sys
 import time
 from typing import TYPE_CHECKING, Any
 
-from stages.worker.protocol import Request
+from rlhf.stages.worker.protocol import Request
 
 if TYPE_CHECKING:
-    from stages.contract.definition import StageConfig
-    from stages.store.artifacts import Artifact
+    from rlhf.stages.contract.definition import StageConfig
+    from rlhf.stages.store.artifacts import Artifact
 
 
 def manifest_of(
@@ -27,8 +27,8 @@ def manifest_of(
 
     memory: of the worker. started: seconds since 1970.
     """
-    from stages.contract.fingerprint import library_versions
-    from stages.store.keys import published
+    from rlhf.stages.contract.fingerprint import library_versions
+    from rlhf.stages.store.keys import published
 
     manifest = {
         "stage": request.stage,
@@ -46,7 +46,7 @@ def manifest_of(
         "started": datetime.datetime.fromtimestamp(started, datetime.UTC).isoformat(),
         "seconds": round(time.time() - started, 3),
     }
-    # Policies that were replayed here with other bits than recorded, and how far off (`stages.update.near`).
+    # Policies that were replayed here with other bits than recorded, and how far off (`rlhf.stages.update.near`).
     near = {n: memory["near"][a.digest] for n, a in inputs.items() if a.digest in memory.get("near", {})}
     if near:
         manifest["near"] = near

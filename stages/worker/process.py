@@ -1,7 +1,7 @@
 """The worker: the process that holds the devices and runs stages, one request at a time.
 
-Requests and events (`stages.worker.protocol`) travel over two pipes whose descriptors are given on the command line.
-stdout and stderr of a stage are the worker's log. The worker ends when its parent does.
+Requests and events (`rlhf.stages.worker.protocol`) travel over two pipes whose descriptors are given on the command
+line. stdout and stderr of a stage are the worker's log. The worker ends when its parent does.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING, Any, TextIO
 
-from stages.common.compilation import configure_jax, use_precision
-from stages.worker import loaded_code
-from stages.worker.interpreter import escape_output
-from stages.worker.manifest import manifest_of
-from stages.worker.parent_death import die_with_parent
-from stages.worker.protocol import (
+from rlhf.stages.common.compilation import configure_jax, use_precision
+from rlhf.stages.worker import loaded_code
+from rlhf.stages.worker.interpreter import escape_output
+from rlhf.stages.worker.manifest import manifest_of
+from rlhf.stages.worker.parent_death import die_with_parent
+from rlhf.stages.worker.protocol import (
     Changed,
     Done,
     Event,
@@ -40,19 +40,19 @@ from stages.worker.protocol import (
     Request,
     event_line,
 )
-from tuning import multihost
+from rlhf.tuning import multihost
 
 if TYPE_CHECKING:
-    from stages.contract.definition import Context, Stage, StageConfig
-    from stages.store.artifacts import Artifact, Store
+    from rlhf.stages.contract.definition import Context, Stage, StageConfig
+    from rlhf.stages.store.artifacts import Artifact, Store
 
 
 from collections.abc import Iterator
 
-from stages.contract.definition import Context
-from stages.contract.place import place_of
-from stages.worker.loaded_code import DataDiffers
-from stages.worker.protocol import Failed
+from rlhf.stages.contract.definition import Context
+from rlhf.stages.contract.place import place_of
+from rlhf.stages.worker.loaded_code import DataDiffers
+from rlhf.stages.worker.protocol import Failed
 
 HEARTBEAT_SECONDS = 2.0
 
@@ -102,11 +102,11 @@ def run_request(request: Request, memory: dict[str, Any], events: Events) -> dic
 
 
 def _run(request: Request, stage: Stage, config: StageConfig, memory: dict[str, Any], events: Events) -> dict[str, Any]:
-    from stages.store.artifacts import Store, content_digest
-    from stages.store.disk import check_room
-    from stages.store.leases import check
-    from stages.store.transfers import files_of
-    from stages.store.work import OUT, WorkFolder
+    from rlhf.stages.store.artifacts import Store, content_digest
+    from rlhf.stages.store.disk import check_room
+    from rlhf.stages.store.leases import check
+    from rlhf.stages.store.transfers import files_of
+    from rlhf.stages.store.work import OUT, WorkFolder
 
     store = Store(request.store)
     if request.elsewhere:
@@ -174,7 +174,7 @@ def _run(request: Request, stage: Stage, config: StageConfig, memory: dict[str, 
 
 def _hand_over(artifact: Artifact, memory: dict[str, Any], events: Events) -> None:
     """Leaves a policy that the artifact does not hold for the workers that read it."""
-    from stages.common import handed
+    from rlhf.stages.common import handed
 
     kept = memory.get(f"decoder:{artifact.digest}")
     if kept is None or artifact.has("model/") or artifact.has("state/"):
@@ -192,7 +192,7 @@ def _hand_over(artifact: Artifact, memory: dict[str, Any], events: Events) -> No
 
 def settings_of(request: Request) -> tuple[Stage, StageConfig]:
     """The stage of a request, and its settings."""
-    from stages.contract.registry import stage as find_stage
+    from rlhf.stages.contract.registry import stage as find_stage
 
     stage = find_stage(request.stage)
     # Through JSON: strict models take lists and numbers as JSON has them.
@@ -212,7 +212,7 @@ def forget_unless_equal(memory: dict[str, Any]) -> None:
 
     The processes compute with these values together, and the order decides which of them leaves first.
     """
-    from stages.common.models import bytes_by_device
+    from rlhf.stages.common.models import bytes_by_device
 
     kept = multihost.gather([name for name, value in memory.items() if bytes_by_device(value)])
     if any(names != kept[0] for names in kept):
@@ -241,7 +241,7 @@ def _context(
     events: Events,
 ) -> Context:
     """The stage's context, whose progress and log lines become events."""
-    from stages.contract.definition import Context
+    from rlhf.stages.contract.definition import Context
 
     def progress(done: int, total: int, unit: str, **metrics: float) -> None:
         events.send(Progress(done, total, unit, {k: float(v) for k, v in metrics.items()}))
@@ -319,7 +319,7 @@ def _join() -> None:
     multihost.initialize()
     configure_jax()
     if multihost.process_count() > 1:
-        from tuning.device import memory_bytes
+        from rlhf.tuning.device import memory_bytes
 
         # Kept from now on: all processes go by the least memory that one has.
         memory_bytes()
@@ -356,10 +356,10 @@ def failure_of(error: BaseException, store: str) -> Failed:
 
     store: the store's URL; a fault of a disk that names no file is that of its scratch folder.
     """
-    from stages.store.artifacts import Store
-    from stages.store.disk import disk_fault
-    from stages.store.keys import without_userinfo
-    from tuning.rewards.failures import kind_of
+    from rlhf.stages.store.artifacts import Store
+    from rlhf.stages.store.disk import disk_fault
+    from rlhf.stages.store.keys import without_userinfo
+    from rlhf.tuning.rewards.failures import kind_of
 
     # Errors of files and services name their URLs.
     told: str = without_userinfo(traceback.format_exc())

@@ -1,7 +1,7 @@
 """The Ray actor that holds the worker of one host: the same worker process as without a cluster.
 
-`flows.running.cluster` creates it and polls it. Ray repeats a call that a broken connection may have lost, so each call
-here has the same effect when it arrives twice.
+`rlhf.flows.running.cluster` creates it and polls it. Ray repeats a call that a broken connection may have lost, so each
+call here has the same effect when it arrives twice.
 """
 
 from __future__ import annotations
@@ -12,9 +12,9 @@ import threading
 from pathlib import Path
 from typing import Any
 
-from stages.worker import host_compat, interpreter
-from stages.worker.client import CodeChanged, StageFailed, Worker, WorkerDied
-from stages.worker.protocol import Done, Report, Request
+from rlhf.stages.worker import host_compat, interpreter
+from rlhf.stages.worker.client import CodeChanged, StageFailed, Worker, WorkerDied
+from rlhf.stages.worker.protocol import Done, Report, Request
 
 POLL_SECONDS = 1.0
 """How long a poll waits for news."""

@@ -14,29 +14,29 @@ import numpy as np
 from jax.experimental.topologies import get_topology_desc
 from jax.sharding import AbstractDevice, AbstractMesh, Mesh, NamedSharding, PartitionSpec, use_abstract_mesh
 
+from rlhf.tuning.algorithms.algorithm import find
+from rlhf.tuning.algorithms.objective import policy_loss
+from rlhf.tuning.algorithms.preference import preference_loss
+from rlhf.tuning.algorithms.settings import Objective, Preference
+from rlhf.tuning.algorithms.supervised import reward_loss, sft_loss
+from rlhf.tuning.axes import Axes
+from rlhf.tuning.device import Compute
+from rlhf.tuning.fit import machines
+from rlhf.tuning.fit.places import frozen, trees
+from rlhf.tuning.mesh import make_mesh, row_shards, state_shardings, under
+from rlhf.tuning.models.config import DecoderConfig
+from rlhf.tuning.models.decoder import decoder_graph, scalar_graph
+from rlhf.tuning.models.lora import LoraConfig, over, tuned_graph
+from rlhf.tuning.models.sharding import CONTEXT, ROWS, shardings
+from rlhf.tuning.models.sharding import parts as parts_of
+from rlhf.tuning.target import compiling_for
+from rlhf.tuning.training.batch import Group, choose_rows, micro_batches
+from rlhf.tuning.training.forward import scores
+from rlhf.tuning.training.optimizers import make_optimizer, make_schedule
+from rlhf.tuning.training.step import LossFn, counted, step_programs
 from tests.aot.cases import PROMPT, TRAINING, Case
 from tests.aot.sampling import sampling
 from tests.aot.shapes import kernels, model_of, on_all, placed
-from tuning.algorithms.algorithm import find
-from tuning.algorithms.objective import policy_loss
-from tuning.algorithms.preference import preference_loss
-from tuning.algorithms.settings import Objective, Preference
-from tuning.algorithms.supervised import reward_loss, sft_loss
-from tuning.axes import Axes
-from tuning.device import Compute
-from tuning.fit import machines
-from tuning.fit.places import frozen, trees
-from tuning.mesh import make_mesh, row_shards, state_shardings, under
-from tuning.models.config import DecoderConfig
-from tuning.models.decoder import decoder_graph, scalar_graph
-from tuning.models.lora import LoraConfig, over, tuned_graph
-from tuning.models.sharding import CONTEXT, ROWS, shardings
-from tuning.models.sharding import parts as parts_of
-from tuning.target import compiling_for
-from tuning.training.batch import Group, choose_rows, micro_batches
-from tuning.training.forward import scores
-from tuning.training.optimizers import make_optimizer, make_schedule
-from tuning.training.step import LossFn, counted, step_programs
 
 COMPUTE = Compute("bfloat16", remat="full")
 CHIP = "TPU v5 lite"
@@ -140,7 +140,7 @@ def _loss(case: Case, config: DecoderConfig) -> LossFn:
 
 
 def _slice(config: DecoderConfig, positions: float) -> int:
-    """Tokens of a slice of the vocabulary, as `tuning.losses.head.token_logps` chooses it."""
+    """Tokens of a slice of the vocabulary, as `rlhf.tuning.losses.head.token_logps` chooses it."""
     slices = -(-config.vocab_size // max(128, int(2**25 // positions)))
     return -(-config.vocab_size // (slices * 128)) * 128
 

@@ -8,20 +8,20 @@ import jax
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from rlhf.tuning.cpu.kernels import Kernels
+from rlhf.tuning.fit.places import shapes_of
+from rlhf.tuning.models.decoder import decoder_graph
+from rlhf.tuning.models.sharding import shardings
+from rlhf.tuning.rollout.engine import cache, programs
+from rlhf.tuning.rollout.engine.ahead import abstract_weights
+from rlhf.tuning.rollout.engine.decoders import lay_out
+from rlhf.tuning.rollout.engine.paged import attention
+from rlhf.tuning.rollout.engine.paged import programs as paged
+from rlhf.tuning.rollout.engine.placement import cache_shardings
+from rlhf.tuning.rollout.engine.rows import blank_rows
+from rlhf.tuning.rollout.engine.slots import Slot, pack, row_arrays
 from tests.aot.cases import Case
 from tests.aot.shapes import kernels, model_of, on_all, placed
-from tuning.cpu.kernels import Kernels
-from tuning.fit.places import shapes_of
-from tuning.models.decoder import decoder_graph
-from tuning.models.sharding import shardings
-from tuning.rollout.engine import cache, programs
-from tuning.rollout.engine.ahead import abstract_weights
-from tuning.rollout.engine.decoders import lay_out
-from tuning.rollout.engine.paged import attention
-from tuning.rollout.engine.paged import programs as paged
-from tuning.rollout.engine.placement import cache_shardings
-from tuning.rollout.engine.rows import blank_rows
-from tuning.rollout.engine.slots import Slot, pack, row_arrays
 
 SLOTS, CAPACITY, CHUNK, STEPS = 64, 2048, 1024, 64
 """Slots a device, tokens of a slot, of a prefill chunk, of a run of decoding."""

@@ -9,11 +9,11 @@ import jax
 import numpy as np
 from jax.sharding import AbstractMesh, AxisType, NamedSharding, PartitionSpec
 
+from rlhf.tuning.axes import Axes
+from rlhf.tuning.mesh import axis_sizes
+from rlhf.tuning.models.config import DecoderConfig
+from rlhf.tuning.models.config_json import from_hugging_face
 from tests.aot.cases import Case
-from tuning.axes import Axes
-from tuning.mesh import axis_sizes
-from tuning.models.config import DecoderConfig
-from tuning.models.config_json import from_hugging_face
 
 _LLAMA = {
     "model_type": "llama",

@@ -5,10 +5,10 @@ import sys
 
 import pytest
 
+from rlhf.tuning.fit.needs import peak
 from tests.aot.bounds import committed
 from tests.aot.cases import CASES, SMALL_GPU
 from tests.tuning.fit.steps import elsewhere
-from tuning.fit.needs import peak
 
 
 @pytest.mark.aot

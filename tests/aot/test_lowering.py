@@ -4,10 +4,10 @@ import re
 
 import pytest
 
+from rlhf.tuning.axes import Axes
 from tests.aot.cases import COMPLETION, PROMPT, TRAINING, Case
 from tests.aot.programs import lowered
 from tests.aot.shapes import abstract_mesh
-from tuning.axes import Axes
 
 PROGRAMS = ["sft", "grpo", "dpo", "reward", "score", "move", "prefill", "decode"]
 LENGTH = PROMPT + COMPLETION

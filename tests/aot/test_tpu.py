@@ -5,10 +5,10 @@ import sys
 
 import pytest
 
+from rlhf.tuning.fit.needs import peak
 from tests.aot.bounds import PAGE, committed, table
 from tests.aot.cases import CASES, SMALL
 from tests.tuning.fit.steps import elsewhere
-from tuning.fit.needs import peak
 
 
 @pytest.mark.aot

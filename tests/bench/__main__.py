@@ -9,7 +9,7 @@ import argparse
 import subprocess
 import sys
 
-from stages.worker.client import worker_environment
+from rlhf.stages.worker.client import worker_environment
 from tests.bench.inputs import SHAPES
 
 WORKS = dict.fromkeys(["W2", "W2lora", "W4", "W4c", "W6", "reward"], "training")
@@ -30,7 +30,7 @@ def main() -> None:
     if args.here:
         from importlib import import_module
 
-        from tuning import precision
+        from rlhf.tuning import precision
 
         precision.use(args.dtype)
         for work in args.works:

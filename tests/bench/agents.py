@@ -17,9 +17,9 @@ import time
 from pathlib import Path
 from typing import Any
 
-from flows.records import find_run
-from flows.report.measures import finished_rounds, round_series
-from stages.store.artifacts import Store
+from rlhf.flows.records import find_run
+from rlhf.flows.report.measures import finished_rounds, round_series
+from rlhf.stages.store.artifacts import Store
 
 RESULTS = Path(__file__).parent / "results"
 POLICIES = ("base", "sft", "rl")
@@ -29,7 +29,18 @@ def run(recipe: str, seed: int, store: str) -> dict[str, Any]:
     """One recipe from one seed, and what it reached."""
     name = f"{recipe}-{seed}"
     started = time.monotonic()
-    command = [sys.executable, "-m", "flows.cli.app", "run", recipe, "--no-prefect", "--store", store, "--name", name]
+    command = [
+        sys.executable,
+        "-m",
+        "rlhf.flows.cli.app",
+        "run",
+        recipe,
+        "--no-prefect",
+        "--store",
+        store,
+        "--name",
+        name,
+    ]
     subprocess.run([*command, "--set", f"seed={seed}"], check=True)
     seconds = time.monotonic() - started
     record = find_run(Store(store), name)

@@ -18,9 +18,9 @@ from typing import Any
 import numpy as np
 import pyarrow.parquet as pq
 
+from rlhf.tuning.data.flat import FOLDER, write_flat
+from rlhf.tuning.data.reading import map_examples, read_examples
 from tests.bench import data
-from tuning.data.flat import FOLDER, write_flat
-from tuning.data.reading import map_examples, read_examples
 
 OUTPUT = "sft"
 

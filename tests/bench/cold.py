@@ -48,8 +48,8 @@ def run(work: str, model: str, repeats: int) -> None:
 
 def write_model(model: str, folder: str) -> None:
     """A model folder of random weights."""
+    from rlhf.tuning.models.huggingface import random_params, save_decoder
     from tests.bench.training import config_of
-    from tuning.models.huggingface import random_params, save_decoder
 
     config = config_of(model)
     save_decoder(Path(folder), config, random_params(config, 0), {})
@@ -57,13 +57,13 @@ def write_model(model: str, folder: str) -> None:
 
 def first_tokens(folder: Path, started: float) -> None:
     """The measured process. Prints one JSON line: `seconds` since its start, `parts` of them, and its `cpu_s`."""
+    from rlhf.tuning.device import choose
+    from rlhf.tuning.models.huggingface import read_config
+    from rlhf.tuning.rollout.engine.engine import Engine
+    from rlhf.tuning.rollout.engine.folder import load_folder
+    from rlhf.tuning.rollout.engine.limits import Limits
+    from rlhf.tuning.rollout.requests import Request
     from tests.bench import inputs
-    from tuning.device import choose
-    from tuning.models.huggingface import read_config
-    from tuning.rollout.engine.engine import Engine
-    from tuning.rollout.engine.folder import load_folder
-    from tuning.rollout.engine.limits import Limits
-    from tuning.rollout.requests import Request
 
     marks = [started, time.time()]
     config = read_config(folder)

@@ -21,7 +21,7 @@ RESULTS = Path(__file__).parent / "results" / "control_plane.json"
 
 
 def recipe_of(store: str, rounds: int) -> Any:
-    from flows.recipe.reading import load_recipe
+    from rlhf.flows.recipe.reading import load_recipe
 
     sets = [f"store={store}", f"rl.rounds={rounds}", "rl.checkpoint_every=1000", "export=null"]
     return load_recipe("smoke", sets=sets)
@@ -29,9 +29,9 @@ def recipe_of(store: str, rounds: int) -> Any:
 
 def fill(recipe: Any, folder: Path) -> int:
     """Makes the artifacts of a run under their keys, each of small files that others read. Returns their number."""
-    from flows.graph.build import build
-    from flows.graph.keying import Codes, key_of, key_parts
-    from stages.store.artifacts import Store
+    from rlhf.flows.graph.build import build
+    from rlhf.flows.graph.keying import Codes, key_of, key_parts
+    from rlhf.stages.store.artifacts import Store
 
     nodes, store, codes = build(recipe), Store(recipe.store), Codes()
     made: dict[str, Any] = {}
@@ -56,9 +56,9 @@ def measure(rounds: int, milliseconds: float) -> dict[str, Any]:
 
     from rich.console import Console
 
-    from flows.graph.plan import plan
-    from flows.report.console import ConsoleReporter
-    from flows.running.session import Session
+    from rlhf.flows.graph.plan import plan
+    from rlhf.flows.report.console import ConsoleReporter
+    from rlhf.flows.running.session import Session
     from tests.stages.store.distant import Distant
 
     with tempfile.TemporaryDirectory() as folder:

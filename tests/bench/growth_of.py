@@ -77,7 +77,7 @@ def measured(call: Callable[[], Any], name: str = "", repeats: int = REPEATS) ->
 
 def model_of(vocabulary: int = VOCABULARY) -> Any:
     """A model that is small beside its inputs."""
-    from tuning.models.config import tiny
+    from rlhf.tuning.models.config import tiny
 
     sizes = {"num_layers": 1, "hidden_size": 64, "intermediate_size": 128, "max_positions": 16384}
     return dataclasses.replace(tiny(vocabulary), **sizes, num_heads=2, num_kv_heads=2, head_dim=32)
@@ -88,13 +88,13 @@ def sft(rows: int, length: int, vocabulary: int = VOCABULARY) -> tuple[Callable[
     import jax
     import jax.numpy as jnp
 
+    from rlhf.tuning.device import choose
+    from rlhf.tuning.models.decoder import decoder_graph
+    from rlhf.tuning.models.huggingface import random_params
+    from rlhf.tuning.training.batch import Group
+    from rlhf.tuning.training.forward import logps_and_entropy
     from tests.bench import inputs
     from tests.bench.training import batches_of, stepper
-    from tuning.device import choose
-    from tuning.models.decoder import decoder_graph
-    from tuning.models.huggingface import random_params
-    from tuning.training.batch import Group
-    from tuning.training.forward import logps_and_entropy
 
     model, compute = model_of(vocabulary), choose().compute
     graph, params = decoder_graph(model), random_params(model, 0)
@@ -121,8 +121,8 @@ def packing(examples: int) -> Figures:
     """Laying out a step of so many examples of 30 to 128 tokens in rows, without a model."""
     import numpy as np
 
+    from rlhf.tuning.training.batch import Group
     from tests.bench.training import batches_of
-    from tuning.training.batch import Group
 
     lengths = np.random.default_rng(0).integers(30, ROW + 1, examples)
     groups = [Group([1], [list(range(length - 1))], [i]) for i, length in enumerate(lengths.tolist())]
@@ -167,9 +167,9 @@ def completions(count: int) -> Figures:
 
 def _stored(folder: Path, table: Any) -> Figures:
     """Requests and bytes of a round's table in files, written to a store and read back."""
-    from stages.store.artifacts import Store
+    from rlhf.stages.store.artifacts import Store
+    from rlhf.tuning.rows import write_arrow
     from tests.stages.store.distant import Distant
-    from tuning.rows import write_arrow
 
     place = folder / "shards"
     for number, start in enumerate(range(0, len(table), SHARD)):
@@ -186,11 +186,11 @@ def _stored(folder: Path, table: Any) -> Figures:
 
 def requests(count: int) -> Figures:
     """So many requests of 8 tokens to the engine, 4 to 8 new tokens each."""
+    from rlhf.tuning.models.huggingface import random_params
+    from rlhf.tuning.rollout.engine.engine import Engine
+    from rlhf.tuning.rollout.engine.limits import Limits
+    from rlhf.tuning.rollout.requests import Request
     from tests.bench import inputs
-    from tuning.models.huggingface import random_params
-    from tuning.rollout.engine.engine import Engine
-    from tuning.rollout.engine.limits import Limits
-    from tuning.rollout.requests import Request
 
     model = model_of()
     prompts = inputs.prompts(count, 8, 8, VOCABULARY)
@@ -202,11 +202,11 @@ def requests(count: int) -> Figures:
 
 def vocabulary(size: int) -> Figures:
     """An SFT step of 8 rows of 128 tokens, and decoding 8 rows, with so many tokens in the vocabulary."""
+    from rlhf.tuning.models.huggingface import random_params
+    from rlhf.tuning.rollout.engine.engine import Engine
+    from rlhf.tuning.rollout.engine.limits import Limits
+    from rlhf.tuning.rollout.requests import Request
     from tests.bench import inputs
-    from tuning.models.huggingface import random_params
-    from tuning.rollout.engine.engine import Engine
-    from tuning.rollout.engine.limits import Limits
-    from tuning.rollout.requests import Request
 
     model, rows, new = model_of(size), 8, 64
     found = measured(sft(rows, ROW, size)[0], "step")
@@ -225,7 +225,7 @@ WORK: dict[str, Callable[[int], Figures]] = {
 
 def run(series: str, size: int) -> Figures:
     """The figures of one size."""
-    from stages.common.compilation import configure_jax
+    from rlhf.stages.common.compilation import configure_jax
 
     configure_jax()
     return WORK[series](size)

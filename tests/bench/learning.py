@@ -19,19 +19,19 @@ from typing import Any
 import jax
 import numpy as np
 
-from tuning.agents.rows import TurnRow
-from tuning.algorithms.learner import Learner
-from tuning.algorithms.registry import ALGORITHMS
-from tuning.algorithms.round_data import RoundData
-from tuning.algorithms.rounds import run_round
-from tuning.algorithms.settings import CriticSettings, RoundSettings
-from tuning.models.config import tiny
-from tuning.models.huggingface import random_params, scalar_head_params
-from tuning.rollout.engine.engine import Engine
-from tuning.rollout.requests import Sampling
-from tuning.rows import CompletionRow, ScoreRow
-from tuning.settings import OptimizerSettings
-from tuning.training.step import copy
+from rlhf.tuning.agents.rows import TurnRow
+from rlhf.tuning.algorithms.learner import Learner
+from rlhf.tuning.algorithms.registry import ALGORITHMS
+from rlhf.tuning.algorithms.round_data import RoundData
+from rlhf.tuning.algorithms.rounds import run_round
+from rlhf.tuning.algorithms.settings import CriticSettings, RoundSettings
+from rlhf.tuning.models.config import tiny
+from rlhf.tuning.models.huggingface import random_params, scalar_head_params
+from rlhf.tuning.rollout.engine.engine import Engine
+from rlhf.tuning.rollout.requests import Sampling
+from rlhf.tuning.rows import CompletionRow, ScoreRow
+from rlhf.tuning.settings import OptimizerSettings
+from rlhf.tuning.training.step import copy
 
 RESULTS = Path(__file__).parent / "results"
 MARGIN = 0.5

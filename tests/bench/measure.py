@@ -14,10 +14,10 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from tuning import precision
-from tuning.device import choose, peak_memory_bytes
-from tuning.models.matmul import matmul
-from tuning.training.speed import measured_peak, rate
+from rlhf.tuning import precision
+from rlhf.tuning.device import choose, peak_memory_bytes
+from rlhf.tuning.models.matmul import matmul
+from rlhf.tuning.training.speed import measured_peak, rate
 
 
 def peak_memory_mb() -> float:

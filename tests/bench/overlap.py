@@ -30,10 +30,10 @@ TO_LEAVE = ["evaluate=null", "export=null"]
 
 def measured(folder: Path, name: str, sets: list[str]) -> tuple[Any, Any]:
     """The recipe and the record of a run."""
-    from flows.recipe.reading import load_recipe
-    from flows.running.plain import run_plain
-    from stages.store import runs
-    from stages.store.artifacts import Store
+    from rlhf.flows.recipe.reading import load_recipe
+    from rlhf.flows.running.plain import run_plain
+    from rlhf.stages.store import runs
+    from rlhf.stages.store.artifacts import Store
 
     recipe = load_recipe("smoke", sets=[f"store={folder / name}", *TO_LEAVE, *sets])
     run_plain(recipe, name=name)
@@ -42,7 +42,7 @@ def measured(folder: Path, name: str, sets: list[str]) -> tuple[Any, Any]:
 
 def slowed() -> None:
     """Has each stage last its time."""
-    from flows.running.crew import Crew
+    from rlhf.flows.running.crew import Crew
 
     made = Crew.run
 
@@ -68,8 +68,8 @@ def took(record: dict[str, Any]) -> float:
 def longest_path(recipe: Any, record: dict[str, Any]) -> float:
     """The least time for the rounds by the seconds of their stages, each behind what it reads and behind what its
     worker made before."""
-    from flows.graph.build import build
-    from flows.running.crew import worker_of
+    from rlhf.flows.graph.build import build
+    from rlhf.flows.running.crew import worker_of
 
     nodes = {n.name: n for n in build(recipe)}
     rounds = [n for n in nodes if n.startswith("round-")]

@@ -52,8 +52,8 @@ def length(prompts: list[str], completions: list[str], **_: Any) -> list[float]:
 
 def episodes(count: int) -> list[Any]:
     """Rewards of the turns of each episode, or the kind of its fault."""
-    from tuning.agents.contract import Fault, Spec, Task
-    from tuning.agents.processes import EnvironmentLimits, Environments
+    from rlhf.tuning.agents.contract import Fault, Spec, Task
+    from rlhf.tuning.agents.processes import EnvironmentLimits, Environments
 
     limits = EnvironmentLimits(reset_seconds=60.0, step_seconds=STEP_SECONDS)
     found: dict[Any, Any] = {}
@@ -75,8 +75,8 @@ def episodes(count: int) -> list[Any]:
 
 def calls(count: int) -> list[Any]:
     """The reward of each completion, or its failure."""
-    from tuning.rewards.processes import attempt
-    from tuning.rewards.samples import Sample
+    from rlhf.tuning.rewards.processes import attempt
+    from rlhf.tuning.rewards.samples import Sample
 
     samples = [Sample(str(number), "x" * (number % 50)) for number in range(count)]
     outcomes = attempt("tests.bench.parallel:length", {}, samples, seconds=CALL_SECONDS, workers=PROCESSES)

@@ -21,10 +21,10 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from stages.worker.client import worker_environment
+from rlhf.stages.worker.client import worker_environment
+from rlhf.tuning import precision
 from tests.bench.hlo import Module, Work
 from tests.bench.inputs import SHAPES
-from tuning import precision
 
 WORKS = ("W2", "W3", "W4", "W6")
 DTYPES = ("float32", "bfloat16", "fast")

@@ -13,23 +13,23 @@ from typing import Any
 
 import numpy as np
 
+from rlhf.tuning.algorithms.learner import Learner
+from rlhf.tuning.algorithms.round_data import RoundData
+from rlhf.tuning.algorithms.rounds import run_round
+from rlhf.tuning.algorithms.settings import CriticSettings, RoundSettings
+from rlhf.tuning.device import choose
+from rlhf.tuning.models.huggingface import random_params, scalar_head_params
+from rlhf.tuning.models.lora import Base, LoraConfig, merge, tune, tuned_graph
+from rlhf.tuning.rollout.engine.engine import Engine
+from rlhf.tuning.rollout.requests import Sampling
+from rlhf.tuning.rows import CompletionRow, ScoreRow
+from rlhf.tuning.settings import ComputeSettings, OptimizerSettings
+from rlhf.tuning.training.batch import Group
+from rlhf.tuning.training.speed import forward_flops
+from rlhf.tuning.training.step import copy
 from tests.bench import inputs
 from tests.bench.measure import emit, gemm_flops, peak_memory_mb, timed
 from tests.bench.training import config_of
-from tuning.algorithms.learner import Learner
-from tuning.algorithms.round_data import RoundData
-from tuning.algorithms.rounds import run_round
-from tuning.algorithms.settings import CriticSettings, RoundSettings
-from tuning.device import choose
-from tuning.models.huggingface import random_params, scalar_head_params
-from tuning.models.lora import Base, LoraConfig, merge, tune, tuned_graph
-from tuning.rollout.engine.engine import Engine
-from tuning.rollout.requests import Sampling
-from tuning.rows import CompletionRow, ScoreRow
-from tuning.settings import ComputeSettings, OptimizerSettings
-from tuning.training.batch import Group
-from tuning.training.speed import forward_flops
-from tuning.training.step import copy
 
 NEW_TOKENS = 64
 LORA = LoraConfig(rank=16, alpha=32.0)

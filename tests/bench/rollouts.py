@@ -16,21 +16,21 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from rlhf.tuning.cpu import kernels
+from rlhf.tuning.device import choose
+from rlhf.tuning.models.config import DecoderConfig
+from rlhf.tuning.models.huggingface import random_params
+from rlhf.tuning.models.matmul import factor_type
+from rlhf.tuning.rollout.engine.cpu import products
+from rlhf.tuning.rollout.engine.decoders import Quantization
+from rlhf.tuning.rollout.engine.engine import Engine
+from rlhf.tuning.rollout.engine.limits import Limits
+from rlhf.tuning.rollout.requests import Request
+from rlhf.tuning.shapes import bucket
+from rlhf.tuning.training.speed import measured_peak, rate
 from tests.bench import inputs
 from tests.bench.measure import emit, memory_bandwidth, peak_memory_mb, timed
 from tests.bench.training import config_of
-from tuning.cpu import kernels
-from tuning.device import choose
-from tuning.models.config import DecoderConfig
-from tuning.models.huggingface import random_params
-from tuning.models.matmul import factor_type
-from tuning.rollout.engine.cpu import products
-from tuning.rollout.engine.decoders import Quantization
-from tuning.rollout.engine.engine import Engine
-from tuning.rollout.engine.limits import Limits
-from tuning.rollout.requests import Request
-from tuning.shapes import bucket
-from tuning.training.speed import measured_peak, rate
 
 GEMM_ROWS = 32
 """Rows from which decoding is bound by matrix products; with fewer it is bound by memory bandwidth."""

@@ -32,7 +32,7 @@ def model() -> Any:
     """A model whose weights and activations are small beside a round."""
     import dataclasses
 
-    from tuning.models.config import tiny
+    from rlhf.tuning.models.config import tiny
 
     smallest = {"num_layers": 1, "hidden_size": 16, "intermediate_size": 16}
     return dataclasses.replace(tiny(VOCABULARY), **smallest, num_heads=1, num_kv_heads=1, head_dim=8)
@@ -43,7 +43,7 @@ def table(completions: int, policy: str, given: Any = None) -> Any:
     import numpy as np
     import pyarrow as pa
 
-    from tuning.rows import CompletionRow
+    from rlhf.tuning.rows import CompletionRow
 
     rng = np.random.default_rng(0)
     places = np.repeat(np.arange(completions // GROUP), GROUP)
@@ -84,7 +84,7 @@ def table(completions: int, policy: str, given: Any = None) -> Any:
 
 def commit(folder: Path, stage: str, name: str) -> Any:
     """A folder as an artifact of the store beside it."""
-    from stages.store.artifacts import Store
+    from rlhf.stages.store.artifacts import Store
 
     manifest = {"stage": stage, "key": name, "config": {}, "inputs": {}, "seed": 0, "metrics": {}, "device": "cpu"}
     return Store(str(folder.parent / "store")).commit(folder, manifest | {"versions": {}})
@@ -92,8 +92,8 @@ def commit(folder: Path, stage: str, name: str) -> Any:
 
 def make(folder: Path, completions: int, lengths: Any = None) -> dict[str, Any]:
     """Writes the policy and the rollout tables, with lengths or its own; the sizes of the measured one."""
-    from tuning.models import huggingface
-    from tuning.rows import write_arrow
+    from rlhf.tuning.models import huggingface
+    from rlhf.tuning.rows import write_arrow
 
     ids = {"bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0}
     huggingface.save_decoder(folder / "base" / "model", model(), huggingface.random_params(model(), 0), ids)
@@ -113,8 +113,8 @@ def make(folder: Path, completions: int, lengths: Any = None) -> dict[str, Any]:
 
 def configs(most: int = MOST) -> dict[str, Any]:
     """Stages and their settings."""
-    from stages.score import stage as score
-    from stages.update import stage as update
+    from rlhf.stages.score import stage as score
+    from rlhf.stages.update import stage as update
 
     reward = {"function": "length_at_most", "arguments": {"tokens": most}}
     optimizer = {"learning_rate": 1e-6}
@@ -130,8 +130,8 @@ def perform(
     folder: Path, stage: str, name: str, memory: dict[str, Any], end: str = "", most: int = MOST
 ) -> dict[str, Any]:
     """Runs a stage on a table; its metrics. end: of the artifact's name, for one that is made again."""
-    from stages.contract.definition import Context
-    from stages.store.artifacts import Store
+    from rlhf.stages.contract.definition import Context
+    from rlhf.stages.store.artifacts import Store
 
     store = Store(str(folder / "store"))
     base = store.get("base", "base")
@@ -162,7 +162,7 @@ def resident(name: str) -> float:
 
 def measure(folder: Path, stage: str) -> dict[str, Any]:
     """Peak of a stage above what the process holds after a small round."""
-    from stages.common.compilation import configure_jax
+    from rlhf.stages.common.compilation import configure_jax
 
     configure_jax()
     memory: dict[str, Any] = {}

@@ -13,8 +13,8 @@ import sys
 import time
 from pathlib import Path
 
+from rlhf.tuning import multihost
 from tests.support import with_devices
-from tuning import multihost
 
 
 def peak() -> float:
@@ -28,14 +28,14 @@ def process(folder: Path, layers: int) -> None:
     import numpy as np
     from flax import nnx
 
-    from stages.store.artifacts import Store
-    from stages.store.work import WorkFolder
-    from tuning.axes import Axes
-    from tuning.mesh import laid_out, make_mesh
-    from tuning.models.config import DecoderConfig
-    from tuning.models.decoder import abstract_decoder
-    from tuning.models.identity import fingerprint
-    from tuning.training.checkpoint import Checkpoints
+    from rlhf.stages.store.artifacts import Store
+    from rlhf.stages.store.work import WorkFolder
+    from rlhf.tuning.axes import Axes
+    from rlhf.tuning.mesh import laid_out, make_mesh
+    from rlhf.tuning.models.config import DecoderConfig
+    from rlhf.tuning.models.decoder import abstract_decoder
+    from rlhf.tuning.models.identity import fingerprint
+    from rlhf.tuning.training.checkpoint import Checkpoints
 
     config = DecoderConfig(
         vocab_size=151936, hidden_size=1536, intermediate_size=8960, num_layers=layers, num_heads=12, num_kv_heads=2,

@@ -6,7 +6,7 @@ import sys
 
 import pytest
 
-from stages.worker.client import worker_environment
+from rlhf.stages.worker.client import worker_environment
 from tests.bench.__main__ import WORKS
 from tests.oracle.support import ROOT
 

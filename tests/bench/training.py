@@ -11,18 +11,18 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
+from rlhf.tuning.device import choose
+from rlhf.tuning.losses.preference import bradley_terry, dpo
+from rlhf.tuning.models.config import DecoderConfig
+from rlhf.tuning.models.decoder import decoder_graph, scalar_graph
+from rlhf.tuning.models.huggingface import random_params, scalar_head_params
+from rlhf.tuning.models.lora import LoraConfig, over, tune, tuned_graph
+from rlhf.tuning.training.batch import Group, choose_rows, micro_batches
+from rlhf.tuning.training.forward import logps_and_entropy, scores
+from rlhf.tuning.training.speed import ADAPTER, FULL, forward_flops
+from rlhf.tuning.training.step import make_step
 from tests.bench import inputs
 from tests.bench.measure import emit, gemm_flops, peak_memory_mb, timed
-from tuning.device import choose
-from tuning.losses.preference import bradley_terry, dpo
-from tuning.models.config import DecoderConfig
-from tuning.models.decoder import decoder_graph, scalar_graph
-from tuning.models.huggingface import random_params, scalar_head_params
-from tuning.models.lora import LoraConfig, over, tune, tuned_graph
-from tuning.training.batch import Group, choose_rows, micro_batches
-from tuning.training.forward import logps_and_entropy, scores
-from tuning.training.speed import ADAPTER, FULL, forward_flops
-from tuning.training.step import make_step
 
 
 def config_of(model: str) -> DecoderConfig:

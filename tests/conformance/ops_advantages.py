@@ -6,11 +6,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from tuning.algorithms import advantages as adv
-from tuning.losses import returns, rewards
-from tuning.losses.masks import row_mean, sampled_mask
-from tuning.rewards.functions import overlong
-from tuning.rewards.totals import Part, shaped
+from rlhf.tuning.algorithms import advantages as adv
+from rlhf.tuning.losses import returns, rewards
+from rlhf.tuning.losses.masks import row_mean, sampled_mask
+from rlhf.tuning.rewards.functions import overlong
+from rlhf.tuning.rewards.totals import Part, shaped
 
 from .harness import Case, op
 from .ops_policy import pair

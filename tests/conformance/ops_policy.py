@@ -7,9 +7,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from tuning.losses import importance, kl, policy, policy_variants, value
-from tuning.losses.aggregate import Counts, aggregate, count
-from tuning.losses.masks import masked
+from rlhf.tuning.losses import importance, kl, policy, policy_variants, value
+from rlhf.tuning.losses.aggregate import Counts, aggregate, count
+from rlhf.tuning.losses.masks import masked
 
 from .harness import Case, op
 

@@ -6,9 +6,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from tuning.losses import preference, sft
-from tuning.losses.aggregate import aggregate, count
-from tuning.losses.preference import mean_rows, sequence_logps
+from rlhf.tuning.losses import preference, sft
+from rlhf.tuning.losses.aggregate import aggregate, count
+from rlhf.tuning.losses.preference import mean_rows, sequence_logps
 
 from .harness import Case, op
 from .ops_tokens import token_logps

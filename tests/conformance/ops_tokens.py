@@ -5,9 +5,9 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from tuning.losses import distillation, head, sft
-from tuning.losses.aggregate import aggregate, count
-from tuning.losses.masks import masked
+from rlhf.tuning.losses import distillation, head, sft
+from rlhf.tuning.losses.aggregate import aggregate, count
+from rlhf.tuning.losses.masks import masked
 
 from .harness import Case, op
 from .ops_policy import MODES

@@ -12,17 +12,17 @@ import numpy as np
 import pytest
 from flax import nnx
 
+from rlhf.tuning.device import Compute
+from rlhf.tuning.models import huggingface as hf
+from rlhf.tuning.models.attention import packed_attention
+from rlhf.tuning.models.config_json import from_hugging_face, to_hugging_face
+from rlhf.tuning.models.decoder import decoder_graph, scalar_graph
+from rlhf.tuning.models.identity import fingerprint
+from rlhf.tuning.rollout.engine.engine import Engine
+from rlhf.tuning.rollout.requests import Sampling
+from rlhf.tuning.training.batch import Group, Layout, micro_batches
+from rlhf.tuning.training.forward import logps_and_entropy
 from tests.tuning.models.named import tensors_from_params
-from tuning.device import Compute
-from tuning.models import huggingface as hf
-from tuning.models.attention import packed_attention
-from tuning.models.config_json import from_hugging_face, to_hugging_face
-from tuning.models.decoder import decoder_graph, scalar_graph
-from tuning.models.identity import fingerprint
-from tuning.rollout.engine.engine import Engine
-from tuning.rollout.requests import Sampling
-from tuning.training.batch import Group, Layout, micro_batches
-from tuning.training.forward import logps_and_entropy
 
 torch = pytest.importorskip("torch", reason="parity needs torch")
 

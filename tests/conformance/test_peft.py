@@ -5,12 +5,12 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from rlhf.tuning.models import huggingface as hf
+from rlhf.tuning.models.attention import packed_attention
+from rlhf.tuning.models.identity import fingerprint
+from rlhf.tuning.models.lora import PROJECTIONS, LoraConfig, assemble, join, merge, tune, tuned_graph
+from rlhf.tuning.models.peft import save_adapter
 from tests.tuning.models.adapters import load_adapter
-from tuning.models import huggingface as hf
-from tuning.models.attention import packed_attention
-from tuning.models.identity import fingerprint
-from tuning.models.lora import PROJECTIONS, LoraConfig, assemble, join, merge, tune, tuned_graph
-from tuning.models.peft import save_adapter
 
 pytestmark = pytest.mark.slow
 

@@ -11,19 +11,23 @@ from pathlib import Path
 
 import pytest
 
-from tuning.algorithms.registry import ALGORITHMS
+from rlhf.tuning.algorithms.registry import ALGORITHMS
 
 ROOT = Path(__file__).parents[2]
 OPS = sorted(path.stem for path in Path(__file__).parent.glob("ops_*.py"))
-BY_NAME = {"tuning.rewards.functions": "reward functions are named in a recipe"}
+BY_NAME = {"rlhf.tuning.rewards.functions": "reward functions are named in a recipe"}
 """Modules whose every function counts as reached, with the reason."""
 
 Node = tuple[str, str]
 
 
+def module_of(path: Path) -> str:
+    return ".".join(("rlhf", *path.relative_to(ROOT).with_suffix("").parts))
+
+
 @functools.cache
 def tree(module: str) -> ast.Module | None:
-    path = ROOT / (module.replace(".", "/") + ".py")
+    path = ROOT / (module.removeprefix("rlhf.").replace(".", "/") + ".py")
     return ast.parse(path.read_text()) if path.is_file() else None
 
 
@@ -74,9 +78,9 @@ def uses(module: str, source: ast.AST) -> set[Node]:
 
 @functools.cache
 def reached() -> frozenset[Node]:
-    stages = [".".join(p.relative_to(ROOT).with_suffix("").parts) for p in (ROOT / "stages").rglob("*.py")]
+    stages = [module_of(p) for p in (ROOT / "stages").rglob("*.py")]
     todo = {node for module in stages for node in uses(module, tree(module))}
-    todo |= {(f"tuning.algorithms.{entry.module}", "algorithm") for entry in ALGORITHMS.values()}
+    todo |= {(f"rlhf.tuning.algorithms.{entry.module}", "algorithm") for entry in ALGORITHMS.values()}
     todo |= {(module, name) for module in BY_NAME for name in defined(module)}
     done: set[Node] = set()
     while todo:
@@ -89,7 +93,7 @@ def reached() -> frozenset[Node]:
 @pytest.mark.parametrize("ops", OPS)
 def test_every_target_of_an_op_is_reached_by_a_stage(ops: str) -> None:
     module = f"tests.conformance.{ops}"
-    targets = {node for node in uses(module, tree(module)) if node[0].startswith("tuning.")}
+    targets = {node for node in uses(module, tree(module)) if node[0].startswith("rlhf.tuning.")}
     assert targets, "an op module that calls nothing of the project tests nothing"
     unreached = sorted(".".join(node) for node in targets - reached())
     assert not unreached, f"vectors test functions that no stage calls: {unreached}"
@@ -97,12 +101,12 @@ def test_every_target_of_an_op_is_reached_by_a_stage(ops: str) -> None:
 
 @pytest.mark.parametrize("room", ["tuning/losses", "tuning/algorithms"])
 def test_no_public_function_is_reached_by_tests_alone(room: str) -> None:
-    modules = [".".join(p.relative_to(ROOT).with_suffix("").parts) for p in (ROOT / room).glob("*.py")]
+    modules = [module_of(p) for p in (ROOT / room).glob("*.py")]
     public = {(m, n) for m in modules for n, s in defined(m).items() if isinstance(s, ast.FunctionDef) and n[0] != "_"}
     unreached = sorted(".".join(node) for node in public - reached())
     assert not unreached, f"no stage and no algorithm calls {unreached}"
 
 
 def test_the_walk_sees_a_function_that_nothing_calls() -> None:
-    assert ("tuning.losses.policy", "clipped_surrogate") in reached()
+    assert ("rlhf.tuning.losses.policy", "clipped_surrogate") in reached()
     assert ("tests.conformance.harness", "load") not in reached()

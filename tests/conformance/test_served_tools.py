@@ -7,12 +7,12 @@ import types
 
 import pytest
 
-from stages.serving.api import ChatRequest
-from stages.serving.server import Server
+from rlhf.stages.serving.api import ChatRequest
+from rlhf.stages.serving.server import Server
+from rlhf.tuning.chat.calls import Call, render
+from rlhf.tuning.models.tokenizer import turn_end
+from rlhf.tuning.rollout.requests import Completion
 from tests.tuning.chat import templates as t
-from tuning.chat.calls import Call, render
-from tuning.models.tokenizer import turn_end
-from tuning.rollout.requests import Completion
 
 FAMILIES = ("chatml", "qwen25", "qwen3", "llama", "gemma", "mistral", "smollm")
 QUESTION = {"role": "user", "content": "How much is 2 + 3?"}

@@ -8,15 +8,15 @@ import numpy as np
 import pytest
 from flax import nnx
 
+from rlhf.tuning.algorithms.learner import Learner
+from rlhf.tuning.algorithms.round_data import RoundData
+from rlhf.tuning.algorithms.rounds import run_round
+from rlhf.tuning.algorithms.settings import RoundSettings
+from rlhf.tuning.models import huggingface as hf
+from rlhf.tuning.models.config import tiny
+from rlhf.tuning.settings import ComputeSettings, OptimizerSettings
+from rlhf.tuning.training.step import copy
 from tests.tuning.models.named import tensors_from_params
-from tuning.algorithms.learner import Learner
-from tuning.algorithms.round_data import RoundData
-from tuning.algorithms.rounds import run_round
-from tuning.algorithms.settings import RoundSettings
-from tuning.models import huggingface as hf
-from tuning.models.config import tiny
-from tuning.settings import ComputeSettings, OptimizerSettings
-from tuning.training.step import copy
 
 torch = pytest.importorskip("torch", reason="parity needs torch")
 

@@ -14,16 +14,16 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from tuning import precision
-from tuning.device import Compute, choose
-from tuning.models.config import DecoderConfig
-from tuning.models.decoder import decoder_graph
-from tuning.models.huggingface import random_params
-from tuning.rollout.engine.engine import Engine
-from tuning.rollout.requests import Sampling
-from tuning.training.batch import Group, choose_rows, micro_batches
-from tuning.training.forward import logps_and_entropy
-from tuning.training.step import make_step
+from rlhf.tuning import precision
+from rlhf.tuning.device import Compute, choose
+from rlhf.tuning.models.config import DecoderConfig
+from rlhf.tuning.models.decoder import decoder_graph
+from rlhf.tuning.models.huggingface import random_params
+from rlhf.tuning.rollout.engine.engine import Engine
+from rlhf.tuning.rollout.requests import Sampling
+from rlhf.tuning.training.batch import Group, choose_rows, micro_batches
+from rlhf.tuning.training.forward import logps_and_entropy
+from rlhf.tuning.training.step import make_step
 
 CONFIG = DecoderConfig(
     vocab_size=4096,

@@ -13,7 +13,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from stages.worker.client import worker_environment
+from rlhf.stages.worker.client import worker_environment
 from tests.device.program import PROMPTS, SAMPLES, TOKENS
 from tests.support import QUICK
 

@@ -28,15 +28,15 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from stages.store import disk
-from stages.store.artifacts import Store
-from stages.worker.client import CodeChanged, StageFailed, StageOutage, Worker
-from stages.worker.protocol import Report, Request
+from rlhf.stages.store import disk
+from rlhf.stages.store.artifacts import Store
+from rlhf.stages.worker.client import CodeChanged, StageFailed, StageOutage, Worker
+from rlhf.stages.worker.protocol import Report, Request
+from rlhf.tuning.atomic import is_partial
 from tests.faults.storm.ground import SETTINGS, committed, digests
 from tests.faults.storm.moments import STAGES
 from tests.faults.storm.power import shim
 from tests.faults.storm.table import read
-from tuning.atomic import is_partial
 
 SCENES = (*(stage for stage in STAGES if stage != "preference"), "nothing")
 CODES = (errno.ENOSPC, errno.EIO)
@@ -53,9 +53,9 @@ def run_here(
     worker: Worker, request: Request, on_event: Callable[[Report], None], check_time: Any = None
 ) -> dict[str, Any]:
     """As `Worker.run`, in this process."""
-    from stages.common.compilation import configure_jax
-    from stages.worker import loaded_code
-    from stages.worker.process import Events, failure_of, run_request
+    from rlhf.stages.common.compilation import configure_jax
+    from rlhf.stages.worker import loaded_code
+    from rlhf.stages.worker.process import Events, failure_of, run_request
 
     class Here(Events):
         def send(self, event: Any) -> None:
@@ -117,7 +117,7 @@ class Trials(Faults):
         """Exit status and output of a command in this process."""
         from typer.testing import CliRunner
 
-        from flows.cli.app import app
+        from rlhf.flows.cli.app import app
 
         result = CliRunner().invoke(app, [*words, "--store", str(self.store)])
         if result.exception is not None and not isinstance(result.exception, SystemExit):

@@ -36,8 +36,8 @@ def command(store: str, rounds: int, *sets: str) -> list[str]:
 
 def nodes_of(store: str) -> dict[str, Any]:
     """The nodes of the run: stage, key, digest."""
-    from stages.store import runs
-    from stages.store.artifacts import Store
+    from rlhf.stages.store import runs
+    from rlhf.stages.store.artifacts import Store
 
     found = runs.read(Store(store), "rounds")
     assert found is not None and found["status"] == "finished", found

@@ -14,13 +14,13 @@ import shutil
 import sys
 from pathlib import Path
 
-from stages.store import collect, leases, registry, runs, trail
-from stages.store.artifacts import ArtifactError, Store, content_digest
-from stages.store.pins import pin, pins
-from stages.store.work import OUT, WorkFolder
+from rlhf.stages.store import collect, leases, registry, runs, trail
+from rlhf.stages.store.artifacts import ArtifactError, Store, content_digest
+from rlhf.stages.store.pins import pin, pins
+from rlhf.stages.store.work import OUT, WorkFolder
+from rlhf.tuning.atomic import whole_folder
 from tests.faults.files import Faults
 from tests.stages.store.graphs import put, roots, run_of
-from tuning.atomic import whole_folder
 
 KEY = "a" * 64
 SHARDS = 2

@@ -14,7 +14,7 @@ import psutil
 import pyarrow.parquet as pq
 from safetensors.numpy import load_file
 
-from stages.store.artifacts import Artifact, Store
+from rlhf.stages.store.artifacts import Artifact, Store
 from tests.support import RLHF
 
 # Many small shards and steps, so that there is a middle to be killed in. Weights are stored after the last round only.
@@ -67,13 +67,15 @@ class Run:
 
     def family(self) -> list[psutil.Process]:
         """The worker and what it has started."""
-        (worker,) = [c for c in psutil.Process(self.process.pid).children() if "stages.worker.process" in c.cmdline()]
+        (worker,) = [
+            c for c in psutil.Process(self.process.pid).children() if "rlhf.stages.worker.process" in c.cmdline()
+        ]
         return [worker, *worker.children(recursive=True)]
 
     def worker(self) -> psutil.Process:
         """The worker, as soon as there is one: found before the moment to kill it comes."""
         children = psutil.Process(self.process.pid).children
-        self.until(lambda: any("stages.worker.process" in child.cmdline() for child in children()))
+        self.until(lambda: any("rlhf.stages.worker.process" in child.cmdline() for child in children()))
         return self.family()[0]
 
     def kill_worker(self, worker: psutil.Process | None = None) -> int:

@@ -15,11 +15,11 @@ from pathlib import Path
 
 import pytest
 
-from stages.common.checked_lines import read_lines
-from stages.sampling.environment import Environment
+from rlhf.stages.common.checked_lines import read_lines
+from rlhf.stages.sampling.environment import Environment
+from rlhf.tuning.agents.rows import TrajectoryRow
+from rlhf.tuning.rows import CompletionRow, read_table
 from tests.stages.training.support import Folder, data, ids, perform
-from tuning.agents.rows import TrajectoryRow
-from tuning.rows import CompletionRow, read_table
 
 pytestmark = pytest.mark.slow
 
@@ -41,8 +41,8 @@ def rows(folder: Folder, part, kind):
 
 def play(folder: Path, name: str, environment: Environment):
     """One episode of each task with a random model."""
-    from stages import base, rollout
-    from stages.common.compilation import configure_jax
+    from rlhf.stages import base, rollout
+    from rlhf.stages.common.compilation import configure_jax
 
     configure_jax()
     memory: dict = {}

@@ -19,8 +19,8 @@ import pytest
 from fsspec import AbstractFileSystem
 from fsspec.implementations.memory import MemoryFileSystem
 
-from stages.store import leases, registry, trail
-from stages.store.artifacts import ArtifactError, Store
+from rlhf.stages.store import leases, registry, trail
+from rlhf.stages.store.artifacts import ArtifactError, Store
 from tests.faults.files import prepared
 from tests.faults.store_life import LEFT, live, whole
 

@@ -60,7 +60,7 @@ def ended(store: Path, hosts: int = 1, **options: Any) -> Run:
 def processes(run: Run) -> list[psutil.Process]:
     """The processes of the group, process 0 first."""
     children = psutil.Process(run.process.pid).children()
-    found = [c for c in children if "stages.worker.process" in c.cmdline()]
+    found = [c for c in children if "rlhf.stages.worker.process" in c.cmdline()]
     return sorted(found, key=lambda process: process.environ().get("JAX_PROCESS_ID", ""))
 
 

@@ -12,9 +12,9 @@ from pathlib import Path
 import psutil
 import pytest
 
-from flows.recipe.reading import load_recipe
-from flows.running.plain import run_plain
-from stages.store.artifacts import Store
+from rlhf.flows.recipe.reading import load_recipe
+from rlhf.flows.running.plain import run_plain
+from rlhf.stages.store.artifacts import Store
 from tests.faults.support import SETTINGS as OF_FAULTS
 from tests.faults.support import Run, shards
 

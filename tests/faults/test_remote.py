@@ -10,7 +10,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from stages.store.artifacts import Store
+from rlhf.stages.store.artifacts import Store
 from tests.support import RLHF
 
 # Sections that are left out would leave out their splits too, and the data would be other bits.
@@ -34,7 +34,7 @@ def test_another_machine_goes_on_from_the_bucket(s3, tmp_path, smoke_store, reco
     while not mirrored and first.poll() is None:
         time.sleep(0.05)
         mirrored = [p for p in store.fs.find(store.join("work", "sft")) if "/.mirrored/checkpoints/" in p]
-    (worker,) = [c for c in psutil.Process(first.pid).children() if "stages.worker.process" in c.cmdline()]
+    (worker,) = [c for c in psutil.Process(first.pid).children() if "rlhf.stages.worker.process" in c.cmdline()]
     worker.kill()
     out, _ = first.communicate(timeout=60)
     assert first.returncode == 1, out

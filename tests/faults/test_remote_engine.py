@@ -10,8 +10,8 @@ from pathlib import Path
 import psutil
 import pytest
 
-from stages.common.tables import read_rows
-from stages.store.artifacts import Store
+from rlhf.stages.common.tables import read_rows
+from rlhf.stages.store.artifacts import Store
 from tests.faults.support import Run, shards
 from tests.stages.sampling.http_server import VERSION
 

@@ -15,21 +15,21 @@ import numpy as np
 import psutil
 import pytest
 
-from stages.common.tables import read_rows
-from stages.store.artifacts import Store
+from rlhf.stages.common.tables import read_rows
+from rlhf.stages.store.artifacts import Store
+from rlhf.tuning.models.huggingface import save_decoder, untied
+from rlhf.tuning.models.lora import LoraConfig, merge, tune
+from rlhf.tuning.models.peft import save_adapter
+from rlhf.tuning.models.tokenizer import save_tokenizer
+from rlhf.tuning.rollout.engine.engine import Engine
+from rlhf.tuning.rollout.engine.limits import Limits
+from rlhf.tuning.rollout.servers.child import Child
+from rlhf.tuning.rollout.servers.fleet import Fleet, Options
+from rlhf.tuning.rollout.servers.kinds import KINDS
+from rlhf.tuning.rollout.servers.protocol import ServerStart, StalePolicy
+from rlhf.tuning.rollout.servers.server import RemoteServer
 from tests.faults.support import Run, shards
 from tests.faults.vllm_servers import ENVIRONMENT, SETTINGS, command, gap, remote, run, smollm
-from tuning.models.huggingface import save_decoder, untied
-from tuning.models.lora import LoraConfig, merge, tune
-from tuning.models.peft import save_adapter
-from tuning.models.tokenizer import save_tokenizer
-from tuning.rollout.engine.engine import Engine
-from tuning.rollout.engine.limits import Limits
-from tuning.rollout.servers.child import Child
-from tuning.rollout.servers.fleet import Fleet, Options
-from tuning.rollout.servers.kinds import KINDS
-from tuning.rollout.servers.protocol import ServerStart, StalePolicy
-from tuning.rollout.servers.server import RemoteServer
 
 LORA = LoraConfig(rank=8, alpha=16.0)
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(1800)]

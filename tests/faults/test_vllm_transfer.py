@@ -17,11 +17,11 @@ import httpx
 import jax
 import pytest
 
+from rlhf.tuning.models.huggingface import random_params
+from rlhf.tuning.rollout.servers.protocol import ServerLost, StalePolicy
+from rlhf.tuning.rollout.servers.server import RemoteServer
+from rlhf.tuning.rollout.servers.transfer import Transfer, digests
 from tests.faults.vllm_servers import child, gap, remote, run, smollm
-from tuning.models.huggingface import random_params
-from tuning.rollout.servers.protocol import ServerLost, StalePolicy
-from tuning.rollout.servers.server import RemoteServer
-from tuning.rollout.servers.transfer import Transfer, digests
 
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(1800)]
 

@@ -7,11 +7,11 @@ Usage: train_program.py STORE BASE_KEY DATA_KEY FOLDER
 import sys
 from pathlib import Path
 
-from stages import sft
-from stages.common.compilation import configure_jax
-from stages.common.settings import Optimizer
-from stages.contract.definition import Context
-from stages.store.artifacts import Store
+from rlhf.stages import sft
+from rlhf.stages.common.compilation import configure_jax
+from rlhf.stages.common.settings import Optimizer
+from rlhf.stages.contract.definition import Context
+from rlhf.stages.store.artifacts import Store
 
 
 def main() -> None:

@@ -12,22 +12,22 @@ import jax
 import numpy as np
 import pytest
 
-from stages.base import Config as BaseConfig
-from stages.common.source import locate
+from rlhf.stages.base import Config as BaseConfig
+from rlhf.stages.common.source import locate
+from rlhf.tuning.device import Compute
+from rlhf.tuning.models.config_json import from_hugging_face
+from rlhf.tuning.models.gguf import GGUFCheckpoint, GGUFFile
+from rlhf.tuning.models.huggingface import save_decoder, untied
+from rlhf.tuning.models.tokenizer import save_tokenizer, tokenizer_from_gguf
+from rlhf.tuning.rollout.requests import Request, Sampling
+from rlhf.tuning.rollout.servers.child import Child
+from rlhf.tuning.rollout.servers.fleet import Fleet, Options
+from rlhf.tuning.rollout.servers.kinds import KINDS
+from rlhf.tuning.rollout.servers.protocol import Policy, ServerStart
+from rlhf.tuning.rollout.servers.server import RemoteServer
+from rlhf.tuning.training.completions import token_logps
 from tests.tuning.chat.templates import chat_prompt_ids
 from tests.tuning.models.named import params_from_tensors
-from tuning.device import Compute
-from tuning.models.config_json import from_hugging_face
-from tuning.models.gguf import GGUFCheckpoint, GGUFFile
-from tuning.models.huggingface import save_decoder, untied
-from tuning.models.tokenizer import save_tokenizer, tokenizer_from_gguf
-from tuning.rollout.requests import Request, Sampling
-from tuning.rollout.servers.child import Child
-from tuning.rollout.servers.fleet import Fleet, Options
-from tuning.rollout.servers.kinds import KINDS
-from tuning.rollout.servers.protocol import Policy, ServerStart
-from tuning.rollout.servers.server import RemoteServer
-from tuning.training.completions import token_logps
 
 VERSION = "0.32.0"
 ENVIRONMENT = {"VLLM_CPU_KVCACHE_SPACE": "1"}
@@ -89,7 +89,7 @@ class Model:
         return (self.ids["eos_token_id"],)
 
     def place(self, name: str) -> Path:
-        """The Hugging Face folder of a policy, as `stages.sampling.servers` writes it on a CPU."""
+        """The Hugging Face folder of a policy, as `rlhf.stages.sampling.servers` writes it on a CPU."""
         target = self.folder / name
         if not target.exists():
             save_decoder(target, *untied(self.config, self.params[name]), self.ids)

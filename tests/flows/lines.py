@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from flows.graph.build import Node
-from stages.worker.protocol import Progress
+from rlhf.flows.graph.build import Node
+from rlhf.stages.worker.protocol import Progress
 
 
 class Lines:

@@ -7,8 +7,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from stages.store import registry
-from stages.store.artifacts import Store
+from rlhf.stages.store import registry
+from rlhf.stages.store.artifacts import Store
 
 OPTIMIZER = {"learning_rate": 0.01, "schedule": "constant", "warmup_steps": 0}
 RECIPE: dict[str, Any] = {

@@ -19,6 +19,7 @@ from typing import Any, TypeVar
 import httpx
 
 PROJECT = Path(__file__).resolve().parents[2]
+PYTHONPATH = os.pathsep.join(map(str, (PROJECT / "src", PROJECT)))
 
 T = TypeVar("T")
 
@@ -52,7 +53,7 @@ class Prefect:
             "PREFECT_SERVER_ANALYTICS_ENABLED": "false",
             "DO_NOT_TRACK": "1",
             # The tests start processes from a checkout, whichever one is installed.
-            "PYTHONPATH": str(PROJECT),
+            "PYTHONPATH": PYTHONPATH,
         }
         # The server closes a connection that has been idle for 5 s, perhaps while it is being used again.
         fresh = httpx.Limits(max_keepalive_connections=0)

@@ -8,8 +8,8 @@ from collections import Counter
 
 import pytest
 
-from stages.common.tables import read_rows
-from stages.store.artifacts import Store
+from rlhf.stages.common.tables import read_rows
+from rlhf.stages.store.artifacts import Store
 
 AGENT = """
 import json, os, urllib.request

@@ -13,8 +13,8 @@ import pytest
 from prefect.server.events.schemas.automations import AutomationCore, EventTrigger
 from prefect.server.events.schemas.events import ReceivedEvent
 
-from flows.pipeline import NAME
-from flows.records import DECIDED
+from rlhf.flows.pipeline import NAME
+from rlhf.flows.records import DECIDED
 from tests.flows.alerts import FILE, automations, block, receiving
 from tests.flows.prefect_server import Prefect, prefect_server, wait_for
 from tests.support import RLHF

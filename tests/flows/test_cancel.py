@@ -15,12 +15,12 @@ import pytest
 from prefect.context import refresh_global_settings_context
 from prefect.exceptions import TerminationSignal
 
-from flows.orchestration import ending
-from flows.report.terminal import LastingConsole
-from flows.running.closing import status_after
-from flows.running.session import _ended_by
-from stages.store.artifacts import Store
-from stages.worker.client import StageFailed
+from rlhf.flows.orchestration import ending
+from rlhf.flows.report.terminal import LastingConsole
+from rlhf.flows.running.closing import status_after
+from rlhf.flows.running.session import _ended_by
+from rlhf.stages.store.artifacts import Store
+from rlhf.stages.worker.client import StageFailed
 from tests.flows.prefect_server import prefect_server, wait_for
 from tests.support import RLHF
 
@@ -106,8 +106,8 @@ def test_rlhf_run_ends_when_it_is_cancelled_in_prefect(tmp_path: Path, prefect_d
 LATE = """
 import os, sys, httpx
 from prefect import runtime
-from flows import pipeline
-from flows.recipe.reading import load_recipe
+from rlhf.flows import pipeline
+from rlhf.flows.recipe.reading import load_recipe
 close = pipeline.close
 def cancelled_meanwhile(session, status):
     state = {"type": "CANCELLING", "name": "Cancelling"}

@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from stages.store.artifacts import Store
+from rlhf.stages.store.artifacts import Store
 
 
 @pytest.mark.slow

@@ -7,11 +7,11 @@ import json
 import os
 import shutil
 
-from flows.recipe.reading import load_recipe
-from flows.report.console import ConsoleReporter
-from flows.running.session import Session
-from stages.store import leases
-from stages.store.artifacts import Store
+from rlhf.flows.recipe.reading import load_recipe
+from rlhf.flows.report.console import ConsoleReporter
+from rlhf.flows.running.session import Session
+from rlhf.stages.store import leases
+from rlhf.stages.store.artifacts import Store
 
 
 def test_a_changed_byte_in_an_input_is_found_before_a_stage_reads_it(store, record, capsys):

@@ -10,24 +10,24 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
-from flows.cli.app import app
-from flows.graph.build import Input, Node
-from flows.graph.keying import code_of, key_of, key_parts
-from flows.recipe.model import RecipeError
-from flows.recipe.reading import load_recipe
-from flows.running.checks import as_it_is, check_columns
-from flows.running.crew import ONLY
-from flows.running.session import Session
-from stages.contract.registry import stage
-from stages.store.artifacts import Artifact, Store
-from stages.store.manifests import with_checksum
-from stages.worker.client import StageFailed
-from stages.worker.loaded_code import DataDiffers, check_after
-from stages.worker.process import failure_of
-from stages.worker.protocol import Request
+from rlhf.flows.cli.app import app
+from rlhf.flows.graph.build import Input, Node
+from rlhf.flows.graph.keying import code_of, key_of, key_parts
+from rlhf.flows.recipe.model import RecipeError
+from rlhf.flows.recipe.reading import load_recipe
+from rlhf.flows.running.checks import as_it_is, check_columns
+from rlhf.flows.running.crew import ONLY
+from rlhf.flows.running.session import Session
+from rlhf.stages.contract.registry import stage
+from rlhf.stages.store.artifacts import Artifact, Store
+from rlhf.stages.store.manifests import with_checksum
+from rlhf.stages.worker.client import StageFailed
+from rlhf.stages.worker.loaded_code import DataDiffers, check_after
+from rlhf.stages.worker.process import failure_of
+from rlhf.stages.worker.protocol import Request
+from rlhf.tuning.rows import CompletionRow, write_table
 from tests.flows.lines import Lines
 from tests.support import write_files
-from tuning.rows import CompletionRow, write_table
 
 REWARD = """
 def f(prompts, completions, **_):
@@ -139,7 +139,7 @@ def test_the_files_of_a_request_are_those_of_its_key(session, monkeypatch):
         looks.append(node)
         return code_of(node)
 
-    monkeypatch.setattr("flows.graph.keying.code_of", once)
+    monkeypatch.setattr("rlhf.flows.graph.keying.code_of", once)
     files, parts = as_it_is(run.nodes["score"], run.made)
     assert len(looks) == 1 and files == code_of(run.nodes["score"]).files
     assert parts == key_parts(run.nodes["score"], run.made)

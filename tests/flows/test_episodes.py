@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from stages.store.artifacts import Store
+from rlhf.stages.store.artifacts import Store
 from tests.support import RLHF
 
 pytestmark = pytest.mark.slow

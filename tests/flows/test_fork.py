@@ -8,13 +8,13 @@ import re
 
 import pytest
 
-from flows.graph.build import build
-from flows.graph.taken import taken_artifact
-from flows.recipe.fork import Fork
-from flows.recipe.model import Recipe, RecipeError
-from flows.recipe.reading import load_recipe
-from flows.running.forking import forked
-from stages.store.artifacts import Store
+from rlhf.flows.graph.build import build
+from rlhf.flows.graph.taken import taken_artifact
+from rlhf.flows.recipe.fork import Fork
+from rlhf.flows.recipe.model import Recipe, RecipeError
+from rlhf.flows.recipe.reading import load_recipe
+from rlhf.flows.running.forking import forked
+from rlhf.stages.store.artifacts import Store
 
 DIGEST = "0" * 64
 

@@ -14,12 +14,12 @@ import time
 import pytest
 from rich.console import Console
 
-from flows.recipe.reading import load_recipe
-from flows.report.console import ConsoleReporter
-from flows.running.closing import close, status_at_end
-from flows.running.gating import stages_of
-from flows.running.session import Session
-from stages.store import registry
+from rlhf.flows.recipe.reading import load_recipe
+from rlhf.flows.report.console import ConsoleReporter
+from rlhf.flows.running.closing import close, status_at_end
+from rlhf.flows.running.gating import stages_of
+from rlhf.flows.running.session import Session
+from rlhf.stages.store import registry
 from tests.flows.nights import BAD, GOOD, Nights, records, states
 from tests.flows.prefect_server import prefect_server
 from tests.support import RLHF

@@ -6,13 +6,13 @@ import threading
 
 import pytest
 
-from flows.keeping import roots_of
-from flows.recipe.retention import Retention
-from stages.store.artifacts import ArtifactError, Store
-from stages.store.collect import Limits, collect
-from stages.store.leases import this_process
-from stages.store.pins import pin
-from stages.store.registry import Policy, promote
+from rlhf.flows.keeping import roots_of
+from rlhf.flows.recipe.retention import Retention
+from rlhf.stages.store.artifacts import ArtifactError, Store
+from rlhf.stages.store.collect import Limits, collect
+from rlhf.stages.store.leases import this_process
+from rlhf.stages.store.pins import pin
+from rlhf.stages.store.registry import Policy, promote
 from tests.stages.store.graphs import put
 
 

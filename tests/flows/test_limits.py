@@ -6,16 +6,16 @@ import re
 
 import pytest
 
-from flows.graph.build import build
-from flows.graph.keying import key_of, key_parts
-from flows.recipe.reading import load_recipe
-from flows.running.limits import RunLimit, RunTooLong
-from flows.running.naming import before
-from flows.running.plain import run_plain
-from stages.store.artifacts import Store
-from stages.store.leases import lease
-from stages.worker import interpreter
-from stages.worker.client import WorkerDied
+from rlhf.flows.graph.build import build
+from rlhf.flows.graph.keying import key_of, key_parts
+from rlhf.flows.recipe.reading import load_recipe
+from rlhf.flows.running.limits import RunLimit, RunTooLong
+from rlhf.flows.running.naming import before
+from rlhf.flows.running.plain import run_plain
+from rlhf.stages.store.artifacts import Store
+from rlhf.stages.store.leases import lease
+from rlhf.stages.worker import interpreter
+from rlhf.stages.worker.client import WorkerDied
 from tests.support import write_files
 
 

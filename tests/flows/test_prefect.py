@@ -17,9 +17,9 @@ from typing import Any
 import psutil
 import pytest
 
-from flows.orchestration import plugin
-from flows.recipe.overrides import values_of
-from stages.store.artifacts import Store
+from rlhf.flows.orchestration import plugin
+from rlhf.flows.recipe.overrides import values_of
+from rlhf.stages.store.artifacts import Store
 from tests.browser import browse
 from tests.flows.prefect_server import PROJECT, Prefect, prefect_server, wait_for
 
@@ -92,7 +92,7 @@ def stage_worker(worker: psutil.Process, flow_run: dict[str, Any]) -> psutil.Pro
     for process in worker.children(recursive=True):
         with contextlib.suppress(psutil.Error):
             mine = process.environ().get("PREFECT__FLOW_RUN_ID") == flow_run["id"]
-            if mine and "stages.worker.process" in process.cmdline():
+            if mine and "rlhf.stages.worker.process" in process.cmdline():
                 return process
     return None
 
@@ -225,7 +225,7 @@ def test_rlhf_run_needs_no_server_and_is_quiet(made: dict[str, Any], folder: Pat
     command = [
         sys.executable,
         "-m",
-        "flows.cli.app",
+        "rlhf.flows.cli.app",
         "run",
         "smoke",
         "--name",
@@ -246,14 +246,14 @@ def test_rlhf_run_needs_no_server_and_is_quiet(made: dict[str, Any], folder: Pat
 def test_a_deployment_of_the_flow_object_can_be_loaded() -> None:
     from prefect.flows import load_flow_from_entrypoint
 
-    from flows.pipeline import rlhf_pipeline
+    from rlhf.flows.pipeline import rlhf_pipeline
 
     deployment = rlhf_pipeline.to_deployment("nightly")
     assert load_flow_from_entrypoint(deployment.entrypoint).name == rlhf_pipeline.name
 
 
 def test_each_section_of_the_form_has_a_name_of_its_own() -> None:
-    from flows.pipeline import rlhf_pipeline
+    from rlhf.flows.pipeline import rlhf_pipeline
 
     models = rlhf_pipeline.parameters.definitions
     # Pydantic puts the whole path, with underscores, into names that it has to tell apart.
@@ -264,7 +264,7 @@ def test_each_section_of_the_form_has_a_name_of_its_own() -> None:
 def test_parameters_are_strict_and_keep_only_what_was_said() -> None:
     from prefect.exceptions import ParameterTypeError
 
-    from flows.pipeline import rlhf_pipeline
+    from rlhf.flows.pipeline import rlhf_pipeline
 
     logging.getLogger("prefect.flows").disabled = True
     for section, wrong, words in [

@@ -7,7 +7,7 @@ import json
 import pyarrow.parquet as pq
 import pytest
 
-from stages.store.artifacts import Store
+from rlhf.stages.store.artifacts import Store
 
 pytestmark = pytest.mark.slow
 

@@ -8,13 +8,13 @@ import subprocess
 import pytest
 from typer.testing import CliRunner
 
-from flows.cli.app import app
-from flows.recipe.model import RecipeError
-from flows.recipe.reading import load_recipe
-from flows.records import UnknownRun, all_runs, candidates, readable_runs, status_of, whole_first
-from flows.running.plain import run_plain
-from stages.store.artifacts import ArtifactError, Store
-from stages.store.leases import booted, host_scope
+from rlhf.flows.cli.app import app
+from rlhf.flows.recipe.model import RecipeError
+from rlhf.flows.recipe.reading import load_recipe
+from rlhf.flows.records import UnknownRun, all_runs, candidates, readable_runs, status_of, whole_first
+from rlhf.flows.running.plain import run_plain
+from rlhf.stages.store.artifacts import ArtifactError, Store
+from rlhf.stages.store.leases import booted, host_scope
 from tests.support import write_files
 
 
@@ -116,7 +116,7 @@ def test_a_name_that_stands_for_no_run_or_for_several_is_refused(four_runs, name
 
 
 def test_the_newest_runs_are_listed_and_the_others_counted(four_runs, monkeypatch):
-    monkeypatch.setattr("flows.records.LISTED", 2)
+    monkeypatch.setattr("rlhf.flows.records.LISTED", 2)
     with pytest.raises(UnknownRun, match=r"; there are twin-of-demo, smoke-x and 3 older \(`rlhf runs`\)$"):
         candidates(four_runs, "nothing-like-it")
 

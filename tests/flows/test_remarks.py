@@ -8,13 +8,13 @@ import pytest
 from rich.console import Console
 from typer.testing import CliRunner
 
-from flows.cli.app import app
-from flows.recipe.model import RecipeError
-from flows.recipe.reading import load_recipe
-from flows.report.console import ConsoleReporter
-from flows.running.gating import stages_of
-from flows.running.remarks import of_data, of_recipe
-from flows.running.session import Session
+from rlhf.flows.cli.app import app
+from rlhf.flows.recipe.model import RecipeError
+from rlhf.flows.recipe.reading import load_recipe
+from rlhf.flows.report.console import ConsoleReporter
+from rlhf.flows.running.gating import stages_of
+from rlhf.flows.running.remarks import of_data, of_recipe
+from rlhf.flows.running.session import Session
 
 ALL_FROM_THE_START = "every round samples from the policy that RL starts from"
 

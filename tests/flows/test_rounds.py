@@ -6,10 +6,10 @@ import json
 
 import pytest
 
-from flows.graph.build import build
-from flows.recipe.reading import load_recipe
-from stages.common.tables import read_rows
-from stages.store.artifacts import Store
+from rlhf.flows.graph.build import build
+from rlhf.flows.recipe.reading import load_recipe
+from rlhf.stages.common.tables import read_rows
+from rlhf.stages.store.artifacts import Store
 from tests.judge_server import judge_server
 
 

@@ -12,18 +12,18 @@ from pathlib import Path
 
 import pytest
 
-from flows.graph.keying import key_of, key_parts
-from flows.keeping import roots_of
-from flows.recipe.model import RecipeError
-from flows.recipe.reading import load_recipe
-from flows.recipe.retention import Retention
-from flows.report.console import ConsoleReporter
-from flows.running import saving, session
-from flows.running.session import Session
-from stages.store import runs
-from stages.store.artifacts import ArtifactError, Store
-from stages.store.leases import lease, this_process
-from stages.worker.client import StageFailed, Worker
+from rlhf.flows.graph.keying import key_of, key_parts
+from rlhf.flows.keeping import roots_of
+from rlhf.flows.recipe.model import RecipeError
+from rlhf.flows.recipe.reading import load_recipe
+from rlhf.flows.recipe.retention import Retention
+from rlhf.flows.report.console import ConsoleReporter
+from rlhf.flows.running import saving, session
+from rlhf.flows.running.session import Session
+from rlhf.stages.store import runs
+from rlhf.stages.store.artifacts import ArtifactError, Store
+from rlhf.stages.store.leases import lease, this_process
+from rlhf.stages.worker.client import StageFailed, Worker
 from tests.support import can_mount
 
 HEAD = ("runs", "again", "run.json")
@@ -64,7 +64,7 @@ def test_what_a_run_has_found_is_in_its_record_however_long_it_reads_data_or_inp
         raise KeyboardInterrupt
 
     if waits == "sources":
-        monkeypatch.setattr("flows.running.session.as_it_is", wait)
+        monkeypatch.setattr("rlhf.flows.running.session.as_it_is", wait)
     else:
         monkeypatch.setattr(run._whole, "ensure", wait)
     thread = threading.Thread(target=lambda: pytest.raises(KeyboardInterrupt, run.run_node, "sft"))
@@ -191,12 +191,12 @@ def test_a_store_that_cannot_be_written_to_ends_a_run_with_a_sentence(rlhf, tmp_
 ENDS = """
 import sys
 from pathlib import Path
-from flows.recipe.reading import load_recipe
-from flows.recipe.retention import Retention
-from flows.report.console import ConsoleReporter
-from flows.running.closing import close
-from flows.running.session import Session
-from stages.store.artifacts import Store
+from rlhf.flows.recipe.reading import load_recipe
+from rlhf.flows.recipe.retention import Retention
+from rlhf.flows.report.console import ConsoleReporter
+from rlhf.flows.running.closing import close
+from rlhf.flows.running.session import Session
+from rlhf.stages.store.artifacts import Store
 place = Path(sys.argv[1])
 session = Session(load_recipe("smoke", sets=[f"store={place}/store"]), ConsoleReporter(), "full")
 session.record["nodes"]["sft"] = {"stage": "sft", "key": "f" * 64, "state": "failed", "error": "No space" * 500}

@@ -11,10 +11,10 @@ import pytest
 from prefect.exceptions import ParameterTypeError
 from prefect.utilities.schema_tools import ValidationError, validate
 
-from flows.pipeline import rlhf_pipeline
-from flows.recipe.model import RecipeError
-from flows.recipe.reading import load_recipe
-from stages.store.keys import config_content, published, without_userinfo
+from rlhf.flows.pipeline import rlhf_pipeline
+from rlhf.flows.recipe.model import RecipeError
+from rlhf.flows.recipe.reading import load_recipe
+from rlhf.stages.store.keys import config_content, published, without_userinfo
 from tests.stages.sampling.http_server import VERSION
 from tests.support import RLHF
 

@@ -5,12 +5,12 @@ import json
 import pytest
 from typer.testing import CliRunner
 
-from flows.cli.app import app
-from flows.recipe.model import RecipeError
-from flows.recipe.places import fields_at, hint
-from flows.recipe.reading import load_recipe
-from flows.running.checks import check_columns
-from flows.running.remarks import of_data, of_recipe
+from rlhf.flows.cli.app import app
+from rlhf.flows.recipe.model import RecipeError
+from rlhf.flows.recipe.places import fields_at, hint
+from rlhf.flows.recipe.reading import load_recipe
+from rlhf.flows.running.checks import check_columns
+from rlhf.flows.running.remarks import of_data, of_recipe
 from tests.stages.prepare.support import write
 
 CHAT = {"messages": [{"role": "user", "content": "Hello?"}, {"role": "assistant", "content": "Yes."}]}

@@ -6,7 +6,7 @@ import json
 
 import pytest
 
-from stages.store.artifacts import Store
+from rlhf.stages.store.artifacts import Store
 
 pytestmark = pytest.mark.slow
 

@@ -20,7 +20,7 @@ from packaging.requirements import Requirement
 from prefect.settings import Settings
 from prefect.utilities.templating import apply_values
 
-from flows.recipe.reading import load_recipe
+from rlhf.flows.recipe.reading import load_recipe
 from tests.flows.prefect_server import Prefect, prefect_server
 
 ROOT = Path(__file__).parents[2]

@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from flows.records import find_run, status_of
-from stages.store.artifacts import Store
+from rlhf.flows.records import find_run, status_of
+from rlhf.stages.store.artifacts import Store
 from tests.infra.slurm import NODES, Slurm, slurm, why_not
 from tests.support import with_devices
 

@@ -8,10 +8,10 @@ from importlib.util import find_spec
 import jax
 import pytest
 
-from stages.common.compilation import configure_jax
+from rlhf.stages.common.compilation import configure_jax
+from rlhf.tuning.precision import using
 from tests.oracle.agreement import FIGURES
 from tests.oracle.product import DTYPE, Product
-from tuning.precision import using
 
 if find_spec("torch") is None:
     # It is of the group `parity`.

@@ -7,9 +7,9 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from rlhf.tuning.agents.rows import TurnRow
+from rlhf.tuning.rows import CompletionRow, ScoreRow
 from tests.oracle.tables import score, tokens_of
-from tuning.agents.rows import TurnRow
-from tuning.rows import CompletionRow, ScoreRow
 
 OBSERVED = 2
 """Tokens of the observation behind the first turn; each further one is longer by one."""

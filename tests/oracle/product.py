@@ -14,13 +14,13 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from stages.contract.definition import Context
-from stages.store.artifacts import Artifact, Store
-from tuning.agents.rows import TurnRow
-from tuning.data.pipeline import SCHEMAS
-from tuning.models import huggingface
-from tuning.models.config import tiny
-from tuning.rows import CompletionRow, ScoreRow, write_arrow, write_table
+from rlhf.stages.contract.definition import Context
+from rlhf.stages.store.artifacts import Artifact, Store
+from rlhf.tuning.agents.rows import TurnRow
+from rlhf.tuning.data.pipeline import SCHEMAS
+from rlhf.tuning.models import huggingface
+from rlhf.tuning.models.config import tiny
+from rlhf.tuning.rows import CompletionRow, ScoreRow, write_arrow, write_table
 
 VOCABULARY, EOS = 61, 2
 MODEL = dataclasses.replace(
@@ -129,10 +129,10 @@ class Product:
 
         Its first factor is drawn, so it is an input of the oracle, like the samples of a rollout.
         """
-        from stages.common.settings import Lora
-        from stages.training.adapters import lora_config
-        from tuning.models.lora import tune
-        from tuning.models.peft import save_adapter
+        from rlhf.stages.common.settings import Lora
+        from rlhf.stages.training.adapters import lora_config
+        from rlhf.tuning.models.lora import tune
+        from rlhf.tuning.models.peft import save_adapter
 
         lora = lora_config(Lora.model_validate(settings))
         load = huggingface.load_decoder if base.stage == "base" else huggingface.load_scalar_head

@@ -7,15 +7,15 @@ from typing import Any
 
 import pytest
 
-from stages.store.artifacts import Artifact
-from stages.update import stage as update
+from rlhf.stages.store.artifacts import Artifact
+from rlhf.stages.update import stage as update
+from rlhf.tuning.agents.rows import TurnRow
+from rlhf.tuning.rows import CompletionRow, ScoreRow
 from tests.oracle.agreement import assert_same
 from tests.oracle.episodes import Played, episodes_of
 from tests.oracle.plain import model, rl, tables
 from tests.oracle.product import DTYPE, Product
 from tests.oracle.tables import Drawn, round_of
-from tuning.agents.rows import TurnRow
-from tuning.rows import CompletionRow, ScoreRow
 
 Config = dict[str, Any]
 

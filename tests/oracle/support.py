@@ -9,6 +9,8 @@ from typing import Any
 
 from hypothesis import HealthCheck, Phase
 
+from tests.support import ROOT, copy_project
+
 # The same examples each time: a failure is one of the change at hand. The product outlives them all.
 COMMONLY: dict[str, Any] = {
     "derandomize": True,
@@ -19,8 +21,7 @@ COMMONLY: dict[str, Any] = {
     "phases": [Phase.generate],
 }
 
-ROOT = Path(__file__).parents[2]
-COPIED = ("stages", "tuning", "flows", "tests/oracle", "tests/conftest.py", "tests/support.py", "tests/__init__.py")
+COPIED = ("tests/oracle", "tests/conftest.py", "tests/support.py", "tests/__init__.py")
 
 Mutation = tuple[str, str, str]
 """A file, and what is replaced in it by what."""
@@ -34,6 +35,7 @@ JOURNAL: Mutation = (
 
 def mutated(folder: Path, mutation: Mutation) -> dict[str, str]:
     """Copies the product to `folder` with the mutation in it. Returns the environment of a process that runs it."""
+    packages = copy_project(folder)
     for part in COPIED:
         source, target = ROOT / part, folder / part
         target.parent.mkdir(parents=True, exist_ok=True)
@@ -43,4 +45,4 @@ def mutated(folder: Path, mutation: Mutation) -> dict[str, str]:
     text = (folder / file).read_text()
     assert text.count(old) == 1, f"{file} has {text.count(old)} times {old!r}: the mutation does not fit any more"
     (folder / file).write_text(text.replace(old, new))
-    return os.environ | {"PYTHONPATH": str(folder)}
+    return os.environ | {"PYTHONPATH": f"{packages}{os.pathsep}{folder}"}

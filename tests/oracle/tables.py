@@ -7,8 +7,8 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from rlhf.tuning.rows import CompletionRow, ScoreRow
 from tests.oracle.product import EOS, VOCABULARY
-from tuning.rows import CompletionRow, ScoreRow
 
 
 @dataclasses.dataclass(frozen=True)

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from stages import distill, preference, reward, sft
+from rlhf.stages import distill, preference, reward, sft
 from tests.oracle.agreement import assert_same
 from tests.oracle.plain import fit, model, tables
 from tests.oracle.product import DTYPE, SEED, Product

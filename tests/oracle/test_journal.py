@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
+from rlhf.tuning.rewards.failures import OUTAGES
 from tests.oracle.support import JOURNAL, mutated
-from tuning.rewards.failures import OUTAGES
 
 pytestmark = pytest.mark.slow
 

@@ -10,14 +10,14 @@ from hypothesis import given, note, settings
 from hypothesis import strategies as st
 from pydantic import ValidationError
 
-from stages.sampling.order import prompts_of_refill, prompts_of_round
-from stages.update import stage as update
+from rlhf.stages.sampling.order import prompts_of_refill, prompts_of_round
+from rlhf.stages.update import stage as update
+from rlhf.tuning.algorithms.registry import ALGORITHMS, presets
 from tests.oracle.plain import order
 from tests.oracle.product import Product
 from tests.oracle.rounds import COMMON, check_round
 from tests.oracle.support import COMMONLY
 from tests.oracle.tables import Drawn
-from tuning.algorithms.registry import ALGORITHMS, presets
 
 # Few values of each setting: every new combination compiles a program.
 RECIPES: dict[str, st.SearchStrategy[Any]] = {

@@ -6,13 +6,13 @@ from typing import Any
 
 import pytest
 
-from stages.update import stage as update
+from rlhf.stages.update import stage as update
+from rlhf.tuning.algorithms.registry import ALGORITHMS, presets
 from tests.oracle.agreement import assert_same
 from tests.oracle.plain import model, refills, rl, tables
 from tests.oracle.product import Product
 from tests.oracle.rounds import COMMON, assert_fates, check_round, update_once
 from tests.oracle.tables import Drawn, round_of
-from tuning.algorithms.registry import ALGORITHMS, presets
 
 FAST = ("grpo", "ppo")
 

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from stages.store.artifacts import Artifact, Store
+from rlhf.stages.store.artifacts import Artifact, Store
 from tests.oracle.agreement import assert_same
 from tests.oracle.plain import fit, model, order, refills, rl, tables
 from tests.oracle.plain.model import Model

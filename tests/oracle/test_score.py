@@ -10,13 +10,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from stages.score import stage as score
+from rlhf.stages.score import stage as score
+from rlhf.tuning.rewards.samples import Outcome
+from rlhf.tuning.rewards.totals import Part, shaped, totals
 from tests.oracle.plain import rewards, tables
 from tests.oracle.product import Product
 from tests.oracle.support import COMMONLY
 from tests.oracle.tables import Drawn, completion
-from tuning.rewards.samples import Outcome
-from tuning.rewards.totals import Part, shaped, totals
 
 SPOKEN = f"{__package__}.functions:spoken"
 PARTS = {

@@ -7,14 +7,14 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file, save_file
 
-from stages import base
-from stages.base import Config, run, source_digests
-from stages.common.source import HUB_FILES, SourceMissing, _state, locate, token_ids_of
-from stages.contract.definition import Context
-from tuning.models import huggingface
-from tuning.models.byte_tokenizer import byte_tokenizer
-from tuning.models.config import UnsupportedModel, tiny
-from tuning.models.tokenizer import CHAT_DATE, load_tokenizer, render, save_tokenizer
+from rlhf.stages import base
+from rlhf.stages.base import Config, run, source_digests
+from rlhf.stages.common.source import HUB_FILES, SourceMissing, _state, locate, token_ids_of
+from rlhf.stages.contract.definition import Context
+from rlhf.tuning.models import huggingface
+from rlhf.tuning.models.byte_tokenizer import byte_tokenizer
+from rlhf.tuning.models.config import UnsupportedModel, tiny
+from rlhf.tuning.models.tokenizer import CHAT_DATE, load_tokenizer, render, save_tokenizer
 
 
 def test_a_hub_model_is_its_snapshot_of_that_revision(tmp_path, monkeypatch):

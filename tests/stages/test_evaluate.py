@@ -9,12 +9,12 @@ from typing import Any
 
 import pytest
 
-from stages import evaluate
-from stages.common.figures import is_figure
+from rlhf.stages import evaluate
+from rlhf.stages.common.figures import is_figure
+from rlhf.tuning.models.tokenizer import save_tokenizer
+from rlhf.tuning.rewards.failures import Outage
+from rlhf.tuning.rows import CompletionRow, PromptRow, VerdictRow, read_table, write_table
 from tests.stages.training.support import TOKENIZER, Folder, perform
-from tuning.models.tokenizer import save_tokenizer
-from tuning.rewards.failures import Outage
-from tuning.rows import CompletionRow, PromptRow, VerdictRow, read_table, write_table
 
 FLAKY = "tests.stages.judges:flaky"
 TEXTS = ["<4>", "4", "five", "it is 4, no, 5"]

@@ -5,14 +5,14 @@ import json
 import numpy as np
 import pytest
 
-from stages import base, export
-from stages.contract.definition import Context
-from stages.store.artifacts import Store
-from tuning.models import huggingface
-from tuning.models.byte_tokenizer import byte_tokenizer
-from tuning.models.config import tiny
-from tuning.models.tensors import Tensors
-from tuning.models.tokenizer import save_tokenizer, turn_end
+from rlhf.stages import base, export
+from rlhf.stages.contract.definition import Context
+from rlhf.stages.store.artifacts import Store
+from rlhf.tuning.models import huggingface
+from rlhf.tuning.models.byte_tokenizer import byte_tokenizer
+from rlhf.tuning.models.config import tiny
+from rlhf.tuning.models.tensors import Tensors
+from rlhf.tuning.models.tokenizer import save_tokenizer, turn_end
 
 
 @pytest.fixture

@@ -7,14 +7,14 @@ import json
 
 import pytest
 
-from stages import fresh
-from stages.common.trained import FOLDER, names_of, prompts_among, trained_names, write_names
-from stages.contract.definition import Context
+from rlhf.stages import fresh
+from rlhf.stages.common.trained import FOLDER, names_of, prompts_among, trained_names, write_names
+from rlhf.stages.contract.definition import Context
+from rlhf.tuning.data.flat import FOLDER as FLAT
+from rlhf.tuning.data.reading import map_examples
+from rlhf.tuning.data.schema import SftRow
+from rlhf.tuning.rows import CompletionRow, PromptRow, read_table, write_table
 from tests.stages.gate.support import Lab, prompt
-from tuning.data.flat import FOLDER as FLAT
-from tuning.data.reading import map_examples
-from tuning.data.schema import SftRow
-from tuning.rows import CompletionRow, PromptRow, read_table, write_table
 
 
 @pytest.fixture

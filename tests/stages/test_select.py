@@ -6,11 +6,11 @@ import json
 
 import pytest
 
-from stages import select
-from stages.contract.definition import Context
-from stages.store.artifacts import Store
-from stages.update.fates import FATES
-from tuning.rows import FateRow, write_table
+from rlhf.stages import select
+from rlhf.stages.contract.definition import Context
+from rlhf.stages.store.artifacts import Store
+from rlhf.stages.update.fates import FATES
+from rlhf.tuning.rows import FateRow, write_table
 
 
 def commit(store, folder, stage, key, files, **manifest):

@@ -7,9 +7,9 @@ import jax
 import jax.numpy as jnp
 import pytest
 
+from rlhf.tuning.ahead import compiling
+from rlhf.tuning.precision import ROUNDED, using
 from tests.support import python
-from tuning.ahead import compiling
-from tuning.precision import ROUNDED, using
 
 
 class Slow:
@@ -42,7 +42,7 @@ def test_an_exit_comes_behind_it_and_with_its_own_status(exit_by, status):
     process = python(f"""
 import sys, threading, time
 import jax
-from tuning.ahead import compiling
+from rlhf.tuning.ahead import compiling
 
 begun = threading.Event()
 
@@ -78,7 +78,7 @@ def test_an_error_of_it_is_left_to_the_call_that_needs_the_program(caplog):
 
 @pytest.mark.parametrize("mixed", [lambda: using("fast"), lambda: jax.default_matmul_precision(ROUNDED)])
 def test_it_has_the_precision_of_its_beginning_whatever_the_process_goes_on_to(mixed, compiled, monkeypatch):
-    monkeypatch.setattr("tuning.precision.multiplies_bfloat16", lambda: True)
+    monkeypatch.setattr("rlhf.tuning.precision.multiplies_bfloat16", lambda: True)
     begun, left = threading.Event(), threading.Event()
 
     @jax.jit

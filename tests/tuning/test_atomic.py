@@ -7,7 +7,7 @@ import sys
 
 import pytest
 
-from tuning.atomic import whole_file, whole_folder
+from rlhf.tuning.atomic import whole_file, whole_folder
 
 
 def test_a_file_appears_when_it_is_whole(tmp_path):

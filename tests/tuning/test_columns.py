@@ -7,9 +7,9 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from tuning.algorithms.round_data import RoundData
-from tuning.columns import Numbers, list_column, list_rows
-from tuning.rows import CompletionRow, ScoreRow, read_rows_at, read_table, write_arrow, write_table
+from rlhf.tuning.algorithms.round_data import RoundData
+from rlhf.tuning.columns import Numbers, list_column, list_rows
+from rlhf.tuning.rows import CompletionRow, ScoreRow, read_rows_at, read_table, write_arrow, write_table
 
 IDS, REALS = pa.list_(pa.int32()), pa.list_(pa.float32())
 LISTS = [[5, 6, 7], [], [8], [9, 4]]

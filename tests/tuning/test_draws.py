@@ -4,7 +4,7 @@ from collections import Counter
 
 import pytest
 
-from tuning.draws import some_by_group, uniform, whole_groups
+from rlhf.tuning.draws import some_by_group, uniform, whole_groups
 
 # A hundred groups, in the order of their names, of one to five rows.
 GROUPS = [f"g{i:03d}" for i in range(100) for _ in range(1 + i % 5)]

@@ -6,7 +6,7 @@ import math
 
 import pytest
 
-from tuning.names import closest, function_of, nearest
+from rlhf.tuning.names import closest, function_of, nearest
 
 
 @pytest.mark.parametrize(

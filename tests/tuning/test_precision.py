@@ -11,17 +11,17 @@ import pytest
 from flax import nnx
 from jax.extend.core import jaxprs_in_params
 
+from rlhf.tuning.algorithms.supervised import sft_loss
+from rlhf.tuning.device import choose
+from rlhf.tuning.models.decoder import decoder_graph, scalar_graph
+from rlhf.tuning.models.huggingface import load_decoder, random_params, save_decoder, scalar_head_params
+from rlhf.tuning.models.matmul import across, matmul
+from rlhf.tuning.models.quantize import NF4, Int8, int8_decode
+from rlhf.tuning.precision import exact_forward, in_real, of_gradients, real, resolved, rounds_products, using
+from rlhf.tuning.settings import ComputeSettings
+from rlhf.tuning.target import compiling_for
+from rlhf.tuning.training.batch import Layout, micro_batches
 from tests.tuning.tiny import CONFIG, PARAMS, ragged_groups
-from tuning.algorithms.supervised import sft_loss
-from tuning.device import choose
-from tuning.models.decoder import decoder_graph, scalar_graph
-from tuning.models.huggingface import load_decoder, random_params, save_decoder, scalar_head_params
-from tuning.models.matmul import across, matmul
-from tuning.models.quantize import NF4, Int8, int8_decode
-from tuning.precision import exact_forward, in_real, of_gradients, real, resolved, rounds_products, using
-from tuning.settings import ComputeSettings
-from tuning.target import compiling_for
-from tuning.training.batch import Layout, micro_batches
 
 BY_XLA = dataclasses.replace(CONFIG, attention_softcap=50.0)
 """With attention by XLA, whose products are seen; those of the kernel, which takes no softcap, are all in float32."""
@@ -31,7 +31,7 @@ HIGHEST = (jax.lax.Precision.HIGHEST,) * 2
 @pytest.fixture(autouse=True)
 def processor(monkeypatch):
     """One that multiplies bfloat16: `fast` is another type than `auto` there."""
-    monkeypatch.setattr("tuning.precision.multiplies_bfloat16", lambda: True)
+    monkeypatch.setattr("rlhf.tuning.precision.multiplies_bfloat16", lambda: True)
 
 
 @contextlib.contextmanager
@@ -78,7 +78,7 @@ def test_the_score_of_a_reward_model_is_exact_in_bfloat16_too():
 
 def test_float64_is_set_up_before_it_is_asked_for(tmp_path):
     assert real() == np.float32 and ComputeSettings("float64").dtype == "float64"
-    with pytest.raises(ValueError, match="tuning.precision.use"):
+    with pytest.raises(ValueError, match="rlhf.tuning.precision.use"):
         choose("float64")
     with using("float64"):
         assert real().name == choose("float64").compute.dtype == "float64"
@@ -194,7 +194,7 @@ def test_a_stored_kernel_rounds_gradients_alone_too(wrap):
 
 @pytest.mark.parametrize("multiplies", [True, False])
 def test_fast_rounds_on_a_processor_that_multiplies_bfloat16_and_is_auto_elsewhere(monkeypatch, multiplies):
-    monkeypatch.setattr("tuning.precision.multiplies_bfloat16", lambda: multiplies)
+    monkeypatch.setattr("rlhf.tuning.precision.multiplies_bfloat16", lambda: multiplies)
     assert resolved("fast") == ("fast" if multiplies else "float32")
     with using("fast"):
         assert rounds_products() is multiplies

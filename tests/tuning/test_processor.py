@@ -2,7 +2,7 @@
 
 import pytest
 
-from tuning import processor
+from rlhf.tuning import processor
 
 
 @pytest.fixture(autouse=True)

@@ -6,7 +6,7 @@ import time
 
 import pytest
 
-from tuning import remembered
+from rlhf.tuning import remembered
 
 
 @pytest.fixture

@@ -2,8 +2,8 @@
 
 import pytest
 
-from tuning import retries
-from tuning.retries import pause, retried
+from rlhf.tuning import retries
+from rlhf.tuning.retries import pause, retried
 
 
 @pytest.fixture

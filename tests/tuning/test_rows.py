@@ -6,8 +6,8 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from tuning.data.schema import SCHEMAS
-from tuning.rows import (
+from rlhf.tuning.data.schema import SCHEMAS
+from rlhf.tuning.rows import (
     CompletionRow,
     PromptRow,
     RefusedRow,

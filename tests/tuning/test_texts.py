@@ -2,7 +2,7 @@
 
 import pytest
 
-from tuning.texts import normal, words
+from rlhf.tuning.texts import normal, words
 
 
 @pytest.mark.parametrize(

@@ -2,9 +2,9 @@
 
 import numpy as np
 
-from tuning.models.config import tiny
-from tuning.models.huggingface import random_params
-from tuning.training.batch import Group
+from rlhf.tuning.models.config import tiny
+from rlhf.tuning.models.huggingface import random_params
+from rlhf.tuning.training.batch import Group
 
 CONFIG = tiny(97)
 PARAMS = random_params(CONFIG, 3)

@@ -3,7 +3,7 @@
     task, seed --reset--> observation --policy--> text --step--> observation, reward --policy--> text ...
 
 Everything is a text environment with gymnasium's tuple. Tools, TRL's environment classes and games of other packages
-are adapted to it (`tuning.agents.adapters`), inside the process of the episode (`tuning.agents.processes`).
+are adapted to it (`rlhf.tuning.agents.adapters`), inside the process of the episode (`rlhf.tuning.agents.processes`).
 Nothing here loads JAX or a tokenizer: processes of environments import this module.
 """
 
@@ -13,7 +13,7 @@ import dataclasses
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal, Protocol
 
-from tuning.chat import Message
+from rlhf.tuning.chat import Message
 
 Observation = str | Sequence[Message]
 """A text is one message of the user; messages stand as they are."""
@@ -63,7 +63,7 @@ class Spec:
     tool_arguments: Mapping[str, Mapping[str, Any]] = dataclasses.field(default_factory=dict)
     """Keyword arguments of tools that the policy does not choose (the limits of `python`), by the tool's name."""
     tool_format: str = "hermes"
-    """One of `tuning.chat.calls.FORMATS` but `auto`, which is resolved where the template is known."""
+    """One of `rlhf.tuning.chat.calls.FORMATS` but `auto`, which is resolved where the template is known."""
     tool_seconds: float = 10.0
     """Wall-clock limit of one tool call: past it the policy is told so, which is no failure of the environment."""
 

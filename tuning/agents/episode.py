@@ -1,4 +1,4 @@
-"""The environment of one episode, in a child of a pool (`tuning.parallel`). Payloads and values:
+"""The environment of one episode, in a child of a pool (`rlhf.tuning.parallel`). Payloads and values:
 
 {"do": "schemas"}                    a list of schemas
 {"do": "reset", "seed", "row"}       fields of `Observed`
@@ -17,9 +17,9 @@ import time
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from tuning.agents import adapters
-from tuning.agents.contract import Spec, success_of
-from tuning.parallel.messages import ADDRESS, plain
+from rlhf.tuning.agents import adapters
+from rlhf.tuning.agents.contract import Spec, success_of
+from rlhf.tuning.parallel.messages import ADDRESS, plain
 
 
 class Episode:

@@ -19,13 +19,13 @@ import time
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, Protocol
 
-from tuning.agents.contract import Fault, Observed, Status, Task, calls_of
-from tuning.agents.trajectory import Ended, Episode, Rules, Turn
-from tuning.chat import Message
-from tuning.rollout.requests import Completion, Request, Sampling, Update
+from rlhf.tuning.agents.contract import Fault, Observed, Status, Task, calls_of
+from rlhf.tuning.agents.trajectory import Ended, Episode, Rules, Turn
+from rlhf.tuning.chat import Message
+from rlhf.tuning.rollout.requests import Completion, Request, Sampling, Update
 
 if TYPE_CHECKING:
-    from tuning.chat.renderer import Renderer
+    from rlhf.tuning.chat.renderer import Renderer
 
 Key = tuple[int, int, int]
 """Place, sample and try of an episode: what an environment of an earlier try says late reaches nobody."""
@@ -43,7 +43,7 @@ class TurnEngine(Protocol):
 
 
 class Environments(Protocol):
-    """Environments by key (`tuning.agents.processes`)."""
+    """Environments by key (`rlhf.tuning.agents.processes`)."""
 
     def open(self, key: Hashable, task: Task) -> None: ...
     def step(self, key: Hashable, text: str) -> None: ...

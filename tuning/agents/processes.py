@@ -13,9 +13,9 @@ import time
 from collections.abc import Hashable
 from typing import Any, Literal
 
-from tuning.agents.contract import Fault, Observed, Spec, Task
-from tuning.agents.episode import Episode
-from tuning.parallel.pool import Failure, Job, Pool, Refused
+from rlhf.tuning.agents.contract import Fault, Observed, Spec, Task
+from rlhf.tuning.agents.episode import Episode
+from rlhf.tuning.parallel.pool import Failure, Job, Pool, Refused
 
 CLOSE_SECONDS = 1.0
 """Time of an environment's own `close` after an episode that has come to its end."""

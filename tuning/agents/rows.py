@@ -19,7 +19,7 @@ from typing import Annotated
 
 import pyarrow as pa
 
-from tuning.rows import Ids, Index, Number, Real, Reals, Row, Text
+from rlhf.tuning.rows import Ids, Index, Number, Real, Reals, Row, Text
 
 Flag = Annotated[bool, pa.bool_()]
 
@@ -73,7 +73,7 @@ class TrajectoryRow(Row):
     seed: Number
     """Seed of the task, the argument of `reset`."""
     status: Text
-    """`tuning.agents.contract.Status`."""
+    """`rlhf.tuning.agents.contract.Status`."""
     reason: Text | None = None
     """In words, where it failed."""
     turns: Index

@@ -12,10 +12,10 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
-from tuning.agents.contract import LIMITS, WITHOUT_REWARD, Status, Task, success_of
-from tuning.agents.rows import TrajectoryRow, TurnRow
-from tuning.chat import Message
-from tuning.rows import CompletionRow, PromptRow
+from rlhf.tuning.agents.contract import LIMITS, WITHOUT_REWARD, Status, Task, success_of
+from rlhf.tuning.agents.rows import TrajectoryRow, TurnRow
+from rlhf.tuning.chat import Message
+from rlhf.tuning.rows import CompletionRow, PromptRow
 
 
 @dataclasses.dataclass(frozen=True)

@@ -5,8 +5,8 @@ Axes: P prompts (groups), G completions of a prompt, B = all completions, T comp
 Sequence rewards come flat, [B] with `group_ids` [B] (any integers, any order, ragged groups), or as [P, G] without
 ids; the result has the shape of the rewards. `valid` marks the samples that count: failed ones leave every
 statistic and get advantage 0. Statistics use the whole group, so compute them before filtering or sharding.
-Groups whose rewards are all equal get exactly 0; `tuning.losses.groups` says which groups are trained on. Advantages
-per token (GAE, whitening) are in `tuning.losses.returns`.
+Groups whose rewards are all equal get exactly 0; `rlhf.tuning.losses.groups` says which groups are trained on.
+Advantages per token (GAE, whitening) are in `rlhf.tuning.losses.returns`.
 
 | function | advantage | used by |
 | --- | --- | --- |
@@ -26,8 +26,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from tuning.losses.masks import masked
-from tuning.losses.returns import whiten
+from rlhf.tuning.losses.masks import masked
+from rlhf.tuning.losses.returns import whiten
 
 Normalisation = Literal["std", "none", "batch-std"]
 Singleton = Literal["zero", "reward"]

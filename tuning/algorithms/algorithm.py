@@ -13,16 +13,16 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from tuning.algorithms import registry
-from tuning.algorithms.advantages import Normalisation, group_advantages
-from tuning.algorithms.flat import Column, Dense, Flat, rows_of, sums_of_rows
-from tuning.algorithms.settings import Objective
-from tuning.algorithms.turns import Turns
-from tuning.allowed import check_module
-from tuning.losses.groups import informative_groups
-from tuning.losses.policy import Metrics, Ratio, clipped_surrogate
-from tuning.losses.rewards import sequence_rewards, token_rewards
-from tuning.precision import real
+from rlhf.tuning.algorithms import registry
+from rlhf.tuning.algorithms.advantages import Normalisation, group_advantages
+from rlhf.tuning.algorithms.flat import Column, Dense, Flat, rows_of, sums_of_rows
+from rlhf.tuning.algorithms.settings import Objective
+from rlhf.tuning.algorithms.turns import Turns
+from rlhf.tuning.allowed import check_module
+from rlhf.tuning.losses.groups import informative_groups
+from rlhf.tuning.losses.policy import Metrics, Ratio, clipped_surrogate
+from rlhf.tuning.losses.rewards import sequence_rewards, token_rewards
+from rlhf.tuning.precision import real
 
 
 @dataclasses.dataclass(frozen=True)
@@ -108,7 +108,7 @@ class Algorithm:
     advantages: Callable[[Scored], jax.Array | Flat]
     """Of every completion [N], or of every token [N, T], without its padding where it is made by blocks of rows."""
     surrogate: Callable[[Terms], tuple[jax.Array, Metrics]]
-    """Loss of every token [C, T], 0 where masked, and sums for metrics, as in `tuning.losses.policy`, or none."""
+    """Loss of every token [C, T], 0 where masked, and sums for metrics, as in `rlhf.tuning.losses.policy`, or none."""
     keep: Callable[[Scored], np.ndarray] | None = None
     """Which completions are trained on, [N] bool; None: `informative`, and the rest as `tied_groups` says."""
     paired: bool = False
@@ -126,7 +126,7 @@ def find(objective: Objective) -> Algorithm:
     """
     entry = registry.find(objective.algorithm)
     module, _, function = objective.algorithm.partition(":")
-    place = f"tuning.algorithms.{entry.module}" if entry else module
+    place = f"rlhf.tuning.algorithms.{entry.module}" if entry else module
     if entry is None:
         check_module(module)
     try:

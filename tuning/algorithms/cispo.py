@@ -10,9 +10,9 @@ from __future__ import annotations
 
 import jax
 
-from tuning.algorithms.algorithm import Algorithm, Terms, group_relative
-from tuning.algorithms.settings import Objective
-from tuning.losses.policy import Metrics, cispo
+from rlhf.tuning.algorithms.algorithm import Algorithm, Terms, group_relative
+from rlhf.tuning.algorithms.settings import Objective
+from rlhf.tuning.losses.policy import Metrics, cispo
 
 
 def algorithm(objective: Objective) -> Algorithm:

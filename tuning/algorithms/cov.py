@@ -15,8 +15,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from tuning.algorithms.algorithm import Algorithm, Objective, Terms, clipped, group_relative
-from tuning.losses.policy import Metrics, log_ratio, policy_gradient
+from rlhf.tuning.algorithms.algorithm import Algorithm, Objective, Terms, clipped, group_relative
+from rlhf.tuning.losses.policy import Metrics, log_ratio, policy_gradient
 
 CLIPPED, LOW, HIGH = 0.0002, 1.0, 5.0
 HELD = 0.002

@@ -11,8 +11,8 @@ is GRPO's; `registry` (dapo) has the presets that make the difference.
 
 from __future__ import annotations
 
-from tuning.algorithms.algorithm import Algorithm, clipped, group_relative
-from tuning.algorithms.settings import Objective
+from rlhf.tuning.algorithms.algorithm import Algorithm, clipped, group_relative
+from rlhf.tuning.algorithms.settings import Objective
 
 
 def algorithm(objective: Objective) -> Algorithm:

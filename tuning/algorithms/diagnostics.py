@@ -12,10 +12,10 @@ from typing import Any
 import jax
 import numpy as np
 
-from tuning.algorithms.algorithm import Objective
-from tuning.losses.importance import RATIO_EDGES, effective_sample_size, ratio_quantile
-from tuning.losses.kl import adaptive_kl_coef
-from tuning.precision import real
+from rlhf.tuning.algorithms.algorithm import Objective
+from rlhf.tuning.losses.importance import RATIO_EDGES, effective_sample_size, ratio_quantile
+from rlhf.tuning.losses.kl import adaptive_kl_coef
+from rlhf.tuning.precision import real
 
 QUANTILES = {"ratio_p01": 0.01, "ratio_p50": 0.5, "ratio_p99": 0.99}
 

@@ -11,13 +11,13 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from tuning.device import Compute
-from tuning.losses.aggregate import aggregate
-from tuning.losses.distillation_head import token_divergences
-from tuning.models.config import DecoderConfig
-from tuning.models.decoder import decoder_graph
-from tuning.training.forward import by_completion, response_hidden
-from tuning.training.step import LossFn
+from rlhf.tuning.device import Compute
+from rlhf.tuning.losses.aggregate import aggregate
+from rlhf.tuning.losses.distillation_head import token_divergences
+from rlhf.tuning.models.config import DecoderConfig
+from rlhf.tuning.models.decoder import decoder_graph
+from rlhf.tuning.training.forward import by_completion, response_hidden
+from rlhf.tuning.training.step import LossFn
 
 
 def divergences(

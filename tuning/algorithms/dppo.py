@@ -7,16 +7,16 @@ or clip_low (A < 0) in the direction of its advantage. `dppo` measures the move 
 `dppo-kl` as the KL of the two Bernoulli distributions. A ratio clip stops rare tokens early and common ones late; this
 one does not. The ratio is to the sampler too, and its bound is that of the authors' script: a low one is biased.
 `old_logps: trainer` puts the region around the recomputed policy, the authors' ablation `recompute`. Settings: the
-presets of `tuning.algorithms.registry`.
+presets of `rlhf.tuning.algorithms.registry`.
 """
 
 from __future__ import annotations
 
 import jax
 
-from tuning.algorithms.algorithm import Algorithm, Objective, Terms, group_relative
-from tuning.losses.policy import Metrics
-from tuning.losses.policy_variants import dppo
+from rlhf.tuning.algorithms.algorithm import Algorithm, Objective, Terms, group_relative
+from rlhf.tuning.losses.policy import Metrics
+from rlhf.tuning.losses.policy_variants import dppo
 
 RATIO_MAX = 10_000.0
 

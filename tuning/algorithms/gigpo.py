@@ -18,12 +18,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from tuning.algorithms.advantages import group_advantages
-from tuning.algorithms.algorithm import Algorithm, Scored, clipped
-from tuning.algorithms.settings import Objective
-from tuning.algorithms.turns import Turns
-from tuning.losses.groups import informative_groups
-from tuning.precision import real
+from rlhf.tuning.algorithms.advantages import group_advantages
+from rlhf.tuning.algorithms.algorithm import Algorithm, Scored, clipped
+from rlhf.tuning.algorithms.settings import Objective
+from rlhf.tuning.algorithms.turns import Turns
+from rlhf.tuning.losses.groups import informative_groups
+from rlhf.tuning.precision import real
 
 
 def algorithm(objective: Objective) -> Algorithm:

@@ -3,16 +3,16 @@
     loss = -A exp(mean_t u_t),   u_t = sign(A) min(sign(A) z_t, sign(A) clip(z_t, -clip_low, clip_high)),   z = log r
 
 Each token is clipped before the mean, so one outlier cannot move the whole completion. clip_low and clip_high are
-distances of log r from 0. Settings: the presets of `tuning.algorithms.registry`.
+distances of log r from 0. Settings: the presets of `rlhf.tuning.algorithms.registry`.
 """
 
 from __future__ import annotations
 
 import jax
 
-from tuning.algorithms.algorithm import Algorithm, Objective, Terms, group_relative
-from tuning.losses.policy import Metrics
-from tuning.losses.policy_variants import gmpo
+from rlhf.tuning.algorithms.algorithm import Algorithm, Objective, Terms, group_relative
+from rlhf.tuning.losses.policy import Metrics
+from rlhf.tuning.losses.policy_variants import gmpo
 
 
 def algorithm(objective: Objective) -> Algorithm:

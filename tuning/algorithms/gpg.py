@@ -13,9 +13,9 @@ from __future__ import annotations
 import jax
 import jax.numpy as jnp
 
-from tuning.algorithms.advantages import group_advantages
-from tuning.algorithms.algorithm import Algorithm, Objective, Scored, Terms, informative
-from tuning.losses.policy import Metrics, log_ratio, metric_sums, reinforce
+from rlhf.tuning.algorithms.advantages import group_advantages
+from rlhf.tuning.algorithms.algorithm import Algorithm, Objective, Scored, Terms, informative
+from rlhf.tuning.losses.policy import Metrics, log_ratio, metric_sums, reinforce
 
 
 def algorithm(objective: Objective) -> Algorithm:

@@ -11,9 +11,9 @@ GSPO-token has the same value; each token's gradient is its own, which lets adva
 
 from __future__ import annotations
 
-from tuning.algorithms.algorithm import Algorithm, clipped, group_relative
-from tuning.algorithms.registry import ALGORITHMS
-from tuning.algorithms.settings import Objective
+from rlhf.tuning.algorithms.algorithm import Algorithm, clipped, group_relative
+from rlhf.tuning.algorithms.registry import ALGORITHMS
+from rlhf.tuning.algorithms.settings import Objective
 
 
 def algorithm(objective: Objective) -> Algorithm:

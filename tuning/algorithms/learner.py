@@ -10,20 +10,20 @@ from typing import Any
 
 from jax.sharding import Mesh
 
-from tuning.algorithms import ppo
-from tuning.algorithms.algorithm import find
-from tuning.algorithms.objective import policy_loss
-from tuning.algorithms.settings import CriticSettings, Objective
-from tuning.device import Compute
-from tuning.mesh import init_state, put_params, put_state
-from tuning.models.config import DecoderConfig
-from tuning.models.decoder import decoder_graph, scalar_graph
-from tuning.models.lora import Base, join, over
-from tuning.settings import OptimizerSettings
-from tuning.training.batch import Group
-from tuning.training.optimizers import optimizer_of
-from tuning.training.speed import ADAPTER, FULL, forward_flops
-from tuning.training.step import LossFn, StepFn, Sums, make_step
+from rlhf.tuning.algorithms import ppo
+from rlhf.tuning.algorithms.algorithm import find
+from rlhf.tuning.algorithms.objective import policy_loss
+from rlhf.tuning.algorithms.settings import CriticSettings, Objective
+from rlhf.tuning.device import Compute
+from rlhf.tuning.mesh import init_state, put_params, put_state
+from rlhf.tuning.models.config import DecoderConfig
+from rlhf.tuning.models.decoder import decoder_graph, scalar_graph
+from rlhf.tuning.models.lora import Base, join, over
+from rlhf.tuning.settings import OptimizerSettings
+from rlhf.tuning.training.batch import Group
+from rlhf.tuning.training.optimizers import optimizer_of
+from rlhf.tuning.training.speed import ADAPTER, FULL, forward_flops
+from rlhf.tuning.training.step import LossFn, StepFn, Sums, make_step
 
 
 @dataclasses.dataclass

@@ -11,17 +11,17 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from tuning.algorithms.algorithm import Algorithm, Terms
-from tuning.algorithms.settings import Objective
-from tuning.device import Compute
-from tuning.losses.aggregate import aggregate
-from tuning.losses.importance import gated_weights, importance_weights, log_ratio_bins, mismatch_metrics
-from tuning.losses.kl import kl_per_token
-from tuning.losses.masks import masked
-from tuning.losses.policy import Metrics, log_ratio, metric_sums
-from tuning.precision import real
-from tuning.training.forward import logps_and_entropy
-from tuning.training.step import LossFn
+from rlhf.tuning.algorithms.algorithm import Algorithm, Terms
+from rlhf.tuning.algorithms.settings import Objective
+from rlhf.tuning.device import Compute
+from rlhf.tuning.losses.aggregate import aggregate
+from rlhf.tuning.losses.importance import gated_weights, importance_weights, log_ratio_bins, mismatch_metrics
+from rlhf.tuning.losses.kl import kl_per_token
+from rlhf.tuning.losses.masks import masked
+from rlhf.tuning.losses.policy import Metrics, log_ratio, metric_sums
+from rlhf.tuning.precision import real
+from rlhf.tuning.training.forward import logps_and_entropy
+from rlhf.tuning.training.step import LossFn
 
 
 def correction_weights(objective: Objective, old_CT: jax.Array, mu_CT: jax.Array, mask_CT: jax.Array) -> jax.Array:

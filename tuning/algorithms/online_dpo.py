@@ -11,11 +11,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from tuning.algorithms.algorithm import Algorithm, Scored, Terms, informative
-from tuning.algorithms.settings import Objective
-from tuning.losses.masks import masked
-from tuning.losses.policy import Metrics, log_ratio, metric_sums
-from tuning.losses.preference import dpo, sequence_logps
+from rlhf.tuning.algorithms.algorithm import Algorithm, Scored, Terms, informative
+from rlhf.tuning.algorithms.settings import Objective
+from rlhf.tuning.losses.masks import masked
+from rlhf.tuning.losses.policy import Metrics, log_ratio, metric_sums
+from rlhf.tuning.losses.preference import dpo, sequence_logps
 
 
 def algorithm(objective: Objective) -> Algorithm:

@@ -3,7 +3,7 @@
     loss_t = -r_t (R - b),   b = sum_i L_i R_i / sum_i L_i over the prompt's completions of lengths L_i
 
 A completion's gradient varies with its length, so longer ones weigh more in the baseline. There is no clip: a round is
-one step (`registry`, on_policy). Settings: `tuning.algorithms.registry`.
+one step (`registry`, on_policy). Settings: `rlhf.tuning.algorithms.registry`.
 """
 
 from __future__ import annotations
@@ -11,9 +11,9 @@ from __future__ import annotations
 import jax
 import jax.numpy as jnp
 
-from tuning.algorithms.advantages import opo_advantages
-from tuning.algorithms.algorithm import Algorithm, Objective, Scored, Terms
-from tuning.losses.policy import Metrics, policy_gradient
+from rlhf.tuning.algorithms.advantages import opo_advantages
+from rlhf.tuning.algorithms.algorithm import Algorithm, Objective, Scored, Terms
+from rlhf.tuning.losses.policy import Metrics, policy_gradient
 
 
 def algorithm(objective: Objective) -> Algorithm:

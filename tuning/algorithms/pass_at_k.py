@@ -11,8 +11,8 @@ from __future__ import annotations
 import jax
 import jax.numpy as jnp
 
-from tuning.algorithms.advantages import passk_advantages
-from tuning.algorithms.algorithm import Algorithm, Objective, Scored, clipped
+from rlhf.tuning.algorithms.advantages import passk_advantages
+from rlhf.tuning.algorithms.algorithm import Algorithm, Objective, Scored, clipped
 
 
 def algorithm(objective: Objective) -> Algorithm:

@@ -13,14 +13,14 @@ import jax
 import numpy as np
 from jax.sharding import Mesh
 
-from tuning import multihost
-from tuning.device import Compute
-from tuning.mesh import put_batch, under
-from tuning.models.config import DecoderConfig
-from tuning.models.decoder import decoder_graph, scalar_graph
-from tuning.training.ahead import one_ahead
-from tuning.training.batch import Packed
-from tuning.training.forward import logps_and_entropy, values_and_last
+from rlhf.tuning import multihost
+from rlhf.tuning.device import Compute
+from rlhf.tuning.mesh import put_batch, under
+from rlhf.tuning.models.config import DecoderConfig
+from rlhf.tuning.models.decoder import decoder_graph, scalar_graph
+from rlhf.tuning.training.ahead import one_ahead
+from rlhf.tuning.training.batch import Packed
+from rlhf.tuning.training.forward import logps_and_entropy, values_and_last
 
 Forward = Callable[[Any, dict[str, Any]], jax.Array]
 """A compiled (parameters, batch) -> an array whose first axis is C."""

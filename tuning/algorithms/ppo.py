@@ -21,17 +21,17 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from tuning.algorithms.algorithm import Algorithm, Objective, Scored, clipped, every_valid
-from tuning.algorithms.flat import Column, Flat, blocks, lengths_of, rows_of
-from tuning.algorithms.settings import CriticSettings
-from tuning.algorithms.whitening import whiten
-from tuning.device import Compute
-from tuning.losses.aggregate import aggregate
-from tuning.losses.returns import bi_level_gae, gae
-from tuning.losses.value import value_loss
-from tuning.precision import real
-from tuning.training.forward import values
-from tuning.training.step import LossFn
+from rlhf.tuning.algorithms.algorithm import Algorithm, Objective, Scored, clipped, every_valid
+from rlhf.tuning.algorithms.flat import Column, Flat, blocks, lengths_of, rows_of
+from rlhf.tuning.algorithms.settings import CriticSettings
+from rlhf.tuning.algorithms.whitening import whiten
+from rlhf.tuning.device import Compute
+from rlhf.tuning.losses.aggregate import aggregate
+from rlhf.tuning.losses.returns import bi_level_gae, gae
+from rlhf.tuning.losses.value import value_loss
+from rlhf.tuning.precision import real
+from rlhf.tuning.training.forward import values
+from rlhf.tuning.training.step import LossFn
 
 
 @dataclasses.dataclass(frozen=True)

@@ -1,6 +1,6 @@
 """Losses of preference learning on packed rows: pairs after their common prompt, or completions with a label.
 
-The formulas are in `tuning.losses.preference`; here they get their log-probabilities, lengths and references.
+The formulas are in `rlhf.tuning.losses.preference`; here they get their log-probabilities, lengths and references.
 Axes: C completions of a micro-batch, T completion tokens, B pairs; completions 2b and 2b + 1 are pair b.
 """
 
@@ -14,14 +14,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from tuning.algorithms.settings import Preference
-from tuning.device import Compute
-from tuning.losses.preference import PairLoss, cpo, dpo, kto, ld_weights, mean_rows, orpo, sequence_logps
-from tuning.losses.sft import nll
-from tuning.models.config import DecoderConfig
-from tuning.models.decoder import decoder_graph
-from tuning.training.forward import logps_and_entropy
-from tuning.training.step import LossFn
+from rlhf.tuning.algorithms.settings import Preference
+from rlhf.tuning.device import Compute
+from rlhf.tuning.losses.preference import PairLoss, cpo, dpo, kto, ld_weights, mean_rows, orpo, sequence_logps
+from rlhf.tuning.losses.sft import nll
+from rlhf.tuning.models.config import DecoderConfig
+from rlhf.tuning.models.decoder import decoder_graph
+from rlhf.tuning.training.forward import logps_and_entropy
+from rlhf.tuning.training.step import LossFn
 
 LARGEST_MEAN_LOGP = -1e-6
 """Bound of the mean log-probability in ORPO: at probability 1 the odds are infinite."""

@@ -10,7 +10,7 @@ import dataclasses
 from collections.abc import Mapping
 from typing import Any, Literal
 
-from tuning.names import nearest
+from rlhf.tuning.names import nearest
 
 Ratio = Literal["token", "sequence", "sequence-token", "sequence-sum"]
 
@@ -20,7 +20,7 @@ class Entry:
     """An algorithm as a recipe sees it."""
 
     module: str
-    """Module below `tuning.algorithms` with a function `algorithm(objective, **arguments)`."""
+    """Module below `rlhf.tuning.algorithms` with a function `algorithm(objective, **arguments)`."""
     presets: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     """What its authors use where that differs from the settings' own defaults."""
     ratio: Ratio = "token"

@@ -16,12 +16,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from tuning.algorithms.advantages import reinforce_pp_baseline_advantages
-from tuning.algorithms.algorithm import Algorithm, Objective, Scored, clipped, every_valid
-from tuning.algorithms.flat import Flat, blocks, lengths_of
-from tuning.algorithms.whitening import whiten
-from tuning.losses.returns import reward_to_go
-from tuning.precision import real
+from rlhf.tuning.algorithms.advantages import reinforce_pp_baseline_advantages
+from rlhf.tuning.algorithms.algorithm import Algorithm, Objective, Scored, clipped, every_valid
+from rlhf.tuning.algorithms.flat import Flat, blocks, lengths_of
+from rlhf.tuning.algorithms.whitening import whiten
+from rlhf.tuning.losses.returns import reward_to_go
+from rlhf.tuning.precision import real
 
 
 def algorithm(objective: Objective) -> Algorithm:

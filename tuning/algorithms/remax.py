@@ -12,9 +12,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from tuning.algorithms.algorithm import Algorithm, Objective, Scored, clipped
-from tuning.losses.returns import remax_advantages
-from tuning.precision import real
+from rlhf.tuning.algorithms.algorithm import Algorithm, Objective, Scored, clipped
+from rlhf.tuning.losses.returns import remax_advantages
+from rlhf.tuning.precision import real
 
 
 def algorithm(objective: Objective) -> Algorithm:

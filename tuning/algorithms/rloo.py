@@ -13,9 +13,9 @@ from __future__ import annotations
 import jax
 import jax.numpy as jnp
 
-from tuning.algorithms.advantages import rloo_advantages
-from tuning.algorithms.algorithm import Algorithm, Scored, clipped
-from tuning.algorithms.settings import Objective
+from rlhf.tuning.algorithms.advantages import rloo_advantages
+from rlhf.tuning.algorithms.algorithm import Algorithm, Scored, clipped
+from rlhf.tuning.algorithms.settings import Objective
 
 
 def algorithm(objective: Objective) -> Algorithm:

@@ -14,14 +14,14 @@ from typing import Any
 
 import numpy as np
 
-from tuning.agents.rows import TurnRow
-from tuning.algorithms.flat import Column
-from tuning.algorithms.turns import Turns
-from tuning.losses.aggregate import Counts
-from tuning.losses.masks import sampled_mask
-from tuning.rows import CompletionRow, ScoreRow, by_trajectory, names_of, numbers_of_groups
-from tuning.shapes import bucket
-from tuning.training.batch import Group
+from rlhf.tuning.agents.rows import TurnRow
+from rlhf.tuning.algorithms.flat import Column
+from rlhf.tuning.algorithms.turns import Turns
+from rlhf.tuning.losses.aggregate import Counts
+from rlhf.tuning.losses.masks import sampled_mask
+from rlhf.tuning.rows import CompletionRow, ScoreRow, by_trajectory, names_of, numbers_of_groups
+from rlhf.tuning.shapes import bucket
+from rlhf.tuning.training.batch import Group
 
 OfTokens = Any
 """An array with a number for each token, which a `Group` takes as a sequence."""

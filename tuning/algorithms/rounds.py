@@ -4,8 +4,8 @@
     advantages        of the algorithm, or of the critic (PPO)
     steps             epochs x steps of `prompts_per_step` prompts, each with all its completions
 
-The algorithm is found by name (`tuning.algorithms.algorithm`); nothing here depends on which one it is, but that PPO
-brings a critic. While the device computes one optimizer step, a thread packs the next one's rows.
+The algorithm is found by name (`rlhf.tuning.algorithms.algorithm`); nothing here depends on which one it is, but that
+PPO brings a critic. While the device computes one optimizer step, a thread packs the next one's rows.
 
 Axes: N completions of the round, C completions of a micro-batch, T completion tokens.
 """
@@ -23,24 +23,24 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 
-from tuning.algorithms import ppo, selection
-from tuning.algorithms.algorithm import Algorithm, Scored, find
-from tuning.algorithms.diagnostics import Coefficients, plain
-from tuning.algorithms.flat import Column, Flat, blocks
-from tuning.algorithms.learner import Learner, critic_step, policy_step, step_flops
-from tuning.algorithms.passes import Forward, logps_program, run_pass, values_program
-from tuning.algorithms.round_data import RoundData
-from tuning.algorithms.settings import Objective, RoundSettings
-from tuning.algorithms.tally import Tally
-from tuning.device import choose
-from tuning.losses.rewards import kl_penalty
-from tuning.mesh import over_devices, put_params, row_shards
-from tuning.models.config import DecoderConfig
-from tuning.precision import real
-from tuning.training.ahead import one_ahead
-from tuning.training.batch import Group, Packed, choose_rows, count_micro_batches, micro_batches
-from tuning.training.speed import Meter
-from tuning.training.step import StepFn, Sums, counted
+from rlhf.tuning.algorithms import ppo, selection
+from rlhf.tuning.algorithms.algorithm import Algorithm, Scored, find
+from rlhf.tuning.algorithms.diagnostics import Coefficients, plain
+from rlhf.tuning.algorithms.flat import Column, Flat, blocks
+from rlhf.tuning.algorithms.learner import Learner, critic_step, policy_step, step_flops
+from rlhf.tuning.algorithms.passes import Forward, logps_program, run_pass, values_program
+from rlhf.tuning.algorithms.round_data import RoundData
+from rlhf.tuning.algorithms.settings import Objective, RoundSettings
+from rlhf.tuning.algorithms.tally import Tally
+from rlhf.tuning.device import choose
+from rlhf.tuning.losses.rewards import kl_penalty
+from rlhf.tuning.mesh import over_devices, put_params, row_shards
+from rlhf.tuning.models.config import DecoderConfig
+from rlhf.tuning.precision import real
+from rlhf.tuning.training.ahead import one_ahead
+from rlhf.tuning.training.batch import Group, Packed, choose_rows, count_micro_batches, micro_batches
+from rlhf.tuning.training.speed import Meter
+from rlhf.tuning.training.step import StepFn, Sums, counted
 
 
 @dataclasses.dataclass(frozen=True)
@@ -102,8 +102,8 @@ def run_round(
 class _Round:
     """A round in progress. The methods run in the order of `run`.
 
-    Numbers of tokens are kept in table order without padding (`tuning.algorithms.flat`); a micro-batch has some of the
-    rows as [C, T], in its own order:
+    Numbers of tokens are kept in table order without padding (`rlhf.tuning.algorithms.flat`); a micro-batch has some of
+    the rows as [C, T], in its own order:
 
         completions of the round   0 1 2 3 4 5
         ids_C of two micro-batches 0 1 4 -1 | 2 3 5 -1      -1: an empty slot

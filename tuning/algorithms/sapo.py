@@ -3,16 +3,16 @@
     loss_t = -A (4 / tau) sigmoid(tau (r_t - 1)),   tau = 1 where A > 0, else 1.05
 
 Advantages are those of GRPO. The gate's slope at r = 1 is 1, as that of the clipped loss, and falls smoothly on both
-sides. Settings: the presets of `tuning.algorithms.registry`.
+sides. Settings: the presets of `rlhf.tuning.algorithms.registry`.
 """
 
 from __future__ import annotations
 
 import jax
 
-from tuning.algorithms.algorithm import Algorithm, Objective, Terms, group_relative
-from tuning.losses.policy import Metrics
-from tuning.losses.policy_variants import sapo
+from rlhf.tuning.algorithms.algorithm import Algorithm, Objective, Terms, group_relative
+from rlhf.tuning.losses.policy import Metrics
+from rlhf.tuning.losses.policy_variants import sapo
 
 
 def algorithm(objective: Objective) -> Algorithm:

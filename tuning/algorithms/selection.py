@@ -16,14 +16,14 @@ from typing import Any
 
 import numpy as np
 
-from tuning.algorithms import registry
-from tuning.algorithms.algorithm import Algorithm, Scored, informative
-from tuning.algorithms.diagnostics import pass_histogram
-from tuning.algorithms.flat import Column, sums_of_rows
-from tuning.algorithms.round_data import Division, RoundData
-from tuning.algorithms.settings import RoundSettings
-from tuning.losses.groups import LEAST_SPREAD, informative_groups, is_informative, most_varied_groups
-from tuning.precision import real
+from rlhf.tuning.algorithms import registry
+from rlhf.tuning.algorithms.algorithm import Algorithm, Scored, informative
+from rlhf.tuning.algorithms.diagnostics import pass_histogram
+from rlhf.tuning.algorithms.flat import Column, sums_of_rows
+from rlhf.tuning.algorithms.round_data import Division, RoundData
+from rlhf.tuning.algorithms.settings import RoundSettings
+from rlhf.tuning.losses.groups import LEAST_SPREAD, informative_groups, is_informative, most_varied_groups
+from rlhf.tuning.precision import real
 
 
 def scored(data: RoundData, settings: RoundSettings) -> Scored:

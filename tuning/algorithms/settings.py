@@ -12,8 +12,8 @@ from typing import Annotated, Any, Literal, Self
 
 from pydantic import Field
 
-from tuning.algorithms import registry
-from tuning.settings import ComputeSettings, Fraction, NotNegative, OptimizerSettings, Positive
+from rlhf.tuning.algorithms import registry
+from rlhf.tuning.settings import ComputeSettings, Fraction, NotNegative, OptimizerSettings, Positive
 
 
 @dataclasses.dataclass(frozen=True)

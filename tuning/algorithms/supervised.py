@@ -12,17 +12,17 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from tuning.device import Compute
-from tuning.losses.aggregate import aggregate
-from tuning.losses.preference import bradley_terry
-from tuning.losses.sft import nll
-from tuning.mesh import mesh_of
-from tuning.models.config import DecoderConfig
-from tuning.models.decoder import decoder_graph
-from tuning.training.batch import Group
-from tuning.training.completions import per_completion
-from tuning.training.forward import logps_and_entropy, logps_and_leads, scores
-from tuning.training.step import LossFn
+from rlhf.tuning.device import Compute
+from rlhf.tuning.losses.aggregate import aggregate
+from rlhf.tuning.losses.preference import bradley_terry
+from rlhf.tuning.losses.sft import nll
+from rlhf.tuning.mesh import mesh_of
+from rlhf.tuning.models.config import DecoderConfig
+from rlhf.tuning.models.decoder import decoder_graph
+from rlhf.tuning.training.batch import Group
+from rlhf.tuning.training.completions import per_completion
+from rlhf.tuning.training.forward import logps_and_entropy, logps_and_leads, scores
+from rlhf.tuning.training.step import LossFn
 
 
 def sft_loss(graph: Any, compute: Compute, of_token: Any = nll, label_smoothing: float = 0.0) -> LossFn:

@@ -8,8 +8,8 @@ from typing import Any
 
 import numpy as np
 
-from tuning.algorithms.diagnostics import mismatch_means, summarise
-from tuning.training.step import Sums
+from rlhf.tuning.algorithms.diagnostics import mismatch_means, summarise
+from rlhf.tuning.training.step import Sums
 
 
 @dataclasses.dataclass

@@ -10,8 +10,8 @@ from collections.abc import Iterable, Sequence
 
 import numpy as np
 
-from tuning.agents.rows import TurnRow
-from tuning.rows import CompletionRow
+from rlhf.tuning.agents.rows import TurnRow
+from rlhf.tuning.rows import CompletionRow
 
 
 @dataclasses.dataclass(frozen=True)

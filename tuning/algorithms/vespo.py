@@ -11,10 +11,10 @@ from __future__ import annotations
 
 import jax
 
-from tuning.algorithms.algorithm import Algorithm, Terms, group_relative
-from tuning.algorithms.settings import Objective
-from tuning.losses.policy import Metrics
-from tuning.losses.policy_variants import vespo
+from rlhf.tuning.algorithms.algorithm import Algorithm, Terms, group_relative
+from rlhf.tuning.algorithms.settings import Objective
+from rlhf.tuning.losses.policy import Metrics
+from rlhf.tuning.losses.policy_variants import vespo
 
 
 def algorithm(objective: Objective) -> Algorithm:

@@ -1,4 +1,5 @@
-"""Whitening over a round whose numbers are kept without padding: as `tuning.losses.returns.whiten`, by blocks of rows.
+"""Whitening over a round whose numbers are kept without padding: as `rlhf.tuning.losses.returns.whiten`, by blocks of
+rows.
 
 Axes: N completions of the round, C rows of a block, T completion tokens.
 """
@@ -9,8 +10,8 @@ from collections.abc import Iterator
 
 import numpy as np
 
-from tuning.algorithms.algorithm import Scored
-from tuning.algorithms.flat import Flat, blocks, rows_of
+from rlhf.tuning.algorithms.algorithm import Scored
+from rlhf.tuning.algorithms.flat import Flat, blocks, rows_of
 
 
 def whiten(x: Flat, scored: Scored, *, shift_mean: bool = True, eps: float = 1e-8) -> None:

@@ -13,8 +13,8 @@ from collections.abc import Collection, Mapping, Sequence
 from keyword import iskeyword
 from typing import Any
 
-from tuning.chat import schemas
-from tuning.chat.call_text import CLOSE, END, FENCE, OPEN, PYTHON_TAG, READERS, START, Written, shown
+from rlhf.tuning.chat import schemas
+from rlhf.tuning.chat.call_text import CLOSE, END, FENCE, OPEN, PYTHON_TAG, READERS, START, Written, shown
 
 FORMATS = ("auto", "hermes", "llama", "gemma")
 """How tool calls are written in text; auto: as the chat template's family does, else Hermes' `<tool_call>`."""

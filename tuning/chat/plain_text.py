@@ -12,7 +12,7 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Final
 
-from tuning.models.tokenizer import control_ids
+from rlhf.tuning.models.tokenizer import control_ids
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast

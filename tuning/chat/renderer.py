@@ -16,9 +16,9 @@ import functools
 from collections.abc import Iterator, Sequence
 from typing import Any, Final
 
-from tuning.chat import Message
-from tuning.chat.template import ANSWER, QUESTION, Template, TemplateRefused
-from tuning.models.tokenizer import PROBE, control_ids
+from rlhf.tuning.chat import Message
+from rlhf.tuning.chat.template import ANSWER, QUESTION, Template, TemplateRefused
+from rlhf.tuning.models.tokenizer import PROBE, control_ids
 
 # What follows must not depend on what was said.
 _SAID: Final = ("", " and\nmore {{ x }}", '\n<tool_call>\n{"name": "lookup", "arguments": {}}\n</tool_call>')

@@ -15,10 +15,10 @@ from typing import TYPE_CHECKING, Any, Final
 
 from jinja2 import TemplateError
 
-from tuning.chat import Message, calls
-from tuning.chat.calls import Schema
-from tuning.chat.plain_text import PlainText
-from tuning.models.tokenizer import PROBE, render, turn_end
+from rlhf.tuning.chat import Message, calls
+from rlhf.tuning.chat.calls import Schema
+from rlhf.tuning.chat.plain_text import PlainText
+from rlhf.tuning.models.tokenizer import PROBE, render, turn_end
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast

@@ -21,7 +21,7 @@ from typing import Any, NamedTuple
 import jax
 import jaxlib
 
-from tuning.atomic import whole_file
+from rlhf.tuning.atomic import whole_file
 
 _HERE = Path(__file__).parent
 MODULES = ("models/matmul", "models/fused", "rollout/engine/cpu/attention", "rollout/engine/cpu/products")

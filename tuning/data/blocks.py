@@ -1,4 +1,4 @@
-"""The data of the steps of `tuning.data.pipeline`: the plan, and blocks of records.
+"""The data of the steps of `rlhf.tuning.data.pipeline`: the plan, and blocks of records.
 
 A step is built from the plan once per process. It is called with blocks, changes them in place and returns its counts.
 A record has one fate: kept (at least one row), dropped (`Entry.fate` says why), or dead (it moves to `Block.dead`, with
@@ -14,13 +14,13 @@ from typing import Any
 
 import numpy as np
 
-from tuning.data.conversations import Sample
-from tuning.data.extracted import Extracted
-from tuning.data.files import Part
-from tuning.data.records import Record
-from tuning.data.remote import local_copy
-from tuning.data.versions import Versions, here
-from tuning.models.tokenizer import load_tokenizer
+from rlhf.tuning.data.conversations import Sample
+from rlhf.tuning.data.extracted import Extracted
+from rlhf.tuning.data.files import Part
+from rlhf.tuning.data.records import Record
+from rlhf.tuning.data.remote import local_copy
+from rlhf.tuning.data.versions import Versions, here
+from rlhf.tuning.models.tokenizer import load_tokenizer
 
 Counts = dict[str, int]
 
@@ -31,7 +31,7 @@ class SourcePlan:
 
     rename: Mapping[str, str | None] = dataclasses.field(default_factory=dict)
     fields: Mapping[str, Any] = dataclasses.field(default_factory=dict)
-    """By name where their values come from, as for `tuning.data.fields.Mapper`."""
+    """By name where their values come from, as for `rlhf.tuning.data.fields.Mapper`."""
     layout: str = "auto"
     weight: float = 1.0
     uses: tuple[str, ...] | None = None
@@ -45,7 +45,7 @@ class Plan:
     tokenizer: str
     """Folder of the tokenizer, or its URL."""
     splits: Sequence[str]
-    """Outputs to produce, of `tuning.data.records.SPLITS`."""
+    """Outputs to produce, of `rlhf.tuning.data.records.SPLITS`."""
     sources: Sequence[SourcePlan] = (SourcePlan(),)
     system_prompt: str | None = None
     extra_fields: str = "error"
@@ -69,7 +69,7 @@ class Plan:
     contamination_lengths: Sequence[int] = ()
     """Lengths of those n-grams, in words."""
     verifiers: Sequence[str] = ()
-    """Rewards of `tuning.rewards.answers` that must be able to read the answers of prompts."""
+    """Rewards of `rlhf.tuning.rewards.answers` that must be able to read the answers of prompts."""
     signatures: bool = False
     """Whether to compute the signatures by which near duplicates are detected."""
     versions: Versions = dataclasses.field(default_factory=here, repr=False)

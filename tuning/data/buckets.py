@@ -13,7 +13,7 @@ from pathlib import Path
 import numpy as np
 
 HASH_BITS = 60
-"""Of hashes: those of `tuning.data.overlap.hash64`."""
+"""Of hashes: those of `rlhf.tuning.data.overlap.hash64`."""
 BUCKETS = 64
 PENDING_BYTES = 1 << 25
 """Of rows that are held until they are written."""

@@ -17,8 +17,8 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from tuning.chat.template import Template
-from tuning.models.tokenizer import control_ids, turn_end
+from rlhf.tuning.chat.template import Template
+from rlhf.tuning.models.tokenizer import control_ids, turn_end
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast

@@ -1,4 +1,4 @@
-"""The steps from records to rows: chat template, token ids and limits of length (see `tuning.data.steps`)."""
+"""The steps from records to rows: chat template, token ids and limits of length (see `rlhf.tuning.data.steps`)."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from tuning.chat.template import Template
-from tuning.data.blocks import Block, Counts, Draft, Plan, Step, tokenizer_of
-from tuning.data.conversations import NoPrefix, control_pattern, sample, tokenized
-from tuning.data.kinds import canonical_json, digest
-from tuning.data.messages import Message, spoken, text_of
-from tuning.data.records import Record
-from tuning.models.tokenizer import begins_with_bos
+from rlhf.tuning.chat.template import Template
+from rlhf.tuning.data.blocks import Block, Counts, Draft, Plan, Step, tokenizer_of
+from rlhf.tuning.data.conversations import NoPrefix, control_pattern, sample, tokenized
+from rlhf.tuning.data.kinds import canonical_json, digest
+from rlhf.tuning.data.messages import Message, spoken, text_of
+from rlhf.tuning.data.records import Record
+from rlhf.tuning.models.tokenizer import begins_with_bos
 
 
 def render(plan: Plan) -> Step:

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from tuning.data.fields import Found
+from rlhf.tuning.data.fields import Found
 
 SHOWN = 2
 """Values that are kept of each field."""

@@ -21,9 +21,9 @@ import regex
 from jinja2 import StrictUndefined, TemplateError, TemplateSyntaxError, meta
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
-from tuning.data.kinds import kind_of
-from tuning.data.layouts import LayoutError, Raw, typed
-from tuning.names import closest, nearest
+from rlhf.tuning.data.kinds import kind_of
+from rlhf.tuning.data.layouts import LayoutError, Raw, typed
+from rlhf.tuning.names import closest, nearest
 
 Spec = str | Mapping[Any, str]
 """A path, or `from`, `pattern` and `template`."""

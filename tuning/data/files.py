@@ -26,10 +26,10 @@ from typing import Any
 
 import pyarrow as pa
 
-from tuning import remembered
-from tuning.data.folders import check_one_split, files_of
-from tuning.data.lines import csv_rows, json_values, whole_lines
-from tuning.data.remote import SourceError, again, filesystem, open_input, publish, read_range, type_of
+from rlhf.tuning import remembered
+from rlhf.tuning.data.folders import check_one_split, files_of
+from rlhf.tuning.data.lines import csv_rows, json_values, whole_lines
+from rlhf.tuning.data.remote import SourceError, again, filesystem, open_input, publish, read_range, type_of
 
 KINDS = {
     ".jsonl": "lines",

@@ -18,8 +18,8 @@ import numpy as np
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
-from tuning.data.remote import open_input
-from tuning.data.schema import SCHEMAS
+from rlhf.tuning.data.remote import open_input
+from rlhf.tuning.data.schema import SCHEMAS
 
 FOLDER = "_flat"
 """Of the arrays, below the folder of an output. Readers of folders of Parquet leave out names that begin so."""

@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 import yaml
 from pydantic import BaseModel, Field, ValidationError
 
-from tuning.data.remote import SourceError, again
+from rlhf.tuning.data.remote import SourceError, again
 
 _SPLITS = {
     **dict.fromkeys(("train", "training"), "train"),

@@ -6,7 +6,7 @@
 Where there are more shards than files may be open, rows go to files of ranges of shards first, which are divided in the
 same way. So the files that are opened are as many as there are blocks, ranges and shards, never blocks times shards,
 and rows are written in batches of some size, however few a block has of a shard. Where a cluster writes the
-shards (`tuning.data.merge_pipeline`) only the ledger comes here.
+shards (`rlhf.tuning.data.merge_pipeline`) only the ledger comes here.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 
-from tuning.data.receipts import remove_receipt
-from tuning.data.remote import SourceError, again, filesystem
-from tuning.data.schema import LEDGER, ORDER, SCHEMAS, ipc_table
+from rlhf.tuning.data.receipts import remove_receipt
+from rlhf.tuning.data.remote import SourceError, again, filesystem
+from rlhf.tuning.data.schema import LEDGER, ORDER, SCHEMAS, ipc_table
 
 FAN = 64
 """Files that rows are divided over at a time."""

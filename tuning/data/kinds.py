@@ -8,7 +8,7 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from tuning.texts import normal
+from rlhf.tuning.texts import normal
 
 
 def is_list_of_objects(value: Any) -> bool:

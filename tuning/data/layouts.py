@@ -1,4 +1,4 @@
-"""Layouts of records of other tools, and their translation into the layout of `tuning.data.records`.
+"""Layouts of records of other tools, and their translation into the layout of `rlhf.tuning.data.records`.
 
     prompt, prompt-completion, messages, preference      TRL's four
     labelled    prompt, completion and a label, as for KTO

@@ -1,6 +1,6 @@
 """Final files from the pieces of all blocks: duplicates are removed, fates are counted, shards are sorted.
 
-    pieces of shard 0   pieces of shard 1   pieces of shard 2       of all blocks (`tuning.data.gather`)
+    pieces of shard 0   pieces of shard 1   pieces of shard 2       of all blocks (`rlhf.tuning.data.gather`)
              |                   |                   |
           part 0              part 1              part 2            each merged alone
 
@@ -23,11 +23,11 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from tuning.data.buckets import HASH_BITS, Buckets
-from tuning.data.digests import Digests
-from tuning.data.gather import Blocks, file_of, files_of, gather, schema_of, tables
-from tuning.data.schema import DEAD, SCHEMAS, ipc_table, table_of, write_parquet
-from tuning.data.similar import PERMUTATIONS, band_keys, bands_of, near_duplicates
+from rlhf.tuning.data.buckets import HASH_BITS, Buckets
+from rlhf.tuning.data.digests import Digests
+from rlhf.tuning.data.gather import Blocks, file_of, files_of, gather, schema_of, tables
+from rlhf.tuning.data.schema import DEAD, SCHEMAS, ipc_table, table_of, write_parquet
+from rlhf.tuning.data.similar import PERMUTATIONS, band_keys, bands_of, near_duplicates
 
 BAND_BYTES = 1 << 27
 """Of keys of bands that are held until they are written."""

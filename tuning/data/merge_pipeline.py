@@ -2,9 +2,9 @@
 
     Pieces -> Spread -> Divide: rows by output and shard -> Group -> Finish: one Parquet file for each shard
 
-One machine merges the ledger first (`tuning.data.merge.fates`), and that says which contents leave. Shards are sorted
-by the function that sorts them without a cluster, so their bytes are the same. A worker holds one piece or one shard.
-Beam may run an element twice: equal rows become one, and a file is replaced by an equal one.
+One machine merges the ledger first (`rlhf.tuning.data.merge.fates`), and that says which contents leave. Shards are
+sorted by the function that sorts them without a cluster, so their bytes are the same. A worker holds one piece or one
+shard. Beam may run an element twice: equal rows become one, and a file is replaced by an equal one.
 """
 
 # mypy: disable-error-code="no-untyped-call"
@@ -23,15 +23,15 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from tuning.data.digests import Digests
-from tuning.data.gather import Blocks, files_of, kind_of, schema_of, tables
-from tuning.data.merge import ordered, without
-from tuning.data.pipeline import executed, pipeline_on
-from tuning.data.receipts import counted
-from tuning.data.remote import open_input, publish
-from tuning.data.runners import Runner
-from tuning.data.schema import SCHEMAS, ipc_bytes, ipc_table, write_parquet
-from tuning.data.versions import Versions, here
+from rlhf.tuning.data.digests import Digests
+from rlhf.tuning.data.gather import Blocks, files_of, kind_of, schema_of, tables
+from rlhf.tuning.data.merge import ordered, without
+from rlhf.tuning.data.pipeline import executed, pipeline_on
+from rlhf.tuning.data.receipts import counted
+from rlhf.tuning.data.remote import open_input, publish
+from rlhf.tuning.data.runners import Runner
+from rlhf.tuning.data.schema import SCHEMAS, ipc_bytes, ipc_table, write_parquet
+from rlhf.tuning.data.versions import Versions, here
 
 Shard = tuple[str, int]
 """An output, and the number of a shard."""

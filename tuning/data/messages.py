@@ -6,8 +6,8 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from tuning.chat.calls import call_of
-from tuning.data.kinds import canonical_json, is_list_of_objects, kind_of
+from rlhf.tuning.chat.calls import call_of
+from rlhf.tuning.data.kinds import canonical_json, is_list_of_objects, kind_of
 
 Message = dict[str, Any]
 

@@ -1,7 +1,7 @@
 """Names of what a record asks, by which a held-out prompt is found in training data.
 
-A name is a 60-bit hash. Names agree if the texts of two prompts agree (as `tuning.texts.normal` writes them), or the
-tokens before what is trained, or the turns before it without the system's: a recipe adds a system prompt to records
+A name is a 60-bit hash. Names agree if the texts of two prompts agree (as `rlhf.tuning.texts.normal` writes them), or
+the tokens before what is trained, or the turns before it without the system's: a recipe adds a system prompt to records
 that have none, and one that differs makes no other question.
 """
 
@@ -11,13 +11,13 @@ import hashlib
 from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
-from tuning.data.conversations import contexts
-from tuning.data.kinds import canonical_json, comparable
-from tuning.texts import normal
+from rlhf.tuning.data.conversations import contexts
+from rlhf.tuning.data.kinds import canonical_json, comparable
+from rlhf.tuning.texts import normal
 
 if TYPE_CHECKING:
-    from tuning.data.blocks import Draft
-    from tuning.data.records import Record
+    from rlhf.tuning.data.blocks import Draft
+    from rlhf.tuning.data.records import Record
 
 
 def hash64(text: str) -> int:

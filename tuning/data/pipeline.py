@@ -5,7 +5,7 @@
 
 An element is a block of records: Beam's overhead stays small, and the tokenizer gets thousands of texts a call. Files
 are split into parts and parts into blocks. The rows of a record follow from its content and the plan, so neither the
-runner nor the size of blocks changes the result. `tuning.data.merge` builds the final files from the pieces.
+runner nor the size of blocks changes the result. `rlhf.tuning.data.merge` builds the final files from the pieces.
 
 A worker reads its part itself, with fsspec, and holds one block at a time: no data passes through the runner, and
 memory does not grow with the input. A finished block has a receipt; a restarted run processes only parts without all
@@ -37,14 +37,14 @@ import pyarrow as pa
 from apache_beam.metrics import Metrics
 from apache_beam.options.pipeline_options import PipelineOptions
 
-from tuning.data.blocks import Block, Draft, Entry, Plan
-from tuning.data.files import Part, read_part
-from tuning.data.overlap import hash64, prompt_names, turn_names
-from tuning.data.receipts import counted, read_receipts, write_receipt
-from tuning.data.remote import publish
-from tuning.data.runners import Runner, RunnerError, flags_of, reach
-from tuning.data.schema import DEAD, LEDGER, ORDER, SCHEMAS, ipc_bytes, table_of
-from tuning.data.steps import STEPS, wanted_steps
+from rlhf.tuning.data.blocks import Block, Draft, Entry, Plan
+from rlhf.tuning.data.files import Part, read_part
+from rlhf.tuning.data.overlap import hash64, prompt_names, turn_names
+from rlhf.tuning.data.receipts import counted, read_receipts, write_receipt
+from rlhf.tuning.data.remote import publish
+from rlhf.tuning.data.runners import Runner, RunnerError, flags_of, reach
+from rlhf.tuning.data.schema import DEAD, LEDGER, ORDER, SCHEMAS, ipc_bytes, table_of
+from rlhf.tuning.data.steps import STEPS, wanted_steps
 
 # Limits the number of Python objects where records are much smaller than a block.
 BLOCK_RECORDS = 8192
@@ -205,7 +205,7 @@ def _fate(entry: Entry) -> dict[str, Any]:
         "rows": [draft.output for draft in entry.drafts for _ in range(entry.times)],
         "dropped": entry.dropped,
         "id_hash": hash64(record.id),
-        # Default groups never clash: `tuning.data.merge.leaks` compares the prompts themselves.
+        # Default groups never clash: `rlhf.tuning.data.merge.leaks` compares the prompts themselves.
         "group_hash": hash64(record.group) if record.named_group else None,
         # Of a record whose side is drawn by its group: documents and records that name a split are none.
         "drawn_hash": hash64(record.group) if record.split is None and record.text is None else None,

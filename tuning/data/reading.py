@@ -3,7 +3,7 @@
     flat arrays -> Examples -> a shuffle per epoch -> steps of a number of examples or tokens -> packed rows
 
 The reader's state is the number of the next step: checkpoints store it, and it is the same for any number of hosts.
-`tuning.training.batch` packs the examples of a step into rows. Packed examples do not attend to each other.
+`rlhf.tuning.training.batch` packs the examples of a step into rows. Packed examples do not attend to each other.
 
 Suffixes: N examples, C completions of an example.
 """
@@ -18,9 +18,9 @@ from typing import overload
 
 import numpy as np
 
-from tuning.data.flat import load_flat, write_flat
-from tuning.data.shuffled import shuffled
-from tuning.training.batch import Group
+from rlhf.tuning.data.flat import load_flat, write_flat
+from rlhf.tuning.data.shuffled import shuffled
+from rlhf.tuning.training.batch import Group
 
 
 @dataclasses.dataclass(frozen=True)
@@ -93,7 +93,7 @@ class Examples(Sequence[Group]):
 
 
 def map_examples(folder: Path, completions: Sequence[str] = ("completion",), mapped: bool = True) -> Examples:
-    """The examples in arrays of `tuning.data.flat`; `completions` names those of a row.
+    """The examples in arrays of `rlhf.tuning.data.flat`; `completions` names those of a row.
 
     Files are mapped: nothing is copied, and memory holds the pages that were read lately. Raises FlatError.
     """
@@ -104,7 +104,7 @@ def map_examples(folder: Path, completions: Sequence[str] = ("completion",), map
 def read_examples(
     paths: Sequence[str | Path], completions: Sequence[str] = ("completion",), folder: Path | None = None
 ) -> Examples:
-    """The rows of Parquet shards without such arrays, as of `tuning.data.flat.write_flat`.
+    """The rows of Parquet shards without such arrays, as of `rlhf.tuning.data.flat.write_flat`.
 
     Shards are decoded once, a row group at a time. With `folder` the arrays are mapped files there. They have no name
     any more, so they take no memory and disappear with the process.

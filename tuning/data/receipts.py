@@ -11,8 +11,8 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
-from tuning.data.remote import again, filesystem, publish, type_of
-from tuning.data.versions import here
+from rlhf.tuning.data.remote import again, filesystem, publish, type_of
+from rlhf.tuning.data.versions import here
 
 SUFFIX = ".json"
 READERS = 32

@@ -16,7 +16,7 @@ A raw record is a JSON object. A number as `id`, `answer` or `group` is its JSON
     metadata    object, optional: passed through to rewards and reports.
     text        str, alone: a document for SFT, every token of which is trained.
 
-Other tools' layouts are translated first (`tuning.data.layouts`). Those of TRL datasets are read as they are:
+Other tools' layouts are translated first (`rlhf.tuning.data.layouts`). Those of TRL datasets are read as they are:
 `messages`; `chosen` in place of `completion`; `completion`, `chosen` and `rejected` as a list of one assistant message;
 `chosen` and `rejected` as complete conversations without `prompt`.
 
@@ -33,13 +33,13 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from tuning.data import layouts
-from tuning.data.fields import Mapper
-from tuning.data.kinds import canonical_json, comparable, digest, is_finite, is_list_of_objects, kind_of, opening
-from tuning.data.messages import Message, MessageParser, RecordError, spoken, text_of
-from tuning.names import closest
-from tuning.rows import PROMPT_GROUP
-from tuning.texts import normal
+from rlhf.tuning.data import layouts
+from rlhf.tuning.data.fields import Mapper
+from rlhf.tuning.data.kinds import canonical_json, comparable, digest, is_finite, is_list_of_objects, kind_of, opening
+from rlhf.tuning.data.messages import Message, MessageParser, RecordError, spoken, text_of
+from rlhf.tuning.names import closest
+from rlhf.tuning.rows import PROMPT_GROUP
+from rlhf.tuning.texts import normal
 
 SPLITS = ("sft", "preference", "labelled", "prompts", "heldout")
 FIELDS = (
@@ -135,7 +135,7 @@ def parse_record(
         source: file or task, and `number` the record's place in it (from 1): both only for error messages.
         mapper: gives the source's fields the names of this layout.
         extra: what to do with unknown fields: "error", or "metadata" to move them into `metadata`.
-        layout: one of `tuning.data.layouts.LAYOUTS`, or "auto" to detect it from the fields.
+        layout: one of `rlhf.tuning.data.layouts.LAYOUTS`, or "auto" to detect it from the fields.
     Raises:
         RecordError: the first field that is wrong.
     """

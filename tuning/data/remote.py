@@ -17,9 +17,9 @@ from typing import Any, TypeVar
 
 import fsspec
 
-from tuning.atomic import whole_file
-from tuning.extras import remedy
-from tuning.retries import retried
+from rlhf.tuning.atomic import whole_file
+from rlhf.tuning.extras import remedy
+from rlhf.tuning.retries import retried
 
 T = TypeVar("T")
 

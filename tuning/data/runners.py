@@ -6,7 +6,7 @@ import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
-from tuning.names import closest, nearest
+from rlhf.tuning.names import closest, nearest
 
 LOCAL = "FnApiRunner"
 CLUSTERS = ("FlinkRunner", "SparkRunner", "DataflowRunner", "PortableRunner")

@@ -10,7 +10,7 @@ from typing import Annotated, Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from tuning.rows import Hashes, Ids, Number, PromptRow, Row, Text, columns_of
+from rlhf.tuning.rows import Hashes, Ids, Number, PromptRow, Row, Text, columns_of
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -33,7 +33,7 @@ class SftRow(Row):
     group: Text
     """Group of the record, which no split divides; the prompt's, where the record names none."""
     turns: Hashes | None = None
-    """Hashes of the turns before each that is trained, the system's left out (`tuning.data.overlap`)."""
+    """Hashes of the turns before each that is trained, the system's left out (`rlhf.tuning.data.overlap`)."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

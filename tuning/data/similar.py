@@ -14,7 +14,7 @@ from collections.abc import Iterable, Iterator
 
 import numpy as np
 
-from tuning.texts import words
+from rlhf.tuning.texts import words
 
 PERMUTATIONS = 128
 MIN_RECALL = 0.98
@@ -34,7 +34,7 @@ def _word_hash(word: str) -> int:
 
 
 def _hashes(text: str) -> np.ndarray:
-    """Hashes uint64 of the text's words (`tuning.texts.words`)."""
+    """Hashes uint64 of the text's words (`rlhf.tuning.texts.words`)."""
     return np.array([_word_hash(word) for word in words(text)], np.uint64)
 
 

@@ -12,8 +12,8 @@ import numpy as np
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
-from tuning.data.flat import FOLDER, completions_of, load_flat
-from tuning.data.schema import SCHEMAS
+from rlhf.tuning.data.flat import FOLDER, completions_of, load_flat
+from rlhf.tuning.data.schema import SCHEMAS
 
 BINS = 24
 AT_A_TIME = 1 << 18

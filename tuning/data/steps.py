@@ -1,6 +1,6 @@
-"""The steps from raw records to rows, on blocks of records; `tuning.data.pipeline` runs them as Beam transforms.
+"""The steps from raw records to rows, on blocks of records; `rlhf.tuning.data.pipeline` runs them as Beam transforms.
 
-The steps of this module decide which records are used; those of `tuning.data.drafts` turn them into rows.
+The steps of this module decide which records are used; those of `rlhf.tuning.data.drafts` turn them into rows.
 """
 
 from __future__ import annotations
@@ -13,17 +13,17 @@ from typing import Any
 
 import numpy as np
 
-from tuning.data import extracted
-from tuning.data.blocks import Block, Counts, Plan, Step, tokenizer_of
-from tuning.data.drafts import lengths, render, tokenize
-from tuning.data.fields import Mapper
-from tuning.data.kinds import canonical_json
-from tuning.data.records import Record, RecordError, parse_line, usable
-from tuning.data.remote import local_copy
-from tuning.data.similar import is_contaminated, signature
-from tuning.draws import uniform
-from tuning.names import function_of
-from tuning.rewards.answers import unreadable
+from rlhf.tuning.data import extracted
+from rlhf.tuning.data.blocks import Block, Counts, Plan, Step, tokenizer_of
+from rlhf.tuning.data.drafts import lengths, render, tokenize
+from rlhf.tuning.data.fields import Mapper
+from rlhf.tuning.data.kinds import canonical_json
+from rlhf.tuning.data.records import Record, RecordError, parse_line, usable
+from rlhf.tuning.data.remote import local_copy
+from rlhf.tuning.data.similar import is_contaminated, signature
+from rlhf.tuning.draws import uniform
+from rlhf.tuning.names import function_of
+from rlhf.tuning.rewards.answers import unreadable
 
 UNDECIDED = "undecided: "
 """How a count begins of records that several outputs could use, of one of several sources that does not say which."""
@@ -217,7 +217,7 @@ def answers(plan: Plan) -> Step:
 
 
 def sign(plan: Plan) -> Step:
-    """MinHash signatures, with which `tuning.data.merge` detects near duplicates."""
+    """MinHash signatures, with which `rlhf.tuning.data.merge` detects near duplicates."""
 
     def step(block: Block) -> Counts:
         for entry in block.alive():

@@ -1,12 +1,12 @@
-"""Sources of raw records (layout: `tuning.data.records`): built-in tasks, functions of the user, and files.
+"""Sources of raw records (layout: `rlhf.tuning.data.records`): built-in tasks, functions of the user, and files.
 
 A source is named by a string:
 
     addition, reasoning_gym, critics, words     built-in tasks; their arguments are those of the functions below
     episodes                                    numbered tasks of an environment of one's own
-    guess, calculator, frozenlake    transcripts and tasks of environments (`tuning.agents.environments`)
+    guess, calculator, frozenlake    transcripts and tasks of environments (`rlhf.tuning.agents.environments`)
     package.module:function                     any function that returns an iterable of raw records
-    data/*.jsonl, s3://bucket/x.parquet, ...    files: path, folder, glob or fsspec URL (`tuning.data.files`)
+    data/*.jsonl, s3://bucket/x.parquet, ...    files: path, folder, glob or fsspec URL (`rlhf.tuning.data.files`)
 
 Optional packages are imported by the task that needs them.
 """
@@ -25,10 +25,10 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from tuning.data import files
-from tuning.data.files import Part
-from tuning.data.remote import SourceError
-from tuning.names import closest, function_of
+from rlhf.tuning.data import files
+from rlhf.tuning.data.files import Part
+from rlhf.tuning.data.remote import SourceError
+from rlhf.tuning.names import closest, function_of
 
 RawRecord = Mapping[str, Any]
 
@@ -320,7 +320,7 @@ BUILTIN: dict[str, Callable[..., Iterable[RawRecord]]] = {
     "words": words,
     "episodes": episodes,
 }
-PLAYED = {name: f"tuning.agents.environments.{name}:records" for name in ("guess", "calculator", "frozenlake")}
+PLAYED = {name: f"rlhf.tuning.agents.environments.{name}:records" for name in ("guess", "calculator", "frozenlake")}
 """Sources that come with environments, by name: loaded when asked for, so that other data has none of their code in its
 key."""
 NAMES = {*BUILTIN, *PLAYED}

@@ -2,7 +2,7 @@
 
 Pickles name code, they do not hold it: a worker runs what its image has. `Versions` among the settings of a step is
 compared where it is unpickled, before any step is built there, and a receipt counts only where its version is the
-reader's (`tuning.data.receipts`).
+reader's (`rlhf.tuning.data.receipts`).
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-TUNING = Path(__file__).resolve().parents[1]
-ROOTS = ("tuning.data.pipeline", "tuning.data.merge_pipeline")
+PROJECT = Path(__file__).parents[3]
+ROOTS = ("rlhf.tuning.data.pipeline", "rlhf.tuning.data.merge_pipeline")
 """What workers run."""
 LIBRARIES = ("apache-beam", "jinja2", "numpy", "pyarrow", "regex", "tokenizers", "transformers")
 ABSENT = "absent"
-_IMPORT = re.compile(r"^ *(?:from (tuning[\w.]*) import (?:\(([^)]*)|(.*))|import (tuning[\w.]*))", re.MULTILINE)
+_IMPORT = re.compile(r"^ *(?:from (rlhf[\w.]*) import (?:\(([^)]*)|(.*))|import (rlhf[\w.]*))", re.MULTILINE)
 
 
 class OtherVersion(RuntimeError):
@@ -84,5 +84,5 @@ def _imports(text: str) -> Iterator[str]:
 
 
 def _source(name: str) -> Path | None:
-    path = TUNING.joinpath(*name.split(".")[1:])
+    path = PROJECT.joinpath(*name.split("."))
     return next((p for p in (path / "__init__.py", path.with_suffix(".py")) if p.is_file()), None)

@@ -11,12 +11,12 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from tuning.rewards import mathematics
-from tuning.rewards.failures import check_failures
-from tuning.rewards.functions import last_number
-from tuning.rewards.processes import attempt
-from tuning.rewards.samples import Outcome, Sample
-from tuning.rewards.texts import begun, boxes, extracted, spoken
+from rlhf.tuning.rewards import mathematics
+from rlhf.tuning.rewards.failures import check_failures
+from rlhf.tuning.rewards.functions import last_number
+from rlhf.tuning.rewards.processes import attempt
+from rlhf.tuning.rewards.samples import Outcome, Sample
+from rlhf.tuning.rewards.texts import begun, boxes, extracted, spoken
 
 SECONDS = 1.0
 """Longest that the search for an answer takes: unlike the judge it runs in the worker, which nothing ends for it."""

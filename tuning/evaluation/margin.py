@@ -12,8 +12,8 @@ from __future__ import annotations
 
 import numpy as np
 
-from tuning.evaluation.permutation import CHUNK, draws_for
-from tuning.evaluation.statistics import Clusters, by_cluster, problem_means, scored_names
+from rlhf.tuning.evaluation.permutation import CHUNK, draws_for
+from rlhf.tuning.evaluation.statistics import Clusters, by_cluster, problem_means, scored_names
 
 
 def above_margin(

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 from scipy.special import gammaln
 
-from tuning.evaluation.statistics import Clusters, by_cluster, problem_means, scored_names
+from rlhf.tuning.evaluation.statistics import Clusters, by_cluster, problem_means, scored_names
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

@@ -8,8 +8,8 @@ from typing import Any
 
 import numpy as np
 
-from tuning.evaluation.statistics import majority, mean_interval, paired_difference, pass_at_k, problem_means
-from tuning.rows import VerdictRow
+from rlhf.tuning.evaluation.statistics import majority, mean_interval, paired_difference, pass_at_k, problem_means
+from rlhf.tuning.rows import VerdictRow
 
 
 @dataclasses.dataclass(frozen=True)

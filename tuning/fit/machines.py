@@ -19,11 +19,11 @@ import jax
 from jax.experimental.topologies import get_topology_desc
 from jax.sharding import Mesh
 
-from tuning import device
-from tuning.axes import Axes
-from tuning.mesh import make_mesh
-from tuning.precision import resolved
-from tuning.target import Platform, compiling_for
+from rlhf.tuning import device
+from rlhf.tuning.axes import Axes
+from rlhf.tuning.mesh import make_mesh
+from rlhf.tuning.precision import resolved
+from rlhf.tuning.target import Platform, compiling_for
 
 GIB = 2**30
 NODE = 8
@@ -83,7 +83,7 @@ class Machine:
         return int(self.kind.memory_bytes * share)
 
     def choices(self, dtype: str, remat: str = "auto") -> device.Device:
-        """The choices of `tuning.device.choose` on such a device."""
+        """The choices of `rlhf.tuning.device.choose` on such a device."""
         kind = self.kind
         with self.compiling():
             return device.choices(kind.platform, kind.name, self.count, self.limit, resolved(dtype), remat)

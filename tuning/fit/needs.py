@@ -6,7 +6,7 @@ import dataclasses
 from collections.abc import Callable
 from typing import Any
 
-from tuning.fit.machines import Machine
+from rlhf.tuning.fit.machines import Machine
 
 OPTIONS: dict[str, dict[str, Any]] = {
     # The bytes are planned before LLVM optimises.

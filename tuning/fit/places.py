@@ -9,13 +9,13 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import NamedSharding, PartitionSpec
 
-from tuning.device import HOST_MEMORY
-from tuning.models.config import DecoderConfig
-from tuning.models.decoder import abstract_decoder
-from tuning.models.huggingface import scalar_head_shapes
-from tuning.models.lora import LoraConfig, Role, trainable_shapes, tune
-from tuning.models.tensors import narrowed
-from tuning.precision import real
+from rlhf.tuning.device import HOST_MEMORY
+from rlhf.tuning.models.config import DecoderConfig
+from rlhf.tuning.models.decoder import abstract_decoder
+from rlhf.tuning.models.huggingface import scalar_head_shapes
+from rlhf.tuning.models.lora import LoraConfig, Role, trainable_shapes, tune
+from rlhf.tuning.models.tensors import narrowed
+from rlhf.tuning.precision import real
 
 
 def size(tree: Any) -> int:
@@ -50,8 +50,8 @@ def trees(config: DecoderConfig, role: Role, lora: LoraConfig | None, dtype: str
 
 
 def frozen(config: DecoderConfig, role: Role, dtype: str) -> Any:
-    """Shapes of parameters that are only read, as `stages.common.models.load_frozen` has them: matrices in the type of
-    computation, where that is smaller."""
+    """Shapes of parameters that are only read, as `rlhf.stages.common.models.load_frozen` has them: matrices in the
+    type of computation, where that is smaller."""
     shapes = shapes_of(config, role)
     smaller = jnp.dtype(dtype).itemsize < real().itemsize
     return jax.eval_shape(lambda params: narrowed(params, dtype), shapes) if smaller else shapes

@@ -14,23 +14,23 @@ from typing import Any
 import jax
 import numpy as np
 
-from tuning.axes import Axes
-from tuning.fit.machines import Machine
-from tuning.fit.needs import Needs
-from tuning.fit.places import on_all, size
-from tuning.mesh import laid_out, under
-from tuning.models.config import DecoderConfig
-from tuning.rollout.engine import programs
-from tuning.rollout.engine.limits import Limits
-from tuning.rollout.engine.paged import attention
-from tuning.rollout.engine.paged import programs as paged
-from tuning.rollout.engine.paged.engine import PagedEngine, rows_of
-from tuning.rollout.engine.placement import cache_shardings, sampling_axes
-from tuning.rollout.engine.pool import cache_room
-from tuning.rollout.engine.replicas import engine_at
-from tuning.rollout.engine.rows import blank_rows
-from tuning.rollout.engine.slots import Slot, row_arrays
-from tuning.settings import ComputeSettings
+from rlhf.tuning.axes import Axes
+from rlhf.tuning.fit.machines import Machine
+from rlhf.tuning.fit.needs import Needs
+from rlhf.tuning.fit.places import on_all, size
+from rlhf.tuning.mesh import laid_out, under
+from rlhf.tuning.models.config import DecoderConfig
+from rlhf.tuning.rollout.engine import programs
+from rlhf.tuning.rollout.engine.limits import Limits
+from rlhf.tuning.rollout.engine.paged import attention
+from rlhf.tuning.rollout.engine.paged import programs as paged
+from rlhf.tuning.rollout.engine.paged.engine import PagedEngine, rows_of
+from rlhf.tuning.rollout.engine.placement import cache_shardings, sampling_axes
+from rlhf.tuning.rollout.engine.pool import cache_room
+from rlhf.tuning.rollout.engine.replicas import engine_at
+from rlhf.tuning.rollout.engine.rows import blank_rows
+from rlhf.tuning.rollout.engine.slots import Slot, row_arrays
+from rlhf.tuning.settings import ComputeSettings
 
 
 @dataclasses.dataclass(frozen=True)

@@ -13,20 +13,20 @@ import jax
 import numpy as np
 from jax.sharding import NamedSharding
 
-from tuning.device import Compute
-from tuning.fit.machines import Machine
-from tuning.fit.needs import Needs
-from tuning.fit.places import frozen, size, trees
-from tuning.mesh import batch_spec, laid_out, row_shards, state_shapes, under
-from tuning.models.config import DecoderConfig
-from tuning.models.decoder import scalar_graph
-from tuning.models.lora import LoraConfig, Role, over, tuned_graph
-from tuning.settings import ComputeSettings, OptimizerSettings
-from tuning.shapes import bucket
-from tuning.training.batch import Group, choose_rows, micro_batches
-from tuning.training.forward import scores
-from tuning.training.optimizers import optimizer_of
-from tuning.training.step import LossFn, counted, step_programs
+from rlhf.tuning.device import Compute
+from rlhf.tuning.fit.machines import Machine
+from rlhf.tuning.fit.needs import Needs
+from rlhf.tuning.fit.places import frozen, size, trees
+from rlhf.tuning.mesh import batch_spec, laid_out, row_shards, state_shapes, under
+from rlhf.tuning.models.config import DecoderConfig
+from rlhf.tuning.models.decoder import scalar_graph
+from rlhf.tuning.models.lora import LoraConfig, Role, over, tuned_graph
+from rlhf.tuning.settings import ComputeSettings, OptimizerSettings
+from rlhf.tuning.shapes import bucket
+from rlhf.tuning.training.batch import Group, choose_rows, micro_batches
+from rlhf.tuning.training.forward import scores
+from rlhf.tuning.training.optimizers import optimizer_of
+from rlhf.tuning.training.step import LossFn, counted, step_programs
 
 
 @dataclasses.dataclass(frozen=True)
@@ -68,7 +68,7 @@ class Packed:
             )
 
     def _packed(self, device: Any, shards: int) -> list[Any]:
-        """As `stages.training.fit`, `tuning.algorithms.rounds` and `tuning.training.completions` pack."""
+        """Packs as `stages.training.fit`, `tuning.algorithms.rounds` and `tuning.training.completions` do."""
         budget, undivided = device.micro_batch(self.compute.tokens_per_micro_batch, shards, self.lora is not None)
         if self.make_loss is None:
             budget = undivided = self.compute.tokens_per_micro_batch or device.row_tokens_per_step

@@ -22,7 +22,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from tuning.losses.masks import masked, row_sum
+from rlhf.tuning.losses.masks import masked, row_sum
 
 Aggregation = Literal["token-mean", "sequence-mean-token-mean", "sequence-mean-token-sum", "constant", "token-sum"]
 Count = jax.Array | int | float
@@ -39,8 +39,8 @@ def count(mask_BT: np.ndarray, sequences_B: np.ndarray | None = None) -> Counts:
     """Valid tokens and sequences of one (micro-)batch, on the host.
 
     `sequences_B` marks the rows that hold a sequence, as opposed to padding. A marked row without any valid token
-    counts, so that a completion which lost its tokens (`tuning.losses.masks.sampled_mask`) still weighs in the mean
-    over sequences. Without `sequences_B` the rows with a valid token are counted.
+    counts, so that a completion which lost its tokens (`rlhf.tuning.losses.masks.sampled_mask`) still weighs in the
+    mean over sequences. Without `sequences_B` the rows with a valid token are counted.
     """
     valid_BT = mask_BT > 0
     rows_B = valid_BT.any(-1) if sequences_B is None else sequences_B

@@ -7,7 +7,7 @@ times the loss keeps the gradient's scale (Hinton et al., arXiv:1503.02531) and 
 import jax
 import jax.numpy as jnp
 
-from tuning.models.sharding import HeadCut
+from rlhf.tuning.models.sharding import HeadCut
 
 
 def kl_divergence(log_p: jax.Array, log_q: jax.Array) -> jax.Array:

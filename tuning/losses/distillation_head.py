@@ -13,10 +13,10 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from tuning.losses.distillation import generalised_jsd
-from tuning.models.matmul import factor
-from tuning.models.sharding import HeadCut
-from tuning.precision import of_gradients
+from rlhf.tuning.losses.distillation import generalised_jsd
+from rlhf.tuning.models.matmul import factor
+from rlhf.tuning.models.sharding import HeadCut
+from rlhf.tuning.precision import of_gradients
 
 CHUNK = 128
 """Positions whose logits are held at a time."""

@@ -3,7 +3,7 @@
 rho = pi_old / mu with mu the policy that sampled; l = old_logps - rollout_logps on valid tokens. Weights and masks
 multiply the per-token policy loss before aggregation (never the KL or the entropy term). They carry no gradient
 and are 0 where masked. Tokens whose sampler log-probability is not finite belong out of the mask
-(`tuning.losses.masks.sampled_mask`).
+(`rlhf.tuning.losses.masks.sampled_mask`).
 """
 
 import math
@@ -13,8 +13,8 @@ from typing import Literal
 import jax
 import jax.numpy as jnp
 
-from tuning.losses.kl import Clamp, clamp
-from tuning.losses.masks import masked, row_mean, row_sum
+from rlhf.tuning.losses.kl import Clamp, clamp
+from rlhf.tuning.losses.masks import masked, row_mean, row_sum
 
 Level = Literal["token", "sequence", "sequence-mean"]
 

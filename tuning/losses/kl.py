@@ -8,7 +8,7 @@ With d = log ref - log pi on a token sampled from pi (Schulman, "Approximating K
     abs = |d|
 
 As a loss, `kind="k3", straight_through="k2"` gives the value of k3 with the gradient of k2. As a reward term,
-use k1 of the old policy (`tuning.losses.rewards`).
+use k1 of the old policy (`rlhf.tuning.losses.rewards`).
 """
 
 from typing import Literal
@@ -16,7 +16,7 @@ from typing import Literal
 import jax
 import jax.numpy as jnp
 
-from tuning.losses.masks import masked
+from rlhf.tuning.losses.masks import masked
 
 KLKind = Literal["k1", "k2", "k3", "abs"]
 StraightThrough = Literal["k2", "weighted-k2"]

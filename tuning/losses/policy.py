@@ -1,13 +1,13 @@
 """Policy losses of RL fine-tuning: ratios, clipped surrogates, CISPO, REINFORCE.
 
 Axes: B completions, T completion tokens. Each loss returns per-token losses [B, T], 0 where masked, and a dict of
-metric *sums* (divide by `n_tokens` after summing over the step). `tuning.losses.aggregate.aggregate` makes a
+metric *sums* (divide by `n_tokens` after summing over the step). `rlhf.tuning.losses.aggregate.aggregate` makes a
 scalar of them. Advantages are [B] or [B, T]; `mask_BT` is 1 on tokens that count. Importance weights for the
-gap between sampler and trainer (`tuning.losses.importance`) multiply the returned losses; KL and entropy terms
+gap between sampler and trainer (`rlhf.tuning.losses.importance`) multiply the returned losses; KL and entropy terms
 are aggregated apart.
 
 `old_logps` is the policy at the start of the update; with one update per batch pass `stop_gradient(logps)`.
-Losses with another trust region than the clip are in `tuning.losses.policy_variants`.
+Losses with another trust region than the clip are in `rlhf.tuning.losses.policy_variants`.
 """
 
 from typing import Literal
@@ -15,8 +15,8 @@ from typing import Literal
 import jax
 import jax.numpy as jnp
 
-from tuning.losses.kl import Clamp, clamp
-from tuning.losses.masks import masked, per_token, row_mean, row_sum
+from rlhf.tuning.losses.kl import Clamp, clamp
+from rlhf.tuning.losses.masks import masked, per_token, row_mean, row_sum
 
 Ratio = Literal["token", "sequence", "sequence-token", "sequence-sum"]
 Metrics = dict[str, jax.Array]

@@ -1,4 +1,4 @@
-"""Policy losses with another trust region than the clip, with the conventions of `tuning.losses.policy`.
+"""Policy losses with another trust region than the clip, with the conventions of `rlhf.tuning.losses.policy`.
 
 Axes: B completions, T completion tokens. Advantages are [B] or [B, T]; z = logps - old_logps, r = exp(z). Each loss
 returns losses [B, T], 0 where masked, and metric sums.
@@ -11,9 +11,9 @@ import jax
 import jax.numpy as jnp
 from jax.lax import stop_gradient
 
-from tuning.losses.kl import Clamp
-from tuning.losses.masks import masked, per_token, row_mean, row_sum
-from tuning.losses.policy import LOG_RATIO_CLAMP, Metrics, log_ratio, metric_sums
+from rlhf.tuning.losses.kl import Clamp
+from rlhf.tuning.losses.masks import masked, per_token, row_mean, row_sum
+from rlhf.tuning.losses.policy import LOG_RATIO_CLAMP, Metrics, log_ratio, metric_sums
 
 
 def sapo(

@@ -12,8 +12,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax.nn import log_sigmoid, sigmoid
 
-from tuning.losses.aggregate import Count
-from tuning.losses.masks import masked, row_mean, row_sum
+from rlhf.tuning.losses.aggregate import Count
+from rlhf.tuning.losses.masks import masked, row_mean, row_sum
 
 DPOLoss = Literal[
     "sigmoid", "hinge", "ipo", "robust", "exo-pair", "nca-pair", "sppo-hard", "apo-zero", "apo-down", "discopop",
@@ -179,7 +179,7 @@ def orpo(
 ) -> PairLoss:
     """The odds-ratio term of ORPO (arXiv:2403.07691): -beta log sigmoid(log odds ratio), on averaged log-probabilities.
 
-    ORPO adds the negative log-likelihood of the chosen side (`tuning.losses.sft.nll`).
+    ORPO adds the negative log-likelihood of the chosen side (`rlhf.tuning.losses.sft.nll`).
     """
     loss = beta * _smoothed(log_odds_ratio(chosen_avg_B, rejected_avg_B, logp_max=logp_max), label_smoothing)
     return PairLoss(
@@ -200,7 +200,7 @@ def cpo(
 
     With z = beta (chosen - rejected): "sigmoid" is -log sigmoid(z) of summed log-probabilities, "simpo"
     -log sigmoid(z - gamma) of averaged ones. CPO adds the negative log-likelihood of the chosen side
-    (`tuning.losses.sft.nll`).
+    (`rlhf.tuning.losses.sft.nll`).
     """
     z = beta * (chosen_B - rejected_B)
     match loss:

@@ -9,7 +9,7 @@ from typing import Literal
 import jax
 import jax.numpy as jnp
 
-from tuning.losses.masks import masked
+from rlhf.tuning.losses.masks import masked
 
 
 def whiten(

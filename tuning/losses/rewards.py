@@ -14,8 +14,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from tuning.losses.kl import Clamp, KLKind, kl_per_token
-from tuning.losses.masks import masked
+from rlhf.tuning.losses.kl import Clamp, KLKind, kl_per_token
+from rlhf.tuning.losses.masks import masked
 
 Array = TypeVar("Array", jax.Array, np.ndarray)
 

@@ -3,7 +3,7 @@
 import jax
 import jax.numpy as jnp
 
-from tuning.losses.masks import masked
+from rlhf.tuning.losses.masks import masked
 
 
 def value_loss(

@@ -20,11 +20,11 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
-from tuning.models import fused
-from tuning.models.blocked import Segments, blocked_attention, plain_attention, visible
-from tuning.models.decoder import Attention, AttentionSpec
-from tuning.models.sharding import CONTEXT, ROWS, TENSOR, dividing, mesh_in_use, parts
-from tuning.target import target_platform
+from rlhf.tuning.models import fused
+from rlhf.tuning.models.blocked import Segments, blocked_attention, plain_attention, visible
+from rlhf.tuning.models.decoder import Attention, AttentionSpec
+from rlhf.tuning.models.sharding import CONTEXT, ROWS, TENSOR, dividing, mesh_in_use, parts
+from rlhf.tuning.target import target_platform
 
 Implementation = Literal["plain", "blocked", "cudnn", "splash"]
 
@@ -70,8 +70,8 @@ def packed_attention(
     otherwise by the choice of `choose`.
 
     branch_BL: None where no two completions share a prompt; the positions of a group are then consecutive.
-    On a mesh that the caller has set (`tuning.mesh.under`) each device has the queries of its own rows and heads, and
-    where `context` cuts rows, of its own columns; keys and values of the other columns it gathers.
+    On a mesh that the caller has set (`rlhf.tuning.mesh.under`) each device has the queries of its own rows and heads,
+    and where `context` cuts rows, of its own columns; keys and values of the other columns it gathers.
 
     Tested: `fused`, `plain` and `blocked` on CPU against a formula and transformers; `splash` against them on CPU in
     Pallas' interpreter, forward and backward, and by the compiler for TPU, on no TPU. Not run at all: `cudnn`, which
@@ -108,7 +108,7 @@ def packed_attention(
             out = jax.nn.dot_product_attention(q, k, v, mask=mask, scale=spec.scale, implementation="cudnn")
             return out, cache
         if how == "splash":
-            from tuning.models.splash import masked_attention
+            from rlhf.tuning.models.splash import masked_attention
 
             def masked(q: jax.Array, k: jax.Array, v: jax.Array, mask: jax.Array) -> jax.Array:
                 return masked_attention(q, k, v, mask[:, 0], spec.scale, spec.softcap)
@@ -182,7 +182,7 @@ def _blocked(q: jax.Array, k: jax.Array, v: jax.Array, segments: Segments, spec:
 
 def _segments(q: jax.Array, k: jax.Array, v: jax.Array, group_BL: jax.Array, spec: AttentionSpec) -> jax.Array:
     """Splash by segment ids."""
-    from tuning.models.splash import segment_attention
+    from rlhf.tuning.models.splash import segment_attention
 
     def within(window: int | None) -> Callable[..., jax.Array]:
         def local(q: jax.Array, k: jax.Array, v: jax.Array, group_BL: jax.Array) -> jax.Array:

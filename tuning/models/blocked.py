@@ -23,7 +23,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from tuning.models.remat import ATTENTION, keep
+from rlhf.tuning.models.remat import ATTENTION, keep
 
 BLOCK = 128
 """Queries of a block."""

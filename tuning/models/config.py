@@ -6,8 +6,8 @@ import dataclasses
 
 import numpy as np
 
-from tuning.models import positions
-from tuning.models.rope import RopeScaling, frequencies
+from rlhf.tuning.models import positions
+from rlhf.tuning.models.rope import RopeScaling, frequencies
 
 
 class UnsupportedModel(ValueError):

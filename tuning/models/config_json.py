@@ -12,9 +12,9 @@ import sys
 from collections.abc import Mapping
 from typing import Any, Final
 
-from tuning.models.config import DecoderConfig, UnsupportedModel
-from tuning.models.families import EVERYWHERE, FAMILIES, Family
-from tuning.models.rope import RopeScaling
+from rlhf.tuning.models.config import DecoderConfig, UnsupportedModel
+from rlhf.tuning.models.families import EVERYWHERE, FAMILIES, Family
+from rlhf.tuning.models.rope import RopeScaling
 
 _LLAMA3_FIELDS: Final = ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings")
 

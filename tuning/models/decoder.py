@@ -19,14 +19,14 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
-from tuning.models.config import DecoderConfig
-from tuning.models.linear import Linear
-from tuning.models.matmul import factor
-from tuning.models.remat import HEADS, INPUT, MLP, RESIDUAL, keep, rematerialised
-from tuning.models.rope import rope_tables, rotate
-from tuning.models.sharding import INNER, STREAM, constrain, with_cut_gradients
-from tuning.models.vocabulary import embedded
-from tuning.precision import real
+from rlhf.tuning.models.config import DecoderConfig
+from rlhf.tuning.models.linear import Linear
+from rlhf.tuning.models.matmul import factor
+from rlhf.tuning.models.remat import HEADS, INPUT, MLP, RESIDUAL, keep, rematerialised
+from rlhf.tuning.models.rope import rope_tables, rotate
+from rlhf.tuning.models.sharding import INNER, STREAM, constrain, with_cut_gradients
+from rlhf.tuning.models.vocabulary import embedded
+from rlhf.tuning.precision import real
 
 UNLIMITED = np.iinfo(np.int32).max
 """The window of a layer with full attention, in a model with windowed layers."""
@@ -167,7 +167,7 @@ class Decoder(nnx.Module):
     def logits(self, hidden: jax.Array) -> jax.Array:
         """Logits [..., V] of final hidden states [..., D], accumulated in at least float32.
 
-        Meant for a few positions: losses use `tuning.losses.head.token_logps`, which never holds all logits (R13).
+        Meant for a few positions: losses use `rlhf.tuning.losses.head.token_logps`, which never holds all logits (R13).
         """
         weight = factor(self.head_weight().astype(hidden.dtype))
         accumulate = jnp.promote_types(hidden.dtype, jnp.float32)

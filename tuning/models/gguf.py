@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, Final, TypeVar, cast
 import numpy as np
 import numpy.typing as npt
 
-from tuning.models.gguf_families import ARCHITECTURES, expected_tensors, read_config
+from rlhf.tuning.models.gguf_families import ARCHITECTURES, expected_tensors, read_config
 
 if TYPE_CHECKING:
     from gguf import GGUFReader
@@ -94,7 +94,8 @@ class GGUFCheckpoint:
     """Weights and configuration of a GGUF model, as Hugging Face names and layout.
 
     Names, shapes and metadata are checked on opening; tensor data is only read by `read` and `tensors`. Give an open
-    `GGUFFile` in place of the path to share it with `tuning.models.tokenizer.tokenizer_from_gguf`: opening is slow.
+    `GGUFFile` in place of the path to share it with `rlhf.tuning.models.tokenizer.tokenizer_from_gguf`: opening is
+    slow.
 
     Raises ValueError, naming the file and the field, for an architecture outside ARCHITECTURES, for a
     tensor that is unknown, missing or of an unexpected shape, and for a variant that this reader does not implement

@@ -17,7 +17,7 @@ T = TypeVar("T")
 
 
 class Metadata(Protocol):
-    """Typed metadata of a file (`tuning.models.gguf.GGUFFile`)."""
+    """Typed metadata of a file (`rlhf.tuning.models.gguf.GGUFFile`)."""
 
     path: Any
 
@@ -198,7 +198,7 @@ def _llama3_scaling(file: Metadata, values: Values, factors: np.ndarray) -> Valu
 
     The tensor does not say from which context the model was extended, nor the bounds; all releases share them.
     """
-    from tuning.models.rope import RopeScaling, frequencies
+    from rlhf.tuning.models.rope import RopeScaling, frequencies
 
     scaling = RopeScaling("llama3", float(factors.max()), 1.0, 4.0, 8192)
     plain = frequencies(values["head_dim"], values["rope_theta"])

@@ -19,14 +19,14 @@ from flax.traverse_util import flatten_dict
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from safetensors.numpy import save_file
 
-from tuning import multihost
-from tuning.models.config import DecoderConfig, UnsupportedModel
-from tuning.models.config_json import from_hugging_face, to_hugging_face
-from tuning.models.decoder import Decoder, ScalarHead, abstract_decoder
-from tuning.models.json_file import json_object
-from tuning.models.mapping import SCORE, tensor_names
-from tuning.models.tensors import INDEX, KINDS, Named, Place, Tensors, check, load_tensors
-from tuning.precision import real
+from rlhf.tuning import multihost
+from rlhf.tuning.models.config import DecoderConfig, UnsupportedModel
+from rlhf.tuning.models.config_json import from_hugging_face, to_hugging_face
+from rlhf.tuning.models.decoder import Decoder, ScalarHead, abstract_decoder
+from rlhf.tuning.models.json_file import json_object
+from rlhf.tuning.models.mapping import SCORE, tensor_names
+from rlhf.tuning.models.tensors import INDEX, KINDS, Named, Place, Tensors, check, load_tensors
+from rlhf.tuning.precision import real
 
 SHARD_BYTES = 5_000_000_000
 """The largest file that is written, unless one tensor is larger."""

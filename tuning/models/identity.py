@@ -19,7 +19,7 @@ import jax
 import numpy as np
 from flax import nnx
 
-from tuning import multihost
+from rlhf.tuning import multihost
 
 BLOCKS = 256
 """The largest number of blocks along an axis; a power of two."""

@@ -8,8 +8,8 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from tuning.models.matmul import matmul
-from tuning.precision import real, rounds_products
+from rlhf.tuning.models.matmul import matmul
+from rlhf.tuning.precision import real, rounds_products
 
 _INIT = nnx.initializers.normal(0.02)
 

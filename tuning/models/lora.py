@@ -16,16 +16,16 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from tuning.models.config import DecoderConfig
-from tuning.models.decoder import Decoder, ScalarHead
-from tuning.models.linear import Linear
-from tuning.models.matmul import thin
-from tuning.models.quantize import FORMATS
-from tuning.precision import real
+from rlhf.tuning.models.config import DecoderConfig
+from rlhf.tuning.models.decoder import Decoder, ScalarHead
+from rlhf.tuning.models.linear import Linear
+from rlhf.tuning.models.matmul import thin
+from rlhf.tuning.models.quantize import FORMATS
+from rlhf.tuning.precision import real
 
 PROJECTIONS = ("q", "k", "v", "o", "gate", "up", "down")
 Role = Literal["decoder", "scalar"]
-# loss(params, batch, frozen), as in `tuning.training.step`
+# loss(params, batch, frozen), as in `rlhf.tuning.training.step`
 Loss = Callable[[Any, Any, Any], Any]
 
 

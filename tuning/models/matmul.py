@@ -10,10 +10,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from tuning.cpu.kernels import build
-from tuning.models.sharding import mesh_in_use, sum_of_products
-from tuning.precision import of_gradients, rounds_products
-from tuning.target import target_platform
+from rlhf.tuning.cpu.kernels import build
+from rlhf.tuning.models.sharding import mesh_in_use, sum_of_products
+from rlhf.tuning.precision import of_gradients, rounds_products
+from rlhf.tuning.target import target_platform
 
 WIDTH = 192
 """Columns, at most, of a block that is transposed at a time."""
@@ -23,7 +23,7 @@ WIDTH = 192
 def matmul(x: jax.Array, weight: jax.Array, back: bool = False) -> jax.Array:
     """x [..., in] @ weight [in, out] -> [..., out] in the type of x; the weight's gradient accumulates in its own.
 
-    back: whether the weight leads back into the residual stream, as a mesh cuts it (`tuning.models.sharding`).
+    back: whether the weight leads back into the residual stream, as a mesh cuts it (`rlhf.tuning.models.sharding`).
 
     JAX derives the weight's gradient as the transpose of g^T x. For that XLA on CPU writes a transposed copy of g and
     computes the inputs of g twice; x^T g needs neither.

@@ -14,9 +14,9 @@ from flax import nnx
 from flax.traverse_util import flatten_dict
 from safetensors.numpy import save_file
 
-from tuning import multihost
-from tuning.models.lora import PROJECTIONS, LoraConfig
-from tuning.models.mapping import PROJECTIONS as MODULES
+from rlhf.tuning import multihost
+from rlhf.tuning.models.lora import PROJECTIONS, LoraConfig
+from rlhf.tuning.models.mapping import PROJECTIONS as MODULES
 
 CONFIG, TENSORS = "adapter_config.json", "adapter_model.safetensors"
 _PREFIX = "base_model.model."

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
-from tuning.models.json_file import json_object
+from rlhf.tuning.models.json_file import json_object
 
 TINY = 512
 """Positions of the model `random:tiny`."""

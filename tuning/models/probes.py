@@ -14,7 +14,7 @@ import numpy as np
 from flax import nnx
 from jax.experimental import multihost_utils
 
-from tuning import multihost
+from rlhf.tuning import multihost
 
 MOST = 2048
 """Probes of a tensor; a stack of layers is one."""

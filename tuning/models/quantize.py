@@ -13,8 +13,8 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from tuning.models.matmul import contract, factor
-from tuning.precision import of_gradients
+from rlhf.tuning.models.matmul import contract, factor
+from rlhf.tuning.precision import of_gradients
 
 BLOCK = 64
 """Weights that share one absmax in NF4."""

@@ -22,7 +22,7 @@ from typing import Any
 import jax
 from jax.ad_checkpoint import checkpoint_name
 
-from tuning.device import HOST_MEMORY
+from rlhf.tuning.device import HOST_MEMORY
 
 INPUT, HEADS, ATTENTION, RESIDUAL, MLP = "layer_input", "heads", "attention", "residual", "mlp"
 PRODUCTS = (HEADS, ATTENTION, RESIDUAL, MLP)

@@ -4,7 +4,7 @@ Mesh axes: `data` replicates, `fsdp` shards parameters and gathers them layer by
 shards heads, feed-forward and vocabulary (Shoeybi et al., 2019), `context` shards the length of rows; a mesh without
 it has their whole length on each device.
 
-Code under a mesh that the caller has set (`tuning.mesh.under`) is held to these rules; without one, and on a
+Code under a mesh that the caller has set (`rlhf.tuning.mesh.under`) is held to these rules; without one, and on a
 single device, the functions here give back what they are given.
 """
 
@@ -21,7 +21,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
-from tuning.target import target_platform
+from rlhf.tuning.target import target_platform
 
 ROWS = ("data", "fsdp")
 """Axes over which a batch is sharded: its rows, and its completions."""

@@ -21,10 +21,10 @@ from flax.traverse_util import flatten_dict, unflatten_dict
 from jax.sharding import Mesh, Sharding
 from safetensors import SafetensorError, safe_open
 
-from tuning.models.config import DecoderConfig, UnsupportedModel
-from tuning.models.json_file import json_object
-from tuning.models.mapping import SCORE
-from tuning.models.sharding import shardings
+from rlhf.tuning.models.config import DecoderConfig, UnsupportedModel
+from rlhf.tuning.models.json_file import json_object
+from rlhf.tuning.models.mapping import SCORE
+from rlhf.tuning.models.sharding import shardings
 
 INDEX = "model.safetensors.index.json"
 KINDS = {"F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16"}

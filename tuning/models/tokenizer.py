@@ -17,7 +17,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
-from tuning.models.gguf import GGUFFile
+from rlhf.tuning.models.gguf import GGUFFile
 
 if TYPE_CHECKING:
     from tokenizers.pre_tokenizers import PreTokenizer

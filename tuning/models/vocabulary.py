@@ -17,7 +17,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import AbstractMesh, PartitionSpec
 
-from tuning.models.sharding import CONTEXT, FSDP, ROWS, TENSOR, dividing, mesh_in_use
+from rlhf.tuning.models.sharding import CONTEXT, FSDP, ROWS, TENSOR, dividing, mesh_in_use
 
 
 def embedded(table_VD: jax.Array, tokens: jax.Array, dtype: Any) -> jax.Array:

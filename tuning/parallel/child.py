@@ -17,8 +17,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from tuning.parallel.children import memory_limit, status_of
-from tuning.parallel.messages import pack
+from rlhf.tuning.parallel.children import memory_limit, status_of
+from rlhf.tuning.parallel.messages import pack
 
 REASON_CHARACTERS = 500
 """Length to which the message of an error is cut."""

@@ -11,7 +11,7 @@ import sys
 from collections.abc import Collection, Iterator
 from pathlib import Path
 
-from tuning.allowed import PASS
+from rlhf.tuning.allowed import PASS
 
 _NAMES = {
     *("PATH", "HOME", "USER", "LOGNAME", "SHELL", "LANG", "LANGUAGE", "TZ", "TMPDIR", "LD_LIBRARY_PATH", "VIRTUAL_ENV"),

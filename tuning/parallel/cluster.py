@@ -1,4 +1,4 @@
-"""Hosts on the nodes of a Ray cluster: an actor on each, with a host process there (`tuning.parallel.local`).
+"""Hosts on the nodes of a Ray cluster: an actor on each, with a host process there (`rlhf.tuning.parallel.local`).
 
 The host process ends with its actor, whose end closes its stream. Imported only when a cluster is named.
 """
@@ -17,8 +17,8 @@ from typing import Any
 import ray
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-from tuning.allowed import RULES
-from tuning.parallel.local import STOP_SECONDS, Deliver, Local
+from rlhf.tuning.allowed import RULES
+from rlhf.tuning.parallel.local import STOP_SECONDS, Deliver, Local
 
 RUNTIME_ENVIRONMENT = "RLHF_CLUSTER_RUNTIME_ENV"
 """The environment variable with Ray's `runtime_env` of the actors, as JSON."""

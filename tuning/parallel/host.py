@@ -27,10 +27,10 @@ from collections import deque
 from pathlib import Path
 from typing import Any, NoReturn
 
-from tuning.parallel import children
-from tuning.parallel.child import describe, serve, target_of
-from tuning.parallel.code import loaded_code
-from tuning.parallel.messages import PIECE, Inbox, pack
+from rlhf.tuning.parallel import children
+from rlhf.tuning.parallel.child import describe, serve, target_of
+from rlhf.tuning.parallel.code import loaded_code
+from rlhf.tuning.parallel.messages import PIECE, Inbox, pack
 
 LOAD_SECONDS = 600
 """Longest time to import the target."""

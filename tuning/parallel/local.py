@@ -1,4 +1,4 @@
-"""A host process on this machine (`tuning.parallel.host`), as its owner sees it."""
+"""A host process on this machine (`rlhf.tuning.parallel.host`), as its owner sees it."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from tuning.parallel.children import clean_environment, ending
-from tuning.parallel.host import LOAD_SECONDS
-from tuning.parallel.messages import pack
+from rlhf.tuning.parallel.children import clean_environment, ending
+from rlhf.tuning.parallel.host import LOAD_SECONDS
+from rlhf.tuning.parallel.messages import pack
 
 STOP_SECONDS = 5.0
 """Longest time for a host to end its children and itself."""
-_START = "import sys; sys.path[:] = {path}; from tuning.parallel.host import main; main({folder}, {descriptor})"
+_START = "import sys; sys.path[:] = {path}; from rlhf.tuning.parallel.host import main; main({folder}, {descriptor})"
 
 Deliver = Callable[[Any, dict[str, Any]], None]
 """Called in a thread with a host and each of its messages; `{"lost": "..."}` is the last one."""
@@ -34,7 +34,7 @@ class Local:
     """Jobs that it is given at a time, as a multiple of its processes."""
 
     def __init__(self, settings: Mapping[str, Any], deliver: Deliver) -> None:
-        """settings: `target`, its `arguments`, and `processes` (`tuning.parallel.pool`)."""
+        """settings: `target`, its `arguments`, and `processes` (`rlhf.tuning.parallel.pool`)."""
         self.name = "this machine"
         self._deliver = deliver
         self._folder = tempfile.mkdtemp(prefix="rlhf-jobs-")

@@ -26,10 +26,10 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from typing import Any, Literal, Protocol, TypeVar
 
-from tuning.parallel.children import cores
-from tuning.parallel.code import difference
-from tuning.parallel.host import TRIES
-from tuning.parallel.local import Deliver, Local
+from rlhf.tuning.parallel.children import cores
+from rlhf.tuning.parallel.code import difference
+from rlhf.tuning.parallel.host import TRIES
+from rlhf.tuning.parallel.local import Deliver, Local
 
 CLUSTER = "RLHF_CLUSTER"
 """The environment variable with the address of a Ray cluster."""
@@ -207,7 +207,7 @@ class Pool:
     def _open(self) -> list[_State]:
         deliver: Deliver = lambda host, message: self._news.put((host, message))  # noqa: E731
         if self._cluster:
-            from tuning.parallel.cluster import open_nodes
+            from rlhf.tuning.parallel.cluster import open_nodes
 
             return [_State(node) for node in open_nodes(self._cluster, self._settings, deliver)]
         return [_State(Local(self._settings, deliver))]

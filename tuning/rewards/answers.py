@@ -7,8 +7,8 @@ import re
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from tuning.rewards import mathematics, numbers
-from tuning.rewards.programs import runnable
+from rlhf.tuning.rewards import mathematics, numbers
+from rlhf.tuning.rewards.programs import runnable
 
 Check = Callable[[str | None, Mapping[str, Any]], str | None]
 

@@ -1,4 +1,4 @@
-"""One call of a reward function, in a child of a pool (`tuning.parallel`) or in this process.
+"""One call of a reward function, in a child of a pool (`rlhf.tuning.parallel`) or in this process.
 
 Answers are plain texts and numbers: an exception of a user does not leave the child.
 """
@@ -13,9 +13,9 @@ import traceback
 from collections.abc import Iterable, Mapping, Sequence, Set
 from typing import Any
 
-from tuning.rewards.failures import REASON_CHARACTERS, kind_of
-from tuning.rewards.functions import BUILT_IN, LOADS, find
-from tuning.rewards.samples import Outcome, Sample, outcome_of
+from rlhf.tuning.rewards.failures import REASON_CHARACTERS, kind_of
+from rlhf.tuning.rewards.functions import BUILT_IN, LOADS, find
+from rlhf.tuning.rewards.samples import Outcome, Sample, outcome_of
 
 
 class Caller:

@@ -1,4 +1,4 @@
-"""Runs one program in a world of its own: a script, started by `tuning.rewards.sandbox` in an isolated Python.
+"""Runs one program in a world of its own: a script, started by `rlhf.tuning.rewards.sandbox` in an isolated Python.
 
     this script      new namespaces; waits for `init` and kills it after the time limit
       init           process 1 of a new process namespace: a private root folder; what outlives it, the kernel kills;

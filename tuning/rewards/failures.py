@@ -3,7 +3,7 @@
 sample    the function raised, took too long, ran out of memory or gave no finite number on this completion: content
 outage    a service, a package, a process or the machine failed: never content; the same command tries again
 refusal   a service answered with an error status: the sample's if the service gives verdicts on others, else an outage
-          (`tuning.rewards.processes`)
+          (`rlhf.tuning.rewards.processes`)
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ import urllib.error
 from collections import Counter
 from collections.abc import Mapping, Sequence
 
-from tuning.causes import with_causes
-from tuning.rewards.samples import Kind, Outcome
+from rlhf.tuning.causes import with_causes
+from rlhf.tuning.rewards.samples import Kind, Outcome
 
 OUTAGES = 8
 """Calls in a row without a verdict after which the others are not made."""

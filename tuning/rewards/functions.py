@@ -14,12 +14,12 @@ import unicodedata
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from tuning.names import function_of, nearest
-from tuning.rewards import answers, mathematics, numbers, sandbox
-from tuning.rewards import judge as judges
-from tuning.rewards.judge import judge
-from tuning.rewards.sandbox import code_passes
-from tuning.rewards.texts import begun, extracted, final, spoken
+from rlhf.tuning.names import function_of, nearest
+from rlhf.tuning.rewards import answers, mathematics, numbers, sandbox
+from rlhf.tuning.rewards import judge as judges
+from rlhf.tuning.rewards.judge import judge
+from rlhf.tuning.rewards.sandbox import code_passes
+from rlhf.tuning.rewards.texts import begun, extracted, final, spoken
 
 RewardFn = Callable[..., Sequence[float | None]]
 Texts = Sequence[str]
@@ -81,8 +81,8 @@ def number_match(
 ) -> list[float | None]:
     """1 where the completion's number is the answer's, exactly; else 0.
 
-    `tuning.rewards.numbers` reads numbers. The completion's is the last one of the marked final answer (a LaTeX box,
-    <answer>, a #### line), else of the text after the thoughts; with `extract` of the last match in the whole
+    `rlhf.tuning.rewards.numbers` reads numbers. The completion's is the last one of the marked final answer (a LaTeX
+    box, <answer>, a #### line), else of the text after the thoughts; with `extract` of the last match in the whole
     completion. A percentage equals its face and its hundredth. A minus after a digit is a dash or a difference: the
     last number of 12-5 is 5. `tolerance` is relative to the answer.
     """

@@ -12,10 +12,10 @@ import urllib.request
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from tuning.allowed import NotAllowed, check_key
-from tuning.retries import BUSY, pause, retried
-from tuning.rewards.failures import Outage, Refusal, kind_of
-from tuning.rewards.texts import spoken
+from rlhf.tuning.allowed import NotAllowed, check_key
+from rlhf.tuning.retries import BUSY, pause, retried
+from rlhf.tuning.rewards.failures import Outage, Refusal, kind_of
+from rlhf.tuning.rewards.texts import spoken
 
 TEMPLATE = (
     "Rate the answer to the question for correctness and helpfulness from {low:g} to {high:g}.\n\n"

@@ -9,14 +9,14 @@ from typing import Any
 import jax
 import numpy as np
 
-from tuning.chat.template import Template
-from tuning.device import Compute, choose
-from tuning.mesh import mesh_of
-from tuning.models.config import DecoderConfig
-from tuning.models.decoder import scalar_graph
-from tuning.training.batch import Group
-from tuning.training.completions import per_completion
-from tuning.training.forward import scores
+from rlhf.tuning.chat.template import Template
+from rlhf.tuning.device import Compute, choose
+from rlhf.tuning.mesh import mesh_of
+from rlhf.tuning.models.config import DecoderConfig
+from rlhf.tuning.models.decoder import scalar_graph
+from rlhf.tuning.training.batch import Group
+from rlhf.tuning.training.completions import per_completion
+from rlhf.tuning.training.forward import scores
 
 
 @functools.lru_cache(maxsize=8)

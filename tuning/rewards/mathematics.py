@@ -13,7 +13,7 @@ import threading
 from collections.abc import Iterator
 from typing import Any
 
-from tuning.rewards.texts import boxes, final, spoken
+from rlhf.tuning.rewards.texts import boxes, final, spoken
 
 SECONDS = 3.0
 """Processor time that each of reading and comparing may take. A completion that needs more is wrong."""

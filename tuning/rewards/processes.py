@@ -11,11 +11,11 @@ import functools
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from typing import Any
 
-from tuning.parallel.pool import Failure, Job, Pool, Refused, run_in_threads
-from tuning.rewards.calls import Call, Caller
-from tuning.rewards.failures import Streak, check_failures
-from tuning.rewards.functions import least_seconds
-from tuning.rewards.samples import Kind, Outcome, Sample
+from rlhf.tuning.parallel.pool import Failure, Job, Pool, Refused, run_in_threads
+from rlhf.tuning.rewards.calls import Call, Caller
+from rlhf.tuning.rewards.failures import Streak, check_failures
+from rlhf.tuning.rewards.functions import least_seconds
+from rlhf.tuning.rewards.samples import Kind, Outcome, Sample
 
 WAITS = ("judge",)
 """Built-in rewards that only wait for a server and end by themselves: threads of this process call them.
@@ -39,15 +39,15 @@ def attempt(
     control: Sequence[Sample] = (),
     finished: Finished = lambda numbers, outcomes: None,
 ) -> list[Outcome]:
-    """Return the reward of each sample by the function `name` (`tuning.rewards.functions`), in order.
+    """Return the reward of each sample by the function `name` (`rlhf.tuning.rewards.functions`), in order.
 
     Args:
         arguments: keyword arguments of the function.
         seconds, megabytes: limits of one call: wall-clock time after the function is imported, and memory on top of
             what its process already holds. Functions with limits of their own get the time that these need for all
-            samples of the call (`tuning.rewards.functions.least_seconds`).
-        workers: processes on this machine; None: one a core. Nodes of a cluster have one a CPU (`tuning.parallel`).
-        max_concurrency: calls at a time of a built-in that waits for a server.
+            samples of the call (`rlhf.tuning.rewards.functions.least_seconds`).
+        workers: processes on this machine; None: one a core. Nodes of a cluster have one a CPU
+        (`rlhf.tuning.parallel`). max_concurrency: calls at a time of a built-in that waits for a server.
         calls: numbers of the samples that each call gets; None: one call a sample.
         control: samples of a call that had a verdict earlier, if there is one.
         finished: called with the numbers of a call's samples and their outcomes as soon as they are known.
@@ -115,7 +115,7 @@ def evaluate(
     """Call `attempt`, with its options, for a caller that keeps the outcomes. Raises Outage if there is no verdict.
 
     The failures that it returns are the samples' own. Outcomes with neither value nor failure are of samples to which
-    the function does not apply: they are not wrong, and leave means and rates (`tuning.rewards.failures.tallied`).
+    the function does not apply: they are not wrong, and leave means and rates (`rlhf.tuning.rewards.failures.tallied`).
     """
     outcomes = attempt(name, arguments, samples, seconds=seconds, **options)
     check_failures({name: outcomes}, 1.0)

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 if TYPE_CHECKING:
     # Each process that runs reward functions imports this module: without Arrow it starts in a third of the time.
-    from tuning.rows import CompletionRow
+    from rlhf.tuning.rows import CompletionRow
 
 Kind = Literal["sample", "refusal", "outage"]
 

@@ -1,4 +1,4 @@
-"""Code from a completion, run with limits in a world of its own (`tuning.rewards.confine`), and a reward for it.
+"""Code from a completion, run with limits in a world of its own (`rlhf.tuning.rewards.confine`), and a reward for it.
 
 On Linux with namespaces the code sees no network, no files but Python's and the system's, and no processes but its
 own, of which none outlives it; it is nobody's, and calls of the kernel that programs do not need are refused. Where a
@@ -30,13 +30,13 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, BinaryIO, Literal
 
-from tuning.allowed import NotAllowed, check_isolation
-from tuning.parallel.children import kill
-from tuning.rewards import confine
-from tuning.rewards.answers import tests_of
-from tuning.rewards.failures import Outage
-from tuning.rewards.programs import runnable
-from tuning.rewards.texts import begun, spoken
+from rlhf.tuning.allowed import NotAllowed, check_isolation
+from rlhf.tuning.parallel.children import kill
+from rlhf.tuning.rewards import confine
+from rlhf.tuning.rewards.answers import tests_of
+from rlhf.tuning.rewards.failures import Outage
+from rlhf.tuning.rewards.programs import runnable
+from rlhf.tuning.rewards.texts import begun, spoken
 
 Isolation = Literal["required", "best-effort"]
 """Whether code runs on machines where it can reach something."""

@@ -13,8 +13,8 @@ from typing import Literal
 import jax.numpy as jnp
 import numpy as np
 
-from tuning.algorithms.advantages import group_advantages
-from tuning.rewards.samples import Outcome
+from rlhf.tuning.algorithms.advantages import group_advantages
+from rlhf.tuning.rewards.samples import Outcome
 
 Normalise = Literal["none", "group", "batch"]
 OnFailure = Literal["drop", "zero", "stop"]

@@ -81,7 +81,7 @@ class Request:
     """
 
     prompt: Sequence[int]
-    """Token ids: a list, or of many tokens `tuning.columns.Numbers`, which holds no object for each."""
+    """Token ids: a list, or of many tokens `rlhf.tuning.columns.Numbers`, which holds no object for each."""
     max_tokens: int
     """The longest completion in tokens, EOS included."""
     sampling: Sampling = Sampling()

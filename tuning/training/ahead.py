@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 import jax
 import numpy as np
 
-from tuning.precision import real
+from rlhf.tuning.precision import real
 
 Item = TypeVar("Item")
 

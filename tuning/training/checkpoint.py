@@ -22,7 +22,7 @@ import numpy as np
 import orbax.checkpoint as ocp
 from jax.sharding import SingleDeviceSharding
 
-from tuning import multihost
+from rlhf.tuning import multihost
 
 Fetch = Callable[[Sequence[Path]], None]
 """Brings files to these paths; those that exist nowhere hold zeros, and are left out."""

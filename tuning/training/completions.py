@@ -10,15 +10,15 @@ import jax
 import numpy as np
 from jax.sharding import Mesh
 
-from tuning import multihost
-from tuning.device import Compute
-from tuning.mesh import put_batch, row_shards, under
-from tuning.models.config import DecoderConfig
-from tuning.models.decoder import decoder_graph
-from tuning.precision import real
-from tuning.shapes import bucket
-from tuning.training.batch import Group, choose_rows, micro_batches
-from tuning.training.forward import logps_and_entropy
+from rlhf.tuning import multihost
+from rlhf.tuning.device import Compute
+from rlhf.tuning.mesh import put_batch, row_shards, under
+from rlhf.tuning.models.config import DecoderConfig
+from rlhf.tuning.models.decoder import decoder_graph
+from rlhf.tuning.precision import real
+from rlhf.tuning.shapes import bucket
+from rlhf.tuning.training.batch import Group, choose_rows, micro_batches
+from rlhf.tuning.training.forward import logps_and_entropy
 
 AT_ONCE = 4096
 """Groups that are packed together: those of a large table would not all fit memory."""

@@ -11,12 +11,12 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
-from tuning.device import Compute
-from tuning.losses.head import token_logps
-from tuning.models.attention import packed_attention
-from tuning.models.decoder import Decoder
-from tuning.models.lora import assemble
-from tuning.models.sharding import CONTEXT, ROWS, constrain, dividing, mesh_in_use, parts
+from rlhf.tuning.device import Compute
+from rlhf.tuning.losses.head import token_logps
+from rlhf.tuning.models.attention import packed_attention
+from rlhf.tuning.models.decoder import Decoder
+from rlhf.tuning.models.lora import assemble
+from rlhf.tuning.models.sharding import CONTEXT, ROWS, constrain, dividing, mesh_in_use, parts
 
 Batch = dict[str, jax.Array]
 

@@ -15,10 +15,10 @@ import jax.numpy as jnp
 import optax
 from optax.contrib import MuonDimensionNumbers, scale_by_muon
 
-from tuning.device import check_host_memory, memory_kinds
-from tuning.precision import real
-from tuning.settings import OptimizerSettings
-from tuning.training.moments import on_host, rounded
+from rlhf.tuning.device import check_host_memory, memory_kinds
+from rlhf.tuning.precision import real
+from rlhf.tuning.settings import OptimizerSettings
+from rlhf.tuning.training.moments import on_host, rounded
 
 Rule = Callable[[float, float, float], optax.GradientTransformation]
 

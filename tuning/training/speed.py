@@ -15,11 +15,11 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from tuning.device import peak_memory_bytes
-from tuning.models.config import DecoderConfig
-from tuning.models.matmul import matmul
-from tuning.precision import of_gradients, rounds_products
-from tuning.training.batch import Group
+from rlhf.tuning.device import peak_memory_bytes
+from rlhf.tuning.models.config import DecoderConfig
+from rlhf.tuning.models.matmul import matmul
+from rlhf.tuning.precision import of_gradients, rounds_products
+from rlhf.tuning.training.batch import Group
 
 FULL = 3
 """Forward passes that a step costs: the backward pass computes gradients of activations and of weights."""

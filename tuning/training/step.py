@@ -20,12 +20,12 @@ import numpy as np
 import optax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from tuning import ahead
-from tuning.losses.aggregate import Counts, count
-from tuning.mesh import put_batch, state_shardings, under
-from tuning.models.sharding import with_cut_gradients
-from tuning.target import target_platform
-from tuning.training.batch import Group, Packed
+from rlhf.tuning import ahead
+from rlhf.tuning.losses.aggregate import Counts, count
+from rlhf.tuning.mesh import put_batch, state_shardings, under
+from rlhf.tuning.models.sharding import with_cut_gradients
+from rlhf.tuning.target import target_platform
+from rlhf.tuning.training.batch import Group, Packed
 
 Tree = Any
 """A pytree of arrays."""
@@ -138,7 +138,7 @@ def make_step(
     """A step over a list of micro-batches: `step(params, opt_state, batches, frozen=None) -> params, opt_state, sums`.
 
     `params` and `opt_state` are donated; `frozen` is a pytree that the loss reads and nothing changes (the base under
-    an adapter). On a mesh all three are where `tuning.mesh` puts them, and parameters and state stay there. Raises
+    an adapter). On a mesh all three are where `rlhf.tuning.mesh` puts them, and parameters and state stay there. Raises
     NonFinite after more than `max_skipped` skipped steps in a row.
     """
     programs: dict[str, Callable[..., Any]] = {}

@@ -12,7 +12,7 @@ import time
 import uuid
 from pathlib import Path
 
-from stages.store.leases import host_scope
+from rlhf.stages.store.leases import host_scope
 from tests.faults.storm.ground import Broken, Command
 from tests.faults.storm.moments import ROUNDS, choose
 from tests.faults.storm.power import shim

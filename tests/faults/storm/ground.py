@@ -16,7 +16,7 @@ from typing import Any
 
 import psutil
 
-from stages.store.artifacts import Store
+from rlhf.stages.store.artifacts import Store
 from tests.faults.storm.moments import STAGES
 from tests.support import RLHF
 
@@ -171,7 +171,7 @@ class Command:
         return found
 
     def worker(self) -> psutil.Process | None:
-        found = self.find("stages.worker.process")
+        found = self.find("rlhf.stages.worker.process")
         return found[0] if found else None
 
     def output(self) -> str:

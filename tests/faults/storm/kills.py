@@ -161,7 +161,7 @@ def kill_private_server(scene: Scene) -> None:
     strikes = Strikes(scene)
     run = scene.start(prefect=True)
     at = strikes.reach(run)
-    for process in run.find("flows.orchestration.server") if at is not None else []:
+    for process in run.find("rlhf.flows.orchestration.server") if at is not None else []:
         process.kill()
         scene.struck("kill private Prefect server", *(at or ("", "")))
     scene.over(run, 600)

@@ -18,7 +18,7 @@ from typing import Any
 
 import psutil
 
-from stages.store.artifacts import Store
+from rlhf.stages.store.artifacts import Store
 from tests.faults.storm import ground as grounds
 from tests.faults.storm.files import host
 from tests.faults.storm.ground import Broken, Command

@@ -19,10 +19,10 @@ from typing import Any
 import psutil
 from typer.testing import CliRunner
 
-from stages.store.artifacts import Store
+from rlhf.stages.store.artifacts import Store
+from rlhf.tuning.atomic import is_partial
 from tests.faults.storm import ground as grounds
 from tests.faults.storm.ground import PATIENCE, Broken, Command, Ground
-from tuning.atomic import is_partial
 
 RUN = "run"
 MOST_TRIES = 4
@@ -156,7 +156,7 @@ class Scene:
 
     def says(self, words: list[str]) -> None:
         """Raises Broken unless `rlhf WORDS` ends with status 0."""
-        from flows.cli.app import app
+        from rlhf.flows.cli.app import app
 
         with _cli, contextlib.redirect_stderr(io.StringIO()):
             scratch = os.environ.get("RLHF_SCRATCH")

@@ -22,7 +22,7 @@ from unittest.mock import patch
 
 import psutil
 
-from stages.store import collect
+from rlhf.stages.store import collect
 from tests.faults.year.plan import ROWS, Night, nights
 from tests.flows.alerts import install, receiving
 from tests.flows.nights import RECIPE, record
@@ -92,7 +92,7 @@ def stopped_workers(stop: bool) -> Iterator[None]:
         while not over.wait(0.2):
             for child in psutil.Process().children(recursive=True):
                 try:
-                    if "stages.worker.process" in " ".join(child.cmdline()) and child.status() != "stopped":
+                    if "rlhf.stages.worker.process" in " ".join(child.cmdline()) and child.status() != "stopped":
                         child.suspend()
                 except psutil.NoSuchProcess:
                     continue
@@ -118,7 +118,7 @@ def expected(night: Night, run: dict[str, Any]) -> list[str]:
 def live(year: Year, count: int) -> list[dict[str, Any]]:
     """Runs the nights; what each was and how it ended."""
     # Here: Prefect reads its settings, the server's address among them, when it is loaded.
-    from flows.pipeline import rlhf_pipeline
+    from rlhf.flows.pipeline import rlhf_pipeline
 
     table: list[dict[str, Any]] = []
     for night in nights(count):

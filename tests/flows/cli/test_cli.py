@@ -16,13 +16,13 @@ import pytest
 import yaml
 from typer.testing import CliRunner
 
-from flows.cli.app import app
-from flows.graph.build import nodes_of, select, until
-from flows.recipe.model import Recipe
-from flows.recipe.reading import load_recipe
-from flows.running.saving import now
-from stages.auditing.laws import all_laws
-from stages.store.artifacts import Store
+from rlhf.flows.cli.app import app
+from rlhf.flows.graph.build import nodes_of, select, until
+from rlhf.flows.recipe.model import Recipe
+from rlhf.flows.recipe.reading import load_recipe
+from rlhf.flows.running.saving import now
+from rlhf.stages.auditing.laws import all_laws
+from rlhf.stages.store.artifacts import Store
 from tests.support import RLHF, write_files
 
 
@@ -180,7 +180,7 @@ def test_rerun_of_a_stage_that_had_no_output_says_so(rlhf_here, store, record, m
     def launch(recipe, no_prefect, name, **_):
         place.write_json(first | {"name": name}, "runs", name, "run.json")
 
-    monkeypatch.setattr("flows.cli.launch.launch", launch)
+    monkeypatch.setattr("rlhf.flows.cli.launch.launch", launch)
     out = rlhf_here("rerun", "first", "--stage", "evaluate.rl", "--store", store).stdout
     assert "evaluate.rl: computed for the first time; `rlhf run` computes what follows" in out and "same" not in out
 

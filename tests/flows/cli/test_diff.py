@@ -8,14 +8,14 @@ import shutil
 import pytest
 from typer.testing import CliRunner
 
-from flows.cli.app import app
-from flows.cli.change import _metric_lines
-from flows.graph.build import nodes_of
-from flows.graph.changes import _told
-from stages.contract.kept import modules_of
-from stages.store.artifacts import Artifact, Store
-from stages.store.keys import digest
-from stages.store.manifests import with_checksum
+from rlhf.flows.cli.app import app
+from rlhf.flows.cli.change import _metric_lines
+from rlhf.flows.graph.build import nodes_of
+from rlhf.flows.graph.changes import _told
+from rlhf.stages.contract.kept import modules_of
+from rlhf.stages.store.artifacts import Artifact, Store
+from rlhf.stages.store.keys import digest
+from rlhf.stages.store.manifests import with_checksum
 from tests.flows.report.support import Maker, recipe_of
 
 

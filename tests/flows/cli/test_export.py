@@ -29,7 +29,7 @@ def test_export_shows_and_copies_a_folder_that_others_can_load(rlhf, smoke_store
 
 KILLED = """
 import os, shutil, signal, sys, time
-from flows.cli.app import main
+from rlhf.flows.cli.app import main
 
 real, calls = shutil.copyfile, []
 

@@ -7,7 +7,7 @@ import pytest
 import yaml
 from typer.testing import CliRunner
 
-from flows.cli.app import app
+from rlhf.flows.cli.app import app
 
 CONFIG = {
     "model_type": "llama",

@@ -8,7 +8,7 @@ import re
 import pytest
 from typer.testing import CliRunner
 
-from flows.cli.app import app
+from rlhf.flows.cli.app import app
 from tests.support import write_files
 
 

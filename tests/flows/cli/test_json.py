@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from flows.cli.app import app
+from rlhf.flows.cli.app import app
 from tests.flows.prefect_server import PROJECT
 
 PAGE = (PROJECT / "docs" / "operations.md").read_text()

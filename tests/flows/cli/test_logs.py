@@ -11,14 +11,14 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from flows.cli.app import app
-from flows.cli.logs import _lines, _Tail
-from flows.recipe.reading import load_recipe
-from flows.report.console import ConsoleReporter
-from flows.running.saving import now
-from flows.running.session import Session
-from stages.store.artifacts import Store
-from stages.store.leases import this_process
+from rlhf.flows.cli.app import app
+from rlhf.flows.cli.logs import _lines, _Tail
+from rlhf.flows.recipe.reading import load_recipe
+from rlhf.flows.report.console import ConsoleReporter
+from rlhf.flows.running.saving import now
+from rlhf.flows.running.session import Session
+from rlhf.stages.store.artifacts import Store
+from rlhf.stages.store.leases import this_process
 from tests.support import RLHF, write_files
 
 BEGUN = {"sft": "0" * 12, "round-000.score": "1" * 12}

@@ -18,13 +18,13 @@ from prometheus_client import start_http_server
 from prometheus_client.parser import text_string_to_metric_families
 from typer.testing import CliRunner
 
-from flows.cli.app import app
-from flows.report import prometheus
-from flows.report.prometheus import registry_of
-from stages.store import registry
-from stages.store.artifacts import Store
-from stages.store.leases import lease, this_process
-from stages.store.registry import Policy
+from rlhf.flows.cli.app import app
+from rlhf.flows.report import prometheus
+from rlhf.flows.report.prometheus import registry_of
+from rlhf.stages.store import registry
+from rlhf.stages.store.artifacts import Store
+from rlhf.stages.store.leases import lease, this_process
+from rlhf.stages.store.registry import Policy
 from tests.flows.report.support import Maker, recipe_of
 from tests.support import RLHF
 
@@ -103,7 +103,9 @@ def test_a_damaged_name_takes_no_other_metric(place):
 
 def test_a_run_that_waits_for_another_s_lease_is_counted(place):
     assert samples(shown(place))["rlhf_runs_waiting",] == 0
-    code = "import time; from stages.store.leases import lease; from stages.store.artifacts import Store; import sys\n"
+    code = (
+        "import sys, time; from rlhf.stages.store.leases import lease; from rlhf.stages.store.artifacts import Store\n"
+    )
     code += "with lease(Store(sys.argv[1]), 'sft', 'k' * 64, print): print('held', flush=True); time.sleep(60)"
     other = subprocess.Popen([Path(RLHF).with_name("python"), "-c", code, place.url], stdout=subprocess.PIPE)
     try:

@@ -11,16 +11,16 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from flows.cli.app import app
-from flows.recipe.model import Recipe, RecipeError
-from flows.recipe.reading import load_recipe
-from flows.running import naming
-from flows.running.naming import before
-from flows.running.session import Session
-from stages.prepare.settings import DataSource
-from stages.store import runs
-from stages.store.artifacts import ArtifactError, Store
-from stages.store.leases import host_scope, this_process
+from rlhf.flows.cli.app import app
+from rlhf.flows.recipe.model import Recipe, RecipeError
+from rlhf.flows.recipe.reading import load_recipe
+from rlhf.flows.running import naming
+from rlhf.flows.running.naming import before
+from rlhf.flows.running.session import Session
+from rlhf.stages.prepare.settings import DataSource
+from rlhf.stages.store import runs
+from rlhf.stages.store.artifacts import ArtifactError, Store
+from rlhf.stages.store.leases import host_scope, this_process
 
 
 def unfinished(place: Store, name: str = "k1", **changes) -> dict:

@@ -5,11 +5,11 @@ from __future__ import annotations
 import pytest
 from typer.testing import CliRunner
 
-from flows.cli.app import app
-from stages.serving.policy import open_policy
-from stages.serving.settings import PolicyPlace
-from stages.store.artifacts import Store
-from stages.store.registry import note_decision
+from rlhf.flows.cli.app import app
+from rlhf.stages.serving.policy import open_policy
+from rlhf.stages.serving.settings import PolicyPlace
+from rlhf.stages.store.artifacts import Store
+from rlhf.stages.store.registry import note_decision
 
 
 def invoke(*args, code: int = 0) -> str:

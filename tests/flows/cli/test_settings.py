@@ -7,11 +7,11 @@ import json
 import pytest
 from typer.testing import CliRunner
 
-from flows.cli.app import app
-from flows.cli.run import _with
-from flows.cli.settings import every_setting
-from flows.recipe.model import Recipe
-from flows.recipe.reading import RECIPES, load_recipe, with_sets
+from rlhf.flows.cli.app import app
+from rlhf.flows.cli.run import _with
+from rlhf.flows.cli.settings import every_setting
+from rlhf.flows.recipe.model import Recipe
+from rlhf.flows.recipe.reading import RECIPES, load_recipe, with_sets
 
 
 def shown(*args: str):

@@ -10,7 +10,7 @@ import time
 import psutil
 import pytest
 
-from stages.store.artifacts import Store
+from rlhf.stages.store.artifacts import Store
 from tests.support import RLHF
 
 

@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import pytest
 
-from flows.cli.run import _folded
-from flows.graph.build import build
-from flows.graph.changes import _is_of_data, changed_lines, reasons_of
-from flows.graph.keying import key_of, key_parts
-from flows.graph.plan import Planned, plan
-from flows.recipe.reading import load_recipe
-from flows.records import all_runs
-from stages.contract.kept import keep
-from stages.store.artifacts import Artifact, Store
+from rlhf.flows.cli.run import _folded
+from rlhf.flows.graph.build import build
+from rlhf.flows.graph.changes import _is_of_data, changed_lines, reasons_of
+from rlhf.flows.graph.keying import key_of, key_parts
+from rlhf.flows.graph.plan import Planned, plan
+from rlhf.flows.recipe.reading import load_recipe
+from rlhf.flows.records import all_runs
+from rlhf.stages.contract.kept import keep
+from rlhf.stages.store.artifacts import Artifact, Store
 from tests.support import write_files
 
 REWARD = """

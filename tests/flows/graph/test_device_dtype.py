@@ -6,12 +6,12 @@ import json
 
 import pytest
 
-from flows.graph.build import build
-from flows.graph.keying import key_of, key_parts
-from flows.recipe.model import RecipeError
-from flows.recipe.reading import load_recipe
-from stages.store.keys import SHOWN
-from stages.worker import device_dtype
+from rlhf.flows.graph.build import build
+from rlhf.flows.graph.keying import key_of, key_parts
+from rlhf.flows.recipe.model import RecipeError
+from rlhf.flows.recipe.reading import load_recipe
+from rlhf.stages.store.keys import SHOWN
+from rlhf.stages.worker import device_dtype
 
 COMPUTED = {"sft", "reward", "round-000.rollout", "round-000.score", "round-000.update", "evaluate.base"}
 

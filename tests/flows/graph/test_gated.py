@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 
-from flows.graph.build import build
-from flows.graph.standing import Held, Standing, recorded
-from flows.recipe.model import RecipeError
-from flows.recipe.reading import load_recipe
+from rlhf.flows.graph.build import build
+from rlhf.flows.graph.standing import Held, Standing, recorded
+from rlhf.flows.recipe.model import RecipeError
+from rlhf.flows.recipe.reading import load_recipe
 
 CHAMPION = Held("champion", 3, "before", "update", "k" * 64, "d" * 64, "b" * 64, "e" * 64)
 STANDING = Standing(start=CHAMPION, champion=CHAMPION, withdrawn={"f" * 64: "entry 2"})

@@ -8,12 +8,12 @@ from typing import Any
 
 import pytest
 
-from flows.graph.build import build
-from flows.graph.keying import key_of, key_parts
-from flows.recipe.model import RecipeError
-from flows.recipe.reading import load_recipe
-from stages.contract.registry import stage
-from stages.store.artifacts import Artifact, Store
+from rlhf.flows.graph.build import build
+from rlhf.flows.graph.keying import key_of, key_parts
+from rlhf.flows.recipe.model import RecipeError
+from rlhf.flows.recipe.reading import load_recipe
+from rlhf.stages.contract.registry import stage
+from rlhf.stages.store.artifacts import Artifact, Store
 
 
 def graph(*sets: str) -> dict[str, Any]:
@@ -320,7 +320,7 @@ def test_what_is_computed_is_of_one_kind_of_device(made):
 
 
 def test_a_rollout_records_the_policy_that_made_it(made):
-    from stages.common.tables import read_rows
+    from rlhf.stages.common.tables import read_rows
 
     for number, policy in enumerate(["sft", "round-000.update", "round-001.update"]):
         rows = read_rows(made[f"round-{number:03d}.rollout"], "rollouts/")

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 
-from flows.graph.build import build
-from flows.graph.keying import key_of, key_parts
-from flows.recipe.reading import load_recipe
-from stages.worker.host_compat import OF_DEVICES, VARIABLES
+from rlhf.flows.graph.build import build
+from rlhf.flows.graph.keying import key_of, key_parts
+from rlhf.flows.recipe.reading import load_recipe
+from rlhf.stages.worker.host_compat import OF_DEVICES, VARIABLES
 
 SET = (*VARIABLES, *(name for name in OF_DEVICES if name.isupper()))
 

@@ -10,11 +10,10 @@ from pathlib import Path
 
 import pytest
 
-import stages
-from flows.graph.plan import Planned, plan
-from flows.recipe.reading import load_recipe
-from stages.store.artifacts import Store
-from tests.support import RLHF
+from rlhf.flows.graph.plan import Planned, plan
+from rlhf.flows.recipe.reading import load_recipe
+from rlhf.stages.store.artifacts import Store
+from tests.support import RLHF, copy_project
 
 
 def planned(store: Path, *sets: str, force: set[str] | None = None) -> dict[str, Planned]:
@@ -188,9 +187,7 @@ def test_a_failed_try_does_not_hide_what_changed(store):
 def project(tmp_path_factory):
     """A copy of this project's code, to be edited."""
     folder = tmp_path_factory.mktemp("project")
-    root = Path(next(iter(stages.__path__))).parent
-    for name in ("flows", "stages", "tuning"):
-        shutil.copytree(root / name, folder / name, ignore=shutil.ignore_patterns("__pycache__"))
+    copy_project(folder)
     return folder
 
 
@@ -200,7 +197,7 @@ def project(tmp_path_factory):
         ("stages/sft.py", "    config, base = ", "    # A remark.\n    config, base = ", " 0 miss, 0 wait"),
         ("stages/sft.py", '"""Supervised fine-tuning."""', '"""SFT."""', " 0 miss, 0 wait"),
         ("stages/sft.py", "return metrics |", "return {} | metrics |", "+     return {} | metrics |"),
-        ("tuning/losses/sft.py", "\n\n\ndef ", "\n\n\nX = 1\n\n\ndef ", "code tuning.losses.sft changed"),
+        ("tuning/losses/sft.py", "\n\n\ndef ", "\n\n\nX = 1\n\n\ndef ", "code rlhf.tuning.losses.sft changed"),
     ],
     ids=["comment", "docstring", "stage", "core"],
 )
@@ -211,7 +208,7 @@ def test_an_edit_of_the_code_is_named_and_a_remark_is_none(smoke_store, project,
     path.write_text(text.replace(old, new, 1))
     try:
         command = [RLHF, "plan", "smoke", "--set", f"store={smoke_store}"]
-        env = os.environ | {"PYTHONPATH": str(project)}
+        env = os.environ | {"PYTHONPATH": str(project / "src")}
         out = subprocess.check_output(command, cwd=project, env=env, text=True)
     finally:
         path.write_text(text)
@@ -220,18 +217,21 @@ def test_an_edit_of_the_code_is_named_and_a_remark_is_none(smoke_store, project,
 
 @pytest.mark.parametrize(
     ("edit", "expected"),
-    [("", [" 0 miss, 0 wait"]), ("\n\nX = 1\n", ["code tuning.losses.sft gone", "code tuning.models.nll new"])],
+    [
+        ("", [" 0 miss, 0 wait"]),
+        ("\n\nX = 1\n", ["code rlhf.tuning.losses.sft gone", "code rlhf.tuning.models.nll new"]),
+    ],
     ids=["moved", "moved and edited"],
 )
 def test_a_module_that_moves_leaves_every_stage_a_hit(smoke_store, project, tmp_path, edit, expected):
     moved = tmp_path / "moved"
-    shutil.copytree(project, moved)
+    shutil.copytree(project, moved, symlinks=True)
     target = moved / "tuning/models/nll.py"
     (moved / "tuning/losses/sft.py").rename(target)
     for path in moved.rglob("*.py"):
-        path.write_text(path.read_text().replace("tuning.losses.sft", "tuning.models.nll"))
+        path.write_text(path.read_text().replace("rlhf.tuning.losses.sft", "rlhf.tuning.models.nll"))
     target.write_text(target.read_text() + edit)
     command = [RLHF, "plan", "smoke", "--set", f"store={smoke_store}"]
-    out = subprocess.check_output(command, cwd=moved, env=os.environ | {"PYTHONPATH": str(moved)}, text=True)
+    out = subprocess.check_output(command, cwd=moved, env=os.environ | {"PYTHONPATH": str(moved / "src")}, text=True)
     for line in expected:
         assert line in out

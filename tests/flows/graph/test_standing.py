@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 
-from flows.graph.standing import Held, Standing, standing_of
-from flows.recipe.reading import load_recipe
-from stages.store import registry
-from stages.store.registry import Policy
+from rlhf.flows.graph.standing import Held, Standing, standing_of
+from rlhf.flows.recipe.reading import load_recipe
+from rlhf.stages.store import registry
+from rlhf.stages.store.registry import Policy
 from tests.stages.gate.support import Lab
 
 

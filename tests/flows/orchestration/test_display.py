@@ -17,15 +17,15 @@ import pytest
 from httpx import ReadError
 from prefect.settings import PREFECT_API_URL, temporary_settings
 
-from flows.graph.build import nodes_of
-from flows.orchestration import display as display_module
-from flows.orchestration import show
-from flows.orchestration.display import Display
-from flows.orchestration.show import PrefectReporter
-from flows.recipe.reading import load_recipe
-from stages.store.artifacts import Store
-from stages.worker.protocol import Progress
-from tests.flows.prefect_server import PROJECT, prefect_server, wait_for
+from rlhf.flows.graph.build import nodes_of
+from rlhf.flows.orchestration import display as display_module
+from rlhf.flows.orchestration import show
+from rlhf.flows.orchestration.display import Display
+from rlhf.flows.orchestration.show import PrefectReporter
+from rlhf.flows.recipe.reading import load_recipe
+from rlhf.stages.store.artifacts import Store
+from rlhf.stages.worker.protocol import Progress
+from tests.flows.prefect_server import PYTHONPATH, prefect_server, wait_for
 from tests.support import RLHF
 
 
@@ -125,8 +125,8 @@ def test_a_run_is_not_begun_on_a_server_that_hangs(rlhf, tmp_path, monkeypatch):
 LEAVING = """
 import sys
 from prefect.events import emit_event
-from flows.orchestration.ending import send_events
-from flows.orchestration.leaving import leave
+from rlhf.flows.orchestration.ending import send_events
+from rlhf.flows.orchestration.leaving import leave
 
 emit_event("a.change", {"prefect.resource.id": "of.a.test"})
 send_events()
@@ -137,7 +137,7 @@ leave(SystemExit(3))
 
 def test_a_command_ends_after_its_last_line_where_the_server_takes_no_events(tmp_path):
     with hanging() as url:
-        env = os.environ | {"PREFECT_HOME": str(tmp_path), "PREFECT_API_URL": url, "PYTHONPATH": str(PROJECT)}
+        env = os.environ | {"PREFECT_HOME": str(tmp_path), "PREFECT_API_URL": url, "PYTHONPATH": PYTHONPATH}
         # Else it would be there until a request has been tried for seven minutes.
         done = subprocess.run([sys.executable, "-c", LEAVING], env=env, capture_output=True, text=True, timeout=120)
     assert (done.returncode, done.stdout) == (3, "the last line\n"), done.stderr
@@ -146,7 +146,7 @@ def test_a_command_ends_after_its_last_line_where_the_server_takes_no_events(tmp
 LEFT = """
 import atexit, contextlib, sys
 from pathlib import Path
-from flows.orchestration.leaving import leave, leave_soon
+from rlhf.flows.orchestration.leaving import leave, leave_soon
 
 atexit.register(Path(sys.argv[1]).write_text, "waited")
 leave_soon()
@@ -159,7 +159,7 @@ leave({"status": SystemExit(3), "words": SystemExit("refused"), "error": ValueEr
 @pytest.mark.parametrize("pipes", ["exec 3>&1", "exec >&-", "exec 2>&-", "exec >&- 2>&-"])
 @pytest.mark.parametrize(("error", "status"), [("status", 3), ("words", 1), ("error", 1)])
 def test_a_process_leaves_with_its_status_whoever_reads_it(tmp_path, pipes, error, status):
-    env = os.environ | {"PYTHONPATH": str(PROJECT)}
+    env = os.environ | {"PYTHONPATH": PYTHONPATH}
     command = ["bash", "-c", f'{pipes}; exec "$@"', "bash", sys.executable, "-c", LEFT, tmp_path / "exit", error]
     done = subprocess.run(command, env=env, capture_output=True, timeout=60)
     assert done.returncode == status and not (tmp_path / "exit").exists()
@@ -167,7 +167,7 @@ def test_a_process_leaves_with_its_status_whoever_reads_it(tmp_path, pipes, erro
 
 @pytest.mark.parametrize(("error", "status"), [("status", 3), ("words", 1), ("error", 1)])
 def test_a_process_leaves_where_nobody_reads_its_pipes_any_more(tmp_path, error, status):
-    env = os.environ | {"PYTHONPATH": str(PROJECT)}
+    env = os.environ | {"PYTHONPATH": PYTHONPATH}
     reading, writing = os.pipe()
     os.close(reading)
     command = [sys.executable, "-c", LEFT, tmp_path / "exit", error]

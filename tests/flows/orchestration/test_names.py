@@ -2,9 +2,9 @@
 
 import pytest
 
-from flows.pipeline import free_name
-from flows.recipe.model import Recipe
-from stages.store.artifacts import Store
+from rlhf.flows.pipeline import free_name
+from rlhf.flows.recipe.model import Recipe
+from rlhf.stages.store.artifacts import Store
 
 
 @pytest.fixture

@@ -19,8 +19,8 @@ from urllib.request import proxy_bypass
 import psutil
 import pytest
 
-from flows.orchestration import server
-from flows.orchestration.server import (
+from rlhf.flows.orchestration import server
+from rlhf.flows.orchestration.server import (
     PERIOD_SECONDS,
     RESTARTS,
     START_SECONDS,
@@ -30,15 +30,15 @@ from flows.orchestration.server import (
     one_at_a_time,
     reach_directly,
 )
-from stages.store.artifacts import Store
-from stages.worker import interpreter
-from tests.flows.prefect_server import PROJECT, prefect_server, wait_for
+from rlhf.stages.store.artifacts import Store
+from rlhf.stages.worker import interpreter
+from tests.flows.prefect_server import PROJECT, PYTHONPATH, prefect_server, wait_for
 from tests.support import RLHF
 
 
 def servers() -> list[psutil.Process]:
     children = psutil.Process().children()
-    return [child for child in children if "flows.orchestration.server" in child.cmdline()]
+    return [child for child in children if "rlhf.flows.orchestration.server" in child.cmdline()]
 
 
 direct = urllib.request.build_opener(urllib.request.ProxyHandler({}))
@@ -140,7 +140,7 @@ def test_restarts_of_a_private_server_last_through_an_outage_of_minutes():
 
 def test_a_lock_that_another_process_holds_is_told_with_its_holder(tmp_path):
     path = str(tmp_path / "rlhf-server.lock")
-    code = "import sys; from flows.orchestration.server import one_at_a_time\n"
+    code = "import sys; from rlhf.flows.orchestration.server import one_at_a_time\n"
     code += "with one_at_a_time(sys.argv[1]): print('held', flush=True)"
     with one_at_a_time(path):
         command = [sys.executable, "-c", code, path]
@@ -204,7 +204,7 @@ def test_the_error_of_a_run_is_told_where_its_server_is_gone(tmp_path):
     with prefect_server(tmp_path) as prefect:
         (pid,) = [c.pid for c in psutil.Process().children() if f"{prefect.port}" in " ".join(c.cmdline())]
         (tmp_path / "killing_source.py").write_text(KILLING)
-        env = prefect.env | {"OF_THE_TEST": str(pid), "PYTHONPATH": f"{PROJECT}{os.pathsep}{tmp_path}"}
+        env = prefect.env | {"OF_THE_TEST": str(pid), "PYTHONPATH": f"{PYTHONPATH}{os.pathsep}{tmp_path}"}
         sets = [f"store={tmp_path / 'store'}", "data.source=killing_source:lines"]
         command = [RLHF, "run", "smoke", *(word for item in sets for word in ("--set", item))]
         done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=600)

@@ -7,7 +7,7 @@ import pytest
 from markdown_it import MarkdownIt
 from prefect.settings import PREFECT_API_URL, temporary_settings
 
-from flows.orchestration.show import _sample_line, wait_until_recorded
+from rlhf.flows.orchestration.show import _sample_line, wait_until_recorded
 
 TEXTS = [
     "![x](http://evil/beacon.png)",

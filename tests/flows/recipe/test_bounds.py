@@ -9,7 +9,7 @@ from typing import Annotated, Any
 
 from pydantic import AfterValidator, BaseModel, TypeAdapter, ValidationError
 
-from flows.recipe.model import Recipe
+from rlhf.flows.recipe.model import Recipe
 
 LOWER, UPPER = ("ge", "gt"), ("le", "lt")
 

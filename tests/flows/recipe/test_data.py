@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from flows.recipe.model import Recipe, RecipeError
-from flows.recipe.reading import load_recipe
+from rlhf.flows.recipe.model import Recipe, RecipeError
+from rlhf.flows.recipe.reading import load_recipe
 
 
 def refused(name: str) -> str:

@@ -6,9 +6,9 @@ import json
 
 import pytest
 
-from flows.recipe.model import Recipe, RecipeError
-from flows.recipe.reading import load_recipe
-from flows.recipe.rescore import rescored
+from rlhf.flows.recipe.model import Recipe, RecipeError
+from rlhf.flows.recipe.reading import load_recipe
+from rlhf.flows.recipe.rescore import rescored
 
 PPO = "algorithm: ppo, critic: {start: policy}"
 BI_LEVEL = "algorithm: ppo, critic: {start: policy, bi_level_gae: true}"

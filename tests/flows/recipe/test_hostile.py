@@ -5,8 +5,8 @@ import time
 
 import pytest
 
-from flows.recipe.model import RecipeError
-from flows.recipe.reading import load_recipe
+from rlhf.flows.recipe.model import RecipeError
+from rlhf.flows.recipe.reading import load_recipe
 
 LAUGHS = "a0: &a0 [x, x, x, x, x, x, x, x, x]\n" + "".join(
     f"a{i}: &a{i} [{', '.join([f'*a{i - 1}'] * 9)}]\n" for i in range(1, 12)

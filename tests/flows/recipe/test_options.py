@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 from typer.testing import CliRunner
 
-from flows.cli.app import app
-from flows.recipe.model import RecipeError
-from flows.recipe.reading import added, load_recipe
+from rlhf.flows.cli.app import app
+from rlhf.flows.recipe.model import RecipeError
+from rlhf.flows.recipe.reading import added, load_recipe
 
 
 def refused(name: str, **options) -> str:

@@ -8,11 +8,11 @@ from pathlib import Path
 import pytest
 import yaml
 
-from flows.cli.settings import every_setting
-from flows.graph.build import build
-from flows.recipe.model import Recipe, RecipeError
-from flows.recipe.places import SYNONYMS, merge
-from flows.recipe.reading import RECIPES, find_recipe, load_recipe
+from rlhf.flows.cli.settings import every_setting
+from rlhf.flows.graph.build import build
+from rlhf.flows.recipe.model import Recipe, RecipeError
+from rlhf.flows.recipe.places import SYNONYMS, merge
+from rlhf.flows.recipe.reading import RECIPES, find_recipe, load_recipe
 
 BUILT_IN = sorted(p.stem for p in RECIPES.glob("*.yaml"))
 

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import pytest
 
-from flows.recipe.model import RecipeError
-from flows.recipe.reading import load_recipe
-from flows.recipe.rescore import blamed_on_options, loosened, not_kept, rescored
-from flows.running.checks import check
-from stages.store.artifacts import Store
+from rlhf.flows.recipe.model import RecipeError
+from rlhf.flows.recipe.reading import load_recipe
+from rlhf.flows.recipe.rescore import blamed_on_options, loosened, not_kept, rescored
+from rlhf.flows.running.checks import check
+from rlhf.stages.store.artifacts import Store
 
 
 @pytest.fixture

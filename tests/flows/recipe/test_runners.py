@@ -5,9 +5,9 @@ from pathlib import Path
 import pytest
 from apache_beam.options.pipeline_options import PipelineOptions
 
-from flows.recipe.model import RecipeError
-from flows.recipe.reading import load_recipe
-from tuning.data import runners
+from rlhf.flows.recipe.model import RecipeError
+from rlhf.flows.recipe.reading import load_recipe
+from rlhf.tuning.data import runners
 
 EXAMPLES = sorted((Path(__file__).parents[3] / "infra" / "runners").glob("*.yaml"))
 

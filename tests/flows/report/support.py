@@ -5,11 +5,11 @@ import html.parser
 import json
 import re
 
-from flows.graph.build import build
-from flows.recipe.model import Recipe
-from stages.common.tables import write_rows
-from stages.store.keys import digest
-from tuning.rows import CompletionRow, ScoreRow, VerdictRow
+from rlhf.flows.graph.build import build
+from rlhf.flows.recipe.model import Recipe
+from rlhf.stages.common.tables import write_rows
+from rlhf.stages.store.keys import digest
+from rlhf.tuning.rows import CompletionRow, ScoreRow, VerdictRow
 
 HOSTILE = "<script>document.title='owned'</script><img src=x onerror=alert(1)>\x00\x1b[31m \u202eevil"
 BEGIN = datetime.datetime(2026, 3, 1, 9, 30, tzinfo=datetime.UTC)
@@ -66,7 +66,7 @@ class Maker:
         (out / "content.json").write_text(json.dumps([node.name, node.seed]))
         metrics = getattr(self, f"make_{node.stage}")(node, out)
         sources = {"model.gguf": "a1b2c3d4e5f60718" * 4} if node.stage == "base" else {}
-        code = {f"stages.{node.stage}": digest(node.stage)[:16], "tuning.device": "0123456789abcdef"}
+        code = {f"stages.{node.stage}": digest(node.stage)[:16], "rlhf.tuning.device": "0123456789abcdef"}
         parts = {"stage": node.stage, "code": code, "sources": sources, "seed": node.seed}
         inputs = {n: {"stage": made[i.node].stage, "key": made[i.node].key} for n, i in node.inputs.items()}
         manifest = {"stage": node.stage, "key": digest([node.name, node.seed]), "key_parts": parts, "inputs": inputs}

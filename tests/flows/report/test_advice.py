@@ -2,7 +2,7 @@
 
 import pytest
 
-from flows.report.advice import round_warnings, run_warnings
+from rlhf.flows.report.advice import round_warnings, run_warnings
 
 HEALTHY = {"entropy": [1.0] * 3, "kl": [0.01] * 3, "mean_length": [5.0] * 3, "zero_variance": [0.3] * 3}
 

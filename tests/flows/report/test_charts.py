@@ -7,8 +7,8 @@ import xml.etree.ElementTree as ET
 
 import pytest
 
-from flows.report.charts import Chart, limits
-from flows.report.formats import show
+from rlhf.flows.report.charts import Chart, limits
+from rlhf.flows.report.formats import show
 
 
 def chart(*columns, over="round", share=False):
@@ -107,8 +107,10 @@ def test_a_chart_has_the_colours_of_the_page_and_ids_of_its_own():
 
 
 def test_importing_the_report_loads_nothing_heavy():
-    code = "import sys, flows.report.page; print(*sys.modules)"
+    code = "import sys, rlhf.flows.report.page; print(*sys.modules)"
     loaded = subprocess.check_output([sys.executable, "-c", code], text=True).split()
     assert {"matplotlib", "jax", "numpy"}.isdisjoint(loaded)
-    light = {f"tuning.{name}" for name in ("allowed", "atomic", "causes", "extras", "multihost", "names", "retries")}
-    assert {name for name in loaded if name.startswith("tuning.")} == light
+    light = {
+        f"rlhf.tuning.{name}" for name in ("allowed", "atomic", "causes", "extras", "multihost", "names", "retries")
+    }
+    assert {name for name in loaded if name.startswith("rlhf.tuning.")} == light

@@ -10,11 +10,11 @@ import pytest
 from rich.console import Console
 from rich.table import Table
 
-from flows.graph.build import build
-from flows.recipe.reading import load_recipe
-from flows.report.console import ConsoleReporter, closing_table
-from flows.report.terminal import LastingConsole, PlainConsole
-from stages.worker.protocol import Progress
+from rlhf.flows.graph.build import build
+from rlhf.flows.recipe.reading import load_recipe
+from rlhf.flows.report.console import ConsoleReporter, closing_table
+from rlhf.flows.report.terminal import LastingConsole, PlainConsole
+from rlhf.stages.worker.protocol import Progress
 
 NODES = {n.name: n for n in build(load_recipe("smoke", sets=["rl.rounds=1"]))}
 METRICS = {
@@ -80,7 +80,7 @@ def test_stages_of_a_round_that_does_not_get_to_its_update_have_lines_of_their_o
 
 def test_a_compilation_is_told_as_often_as_progress_would_be(monkeypatch):
     moments = iter([0.0, 5.0, 12.0, 12.0, 14.0, 25.0, 25.0])
-    monkeypatch.setattr("flows.report.console.time.monotonic", lambda: next(moments))
+    monkeypatch.setattr("rlhf.flows.report.console.time.monotonic", lambda: next(moments))
     out = io.StringIO()
     reporter = ConsoleReporter(Console(file=out, width=200, highlight=False))
     reporter.stage_started(NODES["sft"])
@@ -102,7 +102,7 @@ def test_a_text_with_tags_is_printed_as_it_is():
 def test_time_left_is_told_from_the_second_step_on(monkeypatch):
     """The first step compiles, and would make the rest seem to take as long."""
     now = 0.0
-    monkeypatch.setattr("flows.report.console.time.monotonic", lambda: now)
+    monkeypatch.setattr("rlhf.flows.report.console.time.monotonic", lambda: now)
     out = io.StringIO()
     reporter = ConsoleReporter(Console(file=out, width=200, highlight=False))
     reporter.stage_started(NODES["sft"])

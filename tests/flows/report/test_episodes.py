@@ -10,12 +10,12 @@ import re
 import pytest
 from rich.console import Console
 
-from flows.report.console import closing_table, level_line
-from flows.report.episodes import MOST_TURNS, episodes, examples, side_by_side
-from flows.report.levels import guess, verdict
-from flows.report.measures import round_series
-from flows.report.page import write_report
-from flows.report.run_view import RunView
+from rlhf.flows.report.console import closing_table, level_line
+from rlhf.flows.report.episodes import MOST_TURNS, episodes, examples, side_by_side
+from rlhf.flows.report.levels import guess, verdict
+from rlhf.flows.report.measures import round_series
+from rlhf.flows.report.page import write_report
+from rlhf.flows.report.run_view import RunView
 from tests.browser import measure
 from tests.episodes import REASON, SAID, TOKENIZER, made_run
 from tests.flows.report.support import Page

@@ -2,8 +2,8 @@
 
 import pytest
 
-from flows.report.advice import run_warnings
-from flows.report.measures import judged_reward, round_series
+from rlhf.flows.report.advice import run_warnings
+from rlhf.flows.report.measures import judged_reward, round_series
 
 
 def recipe(judge="exact_match", **functions):

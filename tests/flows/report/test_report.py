@@ -8,20 +8,20 @@ from pathlib import Path
 import matplotlib.image
 import pytest
 
-from flows.records import UnknownRun
-from flows.report.advice import Warn, run_warnings
-from flows.report.charts import PNG_LIMIT, curves_png_data
-from flows.report.console import difference_lines
-from flows.report.formats import duration, visible
-from flows.report.measures import judged_reward, round_series
-from flows.report.page import view, write_report
-from flows.report.run_view import RunView
-from flows.report.samples import chosen_samples, round_samples
-from stages.store.artifacts import Store
-from stages.store.keys import without_userinfo
+from rlhf.flows.records import UnknownRun
+from rlhf.flows.report.advice import Warn, run_warnings
+from rlhf.flows.report.charts import PNG_LIMIT, curves_png_data
+from rlhf.flows.report.console import difference_lines
+from rlhf.flows.report.formats import duration, visible
+from rlhf.flows.report.measures import judged_reward, round_series
+from rlhf.flows.report.page import view, write_report
+from rlhf.flows.report.run_view import RunView
+from rlhf.flows.report.samples import chosen_samples, round_samples
+from rlhf.stages.store.artifacts import Store
+from rlhf.stages.store.keys import without_userinfo
+from rlhf.tuning.evaluation.verdicts import Difference
 from tests.browser import measure, screenshot
 from tests.flows.report.support import BEGIN, HOSTILE, Maker, Page, recipe_of
-from tuning.evaluation.verdicts import Difference
 
 SECTIONS = ("evaluation", "curves", "training", "samples", "rollouts", "stages", "runs", "audit", "provenance")
 

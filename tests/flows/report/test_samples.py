@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from flows.report.run_view import RunView
-from flows.report.samples import samples
-from stages.store.artifacts import Store
-from tuning.rows import CompletionRow, VerdictRow, write_table
+from rlhf.flows.report.run_view import RunView
+from rlhf.flows.report.samples import samples
+from rlhf.stages.store.artifacts import Store
+from rlhf.tuning.rows import CompletionRow, VerdictRow, write_table
 
 
 def evaluated(store, folder, label, scores_PS):

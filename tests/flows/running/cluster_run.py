@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, ClassVar
 
-from stages.store.artifacts import Store
+from rlhf.stages.store.artifacts import Store
 from tests.support import RLHF
 
 

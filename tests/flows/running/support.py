@@ -6,9 +6,9 @@ import threading
 import types
 from collections.abc import Callable
 
-from flows.graph.build import Node
-from flows.recipe.reading import load_recipe
-from flows.running.session import Session
+from rlhf.flows.graph.build import Node
+from rlhf.flows.recipe.reading import load_recipe
+from rlhf.flows.running.session import Session
 
 ALL = ["workers.train={}", "workers.sample={}", "workers.score={}", "workers.data={}"]
 EXACT = "rl.score.rewards.model.function=exact_match"

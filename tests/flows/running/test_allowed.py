@@ -4,16 +4,16 @@ import sys
 
 import pytest
 
-from flows.recipe.model import RecipeError
-from flows.recipe.reading import load_recipe
-from flows.running.allowed import check_allowed
-from tuning.agents.adapters.gym import made
-from tuning.algorithms import algorithm
-from tuning.algorithms.objective import Objective
-from tuning.allowed import NotAllowed, check_module
-from tuning.names import function_of
-from tuning.rewards import sandbox
-from tuning.rewards.failures import Outage
+from rlhf.flows.recipe.model import RecipeError
+from rlhf.flows.recipe.reading import load_recipe
+from rlhf.flows.running.allowed import check_allowed
+from rlhf.tuning.agents.adapters.gym import made
+from rlhf.tuning.algorithms import algorithm
+from rlhf.tuning.algorithms.objective import Objective
+from rlhf.tuning.allowed import NotAllowed, check_module
+from rlhf.tuning.names import function_of
+from rlhf.tuning.rewards import sandbox
+from rlhf.tuning.rewards.failures import Outage
 
 ENGINE = "{kind: vllm, version: '1', command: [PROGRAM, serve]}"
 CODE = {
@@ -24,7 +24,7 @@ CODE = {
     "a rule": ["data.rules=['os:system']"],
     "an algorithm": ["rl.update.algorithm=os:system"],
     "a server": [f"rl.rollout.engine={ENGINE.replace('PROGRAM', sys.executable)}"],
-    "code of this package": ["rl.score.rewards.x={function: 'tuning.rewards.sandbox:run_python'}"],
+    "code of this package": ["rl.score.rewards.x={function: 'rlhf.tuning.rewards.sandbox:run_python'}"],
     "a secret for a judge": [
         "rl.score.rewards.x={function: judge, arguments: {url: 'http://h/v1', model: m, key_variable: AWS_KEY}}"
     ],
@@ -76,10 +76,10 @@ def test_folders_and_packages_are_allowed_and_what_links_out_of_them_is_not(monk
     (ours / "linked.py").symlink_to(theirs / "in_theirs.py")
     monkeypatch.setenv("RLHF_ALLOW_CODE", f"team.rewards, {ours}")
     assert function_of("in_ours:f")([], []) == [1.0]
-    for module in ("in_theirs", "linked", "team", "team.rewards_of_others", "os", "posix", "sys", "tuning.names"):
+    for module in ("in_theirs", "linked", "team", "team.rewards_of_others", "os", "posix", "sys", "rlhf.tuning.names"):
         with pytest.raises(NotAllowed):
             check_module(module)
-    for module in ("team.rewards", "team.rewards.math", "in_ours", "tuning.rewards.sentiment"):
+    for module in ("team.rewards", "team.rewards.math", "in_ours", "rlhf.tuning.rewards.sentiment"):
         check_module(module)
 
 

@@ -12,7 +12,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from stages.store.artifacts import Store
+from rlhf.stages.store.artifacts import Store
 from tests.flows.running.cluster_run import Run, sets
 from tests.flows.running.ray_cluster import RayCluster, ray_cluster
 
@@ -50,7 +50,7 @@ def workers() -> set[int]:
     for process in psutil.process_iter():
         with contextlib.suppress(psutil.Error):
             own = process.environ().get("RLHF_SCRATCH") == os.environ["RLHF_SCRATCH"]
-            if own and "stages.worker.process" in process.cmdline():
+            if own and "rlhf.stages.worker.process" in process.cmdline():
                 found.add(process.pid)
     return found
 

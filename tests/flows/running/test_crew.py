@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import pytest
 
-from flows.graph.build import build
-from flows.recipe.model import RecipeError
-from flows.recipe.reading import load_recipe
-from flows.running import crew
-from flows.running.crew import check_workers
+from rlhf.flows.graph.build import build
+from rlhf.flows.recipe.model import RecipeError
+from rlhf.flows.recipe.reading import load_recipe
+from rlhf.flows.running import crew
+from rlhf.flows.running.crew import check_workers
 
 
 def recipe(folder, *sets):

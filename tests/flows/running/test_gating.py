@@ -7,12 +7,12 @@ import json
 import pytest
 from rich.console import Console
 
-from flows.recipe.reading import load_recipe
-from flows.report.console import ConsoleReporter
-from flows.running.gating import stages_of
-from flows.running.session import Session
-from stages.store import registry
-from stages.store.registry import Policy
+from rlhf.flows.recipe.reading import load_recipe
+from rlhf.flows.report.console import ConsoleReporter
+from rlhf.flows.running.gating import stages_of
+from rlhf.flows.running.session import Session
+from rlhf.stages.store import registry
+from rlhf.stages.store.registry import Policy
 from tests.stages.gate.support import Lab
 
 DECISION = {"decision": "promoted", "reasons": [], "checks": [], "difference": None}

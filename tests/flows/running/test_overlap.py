@@ -13,15 +13,15 @@ from collections.abc import Callable, Iterator
 import psutil
 import pytest
 
-from flows.graph.build import Node
-from flows.running import crew
-from flows.running.overlap import run_overlapped
-from flows.running.plain import run_plain
-from flows.running.session import Session
-from stages.common import handed
-from stages.store import runs
-from stages.store.artifacts import Store
-from stages.worker.client import StageFailed
+from rlhf.flows.graph.build import Node
+from rlhf.flows.running import crew
+from rlhf.flows.running.overlap import run_overlapped
+from rlhf.flows.running.plain import run_plain
+from rlhf.flows.running.session import Session
+from rlhf.stages.common import handed
+from rlhf.stages.store import runs
+from rlhf.stages.store.artifacts import Store
+from rlhf.stages.worker.client import StageFailed
 from tests.flows.lines import Lines
 from tests.flows.running.support import ALL, EXACT, NOTHING, Told, recipe
 from tests.support import RLHF, write_files

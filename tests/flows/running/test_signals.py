@@ -15,9 +15,9 @@ from typing import Any
 
 import pytest
 
-from flows.graph.build import Node
-from flows.running.overlap import run_overlapped
-from flows.running.session import Session
+from rlhf.flows.graph.build import Node
+from rlhf.flows.running.overlap import run_overlapped
+from rlhf.flows.running.session import Session
 from tests.flows.lines import Lines
 from tests.flows.running.support import ALL, NOTHING, Told, recipe
 

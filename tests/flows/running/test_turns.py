@@ -7,12 +7,12 @@ import time
 
 import pytest
 
-from flows.running.turns import Turn
+from rlhf.flows.running.turns import Turn
 
 
 def test_a_wait_that_lasts_is_reported_once(monkeypatch):
-    monkeypatch.setattr("flows.running.turns.CHECK_SECONDS", 0.01)
-    monkeypatch.setattr("flows.running.turns.TELL_SECONDS", 0.05)
+    monkeypatch.setattr("rlhf.flows.running.turns.CHECK_SECONDS", 0.01)
+    monkeypatch.setattr("rlhf.flows.running.turns.TELL_SECONDS", 0.05)
     turn, within, told = Turn(), threading.Event(), list[str]()
 
     def wait() -> None:
@@ -31,7 +31,7 @@ def test_a_wait_that_lasts_is_reported_once(monkeypatch):
 
 
 def test_a_wait_that_is_ended_leaves_the_turn_to_others(monkeypatch):
-    monkeypatch.setattr("flows.running.turns.CHECK_SECONDS", 0.01)
+    monkeypatch.setattr("rlhf.flows.running.turns.CHECK_SECONDS", 0.01)
     turn = Turn()
 
     def ended() -> None:

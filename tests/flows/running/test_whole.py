@@ -10,12 +10,12 @@ import types
 
 import pytest
 
-from flows.recipe.reading import load_recipe
-from flows.running import crew, whole
-from flows.running.session import Session
-from flows.running.whole import Whole
-from stages.store.artifacts import Artifact
-from stages.worker.client import StageFailed
+from rlhf.flows.recipe.reading import load_recipe
+from rlhf.flows.running import crew, whole
+from rlhf.flows.running.session import Session
+from rlhf.flows.running.whole import Whole
+from rlhf.stages.store.artifacts import Artifact
+from rlhf.stages.worker.client import StageFailed
 from tests.flows.lines import Lines
 
 ALL = ["workers.train={}", "workers.sample={}", "workers.score={}", "workers.data={}"]

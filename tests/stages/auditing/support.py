@@ -10,11 +10,11 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from stages.auditing.laws import audit
-from stages.auditing.run import AuditedRun
-from stages.store.artifacts import Store
-from stages.store.disk import sha256_file
-from stages.store.manifests import with_checksum
+from rlhf.stages.auditing.laws import audit
+from rlhf.stages.auditing.run import AuditedRun
+from rlhf.stages.store.artifacts import Store
+from rlhf.stages.store.disk import sha256_file
+from rlhf.stages.store.manifests import with_checksum
 
 
 def edited(

@@ -6,11 +6,11 @@ from typing import Any
 
 import pytest
 
-from stages.auditing.laws import Finding, all_laws, look
-from stages.auditing.run import AuditedRun
-from stages.store.artifacts import Artifact, Store
-from tuning import rows
-from tuning.rows import CompletionRow
+from rlhf.stages.auditing.laws import Finding, all_laws, look
+from rlhf.stages.auditing.run import AuditedRun
+from rlhf.stages.store.artifacts import Artifact, Store
+from rlhf.tuning import rows
+from rlhf.tuning.rows import CompletionRow
 
 
 def made(store: Store, folder: Path, stage: str, key: str, tables: dict[str, Any], **manifest: Any) -> Artifact:

@@ -13,12 +13,12 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from stages.auditing.laws import look
-from stages.auditing.run import AuditedRun
-from stages.auditing.trajectories import LAWS
-from stages.store.artifacts import Store
-from stages.store.disk import sha256_file
-from stages.store.manifests import with_checksum
+from rlhf.stages.auditing.laws import look
+from rlhf.stages.auditing.run import AuditedRun
+from rlhf.stages.auditing.trajectories import LAWS
+from rlhf.stages.store.artifacts import Store
+from rlhf.stages.store.disk import sha256_file
+from rlhf.stages.store.manifests import with_checksum
 from tests.episodes import FAILED, HIGH, SAMPLES, TURNS, made_run
 
 Rows = list[dict[str, Any]]

@@ -10,7 +10,7 @@ import signal
 import sys
 from pathlib import Path
 
-from tuning import multihost
+from rlhf.tuning import multihost
 
 if multihost.in_group():
     multihost.initialize(60)
@@ -19,17 +19,17 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from stages.store.artifacts import Store
-from stages.store.transfers import files_of
-from stages.store.work import WorkFolder, is_chunk
+from rlhf.stages.store.artifacts import Store
+from rlhf.stages.store.transfers import files_of
+from rlhf.stages.store.work import WorkFolder, is_chunk
+from rlhf.tuning.axes import Axes
+from rlhf.tuning.mesh import init_state, make_mesh, put_params, state_shapes
+from rlhf.tuning.models.huggingface import load_decoder, save_decoder
+from rlhf.tuning.models.identity import fingerprint
+from rlhf.tuning.training.checkpoint import Checkpoints, load_tree, save_tree
+from rlhf.tuning.training.optimizers import make_optimizer, make_schedule
+from rlhf.tuning.training.step import make_step
 from tests.tuning.tiny import CONFIG, PARAMS
-from tuning.axes import Axes
-from tuning.mesh import init_state, make_mesh, put_params, state_shapes
-from tuning.models.huggingface import load_decoder, save_decoder
-from tuning.models.identity import fingerprint
-from tuning.training.checkpoint import Checkpoints, load_tree, save_tree
-from tuning.training.optimizers import make_optimizer, make_schedule
-from tuning.training.step import make_step
 
 KEY = "k" * 64
 OPTIMIZER = make_optimizer(

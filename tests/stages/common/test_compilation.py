@@ -2,9 +2,9 @@
 
 import numpy as np
 
-from stages.common.compilation import use_precision
-from tuning.precision import real, using
-from tuning.settings import ComputeSettings
+from rlhf.stages.common.compilation import use_precision
+from rlhf.tuning.precision import real, using
+from rlhf.tuning.settings import ComputeSettings
 
 
 def test_what_a_worker_keeps_leaves_with_the_type_of_weights():

@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from stages.common.flags import FLAGS, OF_GROUPS, value_of, with_flags
-from stages.worker.client import worker_environment
+from rlhf.stages.common.flags import FLAGS, OF_GROUPS, value_of, with_flags
+from rlhf.stages.worker.client import worker_environment
 
 PLATFORMS = ("gpu", "tpu")
 

@@ -10,11 +10,11 @@ import jax
 import numpy as np
 import pytest
 
-from stages.common import handed
-from stages.store.artifacts import Store
+from rlhf.stages.common import handed
+from rlhf.stages.store.artifacts import Store
+from rlhf.tuning import precision
+from rlhf.tuning.models.identity import fingerprint
 from tests.tuning.tiny import CONFIG, PARAMS
-from tuning import precision
-from tuning.models.identity import fingerprint
 
 
 def artifact_of(store, tmp_path, policy):

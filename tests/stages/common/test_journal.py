@@ -8,10 +8,10 @@ import zlib
 
 import pytest
 
-from stages.common.journal import Journal
-from stages.contract.definition import Context, StageConfig
-from tuning.rewards.samples import Outcome, Sample
-from tuning.rows import CompletionRow
+from rlhf.stages.common.journal import Journal
+from rlhf.stages.contract.definition import Context, StageConfig
+from rlhf.tuning.rewards.samples import Outcome, Sample
+from rlhf.tuning.rows import CompletionRow
 
 ROW = CompletionRow(
     place=3, sample=1, prompt_id="p", prompt="2+2=", answer="4", metadata='{"level": 1}', prompt_ids=[1],

@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from stages.common import models
-from stages.common.models import bytes_by_device, recall, remember
+from rlhf.stages.common import models
+from rlhf.stages.common.models import bytes_by_device, recall, remember
 
 ROOM = 1000
 """Bytes of the device's share."""
@@ -18,7 +18,7 @@ ROOM = 1000
 @pytest.fixture(autouse=True, scope="module")
 def small_device():
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("tuning.device.memory_bytes", lambda: ROOM)
+        patch.setattr("rlhf.tuning.device.memory_bytes", lambda: ROOM)
         patch.setattr(models, "MEMORY_SHARE", 1.0)
         yield
 

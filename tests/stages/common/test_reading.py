@@ -2,11 +2,11 @@
 
 import pytest
 
-from stages.common.tables import batches, count_rows, first_rows, read_table, rows_at
-from stages.refill import unusable
-from stages.sampling.order import prompts_of_refill
+from rlhf.stages.common.tables import batches, count_rows, first_rows, read_table, rows_at
+from rlhf.stages.refill import unusable
+from rlhf.stages.sampling.order import prompts_of_refill
+from rlhf.tuning.rows import PromptRow, write_table
 from tests.stages.training.support import Folder
-from tuning.rows import PromptRow, write_table
 
 
 @pytest.fixture

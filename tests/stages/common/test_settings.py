@@ -2,10 +2,10 @@
 
 import pytest
 
-from flows.recipe.model import RecipeError
-from flows.recipe.reading import load_recipe
-from stages.contract.registry import by_section
-from stages.sft import Config
+from rlhf.flows.recipe.model import RecipeError
+from rlhf.flows.recipe.reading import load_recipe
+from rlhf.stages.contract.registry import by_section
+from rlhf.stages.sft import Config
 
 
 def test_the_short_form_is_the_long_form():

@@ -14,9 +14,9 @@ from typing import Any
 
 import pytest
 
-from stages.store.artifacts import Store
+from rlhf.stages.store.artifacts import Store
+from rlhf.tuning import multihost
 from tests.support import QUICK, with_devices
-from tuning import multihost
 
 PROGRAM = "tests.stages.common.state_program"
 Group = Callable[..., list[dict[str, Any]]]

@@ -4,8 +4,8 @@ import types
 
 import pytest
 
-from stages.common.tables import Shards, as_they_end, by_shard
-from tuning.rows import RefusedRow
+from rlhf.stages.common.tables import Shards, as_they_end, by_shard
+from rlhf.tuning.rows import RefusedRow
 
 SHARDS = Shards("things", RefusedRow, RefusedRow.schema(), 3, "things")
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from stages.common.trained import prompts_among, trained_names
+from rlhf.stages.common.trained import prompts_among, trained_names
 from tests.stages.gate.support import Lab
 
 

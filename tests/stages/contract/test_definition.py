@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from flows.recipe.model import Recipe
-from stages.contract.definition import Stage, StageConfig
-from stages.contract.registry import by_section, modules, stage
+from rlhf.flows.recipe.model import Recipe
+from rlhf.stages.contract.definition import Stage, StageConfig
+from rlhf.stages.contract.registry import by_section, modules, stage
 
 # The graph itself gives these roles: other policies, the base model's tokenizer, scores of a round's other tables, the
 # scores that set their scale, the policy that a run goes on from, and what a gate compares and has audited.

@@ -1,12 +1,12 @@
 """What docstrings below fields say: of every setting, and of a class before its bases."""
 
-from flows.cli.settings import every_setting
-from flows.recipe.model import Recipe
-from flows.recipe.overrides import partial
-from stages.common.settings import Optimizer
-from stages.contract.described import field_docs
-from stages.sft import Config
-from tuning.settings import OptimizerSettings
+from rlhf.flows.cli.settings import every_setting
+from rlhf.flows.recipe.model import Recipe
+from rlhf.flows.recipe.overrides import partial
+from rlhf.stages.common.settings import Optimizer
+from rlhf.stages.contract.described import field_docs
+from rlhf.stages.sft import Config
+from rlhf.tuning.settings import OptimizerSettings
 
 
 def test_every_setting_of_a_recipe_says_what_it_is():

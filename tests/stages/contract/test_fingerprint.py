@@ -5,18 +5,17 @@ from __future__ import annotations
 import ast
 import hashlib
 import json
-import shutil
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
-import stages
-from flows.graph.keying import key_of
-from stages.contract.fingerprint import INFRASTRUCTURE, OWN, Code, canonical_tree, library_versions, reached
-from stages.contract.registry import modules, stage
-from stages.sampling.settings import SERVERS, EngineSettings
+from rlhf.flows.graph.keying import key_of
+from rlhf.stages.contract.fingerprint import INFRASTRUCTURE, Code, canonical_tree, library_versions, reached
+from rlhf.stages.contract.registry import modules, stage
+from rlhf.stages.sampling.settings import SERVERS, EngineSettings
+from tests.support import PACKAGES, ROOT, copy_project
 
 STAGE = '''"""A stage."""
 import json
@@ -129,7 +128,7 @@ def test_what_runs_changes_the_module_that_it_is_in(pkg, name, old, new, module)
 
 
 def test_all_that_is_written_in_c_lies_beside_a_module():
-    sources = [p for top in OWN for p in (Path(stages.__file__).parents[1] / top).rglob("*.[ch]")]
+    sources = [p for name in PACKAGES for p in (ROOT / name).rglob("*.[ch]")]
     assert sources and [p for p in sources if not p.with_suffix(".py").exists()] == []
 
 
@@ -202,8 +201,8 @@ WRAPPERS = {
         ),
         (WRAPPERS, {"aa": WRAPPERS["aa"].replace("right", "wrong"), "bb": WRAPPERS["bb"].replace("wrong", "right")}),
         (
-            {"user": 'import importlib\nM = importlib.import_module("tuning.rewards.sentiment")\n'},
-            {"user": 'import importlib\nM = importlib.import_module("tuning.rewards.learned")\n'},
+            {"user": 'import importlib\nM = importlib.import_module("rlhf.tuning.rewards.sentiment")\n'},
+            {"user": 'import importlib\nM = importlib.import_module("rlhf.tuning.rewards.learned")\n'},
         ),
         (
             {"user": "class Stage: ...\nSTAGE = Stage(section='<think>')\n"},
@@ -244,21 +243,21 @@ def test_another_import_of_code_that_is_reached_anyway_is_another_code(pkg, old,
 
 
 def test_a_key_holds_contents_and_no_names_of_modules():
-    parts = {"stage": "sft", "imports": "links", "code": {"stages.sft": "a", "tuning.losses.sft": "b"}}
-    moved = parts | {"code": {"stages.tuning.sft": "b", "stages.sft": "a"}}
+    parts = {"stage": "sft", "imports": "links", "code": {"rlhf.stages.sft": "a", "rlhf.tuning.losses.sft": "b"}}
+    moved = parts | {"code": {"rlhf.stages.tuning.sft": "b", "rlhf.stages.sft": "a"}}
     assert key_of(moved) == key_of(parts)
-    assert key_of(parts | {"code": {"stages.sft": "a", "tuning.losses.sft": "c"}}) != key_of(parts)
+    assert key_of(parts | {"code": {"rlhf.stages.sft": "a", "rlhf.tuning.losses.sft": "c"}}) != key_of(parts)
     assert key_of(parts | {"imports": "other links"}) != key_of(parts)
 
 
 FITTED = {"sft", "distill", "preference", "reward"}
-TOOL = "tuning.agents.tools.calculator"
+TOOL = "rlhf.tuning.agents.tools.calculator"
 HASHES = (
     f"TOOL = {TOOL!r}"
     + """
 import json
-from stages.contract.fingerprint import reached
-from stages.contract.registry import modules
+from rlhf.stages.contract.fingerprint import reached
+from rlhf.stages.contract.registry import modules
 codes = {name: reached(module) for name, module in {**modules(), "calculator": TOOL}.items()}
 print(json.dumps({name: [sorted(set(code.modules.values())), code.imports] for name, code in codes.items()}))
 """
@@ -269,15 +268,13 @@ print(json.dumps({name: [sorted(set(code.modules.values())), code.imports] for n
 def tree(tmp_path_factory):
     """A copy of this project's own code, to be edited."""
     folder = tmp_path_factory.mktemp("tree")
-    root = Path(next(iter(stages.__path__))).parent
-    for name in ("stages", "tuning"):
-        shutil.copytree(root / name, folder / name, ignore=shutil.ignore_patterns("__pycache__"))
+    copy_project(folder)
     return folder
 
 
 def hashes(tree: Path) -> dict[str, list[object]]:
     command = [sys.executable, "-P", "-c", HASHES]
-    return json.loads(subprocess.check_output(command, cwd=tree, env={"PYTHONPATH": str(tree)}, text=True))
+    return json.loads(subprocess.check_output(command, cwd=tree, env={"PYTHONPATH": str(tree / "src")}, text=True))
 
 
 @pytest.fixture(scope="module")
@@ -327,7 +324,7 @@ def test_an_edit_of_the_project_reaches_these_stages_and_no_others(tree, unedite
 
 
 def test_the_docstring_of_a_built_in_tool_is_content(tree, unedited):
-    path = tree / f"{TOOL.replace('.', '/')}.py"
+    path = tree / "src" / f"{TOOL.replace('.', '/')}.py"
     text = path.read_text()
     path.write_text(text.replace('"""', '"""More: ', 1))
     try:
@@ -337,11 +334,11 @@ def test_the_docstring_of_a_built_in_tool_is_content(tree, unedited):
 
 
 def test_a_module_of_the_project_that_moves_leaves_every_stage_as_it_was(tree, unedited):
-    moved = {"stages.common.tables": "stages.tables", "tuning.losses.kl": "tuning.kullback"}
+    moved = {"rlhf.stages.common.tables": "rlhf.stages.tables", "rlhf.tuning.losses.kl": "rlhf.tuning.kullback"}
     texts = {p: p.read_text() for p in tree.rglob("*.py")}
     for old, new in moved.items():
-        path = tree.joinpath(*new.split(".")).with_suffix(".py")
-        tree.joinpath(*old.split(".")).with_suffix(".py").rename(path)
+        path = tree.joinpath("src", *new.split(".")).with_suffix(".py")
+        tree.joinpath("src", *old.split(".")).with_suffix(".py").rename(path)
     try:
         for path in tree.rglob("*.py"):
             text = path.read_text()
@@ -351,7 +348,7 @@ def test_a_module_of_the_project_that_moves_leaves_every_stage_as_it_was(tree, u
         after = hashes(tree)
     finally:
         for new in moved.values():
-            tree.joinpath(*new.split(".")).with_suffix(".py").unlink()
+            tree.joinpath("src", *new.split(".")).with_suffix(".py").unlink()
         for path, text in texts.items():
             path.write_text(text)
     after.pop("tables", None)
@@ -385,11 +382,11 @@ def test_what_a_stage_loads_by_name_is_content_where_it_is_used():
         assert loaded(stage(name).config()) == ()
         assert loaded(stage(name).config(engine=remote)) == (SERVERS,)
     code = reached(stage("rollout").module, SERVERS).modules
-    assert {SERVERS, "tuning.rollout.servers.protocol", "tuning.rollout.servers.fleet"} <= set(code)
+    assert {SERVERS, "rlhf.tuning.rollout.servers.protocol", "rlhf.tuning.rollout.servers.fleet"} <= set(code)
     assert SERVERS not in reached(stage("rollout").module).modules
     update = stage("update")
-    assert update.loads(update.config(algorithm="rloo")) == ("tuning.algorithms.rloo",)
-    assert "tuning.algorithms.rloo" not in reached(update.module).modules
+    assert update.loads(update.config(algorithm="rloo")) == ("rlhf.tuning.algorithms.rloo",)
+    assert "rlhf.tuning.algorithms.rloo" not in reached(update.module).modules
 
 
 def test_versions_of_libraries():

@@ -7,7 +7,7 @@ import sys
 import pytest
 from tensorboardX.proto.event_pb2 import Event
 
-from stages.contract.metrics import TRACKERS, Metrics
+from rlhf.stages.contract.metrics import TRACKERS, Metrics
 
 
 def scalars(folder):
@@ -63,7 +63,7 @@ def test_mlflow_has_the_numbers_of_each_stage_in_a_run_of_its_own(tmp_path, monk
 
 def test_torch_and_boto3_are_not_imported_where_they_are_installed(tmp_path):
     code = (
-        "import pathlib, sys; from stages.contract.metrics import Metrics; "
+        "import pathlib, sys; from rlhf.stages.contract.metrics import Metrics; "
         f"Metrics(pathlib.Path({str(tmp_path)!r}), 'x').close(); "
         f"sys.exit(not {{'torch', 'boto3'}}.isdisjoint(sys.modules))"
     )

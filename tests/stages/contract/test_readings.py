@@ -13,7 +13,7 @@ from tests.support import finish, python, write_files
 
 LOOK = """
 import json, pathlib, sys
-from stages.contract.fingerprint import reached
+from rlhf.stages.contract.fingerprint import reached
 
 parsed = []
 sys.addaudithook(lambda event, args: parsed.append(args) if event == "compile" and args[0] is not None else None)

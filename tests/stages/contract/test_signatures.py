@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import pytest
 
-from flows.recipe.model import RecipeError
-from flows.recipe.reading import load_recipe
-from flows.running.checks import check, check_columns
-from stages.contract import signatures
-from stages.tools.try_algorithm import fault
+from rlhf.flows.recipe.model import RecipeError
+from rlhf.flows.recipe.reading import load_recipe
+from rlhf.flows.running.checks import check, check_columns
+from rlhf.stages.contract import signatures
+from rlhf.stages.tools.try_algorithm import fault
+from rlhf.tuning.algorithms.settings import Objective
 from tests.support import write_files
-from tuning.algorithms.settings import Objective
 
 CODE = """
 raise SystemExit("executed")
@@ -200,8 +200,8 @@ def test_names_that_a_tree_cannot_tell_are_accepted(tmp_path, monkeypatch):
 
 ALGORITHM = """
 import jax.numpy as jnp
-from tuning.algorithms.algorithm import Algorithm, clipped, group_relative
-from tuning.losses.policy import reinforce
+from rlhf.tuning.algorithms.algorithm import Algorithm, clipped, group_relative
+from rlhf.tuning.losses.policy import reinforce
 
 def right(objective): return Algorithm(group_relative("std"), clipped(objective))
 def raises(objective): return {}["my bug"]

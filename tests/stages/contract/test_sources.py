@@ -6,11 +6,11 @@ from importlib.metadata import version
 
 import pytest
 
-from stages.contract import fingerprint
-from stages.contract.fingerprint import reached
-from stages.contract.kept import keep, kept
-from stages.contract.sources import data_digests, function_digests
-from stages.store.artifacts import Store
+from rlhf.stages.contract import fingerprint
+from rlhf.stages.contract.fingerprint import reached
+from rlhf.stages.contract.kept import keep, kept
+from rlhf.stages.contract.sources import data_digests, function_digests
+from rlhf.stages.store.artifacts import Store
 from tests.support import write_files
 
 
@@ -62,7 +62,7 @@ def test_packages_that_a_users_code_imports_are_content(tmp_path, monkeypatch):
         "package:numpy": version("numpy"),
         "package:no_such_package": "absent",
     }
-    (sentiment,) = [n for n in function_digests("tuning.rewards.sentiment:vader", "here") if "vader" in n.lower()]
+    (sentiment,) = [n for n in function_digests("rlhf.tuning.rewards.sentiment:vader", "here") if "vader" in n.lower()]
     assert sentiment.startswith("package:vaderSentiment")
 
 
@@ -116,9 +116,9 @@ def test_an_environment_s_records_are_in_the_key_by_the_code_that_makes_them():
     """Under its name as a source; other data reaches none of it."""
     guess, lake = (data_digests(name, "data.source") for name in ("guess", "frozenlake"))
     assert guess["task"] == "guess" and len(guess) == 2 and set(guess.values()) & set(lake.values()) == set()
-    modules = reached("stages.prepare.stage").modules
-    agents = {name for name in modules if name.startswith("tuning.agents")} - {"tuning.agents"}
-    assert "tuning.data.tasks" in modules and agents <= {"tuning.agents.contract"}
+    modules = reached("rlhf.stages.prepare.stage").modules
+    agents = {name for name in modules if name.startswith("rlhf.tuning.agents")} - {"rlhf.tuning.agents"}
+    assert "rlhf.tuning.data.tasks" in modules and agents <= {"rlhf.tuning.agents.contract"}
 
 
 def test_the_text_of_a_module_in_another_encoding_is_kept(tmp_path, monkeypatch):

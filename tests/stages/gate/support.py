@@ -7,12 +7,12 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from stages.contract.definition import Context
-from stages.gate import stage
-from stages.gate.settings import Config
-from stages.store.artifacts import Artifact, Store
-from tuning.data.schema import ROWS
-from tuning.rows import CompletionRow, PromptRow, VerdictRow, write_table
+from rlhf.stages.contract.definition import Context
+from rlhf.stages.gate import stage
+from rlhf.stages.gate.settings import Config
+from rlhf.stages.store.artifacts import Artifact, Store
+from rlhf.tuning.data.schema import ROWS
+from rlhf.tuning.rows import CompletionRow, PromptRow, VerdictRow, write_table
 
 SETTINGS: dict[str, Any] = {"judge": "exact_match", "samples": 2, "judges": {"polite": {}}}
 

@@ -5,11 +5,11 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from stages.gate.decide import compare
-from stages.gate.settings import Config
+from rlhf.stages.gate.decide import compare
+from rlhf.stages.gate.settings import Config
+from rlhf.tuning.evaluation.verdicts import Judged
+from rlhf.tuning.rows import CompletionRow, VerdictRow
 from tests.stages.gate.support import SETTINGS, Lab
-from tuning.evaluation.verdicts import Judged
-from tuning.rows import CompletionRow, VerdictRow
 
 COUNT = 60
 TIMEOUT = "took longer than 10 s"

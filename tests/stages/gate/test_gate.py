@@ -6,10 +6,10 @@ import json
 
 import pytest
 
-from stages.gate.settings import FLIPS, RESAMPLES, Config, Gate, Guard
-from stages.store.artifacts import ArtifactError
+from rlhf.stages.gate.settings import FLIPS, RESAMPLES, Config, Gate, Guard
+from rlhf.stages.store.artifacts import ArtifactError
+from rlhf.tuning.evaluation import permutation, statistics
 from tests.stages.gate.support import Lab
-from tuning.evaluation import permutation, statistics
 
 COUNT = 40
 BAD, GOOD = [[0.0, 0.0]] * COUNT, [[1.0, 1.0]] * COUNT
@@ -190,8 +190,8 @@ def test_a_run_that_breaks_a_law_is_refused(lab, sides):
 
 
 def audited(lab, config, new, old):
-    from stages.contract.definition import Context
-    from stages.gate import stage
+    from rlhf.stages.contract.definition import Context
+    from rlhf.stages.gate import stage
 
     inputs = {
         "candidate": new, "against": old, "policy": lab.input(new, "policy"), "champion": lab.input(old, "policy"),

@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from stages.contract.definition import Context
-from stages.prepare import stage as prepare
-from tuning.models.tokenizer import save_tokenizer, tokenizer_from_gguf
+from rlhf.stages.contract.definition import Context
+from rlhf.stages.prepare import stage as prepare
+from rlhf.tuning.models.tokenizer import save_tokenizer, tokenizer_from_gguf
 
 
 @pytest.fixture(scope="module")

@@ -8,10 +8,10 @@ from pathlib import Path
 
 import pyarrow.parquet as pq
 
-from stages.store.artifacts import Store
-from stages.worker.protocol import Request
-from tuning.models.byte_tokenizer import byte_tokenizer
-from tuning.models.tokenizer import save_tokenizer
+from rlhf.stages.store.artifacts import Store
+from rlhf.stages.worker.protocol import Request
+from rlhf.tuning.models.byte_tokenizer import byte_tokenizer
+from rlhf.tuning.models.tokenizer import save_tokenizer
 
 SYSTEM = "Reply with the answer only."
 

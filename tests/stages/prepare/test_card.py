@@ -3,8 +3,8 @@
 import json
 import shutil
 
-from stages.prepare.card import write_card
-from stages.prepare.settings import Config
+from rlhf.stages.prepare.card import write_card
+from rlhf.stages.prepare.settings import Config
 
 
 def test_it_names_sources_without_what_opens_them(smoke_store, tmp_path):

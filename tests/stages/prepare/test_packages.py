@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 from markupsafe import escape
 
-from stages.prepare.stage import Config, PrepareError
+from rlhf.stages.prepare.stage import Config, PrepareError
 from tests.stages.prepare.support import rows, write
 from tests.tuning.data import packages
 

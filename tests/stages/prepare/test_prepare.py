@@ -8,12 +8,12 @@ from pathlib import Path
 import pyarrow.parquet as pq
 import pytest
 
-from stages.prepare import stage as prepare
-from stages.prepare.stage import Config, PrepareError
-from stages.store.keys import config_content, digest
+from rlhf.stages.prepare import stage as prepare
+from rlhf.stages.prepare.stage import Config, PrepareError
+from rlhf.stages.store.keys import config_content, digest
+from rlhf.tuning.data.merge import Fates
+from rlhf.tuning.models.tokenizer import load_tokenizer
 from tests.stages.prepare.support import SYSTEM, digests, rows, write
-from tuning.data.merge import Fates
-from tuning.models.tokenizer import load_tokenizer
 
 
 def test_addition(run, base):
@@ -85,7 +85,7 @@ def test_the_same_records_in_every_kind_of_file_give_the_same_rows(run, pairs, t
 
 
 def test_finished_blocks_are_reused_after_a_kill(run, pairs, tmp_path, monkeypatch):
-    from tuning.data import pipeline
+    from rlhf.tuning.data import pipeline
 
     config = Config(source=write(tmp_path / "data.jsonl", pairs), chunk_megabytes=0.002)
     original, calls = pipeline.Write.process, []

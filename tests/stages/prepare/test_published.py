@@ -9,13 +9,13 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from flows.recipe.reading import load_recipe
-from stages.contract.definition import Context
-from stages.prepare import stage as prepare
-from stages.prepare.stage import PrepareError
-from tuning.models.byte_tokenizer import byte_tokenizer
-from tuning.models.tokenizer import save_tokenizer
-from tuning.rewards.functions import BUILT_IN
+from rlhf.flows.recipe.reading import load_recipe
+from rlhf.stages.contract.definition import Context
+from rlhf.stages.prepare import stage as prepare
+from rlhf.stages.prepare.stage import PrepareError
+from rlhf.tuning.models.byte_tokenizer import byte_tokenizer
+from rlhf.tuning.models.tokenizer import save_tokenizer
+from rlhf.tuning.rewards.functions import BUILT_IN
 
 PAGE = Path(__file__).parents[3] / "docs" / "data.md"
 

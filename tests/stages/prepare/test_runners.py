@@ -8,11 +8,11 @@ from concurrent.futures import ThreadPoolExecutor
 import psutil
 import pytest
 
-from stages.prepare.stage import Config
-from stages.worker.client import StageFailed, Worker, WorkerDied
+from rlhf.stages.prepare.stage import Config
+from rlhf.stages.worker.client import StageFailed, Worker, WorkerDied
+from rlhf.tuning.data.runners import RunnerError
 from tests.stages.prepare.support import digests, request, waiting, write
 from tests.tuning.data.run import job_server, worker_pool
-from tuning.data.runners import RunnerError
 
 RULES = {"rules": ["tests.stages.prepare.support:gate"]}
 

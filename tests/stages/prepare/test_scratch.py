@@ -8,10 +8,10 @@ import json
 import fsspec
 import pytest
 
-from stages.prepare.stage import PrepareError
-from stages.store.artifacts import Store
-from stages.worker.loaded_code import SourceDiffers
-from stages.worker.process import Events, run_request
+from rlhf.stages.prepare.stage import PrepareError
+from rlhf.stages.store.artifacts import Store
+from rlhf.stages.worker.loaded_code import SourceDiffers
+from rlhf.stages.worker.process import Events, run_request
 from tests.stages.prepare.support import request, write
 from tests.stages.store.disturbed import Disturbed
 

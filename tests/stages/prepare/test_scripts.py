@@ -2,7 +2,7 @@
 
 import pytest
 
-from stages.prepare.stage import Config, PrepareError
+from rlhf.stages.prepare.stage import Config, PrepareError
 from tests.stages.prepare.support import rows, write
 
 FORMS = [lambda text: f"{text} \n", lambda text: f" {text.replace(' ', '  ')}", lambda text: text.replace("1", "１")]

@@ -5,7 +5,7 @@ import json
 import pytest
 from pydantic import ValidationError
 
-from stages.prepare.stage import Config, PrepareError
+from rlhf.stages.prepare.stage import Config, PrepareError
 from tests.stages.prepare.support import rows, write
 
 

@@ -4,14 +4,14 @@ import dataclasses
 
 import pytest
 
+from rlhf.tuning.models.huggingface import save_decoder
+from rlhf.tuning.models.tokenizer import save_tokenizer
+from rlhf.tuning.rollout.engine.engine import Engine
+from rlhf.tuning.rollout.engine.limits import Limits
+from rlhf.tuning.rollout.servers.protocol import Policy
+from rlhf.tuning.rollout.servers.transfer import Transfer, digests
 from tests.stages.sampling.http_server import State, make_app, serve
 from tests.stages.sampling.support import CONFIG, GREEDY, PARAMS, TOKENIZER, requests_of, trainer
-from tuning.models.huggingface import save_decoder
-from tuning.models.tokenizer import save_tokenizer
-from tuning.rollout.engine.engine import Engine
-from tuning.rollout.engine.limits import Limits
-from tuning.rollout.servers.protocol import Policy
-from tuning.rollout.servers.transfer import Transfer, digests
 
 
 @pytest.fixture(scope="module")

@@ -1,4 +1,4 @@
-"""`stages.serving.server` with the endpoints by which vLLM and SGLang change weights, and SGLang's `/generate`.
+"""`rlhf.stages.serving.server` with the endpoints by which vLLM and SGLang change weights, and SGLang's `/generate`.
 
 A program with vLLM's arguments, so that it can be started as vLLM is: the same HTTP, this project's engine behind it.
 SGLang's part answers the schema of its documentation; it stands for no run against SGLang itself.
@@ -18,20 +18,20 @@ from typing import Any
 from fastapi import FastAPI, Request
 from fastapi.responses import JSONResponse
 
-import stages.serving.app
-import stages.serving.server
-from stages.serving.access import Keys
-from stages.serving.counts import Counts
-from stages.serving.guard import Guard
-from tuning.models.huggingface import read_config
-from tuning.models.tokenizer import load_tokenizer
-from tuning.rollout.engine.engine import Engine
-from tuning.rollout.engine.folder import load_folder
-from tuning.rollout.engine.limits import Limits
-from tuning.rollout.engine.live import Live
-from tuning.rollout.requests import Request as Asked
-from tuning.rollout.requests import Sampling
-from tuning.rollout.servers.transfer import pull
+from rlhf.stages.serving import app as serving
+from rlhf.stages.serving.access import Keys
+from rlhf.stages.serving.counts import Counts
+from rlhf.stages.serving.guard import Guard
+from rlhf.stages.serving.server import Server
+from rlhf.tuning.models.huggingface import read_config
+from rlhf.tuning.models.tokenizer import load_tokenizer
+from rlhf.tuning.rollout.engine.engine import Engine
+from rlhf.tuning.rollout.engine.folder import load_folder
+from rlhf.tuning.rollout.engine.limits import Limits
+from rlhf.tuning.rollout.engine.live import Live
+from rlhf.tuning.rollout.requests import Request as Asked
+from rlhf.tuning.rollout.requests import Sampling
+from rlhf.tuning.rollout.servers.transfer import pull
 
 VERSION = "0.0.test"
 
@@ -130,8 +130,8 @@ def make_app(state: State) -> FastAPI:
         about = {"output_token_logprobs": rows, "finish_reason": reason, "weight_version": state.version}
         return {"text": "", "output_ids": done.tokens, "meta_info": about}
 
-    server = stages.serving.server.Server(state.live, state.tokenizer, "policy", (), state.context)
-    app.mount("/", stages.serving.app.make_app(server))
+    server = Server(state.live, state.tokenizer, "policy", (), state.context)
+    app.mount("/", serving.make_app(server))
     return app
 
 

@@ -1,4 +1,4 @@
-"""`rlhf serve`'s server over a model's folder, as a program: what `stages.serving.serve` makes of an artifact."""
+"""`rlhf serve`'s server over a model's folder, as a program: what `rlhf.stages.serving.serve` makes of an artifact."""
 
 from __future__ import annotations
 
@@ -6,17 +6,17 @@ import argparse
 from pathlib import Path
 from typing import Any
 
-import stages.serving.server
-from stages.serving.app import make_app
-from stages.serving.serve import serve
-from stages.serving.weights import Weights
-from tuning.models.huggingface import read_config
-from tuning.models.tokenizer import load_tokenizer
-from tuning.rollout.engine.decoders import Quantization
-from tuning.rollout.engine.engine import Engine
-from tuning.rollout.engine.folder import load_folder
-from tuning.rollout.engine.limits import Limits
-from tuning.rollout.engine.live import Live
+from rlhf.stages.serving.app import make_app
+from rlhf.stages.serving.serve import serve
+from rlhf.stages.serving.server import Server
+from rlhf.stages.serving.weights import Weights
+from rlhf.tuning.models.huggingface import read_config
+from rlhf.tuning.models.tokenizer import load_tokenizer
+from rlhf.tuning.rollout.engine.decoders import Quantization
+from rlhf.tuning.rollout.engine.engine import Engine
+from rlhf.tuning.rollout.engine.folder import load_folder
+from rlhf.tuning.rollout.engine.limits import Limits
+from rlhf.tuning.rollout.engine.live import Live
 
 
 class Forgetful(Live):
@@ -38,7 +38,7 @@ def server_over(
     bounds = Limits(**{"slots": 8, "context": 256, "steps": 4} | limits)
     engine = Engine(read_config(folder), limits=bounds, top=5, quantization=quantization)
     load_folder(engine, folder)
-    return stages.serving.server.Server(kind(engine), load_tokenizer(folder), "policy", (), engine.context, name)
+    return Server(kind(engine), load_tokenizer(folder), "policy", (), engine.context, name)
 
 
 def app_over(server: Any, root: Path) -> Any:

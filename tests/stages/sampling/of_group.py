@@ -5,9 +5,9 @@ import sys
 from pathlib import Path
 from types import SimpleNamespace
 
-from stages import rollout
+from rlhf.stages import rollout
+from rlhf.tuning import multihost
 from tests.stages.training.support import Folder, perform
-from tuning import multihost
 
 
 def main() -> None:

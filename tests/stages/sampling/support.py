@@ -6,14 +6,14 @@ import time
 import jax
 import numpy as np
 
-from tuning.device import Compute
-from tuning.models.byte_tokenizer import byte_tokenizer
-from tuning.models.config import tiny
-from tuning.models.huggingface import random_params
-from tuning.rollout.requests import Request, Sampling
-from tuning.rollout.servers.fleet import Fleet, Options
-from tuning.rollout.servers.kinds import KINDS
-from tuning.training.completions import token_logps
+from rlhf.tuning.device import Compute
+from rlhf.tuning.models.byte_tokenizer import byte_tokenizer
+from rlhf.tuning.models.config import tiny
+from rlhf.tuning.models.huggingface import random_params
+from rlhf.tuning.rollout.requests import Request, Sampling
+from rlhf.tuning.rollout.servers.fleet import Fleet, Options
+from rlhf.tuning.rollout.servers.kinds import KINDS
+from rlhf.tuning.training.completions import token_logps
 
 TOKENIZER = byte_tokenizer()
 CONFIG = tiny(len(TOKENIZER))

@@ -8,12 +8,12 @@ import time
 import psutil
 import pytest
 
+from rlhf.tuning.rollout.servers.child import Child
+from rlhf.tuning.rollout.servers.kinds import KINDS
+from rlhf.tuning.rollout.servers.protocol import ServerLost, ServerStart
+from rlhf.tuning.rollout.servers.server import RemoteServer
 from tests.stages.sampling.support import GREEDY, remote, requests_of, run, same
 from tests.support import python
-from tuning.rollout.servers.child import Child
-from tuning.rollout.servers.kinds import KINDS
-from tuning.rollout.servers.protocol import ServerLost, ServerStart
-from tuning.rollout.servers.server import RemoteServer
 
 
 @pytest.fixture
@@ -92,7 +92,7 @@ def test_the_others_take_over_from_a_lost_server_and_its_owner_keeps_nothing(
 KEPT = """
 import sys, time
 from pathlib import Path
-from tuning.rollout.servers.child import Child
+from rlhf.tuning.rollout.servers.child import Child
 script = "import os, signal, subprocess, sys, time; signal.signal(15, signal.SIG_IGN); "
 script += "p = subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(100)']); "
 script += "open(sys.argv[1], 'w').write(f'{os.getpid()} {p.pid}'); time.sleep(100)"

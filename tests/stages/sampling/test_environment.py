@@ -6,23 +6,25 @@ from pathlib import Path
 
 import pytest
 
-import tuning.agents
-from stages.contract.fingerprint import reached
-from stages.sampling.environment import Environment, modules_of, source_digests
-from stages.store.keys import config_content
+from rlhf.stages.contract.fingerprint import reached
+from rlhf.stages.sampling.environment import Environment, modules_of, source_digests
+from rlhf.stages.store.keys import config_content
+from rlhf.tuning import agents
 from tests.support import write_files
 
-GAMES = "tuning.agents.environments"
+GAMES = "rlhf.tuning.agents.environments"
 
 
 @pytest.mark.parametrize("settings", [{"name": "guess"}, {"tools": ["calculator"]}, {"name": "own:Class"}], ids=str)
 def test_each_module_that_makes_observations_rewards_and_results_of_tools_is_in_the_key(settings):
-    folder = Path(tuning.agents.__file__).parent
-    named = {".".join(("tuning.agents", *p.relative_to(folder).with_suffix("").parts)) for p in folder.rglob("*.py")}
+    folder = Path(agents.__file__).parent
+    named = {
+        ".".join(("rlhf.tuning.agents", *p.relative_to(folder).with_suffix("").parts)) for p in folder.rglob("*.py")
+    }
     plays = {name for name in named if not name.startswith(GAMES) and (not name.endswith("__init__"))}
     plays |= {
-        "tuning.agents.adapters",
-        "tuning.agents.tools",
+        "rlhf.tuning.agents.adapters",
+        "rlhf.tuning.agents.tools",
         *([f"{GAMES}.guess"] if "guess" in str(settings) else []),
     }
     keyed = set(reached(*modules_of(Environment(**settings))).modules)

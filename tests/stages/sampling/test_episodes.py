@@ -11,20 +11,20 @@ from collections import Counter
 import numpy as np
 import pytest
 
-from stages import base as base_model
-from stages import evaluate, rollout
-from stages.common.checked_lines import read_lines
-from stages.common.compilation import configure_jax
-from stages.sampling.environment import Environment
-from stages.sampling.episodes import EnvironmentFailed
-from stages.score import stage as score
-from stages.score.settings import ENVIRONMENT, Reward
+from rlhf.stages import base as base_model
+from rlhf.stages import evaluate, rollout
+from rlhf.stages.common.checked_lines import read_lines
+from rlhf.stages.common.compilation import configure_jax
+from rlhf.stages.sampling.environment import Environment
+from rlhf.stages.sampling.episodes import EnvironmentFailed
+from rlhf.stages.score import stage as score
+from rlhf.stages.score.settings import ENVIRONMENT, Reward
+from rlhf.tuning.agents.rows import TrajectoryRow, TurnRow
+from rlhf.tuning.algorithms.round_data import RoundData
+from rlhf.tuning.chat.renderer import Renderer
+from rlhf.tuning.models.byte_tokenizer import byte_tokenizer
+from rlhf.tuning.rows import CompletionRow, ScoreRow, VerdictRow, names_of, read_table
 from tests.stages.training.support import Folder, data, ids, perform
-from tuning.agents.rows import TrajectoryRow, TurnRow
-from tuning.algorithms.round_data import RoundData
-from tuning.chat.renderer import Renderer
-from tuning.models.byte_tokenizer import byte_tokenizer
-from tuning.rows import CompletionRow, ScoreRow, VerdictRow, names_of, read_table
 
 TASKS, SAMPLES = 3, 4
 GUESS = Environment(name="guess", arguments={"high": 4, "guesses": 3}, turns=3, max_tokens=400, processes=8)

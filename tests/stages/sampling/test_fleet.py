@@ -17,16 +17,16 @@ import numpy as np
 import pytest
 from fastapi import FastAPI, Request, Response
 
-import stages.serving.app
-import stages.serving.server
-from stages.sampling.servers import _own
+from rlhf.stages.sampling.servers import _own
+from rlhf.stages.serving.app import make_app
+from rlhf.stages.serving.server import Server
+from rlhf.tuning.rollout.requests import RefusedRequest, Sampling
+from rlhf.tuning.rollout.requests import Request as Asked
+from rlhf.tuning.rollout.servers.kinds import KINDS
+from rlhf.tuning.rollout.servers.protocol import ServerLost, ServerRefused, StalePolicy, sample_seed
+from rlhf.tuning.rollout.servers.server import RemoteServer
 from tests.stages.sampling.http_server import VERSION, State, serve
 from tests.stages.sampling.support import GREEDY, STOPS, TOKENIZER, remote, requests_of, run, same, trainer
-from tuning.rollout.requests import RefusedRequest, Sampling
-from tuning.rollout.requests import Request as Asked
-from tuning.rollout.servers.kinds import KINDS
-from tuning.rollout.servers.protocol import ServerLost, ServerRefused, StalePolicy, sample_seed
-from tuning.rollout.servers.server import RemoteServer
 
 
 @pytest.mark.parametrize(
@@ -99,7 +99,7 @@ def test_log_probabilities_before_the_temperature_are_found_out(url, policy):
 def test_a_server_that_does_not_say_whose_weights_it_has_must_prove_them(folders, policy, native):
     """`rlhf serve` of a policy that is no artifact, and servers without development endpoints."""
     state = State(folders["first"])
-    app = stages.serving.app.make_app(stages.serving.server.Server(state.live, TOKENIZER, "policy", (), 256))
+    app = make_app(Server(state.live, TOKENIZER, "policy", (), 256))
     server, thread, url = serve(app)
     try:
         engine = remote(RemoteServer(url), sync="none")

@@ -5,13 +5,13 @@ import dataclasses
 import numpy as np
 import pytest
 
-from stages.sampling.groups import Scored, TooFewGroups, chosen_groups, missing_prompts
-from tuning.algorithms import selection
-from tuning.algorithms.algorithm import find
-from tuning.algorithms.diagnostics import pass_histogram
-from tuning.algorithms.round_data import RoundData
-from tuning.algorithms.settings import RoundSettings
-from tuning.rows import CompletionRow, ScoreRow
+from rlhf.stages.sampling.groups import Scored, TooFewGroups, chosen_groups, missing_prompts
+from rlhf.tuning.algorithms import selection
+from rlhf.tuning.algorithms.algorithm import find
+from rlhf.tuning.algorithms.diagnostics import pass_histogram
+from rlhf.tuning.algorithms.round_data import RoundData
+from rlhf.tuning.algorithms.settings import RoundSettings
+from rlhf.tuning.rows import CompletionRow, ScoreRow
 
 
 def scored(totals, prompts):

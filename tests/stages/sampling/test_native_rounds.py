@@ -12,21 +12,21 @@ import jax
 import numpy as np
 import pytest
 
-from stages import base as base_model
-from stages import rollout
-from stages.common.compilation import configure_jax
-from stages.sampling import servers
-from stages.sampling.settings import EngineSettings
+from rlhf.stages import base as base_model
+from rlhf.stages import rollout
+from rlhf.stages.common.compilation import configure_jax
+from rlhf.stages.sampling import servers
+from rlhf.stages.sampling.settings import EngineSettings
+from rlhf.tuning import multihost
+from rlhf.tuning.device import Compute
+from rlhf.tuning.models.huggingface import load_decoder, save_decoder
+from rlhf.tuning.rollout.servers.protocol import ServerRefused
+from rlhf.tuning.rows import CompletionRow, read_table
+from rlhf.tuning.training.completions import token_logps
 from tests.stages.sampling.http_server import serve
 from tests.stages.sampling.native_server import app_over, server_over
 from tests.stages.training.support import Folder, data, ids, perform
 from tests.support import with_devices
-from tuning import multihost
-from tuning.device import Compute
-from tuning.models.huggingface import load_decoder, save_decoder
-from tuning.rollout.servers.protocol import ServerRefused
-from tuning.rows import CompletionRow, read_table
-from tuning.training.completions import token_logps
 
 QUESTIONS = ["1+1=", "some words?", "2*3="]
 

@@ -10,11 +10,11 @@ from concurrent.futures import ThreadPoolExecutor
 import httpx
 import pytest
 
+from rlhf.tuning.rollout.servers.protocol import ServerRefused, StalePolicy
+from rlhf.tuning.rollout.servers.server import RemoteServer
 from tests.stages.sampling.http_server import serve
 from tests.stages.sampling.native_server import Forgetful, app_over, server_over
 from tests.stages.sampling.support import GREEDY, remote, run, same
-from tuning.rollout.servers.protocol import ServerRefused, StalePolicy
-from tuning.rollout.servers.server import RemoteServer
 
 
 @pytest.fixture

@@ -6,10 +6,10 @@ from collections import Counter
 import grain.python as grain
 import pytest
 
-from flows.graph.build import build
-from flows.recipe.reading import load_recipe
-from stages.sampling.order import positions, prompts_of_refill, prompts_of_round
-from stages.store.keys import derive_seed
+from rlhf.flows.graph.build import build
+from rlhf.flows.recipe.reading import load_recipe
+from rlhf.stages.sampling.order import positions, prompts_of_refill, prompts_of_round
+from rlhf.stages.store.keys import derive_seed
 
 
 def rollouts(*sets):

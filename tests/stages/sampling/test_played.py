@@ -4,11 +4,11 @@ import json
 
 import pytest
 
-from stages.sampling.played import summary, turns_summary
-from tuning.agents.contract import Task
-from tuning.agents.rows import TurnRow
-from tuning.agents.trajectory import Ended, Episode, Turn, trajectory_row
-from tuning.rows import write_table
+from rlhf.stages.sampling.played import summary, turns_summary
+from rlhf.tuning.agents.contract import Task
+from rlhf.tuning.agents.rows import TurnRow
+from rlhf.tuning.agents.trajectory import Ended, Episode, Turn, trajectory_row
+from rlhf.tuning.rows import write_table
 
 
 def turn(place: int, number: int, *failures: bool, valid: bool = True) -> TurnRow:

@@ -10,20 +10,20 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from stages import base as base_model
-from stages import evaluate, greedy, rollout
-from stages.common.compilation import configure_jax
-from stages.contract.definition import Context
-from stages.sampling import rows as rows_module
-from stages.sampling.groups import chosen_groups, read_scored
-from stages.score import stage as score
-from stages.score.settings import Reward
+from rlhf.stages import base as base_model
+from rlhf.stages import evaluate, greedy, rollout
+from rlhf.stages.common.compilation import configure_jax
+from rlhf.stages.contract.definition import Context
+from rlhf.stages.sampling import rows as rows_module
+from rlhf.stages.sampling.groups import chosen_groups, read_scored
+from rlhf.stages.score import stage as score
+from rlhf.stages.score.settings import Reward
+from rlhf.tuning.algorithms.round_data import RoundData
+from rlhf.tuning.models.tokenizer import save_tokenizer
+from rlhf.tuning.rows import CompletionRow, RefusedRow, ScoreRow, names_of, read_table
 from tests.stages.score.functions import weighed
 from tests.stages.serving.chats import tokenizer
 from tests.stages.training.support import Folder, data, ids, perform
-from tuning.algorithms.round_data import RoundData
-from tuning.models.tokenizer import save_tokenizer
-from tuning.rows import CompletionRow, RefusedRow, ScoreRow, names_of, read_table
 
 PROMPTS, COMPLETIONS = 8, 2
 QUESTIONS = ["1+1=", "some words?", "2*3=", "far too long " * 500]

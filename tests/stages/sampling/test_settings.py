@@ -2,11 +2,11 @@
 
 import pytest
 
-from flows.graph.build import build
-from flows.recipe.model import RecipeError
-from flows.recipe.reading import load_recipe
-from stages.sampling.settings import EngineSettings
-from stages.store.keys import config_content, published
+from rlhf.flows.graph.build import build
+from rlhf.flows.recipe.model import RecipeError
+from rlhf.flows.recipe.reading import load_recipe
+from rlhf.stages.sampling.settings import EngineSettings
+from rlhf.stages.store.keys import config_content, published
 
 URL = ["rl.rollout.engine.kind=vllm", "rl.rollout.engine.url=http://127.0.0.1:8000", "rl.rollout.engine.version='1.0'"]
 

@@ -5,10 +5,10 @@ import dataclasses
 
 import pytest
 
+from rlhf.tuning.rollout.servers.protocol import ServerRefused
+from rlhf.tuning.rollout.servers.server import RemoteServer
+from rlhf.tuning.rollout.servers.turns import Turns
 from tests.stages.sampling.support import GREEDY, remote, same
-from tuning.rollout.servers.protocol import ServerRefused
-from tuning.rollout.servers.server import RemoteServer
-from tuning.rollout.servers.turns import Turns
 
 
 def ended(turns, *numbers):

@@ -2,9 +2,9 @@
 
 import pytest
 
-from stages.store.artifacts import Store
+from rlhf.stages.store.artifacts import Store
+from rlhf.tuning.rows import CompletionRow, write_table
 from tests.stages.score.support import TEXTS
-from tuning.rows import CompletionRow, write_table
 
 
 @pytest.fixture

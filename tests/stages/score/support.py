@@ -1,8 +1,8 @@
 """What tests of scores share: a context to score in, and the table that came of it."""
 
-from stages.contract.definition import Context
-from stages.score.settings import Config, Reward
-from tuning.rows import ScoreRow, read_table
+from rlhf.stages.contract.definition import Context
+from rlhf.stages.score.settings import Config, Reward
+from rlhf.tuning.rows import ScoreRow, read_table
 
 TEXTS = ["4", "5", "4 ", "boom", "4", "44"]
 """Of the completions, three a prompt."""

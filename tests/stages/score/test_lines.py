@@ -1,12 +1,12 @@
 """Lines of a journal of scores: a line that is damaged costs one score, and is never taken."""
 
-from stages.common.journal import Journal
-from stages.score import stage as score
-from stages.score.settings import Reward
+from rlhf.stages.common.journal import Journal
+from rlhf.stages.score import stage as score
+from rlhf.stages.score.settings import Reward
+from rlhf.tuning.rewards.samples import Outcome
+from rlhf.tuning.rows import CompletionRow
 from tests.stages.score.support import context
 from tests.stages.training.support import Folder
-from tuning.rewards.samples import Outcome
-from tuning.rows import CompletionRow
 
 
 def test_a_line_that_a_kill_has_cut_costs_one_score(tmp_path, rollouts):

@@ -7,20 +7,20 @@ import jax
 import numpy as np
 import pytest
 
-from stages import scorer
-from stages.prepare import stage as prepare
-from stages.prepare.settings import Config as DataConfig
-from stages.sampling.played import conversation_of
-from stages.score.outcomes import outcomes_of
-from stages.score.settings import MODEL, Reward
+from rlhf.stages import scorer
+from rlhf.stages.prepare import stage as prepare
+from rlhf.stages.prepare.settings import Config as DataConfig
+from rlhf.stages.sampling.played import conversation_of
+from rlhf.stages.score.outcomes import outcomes_of
+from rlhf.stages.score.settings import MODEL, Reward
+from rlhf.tuning.chat.template import Template
+from rlhf.tuning.models.byte_tokenizer import byte_tokenizer
+from rlhf.tuning.models.config import UnsupportedModel
+from rlhf.tuning.models.tokenizer import save_tokenizer
+from rlhf.tuning.rewards.learned import rendered
+from rlhf.tuning.rows import CompletionRow, PromptRow, read_table
 from tests.stages.score.support import context
 from tests.stages.training.support import Folder, perform
-from tuning.chat.template import Template
-from tuning.models.byte_tokenizer import byte_tokenizer
-from tuning.models.config import UnsupportedModel
-from tuning.models.tokenizer import save_tokenizer
-from tuning.rewards.learned import rendered
-from tuning.rows import CompletionRow, PromptRow, read_table
 
 torch = pytest.importorskip("torch", reason="parity needs torch")
 

@@ -9,21 +9,21 @@ import numpy as np
 import pytest
 from pydantic import ValidationError
 
-from stages.common import journal
-from stages.common.code import suspect_code
-from stages.sampling.groups import read_scored, read_turns
-from stages.score import stage as score
-from stages.score.settings import Config, Reward
+from rlhf.stages.common import journal
+from rlhf.stages.common.code import suspect_code
+from rlhf.stages.sampling.groups import read_scored, read_turns
+from rlhf.stages.score import stage as score
+from rlhf.stages.score.settings import Config, Reward
+from rlhf.tuning.agents.rows import TurnRow
+from rlhf.tuning.columns import Numbers
+from rlhf.tuning.models.byte_tokenizer import byte_tokenizer
+from rlhf.tuning.rewards.failures import Outage, TooManyFailures
+from rlhf.tuning.rewards.sandbox import gaps
+from rlhf.tuning.rewards.totals import RewardFailed
+from rlhf.tuning.rows import CompletionRow, read_table, write_table
 from tests.judge_server import judge_server
 from tests.stages.score.support import TEXTS, context, table
 from tests.stages.training.support import Folder
-from tuning.agents.rows import TurnRow
-from tuning.columns import Numbers
-from tuning.models.byte_tokenizer import byte_tokenizer
-from tuning.rewards.failures import Outage, TooManyFailures
-from tuning.rewards.sandbox import gaps
-from tuning.rewards.totals import RewardFailed
-from tuning.rows import CompletionRow, read_table, write_table
 
 
 def test_what_is_scored_apart_is_on_the_scale_of_its_round(tmp_path, rollouts):
@@ -234,9 +234,9 @@ def test_a_function_sees_a_completion_a_group_or_the_round(tmp_path, rollouts, b
 @pytest.mark.slow
 def test_the_reward_model_reads_the_end_of_the_turn(tmp_path):
     """R23: one that stopped at another id of the generation config has the score of its text."""
+    from rlhf.tuning.models.huggingface import scalar_head_params
+    from rlhf.tuning.models.tokenizer import turn_end
     from tests.tuning.tiny import CONFIG, PARAMS
-    from tuning.models.huggingface import scalar_head_params
-    from tuning.models.tokenizer import turn_end
 
     params = scalar_head_params(CONFIG, PARAMS, np.linspace(-1, 1, CONFIG.hidden_size, dtype=np.float32))
     tokenizer = byte_tokenizer()
@@ -270,8 +270,8 @@ def test_the_reward_model_reads_the_end_of_the_turn(tmp_path):
 @pytest.mark.slow
 def test_a_score_of_the_reward_model_that_is_not_finite_is_a_failure(tmp_path, rollouts):
     # Here: the module would cost each test of this file a second.
+    from rlhf.tuning.models.huggingface import scalar_head_params
     from tests.tuning.tiny import CONFIG, PARAMS
-    from tuning.models.huggingface import scalar_head_params
 
     params = scalar_head_params(CONFIG, PARAMS, np.full(CONFIG.hidden_size, np.nan, np.float32))
     ctx, _ = context(tmp_path / "a", rollouts, rewards={"model": Reward(function="reward_model")})

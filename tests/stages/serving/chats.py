@@ -4,7 +4,7 @@ import functools
 import re
 from pathlib import Path
 
-from tuning.models.byte_tokenizer import byte_tokenizer
+from rlhf.tuning.models.byte_tokenizer import byte_tokenizer
 
 TEMPLATES = sorted(path.stem for path in (Path(__file__).parent / "chat_templates").glob("*.jinja"))
 CONTROL = re.compile(

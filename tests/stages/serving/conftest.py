@@ -5,17 +5,17 @@ import numpy as np
 import optax
 import pytest
 
-from stages.serving.server import Server
-from stages.serving.sessions import Sessions
+from rlhf.stages.serving.server import Server
+from rlhf.stages.serving.sessions import Sessions
+from rlhf.tuning.device import Compute
+from rlhf.tuning.models.decoder import decoder_graph
+from rlhf.tuning.models.huggingface import random_params
+from rlhf.tuning.rollout.engine.engine import Engine
+from rlhf.tuning.rollout.engine.live import Live
+from rlhf.tuning.shapes import bucket
+from rlhf.tuning.training.batch import Group, choose_rows, micro_batches
+from rlhf.tuning.training.forward import logps_and_entropy
 from tests.stages.serving.support import CONFIG, CONTEXT, LIMITS, STOPS, TOKENIZER, conversation, serving
-from tuning.device import Compute
-from tuning.models.decoder import decoder_graph
-from tuning.models.huggingface import random_params
-from tuning.rollout.engine.engine import Engine
-from tuning.rollout.engine.live import Live
-from tuning.shapes import bucket
-from tuning.training.batch import Group, choose_rows, micro_batches
-from tuning.training.forward import logps_and_entropy
 
 
 @pytest.fixture(scope="session")

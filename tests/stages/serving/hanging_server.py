@@ -9,15 +9,15 @@ import sys
 import threading
 import time
 
-from stages.serving import connection, programs
-from stages.serving.app import make_app
-from stages.serving.programs import listening
-from stages.serving.serve import serve
-from stages.serving.server import Server
+from rlhf.stages.serving import connection, programs
+from rlhf.stages.serving.app import make_app
+from rlhf.stages.serving.programs import listening
+from rlhf.stages.serving.serve import serve
+from rlhf.stages.serving.server import Server
+from rlhf.tuning.models.huggingface import random_params
+from rlhf.tuning.rollout.engine.engine import Engine
+from rlhf.tuning.rollout.engine.live import Live
 from tests.stages.serving.support import CONFIG, CONTEXT, LIMITS, STOPS, TOKENIZER
-from tuning.models.huggingface import random_params
-from tuning.rollout.engine.engine import Engine
-from tuning.rollout.engine.live import Live
 
 
 class Hanging(Engine):

@@ -5,12 +5,12 @@ from __future__ import annotations
 import threading
 import time
 
-from stages.serving.app import make_app
-from stages.serving.connection import Patient, web_server
-from tuning.chat.renderer import Renderer
-from tuning.models.byte_tokenizer import CHAT_TEMPLATE, byte_tokenizer
-from tuning.models.config import tiny
-from tuning.rollout.engine.limits import Limits
+from rlhf.stages.serving.app import make_app
+from rlhf.stages.serving.connection import Patient, web_server
+from rlhf.tuning.chat.renderer import Renderer
+from rlhf.tuning.models.byte_tokenizer import CHAT_TEMPLATE, byte_tokenizer
+from rlhf.tuning.models.config import tiny
+from rlhf.tuning.rollout.engine.limits import Limits
 
 CONTEXT = 200
 LIMITS = Limits(slots=4, context=CONTEXT, steps=4, chunks=(32,), prefill_chunks=1)

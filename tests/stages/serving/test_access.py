@@ -10,11 +10,11 @@ from urllib.parse import urlsplit
 import httpx
 import pytest
 
-from stages.serving.access import AccessError, Keys, is_loopback, keys_of
-from stages.serving.connection import Patient, web_server
-from stages.serving.guard import Bounds
-from stages.serving.server import Server
-from stages.serving.settings import ServeOptions
+from rlhf.stages.serving.access import AccessError, Keys, is_loopback, keys_of
+from rlhf.stages.serving.connection import Patient, web_server
+from rlhf.stages.serving.guard import Bounds
+from rlhf.stages.serving.server import Server
+from rlhf.stages.serving.settings import ServeOptions
 from tests.stages.serving.support import CONTEXT, STOPS, TOKENIZER, serving
 
 KEY, OTHER = "k" * 24, "another-key-of-a-server"

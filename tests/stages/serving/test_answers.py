@@ -6,11 +6,11 @@ import pytest
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
 from transformers import PreTrainedTokenizerFast
 
-from stages.serving.answers import Text, chat_logprobs
-from stages.serving.api import Message
-from stages.serving.server import Server
+from rlhf.stages.serving.answers import Text, chat_logprobs
+from rlhf.stages.serving.api import Message
+from rlhf.stages.serving.server import Server
+from rlhf.tuning.models.byte_tokenizer import byte_tokenizer
 from tests.tuning.chat.templates import smollm
-from tuning.models.byte_tokenizer import byte_tokenizer
 
 TEXT = "naïve 🦙 — 漢字\n"
 

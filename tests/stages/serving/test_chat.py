@@ -4,16 +4,16 @@ import io
 
 import jax
 
-from stages.serving import chat
-from stages.serving.chat import plain
-from stages.serving.policy import Opened
-from stages.serving.settings import ChatOptions
+from rlhf.stages.serving import chat
+from rlhf.stages.serving.chat import plain
+from rlhf.stages.serving.policy import Opened
+from rlhf.stages.serving.settings import ChatOptions
+from rlhf.tuning.models.byte_tokenizer import byte_tokenizer
+from rlhf.tuning.models.config import tiny
+from rlhf.tuning.models.huggingface import random_params
+from rlhf.tuning.rollout.engine.engine import Engine
+from rlhf.tuning.rollout.requests import Request, Sampling
 from tests.tuning.chat.templates import chat_prompt_ids
-from tuning.models.byte_tokenizer import byte_tokenizer
-from tuning.models.config import tiny
-from tuning.models.huggingface import random_params
-from tuning.rollout.engine.engine import Engine
-from tuning.rollout.requests import Request, Sampling
 
 TOKENIZER = byte_tokenizer()
 SYSTEM = [{"role": "system", "content": "Be brief."}]

@@ -9,17 +9,17 @@ import time
 import httpx
 import pytest
 
-from stages.serving import app as routes
-from stages.serving.app import make_app
-from stages.serving.connection import web_server
-from stages.serving.counts import Counts
-from stages.serving.guard import Bounds, Guard
-from stages.serving.serve import end_with, unusable
-from stages.serving.server import Server
+from rlhf.stages.serving import app as routes
+from rlhf.stages.serving.app import make_app
+from rlhf.stages.serving.connection import web_server
+from rlhf.stages.serving.counts import Counts
+from rlhf.stages.serving.guard import Bounds, Guard
+from rlhf.stages.serving.serve import end_with, unusable
+from rlhf.stages.serving.server import Server
+from rlhf.tuning.rollout.engine.engine import Engine
+from rlhf.tuning.rollout.engine.live import EngineStopped, Live
+from rlhf.tuning.rollout.requests import Request
 from tests.stages.serving.support import CONFIG, CONTEXT, LIMITS, STOPS, TOKENIZER, serving
-from tuning.rollout.engine.engine import Engine
-from tuning.rollout.engine.live import EngineStopped, Live
-from tuning.rollout.requests import Request
 
 SAID = {"prompt": "ab", "max_tokens": 2, "temperature": 0}
 

@@ -7,17 +7,17 @@ import pytest
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
-from stages.serving.api import ChatRequest
-from stages.serving.wording import Wording
+from rlhf.stages.serving.api import ChatRequest
+from rlhf.stages.serving.wording import Wording
+from rlhf.tuning.chat.template import Template
+from rlhf.tuning.data import drafts
+from rlhf.tuning.data.blocks import Block, Entry, Plan
+from rlhf.tuning.data.conversations import sample, tokenized
+from rlhf.tuning.data.records import RecordError, parse_record
+from rlhf.tuning.models.byte_tokenizer import byte_tokenizer
+from rlhf.tuning.models.tokenizer import load_tokenizer, save_tokenizer, with_template
 from tests.stages.serving.chats import RESULT, THOUGHT, bot, call, tokenizer, tool, user
 from tests.tuning.chat.templates import chat_prompt_ids
-from tuning.chat.template import Template
-from tuning.data import drafts
-from tuning.data.blocks import Block, Entry, Plan
-from tuning.data.conversations import sample, tokenized
-from tuning.data.records import RecordError, parse_record
-from tuning.models.byte_tokenizer import byte_tokenizer
-from tuning.models.tokenizer import load_tokenizer, save_tokenizer, with_template
 
 TOOLS = [tool("weather")]
 WEATHER = [user("Weather?"), call("Bern"), RESULT, bot("It is warm.")]

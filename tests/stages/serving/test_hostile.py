@@ -9,12 +9,12 @@ import httpx
 import psutil
 import pytest
 
-from stages.serving import answers, app
-from stages.serving.server import Server
+from rlhf.stages.serving import answers, app
+from rlhf.stages.serving.server import Server
+from rlhf.tuning.rollout.engine.engine import Engine
+from rlhf.tuning.rollout.engine.live import EngineStopped, Live
+from rlhf.tuning.rollout.requests import RefusedRequest, Request, Sampling
 from tests.stages.serving.support import CONFIG, CONTEXT, LIMITS, QUESTION, STOPS, TOKENIZER, made_tokenizer, serving
-from tuning.rollout.engine.engine import Engine
-from tuning.rollout.engine.live import EngineStopped, Live
-from tuning.rollout.requests import RefusedRequest, Request, Sampling
 
 HUGE = (3_000_000_000, 2**63, 10**30, -(2**31) - 1, -(10**30))
 NUMBERS = {

@@ -10,17 +10,17 @@ from pathlib import Path
 import psutil
 import pytest
 
-from stages.sampling.environment import Environment, modules_of, source_digests
-from stages.serving.programs import outcome_of, played
+from rlhf.stages.sampling.environment import Environment, modules_of, source_digests
+from rlhf.stages.serving.programs import outcome_of, played
+from rlhf.tuning.agents.contract import Fault, Task
+from rlhf.tuning.agents.play import turn_seed
+from rlhf.tuning.agents.trajectory import Episode, completion_rows, from_line, to_line, trajectory_row, turn_rows
+from rlhf.tuning.rollout.engine.engine import Engine
+from rlhf.tuning.rollout.requests import Request, Sampling
+from rlhf.tuning.rollout.servers import keeper
+from rlhf.tuning.rollout.servers.turns import Turns
+from rlhf.tuning.rows import PromptRow, by_trajectory
 from tests.stages.serving.support import CONFIG, LIMITS, QUESTION, RESULT, STOPS, TOKENIZER, conversation
-from tuning.agents.contract import Fault, Task
-from tuning.agents.play import turn_seed
-from tuning.agents.trajectory import Episode, completion_rows, from_line, to_line, trajectory_row, turn_rows
-from tuning.rollout.engine.engine import Engine
-from tuning.rollout.requests import Request, Sampling
-from tuning.rollout.servers import keeper
-from tuning.rollout.servers.turns import Turns
-from tuning.rows import PromptRow, by_trajectory
 
 HERE = Path(__file__).parent
 PLAIN = Environment(
@@ -209,8 +209,8 @@ def test_a_program_is_part_of_the_key_and_not_beside_environments(tmp_path, monk
     Path("agent.py").write_text("b")
     assert list(before) == ["file:agent.py"] != source_digests(Environment(agent=["python", "agent.py"]))
     assert before != source_digests(Environment(agent=["python", "agent.py"]))
-    assert "stages.serving.programs" in modules_of(Environment(agent=["python", "agent.py"]))
-    assert "stages.serving.programs" not in modules_of(Environment(name="guess"))
+    assert "rlhf.stages.serving.programs" in modules_of(Environment(agent=["python", "agent.py"]))
+    assert "rlhf.stages.serving.programs" not in modules_of(Environment(name="guess"))
     with pytest.raises(ValueError, match=r"there is no file other.py"):
         source_digests(Environment(agent=["python", "other.py"]))
     with pytest.raises(ValueError, match="name is not for an agent"):

@@ -7,12 +7,12 @@ import itertools
 
 import pytest
 
-from stages.serving.api import ChatRequest
-from stages.serving.wording import Wording
+from rlhf.stages.serving.api import ChatRequest
+from rlhf.stages.serving.wording import Wording
+from rlhf.tuning.chat.template import Template, TemplateRefused
+from rlhf.tuning.data.conversations import ConversationError, NoPrefix, sample, tokenized
+from rlhf.tuning.models.tokenizer import turn_end
 from tests.stages.serving.chats import CONTROL, RESULT, TEMPLATES, THOUGHT, bot, call, tokenizer, tool, user
-from tuning.chat.template import Template, TemplateRefused
-from tuning.data.conversations import ConversationError, NoPrefix, sample, tokenized
-from tuning.models.tokenizer import turn_end
 
 SYSTEM = {"role": "system", "content": "Be kind."}
 KINDS = {

@@ -9,11 +9,11 @@ import httpx
 import numpy as np
 import pytest
 
+from rlhf.tuning.device import Compute
+from rlhf.tuning.rollout.engine.engine import Engine
+from rlhf.tuning.rollout.engine.limits import Limits
+from rlhf.tuning.training.completions import token_logps
 from tests.stages.serving.support import CONFIG, STOPS, TOKENIZER, ids
-from tuning.device import Compute
-from tuning.rollout.engine.engine import Engine
-from tuning.rollout.engine.limits import Limits
-from tuning.training.completions import token_logps
 
 LM_EVAL = shutil.which("lm_eval")
 # More tokens than a chunk of the engine has, which is 32.
@@ -116,7 +116,7 @@ def test_lm_evaluation_harness_has_the_trainers_numbers(url, params, tmp_path):
 
 
 def test_scores_disturb_no_request_and_none_disturbs_them(live, params):
-    from tuning.rollout.requests import Request
+    from rlhf.tuning.rollout.requests import Request
 
     alone = live.submit(Request(ids("one"), 30, seed=4)).result()[0]
     score, _ = live.score(ids(TEXT))

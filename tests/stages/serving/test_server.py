@@ -6,11 +6,11 @@ import time
 import jax
 import pytest
 
+from rlhf.tuning.rollout.engine.engine import Engine
+from rlhf.tuning.rollout.engine.limits import Limits
+from rlhf.tuning.rollout.engine.live import EngineStopped, Live
+from rlhf.tuning.rollout.requests import Request
 from tests.stages.serving.support import CONFIG, CONTEXT, TOKENIZER
-from tuning.rollout.engine.engine import Engine
-from tuning.rollout.engine.limits import Limits
-from tuning.rollout.engine.live import EngineStopped, Live
-from tuning.rollout.requests import Request
 
 openai = pytest.importorskip("openai")
 CHAT = [{"role": "user", "content": "What is 2 + 2?"}]

@@ -10,9 +10,9 @@ import httpx
 import openai
 import pytest
 
-from stages.serving.api import Message
-from stages.serving.server import Server
-from stages.serving.sessions import Call, EvictedSession, Session, Sessions, said_by
+from rlhf.stages.serving.api import Message
+from rlhf.stages.serving.server import Server
+from rlhf.stages.serving.sessions import Call, EvictedSession, Session, Sessions, said_by
 from tests.stages.serving.support import (
     ADD,
     CONTEXT,

@@ -6,8 +6,8 @@ import types
 import openai
 import pytest
 
-from stages.serving.answers import Spoken
-from stages.serving.tools import Offer, Tool
+from rlhf.stages.serving.answers import Spoken
+from rlhf.stages.serving.tools import Offer, Tool
 from tests.stages.serving.support import ADD, QUESTION, SAID
 
 CALL = SAID[0]

@@ -10,21 +10,21 @@ import httpx
 import jax
 import pytest
 
-from stages.serving.access import Keys
-from stages.serving.follow import Follower
-from stages.serving.guard import Bounds
-from stages.serving.programs import listening
-from stages.serving.server import Server
-from stages.serving.settings import Named
-from stages.serving.weights import Weights
-from stages.store import registry
-from stages.store.artifacts import Store
-from stages.store.registry import Policy
+from rlhf.stages.serving.access import Keys
+from rlhf.stages.serving.follow import Follower
+from rlhf.stages.serving.guard import Bounds
+from rlhf.stages.serving.programs import listening
+from rlhf.stages.serving.server import Server
+from rlhf.stages.serving.settings import Named
+from rlhf.stages.serving.weights import Weights
+from rlhf.stages.store import registry
+from rlhf.stages.store.artifacts import Store
+from rlhf.stages.store.registry import Policy
+from rlhf.tuning.models.huggingface import random_params, save_decoder
+from rlhf.tuning.rollout.engine.engine import Engine
+from rlhf.tuning.rollout.engine.live import Live, WeightsLost
+from rlhf.tuning.rollout.servers.transfer import digests
 from tests.stages.serving.support import CONFIG, CONTEXT, LIMITS, STOPS, TOKENIZER, serving
-from tuning.models.huggingface import random_params, save_decoder
-from tuning.rollout.engine.engine import Engine
-from tuning.rollout.engine.live import Live, WeightsLost
-from tuning.rollout.servers.transfer import digests
 
 KEY = "k" * 24
 PARAMS = {

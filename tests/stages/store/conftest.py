@@ -6,7 +6,7 @@ import uuid
 
 import pytest
 
-from stages.store.artifacts import Store
+from rlhf.stages.store.artifacts import Store
 
 
 @pytest.fixture(params=["file", "memory", "s3"])

@@ -6,9 +6,9 @@ import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
-from stages.store.artifacts import Artifact, Store
-from stages.store.keys import digest
-from stages.store.reach import Roots, Run
+from rlhf.stages.store.artifacts import Artifact, Store
+from rlhf.stages.store.keys import digest
+from rlhf.stages.store.reach import Roots, Run
 
 STAGES = ("base", "sft", "rollout", "score", "update")
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import uuid
 from pathlib import Path
 
-from stages.store.artifacts import Store
+from rlhf.stages.store.artifacts import Store
 
 
 def fresh(store: Store, tmp_path: Path) -> Store:

@@ -13,9 +13,9 @@ from pathlib import Path
 import boto3
 import pytest
 
-from stages.store.artifacts import MANIFEST, Artifact, ArtifactError, Store, content_digest
-from stages.store.leases import lease
-from stages.store.work import WorkFolder
+from rlhf.stages.store.artifacts import MANIFEST, Artifact, ArtifactError, Store, content_digest
+from rlhf.stages.store.leases import lease
+from rlhf.stages.store.work import WorkFolder
 from tests.stages.store.support import fresh
 from tests.support import python, write_files
 
@@ -324,7 +324,7 @@ def test_another_process_s_files_are_seen_at_once(remote):
 def test_json_is_written_in_one_step(tmp_path):
     store = Store(str(tmp_path))
     code = (
-        "import sys; from stages.store.artifacts import Store; s = Store(sys.argv[1]); print('go', flush=True)\n"
+        "import sys; from rlhf.stages.store.artifacts import Store; s = Store(sys.argv[1]); print('go', flush=True)\n"
         "for i in range(10**6): s.write_json({'x': ['y'] * 20000, 'i': i}, 'runs', 'r', 'run.json')"
     )
     writer = python(code, tmp_path)

@@ -14,16 +14,16 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from stages.common import handed
-from stages.store import runs
-from stages.store.artifacts import MANIFEST, Store
-from stages.store.collect import Limits, collect, survey
-from stages.store.keys import digest
-from stages.store.leases import lease, this_process
-from stages.store.pins import pin, pins, unpin
-from stages.store.reach import versions
-from stages.store.residue import compiled
-from stages.store.trail import events
+from rlhf.stages.common import handed
+from rlhf.stages.store import runs
+from rlhf.stages.store.artifacts import MANIFEST, Store
+from rlhf.stages.store.collect import Limits, collect, survey
+from rlhf.stages.store.keys import digest
+from rlhf.stages.store.leases import lease, this_process
+from rlhf.stages.store.pins import pin, pins, unpin
+from rlhf.stages.store.reach import versions
+from rlhf.stages.store.residue import compiled
+from rlhf.stages.store.trail import events
 from tests.stages.store.disturbed import Disturbed
 from tests.stages.store.graphs import below, put, roots, run_of
 
@@ -248,8 +248,8 @@ def test_leases_whose_holders_are_gone_go_and_those_of_other_hosts_by_their_sile
 
 KILLED_IN_A_LINK = """
 import os, signal, sys
-from stages.store.artifacts import Store
-from stages.store.exclusive import create
+from rlhf.stages.store.artifacts import Store
+from rlhf.stages.store.exclusive import create
 os.link = lambda *_: os.kill(os.getpid(), signal.SIGKILL)
 store = Store(sys.argv[1])
 store.fs.makedirs(store.join("trail"), exist_ok=True)
@@ -296,9 +296,9 @@ def test_pins_are_objects_of_the_store(remote):
 
 KILLED = """
 import os, shutil, signal, sys
-from stages.store.artifacts import Store
-from stages.store.collect import Limits, collect
-from stages.store.reach import Roots, Run
+from rlhf.stages.store.artifacts import Store
+from rlhf.stages.store.collect import Limits, collect
+from rlhf.stages.store.reach import Roots, Run
 
 class Mortal(Store):
     left = 0

@@ -16,7 +16,7 @@ import s3fs.errors
 import safetensors
 from botocore.exceptions import ClientError
 
-from stages.store.disk import DiskFault, check_room, disk_fault
+from rlhf.stages.store.disk import DiskFault, check_room, disk_fault
 from tests.support import can_mount
 
 
@@ -135,8 +135,8 @@ def test_room_is_asked_for_before_it_is_needed(tmp_path):
 WRITES = """
 import sys
 from pathlib import Path
-from stages.store.artifacts import Store
-from stages.store.disk import disk_fault
+from rlhf.stages.store.artifacts import Store
+from rlhf.stages.store.disk import disk_fault
 store = Store(sys.argv[1])
 try:
     for number in range(100):

@@ -3,8 +3,8 @@
 import pytest
 from fsspec.registry import _registry
 
-from stages.store.artifacts import ArtifactError, Store
-from tuning.data.remote import SourceError, filesystem
+from rlhf.stages.store.artifacts import ArtifactError, Store
+from rlhf.tuning.data.remote import SourceError, filesystem
 
 
 def test_a_store_and_a_source_say_which_extra_to_install(monkeypatch):

@@ -11,11 +11,11 @@ from tests.support import can_mount
 COLLECTS = """
 import contextlib, sys, time
 from pathlib import Path
-from stages.store.artifacts import Store
-from stages.store.collect import Limits, collect
-from stages.store.disk import disk_fault
-from stages.store.room import keep_room
-from stages.store.trail import events
+from rlhf.stages.store.artifacts import Store
+from rlhf.stages.store.collect import Limits, collect
+from rlhf.stages.store.disk import disk_fault
+from rlhf.stages.store.room import keep_room
+from rlhf.stages.store.trail import events
 from tests.stages.store.graphs import put, roots, run_of
 
 place, case = Path(sys.argv[1]), sys.argv[2]

@@ -11,9 +11,9 @@ import numpy as np
 import pytest
 from pydantic import BaseModel
 
-from flows.recipe.reading import load_recipe
-from stages.contract.registry import modules, stage
-from stages.store.keys import NotCanonical, canonical, config_content, derive_seed, differences, digest, published
+from rlhf.flows.recipe.reading import load_recipe
+from rlhf.stages.contract.registry import modules, stage
+from rlhf.stages.store.keys import NotCanonical, canonical, config_content, derive_seed, differences, digest, published
 
 # How a stage computes, not what. Everything else of its config is in the key.
 COMPUTE = {
@@ -164,8 +164,14 @@ def test_seeds_depend_on_their_names_alone():
 
 
 def test_differences_names_each_leaf_with_both_values():
-    old = {"config": {"optimizer": {"learning_rate": 0.003, "beta1": 0.9}, "epochs": 1}, "code": {"stages.sft": "a"}}
-    new = {"config": {"optimizer": {"learning_rate": 0.001, "beta1": 0.9}, "steps": 5}, "code": {"stages.sft": "b"}}
+    old = {
+        "config": {"optimizer": {"learning_rate": 0.003, "beta1": 0.9}, "epochs": 1},
+        "code": {"rlhf.stages.sft": "a"},
+    }
+    new = {
+        "config": {"optimizer": {"learning_rate": 0.001, "beta1": 0.9}, "steps": 5},
+        "code": {"rlhf.stages.sft": "b"},
+    }
     assert differences(old, new) == [
         'code.stages.sft: "a" -> "b"',
         "config.epochs: gone (was 1)",

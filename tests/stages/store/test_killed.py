@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from stages.store.artifacts import MANIFEST, Artifact, Store
+from rlhf.stages.store.artifacts import MANIFEST, Artifact, Store
 from tests.support import finish, python, write_files
 
 KEY = "k" * 64
@@ -19,7 +19,7 @@ import os
 import signal
 import sys
 from pathlib import Path
-from stages.store.artifacts import Store
+from rlhf.stages.store.artifacts import Store
 
 url, out, files, last, how = sys.argv[1], Path(sys.argv[2]), int(sys.argv[3]), int(sys.argv[4]), sys.argv[5]
 out.mkdir(parents=True)

@@ -11,9 +11,9 @@ from pathlib import Path
 
 import pytest
 
-from stages.store import leases
-from stages.store.artifacts import Store
-from stages.store.leases import lease
+from rlhf.stages.store import leases
+from rlhf.stages.store.artifacts import Store
+from rlhf.stages.store.leases import lease
 from tests.stages.store.disturbed import Disturbed
 from tests.support import finish, python
 
@@ -21,8 +21,8 @@ from tests.support import finish, python
 MAKER = """
 import sys, time
 from pathlib import Path
-from stages.store.artifacts import Store
-from stages.store.leases import lease
+from rlhf.stages.store.artifacts import Store
+from rlhf.stages.store.leases import lease
 url, folder, seconds = sys.argv[1], Path(sys.argv[2]), float(sys.argv[3])
 store = Store(url)
 with lease(store, "sft", "k" * 64, lambda line: print(line, flush=True)):

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from stages.store.artifacts import Store
-from stages.store.disk import sizes_below
+from rlhf.stages.store.artifacts import Store
+from rlhf.stages.store.disk import sizes_below
 from tests.stages.store.disturbed import Disturbed
 from tests.support import write_files
 

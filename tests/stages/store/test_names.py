@@ -12,21 +12,21 @@ from typing import Any
 
 import pytest
 
-from flows.keeping import roots_of
-from flows.recipe.retention import Retention
-from flows.records import UnknownRun, candidates, readable_runs
-from stages.common import handed
-from stages.contract.kept import kept
-from stages.store import registry, trail
-from stages.store.artifacts import ArtifactError, Store
-from stages.store.collect import Limits, collect
-from stages.store.damage import set_aside
-from stages.store.keys import digest
-from stages.store.leases import forsaken
-from stages.store.pins import pin, pins
-from stages.store.registry import Policy
-from stages.store.trail import append, events
-from stages.store.work import WorkFolder
+from rlhf.flows.keeping import roots_of
+from rlhf.flows.recipe.retention import Retention
+from rlhf.flows.records import UnknownRun, candidates, readable_runs
+from rlhf.stages.common import handed
+from rlhf.stages.contract.kept import kept
+from rlhf.stages.store import registry, trail
+from rlhf.stages.store.artifacts import ArtifactError, Store
+from rlhf.stages.store.collect import Limits, collect
+from rlhf.stages.store.damage import set_aside
+from rlhf.stages.store.keys import digest
+from rlhf.stages.store.leases import forsaken
+from rlhf.stages.store.pins import pin, pins
+from rlhf.stages.store.registry import Policy
+from rlhf.stages.store.trail import append, events
+from rlhf.stages.store.work import WorkFolder
 from tests.stages.store.graphs import put
 from tests.support import write_files
 

@@ -6,12 +6,12 @@ import os
 
 import pytest
 
-from stages.store import trail
-from stages.store.artifacts import Store
-from stages.store.exclusive import create
-from stages.store.leases import lease
-from stages.store.pins import pin, unpin
-from stages.store.readonly import ReadOnlyStore, refused
+from rlhf.stages.store import trail
+from rlhf.stages.store.artifacts import Store
+from rlhf.stages.store.exclusive import create
+from rlhf.stages.store.leases import lease
+from rlhf.stages.store.pins import pin, unpin
+from rlhf.stages.store.readonly import ReadOnlyStore, refused
 from tests.stages.store.disturbed import Disturbed
 from tests.support import write_files
 

@@ -9,16 +9,16 @@ import uuid
 
 import pytest
 
-from stages.store import registry
-from stages.store.artifacts import Store
-from stages.store.registry import Policy, RegistryError
+from rlhf.stages.store import registry
+from rlhf.stages.store.artifacts import Store
+from rlhf.stages.store.registry import Policy, RegistryError
 from tests.support import finish, python
 
 # Promotes policies of its own, a number of times.
 PROMOTER = """
 import sys
-from stages.store import registry
-from stages.store.artifacts import Store
+from rlhf.stages.store import registry
+from rlhf.stages.store.artifacts import Store
 store = Store(sys.argv[1])
 for i in range(int(sys.argv[3])):
     digest = f"{sys.argv[2]}-{i}"

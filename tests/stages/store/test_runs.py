@@ -6,9 +6,9 @@ import uuid
 
 import pytest
 
-from stages.store import runs
-from stages.store.artifacts import ArtifactError, Store
-from stages.store.runs import Recorder
+from rlhf.stages.store import runs
+from rlhf.stages.store.artifacts import ArtifactError, Store
+from rlhf.stages.store.runs import Recorder
 from tests.stages.store.distant import Distant
 
 PART = 8

@@ -7,8 +7,8 @@ import threading
 
 import pytest
 
-from stages.store.artifacts import Store
-from stages.store.trail import append, checkout, events, without_secrets
+from rlhf.stages.store.artifacts import Store
+from rlhf.stages.store.trail import append, checkout, events, without_secrets
 from tests.support import write_files
 
 

@@ -7,10 +7,10 @@ import uuid
 
 import pytest
 
-from stages.store import disk
-from stages.store.artifacts import ArtifactError, Store
-from stages.store.disk import FETCHES
-from stages.store.work import WorkFolder
+from rlhf.stages.store import disk
+from rlhf.stages.store.artifacts import ArtifactError, Store
+from rlhf.stages.store.disk import FETCHES
+from rlhf.stages.store.work import WorkFolder
 from tests.stages.store.disturbed import Disturbed
 from tests.support import write_files
 

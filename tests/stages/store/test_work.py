@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from stages.store.artifacts import Store
-from stages.store.work import WorkFolder
+from rlhf.stages.store.artifacts import Store
+from rlhf.stages.store.work import WorkFolder
 from tests.stages.store.support import fresh
 from tests.support import write_files
 

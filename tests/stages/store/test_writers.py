@@ -8,22 +8,22 @@ from pathlib import Path
 
 import pytest
 
-from flows.cli.look import _damage
-from stages.store import leases
-from stages.store.artifacts import MANIFEST, Store
-from stages.store.damage import set_aside
-from stages.store.leases import lease
-from stages.store.pins import pins
-from stages.store.reach import tomb, versions
+from rlhf.flows.cli.look import _damage
+from rlhf.stages.store import leases
+from rlhf.stages.store.artifacts import MANIFEST, Store
+from rlhf.stages.store.damage import set_aside
+from rlhf.stages.store.leases import lease
+from rlhf.stages.store.pins import pins
+from rlhf.stages.store.reach import tomb, versions
 from tests.support import finish, python
 
 KEY, READS = "k" * 64, 8
 WRITER = """
 import os, random, sys, time
 from pathlib import Path
-from stages.store import leases
-from stages.store.artifacts import MANIFEST, Store
-from stages.store.leases import lease
+from rlhf.stages.store import leases
+from rlhf.stages.store.artifacts import MANIFEST, Store
+from rlhf.stages.store.leases import lease
 store, folder, me = Store(sys.argv[1]), Path(sys.argv[2]), sys.argv[3]
 leases.POLL_SECONDS = 0.01
 os.fsync = lambda file: None  # no power is lost here

@@ -2,8 +2,8 @@
 
 import jax
 
-from stages.tools import doctor
-from tuning.training import speed
+from rlhf.stages.tools import doctor
+from rlhf.tuning.training import speed
 
 
 def test_rates_are_of_float32_arrays_multiplied_as_models_do(monkeypatch):

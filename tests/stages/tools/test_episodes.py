@@ -9,14 +9,14 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
-from flows.cli.app import app
-from stages.auditing.run import AuditedRun
-from stages.sampling.environment import Environment
-from stages.store.artifacts import Store
-from stages.tools.episodes import Choice, trajectories, trajectory
+from rlhf.flows.cli.app import app
+from rlhf.stages.auditing.run import AuditedRun
+from rlhf.stages.sampling.environment import Environment
+from rlhf.stages.store.artifacts import Store
+from rlhf.stages.tools.episodes import Choice, trajectories, trajectory
+from rlhf.tuning.agents.rows import TrajectoryRow, TurnRow
+from rlhf.tuning.rows import CompletionRow
 from tests.episodes import FAILED, HIGH, REASON, SAMPLES, made_run
-from tuning.agents.rows import TrajectoryRow, TurnRow
-from tuning.rows import CompletionRow
 
 FIELDS = {
     "trajectory": "schema_version! session_id! agent! steps! notes final_metrics continued_trajectory_ref extra",

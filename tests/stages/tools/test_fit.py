@@ -5,12 +5,12 @@ import json
 import jax
 import pytest
 
-from stages.contract.registry import by_section
-from stages.sampling.rows import context_of
-from stages.tools import fit
-from stages.tools.fit_asks import Run
-from tuning.fit.machines import machine
-from tuning.models.config import tiny
+from rlhf.stages.contract.registry import by_section
+from rlhf.stages.sampling.rows import context_of
+from rlhf.stages.tools import fit
+from rlhf.stages.tools.fit_asks import Run
+from rlhf.tuning.fit.machines import machine
+from rlhf.tuning.models.config import tiny
 
 ON = machine("v5e-4")
 MODEL = tiny(512)
@@ -91,7 +91,7 @@ def test_the_engines_settings_reach_what_is_asked():
 
 def limited(monkeypatch, size):
     """This machine with so many bytes."""
-    monkeypatch.setattr("tuning.device.memory_bytes", lambda: size)
+    monkeypatch.setattr("rlhf.tuning.device.memory_bytes", lambda: size)
     return machine("cpu")
 
 

@@ -6,8 +6,8 @@ import json
 
 import pytest
 
-from stages.evaluate import Config
-from stages.tools.paired import paired
+from rlhf.stages.evaluate import Config
+from rlhf.stages.tools.paired import paired
 from tests.stages.gate.support import Lab
 
 COUNT = 12

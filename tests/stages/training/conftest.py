@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
-from stages import base as base_model
-from stages.common.compilation import configure_jax
+from rlhf.stages import base as base_model
+from rlhf.stages.common.compilation import configure_jax
 from tests.stages.training.support import Folder, data, perform, rows_of
 
 

@@ -10,10 +10,10 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from stages.contract.definition import Context
-from tuning import multihost
-from tuning.data.pipeline import SCHEMAS
-from tuning.models.byte_tokenizer import byte_tokenizer
+from rlhf.stages.contract.definition import Context
+from rlhf.tuning import multihost
+from rlhf.tuning.data.pipeline import SCHEMAS
+from rlhf.tuning.models.byte_tokenizer import byte_tokenizer
 
 
 @dataclasses.dataclass

@@ -6,14 +6,14 @@ import jax
 import numpy as np
 import pytest
 
-from stages import distill, preference, reward, sft
-from stages.common.settings import Lora
-from stages.training.adapters import lora_config
+from rlhf.stages import distill, preference, reward, sft
+from rlhf.stages.common.settings import Lora
+from rlhf.stages.training.adapters import lora_config
+from rlhf.tuning.models import huggingface
+from rlhf.tuning.models.identity import fingerprint
+from rlhf.tuning.models.lora import PROJECTIONS, merge
 from tests.stages.training.support import FAST, data, perform, rows_of, settings
 from tests.tuning.models.adapters import load_adapter
-from tuning.models import huggingface
-from tuning.models.identity import fingerprint
-from tuning.models.lora import PROJECTIONS, merge
 
 pytestmark = pytest.mark.slow
 

@@ -6,11 +6,11 @@ import json
 
 import pytest
 
-from stages import distill, sft
-from stages.distill import TokenizersDiffer
+from rlhf.stages import distill, sft
+from rlhf.stages.distill import TokenizersDiffer
+from rlhf.tuning.models.byte_tokenizer import byte_tokenizer
+from rlhf.tuning.models.tokenizer import save_tokenizer
 from tests.stages.training.support import Folder, data, perform, rows_of, settings
-from tuning.models.byte_tokenizer import byte_tokenizer
-from tuning.models.tokenizer import save_tokenizer
 
 
 @pytest.fixture(scope="module")

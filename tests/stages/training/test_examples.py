@@ -7,13 +7,13 @@ from collections import Counter
 import numpy as np
 import pytest
 
-from stages.contract.definition import Context
-from stages.store.artifacts import Store
-from stages.training.examples import Table, train_and_heldout
+from rlhf.stages.contract.definition import Context
+from rlhf.stages.store.artifacts import Store
+from rlhf.stages.training.examples import Table, train_and_heldout
+from rlhf.tuning.data.flat import write_arrays
+from rlhf.tuning.models.byte_tokenizer import byte_tokenizer
+from rlhf.tuning.models.tokenizer import save_tokenizer
 from tests.stages.training.support import Folder, data, rows_of
-from tuning.data.flat import write_arrays
-from tuning.models.byte_tokenizer import byte_tokenizer
-from tuning.models.tokenizer import save_tokenizer
 
 
 def context(tmp_path, seed=3, rows=50_000):

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from stages import preference, reward
+from rlhf.stages import preference, reward
 from tests.stages.training.support import data, perform, rows_of, settings
 
 

@@ -7,7 +7,7 @@ import json
 import numpy as np
 import pytest
 
-from stages import reward
+from rlhf.stages import reward
 from tests.stages.training.support import data, perform, rows_of, settings
 
 

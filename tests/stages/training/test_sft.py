@@ -6,7 +6,7 @@ import json
 
 import pytest
 
-from stages import sft
+from rlhf.stages import sft
 from tests.stages.training.support import FAST, data, perform, rows_of, settings
 
 

@@ -12,18 +12,18 @@ from pathlib import Path
 import jax
 import numpy as np
 
-from stages import sft
-from stages.common import models
-from stages.common.models import bytes_by_device, load_policy, remember
-from stages.store.artifacts import Store
-from stages.update import stage as update
-from stages.update.state import state_after
+from rlhf.stages import sft
+from rlhf.stages.common import models
+from rlhf.stages.common.models import bytes_by_device, load_policy, remember
+from rlhf.stages.store.artifacts import Store
+from rlhf.stages.update import stage as update
+from rlhf.stages.update.state import state_after
+from rlhf.tuning import precision
+from rlhf.tuning.models.config import tiny
+from rlhf.tuning.models.identity import fingerprint
 from tests.stages.training.support import data
 from tests.stages.training.support import settings as settings_of
 from tests.stages.update.support import Rounds, settings
-from tuning import precision
-from tuning.models.config import tiny
-from tuning.models.identity import fingerprint
 
 COMPUTE = {"dtype": "float64"}
 # Every matrix can be cut by eight, and the norms, which are not, are less than a hundredth.
@@ -129,7 +129,7 @@ def kept(folder):
 
 
 def models_memory():
-    from tuning.device import memory_bytes
+    from rlhf.tuning.device import memory_bytes
 
     return memory_bytes()
 

@@ -8,13 +8,13 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from stages.contract.definition import Context
-from stages.store.artifacts import Store
-from stages.update import stage as update
-from stages.worker.process import name_new
-from tuning.models import huggingface
-from tuning.models.config import tiny
-from tuning.rows import CompletionRow
+from rlhf.stages.contract.definition import Context
+from rlhf.stages.store.artifacts import Store
+from rlhf.stages.update import stage as update
+from rlhf.stages.worker.process import name_new
+from rlhf.tuning.models import huggingface
+from rlhf.tuning.models.config import tiny
+from rlhf.tuning.rows import CompletionRow
 
 CONFIG = tiny(61)
 IDS = {"bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0}

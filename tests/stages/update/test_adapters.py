@@ -9,20 +9,20 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from stages.common.models import load_rounded
-from stages.store.manifests import with_checksum
-from stages.training.adapters import lora_config
-from stages.update import stage as update
-from stages.update.state import State, fingerprint_of
+from rlhf.stages.common.models import load_rounded
+from rlhf.stages.store.manifests import with_checksum
+from rlhf.stages.training.adapters import lora_config
+from rlhf.stages.update import stage as update
+from rlhf.stages.update.state import State, fingerprint_of
+from rlhf.tuning.device import Compute
+from rlhf.tuning.models import huggingface
+from rlhf.tuning.models.decoder import decoder_graph
+from rlhf.tuning.models.identity import fingerprint
+from rlhf.tuning.models.lora import merge
+from rlhf.tuning.training.batch import Group, Layout, micro_batches
+from rlhf.tuning.training.forward import logps_and_entropy
 from tests.stages.update.support import CONFIG, Rounds, policy_of, settings
 from tests.tuning.models.adapters import load_adapter
-from tuning.device import Compute
-from tuning.models import huggingface
-from tuning.models.decoder import decoder_graph
-from tuning.models.identity import fingerprint
-from tuning.models.lora import merge
-from tuning.training.batch import Group, Layout, micro_batches
-from tuning.training.forward import logps_and_entropy
 
 pytestmark = pytest.mark.slow
 

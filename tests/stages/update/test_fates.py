@@ -6,14 +6,14 @@ from collections import Counter
 import numpy as np
 import pytest
 
-from stages.sampling.groups import Scored, chosen_groups
-from stages.update.fates import NO_BASELINE, fates_of
-from tuning.algorithms import selection
-from tuning.algorithms.algorithm import find
-from tuning.algorithms.round_data import RoundData
-from tuning.algorithms.rounds import RoundResult
-from tuning.algorithms.settings import RoundSettings
-from tuning.rows import CompletionRow, FateRow, ScoreRow, names_of, read_table, write_table
+from rlhf.stages.sampling.groups import Scored, chosen_groups
+from rlhf.stages.update.fates import NO_BASELINE, fates_of
+from rlhf.tuning.algorithms import selection
+from rlhf.tuning.algorithms.algorithm import find
+from rlhf.tuning.algorithms.round_data import RoundData
+from rlhf.tuning.algorithms.rounds import RoundResult
+from rlhf.tuning.algorithms.settings import RoundSettings
+from rlhf.tuning.rows import CompletionRow, FateRow, ScoreRow, names_of, read_table, write_table
 
 TOTALS = [(0, 1), (1, 1), (1, None), (1, 0), (0, 1)]
 """Rewards of two completions of each place; the last of the fourth is cut off."""

@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from stages.common.models import load_frozen, load_policy, load_scorer
+from rlhf.stages.common.models import load_frozen, load_policy, load_scorer
 from tests.stages.update.support import Rounds, settings
 
 

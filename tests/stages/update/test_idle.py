@@ -5,11 +5,11 @@ import dataclasses
 import numpy as np
 import pytest
 
-from stages.contract.registry import stage
-from stages.store.artifacts import Artifact, Store
-from stages.update.idle import IdleRounds, check_idle, idle_metrics
-from stages.update.settings import Config
-from tuning.algorithms.round_data import RoundData
+from rlhf.stages.contract.registry import stage
+from rlhf.stages.store.artifacts import Artifact, Store
+from rlhf.stages.update.idle import IdleRounds, check_idle, idle_metrics
+from rlhf.stages.update.settings import Config
+from rlhf.tuning.algorithms.round_data import RoundData
 
 YES, NO = np.ones(4, bool), np.zeros(4, bool)
 SOME, LAST = np.arange(4) < 3, np.arange(4) == 3

@@ -7,8 +7,8 @@ import sys
 import numpy as np
 import pytest
 
-from stages.common.models import load_policy
-from stages.update import stage as update
+from rlhf.stages.common.models import load_policy
+from rlhf.stages.update import stage as update
 from tests.stages.update.support import Rounds, settings
 from tests.support import with_devices
 
@@ -36,7 +36,7 @@ def test_six_rounds_are_trained_six_times_however_little_is_kept(tmp_path, monke
         return advance(ctx, *rest, **named)
 
     monkeypatch.setattr(update, "_advance", counted)
-    monkeypatch.setattr("tuning.device.memory_bytes", lambda: 1)
+    monkeypatch.setattr("rlhf.tuning.device.memory_bytes", lambda: 1)
     assert all(advanced(Rounds(tmp_path), 6)) and calls == list(range(6))
 
 

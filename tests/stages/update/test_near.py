@@ -4,9 +4,9 @@ import inspect
 
 import pytest
 
-from stages.update import near
-from stages.update import stage as update
-from stages.update.state import ReplayDiffers
+from rlhf.stages.update import near
+from rlhf.stages.update import stage as update
+from rlhf.stages.update.state import ReplayDiffers
 from tests.stages.update.support import Rounds, settings
 
 RATE = 0.02

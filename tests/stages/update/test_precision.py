@@ -2,13 +2,13 @@
 
 import pytest
 
+from rlhf.tuning.precision import using
 from tests.stages.update.support import Rounds, settings
-from tuning.precision import using
 
 
 @pytest.mark.slow
 def test_the_forward_pass_of_a_fast_update_rounds_where_its_rollouts_did(tmp_path, monkeypatch):
-    monkeypatch.setattr("tuning.precision.multiplies_bfloat16", lambda: True)
+    monkeypatch.setattr("rlhf.tuning.precision.multiplies_bfloat16", lambda: True)
     rounds = Rounds(tmp_path)
 
     def mismatch(own, of_rollouts):

@@ -5,10 +5,10 @@ import json
 
 import pytest
 
-from stages.contract.described import field_docs
-from stages.update.settings import Config
-from tuning.algorithms.registry import ALGORITHMS, presets
-from tuning.algorithms.settings import RoundSettings
+from rlhf.stages.contract.described import field_docs
+from rlhf.stages.update.settings import Config
+from rlhf.tuning.algorithms.registry import ALGORITHMS, presets
+from rlhf.tuning.algorithms.settings import RoundSettings
 
 
 def constant(algorithm):

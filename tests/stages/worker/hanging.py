@@ -8,8 +8,8 @@ import os
 import sys
 import time
 
-from stages.worker import process
-from stages.worker.protocol import Heartbeat
+from rlhf.stages.worker import process
+from rlhf.stages.worker.protocol import Heartbeat
 
 
 def waits_for_ever(request, memory, events):

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from stages.worker.protocol import Report, Request
+from rlhf.stages.worker.protocol import Report, Request
 
 
 def request(store: Path, name: str = "base", **config: Any) -> Request:

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 
-from stages.worker import devices
+from rlhf.stages.worker import devices
 from tests.support import finish, python
 
-ASK = "import sys; from stages.worker.devices import device_kind; print(device_kind(), 'jax' in sys.modules)"
+ASK = "import sys; from rlhf.stages.worker.devices import device_kind; print(device_kind(), 'jax' in sys.modules)"
 
 
 @pytest.mark.slow

@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from stages.store.disk import DiskFault
-from stages.worker.client import StageFailed, Worker
-from stages.worker.process import failure_of
+from rlhf.stages.store.disk import DiskFault
+from rlhf.stages.worker.client import StageFailed, Worker
+from rlhf.stages.worker.process import failure_of
 from tests.stages.worker.support import ignore, request
 
 

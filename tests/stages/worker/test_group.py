@@ -11,15 +11,15 @@ from pathlib import Path
 import psutil
 import pytest
 
-from flows.graph.build import build
-from flows.graph.keying import code_of, key_of, key_parts
-from flows.recipe.reading import load_recipe
-from stages.contract.registry import modules, stage
-from stages.store.artifacts import Artifact, Store
-from stages.worker import interpreter
-from stages.worker.client import StageFailed, WorkerDied
-from stages.worker.group import ProcessGroup, local_group
-from stages.worker.protocol import Log, Request
+from rlhf.flows.graph.build import build
+from rlhf.flows.graph.keying import code_of, key_of, key_parts
+from rlhf.flows.recipe.reading import load_recipe
+from rlhf.stages.contract.registry import modules, stage
+from rlhf.stages.store.artifacts import Artifact, Store
+from rlhf.stages.worker import interpreter
+from rlhf.stages.worker.client import StageFailed, WorkerDied
+from rlhf.stages.worker.group import ProcessGroup, local_group
+from rlhf.stages.worker.protocol import Log, Request
 from tests.stages.worker.support import ignore, request
 from tests.support import with_devices
 

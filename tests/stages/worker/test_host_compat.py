@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from stages.worker import host_compat
-from stages.worker.devices import CPU
-from stages.worker.host_compat import difference, properties
+from rlhf.stages.worker import host_compat
+from rlhf.stages.worker.devices import CPU
+from rlhf.stages.worker.host_compat import difference, properties
 
 PLAIN = {"PATH": "/bin", "JAX_PLATFORMS": "cpu", "JAX_COMPILATION_CACHE_DIR": "/c", "JAX_CUDA_VISIBLE_DEVICES": "0"}
 GPU = "gpu:NVIDIA H100 80GB HBM3"

@@ -13,10 +13,11 @@ HEAVY = ("jax", "flax", "optax", "orbax", "grain", "torch", "prefect", "transfor
 @pytest.mark.parametrize(
     "statement",
     [
-        "import flows.cli.app, flows.running.session, flows.running.plain, flows.graph.plan, flows.recipe.reading",
-        "from flows.graph.plan import plan; from flows.recipe.reading import load_recipe; "
+        "import rlhf.flows.cli.app, rlhf.flows.running.session, rlhf.flows.running.plain; "
+        "import rlhf.flows.graph.plan, rlhf.flows.recipe.reading",
+        "from rlhf.flows.graph.plan import plan; from rlhf.flows.recipe.reading import load_recipe; "
         "plan(load_recipe('smoke', sets=['store=/nonexistent']))",
-        "from flows.cli.run import read_recipe; read_recipe('smoke', None)",
+        "from rlhf.flows.cli.run import read_recipe; read_recipe('smoke', None)",
     ],
     ids=["imports", "plan", "checks"],
 )
@@ -27,7 +28,7 @@ def test_the_flow_process_loads_nothing_heavy(statement):
 
 def test_stages_import_nothing_heavy_at_the_top():
     code = (
-        "import sys\nfrom stages.contract.registry import modules, stage\n[stage(n) for n in modules()]\n"
+        "import sys\nfrom rlhf.stages.contract.registry import modules, stage\n[stage(n) for n in modules()]\n"
         f"print([m for m in {HEAVY} if m in sys.modules])"
     )
     assert subprocess.check_output([sys.executable, "-c", code], text=True) == "[]\n"

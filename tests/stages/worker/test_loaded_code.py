@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import pytest
 
-from stages.contract.fingerprint import reached
-from stages.worker.loaded_code import CodeDiffers, check_after
-from stages.worker.protocol import Request
+from rlhf.stages.contract.fingerprint import reached
+from rlhf.stages.worker.loaded_code import CodeDiffers, check_after
+from rlhf.stages.worker.protocol import Request
 
 
-@pytest.mark.parametrize("module", ["tuning.parallel.child", "tuning.agents.adapters.gym", "tuning.rewards.calls"])
+@pytest.mark.parametrize(
+    "module", ["rlhf.tuning.parallel.child", "rlhf.tuning.agents.adapters.gym", "rlhf.tuning.rewards.calls"]
+)
 def test_a_module_that_children_alone_load_is_that_of_the_key_when_the_stage_ends(module):
     files = reached(module).files
     assert module in files

@@ -5,8 +5,8 @@ import sys
 
 import pytest
 
-from flows.report.console import ConsoleReporter
-from stages.worker.interpreter import escape_output
+from rlhf.flows.report.console import ConsoleReporter
+from rlhf.stages.worker.interpreter import escape_output
 
 
 @pytest.mark.parametrize("encoding", ["ascii", "iso-8859-1"])

@@ -2,8 +2,8 @@
 
 import os
 
-from stages.worker import process
-from stages.worker.protocol import Heartbeat, parse_event
+from rlhf.stages.worker import process
+from rlhf.stages.worker.protocol import Heartbeat, parse_event
 
 
 def test_beats_end_in_silence_with_the_pipe_that_they_are_written_to(monkeypatch):

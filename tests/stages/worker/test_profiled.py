@@ -7,11 +7,11 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from stages import sft
-from stages.common.settings import Compute
-from stages.contract.definition import Context
-from stages.store.keys import config_content
-from stages.worker.process import FOLDER, profiled
+from rlhf.stages import sft
+from rlhf.stages.common.settings import Compute
+from rlhf.stages.contract.definition import Context
+from rlhf.stages.store.keys import config_content
+from rlhf.stages.worker.process import FOLDER, profiled
 
 
 @pytest.mark.parametrize(("stretch", "inside"), [((0, 1), [0]), ((1, 3), [1, 2]), ((2, 9), [2, 3])])

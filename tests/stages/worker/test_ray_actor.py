@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import dataclasses
 
-from stages.worker import interpreter
-from stages.worker.protocol import Done
-from stages.worker.ray_actor import HostWorker
+from rlhf.stages.worker import interpreter
+from rlhf.stages.worker.protocol import Done
+from rlhf.stages.worker.ray_actor import HostWorker
 from tests.stages.worker.support import request
 
 

@@ -11,8 +11,8 @@ import time
 import psutil
 import pytest
 
-from stages.worker import interpreter
-from stages.worker.client import Worker, WorkerDied
+from rlhf.stages.worker import interpreter
+from rlhf.stages.worker.client import Worker, WorkerDied
 from tests.stages.worker.support import ignore, request
 
 
@@ -93,7 +93,7 @@ def test_a_request_that_the_worker_does_not_read_is_no_wait_for_ever(tmp_path, m
 STOPPED = """
 import sys
 from pathlib import Path
-from stages.worker import client, interpreter
+from rlhf.stages.worker import client, interpreter
 from tests.stages.worker.support import ignore, request
 
 if __name__ == "__main__":

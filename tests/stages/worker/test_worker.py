@@ -14,15 +14,15 @@ from pathlib import Path
 import psutil
 import pytest
 
-from stages.common.source import SourceMissing
-from stages.contract.registry import stage
-from stages.store.artifacts import Store
-from stages.store.leases import LeaseLost
-from stages.store.work import WorkFolder
-from stages.worker import client
-from stages.worker.client import StageFailed, Worker, WorkerDied, worker_environment
-from stages.worker.process import Events, is_compiling, run_request
-from stages.worker.protocol import (
+from rlhf.stages.common.source import SourceMissing
+from rlhf.stages.contract.registry import stage
+from rlhf.stages.store.artifacts import Store
+from rlhf.stages.store.leases import LeaseLost
+from rlhf.stages.store.work import WorkFolder
+from rlhf.stages.worker import client
+from rlhf.stages.worker.client import StageFailed, Worker, WorkerDied, worker_environment
+from rlhf.stages.worker.process import Events, is_compiling, run_request
+from rlhf.stages.worker.protocol import (
     Changed,
     Done,
     Event,
@@ -35,9 +35,9 @@ from stages.worker.protocol import (
     event_line,
     parse_event,
 )
+from rlhf.tuning.precision import using
 from tests.stages.worker.support import ignore, request
 from tests.support import python, write_files
-from tuning.precision import using
 
 
 @pytest.fixture(scope="module")
@@ -271,7 +271,7 @@ import sys, threading
 from pathlib import Path
 sys.path.insert(0, sys.argv[2])
 from tests.stages.worker.support import ignore, request
-from stages.worker.client import Worker
+from rlhf.stages.worker.client import Worker
 worker = Worker(Path(sys.argv[1]) / "worker.log")
 def go():
     worker.run(request(Path(sys.argv[1])), ignore)

@@ -4,9 +4,9 @@ import os
 import signal
 import time
 
-from stages.worker import process
-from stages.worker.protocol import Log
-from tuning import multihost
+from rlhf.stages.worker import process
+from rlhf.stages.worker.protocol import Log
+from rlhf.tuning import multihost
 
 OWN = int(os.environ[multihost.INDEX])
 

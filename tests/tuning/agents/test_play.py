@@ -6,17 +6,17 @@ import time
 
 import pytest
 
+from rlhf.tuning.agents.contract import Observed, Task
+from rlhf.tuning.agents.play import Player
+from rlhf.tuning.agents.trajectory import Episode, Rules, Turn, completion_rows, from_line, to_line, trajectory_row
+from rlhf.tuning.chat.renderer import Renderer
+from rlhf.tuning.models.byte_tokenizer import byte_tokenizer
+from rlhf.tuning.rollout.engine.engine import Engine
+from rlhf.tuning.rollout.engine.limits import Limits
+from rlhf.tuning.rollout.requests import Sampling
+from rlhf.tuning.rows import PromptRow
 from tests.tuning.rollout.engine.support import EOS, PARAMS
 from tests.tuning.tiny import CONFIG
-from tuning.agents.contract import Observed, Task
-from tuning.agents.play import Player
-from tuning.agents.trajectory import Episode, Rules, Turn, completion_rows, from_line, to_line, trajectory_row
-from tuning.chat.renderer import Renderer
-from tuning.models.byte_tokenizer import byte_tokenizer
-from tuning.rollout.engine.engine import Engine
-from tuning.rollout.engine.limits import Limits
-from tuning.rollout.requests import Sampling
-from tuning.rows import PromptRow
 
 SLOTS = 2
 

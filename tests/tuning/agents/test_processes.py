@@ -6,9 +6,9 @@ import re
 import numpy as np
 import pytest
 
-from tuning.agents.contract import Fault, Observed, Spec, Task
-from tuning.agents.episode import state
-from tuning.agents.processes import EnvironmentLimits, EnvironmentRefused, Environments
+from rlhf.tuning.agents.contract import Fault, Observed, Spec, Task
+from rlhf.tuning.agents.episode import state
+from rlhf.tuning.agents.processes import EnvironmentLimits, EnvironmentRefused, Environments
 
 OWN = "tests.tuning.agents.own_environments"
 LIMITS = EnvironmentLimits(reset_seconds=20.0, step_seconds=20.0, megabytes=256)

@@ -7,15 +7,15 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from rlhf.tuning.algorithms.algorithm import find
+from rlhf.tuning.algorithms.objective import policy_loss
+from rlhf.tuning.algorithms.settings import Objective
+from rlhf.tuning.axes import Axes
+from rlhf.tuning.device import Compute
+from rlhf.tuning.mesh import make_mesh, put_batch, put_params, row_shards
+from rlhf.tuning.models.decoder import decoder_graph
+from rlhf.tuning.training.batch import Layout, micro_batches
 from tests.tuning.tiny import CONFIG, PARAMS, ragged_groups
-from tuning.algorithms.algorithm import find
-from tuning.algorithms.objective import policy_loss
-from tuning.algorithms.settings import Objective
-from tuning.axes import Axes
-from tuning.device import Compute
-from tuning.mesh import make_mesh, put_batch, put_params, row_shards
-from tuning.models.decoder import decoder_graph
-from tuning.training.batch import Layout, micro_batches
 
 OBJECTIVES = {
     "token-mean": Objective(kl_coef=0.1, entropy_coef=0.01, dual_clip=3.0),

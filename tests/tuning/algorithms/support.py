@@ -2,17 +2,17 @@
 
 import numpy as np
 
+from rlhf.tuning.algorithms.learner import Learner
+from rlhf.tuning.algorithms.round_data import RoundData
+from rlhf.tuning.algorithms.rounds import run_round
+from rlhf.tuning.algorithms.settings import RoundSettings
+from rlhf.tuning.models.huggingface import scalar_head_params
+from rlhf.tuning.rollout.engine.engine import Engine
+from rlhf.tuning.rollout.requests import Sampling
+from rlhf.tuning.rows import CompletionRow, ScoreRow
+from rlhf.tuning.settings import OptimizerSettings
+from rlhf.tuning.training.step import copy
 from tests.tuning.tiny import CONFIG, PARAMS
-from tuning.algorithms.learner import Learner
-from tuning.algorithms.round_data import RoundData
-from tuning.algorithms.rounds import run_round
-from tuning.algorithms.settings import RoundSettings
-from tuning.models.huggingface import scalar_head_params
-from tuning.rollout.engine.engine import Engine
-from tuning.rollout.requests import Sampling
-from tuning.rows import CompletionRow, ScoreRow
-from tuning.settings import OptimizerSettings
-from tuning.training.step import copy
 
 PROMPTS = [np.random.default_rng(i).integers(0, 97, 4 + i).tolist() for i in range(6)]
 

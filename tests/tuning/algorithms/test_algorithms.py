@@ -7,15 +7,15 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from tuning.algorithms import ppo, registry
-from tuning.algorithms.algorithm import Algorithm, Scored, Terms, find, group_relative, informative
-from tuning.algorithms.diagnostics import Coefficients, mismatch_means
-from tuning.algorithms.objective import correction_weights, kl_loss
-from tuning.algorithms.registry import ALGORITHMS
-from tuning.algorithms.settings import CriticSettings, Objective, RoundSettings
-from tuning.algorithms.turns import Turns
-from tuning.losses.aggregate import aggregate
-from tuning.losses.importance import log_ratio_bins
+from rlhf.tuning.algorithms import ppo, registry
+from rlhf.tuning.algorithms.algorithm import Algorithm, Scored, Terms, find, group_relative, informative
+from rlhf.tuning.algorithms.diagnostics import Coefficients, mismatch_means
+from rlhf.tuning.algorithms.objective import correction_weights, kl_loss
+from rlhf.tuning.algorithms.registry import ALGORITHMS
+from rlhf.tuning.algorithms.settings import CriticSettings, Objective, RoundSettings
+from rlhf.tuning.algorithms.turns import Turns
+from rlhf.tuning.losses.aggregate import aggregate
+from rlhf.tuning.losses.importance import log_ratio_bins
 
 P, G, T, V = 6, 8, 3, 5
 GROUPS = np.repeat(np.arange(P), G)

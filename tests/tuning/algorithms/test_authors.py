@@ -7,21 +7,21 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from rlhf.tuning.algorithms import rounds, selection
+from rlhf.tuning.algorithms.algorithm import Terms, find
+from rlhf.tuning.algorithms.diagnostics import Coefficients
+from rlhf.tuning.algorithms.flat import Flat
+from rlhf.tuning.algorithms.learner import Learner
+from rlhf.tuning.algorithms.registry import presets
+from rlhf.tuning.algorithms.round_data import RoundData
+from rlhf.tuning.algorithms.rounds import run_round
+from rlhf.tuning.algorithms.settings import RoundSettings
+from rlhf.tuning.losses.aggregate import token_weights
+from rlhf.tuning.settings import OptimizerSettings
+from rlhf.tuning.training.batch import Group, choose_rows, micro_batches
+from rlhf.tuning.training.step import copy, counted
 from tests.tuning.algorithms.support import rollouts, settings
 from tests.tuning.tiny import CONFIG, PARAMS
-from tuning.algorithms import rounds, selection
-from tuning.algorithms.algorithm import Terms, find
-from tuning.algorithms.diagnostics import Coefficients
-from tuning.algorithms.flat import Flat
-from tuning.algorithms.learner import Learner
-from tuning.algorithms.registry import presets
-from tuning.algorithms.round_data import RoundData
-from tuning.algorithms.rounds import run_round
-from tuning.algorithms.settings import RoundSettings
-from tuning.losses.aggregate import token_weights
-from tuning.settings import OptimizerSettings
-from tuning.training.batch import Group, choose_rows, micro_batches
-from tuning.training.step import copy, counted
 
 P, G, STEP, MOST = 6, 4, 2, 10
 GROUPS = np.repeat(np.arange(P), G)

@@ -6,17 +6,17 @@ import threading
 import numpy as np
 import pytest
 
+from rlhf.tuning.algorithms.learner import Learner
+from rlhf.tuning.algorithms.round_data import RoundData
+from rlhf.tuning.algorithms.rounds import run_round
+from rlhf.tuning.algorithms.settings import CriticSettings
+from rlhf.tuning.models.huggingface import scalar_head_params
+from rlhf.tuning.models.lora import Base, LoraConfig, tune, tuned_graph
+from rlhf.tuning.precision import using
+from rlhf.tuning.settings import ComputeSettings, OptimizerSettings
+from rlhf.tuning.training.step import copy
 from tests.tuning.algorithms.support import rollouts, settings
 from tests.tuning.tiny import CONFIG, PARAMS
-from tuning.algorithms.learner import Learner
-from tuning.algorithms.round_data import RoundData
-from tuning.algorithms.rounds import run_round
-from tuning.algorithms.settings import CriticSettings
-from tuning.models.huggingface import scalar_head_params
-from tuning.models.lora import Base, LoraConfig, tune, tuned_graph
-from tuning.precision import using
-from tuning.settings import ComputeSettings, OptimizerSettings
-from tuning.training.step import copy
 
 
 @pytest.mark.parametrize(

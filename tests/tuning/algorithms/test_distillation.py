@@ -7,14 +7,14 @@ import numpy as np
 import pytest
 from jax.extend.core import jaxprs_in_params
 
+from rlhf.tuning.algorithms.distillation import divergences
+from rlhf.tuning.device import Compute
+from rlhf.tuning.models.decoder import decoder_graph
+from rlhf.tuning.models.huggingface import random_params
+from rlhf.tuning.shapes import bucket
+from rlhf.tuning.training.batch import Group, Layout, Packed, micro_batches
+from rlhf.tuning.training.forward import response_hidden
 from tests.tuning.tiny import CONFIG, PARAMS
-from tuning.algorithms.distillation import divergences
-from tuning.device import Compute
-from tuning.models.decoder import decoder_graph
-from tuning.models.huggingface import random_params
-from tuning.shapes import bucket
-from tuning.training.batch import Group, Layout, Packed, micro_batches
-from tuning.training.forward import response_hidden
 
 TEACHER = random_params(CONFIG, 5)
 GRAPH = decoder_graph(CONFIG)

@@ -8,14 +8,14 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from tuning.algorithms import selection
-from tuning.algorithms.algorithm import Scored
-from tuning.algorithms.flat import ROWS_AT_ONCE, Flat, blocks
-from tuning.algorithms.round_data import RoundData
-from tuning.algorithms.rounds import Trained, shared_N, spread
-from tuning.algorithms.settings import RoundSettings
-from tuning.losses.masks import sampled_mask
-from tuning.losses.rewards import kl_penalty, sequence_rewards
+from rlhf.tuning.algorithms import selection
+from rlhf.tuning.algorithms.algorithm import Scored
+from rlhf.tuning.algorithms.flat import ROWS_AT_ONCE, Flat, blocks
+from rlhf.tuning.algorithms.round_data import RoundData
+from rlhf.tuning.algorithms.rounds import Trained, shared_N, spread
+from rlhf.tuning.algorithms.settings import RoundSettings
+from rlhf.tuning.losses.masks import sampled_mask
+from rlhf.tuning.losses.rewards import kl_penalty, sequence_rewards
 
 LENGTHS, WIDTH = np.asarray([3, 0, 5, 1]), 6
 

@@ -6,13 +6,13 @@ import jax
 import numpy as np
 import pytest
 
+from rlhf.tuning.algorithms import selection
+from rlhf.tuning.algorithms.algorithm import Scored, find
+from rlhf.tuning.algorithms.round_data import RoundData
+from rlhf.tuning.algorithms.turns import Turns
+from rlhf.tuning.losses.groups import most_varied_groups
 from tests.tuning.algorithms.support import settings
 from tests.tuning.algorithms.trajectories import tables
-from tuning.algorithms import selection
-from tuning.algorithms.algorithm import Scored, find
-from tuning.algorithms.round_data import RoundData
-from tuning.algorithms.turns import Turns
-from tuning.losses.groups import most_varied_groups
 
 
 @pytest.fixture(autouse=True)

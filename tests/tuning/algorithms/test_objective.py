@@ -9,6 +9,15 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from rlhf.tuning.algorithms.algorithm import Algorithm, every_valid, find
+from rlhf.tuning.algorithms.diagnostics import mismatch_means, summarise
+from rlhf.tuning.algorithms.objective import policy_loss
+from rlhf.tuning.algorithms.settings import Objective
+from rlhf.tuning.device import Compute
+from rlhf.tuning.losses.policy import reinforce
+from rlhf.tuning.models.decoder import decoder_graph
+from rlhf.tuning.training.batch import micro_batches
+from rlhf.tuning.training.forward import logps_and_entropy
 from tests.support import with_devices
 from tests.tuning.algorithms.objective_program import (
     LAYOUTS,
@@ -19,15 +28,6 @@ from tests.tuning.algorithms.objective_program import (
     loss_and_gradient,
 )
 from tests.tuning.tiny import CONFIG, PARAMS, ragged_groups
-from tuning.algorithms.algorithm import Algorithm, every_valid, find
-from tuning.algorithms.diagnostics import mismatch_means, summarise
-from tuning.algorithms.objective import policy_loss
-from tuning.algorithms.settings import Objective
-from tuning.device import Compute
-from tuning.losses.policy import reinforce
-from tuning.models.decoder import decoder_graph
-from tuning.training.batch import micro_batches
-from tuning.training.forward import logps_and_entropy
 
 
 @pytest.mark.parametrize(

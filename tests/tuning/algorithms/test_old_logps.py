@@ -7,16 +7,16 @@ import jax
 import numpy as np
 import pytest
 
+from rlhf.tuning.algorithms import rounds
+from rlhf.tuning.algorithms.learner import Learner
+from rlhf.tuning.algorithms.round_data import RoundData
+from rlhf.tuning.algorithms.rounds import Mismatch, check_step, run_round
+from rlhf.tuning.algorithms.tally import Tally
+from rlhf.tuning.losses.importance import RATIO_EDGES
+from rlhf.tuning.models.huggingface import scalar_head_params
+from rlhf.tuning.training.step import copy
 from tests.tuning.algorithms.support import rollouts, settings
 from tests.tuning.tiny import CONFIG, PARAMS
-from tuning.algorithms import rounds
-from tuning.algorithms.learner import Learner
-from tuning.algorithms.round_data import RoundData
-from tuning.algorithms.rounds import Mismatch, check_step, run_round
-from tuning.algorithms.tally import Tally
-from tuning.losses.importance import RATIO_EDGES
-from tuning.models.huggingface import scalar_head_params
-from tuning.training.step import copy
 
 
 # Not at import: every process of the tests imports every module.

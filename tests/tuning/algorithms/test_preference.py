@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from tuning.algorithms.preference import (
+from rlhf.tuning.algorithms.preference import (
     chance_above,
     completion_logps,
     mismatched,
@@ -15,13 +15,13 @@ from tuning.algorithms.preference import (
     preference_loss,
     unpaired_losses,
 )
-from tuning.algorithms.settings import LOSS_USES, REFERENCE_FREE, SUMMED, UNPAIRED, Preference
-from tuning.device import Compute
-from tuning.losses.preference import dpo
-from tuning.models.config import tiny
-from tuning.models.decoder import decoder_graph
-from tuning.models.huggingface import random_params
-from tuning.training.batch import Group, Layout, micro_batches
+from rlhf.tuning.algorithms.settings import LOSS_USES, REFERENCE_FREE, SUMMED, UNPAIRED, Preference
+from rlhf.tuning.device import Compute
+from rlhf.tuning.losses.preference import dpo
+from rlhf.tuning.models.config import tiny
+from rlhf.tuning.models.decoder import decoder_graph
+from rlhf.tuning.models.huggingface import random_params
+from rlhf.tuning.training.batch import Group, Layout, micro_batches
 
 PAIRED = (*SUMMED, *REFERENCE_FREE)
 LENGTHS = jnp.asarray([3.0, 5.0, 4.0, 2.0])

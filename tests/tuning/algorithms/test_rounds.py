@@ -8,17 +8,17 @@ import jax
 import numpy as np
 import pytest
 
+from rlhf.tuning.algorithms import selection
+from rlhf.tuning.algorithms.algorithm import Scored, find, group_relative, informative
+from rlhf.tuning.algorithms.learner import Learner
+from rlhf.tuning.algorithms.round_data import RoundData
+from rlhf.tuning.algorithms.rounds import Mismatch, run_round
+from rlhf.tuning.algorithms.settings import CriticSettings
+from rlhf.tuning.models.huggingface import scalar_head_params
+from rlhf.tuning.settings import OptimizerSettings
+from rlhf.tuning.training.step import copy
 from tests.tuning.algorithms.support import PROMPTS, play, rollouts, settings
 from tests.tuning.tiny import CONFIG, PARAMS
-from tuning.algorithms import selection
-from tuning.algorithms.algorithm import Scored, find, group_relative, informative
-from tuning.algorithms.learner import Learner
-from tuning.algorithms.round_data import RoundData
-from tuning.algorithms.rounds import Mismatch, run_round
-from tuning.algorithms.settings import CriticSettings
-from tuning.models.huggingface import scalar_head_params
-from tuning.settings import OptimizerSettings
-from tuning.training.step import copy
 
 
 @pytest.mark.parametrize("normalisation", ["std", pytest.param("none", marks=pytest.mark.slow)])

@@ -6,12 +6,12 @@ import jax
 import numpy as np
 import pytest
 
-from tuning.algorithms import ppo, selection
-from tuning.algorithms.algorithm import find
-from tuning.algorithms.registry import ALGORITHMS, presets
-from tuning.algorithms.round_data import RoundData
-from tuning.algorithms.settings import CriticSettings, RoundSettings
-from tuning.algorithms.turns import Turns
+from rlhf.tuning.algorithms import ppo, selection
+from rlhf.tuning.algorithms.algorithm import find
+from rlhf.tuning.algorithms.registry import ALGORITHMS, presets
+from rlhf.tuning.algorithms.round_data import RoundData
+from rlhf.tuning.algorithms.settings import CriticSettings, RoundSettings
+from rlhf.tuning.algorithms.turns import Turns
 
 GROUPS = np.repeat(np.arange(5), 4)
 N = len(GROUPS)

@@ -5,15 +5,15 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from rlhf.tuning.algorithms.supervised import sft_loss
+from rlhf.tuning.device import choose
+from rlhf.tuning.losses.sft import dft, nll
+from rlhf.tuning.models.attention import packed_attention
+from rlhf.tuning.models.decoder import decoder_graph
+from rlhf.tuning.models.lora import assemble
+from rlhf.tuning.training.batch import choose_rows, micro_batches
+from rlhf.tuning.training.step import counted
 from tests.tuning.tiny import CONFIG, PARAMS, ragged_groups
-from tuning.algorithms.supervised import sft_loss
-from tuning.device import choose
-from tuning.losses.sft import dft, nll
-from tuning.models.attention import packed_attention
-from tuning.models.decoder import decoder_graph
-from tuning.models.lora import assemble
-from tuning.training.batch import choose_rows, micro_batches
-from tuning.training.step import counted
 
 
 @pytest.mark.parametrize(("of_token", "smoothing"), [(nll, 0.1), (dft, 0.0)])

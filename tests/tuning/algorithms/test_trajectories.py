@@ -6,22 +6,22 @@ import jax
 import numpy as np
 import pytest
 
+from rlhf.tuning.agents.contract import Task
+from rlhf.tuning.agents.trajectory import Ended, Episode, Turn, completion_rows, turn_rows
+from rlhf.tuning.algorithms import ppo, selection
+from rlhf.tuning.algorithms.algorithm import Scored, find
+from rlhf.tuning.algorithms.learner import Learner
+from rlhf.tuning.algorithms.round_data import RoundData
+from rlhf.tuning.algorithms.rounds import run_round
+from rlhf.tuning.algorithms.settings import CriticSettings
+from rlhf.tuning.models import huggingface
+from rlhf.tuning.models.config import tiny
+from rlhf.tuning.precision import using
+from rlhf.tuning.rows import PromptRow, ScoreRow
+from rlhf.tuning.settings import ComputeSettings, OptimizerSettings
+from rlhf.tuning.training.step import copy
 from tests.tuning.algorithms.support import settings
 from tests.tuning.algorithms.trajectories import TOTALS, VOCABULARY, tables
-from tuning.agents.contract import Task
-from tuning.agents.trajectory import Ended, Episode, Turn, completion_rows, turn_rows
-from tuning.algorithms import ppo, selection
-from tuning.algorithms.algorithm import Scored, find
-from tuning.algorithms.learner import Learner
-from tuning.algorithms.round_data import RoundData
-from tuning.algorithms.rounds import run_round
-from tuning.algorithms.settings import CriticSettings
-from tuning.models import huggingface
-from tuning.models.config import tiny
-from tuning.precision import using
-from tuning.rows import PromptRow, ScoreRow
-from tuning.settings import ComputeSettings, OptimizerSettings
-from tuning.training.step import copy
 
 CONFIG = dataclasses.replace(tiny(VOCABULARY), hidden_size=16, num_layers=1, intermediate_size=24)
 SLOW = OptimizerSettings(learning_rate=1e-3)

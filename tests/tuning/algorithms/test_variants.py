@@ -5,9 +5,9 @@ import math
 import numpy as np
 import pytest
 
+from rlhf.tuning.algorithms.algorithm import Objective, Scored, find
+from rlhf.tuning.algorithms.settings import RoundSettings
 from tests.tuning.algorithms.support import play, settings
-from tuning.algorithms.algorithm import Objective, Scored, find
-from tuning.algorithms.settings import RoundSettings
 
 VARIANTS = ["sapo", "gmpo", "dppo", "dppo-kl", "opo", "gpg", "pass-at-k"]
 

@@ -5,14 +5,14 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from tuning.algorithms import flat, ppo
-from tuning.algorithms.algorithm import Scored, find
-from tuning.algorithms.flat import Column, Flat
-from tuning.algorithms.settings import CriticSettings, RoundSettings
-from tuning.algorithms.whitening import whiten
-from tuning.losses import returns
-from tuning.losses.rewards import token_rewards
-from tuning.precision import real
+from rlhf.tuning.algorithms import flat, ppo
+from rlhf.tuning.algorithms.algorithm import Scored, find
+from rlhf.tuning.algorithms.flat import Column, Flat
+from rlhf.tuning.algorithms.settings import CriticSettings, RoundSettings
+from rlhf.tuning.algorithms.whitening import whiten
+from rlhf.tuning.losses import returns
+from rlhf.tuning.losses.rewards import token_rewards
+from rlhf.tuning.precision import real
 
 N, T = 11, 7
 

@@ -4,8 +4,8 @@ import dataclasses
 
 import numpy as np
 
-from tuning.agents.rows import TurnRow
-from tuning.rows import CompletionRow, ScoreRow
+from rlhf.tuning.agents.rows import TurnRow
+from rlhf.tuning.rows import CompletionRow, ScoreRow
 
 VOCABULARY = 97
 SHAPES = [

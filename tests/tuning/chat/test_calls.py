@@ -10,8 +10,8 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
+from rlhf.tuning.chat.calls import Call, instructions, parse, render, resolve
 from tests.tuning.chat.templates import TEXT, TOOLS, tool
-from tuning.chat.calls import Call, instructions, parse, render, resolve
 
 FORMATS = ("hermes", "llama", "gemma")
 
@@ -229,7 +229,7 @@ def test_a_wrong_format_or_schema_names_itself():
 
 def test_processes_of_environments_load_no_numeric_library():
     code = (
-        "import sys; from tuning.chat.calls import parse; parse('', 'hermes', []);"
+        "import sys; from rlhf.tuning.chat.calls import parse; parse('', 'hermes', []);"
         "print({'jax', 'numpy', 'transformers', 'tokenizers'} & {*sys.modules})"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)

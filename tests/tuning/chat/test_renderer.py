@@ -8,11 +8,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from rlhf.tuning.chat.calls import instructions
+from rlhf.tuning.chat.renderer import Renderer, TemplateRefused
+from rlhf.tuning.models.tokenizer import control_ids, turn_end
 from tests.tuning.chat import templates as t
 from tests.tuning.chat.templates import ADD, TOOLS, chat_prompt_ids
-from tuning.chat.calls import instructions
-from tuning.chat.renderer import Renderer, TemplateRefused
-from tuning.models.tokenizer import control_ids, turn_end
 
 FAMILIES = ("smollm", "chatml", "qwen25", "qwen3", "llama", "gemma", "mistral")
 FOLDED = ("gemma", "mistral")

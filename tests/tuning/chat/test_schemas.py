@@ -5,7 +5,7 @@ import time
 
 import pytest
 
-from tuning.chat.schemas import MOST_BYTES, MOST_NODES, TooManySteps, check, first_mismatch
+from rlhf.tuning.chat.schemas import MOST_BYTES, MOST_NODES, TooManySteps, check, first_mismatch
 
 DRAFT_7 = "http://json-schema.org/draft-07/schema#"
 

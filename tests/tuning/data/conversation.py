@@ -1,7 +1,7 @@
 """The tokens and mask of a conversation."""
 
-from tuning.chat.template import Template
-from tuning.data.conversations import sample, tokenized
+from rlhf.tuning.chat.template import Template
+from rlhf.tuning.data.conversations import sample, tokenized
 
 
 def conversation_ids(tokenizer, messages, tools=()):

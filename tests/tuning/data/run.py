@@ -14,9 +14,9 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from tuning.data import files, merge, pipeline
-from tuning.data.schema import SCHEMAS, table_of, write_parquet
-from tuning.data.steps import STEPS, wanted_steps
+from rlhf.tuning.data import files, merge, pipeline
+from rlhf.tuning.data.schema import SCHEMAS, table_of, write_parquet
+from rlhf.tuning.data.steps import STEPS, wanted_steps
 
 
 def run(plan: Any, folder: Path, *records: Any, block_bytes: int = 1 << 20) -> list[str]:

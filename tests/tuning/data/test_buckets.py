@@ -5,7 +5,7 @@ import tracemalloc
 import numpy as np
 import pytest
 
-from tuning.data.buckets import BUCKETS, Buckets
+from rlhf.tuning.data.buckets import BUCKETS, Buckets
 
 
 def filled(path, count, pending, repeats=3):

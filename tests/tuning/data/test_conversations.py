@@ -4,14 +4,14 @@ import re
 
 import pytest
 
+from rlhf.tuning.chat.template import TemplateRefused
+from rlhf.tuning.data.blocks import Plan
+from rlhf.tuning.data.conversations import ConversationError
+from rlhf.tuning.models.byte_tokenizer import byte_tokenizer
+from rlhf.tuning.models.tokenizer import render, save_tokenizer
 from tests.tuning.data.conversation import conversation_ids
 from tests.tuning.data.run import letters, rows
 from tests.tuning.data.run import run as send
-from tuning.chat.template import TemplateRefused
-from tuning.data.blocks import Plan
-from tuning.data.conversations import ConversationError
-from tuning.models.byte_tokenizer import byte_tokenizer
-from tuning.models.tokenizer import render, save_tokenizer
 
 # ChatML with tools, whose assistant turns are marked.
 MARKED = (

@@ -7,8 +7,8 @@ import numpy as np
 import pyarrow as pa
 import pytest
 
-from tuning.data.digests import Digests
-from tuning.data.schema import ipc_bytes, ipc_table
+from rlhf.tuning.data.digests import Digests
+from rlhf.tuning.data.schema import ipc_bytes, ipc_table
 
 # Bytes of zero at an end, and neighbours in order.
 EDGES = ["00" * 32, "00" * 31 + "01", "ff" * 31 + "00", "ff" * 32, "0f" * 32, "f0" * 32, "0f" * 31 + "0e"]

@@ -4,13 +4,13 @@ import re
 
 import pytest
 
+from rlhf.tuning.data import fields
+from rlhf.tuning.data.blocks import Plan, SourcePlan
+from rlhf.tuning.data.fields import Mapper, boxed
+from rlhf.tuning.data.layouts import LayoutError
+from rlhf.tuning.models.byte_tokenizer import byte_tokenizer
+from rlhf.tuning.models.tokenizer import save_tokenizer
 from tests.tuning.data.run import letters, rows, run
-from tuning.data import fields
-from tuning.data.blocks import Plan, SourcePlan
-from tuning.data.fields import Mapper, boxed
-from tuning.data.layouts import LayoutError
-from tuning.models.byte_tokenizer import byte_tokenizer
-from tuning.models.tokenizer import save_tokenizer
 
 RECORD = {
     "question": "2+2?",

@@ -11,9 +11,9 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from tuning.data import files
-from tuning.data.records import RecordError, parse_line
-from tuning.data.remote import SourceError
+from rlhf.tuning.data import files
+from rlhf.tuning.data.records import RecordError, parse_line
+from rlhf.tuning.data.remote import SourceError
 
 
 @pytest.fixture

@@ -12,8 +12,8 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from tuning.data import files
-from tuning.data.remote import SourceError
+from rlhf.tuning.data import files
+from rlhf.tuning.data.remote import SourceError
 
 ROWS = [{"prompt": f"quéstion {i}\r", "answer": None if i % 2 else str(i)} for i in range(40)]
 LINES = b"".join(json.dumps(row).encode() + b"\n" for row in ROWS)

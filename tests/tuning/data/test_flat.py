@@ -5,11 +5,11 @@ import tracemalloc
 import numpy as np
 import pytest
 
+from rlhf.tuning.data import flat
+from rlhf.tuning.data.flat import FlatError, completions_of, load_flat, write_arrays, write_flat
+from rlhf.tuning.data.reading import map_examples, read_examples
+from rlhf.tuning.data.schema import SCHEMAS, table_of, write_parquet
 from tests.tuning.data.run import shards
-from tuning.data import flat
-from tuning.data.flat import FlatError, completions_of, load_flat, write_arrays, write_flat
-from tuning.data.reading import map_examples, read_examples
-from tuning.data.schema import SCHEMAS, table_of, write_parquet
 
 
 def rows(output, count=50, most=300, seed=0):

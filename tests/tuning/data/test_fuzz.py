@@ -8,11 +8,11 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from rlhf.tuning.data import merge
+from rlhf.tuning.data.blocks import Plan
+from rlhf.tuning.models.byte_tokenizer import byte_tokenizer
+from rlhf.tuning.models.tokenizer import save_tokenizer
 from tests.tuning.data.run import letters, pieces, rows, run
-from tuning.data import merge
-from tuning.data.blocks import Plan
-from tuning.models.byte_tokenizer import byte_tokenizer
-from tuning.models.tokenizer import save_tokenizer
 
 FEW, MANY = (
     settings(max_examples=n, deadline=None, database=None, derandomize=True, suppress_health_check=list(HealthCheck))

@@ -6,8 +6,8 @@ import numpy as np
 import pyarrow as pa
 import pytest
 
-from tuning.data import gather
-from tuning.data.schema import LEDGER, ipc_bytes
+from rlhf.tuning.data import gather
+from rlhf.tuning.data.schema import LEDGER, ipc_bytes
 
 
 def written(folder, count, shards, rows=40):

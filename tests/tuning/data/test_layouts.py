@@ -5,9 +5,9 @@ from collections import Counter
 
 import pytest
 
-from tuning.data.fields import Mapper
-from tuning.data.layouts import LAYOUTS, detect
-from tuning.data.records import FIELDS, RecordError, parse_record
+from rlhf.tuning.data.fields import Mapper
+from rlhf.tuning.data.layouts import LAYOUTS, detect
+from rlhf.tuning.data.records import FIELDS, RecordError, parse_record
 
 USER, BOT = {"role": "user", "content": "q"}, {"role": "assistant", "content": "a"}
 CALL = {"role": "assistant", "tool_calls": [{"type": "function", "function": {"name": "f", "arguments": {"x": 1}}}]}

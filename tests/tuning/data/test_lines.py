@@ -10,8 +10,8 @@ from pathlib import Path
 import pyarrow as pa
 import pytest
 
-from tuning.data import lines
-from tuning.data.lines import json_values, text_lines, whole_lines
+from rlhf.tuning.data import lines
+from rlhf.tuning.data.lines import json_values, text_lines, whole_lines
 
 LISTS = [
     "[]",
@@ -56,7 +56,7 @@ def test_a_record_has_a_longest_size(monkeypatch):
 
 READ = """
 import sys
-from tuning.data.files import DataFile, parts_of
+from rlhf.tuning.data.files import DataFile, parts_of
 try:
     parts = list(parts_of(DataFile(sys.argv[1], "bomb"), 1 << 20, sys.argv[2]))
 except Exception as error:

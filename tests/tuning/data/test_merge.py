@@ -7,10 +7,10 @@ import numpy as np
 import pyarrow as pa
 import pytest
 
-from tuning.data import buckets, merge
-from tuning.data.gather import file_of
-from tuning.data.schema import LEDGER, ORDER, SCHEMAS, ipc_bytes, table_of
-from tuning.data.similar import PERMUTATIONS
+from rlhf.tuning.data import buckets, merge
+from rlhf.tuning.data.gather import file_of
+from rlhf.tuning.data.schema import LEDGER, ORDER, SCHEMAS, ipc_bytes, table_of
+from rlhf.tuning.data.similar import PERMUTATIONS
 
 ROWS = 2000
 

@@ -3,15 +3,15 @@
 import pyarrow as pa
 import pytest
 
+from rlhf.tuning.data import gather, merge, merge_pipeline, pipeline
+from rlhf.tuning.data.blocks import Plan
+from rlhf.tuning.data.digests import Digests
+from rlhf.tuning.data.receipts import counted, write_receipt
+from rlhf.tuning.data.remote import SourceError
+from rlhf.tuning.data.runners import Runner
+from rlhf.tuning.models.byte_tokenizer import byte_tokenizer
+from rlhf.tuning.models.tokenizer import save_tokenizer
 from tests.tuning.data import run as by_hand
-from tuning.data import gather, merge, merge_pipeline, pipeline
-from tuning.data.blocks import Plan
-from tuning.data.digests import Digests
-from tuning.data.receipts import counted, write_receipt
-from tuning.data.remote import SourceError
-from tuning.data.runners import Runner
-from tuning.models.byte_tokenizer import byte_tokenizer
-from tuning.models.tokenizer import save_tokenizer
 
 SHARDS = [(output, shard) for output in ("sft", "prompts", "heldout", "preference") for shard in range(3)]
 
@@ -52,7 +52,7 @@ def test_shards_of_the_pipeline_are_those_of_this_machine(tmp_path, made, seed, 
 
 
 def test_a_count_that_does_not_change_is_no_progress(tmp_path, monkeypatch):
-    monkeypatch.setattr("tuning.data.receipts.COUNT_SECONDS", (0.01, 0.01))
+    monkeypatch.setattr("rlhf.tuning.data.receipts.COUNT_SECONDS", (0.01, 0.01))
     seen = []
 
     def wait_for(count):

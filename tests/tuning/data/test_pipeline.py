@@ -10,11 +10,11 @@ import pytest
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
+from rlhf.tuning.data import blocks, files, merge, pipeline, steps
+from rlhf.tuning.data.records import parse_record
+from rlhf.tuning.models.tokenizer import save_tokenizer
+from rlhf.tuning.rewards.functions import exact_match, tagged
 from tests.tuning.data.run import letters, pieces, rows, run
-from tuning.data import blocks, files, merge, pipeline, steps
-from tuning.data.records import parse_record
-from tuning.models.tokenizer import save_tokenizer
-from tuning.rewards.functions import exact_match, tagged
 
 TEMPLATE = (
     "{% for m in messages %}{% if m.content == 'refuse' %}{{ raise_exception('no thanks') }}{% endif %}"

@@ -5,8 +5,8 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from rlhf.tuning.data.reading import Steps, read_examples
 from tests.tuning.data.run import shards
-from tuning.data.reading import Steps, read_examples
 
 IDS = st.lists(st.integers(0, 50_000), min_size=1, max_size=8)
 WIDE = {"max_examples": 40, "deadline": None, "suppress_health_check": [HealthCheck.function_scoped_fixture]}

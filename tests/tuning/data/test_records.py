@@ -5,9 +5,9 @@ import pickle
 
 import pytest
 
-from tuning.data.fields import Mapper
-from tuning.data.kinds import canonical_json, digest
-from tuning.data.records import RecordError, parse_line, parse_record
+from rlhf.tuning.data.fields import Mapper
+from rlhf.tuning.data.kinds import canonical_json, digest
+from rlhf.tuning.data.records import RecordError, parse_line, parse_record
 
 
 def parse(**raw):

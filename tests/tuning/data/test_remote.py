@@ -14,12 +14,12 @@ import fsspec
 import pyarrow.parquet as pq
 import pytest
 
-from tuning.data import files, merge, merge_pipeline, pipeline, remote
-from tuning.data.blocks import Plan
-from tuning.data.remote import SourceError
-from tuning.data.runners import Runner
-from tuning.models.byte_tokenizer import byte_tokenizer
-from tuning.models.tokenizer import save_tokenizer
+from rlhf.tuning.data import files, merge, merge_pipeline, pipeline, remote
+from rlhf.tuning.data.blocks import Plan
+from rlhf.tuning.data.remote import SourceError
+from rlhf.tuning.data.runners import Runner
+from rlhf.tuning.models.byte_tokenizer import byte_tokenizer
+from rlhf.tuning.models.tokenizer import save_tokenizer
 
 BODY = b'{"error": "the server is unwell"}'
 

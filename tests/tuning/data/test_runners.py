@@ -8,11 +8,11 @@ import pytest
 from apache_beam.options.pipeline_options import PipelineOptions, PortableOptions
 from apache_beam.portability.api import beam_job_api_pb2, beam_job_api_pb2_grpc
 
+from rlhf.tuning.data import files, pipeline, runners
+from rlhf.tuning.data.blocks import Plan
+from rlhf.tuning.models.byte_tokenizer import byte_tokenizer
+from rlhf.tuning.models.tokenizer import save_tokenizer
 from tests.tuning.data.run import job_server
-from tuning.data import files, pipeline, runners
-from tuning.data.blocks import Plan
-from tuning.models.byte_tokenizer import byte_tokenizer
-from tuning.models.tokenizer import save_tokenizer
 
 
 @pytest.mark.parametrize("given, seconds", [({}, 30 * 86_400), ({"job_server_timeout": 90}, 90)])

@@ -6,9 +6,9 @@ import grain.python as grain
 import numpy as np
 import pytest
 
-from tuning.data import shuffled as module
-from tuning.data.reading import Steps
-from tuning.data.shuffled import shuffled
+from rlhf.tuning.data import shuffled as module
+from rlhf.tuning.data.reading import Steps
+from rlhf.tuning.data.shuffled import shuffled
 
 
 @pytest.mark.parametrize("count", [1, 2, 3, 255, 257, 1000, 65_536, 65_538])

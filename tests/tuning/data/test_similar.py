@@ -5,7 +5,7 @@ import random
 import numpy as np
 import pytest
 
-from tuning.data import similar
+from rlhf.tuning.data import similar
 
 rng = random.Random(0)
 WORDS = ["".join(rng.choices("abcdefghij", k=6)) for _ in range(500)]

@@ -6,8 +6,8 @@ import numpy as np
 import pyarrow as pa
 import pytest
 
-from tuning.data import statistics
-from tuning.data.schema import SCHEMAS, write_parquet
+from rlhf.tuning.data import statistics
+from rlhf.tuning.data.schema import SCHEMAS, write_parquet
 
 
 def written(folder, *files):

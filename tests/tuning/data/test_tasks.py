@@ -7,10 +7,10 @@ import sys
 
 import pytest
 
-from tuning.data import files, tasks
-from tuning.data.records import parse_line
-from tuning.data.remote import SourceError
-from tuning.data.tasks import parts_of_source, source_digests
+from rlhf.tuning.data import files, tasks
+from rlhf.tuning.data.records import parse_line
+from rlhf.tuning.data.remote import SourceError
+from rlhf.tuning.data.tasks import parts_of_source, source_digests
 
 
 @pytest.fixture
@@ -61,7 +61,7 @@ def test_environments_are_sources_by_their_names(records, name):
     found = records(name, counts, seed=2)
     assert [record.split for record in found] == ["prompts"] * 7 + ["heldout"] * 14
     assert found == records(name, {**counts, "seed": 2})
-    assert set(source_digests(name)) == {"task", f"module:tuning.agents.environments.{name}"}
+    assert set(source_digests(name)) == {"task", f"module:rlhf.tuning.agents.environments.{name}"}
     with pytest.raises(SourceError, match="transcripts"):
         records(name, {"transcripts": -7})
 

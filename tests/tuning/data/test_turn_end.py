@@ -3,11 +3,11 @@
 import pytest
 from tokenizers.processors import TemplateProcessing
 
+from rlhf.tuning.data.blocks import Plan
+from rlhf.tuning.models.byte_tokenizer import byte_tokenizer
+from rlhf.tuning.models.tokenizer import control_ids, eos_ids, save_tokenizer, turn_end
 from tests.tuning.data.conversation import conversation_ids
 from tests.tuning.data.run import letters, rows, run
-from tuning.data.blocks import Plan
-from tuning.models.byte_tokenizer import byte_tokenizer
-from tuning.models.tokenizer import control_ids, eos_ids, save_tokenizer, turn_end
 
 END = "<turn_end>"
 

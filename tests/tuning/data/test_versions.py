@@ -2,17 +2,17 @@
 
 import json
 import pickle
-import shutil
 
 import pytest
 
+from rlhf.tuning.data import files, merge_pipeline, pipeline, versions
+from rlhf.tuning.data.blocks import Plan
+from rlhf.tuning.data.receipts import read_receipts, write_receipt
+from rlhf.tuning.data.runners import Runner
+from rlhf.tuning.models.byte_tokenizer import byte_tokenizer
+from rlhf.tuning.models.tokenizer import save_tokenizer
+from tests.support import copy_project
 from tests.tuning.data import run as by_hand
-from tuning.data import files, merge_pipeline, pipeline, versions
-from tuning.data.blocks import Plan
-from tuning.data.receipts import read_receipts, write_receipt
-from tuning.data.runners import Runner
-from tuning.models.byte_tokenizer import byte_tokenizer
-from tuning.models.tokenizer import save_tokenizer
 
 
 @pytest.fixture
@@ -26,7 +26,9 @@ def other(name, value):
     return pickle.dumps(versions.Versions(versions.here() | {name: value}))
 
 
-@pytest.mark.parametrize("name", ["numpy", "apache-beam", "Python", "tuning.data.drafts", "tuning.data.added"])
+@pytest.mark.parametrize(
+    "name", ["numpy", "apache-beam", "Python", "rlhf.tuning.data.drafts", "rlhf.tuning.data.added"]
+)
 def test_what_differs_is_named_with_both_versions(name):
     told = rf"^{name} is {versions.here().get(name, 'absent')} in this worker and 0.1 where the run is.*build the image"
     with pytest.raises(versions.OtherVersion, match=told):
@@ -45,15 +47,15 @@ def test_workers_compare_before_they_read_divide_or_finish(plan, tmp_path):
 
 def test_an_image_of_another_commit_makes_no_rows(plan, tmp_path):
     old = tmp_path / "old"
-    shutil.copytree(versions.TUNING, old / "tuning", ignore=shutil.ignore_patterns("__pycache__"))
+    packages = copy_project(old)
     drafts = old / "tuning" / "data" / "drafts.py"
     drafts.write_text(drafts.read_text() + "\n# Another commit.\n")
     (tmp_path / "data.jsonl").write_text(json.dumps({"prompt": "p", "completion": "c"}) + "\n")
     parts = list(files.parts_of(files.DataFile(str(tmp_path / "data.jsonl"), "d"), 1 << 20, str(tmp_path)))
     with (
         by_hand.job_server(tmp_path) as (jobs, _),
-        by_hand.worker_pool(tmp_path, old) as (workers, _),
-        pytest.raises(Exception, match=r"tuning.data.drafts is \w+ in this worker and \w+ where"),
+        by_hand.worker_pool(tmp_path, packages) as (workers, _),
+        pytest.raises(Exception, match=r"rlhf.tuning.data.drafts is \w+ in this worker and \w+ where"),
     ):
         pipeline.run(parts, plan, str(tmp_path / "pieces"), runner=Runner("PortableRunner", 1, jobs | workers))
     assert not (tmp_path / "pieces").exists()
@@ -65,7 +67,7 @@ def test_what_another_version_has_left_is_made_again(plan, tmp_path, monkeypatch
     [(_, receipt)] = pipeline.receipts(folder).items()
     before = versions.Versions(versions.here() | {"numpy": "0.1"})
     with monkeypatch.context() as patch:
-        patch.setattr("tuning.data.receipts.here", lambda: before)
+        patch.setattr("rlhf.tuning.data.receipts.here", lambda: before)
         write_receipt(folder, name, receipt)
         assert list(read_receipts(folder)) == [name]
     assert read_receipts(folder) == {} and pipeline.receipts(folder) == {}

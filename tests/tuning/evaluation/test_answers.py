@@ -6,11 +6,11 @@ import time
 
 import pytest
 
-from tuning.evaluation import answers
-from tuning.evaluation.answers import answer_of, answers_of, equal_expressions
-from tuning.evaluation.statistics import majority
-from tuning.rewards.functions import number_match
-from tuning.rewards.samples import Outcome, Sample
+from rlhf.tuning.evaluation import answers
+from rlhf.tuning.evaluation.answers import answer_of, answers_of, equal_expressions
+from rlhf.tuning.evaluation.statistics import majority
+from rlhf.tuning.rewards.functions import number_match
+from rlhf.tuning.rewards.samples import Outcome, Sample
 
 
 @pytest.mark.parametrize(

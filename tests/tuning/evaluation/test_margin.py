@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 from scipy.special import betaincc
 
-from tuning.evaluation.margin import above_margin
-from tuning.evaluation.permutation import sign_flip
+from rlhf.tuning.evaluation.margin import above_margin
+from rlhf.tuning.evaluation.permutation import sign_flip
 
 
 def p_of(gaps, least, level=0.025, **more):

@@ -7,9 +7,9 @@ import itertools
 import numpy as np
 import pytest
 
-from tuning.evaluation import permutation
-from tuning.evaluation.permutation import sign_flip
-from tuning.evaluation.statistics import paired_difference
+from rlhf.tuning.evaluation import permutation
+from rlhf.tuning.evaluation.permutation import sign_flip
+from rlhf.tuning.evaluation.statistics import paired_difference
 
 
 def flipped(gaps, level=0.025, **more):

@@ -3,8 +3,8 @@
 import numpy as np
 import pytest
 
-from tuning.evaluation.answers import answer_of
-from tuning.evaluation.statistics import (
+from rlhf.tuning.evaluation.answers import answer_of
+from rlhf.tuning.evaluation.statistics import (
     calibration_error,
     constant_baseline,
     majority,

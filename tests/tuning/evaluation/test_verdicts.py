@@ -7,8 +7,8 @@ import dataclasses
 import numpy as np
 import pytest
 
-from tuning.evaluation.verdicts import difference, judged
-from tuning.rows import VerdictRow
+from rlhf.tuning.evaluation.verdicts import difference, judged
+from rlhf.tuning.rows import VerdictRow
 
 
 def verdicts(correct_PS):

@@ -10,25 +10,25 @@ from typing import Any
 import jax
 import numpy as np
 
+from rlhf.tuning.algorithms.algorithm import find
+from rlhf.tuning.algorithms.objective import policy_loss
+from rlhf.tuning.algorithms.settings import Objective
+from rlhf.tuning.algorithms.supervised import sft_loss
+from rlhf.tuning.axes import Axes
+from rlhf.tuning.device import choose
+from rlhf.tuning.fit.machines import Machine, machine
+from rlhf.tuning.fit.training import Packed
+from rlhf.tuning.mesh import over_devices, row_shards, state_shapes, under
+from rlhf.tuning.models.config import DecoderConfig, tiny
+from rlhf.tuning.models.decoder import abstract_decoder, decoder_graph
+from rlhf.tuning.models.lora import LoraConfig
+from rlhf.tuning.models.sharding import ROWS
+from rlhf.tuning.settings import ComputeSettings
+from rlhf.tuning.training.batch import Group, choose_rows, micro_batches
+from rlhf.tuning.training.optimizers import optimizer_of
+from rlhf.tuning.training.step import counted, step_programs
 from tests.aot.cases import PROMPT, Case
 from tests.aot.shapes import public
-from tuning.algorithms.algorithm import find
-from tuning.algorithms.objective import policy_loss
-from tuning.algorithms.settings import Objective
-from tuning.algorithms.supervised import sft_loss
-from tuning.axes import Axes
-from tuning.device import choose
-from tuning.fit.machines import Machine, machine
-from tuning.fit.training import Packed
-from tuning.mesh import over_devices, row_shards, state_shapes, under
-from tuning.models.config import DecoderConfig, tiny
-from tuning.models.decoder import abstract_decoder, decoder_graph
-from tuning.models.lora import LoraConfig
-from tuning.models.sharding import ROWS
-from tuning.settings import ComputeSettings
-from tuning.training.batch import Group, choose_rows, micro_batches
-from tuning.training.optimizers import optimizer_of
-from tuning.training.step import counted, step_programs
 
 MODELS = {
     "tiny": tiny(259),

@@ -2,8 +2,8 @@
 
 import pytest
 
-from tuning.axes import Axes
-from tuning.fit.machines import machine
+from rlhf.tuning.axes import Axes
+from rlhf.tuning.fit.machines import machine
 
 
 @pytest.mark.parametrize(

@@ -4,20 +4,20 @@ import dataclasses
 
 import pytest
 
+from rlhf.tuning.axes import Axes
+from rlhf.tuning.fit import needs as needs_of
+from rlhf.tuning.fit.machines import machine
+from rlhf.tuning.fit.needs import peak
+from rlhf.tuning.fit.sampling import Sampled
+from rlhf.tuning.models.config import tiny
+from rlhf.tuning.models.huggingface import random_params
+from rlhf.tuning.rollout.engine.limits import FREE_SHARE, Limits
+from rlhf.tuning.rollout.engine.paged.attention import page_bytes
+from rlhf.tuning.rollout.engine.replicas import engine_at
+from rlhf.tuning.rollout.requests import RefusedRequest, Request
+from rlhf.tuning.settings import ComputeSettings
+from rlhf.tuning.shapes import bucket
 from tests.aot.shapes import public
-from tuning.axes import Axes
-from tuning.fit import needs as needs_of
-from tuning.fit.machines import machine
-from tuning.fit.needs import peak
-from tuning.fit.sampling import Sampled
-from tuning.models.config import tiny
-from tuning.models.huggingface import random_params
-from tuning.rollout.engine.limits import FREE_SHARE, Limits
-from tuning.rollout.engine.paged.attention import page_bytes
-from tuning.rollout.engine.replicas import engine_at
-from tuning.rollout.requests import RefusedRequest, Request
-from tuning.settings import ComputeSettings
-from tuning.shapes import bucket
 
 MODEL = tiny(512)
 HEADS_OF_64 = dataclasses.replace(

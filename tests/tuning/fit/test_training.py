@@ -9,15 +9,15 @@ from pathlib import Path
 
 import pytest
 
+from rlhf.tuning.axes import Axes
+from rlhf.tuning.fit.machines import machine
+from rlhf.tuning.fit.needs import peak
+from rlhf.tuning.models.lora import LoraConfig
+from rlhf.tuning.settings import ComputeSettings, OptimizerSettings
 from tests.aot.bounds import BOUNDS
 from tests.aot.cases import CASES
 from tests.aot.shapes import public
 from tests.tuning.fit.steps import asked, elsewhere
-from tuning.axes import Axes
-from tuning.fit.machines import machine
-from tuning.fit.needs import peak
-from tuning.models.lora import LoraConfig
-from tuning.settings import ComputeSettings, OptimizerSettings
 
 ROOT = Path(__file__).parents[3]
 

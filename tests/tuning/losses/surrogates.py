@@ -5,7 +5,7 @@ from functools import partial
 
 import jax
 
-from tuning.losses import policy, policy_variants
+from rlhf.tuning.losses import policy, policy_variants
 
 Loss = Callable[[jax.Array, jax.Array, jax.Array, jax.Array], tuple[jax.Array, dict[str, jax.Array]]]
 LOSSES: dict[str, Loss] = {

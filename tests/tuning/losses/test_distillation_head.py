@@ -5,8 +5,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from tuning.losses.distillation import generalised_jsd
-from tuning.losses.distillation_head import token_divergences
+from rlhf.tuning.losses.distillation import generalised_jsd
+from rlhf.tuning.losses.distillation_head import token_divergences
 
 M, D, E, V = 21, 6, 10, 33
 

@@ -5,9 +5,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from tuning.algorithms import advantages as adv
-from tuning.losses.groups import informative_groups, is_informative
-from tuning.losses.returns import whiten
+from rlhf.tuning.algorithms import advantages as adv
+from rlhf.tuning.losses.groups import informative_groups, is_informative
+from rlhf.tuning.losses.returns import whiten
 
 REWARDS = np.array([[1.0, 0.0, 0.0, 1.0], [0.6, 0.6, 0.6, 0.6], [0.1, 0.9, 0.4, 0.2]])
 ESTIMATORS = {

@@ -8,13 +8,13 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from rlhf.tuning.losses import importance, policy, value
+from rlhf.tuning.losses.aggregate import Counts, aggregate, count
+from rlhf.tuning.losses.kl import kl_per_token
+from rlhf.tuning.losses.masks import sampled_mask
+from rlhf.tuning.losses.returns import gae, whiten
+from rlhf.tuning.losses.rewards import kl_penalty, sequence_rewards, token_rewards
 from tests.tuning.losses.surrogates import LOSSES, MODES
-from tuning.losses import importance, policy, value
-from tuning.losses.aggregate import Counts, aggregate, count
-from tuning.losses.kl import kl_per_token
-from tuning.losses.masks import sampled_mask
-from tuning.losses.returns import gae, whiten
-from tuning.losses.rewards import kl_penalty, sequence_rewards, token_rewards
 
 B, T = 5, 6
 LENGTHS = np.array([1, 6, 3, 5, 2])

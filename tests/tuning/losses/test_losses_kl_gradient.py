@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from tuning.losses.kl import kl_per_token
+from rlhf.tuning.losses.kl import kl_per_token
 
 LOGITS = np.array([0.3, -1.2, 0.8, 0.1, -0.4])
 REF = np.array([-0.5, 0.4, 0.2, 0.9, -1.0])

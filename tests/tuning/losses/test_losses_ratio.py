@@ -5,7 +5,7 @@ import math
 import jax.numpy as jnp
 import pytest
 
-from tuning.losses.importance import RATIO_EDGES, log_ratio_bins, ratio_quantile
+from rlhf.tuning.losses.importance import RATIO_EDGES, log_ratio_bins, ratio_quantile
 
 
 def quantiles(log_ratios):

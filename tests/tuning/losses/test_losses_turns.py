@@ -6,11 +6,11 @@ import jax
 import numpy as np
 import pytest
 
+from rlhf.tuning.losses.aggregate import aggregate, count
+from rlhf.tuning.losses.importance import gated_weights, importance_weights
+from rlhf.tuning.losses.kl import kl_per_token
+from rlhf.tuning.losses.returns import bi_level_gae, gae, whiten
 from tests.tuning.losses.surrogates import LOSSES, MODES
-from tuning.losses.aggregate import aggregate, count
-from tuning.losses.importance import gated_weights, importance_weights
-from tuning.losses.kl import kl_per_token
-from tuning.losses.returns import bi_level_gae, gae, whiten
 
 RANDOM = np.random.default_rng(4)
 # Sampled tokens by their turn, observations between them, padding behind.

@@ -7,13 +7,13 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
+from rlhf.tuning.axes import Axes
+from rlhf.tuning.losses.distillation_head import token_divergences
+from rlhf.tuning.losses.head import token_logps
+from rlhf.tuning.mesh import make_mesh, under
+from rlhf.tuning.models.vocabulary import embedded
+from rlhf.tuning.precision import use
 from tests.aot.account import collectives
-from tuning.axes import Axes
-from tuning.losses.distillation_head import token_divergences
-from tuning.losses.head import token_logps
-from tuning.mesh import make_mesh, under
-from tuning.models.vocabulary import embedded
-from tuning.precision import use
 
 M, V, D, E = 24, 520, 12, 8
 MESHES = {"tensor": Axes(1, 1, 4), "all": Axes(1, 2, 2, 2)}

@@ -9,8 +9,8 @@ from flax import nnx
 from flax.traverse_util import flatten_dict, unflatten_dict
 from safetensors.numpy import load_file
 
-from tuning.models.lora import PROJECTIONS, LoraConfig, trainable_shapes
-from tuning.models.mapping import PROJECTIONS as MODULES
+from rlhf.tuning.models.lora import PROJECTIONS, LoraConfig, trainable_shapes
+from rlhf.tuning.models.mapping import PROJECTIONS as MODULES
 
 PREFIX = "base_model.model."
 

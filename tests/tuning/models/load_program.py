@@ -13,12 +13,12 @@ import jax
 import numpy as np
 from safetensors.numpy import save_file
 
-from tuning.axes import Axes
-from tuning.mesh import make_mesh
-from tuning.models.config import tiny
-from tuning.models.config_json import to_hugging_face
-from tuning.models.decoder import abstract_decoder
-from tuning.models.huggingface import (
+from rlhf.tuning.axes import Axes
+from rlhf.tuning.mesh import make_mesh
+from rlhf.tuning.models.config import tiny
+from rlhf.tuning.models.config_json import to_hugging_face
+from rlhf.tuning.models.decoder import abstract_decoder
+from rlhf.tuning.models.huggingface import (
     _places,
     load_decoder,
     load_scalar_head,
@@ -26,8 +26,8 @@ from tuning.models.huggingface import (
     save_decoder,
     scalar_head_params,
 )
-from tuning.models.identity import fingerprint
-from tuning.models.sharding import shardings
+from rlhf.tuning.models.identity import fingerprint
+from rlhf.tuning.models.sharding import shardings
 
 SMALL = dataclasses.replace(
     tiny(512), hidden_size=128, intermediate_size=256, num_heads=8, num_kv_heads=8, head_dim=16, tie_embeddings=False

@@ -7,13 +7,13 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
+from rlhf.tuning.axes import Axes
+from rlhf.tuning.mesh import make_mesh, under
+from rlhf.tuning.models import attention as att
+from rlhf.tuning.models import sharding
+from rlhf.tuning.models.decoder import AttentionSpec
+from rlhf.tuning.target import compiling_for
 from tests.tuning.models.rows import LENGTH, alone, packed
-from tuning.axes import Axes
-from tuning.mesh import make_mesh, under
-from tuning.models import attention as att
-from tuning.models import sharding
-from tuning.models.decoder import AttentionSpec
-from tuning.target import compiling_for
 
 MESHES = {
     "rows": Axes(2, 1, 1),

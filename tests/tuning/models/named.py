@@ -2,9 +2,9 @@
 
 import numpy as np
 
-from tuning.models import huggingface as hf
-from tuning.models.decoder import abstract_decoder
-from tuning.models.tensors import place_tensors
+from rlhf.tuning.models import huggingface as hf
+from rlhf.tuning.models.decoder import abstract_decoder
+from rlhf.tuning.models.tensors import place_tensors
 
 
 def params_from_tensors(config, tensors, source):

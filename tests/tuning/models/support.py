@@ -5,13 +5,13 @@ import functools
 import jax
 from flax import nnx
 
+from rlhf.tuning.device import Compute
+from rlhf.tuning.models.decoder import decoder_graph
+from rlhf.tuning.models.huggingface import random_params
+from rlhf.tuning.models.lora import join, tuned_graph
+from rlhf.tuning.training.batch import Layout, micro_batches
+from rlhf.tuning.training.forward import logps_and_entropy
 from tests.tuning.tiny import CONFIG, ragged_groups
-from tuning.device import Compute
-from tuning.models.decoder import decoder_graph
-from tuning.models.huggingface import random_params
-from tuning.models.lora import join, tuned_graph
-from tuning.training.batch import Layout, micro_batches
-from tuning.training.forward import logps_and_entropy
 
 # Weights of the size that training gives them: with those of a fresh model, nearly nothing depends on the layers.
 PARAMS = jax.tree.map(lambda x: 3 * x if x.ndim > 2 or x.size > 200 else x, random_params(CONFIG, 3))

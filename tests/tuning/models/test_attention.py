@@ -13,15 +13,15 @@ import pytest
 from flax import nnx
 from jax.sharding import NamedSharding, PartitionSpec
 
+from rlhf.tuning.axes import Axes
+from rlhf.tuning.models import attention as att
+from rlhf.tuning.models.config import tiny
+from rlhf.tuning.models.decoder import UNLIMITED, AttentionSpec, abstract_decoder
+from rlhf.tuning.models.splash import block
+from rlhf.tuning.target import compiling_for, target_platform
 from tests.aot.shapes import abstract_mesh
 from tests.support import with_devices
 from tests.tuning.models.rows import LENGTH, alone, packed
-from tuning.axes import Axes
-from tuning.models import attention as att
-from tuning.models.config import tiny
-from tuning.models.decoder import UNLIMITED, AttentionSpec, abstract_decoder
-from tuning.models.splash import block
-from tuning.target import compiling_for, target_platform
 
 
 def qkv(length: int = LENGTH, head_dim: int = 16):

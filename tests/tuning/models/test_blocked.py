@@ -8,8 +8,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from rlhf.tuning.models.blocked import BLOCK, SHORT, Segments, blocked_attention, plain_attention, visible
 from tests.tuning.models.formulas import attention_formula
-from tuning.models.blocked import BLOCK, SHORT, Segments, blocked_attention, plain_attention, visible
 
 
 def inputs(length, seed=0):

@@ -2,9 +2,9 @@
 
 import pytest
 
-from tuning.models.config import DecoderConfig, UnsupportedModel
-from tuning.models.config_json import from_hugging_face, to_hugging_face
-from tuning.models.rope import RopeScaling
+from rlhf.tuning.models.config import DecoderConfig, UnsupportedModel
+from rlhf.tuning.models.config_json import from_hugging_face, to_hugging_face
+from rlhf.tuning.models.rope import RopeScaling
 
 SIZES = {
     "vocab_size": 61,

@@ -9,14 +9,14 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from rlhf.tuning.cpu import kernels
+from rlhf.tuning.models import attention as att
+from rlhf.tuning.models import fused
+from rlhf.tuning.models.blocked import Segments
+from rlhf.tuning.models.decoder import AttentionSpec
+from rlhf.tuning.target import compiling_for
 from tests.tuning.compilers import compiler_for
 from tests.tuning.models.formulas import attention_formula
-from tuning.cpu import kernels
-from tuning.models import attention as att
-from tuning.models import fused
-from tuning.models.blocked import Segments
-from tuning.models.decoder import AttentionSpec
-from tuning.target import compiling_for
 
 pytestmark = pytest.mark.skipif(
     not kernels.has_compiler() or "avx512f" not in kernels._processor(), reason="no C compiler, or no AVX-512"

@@ -13,9 +13,9 @@ import gguf
 import numpy as np
 import pytest
 
+from rlhf.tuning.models.gguf import GGUFCheckpoint, GGUFFile
+from rlhf.tuning.models.positions import positions_of
 from tests.tuning.models.named import tensors_from_params
-from tuning.models.gguf import GGUFCheckpoint, GGUFFile
-from tuning.models.positions import positions_of
 
 HIDDEN, HEADS, KV_HEADS, HEAD_DIM, FFN, VOCAB = 32, 4, 2, 8, 64, 48
 
@@ -165,7 +165,7 @@ def test_smollm2_likelihood(smollm2: GGUFCheckpoint, smollm2_file: GGUFFile, one
     import torch
     from transformers import LlamaConfig, LlamaForCausalLM
 
-    from tuning.models.tokenizer import tokenizer_from_gguf
+    from rlhf.tuning.models.tokenizer import tokenizer_from_gguf
 
     state = {name: torch.from_numpy(array) for name, array in smollm2.tensors()}
     assert sum(tensor.numel() for tensor in state.values()) == 134_515_008
@@ -339,8 +339,8 @@ def write_family(path: Path, name: str) -> tuple[Any, dict[str, np.ndarray]]:
     """A file as llama.cpp's converter makes it of a random model: the model's config and its Hugging Face tensors."""
     import jax
 
-    from tuning.models import huggingface
-    from tuning.models.config_json import from_hugging_face
+    from rlhf.tuning.models import huggingface
+    from rlhf.tuning.models.config_json import from_hugging_face
 
     values, metadata = WRITTEN[name]
     architecture = name.partition("-")[0]
@@ -379,7 +379,7 @@ def write_family(path: Path, name: str) -> tuple[Any, dict[str, np.ndarray]]:
 
 @pytest.mark.parametrize("name", WRITTEN)
 def test_every_family_is_read_as_it_was(name: str, tmp_path: Path) -> None:
-    from tuning.models.config_json import from_hugging_face
+    from rlhf.tuning.models.config_json import from_hugging_face
 
     config, weights = write_family(tmp_path / "m.gguf", name)
     checkpoint = GGUFCheckpoint(tmp_path / "m.gguf")

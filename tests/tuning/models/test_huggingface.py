@@ -9,17 +9,17 @@ import pytest
 from flax import nnx
 from safetensors.numpy import load_file, save_file
 
+from rlhf.tuning.axes import Axes
+from rlhf.tuning.mesh import make_mesh
+from rlhf.tuning.models import huggingface as hf
+from rlhf.tuning.models import tensors
+from rlhf.tuning.models.attention import packed_attention
+from rlhf.tuning.models.config import DecoderConfig, UnsupportedModel
+from rlhf.tuning.models.config_json import from_hugging_face, to_hugging_face
+from rlhf.tuning.models.decoder import decoder_graph, scalar_graph
+from rlhf.tuning.models.identity import fingerprint
+from rlhf.tuning.models.sharding import shardings
 from tests.tuning.models.named import params_from_tensors, tensors_from_params
-from tuning.axes import Axes
-from tuning.mesh import make_mesh
-from tuning.models import huggingface as hf
-from tuning.models import tensors
-from tuning.models.attention import packed_attention
-from tuning.models.config import DecoderConfig, UnsupportedModel
-from tuning.models.config_json import from_hugging_face, to_hugging_face
-from tuning.models.decoder import decoder_graph, scalar_graph
-from tuning.models.identity import fingerprint
-from tuning.models.sharding import shardings
 
 torch = pytest.importorskip("torch", reason="parity needs torch")
 

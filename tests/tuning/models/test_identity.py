@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from tuning.models.identity import fingerprint
+from rlhf.tuning.models.identity import fingerprint
 
 VALUES = np.arange(3 * 6 * 512, dtype=np.float32).reshape(3, 6, 512)
 LEAVES = {"whole": VALUES, "turned": VALUES.transpose(0, 2, 1), "cut": VALUES[:, ::2], "one": VALUES[1, 2, 3:4]}

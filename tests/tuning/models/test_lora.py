@@ -8,13 +8,11 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from tests.tuning.models.support import BATCH, PARAMS, gradient, logps, moved
-from tests.tuning.tiny import CONFIG
-from tuning.device import Compute
-from tuning.models.decoder import decoder_graph, scalar_graph
-from tuning.models.huggingface import scalar_head_params
-from tuning.models.identity import fingerprint
-from tuning.models.lora import (
+from rlhf.tuning.device import Compute
+from rlhf.tuning.models.decoder import decoder_graph, scalar_graph
+from rlhf.tuning.models.huggingface import scalar_head_params
+from rlhf.tuning.models.identity import fingerprint
+from rlhf.tuning.models.lora import (
     PROJECTIONS,
     LoraConfig,
     join,
@@ -26,10 +24,12 @@ from tuning.models.lora import (
     tune,
     tuned_graph,
 )
-from tuning.precision import ROUNDED
-from tuning.training.forward import logps_and_entropy, scores
-from tuning.training.optimizers import make_optimizer, make_schedule
-from tuning.training.step import make_step
+from rlhf.tuning.precision import ROUNDED
+from rlhf.tuning.training.forward import logps_and_entropy, scores
+from rlhf.tuning.training.optimizers import make_optimizer, make_schedule
+from rlhf.tuning.training.step import make_step
+from tests.tuning.models.support import BATCH, PARAMS, gradient, logps, moved
+from tests.tuning.tiny import CONFIG
 
 KINDS = ("none", "int8", "nf4")
 ONE_AND_SLOW = ("nf4", *(pytest.param(kind, marks=pytest.mark.slow) for kind in KINDS[:2]))

@@ -10,11 +10,11 @@ import numpy as np
 import pytest
 from jax.sharding import AbstractMesh, AxisType
 
+from rlhf.tuning.cpu import kernels
+from rlhf.tuning.models.matmul import across, contract, matmul, thin
+from rlhf.tuning.precision import ROUNDED
+from rlhf.tuning.processor import multiplies_bfloat16
 from tests.tuning.compilers import compiler_for
-from tuning.cpu import kernels
-from tuning.models.matmul import across, contract, matmul, thin
-from tuning.precision import ROUNDED
-from tuning.processor import multiplies_bfloat16
 
 AXES = {"x W": (1, 0), "g W^T": (1, 1), "x^T g": (0, 0), "g^T x^T": (0, 1)}
 """Axes that are summed, of the first and of the second factor."""

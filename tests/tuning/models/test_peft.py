@@ -7,13 +7,13 @@ import jax.numpy as jnp
 import pytest
 from safetensors.numpy import load_file
 
+from rlhf.tuning.models.huggingface import scalar_head_params
+from rlhf.tuning.models.identity import fingerprint
+from rlhf.tuning.models.lora import LoraConfig, tune
+from rlhf.tuning.models.peft import save_adapter
 from tests.tuning.models.adapters import load_adapter
 from tests.tuning.models.support import PARAMS, moved
 from tests.tuning.tiny import CONFIG
-from tuning.models.huggingface import scalar_head_params
-from tuning.models.identity import fingerprint
-from tuning.models.lora import LoraConfig, tune
-from tuning.models.peft import save_adapter
 
 
 @pytest.fixture

@@ -7,9 +7,9 @@ import pytest
 from flax import nnx
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from tuning.models.config import tiny
-from tuning.models.huggingface import random_params
-from tuning.models.probes import MOST, distance, probes
+from rlhf.tuning.models.config import tiny
+from rlhf.tuning.models.huggingface import random_params
+from rlhf.tuning.models.probes import MOST, distance, probes
 
 PARAMS = random_params(tiny(512), 0)
 

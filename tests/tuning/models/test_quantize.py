@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from jax.scipy.stats import norm
 
-from tuning.models.quantize import BLOCK, FORMATS, NF4, NF4_LEVELS, Int8
+from rlhf.tuning.models.quantize import BLOCK, FORMATS, NF4, NF4_LEVELS, Int8
 
 # Whole blocks, and pieces of them in a stack; the others are between.
 SHAPES = [(128, 24), (2, 100, 7), *(pytest.param(s, marks=pytest.mark.slow) for s in ((3, 128, 24), (48, 10)))]

@@ -8,14 +8,14 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from rlhf.tuning.device import Compute, choose
+from rlhf.tuning.models.decoder import decoder_graph
+from rlhf.tuning.models.remat import NAMES
+from rlhf.tuning.settings import Remat
+from rlhf.tuning.training.batch import Group, Layout, micro_batches
+from rlhf.tuning.training.forward import logps_and_entropy
 from tests.tuning.models.support import BATCH, PARAMS
 from tests.tuning.tiny import CONFIG
-from tuning.device import Compute, choose
-from tuning.models.decoder import decoder_graph
-from tuning.models.remat import NAMES
-from tuning.settings import Remat
-from tuning.training.batch import Group, Layout, micro_batches
-from tuning.training.forward import logps_and_entropy
 
 
 def loss(params, remat):

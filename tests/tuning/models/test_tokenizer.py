@@ -13,14 +13,14 @@ import gguf
 import pytest
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
-from tests.tuning.chat.templates import chat_prompt_ids
-from tuning.models.byte_tokenizer import byte_tokenizer
-from tuning.models.tokenizer import (
+from rlhf.tuning.models.byte_tokenizer import byte_tokenizer
+from rlhf.tuning.models.tokenizer import (
     eos_ids,
     load_tokenizer,
     save_tokenizer,
     tokenizer_from_gguf,
 )
+from tests.tuning.chat.templates import chat_prompt_ids
 
 SAMPLES = [
     "Plain words, and don't you'll we've.",
@@ -151,7 +151,7 @@ def test_load_needs_a_tokenizer(tmp_path: Path) -> None:
 
 def test_use_does_not_import_torch(saved: Path) -> None:
     code = (
-        "import sys; from tuning.models import tokenizer as t; assert 'transformers' not in sys.modules; "
+        "import sys; from rlhf.tuning.models import tokenizer as t; assert 'transformers' not in sys.modules; "
         f"tok = t.load_tokenizer({str(saved)!r}); t.render(tok, [dict(role='user', content='hi')]); "
         "tok.encode('hi', add_special_tokens=False); tok.decode([1, 2]); "
         "sys.exit('torch' in sys.modules or 'jax' in sys.modules)"

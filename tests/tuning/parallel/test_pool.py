@@ -12,10 +12,10 @@ from pathlib import Path
 import psutil
 import pytest
 
+from rlhf.tuning.parallel.children import PASS, clean_environment
+from rlhf.tuning.parallel.code import difference, loaded_code
+from rlhf.tuning.parallel.pool import CLUSTER, Job, Pool, Refused
 from tests.support import python
-from tuning.parallel.children import PASS, clean_environment
-from tuning.parallel.code import difference, loaded_code
-from tuning.parallel.pool import CLUSTER, Job, Pool, Refused
 
 TARGET = "tests.tuning.parallel.targets:Target"
 PROJECT = Path(__file__).parents[3]
@@ -269,8 +269,8 @@ list(pool.run([job("spin", None, 600.0)]))
 
 def test_the_processes_load_no_numeric_library_and_start_no_thread():
     program = """
-import sys, threading, tuning.parallel.pool, tuning.rewards.processes, tuning.agents.processes
-print({"jax", "jaxlib", "ray", "torch", "transformers", "tokenizers", "numpy", "stages"} & set(sys.modules))
+import sys, threading, rlhf.tuning.parallel.pool, rlhf.tuning.rewards.processes, rlhf.tuning.agents.processes
+print({"jax", "jaxlib", "ray", "torch", "transformers", "tokenizers", "numpy", "rlhf.stages"} & set(sys.modules))
 print(threading.active_count())
 """
     process = python(program, cwd=PROJECT)

@@ -2,8 +2,8 @@
 
 import pytest
 
-from tuning.rewards.answers import CHECKS, unreadable
-from tuning.rewards.functions import BUILT_IN
+from rlhf.tuning.rewards.answers import CHECKS, unreadable
+from rlhf.tuning.rewards.functions import BUILT_IN
 
 
 @pytest.mark.parametrize(

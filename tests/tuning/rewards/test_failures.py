@@ -6,8 +6,8 @@ import urllib.error
 
 import pytest
 
-from tuning.rewards.failures import Outage, TooManyFailures, check_failures, kind_of, tallied
-from tuning.rewards.samples import Outcome, outcome_of
+from rlhf.tuning.rewards.failures import Outage, TooManyFailures, check_failures, kind_of, tallied
+from rlhf.tuning.rewards.samples import Outcome, outcome_of
 
 GOOD, BAD, NONE = Outcome(1.0), Outcome(None, "KeyError: 'x'"), Outcome(None)
 

@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from tuning.data.tasks import reasoning_gym
-from tuning.rewards import functions as f
-from tuning.rewards import mathematics
+from rlhf.tuning.data.tasks import reasoning_gym
+from rlhf.tuning.rewards import functions as f
+from rlhf.tuning.rewards import mathematics
 
 
 def test_exact_match_is_exact_but_for_surrounding_space():

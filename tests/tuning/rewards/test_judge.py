@@ -6,9 +6,9 @@ import threading
 
 import pytest
 
+from rlhf.tuning.rewards.failures import Outage
+from rlhf.tuning.rewards.judge import JudgeFailed, judge, longest_seconds
 from tests.judge_server import judge_server
-from tuning.rewards.failures import Outage
-from tuning.rewards.judge import JudgeFailed, judge, longest_seconds
 
 
 @pytest.fixture

@@ -6,7 +6,7 @@ import inspect
 import re
 from pathlib import Path
 
-from tuning.rewards.functions import BUILT_IN
+from rlhf.tuning.rewards.functions import BUILT_IN
 
 PAGE = Path(__file__).parents[3] / "docs" / "rewards.md"
 DATA = {"answer", "metadata", "completion_ids"}

@@ -16,13 +16,13 @@ import numpy as np
 import psutil
 import pytest
 
+from rlhf.tuning.parallel.pool import TRIES
+from rlhf.tuning.rewards.calls import Call, keyword_arguments
+from rlhf.tuning.rewards.failures import OUTAGES, Outage
+from rlhf.tuning.rewards.functions import exact_match, number_match
+from rlhf.tuning.rewards.processes import attempt, call_seconds, evaluate
+from rlhf.tuning.rewards.samples import Sample
 from tests.judge_server import judge_server
-from tuning.parallel.pool import TRIES
-from tuning.rewards.calls import Call, keyword_arguments
-from tuning.rewards.failures import OUTAGES, Outage
-from tuning.rewards.functions import exact_match, number_match
-from tuning.rewards.processes import attempt, call_seconds, evaluate
-from tuning.rewards.samples import Sample
 
 
 class Odd(Exception):
@@ -244,7 +244,7 @@ def test_columns_are_lists_and_a_setting_of_the_function_is_no_column():
 
 @pytest.mark.slow
 def test_problems_of_reasoning_gym_are_scored_by_their_own_verifier():
-    from tuning.data.tasks import reasoning_gym
+    from rlhf.tuning.data.tasks import reasoning_gym
 
     record = next(iter(reasoning_gym("chain_sum", size=1, seed=3)))
     sample = Sample(record["prompt"], record["answer"], [1], record["answer"], record["metadata"])

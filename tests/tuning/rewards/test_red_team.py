@@ -13,9 +13,9 @@ import uuid
 import psutil
 import pytest
 
+from rlhf.tuning.rewards.confine import CALLS
+from rlhf.tuning.rewards.sandbox import gaps, passes_test, run_python
 from tests.support import python
-from tuning.rewards.confine import CALLS
-from tuning.rewards.sandbox import gaps, passes_test, run_python
 
 needs_jail = pytest.mark.skipif(bool(gaps()), reason="this machine gives no namespaces")
 
@@ -282,7 +282,7 @@ def test_a_program_ends_with_a_jail_that_is_killed_also_where_there_are_no_names
     }  # fmt: skip
     program = """
 import json, os, sys
-from tuning.rewards import confine
+from rlhf.tuning.rewards import confine
 confine.enter_namespaces = lambda: ["network", "files", "processes"]
 os._exit(confine.main(json.loads(sys.argv[1])))
 """

@@ -13,11 +13,11 @@ import uuid
 import psutil
 import pytest
 
-from tuning.rewards.failures import Outage
-from tuning.rewards.processes import evaluate
-from tuning.rewards.programs import runnable
-from tuning.rewards.samples import Sample
-from tuning.rewards.sandbox import code_of, code_passes, gaps, longest_seconds, may_deceive, run_python
+from rlhf.tuning.rewards.failures import Outage
+from rlhf.tuning.rewards.processes import evaluate
+from rlhf.tuning.rewards.programs import runnable
+from rlhf.tuning.rewards.samples import Sample
+from rlhf.tuning.rewards.sandbox import code_of, code_passes, gaps, longest_seconds, may_deceive, run_python
 
 ADD = "Here:\n```python\ndef add(a, b):\n    return a + b\n```\nDone."
 TEST = "assert add(1, 2) == 3"
@@ -409,7 +409,7 @@ def test_nothing_of_the_caller_is_seen_and_nothing_stays(tmp_path, monkeypatch):
 
 REFUSED = """
 import json, sys
-from tuning.rewards.sandbox import code_passes, gaps, run_python
+from rlhf.tuning.rewards.sandbox import code_passes, gaps, run_python
 look, search = json.load(sys.stdin)
 status, out = run_python(look, "[]", seconds=5, megabytes=256)
 given = {"answer": ["assert add(1, 2) == 3"] * 3, "metadata": [{}] * 3}

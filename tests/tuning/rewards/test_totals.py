@@ -3,8 +3,8 @@
 import numpy as np
 import pytest
 
-from tuning.rewards.samples import Outcome
-from tuning.rewards.totals import Part, RewardFailed, scales_of, shaped, totals
+from rlhf.tuning.rewards.samples import Outcome
+from rlhf.tuning.rewards.totals import Part, RewardFailed, scales_of, shaped, totals
 
 GROUPS = [0, 0, 1, 1]
 

@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from tuning.rewards.answers import unreadable
-from tuning.rewards.functions import BUILT_IN
+from rlhf.tuning.rewards.answers import unreadable
+from rlhf.tuning.rewards.functions import BUILT_IN
 
 ROWS = [json.loads(line) for line in Path(__file__).with_name("verdicts.jsonl").read_text().splitlines()]
 KINDS = {key: list(rows) for key, rows in itertools.groupby(ROWS, key=lambda row: (row["reward"], row["kind"]))}

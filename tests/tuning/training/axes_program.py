@@ -10,23 +10,23 @@ import sys
 import jax
 import numpy as np
 
+from rlhf.tuning.algorithms.algorithm import find
+from rlhf.tuning.algorithms.distillation import distillation_loss
+from rlhf.tuning.algorithms.objective import policy_loss
+from rlhf.tuning.algorithms.preference import preference_loss
+from rlhf.tuning.algorithms.settings import Objective, Preference
+from rlhf.tuning.algorithms.supervised import sft_loss
+from rlhf.tuning.axes import Axes
+from rlhf.tuning.device import Compute
+from rlhf.tuning.mesh import init_state, make_mesh, own_params, put_params, row_shards
+from rlhf.tuning.models.config import tiny
+from rlhf.tuning.models.decoder import decoder_graph
+from rlhf.tuning.models.huggingface import random_params
+from rlhf.tuning.precision import use
+from rlhf.tuning.training.batch import Group, Layout, micro_batches
+from rlhf.tuning.training.optimizers import make_optimizer, make_schedule
+from rlhf.tuning.training.step import counted, make_step
 from tests.tuning.tiny import ragged_groups
-from tuning.algorithms.algorithm import find
-from tuning.algorithms.distillation import distillation_loss
-from tuning.algorithms.objective import policy_loss
-from tuning.algorithms.preference import preference_loss
-from tuning.algorithms.settings import Objective, Preference
-from tuning.algorithms.supervised import sft_loss
-from tuning.axes import Axes
-from tuning.device import Compute
-from tuning.mesh import init_state, make_mesh, own_params, put_params, row_shards
-from tuning.models.config import tiny
-from tuning.models.decoder import decoder_graph
-from tuning.models.huggingface import random_params
-from tuning.precision import use
-from tuning.training.batch import Group, Layout, micro_batches
-from tuning.training.optimizers import make_optimizer, make_schedule
-from tuning.training.step import counted, make_step
 
 MESHES = {
     "data": Axes(4, 1, 1),

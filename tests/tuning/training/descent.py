@@ -4,7 +4,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from tuning.settings import RULE_DEFAULTS, OptimizerSettings
+from rlhf.tuning.settings import RULE_DEFAULTS, OptimizerSettings
 
 # Wide enough for Adafactor to factor its second moments.
 SHAPES = {

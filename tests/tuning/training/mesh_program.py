@@ -15,19 +15,19 @@ if len(sys.argv) > 2:
 import jax.numpy as jnp
 import numpy as np
 
+from rlhf.tuning.axes import Axes
+from rlhf.tuning.device import Compute
+from rlhf.tuning.mesh import gather, init_state, make_mesh, put_params, row_shards
+from rlhf.tuning.models.decoder import decoder_graph
+from rlhf.tuning.models.identity import fingerprint
+from rlhf.tuning.models.lora import LoraConfig, tune
+from rlhf.tuning.training.batch import Layout, micro_batches
+from rlhf.tuning.training.checkpoint import Checkpoints
+from rlhf.tuning.training.forward import logps_and_entropy
+from rlhf.tuning.training.optimizers import make_optimizer, make_schedule
+from rlhf.tuning.training.step import copy, make_step
 from tests.tuning.models import support as adapters
 from tests.tuning.tiny import CONFIG, PARAMS, ragged_groups
-from tuning.axes import Axes
-from tuning.device import Compute
-from tuning.mesh import gather, init_state, make_mesh, put_params, row_shards
-from tuning.models.decoder import decoder_graph
-from tuning.models.identity import fingerprint
-from tuning.models.lora import LoraConfig, tune
-from tuning.training.batch import Layout, micro_batches
-from tuning.training.checkpoint import Checkpoints
-from tuning.training.forward import logps_and_entropy
-from tuning.training.optimizers import make_optimizer, make_schedule
-from tuning.training.step import copy, make_step
 
 GRAPH = decoder_graph(CONFIG)
 MESHES = [(2, Axes()), (4, Axes(2, 1, 2)), (8, Axes(2, 2, 2))]

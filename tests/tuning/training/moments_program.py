@@ -9,12 +9,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from rlhf.tuning.axes import Axes
+from rlhf.tuning.device import HOST_MEMORY
+from rlhf.tuning.mesh import init_state, make_mesh, own_params, state_shapes
+from rlhf.tuning.training.checkpoint import load_tree, save_tree
+from rlhf.tuning.training.optimizers import optimizer_of
 from tests.tuning.training.descent import settings
-from tuning.axes import Axes
-from tuning.device import HOST_MEMORY
-from tuning.mesh import init_state, make_mesh, own_params, state_shapes
-from tuning.training.checkpoint import load_tree, save_tree
-from tuning.training.optimizers import optimizer_of
 
 RNG = np.random.default_rng(0)
 WEIGHTS = {

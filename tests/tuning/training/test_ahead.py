@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from tuning.training.ahead import one_ahead
+from rlhf.tuning.training.ahead import one_ahead
 
 
 class Item:

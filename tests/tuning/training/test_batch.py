@@ -6,13 +6,12 @@ import jax
 import numpy as np
 import pytest
 
-from tests.tuning.tiny import CONFIG, PARAMS, ragged_groups
-from tuning.device import Compute, choices
-from tuning.models.decoder import decoder_graph, scalar_graph
-from tuning.models.huggingface import scalar_head_params
-from tuning.shapes import bucket
-from tuning.target import compiling_for
-from tuning.training.batch import (
+from rlhf.tuning.device import Compute, choices
+from rlhf.tuning.models.decoder import decoder_graph, scalar_graph
+from rlhf.tuning.models.huggingface import scalar_head_params
+from rlhf.tuning.shapes import bucket
+from rlhf.tuning.target import compiling_for
+from rlhf.tuning.training.batch import (
     Group,
     Layout,
     choose_rows,
@@ -23,7 +22,8 @@ from tuning.training.batch import (
     plan_rows,
     split_group,
 )
-from tuning.training.forward import logps_and_entropy, scores
+from rlhf.tuning.training.forward import logps_and_entropy, scores
+from tests.tuning.tiny import CONFIG, PARAMS, ragged_groups
 
 
 @jax.jit

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from tuning.training.checkpoint import Checkpoints, SaveFailed, load_tree, save_tree
+from rlhf.tuning.training.checkpoint import Checkpoints, SaveFailed, load_tree, save_tree
 
 SIZE = 2**21
 
@@ -85,7 +85,7 @@ def test_a_folder_that_cannot_be_written_to_is_told_at_once(tmp_path):
 FAILING = """
 import pathlib, sys
 import jax.numpy as jnp
-from tuning.training.checkpoint import Checkpoints, SaveFailed, save_tree
+from rlhf.tuning.training.checkpoint import Checkpoints, SaveFailed, save_tree
 
 folder = pathlib.Path(sys.argv[1])
 checkpoints = Checkpoints(folder / "c")

@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from tuning.losses.head import token_logps
+from rlhf.tuning.losses.head import token_logps
 
 
 def naive(hidden, targets, weight, temperature, softcap=None):

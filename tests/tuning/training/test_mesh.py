@@ -8,9 +8,9 @@ import sys
 
 import pytest
 
+from rlhf.tuning.axes import Axes
+from rlhf.tuning.mesh import make_mesh
 from tests.support import QUICK, with_devices
-from tuning.axes import Axes
-from tuning.mesh import make_mesh
 
 PROGRAM = "tests.tuning.training.mesh_program"
 AXES = "tests.tuning.training.axes_program"

@@ -10,14 +10,14 @@ import numpy as np
 import optax
 import pytest
 
+from rlhf.tuning.device import HOST_MEMORY, check_host_memory
+from rlhf.tuning.mesh import init_state, state_shapes
+from rlhf.tuning.training.checkpoint import Checkpoints
+from rlhf.tuning.training.moments import rounded, stochastically_rounded
+from rlhf.tuning.training.optimizers import OPTIMIZERS, optimizer_of
+from rlhf.tuning.training.step import NonFinite, make_step
 from tests.support import QUICK, with_devices
 from tests.tuning.training.descent import distance, noise, normal, settings
-from tuning.device import HOST_MEMORY, check_host_memory
-from tuning.mesh import init_state, state_shapes
-from tuning.training.checkpoint import Checkpoints
-from tuning.training.moments import rounded, stochastically_rounded
-from tuning.training.optimizers import OPTIMIZERS, optimizer_of
-from tuning.training.step import NonFinite, make_step
 
 KEY = jax.random.key(0)
 MOMENTS = {"adamw": 10, "adam": 10, "nadamw": 10, "radam": 10, "amsgrad": 15, "rmsprop": 5, "sgd": 0, "lion": 5}

@@ -8,11 +8,9 @@ import numpy as np
 import optax
 import pytest
 
-from tests.tuning.tiny import PARAMS
-from tests.tuning.training.descent import IS_SHAPE, SHAPES, distance, noise, normal, settings
-from tuning.settings import OptimizerSettings
-from tuning.training.checkpoint import Checkpoints
-from tuning.training.optimizers import (
+from rlhf.tuning.settings import OptimizerSettings
+from rlhf.tuning.training.checkpoint import Checkpoints
+from rlhf.tuning.training.optimizers import (
     MUON_RMS,
     OPTIMIZERS,
     SCHEDULES,
@@ -21,7 +19,9 @@ from tuning.training.optimizers import (
     make_schedule,
     optimizer_of,
 )
-from tuning.training.step import make_step
+from rlhf.tuning.training.step import make_step
+from tests.tuning.tiny import PARAMS
+from tests.tuning.training.descent import IS_SHAPE, SHAPES, distance, noise, normal, settings
 
 
 def run(name, steps, state=None, start=0):

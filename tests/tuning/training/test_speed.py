@@ -6,13 +6,13 @@ import jax
 import jax.numpy as jnp
 import pytest
 
+from rlhf.tuning.device import Compute, peak_memory_bytes
+from rlhf.tuning.models.decoder import decoder_graph
+from rlhf.tuning.models.huggingface import random_params
+from rlhf.tuning.training.batch import Group, Layout, micro_batches
+from rlhf.tuning.training.forward import logps_and_entropy
+from rlhf.tuning.training.speed import Meter, forward_flops, measured_peak
 from tests.tuning.tiny import CONFIG
-from tuning.device import Compute, peak_memory_bytes
-from tuning.models.decoder import decoder_graph
-from tuning.models.huggingface import random_params
-from tuning.training.batch import Group, Layout, micro_batches
-from tuning.training.forward import logps_and_entropy
-from tuning.training.speed import Meter, forward_flops, measured_peak
 
 GROUPS = [Group([1] * 11, [[2] * 5, [3] * 9], [0, 1]), Group([4], [[5] * 3], [2], [[1, 0, 1]])]
 KERNELS = 2 * (64 * 64 + 64 * 32) + 3 * 64 * 128

@@ -6,15 +6,15 @@ import numpy as np
 import optax
 import pytest
 
+from rlhf.tuning.device import Compute
+from rlhf.tuning.models.decoder import decoder_graph
+from rlhf.tuning.models.identity import fingerprint
+from rlhf.tuning.training.batch import Layout, micro_batches
+from rlhf.tuning.training.checkpoint import Checkpoints
+from rlhf.tuning.training.forward import logps_and_entropy
+from rlhf.tuning.training.optimizers import make_optimizer, make_schedule
+from rlhf.tuning.training.step import NonFinite, copy, make_step
 from tests.tuning.tiny import CONFIG, PARAMS, ragged_groups
-from tuning.device import Compute
-from tuning.models.decoder import decoder_graph
-from tuning.models.identity import fingerprint
-from tuning.training.batch import Layout, micro_batches
-from tuning.training.checkpoint import Checkpoints
-from tuning.training.forward import logps_and_entropy
-from tuning.training.optimizers import make_optimizer, make_schedule
-from tuning.training.step import NonFinite, copy, make_step
 
 GRAPH = decoder_graph(CONFIG)
 

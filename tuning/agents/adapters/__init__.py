@@ -2,7 +2,7 @@
 
 | name | what |
 |---|---|
-| `guess`, ... | built in (`tuning.agents.environments`) |
+| `guess`, ... | built in (`rlhf.tuning.agents.environments`) |
 | `gem:ID`, `gymnasium:ID`, `textarena:ID` | registered with that package |
 | `module:Class` | gymnasium's tuple of five or of four, objects with these as attributes, or TRL's environment class |
 | none | the tools alone |
@@ -20,13 +20,13 @@ import inspect
 from collections.abc import Callable, Mapping
 from typing import Any, Protocol
 
-from tuning.agents import tools
-from tuning.agents.adapters.arena import Arena
-from tuning.agents.adapters.gym import Gym, made, text_actions
-from tuning.agents.adapters.stepped import Stepped
-from tuning.agents.adapters.tooled import Methods, Tooled
-from tuning.agents.contract import Observation, Spec
-from tuning.names import function_of, nearest
+from rlhf.tuning.agents import tools
+from rlhf.tuning.agents.adapters.arena import Arena
+from rlhf.tuning.agents.adapters.gym import Gym, made, text_actions
+from rlhf.tuning.agents.adapters.stepped import Stepped
+from rlhf.tuning.agents.adapters.tooled import Methods, Tooled
+from rlhf.tuning.agents.contract import Observation, Spec
+from rlhf.tuning.names import function_of, nearest
 
 PACKAGES: Mapping[str, tuple[str, str]] = {
     "gem": ("gem", "gem-llm"),
@@ -100,7 +100,7 @@ def _maker(spec: Spec) -> Stepped | Methods | Arena:
 
 def built_in(name: str) -> Callable[..., Any]:
     """The class of a built-in environment. Raises ValueError for another name, and for one that tools alone make."""
-    from tuning.agents.environments import BUILT_IN
+    from rlhf.tuning.agents.environments import BUILT_IN
 
     if name not in BUILT_IN:
         raise ValueError(f"environment {name!r}: {nearest(name, BUILT_IN, 'module:Class')}")

@@ -20,9 +20,9 @@ import sys
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from tuning.agents.adapters.stepped import Result, Stepped, first_of, number, reset_arguments, result_of, worded
-from tuning.allowed import check_module
-from tuning.names import function_of
+from rlhf.tuning.agents.adapters.stepped import Result, Stepped, first_of, number, reset_arguments, result_of, worded
+from rlhf.tuning.allowed import check_module
+from rlhf.tuning.names import function_of
 
 OWN = ("renderer", "parser", "actions", "options")
 # A coloured piece of a text: a terminal's way to mark a place, which is brackets here.

@@ -11,11 +11,11 @@ import inspect
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from tuning.agents import tools
-from tuning.agents.adapters.arena import Arena
-from tuning.agents.adapters.stepped import Result, Stepped, Waiting
-from tuning.agents.contract import Spec
-from tuning.chat import calls
+from rlhf.tuning.agents import tools
+from rlhf.tuning.agents.adapters.arena import Arena
+from rlhf.tuning.agents.adapters.stepped import Result, Stepped, Waiting
+from rlhf.tuning.agents.contract import Spec
+from rlhf.tuning.chat import calls
 
 SHARE = 0.9
 """Of a step's time that the tool calls of a turn may take together."""

@@ -11,12 +11,12 @@ import random
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from tuning.agents.contract import Task
-from tuning.agents.environments.levels import Levels
-from tuning.agents.environments.records import RawRecord
-from tuning.agents.tools.calculator import make
-from tuning.agents.tools.schemas import schema_of
-from tuning.chat.calls import Call, instructions, render
+from rlhf.tuning.agents.contract import Task
+from rlhf.tuning.agents.environments.levels import Levels
+from rlhf.tuning.agents.environments.records import RawRecord
+from rlhf.tuning.agents.tools.calculator import make
+from rlhf.tuning.agents.tools.schemas import schema_of
+from rlhf.tuning.chat.calls import Call, instructions, render
 
 ENVIRONMENT = None
 TOOLS = ("calculator",)

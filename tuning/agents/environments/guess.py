@@ -11,10 +11,10 @@ import re
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from tuning.agents.contract import Task
-from tuning.agents.environments.levels import Levels, check
-from tuning.agents.environments.records import RawRecord
-from tuning.agents.environments.records import records as records_of
+from rlhf.tuning.agents.contract import Task
+from rlhf.tuning.agents.environments.levels import Levels, check
+from rlhf.tuning.agents.environments.records import RawRecord
+from rlhf.tuning.agents.environments.records import records as records_of
 
 _NUMBER = re.compile(r"-?\d+", re.ASCII)
 

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any, Protocol
 
 RawRecord = Mapping[str, Any]
-"""A record as `tuning.data.records` reads it."""
+"""A record as `rlhf.tuning.data.records` reads it."""
 
 HELDOUT = 4
 """One instance in so many is held out, by the hash of its name."""

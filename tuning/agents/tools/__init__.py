@@ -1,8 +1,8 @@
 """Tools that a policy may call: built-in ones, functions of one's own, methods of environments, MCP servers.
 
 A tool is a function with type hints and a docstring in Google's style, as in TRL
-(`tuning.agents.tools.schemas`). What goes wrong in a call is the policy's to read: an unknown name, bad arguments, an
-exception and too long a time are answers that begin with `error:`, and the call is marked as failed.
+(`rlhf.tuning.agents.tools.schemas`). What goes wrong in a call is the policy's to read: an unknown name, bad arguments,
+an exception and too long a time are answers that begin with `error:`, and the call is marked as failed.
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
-from tuning.agents.contract import Spec
-from tuning.agents.tools import calculator, mcp, python
-from tuning.agents.tools.schemas import schema_of
-from tuning.chat import Message
-from tuning.chat.calls import Call
-from tuning.names import function_of, nearest
-from tuning.parallel.messages import plain
+from rlhf.tuning.agents.contract import Spec
+from rlhf.tuning.agents.tools import calculator, mcp, python
+from rlhf.tuning.agents.tools.schemas import schema_of
+from rlhf.tuning.chat import Message
+from rlhf.tuning.chat.calls import Call
+from rlhf.tuning.names import function_of, nearest
+from rlhf.tuning.parallel.messages import plain
 
 BUILT_IN: Mapping[str, Callable[..., Callable[..., Any]]] = {
     "calculator": calculator.make,

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from typing import Any
 
-from tuning.agents.tools.python import ToolError
+from rlhf.tuning.agents.tools.python import ToolError
 
 PREFIX = "mcp:"
 

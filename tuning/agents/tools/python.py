@@ -1,4 +1,4 @@
-"""The tool `python`: runs a program of the policy in the sandbox (`tuning.rewards.sandbox`), without a network.
+"""The tool `python`: runs a program of the policy in the sandbox (`rlhf.tuning.rewards.sandbox`), without a network.
 
 Each call is a program of its own: no names stay from one to the next.
 """
@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from tuning.rewards.sandbox import Isolation, code_of, refuse_gaps, run_python
+from rlhf.tuning.rewards.sandbox import Isolation, code_of, refuse_gaps, run_python
 
 # What a policy reads: what was printed, the value of a last expression as in an interactive session, and of an error
 # the traceback within its own code.

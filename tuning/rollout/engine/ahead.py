@@ -7,9 +7,9 @@ from typing import Any
 import jax
 from flax import nnx
 
-from tuning.models.config import DecoderConfig
-from tuning.models.decoder import abstract_decoder
-from tuning.rollout.engine.decoders import Graph, lay_out
+from rlhf.tuning.models.config import DecoderConfig
+from rlhf.tuning.models.decoder import abstract_decoder
+from rlhf.tuning.rollout.engine.decoders import Graph, lay_out
 
 
 def abstract_weights(graph: Graph, config: DecoderConfig, **options: Any) -> tuple[Graph, nnx.State]:

@@ -8,8 +8,8 @@ from collections.abc import Collection, Iterator, Sequence
 import numpy as np
 from flax import nnx
 
-from tuning.rollout.engine.sampling import request_keys
-from tuning.rollout.requests import Completion, Request, Sampling, Update
+from rlhf.tuning.rollout.engine.sampling import request_keys
+from rlhf.tuning.rollout.requests import Completion, Request, Sampling, Update
 
 
 class Batches(abc.ABC):

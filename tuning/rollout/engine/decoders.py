@@ -21,14 +21,14 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
-from tuning.models.decoder import Attention, AttentionSpec, Decoder, Layer, by_layer, rms_norm, soft_cap
-from tuning.models.linear import Linear
-from tuning.models.matmul import factor
-from tuning.models.quantize import Int8
-from tuning.models.rope import rope_tables
-from tuning.rollout.engine.cache import Stack
-from tuning.rollout.engine.cpu import products
-from tuning.target import target_platform
+from rlhf.tuning.models.decoder import Attention, AttentionSpec, Decoder, Layer, by_layer, rms_norm, soft_cap
+from rlhf.tuning.models.linear import Linear
+from rlhf.tuning.models.matmul import factor
+from rlhf.tuning.models.quantize import Int8
+from rlhf.tuning.models.rope import rope_tables
+from rlhf.tuning.rollout.engine.cache import Stack
+from rlhf.tuning.rollout.engine.cpu import products
+from rlhf.tuning.target import target_platform
 
 Graph = nnx.GraphDef[Any]
 """The static half of a module; its other half is an `nnx.State`."""

@@ -34,27 +34,27 @@ import numpy as np
 from flax import nnx
 from jax.sharding import Mesh
 
-from tuning.ahead import Ahead
-from tuning.cpu.kernels import Kernels, build, has_compiler
-from tuning.models.config import DecoderConfig
-from tuning.models.matmul import factor_type
-from tuning.precision import without_float64
-from tuning.rollout.engine import programs
-from tuning.rollout.engine.batches import Batches
-from tuning.rollout.engine.cache import KV
-from tuning.rollout.engine.cpu import attention, products
-from tuning.rollout.engine.decoders import Graph, Quantization
-from tuning.rollout.engine.limits import Limits
-from tuning.rollout.engine.placement import Place
-from tuning.rollout.engine.pool import Pool
-from tuning.rollout.engine.programs import State
-from tuning.rollout.engine.rows import Decoded
-from tuning.rollout.engine.sampling import request_keys
-from tuning.rollout.engine.scores import Scores, prompt_scores
-from tuning.rollout.engine.slots import Slot, pack, row_arrays
-from tuning.rollout.engine.waiting import Waiting
-from tuning.rollout.engine.weights import Weights
-from tuning.rollout.requests import Request, Update
+from rlhf.tuning.ahead import Ahead
+from rlhf.tuning.cpu.kernels import Kernels, build, has_compiler
+from rlhf.tuning.models.config import DecoderConfig
+from rlhf.tuning.models.matmul import factor_type
+from rlhf.tuning.precision import without_float64
+from rlhf.tuning.rollout.engine import programs
+from rlhf.tuning.rollout.engine.batches import Batches
+from rlhf.tuning.rollout.engine.cache import KV
+from rlhf.tuning.rollout.engine.cpu import attention, products
+from rlhf.tuning.rollout.engine.decoders import Graph, Quantization
+from rlhf.tuning.rollout.engine.limits import Limits
+from rlhf.tuning.rollout.engine.placement import Place
+from rlhf.tuning.rollout.engine.pool import Pool
+from rlhf.tuning.rollout.engine.programs import State
+from rlhf.tuning.rollout.engine.rows import Decoded
+from rlhf.tuning.rollout.engine.sampling import request_keys
+from rlhf.tuning.rollout.engine.scores import Scores, prompt_scores
+from rlhf.tuning.rollout.engine.slots import Slot, pack, row_arrays
+from rlhf.tuning.rollout.engine.waiting import Waiting
+from rlhf.tuning.rollout.engine.weights import Weights
+from rlhf.tuning.rollout.requests import Request, Update
 
 
 class Engine(Batches):

@@ -8,14 +8,14 @@ from typing import Any
 from flax import nnx
 from flax.traverse_util import flatten_dict
 
-from tuning.models.config import DecoderConfig, UnsupportedModel
-from tuning.models.decoder import abstract_decoder
-from tuning.models.huggingface import load_decoder, read_config
-from tuning.models.mapping import tensor_names
-from tuning.models.tensors import ParamPath, Place, Tensors, check, load_tensors
-from tuning.rollout.engine.decoders import JOINED
-from tuning.rollout.engine.engine import Engine
-from tuning.rollout.engine.replicas import Replicas
+from rlhf.tuning.models.config import DecoderConfig, UnsupportedModel
+from rlhf.tuning.models.decoder import abstract_decoder
+from rlhf.tuning.models.huggingface import load_decoder, read_config
+from rlhf.tuning.models.mapping import tensor_names
+from rlhf.tuning.models.tensors import ParamPath, Place, Tensors, check, load_tensors
+from rlhf.tuning.rollout.engine.decoders import JOINED
+from rlhf.tuning.rollout.engine.engine import Engine
+from rlhf.tuning.rollout.engine.replicas import Replicas
 
 
 def load_folder(engine: Engine | Replicas, folder: Path) -> None:

@@ -13,10 +13,10 @@ from typing import Any
 
 from flax import nnx
 
-from tuning.rollout.engine.engine import Engine
-from tuning.rollout.engine.replicas import Replicas, StepFailed
-from tuning.rollout.engine.scores import Scores
-from tuning.rollout.requests import Completion, Request, Update
+from rlhf.tuning.rollout.engine.engine import Engine
+from rlhf.tuning.rollout.engine.replicas import Replicas, StepFailed
+from rlhf.tuning.rollout.engine.scores import Scores
+from rlhf.tuning.rollout.requests import Completion, Request, Update
 
 CLOSING_SECONDS = 60.0
 

@@ -10,9 +10,9 @@ import jax.numpy as jnp
 from flax import nnx
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from tuning.axes import Axes
-from tuning.mesh import axis_sizes, make_mesh
-from tuning.models.sharding import shardings
+from rlhf.tuning.axes import Axes
+from rlhf.tuning.mesh import axis_sizes, make_mesh
+from rlhf.tuning.models.sharding import shardings
 
 Place: TypeAlias = Mesh | jax.Device | None
 """Where an engine is: a mesh whose only axis of more than one device is `tensor`, a device, or JAX's default device."""

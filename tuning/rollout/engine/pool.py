@@ -18,14 +18,14 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
 
-from tuning.models.config import DecoderConfig
-from tuning.rollout.engine import cache as kv_cache
-from tuning.rollout.engine import programs
-from tuning.rollout.engine.limits import Limits
-from tuning.rollout.engine.placement import Place, free_bytes, make_at, put_cache
-from tuning.rollout.engine.slots import Run, Slot, first_longer, longest_prefix
-from tuning.rollout.requests import RefusedRequest, Request
-from tuning.shapes import bucket
+from rlhf.tuning.models.config import DecoderConfig
+from rlhf.tuning.rollout.engine import cache as kv_cache
+from rlhf.tuning.rollout.engine import programs
+from rlhf.tuning.rollout.engine.limits import Limits
+from rlhf.tuning.rollout.engine.placement import Place, free_bytes, make_at, put_cache
+from rlhf.tuning.rollout.engine.slots import Run, Slot, first_longer, longest_prefix
+from rlhf.tuning.rollout.requests import RefusedRequest, Request
+from rlhf.tuning.shapes import bucket
 
 GRAIN = 32
 """The largest capacity of a slot is a multiple of this number of tokens."""

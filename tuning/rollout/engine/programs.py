@@ -19,10 +19,10 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from tuning.cpu.kernels import Kernels
-from tuning.models.decoder import AttentionSpec
-from tuning.rollout.engine.arrays import Array
-from tuning.rollout.engine.cache import (
+from rlhf.tuning.cpu.kernels import Kernels
+from rlhf.tuning.models.decoder import AttentionSpec
+from rlhf.tuning.rollout.engine.arrays import Array
+from rlhf.tuning.rollout.engine.cache import (
     KV,
     WINDOW,
     Entries,
@@ -39,8 +39,8 @@ from tuning.rollout.engine.cache import (
     within_window,
     write,
 )
-from tuning.rollout.engine.cpu import attention as cpu_attention
-from tuning.rollout.engine.rows import Decoded, Rows, nothing_decoded, sampled
+from rlhf.tuning.rollout.engine.cpu import attention as cpu_attention
+from rlhf.tuning.rollout.engine.rows import Decoded, Rows, nothing_decoded, sampled
 
 Prefixed = Literal["none", "one", "many"]
 """Which pieces of a chunk continue what their slots hold: none, the first alone, or any."""

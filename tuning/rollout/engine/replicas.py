@@ -27,19 +27,19 @@ import numpy as np
 from flax import nnx
 from jax.sharding import Mesh
 
-from tuning.axes import Axes
-from tuning.mesh import make_mesh
-from tuning.models.config import DecoderConfig
-from tuning.precision import without_float64
-from tuning.rollout.engine.batches import Batches
-from tuning.rollout.engine.cache import KV
-from tuning.rollout.engine.engine import Engine
-from tuning.rollout.engine.limits import Limits
-from tuning.rollout.engine.paged.engine import PagedEngine, runs_paged
-from tuning.rollout.engine.placement import Place, own_places, part_of, places_of, put_weights
-from tuning.rollout.engine.sampling import request_keys
-from tuning.rollout.engine.scores import Scores
-from tuning.rollout.requests import Completion, Request, Update
+from rlhf.tuning.axes import Axes
+from rlhf.tuning.mesh import make_mesh
+from rlhf.tuning.models.config import DecoderConfig
+from rlhf.tuning.precision import without_float64
+from rlhf.tuning.rollout.engine.batches import Batches
+from rlhf.tuning.rollout.engine.cache import KV
+from rlhf.tuning.rollout.engine.engine import Engine
+from rlhf.tuning.rollout.engine.limits import Limits
+from rlhf.tuning.rollout.engine.paged.engine import PagedEngine, runs_paged
+from rlhf.tuning.rollout.engine.placement import Place, own_places, part_of, places_of, put_weights
+from rlhf.tuning.rollout.engine.sampling import request_keys
+from rlhf.tuning.rollout.engine.scores import Scores
+from rlhf.tuning.rollout.requests import Completion, Request, Update
 
 Name = tuple[int, int]
 """A sample: number of its request, and its own."""

@@ -12,9 +12,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from tuning.rollout.engine.arrays import Array
-from tuning.rollout.engine.sampling import Controls, sample, uniforms
-from tuning.rollout.requests import MAX_STOP_IDS
+from rlhf.tuning.rollout.engine.arrays import Array
+from rlhf.tuning.rollout.engine.sampling import Controls, sample, uniforms
+from rlhf.tuning.rollout.requests import MAX_STOP_IDS
 
 
 class Rows(NamedTuple, Generic[Array]):

@@ -15,9 +15,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from tuning.precision import without_float64
-from tuning.rollout.engine.arrays import Array
-from tuning.rollout.requests import Request
+from rlhf.tuning.precision import without_float64
+from rlhf.tuning.rollout.engine.arrays import Array
+from rlhf.tuning.rollout.requests import Request
 
 BLOCK = 256
 """Weights of a vocabulary that `inverse_cdf` sums before it scans them."""

@@ -8,9 +8,9 @@ from typing import Any
 
 import numpy as np
 
-from tuning.rollout.engine.cache import Stack
-from tuning.rollout.engine.slots import Run, Slot, pack
-from tuning.rollout.requests import Request
+from rlhf.tuning.rollout.engine.cache import Stack
+from rlhf.tuning.rollout.engine.slots import Run, Slot, pack
+from rlhf.tuning.rollout.requests import Request
 
 Program = Callable[[list[Stack], Any, np.ndarray], tuple[list[Stack], Any, Any, Any]]
 """`programs.score` of a cache, a chunk and the tokens behind the chunk's."""

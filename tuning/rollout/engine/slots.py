@@ -8,10 +8,10 @@ from collections.abc import Iterable
 
 import numpy as np
 
-from tuning.rollout.engine.cache import WINDOW, Entries
-from tuning.rollout.engine.programs import Chunk, Prefixed
-from tuning.rollout.engine.rows import Decoded, Rows, blank_rows
-from tuning.rollout.requests import Completion, Request
+from rlhf.tuning.rollout.engine.cache import WINDOW, Entries
+from rlhf.tuning.rollout.engine.programs import Chunk, Prefixed
+from rlhf.tuning.rollout.engine.rows import Decoded, Rows, blank_rows
+from rlhf.tuning.rollout.requests import Completion, Request
 
 
 @dataclasses.dataclass(eq=False)

@@ -7,9 +7,9 @@ from collections.abc import Collection, Sequence
 
 import numpy as np
 
-from tuning.rollout.engine.pool import Pool
-from tuning.rollout.engine.slots import Run
-from tuning.rollout.requests import Request
+from rlhf.tuning.rollout.engine.pool import Pool
+from rlhf.tuning.rollout.engine.slots import Run
+from rlhf.tuning.rollout.requests import Request
 
 
 class Waiting:

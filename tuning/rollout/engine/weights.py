@@ -12,12 +12,12 @@ import jax
 from flax import nnx
 from jax.sharding import Mesh
 
-from tuning.models.config import DecoderConfig
-from tuning.models.decoder import decoder_graph
-from tuning.precision import in_real
-from tuning.rollout.engine.ahead import abstract_weights
-from tuning.rollout.engine.decoders import Graph, Quantization, lay_out
-from tuning.rollout.engine.placement import Place, put_weights
+from rlhf.tuning.models.config import DecoderConfig
+from rlhf.tuning.models.decoder import decoder_graph
+from rlhf.tuning.precision import in_real
+from rlhf.tuning.rollout.engine.ahead import abstract_weights
+from rlhf.tuning.rollout.engine.decoders import Graph, Quantization, lay_out
+from rlhf.tuning.rollout.engine.placement import Place, put_weights
 
 
 class Weights:

@@ -11,7 +11,7 @@ from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
-from tuning.rollout.servers import keeper
+from rlhf.tuning.rollout.servers import keeper
 
 
 class Child:

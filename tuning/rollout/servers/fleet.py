@@ -21,9 +21,9 @@ from typing import Any, Literal, TypeVar
 import httpx
 import numpy as np
 
-from tuning.rollout.requests import Completion, Request
-from tuning.rollout.servers.protocol import Policy, ServerKind, ServerLost, ServerRefused, StalePolicy
-from tuning.rollout.servers.server import RemoteServer
+from rlhf.tuning.rollout.requests import Completion, Request
+from rlhf.tuning.rollout.servers.protocol import Policy, ServerKind, ServerLost, ServerRefused, StalePolicy
+from rlhf.tuning.rollout.servers.server import RemoteServer
 
 Sync = Literal["auto", "transfer", "weights", "adapter", "restart", "none"]
 T = TypeVar("T")

@@ -5,8 +5,8 @@ Each answer says which policy it is from.
 
 from __future__ import annotations
 
-from tuning.rollout.servers.protocol import Control, Policy, ServerRefused, ServerStart
-from tuning.rollout.servers.vllm import VLLM
+from rlhf.tuning.rollout.servers.protocol import Control, Policy, ServerRefused, ServerStart
+from rlhf.tuning.rollout.servers.vllm import VLLM
 
 
 class Native(VLLM):

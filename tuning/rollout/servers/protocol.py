@@ -12,8 +12,8 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
-from tuning.rollout.requests import Completion, RefusedRequest, Request
-from tuning.rollout.servers.transfer import Transfer
+from rlhf.tuning.rollout.requests import Completion, RefusedRequest, Request
+from rlhf.tuning.rollout.servers.transfer import Transfer
 
 ROUNDING = 0.01
 """A log-probability above 0 by less is taken for 0."""

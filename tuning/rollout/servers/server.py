@@ -13,9 +13,9 @@ from typing import Any
 
 import httpx
 
-from tuning.retries import BUSY, pause
-from tuning.rollout.servers.child import Child
-from tuning.rollout.servers.protocol import ServerLost, ServerRefused
+from rlhf.tuning.retries import BUSY, pause
+from rlhf.tuning.rollout.servers.child import Child
+from rlhf.tuning.rollout.servers.protocol import ServerLost, ServerRefused
 
 FIRST_PAUSE, LONGEST_PAUSE = 0.25, 8.0
 """Seconds between tries."""

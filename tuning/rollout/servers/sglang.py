@@ -9,8 +9,8 @@ from __future__ import annotations
 import contextlib
 from typing import Any
 
-from tuning.rollout.requests import Completion, RefusedRequest, Request
-from tuning.rollout.servers.protocol import (
+from rlhf.tuning.rollout.requests import Completion, RefusedRequest, Request
+from rlhf.tuning.rollout.servers.protocol import (
     Control,
     Policy,
     ServerLost,

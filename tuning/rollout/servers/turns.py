@@ -8,7 +8,7 @@ from collections.abc import Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Protocol
 
-from tuning.rollout.requests import Completion, Request, Update
+from rlhf.tuning.rollout.requests import Completion, Request, Update
 
 WAIT_SECONDS = 0.05
 """How long a step waits for an answer: environments have theirs meanwhile."""

@@ -10,8 +10,8 @@ from __future__ import annotations
 import contextlib
 from typing import Any
 
-from tuning.rollout.requests import Completion, Request
-from tuning.rollout.servers.protocol import (
+from rlhf.tuning.rollout.requests import Completion, Request
+from rlhf.tuning.rollout.servers.protocol import (
     Control,
     Policy,
     ServerLost,
@@ -21,7 +21,7 @@ from tuning.rollout.servers.protocol import (
     refuse_strings,
     sample_seed,
 )
-from tuning.rollout.servers.transfer import Transfer
+from rlhf.tuning.rollout.servers.transfer import Transfer
 
 
 class VLLM:

@@ -20,7 +20,7 @@ from vllm.distributed.weight_transfer.base import (
     WeightTransferUpdateInfo,
 )
 
-from tuning.rollout.servers.transfer import pull
+from rlhf.tuning.rollout.servers.transfer import pull
 
 ROOT = "RLHF_WEIGHTS_ROOT"
 """The server's environment variable with the only root that it takes; else whoever reaches its port chooses one."""

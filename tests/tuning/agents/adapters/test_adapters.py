@@ -7,9 +7,9 @@ import sys
 
 import pytest
 
-from tuning.agents import adapters
-from tuning.agents.contract import Observed, Spec, Task
-from tuning.agents.processes import EnvironmentLimits, Environments
+from rlhf.tuning.agents import adapters
+from rlhf.tuning.agents.contract import Observed, Spec, Task
+from rlhf.tuning.agents.processes import EnvironmentLimits, Environments
 
 OWN = "tests.tuning.agents.own_environments"
 

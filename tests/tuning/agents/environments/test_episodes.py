@@ -5,9 +5,9 @@ import random
 
 import pytest
 
-from tuning.agents.environments import BUILT_IN, NAMES
-from tuning.agents.environments.frozenlake import FrozenLake, Lake
-from tuning.agents.environments.guess import Guess
+from rlhf.tuning.agents.environments import BUILT_IN, NAMES
+from rlhf.tuning.agents.environments.frozenlake import FrozenLake, Lake
+from rlhf.tuning.agents.environments.guess import Guess
 
 VARIANTS = {
     "guess": {},

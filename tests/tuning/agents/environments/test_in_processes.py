@@ -5,11 +5,11 @@ import sys
 
 import pytest
 
-from tuning.agents.adapters import built_in
-from tuning.agents.contract import Spec, Task
-from tuning.agents.environments import BUILT_IN
-from tuning.agents.environments.guess import Guess
-from tuning.agents.processes import EnvironmentLimits, Environments
+from rlhf.tuning.agents.adapters import built_in
+from rlhf.tuning.agents.contract import Spec, Task
+from rlhf.tuning.agents.environments import BUILT_IN
+from rlhf.tuning.agents.environments.guess import Guess
+from rlhf.tuning.agents.processes import EnvironmentLimits, Environments
 
 
 def test_each_name_has_one_class_but_for_tools():
@@ -42,7 +42,7 @@ def test_an_episode_in_a_process_is_the_one_here():
 def test_processes_of_environments_load_no_numeric_library():
     """They are forked, which threads do not survive; levels, computed elsewhere, load numpy."""
     program = (
-        "import sys\nfrom tuning.agents.environments import BUILT_IN\nassert all(BUILT_IN.values())\n"
+        "import sys\nfrom rlhf.tuning.agents.environments import BUILT_IN\nassert all(BUILT_IN.values())\n"
         "print(*sorted({'jax', 'numpy', 'transformers', 'torch'} & set(sys.modules)))"
     )
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)

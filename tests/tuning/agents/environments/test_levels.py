@@ -5,10 +5,10 @@ import random
 
 import pytest
 
-from tuning.agents.contract import Task
-from tuning.agents.environments import BUILT_IN, frozenlake
-from tuning.agents.environments.frozenlake import FrozenLake
-from tuning.agents.environments.guess import Guess
+from rlhf.tuning.agents.contract import Task
+from rlhf.tuning.agents.environments import BUILT_IN, frozenlake
+from rlhf.tuning.agents.environments.frozenlake import FrozenLake
+from rlhf.tuning.agents.environments.guess import Guess
 
 
 def tasks(count, first=0):

@@ -5,18 +5,18 @@ import json
 
 import pytest
 
+from rlhf.tuning.agents.contract import Task
+from rlhf.tuning.agents.environments import BUILT_IN
+from rlhf.tuning.agents.environments.frozenlake import FrozenLake
+from rlhf.tuning.agents.environments.guess import Guess
+from rlhf.tuning.agents.environments.records import records as records_of
+from rlhf.tuning.agents.tools.calculator import make
+from rlhf.tuning.agents.tools.schemas import schema_of
+from rlhf.tuning.chat.calls import parse
+from rlhf.tuning.chat.renderer import Renderer
+from rlhf.tuning.data.records import parse_record
 from tests.tuning.chat import templates
 from tests.tuning.data.conversation import conversation_ids
-from tuning.agents.contract import Task
-from tuning.agents.environments import BUILT_IN
-from tuning.agents.environments.frozenlake import FrozenLake
-from tuning.agents.environments.guess import Guess
-from tuning.agents.environments.records import records as records_of
-from tuning.agents.tools.calculator import make
-from tuning.agents.tools.schemas import schema_of
-from tuning.chat.calls import parse
-from tuning.chat.renderer import Renderer
-from tuning.data.records import parse_record
 
 GAMES = ("guess", "frozenlake")
 

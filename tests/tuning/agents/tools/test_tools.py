@@ -6,11 +6,11 @@ import time
 
 import pytest
 
+from rlhf.tuning.agents import tools
+from rlhf.tuning.agents.contract import Spec
+from rlhf.tuning.agents.tools import calculator, python, schemas
+from rlhf.tuning.chat.calls import Call
 from tests.tuning.agents import own_environments
-from tuning.agents import tools
-from tuning.agents.contract import Spec
-from tuning.agents.tools import calculator, python, schemas
-from tuning.chat.calls import Call
 
 OWN = "tests.tuning.agents.own_environments"
 

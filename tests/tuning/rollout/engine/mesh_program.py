@@ -10,20 +10,20 @@ from pathlib import Path
 import jax
 import numpy as np
 
+from rlhf.tuning.axes import Axes
+from rlhf.tuning.mesh import make_mesh, put_params
+from rlhf.tuning.models.huggingface import save_decoder
+from rlhf.tuning.rollout.engine import programs
+from rlhf.tuning.rollout.engine.folder import load_folder
+from rlhf.tuning.rollout.engine.limits import Limits
+from rlhf.tuning.rollout.engine.live import EngineStopped, Live
+from rlhf.tuning.rollout.engine.paged.engine import PagedEngine
+from rlhf.tuning.rollout.engine.placement import cache_shardings, sampling_mesh
+from rlhf.tuning.rollout.engine.replicas import StepFailed, engine_over
+from rlhf.tuning.rollout.engine.slots import Slot, pack, row_arrays
+from rlhf.tuning.rollout.requests import Request, Sampling
 from tests.tuning.rollout.engine.support import PARAMS, requests_of
 from tests.tuning.tiny import CONFIG
-from tuning.axes import Axes
-from tuning.mesh import make_mesh, put_params
-from tuning.models.huggingface import save_decoder
-from tuning.rollout.engine import programs
-from tuning.rollout.engine.folder import load_folder
-from tuning.rollout.engine.limits import Limits
-from tuning.rollout.engine.live import EngineStopped, Live
-from tuning.rollout.engine.paged.engine import PagedEngine
-from tuning.rollout.engine.placement import cache_shardings, sampling_mesh
-from tuning.rollout.engine.replicas import StepFailed, engine_over
-from tuning.rollout.engine.slots import Slot, pack, row_arrays
-from tuning.rollout.requests import Request, Sampling
 
 # One capacity and one chunk: each program is compiled for each device.
 LIMITS = Limits(slots=4, context=80, steps=4, chunks=(32,), page_tokens=20)

@@ -5,13 +5,13 @@ import functools
 import jax
 import numpy as np
 
+from rlhf.tuning.device import Compute
+from rlhf.tuning.models.decoder import decoder_graph
+from rlhf.tuning.models.huggingface import random_params
+from rlhf.tuning.rollout.requests import Request, Sampling
+from rlhf.tuning.training.batch import Group, Layout, micro_batches
+from rlhf.tuning.training.forward import logps_and_entropy
 from tests.tuning.tiny import CONFIG
-from tuning.device import Compute
-from tuning.models.decoder import decoder_graph
-from tuning.models.huggingface import random_params
-from tuning.rollout.requests import Request, Sampling
-from tuning.training.batch import Group, Layout, micro_batches
-from tuning.training.forward import logps_and_entropy
 
 # Four times the initial scale: distributions that are far from uniform.
 PARAMS = jax.tree.map(lambda x: x * 4 if x.ndim > 1 else x, random_params(CONFIG, 5))

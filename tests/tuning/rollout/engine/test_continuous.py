@@ -6,16 +6,16 @@ import jax
 import numpy as np
 import pytest
 
+from rlhf.tuning.device import choose
+from rlhf.tuning.precision import ROUNDED
+from rlhf.tuning.rollout.engine import programs
+from rlhf.tuning.rollout.engine.cache import token_bytes
+from rlhf.tuning.rollout.engine.engine import Engine
+from rlhf.tuning.rollout.engine.limits import Limits
+from rlhf.tuning.rollout.requests import RefusedRequest, Request, Sampling, stop_strings
+from rlhf.tuning.training.completions import token_logps
 from tests.tuning.rollout.engine.support import PARAMS, requests_of, trainer_logps
 from tests.tuning.tiny import CONFIG
-from tuning.device import choose
-from tuning.precision import ROUNDED
-from tuning.rollout.engine import programs
-from tuning.rollout.engine.cache import token_bytes
-from tuning.rollout.engine.engine import Engine
-from tuning.rollout.engine.limits import Limits
-from tuning.rollout.requests import RefusedRequest, Request, Sampling, stop_strings
-from tuning.training.completions import token_logps
 
 LIMITS = Limits(slots=6, context=128, steps=4, chunks=(8, 16))
 

@@ -9,16 +9,16 @@ import numpy as np
 import pytest
 from flax import nnx
 
+from rlhf.tuning.cpu import kernels
+from rlhf.tuning.models.decoder import decoder_graph
+from rlhf.tuning.models.huggingface import random_params
+from rlhf.tuning.models.quantize import int8_decode, int8_encode
+from rlhf.tuning.rollout.engine import cache
+from rlhf.tuning.rollout.engine.decoders import lay_out
+from rlhf.tuning.rollout.engine.engine import Engine
+from rlhf.tuning.rollout.engine.limits import Limits
+from rlhf.tuning.rollout.requests import Request
 from tests.tuning.tiny import CONFIG
-from tuning.cpu import kernels
-from tuning.models.decoder import decoder_graph
-from tuning.models.huggingface import random_params
-from tuning.models.quantize import int8_decode, int8_encode
-from tuning.rollout.engine import cache
-from tuning.rollout.engine.decoders import lay_out
-from tuning.rollout.engine.engine import Engine
-from tuning.rollout.engine.limits import Limits
-from tuning.rollout.requests import Request
 
 EVERYTHING = dataclasses.replace(
     CONFIG,

@@ -9,12 +9,12 @@ import numpy as np
 import pytest
 from flax import nnx
 
+from rlhf.tuning.models.attention import packed_attention
+from rlhf.tuning.rollout.engine.engine import Engine
+from rlhf.tuning.rollout.engine.limits import Limits
+from rlhf.tuning.rollout.requests import Sampling
 from tests.tuning.rollout.engine.support import EOS, GRAPH, PARAMS, trainer_logps
 from tests.tuning.tiny import CONFIG
-from tuning.models.attention import packed_attention
-from tuning.rollout.engine.engine import Engine
-from tuning.rollout.engine.limits import Limits
-from tuning.rollout.requests import Sampling
 
 PROMPTS = [np.random.default_rng(i).integers(0, 97, 3 + 2 * i).tolist() for i in range(5)]
 

@@ -6,13 +6,13 @@ import jax
 import numpy as np
 import pytest
 
+from rlhf.tuning.models.config import UnsupportedModel
+from rlhf.tuning.models.huggingface import load_decoder, random_params, save_decoder
+from rlhf.tuning.rollout.engine import folder
+from rlhf.tuning.rollout.engine.engine import Engine
+from rlhf.tuning.rollout.engine.limits import Limits
+from rlhf.tuning.rollout.requests import Request
 from tests.tuning.tiny import CONFIG
-from tuning.models.config import UnsupportedModel
-from tuning.models.huggingface import load_decoder, random_params, save_decoder
-from tuning.rollout.engine import folder
-from tuning.rollout.engine.engine import Engine
-from tuning.rollout.engine.limits import Limits
-from tuning.rollout.requests import Request
 
 QWEN = dataclasses.replace(CONFIG, family="qwen2", tie_embeddings=False, qkv_bias=True)
 

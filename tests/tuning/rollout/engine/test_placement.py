@@ -4,13 +4,13 @@ import jax
 import numpy as np
 import pytest
 
+from rlhf.tuning.axes import Axes
+from rlhf.tuning.rollout.engine import pool
+from rlhf.tuning.rollout.engine.cache import token_bytes
+from rlhf.tuning.rollout.engine.limits import Limits
+from rlhf.tuning.rollout.engine.placement import places_of, replicas_of, sampling_axes
+from rlhf.tuning.rollout.engine.pool import Pool
 from tests.tuning.tiny import CONFIG
-from tuning.axes import Axes
-from tuning.rollout.engine import pool
-from tuning.rollout.engine.cache import token_bytes
-from tuning.rollout.engine.limits import Limits
-from tuning.rollout.engine.placement import places_of, replicas_of, sampling_axes
-from tuning.rollout.engine.pool import Pool
 
 
 @pytest.mark.parametrize(

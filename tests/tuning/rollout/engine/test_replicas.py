@@ -7,14 +7,14 @@ import weakref
 import jax
 import pytest
 
+from rlhf.tuning.axes import Axes
+from rlhf.tuning.mesh import make_mesh
+from rlhf.tuning.rollout.engine.engine import Engine
+from rlhf.tuning.rollout.engine.limits import Limits
+from rlhf.tuning.rollout.engine.replicas import Replicas, StepFailed
+from rlhf.tuning.rollout.requests import RefusedRequest, Request
 from tests.tuning.rollout.engine.support import PARAMS
 from tests.tuning.tiny import CONFIG
-from tuning.axes import Axes
-from tuning.mesh import make_mesh
-from tuning.rollout.engine.engine import Engine
-from tuning.rollout.engine.limits import Limits
-from tuning.rollout.engine.replicas import Replicas, StepFailed
-from tuning.rollout.requests import RefusedRequest, Request
 
 LIMITS = Limits(slots=1, context=32, steps=4, chunks=(32,))
 

@@ -5,8 +5,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from tuning.rollout.engine.sampling import BLOCK, Controls, inverse_cdf, sample
-from tuning.rollout.requests import Sampling
+from rlhf.tuning.rollout.engine.sampling import BLOCK, Controls, inverse_cdf, sample
+from rlhf.tuning.rollout.requests import Sampling
 
 torch = pytest.importorskip("torch", reason="parity needs torch")
 

@@ -5,11 +5,11 @@ import tracemalloc
 import numpy as np
 import pytest
 
+from rlhf.tuning.columns import Numbers
+from rlhf.tuning.rollout.engine.engine import Engine
+from rlhf.tuning.rollout.engine.limits import Limits
+from rlhf.tuning.rollout.requests import RefusedRequest, Request
 from tests.tuning.tiny import CONFIG, PARAMS
-from tuning.columns import Numbers
-from tuning.rollout.engine.engine import Engine
-from tuning.rollout.engine.limits import Limits
-from tuning.rollout.requests import RefusedRequest, Request
 
 
 class Seen(Request):

@@ -5,15 +5,15 @@ import dataclasses
 import numpy as np
 import pytest
 
+from rlhf.tuning.models.decoder import decoder_graph
+from rlhf.tuning.rollout.engine import programs
+from rlhf.tuning.rollout.engine import slots as slots_module
+from rlhf.tuning.rollout.engine.cpu import attention, products
+from rlhf.tuning.rollout.engine.engine import Engine
+from rlhf.tuning.rollout.engine.limits import Limits
+from rlhf.tuning.rollout.requests import RefusedRequest, Request, Sampling
 from tests.tuning.rollout.engine.support import EOS, PARAMS, trainer_logps
 from tests.tuning.tiny import CONFIG
-from tuning.models.decoder import decoder_graph
-from tuning.rollout.engine import programs
-from tuning.rollout.engine import slots as slots_module
-from tuning.rollout.engine.cpu import attention, products
-from tuning.rollout.engine.engine import Engine
-from tuning.rollout.engine.limits import Limits
-from tuning.rollout.requests import RefusedRequest, Request, Sampling
 
 LIMITS = Limits(slots=4, context=96)
 

@@ -9,12 +9,12 @@ import time
 
 import pytest
 
-from tuning.rollout.requests import RefusedRequest, Request, Sampling
-from tuning.rollout.servers.fleet import Fleet, Options
-from tuning.rollout.servers.protocol import Policy, ServerLost
-from tuning.rollout.servers.server import RemoteServer
-from tuning.rollout.servers.turns import Turns
-from tuning.rollout.servers.vllm import VLLM
+from rlhf.tuning.rollout.requests import RefusedRequest, Request, Sampling
+from rlhf.tuning.rollout.servers.fleet import Fleet, Options
+from rlhf.tuning.rollout.servers.protocol import Policy, ServerLost
+from rlhf.tuning.rollout.servers.server import RemoteServer
+from rlhf.tuning.rollout.servers.turns import Turns
+from rlhf.tuning.rollout.servers.vllm import VLLM
 
 IDS = [5, 6, 7]
 POLICY = Policy("D", lambda: None, lambda pairs, t: [[-1.0] * len(c) for _, c in pairs],
@@ -84,7 +84,7 @@ def servers(fault):
 @pytest.mark.timeout(60)
 @pytest.mark.parametrize("fault", ["deep", "gzip", "drip", "vocabulary", "version", "weight_info"])
 def test_prompts_of_a_server_that_answers_nonsense_go_to_the_other(fault, monkeypatch):
-    monkeypatch.setattr("tuning.rollout.servers.server.CONNECT_SECONDS", 0.5)
+    monkeypatch.setattr("rlhf.tuning.rollout.servers.server.CONNECT_SECONDS", 0.5)
     requests = [Request([1, 2], 3, Sampling(), (), seed=1, counter=i, samples=2) for i in range(6)]
     said = []
     with servers(fault) as (good, bad):
@@ -118,7 +118,7 @@ def test_turns_of_a_prompt_stay_on_one_server_and_prompts_are_on_all(monkeypatch
 
 
 def test_an_answer_has_a_bound(monkeypatch):
-    monkeypatch.setattr("tuning.rollout.servers.server.ANSWER_BYTES", 100)
+    monkeypatch.setattr("rlhf.tuning.rollout.servers.server.ANSWER_BYTES", 100)
     with servers(None) as (good, _):
         assert good.get("/version") == {"version": "1"}
         with pytest.raises(ServerLost, match="more than 100 bytes"):

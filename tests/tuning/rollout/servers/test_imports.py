@@ -4,7 +4,7 @@ from tests.support import finish, python
 
 CODE = """
 import sys
-import tuning.rollout.servers.fleet, tuning.rollout.servers.kinds
+import rlhf.tuning.rollout.servers.fleet, rlhf.tuning.rollout.servers.kinds
 print(sorted({name.partition(".")[0] for name in sys.modules} & {"jax", "jaxlib", "flax"}))
 """
 

@@ -2,9 +2,9 @@
 
 import pytest
 
-from tuning.rollout.requests import Request
-from tuning.rollout.servers.kinds import KINDS
-from tuning.rollout.servers.protocol import ServerLost, sample_seed
+from rlhf.tuning.rollout.requests import Request
+from rlhf.tuning.rollout.servers.kinds import KINDS
+from rlhf.tuning.rollout.servers.protocol import ServerLost, sample_seed
 
 
 def test_seeds_differ():

@@ -5,7 +5,7 @@ from concurrent.futures import ThreadPoolExecutor
 import fsspec
 import pytest
 
-from tuning.rollout.servers.transfer import digests, pull
+from rlhf.tuning.rollout.servers.transfer import digests, pull
 
 
 @pytest.fixture

@@ -1,1 +1,1 @@
-"""The kernels of decoding, and for which types and shapes they are made; `tuning.cpu.kernels` builds them."""
+"""The kernels of decoding, and for which types and shapes they are made; `rlhf.tuning.cpu.kernels` builds them."""

@@ -15,10 +15,10 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
-from tuning.models.config import DecoderConfig
-from tuning.models.decoder import AttentionSpec
-from tuning.rollout.engine.arrays import Array
-from tuning.rollout.engine.cache import KV, attend, within_window
+from rlhf.tuning.models.config import DecoderConfig
+from rlhf.tuning.models.decoder import AttentionSpec
+from rlhf.tuning.rollout.engine.arrays import Array
+from rlhf.tuning.rollout.engine.cache import KV, attend, within_window
 
 Kernel = Literal["tpu"]
 """The kernel for TPUs; None: `gathered`."""

@@ -14,15 +14,15 @@ import jax
 import numpy as np
 from jax.sharding import Mesh
 
-from tuning.precision import without_float64
-from tuning.rollout.engine.engine import Engine
-from tuning.rollout.engine.paged.attention import Kernel, Ragged, kernel_for
-from tuning.rollout.engine.paged.pool import PagedPool, Seat
-from tuning.rollout.engine.paged.programs import Fed, decode, mixed
-from tuning.rollout.engine.rows import Decoded, Rows, blank_rows
-from tuning.rollout.engine.slots import fill_row
-from tuning.rollout.requests import Update
-from tuning.target import target_platform
+from rlhf.tuning.precision import without_float64
+from rlhf.tuning.rollout.engine.engine import Engine
+from rlhf.tuning.rollout.engine.paged.attention import Kernel, Ragged, kernel_for
+from rlhf.tuning.rollout.engine.paged.pool import PagedPool, Seat
+from rlhf.tuning.rollout.engine.paged.programs import Fed, decode, mixed
+from rlhf.tuning.rollout.engine.rows import Decoded, Rows, blank_rows
+from rlhf.tuning.rollout.engine.slots import fill_row
+from rlhf.tuning.rollout.requests import Update
+from rlhf.tuning.target import target_platform
 
 FEWEST_ROWS, ROW_STEP = 4, 4
 """Rows of a batch are 4, 16, 64, ... and the most."""

@@ -17,16 +17,16 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from tuning.models.config import DecoderConfig
-from tuning.rollout.engine import programs
-from tuning.rollout.engine.cache import KV
-from tuning.rollout.engine.limits import Limits
-from tuning.rollout.engine.paged.attention import Kernel, make, page_bytes
-from tuning.rollout.engine.paged.pages import BlockName, Pages, block_name
-from tuning.rollout.engine.paged.programs import Paged
-from tuning.rollout.engine.placement import Place, make_at
-from tuning.rollout.engine.pool import Pool
-from tuning.rollout.engine.slots import Run, Slot, first_longer
+from rlhf.tuning.models.config import DecoderConfig
+from rlhf.tuning.rollout.engine import programs
+from rlhf.tuning.rollout.engine.cache import KV
+from rlhf.tuning.rollout.engine.limits import Limits
+from rlhf.tuning.rollout.engine.paged.attention import Kernel, make, page_bytes
+from rlhf.tuning.rollout.engine.paged.pages import BlockName, Pages, block_name
+from rlhf.tuning.rollout.engine.paged.programs import Paged
+from rlhf.tuning.rollout.engine.placement import Place, make_at
+from rlhf.tuning.rollout.engine.pool import Pool
+from rlhf.tuning.rollout.engine.slots import Run, Slot, first_longer
 
 TABLE = 2**17
 """Most numbers of pages in a batch: the kernel holds them in the scalar memory of a TPU's core, which has 1 MiB."""

@@ -14,12 +14,12 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from tuning.models.decoder import AttentionSpec
-from tuning.rollout.engine.arrays import Array
-from tuning.rollout.engine.cache import Stack
-from tuning.rollout.engine.paged.attention import Kernel, Ragged, attend_ragged, write
-from tuning.rollout.engine.paged.pages import NOWHERE
-from tuning.rollout.engine.rows import Decoded, Rows, nothing_decoded, sampled
+from rlhf.tuning.models.decoder import AttentionSpec
+from rlhf.tuning.rollout.engine.arrays import Array
+from rlhf.tuning.rollout.engine.cache import Stack
+from rlhf.tuning.rollout.engine.paged.attention import Kernel, Ragged, attend_ragged, write
+from rlhf.tuning.rollout.engine.paged.pages import NOWHERE
+from rlhf.tuning.rollout.engine.rows import Decoded, Rows, nothing_decoded, sampled
 
 
 class Paged(NamedTuple):

@@ -2,8 +2,8 @@
 
 import pytest
 
+from rlhf.tuning.cpu import kernels
 from tests.tuning.compilers import compiler_for
-from tuning.cpu import kernels
 
 
 @pytest.fixture(scope="session")

@@ -18,14 +18,14 @@ import numpy as np
 import psutil
 import pytest
 
-from tuning.cpu import kernels
-from tuning.models.config import tiny
-from tuning.models.decoder import UNLIMITED, AttentionSpec
-from tuning.models.huggingface import random_params
-from tuning.rollout.engine import cache
-from tuning.rollout.engine.cpu import attention as cpu_attention
-from tuning.rollout.engine.engine import Engine
-from tuning.rollout.requests import Sampling
+from rlhf.tuning.cpu import kernels
+from rlhf.tuning.models.config import tiny
+from rlhf.tuning.models.decoder import UNLIMITED, AttentionSpec
+from rlhf.tuning.models.huggingface import random_params
+from rlhf.tuning.rollout.engine import cache
+from rlhf.tuning.rollout.engine.cpu import attention as cpu_attention
+from rlhf.tuning.rollout.engine.engine import Engine
+from rlhf.tuning.rollout.requests import Sampling
 
 pytestmark = pytest.mark.skipif(jax.default_backend() != "cpu", reason="a kernel for the CPU")
 HEADS, STEPS = 2, 5

@@ -7,13 +7,13 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from tuning.cpu import kernels
-from tuning.models.config import tiny
-from tuning.models.quantize import int8_decode, int8_encode
-from tuning.rollout.engine.cpu import products
-from tuning.rollout.engine.engine import Engine
-from tuning.rollout.engine.limits import Limits
-from tuning.rollout.requests import Request
+from rlhf.tuning.cpu import kernels
+from rlhf.tuning.models.config import tiny
+from rlhf.tuning.models.quantize import int8_decode, int8_encode
+from rlhf.tuning.rollout.engine.cpu import products
+from rlhf.tuning.rollout.engine.engine import Engine
+from rlhf.tuning.rollout.engine.limits import Limits
+from rlhf.tuning.rollout.requests import Request
 
 pytestmark = pytest.mark.skipif(jax.default_backend() != "cpu", reason="a kernel for the CPU")
 

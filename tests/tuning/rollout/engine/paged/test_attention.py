@@ -8,10 +8,10 @@ import numpy as np
 import pytest
 from jax.experimental.pallas.ops.tpu.ragged_paged_attention import ref_ragged_paged_attention
 
+from rlhf.tuning.models.decoder import AttentionSpec
+from rlhf.tuning.rollout.engine.paged.attention import Ragged, attend_ragged, kernel_for, stored_head, write
+from rlhf.tuning.rollout.engine.paged.pages import NOWHERE, Pages, block_name
 from tests.tuning.tiny import CONFIG
-from tuning.models.decoder import AttentionSpec
-from tuning.rollout.engine.paged.attention import Ragged, attend_ragged, kernel_for, stored_head, write
-from tuning.rollout.engine.paged.pages import NOWHERE, Pages, block_name
 
 PAGE, WIDTH, COUNT = 16, 5, 24
 

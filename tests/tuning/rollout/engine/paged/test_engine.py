@@ -7,15 +7,15 @@ import jax
 import numpy as np
 import pytest
 
+from rlhf.tuning.models.huggingface import random_params
+from rlhf.tuning.rollout.engine.engine import Engine
+from rlhf.tuning.rollout.engine.limits import Limits
+from rlhf.tuning.rollout.engine.paged.attention import page_bytes
+from rlhf.tuning.rollout.engine.paged.engine import PagedEngine
+from rlhf.tuning.rollout.engine.replicas import engine_at
+from rlhf.tuning.rollout.requests import RefusedRequest, Request, Sampling
 from tests.tuning.rollout.engine.support import PARAMS, requests_of, trainer_logps
 from tests.tuning.tiny import CONFIG
-from tuning.models.huggingface import random_params
-from tuning.rollout.engine.engine import Engine
-from tuning.rollout.engine.limits import Limits
-from tuning.rollout.engine.paged.attention import page_bytes
-from tuning.rollout.engine.paged.engine import PagedEngine
-from tuning.rollout.engine.replicas import engine_at
-from tuning.rollout.requests import RefusedRequest, Request, Sampling
 
 PAGE = 16
 LIMITS = Limits(slots=4, context=64, steps=4, chunks=(32,), page_tokens=PAGE)
