@@ -18,9 +18,9 @@ from prefect.states import Cancelled, Completed, Failed, State
 from prefect.task_runners import ThreadPoolTaskRunner
 
 from rlhf.flows.graph.build import Node, select, with_inputs
-from rlhf.flows.graph.standing import Standing
-from rlhf.flows.orchestration.ending import Cancellation, give_up_soon, send_events
-from rlhf.flows.orchestration.show import (
+from rlhf.flows.graph.policy_refs import Standing
+from rlhf.flows.orchestration.cancellation import Cancellation, give_up_soon, send_events
+from rlhf.flows.orchestration.prefect_artifacts import (
     PrefectReporter,
     errors_logged,
     rename_flow_run,

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from pydantic import Field, field_validator
 
-from rlhf.stages.common.source import SourceMissing, file_digests, locate, token_ids_of
+from rlhf.stages.common.model_source import SourceMissing, file_digests, locate, token_ids_of
 from rlhf.stages.contract.definition import Context, Stage, StageConfig, execution_setting
 from rlhf.stages.store.disk import sha256_file
 

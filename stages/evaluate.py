@@ -10,19 +10,28 @@ from typing import Annotated, Any
 
 from pydantic import Field, model_validator
 
-from rlhf.stages.common.code import code_can_reach
-from rlhf.stages.common.figures import figures, is_figure
+from rlhf.stages.common.evaluation_metrics import figures, is_figure
 from rlhf.stages.common.journal import Journal, journaled
+from rlhf.stages.common.sandboxed_code import code_can_reach
 from rlhf.stages.common.settings import Compute
 from rlhf.stages.common.tables import read_table
 from rlhf.stages.contract.definition import Context, Reads, Stage, StageConfig, execution_setting
 from rlhf.stages.contract.sources import function_digests
 from rlhf.stages.sampling.environment import ENVIRONMENT, Environment, modules_of
 from rlhf.stages.sampling.environment import source_digests as environment_digests
-from rlhf.stages.sampling.played import FAILED, FOLDER, by_name, sample_of, success_of, summary, task_of, turns_summary
+from rlhf.stages.sampling.episode_tables import (
+    FAILED,
+    FOLDER,
+    by_name,
+    sample_of,
+    success_of,
+    summary,
+    task_of,
+    turns_summary,
+)
 from rlhf.stages.sampling.rows import Draw, sample_rows
 from rlhf.tuning.agents.rows import TrajectoryRow
-from rlhf.tuning.draws import some_by_group
+from rlhf.tuning.random_draws import some_by_group
 from rlhf.tuning.rewards.samples import Outcome, Sample
 from rlhf.tuning.rows import CompletionRow, PromptRow, VerdictRow, write_table
 from rlhf.tuning.rows import read_table as read_rows

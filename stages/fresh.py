@@ -13,7 +13,7 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from rlhf.stages.common.trained import COLUMNS, FOLDER, SPLITS, is_trained, read_names
+from rlhf.stages.common.trained_prompts import COLUMNS, FOLDER, SPLITS, is_trained, read_names
 from rlhf.stages.contract.definition import Context, Reads, Stage, StageConfig
 from rlhf.stages.store.artifacts import Artifact
 

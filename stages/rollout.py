@@ -7,8 +7,8 @@ from typing import Any
 
 from rlhf.stages.common.tables import count_rows, rows_at
 from rlhf.stages.contract.definition import Context, Reads, Stage
+from rlhf.stages.sampling.episode_tables import FOLDER, summary, turns_summary
 from rlhf.stages.sampling.order import prompts_of_round
-from rlhf.stages.sampling.played import FOLDER, summary, turns_summary
 from rlhf.stages.sampling.rows import Draw, sample_rows, too_long, write_refused
 from rlhf.stages.sampling.settings import Rollout as Config
 from rlhf.stages.sampling.settings import loads, sources

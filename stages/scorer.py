@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from rlhf.stages.common.source import file_digests, locate, token_ids_of
+from rlhf.stages.common.model_source import file_digests, locate, token_ids_of
 from rlhf.stages.contract.definition import Context, Stage, StageConfig
 
 

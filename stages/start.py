@@ -9,7 +9,7 @@ from __future__ import annotations
 from typing import Any
 
 from rlhf.stages.common.models import load_policy, save_model
-from rlhf.stages.common.trained import FOLDER, prompts_among, trained_names, write_names
+from rlhf.stages.common.trained_prompts import FOLDER, prompts_among, trained_names, write_names
 from rlhf.stages.contract.definition import Context, Reads, Stage, StageConfig, execution_setting
 from rlhf.stages.store.artifacts import ArtifactError
 

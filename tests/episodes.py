@@ -11,7 +11,7 @@ from typing import Any
 
 from rlhf.flows.recipe.model import Recipe
 from rlhf.stages.sampling.environment import ENVIRONMENT
-from rlhf.stages.sampling.played import summary, task_of
+from rlhf.stages.sampling.episode_tables import summary, task_of
 from rlhf.stages.store.artifacts import Store
 from rlhf.tuning.agents.environments import guess
 from rlhf.tuning.agents.rows import TrajectoryRow, TurnRow

@@ -10,8 +10,8 @@ import os
 import jax
 
 from rlhf.tuning import multihost
+from rlhf.tuning.compile_target import target_platform
 from rlhf.tuning.precision import real, resolved
-from rlhf.tuning.target import target_platform
 
 HOST_MEMORY = "pinned_host"
 """JAX's name of the host memory that a device's programs read and write."""

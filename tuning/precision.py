@@ -28,8 +28,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from rlhf.tuning.compile_target import target_platform
 from rlhf.tuning.processor import multiplies_bfloat16
-from rlhf.tuning.target import target_platform
 
 ROUNDED = "bfloat16"
 """JAX's name of products whose inputs are rounded to bfloat16. XLA on CPU does not heed it: `rounds_products` does."""

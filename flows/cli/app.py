@@ -14,9 +14,23 @@ from typing import Any
 import typer
 from typer.core import TyperGroup
 
-from rlhf.flows.cli import audit, change, episodes, fit, gc, logs, look, machine, policy, promote, run, settings, watch
+from rlhf.flows.cli import (
+    audit,
+    derive,
+    episodes,
+    fit,
+    gc,
+    inspect_store,
+    logs,
+    machine,
+    monitoring,
+    policy,
+    promote,
+    run,
+    settings,
+)
 from rlhf.flows.cli.shared import usage_error
-from rlhf.flows.orchestration.leaving import leave
+from rlhf.flows.orchestration.exit import leave
 from rlhf.flows.recipe.model import RecipeError
 from rlhf.flows.records import UnknownRun
 from rlhf.stages.serving.access import AccessError
@@ -46,7 +60,21 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     rich_markup_mode=None,
 )
-for module in (run, change, settings, fit, look, logs, watch, audit, gc, episodes, policy, promote, machine):
+for module in (
+    run,
+    derive,
+    settings,
+    fit,
+    inspect_store,
+    logs,
+    monitoring,
+    audit,
+    gc,
+    episodes,
+    policy,
+    promote,
+    machine,
+):
     app.add_typer(module.commands)
 
 

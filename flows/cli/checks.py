@@ -7,7 +7,7 @@ import re
 from rlhf.flows.cli.shared import err, usage_error
 from rlhf.flows.recipe.model import Recipe, RecipeError
 from rlhf.flows.recipe.reading import added, load_recipe
-from rlhf.flows.running.remarks import of_recipe
+from rlhf.flows.running.recipe_warnings import of_recipe
 
 
 def read_recipe(name: str, sets: list[str] | None) -> Recipe:

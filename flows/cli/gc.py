@@ -12,15 +12,15 @@ from rich.filesize import decimal
 
 from rlhf.flows.cli.shared import AsJson, StoreUrl, group, out, print_json, print_table, record_of, usage_error
 from rlhf.flows.cli.shared import note as note_change
-from rlhf.flows.keeping import roots_of
 from rlhf.flows.recipe.retention import Retention
+from rlhf.flows.retention import roots_of
 from rlhf.stages.store.artifacts import Store
 from rlhf.stages.store.pins import pin as write_pin
 from rlhf.stages.store.pins import unpin as remove_pin
 
 if TYPE_CHECKING:
     from rlhf.stages.store.collect import Survey
-    from rlhf.stages.store.reach import Roots
+    from rlhf.stages.store.reachability import Roots
 
 commands = group()
 

@@ -12,7 +12,7 @@ from rlhf.flows.recipe.model import Recipe
 from rlhf.flows.records import REFUSED
 
 if TYPE_CHECKING:
-    from rlhf.flows.graph.standing import Standing
+    from rlhf.flows.graph.policy_refs import Standing
     from rlhf.stages.worker.client import StageFailed, WorkerDied
 
 GATE = 3
@@ -122,7 +122,7 @@ def run_with_prefect(
             os.environ |= {"PREFECT_API_URL": server.url, "PREFECT_API_AUTH_STRING": server.auth}
             reach_directly()
             refresh_global_settings_context()
-        from rlhf.flows.orchestration.ending import BEGIN_SECONDS, asked
+        from rlhf.flows.orchestration.cancellation import BEGIN_SECONDS, asked
         from rlhf.flows.pipeline import run_recipe
 
         if private and server:

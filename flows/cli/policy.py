@@ -29,7 +29,7 @@ from rlhf.flows.cli.shared import (
 )
 from rlhf.flows.recipe.reading import checked
 from rlhf.flows.records import REFUSED, find_run
-from rlhf.stages.contract.described import field_docs
+from rlhf.stages.contract.field_docs import field_docs
 from rlhf.stages.serving.access import keys_of
 from rlhf.stages.serving.settings import Chat, ChatOptions, Named, PolicyPlace, Serve, ServeOptions
 from rlhf.stages.store.artifacts import Store
@@ -146,7 +146,7 @@ def _past_the_gate(store: str, record: dict[str, Any]) -> dict[str, Any]:
     """The record of a run that exports what the gate of this one has refused."""
     from rlhf.flows.cli.launch import launch
     from rlhf.flows.graph.build import build, with_inputs
-    from rlhf.flows.graph.standing import recorded
+    from rlhf.flows.graph.policy_refs import recorded
     from rlhf.flows.running.naming import free_name
 
     recipe = checked(record["recipe"] | {"store": store, "gate": None}, Path(record["name"]), None, set())

@@ -117,8 +117,8 @@ def plan(
 ) -> None:
     """Show hit or miss for each stage, and for a miss what changed. Runs nothing."""
     from rlhf.flows.graph.plan import plan as make_plan
-    from rlhf.flows.running.remarks import of_data
-    from rlhf.stages.prepare.lost import rows_by_source
+    from rlhf.flows.running.recipe_warnings import of_data
+    from rlhf.stages.prepare.dropped_records import rows_by_source
 
     resolved = read_recipe(recipe, _with(sets, store, cluster))
     if config:
@@ -200,7 +200,7 @@ def rerun(
     """Recompute stages of a run, with what they need and the store lacks; nothing that follows them."""
     from rlhf.flows.cli.launch import launch
     from rlhf.flows.graph.build import build, select, with_inputs
-    from rlhf.flows.graph.standing import recorded
+    from rlhf.flows.graph.policy_refs import recorded
     from rlhf.flows.running.naming import free_name
 
     record = record_of(store, run_name)

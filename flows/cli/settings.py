@@ -16,9 +16,9 @@ from pydantic.fields import FieldInfo
 from rich.text import Text
 
 from rlhf.flows.cli.shared import group, out, usage_error
+from rlhf.flows.recipe.field_paths import is_managed, models_in
 from rlhf.flows.recipe.model import Recipe
-from rlhf.flows.recipe.places import is_managed, models_in
-from rlhf.stages.contract.described import field_docs
+from rlhf.stages.contract.field_docs import field_docs
 from rlhf.tuning.names import nearest
 
 commands = group()

@@ -20,8 +20,8 @@ from rlhf.flows.recipe.model import Recipe
 from rlhf.flows.records import REFUSED, candidates, finished_nodes, refusal_of, whole_first
 from rlhf.flows.report.terminal import LastingConsole, PlainConsole
 from rlhf.stages.store.artifacts import IT_STAYS, Artifact, Store
+from rlhf.stages.store.audit_log import append
 from rlhf.stages.store.registry import current
-from rlhf.stages.store.trail import append
 from rlhf.stages.worker import interpreter
 from rlhf.stages.worker.client import worker_environment
 

@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 
 from pydantic import ValidationError
 
-from rlhf.flows.graph.standing import Standing, standing_of
+from rlhf.flows.graph.policy_refs import Standing, standing_of
 from rlhf.flows.recipe.fork import Fork
 from rlhf.flows.recipe.model import RL, Recipe, RecipeError, policies_of, training_sections
 from rlhf.stages.common.settings import stored_as

@@ -9,9 +9,9 @@ from pathlib import Path
 from typing import Any
 
 from rlhf.flows.graph.build import Node
-from rlhf.stages.contract.kept import kept
 from rlhf.stages.contract.registry import stage as find_stage
 from rlhf.stages.contract.signatures import source_file
+from rlhf.stages.contract.source_archive import kept
 from rlhf.stages.prepare.settings import ALONE
 from rlhf.stages.store.artifacts import Artifact, Store
 from rlhf.stages.store.keys import differences

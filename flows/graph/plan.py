@@ -9,7 +9,7 @@ from typing import Any
 from rlhf.flows.graph.build import Node, nodes_of
 from rlhf.flows.graph.changes import beside_inputs, reasons_of
 from rlhf.flows.graph.keying import Codes, key_of, key_parts
-from rlhf.flows.graph.taken import Records, check_point, taken_artifact
+from rlhf.flows.graph.reuse import Records, check_point, taken_artifact
 from rlhf.flows.recipe.model import Recipe
 from rlhf.flows.records import latest_with, readable_runs
 from rlhf.stages.store.artifacts import Artifact, Store

@@ -10,7 +10,7 @@ from typing import Annotated, Any, get_args
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from rlhf.flows.recipe.fork import Fork, check_fork
-from rlhf.flows.recipe.gated import BASE, Data, Name, check_gated
+from rlhf.flows.recipe.gate import BASE, Data, Name, check_gated
 from rlhf.flows.recipe.retention import Retention
 from rlhf.flows.recipe.workers import Workers
 from rlhf.stages.base import Config as BaseConfig

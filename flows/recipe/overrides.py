@@ -20,10 +20,10 @@ from pydantic.fields import FieldInfo
 from pydantic.json_schema import GetJsonSchemaHandler, JsonSchemaValue
 from pydantic_core import CoreSchema
 
+from rlhf.flows.recipe.field_paths import is_managed
 from rlhf.flows.recipe.model import Recipe
-from rlhf.flows.recipe.places import is_managed
 from rlhf.flows.recipe.secrets import without_secrets
-from rlhf.stages.contract.described import field_docs
+from rlhf.stages.contract.field_docs import field_docs
 
 P = ParamSpec("P")
 R = TypeVar("R")

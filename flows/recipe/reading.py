@@ -11,8 +11,8 @@ from typing import Any
 import yaml
 from pydantic import ValidationError
 
+from rlhf.flows.recipe.field_paths import hint, lines_of, merge, takes, whole
 from rlhf.flows.recipe.model import Recipe, RecipeError
-from rlhf.flows.recipe.places import hint, lines_of, merge, takes, whole
 from rlhf.flows.recipe.secrets import secrets_in
 from rlhf.flows.recipe.text import COMMENT, DEEPEST, Unusable, in_comment, parsed, read_text, short
 from rlhf.flows.recipe.unions import settled

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from rlhf.flows.report.formats import LABELS, visible
 from rlhf.flows.report.measures import finished_rounds
-from rlhf.stages.sampling.alike import alone
+from rlhf.stages.sampling.equal_rewards import alone
 
 if TYPE_CHECKING:
     from rlhf.stages.common.verdicts import Difference

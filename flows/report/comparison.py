@@ -12,7 +12,7 @@ from rlhf.flows.graph.changes import as_read, lines_between
 from rlhf.flows.report.measures import number
 from rlhf.flows.report.run_view import RunView
 from rlhf.flows.report.samples import Policy
-from rlhf.stages.contract.kept import kept, modules_of
+from rlhf.stages.contract.source_archive import kept, modules_of
 from rlhf.stages.store.artifacts import Artifact, ArtifactError
 from rlhf.stages.store.keys import differences, published
 
@@ -128,7 +128,7 @@ def _evaluation(first: RunView, second: RunView, label: str) -> dict[str, Any]:
         "reason": "",
         "samples": [],
     }
-    from rlhf.stages.tools.paired import paired
+    from rlhf.stages.tools.paired_evaluations import paired
 
     try:
         pair = paired(first.stored(name), second.stored(name))

@@ -15,8 +15,8 @@ from rich.text import Text
 
 from rlhf.flows.graph.build import Node
 from rlhf.flows.report.advice import alike_rewards, learned_rewards, round_warnings
-from rlhf.flows.report.levels import levels_of, verdict
 from rlhf.flows.report.measures import round_series
+from rlhf.flows.report.reference_levels import levels_of, verdict
 from rlhf.flows.report.terminal import LastingConsole, log_width
 from rlhf.stages.contract.definition import Stage
 from rlhf.stages.contract.registry import by_section

@@ -18,8 +18,8 @@ from rlhf.flows.report.charts import Chart, round_charts, step_charts
 from rlhf.flows.report.decisions import decision_rows, outcome
 from rlhf.flows.report.episodes import episodes
 from rlhf.flows.report.formats import LABELS, duration, show, visible, when
-from rlhf.flows.report.levels import guess, levels_of, verdict
 from rlhf.flows.report.measures import Series, number, round_series
+from rlhf.flows.report.reference_levels import guess, levels_of, verdict
 from rlhf.flows.report.run_view import RunView, section
 from rlhf.flows.report.samples import round_samples, samples
 from rlhf.stages.store.artifacts import Store

@@ -18,7 +18,7 @@ from rlhf.flows.report.measures import number
 from rlhf.stages.store import registry
 from rlhf.stages.store.artifacts import Store
 from rlhf.stages.store.leases import held_by
-from rlhf.stages.store.reach import versions
+from rlhf.stages.store.reachability import versions
 
 STATES = ("running", "partial", "failed", "interrupted", "killed", *WHOLE)
 """States of runs; each has a sample in every recipe, so that an alert can count from 0."""

@@ -187,7 +187,7 @@ class RunView:
     def _inputs(self) -> dict[str, list[str]]:
         """Inputs of each node, from the recipe; none are known where the recipe is of another version."""
         from rlhf.flows.graph.build import build
-        from rlhf.flows.graph.standing import recorded
+        from rlhf.flows.graph.policy_refs import recorded
         from rlhf.flows.recipe.model import Recipe
 
         try:

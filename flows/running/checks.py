@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 from rlhf.flows.graph.build import Node, nodes_of
 from rlhf.flows.graph.keying import Codes, key_parts
-from rlhf.flows.graph.taken import Records, taken_artifact
+from rlhf.flows.graph.reuse import Records, taken_artifact
 from rlhf.flows.recipe.model import Recipe, RecipeError
 from rlhf.flows.running.allowed import check_allowed
 from rlhf.flows.running.crew import check_workers

@@ -7,10 +7,10 @@ from typing import TYPE_CHECKING, Any
 from rlhf.flows.records import NOTHING_NEW, PARTIAL, REFUSED, WHOLE
 from rlhf.flows.report.console import ConsoleReporter, closing_table, difference_lines, level_line
 from rlhf.flows.report.decisions import decision_lines
-from rlhf.flows.report.levels import guess
 from rlhf.flows.report.page import write_report
+from rlhf.flows.report.reference_levels import guess
 from rlhf.flows.running.session import Session
-from rlhf.stages.store import trail
+from rlhf.stages.store import audit_log
 from rlhf.stages.store.artifacts import Artifact, ArtifactError
 from rlhf.stages.store.keys import without_userinfo
 
@@ -93,7 +93,8 @@ def _note(session: Session, status: str) -> None:
     more: dict[str, Any] = {"made": states.count("made"), "cached": states.count("hit")} | session.command
     forced = sorted(session.force) or None
     recipe = session.recipe.name
-    failed = trail.append(session.store, "run", run=session.name, recipe=recipe, outcome=status, forced=forced, **more)
+    entry = more | {"run": session.name, "recipe": recipe, "outcome": status, "forced": forced}
+    failed = audit_log.append(session.store, "run", **entry)
     if failed:
         session.reporter.line(f"the trail has no entry of this run: {failed}")
 
@@ -107,7 +108,7 @@ def _collect(session: Session) -> None:
     # The run that has just finished is the newest of them.
     kept = retention.model_copy(update={"keep": max(1, retention.keep)})
     # Here and not above: most recipes collect nothing.
-    from rlhf.flows.keeping import roots_of
+    from rlhf.flows.retention import roots_of
     from rlhf.stages.store.collect import Limits, collect
 
     try:

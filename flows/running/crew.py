@@ -13,7 +13,7 @@ from rlhf.flows.recipe.model import Recipe, RecipeError
 from rlhf.flows.recipe.workers import Workers
 from rlhf.flows.running.cluster import Cluster
 from rlhf.flows.running.cluster_role import RoleWorkers
-from rlhf.flows.running.turns import Turn
+from rlhf.flows.running.worker_lock import Turn
 from rlhf.stages.contract.registry import stage
 from rlhf.stages.worker.client import Worker
 from rlhf.stages.worker.devices import confined, device_kind

@@ -14,7 +14,7 @@ from typing import Any
 
 from rlhf.flows.graph.build import TOKENIZER, Node
 from rlhf.flows.graph.keying import key_of, key_parts
-from rlhf.flows.graph.standing import Held, standing_of
+from rlhf.flows.graph.policy_refs import Held, standing_of
 from rlhf.flows.records import refusal_of
 from rlhf.flows.running.checks import check_columns
 from rlhf.flows.running.session import Session

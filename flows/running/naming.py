@@ -10,8 +10,8 @@ from typing import Any
 
 from coolname import generate_slug
 
+from rlhf.flows.recipe.field_paths import merge
 from rlhf.flows.recipe.model import Recipe, RecipeError
-from rlhf.flows.recipe.places import merge
 from rlhf.flows.records import SILENT_MINUTES, WHOLE, status_of
 from rlhf.stages.store import runs
 from rlhf.stages.store.artifacts import ArtifactError, Store

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 
 from rlhf.flows.graph.build import Node
-from rlhf.flows.graph.standing import Standing
+from rlhf.flows.graph.policy_refs import Standing
 from rlhf.flows.recipe.model import Recipe
 from rlhf.flows.report.console import ConsoleReporter
 from rlhf.flows.running.closing import close, status_after, status_at_end, summary

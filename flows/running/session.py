@@ -16,25 +16,25 @@ from typing import Any, Protocol
 
 from rlhf.flows.graph.build import Node, build, in_order, with_inputs
 from rlhf.flows.graph.keying import key_of
-from rlhf.flows.graph.standing import Standing, promoted_by, standing_of
-from rlhf.flows.graph.taken import Records, check_point, taken_artifact
+from rlhf.flows.graph.policy_refs import Standing, promoted_by, standing_of
+from rlhf.flows.graph.reuse import Records, check_point, taken_artifact
 from rlhf.flows.recipe.model import Recipe
 from rlhf.flows.records import log_of
 from rlhf.flows.running.checks import as_it_is
 from rlhf.flows.running.crew import Crew, read_elsewhere
+from rlhf.flows.running.input_check import Whole
 from rlhf.flows.running.limits import RunLimit
 from rlhf.flows.running.naming import before, entries_of, free_name
-from rlhf.flows.running.remarks import of_data
-from rlhf.flows.running.saving import Saver, now
-from rlhf.flows.running.whole import Whole
-from rlhf.stages.common import handed
-from rlhf.stages.contract.kept import keep
+from rlhf.flows.running.recipe_warnings import of_data
+from rlhf.flows.running.record_writer import Saver, now
+from rlhf.stages.common import policy_handoff
+from rlhf.stages.contract.source_archive import keep
 from rlhf.stages.store import runs
 from rlhf.stages.store.artifacts import Artifact, Store
 from rlhf.stages.store.disk import disk_fault
 from rlhf.stages.store.keys import published, without_userinfo
 from rlhf.stages.store.leases import held, lease, release_dead, this_process
-from rlhf.stages.store.room import keep_room, with_room
+from rlhf.stages.store.reserve import keep_room, with_room
 from rlhf.stages.store.work import WorkFolder
 from rlhf.stages.worker.client import CodeChanged, StageFailed, WorkerDied
 from rlhf.stages.worker.protocol import Heartbeat, Log, Progress, Report, Request
@@ -263,7 +263,7 @@ class Session:
         # Beside others it may be hours until the next stage begins, and is recorded.
         self.save(soon=self.recipe.workers is None)
         if self._read_elsewhere.get(name):
-            handed.claim(self.store, artifact.digest, self.name)
+            policy_handoff.claim(self.store, artifact.digest, self.name)
         self._drop_read(node)
         self.reporter.stage_ended(node, state, artifact.manifest, seconds)
         if node.stage in ("prepare", "fresh"):
@@ -276,7 +276,7 @@ class Session:
         for source in {i.node for i in node.inputs.values()}:
             readers = self._read_elsewhere.get(source, set())
             if node.name in readers and all(reader in self.made for reader in readers):
-                handed.drop(self.store, self.made[source].digest, self.name)
+                policy_handoff.drop(self.store, self.made[source].digest, self.name)
 
     def _tidy(self, stage: str, key: str) -> None:
         """Removes what a kill just after a commit has left: the work on this host, and the lease."""

@@ -15,7 +15,7 @@ import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
-from rlhf.stages.auditing.played import played
+from rlhf.stages.auditing.episode_tables import played
 from rlhf.stages.auditing.run import AuditedRun, Tables
 from rlhf.stages.store.artifacts import Store
 from rlhf.tuning.rows import OtherColumns
@@ -89,18 +89,18 @@ OVER: dict[str, Callable[[AuditedRun], Iterable[AuditedRun | Tables]]] = {
 def all_laws() -> list[Law]:
     """Every law, in the order in which data flows."""
     from rlhf.stages.auditing import (
-        choices,
         evaluations,
         lineage,
         prompts,
         replay,
         rounds,
         scores,
+        selection,
         trajectories,
         updates,
     )
 
-    modules = (lineage, prompts, rounds, trajectories, scores, updates, choices, evaluations, replay)
+    modules = (lineage, prompts, rounds, trajectories, scores, updates, selection, evaluations, replay)
     return [law for module in modules for law in module.LAWS]
 
 

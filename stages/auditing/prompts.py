@@ -13,7 +13,7 @@ import pyarrow.parquet as pq
 from rlhf.stages.auditing.laws import Finding, Law
 from rlhf.stages.auditing.run import AuditedRun, Round, is_played, tokens_digest
 from rlhf.stages.common.tables import read_table, table_paths
-from rlhf.stages.common.trained import read_names, rows_of, was_seen
+from rlhf.stages.common.trained_prompts import read_names, rows_of, was_seen
 from rlhf.stages.store.artifacts import Artifact
 from rlhf.tuning.columns import list_rows
 from rlhf.tuning.rows import PROMPT_GROUP, CompletionRow

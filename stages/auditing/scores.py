@@ -14,7 +14,7 @@ import numpy as np
 
 from rlhf.stages.auditing.laws import Finding, Law, close
 from rlhf.stages.auditing.run import Round, Sampled
-from rlhf.stages.sampling.played import episodes_of, sample_of
+from rlhf.stages.sampling.episode_tables import episodes_of, sample_of
 from rlhf.tuning.rows import CompletionRow, ScoreRow
 
 RTOL, ATOL = 1e-4, 1e-5

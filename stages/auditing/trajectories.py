@@ -10,8 +10,8 @@ import math
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, get_args
 
+from rlhf.stages.auditing.episode_tables import Played, says_nothing
 from rlhf.stages.auditing.laws import Finding, Law, close
-from rlhf.stages.auditing.played import Played, says_nothing
 from rlhf.tuning.agents.contract import Status
 from rlhf.tuning.agents.rows import TrajectoryRow, TurnRow
 from rlhf.tuning.rows import CompletionRow

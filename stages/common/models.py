@@ -8,7 +8,7 @@ import math
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, Literal
 
-from rlhf.stages.common import handed
+from rlhf.stages.common import policy_handoff
 from rlhf.stages.contract.definition import Context
 from rlhf.stages.contract.registry import stage
 from rlhf.stages.store.artifacts import Artifact
@@ -97,8 +97,8 @@ def mesh_of(ctx: Context) -> Mesh | None:
 def load_policy(ctx: Context, artifact: Artifact) -> tuple[Any, Any]:
     """(DecoderConfig, parameters) of a base, SFT or update artifact.
 
-    An update without stored weights is one that another worker has handed over (`rlhf.stages.common.handed`), or is
-    rebuilt from its parents (`restore` of its stage).
+    An update without stored weights is one that another worker has handed over (`rlhf.stages.common.policy_handoff`),
+    or is rebuilt from its parents (`restore` of its stage).
     """
     name = f"decoder:{artifact.digest}"
     kept = recall(ctx, name)
@@ -108,7 +108,7 @@ def load_policy(ctx: Context, artifact: Artifact) -> tuple[Any, Any]:
         from rlhf.tuning.models.huggingface import load_decoder
 
         return remember(ctx, name, load_decoder(artifact.local("model/"), mesh_of(ctx)))
-    if (found := handed.taken(artifact, mesh_of(ctx))) is not None:
+    if (found := policy_handoff.taken(artifact, mesh_of(ctx))) is not None:
         return remember(ctx, name, found)
     # By name, not by import: how a policy is restored is no part of what samples or scores it.
     restore = stage(artifact.stage).restore

@@ -29,7 +29,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from rlhf.stages.contract import readings
+from rlhf.stages.contract import ast_cache
 
 OWN = "rlhf"
 
@@ -170,7 +170,7 @@ def reached(*roots: str, folder: Path | None = None) -> Code:
         packages |= module.packages
         if module.content is not None:
             hashes[name], links[name] = module.content, module.imports
-    readings.keep()
+    ast_cache.keep()
     return Code(dict(sorted(hashes.items())), _graph_hash(roots, hashes, links), tuple(sorted(packages)), files)
 
 
@@ -251,7 +251,7 @@ def _read(path: str, _changed: tuple[Any, ...], name: str, folder: Path | None, 
     sources = {"": Path(path).read_bytes()}
     sources |= {p.name.removeprefix(Path(path).stem): p.read_bytes() for p in _beside(Path(path))}
     files = {suffix: hashlib.sha256(data).hexdigest() for suffix, data in sources.items()}
-    content, imports, packages = readings.of_module(
+    content, imports, packages = ast_cache.of_module(
         "\0".join([path, name, str(folder), str(only)]),
         [_reader(), files],
         lambda module: _source(module, folder, only) is not None,

@@ -13,11 +13,11 @@ from collections.abc import Mapping, Set
 from typing import Any
 
 from rlhf.stages.common.tables import read_table
-from rlhf.stages.common.trained import rows_of, trained_names, was_seen
+from rlhf.stages.common.trained_prompts import rows_of, trained_names, was_seen
 from rlhf.stages.contract.definition import Context, Reads, Stage
 from rlhf.stages.gate.decide import Compared, checks_of, compare, decision
+from rlhf.stages.gate.evidence import Evaluation, told
 from rlhf.stages.gate.settings import CHAMPION, Config
-from rlhf.stages.gate.told import Evaluation, told
 from rlhf.stages.store.artifacts import Artifact
 from rlhf.tuning.rows import VerdictRow
 

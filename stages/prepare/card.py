@@ -104,6 +104,6 @@ def _samples(out: Path, output: str) -> list[dict[str, str]]:
 
 def warnings_of(metrics: Mapping[str, Any]) -> list[str]:
     """A sentence for each thing that the metrics of a preparation warn of."""
-    from rlhf.tuning.data.extracted import warnings
+    from rlhf.tuning.data.extraction_report import warnings
 
     return warnings(metrics.get("extracted", {}))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterator
 
-from rlhf.stages.prepare.lost import undecided
+from rlhf.stages.prepare.dropped_records import undecided
 from rlhf.stages.prepare.settings import Config
 
 

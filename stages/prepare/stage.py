@@ -31,7 +31,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rlhf.stages.contract.definition import Context, Reads, Stage
-from rlhf.stages.prepare.lost import advice, losses, rows_by_source, undecided
+from rlhf.stages.prepare.dropped_records import advice, losses, rows_by_source, undecided
 from rlhf.stages.prepare.outputs import write_outputs
 from rlhf.stages.prepare.settings import Config
 from rlhf.stages.store.keys import published
@@ -90,7 +90,7 @@ def run(ctx: Context) -> dict[str, Any]:
         SourceError: a source cannot be found or read.
     """
     from rlhf.stages.prepare.card import write_card
-    from rlhf.tuning.data import extracted, merge, statistics
+    from rlhf.tuning.data import extraction_report, merge, statistics
 
     config: Config = ctx.config
     parts, plan, folder = _planned(ctx)
@@ -99,8 +99,8 @@ def run(ctx: Context) -> dict[str, Any]:
     # A cluster brings the rows together itself (`rlhf.stages.prepare.outputs`).
     rows = not config.on_cluster
     pieces = merge.gathered(folder, blocks, plan.shards, ctx.work / "gathered", config.workers, rows)
-    taken = extracted.together(receipts.values())
-    for warning in extracted.warnings(taken):
+    taken = extraction_report.together(receipts.values())
+    for warning in extraction_report.warnings(taken):
         ctx.log(f"{warning}")
     read = sum(receipt["records"] for receipt in receipts.values())
     if not read:
@@ -232,7 +232,7 @@ def _contamination(ctx: Context, config: Config, scratch: str) -> tuple[str, tup
     """The file of n-gram hashes of the evaluation prompts, and the lengths of the n-grams."""
     import numpy as np
 
-    from rlhf.tuning.data import files, similar, tasks
+    from rlhf.tuning.data import files, near_duplicates, tasks
     from rlhf.tuning.data.fields import Mapper, misnamed
     from rlhf.tuning.data.records import RecordError, parse_line
 
@@ -251,16 +251,16 @@ def _contamination(ctx: Context, config: Config, scratch: str) -> tuple[str, tup
                 turns = [m["content"] for m in record.prompt if m["role"] == "user"]
                 if len(turns) > 1:
                     # A short turn, such as "Why?", is in many texts that have nothing else of the conversation.
-                    long = [turn for turn in turns if len(similar.words(turn)) >= settings.words]
+                    long = [turn for turn in turns if len(near_duplicates.words(turn)) >= settings.words]
                     turns = long or ["\n".join(turns)]
                 # A document has no messages; its text counts as a whole.
                 texts += [*turns, record.text or ""]
     if fault := misnamed(settings.rename, mapper.names):
         raise PrepareError(f"decontaminate.rename {fault} ({', '.join(settings.sources)})")
     path = ctx.work / "contamination.npy"
-    np.save(path, similar.contamination(texts, settings.words))
+    np.save(path, near_duplicates.contamination(texts, settings.words))
     shared = files.upload(str(path), f"{scratch}/contamination.npy") if "://" in scratch else str(path)
-    return shared, tuple(similar.lengths_of(texts, settings.words))
+    return shared, tuple(near_duplicates.lengths_of(texts, settings.words))
 
 
 def _run_blocks(ctx: Context, config: Config, parts: list[Part], plan: Plan, folder: str) -> dict[str, dict[str, Any]]:

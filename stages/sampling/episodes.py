@@ -21,8 +21,8 @@ from rlhf.stages.common.checked_lines import read_lines, write_line
 from rlhf.stages.common.models import load_policy, load_tokenizer, stop_ids
 from rlhf.stages.contract.definition import Context
 from rlhf.stages.sampling.environment import PROGRAMS, Environment
+from rlhf.stages.sampling.episode_tables import task_of
 from rlhf.stages.sampling.native import open_engine
-from rlhf.stages.sampling.played import task_of
 from rlhf.tuning import multihost
 from rlhf.tuning.agents.contract import WITHOUT_REWARD, Spec
 from rlhf.tuning.agents.rows import TrajectoryRow, TurnRow
@@ -217,7 +217,7 @@ class _Episodes:
         engine: Any = open_engine(self.ctx, draw.engine, draw.quantize, tokens, probes)
         if draw.engine.in_worker:
             return engine
-        from rlhf.tuning.rollout.servers.turns import Turns
+        from rlhf.tuning.rollout.servers.streaming import Turns
 
         return stack.enter_context(contextlib.closing(Turns(engine, self.settings.processes)))
 

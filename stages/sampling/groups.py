@@ -10,7 +10,7 @@ import math
 from collections.abc import Collection, Iterable, Mapping, Sequence
 
 from rlhf.stages.common.tables import read_table
-from rlhf.stages.sampling.played import FAILED
+from rlhf.stages.sampling.episode_tables import FAILED
 from rlhf.stages.store.artifacts import Artifact
 from rlhf.tuning.agents.rows import TurnRow
 from rlhf.tuning.rows import CompletionRow, ScoreRow, by_trajectory, names_of

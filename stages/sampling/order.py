@@ -20,7 +20,7 @@ def positions(total: int, start: int, seed: int) -> Iterator[int]:
     """Numbers of prompts, each below `total`, from position `start` of the endless sequence of passes on."""
     import numpy as np
 
-    from rlhf.tuning.data.shuffled import shuffled
+    from rlhf.tuning.data.shuffle import shuffled
 
     first, skipped = divmod(start, total)
     for lap in itertools.count(first):

@@ -10,8 +10,8 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from rlhf.stages.contract.definition import Context
-from rlhf.stages.sampling.alike import alike
-from rlhf.stages.sampling.played import FAILED, episodes_of, sample_of
+from rlhf.stages.sampling.episode_tables import FAILED, episodes_of, sample_of
+from rlhf.stages.sampling.equal_rewards import alike
 from rlhf.stages.score.settings import Config, Reward
 from rlhf.tuning.rewards.samples import Outcome
 from rlhf.tuning.rows import CompletionRow

@@ -21,7 +21,7 @@ from rlhf.stages.common.journal import Journal, journaled
 from rlhf.stages.common.models import load_scorer, load_tokenizer, token_ids
 from rlhf.stages.common.tables import Shards, by_shard
 from rlhf.stages.contract.definition import Context
-from rlhf.stages.sampling.played import FAILED, Name, conversation_of, episodes_of, reward_of, sample_of
+from rlhf.stages.sampling.episode_tables import FAILED, Name, conversation_of, episodes_of, reward_of, sample_of
 from rlhf.stages.score.grouped import hint
 from rlhf.stages.score.settings import COMPUTED, ENVIRONMENT, Config, Reward
 from rlhf.stages.store.artifacts import Artifact

@@ -8,11 +8,11 @@ import textwrap
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from rlhf.stages.common.code import RUNS_CODE, code_can_reach, suspect_code
+from rlhf.stages.common.sandboxed_code import RUNS_CODE, code_can_reach, suspect_code
 from rlhf.stages.common.tables import read_table
 from rlhf.stages.contract.definition import Context, Reads, Stage
+from rlhf.stages.sampling.episode_tables import FAILED
 from rlhf.stages.sampling.groups import informative_places, totals_by_place
-from rlhf.stages.sampling.played import FAILED
 from rlhf.stages.score.grouped import comparing
 from rlhf.stages.score.outcomes import Columns, outcomes_of
 from rlhf.stages.score.settings import Config, source_digests

@@ -17,7 +17,7 @@ from collections.abc import Awaitable, Callable, Mapping, MutableMapping
 from typing import Any
 
 from rlhf.stages.serving.access import Keys, is_address
-from rlhf.stages.serving.counts import Counts
+from rlhf.stages.serving.metrics import Counts
 
 Message = MutableMapping[str, Any]
 Receive = Callable[[], Awaitable[Message]]

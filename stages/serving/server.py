@@ -14,11 +14,11 @@ from typing import Any, TypeVar
 
 from rlhf.stages.serving.answers import Choice, Completed, Spoken, Text
 from rlhf.stages.serving.api import Asked, ChatRequest, CompletionRequest
-from rlhf.stages.serving.counts import Counts
+from rlhf.stages.serving.chat_rendering import Wording
+from rlhf.stages.serving.metrics import Counts
 from rlhf.stages.serving.sessions import Call, Session, Sessions, said_by
 from rlhf.stages.serving.settings import Named
 from rlhf.stages.serving.tools import Offer, same_call, without_thoughts
-from rlhf.stages.serving.wording import Wording
 from rlhf.tuning.models.tokenizer import begins_with_bos
 
 TOP_LOGPROBS = 5

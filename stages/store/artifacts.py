@@ -23,7 +23,7 @@ from typing import Any
 import fsspec
 from pydantic import TypeAdapter
 
-from rlhf.stages.store import disk, forms, readonly, transfers
+from rlhf.stages.store import disk, json_schemas, readonly, transfers
 from rlhf.stages.store.keys import digest, without_userinfo
 from rlhf.stages.store.manifests import ArtifactError as ArtifactError
 from rlhf.stages.store.manifests import is_inside, strange, with_checksum
@@ -168,7 +168,7 @@ class Store:
     def examine(self, stage: str, key: str) -> tuple[Artifact | None, str | None]:
         """Return the artifact of a key and what is wrong with its manifest or the sizes of its files."""
         try:
-            manifest = self.read_record(forms.MANIFEST, "artifacts", stage, key, MANIFEST)
+            manifest = self.read_record(json_schemas.MANIFEST, "artifacts", stage, key, MANIFEST)
         except ArtifactError as e:
             return None, str(e)
         artifact = Artifact(self, manifest) if manifest is not None else None
@@ -180,7 +180,7 @@ class Store:
         if artifact is not None and artifact.digest == digest:
             return artifact
         for name in (name for name in self.names("replaced", stage) if name.startswith(f"{key}-")):
-            manifest = self.read_record(forms.MANIFEST, "replaced", stage, name)
+            manifest = self.read_record(json_schemas.MANIFEST, "replaced", stage, name)
             old = Artifact(self, manifest) if manifest is not None else None
             if old is not None and old.digest == digest and self._fault(old, stage, key) is None:
                 return old
@@ -251,7 +251,7 @@ class Store:
         target = self.join(*aside)
         folder = place
         with contextlib.suppress(ArtifactError):
-            manifest = self.read_record(forms.MANIFEST, "artifacts", stage, key, MANIFEST)
+            manifest = self.read_record(json_schemas.MANIFEST, "artifacts", stage, key, MANIFEST)
             if manifest is not None and not strange(manifest, stage, key):
                 folder = self.join("artifacts", stage, manifest.get("folder", key))
         # The manifest goes first: without it nothing reads the half-moved folder as whole.
@@ -397,7 +397,7 @@ class Store:
         if data is None:
             return None
         value = self._value(data, parts)
-        if fault := forms.misfit(value, form):
+        if fault := json_schemas.misfit(value, form):
             raise ArtifactError(f"{self.address(*parts)} has another form ({fault}); move it away and run again")
         return value  # type: ignore[no-any-return]
 

@@ -6,10 +6,10 @@
    has found one, whatever it waits for; where one is under way, this long is waited first. A condemned artifact that is
    reachable by now gets its manifest back, unless a process makes it again.
 3. The files of the others are deleted, under the lease, then their entry in `condemned/`.
-4. Records of runs that go, and residues (`stages/store/residue.py`), are deleted.
+4. Records of runs that go, and residues (`stages/store/orphans.py`), are deleted.
 
 Each step on an artifact holds its lease, checks it before each removal, and is left out while a live process has it.
-A collection that is killed is finished by the next one. The trail (`trail.py`) has an entry from before the first
+A collection that is killed is finished by the next one. The trail (`audit_log.py`) has an entry from before the first
 deletion and one from the end.
 """
 
@@ -23,14 +23,14 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from rlhf.stages.store import runs, trail
+from rlhf.stages.store import audit_log, runs
 from rlhf.stages.store.artifacts import MANIFEST, Store
-from rlhf.stages.store.forms import TOMB
+from rlhf.stages.store.json_schemas import TOMB
 from rlhf.stages.store.leases import unless_held
 from rlhf.stages.store.manifests import checksum_of
-from rlhf.stages.store.reach import CONDEMNED, Roots, Version, reach, tomb, versions
-from rlhf.stages.store.residue import Residue, compiled, residues
-from rlhf.stages.store.room import keep_room, with_room
+from rlhf.stages.store.orphans import Residue, compiled, residues
+from rlhf.stages.store.reachability import CONDEMNED, Roots, Version, reach, tomb, versions
+from rlhf.stages.store.reserve import keep_room, with_room
 
 SETTLE_SECONDS = 10.0
 """Longer than a run takes from finding an artifact to writing that into its record."""
@@ -44,7 +44,7 @@ class Limits:
     """What is younger is never taken."""
     settle_seconds: float = SETTLE_SECONDS
     sign_seconds: float = 60.0 + SETTLE_SECONDS
-    """Within so long a run gives a sign of life (`flows/running/saving.py`)."""
+    """Within so long a run gives a sign of life (`flows/running/record_writer.py`)."""
     compile_cache: Path | None = None
     """JAX's compile cache; None: left alone."""
     compile_bytes: int = 10 * 2**30
@@ -122,7 +122,7 @@ def _collected(store: Store, read: Callable[[], Roots], limits: Limits) -> Surve
     if not (first.garbage or first.residues or first.runs or interrupted):
         return first
     change = uuid.uuid4().hex
-    trail.append(store, "gc", state="begun", change=change, **_short(first))
+    audit_log.append(store, "gc", state="begun", change=change, **_short(first))
     for version in first.garbage:
         if version.tomb is None:
             _condemn(store, version)
@@ -146,7 +146,7 @@ def _collected(store: Store, read: Callable[[], Roots], limits: Limits) -> Surve
     for name in sorted(roots.gone & first.roots.gone):
         _remove_run(store, name)
     done = dataclasses.replace(second, roots=Roots(ended, roots.named), garbage=swept, residues=rest)
-    trail.append(store, "gc", state="finished", change=change, outcome=f"freed {done.freed} bytes", **_short(done))
+    audit_log.append(store, "gc", state="finished", change=change, outcome=f"freed {done.freed} bytes", **_short(done))
     return done
 
 

@@ -12,7 +12,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from rlhf.tuning.causes import with_causes
+from rlhf.tuning.errors import with_causes
 
 FETCHES = 3
 """How often a file is fetched that arrives with another checksum."""

@@ -24,7 +24,7 @@ from typing import Any, TypeVar
 from rlhf.stages.store.artifacts import ArtifactError, Store
 from rlhf.stages.store.disk import FULL
 from rlhf.stages.store.exclusive import create
-from rlhf.stages.store.forms import HOLDER
+from rlhf.stages.store.json_schemas import HOLDER
 from rlhf.tuning.retries import retried
 
 T = TypeVar("T")

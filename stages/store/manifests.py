@@ -8,7 +8,7 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
-from rlhf.stages.store import forms
+from rlhf.stages.store import json_schemas
 
 CHECKSUM = "checksum"
 
@@ -47,7 +47,7 @@ def checksum_of(manifest: Mapping[str, Any]) -> str:
 def sums_of(data: bytes | None) -> dict[str, str] | None:
     """The checksums of files by their paths in a folder, from JSON; None for anything else."""
     try:
-        found = forms.SUMS.validate_json(data or b"", strict=True)
+        found = json_schemas.SUMS.validate_json(data or b"", strict=True)
     except ValueError:
         return None
     return found if all(map(is_inside, found)) else None

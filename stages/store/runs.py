@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, TypeVar
 
-from rlhf.stages.store import forms
+from rlhf.stages.store import json_schemas
 from rlhf.stages.store.artifacts import ArtifactError, Store
 
 FOLDER, HEAD, PARTS = "runs", "run.json", "parts"
@@ -46,7 +46,7 @@ def read(store: Store, name: str) -> Any | None:
         if not isinstance(found, dict) or not found.get(PARTS):
             return found
         nodes: dict[str, Any] = {}
-        if fault := forms.misfit(found, forms.PARTED):
+        if fault := json_schemas.misfit(found, json_schemas.PARTED):
             raise ArtifactError(f"{store.address(FOLDER, name, HEAD)} has another form ({fault}); move it away")
         for part in _expanded(found[PARTS]):
             entries = store.read_json(FOLDER, name, part)

@@ -17,7 +17,7 @@ LITTLE_MEMORY = 7 * 10**9
 
 def found() -> dict[str, Any]:
     """What this machine is, and what it decides for a recipe."""
-    from rlhf.stages.common.flags import FLAGS, value_of
+    from rlhf.stages.common.xla_flags import FLAGS, value_of
     from rlhf.tuning.cpu.kernels import build
     from rlhf.tuning.device import choose, memory_kinds
     from rlhf.tuning.rewards.sandbox import gaps

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any, get_args
 
 from rlhf.stages.common.tables import read_table
-from rlhf.stages.sampling.played import FOLDER
+from rlhf.stages.sampling.episode_tables import FOLDER
 from rlhf.stages.store.artifacts import Artifact
 from rlhf.tuning.agents.contract import Status
 from rlhf.tuning.agents.rows import TrajectoryRow, TurnRow

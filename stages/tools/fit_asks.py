@@ -8,8 +8,8 @@ from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from typing import Any
 
+from rlhf.stages.common.model_source import locate, snapshot
 from rlhf.stages.common.models import limits_of
-from rlhf.stages.common.source import locate, snapshot
 from rlhf.stages.sampling.rows import context_of
 from rlhf.stages.training.adapters import lora_config
 from rlhf.tuning.algorithms.algorithm import find
@@ -19,8 +19,8 @@ from rlhf.tuning.algorithms.ppo import critic_loss
 from rlhf.tuning.algorithms.preference import preference_loss, unpaired_loss
 from rlhf.tuning.algorithms.supervised import reward_loss, sft_loss
 from rlhf.tuning.fit.machines import Machine
-from rlhf.tuning.fit.places import frozen, size
 from rlhf.tuning.fit.sampling import Sampled
+from rlhf.tuning.fit.sharded_sizes import frozen, size
 from rlhf.tuning.fit.training import Packed
 from rlhf.tuning.mesh import laid_out
 from rlhf.tuning.models.byte_tokenizer import byte_tokenizer

@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 import sys
 
-from rlhf.stages.contract.place import place_of
+from rlhf.stages.contract.error_location import place_of
 from rlhf.tuning.algorithms.settings import Objective
 
 PROMPTS, TOKENS = 2, 3

@@ -10,7 +10,7 @@ from rlhf.stages.common.models import load_tokenizer, vocabulary
 from rlhf.stages.common.tables import table_paths
 from rlhf.stages.contract.definition import Context
 from rlhf.stages.store.artifacts import Artifact
-from rlhf.tuning.draws import whole_groups
+from rlhf.tuning.random_draws import whole_groups
 
 if TYPE_CHECKING:
     from rlhf.tuning.data.reading import Examples

@@ -23,10 +23,10 @@ from rlhf.stages.contract.sources import user_digests
 from rlhf.stages.sampling.groups import OF_TURNS, TRAINED, Scored, chosen_groups, read_scored, read_turns, refills
 from rlhf.stages.store.artifacts import Artifact
 from rlhf.stages.training.adapters import lora_config, name_of
-from rlhf.stages.update import near
+from rlhf.stages.update import replay_tolerance
 from rlhf.stages.update import state as states
-from rlhf.stages.update.fates import FATES, fates_of
-from rlhf.stages.update.idle import check_idle, idle_metrics
+from rlhf.stages.update.no_signal import check_idle, idle_metrics
+from rlhf.stages.update.outcomes import FATES, fates_of
 from rlhf.stages.update.settings import Config
 from rlhf.stages.update.state import NAME, State
 from rlhf.tuning.rows import FateRow, ScoreRow, write_table
@@ -127,7 +127,7 @@ def _advance(ctx: Context, before: State | None, first: bool = False) -> tuple[S
         state.adapter = result.policy.params
         _, state.params = states.merged(ctx, state.adapter)
     if probed is not None:
-        near.record(ctx, probed, state.params)
+        replay_tolerance.record(ctx, probed, state.params)
     if first:
         rows = fates_of(sampled, chosen, result, config.truncated, data.greedy_N)
         write_table(ctx.out / FATES / "part-00000.parquet", rows, FateRow.schema())

@@ -22,7 +22,7 @@ from rlhf.stages.contract.definition import Context
 from rlhf.stages.store.artifacts import Artifact
 from rlhf.stages.store.work import is_chunk
 from rlhf.stages.training.adapters import based, lora_config
-from rlhf.stages.update import near
+from rlhf.stages.update import replay_tolerance
 from rlhf.stages.update.settings import Config
 
 if TYPE_CHECKING:
@@ -282,10 +282,10 @@ def _replay(ctx: Context, own: Context, artifact: Artifact, advance: Advance, pa
     try:
         mesh_of(own)
     except ValueError as e:
-        if near.tolerance() == 0:
+        if replay_tolerance.tolerance() == 0:
             raise ReplayDiffers(
                 f"{artifact.url} is not stored and was trained on other devices ({e}): on these a replay has other "
-                f"bits. {near.TOLERANCE}=0.05 takes one within 0.05 of what the round moved, and "
+                f"bits. {replay_tolerance.TOLERANCE}=0.05 takes one within 0.05 of what the round moved, and "
                 "rl.checkpoint_every: 1 stores every policy"
             ) from None
         own = here_of(ctx, own)
@@ -303,15 +303,15 @@ def _replay(ctx: Context, own: Context, artifact: Artifact, advance: Advance, pa
         f"libraries than {artifact.manifest['device']} with jax {artifact.manifest['versions']['jax']}, or in another "
         "worker with other devices (`workers: null` makes it by one that has them all)"
     )
-    found = near.off(artifact, state.params)
-    if found is None or found > near.tolerance():
+    found = replay_tolerance.off(artifact, state.params)
+    if found is None or found > replay_tolerance.tolerance():
         raise ReplayDiffers(
-            f"{differs}; {near.told(found)}. {near.TOLERANCE}=0.05 takes a policy within 0.05 of what the round moved, "
-            f"`rlhf run RECIPE --force round-{name:03d}.update` makes it again here, "
-            "and rl.checkpoint_every: 1 stores every policy"
+            f"{differs}; {replay_tolerance.told(found)}. {replay_tolerance.TOLERANCE}=0.05 takes a policy within 0.05 "
+            f"of what the round moved, `rlhf run RECIPE --force round-{name:03d}.update` makes it again here, and "
+            "rl.checkpoint_every: 1 stores every policy"
         )
-    ctx.log(f"{differs}; {near.told(found)}, which {near.TOLERANCE} allows")
-    near.remember(ctx.memory, artifact.digest, found)
+    ctx.log(f"{differs}; {replay_tolerance.told(found)}, which {replay_tolerance.TOLERANCE} allows")
+    replay_tolerance.remember(ctx.memory, artifact.digest, found)
     return state
 
 

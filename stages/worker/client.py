@@ -15,7 +15,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
-from rlhf.stages.common.flags import with_flags
+from rlhf.stages.common.xla_flags import with_flags
 from rlhf.stages.worker import interpreter
 from rlhf.stages.worker.devices import device_kind
 from rlhf.stages.worker.parent_death import in_lasting_thread

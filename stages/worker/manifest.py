@@ -46,7 +46,8 @@ def manifest_of(
         "started": datetime.datetime.fromtimestamp(started, datetime.UTC).isoformat(),
         "seconds": round(time.time() - started, 3),
     }
-    # Policies that were replayed here with other bits than recorded, and how far off (`rlhf.stages.update.near`).
+    # Policies that were replayed here with other bits than recorded, and how far off
+    # (`rlhf.stages.update.replay_tolerance`).
     near = {n: memory["near"][a.digest] for n, a in inputs.items() if a.digest in memory.get("near", {})}
     if near:
         manifest["near"] = near

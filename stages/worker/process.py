@@ -50,7 +50,7 @@ if TYPE_CHECKING:
 from collections.abc import Iterator
 
 from rlhf.stages.contract.definition import Context
-from rlhf.stages.contract.place import place_of
+from rlhf.stages.contract.error_location import place_of
 from rlhf.stages.worker.loaded_code import DataDiffers
 from rlhf.stages.worker.protocol import Failed
 
@@ -174,14 +174,14 @@ def _run(request: Request, stage: Stage, config: StageConfig, memory: dict[str, 
 
 def _hand_over(artifact: Artifact, memory: dict[str, Any], events: Events) -> None:
     """Leaves a policy that the artifact does not hold for the workers that read it."""
-    from rlhf.stages.common import handed
+    from rlhf.stages.common import policy_handoff
 
     kept = memory.get(f"decoder:{artifact.digest}")
     if kept is None or artifact.has("model/") or artifact.has("state/"):
         return
     try:
         config, params = kept
-        handed.hand_over(artifact, config, params)
+        policy_handoff.hand_over(artifact, config, params)
     except Exception as e:
         if multihost.process_count() > 1:
             # The others are in the middle of an exchange that this process has left: the group has to end.

@@ -20,16 +20,16 @@ from rlhf.tuning.algorithms.preference import preference_loss
 from rlhf.tuning.algorithms.settings import Objective, Preference
 from rlhf.tuning.algorithms.supervised import reward_loss, sft_loss
 from rlhf.tuning.axes import Axes
+from rlhf.tuning.compile_target import compiling_for
 from rlhf.tuning.device import Compute
 from rlhf.tuning.fit import machines
-from rlhf.tuning.fit.places import frozen, trees
+from rlhf.tuning.fit.sharded_sizes import frozen, trees
 from rlhf.tuning.mesh import make_mesh, row_shards, state_shardings, under
 from rlhf.tuning.models.config import DecoderConfig
 from rlhf.tuning.models.decoder import decoder_graph, scalar_graph
 from rlhf.tuning.models.lora import LoraConfig, over, tuned_graph
 from rlhf.tuning.models.sharding import CONTEXT, ROWS, shardings
 from rlhf.tuning.models.sharding import parts as parts_of
-from rlhf.tuning.target import compiling_for
 from rlhf.tuning.training.batch import Group, choose_rows, micro_batches
 from rlhf.tuning.training.forward import scores
 from rlhf.tuning.training.optimizers import make_optimizer, make_schedule

@@ -14,7 +14,7 @@ import shutil
 import sys
 from pathlib import Path
 
-from rlhf.stages.store import collect, leases, registry, runs, trail
+from rlhf.stages.store import audit_log, collect, leases, registry, runs
 from rlhf.stages.store.artifacts import ArtifactError, Store, content_digest
 from rlhf.stages.store.pins import pin, pins
 from rlhf.stages.store.work import OUT, WorkFolder
@@ -65,7 +65,7 @@ def live(store: Store, made: list[int]) -> str:
     if entry is None or entry.policy.digest != policy.digest:
         registry.promote(store, "champion", policy, "")
     pin(store, "run")
-    trail.append(store, "run", command="run")
+    audit_log.append(store, "run", command="run")
     kept = run_of("run", [artifact, new], "pinned" if "run" in pins(store) else "")
     collect.collect(store, lambda: roots(kept), collect.Limits(grace_seconds=-60.0, settle_seconds=0.0))
     assert store.get("sft", KEY) and store.with_digest(new.stage, new.key, new.digest), "a collection took what stays"
@@ -117,7 +117,7 @@ def trial(faults: Faults, number: int, wanted: str) -> tuple[str, str, str]:
 def main() -> int:
     faults, step = Faults(Path(sys.argv[1])), int(sys.argv[2])
     # No checkout: two processes of git take longer than all the rest.
-    leases.FIRST_PAUSE_SECONDS, trail.PROJECT = 0.001, faults.folder
+    leases.FIRST_PAUSE_SECONDS, audit_log.PROJECT = 0.001, faults.folder
     wanted, broken = live(Store(str(faults.store)), []), 0
     for number in itertools.count(1, step):
         operation, path, wrong = trial(faults, number, wanted)

@@ -19,7 +19,7 @@ import pytest
 from fsspec import AbstractFileSystem
 from fsspec.implementations.memory import MemoryFileSystem
 
-from rlhf.stages.store import leases, registry, trail
+from rlhf.stages.store import audit_log, leases, registry
 from rlhf.stages.store.artifacts import ArtifactError, Store
 from tests.faults.files import prepared
 from tests.faults.store_life import LEFT, live, whole
@@ -74,7 +74,7 @@ fsspec.register_implementation("failing", Failing, clobber=True)
 @pytest.mark.parametrize("step", [13, pytest.param(1, marks=pytest.mark.slow)])
 def test_each_request_to_a_remote_store_may_fail_once(tmp_path, monkeypatch, step):
     monkeypatch.setattr(leases, "FIRST_PAUSE_SECONDS", 0.001)
-    monkeypatch.setattr(trail, "PROJECT", tmp_path)
+    monkeypatch.setattr(audit_log, "PROJECT", tmp_path)
     wanted = live(Store(f"failing://{tmp_path.name}", tmp_path / "calm"), [])
     for number in itertools.count(1, step):
         store = Store(f"failing://{tmp_path.name}-{number}", tmp_path / str(number))

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from rlhf.stages.base import Config as BaseConfig
-from rlhf.stages.common.source import locate
+from rlhf.stages.common.model_source import locate
 from rlhf.tuning.device import Compute
 from rlhf.tuning.models.config_json import from_hugging_face
 from rlhf.tuning.models.gguf import GGUFCheckpoint, GGUFFile

@@ -15,7 +15,7 @@ import pytest
 from prefect.context import refresh_global_settings_context
 from prefect.exceptions import TerminationSignal
 
-from rlhf.flows.orchestration import ending
+from rlhf.flows.orchestration import cancellation
 from rlhf.flows.report.terminal import LastingConsole
 from rlhf.flows.running.closing import status_after
 from rlhf.flows.running.session import _ended_by
@@ -66,18 +66,18 @@ class Api(http.server.BaseHTTPRequestHandler):
 
 def test_a_run_is_stopped_when_somebody_cancels_its_flow_run(monkeypatch):
     monkeypatch.setenv("PREFECT__RUNTIME__FLOW_RUN__ID", str(uuid.uuid4()))
-    monkeypatch.setattr(ending, "CANCEL_SECONDS", 0.05)
+    monkeypatch.setattr(cancellation, "CANCEL_SECONDS", 0.05)
     stopped = threading.Event()
     with http.server.ThreadingHTTPServer(("127.0.0.1", 0), Api) as server:
         threading.Thread(target=server.serve_forever, daemon=True).start()
         monkeypatch.setenv("PREFECT_API_URL", f"http://127.0.0.1:{server.server_port}/api")
         refresh_global_settings_context()
         try:
-            cancellation = ending.Cancellation(stopped.set)
-            assert not cancellation.is_asked()
-            assert stopped.wait(60) and cancellation.is_asked() and Api.asked > 1
+            asked = cancellation.Cancellation(stopped.set)
+            assert not asked.is_asked()
+            assert stopped.wait(60) and asked.is_asked() and Api.asked > 1
         finally:
-            cancellation.end()
+            asked.end()
             server.shutdown()
             monkeypatch.undo()
             refresh_global_settings_context()

@@ -9,7 +9,7 @@ import re
 import pytest
 
 from rlhf.flows.graph.build import build
-from rlhf.flows.graph.taken import taken_artifact
+from rlhf.flows.graph.reuse import taken_artifact
 from rlhf.flows.recipe.fork import Fork
 from rlhf.flows.recipe.model import Recipe, RecipeError
 from rlhf.flows.recipe.reading import load_recipe

@@ -13,7 +13,7 @@ from rlhf.flows.recipe.model import RecipeError
 from rlhf.flows.recipe.reading import load_recipe
 from rlhf.flows.report.console import ConsoleReporter
 from rlhf.flows.running.gating import stages_of
-from rlhf.flows.running.remarks import of_data, of_recipe
+from rlhf.flows.running.recipe_warnings import of_data, of_recipe
 from rlhf.flows.running.session import Session
 
 ALL_FROM_THE_START = "every round samples from the policy that RL starts from"

@@ -13,12 +13,12 @@ from pathlib import Path
 import pytest
 
 from rlhf.flows.graph.keying import key_of, key_parts
-from rlhf.flows.keeping import roots_of
 from rlhf.flows.recipe.model import RecipeError
 from rlhf.flows.recipe.reading import load_recipe
 from rlhf.flows.recipe.retention import Retention
 from rlhf.flows.report.console import ConsoleReporter
-from rlhf.flows.running import saving, session
+from rlhf.flows.retention import roots_of
+from rlhf.flows.running import record_writer, session
 from rlhf.flows.running.session import Session
 from rlhf.stages.store import runs
 from rlhf.stages.store.artifacts import ArtifactError, Store
@@ -32,7 +32,7 @@ HEAD = ("runs", "again", "run.json")
 @pytest.fixture
 def run(store, monkeypatch):
     """A session over a store that has everything."""
-    monkeypatch.setattr(saving, "SAVE_SECONDS", 1e9)
+    monkeypatch.setattr(record_writer, "SAVE_SECONDS", 1e9)
     return Session(load_recipe("smoke", sets=[f"store={store}"]), ConsoleReporter(), "again")
 
 
@@ -52,8 +52,8 @@ def test_a_run_that_makes_nothing_writes_its_record_at_its_two_ends(run, store):
 @pytest.mark.parametrize("waits", ["sources", "bytes"])
 def test_what_a_run_has_found_is_in_its_record_however_long_it_reads_data_or_inputs(store, monkeypatch, waits):
     """A collection waits ten seconds for that; ten minutes of silence are the end of a run to another host."""
-    monkeypatch.setattr(saving, "SAVE_SECONDS", 0.2)
-    monkeypatch.setattr(saving, "SIGN_SECONDS", 0.5)
+    monkeypatch.setattr(record_writer, "SAVE_SECONDS", 0.2)
+    monkeypatch.setattr(record_writer, "SIGN_SECONDS", 0.5)
     run, ends = Session(load_recipe("smoke", sets=[f"store={store}"]), ConsoleReporter(), "again"), threading.Event()
     for name in ("base", "prepare"):
         assert run.run_node(name)[0] == "hit"
@@ -226,7 +226,7 @@ def test_a_try_that_ends_early_keeps_what_the_tries_before_it_have_made_and_begu
     first, place = again(store), Store(str(store))
     for node in ("base", "prepare"):
         first.run_node(node)
-    begun = {"stage": "sft", "key": "0" * 64, "started": saving.now(), "state": "failed", "error": "an outage"}
+    begun = {"stage": "sft", "key": "0" * 64, "started": record_writer.now(), "state": "failed", "error": "an outage"}
     first.record["nodes"]["sft"] = begun
     first.finish("failed")
     again(store).finish("interrupted")

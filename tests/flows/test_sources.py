@@ -6,11 +6,11 @@ import pytest
 from typer.testing import CliRunner
 
 from rlhf.flows.cli.app import app
+from rlhf.flows.recipe.field_paths import fields_at, hint
 from rlhf.flows.recipe.model import RecipeError
-from rlhf.flows.recipe.places import fields_at, hint
 from rlhf.flows.recipe.reading import load_recipe
 from rlhf.flows.running.checks import check_columns
-from rlhf.flows.running.remarks import of_data, of_recipe
+from rlhf.flows.running.recipe_warnings import of_data, of_recipe
 from tests.stages.prepare.support import write
 
 CHAT = {"messages": [{"role": "user", "content": "Hello?"}, {"role": "assistant", "content": "Yes."}]}

@@ -9,7 +9,7 @@ from safetensors.numpy import load_file, save_file
 
 from rlhf.stages import base
 from rlhf.stages.base import Config, run, source_digests
-from rlhf.stages.common.source import HUB_FILES, SourceMissing, _state, locate, token_ids_of
+from rlhf.stages.common.model_source import HUB_FILES, SourceMissing, _state, locate, token_ids_of
 from rlhf.stages.contract.definition import Context
 from rlhf.tuning.models import huggingface
 from rlhf.tuning.models.byte_tokenizer import byte_tokenizer

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from rlhf.stages import evaluate
-from rlhf.stages.common.figures import is_figure
+from rlhf.stages.common.evaluation_metrics import is_figure
 from rlhf.tuning.models.tokenizer import save_tokenizer
 from rlhf.tuning.rewards.failures import Outage
 from rlhf.tuning.rows import CompletionRow, PromptRow, VerdictRow, read_table, write_table

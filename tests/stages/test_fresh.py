@@ -8,7 +8,7 @@ import json
 import pytest
 
 from rlhf.stages import fresh
-from rlhf.stages.common.trained import FOLDER, names_of, prompts_among, trained_names, write_names
+from rlhf.stages.common.trained_prompts import FOLDER, names_of, prompts_among, trained_names, write_names
 from rlhf.stages.contract.definition import Context
 from rlhf.tuning.data.flat import FOLDER as FLAT
 from rlhf.tuning.data.reading import map_examples

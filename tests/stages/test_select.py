@@ -9,7 +9,7 @@ import pytest
 from rlhf.stages import select
 from rlhf.stages.contract.definition import Context
 from rlhf.stages.store.artifacts import Store
-from rlhf.stages.update.fates import FATES
+from rlhf.stages.update.outcomes import FATES
 from rlhf.tuning.rows import FateRow, write_table
 
 

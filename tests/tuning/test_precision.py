@@ -12,6 +12,7 @@ from flax import nnx
 from jax.extend.core import jaxprs_in_params
 
 from rlhf.tuning.algorithms.supervised import sft_loss
+from rlhf.tuning.compile_target import compiling_for
 from rlhf.tuning.device import choose
 from rlhf.tuning.models.decoder import decoder_graph, scalar_graph
 from rlhf.tuning.models.huggingface import load_decoder, random_params, save_decoder, scalar_head_params
@@ -19,7 +20,6 @@ from rlhf.tuning.models.matmul import across, matmul
 from rlhf.tuning.models.quantize import NF4, Int8, int8_decode
 from rlhf.tuning.precision import exact_forward, in_real, of_gradients, real, resolved, rounds_products, using
 from rlhf.tuning.settings import ComputeSettings
-from rlhf.tuning.target import compiling_for
 from rlhf.tuning.training.batch import Layout, micro_batches
 from tests.tuning.tiny import CONFIG, PARAMS, ragged_groups
 

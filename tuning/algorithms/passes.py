@@ -18,9 +18,9 @@ from rlhf.tuning.device import Compute
 from rlhf.tuning.mesh import put_batch, under
 from rlhf.tuning.models.config import DecoderConfig
 from rlhf.tuning.models.decoder import decoder_graph, scalar_graph
-from rlhf.tuning.training.ahead import one_ahead
 from rlhf.tuning.training.batch import Packed
 from rlhf.tuning.training.forward import logps_and_entropy, values_and_last
+from rlhf.tuning.training.prefetch import one_ahead
 
 Forward = Callable[[Any, dict[str, Any]], jax.Array]
 """A compiled (parameters, batch) -> an array whose first axis is C."""

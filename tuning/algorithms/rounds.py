@@ -37,8 +37,8 @@ from rlhf.tuning.losses.rewards import kl_penalty
 from rlhf.tuning.mesh import over_devices, put_params, row_shards
 from rlhf.tuning.models.config import DecoderConfig
 from rlhf.tuning.precision import real
-from rlhf.tuning.training.ahead import one_ahead
 from rlhf.tuning.training.batch import Group, Packed, choose_rows, count_micro_batches, micro_batches
+from rlhf.tuning.training.prefetch import one_ahead
 from rlhf.tuning.training.speed import Meter
 from rlhf.tuning.training.step import StepFn, Sums, counted
 

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 
 from rlhf.tuning.data.conversations import Sample
-from rlhf.tuning.data.extracted import Extracted
+from rlhf.tuning.data.extraction_report import Extracted
 from rlhf.tuning.data.files import Part
 from rlhf.tuning.data.records import Record
 from rlhf.tuning.data.remote import local_copy

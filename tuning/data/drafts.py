@@ -12,7 +12,7 @@ from typing import Any
 from rlhf.tuning.chat.template import Template
 from rlhf.tuning.data.blocks import Block, Counts, Draft, Plan, Step, tokenizer_of
 from rlhf.tuning.data.conversations import NoPrefix, control_pattern, sample, tokenized
-from rlhf.tuning.data.kinds import canonical_json, digest
+from rlhf.tuning.data.json_kinds import canonical_json, digest
 from rlhf.tuning.data.messages import Message, spoken, text_of
 from rlhf.tuning.data.records import Record
 from rlhf.tuning.models.tokenizer import begins_with_bos

@@ -21,7 +21,7 @@ import regex
 from jinja2 import StrictUndefined, TemplateError, TemplateSyntaxError, meta
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
-from rlhf.tuning.data.kinds import kind_of
+from rlhf.tuning.data.json_kinds import kind_of
 from rlhf.tuning.data.layouts import LayoutError, Raw, typed
 from rlhf.tuning.names import closest, nearest
 

@@ -26,7 +26,7 @@ from typing import Any
 
 import pyarrow as pa
 
-from rlhf.tuning import remembered
+from rlhf.tuning import digest_cache
 from rlhf.tuning.data.folders import check_one_split, files_of
 from rlhf.tuning.data.lines import csv_rows, json_values, whole_lines
 from rlhf.tuning.data.remote import SourceError, again, filesystem, open_input, publish, read_range, type_of
@@ -147,12 +147,12 @@ def file_digest(url: str) -> str:
         return sha.hexdigest()
 
     if "://" not in url:
-        return remembered.of_file(url, read)
+        return digest_cache.of_file(url, read)
     # Elsewhere a tag need not follow the content.
     if not url.startswith(("s3://", "gs://", "gcs://")):
         return read()
     fs, path = filesystem(url)
-    return remembered.of_object(url, again(lambda: fs.info(path), url), read)
+    return digest_cache.of_object(url, again(lambda: fs.info(path), url), read)
 
 
 def parts_of(file: DataFile, part_bytes: int, spool: str, source: int = 0, position: int = 0) -> Iterator[Part]:

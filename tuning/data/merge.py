@@ -26,8 +26,8 @@ import pyarrow.compute as pc
 from rlhf.tuning.data.buckets import HASH_BITS, Buckets
 from rlhf.tuning.data.digests import Digests
 from rlhf.tuning.data.gather import Blocks, file_of, files_of, gather, schema_of, tables
+from rlhf.tuning.data.near_duplicates import PERMUTATIONS, band_keys, bands_of, near_duplicates
 from rlhf.tuning.data.schema import DEAD, SCHEMAS, ipc_table, table_of, write_parquet
-from rlhf.tuning.data.similar import PERMUTATIONS, band_keys, bands_of, near_duplicates
 
 BAND_BYTES = 1 << 27
 """Of keys of bands that are held until they are written."""

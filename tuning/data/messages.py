@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from rlhf.tuning.chat.calls import call_of
-from rlhf.tuning.data.kinds import canonical_json, is_list_of_objects, kind_of
+from rlhf.tuning.data.json_kinds import canonical_json, is_list_of_objects, kind_of
 
 Message = dict[str, Any]
 

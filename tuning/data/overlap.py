@@ -12,7 +12,7 @@ from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
 from rlhf.tuning.data.conversations import contexts
-from rlhf.tuning.data.kinds import canonical_json, comparable
+from rlhf.tuning.data.json_kinds import canonical_json, comparable
 from rlhf.tuning.texts import normal
 
 if TYPE_CHECKING:

@@ -19,7 +19,7 @@ from typing import overload
 import numpy as np
 
 from rlhf.tuning.data.flat import load_flat, write_flat
-from rlhf.tuning.data.shuffled import shuffled
+from rlhf.tuning.data.shuffle import shuffled
 from rlhf.tuning.training.batch import Group
 
 

@@ -35,7 +35,15 @@ from typing import Any
 
 from rlhf.tuning.data import layouts
 from rlhf.tuning.data.fields import Mapper
-from rlhf.tuning.data.kinds import canonical_json, comparable, digest, is_finite, is_list_of_objects, kind_of, opening
+from rlhf.tuning.data.json_kinds import (
+    canonical_json,
+    comparable,
+    digest,
+    is_finite,
+    is_list_of_objects,
+    kind_of,
+    opening,
+)
 from rlhf.tuning.data.messages import Message, MessageParser, RecordError, spoken, text_of
 from rlhf.tuning.names import closest
 from rlhf.tuning.rows import PROMPT_GROUP

@@ -13,16 +13,16 @@ from typing import Any
 
 import numpy as np
 
-from rlhf.tuning.data import extracted
+from rlhf.tuning.data import extraction_report
 from rlhf.tuning.data.blocks import Block, Counts, Plan, Step, tokenizer_of
 from rlhf.tuning.data.drafts import lengths, render, tokenize
 from rlhf.tuning.data.fields import Mapper
-from rlhf.tuning.data.kinds import canonical_json
+from rlhf.tuning.data.json_kinds import canonical_json
+from rlhf.tuning.data.near_duplicates import is_contaminated, signature
 from rlhf.tuning.data.records import Record, RecordError, parse_line, usable
 from rlhf.tuning.data.remote import local_copy
-from rlhf.tuning.data.similar import is_contaminated, signature
-from rlhf.tuning.draws import uniform
 from rlhf.tuning.names import function_of
+from rlhf.tuning.random_draws import uniform
 from rlhf.tuning.rewards.answers import unreadable
 
 UNDECIDED = "undecided: "
@@ -83,7 +83,7 @@ def validate(plan: Plan) -> Step:
                 continue
             layouts[f"layout {entry.record.layout}"] += 1
             for found in mapper.found:
-                extracted.add(block.extracted, found, f"{part.label}, record {entry.number}")
+                extraction_report.add(block.extracted, found, f"{part.label}, record {entry.number}")
             match = next(filter(None, map(search, _texts(entry.record))), None)
             if match:
                 bad[entry.position] = (

@@ -21,9 +21,9 @@ from jax.sharding import Mesh
 
 from rlhf.tuning import device
 from rlhf.tuning.axes import Axes
+from rlhf.tuning.compile_target import Platform, compiling_for
 from rlhf.tuning.mesh import make_mesh
 from rlhf.tuning.precision import resolved
-from rlhf.tuning.target import Platform, compiling_for
 
 GIB = 2**30
 NODE = 8

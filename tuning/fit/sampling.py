@@ -17,7 +17,7 @@ import numpy as np
 from rlhf.tuning.axes import Axes
 from rlhf.tuning.fit.machines import Machine
 from rlhf.tuning.fit.needs import Needs
-from rlhf.tuning.fit.places import on_all, size
+from rlhf.tuning.fit.sharded_sizes import on_all, size
 from rlhf.tuning.mesh import laid_out, under
 from rlhf.tuning.models.config import DecoderConfig
 from rlhf.tuning.rollout.engine import programs

@@ -16,7 +16,7 @@ from jax.sharding import NamedSharding
 from rlhf.tuning.device import Compute
 from rlhf.tuning.fit.machines import Machine
 from rlhf.tuning.fit.needs import Needs
-from rlhf.tuning.fit.places import frozen, size, trees
+from rlhf.tuning.fit.sharded_sizes import frozen, size, trees
 from rlhf.tuning.mesh import batch_spec, laid_out, row_shards, state_shapes, under
 from rlhf.tuning.models.config import DecoderConfig
 from rlhf.tuning.models.decoder import scalar_graph

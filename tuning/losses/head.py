@@ -16,10 +16,10 @@ import jax
 import jax.numpy as jnp
 from jax.custom_derivatives import SymbolicZero
 
+from rlhf.tuning.compile_target import target_platform
 from rlhf.tuning.models.matmul import across, contract, factor_type
 from rlhf.tuning.models.sharding import HeadCut
 from rlhf.tuning.precision import of_gradients
-from rlhf.tuning.target import target_platform
 
 ELEMENTS, ON_CPU = 2**25, 2**23
 """Logits of a slice: 128 MiB in float32. On a CPU 32: fresh pages of larger arrays take longer than what is saved."""

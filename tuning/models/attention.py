@@ -20,11 +20,11 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
+from rlhf.tuning.compile_target import target_platform
 from rlhf.tuning.models import fused
 from rlhf.tuning.models.blocked import Segments, blocked_attention, plain_attention, visible
 from rlhf.tuning.models.decoder import Attention, AttentionSpec
 from rlhf.tuning.models.sharding import CONTEXT, ROWS, TENSOR, dividing, mesh_in_use, parts
-from rlhf.tuning.target import target_platform
 
 Implementation = Literal["plain", "blocked", "cudnn", "splash"]
 

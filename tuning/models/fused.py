@@ -13,11 +13,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from rlhf.tuning.compile_target import target_platform
 from rlhf.tuning.cpu.kernels import build
 from rlhf.tuning.models.blocked import Segments
 from rlhf.tuning.models.remat import ATTENTION, keep
 from rlhf.tuning.models.sharding import mesh_in_use
-from rlhf.tuning.target import target_platform
 
 LANES = 16
 """The kernel's vectors: a head's size must be a multiple."""

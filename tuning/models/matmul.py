@@ -10,10 +10,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from rlhf.tuning.compile_target import target_platform
 from rlhf.tuning.cpu.kernels import build
 from rlhf.tuning.models.sharding import mesh_in_use, sum_of_products
 from rlhf.tuning.precision import of_gradients, rounds_products
-from rlhf.tuning.target import target_platform
 
 WIDTH = 192
 """Columns, at most, of a block that is transposed at a time."""

@@ -21,7 +21,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
-from rlhf.tuning.target import target_platform
+from rlhf.tuning.compile_target import target_platform
 
 ROWS = ("data", "fsdp")
 """Axes over which a batch is sharded: its rows, and its completions."""

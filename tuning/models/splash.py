@@ -16,9 +16,9 @@ import jax.numpy as jnp
 from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_kernel as splash
 from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_mask as masks
 
+from rlhf.tuning.compile_target import target_platform
 from rlhf.tuning.models.attention import LANES
 from rlhf.tuning.models.remat import ATTENTION
-from rlhf.tuning.target import target_platform
 
 LONGEST_BLOCK = 1024
 """Queries, and keys, of a block at most: its logits take 4 MiB of the 16 MiB that a kernel has on a v5e."""

@@ -16,7 +16,7 @@ import urllib.error
 from collections import Counter
 from collections.abc import Mapping, Sequence
 
-from rlhf.tuning.causes import with_causes
+from rlhf.tuning.errors import with_causes
 from rlhf.tuning.rewards.samples import Kind, Outcome
 
 OUTAGES = 8

@@ -28,8 +28,8 @@ from typing import Any, Literal
 
 import numpy as np
 
+from rlhf.tuning.compile_target import target_platform
 from rlhf.tuning.shapes import bucket, power_of_two, round_up
-from rlhf.tuning.target import target_platform
 
 SHARED_TOKENS = 1024
 """Groups of up to this size are not divided."""

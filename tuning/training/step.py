@@ -20,11 +20,11 @@ import numpy as np
 import optax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from rlhf.tuning import ahead
+from rlhf.tuning import background_compile
+from rlhf.tuning.compile_target import target_platform
 from rlhf.tuning.losses.aggregate import Counts, count
 from rlhf.tuning.mesh import put_batch, state_shardings, under
 from rlhf.tuning.models.sharding import with_cut_gradients
-from rlhf.tuning.target import target_platform
 from rlhf.tuning.training.batch import Group, Packed
 
 Tree = Any
@@ -164,7 +164,7 @@ def make_step(
             with under(mesh):
                 return made.lower(*given)  # type: ignore[attr-defined]
 
-        return ahead.compiling(lowered)
+        return background_compile.compiling(lowered)
 
     def start(
         params: Tree, opt_state: Tree, batches: Sequence[dict[str, Any]], frozen: Tree

@@ -20,7 +20,7 @@ from rlhf.flows.cli.app import app
 from rlhf.flows.graph.build import nodes_of, select, until
 from rlhf.flows.recipe.model import Recipe
 from rlhf.flows.recipe.reading import load_recipe
-from rlhf.flows.running.saving import now
+from rlhf.flows.running.record_writer import now
 from rlhf.stages.auditing.laws import all_laws
 from rlhf.stages.store.artifacts import Store
 from tests.support import RLHF, write_files

@@ -9,10 +9,10 @@ import pytest
 from typer.testing import CliRunner
 
 from rlhf.flows.cli.app import app
-from rlhf.flows.cli.change import _metric_lines
+from rlhf.flows.cli.derive import _metric_lines
 from rlhf.flows.graph.build import nodes_of
 from rlhf.flows.graph.changes import _told
-from rlhf.stages.contract.kept import modules_of
+from rlhf.stages.contract.source_archive import modules_of
 from rlhf.stages.store.artifacts import Artifact, Store
 from rlhf.stages.store.keys import digest
 from rlhf.stages.store.manifests import with_checksum

@@ -15,7 +15,7 @@ from rlhf.flows.cli.app import app
 from rlhf.flows.cli.logs import _lines, _Tail
 from rlhf.flows.recipe.reading import load_recipe
 from rlhf.flows.report.console import ConsoleReporter
-from rlhf.flows.running.saving import now
+from rlhf.flows.running.record_writer import now
 from rlhf.flows.running.session import Session
 from rlhf.stages.store.artifacts import Store
 from rlhf.stages.store.leases import this_process

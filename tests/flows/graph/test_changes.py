@@ -11,7 +11,7 @@ from rlhf.flows.graph.keying import key_of, key_parts
 from rlhf.flows.graph.plan import Planned, plan
 from rlhf.flows.recipe.reading import load_recipe
 from rlhf.flows.records import all_runs
-from rlhf.stages.contract.kept import keep
+from rlhf.stages.contract.source_archive import keep
 from rlhf.stages.store.artifacts import Artifact, Store
 from tests.support import write_files
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from rlhf.flows.graph.build import build
-from rlhf.flows.graph.standing import Held, Standing, recorded
+from rlhf.flows.graph.policy_refs import Held, Standing, recorded
 from rlhf.flows.recipe.model import RecipeError
 from rlhf.flows.recipe.reading import load_recipe
 

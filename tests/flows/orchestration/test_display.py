@@ -19,9 +19,9 @@ from prefect.settings import PREFECT_API_URL, temporary_settings
 
 from rlhf.flows.graph.build import nodes_of
 from rlhf.flows.orchestration import display as display_module
-from rlhf.flows.orchestration import show
+from rlhf.flows.orchestration import prefect_artifacts
 from rlhf.flows.orchestration.display import Display
-from rlhf.flows.orchestration.show import PrefectReporter
+from rlhf.flows.orchestration.prefect_artifacts import PrefectReporter
 from rlhf.flows.recipe.reading import load_recipe
 from rlhf.stages.store.artifacts import Store
 from rlhf.stages.worker.protocol import Progress
@@ -37,7 +37,7 @@ def hanging() -> Iterator[str]:
 
 
 def test_progress_does_not_wait_for_a_server_that_hangs(monkeypatch):
-    monkeypatch.setattr(show, "PROGRESS_SECONDS", 0.0)
+    monkeypatch.setattr(prefect_artifacts, "PROGRESS_SECONDS", 0.0)
     node = nodes_of(load_recipe("smoke"))[0]
     # Prefect itself waits for a minute, several times.
     with hanging() as url, temporary_settings({PREFECT_API_URL: url}):
@@ -125,8 +125,8 @@ def test_a_run_is_not_begun_on_a_server_that_hangs(rlhf, tmp_path, monkeypatch):
 LEAVING = """
 import sys
 from prefect.events import emit_event
-from rlhf.flows.orchestration.ending import send_events
-from rlhf.flows.orchestration.leaving import leave
+from rlhf.flows.orchestration.cancellation import send_events
+from rlhf.flows.orchestration.exit import leave
 
 emit_event("a.change", {"prefect.resource.id": "of.a.test"})
 send_events()
@@ -146,7 +146,7 @@ def test_a_command_ends_after_its_last_line_where_the_server_takes_no_events(tmp
 LEFT = """
 import atexit, contextlib, sys
 from pathlib import Path
-from rlhf.flows.orchestration.leaving import leave, leave_soon
+from rlhf.flows.orchestration.exit import leave, leave_soon
 
 atexit.register(Path(sys.argv[1]).write_text, "waited")
 leave_soon()

@@ -10,8 +10,8 @@ import yaml
 
 from rlhf.flows.cli.settings import every_setting
 from rlhf.flows.graph.build import build
+from rlhf.flows.recipe.field_paths import SYNONYMS, merge
 from rlhf.flows.recipe.model import Recipe, RecipeError
-from rlhf.flows.recipe.places import SYNONYMS, merge
 from rlhf.flows.recipe.reading import RECIPES, find_recipe, load_recipe
 
 BUILT_IN = sorted(p.stem for p in RECIPES.glob("*.yaml"))

@@ -12,9 +12,9 @@ from rich.console import Console
 
 from rlhf.flows.report.console import closing_table, level_line
 from rlhf.flows.report.episodes import MOST_TURNS, episodes, examples, side_by_side
-from rlhf.flows.report.levels import guess, verdict
 from rlhf.flows.report.measures import round_series
 from rlhf.flows.report.page import write_report
+from rlhf.flows.report.reference_levels import guess, verdict
 from rlhf.flows.report.run_view import RunView
 from tests.browser import measure
 from tests.episodes import REASON, SAID, TOKENIZER, made_run

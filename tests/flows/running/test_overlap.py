@@ -18,7 +18,7 @@ from rlhf.flows.running import crew
 from rlhf.flows.running.overlap import run_overlapped
 from rlhf.flows.running.plain import run_plain
 from rlhf.flows.running.session import Session
-from rlhf.stages.common import handed
+from rlhf.stages.common import policy_handoff
 from rlhf.stages.store import runs
 from rlhf.stages.store.artifacts import Store
 from rlhf.stages.worker.client import StageFailed
@@ -190,7 +190,7 @@ def test_a_handed_policy_that_was_changed_is_trained_once_more(tmp_path, smoke_s
     def run(self, node, *arguments):
         found = real(self, node, *arguments)
         if node.name == "round-000.update":
-            weights = handed.place_of(place, found["digest"]) / "model.safetensors"
+            weights = policy_handoff.place_of(place, found["digest"]) / "model.safetensors"
             content = bytearray(weights.read_bytes())
             content[-3] ^= 1
             weights.write_bytes(content)

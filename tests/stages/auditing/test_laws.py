@@ -14,7 +14,7 @@ from rlhf.stages.auditing import trajectories
 from rlhf.stages.auditing.laws import Law, all_laws, audit, look
 from rlhf.stages.auditing.prompts import HELD_OUT
 from rlhf.stages.auditing.run import AuditedRun, Round
-from rlhf.stages.common.trained import FOLDER, names_of, rows_of, write_names
+from rlhf.stages.common.trained_prompts import FOLDER, names_of, rows_of, write_names
 from rlhf.stages.store.artifacts import Store
 from rlhf.tuning import rows
 from tests.stages.auditing.support import broken, edited, restated

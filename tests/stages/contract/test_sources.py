@@ -8,7 +8,7 @@ import pytest
 
 from rlhf.stages.contract import fingerprint
 from rlhf.stages.contract.fingerprint import reached
-from rlhf.stages.contract.kept import keep, kept
+from rlhf.stages.contract.source_archive import keep, kept
 from rlhf.stages.contract.sources import data_digests, function_digests
 from rlhf.stages.store.artifacts import Store
 from tests.support import write_files

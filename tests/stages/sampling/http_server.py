@@ -20,8 +20,8 @@ from fastapi.responses import JSONResponse
 
 from rlhf.stages.serving import app as serving
 from rlhf.stages.serving.access import Keys
-from rlhf.stages.serving.counts import Counts
 from rlhf.stages.serving.guard import Guard
+from rlhf.stages.serving.metrics import Counts
 from rlhf.stages.serving.server import Server
 from rlhf.tuning.models.huggingface import read_config
 from rlhf.tuning.models.tokenizer import load_tokenizer

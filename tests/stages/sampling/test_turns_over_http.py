@@ -7,7 +7,7 @@ import pytest
 
 from rlhf.tuning.rollout.servers.protocol import ServerRefused
 from rlhf.tuning.rollout.servers.server import RemoteServer
-from rlhf.tuning.rollout.servers.turns import Turns
+from rlhf.tuning.rollout.servers.streaming import Turns
 from tests.stages.sampling.support import GREEDY, remote, same
 
 

@@ -10,7 +10,7 @@ import pytest
 from rlhf.stages import scorer
 from rlhf.stages.prepare import stage as prepare
 from rlhf.stages.prepare.settings import Config as DataConfig
-from rlhf.stages.sampling.played import conversation_of
+from rlhf.stages.sampling.episode_tables import conversation_of
 from rlhf.stages.score.outcomes import outcomes_of
 from rlhf.stages.score.settings import MODEL, Reward
 from rlhf.tuning.chat.template import Template

@@ -10,7 +10,7 @@ import pytest
 from pydantic import ValidationError
 
 from rlhf.stages.common import journal
-from rlhf.stages.common.code import suspect_code
+from rlhf.stages.common.sandboxed_code import suspect_code
 from rlhf.stages.sampling.groups import read_scored, read_turns
 from rlhf.stages.score import stage as score
 from rlhf.stages.score.settings import Config, Reward

@@ -12,8 +12,8 @@ import pytest
 from rlhf.stages.serving import app as routes
 from rlhf.stages.serving.app import make_app
 from rlhf.stages.serving.connection import web_server
-from rlhf.stages.serving.counts import Counts
 from rlhf.stages.serving.guard import Bounds, Guard
+from rlhf.stages.serving.metrics import Counts
 from rlhf.stages.serving.serve import end_with, unusable
 from rlhf.stages.serving.server import Server
 from rlhf.tuning.rollout.engine.engine import Engine

@@ -8,7 +8,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
 from rlhf.stages.serving.api import ChatRequest
-from rlhf.stages.serving.wording import Wording
+from rlhf.stages.serving.chat_rendering import Wording
 from rlhf.tuning.chat.template import Template
 from rlhf.tuning.data import drafts
 from rlhf.tuning.data.blocks import Block, Entry, Plan

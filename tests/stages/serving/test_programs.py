@@ -18,7 +18,7 @@ from rlhf.tuning.agents.trajectory import Episode, completion_rows, from_line, t
 from rlhf.tuning.rollout.engine.engine import Engine
 from rlhf.tuning.rollout.requests import Request, Sampling
 from rlhf.tuning.rollout.servers import keeper
-from rlhf.tuning.rollout.servers.turns import Turns
+from rlhf.tuning.rollout.servers.streaming import Turns
 from rlhf.tuning.rows import PromptRow, by_trajectory
 from tests.stages.serving.support import CONFIG, LIMITS, QUESTION, RESULT, STOPS, TOKENIZER, conversation
 

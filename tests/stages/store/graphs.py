@@ -8,7 +8,7 @@ from pathlib import Path
 
 from rlhf.stages.store.artifacts import Artifact, Store
 from rlhf.stages.store.keys import digest
-from rlhf.stages.store.reach import Roots, Run
+from rlhf.stages.store.reachability import Roots, Run
 
 STAGES = ("base", "sft", "rollout", "score", "update")
 

@@ -14,16 +14,16 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rlhf.stages.common import handed
+from rlhf.stages.common import policy_handoff
 from rlhf.stages.store import runs
 from rlhf.stages.store.artifacts import MANIFEST, Store
+from rlhf.stages.store.audit_log import events
 from rlhf.stages.store.collect import Limits, collect, survey
 from rlhf.stages.store.keys import digest
 from rlhf.stages.store.leases import lease, this_process
+from rlhf.stages.store.orphans import compiled
 from rlhf.stages.store.pins import pin, pins, unpin
-from rlhf.stages.store.reach import versions
-from rlhf.stages.store.residue import compiled
-from rlhf.stages.store.trail import events
+from rlhf.stages.store.reachability import versions
 from tests.stages.store.disturbed import Disturbed
 from tests.stages.store.graphs import below, put, roots, run_of
 
@@ -219,13 +219,13 @@ def test_work_of_the_dead_goes_and_work_to_go_on_with_stays(store):
 
 def test_a_handed_policy_that_a_run_at_work_has_to_read_stays_however_old_it_is(store):
     for name in ("read", "left", "unclaimed"):
-        store.write_bytes(b"weights", handed.FOLDER, name, "params")
+        store.write_bytes(b"weights", policy_handoff.FOLDER, name, "params")
     for name, run in (("read", "at-work"), ("read", "ended"), ("left", "ended")):
-        handed.claim(store, name, run)
+        policy_handoff.claim(store, name, run)
     runs = [run_of("at-work", [], "running", active=True), run_of("ended", [], "one of the newest 5")]
     done = collect(store, lambda: roots(*runs), NOW)
     assert {os.path.basename(r.name) for r in done.residues} == {"left", "left.readers", "unclaimed"}
-    assert store.names(handed.FOLDER) == ["read", "read.readers"]
+    assert store.names(policy_handoff.FOLDER) == ["read", "read.readers"]
     done = collect(store, lambda: roots(*runs[1:]), NOW)
     assert {os.path.basename(r.name) for r in done.residues} == {"read", "read.readers"}
 
@@ -298,7 +298,7 @@ KILLED = """
 import os, shutil, signal, sys
 from rlhf.stages.store.artifacts import Store
 from rlhf.stages.store.collect import Limits, collect
-from rlhf.stages.store.reach import Roots, Run
+from rlhf.stages.store.reachability import Roots, Run
 
 class Mortal(Store):
     left = 0

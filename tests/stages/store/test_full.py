@@ -14,8 +14,8 @@ from pathlib import Path
 from rlhf.stages.store.artifacts import Store
 from rlhf.stages.store.collect import Limits, collect
 from rlhf.stages.store.disk import disk_fault
-from rlhf.stages.store.room import keep_room
-from rlhf.stages.store.trail import events
+from rlhf.stages.store.reserve import keep_room
+from rlhf.stages.store.audit_log import events
 from tests.stages.store.graphs import put, roots, run_of
 
 place, case = Path(sys.argv[1]), sys.argv[2]

@@ -12,20 +12,20 @@ from typing import Any
 
 import pytest
 
-from rlhf.flows.keeping import roots_of
 from rlhf.flows.recipe.retention import Retention
 from rlhf.flows.records import UnknownRun, candidates, readable_runs
-from rlhf.stages.common import handed
-from rlhf.stages.contract.kept import kept
-from rlhf.stages.store import registry, trail
+from rlhf.flows.retention import roots_of
+from rlhf.stages.common import policy_handoff
+from rlhf.stages.contract.source_archive import kept
+from rlhf.stages.store import audit_log, registry
 from rlhf.stages.store.artifacts import ArtifactError, Store
+from rlhf.stages.store.audit_log import append, events
 from rlhf.stages.store.collect import Limits, collect
 from rlhf.stages.store.damage import set_aside
 from rlhf.stages.store.keys import digest
 from rlhf.stages.store.leases import forsaken
 from rlhf.stages.store.pins import pin, pins
 from rlhf.stages.store.registry import Policy
-from rlhf.stages.store.trail import append, events
 from rlhf.stages.store.work import WorkFolder
 from tests.stages.store.graphs import put
 from tests.support import write_files
@@ -55,7 +55,7 @@ def filled(store: Store) -> None:
     store.write_json({"place": place, "manifest": gone.manifest, "swept": False}, "condemned", gone.stage, "tomb")
     store.remove(store.join(*place))
     store.write_json({"token": "t", "pid": 1, "started": 1.0, "host": "far", "beat": 0.0}, "leases", "sft-k.json")
-    store.write_json({"params/w": SUMS}, handed.FOLDER, "d1", handed.COMPLETE)
+    store.write_json({"params/w": SUMS}, policy_handoff.FOLDER, "d1", policy_handoff.COMPLETE)
     store.write_json({"shard": SUMS}, "work", "sft", "k", ".mirrored", "checkpoints", "5")
     store.write_bytes(b"weights", "work", "sft", "k", "checkpoints", "5", "shard")
 
@@ -87,8 +87,8 @@ def read_all(store: Store, scratch: Path) -> None:
     """What commands and stages do with these files, among it all that writes or deletes by a name."""
 
     def loaded() -> None:
-        # As `handed._loaded` does, which loads JAX before.
-        for name in handed._complete(store, "d1") or ():
+        # As `policy_handoff._loaded` does, which loads JAX before.
+        for name in policy_handoff._complete(store, "d1") or ():
             target = scratch / "handed" / "one" / name
             target.parent.mkdir(parents=True, exist_ok=True)
             target.write_text("of the store")
@@ -125,7 +125,7 @@ def read_all(store: Store, scratch: Path) -> None:
 
 @pytest.mark.parametrize("kind", ["names", "remote", pytest.param("all texts", marks=pytest.mark.slow)])
 def test_no_text_in_the_json_of_a_store_is_a_path_out_of_it(tmp_path, kind, monkeypatch):
-    monkeypatch.setattr(trail, "checkout", lambda folder: {})
+    monkeypatch.setattr(audit_log, "checkout", lambda folder: {})
     monkeypatch.setattr(os, "fsync", lambda file: None)
     deep = tmp_path.joinpath(*"abcde")
     store = Store(str(deep / "store") if kind != "remote" else f"memory://{tmp_path.name}", scratch=deep / "scratch")

@@ -6,7 +6,7 @@ import os
 
 import pytest
 
-from rlhf.stages.store import trail
+from rlhf.stages.store import audit_log
 from rlhf.stages.store.artifacts import Store
 from rlhf.stages.store.exclusive import create
 from rlhf.stages.store.leases import lease
@@ -82,7 +82,7 @@ def test_with_the_variable_nothing_is_written_or_removed(store, tmp_path, monkey
     ):
         with pytest.raises(ReadOnlyStore, match="RLHF_READ_ONLY is set: unset it"):
             change()
-    assert "RLHF_READ_ONLY" in str(trail.append(store, "pin"))
+    assert "RLHF_READ_ONLY" in str(audit_log.append(store, "pin"))
     assert files(store) == before and made.exists()
 
 

@@ -8,13 +8,13 @@ from pathlib import Path
 
 import pytest
 
-from rlhf.flows.cli.look import _damage
+from rlhf.flows.cli.inspect_store import _damage
 from rlhf.stages.store import leases
 from rlhf.stages.store.artifacts import MANIFEST, Store
 from rlhf.stages.store.damage import set_aside
 from rlhf.stages.store.leases import lease
 from rlhf.stages.store.pins import pins
-from rlhf.stages.store.reach import tomb, versions
+from rlhf.stages.store.reachability import tomb, versions
 from tests.support import finish, python
 
 KEY, READS = "k" * 64, 8

@@ -5,7 +5,7 @@ import json
 
 import pytest
 
-from rlhf.stages.contract.described import field_docs
+from rlhf.stages.contract.field_docs import field_docs
 from rlhf.stages.update.settings import Config
 from rlhf.tuning.algorithms.registry import ALGORITHMS, presets
 from rlhf.tuning.algorithms.settings import RoundSettings

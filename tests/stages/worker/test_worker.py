@@ -14,7 +14,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from rlhf.stages.common.source import SourceMissing
+from rlhf.stages.common.model_source import SourceMissing
 from rlhf.stages.contract.registry import stage
 from rlhf.stages.store.artifacts import Store
 from rlhf.stages.store.leases import LeaseLost

@@ -9,8 +9,8 @@ import pytest
 
 from rlhf.tuning.data import buckets, merge
 from rlhf.tuning.data.gather import file_of
+from rlhf.tuning.data.near_duplicates import PERMUTATIONS
 from rlhf.tuning.data.schema import LEDGER, ORDER, SCHEMAS, ipc_bytes, table_of
-from rlhf.tuning.data.similar import PERMUTATIONS
 
 ROWS = 2000
 

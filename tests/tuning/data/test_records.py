@@ -6,7 +6,7 @@ import pickle
 import pytest
 
 from rlhf.tuning.data.fields import Mapper
-from rlhf.tuning.data.kinds import canonical_json, digest
+from rlhf.tuning.data.json_kinds import canonical_json, digest
 from rlhf.tuning.data.records import RecordError, parse_line, parse_record
 
 

@@ -8,11 +8,11 @@ import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
 from rlhf.tuning.axes import Axes
+from rlhf.tuning.compile_target import compiling_for
 from rlhf.tuning.mesh import make_mesh, under
 from rlhf.tuning.models import attention as att
 from rlhf.tuning.models import sharding
 from rlhf.tuning.models.decoder import AttentionSpec
-from rlhf.tuning.target import compiling_for
 from tests.tuning.models.rows import LENGTH, alone, packed
 
 MESHES = {

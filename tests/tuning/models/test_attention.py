@@ -14,11 +14,11 @@ from flax import nnx
 from jax.sharding import NamedSharding, PartitionSpec
 
 from rlhf.tuning.axes import Axes
+from rlhf.tuning.compile_target import compiling_for, target_platform
 from rlhf.tuning.models import attention as att
 from rlhf.tuning.models.config import tiny
 from rlhf.tuning.models.decoder import UNLIMITED, AttentionSpec, abstract_decoder
 from rlhf.tuning.models.splash import block
-from rlhf.tuning.target import compiling_for, target_platform
 from tests.aot.shapes import abstract_mesh
 from tests.support import with_devices
 from tests.tuning.models.rows import LENGTH, alone, packed

@@ -9,12 +9,12 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from rlhf.tuning.compile_target import compiling_for
 from rlhf.tuning.cpu import kernels
 from rlhf.tuning.models import attention as att
 from rlhf.tuning.models import fused
 from rlhf.tuning.models.blocked import Segments
 from rlhf.tuning.models.decoder import AttentionSpec
-from rlhf.tuning.target import compiling_for
 from tests.tuning.compilers import compiler_for
 from tests.tuning.models.formulas import attention_formula
 

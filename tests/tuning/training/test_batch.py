@@ -6,11 +6,11 @@ import jax
 import numpy as np
 import pytest
 
+from rlhf.tuning.compile_target import compiling_for
 from rlhf.tuning.device import Compute, choices
 from rlhf.tuning.models.decoder import decoder_graph, scalar_graph
 from rlhf.tuning.models.huggingface import scalar_head_params
 from rlhf.tuning.shapes import bucket
-from rlhf.tuning.target import compiling_for
 from rlhf.tuning.training.batch import (
     Group,
     Layout,

@@ -23,8 +23,8 @@ from typing import Any, Protocol
 from rlhf.tuning.agents import tools
 from rlhf.tuning.agents.adapters.arena import Arena
 from rlhf.tuning.agents.adapters.gym import Gym, made, text_actions
-from rlhf.tuning.agents.adapters.stepped import Stepped
-from rlhf.tuning.agents.adapters.tooled import Methods, Tooled
+from rlhf.tuning.agents.adapters.step_environment import Stepped
+from rlhf.tuning.agents.adapters.tool_environment import Methods, Tooled
 from rlhf.tuning.agents.contract import Observation, Spec
 from rlhf.tuning.names import function_of, nearest
 

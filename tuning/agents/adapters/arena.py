@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from rlhf.tuning.agents.adapters.stepped import Result
+from rlhf.tuning.agents.adapters.step_environment import Result
 
 
 class Arena:

@@ -20,7 +20,15 @@ import sys
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from rlhf.tuning.agents.adapters.stepped import Result, Stepped, first_of, number, reset_arguments, result_of, worded
+from rlhf.tuning.agents.adapters.step_environment import (
+    Result,
+    Stepped,
+    first_of,
+    number,
+    reset_arguments,
+    result_of,
+    worded,
+)
 from rlhf.tuning.allowed import check_module
 from rlhf.tuning.names import function_of
 

@@ -12,8 +12,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from rlhf.tuning.agents.contract import Task
-from rlhf.tuning.agents.environments.levels import Levels
 from rlhf.tuning.agents.environments.records import RawRecord
+from rlhf.tuning.agents.environments.reference_levels import Levels
 from rlhf.tuning.agents.tools.calculator import make
 from rlhf.tuning.agents.tools.schemas import schema_of
 from rlhf.tuning.chat.calls import Call, instructions, render

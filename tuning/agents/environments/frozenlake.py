@@ -15,9 +15,9 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from rlhf.tuning.agents.contract import Task
-from rlhf.tuning.agents.environments.levels import Levels, check
 from rlhf.tuning.agents.environments.records import RawRecord
 from rlhf.tuning.agents.environments.records import records as records_of
+from rlhf.tuning.agents.environments.reference_levels import Levels, check
 
 Cell = tuple[int, int]
 """Row and column, from 1."""

@@ -16,11 +16,11 @@ from typing import Generic, Literal, NamedTuple
 import jax
 import jax.numpy as jnp
 
+from rlhf.tuning.compile_target import target_platform
 from rlhf.tuning.models.config import DecoderConfig
 from rlhf.tuning.models.decoder import AttentionSpec, soft_cap
 from rlhf.tuning.precision import item_bytes
 from rlhf.tuning.rollout.engine.arrays import Array
-from rlhf.tuning.target import target_platform
 
 KV = Literal["float32", "bfloat16", "float16", "int8"]
 Layer = dict[str, jax.Array]

@@ -21,6 +21,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
+from rlhf.tuning.compile_target import target_platform
 from rlhf.tuning.models.decoder import Attention, AttentionSpec, Decoder, Layer, by_layer, rms_norm, soft_cap
 from rlhf.tuning.models.linear import Linear
 from rlhf.tuning.models.matmul import factor
@@ -28,7 +29,6 @@ from rlhf.tuning.models.quantize import Int8
 from rlhf.tuning.models.rope import rope_tables
 from rlhf.tuning.rollout.engine.cache import Stack
 from rlhf.tuning.rollout.engine.cpu import products
-from rlhf.tuning.target import target_platform
 
 Graph = nnx.GraphDef[Any]
 """The static half of a module; its other half is an `nnx.State`."""

@@ -34,7 +34,7 @@ import numpy as np
 from flax import nnx
 from jax.sharding import Mesh
 
-from rlhf.tuning.ahead import Ahead
+from rlhf.tuning.background_compile import Ahead
 from rlhf.tuning.cpu.kernels import Kernels, build, has_compiler
 from rlhf.tuning.models.config import DecoderConfig
 from rlhf.tuning.models.matmul import factor_type
@@ -49,10 +49,10 @@ from rlhf.tuning.rollout.engine.placement import Place
 from rlhf.tuning.rollout.engine.pool import Pool
 from rlhf.tuning.rollout.engine.programs import State
 from rlhf.tuning.rollout.engine.rows import Decoded
+from rlhf.tuning.rollout.engine.run_queue import Waiting
 from rlhf.tuning.rollout.engine.sampling import request_keys
 from rlhf.tuning.rollout.engine.scores import Scores, prompt_scores
 from rlhf.tuning.rollout.engine.slots import Slot, pack, row_arrays
-from rlhf.tuning.rollout.engine.waiting import Waiting
 from rlhf.tuning.rollout.engine.weights import Weights
 from rlhf.tuning.rollout.requests import Request, Update
 

@@ -15,9 +15,9 @@ from jax.sharding import Mesh
 from rlhf.tuning.models.config import DecoderConfig
 from rlhf.tuning.models.decoder import decoder_graph
 from rlhf.tuning.precision import in_real
-from rlhf.tuning.rollout.engine.ahead import abstract_weights
 from rlhf.tuning.rollout.engine.decoders import Graph, Quantization, lay_out
 from rlhf.tuning.rollout.engine.placement import Place, put_weights
+from rlhf.tuning.rollout.engine.weight_shapes import abstract_weights
 
 
 class Weights:

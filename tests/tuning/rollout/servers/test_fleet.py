@@ -13,7 +13,7 @@ from rlhf.tuning.rollout.requests import RefusedRequest, Request, Sampling
 from rlhf.tuning.rollout.servers.fleet import Fleet, Options
 from rlhf.tuning.rollout.servers.protocol import Policy, ServerLost
 from rlhf.tuning.rollout.servers.server import RemoteServer
-from rlhf.tuning.rollout.servers.turns import Turns
+from rlhf.tuning.rollout.servers.streaming import Turns
 from rlhf.tuning.rollout.servers.vllm import VLLM
 
 IDS = [5, 6, 7]

@@ -12,10 +12,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from rlhf.tuning.compile_target import target_platform
 from rlhf.tuning.cpu.kernels import KV_TYPES
 from rlhf.tuning.models.decoder import AttentionSpec
 from rlhf.tuning.rollout.engine.cache import Stack
-from rlhf.tuning.target import target_platform
 
 LANES = 16
 """The kernel's vectors: a head's size must be a multiple."""

