@@ -111,6 +111,6 @@ def test_importing_the_report_loads_nothing_heavy():
     loaded = subprocess.check_output([sys.executable, "-c", code], text=True).split()
     assert {"matplotlib", "jax", "numpy"}.isdisjoint(loaded)
     light = {
-        f"rlhf.tuning.{name}" for name in ("allowed", "atomic", "causes", "extras", "multihost", "names", "retries")
+        f"rlhf.tuning.{name}" for name in ("allowed", "atomic", "errors", "extras", "multihost", "names", "retries")
     }
     assert {name for name in loaded if name.startswith("rlhf.tuning.")} == light
