@@ -33,7 +33,7 @@ NAVIGATION = {
         *("serving", "operations", "infra", "prefect", "workers", "cluster", "fit", "a-stage", "from-trl"),
         "from-axolotl",
     ],
-    "Reference": ["settings", "commands", "metrics", "environment-variables", "files", "tables", "json"],
+    "Reference": ["settings", "commands", "metrics", "environment-variables", "files", "tables", "json", "compiled-programs"],
     "Background": ["rules", "decisions/README", "glossary", "benchmarks", "devices", "not-here"],
 }
 FOLDERS = {"Tutorials": "docs/tutorials", "Guides": "docs", "Reference": "docs/reference", "Background": "docs"}
