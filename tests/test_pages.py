@@ -32,12 +32,7 @@ from tests.support import copy_project
 RULES = ROOT / "docs" / "rules.md"
 OPTIMIZERS = get_args(Optimizer.model_fields["name"].annotation)
 
-ROOMS = (
-    *("flows", "flows/graph"),
-    *("stages", "stages/store", "stages/contract", "stages/sampling", "stages/training", "stages/worker"),
-    *("stages/serving", "tuning", "tuning/algorithms", "tuning/losses", "tuning/rollout/engine"),
-    *("tuning/rollout/servers", "tuning/data", "tuning/models", "tuning/training", "tuning/rewards", "tests"),
-)
+ROOMS = (*PACKAGES, "tests")
 
 LINK = re.compile(r"\]\(([^)#\s]+)(?:#([\w-]+))?\)")
 TEST = re.compile(r"(tests/[\w/]+\.py)::(\w+)")
