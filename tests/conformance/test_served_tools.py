@@ -40,7 +40,7 @@ def answer(server, job, text):
     said.add(ids, True)
     done = Completion(ids, [-0.5] * len(ids), "eos")
     if job.session is not None:
-        server._keep(job, job.session, 0, done, said, choice)
+        server._keep(job, 0, done, said, choice)
     return choice.whole(done)["message"], ids
 
 
