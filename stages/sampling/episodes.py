@@ -143,7 +143,7 @@ class _Episodes:
         draw, ctx = self.draw, self.ctx
         with contextlib.ExitStack() as stack:
             # By name: only episodes of programs have its code in their keys.
-            played: Generator[Ended, None, None] = importlib.import_module(PROGRAMS).played(
+            played: Generator[Ended, None, None] = importlib.import_module(PROGRAMS).play_episodes(
                 self.settings,
                 self._engine(stack, tokens, prompts),
                 self.tokenizer,

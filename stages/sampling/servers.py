@@ -115,14 +115,13 @@ def _server(ctx: Context, settings: EngineSettings, context: int, number: int, o
     """A server that this worker starts; its output goes to a log beside its weights."""
     from rlhf.tuning.rollout.servers.child import Child
     from rlhf.tuning.rollout.servers.kinds import KINDS
-    from rlhf.tuning.rollout.servers.protocol import ServerStart
     from rlhf.tuning.rollout.servers.server import RemoteServer
 
     kind = KINDS[settings.kind]
 
     def command(folder: Path, port: int) -> list[str]:
-        start = ServerStart(folder, settings.dtype, context, settings.sync == "adapter")
-        return [*settings.words, *kind.arguments(start, port), *settings.arguments]
+        arguments = kind.arguments(folder, port, settings.dtype, context, settings.sync == "adapter")
+        return [*settings.words, *arguments, *settings.arguments]
 
     log = _place(ctx, settings) / f"{settings.kind}-{number}.log"
     # Other users of this machine reach the port too.

@@ -1,133 +1,127 @@
-"""OpenAI's completions and chat completions over an engine: fields of requests.
+"""Requests of OpenAI's completions and chat completions.
 
-Source: the OpenAI API reference; `top_k`, `min_p`, `repetition_penalty`, `stop_token_ids`, `ignore_eos` and
-`return_token_ids` and `chat_template_kwargs` are named as vLLM names them.
+Source: the OpenAI API reference; `top_k`, `min_p`, `repetition_penalty`, `stop_token_ids`, `ignore_eos`,
+`return_token_ids` and `chat_template_kwargs` are vLLM's.
 """
 
 from __future__ import annotations
 
 import os
-from typing import Annotated, Any, Literal, TypeVar
+from typing import Annotated, Any, ClassVar, Literal, TypeVar
 
-from pydantic import (
-    BaseModel,
-    BeforeValidator,
-    ConfigDict,
-    Discriminator,
-    Field,
-    Tag,
-    field_validator,
-    model_validator,
-)
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 
-from rlhf.stages.serving.bodies import MOST_FIELDS
-from rlhf.stages.serving.tools import Tool, ToolCall, ToolChoice
-from rlhf.tuning.chat.schemas import nodes_of
+from rlhf.stages.serving.tools import Tool, ToolCall
 
-NEUTRAL: dict[str, tuple[Any, ...]] = {
-    "frequency_penalty": (None, 0, 0.0),
-    "presence_penalty": (None, 0, 0.0),
-    "logit_bias": (None, {}),
-    "suffix": (None, ""),
-    "best_of": (None, 1),
-    "echo": (None, False),
-    "tools": (None, []),
-    "tool_choice": (None, "none", "auto"),
-    "response_format": (None, {"type": "text"}),
-    "functions": (None, []),
+NEUTRAL: dict[str, Any] = {
+    "frequency_penalty": 0,
+    "presence_penalty": 0,
+    "logit_bias": {},
+    "suffix": "",
+    "best_of": 1,
+    "response_format": {"type": "text"},
 }
-"""Fields of the API that this server does not implement, and the values at which they have no effect."""
+"""Fields of OpenAI's API that this server does not implement, and the value at which they have no effect."""
 # Accepted without effect: they describe the caller, not the answer.
 IGNORED = ("user", "store", "metadata", "service_tier", "parallel_tool_calls", "safety_identifier")
+ANY = "policy"
+"""A model name that every server accepts."""
 GREEDY = 1e-5
-"""Temperatures below it are 0, as in vLLM: logits divided by them would leave 32-bit floats."""
+"""Temperatures below it are 0, as in vLLM: logits divided by them overflow float32."""
+TOP_LOGPROBS = 5
+"""Most probable tokens that an answer can show at each position."""
 MOST_SAMPLES = 1024
-"""Of all prompts of a request."""
-MOST_TOOLS = 128
-MOST_TOOL_NODES = 4096
-"""Of the schemas of all tools of a request."""
+"""Samples of all prompts of a request."""
 
-Id = Annotated[int, Field(ge=0, lt=2**31)]
-Token = Annotated[int, Field(strict=True, ge=0, lt=2**31)]
 T = TypeVar("T")
 Many = Annotated[list[T], Field(fail_fast=True)]
-"""A list whose first wrong element is its only error: a million others would take gigabytes."""
-Prompts = Annotated[list[T], Field(fail_fast=True, max_length=MOST_SAMPLES)]
+"""A list that reports only its first wrong element: errors of a million elements take gigabytes."""
+Id = Annotated[int, Field(strict=True, ge=0, lt=2**31)]
 Stops = Annotated[
-    list[str], Field(max_length=16), BeforeValidator(lambda value: [value] if isinstance(value, str) else value)
+    list[str],
+    Field(max_length=16),
+    BeforeValidator(lambda value: [value] if isinstance(value, str) else value),
+    AfterValidator(lambda strings: [s for s in strings if s]),
 ]
 
 
-def _kind_of(prompt: Any) -> str:
-    """The form of a prompt by its first element: only that one is tried."""
-    kinds = {str: "texts", int: "ids", list: "lists"}
-    return kinds.get(type(prompt[0]), "texts") if isinstance(prompt, list) and prompt else "text"
+def _listed(prompt: Any) -> Any:
+    """Return a list of prompts for one prompt, which is a text or token ids."""
+    match prompt:
+        case str() | [int(), *_]:
+            return [prompt]
+    return prompt
 
 
-class StreamOptions(BaseModel):
-    model_config = ConfigDict(extra="ignore")
-    include_usage: bool = False
+def _joined(content: Any) -> Any:
+    """Return the text of a content that is a list of parts."""
+    if not isinstance(content, list):
+        return content
+    texts = []
+    for part in content:
+        match part:
+            case {"type": "text", "text": str(text)}:
+                texts.append(text)
+            case _:
+                raise ValueError("this model reads text: expected parts of type 'text' with a string in `text`")
+    return "".join(texts)
+
+
+def _tool_named(choice: Any) -> Any:
+    """Return the name of the function in a `tool_choice` that is an object."""
+    match choice:
+        case {"type": "function", "function": {"name": name}}:
+            return name
+    return choice
 
 
 class Asked(BaseModel):
-    """The fields that both endpoints share. Numbers are bounded to what an engine computes with."""
+    """The fields that both endpoints share. Numbers are limited to those that an engine can compute with."""
 
-    model_config = ConfigDict(extra="forbid", allow_inf_nan=False)
+    model_config = ConfigDict(allow_inf_nan=False)
+    kind: ClassVar[str]
+    """`object` of the answer."""
+    max_tokens: int | None = None
 
-    model: str | None = None
-    temperature: Annotated[float, Field(ge=0, le=100)] | None = 1.0
-    top_p: Annotated[float, Field(gt=0, le=1)] | None = 1.0
-    top_k: Annotated[int, Field(ge=-1, lt=2**31)] | None = 0
-    min_p: Annotated[float, Field(ge=0, le=1)] | None = 0.0
-    repetition_penalty: Annotated[float, Field(ge=0.01, le=100)] | None = 1.0
-    n: Annotated[int, Field(ge=1, le=128)] | None = 1
+    model: str = ANY
+    temperature: Annotated[float, Field(ge=0, le=100)] = 1.0
+    top_p: Annotated[float, Field(gt=0, le=1)] = 1.0
+    top_k: Annotated[int, Field(ge=-1, lt=2**31)] = 0
+    min_p: Annotated[float, Field(ge=0, le=1)] = 0.0
+    repetition_penalty: Annotated[float, Field(ge=0.01, le=100)] = 1.0
+    n: Annotated[int, Field(ge=1, le=128)] = 1
     seed: int | None = None
-    stop: Stops | None = None
-    stop_token_ids: Annotated[Many[Id], Field(max_length=1024)] | None = None
+    stop: Stops = []
+    stop_token_ids: Many[Id] = []
     ignore_eos: bool = False
-    stream: bool | None = False
-    stream_options: StreamOptions | None = None
+    stream: bool = False
+    stream_options: dict[str, Any] = {}
     return_token_ids: bool = False
 
     @model_validator(mode="before")
     @classmethod
-    def _only_what_is_offered(cls, values: Any) -> Any:
+    def _only_known_fields(cls, values: Any) -> Any:
         if not isinstance(values, dict):
             return values
-        # Before the check for unknown fields: these are known, and refused only where they would have an
-        # effect.
-        neutral = {name: allowed for name, allowed in NEUTRAL.items() if name not in cls.model_fields}
-        for name, allowed in neutral.items():
-            if name in values and values[name] not in allowed:
-                raise ValueError(f"{name} is not offered by this server; leave it out")
-        # Clients send null for what they leave out.
-        left_out = {*neutral, *IGNORED, *(name for name, value in values.items() if value is None)}
-        return {k: v for k, v in values.items() if k in cls.model_fields or k not in left_out}
-
-    @property
-    def strings(self) -> list[str]:
-        """The stop strings."""
-        return [s for s in self.stop or [] if s]
+        # Clients send null for fields that they leave out.
+        given = {name: value for name, value in values.items() if value is not None}
+        known = {name: value for name, value in given.items() if name in cls.model_fields}
+        for name in given:
+            if name in known or name in IGNORED or (name in NEUTRAL and given[name] == NEUTRAL[name]):
+                continue
+            raise ValueError(f"{name} is not offered by this server; leave it out")
+        return known
 
     def sampling(self) -> Any:
-        """The engine's sampling settings; null is the default."""
+        """Return the engine's sampling settings."""
         from rlhf.tuning.rollout.requests import Sampling
 
-        def given(value: Any, default: Any) -> Any:
-            return default if value is None else value
-
-        temperature = given(self.temperature, 1.0)
-        return Sampling(
-            0.0 if temperature < GREEDY else temperature,
-            given(self.top_p, 1.0),
-            # -1 is off, as in vLLM; the engine has 0 for that.
-            max(0, given(self.top_k, 0)),
-            given(self.min_p, 0.0),
-            given(self.repetition_penalty, 1.0),
-        )
+        temperature = 0.0 if self.temperature < GREEDY else self.temperature
+        # top_k -1 is off, as in vLLM; the engine has 0 for that.
+        return Sampling(temperature, self.top_p, max(0, self.top_k), self.min_p, self.repetition_penalty)
 
     def root(self) -> int:
-        """The request's seed modulo 2**32, or a random one."""
+        """Return the request's seed modulo 2**32, or a random seed."""
         # As in OpenAI's API, answers without a seed differ.
         return int.from_bytes(os.urandom(4), "little") if self.seed is None else self.seed % 2**32
 
@@ -135,140 +129,86 @@ class Asked(BaseModel):
 class CompletionRequest(Asked):
     """POST /v1/completions."""
 
-    prompt: Annotated[
-        Annotated[str | Annotated[list[str], Field(max_length=0)], Tag("text")]
-        | Annotated[Many[Token], Tag("ids")]
-        | Annotated[Prompts[str], Tag("texts")]
-        | Annotated[Prompts[Many[Token]], Tag("lists")],
-        Discriminator(_kind_of),
-    ]
-    max_tokens: Annotated[int, Field(ge=0)] | None = 16
-    logprobs: Annotated[int, Field(ge=0)] | None = None
-    echo: bool | None = False
+    kind: ClassVar[str] = "text_completion"
+
+    prompt: Annotated[Many[str | Many[Id]], Field(min_length=1, max_length=MOST_SAMPLES), BeforeValidator(_listed)]
+    """Texts or token ids."""
+    max_tokens: Annotated[int, Field(ge=0)] = 16
+    logprobs: Annotated[int, Field(ge=0, le=TOP_LOGPROBS)] | None = None
+    echo: bool = False
 
     @model_validator(mode="after")
-    def _asks_for_something(self) -> CompletionRequest:
+    def _can_be_answered(self) -> CompletionRequest:
         if self.max_tokens == 0 and not self.echo:
-            raise ValueError("max_tokens is 0, which asks for nothing without echo: say 1 or more")
+            raise ValueError("max_tokens must be at least 1 unless echo is set")
         if self.echo and self.stream:
             raise ValueError("echo is not offered with stream; leave one of them out")
-        return self
-
-    @property
-    def prompts(self) -> list[str | list[int]]:
-        """One text, or token ids, a prompt."""
-        p: Any = self.prompt
-        if not len(p):
-            raise ValueError("the prompt is empty; a model needs at least one token, such as its BOS")
-        prompts: list[str | list[int]] = [p] if isinstance(p, str) or (p and isinstance(p[0], int)) else p
-        samples = len(prompts) * (self.n or 1)
-        if samples > MOST_SAMPLES:
+        if (samples := len(self.prompt) * self.n) > MOST_SAMPLES:
             raise ValueError(f"prompt, n: {samples} samples; at most {MOST_SAMPLES} in a request")
-        return prompts
+        return self
 
 
 class Message(BaseModel):
-    model_config = ConfigDict(extra="allow")
+    """A message of a conversation. Fields that are not listed here reach no template."""
+
     role: Annotated[
         Literal["system", "user", "assistant", "tool"],
-        # OpenAI's role of the system.
+        # OpenAI's newer name of the role.
         BeforeValidator(lambda role: "system" if role == "developer" else role),
     ]
     name: Annotated[str, Field(max_length=64)] | None = None
-    content: str | Many[dict[str, Any]] | None = None
+    content: Annotated[str | None, BeforeValidator(_joined)] = None
     tool_calls: Many[ToolCall] | None = None
     tool_call_id: str | None = None
 
     @model_validator(mode="after")
-    def _says_something(self) -> Message:
+    def _has_content(self) -> Message:
         if self.content is None and self.role != "assistant":
             raise ValueError(f"a message of role {self.role} needs content")
-        if len(self.model_extra or {}) > MOST_FIELDS:
-            raise ValueError(
-                f"a message has {len(self.model_extra or {})} further fields; at most {MOST_FIELDS} are supported"
-            )
         return self
 
     @property
     def size(self) -> int:
-        """Characters of all that a template may write."""
+        """Characters that a template may write, and at least one."""
         calls = sum(len(call.model_dump_json()) for call in self.tool_calls or ())
-        return len(self.text) + len(self.tool_call_id or "") + calls
+        return 1 + len(self.text) + len(self.tool_call_id or "") + calls
 
     @property
     def text(self) -> str:
-        """The content, text parts joined."""
-        if isinstance(self.content, list):
-            wrong = [p.get("type") for p in self.content if p.get("type") != "text"]
-            if wrong:
-                raise ValueError(f"messages: a part of type {wrong[0]!r} is not offered; this model reads text")
-            texts = [p["text"] for p in self.content if isinstance(p.get("text"), str)]
-            if len(texts) < len(self.content):
-                raise ValueError("messages: a part of type 'text' needs a string in `text`")
-            return "".join(texts)
+        """The content; empty if it is null."""
         return self.content or ""
 
 
 class ChatRequest(Asked):
     """POST /v1/chat/completions."""
 
+    kind: ClassVar[str] = "chat.completion"
+
     messages: Annotated[Many[Message], Field(min_length=1)]
     max_tokens: Annotated[int, Field(ge=1)] | None = None
     max_completion_tokens: Annotated[int, Field(ge=1)] | None = None
-    logprobs: bool | None = False
-    top_logprobs: Annotated[int, Field(ge=0)] | None = None
-    tools: Annotated[Many[Tool], Field(max_length=MOST_TOOLS)] | None = None
-    tool_choice: ToolChoice | None = None
-    parallel_tool_calls: bool | None = True
-    chat_template_kwargs: Annotated[dict[str, str | float | bool], Field(max_length=MOST_FIELDS)] | None = None
+    logprobs: bool = False
+    top_logprobs: Annotated[int, Field(ge=0, le=TOP_LOGPROBS)] = 0
+    tools: Annotated[Many[Tool], Field(max_length=128)] = []
+    tool_choice: Annotated[str, BeforeValidator(_tool_named)] = "auto"
+    """`none`, `auto`, `required`, or the name of a tool."""
+    parallel_tool_calls: bool = True
+    chat_template_kwargs: Annotated[dict[str, str | float | bool], Field(max_length=64)] = {}
     """Values that the chat template reads, such as {"enable_thinking": false}."""
 
-    @field_validator("tools", mode="before")
-    @classmethod
-    def _tools_are_small(cls, value: Any) -> Any:
-        nodes = sum(len(nodes_of(one)) for one in value) if isinstance(value, list) else 0
-        if nodes > MOST_TOOL_NODES:
-            raise ValueError(
-                f"the schemas have {nodes} objects, lists and elements; at most {MOST_TOOL_NODES} are supported"
-            )
-        return value
-
     @model_validator(mode="after")
-    def _alternatives_go_with_logprobs(self) -> ChatRequest:
+    def _can_be_answered(self) -> ChatRequest:
         if self.top_logprobs and not self.logprobs:
             raise ValueError("top_logprobs needs logprobs: true")
-        return self
-
-    @model_validator(mode="after")
-    def _tools_are_there(self) -> ChatRequest:
-        names = [tool.function.name for tool in self.tools or []]
+        names = [tool.function.name for tool in self.tools]
         if len(set(names)) < len(names):
-            raise ValueError("tools: two have one name; names are unique")
-        wanted = self.choice
-        if wanted not in ("none", "auto") and not names:
-            raise ValueError("tool_choice asks for a call, but there are no tools: leave it out, or offer some")
-        if wanted not in ("none", "auto", "required", *names):
-            raise ValueError(f"tool_choice: there is no tool {wanted!r} among {', '.join(names)}")
+            raise ValueError("tools: two have the same name; expected unique names")
+        if self.tool_choice not in ("none", "auto", *(["required"] if names else ()), *names):
+            offered = ", ".join(names) or "none"
+            raise ValueError(f"tool_choice: {self.tool_choice!r} is not among the request's tools: {offered}")
         return self
-
-    @property
-    def choice(self) -> str:
-        """`none`, `auto`, `required`, or the name of the function that is to be called."""
-        if self.tool_choice is None:
-            return "auto"
-        return self.tool_choice if isinstance(self.tool_choice, str) else self.tool_choice.function.name
-
-    @property
-    def options(self) -> dict[str, Any]:
-        """The values that the chat template reads."""
-        return self.chat_template_kwargs or {}
 
     @property
     def schemas(self) -> list[dict[str, Any]]:
-        """The tools as the API describes them."""
-        return [tool.schema_of() for tool in self.tools or []]
-
-    @property
-    def has_tools(self) -> bool:
-        """Whether tools are in the request or in its messages."""
-        return bool(self.tools) or any(m.role == "tool" or m.tool_calls for m in self.messages)
+        """The tools as the client describes them."""
+        return [tool.schema_of() for tool in self.tools]

@@ -1,144 +1,135 @@
-"""The routes of the OpenAI-compatible server, its errors, and answers whole or as streams of events."""
+"""The routes of the OpenAI-compatible server: answers whole or as streams of events."""
 
 from __future__ import annotations
 
 import asyncio
-import functools
 import hmac
 import importlib.metadata
 import json
 import logging
 import time
 import uuid
-from collections.abc import AsyncIterator, Iterator
-from typing import Annotated, Any
+from collections.abc import AsyncIterator, Iterator, Sequence
+from typing import Annotated, Any, TypeVar
 
-# Routes' annotations are text that is looked up in this module.
+# FastAPI looks up annotations of routes in this module.
 from fastapi import FastAPI, Request, Response
 from fastapi.responses import JSONResponse, StreamingResponse
+from prometheus_client import CONTENT_TYPE_PLAIN_0_0_4, generate_latest
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, InfoMetricFamily
 from pydantic import BaseModel, ConfigDict, Field
 from starlette.exceptions import HTTPException
+from starlette.requests import ClientDisconnect
 
-from rlhf.stages.serving.access import Keys
-from rlhf.stages.serving.answers import completion_logprobs
+from rlhf.stages.serving.answers import Completed
 from rlhf.stages.serving.api import Asked, ChatRequest, CompletionRequest
-from rlhf.stages.serving.bodies import ModelT, read_body
-from rlhf.stages.serving.guard import METRICS, OWNER, WEIGHTS, Bounds, Guard
-from rlhf.stages.serving.server import ContextFull, Job, PolicyChanged, Server, UnknownModel
-from rlhf.stages.serving.sessions import EvictedSession, LimitReached, Session, UnknownSession
-from rlhf.stages.serving.weights import Given, NotTaken, Weights
+from rlhf.stages.serving.errors import ClientGone, RequestError, answer_of, error_of
+from rlhf.stages.serving.guard import OWNER, WEIGHTS, Guard
+from rlhf.stages.serving.server import Job, Server
+from rlhf.stages.serving.sessions import Session
+from rlhf.stages.serving.settings import ServeOptions
+from rlhf.stages.serving.weights import Given, Weights
+from rlhf.tuning.rollout.engine.live import EngineStopped
+from rlhf.tuning.rollout.requests import Completion
+
+ModelT = TypeVar("ModelT", bound=BaseModel)
+
+REWARD_KEY = "x-rlhf-reward-key"
+"""Header with the key of a session's reward; the model's key does not suffice."""
+STALLED_SECONDS = 900.0
+"""A step of the engine that takes longer has hung; a step that compiles takes minutes."""
 
 
 class Rewarded(BaseModel):
     """POST /sessions/NAME/reward."""
 
-    model_config = ConfigDict(extra="forbid", allow_inf_nan=False)
+    model_config = ConfigDict(extra="forbid")
     reward: Annotated[float, Field(ge=-1e30, le=1e30)]
     success: bool | None = None
 
 
-class RewardRefused(RuntimeError):
+class RewardRefused(RequestError):
     """A reward without the key of its session."""
 
-
-REWARD_KEY = "x-rlhf-reward-key"
-"""Header with the key of a session's reward, which the model's key does not open."""
-READERS, MOST_ASKED_FOR = 2, 16
-"""Records of sessions that are written at a time, and those that are under way."""
-CLIENT_GONE = 499
-"""Status of a request whose client has left, as nginx logs it; nobody reads the answer."""
-STALLED_SECONDS = 900.0
-"""A step of the engine that takes longer has hung: programs that compile take minutes."""
+    status, code = 403, "reward_refused"
 
 
 def make_app(
-    server: Server, bounds: Bounds | None = None, keys: Keys | None = None, weights: Weights | None = None
-) -> Any:
-    """The web application, behind its guard. Without `weights` it has no route that changes its policy."""
+    server: Server, options: ServeOptions | None = None, keys: Sequence[str] = (), weights: Weights | None = None
+) -> Guard:
+    """Return the web application inside its guard. Without `weights` no route changes the policy."""
     app = FastAPI(title=server.name, docs_url=None, redoc_url=None, openapi_url=None)
-    guard = Guard(app, server.counts, bounds, keys)
-    _errors(app)
-    _about(app, server, guard)
-    if weights is not None:
-        # No coroutine: a thread reads the policy.
-        @app.post(WEIGHTS)
-        async def take(http: Request) -> Any:
-            return await asyncio.to_thread(weights.take, await _body(server, Given, http))
+    guard = Guard(app, server.metrics, options, keys)
+    for kind in (RequestError, ValueError, EngineStopped, HTTPException, Exception):
+        app.add_exception_handler(kind, answer_of)
+    _add_status(app, server, guard)
 
-    async def completions(http: Request) -> Any:
-        return await answered(CompletionRequest, server.completion, http)
+    async def body(kind: type[ModelT], http: Request) -> ModelT:
+        try:
+            content = await http.body()
+        except ClientDisconnect as error:
+            raise ClientGone from error
+        # A page of another site can send any other type without the browser's permission.
+        if http.headers.get("content-type", "").partition(";")[0].strip().lower() != "application/json":
+            raise ValueError("the body: expected a JSON object, sent with `Content-Type: application/json`")
+        return await server.in_reader(kind.model_validate_json, content)
 
-    async def chat(http: Request) -> Any:
-        return await answered(ChatRequest, server.chat, http)
+    def session_of(name: str, http: Request) -> Session:
+        """Return a session that a request may end or reward."""
+        session = server.sessions.get(name, http.scope[OWNER])
+        if session.reward_key is not None and not hmac.compare_digest(
+            http.headers.get(REWARD_KEY, "").encode(), session.reward_key.encode()
+        ):
+            raise RewardRefused(f"the header {REWARD_KEY} is missing or wrong: send the key from RLHF_GRADER_FD")
+        return session
 
-    async def answered(kind: Any, job: Any, http: Request) -> Any:
-        asked = await _body(server, kind, http)
-        server.check_model(asked, server.policy)
+    async def respond(kind: type[Asked], http: Request) -> Any:
+        asked = await body(kind, http)
+        server.check_model(asked)
         name = http.path_params.get("name")
-        session = None if name is None else server.sessions.of_call(name, _owner(http))
-        return await _answer(server, await server.read(job, asked, session), http)
+        session = None if name is None else server.sessions.of_call(name, http.scope[OWNER])
+        return await _answer(server, await server.in_reader(server.read, asked, session), http)
 
-    for path, route in (("completions", completions), ("chat/completions", chat)):
-        app.post(f"/v1/{path}")(route)
-        app.post(f"/sessions/{{name}}/v1/{path}")(route)
+    @app.post("/v1/completions")
+    @app.post("/sessions/{name}/v1/completions")
+    async def completions(http: Request) -> Any:
+        return await respond(CompletionRequest, http)
+
+    @app.post("/v1/chat/completions")
+    @app.post("/sessions/{name}/v1/chat/completions")
+    async def chat(http: Request) -> Any:
+        return await respond(ChatRequest, http)
 
     @app.post("/sessions/{name}/reward")
     async def reward(name: str, http: Request) -> Any:
-        given = await _body(server, Rewarded, http)
-        session = _owned(server, name, http)
+        given = await body(Rewarded, http)
+        session = session_of(name, http)
         session.reward, session.success = given.reward, given.success
         return {"session": name, "reward": given.reward, "success": given.success}
 
-    reading, asked_for = asyncio.Semaphore(READERS), 0
-
     @app.get("/sessions/{name}")
     async def session(name: str, http: Request) -> Any:
-        nonlocal asked_for
-        found = server.sessions.get(name, _owner(http))
-        if asked_for >= MOST_ASKED_FOR:
-            return _error(429, f"{MOST_ASKED_FOR} sessions are being read: ask again", code="too_many_requests")
-        asked_for += 1
-        try:
-            async with reading:
-                # Nothing is written for a client that has left.
-                if await http.is_disconnected():
-                    return Response(status_code=CLIENT_GONE)
-                # A thread writes a record of millions of tokens while others' streams continue.
-                return Response(await asyncio.to_thread(found.text), media_type="application/json")
-        finally:
-            asked_for -= 1
+        # Writing a record of millions of tokens takes seconds.
+        text = await server.in_reader(server.sessions.get(name, http.scope[OWNER]).text)
+        return Response(text, media_type="application/json")
 
     @app.delete("/sessions/{name}")
     async def forget(name: str, http: Request) -> Any:
-        session = _owned(server, name, http)
+        session = session_of(name, http)
         server.sessions.remove(name, session.owner)
         return {"session": name, "turns": len(session.calls)}
+
+    if weights is not None:
+
+        @app.post(WEIGHTS)
+        async def take(http: Request) -> Any:
+            return await asyncio.to_thread(weights.take, await body(Given, http))
 
     return guard
 
 
-async def _body(server: Server, kind: type[ModelT], http: Request) -> ModelT:
-    """The body of a request, read in a thread."""
-    return await server.in_reader(read_body, kind, await http.body(), http.headers.get("content-type", ""))
-
-
-def _owned(server: Server, name: str, http: Request) -> Session:
-    """A session that a request may end or reward. Raises RewardRefused where it has only the model's key."""
-    session = server.sessions.get(name, _owner(http))
-    if session.reward_key is not None and not hmac.compare_digest(
-        http.headers.get(REWARD_KEY, "").encode(), session.reward_key.encode()
-    ):
-        raise RewardRefused(f"the header {REWARD_KEY} is missing or wrong: it takes the line that RLHF_REWARD_FD gives")
-    return session
-
-
-def _owner(http: Request) -> str:
-    """The key of a request, by its digest: sessions of several keys are apart."""
-    return str(http.scope.get(OWNER, ""))
-
-
-def _about(app: Any, server: Server, guard: Guard) -> None:
-    """Routes that tell of the server."""
+def _add_status(app: FastAPI, server: Server, guard: Guard) -> None:
+    """Add the routes that describe the server."""
 
     @app.get("/health")
     async def health() -> Any:
@@ -147,48 +138,49 @@ def _about(app: Any, server: Server, guard: Guard) -> None:
 
     @app.get("/ready")
     async def ready() -> Any:
-        fault = _fault(server)
-        if fault is None and guard.counts.in_flight >= guard.bounds.requests:
-            fault = f"{guard.counts.in_flight} requests are being answered"
+        fault = _fault(server) or (f"{guard.busy} requests are being answered" if guard.full else None)
         return {"status": "ready"} if fault is None else JSONResponse({"status": "not ready", "error": fault}, 503)
 
-    @app.get(METRICS)
+    class Status:
+        """Metrics that are read when Prometheus asks."""
+
+        def collect(self) -> Iterator[Any]:
+            for name, value in {
+                "requests_in_flight": guard.busy,
+                "engine_up": _fault(server) is None,
+                "engine_requests": server.live.open,
+                "sessions": len(server.sessions),
+            }.items():
+                yield GaugeMetricFamily(f"rlhf_serve_{name}", name, value)
+            yield CounterMetricFamily("rlhf_serve_engine_failed_steps", "Failed steps.", server.live.failed_steps)
+            policy = {"model": server.name, "digest": server.policy or ""}
+            if server.named is not None:
+                policy |= {"name": server.named.name, "entry": str(server.named.entry)}
+            yield InfoMetricFamily("rlhf_serve_policy", "The policy that answers.", policy)
+
+    server.metrics.registry.register(Status())
+
+    @app.get("/metrics")
     async def metrics() -> Any:
-        gauges = {
-            "engine_up": float(_fault(server) is None),
-            "engine_requests": float(server.live.open),
-            "engine_failed_steps_total": float(server.live.failed_steps),
-            "sessions": float(len(server.sessions)),
-        }
-        policy = {"model": server.name, "digest": server.policy or ""}
-        if server.named is not None:
-            policy |= {"name": server.named.name, "entry": str(server.named.entry)}
-        return Response(guard.counts.text(gauges, {"policy_info": policy}), media_type="text/plain; version=0.0.4")
+        return Response(generate_latest(server.metrics.registry), media_type=CONTENT_TYPE_PLAIN_0_0_4)
 
     @app.get("/version")
-    async def version() -> dict[str, str]:
+    async def version() -> Any:
         return {"version": importlib.metadata.version("rlhf-pipeline")}
 
     @app.get("/weight_info")
-    async def weight_info() -> dict[str, str | None]:
+    async def weight_info() -> Any:
         return {"weight_version": server.policy, "dtype": await asyncio.to_thread(lambda: server.dtype)}
-
-    def model(name: str) -> dict[str, Any]:
-        return {"id": name, "object": "model", "created": 0, "owned_by": "rlhf"}
 
     @app.get("/v1/models")
     @app.get("/sessions/{name}/v1/models")
-    async def models() -> dict[str, Any]:
-        return {"object": "list", "data": [model(name) for name in server.ids]}
-
-    @app.get("/v1/models/{wanted:path}")
-    async def retrieve(wanted: str) -> dict[str, Any]:
-        server.check_model(Asked(model=wanted), server.policy)
-        return model(wanted)
+    async def models() -> Any:
+        data = [{"id": name, "object": "model", "created": 0, "owned_by": "rlhf"} for name in server.ids]
+        return {"object": "list", "data": data}
 
 
 def _fault(server: Server) -> str | None:
-    """Why the server cannot answer."""
+    """Return why the server cannot answer."""
     failure = server.live.failure
     if failure is not None:
         return f"{type(failure).__name__}: {failure}"
@@ -196,167 +188,100 @@ def _fault(server: Server) -> str | None:
     return f"the engine's step has hung for {seconds:.0f} s" if seconds > STALLED_SECONDS else None
 
 
-def _error(status: int, message: str, param: str | None = None, code: str | None = None) -> Any:
-    return JSONResponse({"error": _told(status, message, param, code)}, status)
-
-
-def _told(status: int, message: str, param: str | None = None, code: str | None = None) -> dict[str, Any]:
-    kind = "invalid_request_error" if status < 500 else "server_error"
-    return {"message": message, "type": kind, "param": param, "code": code}
-
-
-def _of(error: Exception) -> tuple[int, str | None]:
-    """(status, code) of an error of a request."""
-    from rlhf.tuning.rollout.engine.live import EngineStopped
-
-    kinds: list[tuple[type[Exception], int, str | None]] = [
-        (ContextFull, 400, "context_length_exceeded"),
-        (LimitReached, 400, "turn_limit"),
-        (ValueError, 400, None),
-        (UnknownSession, 404, "session_not_found"),
-        (EvictedSession, 410, "session_evicted"),
-        (UnknownModel, 404, "model_not_found"),
-        (NotTaken, 403, "weights_not_taken"),
-        (RewardRefused, 403, "reward_refused"),
-        (PolicyChanged, 503, "policy_changed"),
-        (EngineStopped, 503, "engine_failed"),
-    ]
-    return next(((status, code) for kind, status, code in kinds if isinstance(error, kind)), (500, None))
-
-
-def _hidden(error: Exception) -> str:
-    # Its text may have paths and parts of others' requests.
-    return f"the server has failed ({type(error).__name__}); its log says where"
-
-
-def _errors(app: Any) -> None:
-    """Errors in OpenAI's form."""
-    from rlhf.tuning.rollout.engine.live import EngineStopped
-
-    async def refused(_: Request, error: Exception) -> Any:
-        status, code = _of(error)
-        param = "model" if isinstance(error, UnknownModel) else getattr(error, "param", None)
-        return _error(status, str(error), param, code)
-
-    told = (ValueError, UnknownSession, EvictedSession, UnknownModel, EngineStopped)
-    for kind in (*told, NotTaken, PolicyChanged, RewardRefused):
-        app.add_exception_handler(kind, refused)
-
-    @app.exception_handler(Exception)
-    async def failed(_: Request, error: Exception) -> Any:
-        return _error(500, _hidden(error))
-
-    @app.exception_handler(HTTPException)
-    async def no_route(_: Request, error: HTTPException) -> Any:
-        return _error(error.status_code, str(error.detail))
-
-
-async def _answer(server: Server, job: Job, http: Any) -> Any:
-    """The answer as one JSON value, or as a stream of events if the request sets `stream`."""
+async def _answer(server: Server, job: Job, http: Request) -> Response:
+    """Return the answer as a JSON value, or as a stream of events if the request sets `stream`."""
     asked = job.asked
-    head = {"id": f"{job.prefix}-{uuid.uuid4().hex}", "created": int(time.time()), "model": server.name}
-    used = {"prompt_tokens": sum(map(len, job.prompts)), "completion_tokens": 0, "total_tokens": 0}
+    head = {"id": f"cmpl-{uuid.uuid4().hex}", "created": int(time.time()), "model": server.name}
+    chunks = server.chunks(job, http.is_disconnected)
     if asked.stream:
-        chunks = server.chunks(job, http.is_disconnected)
-        # After the first chunk the status is sent: errors of the request must come up before.
+        # The first chunk comes before the status is sent: it raises the errors of the request.
         first = await anext(chunks)
-        kind = {"chat.completion": "chat.completion.chunk"}.get(job.kind, job.kind)
-        lines = _lines(asked, head | {"object": kind} | _by(server, job), first, chunks, used)
+        kind = {"chat.completion": "chat.completion.chunk"}.get(asked.kind, asked.kind)
+        lines = _lines(job, head | {"object": kind} | _policy(server, job), first, chunks)
         return StreamingResponse(lines, media_type="text/event-stream")
+    scores = []
     if isinstance(asked, CompletionRequest) and asked.echo:
-        scores = []
         for prompt in job.prompts:
             if await http.is_disconnected():
-                return Response(status_code=CLIENT_GONE)
+                raise ClientGone
             scores.append(await asyncio.to_thread(server.score, job, prompt))
-        ends = await _ended(server, job, http, used) if asked.max_tokens != 0 else []
-        made = functools.partial(_echoed, server, job, asked, scores, ends)
-    else:
-        made = functools.partial(_choices, asked, await _ended(server, job, http, used))
+    ends: dict[int, Any] = {}
+    if asked.max_tokens != 0:
+        async for number, update, choice, _ in chunks:
+            if update.completion is not None:
+                ends[number] = update.completion, choice
 
     def whole() -> bytes:
+        bodies = _echoed(server, job, scores, ends) if scores else _choices(job, ends)
         # One choice at a time: a call of the encoder stops every other thread.
-        choices = [json.dumps(body | {"index": number}, allow_nan=False) for number, body in enumerate(made())]
-        used["total_tokens"] = used["prompt_tokens"] + used["completion_tokens"]
-        rest = json.dumps(head | {"object": job.kind, "usage": used} | _by(server, job))
+        choices = [json.dumps(body | {"index": number}, allow_nan=False) for number, body in enumerate(bodies)]
+        usage = _usage(job, sum(len(done.tokens) for done, _ in ends.values()))
+        rest = json.dumps(head | {"object": asked.kind, "usage": usage} | _policy(server, job))
         return f'{rest[:-1]}, "choices": [{", ".join(choices)}]}}'.encode()
 
     # In a thread: log-probabilities of many tokens are megabytes of text.
     return Response(await server.in_reader(whole), media_type="application/json")
 
 
-def _by(server: Server, job: Job) -> dict[str, Any]:
-    """Which policy answered, where it has a name."""
+def _usage(job: Job, sampled: int) -> dict[str, int]:
+    prompts = sum(map(len, job.prompts))
+    return {"prompt_tokens": prompts, "completion_tokens": sampled, "total_tokens": prompts + sampled}
+
+
+def _policy(server: Server, job: Job) -> dict[str, Any]:
+    """Return the field that names the policy that answered, if it has a name."""
     policy = server.policy_of(job)
     return {} if policy is None else {"weight_version": policy}
 
 
-async def _ended(server: Server, job: Job, http: Any, used: dict[str, int]) -> list[tuple[Any, Any]]:
-    """(completion, choice) of each sample."""
-    ends: dict[int, tuple[Any, Any]] = {}
-    async for number, update, choice, _ in server.chunks(job, http.is_disconnected):
-        if update.completion is not None:
-            ends[number] = update.completion, choice
-            used["completion_tokens"] += len(update.completion.tokens)
-    return [ends[number] for number in sorted(ends)]
+def _ids(job: Job, tokens: list[int]) -> dict[str, Any]:
+    return {"token_ids": tokens} if job.asked.return_token_ids else {}
 
 
-def _ids(asked: Asked, tokens: list[int]) -> dict[str, Any]:
-    return {"token_ids": tokens} if asked.return_token_ids else {}
+def _choices(job: Job, ends: dict[int, Any]) -> Iterator[dict[str, Any]]:
+    for _, (done, choice) in sorted(ends.items()):
+        yield choice.whole(done) | _ids(job, done.tokens) | {"finish_reason": choice.finish(done)}
 
 
-def _choices(asked: Asked, ends: list[tuple[Any, Any]]) -> Iterator[dict[str, Any]]:
-    for done, choice in ends:
-        yield choice.whole(done) | _ids(asked, done.tokens) | {"finish_reason": choice.finish(done)}
+def _echoed(server: Server, job: Job, scores: list[Any], ends: dict[int, Any]) -> Iterator[dict[str, Any]]:
+    """Yield choices that begin with their prompts."""
+    asked: Any = job.asked
+    nothing = Completion([], [], "length"), Completed(server.text(), asked.logprobs)
+    for number in range(len(job.prompts) * asked.n):
+        given, (logps, top) = asked.prompt[number // asked.n], scores[number // asked.n]
+        done, choice = ends.get(number, nothing)
+        tokens = job.prompts[number // asked.n] + done.tokens
+        text = given if isinstance(given, str) else server.decode(given)
+        yield {
+            "text": text + choice.whole(done)["text"],
+            "logprobs": choice.logprobs(tokens, logps + done.logps, top + done.top),
+            "finish_reason": choice.finish(done),
+        } | _ids(job, tokens)
 
 
-def _echoed(
-    server: Server, job: Job, asked: CompletionRequest, scores: list[Any], ends: list[tuple[Any, Any]]
-) -> Iterator[dict[str, Any]]:
-    """Choices that begin with their prompts, whose tokens have log-probabilities too but for the first."""
-    per_prompt = asked.n or 1
-    for number in range(len(job.prompts) * per_prompt):
-        prompt, (known, best) = job.prompts[number // per_prompt], scores[number // per_prompt]
-        done, choice = ends[number] if ends else (None, None)
-        given = asked.prompts[number // per_prompt]
-        tokens, logps, top = list(prompt), list(known), list(best)
-        said = given if isinstance(given, str) else server.decode(given)
-        finish = "length"
-        if done is not None and choice is not None:
-            tokens, logps, top = tokens + done.tokens, logps + done.logps, top + done.top
-            said, finish = said + choice.whole(done)["text"], choice.finish(done)
-        found = None
-        if asked.logprobs is not None:
-            found = completion_logprobs(server.text(), tokens, logps, top, asked.logprobs, 0)
-        yield {"text": said, "logprobs": found, "finish_reason": finish} | _ids(asked, tokens)
-
-
-async def _lines(
-    asked: Asked, head: dict[str, Any], first: Any, chunks: Any, used: dict[str, int]
-) -> AsyncIterator[str]:
-    """Server-sent events; a failure on the way is the last one."""
+async def _lines(job: Job, head: dict[str, Any], first: Any, chunks: Any) -> AsyncIterator[str]:
+    """Yield server-sent events. An error is the last event, because the status has been sent."""
 
     async def all_chunks() -> AsyncIterator[Any]:
         yield first
         async for chunk in chunks:
             yield chunk
 
+    sampled = 0
     try:
         async for number, update, choice, new in all_chunks():
-            used["completion_tokens"] += len(update.tokens)
-            body = choice.delta(new, update) | _ids(asked, update.tokens)
+            sampled += len(update.tokens)
             stop = choice.finish(update.completion) if update.completion else None
-            yield _event(head | {"choices": [body | {"index": number, "finish_reason": stop}]})
+            body = choice.delta(new, update) | _ids(job, update.tokens) | {"index": number, "finish_reason": stop}
+            yield _event(head | {"choices": [body]})
     except Exception as error:
-        # The status has been sent: what failed can only be told here.
-        status, code = _of(error)
+        status, fault = error_of(error)
         if status == 500:
             logging.getLogger("uvicorn.error").exception("a stream has failed")
-        yield _event({"error": _told(status, _hidden(error) if status == 500 else str(error), code=code)})
+        yield _event(fault)
         return
-    if asked.stream_options and asked.stream_options.include_usage:
-        used["total_tokens"] = used["prompt_tokens"] + used["completion_tokens"]
-        yield _event(head | {"choices": [], "usage": used})
+    if job.asked.stream_options.get("include_usage"):
+        yield _event(head | {"choices": [], "usage": _usage(job, sampled)})
     yield "data: [DONE]\n\n"
 
 

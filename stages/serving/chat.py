@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import sys
 from typing import Any
 
@@ -14,7 +15,7 @@ from rlhf.tuning.names import plain
 
 
 def main() -> None:
-    """Reads the settings, as JSON, from the command line."""
+    """Read the settings, as JSON, from the command line."""
     settings = Chat.model_validate_json(sys.argv[1])
     configure_jax()
     with contextlib.suppress(KeyboardInterrupt):
@@ -22,7 +23,7 @@ def main() -> None:
 
 
 def talk(policy: Opened, options: ChatOptions, system_prompt: str | None) -> None:
-    """Reads lines until the end of input. The prompt is the conversation, without its oldest turns where it is long."""
+    """Read lines until the end of input. The prompt is the conversation, without its oldest turns if it is long."""
     import jax
 
     from rlhf.tuning.axes import Axes
@@ -32,9 +33,9 @@ def talk(policy: Opened, options: ChatOptions, system_prompt: str | None) -> Non
     from rlhf.tuning.rollout.requests import Request, Sampling
 
     device = choose()
-    # Few steps at a time: the text appears as it is written.
+    # Few steps at a time, so that the text appears while it is sampled.
     limits = Limits(slots=1, context=policy.config.max_positions, chunks=device.chunk_tokens, steps=4)
-    # One conversation has one replica.
+    # One conversation needs one replica.
     mesh = sampling_mesh(Axes(1, 1, options.tensor), jax.local_devices()[: options.tensor])
     engine = policy.engine(limits, device.compute.dtype, mesh)
     # An answer as long as the context would leave no room for a question.
@@ -44,21 +45,20 @@ def talk(policy: Opened, options: ChatOptions, system_prompt: str | None) -> Non
     terminal = sys.stdin.isatty()
     special = set(policy.tokenizer.all_special_ids) | set(policy.stop_ids)
     print("An empty line or Ctrl-D ends the conversation.", file=sys.stderr)
-    for number in range(10_000):
-        try:
+    for number in itertools.count():
+        with contextlib.suppress(EOFError):
+            question = ""
             question = input("you> " if terminal else "")
-        except EOFError:
-            break
         if not question.strip():
             break
         turns.append({"role": "user", "content": question})
-        prompt, left_out = _fitting(policy.tokenizer, system, turns, room)
+        prompt, dropped = _fitting(policy.tokenizer, system, turns, room)
         if prompt is None:
             turns.pop()
             print(f"that is more than the {room} tokens for a conversation; ask less at once", file=sys.stderr)
             continue
-        if left_out:
-            print(f"({left_out // 2} earlier exchanges no longer fit and are forgotten)", file=sys.stderr)
+        if dropped:
+            print(f"({dropped // 2} earlier exchanges no longer fit and are forgotten)", file=sys.stderr)
         sampling = Sampling(temperature=options.temperature)
         longest = min(options.max_tokens, engine.context - len(prompt))
         engine.submit(Request(prompt, longest, sampling, policy.stop_ids, counter=number))
@@ -74,9 +74,9 @@ def talk(policy: Opened, options: ChatOptions, system_prompt: str | None) -> Non
 def _fitting(
     tokenizer: Any, system: list[dict[str, str]], turns: list[dict[str, str]], room: int
 ) -> tuple[list[int] | None, int]:
-    """Token ids of the conversation in at most `room` tokens, and how many of the oldest turns that left out.
+    """Return the ids of the conversation in at most `room` tokens, and the number of oldest turns removed for that.
 
-    Turns are removed from `turns` an exchange at a time; None where the last one alone is too long.
+    Turns are removed from `turns` an exchange at a time. The ids are None if the last turn alone is too long.
     """
     from rlhf.tuning.chat.template import Template
 

@@ -1,4 +1,4 @@
-"""Conversations of the API as token ids: messages with calls and results of tools, under the tokenizer's template."""
+"""Conversations of the API as token ids, with calls and results of tools, by the tokenizer's template."""
 
 from __future__ import annotations
 
@@ -14,43 +14,43 @@ from rlhf.tuning.chat.renderer import Renderer
 from rlhf.tuning.chat.template import Template
 
 KEPT = 32
-"""Renderers of sets of tools that are kept: each is proven when it is made."""
+"""Renderers that are cached, by tools: each is checked when it is built."""
 
 
-class Wording:
-    """What a server says of messages in the model's template."""
+class ChatRenderer:
+    """Renders messages with the model's template."""
 
     def __init__(self, tokenizer: Any, tool_format: str = "auto"):
         self._tokenizer = tokenizer
         self.form = calls.resolve(tool_format, str(tokenizer.chat_template or ""))
-        """How calls are written."""
-        self._words = functools.lru_cache(KEPT)(self._made)
+        """The format of calls."""
+        self._renderer = functools.lru_cache(KEPT)(self._make_renderer)
 
-    def words(self, tools: Sequence[calls.Schema], options: Mapping[str, Any]) -> Renderer:
-        """The renderer for these tools and values of the template. Raises
-        `rlhf.tuning.chat.template.TemplateRefused`."""
+    def renderer(self, tools: Sequence[calls.Schema], options: Mapping[str, Any]) -> Renderer:
+        """Return the renderer for these tools and values of the template. Raises TemplateRefused, a ValueError."""
         # In the order of the request, which the template writes.
-        return self._words(json.dumps([list(tools), options]))
+        return self._renderer(json.dumps([list(tools), options]))
 
-    def _made(self, given: str) -> Renderer:
+    def _make_renderer(self, given: str) -> Renderer:
         tools, options = json.loads(given)
         return Renderer(self._tokenizer, tools, None, self.form, options)
 
     def context(self, asked: ChatRequest) -> list[int]:
-        """Token ids of a whole conversation, through the header of the next answer, as training data has them.
+        """Return the ids of a conversation through the header of the next answer, as training data has them.
 
         Raises TemplateRefused, a ValueError, such as for roles that do not alternate.
         """
         messages = self.messages(asked.messages)
-        template = Template(self._tokenizer, asked.schemas, None, self.form, asked.options)
-        return template.plain_ids(messages) if asked.has_tools else template.ids(messages)
+        template = Template(self._tokenizer, asked.schemas, None, self.form, asked.chat_template_kwargs)
+        has_tools = asked.tools or any(m.role == "tool" or m.tool_calls for m in asked.messages)
+        return template.plain_ids(messages) if has_tools else template.ids(messages)
 
-    def begun(self, offer: Offer) -> list[int]:
-        """Token ids of the beginning of a call that is asked for."""
-        return Template(self._tokenizer, (), None, self.form).begun(offer.begun) if offer.begun else []
+    def call_start(self, offer: Offer) -> list[int]:
+        """Return the ids of the beginning of a call that the request asks for."""
+        return Template(self._tokenizer, (), None, self.form).begun(offer.call_start) if offer.call_start else []
 
     def messages(self, messages: Sequence[Message]) -> list[dict[str, Any]]:
-        """Messages as training data has them: text, calls with their arguments as objects, names of tools."""
+        """Return messages as training data has them: text, calls with their arguments as objects, names of tools."""
         written: list[dict[str, Any]] = []
         names: dict[str | None, str] = {}
         for message in messages:

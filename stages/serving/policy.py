@@ -13,14 +13,14 @@ from rlhf.stages.serving.settings import PolicyPlace
 from rlhf.stages.store.artifacts import Artifact, ArtifactError, Store
 
 TYPICAL_PROMPT = 64
-"""Tokens of a first prompt: programs of its shape compile while weights are read."""
+"""Tokens of a typical first prompt, whose programs compile while weights are read."""
 NO_POLICY = ("reward",)
-"""Stages whose model scores text instead of writing it."""
+"""Stages whose model scores text."""
 
 
 @dataclasses.dataclass
 class Opened:
-    """A policy with its tokenizer. Its weights are read when an engine is made of it."""
+    """A policy with its tokenizer. `engine` reads its weights."""
 
     artifact: Artifact
     config: Any
@@ -28,14 +28,14 @@ class Opened:
     tokenizer: Any
     stop_ids: tuple[int, ...]
     folder: Path | None
-    """The Hugging Face folder with its weights; None where they had to be rebuilt from rollouts."""
+    """The Hugging Face folder with its weights; None if they were rebuilt from rollouts."""
     params: Any = None
-    """Rebuilt parameters, until an engine takes them; else None."""
+    """Rebuilt parameters, until an engine has them; else None."""
 
     def engine(self, limits: Any, dtype: str, mesh: Any = None, **options: Any) -> Any:
-        """An engine with this policy, over a mesh of `placement.sampling_mesh`; `options` are `Engine`'s.
+        """Return an engine with this policy, over a mesh of `placement.sampling_mesh`; `options` are `Engine`'s.
 
-        May be called once: the engine takes the weights.
+        May be called once: the engine owns the weights.
         """
         from rlhf.tuning.rollout.engine.folder import load_folder
         from rlhf.tuning.rollout.engine.replicas import engine_over
@@ -53,7 +53,7 @@ class Opened:
 
 
 def open_policy(place: PolicyPlace) -> Opened:
-    """The policy at a place; ends the program with a message where it is missing."""
+    """Return the policy at a place; ends the program with a message if it is missing."""
     from rlhf.tuning.models.huggingface import read_config
 
     store = Store(place.store)
@@ -69,7 +69,7 @@ def open_policy(place: PolicyPlace) -> Opened:
     except ArtifactError as error:
         sys.exit(str(error))
     scratch = Path(store.scratch) / "opened"
-    # No stage runs: the context serves the functions that load models.
+    # No stage runs: functions that load models need a context.
     ctx = Context(
         config=None,
         inputs={},
@@ -86,7 +86,7 @@ def open_policy(place: PolicyPlace) -> Opened:
 
 
 def folder_of(artifact: Artifact) -> Path | None:
-    """The Hugging Face folder with a policy's weights; None if only rollouts are stored, from which they follow."""
-    # An export is a model folder itself; an update has stored weights below `state/`.
+    """Return the Hugging Face folder with a policy's weights; None if only its rollouts are stored."""
+    # An export is a model folder; an update stores weights below `state/`.
     places = [""] if artifact.stage == "export" else [p for p in ("model/", "state/model/") if artifact.has(p)]
     return artifact.local(places[0]) if places else None

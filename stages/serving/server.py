@@ -1,4 +1,4 @@
-"""Requests of the API as an engine's, with the ids that their sessions have recorded."""
+"""Requests of the API as requests of the engine, with the ids that their sessions have recorded."""
 
 from __future__ import annotations
 
@@ -13,21 +13,37 @@ from collections.abc import AsyncIterator, Callable, Sequence
 from typing import Any, TypeVar
 
 from rlhf.stages.serving.answers import Choice, Completed, Spoken, Text
-from rlhf.stages.serving.api import Asked, ChatRequest, CompletionRequest
-from rlhf.stages.serving.chat_rendering import Wording
-from rlhf.stages.serving.metrics import Counts
-from rlhf.stages.serving.sessions import Call, Session, Sessions, said_by
+from rlhf.stages.serving.api import ANY, Asked, ChatRequest
+from rlhf.stages.serving.chat_rendering import ChatRenderer
+from rlhf.stages.serving.errors import RequestError
+from rlhf.stages.serving.metrics import Metrics
+from rlhf.stages.serving.sessions import Call, Session, Sessions, signatures_of
 from rlhf.stages.serving.settings import Named
 from rlhf.stages.serving.tools import Offer, same_call, without_thoughts
 from rlhf.tuning.models.tokenizer import begins_with_bos
 
-TOP_LOGPROBS = 5
-"""Most probable tokens that an answer can show at each position."""
 READERS = 2
 """Requests that are rendered and tokenized at a time."""
 
-AskedT = TypeVar("AskedT", bound=Asked)
 T = TypeVar("T")
+
+
+class UnknownModel(RequestError):
+    """A request for a model that this server does not serve."""
+
+    status, code, param = 404, "model_not_found", "model"
+
+
+class PolicyChanged(RequestError):
+    """A request whose samples are of two policies."""
+
+    status, code = 503, "policy_changed"
+
+
+class ContextFull(RequestError):
+    """A prompt that leaves no room for an answer."""
+
+    code = "context_length_exceeded"
 
 
 @dataclasses.dataclass
@@ -37,25 +53,17 @@ class Job:
     asked: Asked
     prompts: list[list[int]]
     max_tokens: int | None
-    kind: str
-    """`object` of the answer."""
-    prefix: str
-    """Of the answer's id."""
     choice: Callable[[Text, int], Choice]
-    """A choice's fields from its text and the number of its prompt."""
-    session: Session | None = None
+    """Makes a choice from its text and the number of its prompt."""
+    session: Session | None
     calls: list[Call] = dataclasses.field(default_factory=list)
-    """One a choice, where there is a session."""
+    """The call of each choice; empty without a session."""
     generations: set[int] = dataclasses.field(default_factory=set)
-    """Of the weights that answered."""
-
-
-ANY = "policy"
-"""What a client may call the model where it does not matter which one the server has."""
+    """Generations of the weights that answered."""
 
 
 class Server:
-    """Turns requests of the API into the engine's and back."""
+    """Turns requests of the API into requests of the engine, and completions into answers."""
 
     def __init__(
         self,
@@ -69,22 +77,22 @@ class Server:
         tool_format: str = "auto",
         any_model: bool = False,
     ):
-        """`policy` is the digest of the artifact whose policy it is; any_model: whether requests may name others."""
+        """policy: the name of the weights. any_model: whether requests may name any model."""
         self.any_model = any_model
         self.policies: dict[int, str | None] = {live.generation: policy}
-        """Names of the weights that it has had, by their generation (`Live.swap`)."""
+        """Names of weights by their generation (`Live.swap`)."""
         self.named: Named | None = None
-        """The entry of the registry that it serves."""
+        """The entry of the registry that is served."""
         self.live, self._tokenizer, self.name, self._stops, self._context = live, tokenizer, name, stops, context
         self._special = set(tokenizer.all_special_ids) | set(stops)
-        self.sessions = Sessions(most=1024, tokens=2**22) if sessions is None else sessions
-        self.wording = Wording(tokenizer, tool_format)
-        self.counts = Counts()
+        self.sessions = Sessions(1024, 2**22) if sessions is None else sessions
+        self.renderer = ChatRenderer(tokenizer, tool_format)
+        self.metrics = Metrics()
         self._readers = concurrent.futures.ThreadPoolExecutor(READERS, thread_name_prefix="reader")
 
     @property
     def policy(self) -> str | None:
-        """Name of the weights that it has now."""
+        """Name of the present weights."""
         return self.policies.get(self.live.generation)
 
     @functools.cached_property
@@ -92,97 +100,63 @@ class Server:
         """Type of the matrices of layers."""
         return str(self.live.look(lambda engine, _: engine.weights_dtype))
 
+    @property
+    def ids(self) -> list[str]:
+        """Names of the model: of the run, and of the registry's entry."""
+        return [self.name, *([] if self.named is None else [self.named.name])]
+
     def policy_of(self, job: Job) -> str | None:
-        """Name of the weights that a job was answered by. Raises PolicyChanged where it was by several."""
+        """Return the name of the weights that have answered a job. Raises PolicyChanged if there were several."""
         if len(job.generations) > 1:
             raise PolicyChanged("the server got another policy while it answered: ask again")
         return self.policies.get(next(iter(job.generations), self.live.generation))
 
-    def check_model(self, asked: Asked, policy: str | None) -> None:
-        """Raises UnknownModel where a request is for another model than the weights of this name."""
-        if not self.any_model and asked.model not in (None, ANY, policy, *self.ids):
+    def check_model(self, asked: Asked) -> None:
+        """Raise UnknownModel if a request is for another model."""
+        if not self.any_model and asked.model not in (ANY, *self.ids):
             raise UnknownModel(f"no model {asked.model!r}; this server has {', '.join(self.ids)}, and {ANY!r} for it")
 
-    @property
-    def ids(self) -> list[str]:
-        """Names of its model: its own, and the one of the registry."""
-        return [self.name, *([] if self.named is None else [self.named.name])]
-
-    async def read(self, job: Callable[[AskedT, Session | None], Job], asked: AskedT, session: Session | None) -> Job:
-        """`completion` or `chat` of a request, in a thread: megabytes of text do not stop the streams of others."""
-
-        def locked() -> Job:
-            with session.lock if session is not None else contextlib.nullcontext():
-                return job(asked, session)
-
-        return await self.in_reader(locked)
-
     async def in_reader(self, action: Callable[..., T], *arguments: Any) -> T:
-        """The result of an action that grows with a request, in a thread."""
+        """Return the result of an action on large data, in a thread: the event loop continues the streams of others."""
         return await asyncio.get_running_loop().run_in_executor(self._readers, action, *arguments)
 
-    def completion(self, asked: CompletionRequest, session: Session | None) -> Job:
-        """The job of a request. Raises ValueError for one that cannot be met."""
-        job = Job(
-            asked,
-            [self._prompt_ids(prompt) for prompt in asked.prompts],
-            asked.max_tokens,
-            "text_completion",
-            "cmpl",
-            lambda text, i: Completed(text, asked.logprobs),
-        )
-        _check_top("logprobs", asked.logprobs)
+    def read(self, asked: Asked, session: Session | None) -> Job:
+        """Return the job of a request. Raises ValueError and RequestError for one that cannot be answered."""
+        with session.lock if session is not None else contextlib.nullcontext():
+            return self._chat(asked, session) if isinstance(asked, ChatRequest) else self._completion(asked, session)
+
+    def _completion(self, asked: Any, session: Session | None) -> Job:
+        prompts = [self._prompt_ids(prompt) for prompt in asked.prompt]
+        job = Job(asked, prompts, asked.max_tokens, lambda text, i: Completed(text, asked.logprobs), session)
         if session is None:
             return job
         if asked.echo:
             raise ValueError("echo is not offered in a session; leave it out")
-        for i, prompt in enumerate(asked.prompts):
-            before, text, ids = self._going_on(session, prompt)
-            self._record(job, session, "text", before, ids, [{"role": "user", "content": text}], ())
-            job.prompts[i] = job.calls[-1].prompt_ids()
+        for prompt in prompts:
+            before = session.find_ids("text", prompt)
+            added = prompt if before is None else prompt[len(before.ids()) :]
+            self._record(job, session, "text", before, added, [{"role": "user", "content": self.decode(added)}], ())
         return job
 
-    def _going_on(self, session: Session, prompt: str | list[int]) -> tuple[Call | None, str, list[int]]:
-        """(the call that a prompt goes on from, the text that it adds, the ids of that)."""
-        if isinstance(prompt, str):
-            before = session.found_text("text", prompt)
-            added = prompt if before is None else prompt[len(before.whole_text()) :]
-            return before, added, self._prompt_ids(added, begins=before is None) if added else []
-        before = session.found_ids("text", prompt)
-        ids = prompt if before is None else prompt[len(before.ids()) :]
-        return before, self.decode(ids), ids
-
-    def chat(self, asked: ChatRequest, session: Session | None) -> Job:
-        """As `completion`, of a conversation."""
-        top = (asked.top_logprobs or 0) if asked.logprobs else None
-        _check_top("top_logprobs", asked.top_logprobs)
+    def _chat(self, asked: ChatRequest, session: Session | None) -> Job:
+        top = asked.top_logprobs if asked.logprobs else None
+        offer = Offer(asked.schemas, self.renderer.form, asked.tool_choice, asked.parallel_tool_calls)
         limit = asked.max_completion_tokens or asked.max_tokens
-        offer = Offer(asked.schemas, self.wording.form, asked.choice, asked.parallel_tool_calls is not False)
-        job = Job(
-            asked,
-            [],
-            limit,
-            "chat.completion",
-            "chatcmpl",
-            lambda text, i: Spoken(text, offer, job.prompts[i], top),
-            session,
-        )
-        if len(asked.messages) > self._context:
-            raise ContextFull(f"{len(asked.messages)} messages; the context is {self._context} tokens: send fewer")
-        self._refuse_longer(sum(message.size for message in asked.messages))
-        begun = self.wording.begun(offer)
+        job = Job(asked, [], limit, lambda text, i: Spoken(text, offer, job.prompts[i], top), session)
+        self._check_length(sum(message.size for message in asked.messages))
+        start = self.renderer.call_start(offer)
         if session is None:
-            job.prompts.append(self.wording.context(asked) + begun)
+            job.prompts.append(self.renderer.context(asked) + start)
             return job
-        said, kind = said_by(asked.messages), f"chat {offer.tools} {asked.options or ''}"
-        before, used = session.found(kind, said)
-        if any(role == "assistant" for role, _, _ in said[used:]):
-            # What an assistant is said to have said, and nobody sampled, is part of a context alone.
+        signatures, kind = signatures_of(asked.messages), f"chat {offer.tools} {asked.chat_template_kwargs}"
+        before, used = session.find(kind, signatures)
+        if any(role == "assistant" for role, _, _ in signatures[used:]):
+            # Answers that this server did not sample are context only.
             before, used = None, 0
-        messages = self.wording.messages(asked.messages)[used:]
-        words = self.wording.words(asked.schemas, asked.options)
-        ids = words.first(messages) if before is None else words.suffix(messages, before.ended)
-        self._record(job, session, kind, before, ids + begun, messages, tuple(said[used:]))
+        messages = self.renderer.messages(asked.messages)[used:]
+        renderer = self.renderer.renderer(asked.schemas, asked.chat_template_kwargs)
+        ids = renderer.first(messages) if before is None else renderer.suffix(messages, before.ended)
+        self._record(job, session, kind, before, ids + start, messages, tuple(signatures[used:]))
         job.prompts.append(job.calls[-1].prompt_ids())
         return job
 
@@ -194,214 +168,167 @@ class Server:
         before: Call | None,
         ids: list[int],
         messages: list[dict[str, Any]],
-        said: tuple[Any, ...],
+        signatures: tuple[Any, ...],
     ) -> None:
-        """Begins a call for each sample of a prompt."""
-        job.session = session
-        for _ in range(job.asked.n or 1):
-            fields = {"messages": messages, "said": said, "policy": self.policy}
-            job.calls.append(session.open(kind, before, ids, **fields))
+        """Begin a call for each sample of a prompt."""
+        for _ in range(job.asked.n):
+            job.calls.append(
+                session.open(kind, before, ids, messages=messages, signatures=signatures, policy=self.policy)
+            )
 
     def submit(self, job: Job, notify: Callable[[], None]) -> list[Any]:
-        """The streams of a job's prompts, all with the same weights.
-
-        Raises ValueError for what cannot be met, UnknownModel where other weights came while it waited.
-        """
+        """Return the streams of a job's prompts, all from the same weights. Raises ValueError and RequestError."""
         streams: list[Any] = self.live.submit_all([self._request(job, i) for i in range(len(job.prompts))], notify)
         job.generations |= {stream.generation for stream in streams}
-        try:
-            for generation in job.generations:
-                self.check_model(job.asked, self.policies.get(generation))
-        except UnknownModel:
-            for stream in streams:
-                stream.cancel()
-            raise
         return streams
 
     def _request(self, job: Job, number: int) -> Any:
-        """The engine's request of a prompt."""
+        """Return the engine's request of a prompt."""
         from rlhf.tuning.rollout.requests import Request, Sampling, stop_strings
 
         asked, prompt, terms = job.asked, job.prompts[number], job.session.terms if job.session else None
-        strings = asked.strings
-        decode = Text(self._tokenizer, self._special, strings).decode
-        stops = (*(() if asked.ignore_eos else self._stops), *(asked.stop_token_ids or ()))
         context = self._context if terms is None else min(self._context, terms.tokens)
         room = context - len(prompt)
         if room < 1:
             if job.session is not None:
                 job.session.limit = job.session.limit or "token_limit"
-            remedy = "shorten it, or serve with more" if terms is None else "environment.max_tokens bounds an episode"
+            remedy = "shorten it, or serve with more" if terms is None else "environment.max_tokens limits an episode"
             raise ContextFull(f"the prompt has {len(prompt)} tokens; the context is {context}: {remedy}")
         longest, sampling, seed = min(job.max_tokens or room, room), asked.sampling(), asked.root()
-        if terms is not None and job.calls:
+        if terms is not None:
             longest = min(longest, terms.turn_tokens)
             sampling = Sampling(temperature=terms.temperature)
-            seed = terms.seed(job.calls[number * (asked.n or 1)].number)
+            seed = terms.seed(job.calls[number * asked.n].number)
+            number = 0
+        decode = self.text().decode
         return Request(
             prompt,
             longest,
             sampling,
-            tuple(dict.fromkeys(stops)),
+            tuple(dict.fromkeys([*(() if asked.ignore_eos else self._stops), *asked.stop_token_ids])),
             seed,
-            0 if terms is not None else number,
-            asked.n or 1,
-            stop_strings(lambda tokens: decode(list(tokens)), strings) if strings else None,
+            number,
+            asked.n,
+            stop_strings(decode, asked.stop) if asked.stop else None,
             name="prompt" if job.session is None else job.session.name,
         )
 
     def score(self, job: Job, prompt: list[int]) -> tuple[list[float | None], list[Any]]:
-        """Log-probabilities of a prompt's tokens and the most probable ones in their places; None at the first."""
+        """Return log-probabilities and most probable tokens at each token of a prompt; None at the first token."""
         if not prompt:
             raise ValueError("an empty prompt has no log-probabilities; begin it with a token such as BOS")
         scores, generation = self.live.score(prompt)
         job.generations.add(generation)
-        self.check_model(job.asked, self.policies.get(generation))
         return [None, *scores.logps], [None, *scores.top]
 
     def decode(self, ids: Sequence[int]) -> str:
-        """Text of token ids, control tokens included."""
+        """Return the text of token ids, control tokens included."""
         return str(self._tokenizer.decode(list(ids)))
 
     def text(self, strings: Sequence[str] = ()) -> Text:
-        """An empty text."""
-        return Text(self._tokenizer, self._special, list(strings))
+        """Return an empty text that ends before one of these strings."""
+        return Text(self._tokenizer, self._special, strings)
 
     @functools.cached_property
     def longest(self) -> int:
-        """Characters of the longest text of which all tokens fit into the context."""
+        """Characters of the longest text whose tokens fit into the context."""
         return self._context * max(map(len, self._tokenizer.get_vocab()))
 
-    def _refuse_longer(self, characters: int) -> None:
-        """Raises ContextFull for a text that is too long to be tokenized: its tokens take hundreds of its bytes."""
+    def _check_length(self, characters: int) -> None:
+        """Raise ContextFull for a text that is too long to tokenize: tokenizers take hundreds of its bytes."""
         if characters > self.longest:
             raise ContextFull(
                 f"the prompt has {characters} characters; a context of {self._context} tokens takes at most "
                 f"{self.longest}: shorten it, or serve with more"
             )
 
-    def _prompt_ids(self, prompt: str | list[int], begins: bool = True) -> list[int]:
-        """Token ids of a prompt; a text that begins has the BOS that the tokenizer puts before a text, as documents."""
+    def _prompt_ids(self, prompt: str | list[int]) -> list[int]:
+        """Return the token ids of a prompt. A text gets the BOS that the tokenizer puts before documents."""
         if not isinstance(prompt, str):
             return prompt
-        self._refuse_longer(len(prompt))
-        if not begins:
-            # Behind a control token: tokenizers of SentencePiece put a space before a text's beginning.
-            anchor = str(self._tokenizer.eos_token or "")
-            return list(self._tokenizer.encode(anchor + prompt, add_special_tokens=False))[bool(anchor) :]
+        self._check_length(len(prompt))
         ids = list(self._tokenizer.encode(prompt, add_special_tokens=False))
         bos = [self._tokenizer.bos_token_id] if begins_with_bos(self._tokenizer) else []
         return ids if ids[:1] == bos else bos + ids
 
     async def chunks(self, job: Job, gone: Callable[[], Any]) -> AsyncIterator[tuple[int, Any, Choice, str]]:
-        """(choice, update, its fields, the new part of its text) until all samples of all prompts have ended."""
+        """Yield (number, update, choice, new part of its text) until all samples of all prompts have ended."""
         fresh, loop = asyncio.Event(), asyncio.get_running_loop()
 
         def notify() -> None:
-            # Called in the engine's thread; asyncio's events belong to the thread of their loop.
+            # Called in the engine's thread; the loop may have ended before the engine is closed.
             with contextlib.suppress(RuntimeError):
-                # The loop has ended where the engine is closed behind its server.
                 loop.call_soon_threadsafe(fresh.set)
 
         streams: list[Any] = []
-        per_prompt = job.asked.n or 1
         texts: dict[int, tuple[Text, Choice]] = {}
         try:
-            streams = await _made_or_cancelled(loop.run_in_executor(None, self.submit, job, notify))
-            self.counts.prompt_tokens += sum(map(len, job.prompts))
+            streams = await _streams_of(loop.run_in_executor(None, self.submit, job, notify))
+            self.metrics.prompt_tokens.inc(sum(map(len, job.prompts)))
             while not all(s.ended for s in streams):
-                # At least once a second, also without an update, to see whether the client has left.
+                # At least once a second, also without an update, to check whether the client has left.
                 with contextlib.suppress(TimeoutError):
                     await asyncio.wait_for(fresh.wait(), timeout=1.0)
                 fresh.clear()
                 for i, stream in enumerate(streams):
                     while (update := _next(stream)) is not None:
-                        number = i * per_prompt + update.sample
+                        number = i * job.asked.n + update.sample
                         if number not in texts:
-                            made = self.text(job.asked.strings)
-                            texts[number] = made, job.choice(made, i)
+                            text = self.text(job.asked.stop)
+                            texts[number] = text, job.choice(text, i)
                         text, choice = texts[number]
                         new = text.add(update.tokens, update.completion is not None)
-                        self.counts.completion_tokens += len(update.tokens)
+                        self.metrics.completion_tokens.inc(len(update.tokens))
                         if update.completion is not None:
-                            # Calls in the answer are compared with their schemas.
-                            await asyncio.to_thread(choice.finish, update.completion)
-                        if update.completion is not None and job.session is not None:
-                            kept = (job, job.session, number, update.completion, text, choice)
-                            await asyncio.to_thread(self._keep, *kept)
+                            await asyncio.to_thread(self._keep, job, number, update.completion, text, choice)
                         yield number, update, choice, new
                 if await gone():
                     return
         finally:
             for stream in streams:
-                # A client that left, or an error: the engine must not go on for it.
+                # After an error, or for a client that left, the engine must not continue.
                 if not stream.ended:
                     stream.cancel()
 
-    def _keep(self, job: Job, session: Session, number: int, done: Any, text: Text, choice: Choice) -> None:
-        """Records a sample in its session. Recorded before the client has it, so that its next call finds it."""
-        if done.stop == "cancelled":
+    def _keep(self, job: Job, number: int, done: Any, text: Text, choice: Choice) -> None:
+        """Record an ended sample in its session, before the client has it: its next call finds the sample."""
+        # Compares calls in the answer with their schemas, which takes time.
+        choice.finish(done)
+        if job.session is None or done.stop == "cancelled":
             return
         call = job.calls[number]
         reply = choice.whole(done).get("message") or {"role": "assistant", "content": text.sent}
-        call.policy = self.policy_of(job)
+        call.policy, call.text = self.policy_of(job), text.sent
         call.token_ids, call.logprobs, call.stop = list(done.tokens), list(done.logps), done.stop
-        if call.kind == "text":
-            # A stop string that ended it too; of control tokens a text has nothing.
-            call.text, call.whole = text.decode(call.token_ids), self._special.isdisjoint(call.token_ids)
-        else:
-            call.text, call.whole = text.sent, done.stop != "string" and choice.complete
+        call.whole, call.valid = done.stop != "string" and choice.complete, choice.valid
         call.ended = done.stop == "eos" and done.tokens[-1] in self._stops
-        call.valid = choice.valid
-        called = [one["function"] for one in reply.get("tool_calls", ())]
-        calls = tuple(same_call(one["name"], _object(one["arguments"])) for one in called)
-        with session.lock:
-            session.keep(call, reply, ("assistant", without_thoughts(reply["content"] or ""), calls))
-        self.sessions.evict(keep=session)
+        functions = [one["function"] for one in reply.get("tool_calls", ())]
+        calls = tuple(same_call(one["name"], json.loads(one["arguments"])) for one in functions)
+        with job.session.lock:
+            job.session.keep(call, reply, ("assistant", without_thoughts(reply["content"] or ""), calls))
+        self.sessions.evict(keep=job.session)
 
 
-class UnknownModel(LookupError):
-    """A request for a model that this server does not serve."""
+async def _streams_of(submitting: asyncio.Future[Any]) -> Any:
+    """Return the streams of a request that a thread submits; the thread waits for the engine's present step.
 
-
-class PolicyChanged(RuntimeError):
-    """An answer that would be of two policies."""
-
-
-class ContextFull(ValueError):
-    """A prompt that leaves no room for an answer."""
-
-
-def _check_top(field: str, count: int | None) -> None:
-    if (count or 0) > TOP_LOGPROBS:
-        raise ValueError(f"{field} is {count}; this server has the {TOP_LOGPROBS} most probable tokens of a position")
-
-
-def _object(text: str) -> dict[str, Any]:
-    value: dict[str, Any] = json.loads(text)
-    return value
-
-
-async def _made_or_cancelled(making: asyncio.Future[Any]) -> Any:
-    """The streams of a request that a thread submits, which waits for the step that the engine is in.
-
-    A request that ends meanwhile cannot stop the thread: what it makes is cancelled as soon as it is there.
+    A cancelled request cannot stop the thread. Its streams are cancelled when they exist.
     """
 
-    def drop(made: asyncio.Future[Any]) -> None:
-        if made.exception() is None:
-            for stream in made.result():
+    def drop(submitted: asyncio.Future[Any]) -> None:
+        if submitted.exception() is None:
+            for stream in submitted.result():
                 stream.cancel()
 
     try:
-        return await asyncio.shield(making)
+        return await asyncio.shield(submitting)
     except asyncio.CancelledError:
-        making.add_done_callback(drop)
+        submitting.add_done_callback(drop)
         raise
 
 
 def _next(stream: Any) -> Any:
-    """The next update that is there already; None where none is."""
+    """Return the next update if the engine has delivered it, else None."""
     try:
         return None if stream.ended else stream.next(timeout=0)
     except queue.Empty:

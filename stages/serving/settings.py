@@ -10,16 +10,16 @@ from rlhf.stages.contract.definition import StageConfig
 
 
 class PolicyPlace(StageConfig):
-    """Which artifact holds the policy."""
+    """The artifact of the policy."""
 
     store: str
     """Folder or URL of the store."""
     stage: str
-    """The stage that made the artifact."""
+    """The stage of the artifact."""
     key: str
     """Its key."""
     digest: str
-    """Its digest: the key may have been made anew since."""
+    """Its digest: the key may have been recomputed since."""
     base: str
     """Key of the base model, which has the tokenizer."""
 
@@ -32,7 +32,7 @@ class ChatOptions(StageConfig):
     max_tokens: Annotated[int, Field(ge=1)] = 128
     """Longest answer in tokens."""
     tensor: Annotated[int, Field(ge=1)] = 1
-    """Devices over which the policy is divided."""
+    """Devices over which the policy is sharded."""
 
 
 class Chat(StageConfig):
@@ -48,37 +48,37 @@ class ServeOptions(StageConfig):
     """Options of `rlhf serve`."""
 
     host: str = "127.0.0.1"
-    """Address to listen at; the default is this machine alone."""
+    """Address to listen at; the default serves this machine alone."""
     port: Annotated[int, Field(ge=1, le=65535)] = 8000
     """Port to listen at."""
     api_key_file: str | None = None
-    """File of keys, one a line, besides RLHF_API_KEY. Requests send one as a bearer token; --host may ask for them."""
+    """File of keys, one a line, in addition to RLHF_API_KEY. Requests send one as bearer token; --host may need one."""
     requests: Annotated[int, Field(ge=1)] = 256
-    """Requests answered at once; further ones get status 429."""
+    """Concurrent requests; further ones get status 429."""
     request_seconds: Annotated[float, Field(gt=0)] = 600.0
-    """Time for a request from its head to the end of its answer."""
+    """Longest time of a request, from its head to the end of its answer."""
     body_megabytes: Annotated[float, Field(gt=0, le=1024)] = 4.0
     """Largest body of a request."""
     follow: bool = False
-    """Serve what a name such as champion stands for from now on: a promotion or rollback replaces the policy."""
+    """Keep serving the current entry of a name such as champion: a promotion or rollback replaces the policy."""
     take_weights: str | None = None
-    """Folder or URL with policies of the same model: clients may name another one of them (POST /weights)."""
+    """Folder or URL with policies of the same model, which clients may load by name (POST /weights)."""
     context: Annotated[int, Field(ge=0)] = 0
     """Longest prompt with its answer in tokens, at most the model's positions; 0: 4,096."""
     slots: Annotated[int, Field(ge=0)] = 0
-    """Answers made side by side; 0: the device decides."""
+    """Completions sampled at a time; 0: the device decides."""
     tensor: Annotated[int, Field(ge=1)] = 1
-    """Devices over which the policy is divided; all devices together hold as many replicas as there is room for."""
+    """Devices over which the policy is sharded; all devices together hold as many replicas as fit."""
     quantization: Literal["none", "int8"] = "none"
-    """Of the weight matrices of layers."""
+    """Quantization of the weight matrices of layers."""
     sessions: Annotated[int, Field(ge=1)] = 1024
-    """Recorded sessions that are held; with more, those that were not used for longest are dropped."""
+    """Recorded sessions in memory; beyond that, the least recently used ones are dropped."""
     session_tokens: Annotated[int, Field(ge=1)] = 2**22
-    """Tokens that they may have together."""
+    """Tokens of all sessions together; a call counts 128 in addition to its tokens."""
     kv_cache_dtype: Literal["auto", "float32", "bfloat16", "int8"] = "auto"
-    """Keys and values; auto: as computed."""
+    """Type of keys and values; auto: as computed."""
     cache: Literal["auto", "slots", "paged"] = "auto"
-    """Where keys and values are: slots of equal length, or pages; auto: pages on a TPU whose kernel takes the model."""
+    """Layout of keys and values: slots of equal length, or pages; auto: pages on a TPU whose kernel has the model."""
 
 
 class Named(StageConfig):
@@ -96,4 +96,4 @@ class Serve(StageConfig):
     name: str
     """The model's name in the API."""
     named: Named | None = None
-    """The name that it was asked for by, which requests may use too."""
+    """The name in the command, which requests may use too."""

@@ -1,8 +1,8 @@
-"""Tools in the API: what a request may say of them, and calls of a policy's text in its form.
+"""Tools in the API: the fields of requests, and calls in a policy's text.
 
-How calls are written follows the chat template's family (`rlhf.tuning.chat.calls`). A call that a request asks for
-(`tool_choice`) is begun for the policy: its first tokens are written into the context, and the policy goes on from
-there, so it can choose arguments but not refuse to call.
+The format of calls follows the chat template's family (`rlhf.tuning.chat.calls`). If `tool_choice` asks for a call, the
+server writes the beginning of the call into the context and the policy continues it: the policy chooses arguments but
+cannot refuse to call.
 """
 
 from __future__ import annotations
@@ -10,14 +10,12 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import json
-import re
 from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, Literal
 
 from pydantic import (
     BaseModel,
     BeforeValidator,
-    ConfigDict,
     Field,
     Json,
     ModelWrapValidatorHandler,
@@ -30,7 +28,6 @@ from rlhf.tuning.chat import calls, schemas
 
 
 class Function(BaseModel):
-    model_config = ConfigDict(extra="ignore")
     name: Annotated[str, Field(pattern=r"^[\w.-]{1,64}$")]
     description: str | None = None
     parameters: dict[str, Any] | None = None
@@ -43,47 +40,30 @@ class Function(BaseModel):
 
 
 class Tool(BaseModel):
-    model_config = ConfigDict(extra="ignore")
     type: Literal["function"]
     function: Function
     _given: dict[str, Any] = PrivateAttr()
 
     @model_validator(mode="wrap")
     @classmethod
-    def _keeps_what_is_given(cls, value: Any, handler: ModelWrapValidatorHandler[Tool]) -> Tool:
-        made = handler(value)
-        made._given = value
-        return made
+    def _keep_given(cls, value: Any, handler: ModelWrapValidatorHandler[Tool]) -> Tool:
+        tool = handler(value)
+        tool._given = value
+        return tool
 
     def schema_of(self) -> dict[str, Any]:
-        """As it was given, with fields that only the chat template reads: training data has it so."""
+        """Return the tool as the client wrote it, with fields that only the chat template reads, as training data."""
         function = {name: value for name, value in self._given["function"].items() if value is not None}
         return {**self._given, "function": function}
 
 
-class Named(BaseModel):
-    model_config = ConfigDict(extra="ignore")
-    name: str
-
-
-class NamedChoice(BaseModel):
-    model_config = ConfigDict(extra="ignore")
-    type: Literal["function"]
-    function: Named
-
-
-ToolChoice = Literal["none", "auto", "required"] | NamedChoice
-
-
 class CalledFunction(BaseModel):
-    model_config = ConfigDict(extra="ignore")
     name: str
     arguments: Annotated[Json[dict[str, Any]] | dict[str, Any], BeforeValidator(lambda value: value or {})] = {}
-    """JSON text, as OpenAI's API has it, or an object; here it is an object."""
+    """JSON text, as in OpenAI's API, or an object."""
 
 
 class ToolCall(BaseModel):
-    model_config = ConfigDict(extra="ignore")
     id: str | None = None
     type: Literal["function"] = "function"
     function: CalledFunction
@@ -91,79 +71,57 @@ class ToolCall(BaseModel):
 
 @dataclasses.dataclass(frozen=True)
 class Offer:
-    """The tools of a request, and how its answer may use them."""
+    """The tools of a request, and the calls that its answer may have."""
 
     tools: Sequence[calls.Schema]
     form: str
-    """One of `rlhf.tuning.chat.calls.FORMATS` but auto."""
+    """A format of `rlhf.tuning.chat.calls.FORMATS` other than auto."""
     choice: str = "auto"
     """`none`, `auto`, `required`, or a tool's name."""
     parallel: bool = True
-    """Whether an answer may have several calls; else the first counts."""
+    """Whether an answer may have several calls; else only the first counts."""
 
     @property
     def used(self) -> bool:
-        """Whether calls are looked for in the answer."""
+        """Whether the answer may have calls."""
         return bool(self.tools) and self.choice != "none"
 
     @property
-    def begun(self) -> str:
-        """The beginning of the call that is asked for, which the answer goes on from."""
+    def call_start(self) -> str:
+        """The beginning of the call that the request asks for, which the answer continues."""
         name = None if self.choice in ("none", "auto", "required") else self.choice
         if self.choice in ("none", "auto"):
             return ""
         if self.form == "gemma":
             return "```tool_code\n" + (f"{name}(" if name else "")
         key = "arguments" if self.form == "hermes" else "parameters"
-        # No space at the end: tokenizers join it with what follows.
+        # No space at the end: tokenizers join it with the next word.
         body = f'{{"name": "{name}", "{key}":' if name else '{"name": "'
         return f"<tool_call>\n{body}" if self.form == "hermes" else body
 
     def read(self, text: str) -> calls.Parsed:
-        """The calls of a whole answer. Where one of them is malformed all of it is content."""
+        """Return the calls of a whole answer. If one of them is malformed, the whole text is content."""
         if not self.used:
             return calls.Parsed([], [], text)
         try:
             parsed = calls.parse(text, self.form, self.tools)
         except ValueError:
-            # A schema with a reference that leads nowhere: nothing can be compared with it.
+            # A schema has a broken reference.
             return calls.Parsed([], [], text.strip())
         if parsed.errors or not parsed.calls:
             return calls.Parsed([], parsed.errors, text.strip())
         return parsed
 
-    def shown(self, text: str) -> str:
-        """As much of an answer under way as is content whatever follows: nothing from where a call may begin."""
-        if not self.used:
-            return text
-        text = text.lstrip()
-        behind = text.rpartition("</think>")[2]
-        if self.form == "llama" and behind.lstrip().startswith("{"):
-            return text[: len(text) - len(behind)].rstrip()
-        marks = _MARKS[self.form]
-        ends = [i for mark in marks if (i := text.find(mark)) >= 0]
-        if ends:
-            return text[: min(ends)].rstrip()
-        held = max((n for mark in marks for n in range(1, len(mark)) if text.endswith(mark[:n])), default=0)
-        return text[: len(text) - held].rstrip()
 
+def tool_calls_of(found: Sequence[calls.Call], tokens: Sequence[int]) -> list[dict[str, Any]]:
+    """Return `tool_calls` of an answer.
 
-_MARKS = {
-    "hermes": ("<tool_call>",),
-    "llama": ("<|python_tag|>",),
-    "gemma": ("```tool_code", "<start_function_call>", "call:"),
-}
-
-
-def answered(found: Sequence[calls.Call], tokens: Sequence[int]) -> list[dict[str, Any]]:
-    """`tool_calls` of an answer.
-
-    tokens: of context and answer. Ids of calls follow from them, so that a run of a recipe repeats itself.
+    tokens: context and answer. Ids of calls are derived from them, so that a run of a recipe is reproducible.
     """
     name = hashlib.sha256(json.dumps(list(tokens)).encode()).hexdigest()
     return [
         {
-            # Nine letters and digits: templates of Mistral take no other.
+            # Mistral's templates accept only nine letters and digits.
             "id": f"{name[:7]}{number:02d}",
             "type": "function",
             "function": {"name": call.name, "arguments": json.dumps(call.arguments, ensure_ascii=False)},
@@ -172,14 +130,12 @@ def answered(found: Sequence[calls.Call], tokens: Sequence[int]) -> list[dict[st
     ]
 
 
-_THOUGHTS = re.compile(r"^.*?</think>", re.DOTALL)
-
-
 def without_thoughts(text: str) -> str:
-    """The text behind its thoughts, stripped: what clients send back of an answer."""
-    return _THOUGHTS.sub("", text).strip()
+    """Return the text after its thoughts, stripped, as clients send an answer back."""
+    head, mark, rest = text.partition("</think>")
+    return (rest if mark else head).strip()
 
 
 def same_call(name: str, arguments: Mapping[str, Any]) -> str:
-    """A call for comparison."""
+    """Return a call for comparison."""
     return json.dumps([name, arguments], sort_keys=True)

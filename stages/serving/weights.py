@@ -1,7 +1,7 @@
 """Another policy without a restart: `POST /weights` names files below the server's root, which replace its weights.
 
-Requests under way end on the old policy, and later ones wait for the new one. A policy that does not fit is refused and
-the old one stays.
+Running requests finish on the old policy, and later ones wait for the new one. If a policy does not fit, the server
+refuses it and keeps the old one.
 """
 
 from __future__ import annotations
@@ -14,12 +14,15 @@ from typing import Annotated, Any
 
 from pydantic import BaseModel, ConfigDict, Field
 
+from rlhf.stages.serving.errors import RequestError
 from rlhf.stages.serving.server import Server
 from rlhf.tuning.rollout.servers.transfer import pull
 
 
-class NotTaken(RuntimeError):
+class NotTaken(RequestError):
     """This server takes no weights."""
+
+    status, code = 403, "weights_not_taken"
 
 
 class Given(BaseModel):
@@ -35,22 +38,22 @@ class Given(BaseModel):
 
 
 class Weights:
-    """Changes the policy of one server. May be called from any thread."""
+    """Changes the policy of one server. Thread-safe."""
 
     def __init__(self, server: Server, root: str | None):
         """root: folder or fsspec URL of policies; None: the server takes none."""
         self._server, self._root = server, root
-        self._one = threading.Lock()
+        self._lock = threading.Lock()
         """Held while a policy is read."""
 
     def take(self, given: Given) -> dict[str, str]:
-        """Serve a policy from now on. A policy that is served already is not read again.
+        """Serve a policy from now on, unless it is served already.
 
         Raises NotTaken, ValueError for files that are missing, damaged or of another model, and WeightsLost.
         """
         if self._root is None:
             raise NotTaken("this server takes no weights: start it with --take-weights and a folder or URL")
-        with self._one, tempfile.TemporaryDirectory(prefix="rlhf-weights-") as scratch:
+        with self._lock, tempfile.TemporaryDirectory(prefix="rlhf-weights-") as scratch:
             if self._server.policy != given.policy:
                 try:
                     folder = pull(self._root, given.folder, given.files, Path(scratch))
@@ -63,7 +66,7 @@ class Weights:
 
     def change(self, policy: str, folder: Path) -> None:
         """Serve the policy of a model folder of this machine. Raises UnsupportedModel and WeightsLost."""
-        with self._one:
+        with self._lock:
             self._swap(policy, folder)
 
     def _swap(self, policy: str, folder: Path) -> None:

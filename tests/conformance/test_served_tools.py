@@ -34,20 +34,20 @@ def asked(*messages, **fields):
 
 def answer(server, job, text):
     """What the client gets where the policy says a text and ends its turn; it is recorded."""
-    ids = [*server.wording.words(t.TOOLS, {}).begun(text), *server._stops]
+    ids = [*server.renderer.renderer(t.TOOLS, {}).begun(text), *server._stops]
     said = server.text()
     choice = job.choice(said, 0)
     said.add(ids, True)
     done = Completion(ids, [-0.5] * len(ids), "eos")
     if job.session is not None:
-        server._keep(job, job.session, 0, done, said, choice)
+        server._keep(job, 0, done, said, choice)
     return choice.whole(done)["message"], ids
 
 
 def test_a_conversation_with_tools_only_grows_and_reads_as_the_template_writes_it(server):
     session = server.sessions.of_call("one")
-    first = server.chat(asked(), session)
-    text = render(CALLS, server.wording.form)
+    first = server.read(asked(), session)
+    text = render(CALLS, server.renderer.form)
     message, ids = answer(server, first, text)
     found = [(one["function"]["name"], json.loads(one["function"]["arguments"])) for one in message["tool_calls"]]
     assert found == [(call.name, call.arguments) for call in CALLS]
@@ -55,11 +55,11 @@ def test_a_conversation_with_tools_only_grows_and_reads_as_the_template_writes_i
         {"role": "tool", "tool_call_id": one["id"], "content": result}
         for one, result in zip(message["tool_calls"], ("5", "said"), strict=True)
     ]
-    second = server.chat(asked(message, *results), session)
+    second = server.read(asked(message, *results), session)
     before = [*first.prompts[0], *ids]
     assert second.prompts[0][: len(before)] == before
     # The same history of a client without a session, rendered at once.
-    alone = server.chat(asked(message, *results), None)
+    alone = server.read(asked(message, *results), None)
     assert server.decode(second.prompts[0]) == server.decode(alone.prompts[0])
     assert all(result["content"] in server.decode(second.prompts[0][len(before) :]) for result in results)
     answer(server, second, "It is 5.")
@@ -67,10 +67,10 @@ def test_a_conversation_with_tools_only_grows_and_reads_as_the_template_writes_i
 
 
 def test_a_call_that_is_asked_for_is_begun_in_the_familys_form(server):
-    job = server.chat(asked(tool_choice={"type": "function", "function": {"name": "add"}}), None)
-    plain = server.chat(asked(), None)
+    job = server.read(asked(tool_choice={"type": "function", "function": {"name": "add"}}), None)
+    plain = server.read(asked(), None)
     begun = job.prompts[0][len(plain.prompts[0]) :]
     assert job.prompts[0][: len(plain.prompts[0])] == plain.prompts[0]
-    whole = render([CALLS[0]], server.wording.form)
+    whole = render([CALLS[0]], server.renderer.form)
     start = server.decode(begun)
     assert whole.startswith(start) and "add" in start

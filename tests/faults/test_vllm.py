@@ -26,7 +26,7 @@ from rlhf.tuning.rollout.engine.limits import Limits
 from rlhf.tuning.rollout.servers.child import Child
 from rlhf.tuning.rollout.servers.fleet import Fleet, Options
 from rlhf.tuning.rollout.servers.kinds import KINDS
-from rlhf.tuning.rollout.servers.protocol import ServerStart, StalePolicy
+from rlhf.tuning.rollout.servers.protocol import StalePolicy
 from rlhf.tuning.rollout.servers.server import RemoteServer
 from tests.faults.support import Run, shards
 from tests.faults.vllm_servers import ENVIRONMENT, SETTINGS, command, gap, remote, run, smollm
@@ -43,8 +43,7 @@ def model(tmp_path_factory):
 @pytest.fixture(scope="module")
 def server(tmp_path_factory):
     def words(folder: Path, port: int) -> list[str]:
-        start = ServerStart(folder, "float32", 1024, True)
-        return [*command(), *KINDS["vllm"].arguments(start, port), "--max-lora-rank", "8"]
+        return [*command(), *KINDS["vllm"].arguments(folder, port, "float32", 1024, True), "--max-lora-rank", "8"]
 
     log = tmp_path_factory.mktemp("vllm") / "log"
     child = Child(words, KINDS["vllm"].environment() | ENVIRONMENT, log)
@@ -160,7 +159,7 @@ def test_bfloat16_is_within_the_tolerance_and_other_weights_are_not(model, tmp_p
         return target
 
     def words(folder: Path, port: int) -> list[str]:
-        return [*command(), *KINDS["vllm"].arguments(ServerStart(folder, "bfloat16", 1024, False), port)]
+        return [*command(), *KINDS["vllm"].arguments(folder, port, "bfloat16", 1024, False)]
 
     child = Child(words, KINDS["vllm"].environment() | ENVIRONMENT, tmp_path / "log")
     server, requests = RemoteServer(child=child), model.requests(8, 0.8, samples=2, tokens=24)

@@ -23,7 +23,7 @@ from rlhf.tuning.rollout.requests import Request, Sampling
 from rlhf.tuning.rollout.servers.child import Child
 from rlhf.tuning.rollout.servers.fleet import Fleet, Options
 from rlhf.tuning.rollout.servers.kinds import KINDS
-from rlhf.tuning.rollout.servers.protocol import Policy, ServerStart
+from rlhf.tuning.rollout.servers.protocol import Policy
 from rlhf.tuning.rollout.servers.server import RemoteServer
 from rlhf.tuning.training.completions import token_logps
 from tests.tuning.chat.templates import chat_prompt_ids
@@ -132,7 +132,7 @@ def child(folder: Path, number: int = 0, more: Sequence[str] = ()) -> Child:
     """A vLLM server that takes policies by weight transfer; its log goes to `folder`."""
 
     def words(model: Path, port: int) -> list[str]:
-        arguments = KINDS["vllm"].arguments(ServerStart(model, "float32", 1024, False), port)
+        arguments = KINDS["vllm"].arguments(model, port, "float32", 1024, False)
         return [*command(), *arguments, "--weight-transfer-config", '{"backend": "rlhf"}', *more]
 
     return Child(words, KINDS["vllm"].environment() | ENVIRONMENT, folder / f"log-{number}")

@@ -19,9 +19,8 @@ from fastapi import FastAPI, Request
 from fastapi.responses import JSONResponse
 
 from rlhf.stages.serving import app as serving
-from rlhf.stages.serving.access import Keys
 from rlhf.stages.serving.guard import Guard
-from rlhf.stages.serving.metrics import Counts
+from rlhf.stages.serving.metrics import Metrics
 from rlhf.stages.serving.server import Server
 from rlhf.tuning.models.huggingface import read_config
 from rlhf.tuning.models.tokenizer import load_tokenizer
@@ -166,7 +165,7 @@ def main() -> None:
             f.write(f"{os.getpid()}\n")
     app: Any = make_app(State(args.model, min(args.max_model_len, 256)))
     if key := os.environ.get("VLLM_API_KEY"):
-        app = Guard(app, Counts(), keys=Keys([key]))
+        app = Guard(app, Metrics(), keys=[key])
     listener = socket.create_server((args.host, args.port))
     if args.port_file is not None:
         args.port_file.write_text(str(listener.getsockname()[1]))

@@ -10,7 +10,7 @@ import pytest
 
 from rlhf.tuning.rollout.servers.child import Child
 from rlhf.tuning.rollout.servers.kinds import KINDS
-from rlhf.tuning.rollout.servers.protocol import ServerLost, ServerStart
+from rlhf.tuning.rollout.servers.protocol import ServerLost
 from rlhf.tuning.rollout.servers.server import RemoteServer
 from tests.stages.sampling.support import GREEDY, remote, requests_of, run, same
 from tests.support import python
@@ -22,12 +22,11 @@ def children(tmp_path):
 
     def make(number=0):
         def command(folder, port):
-            start = ServerStart(folder, "float32", 256, False)
             words = [
                 sys.executable,
                 "-m",
                 "tests.stages.sampling.http_server",
-                *KINDS["vllm"].arguments(start, port),
+                *KINDS["vllm"].arguments(folder, port, "float32", 256, False),
             ]
             return [*words, "--pids", str(tmp_path / f"pids-{number}")]
 

@@ -201,7 +201,7 @@ def test_what_a_server_declines_ends_the_run_with_its_words(url, policy):
     engine = remote(RemoteServer(url))
     engine.load(policy("first"))
     long = Asked([1] * 300, 5, Sampling(1.0), STOPS)
-    with pytest.raises(ServerRefused, match="/v1/completions answered 400: the prompt has 300 tokens; the context is"):
+    with pytest.raises(ServerRefused, match="answered 400: .*the prompt has 300 tokens; the context is"):
         run(engine, [*GREEDY, long])
     # The engine can be used again.
     assert len(run(engine, GREEDY)) == len(GREEDY)

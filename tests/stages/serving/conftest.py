@@ -61,7 +61,7 @@ def live(params):
 
 @pytest.fixture(scope="session")
 def url(live):
-    sessions = Sessions(most=3, tokens=2000)
+    sessions = Sessions(max_sessions=3, tokens=5000)
     url, end = serving(Server(live, TOKENIZER, "tiny", STOPS, CONTEXT, "the-digest", sessions))
     yield url
     end()

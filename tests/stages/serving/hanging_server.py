@@ -9,15 +9,19 @@ import sys
 import threading
 import time
 
-from rlhf.stages.serving import connection, programs
+import httpx
+
+from rlhf.stages.serving import programs, web
 from rlhf.stages.serving.app import make_app
-from rlhf.stages.serving.programs import listening
+from rlhf.stages.serving.programs import endpoint
 from rlhf.stages.serving.serve import serve
 from rlhf.stages.serving.server import Server
 from rlhf.tuning.models.huggingface import random_params
 from rlhf.tuning.rollout.engine.engine import Engine
 from rlhf.tuning.rollout.engine.live import Live
 from tests.stages.serving.support import CONFIG, CONTEXT, LIMITS, STOPS, TOKENIZER
+
+KEY = "k" * 32
 
 
 class Hanging(Engine):
@@ -29,9 +33,9 @@ class Hanging(Engine):
 
 def agents(server):
     """Ends the server of agents once two requests are under way."""
-    with listening(server, "k" * 32) as url:
+    with endpoint(server, KEY) as url:
         print(url, flush=True)
-        while server.counts.in_flight < 2:
+        while httpx.get(f"{url}/metrics", headers={"authorization": f"Bearer {KEY}"}).text.find("in_flight 2") < 0:
             time.sleep(0.05)
     server.live.close(1)
     print("closed", flush=True)
@@ -40,7 +44,7 @@ def agents(server):
 def main():
     well = "answers" in sys.argv
     if not well:
-        connection.CLOSING_SECONDS = programs.CANCEL_SECONDS = 1
+        web.CLOSING_SECONDS = programs.CANCEL_SECONDS = 1
     engine = (Engine if well else Hanging)(CONFIG, limits=LIMITS)
     engine.load(random_params(CONFIG, 3))
     live = Live(engine)

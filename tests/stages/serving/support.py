@@ -6,7 +6,7 @@ import threading
 import time
 
 from rlhf.stages.serving.app import make_app
-from rlhf.stages.serving.connection import Patient, web_server
+from rlhf.stages.serving.web import Web
 from rlhf.tuning.chat.renderer import Renderer
 from rlhf.tuning.models.byte_tokenizer import CHAT_TEMPLATE, byte_tokenizer
 from rlhf.tuning.models.config import tiny
@@ -47,17 +47,16 @@ def conversation():
     return words.first([QUESTION]), said[0], words.suffix([RESULT], ended=True), said[1]
 
 
-def serving(server, bounds=None, keys=None, protocol=Patient, weights=None):
+def serving(server, options=None, keys=(), weights=None):
     """(base URL, what ends it) of a server in a thread."""
-    web = web_server(make_app(server, bounds, keys, weights), "127.0.0.1", 0, protocol)
+    web = Web(make_app(server, options, keys, weights), "127.0.0.1", 0)
     thread = threading.Thread(target=web.run, daemon=True)
     thread.start()
     while not web.started:
         time.sleep(0.02)
-    port = web.servers[0].sockets[0].getsockname()[1]
 
     def end():
         web.should_exit = True
         thread.join()
 
-    return f"http://127.0.0.1:{port}", end
+    return web.url, end

@@ -1,4 +1,4 @@
-"""Log-probabilities of an answer: the bytes of its tokens are those of its text, also where a character has several."""
+"""Text of an answer as its tokens arrive, and their log-probabilities."""
 
 from types import SimpleNamespace
 
@@ -24,25 +24,38 @@ def sentencepiece():
     return PreTrainedTokenizerFast(tokenizer_object=core, unk_token="<unk>")
 
 
+@pytest.mark.parametrize("step", [1, 3])
 @pytest.mark.parametrize("make", [byte_tokenizer, smollm, sentencepiece])
-def test_the_bytes_of_tokens_are_those_of_their_text(make):
+def test_a_text_in_pieces_is_the_whole_text_and_few_tokens_are_decoded_again(make, step):
     tokenizer = make()
     if tokenizer is None:
         pytest.skip("the package of SmolLM2 is not installed")
-    text = TEXT.replace(" ", "▁") if make is sentencepiece else TEXT
-    tokens = tokenizer.encode(text, add_special_tokens=False)
+    said = (TEXT * 50).replace(" ", "▁") if make is sentencepiece else TEXT * 50
+    tokens, decoded = tokenizer.encode(said, add_special_tokens=False), []
+    text = Text(tokenizer, set(), ["\x00never"])
+    decode = text.decode
+    text.decode = lambda tokens: decoded.append(len(tokens)) or decode(tokens)
+    sent = "".join(text.add(tokens[i : i + step], i + step >= len(tokens)) for i in range(0, len(tokens), step))
+    assert sent == text.sent == tokenizer.decode(tokens)
+    # Of each update, not of the whole answer.
+    assert max(decoded) < 30
+
+
+def test_log_probabilities_have_the_bytes_of_tokens_that_are_characters():
+    tokenizer = byte_tokenizer()
+    tokens = tokenizer.encode(TEXT, add_special_tokens=False)
     rows = chat_logprobs(Text(tokenizer, set(), []), tokens, [-1.0] * len(tokens), [], 0)["content"]
-    # Some token is a part of a character alone.
     assert "\ufffd" in [row["token"] for row in rows]
-    assert bytes(byte for row in rows for byte in row["bytes"]).decode() == TEXT
+    for row in rows:
+        assert row["bytes"] == (None if row["token"] == "\ufffd" else list(row["token"].encode()))
 
 
 @pytest.mark.parametrize("part", [{"type": "text"}, {"type": "text", "text": None}, {"type": "text", "text": ["a"]}])
 def test_a_part_without_text_is_refused_and_no_word_none_is_read(part):
     parts = [{"type": "text", "text": "a "}, {"type": "text", "text": "b"}]
     assert Message(role="user", content=parts).text == "a b"
-    with pytest.raises(ValueError, match="a part of type 'text' needs a string in `text`"):
-        _ = Message(role="user", content=[*parts, part]).text
+    with pytest.raises(ValueError, match="expected parts of type 'text' with a string in `text`"):
+        Message(role="user", content=[*parts, part])
 
 
 @pytest.mark.parametrize(
@@ -57,7 +70,7 @@ def test_no_part_of_a_stop_string_is_sent(said, stop, shown, step):
     assert sent == text.sent == shown
 
 
-def test_a_text_begins_with_the_bos_that_documents_have_and_goes_on_without_a_space():
+def test_a_text_begins_with_the_bos_that_documents_have():
     tokenizer = sentencepiece()
     tokenizer.add_special_tokens({"bos_token": "<s>", "eos_token": "</s>"})
     tokenizer.chat_template = "{% for m in messages %}{{ m.content }}</s>{% endfor %}"
@@ -68,7 +81,6 @@ def test_a_text_begins_with_the_bos_that_documents_have_and_goes_on_without_a_sp
     space, letter = tokenizer.convert_tokens_to_ids(["▁", "n"])
     assert server._prompt_ids("n") == [bos, space, letter] == tokenizer.encode("n")
     assert server._prompt_ids([letter]) == [letter]
-    assert server._prompt_ids("n", begins=False) == [letter]
     # Without a BOS of its own the tokenizer adds none.
     core.post_processor = None
     assert server._prompt_ids("n") == [space, letter]

@@ -11,11 +11,12 @@ import pytest
 
 from rlhf.stages.serving import app as routes
 from rlhf.stages.serving.app import make_app
-from rlhf.stages.serving.connection import web_server
-from rlhf.stages.serving.guard import Bounds, Guard
-from rlhf.stages.serving.metrics import Counts
-from rlhf.stages.serving.serve import end_with, unusable
+from rlhf.stages.serving.guard import Guard
+from rlhf.stages.serving.metrics import Metrics
+from rlhf.stages.serving.serve import end_with, main
 from rlhf.stages.serving.server import Server
+from rlhf.stages.serving.settings import PolicyPlace, Serve, ServeOptions
+from rlhf.stages.serving.web import Web
 from rlhf.tuning.rollout.engine.engine import Engine
 from rlhf.tuning.rollout.engine.live import EngineStopped, Live
 from rlhf.tuning.rollout.requests import Request
@@ -25,7 +26,7 @@ SAID = {"prompt": "ab", "max_tokens": 2, "temperature": 0}
 
 
 def test_an_answer_that_takes_too_long_ends_with_its_reason(live):
-    url, end = serving(Server(live, TOKENIZER, "tiny", STOPS, CONTEXT), Bounds(request_seconds=0.3))
+    url, end = serving(Server(live, TOKENIZER, "tiny", STOPS, CONTEXT), ServeOptions(request_seconds=0.3))
     try:
         long = SAID | {"max_tokens": 190, "n": 64, "ignore_eos": True, "temperature": 1}
         answer = httpx.post(f"{url}/v1/completions", json=long, timeout=60)
@@ -50,7 +51,7 @@ def test_a_request_whose_time_is_over_before_the_engine_has_taken_it_leaves_it_n
             made.append(super().submit(*arguments))
             return made[-1]
 
-    url, end = serving(Watched(live, TOKENIZER, "tiny", STOPS, CONTEXT), Bounds(request_seconds=0.3))
+    url, end = serving(Watched(live, TOKENIZER, "tiny", STOPS, CONTEXT), ServeOptions(request_seconds=0.3))
     # A step that takes longer than the request may.
     hanging = threading.Thread(target=live.look, args=(lambda *_: going_on.wait(60),))
     try:
@@ -110,7 +111,7 @@ def test_health_is_that_of_the_engine(params, monkeypatch):
             answer = httpx.get(f"{url}/{path}")
             assert (answer.status_code, answer.json()["status"]) == (503, status)
             assert said in answer.json()["error"]
-        assert "rlhf_serve_engine_up 0" in httpx.get(f"{url}/metrics").text
+        assert "rlhf_serve_engine_up 0.0" in httpx.get(f"{url}/metrics").text
 
     try:
         monkeypatch.setattr(routes, "STALLED_SECONDS", 0.2)
@@ -135,7 +136,7 @@ def test_a_server_whose_engine_has_stopped_for_good_ends_for_its_supervisor(para
     engine = Engine(CONFIG, limits=LIMITS)
     engine.load(params)
     live = Live(engine)
-    web = web_server(make_app(Server(live, TOKENIZER, "tiny", STOPS, CONTEXT)), "127.0.0.1", 0)
+    web = Web(make_app(Server(live, TOKENIZER, "tiny", STOPS, CONTEXT)), "127.0.0.1", 0)
     watch = threading.Thread(target=end_with, args=(live, web, 0.01))
     watch.start()
     assert not web.should_exit
@@ -144,14 +145,13 @@ def test_a_server_whose_engine_has_stopped_for_good_ends_for_its_supervisor(para
     assert web.should_exit
 
 
-def test_an_address_that_is_taken_is_told_before_a_policy_is_loaded():
-    with socket.socket() as taken:
-        taken.bind(("127.0.0.1", 0))
-        taken.listen()
-        port = taken.getsockname()[1]
-        assert unusable("127.0.0.1", port) == "Address already in use"
-    assert unusable("127.0.0.1", port) is None
-    assert unusable("no.such.host.invalid", port)
+def test_an_address_that_is_taken_ends_the_server_before_it_loads_a_policy(monkeypatch):
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        options = ServeOptions(port=taken.getsockname()[1])
+        policy = PolicyPlace(store="none", stage="sft", key="k", digest="d", base="b")
+        monkeypatch.setattr("sys.argv", ["serve", Serve(policy=policy, options=options, name="x").model_dump_json()])
+        with pytest.raises(SystemExit, match="cannot listen at .*: Address already in use"):
+            main()
 
 
 def test_a_long_prompt_does_not_stop_the_streams_of_others(live, monkeypatch):
@@ -174,33 +174,43 @@ def test_a_long_prompt_does_not_stop_the_streams_of_others(live, monkeypatch):
         end()
 
 
-def test_the_guard_counts_a_client_that_left():
-    async def left(scope, receive, send):
-        raise AssertionError("unreachable")
+class App:
+    """An application without routes."""
 
+    routes = ()
+
+    def __init__(self, answer):
+        self.answer = answer
+
+    async def __call__(self, scope, receive, send):
+        await self.answer(receive)
+
+
+SCOPE = {"type": "http", "path": "/v1/completions", "method": "POST", "headers": [(b"host", b"127.0.0.1")]}
+
+
+async def send(message):
+    raise AssertionError(message)
+
+
+def test_a_client_that_left_has_status_0_and_its_request_does_not_count():
     async def receive():
         return {"type": "http.disconnect"}
 
-    async def send(message):
-        raise AssertionError(message)
+    async def read(receive):
+        assert await receive() == {"type": "http.disconnect"}
 
-    counts = Counts()
-    scope = {"type": "http", "path": "/v1/completions", "method": "POST", "headers": []}
-    asyncio.run(Guard(left, counts)(scope, receive, send))
-    assert counts.answers == {("/v1/completions", 0): 1} and counts.in_flight == 0
+    metrics = Metrics()
+    guard = Guard(App(read), metrics)
+    asyncio.run(guard(dict(SCOPE), receive, send))
+    assert metrics.registry.get_sample_value("rlhf_serve_requests_total", {"route": "other", "status": "0"}) == 1
+    assert guard.busy == 0
 
 
-def test_a_time_limit_of_the_application_s_own_is_not_told_as_the_guards():
-    async def late(scope, receive, send):
+def test_a_timeout_of_the_application_is_not_reported_as_the_limit_of_the_request():
+    async def late(receive):
         raise TimeoutError("of its own")
 
-    async def receive():
-        return {"type": "http.request", "body": b"{}", "more_body": False}
-
-    async def send(message):
-        raise AssertionError(message)
-
-    scope = {"type": "http", "path": "/v1/completions", "method": "POST", "headers": [(b"host", b"127.0.0.1")]}
-    # As any other failure: the server answers 500, and its log says where.
+    # As any other failure: the server answers 500, and its log has the place.
     with pytest.raises(TimeoutError, match="of its own"):
-        asyncio.run(Guard(late, Counts())(scope, receive, send))
+        asyncio.run(Guard(App(late), Metrics())(dict(SCOPE), None, send))

@@ -8,7 +8,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
 from rlhf.stages.serving.api import ChatRequest
-from rlhf.stages.serving.chat_rendering import Wording
+from rlhf.stages.serving.chat_rendering import ChatRenderer
 from rlhf.tuning.chat.template import Template
 from rlhf.tuning.data import drafts
 from rlhf.tuning.data.blocks import Block, Entry, Plan
@@ -193,13 +193,13 @@ def test_a_request_has_the_context_of_a_record_with_its_values(tmp_path):
     made = tokenizer("qwen3")
     asked = {"messages": [{"role": "developer", "content": "Be kind."}, user("Hi")]}
     values = {"chat_template_kwargs": {"enable_thinking": False}}
-    served = made.decode(Wording(made).context(ChatRequest.model_validate(asked | values)))
+    served = made.decode(ChatRenderer(made).context(ChatRequest.model_validate(asked | values)))
     chat = {"messages": [{"role": "system", "content": "Be kind."}, user("Hi"), bot("Yo")]}
     [row], _ = prepared(made, tmp_path, chat | values)
     assert served == row["prompt_ids"] and served.endswith("</think>\n\n")
     with pytest.raises(ValueError, match="'chat_template' is not a value"):
         wrong = {"chat_template_kwargs": {"chat_template": "{{ 7 }}"}}
-        Wording(made).context(ChatRequest.model_validate(asked | wrong))
+        ChatRenderer(made).context(ChatRequest.model_validate(asked | wrong))
 
 
 def test_a_prompt_may_open_the_thought_that_a_completion_continues(tmp_path):

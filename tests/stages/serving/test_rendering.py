@@ -8,7 +8,7 @@ import itertools
 import pytest
 
 from rlhf.stages.serving.api import ChatRequest
-from rlhf.stages.serving.chat_rendering import Wording
+from rlhf.stages.serving.chat_rendering import ChatRenderer
 from rlhf.tuning.chat.template import Template, TemplateRefused
 from rlhf.tuning.data.conversations import ConversationError, NoPrefix, sample, tokenized
 from rlhf.tuning.models.tokenizer import turn_end
@@ -96,7 +96,7 @@ def test_a_conversation_is_trained_and_served_as_its_template_writes_it(name, ki
         # The server's context of the same messages is the prompt of the last turn.
         before = made.decode(ids[: len(ids) - len(runs[-1])])
         asked = ChatRequest.model_validate({"messages": said[:-1], "tools": tools or None})
-        served = made.decode(Wording(made).context(asked))
+        served = made.decode(ChatRenderer(made).context(asked))
         assert served.startswith(before) and served[len(before) :] in ("", "<think>\n"), (served, before)
         # Without calls, or where the template writes them, the text is transformers' own.
         if not tools or (template._writes_calls and kind != "call with text"):

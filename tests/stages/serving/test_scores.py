@@ -133,7 +133,7 @@ def test_scores_disturb_no_request_and_none_disturbs_them(live, params):
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
-        ({"max_tokens": 0}, "max_tokens is 0, which asks for nothing without echo"),
+        ({"max_tokens": 0}, "max_tokens must be at least 1 unless echo is set"),
         ({"echo": True, "stream": True}, "echo is not offered with stream"),
         ({"echo": True, "max_tokens": 0, "prompt": "x" * 250}, "exceed"),
         ({"echo": True, "max_tokens": 0, "prompt": [10**6]}, "token 1000000 is not one"),

@@ -1,6 +1,5 @@
 """Sessions record a client's calls as ids that only grow, whatever the client sends back of them."""
 
-import json
 import sys
 import threading
 import time
@@ -12,7 +11,7 @@ import pytest
 
 from rlhf.stages.serving.api import Message
 from rlhf.stages.serving.server import Server
-from rlhf.stages.serving.sessions import Call, EvictedSession, Session, Sessions, said_by
+from rlhf.stages.serving.sessions import Call, EvictedSession, Session, Sessions, signatures_of
 from tests.stages.serving.support import (
     ADD,
     CONTEXT,
@@ -121,20 +120,16 @@ def test_samples_of_one_call_are_parts_and_streams_are_recorded(session):
     assert all(len(turn["token_ids"]) == len(turn["logprobs"]) > 0 for turn in record["turns"])
 
 
-@pytest.mark.parametrize("as_ids", [True, False])
-def test_completions_go_on_from_stored_ids(session, as_ids):
+def test_completions_continue_stored_ids(session):
     path, client = session
-    prompt, more = "one two", " three"
+    prompt, more = ids("one two"), ids(" three")
     asked = {"model": "tiny", "max_tokens": 6, "seed": 3, "extra_body": {"return_token_ids": True}}
-    first = client.completions.create(prompt=ids(prompt) if as_ids else prompt, **asked).choices[0]
-    if as_ids:
-        client.completions.create(prompt=[*ids(prompt), *first.token_ids, *ids(more)], **asked)
-    else:
-        client.completions.create(prompt=prompt + first.text + more, **asked)
+    first = client.completions.create(prompt=prompt, **asked).choices[0]
+    client.completions.create(prompt=[*prompt, *first.token_ids, *more], **asked)
     [part] = httpx.get(path).json()["parts"]
     assert part["turns"] == [0, 1]
-    assert part["prompt_ids"] == ids(prompt)
-    assert part["token_ids"][: len(first.token_ids) + len(more)] == [*first.token_ids, *ids(more)]
+    assert part["prompt_ids"] == prompt
+    assert part["token_ids"][: len(first.token_ids) + len(more)] == [*first.token_ids, *more]
 
 
 def test_what_a_stop_string_cuts_off_is_in_no_context_of_a_client_that_lacks_it(session):
@@ -191,13 +186,13 @@ def test_the_session_that_was_not_used_for_longest_leaves_and_its_client_is_told
 
 
 def test_sessions_leave_for_the_tokens_of_others():
-    sessions = Sessions(most=10, tokens=100)
+    sessions = Sessions(max_sessions=10, tokens=400)
     for name in "ab":
         session = sessions.of_call(name)
-        call = session.open("chat", None, [1] * 60, messages=[], said=(), policy=None)
+        call = session.open("chat", None, [1] * 200, messages=[], signatures=(), policy=None)
         session.keep(call, {"content": "x"}, ("assistant", "x", ()))
         sessions.evict(keep=sessions.get(name))
-    assert sessions.get("b").tokens == 60
+    assert sessions.get("b").tokens == 328
     with pytest.raises(EvictedSession):
         sessions.of_call("a")
     with pytest.raises(ValueError, match="letters, digits"):
@@ -205,7 +200,7 @@ def test_sessions_leave_for_the_tokens_of_others():
 
 
 def test_episodes_that_begin_and_end_in_threads_disturb_no_call_of_another():
-    sessions = Sessions(most=sys.maxsize, tokens=sys.maxsize, closed=True)
+    sessions = Sessions(max_sessions=sys.maxsize, tokens=sys.maxsize, closed=True)
     for number in range(64):
         sessions.add(Session(f"s{number}"))
     over = threading.Event()
@@ -222,7 +217,7 @@ def test_episodes_that_begin_and_end_in_threads_disturb_no_call_of_another():
         for thread in threads:
             thread.start()
         for call in range(30_000):
-            sessions.evict(keep=sessions.of_call(f"s{call % 64}").name)
+            sessions.evict(keep=sessions.of_call(f"s{call % 64}"))
     finally:
         over.set()
         sys.setswitchinterval(interval)
@@ -232,14 +227,14 @@ def test_episodes_that_begin_and_end_in_threads_disturb_no_call_of_another():
 
 def test_thoughts_that_a_client_leaves_out_stay_in_the_ids():
     session = Session("s")
-    call = session.open("chat", None, [1, 2], messages=[], said=(("user", "q", ()),), policy=None)
+    call = session.open("chat", None, [1, 2], messages=[], signatures=(("user", "q", ()),), policy=None)
     call.token_ids = [3, 4]
     reply = {"role": "assistant", "content": "<think>hm</think>\nyes"}
-    session.keep(call, reply, *said_by([Message(**reply)]))
+    session.keep(call, reply, *signatures_of([Message(**reply)]))
     told = [{"role": "user", "content": "q"}, {"role": "assistant", "content": "yes", "reasoning_content": "hm"}]
-    found, used = session.found("chat", said_by([Message(**message) for message in told]))
+    found, used = session.find("chat", signatures_of([Message(**message) for message in told]))
     assert isinstance(found, Call) and (found.ids(), used) == ([1, 2, 3, 4], 2)
-    assert session.found("chat", said_by([Message(role="user", content="other")])) == (None, 0)
+    assert session.find("chat", signatures_of([Message(role="user", content="other")])) == (None, 0)
 
 
 def test_a_malformed_call_is_recorded_as_the_policys_fault(session):
@@ -264,30 +259,28 @@ def test_a_turn_that_was_cut_off_is_ended_for_the_next(session):
     assert TOKENIZER.decode(part["token_ids"][4:-3]) == "\n<|im_start|>u\n2+3?<|im_end|>\n<|im_start|>a\n"
 
 
-def test_text_that_a_template_leaves_out_takes_of_the_sessions_tokens():
+def test_calls_and_text_that_a_template_leaves_out_take_of_the_sessions_tokens():
+    """A call of one token takes two kilobytes of memory."""
     session = Session("a")
     for fields in ({"content": "x" * 16_000}, {"content": "", "name": "x" * 16_000}):
-        call = session.open("chat", None, [1], messages=[{"role": "tool", **fields}], said=(), policy=None)
-        assert 1000 <= call.size < 1100
-    assert session.open("chat" + "t" * 16_000, None, [1], messages=[], said=(), policy=None).size == 1000
+        call = session.open("chat", None, [1], messages=[{"role": "tool", **fields}], signatures=(), policy=None)
+        assert 1128 <= call.size < 1228
+    assert session.open("chat" + "t" * 16_000, None, [1], messages=[], signatures=(), policy=None).size == 1128
 
 
-def test_readers_of_a_large_session_are_few_and_stop_nobody(live):
-    sessions = Sessions(most=3, tokens=10**8)
+def test_readers_of_a_large_session_stop_nobody(live):
+    sessions = Sessions(max_sessions=3, tokens=10**8)
     session = sessions.of_call("big")
     for _ in range(20):
-        call = session.open("chat", None, [7] * 10_000, messages=[], said=(), policy=None)
+        call = session.open("chat", None, [7] * 10_000, messages=[], signatures=(), policy=None)
         session.keep(call, {"content": "x"}, ("assistant", "x", ()))
-    assert json.loads(session.text()) == json.loads(json.dumps(session.record()))
     url, end = serving(Server(live, TOKENIZER, "tiny", STOPS, CONTEXT, "the-digest", sessions))
     slowest = 0.0
-    with ThreadPoolExecutor(60) as pool:
-        asked = [pool.submit(httpx.get, f"{url}/sessions/big", timeout=60) for _ in range(60)]
+    with ThreadPoolExecutor(10) as pool:
+        asked = [pool.submit(httpx.get, f"{url}/sessions/big", timeout=60) for _ in range(10)]
         while not all(one.done() for one in asked):
             start = time.monotonic()
             assert httpx.get(f"{url}/health", timeout=60).status_code == 200
             slowest = max(slowest, time.monotonic() - start)
-    answers = [one.result() for one in asked]
-    assert {answer.status_code for answer in answers} == {200, 429} and slowest < 10
-    assert all(len(answer.json()["turns"]) == 20 for answer in answers if answer.status_code == 200)
+    assert all(len(one.result().json()["turns"]) == 20 for one in asked) and slowest < 10
     end()

@@ -10,12 +10,10 @@ import httpx
 import jax
 import pytest
 
-from rlhf.stages.serving.access import Keys
 from rlhf.stages.serving.follow import Follower
-from rlhf.stages.serving.guard import Bounds
-from rlhf.stages.serving.programs import listening
+from rlhf.stages.serving.programs import endpoint
 from rlhf.stages.serving.server import Server
-from rlhf.stages.serving.settings import Named
+from rlhf.stages.serving.settings import Named, ServeOptions
 from rlhf.stages.serving.weights import Weights
 from rlhf.stages.store import registry
 from rlhf.stages.store.artifacts import Store
@@ -92,12 +90,12 @@ class Asked:
 def asked(root):
     made = []
 
-    def make(kind=Live, where=root, bounds=None):
+    def make(kind=Live, where=root, options=None):
         engine = Engine(CONFIG, limits=LIMITS, top=5)
         engine.load(PARAMS["old"])
         live = kind(engine)
         server = Server(live, TOKENIZER, "tiny", STOPS, CONTEXT, "old")
-        url, end = serving(server, bounds, Keys([KEY]), weights=Weights(server, where and str(where)))
+        url, end = serving(server, options, [KEY], weights=Weights(server, where and str(where)))
         client = httpx.Client(base_url=url, headers={"authorization": f"Bearer {KEY}"}, timeout=120)
         made.append((client, end, live))
         return Asked(client, live, root)
@@ -115,7 +113,7 @@ def failed(answer, status, text, code=None):
 
 
 def test_a_policy_answers_once_it_is_loaded_and_may_be_given_again(asked, tokens):
-    server = asked(bounds=Bounds(requests=0))
+    server = asked(options=ServeOptions.model_construct(requests=0))
     assert server.give("new").json() == {"policy": "new"}
     # It is given to a server that has no room for requests, and one that it has is not read again.
     assert server.give("new", files={"config.json": "0" * 64}).json() == {"policy": "new"}
@@ -173,25 +171,6 @@ def test_an_answer_that_would_be_of_two_policies_is_refused(asked):
     assert (given, again["weight_version"]) == ([200], "new")
 
 
-@pytest.mark.parametrize("more", [{}, {"stream": True}, {"echo": True, "logprobs": 0}])
-def test_a_request_for_a_policy_that_leaves_while_it_waits_is_refused(asked, more):
-    class Late(Live):
-        """Another policy comes between the arrival of a request and its beginning."""
-
-        def _ask(self, order):
-            if order.begins and self.generation == 0:
-                assert server.give("new").status_code == 200
-            return super()._ask(order)
-
-    server = asked(kind=Late)
-    said = SAID | {"model": "old"} | more
-    failed(server.client.post("/v1/completions", json=said), 404, "no model 'old'", "model_not_found")
-    # Nothing goes on for it, and whoever does not mind gets what is there.
-    while server.live.open:
-        time.sleep(0.01)
-    assert server.answer(model="policy")["weight_version"] == "new"
-
-
 @pytest.mark.parametrize(
     ("name", "changes", "message"),
     [
@@ -236,7 +215,7 @@ def test_weights_are_taken_with_a_key_and_only_below_a_root(asked):
 
 
 def test_a_server_of_agents_programs_has_no_route_of_weights(asked):
-    with listening(Server(asked().live, TOKENIZER, "tiny", STOPS, CONTEXT), KEY) as url:
+    with endpoint(Server(asked().live, TOKENIZER, "tiny", STOPS, CONTEXT), KEY) as url:
         headers = {"authorization": f"Bearer {KEY}"}
         assert httpx.get(f"{url}/v1/models", headers=headers).status_code == 200
         assert httpx.post(f"{url}/weights", headers=headers, json={}).status_code == 404

@@ -1,4 +1,4 @@
-"""A server that this process starts on loopback, and that ends with it."""
+"""A server that this process starts on loopback, and that ends with this process."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ import os
 import socket
 import subprocess
 import sys
-from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
@@ -15,18 +14,13 @@ from rlhf.tuning.rollout.servers import keeper
 
 
 class Child:
-    """One server; each start has a port of its own."""
+    """One server; each start selects a free port."""
 
     def __init__(self, command: Callable[[Path, int], Sequence[str]], environment: Mapping[str, str], log: Path):
-        """`command` returns the command line for a model's folder and a port; the server's output goes to `log`."""
+        """command: returns the command line for a model's folder and a port. log: file for the server's output."""
         self.command, self.environment, self.log = command, dict(environment), log
         self._process: subprocess.Popen[bytes] | None = None
         self.starts = 0
-
-    @property
-    def pid(self) -> int | None:
-        """The process of its `keeper`; None if it was never started."""
-        return self._process.pid if self._process else None
 
     @property
     def alive(self) -> bool:
@@ -34,7 +28,7 @@ class Child:
         return self._process is not None and self._process.poll() is None
 
     def start(self, folder: Path) -> str:
-        """Starts it on a model, after ending one that runs; returns its URL.
+        """Start it on a model, after the end of a running server; returns its URL.
 
         It does not answer yet: see `RemoteServer.wait`.
         """
@@ -47,7 +41,7 @@ class Child:
         with self.log.open("ab") as log:
             log.write(f"$ {' '.join(command[3:])}\n".encode())
             log.flush()
-            # Its own session: Ctrl-C at the terminal reaches only the owner, and the keeper sees the owner end.
+            # In another session, Ctrl-C reaches only the owner. The keeper ends the server after its owner.
             self._process = subprocess.Popen(
                 command,
                 stdin=subprocess.PIPE,
@@ -60,7 +54,7 @@ class Child:
         return f"http://127.0.0.1:{port}"
 
     def end(self) -> None:
-        """Ends the server and every process that it started."""
+        """End the server and every process that it started."""
         if self._process is None:
             return
         assert self._process.stdin is not None
@@ -70,11 +64,7 @@ class Child:
         self._process = None
 
     def obituary(self) -> str:
-        """How it ended, with the last lines of its log."""
-        code = None if self._process is None else self._process.poll()
-        how = "has not been started" if self._process is None else f"ended with status {code}"
-        tail: deque[str] = deque(maxlen=5)
-        if self.log.exists():
-            with self.log.open(errors="replace") as f:
-                tail.extend(line.rstrip() for line in f if line.strip())
-        return f"it {how}\n  log: {self.log}" + "".join(f"\n    {line}" for line in tail)
+        """Describe its end, with the last lines of its log."""
+        how = "has not been started" if self._process is None else f"ended with status {self._process.poll()}"
+        lines = self.log.read_text(errors="replace").splitlines() if self.log.exists() else []
+        return "\n    ".join([f"it {how}\n  log: {self.log}", *[line for line in lines if line.strip()][-5:]])

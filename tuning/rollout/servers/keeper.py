@@ -1,8 +1,8 @@
-"""Runs a command in its own process group, and ends all that it started when the command ends or its owner dies.
+"""Run a command in its own process group, and end all its processes when the command ends or its owner dies.
 
-A server starts further processes, which would survive a kill -9 of the server or of its owner. The owner holds the
-other end of this process's standard input: when the owner dies, however that happens, the pipe closes and is read here
-as its end. This file runs as a script and imports nothing of this project.
+Processes that a server starts would survive a kill -9 of the server or of its owner. The owner holds the other end of
+this process's standard input: when the owner dies, the pipe closes. Linux's PDEATHSIG ends only direct children. This
+file runs as a script and imports nothing of this project.
 """
 
 import contextlib
@@ -16,7 +16,7 @@ import time
 from pathlib import Path
 
 GRADER = "RLHF_GRADER_FD"
-"""Names a descriptor for the command alone: it is not left open here, where others could read it."""
+"""Names a descriptor that only the command may read; it is closed here."""
 CHILD_SUBREAPER = 36
 """From <linux/prctl.h>."""
 GRACE_SECONDS = 5.0
@@ -24,7 +24,7 @@ GRACE_SECONDS = 5.0
 
 
 def group_alive(group: int) -> bool:
-    """Whether any process of the group is left; one that belongs to another user does not count."""
+    """Return whether any process of the group is left, processes of other users excepted."""
     try:
         os.killpg(group, 0)
     except (ProcessLookupError, PermissionError):
@@ -33,7 +33,7 @@ def group_alive(group: int) -> bool:
 
 
 def orphans(child: int) -> list[int]:
-    """Processes that the command has started and left: children of this, those that have ended are reaped. Linux."""
+    """Return processes that the command has left running, and reap those that have ended. Linux only."""
     path = Path(f"/proc/self/task/{os.getpid()}/children")
     others = [int(pid) for pid in path.read_text().split() if int(pid) != child] if path.exists() else []
     return [pid for pid in others if os.waitpid(pid, os.WNOHANG)[0] == 0]
@@ -60,7 +60,7 @@ def main() -> int:
             time.sleep(0.05)
         deadline = time.monotonic() + 1.0
     status = child.wait() & 0xFF
-    # Such as a browser in a session of its own.
+    # Such as a browser in another session.
     while (left := orphans(child.pid)) and time.monotonic() < deadline:
         for pid in left:
             with contextlib.suppress(ProcessLookupError, PermissionError):

@@ -1,10 +1,11 @@
-"""What a kind of server must offer (`ServerKind`), and what all kinds share: token ids in, token ids out.
+"""Errors, policies and checks that all kinds of servers share: token ids in, token ids out.
 
-`vllm`, `sglang` and `native` implement it; `kinds.KINDS` names them. No module of this package imports JAX.
+`kinds.KINDS` names the kinds; `vllm.VLLM` documents their methods. No module of this package imports JAX.
 """
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import hashlib
 import math
@@ -16,7 +17,7 @@ from rlhf.tuning.rollout.requests import Completion, RefusedRequest, Request
 from rlhf.tuning.rollout.servers.transfer import Transfer
 
 ROUNDING = 0.01
-"""A log-probability above 0 by less is taken for 0."""
+"""A log-probability above 0 by at most this is rounded to 0."""
 
 
 class ServerLost(RuntimeError):
@@ -44,33 +45,20 @@ class Policy:
     probe: Sequence[Request]
     """Requests by which each server is compared with `logps` before it is used."""
     transfer: Callable[[], Transfer] | None = None
-    """Returns the policy's files below the root that servers share; None where they load `folder` themselves."""
+    """Returns the policy's files below the root that servers share; None if they load `folder` themselves."""
     dtype: str | None = None
-    """Type in which native servers have to compute; None: theirs."""
+    """Type in which native servers have to compute; None: any."""
     vocabulary: int | None = None
-    """Token ids are below; None: unknown."""
+    """Number of token ids; None: unknown."""
     base: str = ""
     """Name of the dense weights under an adapter."""
     adapter: Path | None = None
-    """A folder in PEFT's format over `base`; None where the policy is dense."""
+    """A folder in PEFT's format over `base`; None if the policy is dense."""
 
     @property
     def weights(self) -> str:
         """Name of the dense weights that `folder` and `transfer` give."""
         return self.base or self.digest
-
-
-@dataclasses.dataclass(frozen=True)
-class ServerStart:
-    """How a server is started."""
-
-    folder: Path
-    """The model, as a Hugging Face folder."""
-    dtype: str
-    context: int
-    """Longest prompt with its completion, in tokens."""
-    adapters: bool
-    """Whether it must accept LoRA adapters."""
 
 
 class Control(Protocol):
@@ -81,76 +69,48 @@ class Control(Protocol):
 
 
 def sample_seed(bits: int, *counters: int) -> int:
-    """A seed of `bits` bits, derived from `counters` alone (R15)."""
+    """Return a seed of `bits` bits, derived from `counters` alone (R15)."""
     text = ":".join(map(str, counters))
     return int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "big") >> (64 - bits)
 
 
-class ServerKind(Protocol):
-    """The HTTP interface of one kind of server; stateless."""
-
-    name: str
-    path: str
-    """The endpoint of completions."""
-    counted: str | None
-    """An endpoint that names the loaded weights, for kinds whose completions do not."""
-
-    def arguments(self, start: ServerStart, port: int) -> list[str]:
-        """Command-line arguments that make it serve a folder on loopback."""
-
-    def environment(self, key: str = "") -> dict[str, str]:
-        """Environment variables that it needs to change weights and to ask for a key."""
-
-    def body(self, request: Request, policy: Policy) -> dict[str, Any]:
-        """The JSON of a request. Raises RefusedRequest for settings that it lacks or defines differently."""
-
-    def completions(self, request: Request, answer: Any) -> list[Completion]:
-        """The samples of an answer. Raises ServerLost if it is incomplete."""
-
-    def answered_by(self, policy: Policy, answer: Any) -> str | None:
-        """Name of the weights behind an answer of `path` or `counted`; None if it does not say."""
-
-    def version(self, server: Control) -> str | None:
-        """The version of its code; None if it does not report one."""
-
-    def weights(self, server: Control, policy: Policy) -> str | None:
-        """Name of the dense weights that it has; None if it does not report it."""
-
-    def label(self, server: Control, policy: Policy) -> None:
-        """Tells a server that was started on the policy's folder the name of its weights."""
-
-    def reload(self, server: Control, policy: Policy) -> None:
-        """Makes it load the dense weights and store their name."""
-
-    def adapt(self, server: Control, policy: Policy, previous: str | None) -> None:
-        """Makes it load the adapter beside its dense weights, and drop the previous one."""
+def read_field(server: Control, paths: Sequence[str], field: str) -> str | None:
+    """Return a field of the first endpoint that exists."""
+    for path in paths:
+        with contextlib.suppress(ServerRefused):
+            value: str | None = server.get(path).get(field)
+            return value
+    return None
 
 
 def refuse_strings(request: Request) -> None:
-    """Raises RefusedRequest for a request with stop strings: no server knows how this project compares them."""
+    """Raise RefusedRequest for a request with stop strings, which servers compare differently."""
     if request.find_stop is not None:
         raise RefusedRequest(f"request {request.name or request.counter}: stop strings are for the native engine alone")
 
 
-def checked(request: Request, samples: Sequence[tuple[list[int], list[float]]]) -> list[Completion]:
-    """Completions from (token ids, log-probabilities) of each sample.
+def check_samples(request: Request, samples: Sequence[tuple[Any, Any]]) -> list[Completion]:
+    """Return completions from (token ids, log-probabilities) of each sample.
 
-    Raises ServerLost unless there are as many samples as requested, each complete, with finite log-probabilities.
+    Raises ServerLost unless there are as many samples as requested, each complete, with valid log-probabilities.
     """
     if len(samples) != request.samples:
         raise ServerLost(f"it gave {len(samples)} samples of {request.samples}")
     done = []
     for tokens, logps in samples:
-        if not isinstance(tokens, list) or any(type(token) is not int or token < 0 for token in tokens):
-            raise ServerLost(f"its token ids are {str(tokens)[:100]}; expected a list of integers from 0 on")
-        if not isinstance(logps, list) or any(type(x) not in (int, float) for x in logps if x is not None):
-            raise ServerLost(f"its log-probabilities are {str(logps)[:100]}; expected a list of numbers")
-        if any(x is not None and x > ROUNDING for x in logps):
-            raise ServerLost(f"it gave a log-probability of {max(x for x in logps if x is not None):g}, above 0")
-        if len(tokens) != len(logps) or not tokens or not all(x is not None and math.isfinite(x) for x in logps):
-            raise ServerLost(f"it gave {len(tokens)} tokens with {len(logps)} log-probabilities, or one is not finite")
+        if not (
+            isinstance(tokens, list)
+            and isinstance(logps, list)
+            and len(tokens) == len(logps) > 0
+            and all(type(token) is int and token >= 0 for token in tokens)
+            and all(type(x) in (int, float) and -math.inf < x <= ROUNDING for x in logps)
+        ):
+            raise ServerLost(
+                f"a sample has the token ids {str(tokens)[:100]} and log-probabilities {str(logps)[:100]}; expected "
+                "integers from 0 on, and for each a finite number of at most 0"
+            )
         ended = tokens[-1] in request.stop_ids
         if not ended and len(tokens) != request.max_tokens:
             raise ServerLost(f"a sample ended after {len(tokens)} of {request.max_tokens} tokens without a stop id")
-        done.append(Completion(list(tokens), [min(float(x), 0.0) for x in logps], "eos" if ended else "length"))
+        done.append(Completion(tokens, [min(float(x), 0.0) for x in logps], "eos" if ended else "length"))
     return done

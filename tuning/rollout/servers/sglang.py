@@ -7,6 +7,7 @@ min_p, so requests that use these are refused.
 from __future__ import annotations
 
 import contextlib
+from pathlib import Path
 from typing import Any
 
 from rlhf.tuning.rollout.requests import Completion, RefusedRequest, Request
@@ -15,26 +16,26 @@ from rlhf.tuning.rollout.servers.protocol import (
     Policy,
     ServerLost,
     ServerRefused,
-    ServerStart,
-    checked,
+    check_samples,
+    read_field,
     refuse_strings,
     sample_seed,
 )
 
 
 class SGLang:
-    """SGLang. Methods as in `ServerKind`."""
+    """SGLang. Methods as in `VLLM`."""
 
     name, path = "sglang", "/generate"
     counted: str | None = None
 
-    def arguments(self, start: ServerStart, port: int) -> list[str]:
-        arguments = ["--model-path", str(start.folder), "--host", "127.0.0.1", "--port", str(port)]
-        arguments += ["--dtype", start.dtype, "--context-length", str(start.context)]
-        return [*arguments, "--enable-lora"] if start.adapters else arguments
+    def arguments(self, folder: Path, port: int, dtype: str, context: int, adapters: bool) -> list[str]:
+        arguments = ["--model-path", str(folder), "--host", "127.0.0.1", "--port", str(port)]
+        arguments += ["--dtype", dtype, "--context-length", str(context)]
+        return [*arguments, *(["--enable-lora"] if adapters else [])]
 
     def environment(self, key: str = "") -> dict[str, str]:
-        # It takes a key as an argument alone, which every user of the machine can read.
+        # SGLang takes a key only as an argument, which every user of the machine can read.
         return {"HF_HUB_OFFLINE": "1"}
 
     def body(self, request: Request, policy: Policy) -> dict[str, Any]:
@@ -65,7 +66,7 @@ class SGLang:
         answers = answer if isinstance(answer, list) else [answer]
         try:
             rows = [a["meta_info"]["output_token_logprobs"] for a in answers]
-            return checked(request, [([r[1] for r in row], [r[0] for r in row]) for row in rows])
+            return check_samples(request, [([r[1] for r in row], [r[0] for r in row]) for row in rows])
         except (KeyError, TypeError, IndexError) as e:
             raise ServerLost(f"its answer lacks token ids or log-probabilities ({type(e).__name__}: {e})") from e
 
@@ -75,16 +76,10 @@ class SGLang:
         return next((v for v in versions if v != policy.weights), policy.weights)
 
     def version(self, server: Control) -> str | None:
-        for path in ("/server_info", "/get_server_info"):
-            with contextlib.suppress(ServerRefused):
-                return server.get(path).get("version")
-        return None
+        return read_field(server, ("/server_info", "/get_server_info"), "version")
 
     def weights(self, server: Control, policy: Policy) -> str | None:
-        for path in ("/model_info", "/get_weight_version"):
-            with contextlib.suppress(ServerRefused):
-                return server.get(path).get("weight_version")
-        return None
+        return read_field(server, ("/model_info", "/get_weight_version"), "weight_version")
 
     def label(self, server: Control, policy: Policy) -> None:
         server.post("/update_weight_version", {"new_version": policy.weights, "abort_all_requests": False})

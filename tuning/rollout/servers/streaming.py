@@ -4,45 +4,37 @@ from __future__ import annotations
 
 import itertools
 import queue
-from collections.abc import Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import Protocol
+from typing import Any
 
-from rlhf.tuning.rollout.requests import Completion, Request, Update
+from rlhf.tuning.rollout.requests import Request, Update
 
 WAIT_SECONDS = 0.05
-"""How long a step waits for an answer: environments have theirs meanwhile."""
-
-
-class Answers(Protocol):
-    """What answers requests, such as a `Fleet`; called by several threads at once."""
-
-    def check(self, request: Request) -> None: ...
-    def run(self, requests: Sequence[Request]) -> Iterable[tuple[int, list[Completion]]]: ...
+"""Wait of a step for an answer, during which environments run."""
 
 
 class Turns:
-    """One thread a request under way. What servers have cached of earlier turns is theirs to find."""
+    """An engine with one thread for each running request. Servers cache earlier turns themselves."""
 
-    def __init__(self, answers: Answers, most: int):
-        """most: requests at a time."""
-        self._answers, self._most = answers, most
-        self._threads = ThreadPoolExecutor(most, thread_name_prefix="turn")
-        self._done: queue.SimpleQueue[tuple[int, list[Completion] | BaseException]] = queue.SimpleQueue()
+    def __init__(self, answers: Any, limit: int):
+        """answers: a `Fleet`, whose methods are called by several threads. limit: requests at a time."""
+        self._answers, self._limit = answers, limit
+        self._threads = ThreadPoolExecutor(limit, thread_name_prefix="turn")
+        self._done: queue.SimpleQueue[tuple[int, Any]] = queue.SimpleQueue()
         self._numbers = itertools.count(1)
         self._open: set[int] = set()
 
     @property
     def idle(self) -> bool:
-        """Whether no answer is awaited."""
+        """Whether no request is running."""
         return not self._open
 
     def slots_for(self, context: int) -> int:
-        """Requests that can be under way."""
-        return self._most
+        """Return the number of requests that can run at a time."""
+        return self._limit
 
     def submit(self, request: Request) -> int:
-        """Sends a request and returns its number. Raises RefusedRequest for one that the servers cannot serve."""
+        """Send a request and return its number. Raises RefusedRequest for one that the servers cannot serve."""
         self._answers.check(request)
         number = next(self._numbers)
         self._open.add(number)
@@ -50,7 +42,7 @@ class Turns:
         return number
 
     def step(self) -> list[Update]:
-        """The samples that have ended, after a short wait for the first. Raises what their servers raised."""
+        """Return the samples that have ended, after a short wait for the first. Raises the errors of servers."""
         ended: list[Update] = []
         try:
             while self._open:
@@ -66,18 +58,18 @@ class Turns:
         return ended
 
     def cancel(self, number: int) -> None:
-        """Its answer, or an error, which a server may still give, reaches nobody."""
+        """Drop the answer or error of a request."""
         self._open.discard(number)
 
     def abandon(self) -> None:
-        """No answer that is awaited now reaches anybody."""
+        """Drop the answers and errors of all running requests."""
         self._open.clear()
 
     def release(self, number: int) -> None:
-        """Nothing: servers keep their caches as they see fit."""
+        """Do nothing: servers manage their caches."""
 
     def close(self) -> None:
-        """Sends nothing more, and waits for no answer."""
+        """Send no further request, and wait for no answer."""
         self.abandon()
         self._threads.shutdown(wait=False, cancel_futures=True)
 

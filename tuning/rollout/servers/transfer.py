@@ -1,7 +1,7 @@
 """The files of a policy, which a server reads below a root that it shares with the trainer: a folder or a URL.
 
-A request names a folder below the root and the SHA-256 of each file. It holds no weights and no path: a server that has
-a root reads nothing outside it. vLLM's workers import this module: it needs fsspec and the standard library alone.
+A request names a folder below the root and the SHA-256 of each file; a server reads nothing outside its root. vLLM's
+workers import this module, so it needs only fsspec and the standard library.
 """
 
 from __future__ import annotations

@@ -1,13 +1,14 @@
 """vLLM over HTTP: `/v1/completions` with `return_token_ids`, as in version 0.32.
 
 Weights reach it by its development endpoints (VLLM_SERVER_DEV_MODE=1): a reload of a folder, or its weight transfer
-with the engine of `vllm_plugin`. It must run with `--logprobs-mode processed_logprobs`: its default are
-log-probabilities before the temperature.
+with the engine of `vllm_plugin`. It must run with `--logprobs-mode processed_logprobs`: without it,
+log-probabilities are those before the temperature.
 """
 
 from __future__ import annotations
 
 import contextlib
+from pathlib import Path
 from typing import Any
 
 from rlhf.tuning.rollout.requests import Completion, Request
@@ -16,8 +17,8 @@ from rlhf.tuning.rollout.servers.protocol import (
     Policy,
     ServerLost,
     ServerRefused,
-    ServerStart,
-    checked,
+    check_samples,
+    read_field,
     refuse_strings,
     sample_seed,
 )
@@ -25,23 +26,32 @@ from rlhf.tuning.rollout.servers.transfer import Transfer
 
 
 class VLLM:
-    """vLLM, and servers with the same `/v1/completions`. Methods as in `ServerKind`."""
+    """vLLM, and servers with the same `/v1/completions`; stateless. Methods are documented for all kinds."""
 
-    name, path = "vllm", "/v1/completions"
+    name = "vllm"
+    path = "/v1/completions"
+    """The endpoint of completions."""
     counted: str | None = "/weight_info"
+    """An endpoint that names the loaded weights, for kinds whose completions do not."""
 
-    def arguments(self, start: ServerStart, port: int) -> list[str]:
-        arguments = ["--model", str(start.folder), "--served-model-name", "policy", "--host", "127.0.0.1"]
-        arguments += ["--port", str(port), "--dtype", start.dtype, "--max-model-len", str(start.context)]
+    def arguments(self, folder: Path, port: int, dtype: str, context: int, adapters: bool) -> list[str]:
+        """Return the command-line arguments that make it serve a model folder on loopback.
+
+        context: longest prompt with its completion. adapters: whether it must accept LoRA adapters.
+        """
+        arguments = ["--model", str(folder), "--served-model-name", "policy", "--host", "127.0.0.1"]
+        arguments += ["--port", str(port), "--dtype", dtype, "--max-model-len", str(context)]
         arguments += ["--logprobs-mode", "processed_logprobs"]
-        return [*arguments, *(["--enable-lora"] if start.adapters else [])]
+        return [*arguments, *(["--enable-lora"] if adapters else [])]
 
     def environment(self, key: str = "") -> dict[str, str]:
+        """Return the environment variables that it needs to change weights and to ask for a key."""
         own = {"VLLM_SERVER_DEV_MODE": "1", "VLLM_ALLOW_RUNTIME_LORA_UPDATING": "1", "VLLM_NO_USAGE_STATS": "1"}
-        # It asks for the key below /v1 alone, not at its development endpoints.
+        # Only endpoints below /v1 ask for the key, the development endpoints do not.
         return own | {"HF_HUB_OFFLINE": "1"} | ({"VLLM_API_KEY": key} if key else {})
 
     def body(self, request: Request, policy: Policy) -> dict[str, Any]:
+        """Return the JSON of a request. Raises RefusedRequest for settings that it lacks or defines differently."""
         refuse_strings(request)
         s = request.sampling
         body = {
@@ -64,39 +74,39 @@ class VLLM:
         return body | ({"model": policy.digest} if policy.adapter else {})
 
     def completions(self, request: Request, answer: Any) -> list[Completion]:
+        """Return the samples of an answer. Raises ServerLost if it is incomplete."""
         try:
             choices = sorted(answer["choices"], key=lambda c: c["index"])
-            for choice in choices:
-                if choice.get("prompt_token_ids") not in (None, list(request.prompt)):
-                    raise ServerLost("its prompt has other token ids than the one sent")
+            if any(c.get("prompt_token_ids") not in (None, list(request.prompt)) for c in choices):
+                raise ServerLost("its prompt has other token ids than the one sent")
             if any(c.get("token_ids") is None or c.get("logprobs") is None for c in choices):
                 raise ServerLost("its answer lacks token ids or log-probabilities")
             pairs = [(c["token_ids"], c["logprobs"]["token_logprobs"]) for c in choices]
         except (KeyError, TypeError, AttributeError) as e:
-            raise ServerLost(f"its answer is no completion ({type(e).__name__}: {e})") from e
-        return checked(request, pairs * (request.samples if request.sampling.temperature == 0 else 1))
+            raise ServerLost(f"its answer is not a completion ({type(e).__name__}: {e})") from e
+        return check_samples(request, pairs * (request.samples if request.sampling.temperature == 0 else 1))
 
     def answered_by(self, policy: Policy, answer: Any) -> str | None:
+        """Return the name of the weights that gave an answer of `path` or `counted`; None if it has no name."""
         return answer.get("weight_version")
 
     def version(self, server: Control) -> str | None:
-        with contextlib.suppress(ServerRefused):
-            return str(server.get("/version")["version"])
-        return None
+        """Return the version of its code; None if it does not report one."""
+        return read_field(server, ("/version",), "version")
 
     def weights(self, server: Control, policy: Policy) -> str | None:
-        with contextlib.suppress(ServerRefused):
-            version: str | None = server.get("/weight_info")["weight_version"]
-            return version
-        return None
+        """Return the name of its dense weights; None if it does not report it."""
+        return read_field(server, ("/weight_info",), "weight_version")
 
     def label(self, server: Control, policy: Policy) -> None:
+        """Name the weights of a server that was started on the policy's folder."""
         server.post("/update_weight_version", {"new_version": policy.weights})
 
     def reload(self, server: Control, policy: Policy) -> None:
-        # Written before the server stops answering.
+        """Make it load the dense weights and store their name."""
+        # The files are written before the server stops answering.
         sent, folder = (None, policy.folder()) if policy.transfer is None else (policy.transfer(), None)
-        # The name goes first: if the reload fails half-way, the server must not claim either policy.
+        # If the reload fails half-way, the server must not report either policy.
         server.post("/update_weight_version", {"new_version": "unknown"})
         server.post("/pause?mode=wait")
         try:
@@ -110,7 +120,7 @@ class VLLM:
         self.label(server, policy)
 
     def _transfer(self, server: Control, sent: Transfer) -> None:
-        """Has its workers read a policy's files, by the phases of its weight transfer."""
+        """Make its workers read a policy's files, by the phases of its weight transfer."""
         server.post("/init_weight_transfer_engine", {"init_info": {"root": sent.root}})
         server.post("/start_weight_update")
         try:
@@ -123,6 +133,7 @@ class VLLM:
         server.post("/finish_weight_update")
 
     def adapt(self, server: Control, policy: Policy, previous: str | None) -> None:
+        """Make it load the adapter next to its dense weights, and drop the previous one."""
         assert policy.adapter is not None
         known = {m["id"] for m in server.get("/v1/models")["data"]}
         if policy.digest not in known:

@@ -1,6 +1,6 @@
 """A weight transfer engine for vLLM (backend `rlhf`): its workers read a policy's files from a folder or URL.
 
-vLLM 0.32 ships engines for NCCL, CUDA IPC, Ray and ModelExpress, which connect GPUs, and none for files. vLLM imports
+vLLM 0.32 has engines for NCCL, CUDA IPC, Ray and ModelExpress, which connect GPUs, but not for files. vLLM imports
 this module through the entry point `vllm.general_plugins` in each of its processes.
 """
 
@@ -23,7 +23,7 @@ from vllm.distributed.weight_transfer.base import (
 from rlhf.tuning.rollout.servers.transfer import pull
 
 ROOT = "RLHF_WEIGHTS_ROOT"
-"""The server's environment variable with the only root that it takes; else whoever reaches its port chooses one."""
+"""Environment variable with the only root that the server accepts; without it, any client can choose a root."""
 
 
 @dataclasses.dataclass

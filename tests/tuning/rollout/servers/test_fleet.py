@@ -1,17 +1,15 @@
 """Answers of no sense cost a server its prompts, which go to the other one; they end no run and are no completions."""
 
 import contextlib
-import gzip
 import http.server
 import json
 import threading
-import time
 
 import pytest
 
 from rlhf.tuning.rollout.requests import RefusedRequest, Request, Sampling
 from rlhf.tuning.rollout.servers.fleet import Fleet, Options
-from rlhf.tuning.rollout.servers.protocol import Policy, ServerLost
+from rlhf.tuning.rollout.servers.protocol import Policy
 from rlhf.tuning.rollout.servers.server import RemoteServer
 from rlhf.tuning.rollout.servers.streaming import Turns
 from rlhf.tuning.rollout.servers.vllm import VLLM
@@ -27,17 +25,13 @@ class Handler(http.server.BaseHTTPRequestHandler):
     def log_message(self, *args):
         pass
 
-    def say(self, body, **headers):
+    def say(self, body):
         self.send_response(200)
-        for name, value in {"content_length": str(len(body)), **headers}.items():
-            self.send_header(name.replace("_", "-"), value)
+        self.send_header("content-length", str(len(body)))
         self.end_headers()
         self.wfile.write(body)
 
     def do_GET(self):
-        if self.server.fault == "health":
-            self.drip()
-            return
         value = {"/version": {"version": "1"}, "/weight_info": {"weight_version": "D"}}.get(self.path, {})
         self.say(b"[]" if self.path == f"/{self.server.fault}" and self.server.bad else json.dumps(value).encode())
 
@@ -52,19 +46,8 @@ class Handler(http.server.BaseHTTPRequestHandler):
         self.server.bad = self.server.bad or bool(fault)
         if fault == "deep":
             self.say(b'{"choices":' + b"[" * 100_000)
-        elif fault == "gzip":
-            self.say(gzip.compress(body), content_encoding="gzip")
-        elif fault == "drip":
-            self.drip()
         else:
             self.say(body)
-
-    def drip(self):
-        with contextlib.suppress(OSError):
-            self.say(b" ", content_length="1000")
-            for _ in range(100):
-                time.sleep(0.1)
-                self.wfile.write(b" ")
 
 
 @contextlib.contextmanager
@@ -82,9 +65,8 @@ def servers(fault):
 
 
 @pytest.mark.timeout(60)
-@pytest.mark.parametrize("fault", ["deep", "gzip", "drip", "vocabulary", "version", "weight_info"])
-def test_prompts_of_a_server_that_answers_nonsense_go_to_the_other(fault, monkeypatch):
-    monkeypatch.setattr("rlhf.tuning.rollout.servers.server.CONNECT_SECONDS", 0.5)
+@pytest.mark.parametrize("fault", ["deep", "vocabulary", "version", "weight_info"])
+def test_prompts_of_a_server_that_answers_nonsense_go_to_the_other(fault):
     requests = [Request([1, 2], 3, Sampling(), (), seed=1, counter=i, samples=2) for i in range(6)]
     said = []
     with servers(fault) as (good, bad):
@@ -115,18 +97,3 @@ def test_turns_of_a_prompt_stay_on_one_server_and_prompts_are_on_all(monkeypatch
             while not turns.idle:
                 ended |= {(update.number, update.sample) for update in turns.step()}
     assert len(ended) == 24 and len(used) == 6 and len({url for _, url in used}) == 2
-
-
-def test_an_answer_has_a_bound(monkeypatch):
-    monkeypatch.setattr("rlhf.tuning.rollout.servers.server.ANSWER_BYTES", 100)
-    with servers(None) as (good, _):
-        assert good.get("/version") == {"version": "1"}
-        with pytest.raises(ServerLost, match="more than 100 bytes"):
-            good.post("/v1/completions", {"max_tokens": 3, "n": 9})
-
-
-def test_health_is_a_status_whatever_follows_it():
-    with servers("health") as (_, bad):
-        began = time.monotonic()
-        bad.wait(1.0)
-        assert time.monotonic() - began < 5

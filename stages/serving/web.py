@@ -1,0 +1,46 @@
+"""The HTTP server: uvicorn with this project's settings."""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import Callable
+from typing import Any
+
+import uvicorn
+
+CLOSING_SECONDS = 30
+"""Time for answers under way after a signal."""
+
+
+class Web(uvicorn.Server):
+    """A server of an application; `run` serves until a signal."""
+
+    def __init__(self, app: Any, host: str, port: int, on_end: Callable[[], Any] = lambda: None):
+        """on_end: called after the last answer. `run` then waits for the threads of the application."""
+        super().__init__(
+            uvicorn.Config(
+                app,
+                host=host,
+                port=port,
+                # Unlike httptools, h11 limits the head of a request.
+                http="h11",
+                ws="none",
+                lifespan="off",
+                log_level="warning",
+                timeout_graceful_shutdown=CLOSING_SECONDS,
+            )
+        )
+        self._on_end = on_end
+
+    @property
+    def url(self) -> str:
+        """Where a started server listens."""
+        host, port, *_ = self.servers[0].sockets[0].getsockname()
+        return f"http://{host}:{port}"
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        """End connections after their answers, or after CLOSING_SECONDS."""
+        try:
+            await super().shutdown(sockets)
+        finally:
+            self._on_end()
