@@ -30,6 +30,7 @@ from pathlib import Path
 from typing import Any
 
 from rlhf.stages.contract import ast_cache
+from rlhf.stages.store.disk import mark_of
 
 OWN = "rlhf"
 
@@ -111,17 +112,6 @@ def library_versions(names: tuple[str, ...] = NUMERIC_LIBRARIES) -> dict[str, st
         except importlib.metadata.PackageNotFoundError:
             versions[name] = "absent"
     return versions
-
-
-Mark = tuple[int, int, int, int]
-"""Times of change of a file's content and of its inode, its size, and the inode."""
-
-
-def mark_of(path: str | Path) -> Mark:
-    """The mark of a file as it is now; raises OSError where there is none."""
-    found = os.stat(path)
-    # Not the time of change alone: tools that copy files set it back.
-    return found.st_mtime_ns, found.st_ctime_ns, found.st_size, found.st_ino
 
 
 @dataclasses.dataclass(frozen=True)

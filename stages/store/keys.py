@@ -35,7 +35,7 @@ _QUERY = re.compile(
     re.IGNORECASE,
 )
 # Variables that say who asks, not what is computed.
-_SECRET = re.compile(r"(TOKEN|SECRET|PASSWORD|PASSWD|CREDENTIALS?|KEY|AUTH)(_|$)", re.IGNORECASE)
+_SECRET = re.compile(r"(TOKEN|SECRET|PASSWORD|PASSWD|CREDENTIALS?|KEY|AUTH|AUTHORIZATION)(_|$)", re.IGNORECASE)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""Room that a store on a local disk keeps for a collection, and for the last record of a run, when the disk is full."""
+"""A file that a store on a local disk deletes for room when the disk is full, for a collection or a last record."""
 
 from __future__ import annotations
 
@@ -8,15 +8,15 @@ from collections.abc import Callable
 from typing import TypeVar
 
 from rlhf.stages.store.artifacts import Store
-from rlhf.stages.store.disk import FULL, disk_fault
+from rlhf.stages.store.disk import FULL
 
 BYTES = 2**20
-"""More than a collection or a record needs at a time."""
+"""More than a collection or a record writes at a time."""
 T = TypeVar("T")
 
 
 def keep_room(store: Store) -> None:
-    """Writes the file that is given up on a full disk, unless it is there."""
+    """Write the reserve file, unless it exists."""
     if store.is_local:
         with contextlib.suppress(OSError), open(store.join("room"), "xb") as room:
             # Zeros take no room on some file systems.
@@ -24,12 +24,11 @@ def keep_room(store: Store) -> None:
 
 
 def with_room(store: Store, action: Callable[[], T]) -> T:
-    """Runs an action, and once more in the room that was kept if the disk is full."""
+    """Run an action, and on a full disk once more without the reserve file."""
     try:
         return action()
     except OSError as error:
-        fault = disk_fault(error, store.scratch)
-        if fault is None or fault.errno not in FULL:
+        if error.errno not in FULL:
             raise
     with contextlib.suppress(OSError):
         os.remove(store.join("room"))

@@ -36,25 +36,19 @@ def of_one(completion, answer): ...
 def of_completions(completions, **columns): ...
 def of_names(completions, task): ...
 def compute_score(data_source, solution_str, ground_truth, extra_info): ...
-constant = 3
 async def slow(prompts, completions): ...
 def of_any(*texts, **columns): ...
 """
 ENVIRONMENTS = """
 raise SystemExit("executed")
 import dataclasses
-from abc import ABC
 from elsewhere import Unknown
-from helpers import Base
 
 class Door:
     def __init__(self, high=7, *, colour="red"): ...
 
-class Gate(Door): ...
-class Bare(ABC): ...
 class Needy:
     def __init__(self, level, task=None): ...
-class Wall(Base): ...
 class Strange(Unknown): ...
 class Grid:
     def __init__(self, size=3): ...
@@ -66,8 +60,6 @@ def tool(text: str, path: str) -> str: ...
 """
 HELPERS = """
 def shared(prompts, completions, *, x=1): ...
-class Base:
-    def __init__(self, rows): ...
 """
 REWARD = """
 def right(prompts, completions): ...
@@ -88,10 +80,10 @@ def own(tmp_path, monkeypatch):
 
 
 def test_a_file_that_a_package_of_this_project_hides_is_named(tmp_path, monkeypatch):
-    write_files(tmp_path, **{"tuning.py": REWARD})
+    write_files(tmp_path, **{"rlhf.py": REWARD})
     monkeypatch.chdir(tmp_path)
-    with pytest.raises(RecipeError, match="/tuning.py has the name of a module of Python or of this project; give"):
-        check(load_recipe("smoke", sets=["rl.score.rewards={j: {function: 'tuning:right'}}"]))
+    with pytest.raises(RecipeError, match="/rlhf.py has the name of a module of Python or of this project; give"):
+        check(load_recipe("smoke", sets=["rl.score.rewards={j: {function: 'rlhf:right'}}"]))
 
 
 @pytest.mark.parametrize(
@@ -99,12 +91,11 @@ def test_a_file_that_a_package_of_this_project_hides_is_named(tmp_path, monkeypa
     [
         ([MINE % ("vowls", "{}")], "mine.function: own_code.py has no function 'vowls'; did you mean vowels?"),
         ([MINE % ("vowels", "{scal: 2}")], "own_code:vowels takes no argument 'scal'; did you mean scale?"),
-        ([MINE % ("vowels", "{prompts: 2}")], "prompts is given to own_code:vowels by the pipeline"),
+        ([MINE % ("vowels", "{prompts: 2}")], "the pipeline itself passes prompts to own_code:vowels"),
         ([MINE % ("borrowed", "{y: 2}")], "own_code:borrowed takes no argument 'y'"),
         ([MINE % ("of_prompts", "{}")], "own_code:of_prompts takes 1 of its arguments by position; it is called"),
         ([MINE % ("of_one", "{}")], "own_code:of_one takes answer among its first two arguments; it is called with"),
         ([MINE % ("slow", "{}")], "mine.function: own_code:slow is `async def`: it is called, and not awaited"),
-        ([MINE % ("constant", "{}")], "mine.function: own_code.py has 'constant', a value: expected a function"),
         (["rl.score.rewards={j: {function: 'code:right'}}"], "/code.py has the name of a module of Python or of this"),
         (["rl.score.rewards={j: {function: 'lacking:right'}}"], "lacking.py, line 2: no module 'nowhere' can be im"),
         (["rl.score.rewards={j: {function: 'own_code.py:vowels'}}"], "is a file: a module is written"),
@@ -148,10 +139,7 @@ def test_what_can_be_called_is_accepted_and_nothing_is_executed(own, sets):
     [
         ("{name: 'own_env:Dor'}", "environment.name: own_env.py has no class 'Dor'; did you mean Door?"),
         ("{name: 'own_env:Door', arguments: {hihg: 3}}", "own_env:Door takes no argument 'hihg'; did you mean high?"),
-        ("{name: 'own_env:Gate', arguments: {pieces: 3}}", "own_env:Gate takes no argument 'pieces'; there are high, "),
-        ("{name: 'own_env:Bare', arguments: {high: 3}}", "own_env:Bare takes no argument 'high'; it takes none"),
         ("{name: 'own_env:Needy'}", "environment.arguments: own_env:Needy needs level, which the recipe does not give"),
-        ("{name: 'own_env:Wall', arguments: {columns: 3}}", "own_env:Wall takes no argument 'columns'"),
         ("{name: 'own_env:made', arguments: {low: 3}}", "own_env:made takes no argument 'low'; there are high"),
         ("{name: 'own_env:Grid', arguments: {options: 3}}", "own_env:Grid takes no argument 'options'"),
         ("{name: gues}", "environment.name: environment 'gues': did you mean guess?"),

@@ -40,7 +40,7 @@ EXECUTION = {
     "refill": COMPUTE | ENGINE,
     "greedy": COMPUTE | ENGINE,
     "score": COMPUTE | {"workers", "max_failed_fraction", "max_concurrency"},
-    "update": COMPUTE | {"store_state", "max_idle_rounds"},
+    "update": COMPUTE | {"store_state", "store_weights", "max_idle_rounds"},
     "evaluate": COMPUTE
     | {"workers", "max_failed_fraction", "every", "load_best_model_at_end", "metric_for_best_model"},
     "select": set(),
@@ -173,7 +173,7 @@ def test_differences_names_each_leaf_with_both_values():
         "code": {"rlhf.stages.sft": "b"},
     }
     assert differences(old, new) == [
-        'code.stages.sft: "a" -> "b"',
+        'code.rlhf.stages.sft: "a" -> "b"',
         "config.epochs: gone (was 1)",
         "config.optimizer.learning_rate: 0.003 -> 0.001",
         "config.steps: new, 5",

@@ -140,6 +140,20 @@ def test_a_holder_on_another_host_lives_while_its_beat_changes_whatever_its_cloc
     thread.join(10)
 
 
+def test_an_outage_of_the_store_counts_against_no_holder(tmp_path, monkeypatch):
+    """Neither could the holder write its beat."""
+    store, clock = Store(str(tmp_path)), [100.0]
+    monkeypatch.setattr(time, "monotonic", lambda: clock[0])
+    put(store, host="elsewhere", pid=1)
+    watch = leases.Watch()
+    looks = [*range(0, 6), *range(34, 66)]
+    dead = []
+    for seconds in looks:
+        clock[0] = 100.0 + seconds
+        dead.append(watch.dead(record(store)))
+    assert looks[dead.index(True)] == 65
+
+
 def test_a_process_id_that_was_given_to_another_process_is_dead():
     holder = json.loads(leases._record("t"))
     assert not leases.Watch().dead(holder)
@@ -180,7 +194,7 @@ def test_a_request_that_fails_once_keeps_no_lease_of_a_process_that_lives_on(tmp
     store = Store(f"disturbed://{tmp_path.name}", tmp_path)
     with lease(store, "sft", "k" * 64, print):
         Disturbed.disturb(cat_file=["before"])
-    assert not leases.held(store)
+    assert not store.names("leases")
 
 
 @pytest.mark.parametrize("text", [b"", b'{"token": "abc', b"null", b"[]"])
