@@ -33,7 +33,6 @@ from rlhf.stages.store.artifacts import Artifact, Store
 from rlhf.stages.store.disk import disk_fault
 from rlhf.stages.store.keys import published, without_userinfo
 from rlhf.stages.store.leases import lease, this_process
-from rlhf.stages.store.reserve import keep_room, with_room
 from rlhf.stages.store.work import WorkFolder
 from rlhf.stages.worker.client import CodeChanged, StageFailed, WorkerDied
 from rlhf.stages.worker.protocol import Heartbeat, Log, Progress, Report, Request
@@ -121,7 +120,6 @@ class Session:
             self.record["standing"] = self.standing.as_json()
         self._saver = Saver(self.store, self.record, self._lock)
         self.save()
-        keep_room(self.store)
 
     def _store_log(self) -> None:
         """Copies the logs to a remote store, so that `rlhf logs` has them on any machine."""
@@ -361,7 +359,7 @@ class Session:
     def _save_if_possible(self) -> None:
         """Writes the record where a failure to write it must not hide what has ended the stage or the run."""
         try:
-            with_room(self.store, self.save)
+            self.save()
         except Exception as error:
             found = disk_fault(error, self.store.scratch) or error
             self.reporter.line(f"the record of run {self.name} could not be written: {found}")

@@ -173,18 +173,10 @@ def _smaller(ctx: Context) -> str | None:
 def load_scorer(ctx: Context, artifact: Artifact, *, frozen: bool = False) -> tuple[Any, Any]:
     """(DecoderConfig, ScalarHead parameters) of a reward artifact; `frozen` as in `load_frozen`."""
     from rlhf.tuning.models.huggingface import load_scalar_head
-    from rlhf.tuning.models.tensors import narrowed
 
     dtype = _smaller(ctx) if frozen else None
-    name = f"scorer:{artifact.digest}"
-
-    def load() -> tuple[Any, Any]:
-        if dtype is None or name not in ctx.memory:
-            return load_scalar_head(artifact.local("model/"), mesh_of(ctx), dtype)
-        config, params = ctx.memory[name]
-        return config, narrowed(params, dtype)
-
-    return cached(ctx, name if dtype is None else f"{name}:{dtype}", load)
+    name = f"scorer:{artifact.digest}" if dtype is None else f"scorer:{artifact.digest}:{dtype}"
+    return cached(ctx, name, lambda: load_scalar_head(artifact.local("model/"), mesh_of(ctx), dtype))
 
 
 def save_model(ctx: Context, kind: Literal["decoder", "scorer"], config: DecoderConfig, params: Any) -> None:
@@ -223,14 +215,18 @@ def load_tokenizer(ctx: Context, artifact: Artifact) -> Any:
 
 
 def token_ids(base: Artifact) -> dict[str, Any]:
-    """bos, eos and pad ids of the base model's config, for the configs of its descendants."""
-    values = json.loads(base.local("model/config.json").read_bytes())
+    """Return bos, eos and pad ids of the base model's config, for the configs of its descendants."""
+    values = _config(base)
     return {k: values[k] for k in ("bos_token_id", "eos_token_id", "pad_token_id") if values.get(k) is not None}
 
 
 def vocabulary(base: Artifact) -> int:
-    """Rows of the base model's embeddings."""
-    return int(json.loads(base.local("model/config.json").read_bytes())["vocab_size"])
+    """Return the number of rows of the base model's embeddings."""
+    return int(_config(base)["vocab_size"])
+
+
+def _config(base: Artifact) -> Any:
+    return json.loads(base.local("model/config.json").read_bytes())
 
 
 def stop_ids(ctx: Context, base: Artifact) -> tuple[int, ...]:

@@ -12,6 +12,7 @@ from typing import Any
 from rlhf.stages.contract.fingerprint import find_spec
 from rlhf.tuning.names import nearest
 
+
 @dataclasses.dataclass(frozen=True)
 class Parameters:
     """The parameters of a function or class."""

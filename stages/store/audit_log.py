@@ -25,8 +25,6 @@ from rlhf.stages.store.pins import who
 
 FOLDER = "trail"
 PROJECT = Path(__file__).resolve().parents[2]
-GIT_SECONDS = 10.0
-"""Longest wait for git."""
 _NAMES = re.compile(r"""(?<=[\s\[,])--?([\w-]+)|([\w.-]+)["']?\s*[=:]""")
 """Names of values in an argument: options in a list, and names before a colon or an equals sign."""
 _HIDES = re.compile(r"\b(Bearer|Basic|Token)\s+[^\s,}\"']|engine\b.*\benvironment\b", re.IGNORECASE)
@@ -96,20 +94,11 @@ def _is_secret(name: str) -> bool:
 
 def checkout(folder: Path) -> dict[str, Any]:
     """Return the commit of a checkout and whether files of it differ; both None if git does not know the folder."""
-    nothing: dict[str, Any] = {"commit": None, "dirty": None}
     # Git also looks in the folders above.
-    if not (folder / ".git").exists():
-        return nothing
-    try:
-        commit, changes = (
-            subprocess.run(
-                ["git", "-C", str(folder), *arguments], capture_output=True, text=True, timeout=GIT_SECONDS, check=True
-            ).stdout.strip()
-            for arguments in (
-                ["rev-parse", "HEAD"],
-                ["--no-optional-locks", "status", "--porcelain", "--untracked-files=no"],
-            )
-        )
-    except (OSError, subprocess.SubprocessError):
-        return nothing
-    return {"commit": commit, "dirty": bool(changes)}
+    if (folder / ".git").exists():
+        command = ["git", "--no-optional-locks", "-C", str(folder), "describe", "--always", "--dirty", "--exclude=*"]
+        with contextlib.suppress(OSError, subprocess.SubprocessError):
+            done = subprocess.run([*command, "--abbrev=40"], capture_output=True, text=True, timeout=10, check=True)
+            commit, _, dirty = done.stdout.strip().partition("-")
+            return {"commit": commit, "dirty": bool(dirty)}
+    return {"commit": None, "dirty": None}

@@ -20,16 +20,14 @@ import dataclasses
 import time
 import uuid
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 from rlhf.stages.store import audit_log, readonly, runs
 from rlhf.stages.store.artifacts import MANIFEST, Store
 from rlhf.stages.store.json_schemas import COMMITTED
 from rlhf.stages.store.leases import unless_held
-from rlhf.stages.store.orphans import Residue, compiled, residues
+from rlhf.stages.store.orphans import Residue, residues
 from rlhf.stages.store.reachability import Roots, Version, reach, versions
-from rlhf.stages.store.reserve import keep_room, with_room
 
 SETTLE_SECONDS = 10.0
 """Longer than a run takes from finding an artifact to naming it in its record."""
@@ -44,10 +42,6 @@ class Limits:
     settle_seconds: float = SETTLE_SECONDS
     sign_seconds: float = 60.0 + SETTLE_SECONDS
     """Within this time a live run gives a sign of life (`flows/running/record_writer.py`)."""
-    compile_cache: Path | None = None
-    """JAX's compile cache; None: it is not collected."""
-    compile_bytes: int = 10 * 2**30
-    """Largest size of the compile cache."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -88,14 +82,11 @@ def survey(store: Store, roots: Roots, limits: Limits) -> Survey:
     roots = roots.since(old)
     found = versions(store)
     kept = reach(found, roots, old)
-    rest = list(residues(store, found, roots, old))
-    if limits.compile_cache is not None:
-        rest += compiled(limits.compile_cache, limits.compile_bytes)
     return Survey(
         roots=roots,
         kept=tuple((v, kept[v.identity]) for v in found if v.identity in kept),
         garbage=tuple(v for v in found if v.identity not in kept),
-        residues=tuple(rest),
+        residues=tuple(residues(store, found, roots, old)),
     )
 
 
@@ -105,12 +96,6 @@ def collect(store: Store, read: Callable[[], Roots], limits: Limits) -> Survey:
     read: returns what runs, pins and the registry keep now; called more than once.
     """
     readonly.refuse(store.shown)
-    done = with_room(store, lambda: _collected(store, read, limits))
-    keep_room(store)
-    return done
-
-
-def _collected(store: Store, read: Callable[[], Roots], limits: Limits) -> Survey:
     roots = read()
     first = survey(store, roots, limits)
     signs = {run.name: run.sign for run in roots.runs if run.sign}
@@ -128,7 +113,7 @@ def _collected(store: Store, read: Callable[[], Roots], limits: Limits) -> Surve
             _condemn(store, version)
     # Only an active run can have found an artifact that its record does not name yet.
     roots = read().living(signs)
-    if roots.active:
+    if any(run.active for run in roots.runs):
         time.sleep(limits.settle_seconds)
         roots = read().living(signs)
     second = survey(store, roots, limits)
@@ -154,55 +139,50 @@ def _short(done: Survey) -> dict[str, Any]:
     return {name: value for name, value in done.as_json().items() if name in names} | {"runs": done.runs}
 
 
-def _condemn(store: Store, version: Version) -> bool:
+def _condemn(store: Store, version: Version) -> None:
     """Move a manifest to `condemned/`, unless a process makes the artifact or has replaced it."""
 
-    def step(check: Callable[[], None]) -> bool:
+    def step(check: Callable[[], None]) -> None:
         manifest = store.read_record(COMMITTED, *version.place)
-        if manifest is None or manifest["committed"] != version.committed:
-            return False
-        store.write_json(manifest, *version.tomb)
-        check()
-        store.remove(store.join(*version.place))
-        return True
+        if manifest is not None and manifest["committed"] == version.committed:
+            store.write_json(manifest, *version.tomb)
+            check()
+            store.remove(store.join(*version.place))
 
-    return unless_held(store, version.stage, version.key, step)
+    unless_held(store, version.stage, version.key, step)
 
 
-def _restore(store: Store, version: Version) -> bool:
+def _restore(store: Store, version: Version) -> None:
     """Move the manifest of a condemned artifact back, unless the key has another one by now.
 
     While a process recomputes the artifact its entry stays, for the next collection.
     """
 
-    def step(check: Callable[[], None]) -> bool:
+    def step(check: Callable[[], None]) -> None:
         manifest = store.read_json(*version.tomb)
         if manifest is not None and store.read_json(*version.place) is None:
             check()
             store.write_json(manifest, *version.place)
         _forget(store, version)
-        return True
 
-    return unless_held(store, version.stage, version.key, step)
+    unless_held(store, version.stage, version.key, step)
 
 
 def _sweep(store: Store, version: Version) -> bool:
-    """Delete the files of a condemned artifact; return False if another process has handled or recomputes it."""
+    """Delete the files of a condemned artifact; return False if a process recomputes it."""
 
-    def step(check: Callable[[], None]) -> bool:
-        if store.read_json(*version.tomb) is None:
-            return False
-        if not _in_use(store, version):
+    def step(check: Callable[[], None]) -> None:
+        # Another collection may have deleted or restored it.
+        if store.read_json(*version.tomb) is not None and not _in_use(store, version):
             _delete_files(store, version, check)
         _forget(store, version)
-        return True
 
     return unless_held(store, version.stage, version.key, step)
 
 
 def _in_use(store: Store, version: Version) -> bool:
     """Whether the folder of a condemned artifact belongs to another one, because the key was recomputed."""
-    places = [("artifacts", version.stage, version.key, MANIFEST)]
+    places: list[tuple[str, ...]] = [("artifacts", version.stage, version.key, MANIFEST)]
     places += [("replaced", version.stage, name) for name in store.names("replaced", version.stage)]
     others = (store.read_json(*place) for place in places if place[2].startswith(version.key))
     return any(other is not None and other.get("folder", version.key) == version.folder for other in others)

@@ -12,6 +12,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
+from rlhf.tuning.atomic import whole_file
 from rlhf.tuning.errors import with_causes
 
 FETCHES = 3
@@ -55,6 +56,15 @@ def sync_folders(folders: Iterable[Path]) -> None:
             os.fsync(descriptor)
         finally:
             os.close(descriptor)
+
+
+def write_synced(path: Path, data: bytes) -> None:
+    """Write a file in one atomic step, synced to the disk."""
+    with whole_file(path) as partial, partial.open("wb") as f:
+        f.write(data)
+        f.flush()
+        os.fsync(f.fileno())
+    sync_folders([path.parent])
 
 
 def shared_and_synced(folder: Path) -> None:
@@ -145,14 +155,14 @@ def disk_fault(error: BaseException, folder: Path) -> DiskFault | None:
     for cause in with_causes(error, suppressed=True):
         if isinstance(cause, DiskFault):
             return cause
-        name = getattr(cause, "filename", None)
+        number, name = getattr(cause, "errno", 0), getattr(cause, "filename", None)
         place = Path(os.fsdecode(name)) if isinstance(name, str | bytes) else None
         # Clients of services also raise EIO, without the name of a file. A URL names a file of a service.
         known = FULL if place is None else FAULTS
-        if isinstance(cause, OSError) and cause.errno in known and "://" not in str(name):
+        if isinstance(cause, OSError) and number in known and "://" not in str(name):
             place = place or folder
-            remedy = _room(place) if cause.errno in FULL else f"{place} failed. Check its disk, {AGAIN}"
-            return DiskFault(cause.errno, f"{os.strerror(cause.errno)}: {remedy}")
+            remedy = _room(place) if number in FULL else f"{place} failed. Check its disk, {AGAIN}"
+            return DiskFault(number, f"{os.strerror(number)}: {remedy}")
     return None
 
 

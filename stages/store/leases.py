@@ -106,7 +106,8 @@ def lease(
                     break
             continue
         if not announced:
-            on_wait(_wait_line(stage, store.address("leases", name), holder))
+            host = holder["host"].split()[0]
+            on_wait(f"{stage} is being made by process {holder['pid']} on {host}; waiting for it")
             announced = True
         check_time()
         time.sleep(POLL_SECONDS)
@@ -142,8 +143,8 @@ class _Held(Exception):
     """A live process holds the lease."""
 
 
-def unless_held(store: Store, stage: str, key: str, step: Callable[[Callable[[], None]], bool]) -> bool:
-    """Run a step under the lease of a key; return False, without a long wait, if a live process holds it or takes it.
+def unless_held(store: Store, stage: str, key: str, step: Callable[[Callable[[], None]], object]) -> bool:
+    """Run a step under the lease of a key; return False, without a long wait, if a live process holds or takes it.
 
     step: gets a function that raises LeaseLost if another process has the lease, and calls it before each removal.
     """
@@ -156,16 +157,11 @@ def unless_held(store: Store, stage: str, key: str, step: Callable[[Callable[[],
     try:
         if not beats(store, stage, key):
             with lease(store, stage, key, lambda line: None, give_up) as token:
-                return step(lambda: check(store, stage, key, token))
+                step(lambda: check(store, stage, key, token))
+                return True
     except (_Held, LeaseLost):
         pass
     return False
-
-
-def _wait_line(stage: str, path: str, holder: dict[str, Any]) -> str:
-    if holder["token"] is None:
-        return f"{stage}: the lease {path} cannot be read; waiting for {DEAD_AFTER_SECONDS:g} s whether it is written"
-    return f"{stage} is being made by process {holder['pid']} on {holder['host'].split()[0]}; waiting for it"
 
 
 def check(store: Store, stage: str, key: str, token: str) -> None:

@@ -6,7 +6,6 @@ leftover of unknown age stays.
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import datetime
 import functools
@@ -53,55 +52,40 @@ def residues(store: Store, found: list[Version], roots: Roots, old: float) -> It
     kept = [run for run in roots.runs if run.why]
     pending = {place for run in kept for place in run.pending}
 
-    def work(stage: str, folder: str, leftovers: Iterator[Residue]) -> Iterator[Residue]:
+    work = [
+        (stage, name, _remote(store, "work", ("work", stage, name), old))
+        for stage in store.names("work")
+        for name in store.names("work", stage)
+    ]
+    if not store.is_local:
+        work += [(path.parent.name, path.name, _local("work", path, old)) for path in _below(store.scratch / "work", 2)]
+    for stage, folder, leftovers in work:
         # After the key: the number of a process of a group, the run that has forced the stage.
         key = folder[:KEY_CHARACTERS].partition(OF_PROCESS)[0]
-        return iter(()) if (stage, key) in pending else _unless_made(store, stage, key, leftovers)
-
-    for stage in store.names("work"):
-        for name in store.names("work", stage):
-            yield from work(stage, name, _remote(store, "work", ("work", stage, name), old))
+        if (stage, key) not in pending:
+            yield from _unless_made(store, stage, key, leftovers)
     yield from _remote(store, "damaged", ("damaged",), old)
     yield from _leases(store, old)
-    scratch = store.scratch
     if not store.is_local:
-        for folder in _below(scratch / "work", 2):
-            yield from work(folder.parent.name, folder.name, _local("work", folder, old))
         keys = {version.key for version in found}
-        for folder in _below(scratch / "fetched", 2):
-            if folder.name[:KEY_CHARACTERS] not in keys:
-                yield from _local("fetched", folder, old)
+        for path in _below(store.scratch / "fetched", 2):
+            if path.name[:KEY_CHARACTERS] not in keys:
+                yield from _local("fetched", path, old)
         names = {run.name for run in kept}
-        for folder in _below(scratch / "runs", 1):
-            if folder.name not in names:
-                yield from _local("log", folder, old)
-    for path in sorted(filter(is_partial, scratch.rglob(".*.part"))):
+        for path in _below(store.scratch / "runs", 1):
+            if path.name not in names:
+                yield from _local("log", path, old)
+    for path in sorted(filter(is_partial, store.scratch.rglob(".*.part"))):
         yield from _local("partial", path, old)
-
-
-def compiled(folder: Path, limit: int) -> Iterator[Residue]:
-    """Yield the least recently used programs of JAX's compile cache, so that at most `limit` bytes stay."""
-    entries = []
-    for path in filter(Path.is_file, folder.glob("*")):
-        with contextlib.suppress(FileNotFoundError):
-            stat = path.stat()
-            entries.append((max(stat.st_atime, stat.st_mtime), stat.st_size, path))
-    left = sum(size for _, size, _ in entries)
-    for _, size, path in sorted(entries):
-        if left <= limit:
-            return
-        left -= size
-        yield Residue("compiled", path.name, size, functools.partial(path.unlink, missing_ok=True))
 
 
 def _unless_made(store: Store, stage: str, key: str, leftovers: Iterator[Residue]) -> Iterator[Residue]:
     """Yield leftovers of a key that no process makes; each is removed under the lease of the key."""
     for residue in () if beats(store, stage, key) else leftovers:
 
-        def remove(check: Callable[[], None], residue: Residue = residue) -> bool:
+        def remove(check: Callable[[], None], residue: Residue = residue) -> None:
             check()
             residue.remove()
-            return True
 
         yield dataclasses.replace(residue, remove=functools.partial(unless_held, store, stage, key, remove))
 
@@ -141,7 +125,7 @@ def _below(folder: Path, depth: int) -> list[Path]:
 
 def written(info: dict[str, Any]) -> float:
     """Return when a file was written, in seconds since 1970, by fsspec's `info`; infinity if that has no time."""
-    names = ("mtime", "LastModified", "last_modified", "updated", "created")
+    names = ("mtime", "LastModified", "last_modified", "updated")
     value = next((info[name] for name in names if info.get(name) is not None), math.inf)
     if isinstance(value, str):
         value = datetime.datetime.fromisoformat(value)

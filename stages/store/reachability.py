@@ -25,6 +25,9 @@ CONDEMNED = "condemned"
 Ref = tuple[str, str, str]
 """Stage, key and digest of an artifact; an empty digest stands for the present one of the key."""
 
+Identity = tuple[tuple[str, ...], bool]
+"""Of a `Version`: its place, and whether it is condemned."""
+
 
 @dataclasses.dataclass(frozen=True)
 class Run:
@@ -53,10 +56,6 @@ class Roots:
     runs: tuple[Run, ...]
     named: frozenset[str] = frozenset()
     """Digests and runs that the registry names."""
-
-    @property
-    def active(self) -> bool:
-        return any(run.active for run in self.runs)
 
     @property
     def gone(self) -> set[str]:
@@ -120,7 +119,7 @@ class Version:
         return datetime.datetime.fromisoformat(self.committed).timestamp()
 
     @property
-    def identity(self) -> tuple[tuple[str, ...], bool]:
+    def identity(self) -> Identity:
         return self.place, self.condemned
 
     @property
@@ -172,7 +171,7 @@ def _version(store: Store, place: tuple[str, ...]) -> Version | None:
     )
 
 
-def reach(found: Iterable[Version], roots: Roots, young_since: float) -> dict[tuple[tuple[str, ...], bool], str]:
+def reach(found: Iterable[Version], roots: Roots, young_since: float) -> dict[Identity, str]:
     """Return the identities of the artifacts that stay, each with the reason.
 
     young_since: artifacts committed after this moment (seconds since 1970) stay, with their inputs.
@@ -196,7 +195,7 @@ def reach(found: Iterable[Version], roots: Roots, young_since: float) -> dict[tu
             waiting.append((version, "named by the registry"))
         if version.seconds >= young_since:
             waiting.append((version, "too young"))
-    kept: dict[tuple[tuple[str, ...], bool], str] = {}
+    kept: dict[Identity, str] = {}
     while waiting:
         version, why = waiting.popleft()
         if version.identity in kept:

@@ -223,10 +223,17 @@ def continues(config: Config, artifact: Artifact) -> bool:
     return artifact.stage == NAME and artifact.manifest["config"].get("lora") == config.model_dump(mode="json")["lora"]
 
 
+_starts: dict[str, Artifact] = {}
+"""By the URL of an update's artifact the start of its rounds: each round walks only over the rounds since the last."""
+
+
 def start_of(config: Config, policy: Artifact) -> Artifact:
-    """The artifact whose policy was the first that this run of updates, ending in `policy`, began with."""
+    """Return the artifact of the first policy of this run of updates, which ends in `policy`."""
+    passed: list[str] = []
     while continues(config, policy):
-        policy = input_of(policy, "policy")
+        passed.append(policy.url)
+        policy = _starts.get(policy.url) or input_of(policy, "policy")
+    _starts.update(dict.fromkeys(passed, policy))
     return policy
 
 

@@ -124,7 +124,7 @@ def _run(request: Request, stage: Stage, config: StageConfig, memory: dict[str, 
     # A forced run starts from nothing: partial work of an unforced one must not leak into it.
     work_key = f"{request.key}-{request.force}" if request.force else request.key
     folder = WorkFolder(store, request.stage, work_key)
-    work = folder.open(lambda line: events.send(Log(line)))
+    work = folder.open()
     # Output of killed tries: what can be used again is beside it.
     for left in work.glob(f"{OUT}*"):
         shutil.rmtree(left, ignore_errors=True)

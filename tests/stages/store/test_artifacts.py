@@ -345,11 +345,6 @@ def test_a_file_that_is_not_json_says_what_to_do(tmp_path):
         store.read_json("runs", "r", "run.json")
 
 
-def test_a_folder_that_fsspec_would_read_as_a_chain_is_refused(tmp_path):
-    with pytest.raises(ArtifactError, match="rename the folder"):
-        Store(f"{tmp_path}/a::b")
-
-
 def test_a_file_among_folders_is_nothing_of_the_store(tmp_path):
     """macOS writes one into each folder that is looked at."""
     (tmp_path / "runs").mkdir()

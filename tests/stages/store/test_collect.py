@@ -20,7 +20,6 @@ from rlhf.stages.store.audit_log import events
 from rlhf.stages.store.collect import Limits, collect, survey
 from rlhf.stages.store.keys import digest
 from rlhf.stages.store.leases import lease, this_process
-from rlhf.stages.store.orphans import compiled
 from rlhf.stages.store.pins import pin, pins, unpin
 from rlhf.stages.store.reachability import versions
 from tests.stages.store.disturbed import Disturbed
@@ -249,15 +248,6 @@ def test_what_a_kill_leaves_of_a_lease_the_trail_or_a_name_goes(tmp_path):
     assert done.returncode == -9 and len(os.listdir(store.join("trail"))) == 1
     assert {r.kind for r in collect(store, roots, NOW).residues} == {"partial"}
     assert not any(name.endswith(".part") for name in os.listdir(store.join("trail")))
-
-
-def test_the_compiled_programs_that_were_not_used_for_the_longest_go(tmp_path):
-    for i in range(4):
-        (tmp_path / f"p{i}-cache").write_bytes(b"x" * 100)
-        os.utime(tmp_path / f"p{i}-cache", (1000.0 + i, 1000.0 + i))
-    (tmp_path / "autotune").mkdir()
-    gone = list(compiled(tmp_path, 250))
-    assert [r.name for r in gone] == ["p0-cache", "p1-cache"] and not list(compiled(tmp_path, 400))
 
 
 def test_pins_are_objects_of_the_store(remote):

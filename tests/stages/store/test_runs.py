@@ -117,7 +117,7 @@ def test_a_part_that_is_gone_is_an_error_with_its_name(store):
     grow(Recorder(store, "one"), record(), 3 * PART)
     gone = store.join("runs", "one", parts(store)[1])
     store.remove(gone)
-    with pytest.raises(ArtifactError, match="nodes-1-00001.json is missing, which run.json beside it names"):
+    with pytest.raises(ArtifactError, match="nodes-1-00001.json is missing: the record of run one is not whole"):
         runs.read(store, "one")
 
 
