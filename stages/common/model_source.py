@@ -87,7 +87,7 @@ def _fetched(url: str) -> Path:
 def _state(info: Mapping[str, Any]) -> tuple[Any, str]:
     """Return size and version of a file. Other fields, such as a signed address, differ each time."""
     names = (
-        *("ETag", "etag", "md5Hash", "content_md5", "mtime", "LastModified", "last_modified", "Last-Modified"),
+        *("ETag", "etag", "mtime", "LastModified", "last_modified", "Last-Modified"),
         *("xet_hash", "blob_id", "modified", "Content-MD5", "created"),
     )
     version = next((info[name] for name in names if info.get(name)), None)

@@ -96,9 +96,10 @@ def checkout(folder: Path) -> dict[str, Any]:
     """Return the commit of a checkout and whether files of it differ; both None if git does not know the folder."""
     # Git also looks in the folders above.
     if (folder / ".git").exists():
-        command = ["git", "--no-optional-locks", "-C", str(folder), "describe", "--always", "--dirty", "--exclude=*"]
+        command = ["git", "--no-optional-locks", "-C", str(folder), "describe", "--always", "--dirty"]
+        command += ["--exclude=*", "--abbrev=40"]
         with contextlib.suppress(OSError, subprocess.SubprocessError):
-            done = subprocess.run([*command, "--abbrev=40"], capture_output=True, text=True, timeout=10, check=True)
+            done = subprocess.run(command, capture_output=True, text=True, timeout=10, check=True)
             commit, _, dirty = done.stdout.strip().partition("-")
             return {"commit": commit, "dirty": bool(dirty)}
     return {"commit": None, "dirty": None}

@@ -125,7 +125,7 @@ def _below(folder: Path, depth: int) -> list[Path]:
 
 def written(info: dict[str, Any]) -> float:
     """Return when a file was written, in seconds since 1970, by fsspec's `info`; infinity if that has no time."""
-    names = ("mtime", "LastModified", "last_modified", "updated")
+    names = ("mtime", "LastModified", "last_modified", "updated", "created")
     value = next((info[name] for name in names if info.get(name) is not None), math.inf)
     if isinstance(value, str):
         value = datetime.datetime.fromisoformat(value)
