@@ -74,29 +74,9 @@ def test_exactly_what_the_dry_run_says_is_freed_and_all_that_is_kept_is_whole(tm
     left = {path.split("/")[-3:][1] for path in store.fs.find(store.join("artifacts")) if path.endswith(MANIFEST)}
     assert left == {key for _, key in wanted} and not store.names("condemned")
     assert set(store.names("runs")) == {run.name for run in runs if run.why}
-
-
-def test_fifty_runs_that_share_artifacts(store):
-    base = put(store, 0)
-    shared = [put(store, 5 * i + 1, [base]) for i in range(4)]
-    made = [put(store, 5 * i + 2, [shared[i % 4]]) for i in range(50 if store.is_local else 8)]
-    runs = [run_of(f"r{i:02d}", [base, shared[i % 4], a], "new" * (i < 3)) for i, a in enumerate(made)]
-    for run in runs:
-        store.write_json({"name": run.name}, "runs", run.name, "run.json")
-    done = collect(store, lambda: roots(*runs), NOW)
-    assert keys(store) == {(a.stage, a.key) for a in [base, *shared[:3], *made[:3]]}
-    assert len(done.garbage) == len(made) - 3 + 1 and len(done.runs) == len(made) - 3
-    assert store.names("runs") == ["r00", "r01", "r02"] and not store.names("leases")
-    begun, event = store.names("trail")
-    (trail,) = events(store)
-    assert trail == store.read_json("trail", event) and store.read_json("trail", begun)["state"] == "begun"
-    assert (
-        trail["state"] == "finished"
-        and trail["freed_bytes"] == done.freed
-        and len(trail["artifacts"]) == 48 - (42 if not store.is_local else 0)
-    )
-    again = collect(store, lambda: roots(*runs[:3]), NOW)
-    assert again.freed == 0 and store.names("trail") == [begun, event]
+    trail = [(event["state"], event["freed_bytes"], len(event["artifacts"])) for event in events(store)]
+    assert trail == [("finished", done.freed, len(done.garbage))] * bool(done.garbage or done.runs)
+    assert collect(store, lambda: roots(*(run for run in runs if run.why)), NOW).freed == 0 and len(events(store)) <= 1
 
 
 def test_a_run_that_has_ended_within_the_grace_time_stays_with_its_record_and_what_it_made(store):
@@ -418,7 +398,7 @@ def test_a_request_that_fails_takes_nothing_from_what_stays(tmp_path):
 
 def test_a_listing_of_artifacts_holds_little_of_each_manifest(tmp_path):
     store = Store(f"memory://{uuid.uuid4().hex}", scratch=tmp_path)
-    for number in range(200):
+    for number in range(40):
         manifest = {"stage": "sft", "key": digest(["key", number]), "metrics": {}, "inputs": {}}
         (folder := tmp_path / str(number)).mkdir()
         (folder / "data").write_text("x")
@@ -427,4 +407,4 @@ def test_a_listing_of_artifacts_holds_little_of_each_manifest(tmp_path):
     found = versions(store)
     held = tracemalloc.get_traced_memory()[0]
     tracemalloc.stop()
-    assert len(found) == 200 and held < 200 * 4000
+    assert len(found) == 40 and held < 40 * 4000

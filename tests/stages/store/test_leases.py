@@ -65,15 +65,6 @@ def test_many_at_once_do_the_work_once(url, tmp_path):
     assert Store(url).fs.find(Store(url).join("leases")) == []
 
 
-def test_the_waiting_one_says_for_whom(tmp_path):
-    # Longer than the other takes to start.
-    holder = hold(str(tmp_path / "store"), tmp_path, 6)
-    out = finish(python(MAKER, str(tmp_path / "store"), tmp_path, 0))
-    assert out.splitlines()[0].startswith(f"sft is being made by process {holder.pid} on ")
-    assert out.count("waiting") == 1
-    finish(holder)
-
-
 @pytest.mark.parametrize("reaped", [True, False], ids=["reaped", "zombie"])
 def test_a_holder_that_was_killed_here_is_replaced_at_once(url, tmp_path, reaped):
     holder = hold(url, tmp_path)

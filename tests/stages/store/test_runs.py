@@ -58,11 +58,6 @@ def test_a_record_reads_back_at_each_moment_in_the_order_of_its_nodes(store):
     assert len(parts(store)) == 4 and len(runs.head(store, "one")["nodes"]) == 5
 
 
-def test_a_small_record_is_one_file(store):
-    grow(Recorder(store, "one"), of := record(), PART)
-    assert parts(store) == [] and store.read_json("runs", "one", "run.json") == of
-
-
 def test_a_node_that_runs_is_in_the_head_and_those_behind_it_too(far):
     recorder, of = Recorder(far, "one"), record()
     of["nodes"] = {f"n{i}": entry(i, "running" if i == 3 else "made") for i in range(3 * PART)}
