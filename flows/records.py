@@ -10,7 +10,7 @@ from typing import Any
 
 from rlhf.stages.store import runs
 from rlhf.stages.store.artifacts import ArtifactError, Store
-from rlhf.stages.store.leases import beat_of, beats, booted, is_gone, rebooted
+from rlhf.stages.store.leases import beats, booted, holder_of, is_gone, rebooted
 from rlhf.stages.store.manifests import is_inside
 from rlhf.tuning.names import closest
 
@@ -135,7 +135,7 @@ def sign_of(record: dict[str, Any], store: Store) -> str:
     if is_gone(record["process"]) is not None or abs(silence) > datetime.timedelta(days=1):
         return ""
     made = [e for e in record["nodes"].values() if e["state"] == "running"]
-    return str([saved, *(beat_of(store, e["stage"], e["key"]) for e in made)])
+    return str([saved, *((holder_of(store, e["stage"], e["key"]) or {}).get("beat") for e in made)])
 
 
 def candidates(store: Store, name: str | None) -> list[dict[str, Any]]:

@@ -158,5 +158,5 @@ STAGE = Stage(
     section="base",
     title="base",
     makes="policy",
-    headline=("{parameters:.1fM} M parameters",),
+    headline=(lambda metrics: f"{metrics['parameters'] / 1e6:.1f} M parameters",),
 )

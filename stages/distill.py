@@ -19,11 +19,12 @@ from rlhf.stages.common.models import (
     save_model,
     stop_ids,
 )
-from rlhf.stages.common.settings import Fitted, Fraction, Optimizer, refuse_unused
+from rlhf.stages.common.settings import Fitted, Optimizer, refuse_unused
 from rlhf.stages.contract.definition import Context, Reads, Stage
 from rlhf.stages.training.adapters import fit
 from rlhf.stages.training.examples import train_and_heldout
 from rlhf.stages.training.fit import Task
+from rlhf.tuning.settings import Fraction
 
 if TYPE_CHECKING:
     from rlhf.tuning.training.batch import Group

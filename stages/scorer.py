@@ -43,5 +43,5 @@ STAGE = Stage(
     processes=lambda config: "primary",
     work="data",
     title="ready reward model",
-    headline=("{parameters:.1fM} M parameters",),
+    headline=(lambda metrics: f"{metrics['parameters'] / 1e6:.1f} M parameters",),
 )

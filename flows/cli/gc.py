@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import os
 from collections import Counter
-from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -34,27 +32,20 @@ def gc(
         int | None,
         typer.Option(min=0, help="The newest runs of each recipe that stay; 5, or 1 with --keep-days, if left out."),
     ] = None,
-    keep_days: Annotated[
-        float | None, typer.Option(min=0, help="Runs that began in the last so many days stay.")
-    ] = None,
+    keep_days: Annotated[float | None, typer.Option(min=0, help="Runs that began in the last X days stay.")] = None,
     grace: Annotated[float, typer.Option(min=0, help="Minutes for which whatever is new stays.")] = 60.0,
-    compile_cache: Annotated[
-        float, typer.Option(min=0, help="GiB that the cache of compiled programs may take.")
-    ] = 10.0,
     yes: Annotated[
         bool, typer.Option("--yes/--dry-run", help="Free it. Without --yes, only say what would go.")
     ] = False,
     as_json: AsJson = False,
 ) -> None:
     """Free what no kept run needs: show it, or with --yes delete it. Running and pinned runs always stay."""
-    from rlhf.stages.common.compilation import COMPILE_CACHE
     from rlhf.stages.store.collect import Limits, collect, survey
 
     place = Store(store)
     default = 5 if keep_days is None else 1
     retention = Retention(keep=default if keep is None else keep, keep_days=keep_days)
-    cache = Path(os.environ.get(COMPILE_CACHE, Path.home() / ".cache" / "rlhf-pipeline" / "jax"))
-    limits = Limits(grace_seconds=60 * grace, compile_cache=cache, compile_bytes=int(compile_cache * 2**30))
+    limits = Limits(grace_seconds=60 * grace)
 
     def read() -> Roots:
         return roots_of(place, retention)

@@ -262,6 +262,9 @@ def _rounds(graph: _Graph, section: str, policies: Policies) -> None:
     evaluate = graph.recipe.evaluate
     choosing = evaluate is not None and evaluate.load_best_model_at_end
     candidates: dict[str, Input] = {}
+    # A sampler in another worker would have to train the policy again.
+    workers = graph.recipe.workers
+    apart = workers is not None and workers.of("sample") != workers.of("train")
     # Prompts that the rounds before each draw, and those of their refills.
     drawn = [0, *itertools.accumulate(rl.rollout.prompts for rl in settings_of)]
     refilled = [0, *itertools.accumulate(rl.refills * rl.rollout.prompts for rl in settings_of)]
@@ -279,6 +282,7 @@ def _rounds(graph: _Graph, section: str, policies: Policies) -> None:
         # Later rounds read it as a reference, so it is not rebuilt.
         stored = stored or (rl.reference_every is not None and (i + 1) % rl.reference_every == 0)
         change: dict[str, Any] = {"round": i, "temperature": rl.rollout.temperature, "store_state": stored}
+        change["store_weights"] = apart and not stored
         # The first round is sampled from the policy that it updates, whatever the staleness.
         if rl.rollouts_from is not None or (rl.staleness and i):
             change["off_policy"] = True

@@ -209,8 +209,9 @@ class RL(StageConfig):
         for name, number in (counted | {"rollout.first": self.rollout.first}).items():
             if number:
                 raise ValueError(f"{name} is counted by the pipeline: leave it out")
-        if self.update.store_state:
-            raise ValueError("update.store_state follows from rl.checkpoint_every: leave it out")
+        for name in ("store_state", "store_weights"):
+            if getattr(self.update, name):
+                raise ValueError(f"update.{name} follows from rl.checkpoint_every and workers: leave it out")
         entry = self.update.entry
         if entry is not None and entry.groups and self.rollout.completions == 1:
             raise ValueError(

@@ -17,7 +17,7 @@ from rlhf.flows.report.formats import seconds_at
 from rlhf.flows.report.measures import number
 from rlhf.stages.store import registry
 from rlhf.stages.store.artifacts import Store
-from rlhf.stages.store.leases import held_by
+from rlhf.stages.store.leases import holder_of
 from rlhf.stages.store.reachability import versions
 
 STATES = ("running", "partial", "failed", "interrupted", "killed", *WHOLE)
@@ -109,7 +109,7 @@ def _values(store: Store) -> Values:
 def _waits(store: Store, record: Record) -> int:
     """The nodes of a run that another process makes."""
     nodes = [entry for entry in record["nodes"].values() if entry["state"] == "running"]
-    holders = [held_by(store, entry["stage"], entry["key"]) for entry in nodes]
+    holders = [holder_of(store, entry["stage"], entry["key"]) for entry in nodes]
     own = record["process"]["pid"], record["process"]["host"]
     return sum(holder is not None and (holder["pid"], holder["host"]) != own for holder in holders)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections import ChainMap
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -20,7 +20,6 @@ from rlhf.stages.worker.devices import confined, device_kind
 from rlhf.stages.worker.group import local_group
 from rlhf.stages.worker.protocol import Log, Report, Request
 
-POLICY = "policy"
 """The input that is the policy which a stage samples from, trains or exports."""
 ONLY = ""
 """The name of the worker of a run that has one."""
@@ -150,20 +149,6 @@ def worker_of(workers: Workers | None, node: Node) -> str:
 def log_of_worker(log: Path, name: str) -> Path:
     """The file of a worker's output: `log` itself where a run has one worker."""
     return log if name == ONLY else log.with_name(f"{log.stem}-{name}{log.suffix}")
-
-
-def read_elsewhere(workers: Workers | None, nodes: Mapping[str, Node]) -> dict[str, set[str]]:
-    """By node the nodes that load the policy which it makes, and are made by another worker; those that have none are
-    left out."""
-    found: dict[str, set[str]] = {}
-    for node in nodes.values() if workers is not None else ():
-        policy = node.inputs.get(POLICY)
-        # A gate has one among its inputs too, and reads no weights.
-        if policy is None or not stage(node.stage).computes(node.config):
-            continue
-        if worker_of(workers, nodes[policy.node]) != worker_of(workers, node):
-            found.setdefault(policy.node, set()).add(node.name)
-    return found
 
 
 def check_workers(recipe: Recipe, nodes: Collection[Node]) -> None:

@@ -21,20 +21,18 @@ from rlhf.flows.graph.reuse import Records, check_point, taken_artifact
 from rlhf.flows.recipe.model import Recipe
 from rlhf.flows.records import log_of
 from rlhf.flows.running.checks import as_it_is
-from rlhf.flows.running.crew import Crew, read_elsewhere
+from rlhf.flows.running.crew import Crew
 from rlhf.flows.running.input_check import Whole
 from rlhf.flows.running.limits import RunLimit
 from rlhf.flows.running.naming import before, entries_of, free_name
 from rlhf.flows.running.recipe_warnings import of_data
 from rlhf.flows.running.record_writer import Saver, now
-from rlhf.stages.common import policy_handoff
 from rlhf.stages.contract.source_archive import keep
 from rlhf.stages.store import runs
 from rlhf.stages.store.artifacts import Artifact, Store
 from rlhf.stages.store.disk import disk_fault
 from rlhf.stages.store.keys import published, without_userinfo
-from rlhf.stages.store.leases import held, lease, release_dead, this_process
-from rlhf.stages.store.reserve import keep_room, with_room
+from rlhf.stages.store.leases import lease, this_process
 from rlhf.stages.store.work import WorkFolder
 from rlhf.stages.worker.client import CodeChanged, StageFailed, WorkerDied
 from rlhf.stages.worker.protocol import Heartbeat, Log, Progress, Report, Request
@@ -90,8 +88,6 @@ class Session:
         self._build()
         self.force = force or set()
         self.made: dict[str, Artifact] = {}
-        self._held = held(self.store)
-        """Leases that there were when the run began."""
         self._taken: Records = {}
         self._whole = Whole(self.store, lambda line: self.reporter.line(line), self._check)
         log = log_of(self.store, self.name)
@@ -124,7 +120,6 @@ class Session:
             self.record["standing"] = self.standing.as_json()
         self._saver = Saver(self.store, self.record, self._lock)
         self.save()
-        keep_room(self.store)
 
     def _store_log(self) -> None:
         """Copies the logs to a remote store, so that `rlhf logs` has them on any machine."""
@@ -157,7 +152,6 @@ class Session:
     def _build(self) -> None:
         self.nodes = {n.name: n for n in build(self.recipe, self.standing)}
         self._places = {name: place for place, name in enumerate(self.nodes)}
-        self._read_elsewhere = read_elsewhere(self.recipe.workers, self.nodes)
 
     def rebuild(self, standing: Standing) -> None:
         """Builds the graph for what the names stand for by now; what does not follow from that stays made."""
@@ -262,29 +256,17 @@ class Session:
             self.made = in_order(self.made, name, artifact, self._places)
         # Beside others it may be hours until the next stage begins, and is recorded.
         self.save(soon=self.recipe.workers is None)
-        if self._read_elsewhere.get(name):
-            policy_handoff.claim(self.store, artifact.digest, self.name)
-        self._drop_read(node)
         self.reporter.stage_ended(node, state, artifact.manifest, seconds)
         if node.stage in ("prepare", "fresh"):
             for remark in of_data(self.recipe, artifact.metrics):
                 self.reporter.line(f"! {remark}")
         return state, artifact
 
-    def _drop_read(self, node: Node) -> None:
-        """Removes handed policies that the node was the last of all to read."""
-        for source in {i.node for i in node.inputs.values()}:
-            readers = self._read_elsewhere.get(source, set())
-            if node.name in readers and all(reader in self.made for reader in readers):
-                policy_handoff.drop(self.store, self.made[source].digest, self.name)
-
     def _tidy(self, stage: str, key: str) -> None:
-        """Removes what a kill just after a commit has left: the work on this host, and the lease."""
+        """Remove the work on this host that a kill just after a commit has left."""
         work = WorkFolder(self.store, stage, key)
         if work.path.exists():
             work.drop()
-        if (stage, key) in self._held:
-            release_dead(self.store, stage, key)
 
     def _another_input(self, inputs: Mapping[str, Artifact], begun: list[dict[str, Any]]) -> bool:
         """Makes damaged inputs of a node again; whether one has other content now."""
@@ -317,7 +299,6 @@ class Session:
             lease=token,
             # A retry within this run resumes its own partial work; another forced run starts from nothing.
             force=self.name if node.name in self.force else None,
-            hand_over=bool(self._read_elsewhere.get(node.name)),
         )
 
         def on_event(event: Report) -> None:
@@ -378,7 +359,7 @@ class Session:
     def _save_if_possible(self) -> None:
         """Writes the record where a failure to write it must not hide what has ended the stage or the run."""
         try:
-            with_room(self.store, self.save)
+            self.save()
         except Exception as error:
             found = disk_fault(error, self.store.scratch) or error
             self.reporter.line(f"the record of run {self.name} could not be written: {found}")

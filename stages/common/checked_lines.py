@@ -1,4 +1,4 @@
-"""Lines of a journal with a checksum each: one that a kill has cut off or a disk has changed is left out."""
+"""Journal lines with a checksum: readers skip a line that a kill has cut off or a disk has changed."""
 
 from __future__ import annotations
 
@@ -10,15 +10,15 @@ from typing import Any, BinaryIO
 
 
 def write_line(file: BinaryIO, text: str) -> None:
-    """Adds a line of JSON to a file that is open for appending, and gives it to the system: a kill loses none of it."""
+    """Append a line of JSON to an open file and flush it, so that a kill cannot lose it."""
     data = text.encode()
-    # A line begins with its end: the one before may be cut off.
+    # The newline comes first, because the previous line may be cut off.
     file.write(b"\n%08x %s" % (zlib.crc32(data), data))
     file.flush()
 
 
 def read_lines(path: Path) -> Iterator[Any]:
-    """The values of the whole lines of a file, if there is one; one at a time, since a file may have gigabytes."""
+    """Yield the values of the whole lines of a file, if it exists; a file may have gigabytes."""
     if not path.exists():
         return
     with path.open("rb") as file:

@@ -1,8 +1,8 @@
-"""Finished calls of a function that judges completions, kept for the next try of a stage.
+"""A journal of finished calls of a function that judges completions, for the next try of a stage.
 
-A call is known by the names of its completions and by everything that the function sees of them: one that was sampled
-again, and is another now, is judged again. Only values are kept. A call that failed in an earlier try is repeated: it
-may have been the cause that the try ended, and is content only once the stage has succeeded (R25).
+A call is identified by its completions and by all inputs of the function, so a completion that was sampled again and
+differs is judged again. The journal stores values only. A call that failed in an earlier try is repeated, because the
+failure may have ended that try; it becomes content only if the stage succeeds (R25).
 """
 
 from __future__ import annotations
@@ -26,29 +26,30 @@ TELL_SECONDS = 600.0
 
 
 class Journal:
-    """Finished calls of a function, one line each in the work folder, so that a kill costs only those under way."""
+    """Finished calls of a function, one line each in the work folder, so that a kill costs only running calls."""
 
     def __init__(self, ctx: Context, what: str, name: str, sample: Callable[[CompletionRow], Sample] = Sample.of):
-        """what: the function for people. name: of the file. sample: a row as the function sees it."""
+        """what: the function, for messages. name: of the file. sample: returns the function's inputs of a row."""
         self._path, self._what, self._log = ctx.work / f"{quote(name, safe='')}.jsonl", what, ctx.log
         self.sample = sample
         self._told = time.monotonic()
-        self._known: dict[str, list[float | None]] = {}
+        self._known: dict[str, list[float | None]] = {line["call"]: line["values"] for line in read_lines(self._path)}
         """The values of a call by its name."""
-        if self._path.exists():
-            # Lines of before name places alone, not what was judged there.
-            lines = (line for line in read_lines(self._path) if isinstance(line, dict))
-            self._known = {line["call"]: line["values"] for line in lines}
-            # How many of them are of completions that there are now is known call by call.
-            kept = sum(map(len, self._known.values()))
-            ctx.log(f"{what}: {kept} finished scores are there, and reused where their completions are the same")
+        if kept := sum(map(len, self._known.values())):
+            ctx.log(f"{what}: {kept} finished scores are there; those of equal completions are reused")
 
     def _name(self, rows: Sequence[CompletionRow]) -> str:
-        """The name of a call on some completions."""
-        return _digest([_seen(row, self.sample(row)) for row in rows])
+        """Return the name of a call: a digest of the completions' names and of all inputs of the function."""
+        inputs = []
+        for row in rows:
+            sample = self.sample(row)
+            ids = hashlib.sha256(array.array("i", sample.completion_ids).tobytes()).hexdigest()
+            fields = [sample.prompt, sample.completion, ids, sample.answer, sample.metadata]
+            inputs.append([row.place, row.sample, *fields])
+        return hashlib.sha256(json.dumps(inputs, sort_keys=True).encode()).hexdigest()[:32]
 
     def get(self, rows: Sequence[CompletionRow]) -> list[Outcome] | None:
-        """The scores of a call's completions; None where it was not made, or on others."""
+        """Return the scores of a call; None if it has not finished, or had other completions."""
         values = self._known.get(self._name(rows))
         return None if values is None else [Outcome(value) for value in values]
 
@@ -58,25 +59,12 @@ class Journal:
             self._told = time.monotonic()
             self._log(f"{self._what}: {done} of {of} calls")
 
-    def failed(self, outcomes: Sequence[Outcome]) -> None:
-        """Receive the outcomes of a failed call, which are not stored."""
-
     def add(self, rows: Sequence[CompletionRow], outcomes: Sequence[Outcome]) -> None:
-        """Stores the scores of a call, in which nothing failed."""
+        """Store the scores of a call without failures."""
         text = json.dumps({"call": self._name(rows), "values": [outcome.value for outcome in outcomes]})
         # Opened for each line: a kill costs at most the line that is being written.
         with self._path.open("ab") as file:
             write_line(file, text)
-
-
-def _seen(row: CompletionRow, sample: Sample) -> list[Any]:
-    """The inputs of a value: the completion's name, and the fields that the function sees."""
-    ids = hashlib.sha256(array.array("i", sample.completion_ids).tobytes()).hexdigest()
-    return [row.place, row.sample, sample.prompt, sample.completion, ids, sample.answer, sample.metadata]
-
-
-def _digest(value: Any) -> str:
-    return hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()[:32]
 
 
 def journaled(
@@ -87,16 +75,16 @@ def journaled(
     arguments: Mapping[str, Any],
     **limits: Any,
 ) -> dict[int, Outcome]:
-    """Outcomes of `function` by number of the row, for calls on some rows each; those in the journal are not made.
+    """Return outcomes of `function` by row number, for calls on some rows each; reuse the calls in the journal.
 
-    limits: as in `rlhf.tuning.rewards.processes.attempt`, whose outages are among the outcomes and not in the journal.
+    limits: as in `rlhf.tuning.rewards.processes.attempt`. Failures are among the outcomes and not in the journal.
     """
     from rlhf.tuning.rewards.processes import attempt
 
     known = {tuple(call): journal.get([rows[i] for i in call]) for call in calls}
     found = {i: o for call, kept in known.items() if kept is not None for i, o in zip(call, kept, strict=True)}
     todo = [call for call, kept in known.items() if kept is None]
-    # Numbered anew: `attempt` gets the samples of these calls alone.
+    # `attempt` gets only the samples of these calls, and numbers them itself.
     numbers = [i for call in todo for i in call]
     place = {number: k for k, number in enumerate(numbers)}
 
@@ -104,13 +92,11 @@ def journaled(
 
     def finished(some: Sequence[int], outcomes: Sequence[Outcome]) -> None:
         journal.tell(next(made), len(todo))
-        if any(outcome.failure is not None for outcome in outcomes):
-            journal.failed(outcomes)
-        else:
+        if all(outcome.failure is None for outcome in outcomes):
             journal.add([rows[numbers[k]] for k in some], outcomes)
 
     samples = [journal.sample(rows[i]) for i in numbers]
-    # Any call with a verdict shows whether the function's service is up.
+    # A call that has succeeded before shows whether the function's service is up.
     judged: Sequence[int] = next((call for call, kept in known.items() if kept is not None), ())
     outcomes = attempt(
         *(function, arguments, samples),

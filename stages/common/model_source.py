@@ -1,4 +1,4 @@
-"""Finds a model by the name that a recipe gives it: in a package, on disk, at a URL or on the Hugging Face hub."""
+"""Find a model by its name in a recipe: in a package, on disk, at a URL or on the Hugging Face Hub."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ HUB_FILES = [
     *("special_tokens_map.json", "added_tokens.json", "vocab.json", "merges.txt", "*.model"),
     *("chat_template*", "*.jinja"),
 ]
-"""Patterns of the files that are read of a folder; repositories often hold the weights in other formats too."""
+"""Patterns of the files that are read; repositories often have the weights in other formats too."""
 
 
 class SourceMissing(FileNotFoundError):
@@ -33,7 +33,7 @@ class SourceMissing(FileNotFoundError):
 
 
 def locate(source: str) -> Path | None:
-    """The file or folder that `source` names; None for a random model. Raises SourceMissing."""
+    """Return the file or folder of `source`; None for a random model. Raise SourceMissing."""
     if source == "random:tiny":
         return None
     if source.startswith("package:"):
@@ -51,15 +51,16 @@ def locate(source: str) -> Path | None:
     else:
         path = Path(source).expanduser()
     if not path.exists():
-        random = "; the random model is random:tiny" if source.startswith("random") else ""
         hub = f"; on the Hugging Face Hub it is hub:{source}" if re.fullmatch(r"\w[\w.-]*/[\w.-]+", source) else ""
-        raise SourceMissing(f"base.source: {path} does not exist{random}{hub}")
+        raise SourceMissing(f"base.source: {path} does not exist{hub}")
     return path
 
 
 def _fetched(url: str) -> Path:
-    """The local copy of a file or folder at an fsspec URL, downloaded once for each state (sizes, ETags, times of
-    change) that its store names. Raises SourceMissing."""
+    """Return the local copy of a file or folder at an fsspec URL, downloaded once for each state of its files.
+
+    Raise SourceMissing.
+    """
     from rlhf.tuning.data.remote import SourceError, again, filesystem
 
     try:
@@ -84,10 +85,10 @@ def _fetched(url: str) -> Path:
 
 
 def _state(info: Mapping[str, Any]) -> tuple[Any, str]:
-    """Size and version of a file, by the first of these fields: others, such as a signed address, differ each time."""
+    """Return size and version of a file. Other fields, such as a signed address, differ each time."""
     names = (
-        *("ETag", "etag", "md5Hash", "md5", "content_md5", "mtime", "LastModified", "last_modified", "Last-Modified"),
-        *("xet_hash", "blob_id", "sha", "modified", "modificationTime", "Content-MD5", "Digest", "created"),
+        *("ETag", "etag", "mtime", "LastModified", "last_modified", "Last-Modified"),
+        *("xet_hash", "blob_id", "modified", "Content-MD5", "created"),
     )
     version = next((info[name] for name in names if info.get(name)), None)
     if version is None:
@@ -96,14 +97,14 @@ def _state(info: Mapping[str, Any]) -> tuple[Any, str]:
 
 
 def _is_read(name: str) -> bool:
-    """Whether a file of a model's folder is read."""
+    """Whether a file of a model's folder is needed."""
     return any(fnmatch.fnmatch(name, pattern) for pattern in HUB_FILES)
 
 
 def snapshot(name: str, files: Sequence[str] = HUB_FILES, field: str = "base.source") -> Path:
-    """The folder of a hub repository's files in the local cache, downloaded where they are not there yet.
+    """Return the folder of a Hub repository's files in the local cache, after a download of missing ones.
 
-    `field`: the one that names the repository. Raises SourceMissing.
+    field: the setting with the repository's name. Raise SourceMissing.
     """
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OfflineModeIsEnabled
@@ -122,10 +123,10 @@ def snapshot(name: str, files: Sequence[str] = HUB_FILES, field: str = "base.sou
 
 
 def file_digests(source: str) -> dict[str, str]:
-    """Checksums of the files of a source by their names. Raises SourceMissing."""
+    """Return checksums of the files of a source by their names. Raise SourceMissing."""
     path = locate(source)
     if path is None:
-        # No file: its weights follow from the seed.
+        # Its weights follow from the seed.
         return {"source": source}
     if path.is_file():
         return {path.name: _digest(path)}
@@ -139,7 +140,7 @@ def _digest(path: Path) -> str:
 
 
 def token_ids_of(folder: Path) -> dict[str, Any]:
-    """bos, eos and pad ids of a model folder; eos holds every id that config.json or generation_config.json names."""
+    """Return bos, eos and pad ids of a model folder; eos has all ids of config.json and generation_config.json."""
     generation = folder / "generation_config.json"
     files = [folder / "config.json", *([generation] if generation.is_file() else [])]
     # Chat models often name their end-of-turn token in generation_config.json only.
@@ -149,7 +150,7 @@ def token_ids_of(folder: Path) -> dict[str, Any]:
 
 
 def _ids(file: Path, name: str) -> list[int]:
-    """The token ids of a field: it has one id, a list of them, or none."""
+    """Return the token ids of a field, which has one id, a list of them, or none."""
     from rlhf.tuning.models.json_file import json_object
 
     found = json_object(file).get(name)

@@ -5,10 +5,9 @@ from __future__ import annotations
 import collections
 import json
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any, Literal
 
-from rlhf.stages.common import policy_handoff
 from rlhf.stages.contract.definition import Context
 from rlhf.stages.contract.registry import stage
 from rlhf.stages.store.artifacts import Artifact
@@ -72,12 +71,18 @@ def bytes_by_device(tree: Any) -> dict[Any, int]:
 
 
 def recall(ctx: Context, name: str) -> Any | None:
-    """A kept value, now the most recently used; None where it was dropped."""
+    """Return a cached value, now the most recently used; None if it is not cached."""
     if name not in ctx.memory:
         return None
     value = ctx.memory.pop(name)
     ctx.memory[name] = value
     return value
+
+
+def cached(ctx: Context, name: str, load: Callable[[], Any]) -> Any:
+    """Return the cached value of this name, or what `load` returns, which is then cached."""
+    value = recall(ctx, name)
+    return remember(ctx, name, load()) if value is None else value
 
 
 def mesh_of(ctx: Context) -> Mesh | None:
@@ -95,26 +100,27 @@ def mesh_of(ctx: Context) -> Mesh | None:
 
 
 def load_policy(ctx: Context, artifact: Artifact) -> tuple[Any, Any]:
-    """(DecoderConfig, parameters) of a base, SFT or update artifact.
+    """Return (DecoderConfig, parameters) of a base, SFT or update artifact.
 
-    An update without stored weights is one that another worker has handed over (`rlhf.stages.common.policy_handoff`),
-    or is rebuilt from its parents (`restore` of its stage).
+    The `restore` of an update's stage rebuilds a policy whose weights are not stored.
     """
     name = f"decoder:{artifact.digest}"
-    kept = recall(ctx, name)
-    if kept is not None:
-        return kept
-    if artifact.has("model/"):
+    if (folder := _weights(artifact)) is not None:
         from rlhf.tuning.models.huggingface import load_decoder
 
-        return remember(ctx, name, load_decoder(artifact.local("model/"), mesh_of(ctx)))
-    if (found := policy_handoff.taken(artifact, mesh_of(ctx))) is not None:
-        return remember(ctx, name, found)
+        return cached(ctx, name, lambda: load_decoder(artifact.local(folder), mesh_of(ctx)))
+    if (policy := recall(ctx, name)) is not None:
+        return policy
     # By name, not by import: how a policy is restored is no part of what samples or scores it.
     restore = stage(artifact.stage).restore
     if restore is None:
         raise RuntimeError(f"{artifact.url} has no folder model, and its stage cannot restore a policy")
     return restore(ctx, artifact)
+
+
+def _weights(artifact: Artifact) -> str | None:
+    """Return the folder of an artifact's weights; None if it stores none."""
+    return next(filter(artifact.has, ("model/", "state/model/")), None)
 
 
 def load_rounded(ctx: Context, artifact: Artifact, kind: str) -> tuple[Any, Any]:
@@ -123,12 +129,12 @@ def load_rounded(ctx: Context, artifact: Artifact, kind: str) -> tuple[Any, Any]
 
     if kind == "none":
         return load_policy(ctx, artifact)
-    name = f"decoder:{artifact.digest}:{kind}"
-    kept = recall(ctx, name)
-    if kept is not None:
-        return kept
-    config, params = load_policy(ctx, artifact)
-    return remember(ctx, name, (config, rounded(config, "decoder", params, kind)))
+
+    def load() -> tuple[Any, Any]:
+        config, params = load_policy(ctx, artifact)
+        return config, rounded(config, "decoder", params, kind)
+
+    return cached(ctx, f"decoder:{artifact.digest}:{kind}", load)
 
 
 def load_frozen(ctx: Context, artifact: Artifact, kind: str = "none") -> tuple[Any, Any]:
@@ -142,14 +148,15 @@ def load_frozen(ctx: Context, artifact: Artifact, kind: str = "none") -> tuple[A
     dtype = _smaller(ctx)
     if dtype is None:
         return load_rounded(ctx, artifact, kind)
-    name = f"decoder:{artifact.digest}:{kind}:{dtype}"
-    found = recall(ctx, name)
-    if found is not None:
-        return found
-    if kind == "none" and artifact.has("model/") and f"decoder:{artifact.digest}" not in ctx.memory:
-        return remember(ctx, name, load_decoder(artifact.local("model/"), mesh_of(ctx), dtype))
-    config, params = load_rounded(ctx, artifact, kind)
-    return remember(ctx, name, (config, narrowed(params, dtype)))
+
+    def load() -> tuple[Any, Any]:
+        folder = _weights(artifact)
+        if kind == "none" and folder is not None and f"decoder:{artifact.digest}" not in ctx.memory:
+            return load_decoder(artifact.local(folder), mesh_of(ctx), dtype)
+        config, params = load_rounded(ctx, artifact, kind)
+        return config, narrowed(params, dtype)
+
+    return cached(ctx, f"decoder:{artifact.digest}:{kind}:{dtype}", load)
 
 
 def _smaller(ctx: Context) -> str | None:
@@ -166,17 +173,10 @@ def _smaller(ctx: Context) -> str | None:
 def load_scorer(ctx: Context, artifact: Artifact, *, frozen: bool = False) -> tuple[Any, Any]:
     """(DecoderConfig, ScalarHead parameters) of a reward artifact; `frozen` as in `load_frozen`."""
     from rlhf.tuning.models.huggingface import load_scalar_head
-    from rlhf.tuning.models.tensors import narrowed
 
     dtype = _smaller(ctx) if frozen else None
-    name, whole = (f"scorer:{artifact.digest}{end}" for end in ("" if dtype is None else f":{dtype}", ""))
-    found = recall(ctx, name)
-    if found is not None:
-        return found
-    if whole in ctx.memory:
-        config, params = ctx.memory[whole]
-        return remember(ctx, name, (config, narrowed(params, dtype)))
-    return remember(ctx, name, load_scalar_head(artifact.local("model/"), mesh_of(ctx), dtype))
+    name = f"scorer:{artifact.digest}" if dtype is None else f"scorer:{artifact.digest}:{dtype}"
+    return cached(ctx, name, lambda: load_scalar_head(artifact.local("model/"), mesh_of(ctx), dtype))
 
 
 def save_model(ctx: Context, kind: Literal["decoder", "scorer"], config: DecoderConfig, params: Any) -> None:
@@ -207,6 +207,7 @@ def load_tokenizer(ctx: Context, artifact: Artifact) -> Any:
     """The tokenizer of a base artifact."""
     from rlhf.tuning.models.tokenizer import load_tokenizer as load
 
+    # Without arrays it takes none of the device's share.
     name = f"tokenizer:{artifact.part_digest(('tokenizer/',))}"
     if name not in ctx.memory:
         ctx.memory[name] = load(artifact.local("tokenizer/"))
@@ -214,14 +215,18 @@ def load_tokenizer(ctx: Context, artifact: Artifact) -> Any:
 
 
 def token_ids(base: Artifact) -> dict[str, Any]:
-    """bos, eos and pad ids of the base model's config, for the configs of its descendants."""
-    values = json.loads(base.local("model/config.json").read_bytes())
+    """Return bos, eos and pad ids of the base model's config, for the configs of its descendants."""
+    values = _config(base)
     return {k: values[k] for k in ("bos_token_id", "eos_token_id", "pad_token_id") if values.get(k) is not None}
 
 
 def vocabulary(base: Artifact) -> int:
-    """Rows of the base model's embeddings."""
-    return int(json.loads(base.local("model/config.json").read_bytes())["vocab_size"])
+    """Return the number of rows of the base model's embeddings."""
+    return int(_config(base)["vocab_size"])
+
+
+def _config(base: Artifact) -> Any:
+    return json.loads(base.local("model/config.json").read_bytes())
 
 
 def stop_ids(ctx: Context, base: Artifact) -> tuple[int, ...]:

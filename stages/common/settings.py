@@ -13,18 +13,16 @@ from pydantic import BaseModel, Field, model_validator
 
 from rlhf.stages.contract.definition import StageConfig, execution_setting
 from rlhf.tuning import settings as core
-from rlhf.tuning.settings import RULE_DEFAULTS, Fraction, Remat
+from rlhf.tuning.settings import RULE_DEFAULTS, Remat
 
 Dtype = core.Dtype
 """Types of computing."""
-
-__all__ = ["Compute", "Fitted", "Fraction", "Lora", "Mesh", "Optimizer", "Trained"]
 
 Projection = Literal["q", "k", "v", "o", "gate", "up", "down"]
 
 
 def with_defaults(values: Any, by: str, table: Mapping[str, Mapping[str, Any]]) -> Any:
-    """Settings as written, with the defaults that `table` has for the choice in the field `by`."""
+    """Return settings as written, with the defaults that `table` has for the choice in the field `by`."""
     choice = values.get(by) if isinstance(values, dict) else None
     return {**table.get(choice, {}), **values} if isinstance(choice, str) else values
 
@@ -32,22 +30,22 @@ def with_defaults(values: Any, by: str, table: Mapping[str, Mapping[str, Any]]) 
 def refuse_unused(
     config: BaseModel, by: str, uses: Mapping[str, Collection[str]], defaults: Mapping[str, Any] | None = None
 ) -> None:
-    """Raises ValueError for a setting that differs from its default though the choice in the field `by` ignores it.
+    """Raise ValueError for a setting that differs from its default although the choice in the field `by` ignores it.
 
-    uses: setting -> choices that read it. defaults: of the choice, in place of the fields' own.
+    uses: setting -> choices that read it. defaults: of the choice, in place of the fields' defaults.
     """
     choice = getattr(config, by)
     for name, choices in uses.items():
         default = (defaults or {}).get(name, type(config).model_fields[name].default)
         if choice not in choices and getattr(config, name) != default:
-            # A section has no short way to write its default.
+            # The default of a section is too long for the message.
             instead = "" if isinstance(default, BaseModel) else f", or set it to {default}"
             raise ValueError(
                 f"{name} has no meaning with {by} {choice}; it belongs to {', '.join(choices)}. Leave it out{instead}"
             )
 
 
-# A model is frozen by its config, which the checker does not see: it takes it for a mutable child of a frozen class.
+# mypy does not see that the config freezes a model, and reports a mutable child of a frozen class.
 class Optimizer(StageConfig, core.OptimizerSettings):  # type: ignore[misc]
     """An optimizer of `rlhf.tuning.training.optimizers`, and its schedule."""
 
@@ -58,13 +56,8 @@ class Optimizer(StageConfig, core.OptimizerSettings):  # type: ignore[misc]
 
     @model_validator(mode="after")
     def _meaningful(self) -> Optimizer:
-        ends = {"decay_steps": None, "end_fraction": 0.0} if self.schedule == "constant" else {}
-        plain = ends | {n: type(self).model_fields[n].default for n in RULE_IGNORES.get(self.name, ())}
-        for field, default in plain.items():
-            if getattr(self, field) != default:
-                rule = f"schedule {self.schedule}" if field in ends else self.name
-                hint = "; that is adamw" if (self.name, field) == ("adam", "weight_decay") else ""
-                raise ValueError(f"{field} has no meaning with {rule}{hint}")
+        refuse_unused(self, "schedule", dict.fromkeys(("decay_steps", "end_fraction"), ("linear", "cosine", "wsd")))
+        refuse_unused(self, "name", RULE_USES)
         if self.decay_steps is not None and self.decay_steps <= self.warmup_steps:
             raise ValueError(
                 f"decay_steps {self.decay_steps} is the step at which the schedule ends, and the warm-up takes "
@@ -73,14 +66,13 @@ class Optimizer(StageConfig, core.OptimizerSettings):  # type: ignore[misc]
         return self
 
 
-RULE_IGNORES = {
-    "adam": ("weight_decay",),
-    "sgd": ("beta2", "epsilon"),
-    "lion": ("epsilon",),
-    "adafactor": ("beta2", "epsilon"),
+_ADAPTIVE = ("adamw", "nadamw", "radam", "amsgrad", "rmsprop", "muon")
+RULE_USES = {
+    "weight_decay": (*_ADAPTIVE, "sgd", "lion", "adafactor"),
+    "beta2": (*_ADAPTIVE, "adam", "lion"),
+    "epsilon": (*_ADAPTIVE, "adam"),
 }
-"""Settings that a rule does not read."""
-
+"""The update rules that read a setting, if not all do."""
 
 ADAPTER_RATE = 10
 """Default learning rate of an adapter over that of all parameters: the ratio in TRL's scripts for SFT, DPO, reward
@@ -100,7 +92,7 @@ class Trained(StageConfig):
 
     @classmethod
     def with_rate(cls, values: dict[str, Any], adapter: bool) -> dict[str, Any]:
-        """Settings as written, with their optimizer whole; an adapter's default rate is ADAPTER_RATE times as high."""
+        """Return settings with a whole optimizer; an adapter's default rate is ADAPTER_RATE times as high."""
         short = {k: v for k, v in values.items() if k in cls.short_names()}
         optimizer = values.get("optimizer", {})
         if not isinstance(optimizer, dict) or not (short or optimizer or adapter):
@@ -117,7 +109,7 @@ class Trained(StageConfig):
 
     @classmethod
     def short_names(cls) -> Collection[str]:
-        """The optimizer's settings that may be written one level up."""
+        """Return the optimizer's settings that may be written one level up."""
         # Next to a clip range `epsilon` would be read as that, as in TRL.
         other = {"name"} | ({"epsilon"} if "clip_low" in cls.model_fields else set())
         return Optimizer.model_fields.keys() - other - cls.model_fields.keys()
@@ -184,7 +176,7 @@ class Lora(StageConfig):
 
 
 def stored_as(lora: Lora | None) -> Literal["none", "int8", "nf4"]:
-    """How training stores the frozen kernels."""
+    """Return how training stores the frozen kernels."""
     return "none" if lora is None else lora.quantize
 
 

@@ -28,14 +28,9 @@ def read_rows(artifact: Artifact, part: str) -> list[dict[str, Any]]:
 
 def first_rows(artifact: Artifact, part: str, count: int, columns: Sequence[str]) -> list[dict[str, Any]]:
     """The first rows of `read_rows`, with some columns, for display. Later rows are not read."""
-    found: list[dict[str, Any]] = []
-    for path in _files(artifact, part):
-        with pq.ParquetFile(path) as file:
-            for batch in file.iter_batches(max(1, count), columns=list(columns)):
-                found += batch.to_pylist()
-                if len(found) >= count:
-                    return found[:count]
-    return found
+    every = (pq.ParquetFile(path) for path in _files(artifact, part))
+    found = (batch.to_pylist() for file in every for batch in file.iter_batches(max(1, count), columns=list(columns)))
+    return list(itertools.islice(itertools.chain.from_iterable(found), count))
 
 
 def read_table(artifact: Artifact, part: str, kind: type[R], columns: Collection[str] = ()) -> list[R]:
@@ -120,8 +115,8 @@ def as_they_end(
     ]
     found: dict[int, list[R]] = {}
     if ctx.is_primary:
-        read = {n: _kept(ctx, path, shards.kind) for n, path in enumerate(files)}
-        found = {n: table for n, table in read.items() if table is not None}
+        # The work folder has removed damaged shards.
+        found = {n: rows.read_table([path], shards.kind) for n, path in enumerate(files) if path.exists()}
     slices = {n: items[n * shards.size : (n + 1) * shards.size] for n in range(total)}
     there = multihost.from_primary(lambda: sorted(found))
     missing = {n: part for n, part in slices.items() if n not in there}
@@ -177,21 +172,6 @@ def _in_order(parts: Mapping[int, list[R]], owners: Sequence[int]) -> list[R]:
 def _received(data: bytes, kind: type[R]) -> tuple[int, int, list[R]]:
     number, process, table = data.split(b" ", 2)
     return int(number), int(process), rows.from_bytes(table, kind)
-
-
-def _kept(ctx: Context, path: Path, kind: type[R]) -> list[R] | None:
-    """The rows of a finished shard; None if it is missing or unreadable, in which case it is recomputed."""
-    if not path.exists():
-        return None
-    try:
-        return rows.read_table([path], kind)
-    except (pa.ArrowException, OSError, ValueError, KeyError) as error:
-        # A disk that fails for a moment is no damage: only what it gives back is judged.
-        if isinstance(error, OSError) and error.errno is not None:
-            raise
-        ctx.log(f"{path.parent.name} is damaged ({str(error).splitlines()[0][:200]}) and is recomputed")
-        path.unlink()
-        return None
 
 
 def publish(files: Sequence[Path], folder: Path) -> None:

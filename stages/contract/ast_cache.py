@@ -1,7 +1,7 @@
-"""What fingerprints have read of modules, kept for the processes after this one: parsing is most of a cached run.
+"""A cache of parsed modules for fingerprints, shared by processes: parsing is most of the time of a cached run.
 
-A reading counts for the content that it was taken of, whatever the file's times say, and as long as the names that were
-looked up for it are modules of this project, or none, as they were then.
+An entry is valid for the content of the module, whatever its file's times are, and while the names that the parser
+looked up still are modules of this project, or still are not.
 """
 
 from __future__ import annotations
@@ -34,14 +34,14 @@ def _kept() -> dict[str, Any]:
 
 
 IsOwn = Callable[[str], bool]
-"""Whether there is a module of this name in the project."""
+"""Whether the project has a module of this name."""
 
 
 def of_module(place: str, state: list[Any], is_own: IsOwn, read: Callable[[IsOwn], Any]) -> Any:
-    """What `read` finds in a module, as JSON: read once for each `state`, its content and its reader.
+    """Return the JSON value that `read` returns for a module, cached by `state` (its content and the parser).
 
-    place: the module's file, and behind a zero how it is looked at. read: asks the function that it is given, and
-    nothing else that may change.
+    place: the module's file, and after a zero the other arguments of the parser. read: depends only on `state` and on
+    the function that it gets.
     """
     with _lock:
         if not _known:
@@ -62,12 +62,12 @@ def of_module(place: str, state: list[Any], is_own: IsOwn, read: Callable[[IsOwn
 
 
 def keep() -> None:
-    """Writes what is new; what other processes have written meanwhile stays, of files that are still there."""
+    """Write new entries next to those of other processes; drop entries of files that are gone."""
     with _lock:
         if not _new:
             return
         entries = {p: e for p, e in (_kept() | _new).items() if Path(p.split("\0")[0]).exists()}
         _new.clear()
-    # Read-only homes and full disks cost time, nothing else.
+    # A read-only home or a full disk only costs time.
     with contextlib.suppress(OSError), whole_file(_file()) as partial:
         partial.write_text(json.dumps(entries))

@@ -31,27 +31,27 @@ def execution_setting(default: Any, **constraints: Any) -> Any:
 
 
 class Progress(Protocol):
-    """Reports `done` of `total` units of work; `metrics` are shown beside them."""
+    """Report `done` of `total` units of work, with metrics."""
 
     def __call__(self, done: int, total: int, unit: str, **metrics: float) -> None: ...
 
 
 @dataclasses.dataclass
 class Context:
-    """Everything that `run` may read, write and call."""
+    """The inputs, folders and callbacks of a stage's `run`."""
 
     config: Any
     """The stage's resolved config."""
     inputs: Mapping[str, Artifact]
     """Committed artifacts by input name."""
     out: Path
-    """A local folder. Its content when `run` returns becomes the artifact."""
+    """A local folder; its content becomes the artifact when `run` returns."""
     work: Path
-    """A local folder that survives a kill, the same for each try at this key: checkpoints, finished shards."""
+    """A local folder that survives a kill, for checkpoints and finished shards; all tries at this key share it."""
     seed: int
     """The root of all randomness of this stage (derived from the run's seed and the stage's name)."""
     progress: Progress
-    """Reports work done; rate and time left are derived from the calls."""
+    """Reports finished work; the rate and the time left follow from the calls."""
     log: Callable[[str], None]
     """Shows one line on the console and in the log."""
     memory: dict[str, Any]
@@ -59,20 +59,20 @@ class Context:
     saved: Callable[[], None] = lambda: None
     """Call after each finished folder in `work`: a remote store gets its copy, and a group joins a checkpoint."""
     fetch: Callable[[Iterable[Path]], None] = lambda paths: None
-    """Brings files of an earlier try's checkpoints to their paths in `work`."""
+    """Downloads files of an earlier try's checkpoints to their paths in `work`."""
 
     is_primary: bool = True
-    """Whether this is process 0 of its group, which alone writes tables; others write shards of checkpoints."""
+    """Whether this is process 0 of its group. Only it writes tables; all processes write shards of checkpoints."""
 
     name: str = "stage"
     """Label of the metrics in TensorBoard and Weights & Biases."""
     _metrics: Any = dataclasses.field(default=None, init=False, repr=False)
 
     def metrics_line(self, **values: Any) -> None:
-        """Adds a row of metrics (`rlhf.stages.contract.metrics`); timings are allowed: logs are no content."""
+        """Write a row of metrics (`rlhf.stages.contract.metrics`), also timings: logs are not content."""
         if not self.is_primary:
             return
-        # Opened with the first row: most stages write none, and the logs import TensorBoard.
+        # Opened by the first row: most stages write none, and the logs import TensorBoard.
         if self._metrics is None:
             from rlhf.stages.contract.metrics import Metrics
 
@@ -80,14 +80,10 @@ class Context:
         self._metrics.write(values)
 
     def close(self) -> None:
-        """Closes the logs that `metrics_line` has opened."""
+        """Close the logs that `metrics_line` has opened."""
         if self._metrics is not None:
             self._metrics.close()
             self._metrics = None
-
-
-def _always(config: Any, splits: Collection[str]) -> bool:
-    return True
 
 
 @dataclasses.dataclass(frozen=True)
@@ -97,80 +93,48 @@ class Reads:
     role: str
     """`policy`: the policy trained so far. `base`, `tokenizer`, `data`, `reward`: those of the run. In a round of RL
     also `reference` (the policy before the first round), `rollouts`, `scores`, `greedy_scores`, `scale` (the
-    scores of the round's own rollouts). `NAME_*`: every
-    artifact whose role begins so, each an input under its own role."""
+    scores of the round's own rollouts). `NAME_*`: every artifact with a role that begins with `NAME_`, each as an input
+    under its own role."""
     parts: tuple[str, ...] = ()
-    """Path prefixes that are read: only their content is in the key. Empty: what the role offers, mostly all of it."""
-    when: Callable[[Any, Collection[str]], bool] = _always
+    """Path prefixes that are read; only their content is in the key. Empty: the default of the role, mostly all."""
+    when: Callable[[Any, Collection[str]], bool] = lambda config, splits: True
     """(settings, splits of the prepared data) -> whether the input is read."""
 
 
-class _Figures(string.Formatter):
-    """`str.format` for metrics. A format that ends in M counts in millions; a mapping shows its entries."""
-
-    def format_field(self, value: Any, format_spec: str) -> str:
-        if isinstance(value, Mapping):
-            return "  ".join(f"{k} {v}" for k, v in value.items())
-        if format_spec.endswith("M"):
-            # `{bytes:.0fM}` is the number in millions, formatted by what stands before the M.
-            value, format_spec = value / 1e6, format_spec[:-1]
-        return str(format(value, format_spec))
-
-
 Work = Literal["data", "train", "sample", "score"]
-"""What a stage does: a recipe may name a worker for each (`rlhf.flows.recipe.workers`)."""
+"""Kinds of work; a recipe may name a worker for each (`rlhf.flows.recipe.workers`)."""
 Processes = Literal["all", "primary"]
 """Which processes of a process group run a stage."""
 Figure = str | Callable[[Mapping[str, Any]], str]
-"""A template over metrics, such as `loss {loss:.4f}`, or a function of them for what no template can say."""
-
-
-def _no_sources(config: Any) -> dict[str, str]:
-    return {}
-
-
-def _loads_nothing(config: Any) -> tuple[str, ...]:
-    return ()
-
-
-def _computes(config: Any) -> bool:
-    return True
-
-
-def _leaves_nothing(ctx: Context) -> None:
-    pass
-
-
-def _by_all(config: Any) -> Processes:
-    return "all"
+"""A template over metrics, such as `loss {loss:.4f}`, or a function of them."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Stage:
-    """All that the pipeline knows of a stage: each stage's module ends with one, called STAGE.
+    """The definition of a stage; each stage's module ends with one, called STAGE.
 
     `run`, `config` and what they import are in the key. The fields from `section` on are not: they place the stage
     in a run and describe it (`rlhf.stages.contract.fingerprint.DESCRIPTION`).
     """
 
     name: str
-    """As its module is called."""
+    """The name of its module."""
     version: int
-    """Part of the key: raised where old artifacts must not be used although neither code nor settings say so."""
+    """Part of the key: raise it if old artifacts are wrong and neither code nor settings change."""
     config: type[StageConfig]
     """Its settings."""
     run: Callable[[Context], dict[str, Any]]
     """Writes files under `ctx.out` and returns the metrics for the manifest (JSON values)."""
-    sources: Callable[[Any], dict[str, str]] = _no_sources
-    """Settings -> digests of what is read from outside the inputs: files, a user's functions, models."""
-    loads: Callable[[Any], tuple[str, ...]] = _loads_nothing
+    sources: Callable[[Any], dict[str, str]] = lambda config: {}
+    """Settings -> digests of files, functions of users and models that are read besides the inputs."""
+    loads: Callable[[Any], tuple[str, ...]] = lambda config: ()
     """Settings -> modules of this project that the stage loads by name: their code is part of the key."""
     libraries: tuple[str, ...] = NUMERIC_LIBRARIES
     """Libraries whose versions are part of the key."""
-    computes: Callable[[Any], bool] = _computes
+    computes: Callable[[Any], bool] = lambda config: True
     """Settings -> whether it computes on the device, whose kind is then part of the key: bits differ between kinds."""
-    processes: Callable[[Any], Processes] = _by_all
-    """Settings -> which processes of a group run it: all, each with the devices that it has, or process 0 alone."""
+    processes: Callable[[Any], Processes] = lambda config: "all"
+    """Settings -> the processes of a group that run it: all, each with its devices, or only process 0."""
     restore: Callable[[Context, Artifact], tuple[Any, Any]] | None = None
     """(DecoderConfig, parameters) of an artifact that may hold no weights; None: its folder `model` has them."""
     section: str = ""
@@ -180,40 +144,43 @@ class Stage:
     reads: Mapping[str, Reads] = dataclasses.field(default_factory=dict)
     """Its inputs by name."""
     makes: str = ""
-    """The role of its artifact for the stages that follow; empty: none reads it."""
+    """The role of its artifact for later stages; empty: none reads it."""
     headline: tuple[Figure, ...] = ()
-    """The figures to look at first. One whose metrics are missing is left out."""
+    """The most important figures; those with missing metrics are skipped."""
     work: Work = "train"
-    """What it does, by which a run with several workers gives it to one of them."""
-    tidy: Callable[[Context], None] = _leaves_nothing
-    """Removes what it has left beside `out` and `work`, once that is of no use."""
+    """The kind of work, which chooses its worker in a run with several."""
+    tidy: Callable[[Context], None] = lambda ctx: None
+    """Removes files outside of `out` and `work` that are not needed any more."""
     samples: str = ""
     """Path prefix of a table with prompts and completions for display; empty: there is none."""
 
     @property
     def module(self) -> str:
-        """The module in which the stage is defined, with which its fingerprint begins."""
+        """The module that defines the stage, where its fingerprint begins."""
         return self.run.__module__
 
     def tidied(self, ctx: Context) -> None:
-        """Calls `tidy`, since the artifact is committed or the next try begins anew. An error is logged alone."""
+        """Call `tidy` after a commit, or before a try from the beginning; log an error and continue."""
         try:
             self.tidy(ctx)
         except Exception as e:
-            ctx.log(without_userinfo(f"what {self.name} has left was not removed ({type(e).__name__}: {e})"))
+            ctx.log(without_userinfo(f"leftovers of {self.name} were not removed ({type(e).__name__}: {e})"))
 
     def figures(self, metrics: Mapping[str, Any]) -> str:
-        """The headline of these metrics, in one line."""
+        """Return the headline of these metrics, in one line."""
         return "  ".join(text for figure in self.headline if (text := _shown(figure, metrics)))
 
     def inputs(self, config: Any, splits: Collection[str]) -> dict[str, Reads]:
-        """The inputs that these settings read."""
+        """Return the inputs that these settings read."""
         return {name: reads for name, reads in self.reads.items() if reads.when(config, splits)}
 
 
 def _shown(figure: Figure, metrics: Mapping[str, Any]) -> str:
-    """The figure as text; empty where one of its metrics is missing."""
+    """Return the figure as text; empty if one of its metrics is missing."""
     if callable(figure):
         return figure(metrics)
     names = [name for _, name, _, _ in string.Formatter().parse(figure) if name]
-    return "" if any(metrics.get(n) is None for n in names) else _Figures().format(figure, **metrics)
+    if any(metrics.get(n) is None for n in names):
+        return ""
+    tables = {n: "  ".join(f"{k} {v}" for k, v in t.items()) for n, t in metrics.items() if isinstance(t, Mapping)}
+    return figure.format(**{**metrics, **tables})

@@ -1,7 +1,7 @@
-"""What the docstrings below the fields of a class say, read from its source when somebody asks.
+"""The docstrings below the fields of a class, read from its source on demand.
 
-pydantic's `use_attribute_docstrings` reads and tokenizes the source of every model when it is imported: a fifth of the
-start of each process, for texts that few commands show.
+pydantic's `use_attribute_docstrings` reads and tokenizes the source of every model at import: a fifth of the start of
+each process, for texts that few commands show.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from collections.abc import Mapping
 
 @functools.cache
 def field_docs(cls: type) -> Mapping[str, str]:
-    """The docstring below each field of a class by the field's name, those of its bases for what it does not say."""
+    """Return the docstring below each field of a class and of its bases, by the field's name."""
     docs: dict[str, str] = {}
     for one in reversed(cls.__mro__):
         docs |= _own(one)
@@ -24,19 +24,19 @@ def field_docs(cls: type) -> Mapping[str, str]:
 
 
 def _own(cls: type) -> dict[str, str]:
-    """The docstrings of the fields that stand in the class's own body; none where it has no source."""
+    """Return the docstrings of the fields in the class's own body; none if it has no source."""
     body = _classes(cls.__module__).get(cls.__qualname__)
     docs = {}
     for field, doc in itertools.pairwise(body.body if body is not None else ()):
-        if isinstance(field, ast.AnnAssign) and isinstance(doc, ast.Expr) and isinstance(doc.value, ast.Constant):
-            assert isinstance(field.target, ast.Name)
-            docs[field.target.id] = inspect.cleandoc(str(doc.value.value))
+        match field, doc:
+            case ast.AnnAssign(target=ast.Name(id=name)), ast.Expr(value=ast.Constant(value=str(text))):
+                docs[name] = inspect.cleandoc(text)
     return docs
 
 
 @functools.cache
 def _classes(module: str) -> Mapping[str, ast.ClassDef]:
-    """The classes of a module of this project by name; of another one none, whose fields are nobody's settings."""
+    """Return the classes of a module of this project by name; none for other modules, which have no settings."""
     if module.partition(".")[0] != "rlhf":
         return {}
     tree = ast.parse(inspect.getsource(sys.modules[module]))

@@ -1,11 +1,11 @@
-"""The fingerprint of a stage's code: what the modules that it reaches by import do, not where they are.
+"""The fingerprint of a stage's code: the behaviour of the modules that it reaches by import, not their places.
 
-A module counts by its syntax tree without comments and docstrings, and with the names of this project's modules left
-out of its imports: moving a file changes no fingerprint. Which content each import reaches is hashed beside it
-(`Code.imports`), so that importing another module's function of the same name does change it. A C source or
-a page's template of the same name, beside a module, is part of it.
+A module counts by its syntax tree without comments, docstrings and the names of this project's modules in its imports,
+so moving a file changes no fingerprint. `Code.imports` is a hash of the content that each import reaches, so importing
+another module's function of the same name does change it. A C source or a page's template in the same folder and with
+the same name is part of a module.
 
-The import graph is read from the syntax trees, functions included (stages import the core inside `run`), so nothing is
+The import graph comes from the syntax trees, functions included (stages import the core inside `run`), so nothing is
 executed and JAX is not loaded.
 """
 
@@ -30,11 +30,12 @@ from pathlib import Path
 from typing import Any
 
 from rlhf.stages.contract import ast_cache
+from rlhf.stages.store.disk import mark_of
 
 OWN = "rlhf"
 
-# Packages of which no module can change a result: they describe, find, store and move it.
-INFRASTRUCTURE = ("rlhf.stages.contract", "rlhf.stages.store", "rlhf.stages.worker")
+# Packages that cannot change a result: they describe, find, store and move it.
+INFRASTRUCTURE = ("rlhf.stages.contract.", "rlhf.stages.store.", "rlhf.stages.worker.")
 
 # Versions of libraries that change numbers or bytes.
 NUMERIC_LIBRARIES = (
@@ -43,9 +44,8 @@ NUMERIC_LIBRARIES = (
     *("grain", "jinja2"),
 )
 
-# Arguments of a module's `STAGE = Stage(...)` that describe the stage and place it in a run or on processes: no part of
-# its key.
-# Which artifacts it reads is in the key already, as the digests of its inputs.
+# Arguments of a module's `STAGE = Stage(...)` that describe the stage and place it in a run or on processes. They are
+# not in the key, which has the artifacts that it reads as digests of its inputs.
 DESCRIPTION = ("section", "title", "reads", "makes", "headline", "samples", "processes", "work", "tidy")
 
 _OWN_NAME = re.compile(rf"{OWN}(\.\w+)+\.?")
@@ -57,18 +57,16 @@ def _distributions() -> Mapping[str, list[str]]:
 
 
 def package_versions(modules: tuple[str, ...]) -> dict[str, str]:
-    """Versions of the packages that hold top-level modules, by the packages' names; `absent` without one.
+    """Return the versions of the packages with these top-level modules, by the packages' names; or `absent`.
 
-    A module that no package holds, or one that is installed for editing, keeps its version when it changes: its content
-    counts, and that of what it imports.
+    A module of no package, or of one that is installed for editing, can change without a new version, so its content
+    and that of its imports count.
     """
     versions: dict[str, str] = {}
     queue, seen = list(modules), set(modules)
     while queue:
         module = queue.pop()
-        # Most packages are called as their module: the list of all takes a tenth of a second.
-        found = library_versions((module,))
-        names = [module] if found[module] != "absent" else _distributions().get(module, [module])
+        names = _distributions().get(module, [module])
         versions |= library_versions(tuple(names))
         spec = find_spec(module)
         places = [Path(p) for p in ([*(spec.submodule_search_locations or ())] or [spec.origin or ""])] if spec else []
@@ -76,7 +74,7 @@ def package_versions(modules: tuple[str, ...]) -> dict[str, str]:
             continue
         files = sorted(f for p in places for f in ([p] if p.is_file() else p.rglob("*")) if f.suffix in (".py", ".so"))
         content = [hashlib.sha256(f.read_bytes()).hexdigest() for f in files]
-        # What cannot be parsed imports nothing that is found.
+        # A file that cannot be parsed has no known imports.
         with contextlib.suppress(SyntaxError):
             code = reached(*_modules(places[0], module), folder=places[0].parent)
             content += [*sorted(set(code.modules.values())), code.imports]
@@ -87,7 +85,7 @@ def package_versions(modules: tuple[str, ...]) -> dict[str, str]:
 
 
 def _holds(distribution: str, place: Path) -> bool:
-    """Whether an installed distribution has a module at this place in its own folder."""
+    """Whether an installed distribution has a module at this place in its folder."""
     with contextlib.suppress(importlib.metadata.PackageNotFoundError):
         found = importlib.metadata.distribution(distribution)
         editable = '"editable": true' in (found.read_text("direct_url.json") or "")
@@ -96,14 +94,14 @@ def _holds(distribution: str, place: Path) -> bool:
 
 
 def _modules(place: Path, name: str) -> list[str]:
-    """The dotted names of a module, or of a package with all below it."""
+    """Return the dotted names of a module, or of a package with all modules below it."""
     below = place.rglob("*.py") if place.is_dir() else ()
     return [name, *(".".join((name, *f.relative_to(place).with_suffix("").parts)) for f in below)]
 
 
 @functools.cache
 def library_versions(names: tuple[str, ...] = NUMERIC_LIBRARIES) -> dict[str, str]:
-    """Installed versions by name; a library that is not installed is `absent`."""
+    """Return installed versions by name; a library that is not installed is `absent`."""
     versions = {}
     for name in names:
         try:
@@ -113,49 +111,38 @@ def library_versions(names: tuple[str, ...] = NUMERIC_LIBRARIES) -> dict[str, st
     return versions
 
 
-Mark = tuple[int, int, int, int]
-"""Times of change of a file's content and of its inode, its size, and the inode."""
-
-
-def mark_of(path: str | Path) -> Mark:
-    """The mark of a file as it is now; raises OSError where there is none."""
-    found = os.stat(path)
-    # Not the time of change alone: tools that copy files set it back.
-    return found.st_mtime_ns, found.st_ctime_ns, found.st_size, found.st_ino
-
-
 @dataclasses.dataclass(frozen=True)
 class Code:
-    """The code that some modules reach by import."""
+    """The code that modules reach by import."""
 
     modules: dict[str, str]
-    """Short hash of each module's content, by the module's name. The names serve messages; keys hold the hashes."""
+    """Short hash of each module's content, by its name. Names are for messages; keys contain the hashes."""
     imports: str
-    """Hash of the graph of imports: which content each import statement reaches, and what that one reaches."""
+    """Hash of the graph of imports: the content that each import statement reaches, and its imports in turn."""
     packages: tuple[str, ...]
-    """Top-level names of the modules of others that are imported, but for Python's own."""
+    """Top-level names of imported modules that belong neither to the project nor to Python."""
     files: dict[str, str] = dataclasses.field(compare=False)
-    """SHA-256 of the sources, by module, and with its suffix for what lies beside one: what a process compares with
-    what it has loaded. Not in a key: comments count here."""
+    """SHA-256 of the sources by module, and of files with its name by module and suffix. A process compares them with
+    the code that it has loaded. Not in a key, because comments count here."""
 
 
 def reached(*roots: str, folder: Path | None = None) -> Code:
-    """The code of the modules `roots` and of every own module that they reach by import, infrastructure left out.
+    """Return the code of the modules `roots` and of all own modules that they reach by import, except infrastructure.
 
-    Own modules are those of this project and, if given, of `folder`. Of a folder of installed packages only the
-    first root's package counts.
+    Own modules are those of this project and, if given, of `folder`. In a folder of installed packages only the package
+    of the first root is own.
     """
     installed = str(folder) in {sysconfig.get_path(n) for n in ("stdlib", "purelib", "platlib")}
     only = roots[0].split(".")[0] if installed else None
     hashes: dict[str, str] = {}
-    links: dict[str, tuple[tuple[str, str], ...]] = {}
+    links: dict[str, list[list[str]]] = {}
     files: dict[str, str] = {}
     packages: set[str] = set()
     seen: set[str] = set()
     queue = list(roots)
     while queue:
         name = queue.pop()
-        if name in seen or _is_infrastructure(name):
+        if name in seen or f"{name}.".startswith(INFRASTRUCTURE):
             continue
         seen.add(name)
         path = _source(name, folder, only)
@@ -163,24 +150,22 @@ def reached(*roots: str, folder: Path | None = None) -> Code:
             continue
         # Importing a.b.c runs a/__init__.py and a/b/__init__.py first.
         queue.extend(name.rsplit(".", n)[0] for n in range(1, name.count(".") + 1))
-        changed = {str(p): mark_of(p) for p in (path, *_beside(path))}
-        module = _read(str(path), tuple(changed.values()), name, folder, only)
-        queue.extend(target for _, target in module.imports)
-        files |= {f"{name}{suffix}": value for suffix, value in module.files.items()}
-        packages |= module.packages
-        if module.content is not None:
-            hashes[name], links[name] = module.content, module.imports
+        marks = tuple(map(mark_of, (path, *_beside(path))))
+        content, imports, others, sources = _read(str(path), marks, name, folder, only)
+        queue.extend(target for _, target in imports)
+        files |= {f"{name}{suffix}": value for suffix, value in sources.items()}
+        packages.update(others)
+        if content is not None:
+            hashes[name], links[name] = content, imports
     ast_cache.keep()
     return Code(dict(sorted(hashes.items())), _graph_hash(roots, hashes, links), tuple(sorted(packages)), files)
 
 
-def _graph_hash(
-    roots: tuple[str, ...], contents: Mapping[str, str], links: Mapping[str, tuple[tuple[str, str], ...]]
-) -> str:
-    """Hash of modules and imports without the modules' names.
+def _graph_hash(roots: tuple[str, ...], contents: Mapping[str, str], links: Mapping[str, list[list[str]]]) -> str:
+    """Return a hash of modules and imports without the modules' names.
 
-    A module is told from another of the same content by what it imports, however far away the difference is: hashes are
-    refined by those of the imported modules until no more modules differ (colour refinement, which allows cycles).
+    Modules of the same content differ by their imports, however far away the difference is: hashes are refined by those
+    of the imported modules until no more modules differ (colour refinement, which allows cycles).
     """
     refined = dict(contents)
     while True:
@@ -191,12 +176,8 @@ def _graph_hash(
             return _short_hash(json.dumps([[refined.get(root, "") for root in roots], sorted(set(refined.values()))]))
 
 
-def _is_infrastructure(name: str) -> bool:
-    return any(name == room or name.startswith(f"{room}.") for room in INFRASTRUCTURE)
-
-
 def find_spec(package: str) -> importlib.machinery.ModuleSpec | None:
-    """The spec of a top-level package or module; None where it cannot be imported."""
+    """Return the spec of a top-level package or module; None if it cannot be imported."""
     try:
         return importlib.util.find_spec(package)
     except (ImportError, ValueError):
@@ -204,7 +185,7 @@ def find_spec(package: str) -> importlib.machinery.ModuleSpec | None:
 
 
 def _source(name: str, folder: Path | None, only: str | None) -> Path | None:
-    """The file of an own module; None for another's. `only`: the one package of `folder` that counts."""
+    """Return the file of an own module; None for others. `only`: the only own package of `folder`."""
     package, *rest = name.split(".")
     if package == OWN:
         spec = find_spec(package)
@@ -215,7 +196,7 @@ def _source(name: str, folder: Path | None, only: str | None) -> Path | None:
         base = os.path.join(folder, package, *rest)
     else:
         return None
-    # Names that are none are most of what is asked: no `Path` is made for them.
+    # Most names are not modules; a `Path` for each would be slow.
     for candidate in (os.path.join(base, "__init__.py"), f"{base}.py"):
         if os.path.isfile(candidate):
             return Path(candidate)
@@ -223,26 +204,18 @@ def _source(name: str, folder: Path | None, only: str | None) -> Path | None:
 
 
 DESCRIBED = "rlhf.tuning.agents.tools."
-"""Modules of this project whose docstrings the policy reads."""
+"""Modules of this project whose docstrings are in prompts."""
 
 
-@dataclasses.dataclass(frozen=True)
-class _Module:
-    """What is read of one module."""
-
-    content: str | None
-    """Short hash of what it does; None where there is no code."""
-    imports: tuple[tuple[str, str], ...]
-    """(what is bound, own module that it comes from)."""
-    packages: frozenset[str]
-    """Top-level names of what it imports from others."""
-    files: dict[str, str]
-    """SHA-256 of its source (under "") and of what lies beside it (by suffix)."""
+_Module = tuple[str | None, list[list[str]], list[str], dict[str, str]]
+"""Of a module: short hash of its code (None: it has none); names that it binds by imports, each with its own module;
+top-level names of other packages that it imports; SHA-256 of its source (under "") and of files of its name (by
+suffix)."""
 
 
 @functools.cache
 def _reader() -> str:
-    """What a reading depends on beside the module: this module, and Python's list of its own."""
+    """Return a hash of the code of this parser and of Python's version."""
     return _short_hash(Path(__file__).read_text() + sys.version)
 
 
@@ -251,17 +224,17 @@ def _read(path: str, _changed: tuple[Any, ...], name: str, folder: Path | None, 
     sources = {"": Path(path).read_bytes()}
     sources |= {p.name.removeprefix(Path(path).stem): p.read_bytes() for p in _beside(Path(path))}
     files = {suffix: hashlib.sha256(data).hexdigest() for suffix, data in sources.items()}
-    content, imports, packages = ast_cache.of_module(
+    found = ast_cache.of_module(
         "\0".join([path, name, str(folder), str(only)]),
         [_reader(), files],
         lambda module: _source(module, folder, only) is not None,
         lambda is_own: _parsed(path, sources, name, is_own),
     )
-    return _Module(content, tuple((bound, target) for bound, target in imports), frozenset(packages), files)
+    return (*found, files)
 
 
 def _parsed(path: str, sources: dict[str, bytes], name: str, is_own: Callable[[str], bool]) -> list[Any]:
-    """Content, imports and packages of a module, as `_Module` has them."""
+    """Return content, imports and packages of a `_Module`."""
     tree = ast.parse(sources[""], filename=path)
     package = name.split(".") if Path(path).name == "__init__.py" else name.split(".")[:-1]
     neutral = _Neutral(package, is_own, name.split(".")[0] == OWN, described=name.startswith(DESCRIBED))
@@ -278,14 +251,14 @@ def _parsed(path: str, sources: dict[str, bytes], name: str, is_own: Callable[[s
 
 
 def canonical_tree(node: Any) -> str:
-    """A syntax tree as text, the same in every version of Python: fields that are empty or None are left out.
+    """Return a syntax tree as text, the same in every version of Python, without fields that are empty or None.
 
-    `ast.dump` shows them up to 3.12 and not from 3.13 on, and each version has added some. Fields are named: without
-    a field that is left out the others would change places.
+    `ast.dump` shows them up to 3.12 and not from 3.13 on, and each version has added some. Fields have names, so that
+    the others keep their places without a field.
     """
     if isinstance(node, ast.AST):
         shown = [(n, canonical_tree(v)) for n, v in ast.iter_fields(node) if v is not None and v != []]
-        # A context follows from where a name is.
+        # The context follows from the position of a name.
         return f"{type(node).__name__}({', '.join(f'{n}={v}' for n, v in shown if n != 'ctx')})"
     if isinstance(node, list):
         return f"[{', '.join(map(canonical_tree, node))}]"
@@ -293,11 +266,11 @@ def canonical_tree(node: Any) -> str:
 
 
 class _Neutral(ast.NodeTransformer):
-    """A syntax tree without names of own modules in its imports.
+    """A transformer that removes the names of own modules from imports.
 
-    In modules of this project it also leaves out docstrings, what describes a stage, names of modules in strings, and
-    the order of neighbouring imports, which formatters derive from names. A user's modules promise none of that, and
-    docstrings of tools (`described`) stand in prompts.
+    In modules of this project it also removes docstrings, the description of a stage, names of modules in strings, and
+    the order of neighbouring imports, which formatters derive from names. In a user's modules they may matter, and
+    docstrings of tools (`described`) are in prompts.
     """
 
     def __init__(self, package: list[str], is_own: Callable[[str], bool], in_project: bool, described: bool):
@@ -356,7 +329,7 @@ class _Neutral(ast.NodeTransformer):
         return self.generic_visit(node)
 
     def visit_Constant(self, node: ast.Constant) -> ast.AST:
-        # A module that is loaded by name counts where a stage says so (`Stage.loads`).
+        # `Stage.loads` lists modules that are loaded by name.
         name = node.value if self._in_project and isinstance(node.value, str) else ""
         if _OWN_NAME.fullmatch(name) and self._is_own(name.rstrip(".")):
             node.value = "own"
@@ -374,7 +347,7 @@ def _without_docstrings(statements: list[ast.stmt]) -> list[ast.stmt]:
 
 
 def _sorted_imports(statements: list[ast.stmt]) -> list[ast.stmt]:
-    """Neighbouring imports in the order of their content, unless their order decides what a name is bound to."""
+    """Sort neighbouring imports by their content, unless their order decides the value of a name."""
     ordered: list[ast.stmt] = []
     for is_import, group in itertools.groupby(statements, lambda s: isinstance(s, ast.Import | ast.ImportFrom)):
         neighbours = list(group)
@@ -385,7 +358,7 @@ def _sorted_imports(statements: list[ast.stmt]) -> list[ast.stmt]:
 
 
 def _beside(path: Path) -> list[Path]:
-    """Files that a module's result depends on like on its code: C sources and a page's template, of its own name."""
+    """Return C sources and page templates with a module's name, which are part of its code."""
     return [p for p in (path.with_suffix(s) for s in (".c", ".h", ".html.j2")) if p.exists()]
 
 

@@ -1,6 +1,6 @@
-"""The text of the code behind artifacts, kept in the store once for each state of the code.
+"""An archive in the store of the source code of artifacts, once for each state of the code.
 
-A key holds hashes of modules. The text says later which lines a module had, when its hash has changed.
+A key contains hashes of modules; the archive shows later which lines changed.
 """
 
 from __future__ import annotations
@@ -17,14 +17,14 @@ FOLDER = "sources"
 
 
 def modules_of(parts: Mapping[str, Any]) -> dict[str, str]:
-    """The modules in the parts of a key, with their hashes: the project's and the user's."""
-    # A source is called `module:NAME`, with the setting that names it before that where there are several.
+    """Return the modules in the parts of a key, the project's and the user's, with their hashes."""
+    # The name of a source is `module:NAME`, after the name of its setting if there are several.
     theirs = {name.rpartition("module:")[2]: h for name, h in parts["sources"].items() if "module:" in name}
     return {**parts["code"], **theirs}
 
 
 def keep(store: Store, parts: Mapping[str, Any]) -> None:
-    """Stores the text of the modules in the parts of a key as `sources/<hash>.json`, unless it is there."""
+    """Store the text of the modules in the parts of a key as `sources/<hash>.json`, unless it exists."""
     modules = modules_of(parts)
     name = f"{digest(modules)}.json"
     if store.fs.exists(store.join(FOLDER, name)):
@@ -38,7 +38,7 @@ def keep(store: Store, parts: Mapping[str, Any]) -> None:
 
 
 def kept(store: Store, parts: Mapping[str, Any]) -> dict[str, dict[str, str]]:
-    """File and text of each module in the parts of an artifact's key; empty where the store has none."""
+    """Return file and text of each module in the parts of an artifact's key; empty if the store has none."""
     with contextlib.suppress(ArtifactError):
         return store.read_json(FOLDER, f"{digest(modules_of(parts))}.json") or {}
     return {}

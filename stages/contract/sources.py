@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import ast
-import difflib
 import hashlib
 import json
 import sys
@@ -11,7 +9,7 @@ from pathlib import Path
 
 from rlhf.stages.contract import signatures
 from rlhf.stages.contract.fingerprint import OWN, Code, find_spec, library_versions, package_versions, reached
-from rlhf.tuning.names import closest
+from rlhf.tuning.names import closest, nearest
 
 
 def function_digests(name: str, where: str) -> dict[str, str]:
@@ -27,9 +25,7 @@ def function_digests(name: str, where: str) -> dict[str, str]:
     if name in BUILT_IN:
         return {}
     if ":" not in name:
-        near = difflib.get_close_matches(name, list(BUILT_IN), 1)
-        hint = f"did you mean {near[0]}?" if near else f"there are {', '.join(BUILT_IN)}, or module:function"
-        raise ValueError(f"{where}: no reward function {name!r}; {hint}")
+        raise ValueError(f"{where}: no reward function {name!r}; {nearest(name, BUILT_IN, 'module:function')}")
     return user_digests(name, where)
 
 
@@ -87,36 +83,6 @@ def user_code(name: str, where: str) -> Code:
     if module not in code.modules:
         raise ValueError(f"{where}: no module {module!r} can be imported from {Path.cwd()}")
     return code
-
-
-def check_imports(module: str, where: str) -> None:
-    """Raises ValueError where a module imports on its first level what is not there: a stage that calls it would fail.
-
-    What it tries to import (`try`), or imports where it is called, may be missing. Nothing is said of a module that
-    changes, itself or in a package above it, where modules are found.
-    """
-    parts = module.split(".")
-    files = [signatures.source_file(".".join(parts[: i + 1])) for i in range(len(parts))]
-    trees = [ast.parse(path.read_bytes(), filename=str(path)) for path in files if path is not None]
-    path = files[-1]
-    named = {node.id for tree in trees for node in ast.walk(tree) if isinstance(node, ast.Name)}
-    if path is None or named & {"sys", "site", "importlib"}:
-        return
-    for statement in trees[-1].body:
-        match statement:
-            case ast.Import():
-                names = [alias.name for alias in statement.names]
-            case ast.ImportFrom(level=0, module=str(name)):
-                names = [name]
-            case _:
-                continue
-        for name in names:
-            package = name.split(".")[0]
-            if package not in sys.modules and find_spec(package) is None:
-                raise ValueError(
-                    f"{where}: {path}, line {statement.lineno}: no module {package!r} can be imported; install it, or "
-                    "import it in the function, or under `try`, where it may be missing"
-                )
 
 
 def data_digests(source: str, where: str) -> dict[str, str]:

@@ -1,9 +1,9 @@
-"""The artifact store: content-addressed folders `artifacts/<stage>/<key>/` in fsspec storage; README.md has the others.
+"""The artifact store: content-addressed folders `artifacts/<stage>/<key>/` in fsspec storage (`README.md`).
 
-An artifact exists when its manifest does. Each commit has its files in a folder of its own, which the manifest names:
-`<key>/` on a local disk where that is free, else `<key>.<id>/`. Whoever reads the files of before keeps them. Files
-below `state/` (weights that can be replayed, optimizer moments) and `logs/` (timings) are stored and checked, but are
-no part of the content that downstream keys see.
+An artifact exists when its manifest does. Each commit has its files in its own folder, which the manifest names:
+`<key>/` on a local disk if that is free, else `<key>.<id>/`. Readers of a replaced artifact keep its files. Files below
+`state/` (weights that can be replayed, optimizer moments) and `logs/` (timings) are stored and checked, but downstream
+keys do not contain them.
 """
 
 from __future__ import annotations
@@ -28,19 +28,18 @@ from rlhf.stages.store.keys import digest, without_userinfo
 from rlhf.stages.store.manifests import ArtifactError as ArtifactError
 from rlhf.stages.store.manifests import is_inside, strange, with_checksum
 from rlhf.tuning import multihost
-from rlhf.tuning.atomic import is_partial, whole_file
+from rlhf.tuning.atomic import is_partial
 from rlhf.tuning.extras import remedy
 
 MANIFEST = "manifest.json"
 NOT_CONTENT = ("state/", "logs/")
-"""Folders of any artifact that downstream keys do not see: what can be replayed, and timings."""
-
+"""Folders of an artifact that downstream keys ignore."""
 
 IT_STAYS = "it stays where it is: the store is read-only here"
 
 
 def content_digest(files: list[dict[str, Any]], parts: tuple[str, ...] = ("",)) -> str:
-    """Digest of names and checksums of the files below any of `parts`, without what is not content."""
+    """Return the digest of names and checksums of the content files below any of `parts`."""
     chosen = [
         [f["path"], f["sha256"]] for f in files if f["path"].startswith(parts) and not f["path"].startswith(NOT_CONTENT)
     ]
@@ -55,9 +54,6 @@ class Artifact:
     def __init__(self, store: Store, manifest: dict[str, Any]):
         self.store = store
         self.manifest = manifest
-
-    def __repr__(self) -> str:
-        return f"Artifact({self.stage}/{self.key[:12]})"
 
     @property
     def stage(self) -> str:
@@ -77,7 +73,7 @@ class Artifact:
 
     @property
     def folder(self) -> str:
-        """The name of the folder of its files: the key, or that of a replacement."""
+        """The name of the folder of its files."""
         return self.manifest.get("folder", self.key)
 
     @property
@@ -86,11 +82,11 @@ class Artifact:
 
     @property
     def path(self) -> str:
-        """Its folder as the file system takes it."""
+        """Its folder as a path of the file system."""
         return self.store.join("artifacts", self.stage, self.folder)
 
     def part_digest(self, parts: tuple[str, ...] = ("",)) -> str:
-        """Digest of the files below any of `parts` (folders with their slash, or "" for all)."""
+        """Return the digest of the files below any of `parts` (folders with their slash, or "" for all)."""
         return self.digest if parts == ("",) else content_digest(self.manifest["files"], parts)
 
     def has(self, part: str) -> bool:
@@ -98,30 +94,36 @@ class Artifact:
         return any(f["path"].startswith(part) for f in self.manifest["files"])
 
     def local(self, part: str = "", wanted: Callable[[str], bool] = lambda path: True) -> Path:
-        """A local path of the artifact or of one folder or file in it. Of a remote store the wanted files are fetched
-        first; `fetch` brings others."""
+        """Return the local path of the artifact, or of one folder or file in it.
+
+        Of a remote store it first downloads the files with wanted paths; `fetch` downloads others.
+        """
         if part and not self.has(part):
             raise ArtifactError(f"{self.url} has no {part!r}; it holds {[f['path'] for f in self.manifest['files']]}")
         if self.store.is_local:
-            return Path(self.store.root, "artifacts", self.stage, self.folder, part)
-        self.store.fetch(self, lambda path: path.startswith(part) and wanted(path))
-        return self.store.fetched(self) / part
+            return Path(self.path, part)
+        transfers.bring(self, lambda path: path.startswith(part) and wanted(path))
+        return self.downloads / part
 
     def fetch(self, paths: Iterable[Path]) -> None:
-        """Fetches files of the artifact from a remote store to their paths below `local`."""
+        """Download files of the artifact from a remote store to their paths below `local`."""
         if not self.store.is_local:
-            names = {path.relative_to(self.store.fetched(self)).as_posix() for path in paths}
-            self.store.fetch(self, names.__contains__)
+            transfers.bring(self, {path.relative_to(self.downloads).as_posix() for path in paths}.__contains__)
+
+    @property
+    def downloads(self) -> Path:
+        """The local folder of files from a remote store."""
+        # By content, not by key alone: a stage that was forced has other bytes under the same key.
+        content = digest([[f["path"], f["sha256"]] for f in self.manifest["files"]])[:12]
+        return self.store.scratch / "fetched" / self.stage / f"{self.key}-{content}"
 
 
 class Store:
-    """A root URL of any fsspec file system, and the artifacts below it."""
+    """The artifacts and records below a root URL of any fsspec file system."""
 
     def __init__(self, url: str, scratch: str | Path | None = None):
         self.url = url
-        if "::" in url and "://" not in url:
-            raise ArtifactError(f"the store {url}: fsspec takes :: for a chain of file systems; rename the folder")
-        # Other processes write to the same store, so a cached listing is out of date.
+        # Other processes write to the same store, so a cached listing would be out of date.
         options = {"use_listings_cache": False} if "://" in url and not url.startswith(("file:", "local:")) else {}
         try:
             self.fs, root = fsspec.core.url_to_fs(url, **options)
@@ -136,17 +138,17 @@ class Store:
 
     @property
     def shown(self) -> str:
-        """The URL as messages and records have it."""
+        """The URL without secrets, for messages and records."""
         return without_userinfo(self.url)
 
     def join(self, *parts: str) -> str:
-        """A path below the root, as the file system takes it. Raises ArtifactError for names that leave it."""
+        """Return a path below the root for the file system; raise ArtifactError for names that leave it."""
         if parts and not is_inside(path := "/".join(parts)):
             raise ArtifactError(f"a file in {self.shown} names {path!r}, which is outside of its folder; move it away")
         return "/".join((self.root, *parts))
 
     def address(self, *parts: str) -> str:
-        """A path below the root as messages and records have it: with the scheme of a remote store."""
+        """Return a path below the root for messages and records, with the scheme of a remote store."""
         return self.join(*parts) if self.is_local else "/".join((self.shown.rstrip("/"), *parts))
 
     # -- reading ---------------------------------------------------------------------------
@@ -154,19 +156,17 @@ class Store:
     def get(self, stage: str, key: str, repair: bool = False) -> Artifact | None:
         """Return the artifact of a key; None if it is absent or damaged (a file's size differs from the manifest).
 
-        repair: move a damaged one to `damaged/`, if this may be written. The caller holds the lease of the key: without
-        it another process may commit a whole one between the check and the move.
+        repair: move a damaged one to `damaged/`. The caller holds the lease of the key; without it another process may
+        commit a whole one between the check and the move.
         """
         artifact, fault = self.examine(stage, key)
         if fault is not None and repair:
-            aside = self.aside(stage, key)
-            fate = f"moved to {aside}; computed again" if aside else IT_STAYS
-            place = self.address("artifacts", stage, key)
-            warnings.warn(f"artifact {place} is damaged ({fault}); {fate}", stacklevel=2)
+            place, aside = self.address("artifacts", stage, key), self.set_aside(stage, key)
+            warnings.warn(f"artifact {place} is damaged ({fault}); moved to {aside}; it is recomputed", stacklevel=2)
         return artifact if fault is None else None
 
     def examine(self, stage: str, key: str) -> tuple[Artifact | None, str | None]:
-        """Return the artifact of a key and what is wrong with its manifest or the sizes of its files."""
+        """Return the artifact of a key, and a fault of its manifest or of the sizes of its files."""
         try:
             manifest = self.read_record(json_schemas.MANIFEST, "artifacts", stage, key, MANIFEST)
         except ArtifactError as e:
@@ -175,7 +175,7 @@ class Store:
         return artifact, self._fault(artifact, stage, key) if artifact is not None else None
 
     def with_digest(self, stage: str, key: str, digest: str) -> Artifact | None:
-        """Return the artifact of a key with this content, also if another one has replaced it; None if it is gone."""
+        """Return the artifact of a key with this content, also a replaced one; None if it is gone."""
         artifact = self.get(stage, key)
         if artifact is not None and artifact.digest == digest:
             return artifact
@@ -186,21 +186,20 @@ class Store:
                 return old
         return None
 
-    def _sizes(self, folder: str) -> dict[str, int]:
-        if self.is_local:
-            return disk.sizes_below(Path(folder))
-        return {path[len(folder) + 1 :]: i["size"] for path, i in self.fs.find(folder, detail=True).items()}
-
     def _fault(self, artifact: Artifact, stage: str, key: str) -> str | None:
-        """What is wrong with a manifest that was found under this stage and key, or with the sizes of its files."""
-        if found := strange(artifact.manifest, stage, key):
-            return found
+        """Return a fault of a manifest that was found under this stage and key, or of the sizes of its files."""
+        if fault := strange(artifact.manifest, stage, key):
+            return fault
+        folder = artifact.path
         # One listing: a request for each file would make a hit slow on an object store.
-        sizes = self._sizes(artifact.path)
+        if self.is_local:
+            sizes = disk.sizes_below(Path(folder))
+        else:
+            sizes = {path[len(folder) + 1 :]: i["size"] for path, i in self.fs.find(folder, detail=True).items()}
         for f in artifact.manifest["files"]:
             size = sizes.get(f["path"])
-            # A listing may leave out for a moment what is there: the file itself is asked before it counts as damaged.
-            size = self._size(f"{artifact.path}/{f['path']}") if size != f["size"] else size
+            # A listing may omit an existing file for a moment, so the file itself decides.
+            size = self._size(f"{folder}/{f['path']}") if size != f["size"] else size
             if size is None:
                 return f"{f['path']} is missing"
             if size != f["size"]:
@@ -208,14 +207,14 @@ class Store:
         return None
 
     def _size(self, path: str) -> int | None:
-        """The size of a file; None where there is none."""
+        """Return the size of a file; None if there is none."""
         try:
             return self.fs.info(path)["size"]  # type: ignore[no-any-return]
         except FileNotFoundError:
             return None
 
     def verify(self, artifact: Artifact) -> str | None:
-        """None when every checksum holds, else what is wrong."""
+        """Return None if every checksum is right, else the fault."""
         if fault := self._fault(artifact, artifact.stage, artifact.key):
             return fault
 
@@ -231,20 +230,14 @@ class Store:
         return next(filter(None, transfers.each(differs, artifact.manifest["files"])), None)
 
     def ensure_whole(self, artifact: Artifact) -> None:
-        """Raises ArtifactError if a disk has changed bytes of an artifact. Those of a remote store are compared as they
-        arrive."""
+        """Raise ArtifactError if a disk has changed bytes of an artifact; a remote store's are checked at download."""
         if self.is_local and (fault := self.verify(artifact)):
             raise ArtifactError(
-                f"{artifact.url} is damaged ({fault}): the command that made it makes it again, or restore it from a "
-                "backup"
+                f"{artifact.url} is damaged ({fault}): run the command that made it again, or restore a backup"
             )
 
-    def aside(self, stage: str, key: str) -> str | None:
-        """As `set_aside`; None where the store may not be written to, and the artifact stays."""
-        return None if self.read_only else readonly.unless_refused(lambda: self.set_aside(stage, key))
-
     def set_aside(self, stage: str, key: str) -> str:
-        """Moves an artifact out of the way (never deletes it) and returns where to."""
+        """Move an artifact to `damaged/` (never delete it), and return its new address."""
         readonly.refuse(self.shown)
         place = self.join("artifacts", stage, key)
         aside = ("damaged", stage, f"{key[:16]}-{uuid.uuid4().hex[:6]}")
@@ -263,12 +256,12 @@ class Store:
         return self.address(*aside)
 
     def all_keys(self) -> list[tuple[str, str]]:
-        """(stage, key) of everything in the store that has a manifest."""
+        """Return (stage, key) of all artifacts of the store."""
         keys = [(stage, key) for stage in self.names("artifacts") for key in self.names("artifacts", stage)]
         return [(stage, key) for stage, key in keys if self.exists("artifacts", stage, key, MANIFEST)]
 
     def exists(self, *parts: str) -> bool:
-        """Whether there is a file or folder. Raises the error of a store that does not answer: `fs.exists` says no."""
+        """Whether there is a file or folder. Raise the error of a store that does not answer, unlike `fs.exists`."""
         try:
             self.fs.info(self.join(*parts))
         except (FileNotFoundError, NotADirectoryError):
@@ -276,24 +269,14 @@ class Store:
         return True
 
     def names(self, *parts: str) -> list[str]:
-        """Sorted names of the files and folders in a folder, but for half-written ones; none without the folder."""
-        # Not by glob, which would take a `[` in the root for a pattern. On an object store a name may be `..`.
+        """Return the sorted names in a folder without half-written files; none if there is no folder."""
+        # Not by glob, to which a `[` in the root is a pattern. On an object store a name may be `..`.
         try:
             paths = self.fs.ls(self.join(*parts), detail=False)
         except (FileNotFoundError, NotADirectoryError):
             return []
         names = (path.rstrip("/").rsplit("/", 1)[1] for path in paths)
         return sorted(name for name in names if is_inside(name) and not is_partial(Path(name)))
-
-    def fetched(self, artifact: Artifact) -> Path:
-        """The local folder to which `fetch` brings files of an artifact."""
-        # By content, not by key alone: a stage that was forced has other bytes under the same key.
-        content = digest([[f["path"], f["sha256"]] for f in artifact.manifest["files"]])[:12]
-        return self.scratch / "fetched" / artifact.stage / f"{artifact.key}-{content}"
-
-    def fetch(self, artifact: Artifact, wanted: Callable[[str], bool]) -> None:
-        """Downloads the files with wanted paths that are not here whole; raises ArtifactError for a damaged one."""
-        transfers.bring(self, artifact, self.fetched(artifact), wanted)
 
     # -- writing ---------------------------------------------------------------------------
 
@@ -305,16 +288,16 @@ class Store:
         files: list[dict[str, Any]] | None = None,
         check: Callable[[], None] = lambda: None,
     ) -> Artifact:
-        """Makes the files of `folder` the artifact `manifest["stage"]/manifest["key"]`; the manifest is written last.
+        """Make the files of `folder` the artifact `manifest["stage"]/manifest["key"]`; write the manifest last.
 
-        `folder` is consumed. An artifact that the key already has stays. With `replace` the new files are written
-        beside it, and the one step that makes them the artifact is the write of the manifest: at each moment there is
-        one of the two, and the old one's files stay where its readers have them.
+        `folder` is consumed. An existing artifact of the key stays. With `replace` the new files go to another folder,
+        and the write of the manifest makes them the artifact in one step: at each moment there is one of the two, and
+        readers of the old one keep its files.
 
-        Every process of a group calls this with its own folder; process 0 writes the manifest when all files are there.
+        Every process of a group calls this with its own folder; process 0 writes the manifest after all files.
 
-        files: `transfers.files_of(folder)`, from a caller that has it. check: called before the files are written and
-        again before the manifest is; raises where somebody else makes this artifact by now.
+        files: `transfers.files_of(folder)`, if the caller has it. check: called before the files are written and before
+        the manifest is; raises if another process makes this artifact.
         """
         readonly.refuse(self.shown)
         stage, key = manifest["stage"], manifest["key"]
@@ -329,7 +312,8 @@ class Store:
         def existing() -> dict[str, Any] | None:
             found = self.get(stage, key, repair=True)
             if found is not None and replace:
-                self._keep_manifest(found)
+                name = f"{key}-{digest([found.folder, found.manifest['committed']])[:8]}.json"
+                self.write_json(found.manifest, "replaced", stage, name)
             return None if found is None or replace else found.manifest
 
         def written() -> dict[str, Any]:
@@ -346,35 +330,26 @@ class Store:
         return Artifact(self, kept)
 
     def remove(self, path: str) -> None:
-        """Removes one file. Raises FileNotFoundError, where the file system does, if there is none."""
+        """Remove one file; raise FileNotFoundError if there is none and the file system reports that."""
         readonly.refuse(self.shown)
-        # `fs.rm` would take a `[` or `*` in the root for a pattern, and remove the files of other stores.
+        # To `fs.rm` a `[` or `*` in the root is a pattern, which may match files of other stores.
         self.fs.rm_file(path)
 
     def remove_folder(self, path: str) -> None:
-        """Removes a folder with all that is in it."""
+        """Remove a folder with its content."""
         readonly.refuse(self.shown)
         found = self.fs.find(path, withdirs=True, detail=True)
-        # What is deepest goes first: a folder must be empty.
-        for place in sorted(found, reverse=True):
-            if found[place]["type"] == "file":
+        # The deepest first: a folder must be empty.
+        for place in [*sorted(found, reverse=True), path]:
+            if place in found and found[place]["type"] == "file":
                 self.fs.rm_file(place)
             else:
-                self._remove_empty(place)
-        self._remove_empty(path)
-
-    def _remove_empty(self, folder: str) -> None:
-        # An object store has no folders: they go with the last object in them.
-        with contextlib.suppress(OSError, NotImplementedError, ValueError):
-            self.fs.rmdir(folder)
-
-    def _keep_manifest(self, old: Artifact) -> None:
-        """Leaves the manifest of an artifact that is about to be replaced in `replaced/`, to find its files by."""
-        name = f"{old.key}-{digest([old.folder, old.manifest['committed']])[:8]}.json"
-        self.write_json(old.manifest, "replaced", old.stage, name)
+                # An object store has no folders.
+                with contextlib.suppress(OSError, NotImplementedError, ValueError):
+                    self.fs.rmdir(place)
 
     def read_bytes(self, *parts: str) -> bytes | None:
-        """Return a file's content; None if there is none: a second look could see the file of another process."""
+        """Return a file's content; None if there is none. One request: a second one could see another file."""
         try:
             return self.fs.cat_file(self.join(*parts))  # type: ignore[no-any-return]
         except (FileNotFoundError, NotADirectoryError):
@@ -392,7 +367,7 @@ class Store:
             raise ArtifactError(f"{self.address(*parts)} is not JSON ({e}); move it away and run again") from e
 
     def read_record(self, form: TypeAdapter[Any], *parts: str) -> dict[str, Any] | None:
-        """As `read_json`, of one of `forms`. Raises ArtifactError, which names the file, where it has another form."""
+        """As `read_json`, for a value of this form; raise ArtifactError, which names the file, for another form."""
         data = self.read_bytes(*parts)
         if data is None:
             return None
@@ -402,18 +377,14 @@ class Store:
         return value  # type: ignore[no-any-return]
 
     def write_json(self, value: Any, *parts: str) -> None:
-        """As `write_bytes`, with a JSON value."""
+        """Write a JSON value as `write_bytes` does."""
         self.write_bytes(json.dumps(value, indent=1, ensure_ascii=False).encode(), *parts)
 
     def write_bytes(self, data: bytes, *parts: str) -> None:
-        """Writes a file in one atomic step, synced to disk where the store is local."""
+        """Write a file in one atomic step, synced to disk in a local store."""
         readonly.refuse(self.shown)
         path = self.join(*parts)
-        if not self.is_local:  # an object store shows an object only when it is complete
+        if self.is_local:
+            disk.write_synced(Path(path), data)
+        else:  # an object store shows an object only when it is complete
             self.fs.pipe_file(path, data)
-            return
-        with whole_file(Path(path)) as partial, partial.open("wb") as f:
-            f.write(data)
-            f.flush()
-            os.fsync(f.fileno())
-        disk.sync_folders([Path(path).parent])

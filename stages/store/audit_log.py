@@ -1,8 +1,8 @@
-"""The trail: what has changed a store, when, by whom and with which code. It only grows.
+"""The trail: an append-only log of changes of a store, with time, user, command and code.
 
     <store>/trail/<time>-<id>.json   one change, or the beginning or the end of a long one
 
-An object is created in one step and never written again. A trail that cannot be written stops nothing.
+An object is created in one step and never written again. A failure to write the trail stops no command.
 """
 
 from __future__ import annotations
@@ -25,18 +25,16 @@ from rlhf.stages.store.pins import who
 
 FOLDER = "trail"
 PROJECT = Path(__file__).resolve().parents[2]
-GIT_SECONDS = 10.0
-"""Longest wait for git."""
-_NAMED = re.compile(r"([\w.-]+?)(\s*[=:]\s*)([^\s,}&]+)")
-"""A name and its value in an argument."""
-_NAMES = re.compile(r"[\w.-]+")
-_BEARER = re.compile(r"\b(Bearer|Basic|Token)\s+[^\s,}\"']+", re.IGNORECASE)
+_NAMES = re.compile(r"""(?<=[\s\[,])--?([\w-]+)|([\w.-]+)["']?\s*[=:]""")
+"""Names of values in an argument: options in a list, and names before a colon or an equals sign."""
+_HIDES = re.compile(r"\b(Bearer|Basic|Token)\s+[^\s,}\"']|engine\b.*\benvironment\b", re.IGNORECASE)
+"""Headers with a secret, and variables of an engine, of which any may be a secret."""
 
 
 def append(store: Store, what: str, **fields: Any) -> str | None:
-    """Adds what was done to the trail; returns None, or why it could not be written.
+    """Append a change to the trail; return None, or the reason of a failure.
 
-    fields: run, outcome, forced and what else there is to say, as JSON; command, if it is not that of this process.
+    fields: run, outcome, forced and others, as JSON; command, if it is not that of this process.
     """
     at = datetime.datetime.now(datetime.UTC)
     event = {"at": at.isoformat(timespec="milliseconds"), "by": who(), "what": what}
@@ -51,13 +49,13 @@ def append(store: Store, what: str, **fields: Any) -> str | None:
 
 
 def events(store: Store, most: int | None = None) -> list[dict[str, Any]]:
-    """What the trail has, or the newest `most` of it, oldest first.
+    """Return the entries of the trail, or the newest `most` of them, oldest first.
 
-    An object that is no JSON is left out; where a change has ended, so is its beginning.
+    It skips objects that are not valid JSON, and the beginning of a change that has ended.
     """
     found: list[dict[str, Any]] = []
     ended: set[Any] = set()
-    # Names begin with the time: the newest are read alone.
+    # Names begin with the time, so only the newest are read.
     for name in reversed(store.names(FOLDER)):
         if most is not None and len(found) >= most:
             break
@@ -74,57 +72,34 @@ def events(store: Store, most: int | None = None) -> list[dict[str, Any]]:
 
 
 def without_secrets(command: Sequence[str]) -> str:
-    """A command line without what it may hold of secrets: passwords of URLs, values of variables and keys."""
-    shown: list[str] = []
+    """Return a command line without the values of secrets, and without user and password of URLs."""
+    words: list[str] = []
     for word in command:
-        option = shown[-1].lstrip("-").replace("-", "_") if shown and shown[-1].startswith("--") else ""
-        shown.append(HIDDEN if option and is_secret(option) and not word.startswith("--") else _shown(word))
-    if shown:
-        # Where a program is installed says nothing of what it did.
-        shown[0] = Path(shown[0]).name
-    return " ".join(f"'{word}'" if re.search(r"\s", word) else word for word in shown)
-
-
-def _shown(word: str) -> str:
-    if word.startswith("--set="):
-        return f"--set={_shown(word.removeprefix('--set='))}"
-    name, equals, value = word.partition("=")
-    # The variables of an engine, of which any may be a secret.
-    if equals and (re.search(r"engine\b.*\benvironment\b", word) or _is_secret(name.strip()) or _holds_one(value)):
-        return f"{name}={HIDDEN}"
-    return _NAMED.sub(_hidden, _BEARER.sub(rf"\1 {HIDDEN}", without_userinfo(word)))
-
-
-def _holds_one(value: str) -> bool:
-    """Whether a mapping or list has a name of a secret anywhere: where in it the secret stands is not guessed."""
-    inside = value.lstrip()[:1] in ("{", "[")
-    return inside and (_BEARER.search(value) is not None or any(map(_is_secret, _NAMES.findall(value))))
-
-
-def _hidden(found: re.Match[str]) -> str:
-    return f"{found[1]}{found[2]}{HIDDEN}" if _is_secret(found[1]) else found[0]
+        option = words[-1] if words and words[-1].startswith("--") else ""
+        if _is_secret(option) and not word.startswith("--"):
+            words.append(HIDDEN)
+        elif _HIDES.search(word) or any(_is_secret(option or name) for option, name in _NAMES.findall(word)):
+            name = re.match(r"(--set=)?[^=\s]+=", word)
+            words.append(f"{name[0] if name else ''}{HIDDEN}")
+        else:
+            words.append(without_userinfo(word))
+    # The folder of the program tells nothing.
+    words[:1] = [Path(word).name for word in words[:1]]
+    return " ".join(f"'{word}'" if re.search(r"\s", word) else word for word in words)
 
 
 def _is_secret(name: str) -> bool:
-    last = name.lstrip("-").rpartition(".")[2].replace("-", "_")
-    return is_secret(last) or last.lower() == "authorization"
+    return is_secret(name.rpartition(".")[2].replace("-", "_"))
 
 
 def checkout(folder: Path) -> dict[str, Any]:
-    """The commit of a checkout and whether files of it differ; both None where it is none, or git does not say."""
-    nothing: dict[str, Any] = {"commit": None, "dirty": None}
-    if not (folder / ".git").exists():
-        return nothing
-    try:
-        commit, changes = (
-            subprocess.run(
-                ["git", "-C", str(folder), *arguments], capture_output=True, text=True, timeout=GIT_SECONDS, check=True
-            ).stdout.strip()
-            for arguments in (
-                ["rev-parse", "HEAD"],
-                ["--no-optional-locks", "status", "--porcelain", "--untracked-files=no"],
-            )
-        )
-    except (OSError, subprocess.SubprocessError):
-        return nothing
-    return {"commit": commit, "dirty": bool(changes)}
+    """Return the commit of a checkout and whether files of it differ; both None if git does not know the folder."""
+    # Git also looks in the folders above.
+    if (folder / ".git").exists():
+        command = ["git", "--no-optional-locks", "-C", str(folder), "describe", "--always", "--dirty"]
+        command += ["--exclude=*", "--abbrev=40"]
+        with contextlib.suppress(OSError, subprocess.SubprocessError):
+            done = subprocess.run(command, capture_output=True, text=True, timeout=10, check=True)
+            commit, _, dirty = done.stdout.strip().partition("-")
+            return {"commit": commit, "dirty": bool(dirty)}
+    return {"commit": None, "dirty": None}

@@ -1,16 +1,16 @@
-"""Garbage collection: what no kept run reaches is freed, and nothing else.
+"""Garbage collection: deletes what no kept run reaches, and nothing else.
 
-1. The manifest of each unreachable artifact is moved to `condemned/`, under the artifact's lease. From then on no run
-   finds it.
-2. The roots are read again. A run writes its record before it asks for artifacts, and at most `SETTLE_SECONDS` after it
-   has found one, whatever it waits for; where one is under way, this long is waited first. A condemned artifact that is
-   reachable by now gets its manifest back, unless a process makes it again.
-3. The files of the others are deleted, under the lease, then their entry in `condemned/`.
-4. Records of runs that go, and residues (`stages/store/orphans.py`), are deleted.
+1. It moves the manifest of each unreachable artifact to `condemned/`, under the artifact's lease. From then on no run
+   finds the artifact.
+2. It reads the roots again. A run writes its record before it asks for artifacts, and at most `SETTLE_SECONDS` after it
+   has found one; if a run is active, the collection waits that long first. It restores the manifest of a condemned
+   artifact that is reachable now, unless a process recomputes it.
+3. It deletes the files of the others under the lease, then their entries in `condemned/`.
+4. It deletes records of runs, and leftovers (`rlhf.stages.store.orphans`).
 
-Each step on an artifact holds its lease, checks it before each removal, and is left out while a live process has it.
-A collection that is killed is finished by the next one. The trail (`audit_log.py`) has an entry from before the first
-deletion and one from the end.
+Each step on an artifact holds its lease, checks it before each removal, and is skipped while a live process has it.
+The next collection finishes one that was killed. The trail (`audit_log.py`) has an entry from before the first deletion
+and one from the end.
 """
 
 from __future__ import annotations
@@ -20,40 +20,33 @@ import dataclasses
 import time
 import uuid
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
-from rlhf.stages.store import audit_log, runs
+from rlhf.stages.store import audit_log, readonly, runs
 from rlhf.stages.store.artifacts import MANIFEST, Store
-from rlhf.stages.store.json_schemas import TOMB
+from rlhf.stages.store.json_schemas import COMMITTED
 from rlhf.stages.store.leases import unless_held
-from rlhf.stages.store.manifests import checksum_of
-from rlhf.stages.store.orphans import Residue, compiled, residues
-from rlhf.stages.store.reachability import CONDEMNED, Roots, Version, reach, tomb, versions
-from rlhf.stages.store.reserve import keep_room, with_room
+from rlhf.stages.store.orphans import Residue, residues
+from rlhf.stages.store.reachability import Roots, Version, reach, versions
 
 SETTLE_SECONDS = 10.0
-"""Longer than a run takes from finding an artifact to writing that into its record."""
+"""Longer than a run takes from finding an artifact to naming it in its record."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Limits:
-    """What age and size decide."""
+    """Limits of a collection by age and size."""
 
     grace_seconds: float = 3600.0
-    """What is younger is never taken."""
+    """Nothing younger is deleted."""
     settle_seconds: float = SETTLE_SECONDS
     sign_seconds: float = 60.0 + SETTLE_SECONDS
-    """Within so long a run gives a sign of life (`flows/running/record_writer.py`)."""
-    compile_cache: Path | None = None
-    """JAX's compile cache; None: left alone."""
-    compile_bytes: int = 10 * 2**30
-    """What the compile cache may take."""
+    """Within this time a live run gives a sign of life (`flows/running/record_writer.py`)."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Survey:
-    """What a collection would do, and why."""
+    """The deletions of a collection, with reasons."""
 
     roots: Roots
     kept: tuple[tuple[Version, str], ...]
@@ -63,16 +56,16 @@ class Survey:
 
     @property
     def runs(self) -> list[str]:
-        """Names of the runs whose records go."""
+        """Names of the runs whose records are deleted."""
         return sorted(self.roots.gone)
 
     @property
     def freed(self) -> int:
-        """Bytes that it frees."""
+        """Bytes of all deletions."""
         return sum(v.size for v in self.garbage) + sum(r.bytes for r in self.residues)
 
     def as_json(self) -> dict[str, Any]:
-        """The survey as the trail and `--json` have it; sizes are in bytes."""
+        """Return the survey for the trail and `--json`; sizes are in bytes."""
         return {
             "freed_bytes": self.freed,
             "kept_bytes": sum(version.size for version, _ in self.kept),
@@ -84,64 +77,55 @@ class Survey:
 
 
 def survey(store: Store, roots: Roots, limits: Limits) -> Survey:
-    """What a collection would free now. Writes nothing."""
+    """Return what a collection would delete now. Writes nothing."""
     old = time.time() - limits.grace_seconds
     roots = roots.since(old)
     found = versions(store)
     kept = reach(found, roots, old)
-    rest = list(residues(store, found, roots, old))
-    if limits.compile_cache is not None:
-        rest += compiled(limits.compile_cache, limits.compile_bytes)
     return Survey(
         roots=roots,
         kept=tuple((v, kept[v.identity]) for v in found if v.identity in kept),
         garbage=tuple(v for v in found if v.identity not in kept),
-        residues=tuple(rest),
+        residues=tuple(residues(store, found, roots, old)),
     )
 
 
 def collect(store: Store, read: Callable[[], Roots], limits: Limits) -> Survey:
-    """Frees what is unreachable from the roots that `read` returns, and returns what was freed.
+    """Delete what is unreachable from the roots that `read` returns; return the deletions.
 
-    read: called more than once; what runs, pins and the registry hold at that moment.
+    read: returns what runs, pins and the registry keep now; called more than once.
     """
-    done = with_room(store, lambda: _collected(store, read, limits))
-    keep_room(store)
-    return done
-
-
-def _collected(store: Store, read: Callable[[], Roots], limits: Limits) -> Survey:
+    readonly.refuse(store.shown)
     roots = read()
     first = survey(store, roots, limits)
     signs = {run.name: run.sign for run in roots.runs if run.sign}
     if signs and (first.garbage or first.residues or first.runs):
-        # No clock of another host says whether its runs live: what changes does.
+        # Clocks of other hosts may be wrong, so a run is alive if its signs of life change.
         time.sleep(limits.sign_seconds)
         first = survey(store, read().living(signs), limits)
-    interrupted = any(version.tomb is not None for version, _ in first.kept)
+    interrupted = any(version.condemned for version, _ in first.kept)
     if not (first.garbage or first.residues or first.runs or interrupted):
         return first
     change = uuid.uuid4().hex
     audit_log.append(store, "gc", state="begun", change=change, **_short(first))
     for version in first.garbage:
-        if version.tomb is None:
+        if not version.condemned:
             _condemn(store, version)
-    # Only a run that is under way can have found something that its record does not name yet.
+    # Only an active run can have found an artifact that its record does not name yet.
     roots = read().living(signs)
-    if roots.active:
+    if any(run.active for run in roots.runs):
         time.sleep(limits.settle_seconds)
         roots = read().living(signs)
     second = survey(store, roots, limits)
     roots = second.roots
     for version, _ in second.kept:
-        if version.tomb is not None and not version.swept:
+        if version.condemned:
             _restore(store, version)
-    swept = tuple(version for version in second.garbage if version.tomb is not None and _sweep(store, version))
+    swept = tuple(version for version in second.garbage if version.condemned and _sweep(store, version))
     known = {residue.name for residue in first.residues}
-    rest = tuple(residue for residue in second.residues if residue.name in known)
-    # One that a process has leased meanwhile stays.
-    rest = tuple(residue for residue in rest if _removed(residue))
-    # A run that has begun since is among the second roots alone.
+    # Work that a process has leased meanwhile stays.
+    rest = tuple(residue for residue in second.residues if residue.name in known and _removed(residue))
+    # A run that began later is only in the second roots.
     ended = tuple(run for run in roots.runs if run.why or run.name in first.roots.gone)
     for name in sorted(roots.gone & first.roots.gone):
         _remove_run(store, name)
@@ -155,76 +139,53 @@ def _short(done: Survey) -> dict[str, Any]:
     return {name: value for name, value in done.as_json().items() if name in names} | {"runs": done.runs}
 
 
-def _condemn(store: Store, version: Version) -> bool:
-    """Moves a manifest to `condemned/`, unless the artifact is being made or was replaced meanwhile."""
+def _condemn(store: Store, version: Version) -> None:
+    """Move a manifest to `condemned/`, unless a process makes the artifact or has replaced it."""
 
-    def step(check: Callable[[], None]) -> bool:
-        manifest = store.read_json(*version.place)
-        if manifest is None or checksum_of(manifest) != version.checksum:
-            return False
-        value = {"place": list(version.place), "manifest": manifest, "swept": False}
-        store.write_json(value, CONDEMNED, version.stage, version.identity)
-        check()
-        store.remove(store.join(*version.place))
-        return True
-
-    return unless_held(store, version.stage, version.key, step)
-
-
-def _restore(store: Store, version: Version) -> bool:
-    """Gives a condemned artifact its manifest back, unless its key was made again since. While a process makes it
-    again its entry stays, for the next collection."""
-
-    def step(check: Callable[[], None]) -> bool:
-        now = tomb(store, version.stage, str(version.tomb))
-        if now is None or now.swept:
-            return False
-        if store.read_json(*version.place) is None:
+    def step(check: Callable[[], None]) -> None:
+        manifest = store.read_record(COMMITTED, *version.place)
+        if manifest is not None and manifest["committed"] == version.committed:
+            store.write_json(manifest, *version.tomb)
             check()
-            store.write_json(_tomb_of(store, version)["manifest"], *version.place)
+            store.remove(store.join(*version.place))
+
+    unless_held(store, version.stage, version.key, step)
+
+
+def _restore(store: Store, version: Version) -> None:
+    """Move the manifest of a condemned artifact back, unless the key has another one by now.
+
+    While a process recomputes the artifact its entry stays, for the next collection.
+    """
+
+    def step(check: Callable[[], None]) -> None:
+        manifest = store.read_json(*version.tomb)
+        if manifest is not None and store.read_json(*version.place) is None:
+            check()
+            store.write_json(manifest, *version.place)
         _forget(store, version)
-        return True
 
-    return unless_held(store, version.stage, version.key, step)
-
-
-def _tomb_of(store: Store, version: Version) -> dict[str, Any]:
-    """The record of a condemned artifact, whose lease is held."""
-    record = store.read_record(TOMB, *_entry(version))
-    if record is None:
-        raise FileNotFoundError(store.address(*_entry(version)))
-    return record
+    unless_held(store, version.stage, version.key, step)
 
 
 def _sweep(store: Store, version: Version) -> bool:
-    """Deletes the files of a condemned artifact; False where another process has dealt with it, or makes it again."""
+    """Delete the files of a condemned artifact; return False if a process recomputes it."""
 
-    def step(check: Callable[[], None]) -> bool:
-        now = tomb(store, version.stage, str(version.tomb))
-        if now is None:
-            return False
-        if not _in_use(store, now):
-            # From here on it cannot be whole again.
-            check()
-            store.write_json({**_tomb_of(store, version), "swept": True}, *_entry(version))
-            _delete_files(store, now, check)
+    def step(check: Callable[[], None]) -> None:
+        # Another collection may have deleted or restored it.
+        if store.read_json(*version.tomb) is not None and not _in_use(store, version):
+            _delete_files(store, version, check)
         _forget(store, version)
-        return True
 
     return unless_held(store, version.stage, version.key, step)
 
 
 def _in_use(store: Store, version: Version) -> bool:
-    """Whether the folder of a condemned artifact belongs to another one by now: the key was made again."""
-    folders = []
-    present = store.read_json("artifacts", version.stage, version.key, MANIFEST)
-    if present is not None:
-        folders.append(present.get("folder", version.key))
-    for name in store.names("replaced", version.stage):
-        other = store.read_json("replaced", version.stage, name) if name.startswith(f"{version.key}-") else None
-        if other is not None and ("replaced", version.stage, name) != version.place:
-            folders.append(other.get("folder", version.key))
-    return version.folder in folders
+    """Whether the folder of a condemned artifact belongs to another one, because the key was recomputed."""
+    places: list[tuple[str, ...]] = [("artifacts", version.stage, version.key, MANIFEST)]
+    places += [("replaced", version.stage, name) for name in store.names("replaced", version.stage)]
+    others = (store.read_json(*place) for place in places if place[2].startswith(version.key))
+    return any(other is not None and other.get("folder", version.key) == version.folder for other in others)
 
 
 def _delete_files(store: Store, version: Version, check: Callable[[], None]) -> None:
@@ -235,7 +196,7 @@ def _delete_files(store: Store, version: Version, check: Callable[[], None]) -> 
     check()
     for path in store.fs.find(folder):
         if path != present:
-            # On a local disk whoever takes over may commit into the same folder.
+            # On a local disk a process that takes the lease over may commit into the same folder.
             if store.is_local:
                 check()
             with contextlib.suppress(FileNotFoundError):
@@ -244,14 +205,9 @@ def _delete_files(store: Store, version: Version, check: Callable[[], None]) -> 
         store.remove_folder(folder)
 
 
-def _entry(version: Version) -> tuple[str, str, str]:
-    """Where a condemned artifact's manifest is."""
-    return CONDEMNED, version.stage, str(version.tomb)
-
-
 def _forget(store: Store, version: Version) -> None:
     with contextlib.suppress(FileNotFoundError):
-        store.remove(store.join(*_entry(version)))
+        store.remove(store.join(*version.tomb))
 
 
 def _removed(residue: Residue) -> bool:
@@ -261,7 +217,7 @@ def _removed(residue: Residue) -> bool:
 
 
 def _remove_run(store: Store, name: str) -> None:
-    # The record goes first: without it there is no run.
+    # Without its record a run does not exist.
     with contextlib.suppress(FileNotFoundError):
         store.remove(store.join(runs.FOLDER, name, runs.HEAD))
     store.remove_folder(store.join(runs.FOLDER, name))

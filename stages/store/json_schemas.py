@@ -44,14 +44,6 @@ class Holder(TypedDict):
     beat: float
 
 
-class Tomb(TypedDict):
-    """Of an artifact that a collection has condemned."""
-
-    place: list[str]
-    manifest: Committed
-    swept: bool
-
-
 class Parted(TypedDict):
     """Of a run with parts: try, first and last number of each span of them."""
 
@@ -64,7 +56,6 @@ SUMS: TypeAdapter[Any] = TypeAdapter(dict[str, str])
 MANIFEST: TypeAdapter[Any] = TypeAdapter(Manifest)
 COMMITTED: TypeAdapter[Any] = TypeAdapter(Committed)
 HOLDER: TypeAdapter[Any] = TypeAdapter(Holder)
-TOMB: TypeAdapter[Any] = TypeAdapter(Tomb)
 PARTED: TypeAdapter[Any] = TypeAdapter(Parted)
 
 

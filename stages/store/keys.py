@@ -18,7 +18,6 @@ from pathlib import PurePath
 from typing import Any
 
 from pydantic import BaseModel
-from pydantic.fields import FieldInfo
 
 # Marks, in the JSON schema of a model, a field that stays out of the key.
 EXECUTION: dict[str, Any] = {"execution": True}
@@ -35,7 +34,7 @@ _QUERY = re.compile(
     re.IGNORECASE,
 )
 # Variables that say who asks, not what is computed.
-_SECRET = re.compile(r"(TOKEN|SECRET|PASSWORD|PASSWD|CREDENTIALS?|KEY|AUTH)(_|$)", re.IGNORECASE)
+_SECRET = re.compile(r"(TOKEN|SECRET|PASSWORD|PASSWD|CREDENTIALS?|KEY|AUTH|AUTHORIZATION)(_|$)", re.IGNORECASE)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -80,16 +79,12 @@ def digest(value: Any) -> str:
     return hashlib.sha256(text.encode()).hexdigest()
 
 
-def _is_execution(field: FieldInfo) -> bool:
-    extra = field.json_schema_extra
-    return isinstance(extra, dict) and all(extra.get(k) == v for k, v in EXECUTION.items())
-
-
 def config_content(config: BaseModel) -> dict[str, Any]:
     """The settings of `config` that can change a result: every field but the execution settings (EXECUTION)."""
     content: dict[str, Any] = {}
     for name, field in type(config).model_fields.items():
-        if _is_execution(field):
+        extra = field.json_schema_extra
+        if isinstance(extra, dict) and extra.items() >= EXECUTION.items():
             continue
         value = getattr(config, name)
         forms = [m.of for m in field.metadata if isinstance(m, KeyForm)]
@@ -153,44 +148,39 @@ def derive_seed(root: int, *names: str | int) -> int:
 
 
 def differences(old: Any, new: Any, where: str = "") -> list[str]:
-    """What changed between two canonical values, one line a leaf: `sft.learning_rate: 0.0001 -> 0.0002`.
+    """Return the changes between two canonical values, one line a leaf: `sft.learning_rate: 0.0001 -> 0.0002`.
 
-    A list counts as a leaf where both fit in the line whole; of others the items are compared by index.
+    A list is a leaf if both lists fit in the line; of others the items are compared by index.
     """
     if old == new:
         return []
-    if isinstance(old, dict) and isinstance(new, dict):
-        lines: list[str] = []
-        for k in sorted(old.keys() | new.keys()):
-            lines += _difference(old, new, k, f"{where}.{k}" if where else k)
-        return lines
     if isinstance(old, list) and isinstance(new, list) and not (_is_leaf(old) and _is_leaf(new)):
-        items, others = dict(enumerate(old)), dict(enumerate(new))
-        return [line for i in sorted(items | others) for line in _difference(items, others, i, f"{where}[{i}]")]
-    return [f"{where}: {' -> '.join(_shown(old, new))}"]
-
-
-def _difference(old: dict[Any, Any], new: dict[Any, Any], key: Any, place: str) -> list[str]:
-    if key not in old:
-        return [f"{place}: new, {_short(new[key])}"]
-    if key not in new:
-        return [f"{place}: gone (was {_short(old[key])})"]
-    return differences(old[key], new[key], place)
+        old, new = dict(enumerate(old)), dict(enumerate(new))
+    if not (isinstance(old, dict) and isinstance(new, dict)):
+        return [f"{where}: {_change(old, new)}"]
+    lines: list[str] = []
+    for key in sorted(old.keys() | new.keys()):
+        place = f"{where}[{key}]" if isinstance(key, int) else f"{where}.{key}" if where else key
+        if key not in old:
+            lines.append(f"{place}: new, {_short(new[key])}")
+        elif key not in new:
+            lines.append(f"{place}: gone (was {_short(old[key])})")
+        else:
+            lines += differences(old[key], new[key], place)
+    return lines
 
 
 def _is_leaf(items: list[Any]) -> bool:
     return not any(isinstance(item, dict | list) for item in items) and len(_text(items)) <= WIDEST
 
 
-def _shown(old: Any, new: Any) -> tuple[str, str]:
-    """Two different values, short; where long ones begin alike, from shortly before they differ."""
-    shown = _short(old), _short(new)
-    if shown[0] != shown[1]:
-        return shown
-    texts = [value if isinstance(value, str) else _text(value) for value in (old, new)]
-    start = max(0, len(os.path.commonprefix(texts)) - 20)
-    first, second = (_short("…" + text[start:]) for text in texts)
-    return first, second
+def _change(old: Any, new: Any) -> str:
+    """Return two different values, shortened; long ones that begin alike from shortly before the difference."""
+    if _short(old) == _short(new):
+        texts = [value if isinstance(value, str) else _text(value) for value in (old, new)]
+        start = max(0, len(os.path.commonprefix(texts)) - 20)
+        old, new = (f"…{text[start:]}" for text in texts)
+    return f"{_short(old)} -> {_short(new)}"
 
 
 WIDEST = 60
@@ -199,7 +189,7 @@ WIDEST = 60
 
 def _short(value: Any) -> str:
     if isinstance(value, str) and len(value) > WIDEST - 2:
-        # The quote is closed: what is cut off is seen to be.
+        # Inside the closing quote, so that the cut is visible.
         value = value[: WIDEST - 3] + "…"
     text = _text(value)
     return text if len(text) <= WIDEST else text[: WIDEST - 3] + "..."

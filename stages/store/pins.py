@@ -1,4 +1,4 @@
-"""Pins: runs that are never collected, a file each in `pins/` of the store."""
+"""Pins: runs that are never collected; each has a file in `pins/` of the store."""
 
 from __future__ import annotations
 
@@ -8,14 +8,13 @@ import getpass
 import socket
 from typing import Any
 
-from rlhf.stages.store.artifacts import Store
+from rlhf.stages.store.artifacts import ArtifactError, Store
 
 FOLDER = "pins"
-_UNREAD = {"note": "", "by": "?", "at": "?"}
 
 
 def who() -> str:
-    """The user and host of this process, for records of who did what."""
+    """Return user@host of this process, for records."""
     user = "unknown"
     # A container's user may have no name.
     with contextlib.suppress(KeyError, OSError):
@@ -24,15 +23,15 @@ def who() -> str:
 
 
 def pin(store: Store, run: str, note: str = "") -> None:
-    """Pins a run; a second pin replaces the note of the first. Atomic on every file system."""
+    """Pin a run; a second pin replaces the note of the first."""
     at = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
     store.write_json({"run": run, "note": note, "by": who(), "at": at}, FOLDER, f"{run}.json")
 
 
 def unpin(store: Store, run: str) -> bool:
-    """Takes a run's pin away; False where it had none."""
+    """Remove a run's pin; return False if it had none."""
     path = FOLDER, f"{run}.json"
-    # An object store removes what is not there without a word.
+    # An object store does not report the removal of a missing object.
     if not store.exists(*path):
         return False
     with contextlib.suppress(FileNotFoundError):
@@ -41,17 +40,13 @@ def unpin(store: Store, run: str) -> bool:
 
 
 def pins(store: Store) -> dict[str, dict[str, Any]]:
-    """The pins of a store by run. A pin that is no JSON, or other JSON, still holds its run."""
+    """Return the pins of a store by run. An unreadable pin still keeps its run."""
     found = {}
     for name in store.names(FOLDER):
-        if not name.endswith(".json"):
-            continue
-        run = name.removesuffix(".json")
-        try:
-            value = store.read_json(FOLDER, name)
-        except RuntimeError:
-            value = _UNREAD | {"run": run}
-        # None: taken away since the folder was read.
-        if value is not None:
-            found[run] = value if isinstance(value, dict) else _UNREAD | {"run": run}
+        run, dot, _ = name.rpartition(".json")
+        if dot:
+            value = None
+            with contextlib.suppress(ArtifactError):
+                value = store.read_json(FOLDER, name)
+            found[run] = value if isinstance(value, dict) else {"run": run, "note": "", "by": "?", "at": "?"}
     return found

@@ -1,4 +1,4 @@
-"""What is reachable in a store: from the runs that are kept, through the inputs of what they made.
+"""The artifacts of a store that kept runs reach, through the inputs of what they made.
 
 An artifact stays with everything that it was made from. A policy between two stored rounds can therefore be replayed
 from its parent, rollouts and scores, down to the nearest stored state, and what a kept run reads is a hit.
@@ -13,61 +13,57 @@ import functools
 import math
 import sys
 from collections.abc import Iterable, Mapping
-from typing import Any
 
 from rlhf.stages.store.artifacts import MANIFEST, ArtifactError, Store
-from rlhf.stages.store.json_schemas import COMMITTED, TOMB
-from rlhf.stages.store.keys import digest
-from rlhf.stages.store.manifests import checksum_of, strange
+from rlhf.stages.store.json_schemas import COMMITTED
+from rlhf.stages.store.manifests import strange
 from rlhf.stages.store.runs import in_parallel
 
 CONDEMNED = "condemned"
-"""The folder of manifests that were taken away and whose files are about to be deleted."""
+"""The folder of manifests whose files a collection is about to delete."""
 
 Ref = tuple[str, str, str]
-"""Stage, key and digest of an artifact; an empty digest stands for whatever the key has now."""
+"""Stage, key and digest of an artifact; an empty digest stands for the present one of the key."""
+
+Identity = tuple[tuple[str, ...], bool]
+"""Of a `Version`: its place, and whether it is condemned."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Run:
-    """A run as a collection sees it."""
+    """A run, for a collection."""
 
     name: str
     why: str
-    """Why it stays; empty: it goes."""
+    """Why it stays; empty: it is deleted."""
     active: bool
     """Whether its process lives: it may name more artifacts at any moment."""
     refs: tuple[Ref, ...]
     pending: frozenset[tuple[str, str]] = frozenset()
-    """(stage, key) of what it has begun and not finished: the work folders that it goes on from."""
+    """(stage, key) of the artifacts that it has begun and not finished: it resumes from their work folders."""
     ended: float = 0.0
     """When it ended, or was last saved, in seconds since 1970."""
     sign: str = ""
-    """The last sign of life of a run that seems killed on a host whose processes cannot be seen; its clock may be
-    wrong."""
+    """The last sign of life of a run that seems killed on another host, whose clock may be wrong."""
     sources: Mapping[str, str] = dataclasses.field(default_factory=dict)
-    """Runs whose records its plan reads, each with why."""
+    """Runs whose records its plan reads, each with the reason."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Roots:
-    """Everything that holds artifacts, read at one moment."""
+    """Everything that keeps artifacts, read at one moment."""
 
     runs: tuple[Run, ...]
     named: frozenset[str] = frozenset()
-    """Digests that a registry names, and its runs."""
-
-    @property
-    def active(self) -> bool:
-        return any(run.active for run in self.runs)
+    """Digests and runs that the registry names."""
 
     @property
     def gone(self) -> set[str]:
-        """Names of the runs that go."""
+        """Names of the runs to delete."""
         return {run.name for run in self.runs if not run.why}
 
     def living(self, signs: Mapping[str, str]) -> Roots:
-        """The same, with the runs as running that have given another sign of life than that in `signs`."""
+        """Return these roots, where a run with another sign of life than that in `signs` is running."""
         moved = {run.name for run in self.runs if signs.get(run.name, run.sign) != run.sign}
         runs = (
             dataclasses.replace(run, why=run.why or "running", active=True) if run.name in moved else run
@@ -76,8 +72,7 @@ class Roots:
         return dataclasses.replace(self, runs=tuple(runs)).since(math.inf)
 
     def since(self, old: float) -> Roots:
-        """The same, with the runs that stay because they ended after `old`, in seconds since 1970, or such a run needs
-        them."""
+        """Return these roots, where runs that ended after `old` (seconds since 1970) stay, and their sources."""
         why = {run.name: run.why or ("too young" if run.ended > old else "") for run in self.runs}
         known = {run.name: run for run in self.runs}
         waiting = [name for name, reason in why.items() if reason]
@@ -91,9 +86,9 @@ class Roots:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Version:
-    """One artifact with its own files: the present one of a key, or one that was replaced.
+    """One artifact with its own files: the present one of a key, or a replaced one.
 
-    A store has hundreds of thousands: of the manifest it holds what decides alone.
+    A store has hundreds of thousands of them, so it holds only a few fields of the manifest.
     """
 
     stage: str
@@ -101,18 +96,14 @@ class Version:
     digest: str
     folder: str
     committed: str
-    """When, as its manifest says it."""
+    """Time of the commit, ISO 8601."""
     size: int
     """Bytes of its files."""
     inputs: tuple[Ref, ...]
-    checksum: str
-    """Of its manifest."""
     place: tuple[str, ...]
-    """Where its manifest is, or was before it was condemned: the parts of a path in the store."""
-    tomb: str | None = None
-    """The name of its file below `condemned/<stage>/`, where a collection has condemned it."""
-    swept: bool = False
-    """Whether the deletion of its files has begun."""
+    """The path of its manifest in the store as parts, or, if it is condemned, the path before."""
+    condemned: bool
+    """Whether a collection has moved its manifest to `tomb`."""
 
     @property
     def ref(self) -> Ref:
@@ -124,47 +115,31 @@ class Version:
 
     @property
     def seconds(self) -> float:
-        """When it was committed, in seconds since 1970."""
+        """Time of the commit in seconds since 1970."""
         return datetime.datetime.fromisoformat(self.committed).timestamp()
 
     @property
-    def identity(self) -> str:
-        return f"{self.key}-{digest([self.folder, self.committed, list(self.place)])[:8]}.json"
+    def identity(self) -> Identity:
+        return self.place, self.condemned
 
-
-def version_of(manifest: dict[str, Any], place: tuple[str, ...], **more: Any) -> Version:
-    """What a manifest says."""
-
-    def ref(item: Mapping[str, str]) -> Ref:
-        # The same few names and keys are in many manifests.
-        stage, key, digest = (sys.intern(item.get(name, "")) for name in ("stage", "key", "digest"))
-        return stage, key, digest
-
-    stage, key, digest = ref(manifest)
-    return Version(
-        *(stage, key, digest),
-        folder=sys.intern(manifest.get("folder", key)),
-        committed=manifest["committed"],
-        size=sum(file["size"] for file in manifest["files"]),
-        inputs=tuple(map(ref, manifest.get("inputs", {}).values())),
-        checksum=checksum_of(manifest),
-        place=tuple(map(sys.intern, place)),
-        **more,
-    )
+    @property
+    def tomb(self) -> tuple[str, str, str]:
+        """The path of its manifest, as parts, once it is condemned."""
+        return CONDEMNED, self.stage, f"{self.key}.json" if self.current else self.place[2]
 
 
 def versions(store: Store) -> list[Version]:
-    """Every artifact of a store: present, replaced and condemned. One with a damaged manifest is left out: its files
-    may be another's."""
+    """Return every artifact of a store: present, replaced and condemned.
+
+    One with a damaged manifest is left out, because its files may belong to another artifact.
+    """
     places: list[tuple[str, ...]] = []
     for stage in store.names("artifacts"):
         # A folder of files alone has a point in its name, and no manifest.
         places += [("artifacts", stage, key, MANIFEST) for key in store.names("artifacts", stage) if "." not in key]
-    for stage in store.names("replaced"):
-        places += [("replaced", stage, name) for name in store.names("replaced", stage)]
-    found = list(in_parallel(store, functools.partial(_version, store), places))
-    for stage in store.names(CONDEMNED):
-        found += [tomb(store, stage, name) for name in store.names(CONDEMNED, stage)]
+    for above in ("replaced", CONDEMNED):
+        places += [(above, stage, name) for stage in store.names(above) for name in store.names(above, stage)]
+    found = in_parallel(store, functools.partial(_version, store), places)
     return [version for version in found if version is not None]
 
 
@@ -174,37 +149,37 @@ def _version(store: Store, place: tuple[str, ...]) -> Version | None:
     except ArtifactError:
         # `rlhf verify` sets it aside.
         return None
-    if manifest is None:
+    above, stage, name = place[:3]
+    # Names in `replaced`: the key, "-", eight digits, ".json".
+    key, replaced, _ = name.removesuffix(".json").partition("-")
+    if manifest is None or strange(manifest, stage, key):
         return None
-    key = place[2] if place[0] == "artifacts" else place[2].rpartition("-")[0]
-    return None if strange(manifest, place[1], key) else version_of(manifest, place)
+
+    def ref(item: Mapping[str, str]) -> Ref:
+        # The same few names and keys are in many manifests.
+        stage, key, digest = (sys.intern(item.get(name, "")) for name in ("stage", "key", "digest"))
+        return stage, key, digest
+
+    return Version(
+        *ref(manifest),
+        folder=sys.intern(manifest.get("folder", key)),
+        committed=manifest["committed"],
+        size=sum(file["size"] for file in manifest["files"]),
+        inputs=tuple(map(ref, manifest.get("inputs", {}).values())),
+        place=tuple(map(sys.intern, ("replaced", stage, name) if replaced else ("artifacts", stage, key, MANIFEST))),
+        condemned=above == CONDEMNED,
+    )
 
 
-def tomb(store: Store, stage: str, name: str) -> Version | None:
-    """The condemned artifact of this name; None where there is none any more.
+def reach(found: Iterable[Version], roots: Roots, young_since: float) -> dict[Identity, str]:
+    """Return the identities of the artifacts that stay, each with the reason.
 
-    Raises ArtifactError for a file of another form: nobody knows what it stands for.
-    """
-    value = store.read_record(TOMB, CONDEMNED, stage, name)
-    if value is None:
-        return None
-    manifest, place = value["manifest"], tuple(value["place"])
-    key = manifest["key"]
-    old = place[:2] == ("replaced", stage) and len(place) == 3 and place[2].startswith(f"{key}-")
-    if strange(manifest, stage, key) or not (old or place == ("artifacts", stage, key, MANIFEST)):
-        raise ArtifactError(f"{store.address(CONDEMNED, stage, name)} is of another artifact; move it away")
-    return version_of(manifest, place, tomb=name, swept=value["swept"])
-
-
-def reach(found: Iterable[Version], roots: Roots, young_since: float) -> dict[str, str]:
-    """Identities of the artifacts that stay, each with the reason.
-
-    young_since: what was committed after this moment (seconds since 1970) stays, with its inputs.
+    young_since: artifacts committed after this moment (seconds since 1970) stay, with their inputs.
     """
     by_key: dict[tuple[str, str], list[Version]] = {}
     for version in found:
         by_key.setdefault((version.stage, version.key), []).append(version)
-    # In order: a run that names an artifact is the reason before one that needs it further on.
+    # A queue: a run that names an artifact is the reason before one that needs it indirectly.
     waiting: collections.deque[tuple[Version, str]] = collections.deque()
 
     def want(ref: Ref, why: str) -> None:
@@ -220,7 +195,7 @@ def reach(found: Iterable[Version], roots: Roots, young_since: float) -> dict[st
             waiting.append((version, "named by the registry"))
         if version.seconds >= young_since:
             waiting.append((version, "too young"))
-    kept: dict[str, str] = {}
+    kept: dict[Identity, str] = {}
     while waiting:
         version, why = waiting.popleft()
         if version.identity in kept:

@@ -1,10 +1,10 @@
-"""Names of policies: `champion` and others, each with its history in the store.
+"""Names of policies, `champion` and others, each with its history in the store.
 
-    <store>/registry/<name>/000001.json   the first entry, and so on; the newest is what the name stands for
-    <store>/registry/<name>/decision-<digest>.json   why a gate has refused a policy for the name, or null
+    <store>/registry/<name>/000001.json   the first entry, and so on; the newest is the present meaning of the name
+    <store>/registry/<name>/decision-<digest>.json   the reason of a gate that refused a policy for the name, or null
 
 An entry is created in one step and only if its number is free, on a local disk as on an object store, and is never
-written again: of two that promote at once one gets the number, and the other sees what it has done.
+written again. Of two concurrent promotions one gets the number, and the other one then reads its entry.
 """
 
 from __future__ import annotations
@@ -25,20 +25,19 @@ FOLDER = "registry"
 CHAMPION = "champion"
 _NAME = re.compile(r"[a-z][a-z0-9_.-]{0,63}")
 _FILE = re.compile(r"(\d{6,})\.json")
-_TRIES = 100
 
 
 class RegistryError(ValueError):
-    """A name that is not one, or a change of it that is not possible; the message says what to do."""
+    """An invalid name or an impossible change; the message has the remedy."""
 
 
 class Moved(RegistryError):
-    """A name stands for another policy than the caller has seen."""
+    """A name has another newest entry than the caller has seen."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Policy:
-    """What a name stands for: a policy's artifact, and the run that it is from."""
+    """The policy behind a name: its artifact and its run."""
 
     run: str
     node: str
@@ -49,7 +48,7 @@ class Policy:
     """Key of the base model, which has the tokenizer."""
     base_digest: str
     trained: str = ""
-    """Digest of the policy that an export was made from; empty: it is itself what was trained."""
+    """Digest of the policy behind an export; empty: the artifact itself was trained."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -64,15 +63,15 @@ class Entry:
     """user@host."""
     reason: str
     previous: int | None
-    """Number of the promotion that this entry took the place of; None for the first."""
+    """Number of the promotion that this entry replaces; None for the first."""
     restores: int | None = None
-    """Number of the promotion that a rollback went back to; None for a promotion."""
+    """Number of the promotion that a rollback restores; None for a promotion."""
     forced: bool = False
-    """Whether it went past a gate that had refused the policy."""
+    """Whether a gate had refused the policy."""
 
     @property
     def promotion(self) -> int:
-        """Number of the promotion behind the entry: its own, or the one that it went back to."""
+        """Number of the entry's promotion: its own, or the restored one."""
         return self.restores or self.number
 
 
@@ -80,18 +79,18 @@ ENTRY = TypeAdapter(Entry)
 
 
 def names(store: Store) -> list[str]:
-    """The names that have an entry, sorted."""
+    """Return the names that have an entry, sorted."""
     return [name for name in store.names(FOLDER) if _NAME.fullmatch(name) and _numbers(store, name)]
 
 
 def history(store: Store, name: str) -> list[Entry]:
-    """Every entry of a name, the oldest first; none where the name is not in use. Raises RegistryError."""
+    """Return all entries of a name, oldest first; none if the name is unused. Raise RegistryError."""
     _check(name)
     return [_read(store, name, number) for number in _numbers(store, name)]
 
 
 def current(store: Store, name: str) -> Entry | None:
-    """The newest entry, None where the name is not in use."""
+    """Return the newest entry of a name; None if the name is unused."""
     numbers = _numbers(store, name) if _NAME.fullmatch(name) else []
     return _read(store, name, numbers[-1]) if numbers else None
 
@@ -99,11 +98,11 @@ def current(store: Store, name: str) -> Entry | None:
 def promote(
     store: Store, name: str, policy: Policy, reason: str, forced: bool = False, expected: int | None = None
 ) -> Entry:
-    """Makes `name` stand for `policy`. Beside other promoters the last one wins, and the history has them all.
+    """Promote `policy` to `name`. Of concurrent promotions the last one wins, and the history has all of them.
 
-    expected: the number of the newest entry that the caller has seen, 0 without one; None: whatever it is.
-    Raises RegistryError for a name that is not one, and where the name stands for this policy already; Moved where the
-    newest entry is not the expected one.
+    expected: the number of the newest entry that the caller has seen, 0 without one; None: any.
+    Raise RegistryError for an invalid name, and if it already stands for this policy; Moved if the newest entry is not
+    the expected one.
     """
 
     def entry(before: list[Entry], number: int) -> Entry:
@@ -115,14 +114,14 @@ def promote(
         previous = None if last is None else last.promotion
         return Entry(number, policy, _now(), who(), reason, previous, forced=forced)
 
-    return _append(store, name, entry, _TRIES)
+    return _append(store, name, entry, 100)
 
 
 def rollback(store: Store, name: str, to: int | None, reason: str) -> Entry:
-    """Makes `name` stand again for what it was before its newest promotion, or for what it was in entry `to`.
+    """Restore the policy that `name` had before its newest promotion, or in entry `to`.
 
-    Raises RegistryError where there is no such entry, where its policy is gone, and where the name was changed at the
-    same moment: what is undone would not be what the caller saw.
+    Raise RegistryError if there is no such entry, if its policy is gone, and if the name changes at the same moment,
+    because the rollback would undo a change that the caller has not seen.
     """
 
     def entry(before: list[Entry], number: int) -> Entry:
@@ -147,7 +146,7 @@ def rollback(store: Store, name: str, to: int | None, reason: str) -> Entry:
 
 
 def trained_ref(store: Store, policy: Policy) -> tuple[str, str, str] | None:
-    """(stage, key, digest) of the policy that was trained: of an export, what it is of. None where it is gone."""
+    """Return (stage, key, digest) of the trained policy, for an export that behind it; None if it is gone."""
     artifact = store.with_digest(policy.stage, policy.key, policy.digest)
     if artifact is None or policy.stage != "export":
         return None if artifact is None else (policy.stage, policy.key, policy.digest)
@@ -156,16 +155,16 @@ def trained_ref(store: Store, policy: Policy) -> tuple[str, str, str] | None:
 
 
 def withdrawn(store: Store, name: str) -> dict[str, str]:
-    """Digests of the trained policies that a rollback has taken back and nothing has brought back since.
+    """Return digests of the trained policies that a rollback withdrew and no later entry restored.
 
-    Each with the entry that did it, who, and why.
+    Each has the number, the user and the reason of the rollback's entry.
     """
     found: dict[str, str] = {}
     entries: list[Entry] = []
     for entry in history(store, name):
         if entry.restores is not None:
             why = f": {entry.reason}" if entry.reason else ""
-            # Everything that was promoted since, and nothing where a later policy is brought back.
+            # All later promotions; none if the rollback restores a later policy.
             since = [e for e in entries if e.restores is None and entry.restores < e.number <= entries[-1].promotion]
             for undone in since:
                 found[_trained(store, undone.policy)] = f"{name} entry {entry.number} by {entry.who}{why}"
@@ -175,27 +174,27 @@ def withdrawn(store: Store, name: str) -> dict[str, str]:
 
 
 def _trained(store: Store, policy: Policy) -> str:
-    """The digest of the trained policy; of one that is gone, what the entry says."""
+    """Return the digest of the trained policy; if it is gone, by its entry."""
     ref = None if policy.trained or policy.stage != "export" else trained_ref(store, policy)
     return policy.trained or (policy.digest if ref is None else ref[2])
 
 
 def note_decision(store: Store, name: str, candidate: str, refusal: str | None) -> None:
-    """Keeps the newest decision of a gate about a policy, which outlives the record of its run.
+    """Store the newest decision of a gate about a policy, which outlives the record of its run.
 
-    candidate: digest of the trained policy. refusal: the run and its reasons; None: it was not refused.
+    candidate: digest of the trained policy. refusal: the run and its reasons; None: the gate did not refuse it.
     """
     store.write_json(refusal, FOLDER, name, f"decision-{candidate}.json")
 
 
 def refusal_of(store: Store, name: str, candidate: str) -> str | None:
-    """Why a gate has refused a policy for a name, as `note_decision` was given it; None where it has not."""
+    """Return the refusal of a policy for a name by a gate (`note_decision`); None if there is none."""
     _check(name)
     return store.read_json(FOLDER, name, f"decision-{candidate}.json")
 
 
 def referenced(store: Store) -> list[tuple[str, str, str, str]]:
-    """(run, stage, key, digest) of all that names need: their policies, what a rollback goes back to, and the bases."""
+    """Return (run, stage, key, digest) of all policies of names, of their rollbacks, and of the bases."""
     found: dict[tuple[str, str, str, str], None] = {}
     for name in names(store):
         entries = {e.number: e for e in history(store, name)}
@@ -208,25 +207,21 @@ def referenced(store: Store) -> list[tuple[str, str, str, str]]:
 
 
 def _append(store: Store, name: str, entry: Callable[[list[Entry], int], Entry], tries: int) -> Entry:
-    """Creates the next entry, made from the history before it; `tries` times where others take its number."""
+    """Create the next entry from the history before it; try `tries` times if others take its number."""
     _check(name)
     for _ in range(tries):
         before = history(store, name)
         made = entry(before, before[-1].number + 1 if before else 1)
-        if _create(store, json.dumps(dataclasses.asdict(made), indent=1).encode(), name, made.number):
+        store.fs.makedirs(store.join(FOLDER, name), exist_ok=True)
+        path = store.join(FOLDER, name, f"{made.number:06d}.json")
+        if create(store, path, json.dumps(dataclasses.asdict(made), indent=1).encode()):
             return made
     raise RegistryError(f"{name} was changed at the same moment: look at `rlhf champions`, then try again")
 
 
-def _create(store: Store, data: bytes, name: str, number: int) -> bool:
-    """Creates an entry's file; False where the number is taken."""
-    store.fs.makedirs(store.join(FOLDER, name), exist_ok=True)
-    return create(store, store.join(FOLDER, name, f"{number:06d}.json"), data)
-
-
 def _check(name: str) -> None:
     if not _NAME.fullmatch(name):
-        raise RegistryError(f"{name!r} is no name of a policy: expected a-z, then a-z, 0-9, '_', '.' or '-'")
+        raise RegistryError(f"{name!r} is not a valid name of a policy: expected a-z, then a-z, 0-9, '_', '.' or '-'")
 
 
 def _numbers(store: Store, name: str) -> list[int]:
@@ -234,7 +229,7 @@ def _numbers(store: Store, name: str) -> list[int]:
 
 
 def _read(store: Store, name: str, number: int) -> Entry:
-    """An entry. Raises RegistryError where the file is not one."""
+    """Return an entry; raise RegistryError if the file is invalid."""
     try:
         return ENTRY.validate_json(store.read_bytes(FOLDER, name, f"{number:06d}.json") or b"", strict=True)
     except ValueError as e:

@@ -1,36 +1,33 @@
-"""Records of runs: `runs/<name>/run.json`, and parts with the entries of nodes that have come to their end.
+"""Records of runs: `runs/<name>/run.json`, and parts with the entries of finished nodes.
 
-A record grows by each node. Where a run has many, the entries of those that are done go into parts, each written once,
-which the head names: what a run writes is in proportion to its nodes, and a head with its parts is always a whole
-record.
+A record grows by each node. The entries of finished nodes of a long run go into parts, each written once, which the
+head names. So the bytes that a run writes are in proportion to its nodes, and a head with its parts is always whole.
 """
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, TypeVar
 
 from rlhf.stages.store import json_schemas
 from rlhf.stages.store.artifacts import ArtifactError, Store
+from rlhf.stages.store.transfers import each
 
 FOLDER, HEAD, PARTS = "runs", "run.json", "parts"
 PART = 64
 """Entries of a part."""
 READS = 5
-"""How often a record is read whose parts are replaced meanwhile."""
-THREADS = 32
-"""Requests to a remote store at a time."""
+"""Tries to read a record while its writer replaces parts."""
 Record = dict[str, Any]
 T = TypeVar("T")
 R = TypeVar("R")
 
 
 def head(store: Store, name: str) -> Any | None:
-    """The record of a run without the entries in its parts: what is running is there. None where there is no run.
+    """Return the record of a run without the entries in its parts, but with all running nodes; None without a run.
 
-    Raises ArtifactError for a file that is no JSON, and for the record of another run.
+    Raise ArtifactError for a file that is not valid JSON, and for the record of another run.
     """
     found = store.read_json(FOLDER, name, HEAD)
     if isinstance(found, dict) and found.get("name") != name:
@@ -39,24 +36,20 @@ def head(store: Store, name: str) -> Any | None:
 
 
 def read(store: Store, name: str) -> Any | None:
-    """The whole record of a run; None where there is none. Raises ArtifactError for files that are none, or missing."""
-    missing = ""
+    """Return the whole record of a run; None if there is none. Raise ArtifactError for invalid or missing files."""
+    missing: list[str] = []
     for _ in range(READS):
         found = head(store, name)
         if not isinstance(found, dict) or not found.get(PARTS):
             return found
-        nodes: dict[str, Any] = {}
         if fault := json_schemas.misfit(found, json_schemas.PARTED):
             raise ArtifactError(f"{store.address(FOLDER, name, HEAD)} has another form ({fault}); move it away")
-        for part in _expanded(found[PARTS]):
-            entries = store.read_json(FOLDER, name, part)
-            if not isinstance(entries, dict):
-                missing = store.address(FOLDER, name, part)
-                break
-            nodes |= entries
-        else:
-            return {k: v for k, v in found.items() if k != PARTS} | {"nodes": nodes | found["nodes"]}
-    raise ArtifactError(f"{missing} is missing, which {HEAD} beside it names: the record of run {name} is not whole")
+        parts: dict[str, Any] = {part: store.read_json(FOLDER, name, part) for part in _expanded(found.pop(PARTS))}
+        missing = [part for part, entries in parts.items() if not isinstance(entries, dict)]
+        if not missing:
+            nodes = {node: entry for entries in parts.values() for node, entry in entries.items()}
+            return found | {"nodes": nodes | found["nodes"]}
+    raise ArtifactError(f"{store.address(FOLDER, name, missing[0])} is missing: the record of run {name} is not whole")
 
 
 def _part(tries: int, number: int) -> str:
@@ -64,12 +57,12 @@ def _part(tries: int, number: int) -> str:
 
 
 def _expanded(spans: Iterable[tuple[int, int, int]]) -> list[str]:
-    """The names of parts of a head: it has them as (try, first number, last number)."""
+    """Return the names of the parts of a head, which has them as (try, first number, last number)."""
     return [_part(tries, number) for tries, first, last in spans for number in range(first, last + 1)]
 
 
 def _spans(parts: Iterable[tuple[int, int]]) -> list[tuple[int, int, int]]:
-    """The reverse of `_expanded`, so that a head does not grow by each part."""
+    """Return the reverse of `_expanded`, so that a head does not grow by each part."""
     spans: list[tuple[int, int, int]] = []
     for tries, number in parts:
         if spans and spans[-1][0] == tries and spans[-1][2] == number - 1:
@@ -80,7 +73,7 @@ def _spans(parts: Iterable[tuple[int, int]]) -> list[tuple[int, int, int]]:
 
 
 def names(store: Store) -> list[str]:
-    """The names of what may be runs, sorted."""
+    """Return the names of all runs, sorted."""
     return store.names(FOLDER)
 
 
@@ -89,17 +82,13 @@ def exists(store: Store, name: str) -> bool:
     return store.exists(FOLDER, name, HEAD)
 
 
-def in_parallel(store: Store, function: Callable[[T], R], items: Iterable[T]) -> Iterator[R]:
-    """The results for each item in their order, by several requests at a time where the store is far away."""
-    if store.is_local:
-        yield from map(function, items)
-        return
-    with ThreadPoolExecutor(THREADS) as pool:
-        yield from pool.map(function, items)
+def in_parallel(store: Store, function: Callable[[T], R], items: Iterable[T]) -> Iterable[R]:
+    """Return the results for each item in their order, by parallel requests to a remote store."""
+    return map(function, items) if store.is_local else each(function, items)
 
 
 class Recorder:
-    """Writes the record of one run, as it grows."""
+    """Writes the record of one run while it grows."""
 
     def __init__(self, store: Store, name: str):
         self._store, self._name = store, name
@@ -109,17 +98,18 @@ class Recorder:
         self._is_clean = False
 
     def write(self, record: Mapping[str, Any]) -> None:
-        """Write what is new. `nodes` and `tries` of the record count; entries are those that they were, or others.
+        """Write the changes of a record with `nodes` and `tries`; a changed entry is a new object.
 
-        Raise ArtifactError if the store has the record of a later try: another host took this process for killed.
+        Raise ArtifactError if the store has the record of a later try, because another host took this process for
+        killed.
         """
         found: Any = None
         with contextlib.suppress(ArtifactError):
             found = head(self._store, self._name)
         if isinstance(found, dict) and found.get("tries", 1) > record.get("tries", 1):
             raise ArtifactError(
-                f"run {self._name} counted as killed, and {found.get('host')} goes on with it: this process leaves its "
-                "record alone"
+                f"run {self._name} counted as killed, and {found.get('host')} has resumed it: this process does not "
+                "write its record any more"
             )
         nodes: Mapping[str, Any] = record["nodes"]
         self._drop_changed(nodes)
@@ -134,13 +124,13 @@ class Recorder:
             self._is_clean = True
 
     def _add(self, tries: int, entries: dict[str, Any]) -> None:
-        # No name twice: a head that somebody reads at this moment names parts of its own.
+        # Names are unique, because another process may read the previous head and its parts now.
         self._store.write_json(entries, FOLDER, self._name, _part(tries, self._written))
         self._parts.append(((tries, self._written), entries))
         self._written += 1
 
     def _drop_changed(self, nodes: Mapping[str, Any]) -> None:
-        """Forgets parts from the first on with an entry that was made again, or is gone."""
+        """Forget parts from the first one with a changed or removed entry on."""
         place = 0
         order = list(nodes)
         for number, (_, entries) in enumerate(self._parts):
@@ -152,7 +142,7 @@ class Recorder:
             place += len(entries)
 
     def _remove_others(self) -> None:
-        """Removes parts that the head does not name: of an earlier try, or replaced."""
+        """Remove parts that the head does not name: of an earlier try, or replaced ones."""
         mine = {_part(*part) for part, _ in self._parts}
         for name in self._store.names(FOLDER, self._name):
             if name.startswith("nodes-") and name not in mine:

@@ -31,34 +31,37 @@ def each(work: Callable[[T], R], items: Iterable[T]) -> list[R]:
 
 
 def checksums(folder: Path, paths: Sequence[Path]) -> dict[str, str]:
-    """Return SHA-256 (hex) of files by their names in the folder."""
+    """Return SHA-256 (hex) of files by their paths in the folder."""
     sums = each(disk.sha256_file, paths)
     return {path.relative_to(folder).as_posix(): found for path, found in zip(paths, sums, strict=True)}
 
 
-def joined(folder: Path, sums: dict[str, str], channel: str) -> dict[str, str]:
-    """Return the checksums of the files of all processes of the group. Of files with one name the process with the
-    lowest number keeps its own; the others remove theirs."""
-    parts = multihost.gather(sums, channel)
-    for name in {name for part in parts[: multihost.process_index()] for name in part} & sums.keys():
+def joined(folder: Path, files: dict[str, T], channel: str) -> dict[str, T]:
+    """Return the entries by name of all processes of the group.
+
+    Of files with one name the process with the lowest number keeps its own; the others remove theirs.
+    """
+    parts = multihost.gather(files, channel)
+    for name in {name for part in parts[: multihost.process_index()] for name in part} & files.keys():
         (folder / name).unlink()
     return {name: found for part in reversed(parts) for name, found in part.items()}
 
 
 def files_of(folder: Path) -> list[dict[str, Any]]:
-    """Return path, size and checksum of each file that the processes of the group have in their folders, as a manifest
-    has them. Every process calls this; see `joined` for files of one name."""
-    paths = sorted(p for p in folder.rglob("*") if p.is_file())
-    sums = checksums(folder, paths)
-    sizes = multihost.gather({path.relative_to(folder).as_posix(): path.stat().st_size for path in paths})
-    size = {name: found for part in reversed(sizes) for name, found in part.items()}
-    whole = joined(folder, sums, "main")
-    return [{"path": name, "size": size[name], "sha256": found} for name, found in sorted(whole.items())]
+    """Return path, size and checksum of each file in the folders of all processes of the group, for a manifest.
+
+    Every process calls this; see `joined` for files of one name.
+    """
+    sums = checksums(folder, sorted(p for p in folder.rglob("*") if p.is_file()))
+    files = {n: {"path": n, "size": (folder / n).stat().st_size, "sha256": s} for n, s in sums.items()}
+    return [found for _, found in sorted(joined(folder, files, "main").items())]
 
 
 def send(store: Store, folder: Path, target: str) -> None:
-    """Bring the files of a folder into one of the store, to which other processes may bring theirs. On a local store
-    they are moved, and on the disk when this returns."""
+    """Upload the files of a folder into one of the store, which other processes may share.
+
+    In a local store they are moved, and synced to the disk.
+    """
     paths = [path for path in folder.rglob("*") if path.is_file() and not is_partial(path)]
     names = [path.relative_to(folder).as_posix() for path in paths]
     for parent in sorted({f"{target}/{name}".rpartition("/")[0] for name in names}):
@@ -76,40 +79,41 @@ def send(store: Store, folder: Path, target: str) -> None:
         disk.sync_folders(Path(target, name).parent for name in names)
 
 
-def bring(store: Store, artifact: Artifact, base: Path, wanted: Callable[[str], bool]) -> None:
-    """Download the wanted files of an artifact that `base` does not have whole, several at a time; a file gets its name
-    when it is complete. Raise ArtifactError for one that differs from its checksum in the store."""
+def bring(artifact: Artifact, wanted: Callable[[str], bool]) -> None:
+    """Download the wanted files of an artifact that are not here whole, several at a time.
+
+    A file gets its name when it is complete. Raise ArtifactError for one that differs from its checksum in the store.
+    """
 
     def one(f: dict[str, Any]) -> None:
-        target = base / f["path"]
+        target = artifact.downloads / f["path"]
         if disk.is_whole(target, f["sha256"]):
             return
         with whole_file(target) as partial:
-            if not disk.fetched(store.fs, f"{artifact.path}/{f['path']}", partial, f["sha256"]):
-                path = store.address("artifacts", artifact.stage, artifact.folder, f["path"])
-                raise ArtifactError(f"{path} differs from its checksum; run `rlhf verify`")
+            if not disk.fetched(artifact.store.fs, f"{artifact.path}/{f['path']}", partial, f["sha256"]):
+                raise ArtifactError(f"{artifact.url}/{f['path']} differs from its checksum; run `rlhf verify`")
         disk.note_whole(target, f["sha256"])
 
     each(one, [f for f in artifact.manifest["files"] if wanted(f["path"])])
 
 
 def move(store: Store, moves: Mapping[str, str]) -> None:
-    """Move files of a store in this order; skip one that another process has moved."""
+    """Move files of a store in this order; skip a file that another process has moved."""
     for path, target in moves.items():
         store.fs.makedirs(target.rpartition("/")[0], exist_ok=True)
         with contextlib.suppress(FileNotFoundError):
             if store.is_local:
                 os.replace(path, target)
             else:
-                # Not `fs.mv`, which would take a `[` or `*` for a pattern.
+                # To `fs.mv` a `[` or `*` is a pattern.
                 store.fs.cp_file(path, target)
                 store.fs.rm_file(path)
 
 
 def place(store: Store, folder: Path, stage: str, key: str) -> str:
-    """Bring the files of the group's folders into a folder of the store that nobody else writes to; return its name.
+    """Upload the files of the group's folders into a new folder of the store; return its name.
 
-    Of two that commit one key each has its own files; what a killed commit has left is in none of them.
+    Two commits of one key have separate folders, and neither contains files of a killed commit.
     """
     parent = Path(store.join("artifacts", stage))
 

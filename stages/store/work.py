@@ -1,24 +1,25 @@
-"""The work folder of a stage under way: local, and copied to a remote store so that another machine can resume it.
+"""The work folder of a running stage: local, and mirrored to a remote store so that another machine can resume it.
 
-A unit is complete or it does not count: a step below `checkpoints/`, or any other folder (a shard, a chunk). It never
-changes once it is complete. Its seal in `.sealed/`, written when all of it is on the disk, has the checksums of its
-files: the next try takes a unit that fits its seal, and removes any other. A marker in `.mirrored/` on the remote
-store, written last, is the seal of a unit that the remote store has.
+A unit is a step below `checkpoints/`, or any other folder (a shard, a chunk). Only complete units count, and they never
+change. The seal of a unit in `.sealed/`, written when the whole unit is on the disk, contains the checksums of its
+files. The next try uses units that fit their seals and removes others. A marker in `.mirrored/` on the remote store,
+written last, is the seal of a unit that the remote store has.
 
-The processes of a group have a folder each. Process 0 has the work folder itself; it alone adds units, except for
-checkpoints, to which each process adds its shards. Of a checkpoint a process has the files that it reads.
+Each process of a group has a folder. Process 0 has the work folder itself, and only it adds units, except for
+checkpoints, to which each process adds its shards. A process has only those files of a checkpoint that it reads.
 """
 
 from __future__ import annotations
 
 import contextlib
+import functools
 import itertools
 import json
 import os
 import re
 import shutil
 import uuid
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from pathlib import Path
 
 from rlhf.stages.store import disk, transfers
@@ -27,40 +28,40 @@ from rlhf.stages.store.manifests import is_inside, sums_of
 from rlhf.tuning import multihost
 from rlhf.tuning.atomic import is_partial, whole_file
 
-# Folders that hold what is under way, not what is finished, and those whose files are checked one by one.
+# Folders of unfinished work, and folders whose files are checked one by one.
 NOT_UNITS = ("replay", "pieces", "evaluation")
 OUT = "out"
-"""How folders with the output of a try are named, up to a dot."""
+"""The names of folders with the output of a try, up to a dot."""
 CHECKPOINTS = "checkpoints"
 MIRRORED, SEALED = ".mirrored", ".sealed"
 OF_PROCESS = ".process-"
-"""Between the key and the number of the process in the name of the folder of a process that is not the first."""
+"""Separates key and number in the names of the folders of processes after the first."""
 CHUNK = re.compile(r"/\d+/c(/[\d/]+)?$")
-"""Files of a checkpoint that hold values; the others describe them."""
+"""Files of a checkpoint with values; the others describe them."""
 
 
 def is_chunk(path: str) -> bool:
-    """Whether a file of a checkpoint holds values: a process reads those of its shards alone."""
+    """Whether a file of a checkpoint has values, of which a process reads only its shards."""
     return CHUNK.search(path) is not None
 
 
 class WorkFolder:
-    """The work of one stage at one key."""
+    """The unfinished work of one stage at one key."""
 
     def __init__(self, store: Store, stage: str, key: str):
         index = multihost.process_index()
         self.path = store.scratch / "work" / stage / (f"{key}{OF_PROCESS}{index}" if index else key)
         self._key, self._store = key, store
         self._shared = store.join("work", stage, key)
-        """The folder that all processes see; of a local store it is that of process 0."""
+        """The folder that all processes see; in a local store it is that of process 0."""
         self._is_copy = index > 0 or not store.is_local
         self._markers = f"{self._shared}/{SEALED if store.is_local else MIRRORED}"
 
-    def open(self, log: Callable[[str], None] = lambda _: None) -> Path:
-        """The folder, which is made if there is none: on a remote store from the units that were mirrored there.
+    def open(self) -> Path:
+        """Create the folder if there is none, download the units of a remote store, and return the folder.
 
-        Units without their seal, or that do not fit it, are removed: a loss of power, a disk or a transfer has damaged
-        them. log: called with a line on those that have arrived so. Every process of a group calls this.
+        It removes units that have no seal or do not fit it: a loss of power, a disk or a transfer has damaged them.
+        Every process of a group calls this.
         """
         self.path.mkdir(parents=True, exist_ok=True)
         for unit in self._units():
@@ -70,17 +71,20 @@ class WorkFolder:
         if self._is_copy or multihost.process_count() > 1:
             shared: list[str] = multihost.from_primary(self._in_shared)
             if self._is_copy:
-                self._download(shared, log)
+                self._download(shared)
         return self.path
 
     def fetch(self, paths: Iterable[Path]) -> None:
-        """Brings files of complete checkpoints to their paths here. Raises ArtifactError for a damaged file."""
+        """Download files of complete checkpoints to their paths here; raise ArtifactError for a damaged file."""
         missing = [path for path in paths if self._is_copy and not path.exists()]
-        seals: dict[Path, dict[str, str]] = {}
+
+        @functools.cache
+        def sums(unit: Path) -> dict[str, str]:
+            return sums_of(self._seal_of(unit).read_bytes()) or {}
 
         def one(path: Path) -> None:
             unit = self.path.joinpath(*path.relative_to(self.path).parts[:2])
-            sha256 = seals[unit].get(path.relative_to(unit).as_posix())
+            sha256 = sums(unit).get(path.relative_to(unit).as_posix())
             # Zarr writes no file for a chunk of zeros.
             if sha256 is None:
                 return
@@ -89,13 +93,8 @@ class WorkFolder:
                     with contextlib.suppress(OSError):
                         self._store.remove(f"{self._markers}/{self._name(unit)}")
                     there = self._store.address("work", *Path(self._shared).parts[-2:], self._name(path))
-                    raise ArtifactError(
-                        f"{there} differs from its checksum: the checkpoint is not used any more; "
-                        "run the same command again"
-                    )
+                    raise ArtifactError(f"the checkpoint {there} is damaged and removed: run the same command again")
 
-        for unit in {self.path.joinpath(*path.relative_to(self.path).parts[:2]) for path in missing}:
-            seals[unit] = sums_of(self._seal_of(unit).read_bytes()) or {}
         transfers.each(one, missing)
 
     def _name(self, unit: Path) -> str:
@@ -108,7 +107,7 @@ class WorkFolder:
         return self.path / SEALED / self._name(unit)
 
     def _mark_of(self, unit: Path) -> Path:
-        """The file that says that the shared folder has the unit."""
+        """The local file that exists if the shared folder has the unit."""
         return self.path / MIRRORED / self._name(unit)
 
     def _files(self, unit: Path) -> list[Path]:
@@ -118,7 +117,7 @@ class WorkFolder:
         return transfers.checksums(unit, self._files(unit))
 
     def _is_whole(self, unit: Path) -> bool:
-        """Whether a unit fits its seal. Of a checkpoint that the shared folder has, chunks may be missing here."""
+        """Whether a unit fits its seal. A checkpoint in the shared folder may lack chunks here."""
         try:
             wanted = sums_of(self._seal_of(unit).read_bytes())
         except OSError:
@@ -136,24 +135,18 @@ class WorkFolder:
             path.unlink(missing_ok=True)
 
     def _seal(self, unit: Path, seal: bytes | None = None) -> None:
-        """Has a unit on the disk, then its seal. seal: of one that has arrived or was joined; None: of what is here."""
+        """Sync a unit to the disk, then write its seal. seal: of a downloaded or joined unit; None: of its files."""
         folders = {self.path, unit.parent}
         for path in unit.rglob("*"):
             folders.add(path.parent)
             if path.is_file():
                 disk.sync_file(path)
         disk.sync_folders(folders)
-        self._write_seal(self._seal_of(unit), json.dumps(self._sums(unit)).encode() if seal is None else seal)
-
-    def _write_seal(self, path: Path, seal: bytes) -> None:
-        with whole_file(path) as partial, partial.open("wb") as f:
-            f.write(seal)
-            f.flush()
-            os.fsync(f.fileno())
-        disk.sync_folders([path.parent, self.path / SEALED, self.path])
+        disk.write_synced(self._seal_of(unit), json.dumps(self._sums(unit)).encode() if seal is None else seal)
+        disk.sync_folders([self.path / SEALED, self.path])
 
     def _in_shared(self) -> list[str]:
-        """The units that the shared folder has, by their markers."""
+        """Return the names of the units in the shared folder, by their markers."""
         names = (marker.removeprefix(f"{self._markers}/") for marker in self._store.fs.find(self._markers))
         return [name for name in names if is_inside(name)]
 
@@ -162,38 +155,37 @@ class WorkFolder:
             return bytes(self._store.fs.cat_file(f"{self._markers}/{self._name(unit)}"))
         return None
 
-    def _download(self, shared: list[str], log: Callable[[str], None]) -> None:
-        """Brings the units that another machine has finished since: the work may have been there and come back."""
+    def _download(self, shared: list[str]) -> None:
+        """Download the units that another machine has finished since."""
         if multihost.process_count() > 1:
-            # A checkpoint that not all processes have is none, and one of another try has other bits.
+            # A checkpoint must be complete in all processes, and one of another try has other bits.
             for unit in self._units():
                 if self._name(unit) not in shared or self._seal_of(unit).read_bytes() != self._shared_seal(unit):
                     self._remove(unit)
         if multihost.is_primary():
             self._fetch_journals()
         newest = max((int(step.name) for step in self._steps()), default=-1)
-        # Aside: half a download must not look like finished work.
+        # Another folder first, so that half a download does not look like finished work.
         aside = self.path.with_name(f".{self.path.name}.{os.getpid()}-{uuid.uuid4().hex[:8]}.part")
         try:
             for name in shared:
                 if not (self.path / name).exists() and _step(name, newest) >= newest:
                     # Another machine may remove a checkpoint that it has replaced meanwhile.
                     with contextlib.suppress(FileNotFoundError):
-                        self._arrived(self.path / name, aside / name, log)
+                        self._arrived(self.path / name, aside / name)
         finally:
             shutil.rmtree(aside, ignore_errors=True)
 
     def _fetch_journals(self) -> None:
-        """Bring journals of which another machine has written more."""
+        """Download journals of which another machine has written more."""
         for place, info in self._store.fs.find(self._shared, maxdepth=1, detail=True).items():
             path = self.path / place.rpartition("/")[2]
             if not path.exists() or path.stat().st_size < info["size"]:
                 with contextlib.suppress(FileNotFoundError), whole_file(path) as partial:
                     self._store.fs.get_file(place, str(partial))
 
-    def _arrived(self, unit: Path, aside: Path, log: Callable[[str], None]) -> None:
-        """Brings one unit by way of `aside`; of a checkpoint without the chunks. Leaves out one that does not fit the
-        seal in its marker."""
+    def _arrived(self, unit: Path, aside: Path) -> None:
+        """Download one unit by way of `aside`, a checkpoint without its chunks; skip it if it does not fit its seal."""
         marker = f"{self._markers}/{self._name(unit)}"
         seal = self._store.fs.cat_file(marker)
         known = sums_of(seal) or {}
@@ -205,12 +197,6 @@ class WorkFolder:
 
         there = {path.removeprefix(f"{self._there(unit)}/") for path in self._store.fs.find(self._there(unit))}
         if not known or known.keys() - there or not all(transfers.each(one, wanted)):
-            # Removed by another machine, not damaged: the marker goes first.
-            if self._store.fs.exists(marker):
-                log(
-                    f"{self._name(unit)} of unfinished work does not fit its checksums on {self._store.shown}, "
-                    "and is made again"
-                )
             return
         unit.parent.mkdir(parents=True, exist_ok=True)
         aside.rename(unit)
@@ -223,8 +209,7 @@ class WorkFolder:
         mark.write_bytes(b"{}")
 
     def save(self) -> None:
-        """Seals finished units, and copies them to a remote store; removes checkpoints that a newer one has replaced
-        there.
+        """Seal finished units, mirror them to a remote store, and remove replaced checkpoints there.
 
         Process 0 of a group calls this for any unit, and every process for a checkpoint, which is complete when each
         has added its files.
@@ -244,8 +229,8 @@ class WorkFolder:
                     path.unlink(missing_ok=True)
 
     def _join(self, unit: Path) -> None:
-        """Adds the files of this process to a checkpoint; process 0 seals it when all have done so."""
-        # Checkpoints are saved in the background: by its name, no other exchange comes between.
+        """Add the files of this process to a checkpoint; process 0 seals it after all processes."""
+        # Checkpoints are saved in the background; their own channel keeps other exchanges apart.
         channel = f"work/{self._key}/{self._name(unit)}"
         seal = json.dumps(transfers.joined(unit, self._sums(unit), channel)).encode()
         if self._is_copy:
@@ -270,8 +255,8 @@ class WorkFolder:
             unit = self.path / CHECKPOINTS / mark.name
             if unit.exists():
                 continue
-            # The marker goes first: without it nothing takes the rest for a complete unit. Another machine, or a try
-            # that was killed here, may have removed it.
+            # The marker first: without it the rest is not a unit. Another machine, or a killed try here, may have
+            # removed it.
             with contextlib.suppress(FileNotFoundError):
                 self._store.remove(f"{self._markers}/{self._name(unit)}")
             self._store.remove_folder(self._there(unit))
@@ -290,9 +275,9 @@ class WorkFolder:
         return unit.parent.name == CHECKPOINTS
 
     def drop(self) -> None:
-        """Removes the work here and on the store, once the artifact is committed."""
+        """Remove the work here and in the store, after the commit of the artifact."""
         shutil.rmtree(self.path, ignore_errors=True)
-        # Folders of other processes, and downloads that a kill has cut short.
+        # Folders of other processes, and downloads that a kill interrupted.
         left = [f".{self.path.name}.*.part", *([f"{self._key}{OF_PROCESS}*"] if multihost.is_primary() else [])]
         for path in itertools.chain.from_iterable(map(self.path.parent.glob, left)):
             shutil.rmtree(path, ignore_errors=True)
@@ -301,6 +286,6 @@ class WorkFolder:
 
 
 def _step(unit: str, other: int) -> int:
-    """The step of a checkpoint; `other` for any other unit."""
+    """Return the step of a checkpoint; `other` for any other unit."""
     parent, _, name = unit.partition("/")
     return int(name) if parent == CHECKPOINTS else other

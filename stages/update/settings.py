@@ -38,6 +38,8 @@ class Config(Trained, core.RoundSettings):  # type: ignore[misc]
     """The run ends after this number of rounds in a row without a step that changed the weights."""
     store_state: bool = execution_setting(False)
     """Whether this round's weights and optimizer are stored; the recipe's checkpoint_every decides."""
+    store_weights: bool = execution_setting(False)
+    """Whether this round's weights are stored without the optimizer; so it is if another worker samples."""
 
     @property
     def needs_reward_model(self) -> bool:

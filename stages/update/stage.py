@@ -63,6 +63,8 @@ def run(ctx: Context) -> dict[str, Any]:
         save_adapter(ctx.out / ADAPTER, state.adapter, lora_config(ctx.config.lora), below)
     if _stores(ctx.config):
         metrics["checkpoint_bytes"] = states.save(ctx, state)
+    elif ctx.config.store_weights:
+        states.save_weights(ctx, state)
     states.remember_policy(ctx, state, "new")
     return metrics
 

@@ -86,14 +86,20 @@ def save(ctx: Context, state: State) -> int:
     Returns the bytes that the process of the group that wrote most has written.
     """
     from rlhf.tuning import multihost
-    from rlhf.tuning.models import huggingface
     from rlhf.tuning.training.checkpoint import bytes_below, save_tree
 
     folder = ctx.out / "state"
     if state.adapter is None:
-        huggingface.save_decoder(folder / "model", state.config, state.params, token_ids(ctx.inputs["tokenizer"]))
+        save_weights(ctx, state)
     save_tree(folder / "trainer", state.trainer)
     return max(multihost.gather(bytes_below(folder)))
+
+
+def save_weights(ctx: Context, state: State) -> None:
+    """Writes the policy's parameters below `state/model/`, from which `load_policy` reads them."""
+    from rlhf.tuning.models.huggingface import save_decoder
+
+    save_decoder(ctx.out / "state" / "model", state.config, state.params, token_ids(ctx.inputs["tokenizer"]))
 
 
 def state_after(ctx: Context, artifact: Artifact, advance: Advance) -> State:
@@ -112,12 +118,12 @@ def state_after(ctx: Context, artifact: Artifact, advance: Advance) -> State:
             kind = precision.real()
         left.append((reader, own, artifact))
         reader, parent = own, own.inputs["policy"]
-        if artifact.has("state/") or not continues(own.config, parent):
+        if artifact.has("state/trainer/") or not continues(own.config, parent):
             break
         artifact = parent
     for reader, own, artifact in reversed(left):
         with precision.using(own.config.compute.dtype):
-            if artifact.has("state/"):
+            if artifact.has("state/trainer/"):
                 state = _load(here_of(reader, own), artifact)
             else:
                 state = _replay(reader, own, artifact, advance, state and _in_real(state))
@@ -217,10 +223,17 @@ def continues(config: Config, artifact: Artifact) -> bool:
     return artifact.stage == NAME and artifact.manifest["config"].get("lora") == config.model_dump(mode="json")["lora"]
 
 
+_starts: dict[str, Artifact] = {}
+"""By the URL of an update's artifact the start of its rounds: each round walks only over the rounds since the last."""
+
+
 def start_of(config: Config, policy: Artifact) -> Artifact:
-    """The artifact whose policy was the first that this run of updates, ending in `policy`, began with."""
+    """Return the artifact of the first policy of this run of updates, which ends in `policy`."""
+    passed: list[str] = []
     while continues(config, policy):
-        policy = input_of(policy, "policy")
+        passed.append(policy.url)
+        policy = _starts.get(policy.url) or input_of(policy, "policy")
+    _starts.update(dict.fromkeys(passed, policy))
     return policy
 
 
@@ -265,7 +278,9 @@ def _load(own: Context, artifact: Artifact) -> State:
 
     folder: Path = artifact.local("state/", lambda path: not is_chunk(path))
     if own.config.lora is None:
-        config, params = load_decoder(folder / "model", mesh_of(own))
+        # A sampler in this process may have loaded the weights already.
+        kept = recall(own, f"decoder:{artifact.digest}")
+        config, params = kept or load_decoder(folder / "model", mesh_of(own))
         return State(config, params, *load_tree(folder / "trainer", trainer_shapes(own, config), artifact.fetch))
     config, _ = load_policy(own, start_of(own.config, artifact))
     trainer = load_tree(folder / "trainer", trainer_shapes(own, config), artifact.fetch)

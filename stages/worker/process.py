@@ -124,7 +124,7 @@ def _run(request: Request, stage: Stage, config: StageConfig, memory: dict[str, 
     # A forced run starts from nothing: partial work of an unforced one must not leak into it.
     work_key = f"{request.key}-{request.force}" if request.force else request.key
     folder = WorkFolder(store, request.stage, work_key)
-    work = folder.open(lambda line: events.send(Log(line)))
+    work = folder.open()
     # Output of killed tries: what can be used again is beside it.
     for left in work.glob(f"{OUT}*"):
         shutil.rmtree(left, ignore_errors=True)
@@ -167,27 +167,7 @@ def _run(request: Request, stage: Stage, config: StageConfig, memory: dict[str, 
     name_new(memory, committed.digest if ours else None)
     folder.drop()
     stage.tidied(context)
-    if request.hand_over:
-        _hand_over(committed, memory, events)
     return committed.manifest
-
-
-def _hand_over(artifact: Artifact, memory: dict[str, Any], events: Events) -> None:
-    """Leaves a policy that the artifact does not hold for the workers that read it."""
-    from rlhf.stages.common import policy_handoff
-
-    kept = memory.get(f"decoder:{artifact.digest}")
-    if kept is None or artifact.has("model/") or artifact.has("state/"):
-        return
-    try:
-        config, params = kept
-        policy_handoff.hand_over(artifact, config, params)
-    except Exception as e:
-        if multihost.process_count() > 1:
-            # The others are in the middle of an exchange that this process has left: the group has to end.
-            raise
-        # It is committed: whoever reads it trains it once more. Full disks have errors of safetensors.
-        events.send(Log(f"the policy could not be handed over ({type(e).__name__}: {e}): it will be replayed"))
 
 
 def settings_of(request: Request) -> tuple[Stage, StageConfig]:

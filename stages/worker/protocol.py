@@ -40,8 +40,6 @@ class Request:
     """The token of the lease under which it is made; None: nobody else can make it."""
     force: str | None = None
     """Set to the run's name where an artifact with this key is replaced: a retry in that run resumes its own work."""
-    hand_over: bool = False
-    """Whether other workers read the policy that it makes (`rlhf.stages.common.policy_handoff`)."""
     elsewhere: bool = False
     """Whether the run is on another host, whose code the key has."""
 

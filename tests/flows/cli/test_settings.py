@@ -29,6 +29,7 @@ OF_THE_GRAPH = {
     "rl.rollout.first",
     "rl.update.round",
     "rl.update.store_state",
+    "rl.update.store_weights",
     "rl.score.round_scale",
 }
 

@@ -107,6 +107,12 @@ def test_a_section_that_is_left_out_leaves_its_nodes_out(sets, gone):
     assert set(graph()) - set(graph(*sets)) == gone
 
 
+def test_each_round_stores_weights_if_another_worker_samples():
+    nodes = graph("workers.sample={}")
+    settings = [nodes[f"round-00{i}.update"].config for i in range(3)]
+    assert [(s.store_state, s.store_weights) for s in settings] == [(False, True), (True, False), (True, False)]
+
+
 def test_without_sft_the_rounds_start_from_the_base_model():
     nodes = graph("sft=null")
     assert inputs(nodes["round-000.rollout"])["policy"] == "base"
@@ -121,6 +127,7 @@ def test_the_reference_moves_to_the_policy_of_every_so_many_rounds():
         "sft", "sft", "round-001.update", "round-001.update", "round-003.update"
     ]  # fmt: skip
     assert [node.config.store_state for node in updates] == [False, True, False, True, True]
+    assert not any(node.config.store_weights for node in updates)
     with pytest.raises(RecipeError, match="reference_every moves the reference of the KL"):
         graph("rl.reference_every=2", "rl.update.kl_coef=0")
 

@@ -15,19 +15,6 @@ def recipe(folder, *sets):
     return load_recipe("smoke", sets=[f"store={folder / 'store'}", *sets])
 
 
-def test_policies_are_handed_to_those_that_load_them_alone(tmp_path):
-    gated = ["gate={first: promote}", "workers.train={}", "workers.data={}"]
-    nodes = {n.name: n for n in build(recipe(tmp_path, *gated))}
-    workers = recipe(tmp_path, *gated).workers
-    # The gate has every policy among its inputs, and loads none.
-    assert {name: by for name, by in crew.read_elsewhere(workers, nodes).items() if "round" in name} == {
-        "round-002.update": {"export"}
-    }
-    with_sampler = recipe(tmp_path, *gated, "workers.sample={}")
-    found = crew.read_elsewhere(with_sampler.workers, nodes)
-    assert found["round-000.update"] == {"round-001.rollout"}
-
-
 def test_workers_that_there_cannot_be_are_refused_by_name(monkeypatch, tmp_path):
     def refused(kind, *sets):
         monkeypatch.setattr(crew, "device_kind", lambda: kind)

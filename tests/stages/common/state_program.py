@@ -57,7 +57,7 @@ url, scratch, axes, what = sys.argv[1:]
 store = Store(url, scratch=Path(scratch) / str(multihost.process_index()))
 mesh = make_mesh(Axes(*map(int, axes.split(","))))
 folder = WorkFolder(store, "sft", KEY)
-work = folder.open(print)
+work = folder.open()
 checkpoints = Checkpoints(work / "checkpoints", folder.save, folder.fetch)
 like = state_shapes(OPTIMIZER, PARAMS, mesh)
 restored = checkpoints.restore(like)

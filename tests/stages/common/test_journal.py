@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import json
-import zlib
 
 import pytest
 
@@ -41,7 +39,7 @@ def test_scores_that_are_there_are_not_said_to_be_reused_whatever_their_completi
     lines: list[str] = []
     found = Journal(dataclasses.replace(ctx, log=lines.append), "judge", "v")
     assert found.get([OTHER]) is None
-    assert lines == ["judge: 1 finished scores are there, and reused where their completions are the same"]
+    assert lines == ["judge: 1 finished scores are there; those of equal completions are reused"]
 
 
 @pytest.mark.parametrize(
@@ -72,12 +70,6 @@ def test_what_the_function_sees_beyond_the_row_counts(ctx):
     Journal(ctx, "judge", "v", seen(["a"])).add([ROW], [Outcome(1.0)])
     assert Journal(ctx, "judge", "v", seen(["a"])).get([ROW]) is not None
     assert Journal(ctx, "judge", "v", seen(["b"])).get([ROW]) is None
-
-
-def test_a_journal_of_places_alone_is_not_used(ctx):
-    text = json.dumps([[ROW.place, ROW.sample, 1.0]]).encode()
-    (ctx.work / "v.jsonl").write_bytes(b"\n%08x %s" % (zlib.crc32(text), text))
-    assert Journal(ctx, "judge", "v").get([ROW]) is None
 
 
 def test_the_name_of_a_reward_may_be_no_name_of_a_file(ctx):

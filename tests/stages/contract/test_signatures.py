@@ -36,25 +36,19 @@ def of_one(completion, answer): ...
 def of_completions(completions, **columns): ...
 def of_names(completions, task): ...
 def compute_score(data_source, solution_str, ground_truth, extra_info): ...
-constant = 3
 async def slow(prompts, completions): ...
 def of_any(*texts, **columns): ...
 """
 ENVIRONMENTS = """
 raise SystemExit("executed")
 import dataclasses
-from abc import ABC
 from elsewhere import Unknown
-from helpers import Base
 
 class Door:
     def __init__(self, high=7, *, colour="red"): ...
 
-class Gate(Door): ...
-class Bare(ABC): ...
 class Needy:
     def __init__(self, level, task=None): ...
-class Wall(Base): ...
 class Strange(Unknown): ...
 class Grid:
     def __init__(self, size=3): ...
@@ -66,8 +60,6 @@ def tool(text: str, path: str) -> str: ...
 """
 HELPERS = """
 def shared(prompts, completions, *, x=1): ...
-class Base:
-    def __init__(self, rows): ...
 """
 REWARD = """
 def right(prompts, completions): ...
@@ -79,9 +71,7 @@ MINE = "rl.score.rewards={mine: {function: 'own_code:%s', arguments: %s}}"
 def own(tmp_path, monkeypatch):
     write_files(tmp_path, **{"own_code.py": CODE})
     write_files(tmp_path, **{"own_env.py": ENVIRONMENTS, "helpers.py": HELPERS})
-    write_files(tmp_path, **{"code.py": REWARD, "lacking.py": f"import json\nimport nowhere.inside\n{REWARD}"})
-    write_files(tmp_path, **{"placing.py": f"import sys\nsys.path.insert(0, 'there')\nimport nowhere\n{REWARD}"})
-    write_files(tmp_path, **{"trying.py": f"try:\n    import nowhere\nexcept ImportError:\n    pass\n{REWARD}"})
+    write_files(tmp_path, **{"code.py": REWARD})
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.chdir(tmp_path)
     return tmp_path
@@ -99,25 +89,21 @@ def test_a_file_that_a_package_of_this_project_hides_is_named(tmp_path, monkeypa
     [
         ([MINE % ("vowls", "{}")], "mine.function: own_code.py has no function 'vowls'; did you mean vowels?"),
         ([MINE % ("vowels", "{scal: 2}")], "own_code:vowels takes no argument 'scal'; did you mean scale?"),
-        ([MINE % ("vowels", "{prompts: 2}")], "prompts is given to own_code:vowels by the pipeline"),
+        ([MINE % ("vowels", "{prompts: 2}")], "the pipeline itself passes prompts to own_code:vowels"),
         ([MINE % ("borrowed", "{y: 2}")], "own_code:borrowed takes no argument 'y'"),
         ([MINE % ("of_prompts", "{}")], "own_code:of_prompts takes 1 of its arguments by position; it is called"),
         ([MINE % ("of_one", "{}")], "own_code:of_one takes answer among its first two arguments; it is called with"),
         ([MINE % ("slow", "{}")], "mine.function: own_code:slow is `async def`: it is called, and not awaited"),
-        ([MINE % ("constant", "{}")], "mine.function: own_code.py has 'constant', a value: expected a function"),
         (["rl.score.rewards={j: {function: 'code:right'}}"], "/code.py has the name of a module of Python or of this"),
-        (["rl.score.rewards={j: {function: 'lacking:right'}}"], "lacking.py, line 2: no module 'nowhere' can be im"),
         (["rl.score.rewards={j: {function: 'own_code.py:vowels'}}"], "is a file: a module is written"),
         (["rl.score.rewards={t: {function: token_share}}"], "t.arguments: token_share needs token"),
         (["rl.score.rewards={t: {function: exact_match, arguments: {extrct: a}}}"], "did you mean extract?"),
         (["evaluate.judge=token_share"], "evaluate.judge_arguments: token_share needs token"),
-        (["evaluate.judges={t: {function: token_share}}"], "evaluate.judges.t.arguments: token_share needs token"),
         (["evaluate.judge=own_code:nothing"], "evaluate.judge: own_code.py has no function 'nothing'"),
         (["rl.update.algorithm=own_code:algoritm"], "no function 'algoritm'; did you mean algorithm?"),
         (["rl.update={algorithm: 'own_code:algorithm', algorithm_arguments: {deca: 1.0}}"], "did you mean decay?"),
         (["rl.update.algorithm=own_code:no_objective"], "takes no objective"),
         (["data.source=own_code:problems"], "own_code:problems needs size"),
-        (["data={source: 'own_code:problems', source_args: {sizes: 3}}"], "own_code:problems takes no argument"),
     ],
 )  # fmt: skip
 def test_what_cannot_be_called_is_refused_before_any_work(own, sets, message):
@@ -132,8 +118,6 @@ def test_what_cannot_be_called_is_refused_before_any_work(own, sets, message):
         [MINE % ("vowels", "{scale: 2.0}")],
         [MINE % ("open_ended", "{anything: 2.0}")],
         [MINE % ("of_any", "{}")],
-        ["rl.score.rewards={j: {function: 'trying:right'}}"],
-        ["rl.score.rewards={j: {function: 'placing:right'}}"],
         [MINE % ("borrowed", "{x: 2}")],
         ["rl.update={algorithm: 'own_code:algorithm', algorithm_arguments: {decay: 1.0}}"],
         ["data={source: 'own_code:problems', source_args: {size: 3}}"],
@@ -148,18 +132,13 @@ def test_what_can_be_called_is_accepted_and_nothing_is_executed(own, sets):
     [
         ("{name: 'own_env:Dor'}", "environment.name: own_env.py has no class 'Dor'; did you mean Door?"),
         ("{name: 'own_env:Door', arguments: {hihg: 3}}", "own_env:Door takes no argument 'hihg'; did you mean high?"),
-        ("{name: 'own_env:Gate', arguments: {pieces: 3}}", "own_env:Gate takes no argument 'pieces'; there are high, "),
-        ("{name: 'own_env:Bare', arguments: {high: 3}}", "own_env:Bare takes no argument 'high'; it takes none"),
         ("{name: 'own_env:Needy'}", "environment.arguments: own_env:Needy needs level, which the recipe does not give"),
-        ("{name: 'own_env:Wall', arguments: {columns: 3}}", "own_env:Wall takes no argument 'columns'"),
-        ("{name: 'own_env:made', arguments: {low: 3}}", "own_env:made takes no argument 'low'; there are high"),
         ("{name: 'own_env:Grid', arguments: {options: 3}}", "own_env:Grid takes no argument 'options'"),
         ("{name: gues}", "environment.name: environment 'gues': did you mean guess?"),
         ("{name: calculator}", "environment.name: environment 'calculator' is made of tools alone"),
         ("{name: guess, arguments: {hihg: 3}}", "environment.arguments: guess takes no argument 'hihg'; did you mean"),
         ("{name: frozenlake, arguments: {rows: 9}}", "environment.arguments: environment frozenlake: argument rows"),
         ("{tools: [calculater]}", "environment.tools: no tool 'calculater'; did you mean calculator?"),
-        ("{tools: ['own_env:tol']}", "environment.tools: own_env.py has no function 'tol'; did you mean tool?"),
         ("{tools: ['own_env:tool'], tool_arguments: {tool: {pth: a}}}", "tool_arguments.tool: own_env:tool takes no"),
     ],
 )  # fmt: skip

@@ -14,14 +14,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rlhf.stages.common import policy_handoff
 from rlhf.stages.store import runs
 from rlhf.stages.store.artifacts import MANIFEST, Store
 from rlhf.stages.store.audit_log import events
 from rlhf.stages.store.collect import Limits, collect, survey
 from rlhf.stages.store.keys import digest
 from rlhf.stages.store.leases import lease, this_process
-from rlhf.stages.store.orphans import compiled
 from rlhf.stages.store.pins import pin, pins, unpin
 from rlhf.stages.store.reachability import versions
 from tests.stages.store.disturbed import Disturbed
@@ -76,29 +74,9 @@ def test_exactly_what_the_dry_run_says_is_freed_and_all_that_is_kept_is_whole(tm
     left = {path.split("/")[-3:][1] for path in store.fs.find(store.join("artifacts")) if path.endswith(MANIFEST)}
     assert left == {key for _, key in wanted} and not store.names("condemned")
     assert set(store.names("runs")) == {run.name for run in runs if run.why}
-
-
-def test_fifty_runs_that_share_artifacts(store):
-    base = put(store, 0)
-    shared = [put(store, 5 * i + 1, [base]) for i in range(4)]
-    made = [put(store, 5 * i + 2, [shared[i % 4]]) for i in range(50 if store.is_local else 8)]
-    runs = [run_of(f"r{i:02d}", [base, shared[i % 4], a], "new" * (i < 3)) for i, a in enumerate(made)]
-    for run in runs:
-        store.write_json({"name": run.name}, "runs", run.name, "run.json")
-    done = collect(store, lambda: roots(*runs), NOW)
-    assert keys(store) == {(a.stage, a.key) for a in [base, *shared[:3], *made[:3]]}
-    assert len(done.garbage) == len(made) - 3 + 1 and len(done.runs) == len(made) - 3
-    assert store.names("runs") == ["r00", "r01", "r02"] and not store.names("leases")
-    begun, event = store.names("trail")
-    (trail,) = events(store)
-    assert trail == store.read_json("trail", event) and store.read_json("trail", begun)["state"] == "begun"
-    assert (
-        trail["state"] == "finished"
-        and trail["freed_bytes"] == done.freed
-        and len(trail["artifacts"]) == 48 - (42 if not store.is_local else 0)
-    )
-    again = collect(store, lambda: roots(*runs[:3]), NOW)
-    assert again.freed == 0 and store.names("trail") == [begun, event]
+    trail = [(event["state"], event["freed_bytes"], len(event["artifacts"])) for event in events(store)]
+    assert trail == [("finished", done.freed, len(done.garbage))] * bool(done.garbage or done.runs)
+    assert collect(store, lambda: roots(*(run for run in runs if run.why)), NOW).freed == 0 and len(events(store)) <= 1
 
 
 def test_a_run_that_has_ended_within_the_grace_time_stays_with_its_record_and_what_it_made(store):
@@ -217,19 +195,6 @@ def test_work_of_the_dead_goes_and_work_to_go_on_with_stays(store):
     assert not store.names("damaged") and not store.names("artifacts", "sft")
 
 
-def test_a_handed_policy_that_a_run_at_work_has_to_read_stays_however_old_it_is(store):
-    for name in ("read", "left", "unclaimed"):
-        store.write_bytes(b"weights", policy_handoff.FOLDER, name, "params")
-    for name, run in (("read", "at-work"), ("read", "ended"), ("left", "ended")):
-        policy_handoff.claim(store, name, run)
-    runs = [run_of("at-work", [], "running", active=True), run_of("ended", [], "one of the newest 5")]
-    done = collect(store, lambda: roots(*runs), NOW)
-    assert {os.path.basename(r.name) for r in done.residues} == {"left", "left.readers", "unclaimed"}
-    assert store.names(policy_handoff.FOLDER) == ["read", "read.readers"]
-    done = collect(store, lambda: roots(*runs[1:]), NOW)
-    assert {os.path.basename(r.name) for r in done.residues} == {"read", "read.readers"}
-
-
 def test_leases_whose_holders_are_gone_go_and_those_of_other_hosts_by_their_silence(store):
     dead = subprocess.Popen([sys.executable, "-c", ""])
     here = this_process() | {"pid": dead.pid}
@@ -263,27 +228,6 @@ def test_what_a_kill_leaves_of_a_lease_the_trail_or_a_name_goes(tmp_path):
     assert done.returncode == -9 and len(os.listdir(store.join("trail"))) == 1
     assert {r.kind for r in collect(store, roots, NOW).residues} == {"partial"}
     assert not any(name.endswith(".part") for name in os.listdir(store.join("trail")))
-
-
-def test_what_a_killed_commit_left_beside_a_manifest_goes(store):
-    left = store.join("artifacts", "base", digest(["key", 0]), "half.bin")
-    store.fs.makedirs(left.rsplit("/", 1)[0], exist_ok=True)
-    store.fs.pipe_file(left, b"half")
-    made = put(store, 0)
-    assert made.folder != made.key
-    done = collect(store, lambda: roots(run_of("r", [made], "kept")), NOW)
-    assert [(r.kind, r.bytes) for r in done.residues] == [("orphan", 4)]
-    assert not store.fs.exists(left)
-    assert store.verify(store.get(made.stage, made.key)) is None
-
-
-def test_the_compiled_programs_that_were_not_used_for_the_longest_go(tmp_path):
-    for i in range(4):
-        (tmp_path / f"p{i}-cache").write_bytes(b"x" * 100)
-        os.utime(tmp_path / f"p{i}-cache", (1000.0 + i, 1000.0 + i))
-    (tmp_path / "p0-atime").write_bytes(b"")
-    gone = list(compiled(tmp_path, 250))
-    assert [r.name for r in gone] == ["p1-cache", "p2-cache"] and not list(compiled(tmp_path, 400))
 
 
 def test_pins_are_objects_of_the_store(remote):
@@ -399,7 +343,7 @@ def test_a_collection_waits_for_no_stage_and_restores_the_others(tmp_path):
     assert keys(store) == {(sft.stage, sft.key), (other.stage, other.key)} and not store.names("condemned", sft.stage)
 
 
-@pytest.mark.parametrize("at", ["tomb", "sweep", "file"])
+@pytest.mark.parametrize("at", ["tomb", "file"])
 def test_a_collection_that_has_lost_its_lease_removes_nothing_more(tmp_path, monkeypatch, at):
     """Its host was suspended; another one has taken the lease over and committed other content."""
     store = Store(str(tmp_path / "store"))
@@ -420,7 +364,7 @@ def test_a_collection_that_has_lost_its_lease_removes_nothing_more(tmp_path, mon
 
     def written(value, *parts):
         write(value, *parts)
-        if parts[0] == "condemned" and value["swept"] == (at == "sweep") and at != "file":
+        if parts[0] == "condemned" and at == "tomb":
             taken_over()
 
     def removed(path):
@@ -454,7 +398,7 @@ def test_a_request_that_fails_takes_nothing_from_what_stays(tmp_path):
 
 def test_a_listing_of_artifacts_holds_little_of_each_manifest(tmp_path):
     store = Store(f"memory://{uuid.uuid4().hex}", scratch=tmp_path)
-    for number in range(200):
+    for number in range(40):
         manifest = {"stage": "sft", "key": digest(["key", number]), "metrics": {}, "inputs": {}}
         (folder := tmp_path / str(number)).mkdir()
         (folder / "data").write_text("x")
@@ -463,4 +407,4 @@ def test_a_listing_of_artifacts_holds_little_of_each_manifest(tmp_path):
     found = versions(store)
     held = tracemalloc.get_traced_memory()[0]
     tracemalloc.stop()
-    assert len(found) == 200 and held < 200 * 4000
+    assert len(found) == 40 and held < 40 * 4000

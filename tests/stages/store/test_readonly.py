@@ -1,4 +1,4 @@
-"""A store that may not be written to is looked at and never repaired: a damaged artifact is told, and stays."""
+"""A read-only store is never changed."""
 
 from __future__ import annotations
 
@@ -12,56 +12,13 @@ from rlhf.stages.store.exclusive import create
 from rlhf.stages.store.leases import lease
 from rlhf.stages.store.pins import pin, unpin
 from rlhf.stages.store.readonly import ReadOnlyStore, refused
-from tests.stages.store.disturbed import Disturbed
 from tests.support import write_files
 
 KEY = "0" * 64
 
 
-class Guarded(Disturbed):
-    """A store of which the credentials are for reading."""
-
-    protocol = "guarded"
-    refuses = False
-
-    def cp_file(self, *arguments, **named):
-        if type(self).refuses:
-            raise PermissionError("Access Denied")
-        return super().cp_file(*arguments, **named)
-
-    def rm_file(self, *arguments, **named):
-        if type(self).refuses:
-            raise PermissionError("Access Denied")
-        return super().rm_file(*arguments, **named)
-
-
 def files(store: Store) -> dict[str, int]:
     return {path: entry["size"] for path, entry in store.fs.find(store.root, detail=True).items()}
-
-
-def damaged(store: Store, folder) -> Store:
-    """The store, with one artifact that has lost a byte."""
-    artifact = store.commit(
-        write_files(folder, model="weights"), {"stage": "sft", "key": KEY, "metrics": {}, "config": {}}
-    )
-    path = f"{artifact.url}/{artifact.manifest['files'][0]['path']}"
-    with store.fs.open(path, "wb") as f:
-        f.write(b"x")
-    return store
-
-
-def test_with_the_variable_a_damaged_artifact_is_told_and_stays(store, tmp_path, monkeypatch):
-    damaged(store, tmp_path / "made")
-    before = files(store)
-    monkeypatch.setenv("RLHF_READ_ONLY", "1")
-    looked = Store(store.url, store.scratch)
-    with pytest.warns(UserWarning, match="damaged .* it stays where it is: the store is read-only here"):
-        assert looked.get("sft", KEY, repair=True) is None
-    assert files(store) == before
-    monkeypatch.setenv("RLHF_READ_ONLY", "0")
-    with pytest.warns(UserWarning, match="moved to"):
-        assert Store(store.url, store.scratch).get("sft", KEY, repair=True) is None
-    assert files(store) != before
 
 
 def test_with_the_variable_nothing_is_written_or_removed(store, tmp_path, monkeypatch):
@@ -84,18 +41,6 @@ def test_with_the_variable_nothing_is_written_or_removed(store, tmp_path, monkey
             change()
     assert "RLHF_READ_ONLY" in str(audit_log.append(store, "pin"))
     assert files(store) == before and made.exists()
-
-
-def test_a_store_that_refuses_to_be_written_to_keeps_its_damaged_artifacts(tmp_path, monkeypatch):
-    import fsspec
-
-    fsspec.register_implementation("guarded", Guarded, clobber=True)
-    store = damaged(Store("guarded://x", tmp_path / "scratch"), tmp_path / "made")
-    before = files(store)
-    monkeypatch.setattr(Guarded, "refuses", True)
-    with pytest.warns(UserWarning, match="it stays where it is"):
-        assert store.get("sft", KEY, repair=True) is None
-    assert files(store) == before
 
 
 def test_a_folder_of_another_user_is_read_only_and_its_scratch_is_elsewhere(tmp_path):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 import resource
 import uuid
 
@@ -11,6 +10,7 @@ import pytest
 
 from rlhf.stages.store import registry
 from rlhf.stages.store.artifacts import Store
+from rlhf.stages.store.exclusive import create
 from rlhf.stages.store.registry import Policy, RegistryError
 from tests.support import finish, python
 
@@ -104,14 +104,14 @@ def test_promoters_at_once_lose_no_entry(store):
 def test_an_entry_is_never_written_again(store, tmp_path):
     entry = registry.promote(store, "champion", stored(store, tmp_path, "a"), "better")
     before = store.read_json("registry", "champion", "000001.json")
-    assert not registry._create(store, json.dumps({}).encode(), "champion", entry.number)
+    assert not create(store, store.join("registry", "champion", f"{entry.number:06d}.json"), b"{}")
     assert store.read_json("registry", "champion", "000001.json") == before
 
 
 def test_what_is_not_possible_is_said(tmp_path):
     store = Store(str(tmp_path / "store"))
     a, b = (stored(store, tmp_path, run) for run in "ab")
-    with pytest.raises(RegistryError, match="no name of a policy"):
+    with pytest.raises(RegistryError, match="not a valid name of a policy"):
         registry.promote(store, "../runs", a, "better")
     with pytest.raises(RegistryError, match="has no entry"):
         registry.rollback(store, "champion", None, "worse")

@@ -58,11 +58,6 @@ def test_a_record_reads_back_at_each_moment_in_the_order_of_its_nodes(store):
     assert len(parts(store)) == 4 and len(runs.head(store, "one")["nodes"]) == 5
 
 
-def test_a_small_record_is_one_file(store):
-    grow(Recorder(store, "one"), of := record(), PART)
-    assert parts(store) == [] and store.read_json("runs", "one", "run.json") == of
-
-
 def test_a_node_that_runs_is_in_the_head_and_those_behind_it_too(far):
     recorder, of = Recorder(far, "one"), record()
     of["nodes"] = {f"n{i}": entry(i, "running" if i == 3 else "made") for i in range(3 * PART)}
@@ -117,7 +112,7 @@ def test_a_part_that_is_gone_is_an_error_with_its_name(store):
     grow(Recorder(store, "one"), record(), 3 * PART)
     gone = store.join("runs", "one", parts(store)[1])
     store.remove(gone)
-    with pytest.raises(ArtifactError, match="nodes-1-00001.json is missing, which run.json beside it names"):
+    with pytest.raises(ArtifactError, match="nodes-1-00001.json is missing: the record of run one is not whole"):
         runs.read(store, "one")
 
 

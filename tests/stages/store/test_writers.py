@@ -14,7 +14,7 @@ from rlhf.stages.store.artifacts import MANIFEST, Store
 from rlhf.stages.store.damage import set_aside
 from rlhf.stages.store.leases import lease
 from rlhf.stages.store.pins import pins
-from rlhf.stages.store.reachability import tomb, versions
+from rlhf.stages.store.reachability import versions
 from tests.support import finish, python
 
 KEY, READS = "k" * 64, 8
@@ -32,7 +32,7 @@ committed = {"stage": "sft", "key": key, "digest": "d", "metrics": {}, "files": 
 committed["committed"] = "2026-01-01T00:00:00+00:00"
 records = {
     ("artifacts", "base", key, MANIFEST): committed | {"stage": "base"},
-    ("condemned", "sft", "tomb"): {"place": ["artifacts", "sft", key, MANIFEST], "manifest": committed, "swept": False},
+    ("condemned", "sft", f"{key}.json"): committed,
     ("leases", "base-k.json"): {"token": "t", "pid": 1, "started": 1.0, "host": "far boot", "beat": time.time()},
     ("pins", "one.json"): {"run": "one", "note": "", "by": "?", "at": "?"},
 }
@@ -72,7 +72,6 @@ def test_no_read_calls_damaged_what_another_process_commits(tmp_path, monkeypatc
             store.get("base", KEY)
             assert store.examine("base", KEY)[1] is None
             leases.beats(store, "base", "k")
-            tomb(store, "sft", "tomb")
             assert all(found["by"] == "?" for found in pins(store).values())
         versions(store)
         assert _damage(store, "sft", KEY) is None

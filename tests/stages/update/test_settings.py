@@ -6,7 +6,9 @@ import json
 import pytest
 
 from rlhf.stages.contract.field_docs import field_docs
+from rlhf.stages.store.artifacts import Store
 from rlhf.stages.update.settings import Config
+from rlhf.stages.update.state import start_of
 from rlhf.tuning.algorithms.registry import ALGORITHMS, presets
 from rlhf.tuning.algorithms.settings import RoundSettings
 
@@ -79,3 +81,17 @@ def test_what_has_no_meaning_is_refused(values, message):
     with pytest.raises(ValueError) as e:
         Config.model_validate_json(json.dumps(values))
     assert message in str(e.value)
+
+
+def test_the_start_of_many_rounds_is_read_once(tmp_path):
+    store, policy, reads = Store(str(tmp_path / "store")), None, []
+    for number in range(6):
+        folder = tmp_path / str(number)
+        folder.mkdir()
+        (folder / "policy.json").write_text(str(number))
+        ref = policy and {"policy": {"stage": policy.stage, "key": policy.key, "digest": policy.digest}}
+        manifest = {"stage": "update" if number else "sft", "key": f"{number:064}", "metrics": {}, "inputs": ref or {}}
+        policy = store.commit(folder, manifest | {"config": {"lora": None}})
+    get = store.get
+    store.get = lambda *key: reads.append(key) or get(*key)
+    assert [start_of(Config(), policy).stage for _ in range(2)] == ["sft", "sft"] and len(reads) == 5
