@@ -10,7 +10,7 @@ from rlhf.flows.cli.shared import (
     AsJson,
     RunName,
     StoreUrl,
-    group,
+    app,
     note,
     out,
     print_json,
@@ -26,10 +26,8 @@ from rlhf.stages.store.damage import fault_of, set_aside
 from rlhf.stages.store.leases import beats
 from rlhf.stages.store.readonly import refused
 
-commands = group()
 
-
-@commands.command()
+@app.command()
 def runs(store: StoreUrl, as_json: AsJson = False) -> None:
     """List the runs of a store."""
     place = Store(store)
@@ -49,7 +47,7 @@ NODE_KEYS = ("stage", "state", "key", "digest", "started", "seconds", "made_seco
 """What `rlhf show --json` has of each stage of a run; null where it is not known."""
 
 
-@commands.command()
+@app.command()
 def show(store: StoreUrl, run_name: RunName = None, as_json: AsJson = False) -> None:
     """Show a run: each stage with its state, time, key and first figures."""
     from rlhf.stages.contract.registry import stage
@@ -90,7 +88,7 @@ def _places(record: dict[str, Any], store: Store) -> dict[str, str | None]:
     return {"report": store.address(*report) if there else None, "log": where}
 
 
-@commands.command()
+@app.command()
 def report(store: StoreUrl, run_name: RunName = None) -> None:
     """Write a run's HTML report again and print where it is."""
     from rlhf.flows.report.page import write_report
@@ -98,7 +96,7 @@ def report(store: StoreUrl, run_name: RunName = None) -> None:
     out.print(write_report(Store(store), record_of(store, run_name)["name"]))
 
 
-@commands.command()
+@app.command()
 def verify(store: StoreUrl, as_json: AsJson = False) -> None:
     """Check the checksums of every artifact in a store; set damaged ones aside."""
     place = Store(store)

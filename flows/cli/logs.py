@@ -13,15 +13,13 @@ from typing import Annotated, Any
 
 import typer
 
-from rlhf.flows.cli.shared import RunName, StoreUrl, err, group, record_of, usage_error
+from rlhf.flows.cli.shared import RunName, StoreUrl, app, err, record_of, usage_error
 from rlhf.flows.recipe.workers import ALL, DATA
 from rlhf.flows.records import log_of, status_of
 from rlhf.flows.running.crew import ONLY, log_of_worker
 from rlhf.stages.store import runs
 from rlhf.stages.store.artifacts import Store
 from rlhf.tuning.names import plain
-
-commands = group()
 
 LOG = "worker.log"
 POLL_SECONDS = 0.5
@@ -34,7 +32,7 @@ Node = Annotated[str, typer.Option("--node", help="Of this node alone, or of tho
 Follow = Annotated[bool, typer.Option("--follow", "-f", help="Go on as lines come, until the run ends.")]
 
 
-@commands.command()
+@app.command()
 def logs(store: StoreUrl, run_name: RunName = None, node: Node = "", follow: Follow = False) -> None:
     """Show what a run's worker has written: output, warnings, tracebacks, stacks of what was ended."""
     place, record = Store(store), record_of(store, run_name, partial=True)

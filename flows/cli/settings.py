@@ -15,13 +15,11 @@ from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 from rich.text import Text
 
-from rlhf.flows.cli.shared import group, out, usage_error
+from rlhf.flows.cli.shared import app, out, usage_error
 from rlhf.flows.recipe.field_paths import is_managed, models_in
 from rlhf.flows.recipe.model import Recipe
 from rlhf.stages.contract.field_docs import field_docs
 from rlhf.tuning.names import nearest
-
-commands = group()
 
 
 class Setting(NamedTuple):
@@ -33,7 +31,7 @@ class Setting(NamedTuple):
     text: str
 
 
-@commands.command()
+@app.command()
 def settings(
     section: Annotated[
         str | None, typer.Argument(metavar="[SECTION]", help="A dotted place such as rl.update; all if left out.")
@@ -60,7 +58,7 @@ USUAL = (
 """The settings of a recipe to begin with."""
 
 
-@commands.command()
+@app.command()
 def init(
     file: Annotated[Path, typer.Argument(metavar="[FILE]", help="The recipe to write.")] = Path("recipe.yaml"),
 ) -> None:

@@ -17,7 +17,6 @@ from typing import Any
 import psutil
 import pytest
 
-from rlhf.flows.orchestration import plugin
 from rlhf.flows.recipe.overrides import values_of
 from rlhf.stages.store.artifacts import Store
 from tests.browser import browse
@@ -66,7 +65,7 @@ def due(prefect: Prefect, worker: psutil.Process, folder: Path) -> dict[str, Any
 def made(prefect: Prefect, worker: psutil.Process, due: dict[str, Any], folder: Path) -> dict[str, Any]:
     """A run started by the flow's name alone, whose stage worker is killed once and which another run collides with."""
     options = ["--param", "recipe=smoke", "--param", f"store={folder / 'store'}", "--flow-run-name", "smoke-made"]
-    prefect.command("deployment", "run", FLOW, *options)
+    prefect.command("deployment", "run", f"{FLOW}/default", *options)
     started = prefect.flow_run("smoke-made")
     wait_for(lambda: stage_worker(worker, started), 300, "a stage at work").kill()
     create(prefect, "smoke-too-many", {"recipe": "smoke", "store": str(folder / "store")})
@@ -180,7 +179,7 @@ def test_a_wrong_parameter_is_refused_before_there_is_a_run(prefect: Prefect, ma
         "learning_rate=1": "not found on the deployment: 'learning_rate'",
     }
     for parameter, words in unknown.items():
-        output = prefect.command("deployment", "run", FLOW, "--param", parameter, code=1)
+        output = prefect.command("deployment", "run", f"{FLOW}/default", "--param", parameter, code=1)
         assert words in " ".join(output.split())
     deployment = prefect.get(f"/deployments/name/{FLOW}/default")["id"]
     for wrong in {"rl": {"rounds": 0}}, {"sft": {"epochs": "2"}}, {"seed": 1.5}:
@@ -278,37 +277,3 @@ def test_parameters_are_strict_and_keep_only_what_was_said() -> None:
     rewards = {"score": {"rewards": {"exact": {"weight": 2.0}}}}
     said = {"recipe": "ppo", "data": {"system_prompt": None}, "rl": rewards, "sft": {"optimizer": {"learning_rate": 1}}}
     assert values_of(rlhf_pipeline.validate_parameters(said)) == said
-
-
-def test_the_plugin_leaves_a_client_alone_that_it_does_not_know(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    from prefect.client.orchestration import PrefectClient
-
-    def changed(self: Any, name: str, flow: str) -> None: ...
-
-    monkeypatch.setattr(PrefectClient, "read_deployment_by_name", changed)
-    plugin.resolve_bare_names(logging.getLogger("plugin"))
-    assert PrefectClient.read_deployment_by_name is changed
-    assert "write rlhf-pipeline/default" in caplog.text
-
-
-def test_the_plugin_touches_no_other_command(monkeypatch: pytest.MonkeyPatch) -> None:
-    called: list[Any] = []
-    monkeypatch.setattr(plugin, "resolve_bare_names", called.append)
-
-    class Context:
-        logger_factory = staticmethod(logging.getLogger)
-
-    for command, wanted in (["worker", "start"], 0), (["deployment", "run", "rlhf-pipeline"], 1):
-        monkeypatch.setattr(sys, "argv", ["prefect", *command])
-        plugin.setup_environment(ctx=Context())
-        assert len(called) == wanted
-
-
-def test_a_bare_name_means_the_only_deployment_or_the_default() -> None:
-    assert plugin.choose("f", ["nightly"]) == "nightly"
-    assert plugin.choose("f", ["nightly", "default"]) == "default"
-    assert plugin.choose("f", []) == "default"
-    with pytest.raises(SystemExit, match="write f/a or f/b"):
-        plugin.choose("f", ["b", "a"])

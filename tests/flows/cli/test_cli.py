@@ -21,7 +21,7 @@ from rlhf.flows.graph.build import nodes_of, select, until
 from rlhf.flows.recipe.model import Recipe
 from rlhf.flows.recipe.reading import load_recipe
 from rlhf.flows.running.record_writer import now
-from rlhf.stages.auditing.laws import all_laws
+from rlhf.stages.auditing.audit import LAWS
 from rlhf.stages.store.artifacts import Store
 from tests.support import RLHF, write_files
 
@@ -101,7 +101,7 @@ def test_an_audit_has_a_line_for_each_law_a_table_in_the_report_and_an_exit_stat
     played = ["episodes", "tokens", "returns", "faults", "limits", "seeds"]
     without = ["fork", "greedy", *played, "choice"]
     assert re.findall(r"^  no case +(\w+)", out, re.MULTILINE) == without
-    held = [law for law in all_laws() if not law.deep and law.name not in without]
+    held = [law for law in LAWS if law.name not in without]
     assert len(re.findall(r"^  holds ", out, re.MULTILINE)) == len(held)
     assert "each prompt is drawn once before any is drawn again" in out
     page = (store / "runs" / "first" / "report.html").read_text()
@@ -110,7 +110,7 @@ def test_an_audit_has_a_line_for_each_law_a_table_in_the_report_and_an_exit_stat
     lost = next((store / "artifacts" / "score").glob("*/manifest.json"))
     lost.unlink()
     out = rlhf_here("audit", "first", "--store", store, code=1).stdout
-    assert re.search(r"^  BROKEN +artifacts .*\n +round-00\d.score with digest \w+ is gone", out, re.MULTILINE)
+    assert re.search(r"^  BROKEN +artifacts .*\n +round-00\d.score with digest \w+ is missing", out, re.MULTILINE)
     assert "laws are broken: artifacts" in out
 
 
@@ -182,7 +182,7 @@ def test_rerun_of_a_stage_that_had_no_output_says_so(rlhf_here, store, record, m
 
     monkeypatch.setattr("rlhf.flows.cli.launch.launch", launch)
     out = rlhf_here("rerun", "first", "--stage", "evaluate.rl", "--store", store).stdout
-    assert "evaluate.rl: computed for the first time; `rlhf run` computes what follows" in out and "same" not in out
+    assert "evaluate.rl: new output; `rlhf run` recomputes later stages" in out and "same" not in out
 
 
 @pytest.mark.parametrize("command", ["runs", "metrics", "champions", "gc", "show", "history", "verify"])
@@ -221,7 +221,7 @@ def test_a_part_of_a_recipe_is_made_and_the_same_command_goes_on_with_it(rlhf, r
     assert re.search(r"^ *part +partial ", rlhf_here("runs", "--store", store).stdout, re.MULTILINE)
 
     done = rlhf(*options, "--only", "evaluate.sft,evaluate.base")
-    assert "run part goes on (try 2)" in done.stderr
+    assert "run part continues (try 2)" in done.stderr
     assert list(record(store, "part")["nodes"]) == ["base", "prepare", "sft", "evaluate.base", "evaluate.sft"]
     rlhf(*options)
     assert record(store, "part")["status"] == "finished"
@@ -259,7 +259,7 @@ def test_a_stage_that_fails_ends_with_status_1_and_what_was_done_is_kept(rlhf, r
     assert "traceback in" in done.stderr
     # It would end in the same way.
     assert "the same command" not in done.stderr
-    assert "what is finished is kept and reused: change what the message names" in done.stderr
+    assert "finished stages are kept and reused: change what the message names" in done.stderr
     failed = record(store, "fails")
     assert failed["status"] == "failed"
     assert state(failed, "sft", "reward") == {"sft": "hit", "reward": "failed"}
@@ -272,10 +272,10 @@ def test_a_stage_that_fails_ends_with_status_1_and_what_was_done_is_kept(rlhf, r
 @pytest.mark.parametrize(
     ("error", "advice"),
     [
-        ("ConnectionRefusedError('no answer')", "what is finished is kept; the same command goes on from there"),
+        ("ConnectionRefusedError('no answer')", "finished stages are kept; the same command continues"),
         pytest.param(
             "ValueError('no such column')",
-            "what is finished is kept and reused: change what the message names, in the",
+            "finished stages are kept and reused: change what the message names, in the",
             marks=pytest.mark.slow,
         ),
     ],
@@ -311,7 +311,7 @@ def test_ctrl_c_ends_a_run_and_its_worker(store, record, rlhf):
     os.killpg(process.pid, signal.SIGINT)
     _, err = process.communicate(timeout=30)
     assert process.returncode == 130, err
-    assert "interrupted; what is finished is kept" in err
+    assert "interrupted; finished stages are kept" in err
     assert "Traceback" not in err
     assert record(store, "stopped")["status"] == "interrupted"
     assert list((store / "leases").iterdir()) == []

@@ -118,7 +118,7 @@ def test_a_run_is_not_begun_on_a_server_that_hangs(rlhf, tmp_path, monkeypatch):
         monkeypatch.setenv("PREFECT_API_URL", url)
         done = rlhf("run", "smoke", "--store", str(tmp_path / "store"), code=1)
     assert f"failed: the Prefect server at {url} cannot be reached" in done.stderr
-    assert "start the server, or run with --no-prefect" in done.stderr and "Traceback" not in done.stderr
+    assert "start the server, or add --no-prefect" in done.stderr and "Traceback" not in done.stderr
     assert not (tmp_path / "store" / "runs").exists()
 
 
