@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import functools
-import os
 from collections import Counter
-from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -18,6 +16,7 @@ from rlhf.flows.retention import roots_of
 from rlhf.stages.store.artifacts import Store
 from rlhf.stages.store.pins import pin as write_pin
 from rlhf.stages.store.pins import unpin as remove_pin
+from rlhf.tuning.names import cache_folder
 
 if TYPE_CHECKING:
     from rlhf.stages.store.collect import Survey
@@ -47,8 +46,7 @@ def gc(
     place = Store(store)
     default = 5 if keep_days is None else 1
     retention = Retention(keep=default if keep is None else keep, keep_days=keep_days)
-    # Not Path.home(), which raises without HOME.
-    cache = Path(os.environ.get(COMPILE_CACHE) or os.path.expanduser("~/.cache/rlhf-pipeline/jax"))
+    cache = cache_folder(COMPILE_CACHE, "jax")
     limits = Limits(grace_seconds=60 * grace, compile_cache=cache, compile_bytes=int(compile_cache * 2**30))
     read = functools.partial(roots_of, place, retention)
     done = collect(place, read, limits) if yes else survey(place, read(), limits)

@@ -12,6 +12,6 @@ from rlhf.stages.worker import interpreter
 
 @app.command()
 def doctor(as_json: AsJson = False) -> None:
-    """Show the device, the defaults that follow from it, and the versions of libraries."""
+    """Show the device, the defaults that follow, and the versions of libraries."""
     options = ["--json"] if as_json else []
     raise typer.Exit(subprocess.call(interpreter.command("rlhf.stages.tools.doctor", *options)))

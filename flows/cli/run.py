@@ -23,7 +23,7 @@ from rlhf.flows.cli.shared import (
     record_of,
     usage_error,
 )
-from rlhf.flows.recipe.model import Recipe, RecipeError
+from rlhf.flows.recipe.model import RecipeError
 from rlhf.flows.recipe.reading import checked
 from rlhf.flows.records import candidates, finished_nodes
 from rlhf.stages.store.artifacts import Store
@@ -65,9 +65,6 @@ def run(
         list[str] | None,
         typer.Option(metavar="STAGE[,...]", help="Run only these stages or nodes and their inputs; repeatable."),
     ] = None,
-    until: Annotated[
-        str | None, typer.Option(metavar="STAGE", help="Stop after this stage or node; the same command continues.")
-    ] = None,
     wait: Annotated[
         bool,
         typer.Option("--wait", help="If the run of this --name is running elsewhere, wait for its end."),
@@ -76,24 +73,15 @@ def run(
 ) -> None:
     """Run a recipe. Stages with unchanged inputs, settings and code come from the store."""
     from rlhf.flows.cli.launch import launch
+    from rlhf.flows.graph.build import nodes_of, select, with_inputs
 
     if wait and name is None:
         raise usage_error("--wait needs --name NAME, the run to wait for")
     resolved = read_recipe(recipe, _with(sets, store, cluster))
-    forced = _nodes(resolved, force) if force else None
-    launch(resolved, no_prefect, name=name, force=forced, only=_part(resolved, only, until), wait=wait)
-
-
-def _part(recipe: Recipe, only: list[str] | None, last: str | None) -> set[str] | None:
-    """Return the nodes that `--only` or `--until` selects; None without either."""
-    from rlhf.flows.graph.build import nodes_of, until, with_inputs
-
-    if only and last is not None:
-        raise usage_error("use --only or --until, not both")
-    nodes = {n.name: n for n in nodes_of(recipe)}
-    if last is not None:
-        return until(nodes, _nodes(recipe, [last]))
-    return with_inputs(nodes, _nodes(recipe, ",".join(only).split(","))) if only else None
+    nodes = {n.name: n for n in nodes_of(resolved)}
+    forced = select(nodes, force) if force else None
+    part = with_inputs(nodes, select(nodes, ",".join(only).split(","))) if only else None
+    launch(resolved, no_prefect, name=name, force=forced, only=part, wait=wait)
 
 
 @app.command()
@@ -240,13 +228,6 @@ def _sampled(store: str, run_name: str | None) -> dict[str, Any]:
             return record
     newest = found[0]["name"]
     raise RecipeError(f"no run in {store} has the rollouts of all its rounds; name a run, such as the newest: {newest}")
-
-
-def _nodes(recipe: Recipe, names: list[str]) -> set[str]:
-    """Return names of nodes, from names of nodes or stages. Raises RecipeError for an unknown one."""
-    from rlhf.flows.graph.build import nodes_of, select
-
-    return select({n.name: n for n in nodes_of(recipe)}, names)
 
 
 def _folded(planned: list[Planned]) -> list[tuple[str, list[Planned]]]:

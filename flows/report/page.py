@@ -51,22 +51,22 @@ def view(store: Store, record: Mapping[str, Any]) -> dict[str, Any]:
     run = RunView(store, record)
     series = round_series(record)
     evaluations = run.evaluations()
-    decided = record.get("decision")
     compared = section(lambda: run.differences(list(evaluations)))
     stages = run.stages()
     rounds = [int(n) for n in series["round"] if n is not None]
+    decision = record.get("decision")
     return {
         "record": record,
         "labels": LABELS,
         "summary": run.summary(stages),
-        "known": {name: [v for v in values if v is not None] for name, values in series.items()},
+        "series": series,
         "warnings": run_warnings(record, series, evaluations, compared.content or {}),
-        "failures": [(n, e.get("error", "")) for n, e in run.nodes.items() if e["state"] == "failed"]
-        or [("The run", error) for error in [record.get("error")] if error],
-        "evaluation": _evaluation(run, evaluations),
+        "evaluations": evaluations,
+        "rates": {label: _rates(metrics) for label, metrics in evaluations.items()},
+        "levels": levels_of(next(iter(evaluations.values()), {})),
+        "notes": level_notes(evaluations),
         "compared": compared,
-        "decision": {"outcome": outcome(decided), "rows": decision_rows(record)} if decided else None,
-        "chosen": run.nodes["select"]["metrics"] if "digest" in run.nodes.get("select", {}) else None,
+        "decision": {"outcome": outcome(decision), "rows": decision_rows(record)} if decision else None,
         "charts": round_charts(series) if rounds else [],
         "numbers": _numbers(series),
         "training": [_training(run, name) for name in TRAINED if name in run.nodes and run.nodes[name].get("metrics")],
@@ -79,41 +79,6 @@ def view(store: Store, record: Mapping[str, Any]) -> dict[str, Any]:
         "runs": section(lambda: _runs(store, record["recipe"]["name"])),
         "provenance": _provenance(run),
         "audit": run.store.read_json("runs", run.record["name"], "audit.json"),
-    }
-
-
-def _evaluation(run: RunView, evaluations: Mapping[str, dict[str, Any]]) -> dict[str, Any] | None:
-    """Return the policies' scores, with their intervals in percent of one axis; None without policies."""
-    if not evaluations:
-        return None
-    # Scores of a user's judge may lie outside 0 to 1.
-    low = min(0.0, *(m["score_low"] for m in evaluations.values()))
-    high = max(1.0, *(m["score_high"] for m in evaluations.values()))
-
-    def place(value: float) -> float:
-        return round(100 * (value - low) / (high - low), 2)
-
-    rows = []
-    for label, m in evaluations.items():
-        ends = {"zero": 0.0, "score": m["score"], "low": m["score_low"], "high": m["score_high"]}
-        bar = {name: place(value) for name, value in ends.items()}
-        cached = run.nodes[f"evaluate.{label}"]["state"] == "hit"
-        rows.append({"label": label, "metrics": m, "bar": bar, "rates": _rates(m), "cached": cached})
-    # All policies are evaluated on the same problems.
-    first = next(iter(evaluations.values()))
-    score, levels = first.get("constant_score"), levels_of(first)
-    constant = {"score": score, "answer": first["constant_answer"]} if score is not None else None
-    baseline = first["levels"]["blind"] if levels else score
-    return {
-        "rows": rows,
-        "constant": constant,
-        "levels": levels,
-        "baseline_at": None if baseline is None else place(baseline),
-        "notes": level_notes(evaluations),
-        "first": first,
-        "left_out": first.get("not_applicable") or 0,
-        "settings": run.record["recipe"].get("evaluate") or {},
-        "range": (low, high),
     }
 
 

@@ -38,7 +38,7 @@ def section(make: Callable[[], Any]) -> Section:
 
 @dataclasses.dataclass
 class StageRow:
-    """A node in the table, the timeline and the graph of stages; or all nodes of the RL rounds in one row."""
+    """A node in the table and the timeline of stages; or all nodes of the RL rounds in one row."""
 
     name: str
     state: str = NOT_REACHED
@@ -49,8 +49,6 @@ class StageRow:
     start: float = 0.0
     """Seconds since the run began; also `end`."""
     end: float = 0.0
-    sources: list[str] = dataclasses.field(default_factory=list)
-    """Rows of its inputs."""
     rounds: list[StageRow] = dataclasses.field(default_factory=list)
     """The nodes in this row."""
 
@@ -146,42 +144,37 @@ class RunView:
 
     def stages(self) -> list[StageRow]:
         """Return a row for each node of the run and of its recipe; the nodes of all rounds are one row."""
-        inputs = self._inputs()
         rows: dict[str, list[StageRow]] = {}
-        for name in dict.fromkeys([*inputs, *self.nodes]):
-            key = "rounds" if name.startswith("round-") else name
-            rows.setdefault(key, []).append(self._row(name, inputs.get(name, ())))
+        for name in dict.fromkeys([*self._planned(), *self.nodes]):
+            rows.setdefault("rounds" if name.startswith("round-") else name, []).append(self._row(name))
         return [_fold(group) if key == "rounds" else group[0] for key, group in rows.items()]
 
-    def _row(self, name: str, inputs: Collection[str]) -> StageRow:
-        # The rounds are one row.
-        sources = sorted({"rounds" if source.startswith("round-") else source for source in inputs})
+    def _row(self, name: str) -> StageRow:
         entry = self.nodes.get(name)
         if entry is None:
-            return StageRow(name, sources=sources)
+            return StageRow(name)
         state = STATES.get(entry["state"], NOT_REACHED)
         start = seconds_at(entry["started"]) - seconds_at(self.record["started"])
         seconds, made_seconds = entry.get("seconds"), entry.get("made_seconds")
-        key, digest, end = entry["key"], entry.get("digest", ""), start + (seconds or 0.0)
-        return StageRow(name, state, seconds, made_seconds, key, digest, start, end, sources)
+        end = start + (seconds or 0.0)
+        return StageRow(name, state, seconds, made_seconds, entry["key"], entry.get("digest", ""), start, end)
 
     def took(self) -> float | None:
         """Return the seconds from start to end of the run; None without an end."""
         ended = self.record.get("ended")
         return seconds_at(ended) - seconds_at(self.record["started"]) if ended else None
 
-    def _inputs(self) -> dict[str, set[str]]:
-        """Return the inputs of each node, from the recipe; none are known of a recipe of another version."""
+    def _planned(self) -> list[str]:
+        """Return the nodes of the recipe; none are known of a recipe of another version."""
         from rlhf.flows.graph.build import build
         from rlhf.flows.graph.policy_refs import recorded
         from rlhf.flows.recipe.model import Recipe
 
         try:
-            values = json.dumps(self.record["recipe"])
-            planned = build(Recipe.model_validate_json(values, context=SHOWN), recorded(self.record))
+            recipe = Recipe.model_validate_json(json.dumps(self.record["recipe"]), context=SHOWN)
+            return [node.name for node in build(recipe, recorded(self.record))]
         except ValueError:
-            return {}
-        return {node.name: {source.node for source in node.inputs.values()} for node in planned}
+            return []
 
     def summary(self, stages: Sequence[StageRow]) -> dict[str, Any]:
         """Return counts and seconds of the whole run."""
@@ -204,7 +197,7 @@ class RunView:
 def _fold(rounds: list[StageRow]) -> StageRow:
     """Join all nodes of the RL rounds into one row."""
     reached = [r for r in rounds if r.state != NOT_REACHED]
-    row = StageRow("rounds", rounds=rounds, sources=sorted({name for r in rounds for name in r.sources} - {"rounds"}))
+    row = StageRow("rounds", rounds=rounds)
     if reached:
         # The state that needs attention first stands for all.
         row.state = next(s for s in ("failed", "unfinished", "made", "cached") if any(r.state == s for r in reached))

@@ -7,14 +7,14 @@ from typing import Any
 
 from rlhf.stages.auditing import evaluations, lineage, prompts, rounds, scores, selection, trajectories, updates
 from rlhf.stages.auditing.laws import Finding, Law
-from rlhf.stages.auditing.run import AuditedRun, Tables
+from rlhf.stages.auditing.run import AuditedRun, Completions, Round
 from rlhf.stages.store.artifacts import Store
 from rlhf.tuning.rows import OtherColumns
 
 MODULES = (lineage, prompts, rounds, trajectories, scores, updates, selection, evaluations)
 LAWS: list[Law] = [law for module in MODULES for law in module.LAWS]
 """Every law, in the order in which data flows."""
-OVER: dict[str, Callable[[AuditedRun], Iterable[AuditedRun | Tables]]] = {
+OVER: dict[str, Callable[[AuditedRun], Iterable[AuditedRun | Round | Completions]]] = {
     "run": lambda run: [run],
     "rounds": lambda run: run.rounds,
     "evaluations": lambda run: run.evaluated,
@@ -42,6 +42,4 @@ def audit(store: Store, record: Mapping[str, Any], laws: Sequence[Law] = LAWS) -
                 except Exception as e:
                     active.remove(finding)
                     finding.broken.append(f"the artifacts do not have the expected form: {type(e).__name__}: {e}")
-            if isinstance(part, Tables):
-                part.forget()
     return findings

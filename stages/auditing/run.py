@@ -39,26 +39,17 @@ def grouped(rows: Iterable[R]) -> dict[Name, list[R]]:
     return groups
 
 
-class Tables:
-    """Tables that are read on first use and kept until `forget`."""
-
-    def forget(self) -> None:
-        """Free the tables."""
-        for name, member in vars(type(self)).items():
-            if isinstance(member, functools.cached_property):
-                vars(self).pop(name, None)
-
-
 @dataclasses.dataclass(frozen=True)
-class Completions(Tables):
-    """Completions of one artifact: rollouts, a refill, greedy baselines or an evaluation."""
+class Completions:
+    """Completions of rollouts, a refill, greedy baselines or an evaluation. Tables are read on first use."""
 
     run: AuditedRun
     name: str
     """Node that sampled."""
     artifact: Artifact
     scores: Artifact | None = None
-    round: Round | None = None
+    update: Artifact | None = None
+    """Update that trains on them."""
 
     @property
     def config(self) -> Mapping[str, Any]:
@@ -126,6 +117,12 @@ class Completions(Tables):
     def turns(self) -> dict[Name, list[TurnRow]]:
         return grouped(read_table(self.artifact, "turns/", TurnRow))
 
+    @functools.cached_property
+    def fates(self) -> list[FateRow]:
+        """Fates of the round's completions in the update."""
+        update = self.update
+        return read_table(update, "fates/", FateRow) if update is not None and update.has("fates/") else []
+
     @property
     def asked(self) -> set[tuple[int, str, bytes]]:
         """Prompts with their tokens; an episode that its environment failed may have none."""
@@ -139,7 +136,7 @@ class Completions(Tables):
 
 
 @dataclasses.dataclass(frozen=True)
-class Round(Tables):
+class Round:
     """One round of a run."""
 
     run: AuditedRun
@@ -153,7 +150,7 @@ class Round(Tables):
 
     def _completions(self, part: str) -> Completions:
         scores = self.parts.get("score" if part == "rollout" else f"{part}-score")
-        return Completions(self.run, f"{self.name}.{part}", self.parts[part], scores, self)
+        return Completions(self.run, f"{self.name}.{part}", self.parts[part], scores, self.update)
 
     @functools.cached_property
     def sampled(self) -> list[Completions]:
@@ -186,11 +183,10 @@ class Round(Tables):
         """Metrics of the update."""
         return {} if self.update is None else self.update.metrics
 
-    @functools.cached_property
+    @property
     def fates(self) -> list[FateRow]:
         """Fates of the completions in the update."""
-        update = self.update
-        return read_table(update, "fates/", FateRow) if update is not None and update.has("fates/") else []
+        return self.sampled[0].fates
 
 
 class AuditedRun:

@@ -1,7 +1,4 @@
-"""Laws of scores: every completion has its own score, totals are sums of the rewards, and rewards can be repeated.
-
-Axes: N completions of a table, F rewards.
-"""
+"""Laws of scores: every completion has its own score, totals are sums of the rewards, and rewards can be repeated."""
 
 from __future__ import annotations
 
@@ -10,19 +7,13 @@ import random
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-import numpy as np
-
 from rlhf.stages.auditing.laws import Finding, Law, close
 from rlhf.stages.auditing.run import Completions, Round
 from rlhf.stages.sampling.episode_tables import sample_of
 from rlhf.tuning.rows import CompletionRow, ScoreRow
 
 RTOL, ATOL = 1e-4, 1e-5
-"""Rewards and totals are stored, and normalised, as float32."""
-ROUNDING = 8 * float(np.finfo(np.float32).eps)
-"""Possible loss of a mean and a difference in float32, relative to the largest value."""
-EPS = 1e-4
-"""Added to a spread before the division, as in TRL."""
+"""Rewards and totals are stored as float32."""
 REPEATED = 16
 """Completions of a table whose rewards are computed again."""
 
@@ -40,63 +31,30 @@ def check_scores(round_: Round, finding: Finding) -> None:
 
 
 def check_totals(round_: Round, finding: Finding) -> None:
-    """Each total is the weighted sum of its rewards, normalised as the settings say."""
+    """Each total is the weighted sum of its rewards; completions that leave the round have none."""
     for sampled in round_.scored:
-        if sampled.scoring.get("round_scale"):
-            finding.left_out.append(f"{sampled.name}: normalised with the statistics of the round's own completions")
+        config = sampled.scoring
+        if any(reward["normalise"] != "none" for reward in config["rewards"].values()):
+            finding.left_out.append(f"{sampled.name}: its rewards are normalised")
             continue
-        expected_N, slack_N = _totals(sampled, sampled.scoring)
-        for row, expected, slack in zip(sampled.score_rows, expected_N.tolist(), slack_N.tolist(), strict=True):
-            total = math.nan if row.total is None else row.total
-            holds = bool(np.isclose(total, expected, equal_nan=True, rtol=RTOL, atol=ATOL + slack))
-            case = f"{sampled.case(row)}: total {row.total}, its rewards {dict(row.rewards)} give {expected:.6g}"
-            finding.check(holds, case)
+        for end, row in zip(sampled.ends, sampled.score_rows, strict=True):
+            expected = _total(row, config)
+            if expected is not None and end.stop == "length" and config["truncated"] == "zero":
+                expected = 0.0
+            case = f"{sampled.case(row)}: total {row.total}, its rewards {dict(row.rewards)} give {expected}"
+            finding.check(close(row.total, expected, RTOL, ATOL), case)
 
 
-def _totals(sampled: Completions, config: Mapping[str, Any]) -> tuple[np.ndarray, np.ndarray]:
-    """Return the totals, [N], NaN for completions that leave the round, and their possible float32 errors."""
-    rows, rewards = sampled.score_rows, config["rewards"]
-    places_N = np.asarray([row.place for row in rows])
-    total_N, slack_N = np.zeros(len(rows)), np.zeros(len(rows))
-    failed_FN = {name: np.asarray([_failed(row, name) for row in rows]) for name in rewards}
-    value_FN = {
-        name: np.asarray([math.nan if row.rewards[name] is None else row.rewards[name] for row in rows], float)
-        for name in rewards
-    }
-    # A completion that leaves the round leaves the statistics of every reward.
-    leaves_N = np.zeros(len(rows), bool)
-    for name, reward in rewards.items():
-        leaves_N |= failed_FN[name] & (reward["on_failure"] == "drop")
-    if config["unscored"] == "drop":
-        leaves_N |= ~np.any([np.isfinite(value_FN[n]) | failed_FN[n] for n in rewards], axis=0)
-    for name, reward in rewards.items():
-        value_N = np.where(leaves_N, math.nan, np.where(failed_FN[name], 0.0, value_FN[name]))
-        part_N, rounding_N = _normalised(value_N, places_N, reward["normalise"])
-        total_N += reward["weight"] * np.nan_to_num(part_N)
-        slack_N += abs(reward["weight"]) * rounding_N
-    total_N[leaves_N] = math.nan
-    if config["truncated"] == "zero":
-        cut_N = np.asarray([row.stop == "length" for row in sampled.ends])
-        total_N[cut_N & np.isfinite(total_N)] = 0.0
-    return total_N, slack_N
-
-
-def _normalised(value_N: np.ndarray, places_N: np.ndarray, how: str) -> tuple[np.ndarray, np.ndarray]:
-    """Centre and scale values by the sample deviation of their group or table, without NaN; also return the possible
-    float32 errors, [N]."""
-    out_N, rounding_N = value_N.copy(), np.full(len(value_N), ROUNDING * np.abs(np.nan_to_num(value_N)).max(initial=0))
-    if how == "none":
-        return out_N, rounding_N
-    for group_N in [places_N == p for p in np.unique(places_N)] if how == "group" else [np.full(len(value_N), True)]:
-        known = value_N[group_N & np.isfinite(value_N)]
-        if len(known) < 2:
-            out_N[group_N & np.isfinite(value_N)] = 0.0
-            continue
-        # Equal values have a deviation of 1 over the table; in their group they are 0 in any case.
-        spread = known.std(ddof=1) or 1.0
-        out_N[group_N] = (value_N[group_N] - known.mean()) / (spread + EPS)
-        rounding_N[group_N] /= spread + EPS
-    return out_N, rounding_N
+def _total(row: ScoreRow, config: Mapping[str, Any]) -> float | None:
+    """Return the weighted sum of the rewards; None if the completion leaves the round."""
+    # Failures are listed as `NAME: reason; NAME: reason`.
+    failed = {name for name in config["rewards"] if f"; {name}: " in f"; {row.failure or ''}"}
+    values = {name: 0.0 if name in failed else row.rewards[name] for name in config["rewards"]}
+    known = {name: value for name, value in values.items() if value is not None}
+    dropped = any(config["rewards"][name]["on_failure"] == "drop" for name in failed)
+    if dropped or (not known and config["unscored"] == "drop"):
+        return None
+    return math.fsum(config["rewards"][name]["weight"] * value for name, value in known.items())
 
 
 NOT_CALLED = {
@@ -158,11 +116,6 @@ def _values(sampled: Completions, reward: Mapping[str, Any], rows: Sequence[Comp
     part = Part("", squash=reward["squash"], clip=reward["clip"] and tuple(reward["clip"]))
     outcomes = evaluate(reward["function"], reward["arguments"], samples, **limits)
     return [None if outcome.value is None else shaped(outcome.value, part) for outcome in outcomes]
-
-
-def _failed(row: ScoreRow, name: str) -> bool:
-    """Whether the reward `name` failed on a completion: failures are listed as `NAME: reason; NAME: reason`."""
-    return any(part.startswith(f"{name}: ") for part in (row.failure or "").split("; "))
 
 
 LAWS = [

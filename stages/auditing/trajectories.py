@@ -5,7 +5,6 @@ Only rounds and evaluations in an environment have cases.
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Mapping, Sequence
 from typing import Any, get_args
@@ -18,9 +17,6 @@ from rlhf.tuning.rows import CompletionRow
 
 ROUNDING = 1e-5
 """Tolerance of a sum of float32 rewards, relative to the sum of their sizes and absolute."""
-
-SCAFFOLD = 128
-"""Most tokens that a template, with its mark of a cut, adds to a message under a byte tokenizer."""
 
 
 def check_tokens(table: Completions, finding: Finding) -> None:
@@ -84,7 +80,7 @@ def _columns(table: Completions, finding: Finding) -> set[str]:
 
 def check_faults(table: Completions, finding: Finding) -> None:
     """An episode without an end of its own has a reason, no reward, no total, and is not trained on (R9)."""
-    fates = {name_of(f): f.fate for f in table.round.fates} if table.round is not None else {}
+    fates = {name_of(f): f.fate for f in table.fates}
     for name, episode in table.episodes.items():
         stops = {row.stop for row in table.parts.get(name, [])[-1:]}
         if episode.status not in WITHOUT_REWARD:
@@ -151,7 +147,6 @@ def check_limits(table: Completions, finding: Finding) -> None:
                 max((len(row.prompt_ids) + len(row.token_ids) for row in rows if row.stop != "failed"), default=0),
                 limits["max_tokens"],
             ),
-            "tokens in an observation": (max(map(_observed, turns), default=0), limits["observation_tokens"]),
             "tries": (episode.tries, limits["tries"]),
         }
         over = [f"{count} {unit} of {limit}" for unit, (count, limit) in counts.items() if count > limit]
@@ -161,15 +156,8 @@ def check_limits(table: Completions, finding: Finding) -> None:
         finding.check(not over, f"{table.case(name)}: {', '.join(over)}")
 
 
-def _observed(turn: TurnRow) -> int:
-    """Return the least number of tokens of an observation's text, without what the template puts around it."""
-    text = turn.observation or ""
-    messages = len(json.loads(text)) if text.startswith("[") else 1
-    return len(turn.observation_ids or ()) - SCAFFOLD * (1 + messages)
-
-
 def check_seeds(table: Completions, finding: Finding) -> None:
-    """The episodes of a task begin from its seed, and so from one context (R15)."""
+    """The episodes of a task begin from its seed (R15)."""
     seeds = table.run.seeds
     places: dict[int, list[TrajectoryRow]] = {}
     for row in table.trajectories:
@@ -180,14 +168,6 @@ def check_seeds(table: Completions, finding: Finding) -> None:
         expected = {(first.prompt_id, seeds.get(first.prompt_id, first.seed))}
         case = f"{table.name}, place {place}: tasks and seeds {sorted(pairs)}, expected {sorted(expected)}"
         finding.check(pairs == expected, case)
-        begun = [name_of(e) for e in episodes if name_of(e) in table.turns and e.status not in WITHOUT_REWARD]
-        firsts = [(table.parts.get(name, []), table.turns[name][0].part or 0) for name in begun]
-        contexts = {tuple(parts[part].prompt_ids) for parts, part in firsts if part < len(parts)}
-        if len(contexts) > 1:
-            finding.left_out.append(
-                f"{table.name}, place {place}: its episodes begin from {len(contexts)} contexts: the environment "
-                "does not follow its seed alone"
-            )
 
 
 LAWS = [

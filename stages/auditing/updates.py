@@ -4,25 +4,21 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Mapping
-from typing import Any
 
 import numpy as np
 
 from rlhf.stages.auditing.laws import Finding, Law
 from rlhf.stages.auditing.run import AuditedRun, Name, Round, name_of
-from rlhf.stages.auditing.scores import EPS, ROUNDING
 
 LEAST_SPREAD = 1e-6
 """Rewards of a group that differ by less tie."""
-DIVIDED = (
-    "grpo", "dapo", "gspo", "gspo-token", "cispo", "sapo", "vespo", "gmpo", "dppo", "dppo-kl", "clip-cov", "kl-cov",
+ROUNDING = 8 * float(np.finfo(np.float32).eps)
+"""Possible loss of a mean and a difference in float32, relative to the largest value."""
+GROUPED = (
+    "grpo", "dapo", "dr-grpo", "gspo", "gspo-token", "cispo", "sapo", "vespo", "gmpo", "dppo", "dppo-kl", "clip-cov",
+    "kl-cov", "rloo",
 )  # fmt: skip
-"""Algorithms with the advantage r - mean of the group, divided as `normalisation` says."""
-CENTRED = ("dr-grpo",)
-"""Algorithms with the advantage r - mean of the group."""
-LEFT_OUT = ("rloo",)
-"""Algorithms with the advantage r - mean of the other rewards of the group."""
+"""Algorithms whose advantages are the totals less the mean of their group, on some scale."""
 
 
 def check_fates(round_: Round, finding: Finding) -> None:
@@ -62,49 +58,32 @@ def _totals(round_: Round) -> dict[Name, float | None]:
 
 
 def check_advantages(round_: Round, finding: Finding) -> None:
-    """Advantages of group-relative algorithms follow from the totals of the group."""
+    """Advantages of group-relative algorithms are proportional to the totals less the mean of their group."""
     config = round_.settings
     if not round_.fates:
         return
-    if (name := config["algorithm"]) not in (*DIVIDED, *CENTRED, *LEFT_OUT):
-        finding.left_out.append(f"{round_.name}: {name} has no advantage that follows from totals alone")
+    if config["algorithm"] not in GROUPED or config["kl_in_reward"]:
+        finding.left_out.append(f"{round_.name}: {config['algorithm']} has advantages that need more than the totals")
         return
-    if config["kl_in_reward"]:
-        finding.left_out.append(f"{round_.name}: its rewards have the KL in them")
-        return
-    expected = _advantages(round_, config)
-    for row in round_.fates:
-        if row.advantage is not None and row.fate == "trained":
-            value, slack = expected.get(name_of(row), (math.nan, 0.0))
-            holds = math.isclose(row.advantage, value, rel_tol=2e-3, abs_tol=2e-4 + slack)
-            case = f"{round_.name}, place {row.place}, sample {row.sample}: advantage {row.advantage:.5g}"
-            finding.check(holds, f"{case}, its group's totals give {value:.5g}")
-
-
-def _advantages(round_: Round, config: Mapping[str, Any]) -> dict[Name, tuple[float, float]]:
-    """Return each completion's advantage, in float64 from the totals of its group, and its possible float32 error."""
     leaves = _cut_off(round_) if config["truncated"] == "mask" else set()
-    # Refills and prompts that the round did not choose are in no statistic of the batch.
-    chosen = {name_of(f) for f in round_.fates if f.fate not in ("spare", "filtered")}
-    totals = {k: v for k, v in _totals(round_).items() if v is not None and k not in leaves and k in chosen}
-    groups: dict[int, list[Name]] = {}
-    for name in totals:
-        groups.setdefault(name[0], []).append(name)
-    advantages = dict.fromkeys(_totals(round_), (0.0, 0.0))
-    for members in groups.values():
-        r = np.asarray([totals[m] for m in members])
-        if len(r) < 2 or np.ptp(r) < LEAST_SPREAD:
-            continue
-        scale = 1.0
-        if config["algorithm"] in LEFT_OUT:
-            scale = (len(r) - 1) / len(r)
-        elif config["algorithm"] in DIVIDED and config["normalisation"] != "none":
-            of = r if config["normalisation"] == "std" else np.asarray(list(totals.values()))
-            scale = float(of.std(ddof=1)) + EPS
-        values = ((r - r.mean()) / scale).tolist()
-        slack = ROUNDING * float(np.abs(r).max()) / scale
-        advantages |= {member: (value, slack) for member, value in zip(members, values, strict=True)}
-    return advantages
+    # Refills and prompts that the round did not choose are in no statistic.
+    chosen = {name_of(f) for f in round_.fates if f.fate not in ("spare", "filtered")} - leaves
+    groups: dict[int, dict[Name, float]] = {}
+    for name, total in _totals(round_).items():
+        if total is not None and name in chosen:
+            groups.setdefault(name[0], {})[name] = total
+    trained = {name_of(f): f.advantage for f in round_.fates if f.fate == "trained" and f.advantage is not None}
+    for place, totals in groups.items():
+        names = [name for name in totals if name in trained]
+        r, a = np.asarray(list(totals.values())), np.asarray([trained[name] for name in names])
+        centred = np.asarray([totals[name] for name in names]) - r.mean()
+        ties = len(r) < 2 or np.ptp(r) < LEAST_SPREAD
+        scale = 0.0 if ties else float(np.abs(a).max(initial=0) / np.abs(centred).max(initial=LEAST_SPREAD))
+        slack = 2e-4 + scale * ROUNDING * float(np.abs(r).max())
+        for name, value, expected in zip(names, a.tolist(), (scale * centred).tolist(), strict=True):
+            case = f"{round_.name}, place {place}, sample {name[1]}: advantage {value:.5g}"
+            holds = math.isclose(value, expected, rel_tol=2e-3, abs_tol=slack)
+            finding.check(holds, f"{case}, the group's others and its totals give {expected:.5g}")
 
 
 def check_policy(round_: Round, finding: Finding) -> None:

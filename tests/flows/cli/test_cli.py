@@ -211,7 +211,7 @@ def test_a_store_that_does_not_answer_is_named_in_one_line(rlhf_here, s3, monkey
 
 def test_a_part_of_a_recipe_is_made_and_the_same_command_goes_on_with_it(rlhf, rlhf_here, store, record):
     options = ["run", "smoke", "--no-prefect", "--name", "part", "--store", store]
-    out = rlhf(*options, "--until", "sft").stdout
+    out = rlhf(*options, "--only", "sft").stdout
     assert re.search(r"partial: 3 of \d+ stages; `rlhf run` of the whole recipe makes the others", out)
     part = record(store, "part")
     assert part["status"] == "partial" and list(part["nodes"]) == ["base", "prepare", "sft"]
@@ -227,12 +227,10 @@ def test_a_part_of_a_recipe_is_made_and_the_same_command_goes_on_with_it(rlhf, r
     assert record(store, "part")["status"] == "finished"
 
 
-def test_only_and_until_name_what_there_is(rlhf_here, smoke_store):
+def test_only_names_stages_rounds_or_nodes(rlhf_here, smoke_store):
     options = ["run", "smoke", "--no-prefect", "--store", smoke_store]
-    assert "no stage, round or node 'stf'" in rlhf_here(*options, "--until", "stf", code=2).stderr
     assert "no stage, round or node 'x'" in rlhf_here(*options, "--only", "sft,x", code=2).stderr
-    assert "a round is round-000" in rlhf_here(*options, "--until", "round-9", code=2).stderr
-    assert "not both" in rlhf_here(*options, "--only", "sft", "--until", "sft", code=2).stderr
+    assert "a round is round-000" in rlhf_here(*options, "--only", "round-9", code=2).stderr
 
 
 def test_a_round_stands_for_all_of_its_nodes():
@@ -349,7 +347,7 @@ def test_verify_finds_damage_and_the_next_run_repairs_it(rlhf, store, record):
     out = rlhf("verify", "--store", store, code=1).stdout
     assert "model/model.safetensors has checksum" in out
     assert "is not JSON" in out
-    assert ", 2 damaged; the next run makes them again" in out
+    assert ", 2 damaged; `rlhf run` recomputes them" in out
     rlhf("run", "smoke", "--no-prefect", "--name", "repaired", "--set", f"store={store}")
     repaired = record(store, "repaired")
     assert {n for n, s in state(repaired).items() if s == "made"} == {"sft", "evaluate.sft"}
@@ -387,7 +385,7 @@ def test_a_signal_ends_a_chat_and_leaves_nobody(smoke_store):
 
 def test_chat_with_a_node_that_is_not_there(rlhf_here, smoke_store):
     done = rlhf_here("chat", "first", "--store", smoke_store, "--node", "sfft", code=2)
-    assert "run first has no finished sfft; finished are base, prepare" in done.stderr
+    assert "run first has no finished sfft; name another --node: base, prepare" in done.stderr
 
 
 def test_doctor_shows_the_device_and_versions(rlhf):

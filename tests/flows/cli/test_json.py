@@ -58,7 +58,7 @@ def test_what_they_say_is_what_the_text_says(store):
     report.unlink()
     assert shown(store, "show", "first")["report"] is None
     text = CliRunner().invoke(app, ["show", "first", "--store", str(store)]).stdout
-    assert "report  none yet: `rlhf report first` writes it" in text
+    assert "report  none: type `rlhf report first`" in text
     laws = shown(store, "audit", "first")
     assert laws["broken"] == [] and {"holds", "no case"} == {law["state"] for law in laws["laws"]}
 

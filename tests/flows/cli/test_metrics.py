@@ -11,7 +11,6 @@ import threading
 import time
 import urllib.error
 import urllib.request
-from pathlib import Path
 
 import pytest
 from prometheus_client import start_http_server
@@ -23,7 +22,7 @@ from rlhf.flows.report import prometheus
 from rlhf.flows.report.prometheus import registry_of
 from rlhf.stages.store import registry
 from rlhf.stages.store.artifacts import Store
-from rlhf.stages.store.leases import lease, this_process
+from rlhf.stages.store.leases import this_process
 from rlhf.stages.store.registry import Policy
 from tests.flows.report.support import Maker, recipe_of
 from tests.support import RLHF
@@ -99,24 +98,6 @@ def test_a_damaged_name_takes_no_other_metric(place):
         assert "rlhf_runs{" in shown(place) and 'name="torn"' not in shown(place)
     finally:
         place.fs.rm(place.join("registry", "torn"), recursive=True)
-
-
-def test_a_run_that_waits_for_another_s_lease_is_counted(place):
-    assert samples(shown(place))["rlhf_runs_waiting",] == 0
-    code = (
-        "import sys, time; from rlhf.stages.store.leases import lease; from rlhf.stages.store.artifacts import Store\n"
-    )
-    code += "with lease(Store(sys.argv[1]), 'sft', 'k' * 64, print): print('held', flush=True); time.sleep(60)"
-    other = subprocess.Popen([Path(RLHF).with_name("python"), "-c", code, place.url], stdout=subprocess.PIPE)
-    try:
-        assert other.stdout is not None and other.stdout.readline() == b"held\n"
-        assert samples(shown(place))["rlhf_runs_waiting",] == 1
-    finally:
-        other.kill()
-        other.wait()
-    # What a run makes itself is no wait.
-    with lease(place, "sft", "k" * 64, print):
-        assert samples(shown(place))["rlhf_runs_waiting",] == 0
 
 
 def test_a_file_for_node_exporter_is_written_whole(place, tmp_path):

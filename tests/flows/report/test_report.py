@@ -157,7 +157,7 @@ def test_run_without_rounds_and_evaluation(tmp_path):
     assert curves_png_data(record) is None and round_series(record)["round"] == []
     page = Page(written(write_report(store, "demo-short")))
     assert "no reinforcement learning" in page.text and "Reward model" not in page.text
-    assert "What went wrong" not in page.text
+    assert "Failures" not in page.text
 
 
 def test_cached_run_and_artifacts_that_are_gone(tmp_path):

@@ -149,10 +149,6 @@ def long_turn(rows):
     rows[0]["logprobs"] += [-0.1] * 20
 
 
-def long_observation(rows):
-    next(row for row in rows if row["observation_ids"])["observation_ids"] += [5] * 800
-
-
 def other_seed(rows):
     rows[0]["seed"] += 1
 
@@ -190,7 +186,6 @@ def other_task(rows):
         ("round-001.rollout", "trajectories/", too_many_tries, "limits"),
         ("round-001.rollout", "trajectories/", other_count, "limits"),
         ("round-001.rollout", "turns/", long_turn, "limits"),
-        ("round-001.rollout", "turns/", long_observation, "limits"),
         ("round-001.rollout", "trajectories/", other_seed, "seeds"),
         ("round-001.rollout", "trajectories/", other_task, "seeds"),
     ],
