@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 import typer
 
 from rlhf.flows.cli.shared import RunName, StoreUrl, app, artifact_of, out, print_table, record_of, usage_error
 from rlhf.stages.store.artifacts import Artifact, Store
 from rlhf.stages.store.manifests import is_inside
-
-if TYPE_CHECKING:
-    from rlhf.tuning.agents.rows import TrajectoryRow
 
 Node = Annotated[str, typer.Option("--node", help="Nodes whose names begin so: round-003, evaluate.")]
 Statuses = Annotated[
@@ -49,7 +46,7 @@ def episodes(
     record = record_of(store, run_name)
     tables = _tables(Store(store), record, node)
 
-    def wanted(row: TrajectoryRow) -> bool:
+    def wanted(row: Any) -> bool:
         return (not status or row.status in status) and success in (None, row.success)
 
     if atif is None:
@@ -78,7 +75,7 @@ def _tables(store: Store, record: dict[str, Any], node: str) -> dict[str, Artifa
     return tables
 
 
-def _cells(row: TrajectoryRow) -> tuple[str, ...]:
+def _cells(row: Any) -> tuple[str, ...]:
     reward = "" if row.reward is None else f"{row.reward:.3g}"
     success = {True: "yes", False: "no", None: ""}[row.success]
     numbers = (row.turns, row.sampled_tokens)

@@ -123,12 +123,12 @@ def _shown(default: Any, inner: list[Any]) -> str:
 
 def kind_of(field: FieldInfo) -> str:
     """Return the type of a field in words, with its bounds."""
-    signs = {"ge": ">= {}", "gt": "> {}", "le": "<= {}", "lt": "< {}", "min_length": "at least {}"}
-    signs |= {"max_length": "at most {}"}
-    found = {n: v for m in field.metadata for n in signs if (v := getattr(m, n, None)) is not None}
-    bounds = [signs[n].format(v) for n, v in found.items()]
-    if "min_length" in found and found["min_length"] == found.get("max_length"):
-        bounds = [str(found["min_length"])]
+    signs = {"ge": ">= {}", "gt": "> {}", "le": "<= {}", "lt": "< {}"}
+    signs |= {"min_length": "at least {}", "max_length": "at most {}"}
+    values = {n: v for m in field.metadata for n in signs if (v := getattr(m, n, None)) is not None}
+    bounds = [signs[n].format(v) for n, v in values.items()]
+    if "min_length" in values and values["min_length"] == values.get("max_length"):
+        bounds = [str(values["min_length"])]
     return " ".join([_word(field.annotation), *([f"({', '.join(bounds)})"] if bounds else [])])
 
 

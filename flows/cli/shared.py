@@ -132,16 +132,16 @@ def interrupt_at_sigterm() -> None:
     The first process of a container ignores SIGTERM by default. A job manager may send several signals at once: those
     within ONCE_SECONDS of the first do not interrupt the recording.
     """
-    first, told = -math.inf, False
+    first, warned = -math.inf, False
 
     def interrupt(number: int, frame: FrameType | None) -> None:
-        nonlocal first, told
+        nonlocal first, warned
         now = time.monotonic()
         if now - first > ONCE_SECONDS:
-            first, told = now, False
+            first, warned = now, False
             raise KeyboardInterrupt
-        if not told:
-            told = True
+        if not warned:
+            warned = True
             # Not through a file object: the signal may have come while it was writing.
             with contextlib.suppress(OSError):
                 os.write(2, f"already ending; another signal after {ONCE_SECONDS:.0f} s ends at once\n".encode())

@@ -30,7 +30,7 @@ Call = Callable[[SyncPrefectClient], object]
 
 
 def short_client() -> SyncPrefectClient:
-    """Return a client of its own whose requests have `CALL_SECONDS`."""
+    """Return a separate client whose requests have `CALL_SECONDS`."""
     return get_client(httpx_settings={"timeout": CALL_SECONDS}, sync_client=True)
 
 

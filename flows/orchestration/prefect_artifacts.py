@@ -83,7 +83,7 @@ class PrefectReporter(ConsoleReporter):
     def progress(self, node: Node, event: Progress) -> None:
         super().progress(node, event)
         bar = self._progress[node.name]
-        if bar.is_due():
+        if time.monotonic() - bar.sent >= PROGRESS_SECONDS:
             bar.show(self.display, 100.0 * event.done / max(1, event.total))
 
     def stage_ended(self, node: Node, state: str, manifest: dict[str, Any], seconds: float) -> None:
@@ -97,19 +97,15 @@ class ProgressBar:
     """The progress artifact of a task run."""
 
     def __init__(self, key: str):
-        self.begun = False
-        self._key, self._sent = key, time.monotonic()
+        self.begun, self.sent = False, time.monotonic()
+        self._key = key
         # Only the display's thread uses it.
         self._artifact: UUID | None = None
 
-    def is_due(self) -> bool:
-        """Whether the last update was long enough ago."""
-        return time.monotonic() - self._sent >= PROGRESS_SECONDS
-
     def show(self, display: Display, percent: float) -> None:
         """Create or update the artifact."""
-        self.begun, self._sent = True, time.monotonic()
-        display.put(self._key, lambda client: self._update(client, min(100.0, max(0.0, percent))))
+        self.begun, self.sent = True, time.monotonic()
+        display.put(self._key, lambda client: self._update(client, min(100.0, percent)))
 
     def _update(self, client: SyncPrefectClient, percent: float) -> None:
         if self._artifact is None:

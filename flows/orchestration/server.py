@@ -37,7 +37,7 @@ class ServerFailed(RuntimeError):
 
 
 def may_be_set() -> bool:
-    """Whether Prefect may be configured to use a server; importing it would tell, but takes two seconds."""
+    """Whether Prefect may be configured to use a server, without its import of two seconds."""
     home = Path(os.environ.get("PREFECT_HOME", "~/.prefect")).expanduser()
     return "PREFECT_API_URL" in os.environ or (home / "profiles.toml").exists()
 
@@ -59,7 +59,7 @@ class PrivateServer:
     """
 
     def __init__(self) -> None:
-        # The socket listens before the process is ready: nobody else can take the port, and early requests wait.
+        # The socket listens before the process is ready: no other process can take the port, and early requests wait.
         self._listener = socket.create_server(("127.0.0.1", 0))
         origin = f"http://127.0.0.1:{self._listener.getsockname()[1]}"
         self.url = f"{origin}/api"

@@ -25,7 +25,7 @@ STACKS = {
     "prompts": (PASS_RATES, "Prompts by their totals", "prompts",
                 "share of completions whose total is above the middle of the round's lowest and highest: under a "
                 "fifth, to four fifths, over"),
-    "episodes": (tuple(ENDS), "Episodes by their end", "episodes", "of their own, by a limit, or failed: no reward"),
+    "episodes": (tuple(ENDS), "Episodes by their end", "episodes", "by themselves, by a limit, or failed: no reward"),
     "seconds": (PHASES, "Seconds by phase", "seconds", "when the round was made, here or in an earlier run"),
 }  # fmt: skip
 """Parts, title, unit and note of the charts whose bars add up the series `<name>_<part>`."""
@@ -67,7 +67,7 @@ class Chart:
     over: str = "round"
     share: bool = False
     least: float = 0.0
-    """The least range of the axis (`Measure.least`)."""
+    """Least range of the axis (`Measure.least`)."""
     main: bool = False
     """Whether it is one of the first charts of the page."""
 

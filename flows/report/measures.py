@@ -10,7 +10,7 @@ from typing import Any
 
 PHASES = ("rollout", "score", "update")
 MAIN = ("reward", "pass_rate", "heldout_score", "kl", "entropy", "success", "turns", "calling")
-"""The measures to look at first."""
+"""Measures of the first charts."""
 ENDS = {
     "ended": ("done",),
     "cut": ("truncated", "turn_limit", "token_limit"),
@@ -33,7 +33,7 @@ class Measure:
 
     key: str
     phase: str
-    """The stage of the round that measures it."""
+    """Stage of the round that measures it."""
     title: str
     unit: str
     note: str

@@ -20,7 +20,7 @@ ROUNDING = 1e-5
 
 
 def check_tokens(table: Completions, finding: Finding) -> None:
-    """A rollout row holds its episode's turns id by id, with log-probabilities on what was sampled alone (R3)."""
+    """A rollout row holds its episode's turns id by id, with log-probabilities only on sampled tokens (R3)."""
     for row in table.rows:
         turns = table.turns.get(name_of(row), [])
         fault = _row_fault(row, [turn for turn in turns if (turn.part or 0) == (row.part or 0)])
@@ -55,7 +55,7 @@ def _row_fault(row: CompletionRow, turns: Sequence[TurnRow]) -> str:
 
 
 def check_returns(table: Completions, finding: Finding) -> None:
-    """The rewards of the turns sum up to the episode's, which is what the reward `environment` says of it."""
+    """The rewards of the turns sum up to the episode's, which is its reward `environment`."""
     columns = _columns(table, finding)
     for name, episode in table.episodes.items():
         rewards = [turn.reward for turn in table.turns.get(name, []) if turn.reward is not None]
@@ -79,7 +79,7 @@ def _columns(table: Completions, finding: Finding) -> set[str]:
 
 
 def check_faults(table: Completions, finding: Finding) -> None:
-    """An episode without an end of its own has a reason, no reward, no total, and is not trained on (R9)."""
+    """An episode that its environment failed has a reason, no reward and no total, and is not trained on (R9)."""
     fates = {name_of(f): f.fate for f in table.fates}
     for name, episode in table.episodes.items():
         stops = {row.stop for row in table.parts.get(name, [])[-1:]}

@@ -8,7 +8,7 @@ from collections import Counter
 import numpy as np
 
 from rlhf.stages.auditing.laws import Finding, Law
-from rlhf.stages.auditing.run import AuditedRun, Name, Round, name_of
+from rlhf.stages.auditing.run import Name, Round, name_of
 
 LEAST_SPREAD = 1e-6
 """Rewards of a group that differ by less tie."""
@@ -114,27 +114,10 @@ def check_loss(round_: Round, finding: Finding) -> None:
     finding.check(counted == epochs * sampled, case)
 
 
-def check_learning(run: AuditedRun, finding: Finding) -> None:
-    """At least one round takes a step for rewards that tell completions of a prompt apart (R25)."""
-    idle = []
-    for round_ in run.rounds:
-        if metrics := round_.metrics:
-            finding.checked += 1
-            # Older rounds lack `informative`.
-            informative = metrics.get("informative", metrics.get("groups", 0) - metrics.get("tied", 0))
-            if metrics.get("steps", 0) <= metrics.get("skipped", 0) or not informative:
-                idle.append(round_.name)
-    if idle and len(idle) == finding.checked:
-        finding.broken.append(f"none of the {len(idle)} rounds had rewards to learn from: read their samples")
-    elif idle:
-        finding.left_out.append(f"{', '.join(idle)}: no step for rewards, all groups tie or failed")
-
-
 LAWS = [
     Law("fates", "each completion has one fate, with a reason if not trained", "completions", check_fates, "rounds"),
     Law("kept", "completions without a reward are not trained on", "completions", check_dropped, "rounds"),
     Law("advantages", "advantages follow from the totals of their group", "advantages", check_advantages, "rounds"),
     Law("loss", "the loss is over sampled tokens alone", "rounds", check_loss, "rounds"),
     Law("on-policy", "an update starts at the policy that sampled its rollouts", "tables", check_policy, "rounds"),
-    Law("learning", "the rounds learn from rewards", "rounds", check_learning),
 ]
