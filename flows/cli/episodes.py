@@ -71,7 +71,7 @@ def _tables(store: Store, record: dict[str, Any], node: str) -> dict[str, Artifa
     tables = {name: artifact for name, artifact in artifacts.items() if artifact.has("trajectories/")}
     if not tables:
         which = f"nodes {node}* of run {record['name']} have" if node else f"run {record['name']} has"
-        raise usage_error(f"{which} no episodes; `rlhf show {record['name']}` lists its stages")
+        raise usage_error(f"{which} no episodes: choose another --node, or set environment.name in the recipe")
     return tables
 
 

@@ -122,7 +122,7 @@ def _final(
 ) -> list[Warn]:
     """Warn if the last policy does not exceed the constant answer, and about policies worse than another one."""
     warnings = []
-    last = next(reversed(evaluations.values()), {})
+    last = list(evaluations.values())[-1] if evaluations else {}
     if last and last["score_low"] <= (last.get("constant_score") or -1.0):
         constant = f"always answering “{visible(last['constant_answer'], 60)}” scores {last['constant_score']:.3f}"
         warnings.append(Warn("Not above the baseline", f"the final policy scores {last['score']:.3f}, and {constant}."))

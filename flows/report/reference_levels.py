@@ -37,7 +37,7 @@ def level_notes(evaluations: Mapping[str, Mapping[str, Any]]) -> list[str]:
     The level is of exactly the evaluated tasks, so the score's interval is compared with a number.
     """
     notes = []
-    label, metrics = next(reversed(evaluations.items()), ("", {}))
+    label, metrics = list(evaluations.items())[-1] if evaluations else ("", {})
     if levels := metrics.get("levels"):
         title, blind = LABELS.get(label, label), levels["blind"]
         numbers = (

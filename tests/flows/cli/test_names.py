@@ -130,7 +130,7 @@ def test_a_command_may_wait_for_a_run_of_its_name_whose_process_cannot_be_seen(s
 
 def test_waiting_needs_the_name_for_which_it_waits(store):
     done = invoked("run", "smoke", "--wait", "--no-prefect", "--store", store)
-    assert (done.exit_code, "--wait is for the run of a --name" in done.stderr) == (2, True)
+    assert (done.exit_code, "--wait needs --name NAME" in done.stderr) == (2, True)
     done = invoked("run", "smoke", "--wait", "--name", "../first", "--no-prefect", "--store", store)
     assert (done.exit_code, "run name '../first': expected letters" in done.stderr) == (2, True)
 
@@ -254,7 +254,11 @@ def test_a_name_that_is_taken_is_told_before_prefect_starts(store):
 
 def test_a_run_without_episodes_says_so(store):
     done = invoked("episodes", "first", "--store", store)
-    assert done.exit_code == 2 and "error: run first has no episodes: its recipe names no environment" in done.stderr
+    assert (
+        done.exit_code == 2
+        and "error: run first has no episodes: choose another --node, or set environment.name in the recipe"
+        in done.stderr
+    )
 
 
 def test_a_name_is_at_most_as_long_as_a_file_name(store):
