@@ -64,7 +64,7 @@ def metrics(
     try:
         server, thread = start_http_server(int(port), host := host or "127.0.0.1", found)
     except OSError as e:
-        raise usage_error(f"--serve {serve}: {e}") from e
+        raise usage_error(f"--serve {serve}: {e}; choose another port") from e
     err.print(f"metrics of {place.shown} on http://{host}:{server.server_port}/metrics")
     with contextlib.suppress(KeyboardInterrupt):
         thread.join()

@@ -9,7 +9,6 @@ import logging
 import os
 import sqlite3
 import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -21,6 +20,7 @@ from rlhf.flows.recipe.overrides import values_of
 from rlhf.stages.store.artifacts import Store
 from tests.browser import browse
 from tests.flows.prefect_server import PROJECT, Prefect, prefect_server, wait_for
+from tests.support import RLHF
 
 FLOW = "rlhf-pipeline"
 NODES = {"base", "prepare", "sft", "reward", "evaluate.base", "evaluate.sft", "evaluate.rl", "export"} | {
@@ -63,7 +63,7 @@ def due(prefect: Prefect, worker: psutil.Process, folder: Path) -> dict[str, Any
 
 @pytest.fixture(scope="module")
 def made(prefect: Prefect, worker: psutil.Process, due: dict[str, Any], folder: Path) -> dict[str, Any]:
-    """A run started by the flow's name alone, whose stage worker is killed once and which another run collides with."""
+    """A run whose stage worker is killed once and which another run collides with."""
     options = ["--param", "recipe=smoke", "--param", f"store={folder / 'store'}", "--flow-run-name", "smoke-made"]
     prefect.command("deployment", "run", f"{FLOW}/default", *options)
     started = prefect.flow_run("smoke-made")
@@ -74,8 +74,7 @@ def made(prefect: Prefect, worker: psutil.Process, due: dict[str, Any], folder: 
 
 @pytest.fixture(scope="module")
 def cached(prefect: Prefect, made: dict[str, Any], folder: Path) -> dict[str, Any]:
-    """The same run once more, started by the full name from a folder that is not the project's. Its run would be called
-    as the one before: Prefect draws names and does not look which it has drawn."""
+    """The same run once more, started from another folder; its name is taken, because Prefect draws names at random."""
     options = ["--param", "recipe=smoke", "--param", f"store={folder / 'store'}", "--flow-run-name", "made"]
     prefect.command("deployment", "run", f"{FLOW}/default", *options, cwd=folder)
     return prefect.ended_run(prefect.flow_run("made")["id"], 90)
@@ -125,7 +124,7 @@ def test_the_form_describes_every_field_of_the_recipe(prefect: Prefect) -> None:
     assert all(m["additionalProperties"] is False for m in models.values())
 
 
-def test_a_flows_name_alone_starts_its_default_deployment(prefect: Prefect, made: dict[str, Any], folder: Path) -> None:
+def test_a_deployment_runs_every_stage(prefect: Prefect, made: dict[str, Any], folder: Path) -> None:
     assert made["state_name"] == "Completed", made["state"]
     tasks = prefect.task_runs(made)
     assert set(tasks) == NODES
@@ -221,17 +220,7 @@ def test_the_page_of_a_cached_run_says_so(prefect: Prefect, cached: dict[str, An
 def test_rlhf_run_needs_no_server_and_is_quiet(made: dict[str, Any], folder: Path) -> None:
     home = folder / "fresh"
     env = {k: v for k, v in os.environ.items() if not k.startswith("PREFECT")} | {"PREFECT_HOME": str(home)}
-    command = [
-        sys.executable,
-        "-m",
-        "rlhf.flows.cli.app",
-        "run",
-        "smoke",
-        "--name",
-        "alone",
-        "--set",
-        f"store={folder / 'store'}",
-    ]
+    command = [RLHF, "run", "smoke", "--name", "alone", "--set", f"store={folder / 'store'}"]
     done = subprocess.run(command, cwd=PROJECT, env=env, capture_output=True, text=True, timeout=150)
     assert done.returncode == 0, done.stderr
     assert done.stderr == ""

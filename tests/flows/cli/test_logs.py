@@ -114,12 +114,6 @@ def test_a_log_on_another_machine_is_told_with_its_host_and_a_remote_store_has_a
     assert shown(remote) == shown(remote, "-f") == "copied\n"
 
 
-def test_a_run_that_made_nothing_has_no_log(tmp_path):
-    place = Store(str(tmp_path))
-    write_record(place, nodes={"sft": {"stage": "sft", "state": "hit", "key": "k", "digest": "d"}})
-    assert "run first has no log: it started no worker" in shown(place, code=2)
-
-
 def test_a_log_that_is_gone_from_this_host_is_not_looked_for_elsewhere(tmp_path):
     remote, here = Store("memory://gone", tmp_path), socket.gethostname()
     write_record(remote, host=here, worker_starts=1)

@@ -163,13 +163,6 @@ def test_scrapes_of_a_slow_store_read_it_one_after_the_other_and_do_not_pile_up(
         thread.join()
 
 
-def test_a_file_that_cannot_be_written_leaves_nothing_beside_it(place, tmp_path):
-    taken = tmp_path / "rlhf.prom"
-    taken.mkdir()
-    done = CliRunner().invoke(app, ["metrics", "--store", place.url, "--to", str(taken)])
-    assert done.exit_code != 0 and list(tmp_path.iterdir()) == [taken]
-
-
 def test_an_address_that_is_none_or_taken_is_told(place):
     done = CliRunner().invoke(app, ["metrics", "--store", place.url, "--serve", "localhost"])
     assert done.exit_code == 2 and "expected PORT or HOST:PORT" in done.stderr

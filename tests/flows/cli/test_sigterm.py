@@ -50,6 +50,7 @@ def test_sigterm_ends_a_run_without_prefect_as_interrupted(started, tmp_path):
     assert run.wait(timeout=30) == 130
     assert "interrupted; finished stages are kept" in run.stderr.read()
     assert Store(str(tmp_path / "store")).read_json("runs", "drained", "run.json")["status"] == "interrupted"
+    assert list((tmp_path / "store" / "leases").iterdir()) == []
     assert psutil.wait_procs(begun, timeout=10)[1] == []
 
 

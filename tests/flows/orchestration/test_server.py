@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import base64
-import errno
 import json
 import os
 import shutil
@@ -19,7 +18,6 @@ from urllib.request import proxy_bypass
 import psutil
 import pytest
 
-from rlhf.flows.orchestration import server
 from rlhf.flows.orchestration.server import (
     START_SECONDS,
     PrivateServer,
@@ -28,8 +26,7 @@ from rlhf.flows.orchestration.server import (
     reach_directly,
 )
 from rlhf.stages.store.artifacts import Store
-from rlhf.stages.worker import interpreter
-from tests.flows.prefect_server import PROJECT, PYTHONPATH, prefect_server, wait_for
+from tests.flows.prefect_server import PROJECT, PYTHONPATH, prefect_server
 from tests.support import RLHF
 
 
@@ -195,27 +192,3 @@ def test_the_error_of_a_run_is_told_where_its_server_is_gone(tmp_path):
         done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=600)
     assert done.returncode == 1 and "the error of the stage" in done.stderr, done.stdout + done.stderr
     assert Store(str(tmp_path / "store")).names("runs")
-
-
-def test_a_private_server_that_cannot_be_started_for_a_moment_is_started_later(monkeypatch):
-    started, failed = PrivateServer._start, []
-
-    def refused_once(private):
-        if not failed:
-            # As just after the kernel has ended something for want of memory.
-            failed.append(True)
-            raise OSError(errno.ENOMEM, "Cannot allocate memory")
-        return started(private)
-
-    monkeypatch.setattr(interpreter, "command", lambda *words: ["sleep", "600"])
-    monkeypatch.setattr(server, "FIRST_PAUSE_SECONDS", 0.1)
-    private = PrivateServer()
-    try:
-        first = private._process
-        monkeypatch.setattr(PrivateServer, "_start", refused_once)
-        private._watcher.start()
-        first.kill()
-        wait_for(lambda: private._process is not first and private._process.poll() is None, 60, "another server")
-        assert failed and private._watcher.is_alive()
-    finally:
-        private.stop()

@@ -42,18 +42,6 @@ def test_what_was_not_made_now_has_no_speed(state, speeds):
     assert "reward 4.469" in text and "loss 0.3000  4 steps" in text
 
 
-def test_rewards_have_columns_by_name_in_every_round_or_in_none():
-    for total in (0.25, 0.3):
-        alone = {"reward": total, "zero_variance": 0.5, "reward_exact": 0.25}
-        assert "exact" not in lines_of("made", **{"round-000.score": alone})
-        assert "exact 0.250  short 1.000" in lines_of("made", **{"round-000.score": alone | {"reward_short": 1.0}})
-
-
-def test_a_round_without_rewards_says_so():
-    nothing = {"reward": None, "zero_variance": 1.0, "reward_exact": None}
-    assert "reward none" in lines_of("made", **{"round-000.score": nothing})
-
-
 def test_a_reason_that_is_cut_says_so_and_no_line_is_cut():
     reason = "flaky: ValueError: the service (production) did not answer in 30 s for a request"
     failed = {"reward": 1.0, "zero_variance": 0.5, "failed": 0.09, "failures": {reason: 3}}

@@ -13,12 +13,11 @@ from rlhf.flows.report.advice import Warn, run_warnings
 from rlhf.flows.report.charts import PNG_LIMIT, curves_png_data
 from rlhf.flows.report.console import difference_lines
 from rlhf.flows.report.formats import duration, visible
-from rlhf.flows.report.measures import judged_reward, round_series
+from rlhf.flows.report.measures import round_series
 from rlhf.flows.report.page import view, write_report
 from rlhf.flows.report.run_view import RunView
 from rlhf.flows.report.samples import choose, round_samples
 from rlhf.stages.store.artifacts import Store
-from rlhf.stages.store.keys import without_userinfo
 from rlhf.tuning.evaluation.verdicts import Difference
 from tests.browser import measure, screenshot
 from tests.flows.report.support import BEGIN, HOSTILE, Maker, Page, recipe_of
@@ -87,14 +86,10 @@ def test_report_refers_to_nothing_outside_and_runs_nothing(whole):
 
 def test_report_can_be_read_without_seeing_it(whole):
     page = Page(written(whole[2]))
-    assert page.unnamed == []
+    assert page.unnamed == [] and len(written(whole[2])) < 400_000
     assert page.tags.count("h1") == 1 and page.tags.count("h2") == len((*SECTIONS, "warnings"))
     assert page.tags.count("table") <= page.tags.count("tbody")
     assert "KL to the reference in nats / token over 8 rounds: first 0, last 0.0741" in written(whole[2])
-
-
-def test_report_is_small(whole):
-    assert len(written(whole[2])) < 400_000
 
 
 @pytest.mark.parametrize("width", [400, 1200])
@@ -286,17 +281,9 @@ def test_a_prompt_that_a_round_draws_twice_is_shown_with_the_rewards_of_each_pla
 
 
 def test_choices_and_texts():
-    assert (
-        judged_reward({"rl": {"score": {"rewards": {"a": {"function": "x"}, "b": {"function": "exact_match"}}}}}) == "b"
-    )
-    assert judged_reward({"rl": None}) is None
     picked = choose([f"g{i}" for i in range(50)], ["l0"], [f"s{i}" for i in range(50)])
     assert len(picked) == 12 and "l0" in picked and sum(p.startswith("s") for p in picked) == 3
     assert choose([], [], ["s"] * 20) == ["s"] * 12
     assert choose(["g"] * 20, [], []) == ["g"] * 12 and choose([], ["l"] * 3, ["s"]) == ["l"] * 3 + ["s"]
-    assert (
-        without_userinfo("ftp://me:secret@host/x") == "ftp://host/x"
-        and without_userinfo("s3://bucket/a@b") == "s3://bucket/a@b"
-    )
     assert [duration(s) for s in (None, 0.31, 200, 3900)] == ["–", "0.3 s", "3 min 20 s", "1 h 05 min"]
     assert visible("a\x00b\n") == "a\\x00b\n" and visible("x" * 1300).endswith("… (100 more characters)")

@@ -45,6 +45,23 @@ def restated(run: tuple[Store, dict[str, Any]], node: str, edit: Callable[[dict[
     path.write_text(json.dumps(with_checksum(artifact.manifest)))
 
 
+def change(number: int = 0, **values: Any) -> Callable[[list[dict[str, Any]]], None]:
+    """An edit that sets columns of a row; a function computes the value from the old one."""
+
+    def edit(rows: list[dict[str, Any]]) -> None:
+        rows[number] |= {name: v(rows[number][name]) if callable(v) else v for name, v in values.items()}
+
+    return edit
+
+
+def plus(number: float) -> Callable[[float], float]:
+    return lambda value: value + number
+
+
+def drop_last(rows: list[dict[str, Any]]) -> None:
+    rows.pop()
+
+
 def broken(run: tuple[Store, dict[str, Any]]) -> dict[str, list[str]]:
     """The cases of each broken law."""
     return {v.law.name: v.broken for v in audit(*run) if v.broken}

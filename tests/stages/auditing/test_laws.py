@@ -18,7 +18,7 @@ from rlhf.stages.auditing.run import AuditedRun, Round
 from rlhf.stages.common.trained_prompts import FOLDER, names_of, rows_of, write_names
 from rlhf.stages.store.artifacts import Store
 from rlhf.tuning import rows
-from tests.stages.auditing.support import broken, edited, finding_of, restated
+from tests.stages.auditing.support import broken, change, drop_last, edited, finding_of, plus, restated
 
 
 @pytest.fixture
@@ -65,41 +65,13 @@ def swap_scores(rows):
         rows[0]["rewards"][name] = value + 1 if value is not None else 1.0
 
 
-def other_place(rows):
-    rows[1]["place"] += 1
-
-
-def other_total(rows):
-    rows[2]["total"] += 0.25
-
-
-def no_total(rows):
-    rows[0]["total"], rows[0]["failure"] = None, "exact: TimeoutError"
-
-
 def other_advantage(rows):
     next(row for row in rows if row["advantage"])["advantage"] += 0.5
-
-
-def lost_fate(rows):
-    rows.pop()
-
-
-def other_policy(rows):
-    rows[0]["policy"] = "0" * 64
-
-
-def other_prompt(rows):
-    rows[0]["prompt_ids"] = rows[0]["prompt_ids"][:-1]
 
 
 def same_prompt_again(rows):
     for row in rows:
         row["prompt_id"] = rows[0]["prompt_id"]
-
-
-def positive_logprob(rows):
-    rows[0]["logprobs"][0] = 0.5
 
 
 def hole(rows):
@@ -108,39 +80,35 @@ def hole(rows):
         row["logprobs"][0] = float("nan")
 
 
-def other_verdict(rows):
-    rows[0]["score"] = 1.0
-
-
 def another_vote(rows):
     """Of the first problem, whose completions are wrong: one answer less."""
     rows[0]["answer"] = None if rows[0]["answer"] is not None else "7"
 
 
-def lost_verdict(rows):
-    rows.pop()
+other_place, other_policy = change(1, place=plus(1)), change(policy="0" * 64)
+other_prompt, other_verdict = change(prompt_ids=lambda ids: ids[:-1]), change(score=1.0)
 
 
 @pytest.mark.parametrize(
     "node, part, edit, law",
     [
         ("round-001.score", "scores/", other_place, "scores"),
-        ("round-001.score", "scores/", other_total, "totals"),
+        ("round-001.score", "scores/", change(2, total=plus(0.25)), "totals"),
         ("round-001.score", "scores/", swap_scores, "totals"),
-        ("round-001.score", "scores/", no_total, "kept"),
+        ("round-001.score", "scores/", change(total=None, failure="exact: TimeoutError"), "kept"),
         ("round-001.update", "fates/", other_advantage, "advantages"),
-        ("round-001.update", "fates/", lost_fate, "fates"),
+        ("round-001.update", "fates/", drop_last, "fates"),
         ("round-001.rollout", "rollouts/", hole, "loss"),
         ("round-001.rollout", "rollouts/", other_policy, "on-policy"),
         ("round-001.rollout", "rollouts/", other_policy, "record"),
         ("round-001.rollout", "rollouts/", other_prompt, "prompts"),
         ("round-001.rollout", "rollouts/", same_prompt_again, "coverage"),
-        ("round-001.rollout", "rollouts/", positive_logprob, "record"),
+        ("round-001.rollout", "rollouts/", change(logprobs=lambda old: [0.5, *old[1:]]), "record"),
         ("round-001.rollout", "rollouts/", other_place, "places"),
         ("evaluate.sft", "verdicts/", other_verdict, "evaluations"),
         ("evaluate.sft", "verdicts/", other_verdict, "rates"),
         ("evaluate.sft", "verdicts/", another_vote, "rates"),
-        ("evaluate.sft", "verdicts/", lost_verdict, "evaluations"),
+        ("evaluate.sft", "verdicts/", drop_last, "evaluations"),
         ("evaluate.sft", "rollouts/", other_prompt, "problems"),
     ],
 )

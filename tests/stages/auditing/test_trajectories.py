@@ -12,7 +12,7 @@ from rlhf.stages.auditing.audit import audit
 from rlhf.stages.auditing.trajectories import LAWS
 from rlhf.stages.store.artifacts import Store
 from tests.episodes import FAILED, HIGH, SAMPLES, TURNS, made_run
-from tests.stages.auditing.support import edited, finding_of, restated
+from tests.stages.auditing.support import change, drop_last, edited, finding_of, plus, restated
 
 Rows = list[dict[str, Any]]
 EPISODES = 2 * HIGH * SAMPLES + 3 * HIGH * 2
@@ -63,98 +63,16 @@ def trained_observation(rows):
     row["logprobs"][at] = -0.5
 
 
-def untrained_sample(rows):
-    rows[0]["logprobs"][0] = math.nan
-
-
-def longer(rows):
-    rows[0]["token_ids"].append(5)
-    rows[0]["logprobs"].append(-0.1)
-
-
-def other_turn_ids(rows):
-    rows[0]["token_ids"][0] += 1
-
-
-def later_start(rows):
-    rows[1]["start"] += 1
-
-
-def other_turn_reward(rows):
-    rows[0]["reward"] += 0.25
-
-
-def other_episode_reward(rows):
-    rows[0]["reward"] += 0.25
-
-
-def other_column(rows):
-    rows[0]["rewards"]["environment"] += 0.25
-
-
-def reward_of_the_failed(rows):
-    of(rows, FAILED)[0]["reward"] = 0.0
-
-
-def total_of_the_failed(rows):
-    of(rows, FAILED)[0]["total"] = 0.0
-
-
-def failed_is_trained(rows):
-    of(rows, FAILED)[0]["fate"] = "trained"
-
-
-def no_reason(rows):
-    of(rows, FAILED)[0]["reason"] = None
-
-
-def failed_ended(rows):
-    of(rows, FAILED)[0]["stop"] = "eos"
-
-
-def ended_failed(rows):
-    rows[0]["stop"] = "failed"
-
-
-def lost_episode(rows):
-    rows.pop()
-
-
-def unknown_end(rows):
-    rows[0]["status"] = "lost"
-
-
-def other_end(rows):
-    rows[0]["status"] = "truncated"
-
-
-def renumbered(rows):
-    rows[0]["turn"] = 1
+def of_the_failed(**values):
+    return lambda rows: of(rows, FAILED)[0].update(values)
 
 
 def ended_twice(rows):
     next(row for row in rows if row["observation_ids"])["terminated"] = True
 
 
-def too_many_tries(rows):
-    rows[0]["tries"] = 3
-
-
-def other_count(rows):
-    rows[0]["sampled_tokens"] += 1
-
-
-def long_turn(rows):
-    rows[0]["token_ids"] += [5] * 20
-    rows[0]["logprobs"] += [-0.1] * 20
-
-
-def other_seed(rows):
-    rows[0]["seed"] += 1
-
-
-def other_task(rows):
-    rows[0]["prompt_id"] = "prompts-6"
+def longer(count):
+    return change(token_ids=lambda ids: ids + [5] * count, logprobs=lambda old: old + [-0.1] * count)
 
 
 @pytest.mark.parametrize(
@@ -163,31 +81,36 @@ def other_task(rows):
         ("round-001.rollout", "rollouts/", other_observed_id, "tokens"),
         ("round-001.rollout", "rollouts/", trained_observation, "tokens"),
         ("evaluate.base", "rollouts/", trained_observation, "tokens"),
-        ("round-001.rollout", "rollouts/", untrained_sample, "tokens"),
-        ("round-001.rollout", "rollouts/", longer, "tokens"),
-        ("round-001.rollout", "rollouts/", other_turn_ids, "tokens"),
-        ("round-001.rollout", "turns/", later_start, "tokens"),
-        ("round-001.rollout", "turns/", other_turn_reward, "returns"),
-        ("round-001.rollout", "trajectories/", other_episode_reward, "returns"),
-        ("round-001.score", "scores/", other_column, "returns"),
-        ("round-001.rollout", "trajectories/", reward_of_the_failed, "returns"),
-        ("round-001.rollout", "trajectories/", reward_of_the_failed, "faults"),
-        ("round-001.score", "scores/", total_of_the_failed, "faults"),
-        ("round-001.update", "fates/", failed_is_trained, "faults"),
-        ("round-001.rollout", "trajectories/", no_reason, "faults"),
-        ("round-001.rollout", "rollouts/", failed_ended, "faults"),
-        ("round-001.rollout", "rollouts/", ended_failed, "faults"),
-        ("round-001.rollout", "trajectories/", lost_episode, "episodes"),
-        ("round-001.rollout", "rollouts/", lost_episode, "episodes"),
-        ("round-001.rollout", "trajectories/", unknown_end, "episodes"),
-        ("round-001.rollout", "trajectories/", other_end, "episodes"),
-        ("round-001.rollout", "turns/", renumbered, "episodes"),
+        ("round-001.rollout", "rollouts/", change(logprobs=lambda old: [math.nan, *old[1:]]), "tokens"),
+        ("round-001.rollout", "rollouts/", longer(1), "tokens"),
+        ("round-001.rollout", "rollouts/", change(token_ids=lambda ids: [ids[0] + 1, *ids[1:]]), "tokens"),
+        ("round-001.rollout", "turns/", change(1, start=plus(1)), "tokens"),
+        ("round-001.rollout", "turns/", change(reward=plus(0.25)), "returns"),
+        ("round-001.rollout", "trajectories/", change(reward=plus(0.25)), "returns"),
+        (
+            "round-001.score",
+            "scores/",
+            change(rewards=lambda old: old | {"environment": old["environment"] + 0.25}),
+            "returns",
+        ),
+        ("round-001.rollout", "trajectories/", of_the_failed(reward=0.0), "returns"),
+        ("round-001.rollout", "trajectories/", of_the_failed(reward=0.0), "faults"),
+        ("round-001.score", "scores/", of_the_failed(total=0.0), "faults"),
+        ("round-001.update", "fates/", of_the_failed(fate="trained"), "faults"),
+        ("round-001.rollout", "trajectories/", of_the_failed(reason=None), "faults"),
+        ("round-001.rollout", "rollouts/", of_the_failed(stop="eos"), "faults"),
+        ("round-001.rollout", "rollouts/", change(stop="failed"), "faults"),
+        ("round-001.rollout", "trajectories/", drop_last, "episodes"),
+        ("round-001.rollout", "rollouts/", drop_last, "episodes"),
+        ("round-001.rollout", "trajectories/", change(status="lost"), "episodes"),
+        ("round-001.rollout", "trajectories/", change(status="truncated"), "episodes"),
+        ("round-001.rollout", "turns/", change(turn=1), "episodes"),
         ("round-001.rollout", "turns/", ended_twice, "episodes"),
-        ("round-001.rollout", "trajectories/", too_many_tries, "limits"),
-        ("round-001.rollout", "trajectories/", other_count, "limits"),
-        ("round-001.rollout", "turns/", long_turn, "limits"),
-        ("round-001.rollout", "trajectories/", other_seed, "seeds"),
-        ("round-001.rollout", "trajectories/", other_task, "seeds"),
+        ("round-001.rollout", "trajectories/", change(tries=3), "limits"),
+        ("round-001.rollout", "trajectories/", change(sampled_tokens=plus(1)), "limits"),
+        ("round-001.rollout", "turns/", longer(20), "limits"),
+        ("round-001.rollout", "trajectories/", change(seed=plus(1)), "seeds"),
+        ("round-001.rollout", "trajectories/", change(prompt_id="prompts-6"), "seeds"),
     ],
 )
 def test_one_row_that_says_otherwise_breaks_the_law(run, node, part, edit, law):
