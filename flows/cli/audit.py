@@ -28,15 +28,15 @@ def audit_run(store: StoreUrl, run_name: RunName = None, as_json: AsJson = False
     report = _write(place, record["name"], laws)
     if as_json:
         print_json({"run": record["name"], "store": place.shown, "laws": laws, "broken": broken, "report": report})
-        raise typer.Exit(1 if broken else 0)
-    out.print(f"{record['name']}  {place.shown}")
-    for finding in findings:
-        _print(finding)
-    if report is not None:
-        out.print(f"report  {report}")
-    if broken:
-        out.print(f"{len(broken)} of {len(findings)} laws are broken: {', '.join(broken)}")
-        raise typer.Exit(1)
+    else:
+        out.print(f"{record['name']}  {place.shown}")
+        for finding in findings:
+            _print(finding)
+        if report is not None:
+            out.print(f"report  {report}")
+        if broken:
+            out.print(f"{len(broken)} of {len(findings)} laws are broken: {', '.join(broken)}")
+    raise typer.Exit(1 if broken else 0)
 
 
 def _write(store: Store, run: str, laws: list[dict[str, object]]) -> str | None:

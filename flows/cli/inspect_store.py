@@ -108,11 +108,11 @@ def verify(store: StoreUrl, as_json: AsJson = False) -> None:
         note(place, "verify", outcome=f"{len(damages)} set aside", damaged=damages)
     if as_json:
         print_json({"store": place.shown, "artifacts": len(keys), "damaged": damages})
-        raise typer.Exit(1 if damages else 0)
-    for damage in damages:
-        out.print(f"damaged: {damage}")
-    hint = "; `rlhf run` recomputes them" if damages and not place.read_only else ""
-    out.print(f"{len(keys)} artifacts, {len(damages)} damaged{hint}")
+    else:
+        for damage in damages:
+            out.print(f"damaged: {damage}")
+        hint = "; `rlhf run` recomputes them" if damages and not place.read_only else ""
+        out.print(f"{len(keys)} artifacts, {len(damages)} damaged{hint}")
     raise typer.Exit(1 if damages else 0)
 
 

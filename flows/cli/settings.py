@@ -91,13 +91,13 @@ def _commented(file: Path) -> Iterator[str]:
             yield f"{indent}{part}: {default}" if name == place else f"{indent}{part}:"
 
 
-def every_setting() -> Iterator[Setting]:
-    """Yield all settings of a recipe in order, each section before its fields."""
-    return _settings(Recipe, "", None)
+def every_setting(
+    model: type[BaseModel] = Recipe, above: str = "", given: BaseModel | None = None
+) -> Iterator[Setting]:
+    """Yield all settings of a model in order, each section before its fields.
 
-
-def _settings(model: type[BaseModel], above: str, given: BaseModel | None) -> Iterator[Setting]:
-    """Yield the settings of a model. `given`: values that replace the defaults of its fields."""
+    given: values that replace the defaults of its fields.
+    """
     for name, field in model.model_fields.items():
         if is_managed(model, name):
             continue
@@ -109,7 +109,7 @@ def _settings(model: type[BaseModel], above: str, given: BaseModel | None) -> It
         shown = "required" if required else _shown(default, inner)
         yield Setting(place, kind_of(field), shown, text)
         for key, one in inner:
-            yield from _settings(one, f"{place}{key}.", default if isinstance(default, BaseModel) else None)
+            yield from every_setting(one, f"{place}{key}.", default if isinstance(default, BaseModel) else None)
 
 
 def _shown(default: Any, inner: list[Any]) -> str:

@@ -33,7 +33,7 @@ def check_coverage(run: AuditedRun, finding: Finding) -> None:
         own = round_.sampled[0]
         # Only the two columns that this law needs; laws over rounds read the whole table.
         asked = read_table(own.artifact, "rollouts/", CompletionRow, ("place", "prompt_id"))
-        places = {row.place: row.prompt_id for row in (*own.refused, *asked)}
+        places = {row.place: row.prompt_id for row in own.refused} | {row.place: row.prompt_id for row in asked}
         counts.update(places.values())
         finding.checked += len(places)
         drawn = counts.most_common()

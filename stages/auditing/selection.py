@@ -21,18 +21,17 @@ def check_choice(run: AuditedRun, finding: Finding) -> None:
 
 
 def _check(run: AuditedRun, name: str, choice: Artifact, finding: Finding) -> None:
-    metric, chosen = choice.manifest["config"]["metric"], choice.metrics["round"]
-    roles = [role for role in choice.manifest["inputs"] if role.startswith(EVALUATION)]
-    sources = {role: choice.manifest["inputs"].get(role) for role in (*roles, f"candidate_{chosen:03d}")}
-    stored = {role: source and run.stored(source) for role, source in sources.items()}
-    if missing := [role for role, artifact in stored.items() if artifact is None]:
+    metric, chosen, inputs = choice.manifest["config"]["metric"], choice.metrics["round"], choice.manifest["inputs"]
+    candidate, roles = f"candidate_{chosen:03d}", [role for role in inputs if role.startswith(EVALUATION)]
+    stored = {role: a for role in (candidate, *roles) if role in inputs and (a := run.stored(inputs[role])) is not None}
+    if missing := [role for role in (candidate, *roles) if role not in stored]:
         finding.left_out.append(f"{name}: {missing[0]} is gone")
         return
     values = {int(role.removeprefix(EVALUATION)): _value(stored[role], metric) for role in roles}
     best = min(number for number, value in values.items() if value == max(values.values()))
     case = f"{name}: round {chosen} was chosen by {metric}, of {values} round {best} is the best"
     finding.check(chosen == best, case)
-    wrong = sorted({path for path, _ in _content(choice) ^ _content(stored[f"candidate_{chosen:03d}"])})
+    wrong = sorted({path for path, _ in _content(choice) ^ _content(stored[candidate])})
     if wrong:
         finding.broken.append(f"{name}: not the content of round {chosen}: {', '.join(wrong[:3])}")
 

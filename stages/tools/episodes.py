@@ -139,7 +139,7 @@ def _agent(turn: TurnRow, row: CompletionRow, first: bool) -> dict[str, Any]:
     }
     extra = {name: getattr(turn, name) for name in TURN}
     extra["observation_token_ids"] = list(turn.observation_ids) or None
-    step = {"source": "agent", "message": turn.text, "tool_calls": tool_calls or None}
+    step: dict[str, Any] = {"source": "agent", "message": turn.text, "tool_calls": tool_calls or None}
     step["observation"] = {"results": results} if results else None
     return _known(step | {"metrics": _known(metrics), "extra": _known(extra)})
 
