@@ -10,7 +10,6 @@ from rlhf.stages.auditing.laws import Finding
 from rlhf.stages.store.artifacts import Store
 from rlhf.stages.store.readonly import ReadOnlyStore, refused
 
-FILE = "audit.json"
 SHOWN = 3
 """Broken cases that the output lists for each law."""
 
@@ -44,7 +43,7 @@ def _write(store: Store, run: str, laws: list[dict[str, object]]) -> str | None:
     from rlhf.flows.report.page import write_report
 
     try:
-        store.write_json(laws, "runs", run, FILE)
+        store.write_json(laws, "runs", run, "audit.json")
         return write_report(store, run)
     except (ReadOnlyStore, OSError) as e:
         if not refused(e):

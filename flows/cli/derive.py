@@ -63,7 +63,7 @@ def diff(
         recipe = next(name for name in (first, second) if name != records[0]["name"])
         raise usage_error(f"{first} and {second} are one run: {recipe} stands for its newest; name the other run")
     views = [RunView(place, record) for record in records]
-    found = compare(views[0], views[1])
+    found = compare(*views)
     if as_json:
         print_json(found)
         return

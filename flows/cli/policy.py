@@ -91,7 +91,7 @@ def serve(options: ServeOptions, store: StoreUrl, run_name: RunName = None, node
         which = run_name or "no name"
         raise usage_error(f"--follow needs a promoted name; {which} has no entry in {store}: type `rlhf champions`")
     record, place = _policy(store, run_name, node)
-    alias = None if run_name is None or entry is None else Named(name=run_name, entry=entry.number)
+    alias = None if entry is None else Named(name=str(run_name), entry=entry.number)
     name = f"{record['name']}:{node if entry is None else entry.policy.node}"
     become("rlhf.stages.serving.serve", Serve(policy=place, options=options, name=name, named=alias).model_dump_json())
 

@@ -41,7 +41,7 @@ def _settings(first: RunView, second: RunView) -> list[str]:
     values = [published(view.record["recipe"]) for view in (first, second)]
     same = dict.fromkeys(("name", "description", "store"))
     shown = [recipe | same | {"data": as_read(recipe["data"])} for recipe in values]
-    return differences(shown[0], shown[1])
+    return differences(*shown)
 
 
 def _data(*views: RunView) -> dict[str, Any]:

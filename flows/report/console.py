@@ -50,8 +50,8 @@ class ConsoleReporter:
             if self._bars is None:
                 self._bars = _bars(self.console)
                 self._bars.start()
-            fields = {"count": "", "detail": "", "printed": time.monotonic()}
-            self._tasks[node.name] = self._bars.add_task(node.name, total=None, **fields)
+            now = time.monotonic()
+            self._tasks[node.name] = self._bars.add_task(node.name, total=None, count="", detail="", printed=now)
             # A round has one line, at its end.
             if not self.console.is_terminal and not node.name.startswith("round-"):
                 self._print(f"  {node.name:<18} started")

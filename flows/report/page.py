@@ -139,7 +139,10 @@ def _provenance(run: RunView) -> dict[str, Any]:
     artifacts = {name: run.artifact(name) for name in [*others, *in_rounds[:3], *in_rounds[-3:]]}
     manifests = {name: artifact.manifest for name, artifact in artifacts.items() if artifact is not None}
     parts = {name: m.get("key_parts", {}) for name, m in manifests.items()}
-    modules = sorted({module for part in parts.values() for module in part.get("code", {})})
+    code: dict[str, dict[str, list[str]]] = {}
+    for name, part in parts.items():
+        for module, fingerprint in part.get("code", {}).items():
+            code.setdefault(module, {}).setdefault(fingerprint, []).append(name)
     recipe = published(run.record["recipe"])
 
     def by_value(value_of: Callable[[str], str | None]) -> dict[str, list[str]]:
@@ -158,7 +161,7 @@ def _provenance(run: RunView) -> dict[str, Any]:
             "Versions": by_value(lambda name: _versions(manifests[name])),
         },
         "sources": {name: part["sources"] for name, part in parts.items() if part.get("sources")},
-        "code": {module: by_value(lambda name, of=module: parts[name].get("code", {}).get(of)) for module in modules},
+        "code": dict(sorted(code.items())),
         "recipe": yaml.safe_dump(recipe, sort_keys=False, allow_unicode=True, width=100),
         "seed": recipe.get("seed"),
         "store": run.store.shown,

@@ -27,7 +27,6 @@ def facts_of_machine() -> dict[str, Any]:
     # XLA alone computes on several devices.
     in_c = "a kernel in C" if kernels and kernels.fused_forward and device.count == 1 and not half else None
     fused = {"gpu": "cuDNN" if half else None, "tpu": "splash", "cpu": in_c}.get(device.platform)
-    little = device.memory_bytes < LITTLE_MEMORY
     return {
         "device": {"platform": device.platform, "kind": device.kind, "count": device.count},
         "cores": os.cpu_count(),
@@ -47,7 +46,9 @@ def facts_of_machine() -> dict[str, Any]:
         "sandbox_gaps": list(gaps()),
         "python": sys.version.split()[0],
         "versions": library_versions(),
-        "warnings": ["less than 7 GB of memory: run smoke in place of demo"] if little else [],
+        "warnings": ["less than 7 GB of memory: run smoke in place of demo"]
+        if device.memory_bytes < LITTLE_MEMORY
+        else [],
     }
 
 

@@ -91,9 +91,9 @@ def _changed(before: Artifact, after: Artifact) -> list[str]:
         configs = [config_content(Config.model_validate(manifest["config"])) for manifest in manifests]
     except ValidationError:
         configs = [manifest["config"] for manifest in manifests]
-    settings = ({n: v for n, v in config.items() if n not in NO_VERDICT} for config in configs)
-    sources = (manifest["key_parts"].get("sources") or {} for manifest in manifests)
-    return [*differences(*settings), *differences(*sources)]
+    settings = [{n: v for n, v in config.items() if n not in NO_VERDICT} for config in configs]
+    sources = [manifest["key_parts"].get("sources") or {} for manifest in manifests]
+    return [*differences(settings[0], settings[1]), *differences(sources[0], sources[1])]
 
 
 def _at(judged: Judged, places: list[int]) -> Judged:
