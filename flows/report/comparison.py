@@ -40,8 +40,8 @@ def _settings(first: RunView, second: RunView) -> list[str]:
     """Return a line for each different setting of the recipe, without name and store."""
     values = [published(view.record["recipe"]) for view in (first, second)]
     same = dict.fromkeys(("name", "description", "store"))
-    shown = [recipe | same | {"data": as_read(recipe["data"])} for recipe in values]
-    return differences(*shown)
+    old, new = (recipe | same | {"data": as_read(recipe["data"])} for recipe in values)
+    return differences(old, new)
 
 
 def _data(*views: RunView) -> dict[str, Any]:
