@@ -11,7 +11,7 @@ export PIP_DISABLE_PIP_VERSION_CHECK := 1
 # Images of Python set it: then each process would compile all that it imports again, JAX alone for 1.5 s.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: venv demo test compiled coverage test-slow faults year test-vllm test-device tpu gpu-aot lint docs bench profile lock clean
+.PHONY: venv demo test test-all compiled coverage test-slow faults year test-vllm test-device tpu gpu-aot lint docs bench profile lock clean
 
 # What users need, and nothing to run.
 venv: $(VENV)/.ready
@@ -32,7 +32,10 @@ coverage: $(VENV)/.ready-dev
 	$(BIN)/pytest --cov --cov-report= $(ARGS)
 	$(BIN)/coverage report
 
-# What takes long (kills during checkpoints, several devices, adapters through rounds of RL) and further variants.
+# All tests that need no other environment or device.
+test-all: test test-slow
+
+# Long tests (whole runs, kills, clusters, several devices) and further variants.
 test-slow: $(VENV)/.ready-dev
 	$(BIN)/pytest -m slow $(ARGS)
 

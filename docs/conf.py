@@ -30,10 +30,19 @@ NAVIGATION = {
     "Tutorials": ["first-run", "your-data-and-reward", "an-agent", "on-a-gpu"],
     "Guides": [
         *("recipes", "data", "rl", "rewards", "rollouts", "agents", "environments", "evaluation", "gates", "names"),
-        *("serving", "operations", "infra", "prefect", "workers", "cluster", "fit", "a-stage", "from-trl"),
+        *("serving", "operations", "infra", "prefect", "workers", "cluster", "fit", "a-stage", "extend", "from-trl"),
         "from-axolotl",
     ],
-    "Reference": ["settings", "commands", "metrics", "environment-variables", "files", "tables", "json"],
+    "Reference": [
+        "settings",
+        "commands",
+        "metrics",
+        "environment-variables",
+        "files",
+        "tables",
+        "json",
+        "compiled-programs",
+    ],
     "Background": ["rules", "decisions/README", "glossary", "benchmarks", "devices", "not-here"],
 }
 FOLDERS = {"Tutorials": "docs/tutorials", "Guides": "docs", "Reference": "docs/reference", "Background": "docs"}

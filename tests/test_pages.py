@@ -32,12 +32,7 @@ from tests.support import copy_project
 RULES = ROOT / "docs" / "rules.md"
 OPTIMIZERS = get_args(Optimizer.model_fields["name"].annotation)
 
-ROOMS = (
-    *("flows", "flows/graph"),
-    *("stages", "stages/store", "stages/contract", "stages/sampling", "stages/training", "stages/worker"),
-    *("stages/serving", "tuning", "tuning/algorithms", "tuning/losses", "tuning/rollout/engine"),
-    *("tuning/rollout/servers", "tuning/data", "tuning/models", "tuning/training", "tuning/rewards", "tests"),
-)
+ROOMS = (*PACKAGES, "tests")
 
 LINK = re.compile(r"\]\(([^)#\s]+)(?:#([\w-]+))?\)")
 TEST = re.compile(r"(tests/[\w/]+\.py)::(\w+)")
@@ -158,35 +153,6 @@ def test_every_shell_block_runs_or_says_that_it_does_not():
             if block.language == "sh" and block.runs:
                 for command in commands_of(block):
                     assert command[0] in ("rlhf", "python"), f"{page}: mark the block of {command} as `sh no-run`"
-
-
-def test_every_rule_names_the_test_that_holds_it_or_says_that_none_does():
-    rules = all_rules()
-    assert [rule.split(".")[0] for rule in rules] == [f"R{n}" for n in range(1, 37)]
-    for rule in rules:
-        assert TEST.search(rule) or "Not held yet" in rule, rule.splitlines()[0]
-        whole = "**Held by**" in rule
-        assert whole != ("Not held yet" in rule), rule.splitlines()[0]
-
-
-def test_the_readme_counts_the_rules_as_they_are():
-    rules = all_rules()
-    held, in_part = (sum(f"**{words}**" in rule for rule in rules) for words in ("Held by", "Held in part by"))
-    counts = f"{held} are held by tests, {in_part} in part, {len(rules) - held - in_part} not yet"
-    assert counts in " ".join(text_of(Path("README.md")).split())
-
-
-def test_a_rule_says_which_of_its_tests_are_slow():
-    for rule in all_rules():
-        for file, name in TEST.findall(rule):
-            text = (ROOT / file).read_text()
-            marked = re.search(rf"^@pytest\.mark\.slow\n(?:@.*\n)*def {name}\(", text, re.MULTILINE)
-            if marked or "\npytestmark = pytest.mark.slow\n" in text:
-                assert f"{name}` (slow" in rule or "all slow" in rule, f"{rule.splitlines()[0]}: {name} is slow"
-
-
-def all_rules() -> list[str]:
-    return re.split(r"^## (?=R\d)", RULES.read_text(), flags=re.MULTILINE)[1:]
 
 
 def test_what_a_recipe_may_name_is_on_a_page():

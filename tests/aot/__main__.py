@@ -5,7 +5,7 @@
     python -m tests.aot --on gpu             those for GPUs
     python -m tests.aot --write              new bounds of the programs that have changed; look at the difference
     python -m tests.aot --write --again      of the others too
-    python -m tests.aot --table              the table of docs/devices.md again, from bounds.json
+    python -m tests.aot --table              the table of docs/reference/compiled-programs.md again, from bounds.json
 
 Each case is a process of its own with a limit of time. `--write` writes a case, and the table, as soon as it is known,
 and keeps the bounds of what does not compile. It may be interrupted and run again: a program that is what it was is not

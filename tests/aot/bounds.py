@@ -9,7 +9,7 @@ from typing import Any
 from tests.aot.account import Account
 
 BOUNDS = Path(__file__).with_name("bounds.json")
-PAGE = Path(__file__).parents[2] / "docs" / "devices.md"
+PAGE = Path(__file__).parents[2] / "docs" / "reference" / "compiled-programs.md"
 HEAD = "| program, model | topology | held, temporary MB a device | FLOPs share | collectives | compile, CPU s |"
 MEMORY = 1.05
 """How much more a program may hold than what is committed."""

@@ -88,10 +88,10 @@ def own(tmp_path, monkeypatch):
 
 
 def test_a_file_that_a_package_of_this_project_hides_is_named(tmp_path, monkeypatch):
-    write_files(tmp_path, **{"tuning.py": REWARD})
+    write_files(tmp_path, **{"rlhf.py": REWARD})
     monkeypatch.chdir(tmp_path)
-    with pytest.raises(RecipeError, match="/tuning.py has the name of a module of Python or of this project; give"):
-        check(load_recipe("smoke", sets=["rl.score.rewards={j: {function: 'tuning:right'}}"]))
+    with pytest.raises(RecipeError, match="/rlhf.py has the name of a module of Python or of this project; give"):
+        check(load_recipe("smoke", sets=["rl.score.rewards={j: {function: 'rlhf:right'}}"]))
 
 
 @pytest.mark.parametrize(

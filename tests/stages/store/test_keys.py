@@ -173,7 +173,7 @@ def test_differences_names_each_leaf_with_both_values():
         "code": {"rlhf.stages.sft": "b"},
     }
     assert differences(old, new) == [
-        'code.stages.sft: "a" -> "b"',
+        'code.rlhf.stages.sft: "a" -> "b"',
         "config.epochs: gone (was 1)",
         "config.optimizer.learning_rate: 0.003 -> 0.001",
         "config.steps: new, 5",
