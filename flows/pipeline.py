@@ -139,9 +139,6 @@ def rlhf_pipeline(
         if from_command is not None:
             raise
         return Failed(message=without_userinfo(f"no run of recipe {recipe} began: {e}"), data=e)
-    if name != str(runtime.flow_run.name) and runtime.flow_run.run_count <= 1:
-        with errors_logged():
-            rename_flow_run(name)
     if runtime.deployment.name:
         session.command["command"] = f"prefect deployment run {NAME}/{runtime.deployment.name}"
     try:
@@ -171,11 +168,13 @@ def _run(session: Session, force: list[str], only: list[str]) -> State[Any]:
     recipe, reporter = session.recipe, session.reporter
     assert isinstance(reporter, PrefectReporter)
     _sessions[session.name] = session
-    reporter.console.print(f"run {session.name}  store {session.store.shown}")
-    with errors_logged():
-        show_command(reporter.display, session.name, _command(session))
     cancellation = Cancellation(session.stop)
     try:
+        with errors_logged():
+            if session.name != str(runtime.flow_run.name) and runtime.flow_run.run_count <= 1:
+                rename_flow_run(session.name)
+            show_command(reporter.display, session.name, _command(session))
+        reporter.console.print(f"run {session.name}  store {session.store.shown}")
         session.force = select(session.nodes, force)
         chosen = with_inputs(session.nodes, select(session.nodes, only)) if only else None
         task = stage_task.with_options(retries=recipe.retries, retry_condition_fn=is_dead_worker)

@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from rlhf.tuning.atomic import whole_file
+from rlhf.tuning.names import cache_folder
 
 SMALLEST = 2**20
 """Bytes from which on it is worth it."""
@@ -27,7 +28,7 @@ SETTLED_SECONDS = 2.0
 
 def folder() -> Path:
     """Where digests are remembered: in the scratch folder of this machine."""
-    return Path(os.environ.get("RLHF_SCRATCH", Path.home() / ".cache" / "rlhf-pipeline" / "scratch")) / "digests"
+    return cache_folder("RLHF_SCRATCH", "scratch") / "digests"
 
 
 def of_file(path: str | Path, read: Callable[[], str]) -> str:

@@ -5,8 +5,10 @@ from __future__ import annotations
 
 import difflib
 import importlib
+import os
 import re
 from collections.abc import Callable, Iterable
+from pathlib import Path
 from typing import Any
 
 from rlhf.tuning.allowed import check_module
@@ -17,6 +19,16 @@ _CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069]"
 def plain(text: str) -> str:
     """A text of others for a terminal: control characters and marks of direction, which can rewrite it, are shown."""
     return _CONTROL.sub("\ufffd", text)
+
+
+def cache_folder(variable: str, name: str) -> Path:
+    """Return the folder of an environment variable, else `~/.cache/rlhf-pipeline/NAME`. Raises OSError without both."""
+    if given := os.environ.get(variable):
+        return Path(given)
+    try:
+        return Path.home() / ".cache" / "rlhf-pipeline" / name
+    except RuntimeError:
+        raise OSError(f"this user has no home folder: set {variable} to a folder") from None
 
 
 def closest(name: str, known: Iterable[str]) -> str | None:

@@ -1,4 +1,4 @@
-"""A recipe as a command reads it: checked before any work, or a usage error."""
+"""Read and check a recipe before any work."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from rlhf.flows.running.recipe_warnings import of_recipe
 
 
 def read_recipe(name: str, sets: list[str] | None) -> Recipe:
-    """The recipe with its `--set` options, checked as far as that works without running it; else a usage error."""
+    """Return the recipe with its `--set` options, checked without running it; exit after an error."""
     try:
         recipe = load_recipe(name, sets=sets)
         for line in added(name, sets or []):
@@ -21,19 +21,17 @@ def read_recipe(name: str, sets: list[str] | None) -> Recipe:
             err.print(f"! {line}")
         return recipe
     except RecipeError as e:
-        raise usage_error(_with_option(str(e), sets or [])) from e
+        message = str(e)
+        # A message begins with a setting's place: add the option that set it.
+        places = [re.escape(item.partition("=")[0]) for item in sets or []]
+        option = "--set " if any(re.match(rf"{place}[.:\s]", message) for place in places) else ""
+        raise usage_error(option + message) from e
     except FileNotFoundError as e:
         raise usage_error(str(e)) from e
 
 
-def _with_option(message: str, sets: list[str]) -> str:
-    """A message that begins with a setting's place, with the option that set it."""
-    places = [item.partition("=")[0] for item in sets]
-    return f"--set {message}" if any(re.match(rf"{re.escape(place)}[.:\s]", message) for place in places) else message
-
-
 def check(recipe: Recipe) -> None:
-    """Raises RecipeError for what the recipe names and is not there, or cannot be called as it says."""
+    """Raise RecipeError for a missing name of the recipe, or one that does not accept its arguments."""
     from rlhf.flows.running.checks import check as check_names
     from rlhf.flows.running.checks import try_algorithm
 

@@ -10,17 +10,15 @@ from typing import Annotated, Any
 
 import typer
 
-from rlhf.flows.cli.shared import AsJson, RecipeName, Sets, group, out, print_json, usage_error
+from rlhf.flows.cli.shared import AsJson, RecipeName, Sets, app, out, print_json, usage_error
 from rlhf.flows.recipe.reading import load_recipe
 from rlhf.stages.worker import interpreter
-
-commands = group()
 
 SECTIONS = ("sft", "distill", "preference", "reward", "rl.rollout", "rl.score", "rl.update", "evaluate")
 GB = 10**9
 
 
-@commands.command()
+@app.command()
 def fit(
     recipe: RecipeName,
     on: Annotated[

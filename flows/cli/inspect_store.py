@@ -1,4 +1,4 @@
-"""Commands that look at a store: its runs, their stages and reports, the state of its files."""
+"""Commands that show a store: its runs, their stages and reports, damaged files."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from rlhf.flows.cli.shared import (
     AsJson,
     RunName,
     StoreUrl,
-    group,
+    app,
     note,
     out,
     print_json,
@@ -26,10 +26,8 @@ from rlhf.stages.store.damage import fault_of, set_aside
 from rlhf.stages.store.leases import beats
 from rlhf.stages.store.readonly import refused
 
-commands = group()
 
-
-@commands.command()
+@app.command()
 def runs(store: StoreUrl, as_json: AsJson = False) -> None:
     """List the runs of a store."""
     place = Store(store)
@@ -46,10 +44,10 @@ def runs(store: StoreUrl, as_json: AsJson = False) -> None:
 
 
 NODE_KEYS = ("stage", "state", "key", "digest", "started", "seconds", "made_seconds", "metrics", "error")
-"""What `rlhf show --json` has of each stage of a run; null where it is not known."""
+"""Keys of each stage in `rlhf show --json`; unknown values are null."""
 
 
-@commands.command()
+@app.command()
 def show(store: StoreUrl, run_name: RunName = None, as_json: AsJson = False) -> None:
     """Show a run: each stage with its state, time, key and first figures."""
     from rlhf.stages.contract.registry import stage
@@ -57,7 +55,7 @@ def show(store: StoreUrl, run_name: RunName = None, as_json: AsJson = False) -> 
     record, place = record_of(store, run_name, partial=True), Store(store)
     status = status_of(record, place)
     for entry in record["nodes"].values():
-        # A run that was killed has recorded no end of its stage.
+        # A killed run has recorded no end of its stage.
         entry["state"] = status if entry["state"] == "running" else entry["state"]
     if as_json:
         nodes = [{"node": n} | {key: e.get(key) for key in NODE_KEYS} for n, e in record["nodes"].items()]
@@ -67,62 +65,61 @@ def show(store: StoreUrl, run_name: RunName = None, as_json: AsJson = False) -> 
     out.print(f"{record['name']}  {status}  {record['started']}")
     for name, e in record["nodes"].items():
         figures = stage(e["stage"]).figures(e["metrics"]) if "metrics" in e else e.get("error", "")
-        # A stage that runs, or was killed, has no end.
+        # A running or killed stage has no end.
         seconds = f"{e['seconds']:.1f} s" if "seconds" in e else ""
         out.print(f"  {name:<20} {e['state']:<11} {seconds:>8}  {e['key'][:12]}  {figures}")
     if error := record.get("error"):
         out.print(f"error   {error}")
     for line in decision_lines(record):
         out.print(line)
+    none = {"report": f"none: type `rlhf report {record['name']}`", "log": "none: no worker was started"}
     for name, where in _places(record, place).items():
-        none = {"report": f"none yet: `rlhf report {record['name']}` writes it", "log": "none: no worker was started"}
-        out.print(f"{name:<7} {none[name] if where is None else where}")
+        out.print(f"{name:<7} {where or none[name]}")
 
 
 def _places(record: dict[str, Any], store: Store) -> dict[str, str | None]:
-    """Where a run's report and its worker's log are; a run that was killed has no report, and one without a worker no
-    log."""
+    """Return the places of a run's report and log; None without one."""
     log = log_of(store, record["name"])
-    # A run of another machine has it there; a store that was moved has it here.
+    # The log may be on another machine, or in a moved store.
     where = str(log) if log.exists() else record.get("log", str(log)) if record.get("worker_starts") != 0 else None
     report = ("runs", record["name"], "report.html")
     there = store.fs.exists(store.join(*report))
     return {"report": store.address(*report) if there else None, "log": where}
 
 
-@commands.command()
+@app.command()
 def report(store: StoreUrl, run_name: RunName = None) -> None:
-    """Write a run's HTML report again and print where it is."""
+    """Write a run's HTML report, and print its path."""
     from rlhf.flows.report.page import write_report
 
     out.print(write_report(Store(store), record_of(store, run_name)["name"]))
 
 
-@commands.command()
+@app.command()
 def verify(store: StoreUrl, as_json: AsJson = False) -> None:
-    """Check the checksums of every artifact in a store; set damaged ones aside."""
+    """Check the checksums of all artifacts, and set damaged ones aside."""
     place = Store(store)
     keys = place.all_keys()
     if not keys:
-        # A disk that is not mounted looks the same as a store in which all is well.
+        # An unmounted disk looks like an empty store.
         raise usage_error(f"no artifacts in {place.shown}: name the store with --store, or mount it")
     damages = [damage for stage, key in keys if (damage := _damage(place, stage, key))]
     if damages and not place.read_only:
         note(place, "verify", outcome=f"{len(damages)} set aside", damaged=damages)
     if as_json:
         print_json({"store": place.shown, "artifacts": len(keys), "damaged": damages})
-        raise typer.Exit(1 if damages else 0)
-    for damage in damages:
-        out.print(f"damaged: {damage}")
-    hint = "; the next run makes them again" if damages and not place.read_only else ""
-    out.print(f"{len(keys)} artifacts, {len(damages)} damaged{hint}")
+    else:
+        for damage in damages:
+            out.print(f"damaged: {damage}")
+        hint = "; `rlhf run` recomputes them" if damages and not place.read_only else ""
+        out.print(f"{len(keys)} artifacts, {len(damages)} damaged{hint}")
     raise typer.Exit(1 if damages else 0)
 
 
 def _damage(store: Store, stage: str, key: str) -> str | None:
-    """What is wrong with an artifact, which is then set aside; None if all checksums are right or it is gone."""
+    """Set a damaged artifact aside, and describe the damage; None without any."""
     _, fault = fault_of(store, stage, key)
-    # A process that is computing the artifact replaces it.
+    # A process that computes the artifact replaces it.
     if fault is None or beats(store, stage, key):
         return None
     if not store.read_only:

@@ -1,24 +1,24 @@
-"""Starts a run, with Prefect or without, and turns its errors into messages and exit codes."""
+"""Start a run, with or without Prefect, and turn its errors into messages and exit codes."""
 
 from __future__ import annotations
 
 import os
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import typer
 
 from rlhf.flows.cli.shared import err, interrupt_at_sigterm
 from rlhf.flows.recipe.model import Recipe
-from rlhf.flows.records import REFUSED
+from rlhf.flows.records import REFUSED, find_run
 
 if TYPE_CHECKING:
     from rlhf.flows.graph.policy_refs import Standing
     from rlhf.stages.worker.client import StageFailed, WorkerDied
 
 GATE = 3
-"""The exit status of a run whose gate has refused its policy: all of it was done, and nothing is promoted."""
+"""Exit status of a run that the gate refused: it is complete, and nothing is promoted."""
 
-# Prefect's own lines stay out of the terminal; its log of the run has them.
+# Prefect's log of the run has its lines; the terminal has only ours.
 QUIET = {
     "DO_NOT_TRACK": "1",
     "PREFECT_SERVER_ANALYTICS_ENABLED": "false",
@@ -37,10 +37,10 @@ def launch(
     standing: Standing | None = None,
     wait: bool = False,
 ) -> None:
-    """Runs a recipe. Exits with 3 where its gate refuses the policy, 2 for a usage error, 1 for a failed stage or
-    store, 130 after Ctrl-C; without Prefect, which has an end of its own for it, also after SIGTERM.
+    """Run a recipe. Exits with 3 after a refusal of the gate, 2 after a usage error, 1 after a failed stage or store,
+    130 after Ctrl-C; without Prefect also after SIGTERM.
 
-    wait: for the end of a run of this name that another process has at work.
+    wait: first wait for the end of a run of this name in another process.
     """
     from rlhf.flows.running.limits import RunTooLong
     from rlhf.flows.running.naming import before, wait_until_ended
@@ -52,41 +52,57 @@ def launch(
     from rlhf.stages.worker.client import StageFailed, WorkerDied
 
     refuse(recipe.store)
+    # Prefect handles SIGTERM itself.
     if no_prefect:
         interrupt_at_sigterm()
     try:
         if wait and name is not None:
             wait_until_ended(Store(recipe.store), name, lambda line: err.print(line))
-        # Here too: Prefect takes seconds to start.
+        # Early: Prefect takes seconds to start.
         if name is not None and (begun := before(Store(recipe.store), recipe, name)) is not None:
-            err.print(f"run {name} goes on (try {begun.get('tries', 1) + 1}): what is finished is reused")
+            err.print(f"run {name} continues (try {begun.get('tries', 1) + 1}); finished stages are reused")
         run = run_plain if no_prefect else run_with_prefect
         status = run(recipe, name=name, force=force, only=only, standing=standing)
     except (ArtifactError, RegistryError, RunTooLong) as e:
         err.print(f"failed: {e}")
         raise typer.Exit(1) from e
     except (StageFailed, WorkerDied, OSError) as e:
-        said = str(e)
+        text = str(e)
         if isinstance(e, OSError):
             full = disk_fault(e, Store(recipe.store).scratch)
-            said = f"{type(e).__name__}: {e}" if full is None else str(full.strerror)
-        err.print(f"failed: {said}\nwhat is finished is kept{_advice(e)}")
+            text = f"{type(e).__name__}: {e}" if full is None else str(full.strerror)
+        err.print(f"failed: {text}\nfinished stages are kept{_advice(e)}")
         raise typer.Exit(1) from e
     except KeyboardInterrupt as e:
-        err.print(f"{str(e) or 'interrupted'}; what is finished is kept, the same command goes on from there")
+        err.print(f"{str(e) or 'interrupted'}; finished stages are kept; the same command continues")
         raise typer.Exit(130) from e
     if status == REFUSED:
         raise typer.Exit(GATE)
 
 
+def recompute(
+    recipe: Recipe, nodes: set[str], standing: Standing, no_prefect: bool, force: set[str] | None = None
+) -> dict[str, Any]:
+    """Run nodes of a recipe and their missing inputs under a new name; return the record."""
+    from rlhf.flows.graph.build import build, with_inputs
+    from rlhf.flows.running.naming import free_name
+    from rlhf.stages.store.artifacts import Store
+
+    store = Store(recipe.store)
+    name = free_name(store, recipe.name)
+    only = with_inputs({n.name: n for n in build(recipe, standing)}, nodes)
+    launch(recipe, no_prefect, name=name, force=force, only=only, standing=standing)
+    return find_run(store, name)
+
+
 def _advice(error: StageFailed | WorkerDied | OSError) -> str:
-    """Advise after a failure of a stage, or of the store or a disk: not what would fail in the same way again."""
+    """Advise after a failure; do not suggest a command that would fail again."""
     from rlhf.stages.worker.client import CodeChanged, StageOutage, WorkerDied
 
     if isinstance(error, FileNotFoundError | NotADirectoryError | PermissionError):
         return "; make the path writable or mount it, or name another store (--store), and run again"
     if isinstance(error, WorkerDied | StageOutage | CodeChanged | OSError):
-        return "; the same command goes on from there"
+        return "; the same command continues"
     return " and reused: change what the message names, in the recipe, the data or the code, and run again"
 
 
@@ -98,19 +114,19 @@ def run_with_prefect(
     only: set[str] | None,
     standing: Standing | None = None,
 ) -> str:
-    """Runs the flow in this process, on the server that Prefect is set to or else on a private one.
+    """Run the flow in this process, on Prefect's configured server or on a private one that ends with it.
 
-    A private server ends with the run. Returns the run's status.
+    Returns the run's status.
     """
     for setting, value in QUIET.items():
-        # What the user has set stays.
+        # Keep the user's settings.
         os.environ.setdefault(setting, value)
     from httpx import TransportError
 
     from rlhf.flows.orchestration.server import PrivateServer, ServerFailed, may_be_set, reach_directly
 
-    # Starting a server takes longest, and asking Prefect for its settings means to import it for two seconds: without
-    # a sign of such settings the server starts first and comes up during the import.
+    # Only Prefect's import, of two seconds, tells whether a server is configured. Without a sign of one, start the
+    # private server first: it comes up during the import.
     server = None if may_be_set() else PrivateServer()
     try:
         from prefect.context import refresh_global_settings_context
@@ -122,13 +138,13 @@ def run_with_prefect(
             os.environ |= {"PREFECT_API_URL": server.url, "PREFECT_API_AUTH_STRING": server.auth}
             reach_directly()
             refresh_global_settings_context()
-        from rlhf.flows.orchestration.cancellation import BEGIN_SECONDS, asked
+        from rlhf.flows.orchestration.cancellation import BEGIN_SECONDS, answer_error
         from rlhf.flows.pipeline import run_recipe
 
         if private and server:
             server.wait()
-        # Before anything is made: Prefect tries for minutes before it says that nobody is there.
-        elif (error := asked(BEGIN_SECONDS)) is not None:
+        # Early: Prefect would try for minutes before it reports a missing server.
+        elif (error := answer_error(BEGIN_SECONDS)) is not None:
             raise error
         return run_recipe(recipe, name=name, force=force, only=only, standing=standing)
     except ServerFailed as e:
@@ -137,11 +153,11 @@ def run_with_prefect(
         url = get_current_settings().api.url
         raise SystemExit(
             f"failed: the Prefect server at {url} cannot be reached ({str(e) or type(e).__name__})\n"
-            "what is finished is kept; start the server, or run with --no-prefect, and the same command goes on"
+            "finished stages are kept; start the server, or add --no-prefect: the same command continues"
         ) from None
     finally:
         if server:
-            # What this process does next must not use the address of a server that has ended.
+            # The address of the ended server must not be used.
             for setting in ("PREFECT_API_URL", "PREFECT_API_AUTH_STRING"):
                 os.environ.pop(setting, None)
             server.stop()

@@ -6,14 +6,12 @@ import subprocess
 
 import typer
 
-from rlhf.flows.cli.shared import AsJson, group
+from rlhf.flows.cli.shared import AsJson, app
 from rlhf.stages.worker import interpreter
 
-commands = group()
 
-
-@commands.command()
+@app.command()
 def doctor(as_json: AsJson = False) -> None:
-    """Show the device, the defaults that follow from it, and the versions of libraries."""
+    """Show the device, the defaults that follow, and the versions of libraries."""
     options = ["--json"] if as_json else []
     raise typer.Exit(subprocess.call(interpreter.command("rlhf.stages.tools.doctor", *options)))

@@ -1,4 +1,4 @@
-"""Commands that watch a store over many runs: its trail and metrics."""
+"""Commands about a store over many runs: its history and metrics."""
 
 from __future__ import annotations
 
@@ -8,35 +8,32 @@ from typing import Annotated, Any
 
 import typer
 
-from rlhf.flows.cli.shared import AsJson, StoreUrl, err, group, out, print_json, usage_error
+from rlhf.flows.cli.shared import AsJson, StoreUrl, app, err, out, print_json, usage_error
 from rlhf.flows.report.formats import when
 from rlhf.stages.store.artifacts import Store
 
-commands = group()
 
-
-@commands.command()
+@app.command()
 def history(
     store: StoreUrl,
-    most: Annotated[int, typer.Option("--most", min=1, help="Changes shown, the newest ones.")] = 50,
+    most: Annotated[int, typer.Option("--most", min=1, help="Newest changes to show.")] = 50,
     as_json: AsJson = False,
 ) -> None:
-    """List what has changed the store: who, when, which command, with which commit. The newest comes last."""
+    """List changes of the store with user, time, command and commit; the newest comes last."""
     from rlhf.stages.store.audit_log import events
 
     place = Store(store)
-    # One more, which tells whether there are others.
-    found = events(place, most + 1)
+    found = events(place, most)
     if as_json:
-        print_json({"store": place.shown, "events": found[-most:]})
+        print_json({"store": place.shown, "events": found})
         return
-    for event in found[-most:]:
+    for event in found:
         out.print(_line(event))
-    if len(found) > most:
+    if len(found) == most:
         out.print(f"the newest {most}; --most shows more")
 
 
-@commands.command()
+@app.command()
 def metrics(
     store: StoreUrl,
     to: Annotated[
@@ -55,7 +52,7 @@ def metrics(
     place = Store(store)
     found = registry_of(place)
     if to is not None:
-        # A reader sees the old file or the new one.
+        # Atomic.
         write_to_textfile(str(to), found)
     if serve is None:
         if to is None:
@@ -67,7 +64,7 @@ def metrics(
     try:
         server, thread = start_http_server(int(port), host := host or "127.0.0.1", found)
     except OSError as e:
-        raise usage_error(f"--serve {serve}: {e}") from e
+        raise usage_error(f"--serve {serve}: {e}; choose another port") from e
     err.print(f"metrics of {place.shown} on http://{host}:{server.server_port}/metrics")
     with contextlib.suppress(KeyboardInterrupt):
         thread.join()
@@ -76,16 +73,15 @@ def metrics(
 
 def _line(event: dict[str, Any]) -> str:
     """`2026-11-24 10:00:00 UTC  user@host  run  smoke-x  finished  0123456789 (dirty)  rlhf run smoke`."""
-    commit = (event.get("commit") or "")[:10]
-    forced = event.get("forced")
+    commit, forced, run = (event.get("commit") or "")[:10], event.get("forced"), event.get("run")
     parts = [
         when(event["at"]),
-        str(event.get("by", "")),
-        str(event.get("what", "")),
-        str(event.get("run") or "") if isinstance(event.get("run"), str) else "",
-        str(event.get("outcome") or event.get("state") or ""),
-        "" if not forced else f"forced {', '.join(forced)}" if isinstance(forced, list) else "forced",
+        event.get("by"),
+        event.get("what"),
+        run if isinstance(run, str) else "",
+        event.get("outcome") or event.get("state"),
+        f"forced {', '.join(forced)}" if isinstance(forced, list) and forced else "forced" if forced else "",
         f"{commit} (dirty)" if commit and event.get("dirty") else commit,
-        str(event.get("command", "")),
+        event.get("command"),
     ]
-    return "  ".join(part for part in parts if part)
+    return "  ".join(str(part) for part in parts if part)

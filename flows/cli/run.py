@@ -1,4 +1,4 @@
-"""Commands that run a recipe or plan a run."""
+"""Commands that plan or run a recipe, or parts of a run again."""
 
 from __future__ import annotations
 
@@ -17,21 +17,19 @@ from rlhf.flows.cli.shared import (
     RunName,
     Sets,
     StoreUrl,
-    group,
+    app,
     out,
     print_json,
     record_of,
     usage_error,
 )
-from rlhf.flows.recipe.model import Recipe, RecipeError
+from rlhf.flows.recipe.model import RecipeError
 from rlhf.flows.recipe.reading import checked
-from rlhf.flows.records import candidates, find_run, finished_nodes
+from rlhf.flows.records import candidates, finished_nodes
 from rlhf.stages.store.artifacts import Store
 
 if TYPE_CHECKING:
     from rlhf.flows.graph.plan import Planned
-
-commands = group()
 
 RunTitle = Annotated[str | None, typer.Option("--name", help="Name of the run; two words are chosen if left out.")]
 
@@ -50,68 +48,50 @@ OnCluster = Annotated[
 
 def _with(sets: list[str] | None, store: str | None, cluster: str | None) -> list[str]:
     given = {"store": store, "workers.cluster": cluster}
-    # As a text of YAML, which `--set` reads: a path may hold what YAML takes for a comment or a mapping.
+    # Quoted, because `--set` reads YAML: a path may look like a comment or a mapping.
     texts = {field: json.dumps(value, ensure_ascii=False) for field, value in given.items() if value is not None}
     return [*(sets or []), *(f"{field}={text}" for field, text in texts.items())]
 
 
-@commands.command()
+@app.command()
 def run(
     recipe: RecipeName,
     sets: Sets = None,
     store: OwnStore = None,
     cluster: OnCluster = None,
     name: RunTitle = None,
-    force: Annotated[
-        list[str] | None, typer.Option(help="Make this stage or node again although it is cached.")
-    ] = None,
+    force: Annotated[list[str] | None, typer.Option(help="Recompute this stage or node although it is cached.")] = None,
     only: Annotated[
         list[str] | None,
-        typer.Option(
-            metavar="STAGE[,...]", help="Make these stages or nodes alone, with what they need before them; repeatable."
-        ),
-    ] = None,
-    until: Annotated[
-        str | None, typer.Option(metavar="STAGE", help="Stop behind this stage or node; the same command goes on.")
+        typer.Option(metavar="STAGE[,...]", help="Run only these stages or nodes and their inputs; repeatable."),
     ] = None,
     wait: Annotated[
         bool,
-        typer.Option("--wait", help="Where the run of this --name is at work elsewhere, wait until that has ended."),
+        typer.Option("--wait", help="If the run of this --name is running elsewhere, wait for its end."),
     ] = False,
     no_prefect: NoPrefect = False,
 ) -> None:
-    """Run a recipe. Stages whose inputs, settings and code did not change are taken from the store."""
+    """Run a recipe. Stages with unchanged inputs, settings and code come from the store."""
     from rlhf.flows.cli.launch import launch
+    from rlhf.flows.graph.build import nodes_of, select, with_inputs
 
     if wait and name is None:
-        raise usage_error("--wait is for the run of a --name; say which")
+        raise usage_error("--wait needs --name NAME, the run to wait for")
     resolved = read_recipe(recipe, _with(sets, store, cluster))
-    part = _part(resolved, only, until)
-    forced = _nodes(resolved, force) if force else None
+    nodes = {n.name: n for n in nodes_of(resolved)}
+    forced = select(nodes, force) if force else None
+    part = with_inputs(nodes, select(nodes, ",".join(only).split(","))) if only else None
     launch(resolved, no_prefect, name=name, force=forced, only=part, wait=wait)
 
 
-def _part(recipe: Recipe, only: list[str] | None, last: str | None) -> set[str] | None:
-    """The nodes that `--only` and `--until` leave; None where neither is given."""
-    from rlhf.flows.graph.build import nodes_of, until, with_inputs
-
-    if only and last is not None:
-        raise usage_error("say --only or --until, not both")
-    nodes = {n.name: n for n in nodes_of(recipe)}
-    if last is not None:
-        return until(nodes, _nodes(recipe, [last]))
-    names = [name for text in only or () for name in text.split(",")]
-    return with_inputs(nodes, _nodes(recipe, names)) if names else None
-
-
-@commands.command()
+@app.command()
 def plan(
     recipe: RecipeName,
     sets: Sets = None,
     store: OwnStore = None,
     cluster: OnCluster = None,
     config: Annotated[
-        bool, typer.Option("--config", help="Print the recipe with all defaults and presets filled in, as YAML.")
+        bool, typer.Option("--config", help="Print the recipe with all defaults and presets, as YAML.")
     ] = False,
     as_json: AsJson = False,
 ) -> None:
@@ -135,100 +115,75 @@ def plan(
     known, untimed = _expected(planned)
     if as_json:
         about: dict[str, Any] = {"recipe": resolved.name, "store": Store(resolved.store).shown, "counts": counts}
-        about |= {"seconds": sum(known) if known else None, "untimed": untimed, "remarks": remarks}
-        about["sources"] = sources
-        print_json(about | {"nodes": [_as_json(p) for p in planned]})
+        about |= {"seconds": sum(known) if known else None, "untimed": untimed, "remarks": remarks, "sources": sources}
+        nodes = [
+            {"node": p.node.name, "stage": p.node.stage, "nearest": p.nearest or None}
+            | {key: getattr(p, key) for key in ("state", "reasons", "seconds")}
+            for p in planned
+        ]
+        print_json(about | {"nodes": nodes})
         return
-    for label, nodes in _folded(planned):
-        first = nodes[0]
-        count = f" ({len(nodes)} nodes)" if len(nodes) > 1 else ""
-        nearest = next((p.nearest for p in nodes if p.nearest), "")
-        against = f"  (nearest: run {nearest})" if nearest else ""
-        out.print(f"{first.state:<6} {label}{count}{against}")
-        for reason in _reasons(nodes):
+    for label, group in _folded(planned):
+        count = f" ({len(group)} nodes)" if len(group) > 1 else ""
+        nearest = next((f"  (nearest: run {p.nearest})" for p in group if p.nearest), "")
+        out.print(f"{group[0].state:<6} {label}{count}{nearest}")
+        # The first reason of a waiting node is the miss that it waits for.
+        reasons = group[0].reasons if group[0].state == "miss" else [r for p in group for r in p.reasons[1:]]
+        for reason in dict.fromkeys(reasons):
             out.print(f"         {reason}")
-    for line in rows_by_source(sources) if sources else ():
-        out.print(f"  {line}")
-    for line in remarks:
-        out.print(f"! {line}")
-    more = f" and {untimed} stages of kinds that were never made" if untimed else ""
-    guess = f"; {sum(known):.0f} s by the times of such stages, without starts{more}" if known else ""
-    total = f"{counts['hit']} hit, {counts['miss']} miss, {counts['waits']} wait for a miss before them{guess}"
-    out.print(total)
+    for line in [*(f"  {row}" for row in rows_by_source(sources)), *(f"! {remark}" for remark in remarks)]:
+        out.print(line)
+    more = f" and {untimed} stages of kinds that were never computed" if untimed else ""
+    guess = f"; about {sum(known):.0f} s by earlier times of such stages, without start-up{more}" if known else ""
+    out.print(f"{counts['hit']} hit, {counts['miss']} miss, {counts['waits']} wait for an earlier miss{guess}")
     if counts["waits"]:
-        out.print("A waiting stage runs again only if its input changes or something listed under it does.")
+        out.print("A waiting stage runs only if its input or a listed reason changes its key.")
 
 
 def _expected(planned: list[Planned]) -> tuple[list[float], int]:
-    """The expected seconds of each node that is no hit, and the number of those that nothing is known of: a node that
-    was never made, such as of a further round, takes the mean of its stage."""
+    """Return the expected seconds of the nodes to compute, and the number of those without an estimate.
+
+    A new node, such as one of a further round, takes the mean of its stage.
+    """
     times: dict[str, list[float]] = {}
     for p in planned:
         if p.seconds is not None:
             times.setdefault(p.node.stage, []).append(p.seconds)
     todo = [p for p in planned if p.state != "hit"]
-    found = [p.seconds if p.seconds is not None else fmean(times[p.node.stage]) for p in todo if p.node.stage in times]
-    return found, len(todo) - len(found)
+    known = [p.seconds if p.seconds is not None else fmean(times[p.node.stage]) for p in todo if p.node.stage in times]
+    return known, len(todo) - len(known)
 
 
-def _reasons(nodes: list[Planned]) -> list[str]:
-    """The reasons that a line of the plan has below it, each once: of nodes that wait, what differs besides inputs."""
-    if nodes[0].state == "miss":
-        return nodes[0].reasons
-    return list(dict.fromkeys(reason for p in nodes for reason in p.reasons[1:]))
-
-
-def _as_json(planned: Planned) -> dict[str, Any]:
-    """The plan of a stage, as `--json` has it."""
-    return {
-        "node": planned.node.name,
-        "stage": planned.node.stage,
-        "state": planned.state,
-        "reasons": planned.reasons,
-        "nearest": planned.nearest or None,
-        "seconds": planned.seconds,
-    }
-
-
-@commands.command()
+@app.command()
 def rerun(
     store: StoreUrl,
     run_name: RunName = None,
-    stage: Annotated[list[str] | None, typer.Option("--stage", help="Stage or node to make again; repeatable.")] = None,
+    stage: Annotated[list[str] | None, typer.Option("--stage", help="Stage or node to recompute; repeatable.")] = None,
     no_prefect: NoPrefect = False,
 ) -> None:
-    """Recompute stages of a run, with what they need and the store lacks; nothing that follows them."""
-    from rlhf.flows.cli.launch import launch
-    from rlhf.flows.graph.build import build, select, with_inputs
+    """Recompute stages of a run, and missing inputs of theirs, but no later stages."""
+    from rlhf.flows.cli.launch import recompute
+    from rlhf.flows.graph.build import build, select
     from rlhf.flows.graph.policy_refs import recorded
-    from rlhf.flows.running.naming import free_name
 
     record = record_of(store, run_name)
-    # The record has the address that the store had when the run was made; it may have moved since.
-    found = checked(record["recipe"], Path(f"run {record['name']}"), None, set())
-    recipe = found.model_copy(update={"store": store})
+    # The store may have moved since the run.
+    recipe = checked(record["recipe"] | {"store": store}, Path(f"run {record['name']}"), None, set())
     standing = recorded(record)
     nodes = {n.name: n for n in build(recipe, standing)}
     if not stage:
         stages = dict.fromkeys(n.stage for n in nodes.values())
-        raise usage_error(f"--stage is missing; stages are {', '.join(stages)}")
+        raise usage_error(f"--stage is missing; use one of {', '.join(stages)}")
     chosen = select(nodes, stage)
-    before = {n: e.get("digest") for n, e in record["nodes"].items()}
-    # Inputs come from the store; only the chosen nodes are made again.
-    name = free_name(Store(store), recipe.name)
-    launch(recipe, no_prefect, name=name, force=chosen, only=with_inputs(nodes, chosen), standing=standing)
-    after = find_run(Store(store), name)
-    changed = sorted(n for n in chosen if before.get(n) not in (None, after["nodes"][n]["digest"]))
-    new = sorted(n for n in chosen if before.get(n) is None)
-    if new:
-        out.print(f"{', '.join(new)}: computed for the first time; `rlhf run` computes what follows")
+    after = recompute(recipe, chosen, standing, no_prefect, force=chosen)["nodes"]
+    changed = sorted(n for n in chosen if record["nodes"].get(n, {}).get("digest") != after[n]["digest"])
     if changed:
-        out.print(f"{', '.join(changed)}: the output differs; `rlhf run` makes what follows again")
-    elif not new:
-        out.print("the output is the same as before; nothing that follows needs to be made again")
+        out.print(f"{', '.join(changed)}: new output; `rlhf run` recomputes later stages")
+    else:
+        out.print("the output is the same as before; later stages need no recomputation")
 
 
-@commands.command()
+@app.command()
 def rescore(
     store: StoreUrl,
     run_name: Annotated[
@@ -242,10 +197,10 @@ def rescore(
     name: RunTitle = None,
     no_prefect: NoPrefect = False,
 ) -> None:
-    """Score a run's rollouts by other rewards and train on them again. No rollouts are sampled.
+    """Score a run's rollouts by other rewards, and train on them. Samples nothing.
 
     The policies drift from those that sampled: rl.update.max_mismatch_kl is at least 1.0 and short_of_groups is train,
-    unless --set says otherwise.
+    unless --set changes them.
     """
     from rlhf.flows.cli.launch import launch
     from rlhf.flows.recipe.rescore import blamed_on_options, loosened, not_kept, rescored
@@ -262,10 +217,7 @@ def rescore(
 
 
 def _sampled(store: str, run_name: str | None) -> dict[str, Any]:
-    """The run that the name stands for, of several the newest that has the rollouts of all its rounds.
-
-    Raises RecipeError where none has.
-    """
+    """Return the run of this name, or the newest one with the rollouts of all its rounds. Raises RecipeError."""
     found = candidates(Store(store), run_name)
     if len(found) == 1 and run_name is not None:
         return found[0]
@@ -274,21 +226,12 @@ def _sampled(store: str, run_name: str | None) -> dict[str, Any]:
         if rl and all(f"round-{i:03d}.rollout" in finished_nodes(record) for i in range(rl["rounds"])):
             out.print(f"rollouts of run {record['name']}")
             return record
-    raise RecipeError(f"no run in {store} has the rollouts of all its rounds; the newest is {found[0]['name']}")
-
-
-def _nodes(recipe: Recipe, names: list[str]) -> set[str]:
-    """Names of nodes, from names of nodes or stages. Raises RecipeError for an unknown one."""
-    from rlhf.flows.graph.build import nodes_of, select
-
-    return select({n.name: n for n in nodes_of(recipe)}, names)
+    newest = found[0]["name"]
+    raise RecipeError(f"no run in {store} has the rollouts of all its rounds; name a run, such as the newest: {newest}")
 
 
 def _folded(planned: list[Planned]) -> list[tuple[str, list[Planned]]]:
-    """The plan by label. Rounds that are no miss share a line: there may be hundreds, with nothing to explain.
-
-    A miss among them ends the line before it, so that each line says which rounds it is about.
-    """
+    """Group the plan by label. Consecutive nodes of rounds share a line unless they are misses, which need reasons."""
     folded: list[tuple[str, list[Planned]]] = []
     for p in planned:
         in_round = p.node.name.startswith("round-") and p.state != "miss"
@@ -301,7 +244,7 @@ def _folded(planned: list[Planned]) -> list[tuple[str, list[Planned]]]:
 
 
 def _rounds(nodes: list[Planned]) -> str:
-    """The rounds and stages of a folded line, such as `rounds 1 to 7: rollout, score, update`."""
+    """Name the rounds and stages of a folded line, such as `rounds 1 to 7: rollout, score, update`."""
     numbers = [int(p.node.name.removeprefix("round-").split(".")[0]) for p in nodes]
     rounds = f"round {numbers[0]}" if numbers[0] == numbers[-1] else f"rounds {numbers[0]} to {numbers[-1]}"
     return f"{rounds}: {', '.join(dict.fromkeys(p.node.stage for p in nodes))}"

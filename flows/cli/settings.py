@@ -1,4 +1,4 @@
-"""The settings of a recipe as a list: each with its type, default and sentence, read from the models themselves."""
+"""`rlhf settings` and `rlhf init`: the settings of a recipe with type, default and sentence, from the models."""
 
 from __future__ import annotations
 
@@ -15,17 +15,15 @@ from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 from rich.text import Text
 
-from rlhf.flows.cli.shared import group, out, usage_error
+from rlhf.flows.cli.shared import app, out, usage_error
 from rlhf.flows.recipe.field_paths import is_managed, models_in
 from rlhf.flows.recipe.model import Recipe
 from rlhf.stages.contract.field_docs import field_docs
 from rlhf.tuning.names import nearest
 
-commands = group()
-
 
 class Setting(NamedTuple):
-    """One setting, by its dotted place; `*` stands for a name of one's own."""
+    """One setting by its dotted place; `*` stands for a custom name."""
 
     place: str
     kind: str
@@ -33,18 +31,18 @@ class Setting(NamedTuple):
     text: str
 
 
-@commands.command()
+@app.command()
 def settings(
     section: Annotated[
         str | None, typer.Argument(metavar="[SECTION]", help="A dotted place such as rl.update; all if left out.")
     ] = None,
 ) -> None:
-    """List the settings of a recipe, or of one section, with type, default and what each does."""
+    """List the settings of a recipe or section with type, default and meaning."""
     found = [s for s in every_setting() if section is None or f"{s.place}.".startswith(f"{section}.")]
     if not found:
         places = {s.place for s in every_setting()} | {s.place.rpartition(".")[0] for s in every_setting()}
-        raise usage_error(f"no setting {section!r}; {nearest(section or '', sorted(places - {''}))}")
-    # A line each: a setting can then be found by grep.
+        raise usage_error(f"unknown setting {section!r}; {nearest(section or '', sorted(places - {''}))}")
+    # One line each, for grep.
     for s in found:
         out.print(Text.assemble((f"{s.place}: {s.kind} = {s.default}", "bold"), f"  {s.text}"))
 
@@ -57,23 +55,23 @@ USUAL = (
     "rl.update.algorithm", "rl.update.prompts_per_step", "rl.update.kl_coef", "rl.update.optimizer.learning_rate",
     "evaluate.samples", "evaluate.max_tokens", "evaluate.judge", "export.name",
 )  # fmt: skip
-"""The settings of a recipe to begin with."""
+"""Settings of a new recipe."""
 
 
-@commands.command()
+@app.command()
 def init(
     file: Annotated[Path, typer.Argument(metavar="[FILE]", help="The recipe to write.")] = Path("recipe.yaml"),
 ) -> None:
-    """Write a recipe to begin with: the settings that most recipes change, with their defaults and what each does."""
+    """Write a new recipe: the settings that most recipes change, with defaults and comments."""
     try:
         with file.open("x", encoding="utf-8") as recipe:
             recipe.write("\n".join(_commented(file)) + "\n")
     except FileExistsError:
-        raise usage_error(f"{file} exists: name another file") from None
+        raise usage_error(f"{file} exists; name another file") from None
 
 
 def _commented(file: Path) -> Iterator[str]:
-    """The lines of a recipe with the usual settings, each below its comment."""
+    """Yield the lines of a recipe with the usual settings, each below its comment."""
     yield f"# Check it: rlhf plan {file.name}. Run it: rlhf run {file.name}. All settings: rlhf settings."
     settings = {s.place: s for s in every_setting()}
     written: set[str] = set()
@@ -93,13 +91,13 @@ def _commented(file: Path) -> Iterator[str]:
             yield f"{indent}{part}: {default}" if name == place else f"{indent}{part}:"
 
 
-def every_setting() -> Iterator[Setting]:
-    """All settings of a recipe in its own order, sections before what is in them."""
-    return _settings(Recipe, "", None)
+def every_setting(
+    model: type[BaseModel] = Recipe, above: str = "", given: BaseModel | None = None
+) -> Iterator[Setting]:
+    """Yield all settings of a model in order, each section before its fields.
 
-
-def _settings(model: type[BaseModel], above: str, given: BaseModel | None) -> Iterator[Setting]:
-    """The settings of a model. `given`: its values where it stands, in place of the defaults of its fields."""
+    given: values that replace the defaults of its fields.
+    """
     for name, field in model.model_fields.items():
         if is_managed(model, name):
             continue
@@ -111,11 +109,11 @@ def _settings(model: type[BaseModel], above: str, given: BaseModel | None) -> It
         shown = "required" if required else _shown(default, inner)
         yield Setting(place, kind_of(field), shown, text)
         for key, one in inner:
-            yield from _settings(one, f"{place}{key}.", default if isinstance(default, BaseModel) else None)
+            yield from every_setting(one, f"{place}{key}.", default if isinstance(default, BaseModel) else None)
 
 
 def _shown(default: Any, inner: list[Any]) -> str:
-    """A default as YAML has it; of a section only whether it is there."""
+    """Return a default as YAML; `{...}` for a section."""
     if isinstance(default, BaseModel):
         return "{...}"
     if inner and isinstance(default, Mapping):
@@ -124,13 +122,13 @@ def _shown(default: Any, inner: list[Any]) -> str:
 
 
 def kind_of(field: FieldInfo) -> str:
-    """The type of a field in the words of a recipe, with its bounds."""
-    signs = {"ge": ">= {}", "gt": "> {}", "le": "<= {}", "lt": "< {}", "min_length": "at least {}"}
-    signs |= {"max_length": "at most {}"}
-    found = {n: v for m in field.metadata for n in signs if (v := getattr(m, n, None)) is not None}
-    bounds = [signs[n].format(v) for n, v in found.items()]
-    if "min_length" in found and found["min_length"] == found.get("max_length"):
-        bounds = [str(found["min_length"])]
+    """Return the type of a field in words, with its bounds."""
+    signs = {"ge": ">= {}", "gt": "> {}", "le": "<= {}", "lt": "< {}"}
+    signs |= {"min_length": "at least {}", "max_length": "at most {}"}
+    values = {n: v for m in field.metadata for n in signs if (v := getattr(m, n, None)) is not None}
+    bounds = [signs[n].format(v) for n, v in values.items()]
+    if "min_length" in values and values["min_length"] == values.get("max_length"):
+        bounds = [str(values["min_length"])]
     return " ".join([_word(field.annotation), *([f"({', '.join(bounds)})"] if bounds else [])])
 
 

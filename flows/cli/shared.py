@@ -1,4 +1,4 @@
-"""Options, output, errors and access to runs, shared by the commands."""
+"""The application, its options, output and errors, and access to runs, shared by the commands."""
 
 from __future__ import annotations
 
@@ -15,22 +15,49 @@ from typing import Annotated, Any
 import typer
 from pydantic_core import to_json
 from rich.table import Table
+from typer.core import TyperGroup
 
-from rlhf.flows.recipe.model import Recipe
-from rlhf.flows.records import REFUSED, candidates, finished_nodes, refusal_of, whole_first
+from rlhf.flows.recipe.model import Recipe, RecipeError
+from rlhf.flows.records import REFUSED, UnknownRun, candidates, finished_nodes, refusal_of, whole_first
 from rlhf.flows.report.terminal import LastingConsole, PlainConsole
-from rlhf.stages.store.artifacts import IT_STAYS, Artifact, Store
+from rlhf.stages.serving.access import AccessError
+from rlhf.stages.store.artifacts import IT_STAYS, Artifact, ArtifactError, Store
 from rlhf.stages.store.audit_log import append
-from rlhf.stages.store.registry import current
+from rlhf.stages.store.readonly import ReadOnlyStore
+from rlhf.stages.store.registry import RegistryError, current
 from rlhf.stages.worker import interpreter
 from rlhf.stages.worker.client import worker_environment
 
-# Lines are not cut where no terminal shows them: scripts read them.
+
+class Commands(TyperGroup):
+    """All commands in alphabetical order; a mistake of the user is an error of one line."""
+
+    def list_commands(self, ctx: Any) -> list[str]:
+        return sorted(self.commands)
+
+    def invoke(self, ctx: Any) -> Any:
+        """As `TyperGroup.invoke`; exit code 2 after a mistake."""
+        try:
+            return super().invoke(ctx)
+        except (RecipeError, UnknownRun, RegistryError, AccessError, ArtifactError, ReadOnlyStore) as e:
+            raise usage_error(str(e)) from e
+
+
+app = typer.Typer(
+    cls=Commands,
+    help="Post-training as explicit, cached, resumable stages: data, SFT, reward model, RL rounds, evaluation, export.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    rich_markup_mode=None,
+)
+
+# Scripts read the lines: do not wrap them.
 out = PlainConsole(highlight=False, markup=False, soft_wrap=True)
 err = LastingConsole(stderr=True, highlight=False, markup=False, soft_wrap=True)
 
 ONCE_SECONDS = 5.0
-"""In which several signals are one interruption."""
+"""Several signals within this time are one interruption."""
 DEFAULT_STORE: str = Recipe.model_fields["store"].default
 
 RecipeName = Annotated[
@@ -42,7 +69,7 @@ Sets = Annotated[
 
 
 def _existing(url: str) -> str:
-    """The URL of a store; a usage error if there is none: a mistyped bucket looks like an empty store."""
+    """Return the URL of a store; exit if there is none, because a mistyped bucket looks like an empty store."""
     store = Store(url)
     try:
         store.fs.info(store.root)
@@ -50,8 +77,9 @@ def _existing(url: str) -> str:
         hint = "`rlhf run` creates one, in a bucket that exists; name another with --store, or mount it"
         raise usage_error(f"no store at {store.shown}: {hint}") from None
     except Exception as e:
-        # Clients of object stores have classes of their own: the endpoint is down, or there are no credentials.
-        raise usage_error(f"the store {store.shown} cannot be reached: {type(e).__name__}: {e}") from e
+        # Each client of an object store has its own errors: the endpoint is down, or credentials are missing.
+        hint = "check the network and the credentials, or name another with --store"
+        raise usage_error(f"the store {store.shown} cannot be reached: {type(e).__name__}: {e}; {hint}") from e
     return url
 
 
@@ -75,12 +103,12 @@ AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON document, w
 
 
 def print_json(value: Any) -> None:
-    """Prints a JSON document, the only thing on standard output; numbers that JSON has not are null."""
+    """Print a JSON document, the only output; NaN and infinity are null."""
     typer.echo(to_json(value, indent=1, inf_nan_mode="null"))
 
 
 def print_table(columns: Sequence[str], rows: Iterable[Sequence[str]], right: Collection[str] = ()) -> None:
-    """Prints a table, outside of a terminal not cut to the width of one: scripts read it. right: columns of numbers."""
+    """Print a table; its lines are not wrapped outside of a terminal. `right`: columns of numbers."""
     table = Table(box=None)
     for column in columns:
         table.add_column(column, justify="right" if column in right else "left", overflow="fold")
@@ -91,56 +119,50 @@ def print_table(columns: Sequence[str], rows: Iterable[Sequence[str]], right: Co
 
 
 def note(store: Store, what: str, **fields: Any) -> None:
-    """Adds what a command has done to the store's trail; a trail that cannot be written is told, and fails nothing."""
+    """Add an entry to the store's history; only warn if it cannot be written."""
     if store.read_only:
         return
     if failed := append(store, what, **fields):
-        err.print(f"! not in the trail: {failed}")
+        err.print(f"! not in the history: {failed}")
 
 
 def interrupt_at_sigterm() -> None:
-    """Has SIGTERM end this process as Ctrl-C does: with what it has begun recorded as interrupted.
+    """Let SIGTERM end this process as Ctrl-C does, so that the run is recorded as interrupted.
 
-    As the first process of a container it would not even end otherwise, until it is killed. What ends a job may send
-    several signals at once: those within ONCE_SECONDS of the first are the same interruption, and do not end the
-    recording of it, which standard error says once.
+    The first process of a container ignores SIGTERM by default. A job manager may send several signals at once: those
+    within ONCE_SECONDS of the first do not interrupt the recording.
     """
-    first, told = -math.inf, False
+    first, warned = -math.inf, False
 
     def interrupt(number: int, frame: FrameType | None) -> None:
-        nonlocal first, told
+        nonlocal first, warned
         now = time.monotonic()
         if now - first > ONCE_SECONDS:
-            first, told = now, False
+            first, warned = now, False
             raise KeyboardInterrupt
-        if not told:
-            told = True
-            # Not by a file object, in the midst of whose writing the signal may have come.
+        if not warned:
+            warned = True
+            # Not through a file object: the signal may have come while it was writing.
             with contextlib.suppress(OSError):
                 os.write(2, f"already ending; another signal after {ONCE_SECONDS:.0f} s ends at once\n".encode())
 
-    # A script's process in the background ignores Ctrl-C, and goes on doing so.
+    # A background process of a script keeps ignoring Ctrl-C.
     if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
         signal.signal(signal.SIGINT, interrupt)
     signal.signal(signal.SIGTERM, interrupt)
 
 
-def group() -> typer.Typer:
-    """The commands of one module; `rlhf.flows.cli.app` joins the groups."""
-    return typer.Typer(rich_markup_mode=None)
-
-
 def usage_error(message: str) -> typer.Exit:
-    """Prints one clear error; exit code 2."""
+    """Print an error; return the exit with code 2."""
     err.print(f"error: {message}")
     return typer.Exit(2)
 
 
 def record_of(store: str, name: str | None, node: str | None = None, partial: bool = False) -> dict[str, Any]:
-    """The run that a name stands for; the newest where it is None. Says which, where the name is not the run's own.
+    """Return the run that a name stands for, by default the newest; print its name if it is another one.
 
-    node: of several runs, those in which that node is finished go first. partial: whether a run of a part of its recipe
-    counts like any other; else whole ones go first.
+    node: prefer runs in which this node is finished. partial: treat runs of a part of a recipe as any other, else
+    prefer whole ones.
     """
     found = candidates(Store(store), name)
     found = found if partial else whole_first(found)
@@ -152,9 +174,9 @@ def record_of(store: str, name: str | None, node: str | None = None, partial: bo
 
 
 def named(store: str, name: str | None, node: str) -> tuple[dict[str, Any], str]:
-    """The run and the node of a policy by a name of the registry, such as `champion`, or else by a run's name.
+    """Return the run and the node of a policy, by a registered name such as `champion` or a run's name.
 
-    The record has the artifact that was promoted: its entry's key and digest take the place of the node's.
+    The record then has the promoted artifact in place of the node's.
     """
     entry = current(Store(store), name) if name is not None else None
     if entry is None:
@@ -172,30 +194,30 @@ def named(store: str, name: str | None, node: str) -> tuple[dict[str, Any], str]
 
 
 def artifact_of(store: Store, record: dict[str, Any], node: str) -> Artifact:
-    """The artifact of a run's node; a usage error where it is not finished or no longer stored."""
+    """Return the artifact of a run's node; exit if it is not finished or no longer stored."""
     entry = record["nodes"].get(node)
     if entry is not None and entry["state"] == REFUSED:
         raise usage_error(
             f"run {record['name']} has no {node}: its gate has refused the policy ({refusal_of(record)}); "
-            f"`rlhf export {record['name']} --force` makes it all the same, and --node names another policy"
+            f"`rlhf export {record['name']} --force` exports it anyway, and --node names another policy"
         )
     if entry is None or "digest" not in entry:
-        raise usage_error(f"run {record['name']} has no finished {node}; finished are {', '.join(record['nodes'])}")
-    # By digest: another run may have made the key anew since.
+        raise usage_error(
+            f"run {record['name']} has no finished {node}; name another --node: {', '.join(record['nodes'])}"
+        )
+    # By digest: another run may have recomputed the key.
     artifact = store.with_digest(entry["stage"], entry["key"], entry["digest"])
     if artifact is None:
         _, fault = store.examine(entry["stage"], entry["key"])
+        state = f"is gone from {store.shown}"
         if fault is not None:
-            place = store.address("artifacts", entry["stage"], entry["key"])
-            stays = f"; {IT_STAYS}" if store.read_only else ""
-            raise usage_error(
-                f"{node} of {record['name']} is damaged: {place}: {fault}{stays}; `rlhf run` makes it again"
-            )
-        raise usage_error(f"{node} of {record['name']} is gone from {store.shown}; `rlhf run` makes it again")
+            place, stays = store.address("artifacts", entry["stage"], entry["key"]), f"; {IT_STAYS}"
+            state = f"is damaged: {place}: {fault}{stays if store.read_only else ''}"
+        raise usage_error(f"{node} of {record['name']} {state}; `rlhf run {record['recipe']['name']}` recomputes it")
     return artifact
 
 
 def become(module: str, argument: str) -> None:
-    """Replaces this process (exec) with a module, so that signals reach the program and no child outlives it."""
+    """Replace this process with a module (exec), so that signals reach it and no child outlives it."""
     sys.stdout.flush()
     os.execve(sys.executable, interpreter.command(module, argument), worker_environment())

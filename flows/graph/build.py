@@ -381,12 +381,6 @@ def _round_of(node: Node) -> str | None:
     return head if point and head.startswith("round-") else None
 
 
-def until(nodes: Mapping[str, Node], names: set[str]) -> set[str]:
-    """The nodes up to the last of those named, in the order in which they run."""
-    order = list(nodes)
-    return set(order[: max(order.index(name) for name in names) + 1])
-
-
 def with_inputs(nodes: Mapping[str, Node], names: set[str]) -> set[str]:
     """The nodes and, transitively, all nodes that they read."""
     needed, queue = set(names), list(names)

@@ -1,4 +1,4 @@
-"""The end of a run in Prefect: its cancellation there, and a server that does not answer any more."""
+"""The end of a run in Prefect: its cancellation there, and a server that stopped answering."""
 
 from __future__ import annotations
 
@@ -21,22 +21,22 @@ from rlhf.flows.orchestration.display import short_client
 from rlhf.flows.orchestration.exit import leave_soon
 
 ASK_SECONDS = 5.0
-"""For the answer to one question whether a server is well."""
+"""Limit of one health check."""
 BEGIN_SECONDS = 8.0
-"""For a server to answer before a run is begun on it: two questions."""
+"""Limit for a server to answer before a run begins: two health checks."""
 END_SECONDS = 30.0
-"""For a server to answer at the end of a run: a private one that has died is started again meanwhile."""
+"""Limit for a server to answer at the end of a run; a private one may be restarting."""
 DRAIN_SECONDS = 5.0
-"""For events, and for logs, to be sent."""
+"""Limit for sending events, and for logs."""
 
 CANCEL_SECONDS = 5.0
-"""Between two questions whether the flow run is being cancelled."""
+"""Pause between two checks for a cancellation."""
 
 
 class Cancellation:
-    """Asks the server whether somebody cancels this flow run, and then calls `stop`.
+    """Watches the server for a cancellation of this flow run, and then calls `stop`.
 
-    Prefect ends the flow runs of its workers by a signal; nobody sends one to a flow run of `rlhf run`.
+    Prefect's workers end their flow runs by a signal; `rlhf run` gets none.
     """
 
     def __init__(self, stop: Callable[[], None]):
@@ -45,17 +45,17 @@ class Cancellation:
         threading.Thread(target=self._watch, name="cancellation", daemon=True).start()
 
     def is_asked(self) -> bool:
-        """Whether somebody has cancelled the flow run."""
+        """Whether the flow run was cancelled."""
         return self._asked.is_set()
 
     def end(self) -> None:
-        """Asks no more."""
+        """Stop watching."""
         self._over.set()
 
     def _watch(self) -> None:
         with temporary_settings({PREFECT_CLIENT_MAX_RETRIES: 0}), short_client() as client:
             while not self._over.wait(CANCEL_SECONDS):
-                # A server that is away is asked again.
+                # Try again if the server does not answer.
                 with contextlib.suppress(Exception):
                     state = client.read_flow_run(self._flow_run).state
                     if state is not None and state.type in (StateType.CANCELLING, StateType.CANCELLED):
@@ -64,8 +64,8 @@ class Cancellation:
                         return
 
 
-def asked(seconds: float) -> Exception | None:
-    """Asks the server until it answers, for so long; returns the error of the last try, None where it has answered."""
+def answer_error(seconds: float) -> Exception | None:
+    """Check the server's health until it answers or `seconds` are over; return the last error, None after an answer."""
     deadline = time.monotonic() + seconds
     with (
         temporary_settings({PREFECT_CLIENT_MAX_RETRIES: 0}),
@@ -73,7 +73,7 @@ def asked(seconds: float) -> Exception | None:
     ):
         while True:
             error = client.api_healthcheck()
-            # What answers is there, whatever it thinks of the question.
+            # Any answer will do.
             if error is None or isinstance(error, HTTPStatusError):
                 return None
             if time.monotonic() >= deadline:
@@ -82,12 +82,12 @@ def asked(seconds: float) -> Exception | None:
 
 
 def give_up_soon() -> None:
-    """Inside of a flow that is about to end: where the server does not answer, the flow's client waits for it no more.
+    """Shorten the waits of the flow's client if the server does not answer.
 
-    Else Prefect tries for minutes to tell it the flow's end.
+    Call it inside a flow that is about to end: Prefect tries for minutes to report the end.
     """
     context = SyncClientContext.get()
-    if context is None or asked(END_SECONDS) is None:
+    if context is None or answer_error(END_SECONDS) is None:
         return
     context.client._client.timeout = Timeout(ASK_SECONDS)
     os.environ["PREFECT_CLIENT_MAX_RETRIES"] = "0"
@@ -95,9 +95,9 @@ def give_up_soon() -> None:
 
 
 def send_events() -> None:
-    """Sends what Prefect's client still holds: it reports task runs and logs to the server in the background."""
+    """Send the events and logs that Prefect's client still holds."""
     for worker in (EventsWorker, APILogWorker):
         waited = worker.drain_all(timeout=DRAIN_SECONDS)
-        # Outside of a loop a pair: what is done, and what is not.
+        # Outside of an event loop: a pair of done and pending futures.
         if isinstance(waited, tuple) and waited[1]:
             leave_soon()

@@ -1,7 +1,7 @@
-"""Calls that show something in Prefect, in a thread of their own: a server that is slow or hangs costs a run nothing.
+"""Calls that only display something in Prefect, in a separate thread: a slow or hanging server does not delay a run.
 
-Under one name the latest call alone is made. A call has `CALL_SECONDS`; it is tried again where the server was busy or
-has dropped the connection. After one that the server has not answered at last there is none for `QUIET_SECONDS`.
+The next call of a name replaces a waiting one. A call has `CALL_SECONDS`, and is repeated if the server was busy or
+dropped the connection. After an unanswered call the thread makes none for `QUIET_SECONDS`.
 """
 
 from __future__ import annotations
@@ -24,21 +24,18 @@ from rlhf.tuning.retries import BUSY, retried
 
 CALL_SECONDS = 10.0
 QUIET_SECONDS = 60.0
-MOST = 256
-"""Calls that wait; the oldest are given up for others."""
 TRIES, FIRST_PAUSE_SECONDS = 3, 1.0
-"""Of a call to a server that is there, and was busy or has dropped the connection."""
 
-Call = Callable[[SyncPrefectClient], None]
+Call = Callable[[SyncPrefectClient], object]
 
 
 def short_client() -> SyncPrefectClient:
-    """A client whose requests have `CALL_SECONDS`, beside that of the flow. How often it tries is the setting's."""
+    """Return a separate client whose requests have `CALL_SECONDS`."""
     return get_client(httpx_settings={"timeout": CALL_SECONDS}, sync_client=True)
 
 
 class Display:
-    """A thread that makes calls; it begins with the first one."""
+    """A thread that makes calls; the first call starts it."""
 
     def __init__(self) -> None:
         self._changed = threading.Condition()
@@ -46,25 +43,22 @@ class Display:
         self._thread: threading.Thread | None = None
         self._at_work = self._ended = False
         self._quiet_until = 0.0
-        # Of the thread alone.
+        # Only the thread uses these.
         self._client: SyncPrefectClient | None = None
         self._closing = contextlib.ExitStack()
 
     def put(self, name: str, call: Call) -> None:
-        """Has a call made soon, in the context of the caller; in place of one of this name that waits."""
+        """Make a call soon, in the context of the caller; it replaces a waiting one of this name."""
         context = copy_context()
         with self._changed:
             self._calls[name] = functools.partial(context.run, self._make, call)
-            if len(self._calls) > MOST:
-                del self._calls[next(iter(self._calls))]
             if self._thread is None:
                 self._thread = threading.Thread(target=self._run, name="display", daemon=True)
                 self._thread.start()
             self._changed.notify_all()
 
     def finish(self, seconds: float) -> None:
-        """Waits until all calls are made, at most so long, and not for a server that does not answer; ends the
-        thread."""
+        """End the thread after all calls; stop waiting after `seconds`, or if the server does not answer."""
         with self._changed:
             self._changed.wait_for(lambda: self._quiet() > 0 or not (self._calls or self._at_work), timeout=seconds)
             self._ended = True
@@ -89,7 +83,7 @@ class Display:
                     self._changed.notify_all()
 
     def _make(self, call: Call) -> None:
-        """Makes a call; one that fails is told in the run's log."""
+        """Make a call; log its error."""
         try:
             with temporary_settings({PREFECT_CLIENT_MAX_RETRIES: 0}):
                 if self._client is None:
@@ -105,16 +99,16 @@ class Display:
 
 
 def _may_succeed(error: Exception) -> bool:
-    """Whether the same call may be answered a second later: by a server that was busy, or has dropped a connection."""
+    """Whether the same call may succeed a second later."""
     if isinstance(error, HTTPStatusError):
         return error.response.status_code in BUSY
     return isinstance(error, TransportError) and not isinstance(error, TimeoutException | ConnectError)
 
 
 def not_shown(error: Exception) -> None:
-    """Logs an error of display code."""
+    """Log an error of display code."""
     logger: logging.Logger | logging.LoggerAdapter[logging.Logger] = logging.getLogger("rlhf")
-    # Outside of a flow there is no log of it.
+    # Outside of a flow.
     with contextlib.suppress(MissingContextError):
         logger = get_run_logger()
     logger.warning("not shown in Prefect: %s: %s", type(error).__name__, error)

@@ -1,8 +1,7 @@
-"""The end of a command's process, also where Prefect's client still holds what its server does not take.
+"""The end of a command's process while Prefect's client still holds events that its server does not accept.
 
-At the exit of a process that client waits until its events and logs are sent, each tried for minutes: with a server
-that hangs the process would be there long after its last line. This is for a command's own process; one that serves
-other runs too is not left like this.
+At exit that client tries for minutes to send its events and logs: with a hanging server, the process would outlive its
+last line. Only for the process of a command.
 """
 
 from __future__ import annotations
@@ -16,31 +15,31 @@ _unsent = False
 
 
 def leave_soon() -> None:
-    """Says that this process may not wait for Prefect's client when it ends."""
+    """Let this process end without waiting for Prefect's client."""
     global _unsent
     _unsent = True
 
 
 def leave(error: BaseException) -> NoReturn:
-    """Ends the process as `error` does: at once where something was left unsent."""
+    """End the process as `error` does, at once after `leave_soon`."""
     if not _unsent:
         raise error
     status = 1
     try:
-        status = _told(error)
+        status = _report(error)
         for stream in (sys.stdout, sys.stderr):
-            # None where it was closed before the process began.
+            # None if it was closed before the process began.
             if stream is not None:
                 stream.flush()
     except OSError:
-        # A pipe that nobody reads any more.
+        # The reader of a pipe is gone.
         pass
     finally:
         os._exit(status)
 
 
-def _told(error: BaseException) -> int:
-    """The exit status, as Python would give it; what it would print is printed."""
+def _report(error: BaseException) -> int:
+    """Print the error and return the exit status, as Python would."""
     if not isinstance(error, SystemExit):
         traceback.print_exception(error)
         return 1

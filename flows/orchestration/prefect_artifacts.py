@@ -1,6 +1,6 @@
-"""A run in Prefect's UI: log lines, progress, tables, samples, curves and links.
+"""Show a run in Prefect's UI: log lines, progress, tables, samples, curves and links.
 
-The store and the run's record hold the same content, so an error in this module never fails a run.
+The store has the same content, so an error in this module never fails a run.
 """
 
 from __future__ import annotations
@@ -37,19 +37,20 @@ from rlhf.stages.store.artifacts import Artifact
 from rlhf.stages.worker.protocol import Progress
 
 PROGRESS_SECONDS = 5.0
-"""Least time between two updates of a progress artifact: each is a request to the server."""
+"""Least time between two updates of a progress artifact, each of which is a request."""
 RECORD_SECONDS = 5.0
 """Longest wait for the server to store task runs and logs."""
 # Completions shown of a stage, and characters of a cell.
 SAMPLES = 12
 SAMPLE_COLUMNS = ("prompt", "text", "stop")
 PUNCTUATION = re.compile(r"[!-/:-@\[-`{-~]")
-"""What a backslash makes plain text in Markdown."""
+"""Characters that a backslash makes plain text in Markdown."""
+ESCAPED = r"\\\g<0>"
 CELL_CHARACTERS = 120
 
 
 class LoggedConsole(LastingConsole):
-    """A console whose lines are in the flow run's log too; with `silent` they are only there."""
+    """A console whose lines also go to the flow run's log; with `silent` only there."""
 
     def __init__(self, silent: bool):
         super().__init__(highlight=False, markup=False, width=log_width() or (160 if silent else None))
@@ -73,7 +74,7 @@ class PrefectReporter(ConsoleReporter):
         super().__init__(LoggedConsole(silent))
         self.display = Display()
         self._progress: dict[str, ProgressBar] = {}
-        """Of each stage that is at work; each is used by the thread of its stage alone."""
+        """By running stage; only the thread of its stage uses a bar."""
 
     def stage_started(self, node: Node) -> None:
         super().stage_started(node)
@@ -82,7 +83,7 @@ class PrefectReporter(ConsoleReporter):
     def progress(self, node: Node, event: Progress) -> None:
         super().progress(node, event)
         bar = self._progress[node.name]
-        if bar.is_due():
+        if time.monotonic() - bar.sent >= PROGRESS_SECONDS:
             bar.show(self.display, 100.0 * event.done / max(1, event.total))
 
     def stage_ended(self, node: Node, state: str, manifest: dict[str, Any], seconds: float) -> None:
@@ -96,19 +97,15 @@ class ProgressBar:
     """The progress artifact of a task run."""
 
     def __init__(self, key: str):
-        self.begun = False
-        self._key, self._sent = key, time.monotonic()
-        # Of the display's thread alone.
+        self.begun, self.sent = False, time.monotonic()
+        self._key = key
+        # Only the display's thread uses it.
         self._artifact: UUID | None = None
 
-    def is_due(self) -> bool:
-        """Whether it was last shown, or made, long enough ago."""
-        return time.monotonic() - self._sent >= PROGRESS_SECONDS
-
     def show(self, display: Display, percent: float) -> None:
-        """Has the artifact made, or updated."""
-        self.begun, self._sent = True, time.monotonic()
-        display.put(self._key, lambda client: self._update(client, min(100.0, max(0.0, percent))))
+        """Create or update the artifact."""
+        self.begun, self.sent = True, time.monotonic()
+        display.put(self._key, lambda client: self._update(client, min(100.0, percent)))
 
     def _update(self, client: SyncPrefectClient, percent: float) -> None:
         if self._artifact is None:
@@ -118,7 +115,7 @@ class ProgressBar:
 
 
 def _artifact(kind: str, key: str, data: Any, description: str | None = None) -> ArtifactCreate:
-    """An artifact of the task run or flow run that the caller is in."""
+    """Return an artifact of the task run or flow run of the caller."""
     task_run, flow_run = get_task_and_flow_run_ids()
     return ArtifactCreate(
         type=kind, key=key, data=data, description=description, task_run_id=task_run, flow_run_id=flow_run
@@ -127,20 +124,16 @@ def _artifact(kind: str, key: str, data: Any, description: str | None = None) ->
 
 def _show_table(display: Display, key: str, rows: Sequence[Mapping[str, Any]], description: str) -> None:
     data = json.dumps([{name: _cell(value) for name, value in row.items()} for row in rows])
-    display.put(key, lambda client: _create(client, _artifact("table", key, data, description)))
+    display.put(key, lambda client: client.create_artifact(_artifact("table", key, data, description)))
 
 
 def _show_text(display: Display, key: str, markdown: str, description: str | None = None) -> None:
-    display.put(key, lambda client: _create(client, _artifact("markdown", key, markdown, description)))
-
-
-def _create(client: SyncPrefectClient, artifact: ArtifactCreate) -> None:
-    client.create_artifact(artifact)
+    display.put(key, lambda client: client.create_artifact(_artifact("markdown", key, markdown, description)))
 
 
 @contextlib.contextmanager
 def errors_logged() -> Iterator[None]:
-    """Logs and swallows errors of display code, so that they cannot fail a run."""
+    """Log errors of display code instead of raising them."""
     try:
         yield
     except Exception as e:
@@ -148,24 +141,24 @@ def errors_logged() -> Iterator[None]:
 
 
 def rename_flow_run(name: str) -> None:
-    """Calls the flow run that goes on as its run in the store: alerts and people take the one for the other."""
+    """Give the current flow run the name of its run in the store."""
     with get_client(sync_client=True) as client:
         client.update_flow_run(runtime.flow_run.id, name=name)
 
 
 def artifact_key(*names: str) -> str:
-    """A key that Prefect accepts: [a-z0-9-]."""
+    """Return a key that Prefect accepts: [a-z0-9-]."""
     return re.sub(r"[^a-z0-9]+", "-", "-".join(names).lower()).strip("-")
 
 
 def show_artifact(display: Display, node: str, artifact: Artifact) -> None:
-    """Attaches a table of metrics to the task run and, where the stage has them, a table of completions."""
+    """Attach a table of metrics to the task run and, if the stage has any, a table of completions."""
     rows = [{"metric": k, "value": v} for k, v in artifact.metrics.items()]
     place = f"{artifact.stage} {artifact.key[:12]}"
     _show_table(display, artifact_key(node, "metrics"), rows, place)
     samples = find_stage(artifact.stage).samples
     if samples:
-        # pyarrow, which reads tables, takes as long to import as a cached run; only a stage that ran pays for it.
+        # The import of pyarrow takes as long as a cached run: only a stage that ran pays for it.
         from rlhf.stages.common.tables import first_rows
 
         lines = ["| prompt | completion | stop |", "|---|---|---|"]
@@ -174,53 +167,48 @@ def show_artifact(display: Display, node: str, artifact: Artifact) -> None:
 
 
 def _sample_line(row: Mapping[str, Any]) -> str:
-    # All punctuation: what a model writes must be no image, link or HTML of the page. A line break would end the cell.
+    # Escaped punctuation cannot become an image, link or HTML of the page. A line break would end the cell.
     cells = [" ".join(str(row[column])[:CELL_CHARACTERS].splitlines()) for column in SAMPLE_COLUMNS]
-    return f"| {' | '.join(re.sub(PUNCTUATION, _escaped, cell) for cell in cells)} |"
-
-
-def _escaped(found: re.Match[str]) -> str:
-    return f"\\{found[0]}"
+    return f"| {' | '.join(PUNCTUATION.sub(ESCAPED, cell) for cell in cells)} |"
 
 
 def _cell(value: Any) -> int | float | str:
-    """A value that a table artifact accepts: JSON has no infinities and its cells no structure."""
+    """Return a value that a table artifact accepts: no infinity, no None, no structure."""
+    if value is None:
+        return ""
     if isinstance(value, float) and not math.isfinite(value):
         return str(value)
     return value if isinstance(value, int | float | str) else json.dumps(value)
 
 
 def show_command(display: Display, run: str, command: str) -> None:
-    """Attaches the command that shows the run: alerts of a run that ended without a word link to its page."""
+    """Attach the command that shows the run: alerts of a killed run link to this page."""
     _show_text(display, "run", f"`{command}`", f"run {run}")
 
 
 def show_run(display: Display, session: Session, report: str | None) -> None:
-    """Attaches the evaluation table, the gate's decision, the curves and the link to the report to the flow run."""
+    """Attach the evaluation table, the gate's decision, the curves and a link to the report to the flow run."""
     rows = [
         {"policy": k, "score": round(m["score"], 4), "low": round(m["score_low"], 4), "high": round(m["score_high"], 4)}
         for k, m in evaluations_of(session).items()
     ]
     if rows:
         _show_table(display, "evaluation", rows, f"held-out problems, run {session.name}")
-    if decided := decision_rows(session.record):
-        description = f"{outcome(session.record['decision'])}, run {session.name}"
-        shown = [{name: "" if value is None else value for name, value in row.items()} for row in decided]
-        _show_table(display, "gate", shown, description)
+    if checks := decision_rows(session.record):
+        _show_table(display, "gate", checks, f"{outcome(session.record['decision'])}, run {session.name}")
     if report:
         link = report if "://" in report else f"file://{report}"
         _show_text(display, "report", f"[report of {session.name}]({link})")
-    # Drawing costs a second, and a run that made nothing has the curves of an earlier one.
+    # Drawing costs a second, and a cached run has the curves of an earlier one.
     image = curves_png_data(session.record) if session.crew.starts else None
     if image:
         _show_text(display, "curves", f"![curves]({image})", f"rounds of {session.name}")
 
 
 def wait_until_recorded(flow_run: UUID) -> None:
-    """Waits until the server has stored the end of every task run.
+    """Wait until the server has stored the end of every task run; log an error.
 
-    The server stores task runs asynchronously; a private server that stopped earlier would lose the last ones. A
-    server that is gone is told, and raises nothing: how the run has ended is for its state to say.
+    The server stores task runs asynchronously; a private server that stopped earlier would lose the last ones.
     """
     unfinished = filters.TaskRunFilterStateType(any_=[StateType.PENDING, StateType.RUNNING, StateType.SCHEDULED])
     of_flow = filters.FlowRunFilter(id=filters.FlowRunFilterId(any_=[flow_run]))
@@ -233,5 +221,5 @@ def wait_until_recorded(flow_run: UUID) -> None:
                     break
                 time.sleep(0.1)
     except Exception as e:
-        # Outside of a flow: its logger is not there any more.
+        # The flow has ended, and its logger too.
         logging.getLogger("rlhf").warning("Prefect may not have the end of this run (%s: %s)", type(e).__name__, e)

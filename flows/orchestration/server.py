@@ -1,8 +1,8 @@
-"""A Prefect server for one command: on this machine only, without output, ended with the command.
+"""A Prefect server for one command: on loopback, without output, ended with the command.
 
-Prefect would start such a server too, but after the client's imports and with the server's imports repeated in the
-client, which is half the time of a cached run. Ctrl-C would end it with the run, whose end would then not be recorded.
-Its database is in PREFECT_HOME as usual: a later `prefect server start` shows the runs.
+Prefect's own temporary server starts after the client's imports and repeats the server's imports in the client, which
+is half the time of a cached run. Ctrl-C ends it before it records the end of the run. The database is in PREFECT_HOME
+as usual: a later `prefect server start` shows the runs.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ from rlhf.tuning.retries import pause
 START_SECONDS = 120.0
 TRY_SECONDS, PAUSE_SECONDS = 5.0, 0.1
 WATCH_SECONDS = 0.2
-RESTARTS, PERIOD_SECONDS = 10, 3600.0
-"""So many restarts within the period: the pauses between them last through an outage of minutes."""
+RESTARTS = 10
+"""The pauses between them last through an outage of minutes."""
 FIRST_PAUSE_SECONDS, LONGEST_PAUSE_SECONDS = 1.0, 60.0
 
 
@@ -37,46 +37,29 @@ class ServerFailed(RuntimeError):
 
 
 def may_be_set() -> bool:
-    """Whether Prefect may be set to a server, as far as can be seen without importing it for two seconds."""
+    """Whether Prefect may be configured to use a server, without its import of two seconds."""
     home = Path(os.environ.get("PREFECT_HOME", "~/.prefect")).expanduser()
     return "PREFECT_API_URL" in os.environ or (home / "profiles.toml").exists()
 
 
 def reach_directly() -> None:
-    """Has this process, and those that it starts, reach this machine without a proxy of the environment."""
-    # Libraries read one of the two names and then not the other: both get what either has.
+    """Let this process and its children reach this machine without a proxy of the environment."""
+    # Libraries read one of the two names: both get the hosts of either.
     hosts = [host.strip() for name in ("NO_PROXY", "no_proxy") for host in os.environ.get(name, "").split(",")]
     if "*" in hosts:
         return
     os.environ["NO_PROXY"] = os.environ["no_proxy"] = ",".join(dict.fromkeys(filter(None, [*hosts, "127.0.0.1"])))
 
 
-class Restarts:
-    """How long to wait before a server that has died is started again."""
-
-    def __init__(self) -> None:
-        self._deaths: list[float] = []
-
-    def pause(self, now: float) -> float | None:
-        """Seconds before the next start: none after the first death, then growing ones; None where it has died too
-        often."""
-        self._deaths = [death for death in self._deaths if now - death < PERIOD_SECONDS]
-        before = len(self._deaths)
-        if before >= RESTARTS:
-            return None
-        self._deaths.append(now)
-        return pause(before - 1, FIRST_PAUSE_SECONDS, LONGEST_PAUSE_SECONDS) if before else 0.0
-
-
 class PrivateServer:
     """A server process. The constructor returns at once; `wait` returns when the server answers.
 
-    One that has answered and dies (out of memory, kill -9) is started again: its database is on the disk, and requests
-    wait meanwhile.
+    A server that has answered and dies (out of memory, kill -9) is restarted: its database is on disk, and requests
+    wait.
     """
 
     def __init__(self) -> None:
-        # The socket listens before the process is ready: no port can be lost, and early requests wait.
+        # The socket listens before the process is ready: no other process can take the port, and early requests wait.
         self._listener = socket.create_server(("127.0.0.1", 0))
         origin = f"http://127.0.0.1:{self._listener.getsockname()[1]}"
         self.url = f"{origin}/api"
@@ -88,10 +71,10 @@ class PrivateServer:
         }
         self._log = tempfile.TemporaryFile()  # noqa: SIM115
         self._stopping = threading.Event()
-        self._process = self._started()
+        self._process = self._start()
         self._watcher = threading.Thread(target=self._watch, name="server-watch", daemon=True)
 
-    def _started(self) -> subprocess.Popen[bytes]:
+    def _start(self) -> subprocess.Popen[bytes]:
         return subprocess.Popen(
             interpreter.command("rlhf.flows.orchestration.server", str(self._listener.fileno()), str(os.getpid())),
             pass_fds=[self._listener.fileno()],
@@ -99,34 +82,30 @@ class PrivateServer:
             stdin=subprocess.DEVNULL,
             stdout=self._log,
             stderr=subprocess.STDOUT,
-            start_new_session=True,  # Ctrl-C ends the run; the server stays to record how it ended
+            start_new_session=True,  # Ctrl-C ends the run; the server stays to record its end
         )
 
     def _watch(self) -> None:
-        """Starts the server again when it dies, some times; it is stopped otherwise."""
-        restarts = Restarts()
-        while True:
+        """Restart the server when it dies."""
+        for restart in range(RESTARTS):
             while self._process.poll() is None:
                 if self._stopping.wait(WATCH_SECONDS):
                     return
-            seconds = restarts.pause(time.monotonic())
-            if seconds is None:
-                # Nobody answers any more: requests must fail, and not wait.
-                self._listener.close()
+            if self._stopping.wait(pause(restart - 1, FIRST_PAUSE_SECONDS, LONGEST_PAUSE_SECONDS) if restart else 0.0):
                 return
-            if self._stopping.wait(seconds):
-                return
-            # One that cannot be started, such as for want of memory, counts as one more that has died.
+            # A failed start, such as for want of memory, counts as another death.
             with contextlib.suppress(OSError):
-                self._process = self._started()
+                self._process = self._start()
+        # After the last server, requests must fail and not wait.
+        self._listener.close()
 
     def wait(self) -> None:
-        """Returns when the server answers. Raises ServerFailed with the end of its log."""
+        """Wait until the server answers. Raises ServerFailed with the end of its log."""
         deadline = time.monotonic() + START_SECONDS
         # A proxy of the environment is for other hosts.
         direct = urllib.request.build_opener(urllib.request.ProxyHandler({}))
         while time.monotonic() < deadline and self._process.poll() is None:
-            # In short tries: the socket takes a request whether or not the process behind it lives.
+            # Short tries: the socket accepts a request even if the process is dead.
             with contextlib.suppress(OSError), direct.open(f"{self.url}/health", timeout=TRY_SECONDS):
                 self._watcher.start()
                 return
@@ -134,13 +113,13 @@ class PrivateServer:
         self.stop()
         self._log.seek(0)
         output = self._log.read().decode(errors="replace").strip()[-2000:]
-        raise ServerFailed(f"Prefect's local server did not start; `--no-prefect` runs without one\n{output}")
+        raise ServerFailed(f"Prefect's local server did not start:\n{output}\nadd --no-prefect to run without it")
 
     def stop(self) -> None:
-        """Ends the server; it is killed if it does not end within five seconds."""
+        """End the server; kill it after five seconds."""
         self._stopping.set()
         if self._watcher.is_alive():
-            # It may be starting a server.
+            # The watcher may be starting a server.
             self._watcher.join()
         self._listener.close()
         if self._process.poll() is None:
@@ -154,16 +133,16 @@ class PrivateServer:
 
 @contextlib.contextmanager
 def one_at_a_time(path: str) -> Iterator[None]:
-    """A lock on a file: two servers that create one database at once fail. A wait for it is told, with who holds it."""
-    # Not emptied by the one who waits: it has the holder's process id.
+    """Lock a file, because two servers that create one database at once fail. Prints the holder if it waits."""
+    # The file has the holder's process id: do not truncate it before the lock is held.
     with open(path, "a+") as f:
         try:
             fcntl.flock(f, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             f.seek(0)
             holder = f.read().strip()
-            who = f"process {holder}" if holder else f"another process (`fuser {path}` tells)"
-            print(f"waiting for the lock {path}, which {who} holds; if it hangs, end it", flush=True)
+            who = f"process {holder}" if holder else "another process"
+            print(f"waiting for the lock {path}, which {who} holds; if it hangs, type `fuser -k {path}`", flush=True)
             fcntl.flock(f, fcntl.LOCK_EX)
         f.truncate(0)
         f.write(str(os.getpid()))
@@ -172,7 +151,7 @@ def one_at_a_time(path: str) -> Iterator[None]:
 
 
 def end_without(parent: int) -> None:
-    """Ends this process when its parent has ended, even by a kill."""
+    """End this process after its parent, even after a kill."""
     while os.getppid() == parent:
         time.sleep(1)
     # Not sys.exit, which would end this thread alone.
@@ -180,7 +159,7 @@ def end_without(parent: int) -> None:
 
 
 def serve(descriptor: int, parent: int) -> None:
-    """Serves on an open socket until it gets a signal or its parent ends."""
+    """Serve on an open socket until a signal, or the end of the parent."""
     threading.Thread(target=end_without, args=(parent,), daemon=True).start()
     import uvicorn
     from prefect.server.api.server import create_app
@@ -203,7 +182,7 @@ def serve(descriptor: int, parent: int) -> None:
 
 
 def main() -> None:
-    """Reads descriptor and parent from the command line."""
+    """Read descriptor and parent from the command line."""
     serve(int(sys.argv[1]), int(sys.argv[2]))
 
 

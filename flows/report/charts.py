@@ -1,6 +1,6 @@
 """Small charts of a run's numbers, drawn with matplotlib: SVG in the colours of the page, and a PNG for Prefect.
 
-matplotlib is loaded when a chart is drawn, and without pyplot, which would keep every figure in memory.
+Drawing loads matplotlib, without pyplot, which would keep every figure in memory.
 """
 
 from __future__ import annotations
@@ -8,7 +8,6 @@ from __future__ import annotations
 import base64
 import dataclasses
 import io
-import itertools
 import math
 import re
 from collections.abc import Mapping, Sequence
@@ -21,12 +20,12 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
 PNG_LIMIT = 120_000
-"""Characters that the URL of `curves_png_data` stays below."""
+"""Longest URL of `curves_png_data`, in characters."""
 STACKS = {
     "prompts": (PASS_RATES, "Prompts by their totals", "prompts",
                 "share of completions whose total is above the middle of the round's lowest and highest: under a "
                 "fifth, to four fifths, over"),
-    "episodes": (tuple(ENDS), "Episodes by their end", "episodes", "of their own, by a limit, or failed: no reward"),
+    "episodes": (tuple(ENDS), "Episodes by their end", "episodes", "by themselves, by a limit, or failed: no reward"),
     "seconds": (PHASES, "Seconds by phase", "seconds", "when the round was made, here or in an earlier run"),
 }  # fmt: skip
 """Parts, title, unit and note of the charts whose bars add up the series `<name>_<part>`."""
@@ -37,16 +36,16 @@ STEP_MEASURES = (
     Measure("accuracy", "", "Pair accuracy", "share", "training pairs ranked rightly", True),
     Measure("grad_norm", "", "Gradient norm", "norm", "before clipping"),
 )
-"""Metrics that stages which train on examples log at every step."""
+"""Metrics that supervised stages log at every step."""
 
 DOTS_UP_TO = 40
-"""Points that are marked by dots; more would hide the line."""
+"""Most points with dots; more would hide the line."""
 WIDTH, HEIGHT = 230.4, 126.0
-"""Of a chart in the page, in points."""
+"""Size of a chart in the page, in points."""
 COLOURS = {
     "#0b66c3": "var(--series-1)", "#d9730d": "var(--series-2)", "#128a6a": "var(--series-3)", "#1b2430": "var(--ink)",
 }  # fmt: skip
-"""Colours of a chart, and the page's for them, which has others in the dark."""
+"""Colours of a chart, and the page's variables for them, which depend on light or dark mode."""
 *_, INK = COLOURS
 STYLE: Any = {
     "font.size": 8, "font.sans-serif": ["DejaVu Sans"], "axes.formatter.limits": (-3, 4),
@@ -57,29 +56,29 @@ STYLE: Any = {
 
 @dataclasses.dataclass(frozen=True)
 class Chart:
-    """A line, or bars that add up several series, over rounds or steps. Every chart has a number at least."""
+    """A line, or stacked bars of several series, over rounds or steps. Every chart has at least one number."""
 
     title: str
     unit: str
     note: str
     x: Sequence[int]
     series: Mapping[str, Sequence[float | None]]
-    """Values by name, one for each of `x`; the chart is stacked bars where there are several."""
+    """Values by name, one for each of `x`; several are stacked bars."""
     over: str = "round"
     share: bool = False
     least: float = 0.0
-    """The least range of the axis (`Measure.least`)."""
+    """Least range of the axis (`Measure.least`)."""
     main: bool = False
-    """Whether it is one of those to look at first."""
+    """Whether it is one of the first charts of the page."""
 
     @property
     def legend(self) -> list[str]:
-        """Names of the parts of a bar."""
+        """Names of the parts of a bar; empty for a line."""
         return list(self.series) if len(self.series) > 1 else []
 
     @property
     def totals(self) -> list[float]:
-        """The numbers at hand, those of a bar added up."""
+        """The known numbers; a bar's parts are added up."""
         columns = zip(*self.series.values(), strict=True)
         known = [[v for v in column if v is not None] for column in columns]
         return [sum(column) for column in known if column]
@@ -92,14 +91,14 @@ class Chart:
 
     @property
     def label(self) -> str:
-        """The chart in a sentence: its text alternative."""
+        """The text alternative of the chart."""
         totals = self.totals
         text = f"{self.title} in {self.unit} over {len(self.x)} {self.over}s: first {show(totals[0])}, "
         text += f"last {show(totals[-1])}, lowest {show(min(totals))}, highest {show(max(totals))}"
         return f"{text}; bars stacked by {', '.join(self.series)}." if self.legend else f"{text}."
 
     def draw(self, axes: Axes) -> None:
-        """Draws the chart in the axes of a figure; a missing value is a gap."""
+        """Draw the chart in the axes of a figure; a missing value is a gap."""
         from matplotlib.ticker import MaxNLocator
 
         totals, colours = self.totals, iter(COLOURS)
@@ -120,7 +119,7 @@ class Chart:
 
     @property
     def svg(self) -> str:
-        """The chart as an element of the page."""
+        """The chart as an SVG element of the page."""
         from matplotlib import rc_context
         from matplotlib.figure import Figure
 
@@ -129,7 +128,7 @@ class Chart:
             figure, out = Figure(figsize=(WIDTH / 72, HEIGHT / 72)), io.StringIO()
             self.draw(figure.add_axes((0.19, 0.25, 0.79, 0.66)))
             figure.savefig(out, format="svg", transparent=True)
-        # What is before the first definitions is the head of a file.
+        # Drop the head of the file, before the first definitions.
         body = re.sub(r'<g id="[^"]*"', "<g", out.getvalue().partition("</defs>")[2])
         for colour, of_page in COLOURS.items():
             body = body.replace(colour, of_page)
@@ -137,24 +136,20 @@ class Chart:
 
 
 def round_charts(series: Series) -> list[Chart]:
-    """A chart of each measure that any round has, with every reward on its own, then the stacked bars."""
+    """Return a chart of each measure that a round has, one of every other reward, and the stacked bars."""
     rounds = [int(n) for n in series["round"] if n is not None]
-    rewards = []
-    for key, values in series.items():
-        # The judging reward is the pass rate: one chart of it is enough.
-        if key.startswith("reward_") and values != series["pass_rate"]:
-            title = f"Reward “{key.removeprefix('reward_')}”"
-            rewards.append(Measure(key, "score", title, "mean", "before its weight", least=0.2))
+    # The judging reward is the pass rate: one chart is enough.
+    names = [key for key, values in series.items() if key.startswith("reward_") and values != series["pass_rate"]]
+    rewards = [
+        Measure(key, "score", f"Reward “{key.removeprefix('reward_')}”", "mean", "before its weight", least=0.2)
+        for key in names
+    ]
     charts = []
     for m in (*MEASURES[:2], *rewards, *MEASURES[2:]):
-        known = [v is not None for v in series[m.key]]
-        # Evaluations may be many rounds apart: the line joins them. In other series a missing value is a gap.
-        shown = known if m.phase == "evaluate" else [True] * len(known)
-        if any(known):
-            values = list(itertools.compress(series[m.key], shown))
-            at = list(itertools.compress(rounds, shown))
-            line, first = {m.key: values}, m.key in MAIN
-            charts.append(Chart(m.title, m.unit, m.note, at, line, share=m.share, least=m.least, main=first))
+        points = [(n, v) for n, v in zip(rounds, series[m.key], strict=True) if v is not None]
+        if points:
+            at, values = zip(*points, strict=True)
+            charts.append(Chart(m.title, m.unit, m.note, at, {m.key: values}, "round", m.share, m.least, m.key in MAIN))
     for name, (parts, title, unit, note) in STACKS.items():
         stack = {part: series[f"{name}_{part}"] for part in parts}
         if any(v is not None for values in stack.values() for v in values):
@@ -163,7 +158,7 @@ def round_charts(series: Series) -> list[Chart]:
 
 
 def step_charts(lines: Sequence[Mapping[str, Any]]) -> list[Chart]:
-    """Charts over steps, from the metrics lines of a stage that trains on examples."""
+    """Return charts over steps, from the metrics lines of a supervised stage."""
     charts = []
     for m in STEP_MEASURES:
         points = [(line["step"], number(line[m.key])) for line in lines if "step" in line and m.key in line]
@@ -173,41 +168,34 @@ def step_charts(lines: Sequence[Mapping[str, Any]]) -> list[Chart]:
     return charts
 
 
-# Shares are means of floats: one that is 1 may be a little above.
-ROUNDING = 1e-3
-
-
 def limits(values: Sequence[float], share: bool, least: float = 0.0) -> tuple[float, float]:
-    """Ends of an axis for these values: 0 to 1 for a share, from 0 where that is not far off, else close around.
+    """Return the ends of an axis: 0 to 1 for a share, from 0 if that is near, else close around the values.
 
-    least: the least range, below which a change is drawn as small as it is.
+    least: the least range, so that a meaningless change looks small.
     """
     low, high = min(values), max(values)
-    if share and low >= -ROUNDING and high <= 1 + ROUNDING:
+    # A share is a mean of floats, which may exceed 1 by rounding.
+    if share and low >= -1e-3 and high <= 1 + 1e-3:
         return 0.0, 1.0
     if 0 <= low <= max(0.6 * high, least - high):
         return 0.0, max(1.06 * high, least) or 1.0
-    largest = max(abs(low), abs(high))
-    # Rounding noise around a constant is drawn flat; three digits of a label would not tell its values apart.
-    margin = 0.1 * largest if high - low < 1e-3 * largest else 0.05 * (high - low)
-    margin = max(margin, (least - (high - low)) / 2)
+    margin = max(0.05 * (high - low), 1e-3 * abs(high), (least - (high - low)) / 2)
     return low - margin, high + margin
 
 
 def curves_png_data(record: Mapping[str, Any]) -> str | None:
-    """Reward, pass rate, KL and entropy as a `data:image/png;base64,` URL below PNG_LIMIT; None without rounds."""
+    """Return reward, pass rate, KL and entropy as a `data:` URL of a PNG; None without rounds or if it is too long."""
     titles = [m.title for m in MEASURES[:4]]
-    chosen = [chart for chart in round_charts(round_series(record)) if chart.title in titles]
-    if not chosen:
+    charts = [chart for chart in round_charts(round_series(record)) if chart.title in titles]
+    if not charts:
         return None
     from matplotlib import rc_context
     from matplotlib.figure import Figure
 
     with rc_context(STYLE):
         figure, out = Figure(figsize=(8, 4.6), layout="constrained", facecolor="white"), io.BytesIO()
-        for place, chart in enumerate(chosen, 1):
-            axes = figure.add_subplot(2, 2, place, title=chart.title)
-            chart.draw(axes)
+        for number, chart in enumerate(charts, 1):
+            chart.draw(figure.add_subplot(2, 2, number, title=chart.title))
         figure.savefig(out, format="png", dpi=80)
     url = "data:image/png;base64," + base64.b64encode(out.getvalue()).decode()
     return url if len(url) < PNG_LIMIT else None

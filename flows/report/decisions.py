@@ -1,4 +1,4 @@
-"""What a run's gate has decided, as lines and as rows."""
+"""The decision of a run's gate, as lines and as rows."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ WORDS = {True: "holds", False: "missed"}
 
 
 def decision_lines(record: Mapping[str, Any]) -> list[str]:
-    """The decision about a run's policy, then a line for each check; none where no gate has decided."""
+    """Return the decision and a line for each check; none without a decision."""
     decision = record.get("decision")
     if not decision:
         return []
@@ -18,7 +18,7 @@ def decision_lines(record: Mapping[str, Any]) -> list[str]:
 
 
 def outcome(decision: Mapping[str, Any]) -> str:
-    """The decision, and what the name stands for by it."""
+    """Describe the decision and its effect on the name."""
     made, name = decision["decision"], decision.get("name", "")
     if made == "promoted":
         entry = decision.get("entry")
@@ -27,7 +27,7 @@ def outcome(decision: Mapping[str, Any]) -> str:
 
 
 def decision_rows(record: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """A row for each check: what asks, figure, bound, whether it holds, and all of it in a sentence."""
+    """Return a row for each check: name, figure, bound, result, and a sentence."""
     checks = (record.get("decision") or {}).get("checks", [])
     return [
         {

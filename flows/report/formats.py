@@ -1,4 +1,4 @@
-"""Names, numbers, times and model output as the report shows them."""
+"""Names, numbers, times and model output for the report."""
 
 from __future__ import annotations
 
@@ -10,18 +10,18 @@ LABELS = {
     "base": "base", "champion": "champion", "start": "start",
     "sft": "SFT", "distill": "distilled", "preference": "preference", "rl": "RL",
 }  # fmt: skip
-"""Names of the policies that a run evaluates, in the order in which it trains them."""
+"""Titles of the policies of a run, in the order of training."""
 ROUNDING = 1e-12
-"""Below it a number is the error of a sum."""
+"""Smaller numbers are errors of a sum."""
 LONGEST = 1200
-"""Characters shown of a text."""
+"""Most characters shown of a text."""
 # Control characters but tab and newline, and characters that change the direction of text: a model's output must not
-# be able to rearrange the page around it.
+# rearrange the page.
 UNSEEN = r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u200e\u200f\u202a-\u202e\u2066-\u2069]"
 
 
 def show(value: float | None, digits: int = 3) -> str:
-    """A number with that many significant digits; thousands are kept whole, and what rounding leaves of 0 is 0."""
+    """Return a number with `digits` significant digits; thousands stay whole, rounding errors of 0 are 0."""
     if value is None:
         return "–"
     value = 0.0 if abs(value) < ROUNDING else value
@@ -40,17 +40,17 @@ def duration(seconds: float | None) -> str:
 
 @functools.lru_cache(maxsize=4096)
 def seconds_at(text: str) -> float:
-    """A moment of a record (ISO 8601) as seconds since 1970."""
+    """Convert a time of a record (ISO 8601) to seconds since 1970."""
     return datetime.datetime.fromisoformat(text).timestamp()
 
 
 def when(text: str) -> str:
-    """A moment of a record in UTC."""
+    """Format a time of a record in UTC."""
     return datetime.datetime.fromisoformat(text).astimezone(datetime.UTC).strftime("%Y-%m-%d %H:%M:%S UTC")
 
 
 def visible(text: str | None, longest: int = LONGEST) -> str:
-    """A model's text with control and direction characters as escapes, shortened to `longest` characters."""
+    """Escape control and direction characters of a model's text, and shorten it to `longest` characters."""
     text = text or ""
     rest = f" … ({len(text) - longest:,} more characters)" if len(text) > longest else ""
     return re.sub(UNSEEN, lambda m: m[0].encode("unicode_escape").decode(), text[:longest]) + rest

@@ -1,22 +1,22 @@
-"""The measures of an RL round, and their values by round from a run's record."""
+"""Measures of an RL round, and their values by round from a run's record."""
 
 from __future__ import annotations
 
 import dataclasses
 import math
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 PHASES = ("rollout", "score", "update")
 MAIN = ("reward", "pass_rate", "heldout_score", "kl", "entropy", "success", "turns", "calling")
-"""The measures to look at first."""
+"""Measures of the first charts."""
 ENDS = {
     "ended": ("done",),
     "cut": ("truncated", "turn_limit", "token_limit"),
     "without a result": ("failed", "diverged", "time_limit"),
 }
-"""Ends of episodes by what they are for training: of their own, by a limit, or of no use."""
+"""Statuses of episodes by their end: by themselves, by a limit, or without a result."""
 PASS_RATES = ("few", "some", "most")
 """Prompts by the share of their completions that are right: the first bin of the histogram, those between, the last."""
 
@@ -29,20 +29,20 @@ Series = dict[str, list[float | None]]
 
 @dataclasses.dataclass(frozen=True)
 class Measure:
-    """A number of every round, and how it is shown."""
+    """A number of every round, and its chart."""
 
     key: str
     phase: str
-    """The stage of the round that measures it."""
+    """Stage of the round that measures it."""
     title: str
     unit: str
     note: str
     share: bool = False
     """Whether its axis runs from 0 to 1."""
     least: float = 0.0
-    """The least range of its axis: a change that means nothing looks like one. 0: the axis fits the values."""
+    """Least range of its axis, so that a meaningless change looks small. 0: the axis fits the values."""
     metric: str = ""
-    """Its name among the stage's metrics, where that is not the key."""
+    """Its name among the stage's metrics, if that is not the key."""
 
 
 MEASURES = (
@@ -82,24 +82,20 @@ MEASURES = (
 
 
 def judged_reward(recipe: Mapping[str, Any]) -> str | None:
-    """The reward whose mean is the pass rate: the evaluation's judge, else a built-in check; None where there is none.
+    """Return the reward whose mean is the pass rate: the evaluation's judge, else a built-in check; None without one.
 
-    The mean of any other reward is no share of right completions: it is shown by its name alone.
+    The mean of any other reward is not a share of correct completions.
     """
     rewards = ((recipe.get("rl") or {}).get("score") or {}).get("rewards") or {}
-    # The environment's rewards may be any numbers: the share of right episodes is the measure `success`.
-    no_rules = ("reward_model", "environment")
-    rules = {n: r.get("function") for n, r in sorted(rewards.items()) if r.get("function") not in no_rules}
-    # The reward that is also the judge, so that training and evaluation are comparable.
-    for wanted in ((recipe.get("evaluate") or {}).get("judge"), *CHECKS):
-        for name, function in rules.items():
-            if function == wanted:
-                return name
-    return None
+    functions = {reward.get("function"): name for name, reward in sorted(rewards.items(), reverse=True)}
+    wanted = ((recipe.get("evaluate") or {}).get("judge"), *CHECKS)
+    # The environment's rewards may be any numbers: the measure `success` is the share of successful episodes.
+    usable = [name for name in wanted if name not in (None, "reward_model", "environment")]
+    return next((functions[name] for name in usable if name in functions), None)
 
 
 def finished_rounds(record: Mapping[str, Any]) -> dict[int, dict[str, dict[str, Any]]]:
-    """Entries of a record's nodes that have metrics, by round (in order) and phase."""
+    """Return the entries of a record's nodes that have metrics, by round (in order) and phase."""
     rounds: dict[int, dict[str, dict[str, Any]]] = {}
     for name, entry in record.get("nodes", {}).items():
         match = re.fullmatch(r"round-(\d+)\.(\w+)", name)
@@ -109,50 +105,37 @@ def finished_rounds(record: Mapping[str, Any]) -> dict[int, dict[str, dict[str, 
 
 
 def round_series(record: Mapping[str, Any]) -> Series:
-    """The numbers of a run by name, one entry a round; all lists are empty without rounds.
+    """Return the numbers of a run by name, one entry a round; all lists are empty without rounds.
 
-    Names are `round`, the keys of MEASURES, `reward_<name>` for each reward, `seconds_<phase>` (what making took,
-    in this run or in the one that made it), `prompts_<few, some or most>` (numbers of prompts) and `episodes_<END>`
-    (numbers of episodes by ENDS).
+    Names are `round`, the keys of MEASURES, `reward_<name>` for each reward, `seconds_<phase>` (computation, here or
+    in an earlier run), `prompts_<few, some or most>` and `episodes_<END>` (counts).
     """
     rounds = finished_rounds(record)
     judged = judged_reward(record.get("recipe", {}))
-
-    def column(phase: str, metric: str) -> list[float | None]:
-        return [number(parts.get(phase, {}).get("metrics", {}).get(metric)) for parts in rounds.values()]
-
+    metrics = {p: [parts.get(p, {}).get("metrics", {}) for parts in rounds.values()] for p in (*PHASES, "evaluate")}
     series: Series = {"round": list(rounds)}
     for m in MEASURES:
         metric = f"reward_{judged}" if m.key == "pass_rate" else m.metric or m.key
-        series[m.key] = column(m.phase, metric)
-    # A judge of one's own may give any number.
+        series[m.key] = [number(of.get(metric)) for of in metrics[m.phase]]
+    # A custom judge may give any number.
     if any(value is not None and not 0 <= value <= 1 for value in series["pass_rate"]):
         series["pass_rate"] = [None] * len(rounds)
-    scores = [parts.get("score", {}).get("metrics", {}) for parts in rounds.values()]
-    names = {name for metrics in scores for name in metrics if name.startswith("reward_")}
-    for name in sorted(names):
-        series[name] = column("score", name)
+    for name in sorted({name for of in metrics["score"] for name in of if name.startswith("reward_")}):
+        series[name] = [number(of.get(name)) for of in metrics["score"]]
     for phase in PHASES:
         series[f"seconds_{phase}"] = [number(parts.get(phase, {}).get("made_seconds")) for parts in rounds.values()]
-    prompts = [_by_pass_rate(parts.get("update", {}).get("metrics", {})) for parts in rounds.values()]
-    for place, name in enumerate(PASS_RATES):
-        series[f"prompts_{name}"] = [counts[place] for counts in prompts]
-    statuses = [parts.get("rollout", {}).get("metrics", {}).get("statuses") for parts in rounds.values()]
-    for name, of_end in ENDS.items():
+    histograms = [of.get("pass_histogram") for of in metrics["update"]]
+    # The first fifth, the three between, the last.
+    for name, bins in zip(PASS_RATES, (slice(1), slice(1, -1), slice(-1, None)), strict=True):
+        series[f"prompts_{name}"] = [float(sum(of[bins])) if of else None for of in histograms]
+    for name, ends in ENDS.items():
+        statuses = [of.get("statuses") for of in metrics["rollout"]]
         series[f"episodes_{name}"] = [
-            None if counts is None else float(sum(counts.get(status, 0) for status in of_end)) for counts in statuses
+            None if of is None else float(sum(of.get(end, 0) for end in ends)) for of in statuses
         ]
     return series
 
 
-def _by_pass_rate(metrics: Mapping[str, Any]) -> Sequence[float | None]:
-    histogram = metrics.get("pass_histogram")
-    if not histogram:
-        return [None] * len(PASS_RATES)
-    # The first fifth, the three between, the last.
-    return [float(histogram[0]), float(sum(histogram[1:-1])), float(histogram[-1])]
-
-
 def number(value: Any) -> float | None:
-    """A finite number, or None: records and logs may lack one or hold NaN."""
+    """Return a finite number, else None: records and logs may hold NaN, or nothing."""
     return float(value) if isinstance(value, int | float) and math.isfinite(value) else None

@@ -17,45 +17,43 @@ from rlhf.flows.report.formats import seconds_at
 from rlhf.flows.report.measures import number
 from rlhf.stages.store import registry
 from rlhf.stages.store.artifacts import Store
-from rlhf.stages.store.leases import holder_of
 from rlhf.stages.store.reachability import versions
 
 STATES = ("running", "partial", "failed", "interrupted", "killed", *WHOLE)
-"""States of runs; each has a sample in every recipe, so that an alert can count from 0."""
+"""States of runs; every recipe has a sample of each, so that an alert can count from 0."""
 WAIT_SECONDS = 120.0
-"""A scrape waits so long for the reading of another one, which a store that hangs may never end."""
+"""Longest wait of a scrape for another one, which may never end if the store hangs."""
 METRICS = {
     "runs": ("Runs in the store.", ("recipe", "state")),
     "seconds_since_finished": (
-        "Seconds since a run of a recipe came to its end, whatever its gate decided.", ("recipe",)),
+        "Seconds since a run of a recipe ended, whatever its gate decided.", ("recipe",)),
     "score": ("Held-out scores of the last finished run.", ("recipe", "policy")),
     "stage_seconds": ("Seconds of the newest run by stage.", ("recipe", "stage")),
     "tokens_per_second": ("Tokens a second of the newest run, the last of each stage.", ("recipe", "stage")),
     "hit_ratio": ("Share of the newest run's finished stages that was cached.", ("recipe",)),
-    "runs_waiting": ("Runs that wait for what another run makes.", ()),
     "store_bytes": ("Bytes of artifacts in the store.", ("stage",)),
     "name_entry": ("Number of the newest entry of a name.", ("name", "run")),
     "name_seconds": ("Seconds since the newest entry of a name.", ("name",)),
 }  # fmt: skip
-"""Texts and labels of the metrics, by their names without `rlhf_`."""
+"""Texts and labels of the metrics, by name without `rlhf_`."""
 Record = Mapping[str, Any]
 Values = dict[str, dict[tuple[str, ...], float]]
-"""The samples of each metric by the values of its labels."""
+"""Samples of each metric by the values of its labels."""
 
 
 class StoreCollector(Collector):
-    """Reads a store when it is asked, and once at a time."""
+    """Reads a store for one scrape at a time."""
 
     def __init__(self, store: Store):
         self._store = store
         self._reading = threading.Lock()
 
     def describe(self) -> list[GaugeMetricFamily]:
-        """Nothing: the registry would read the store to find out."""
+        """Return nothing: the registry would read the store otherwise."""
         return []
 
     def collect(self) -> Iterator[GaugeMetricFamily]:
-        """The metrics, from the store as it is now. Raises TimeoutError where the reading of another scrape hangs."""
+        """Yield the metrics of the store. Raises TimeoutError if another scrape hangs."""
         if not self._reading.acquire(timeout=WAIT_SECONDS):
             raise TimeoutError(f"the store {self._store.shown} has not been read for {WAIT_SECONDS:g} s")
         try:
@@ -70,7 +68,7 @@ class StoreCollector(Collector):
 
 
 def registry_of(store: Store) -> CollectorRegistry:
-    """What prometheus_client prints, writes or serves of a store."""
+    """Return a registry of the store's metrics."""
     found = CollectorRegistry()
     found.register(StoreCollector(store))
     return found
@@ -79,12 +77,8 @@ def registry_of(store: Store) -> CollectorRegistry:
 def _values(store: Store) -> Values:
     found: Values = defaultdict(dict)
     by_recipe: dict[str, list[tuple[Record, str]]] = defaultdict(list)
-    found["runs_waiting"][()] = 0
     for record in readable_runs(store):
-        status = status_of(record, store)
-        by_recipe[record["recipe"]["name"]].append((record, status))
-        if status == "running":
-            found["runs_waiting"][()] += _waits(store, record)
+        by_recipe[record["recipe"]["name"]].append((record, status_of(record, store)))
     for recipe, runs in by_recipe.items():
         counts = Counter(status for _, status in runs)
         found["runs"] |= {(recipe, state): counts[state] for state in (*STATES, *counts)}
@@ -106,16 +100,8 @@ def _values(store: Store) -> Values:
     return found
 
 
-def _waits(store: Store, record: Record) -> int:
-    """The nodes of a run that another process makes."""
-    nodes = [entry for entry in record["nodes"].values() if entry["state"] == "running"]
-    holders = [holder_of(store, entry["stage"], entry["key"]) for entry in nodes]
-    own = record["process"]["pid"], record["process"]["host"]
-    return sum(holder is not None and (holder["pid"], holder["host"]) != own for holder in holders)
-
-
 def _of_ended(found: Values, recipe: str, whole: list[Record]) -> None:
-    """The age of the last run that came to its end, and the scores of the last that finished."""
+    """Add the age of the last run that ended, and the scores of the last that finished."""
     whole = sorted(whole, key=lambda record: seconds_at(record["ended"]))
     for record in whole[-1:]:
         found["seconds_since_finished"][recipe,] = max(0.0, time.time() - seconds_at(record["ended"]))
@@ -127,7 +113,7 @@ def _of_ended(found: Values, recipe: str, whole: list[Record]) -> None:
 
 
 def _of_newest(found: Values, recipe: str, entries: Collection[Mapping[str, Any]]) -> None:
-    """Seconds and speed of the stages of the newest run, and the share that was cached."""
+    """Add seconds and speed of the stages of the newest run, and the share that was cached."""
     for entry in entries:
         of = recipe, entry["stage"]
         found["stage_seconds"][of] = found["stage_seconds"].get(of, 0.0) + (entry.get("seconds") or 0.0)

@@ -1,4 +1,4 @@
-"""A run's record together with what the store still holds of it."""
+"""A run's record together with its artifacts that are still in the store."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import dataclasses
 import json
 from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Generic, TypeVar
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from rlhf.flows.report.formats import LABELS, seconds_at
 from rlhf.stages.store.artifacts import Artifact, ArtifactError, Store
@@ -20,19 +20,16 @@ STATES = {"hit": "cached", "made": "made", "failed": "failed", "running": "unfin
           "interrupted": "unfinished", "refused": "refused"}  # fmt: skip
 NOT_REACHED = "not reached"
 
-T = TypeVar("T")
 
+class Section(NamedTuple):
+    """The content of a section, or why it is missing."""
 
-@dataclasses.dataclass(frozen=True)
-class Section(Generic[T]):
-    """The content of a section, or the reason why it is left out."""
-
-    content: T | None
+    content: Any
     missing: str = ""
 
 
-def section(make: Callable[[], T]) -> Section[T]:
-    """Calls `make`; a missing or damaged artifact costs its section, not the report."""
+def section(make: Callable[[], Any]) -> Section:
+    """Call `make`; a missing or damaged artifact costs its section, not the report."""
     try:
         return Section(make())
     except (ArtifactError, OSError, KeyError, ValueError) as e:
@@ -41,7 +38,7 @@ def section(make: Callable[[], T]) -> Section[T]:
 
 @dataclasses.dataclass
 class StageRow:
-    """A node in the table, the timeline and the graph of stages; or all nodes of the RL rounds folded into one row."""
+    """A node in the table and the timeline of stages; or all nodes of the RL rounds in one row."""
 
     name: str
     state: str = NOT_REACHED
@@ -50,12 +47,10 @@ class StageRow:
     key: str = ""
     digest: str = ""
     start: float = 0.0
-    """Seconds since the run began; the same of `end`."""
+    """Seconds since the run began; also `end`."""
     end: float = 0.0
-    sources: list[str] = dataclasses.field(default_factory=list)
-    """Rows that this one has inputs from."""
     rounds: list[StageRow] = dataclasses.field(default_factory=list)
-    """The nodes folded into this row."""
+    """The nodes in this row."""
 
     @property
     def planned(self) -> int:
@@ -64,18 +59,12 @@ class StageRow:
 
     @property
     def done(self) -> int:
-        """Rounds whose update is there."""
+        """Rounds with an update."""
         return sum(r.name.endswith(".update") and bool(r.digest) for r in self.rounds)
-
-    @property
-    def counts(self) -> str:
-        """Numbers of the folded nodes by state, as text."""
-        counts = Counter(r.state for r in self.rounds if r.state != NOT_REACHED)
-        return ", ".join(f"{n} {state}" for state, n in counts.items())
 
 
 class RunView:
-    """A run's record with its artifacts, as far as the store has them."""
+    """A run's record with its artifacts."""
 
     def __init__(self, store: Store, record: Mapping[str, Any]):
         self.store = store
@@ -84,22 +73,22 @@ class RunView:
         self._artifacts: dict[str, Artifact | None] = {}
 
     def artifact(self, name: str) -> Artifact | None:
-        """The artifact of a finished node as the run used it, or None where the store has lost it.
+        """Return the artifact that the run used for a node; None if the store lost it.
 
-        A damaged one is not moved aside, which reading a report must not do.
+        A damaged artifact stays in its place: a report only reads.
         """
         if name not in self._artifacts:
             entry = self.nodes.get(name)
             found = None
             if entry and entry["state"] in ("hit", "made"):
                 with contextlib.suppress(ArtifactError, OSError):
-                    # By digest: another run may have made the key anew since.
+                    # By digest: another run may have recomputed the key.
                     found = self.store.with_digest(entry["stage"], entry["key"], entry["digest"])
             self._artifacts[name] = found
         return self._artifacts[name]
 
     def stored(self, name: str) -> Artifact:
-        """As `artifact`. Raises ArtifactError where it is not in the store."""
+        """As `artifact`, but raise ArtifactError if the store lost it."""
         artifact = self.artifact(name)
         if artifact is None:
             raise ArtifactError(f"the artifact of {name} is not in the store")
@@ -108,66 +97,57 @@ class RunView:
     def rows(
         self, name: str, part: str, columns: Sequence[str] | None, places: Collection[int] | None = None
     ) -> list[dict[str, Any]]:
-        """Some columns of a table of a node's artifact: token ids and logprobs take most of the time.
-
-        columns, places: those that are read; None: all.
-        """
+        """Return rows of a table of a node's artifact; some columns or places, because token ids take most time."""
         import pyarrow.parquet as pq
 
-        files = sorted(self.stored(name).local(part).glob("*.parquet"))
         if places is not None and not places:
             return []
-        some = None if places is None else [("place", "in", set(places))]
-        tables = (pq.read_table(path, columns=columns and list(columns), filters=some) for path in files)
+        filters = None if places is None else [("place", "in", set(places))]
+        files = sorted(self.stored(name).local(part).glob("*.parquet"))
+        tables = (pq.read_table(path, columns=columns and list(columns), filters=filters) for path in files)
         return [row for table in tables for row in table.to_pylist()]
 
     def evaluations(self) -> dict[str, dict[str, Any]]:
-        """Metrics of the evaluated policies by name, in the order of `LABELS`."""
-        metrics = {}
-        for name, entry in self.nodes.items():
-            if name.startswith("evaluate.") and "score" in entry.get("metrics", {}):
-                metrics[name.removeprefix("evaluate.")] = entry["metrics"]
-        order = list(LABELS)
-        return dict(sorted(metrics.items(), key=lambda item: order.index(item[0]) if item[0] in order else len(order)))
+        """Return the metrics of the evaluated policies by name, in the order of `LABELS`."""
+        metrics = {
+            name.removeprefix("evaluate."): entry["metrics"]
+            for name, entry in self.nodes.items()
+            if name.startswith("evaluate.") and "score" in entry.get("metrics", {})
+        }
+        order = {label: place for place, label in enumerate(LABELS)}
+        return {label: metrics[label] for label in sorted(metrics, key=lambda label: order.get(label, len(order)))}
 
     def verdicts(self, label: str) -> dict[tuple[int, int], float | None]:
-        """What the judge that decides gives each completion of an evaluation, by place and sample: None where it does
-        not apply, 0 where it failed, as in the evaluation. Raises ArtifactError where it is not in the store."""
+        """Return the deciding judge's scores of an evaluation by place and sample.
+
+        None if the judge does not apply, 0 if it failed. Raises ArtifactError if the evaluation is not in the store.
+        """
         name = f"evaluate.{label}"
-        decides = self.stored(name).manifest["config"]["judge"]
+        judge = self.stored(name).manifest["config"]["judge"]
         rows = self.rows(name, "verdicts/", ("place", "sample", "judge", "score", "failure"))
-        scores = [(row, 0.0 if row["failure"] is not None else row["score"]) for row in rows]
-        return {(row["place"], row["sample"]): score for row, score in scores if row["judge"] == decides}
+        return {
+            (row["place"], row["sample"]): 0.0 if row["failure"] is not None else row["score"]
+            for row in rows
+            if row["judge"] == judge
+        }
 
     def first_and_last(self, rounds: Sequence[int]) -> list[int]:
-        """The first and the last of these rounds that have scores: one may be under way."""
+        """Return the first and the last of these rounds that have scores; one may be running."""
         scored = [n for n in rounds if f"round-{n:03d}.score" in self.nodes]
         return list(dict.fromkeys([*scored[:1], *scored[-1:]]))
 
     def differences(self, labels: Sequence[str]) -> dict[str, dict[str, Difference]]:
-        """Paired differences of these policies. Raises ArtifactError where an evaluation is not in the store."""
+        """Compare these policies in pairs. Raises ArtifactError if an evaluation is not in the store."""
         from rlhf.stages.common.verdicts import differences
 
         return differences({label: self.stored(f"evaluate.{label}") for label in labels})
 
     def stages(self) -> list[StageRow]:
-        """A row for each node of the run and of its recipe; the nodes of all rounds are one row."""
-        inputs = self._inputs()
-        rows: dict[str, StageRow] = {}
-        for name in dict.fromkeys([*inputs, *self.nodes]):
-            row = self._row(name)
-            row.sources = inputs.get(name, [])
-            if name.startswith("round-"):
-                rows.setdefault("rounds", StageRow("rounds")).rounds.append(row)
-            else:
-                rows[name] = row
-        if "rounds" in rows:
-            _fold(rows["rounds"])
-        for row in rows.values():
-            # The rounds are one row: inputs from any of them are inputs from it, and inputs among them are inside.
-            sources = {"rounds" if name.startswith("round-") else name for name in row.sources}
-            row.sources = sorted(sources - {row.name})
-        return list(rows.values())
+        """Return a row for each node of the run and of its recipe; the nodes of all rounds are one row."""
+        rows: dict[str, list[StageRow]] = {}
+        for name in dict.fromkeys([*self._planned(), *self.nodes]):
+            rows.setdefault("rounds" if name.startswith("round-") else name, []).append(self._row(name))
+        return [_fold(group) if key == "rounds" else group[0] for key, group in rows.items()]
 
     def _row(self, name: str) -> StageRow:
         entry = self.nodes.get(name)
@@ -175,33 +155,32 @@ class RunView:
             return StageRow(name)
         state = STATES.get(entry["state"], NOT_REACHED)
         start = seconds_at(entry["started"]) - seconds_at(self.record["started"])
-        end = start + (entry.get("seconds") or 0.0)
         seconds, made_seconds = entry.get("seconds"), entry.get("made_seconds")
+        end = start + (seconds or 0.0)
         return StageRow(name, state, seconds, made_seconds, entry["key"], entry.get("digest", ""), start, end)
 
     def took(self) -> float | None:
-        """Seconds from start to end of the run; None where it has not ended."""
+        """Return the seconds from start to end of the run; None without an end."""
         ended = self.record.get("ended")
         return seconds_at(ended) - seconds_at(self.record["started"]) if ended else None
 
-    def _inputs(self) -> dict[str, list[str]]:
-        """Inputs of each node, from the recipe; none are known where the recipe is of another version."""
+    def _planned(self) -> list[str]:
+        """Return the nodes of the recipe; none are known of a recipe of another version."""
         from rlhf.flows.graph.build import build
         from rlhf.flows.graph.policy_refs import recorded
         from rlhf.flows.recipe.model import Recipe
 
         try:
-            values = json.dumps(self.record["recipe"])
-            planned = build(Recipe.model_validate_json(values, context=SHOWN), recorded(self.record))
+            recipe = Recipe.model_validate_json(json.dumps(self.record["recipe"]), context=SHOWN)
+            return [node.name for node in build(recipe, recorded(self.record))]
         except ValueError:
-            return {name: [] for name in self.nodes}
-        return {n.name: sorted({i.node for i in n.inputs.values()}) for n in planned}
+            return []
 
     def summary(self, stages: Sequence[StageRow]) -> dict[str, Any]:
-        """Counts and seconds of the run as a whole."""
+        """Return counts and seconds of the whole run."""
         states = Counter(entry["state"] for entry in self.nodes.values())
         hits = [entry for entry in self.nodes.values() if entry["state"] == "hit"]
-        # What the artifact took to make, less what it took to find.
+        # The time to compute the artifact, less the time to find it.
         saved = [(entry.get("made_seconds") or 0.0) - (entry.get("seconds") or 0.0) for entry in hits]
         return {
             "seconds": self.took(),
@@ -215,15 +194,14 @@ class RunView:
         }
 
 
-def _fold(row: StageRow) -> None:
-    """Fills in the row of all nodes of the RL rounds."""
-    reached = [r for r in row.rounds if r.state != NOT_REACHED]
-    row.sources = sorted({name for r in row.rounds for name in r.sources})
-    if not reached:
-        return
-    # The state that a reader must act on first stands for all.
-    row.state = next(s for s in ("failed", "unfinished", "made", "cached") if any(r.state == s for r in reached))
-    row.seconds = sum(r.seconds or 0.0 for r in reached)
-    row.made_seconds = sum(r.made_seconds or 0.0 for r in reached)
-    row.start = min(r.start for r in reached)
-    row.end = max(r.end for r in reached)
+def _fold(rounds: list[StageRow]) -> StageRow:
+    """Join all nodes of the RL rounds into one row."""
+    reached = [r for r in rounds if r.state != NOT_REACHED]
+    row = StageRow("rounds", rounds=rounds)
+    if reached:
+        # The state that needs attention first stands for all.
+        row.state = next(s for s in ("failed", "unfinished", "made", "cached") if any(r.state == s for r in reached))
+        row.seconds = sum(r.seconds or 0.0 for r in reached)
+        row.made_seconds = sum(r.made_seconds or 0.0 for r in reached)
+        row.start, row.end = min(r.start for r in reached), max(r.end for r in reached)
+    return row

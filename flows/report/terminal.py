@@ -1,4 +1,4 @@
-"""Consoles: texts of others, their width where no terminal gives one, and what happens when their reader goes away."""
+"""Consoles that are safe for foreign texts, and survive the end of their reader."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from rlhf.tuning.names import plain
 
 
 def log_width() -> int | None:
-    """Columns of output that is no terminal: Rich takes 80, less than the line of a round. None on a terminal."""
+    """Return the width of output to a file: Rich's default of 80 is too narrow for a round. None on a terminal."""
     return None if sys.stdout.isatty() else 160
 
 
 class PlainConsole(Console):
-    """A console that shows control characters of texts, since a completion could rewrite the terminal with them."""
+    """A console that replaces control characters, with which a completion could rewrite the terminal."""
 
     def render(self, renderable: Any, options: ConsoleOptions | None = None) -> Iterable[Segment]:
         """As `Console.render`."""
@@ -29,18 +29,18 @@ class PlainConsole(Console):
 
 
 class LastingConsole(PlainConsole):
-    """A console that falls silent when nobody reads it any more (`| head`, a `tee` that ended). Rich would exit."""
+    """A console that becomes silent after its reader has ended (`| head`, a `tee`). Rich would exit."""
 
     def _write_buffer(self) -> None:
         try:
             super()._write_buffer()
         except OSError as error:
-            # A closed terminal, a full disk of a log.
+            # A closed terminal, or a full disk.
             raise BrokenPipeError from error
 
     def on_broken_pipe(self) -> None:
-        """Sends the rest of the output to /dev/null."""
+        """Send the rest of the output to /dev/null."""
         self.quiet = True
-        # A file of a test has no descriptor.
+        # A test's file has no descriptor.
         with contextlib.suppress(OSError), open(os.devnull, "wb") as nothing:
             os.dup2(nothing.fileno(), self.file.fileno())

@@ -1,4 +1,4 @@
-"""Token ids as text, piece by piece, with the tokenizer that a run keeps."""
+"""Token ids as text, piece by piece, with the tokenizer of a run."""
 
 from __future__ import annotations
 
@@ -14,33 +14,33 @@ UNDECODED = "\ufffd"
 
 
 class Piece(NamedTuple):
-    """Some tokens that make a text: one, or those that make a character together."""
+    """The text of one token, or of several that form a character."""
 
     text: str
     title: str
     """Log-probabilities and ids."""
     level: str
-    """Class of the element."""
+    """CSS class."""
 
 
 class Pieces:
-    """Makes pieces of token ids."""
+    """Converts token ids to pieces."""
 
     def __init__(self, tokenizer: Tokenizer):
         self._tokenizer = tokenizer
 
     def text(self, ids: Sequence[int]) -> str:
-        """The text of the ids, control tokens included: the page shows where a turn ends."""
+        """Return the text of the ids with control tokens, which show the ends of turns."""
         return str(self._tokenizer.decode(list(ids), skip_special_tokens=False))
 
     def of(self, ids: Sequence[int], logprobs: Sequence[float], level: str) -> list[Piece]:
-        """The pieces of the ids, in their order."""
+        """Return the pieces of the ids in order."""
         pieces: list[Piece] = []
         before = start = 0
         for end in range(1, len(ids) + 1):
-            # With the piece before it: some tokenizers drop the space that a text begins with.
+            # With the previous piece: some tokenizers drop a leading space.
             text = self.text(ids[before:end])[len(self.text(ids[before:start])) :]
-            # The bytes of a character may be several tokens; more than four are none.
+            # A character has at most four tokens, one for each byte.
             if text.endswith(UNDECODED) and end - start < 4 and end < len(ids):
                 continue
             said = zip(ids[start:end], logprobs[start:end], strict=True)
@@ -51,7 +51,7 @@ class Pieces:
 
 
 def pieces_of(run: RunView) -> Pieces | None:
-    """With the tokenizer of the run's base model; None where it is not in the store."""
+    """Return pieces with the tokenizer of the run's base model; None if it is not in the store."""
     base = run.artifact("base")
     if base is None or not base.has("tokenizer/tokenizer.json"):
         return None

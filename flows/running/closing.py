@@ -5,10 +5,10 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from rlhf.flows.records import NOTHING_NEW, PARTIAL, REFUSED, WHOLE
-from rlhf.flows.report.console import ConsoleReporter, closing_table, difference_lines, level_line
+from rlhf.flows.report.console import ConsoleReporter, closing_table, difference_lines
 from rlhf.flows.report.decisions import decision_lines
 from rlhf.flows.report.page import write_report
-from rlhf.flows.report.reference_levels import guess
+from rlhf.flows.report.reference_levels import level_notes
 from rlhf.flows.running.session import Session
 from rlhf.stages.store import audit_log
 from rlhf.stages.store.artifacts import Artifact, ArtifactError
@@ -129,9 +129,8 @@ def summary(session: Session, reporter: ConsoleReporter, report: str | None) -> 
     if evaluations:
         reporter.console.print(closing_table(evaluations))
         compared = difference_lines(_differences(session))
-        for line in [*data_lines(session), *compared, level_line(evaluations), guess(evaluations)]:
-            if line:
-                reporter.console.print(line, soft_wrap=True)
+        for line in [*data_lines(session), *compared, *level_notes(evaluations)]:
+            reporter.console.print(line, soft_wrap=True)
     for line in decision_lines(session.record):
         reporter.console.print(line, soft_wrap=True)
     if status_at_end(session) == PARTIAL:

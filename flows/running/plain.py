@@ -32,8 +32,8 @@ def run_plain(
     """
     reporter = ConsoleReporter()
     session = Session(recipe, reporter, name, force, standing)
-    reporter.console.print(f"run {session.name}  store {session.store.shown}")
     try:
+        reporter.console.print(f"run {session.name}  store {session.store.shown}")
         if recipe.workers is None:
             for node in stages_of(session, only):
                 session.run_with_retries(node.name)

@@ -72,12 +72,19 @@ class Session:
         self.command: dict[str, str] = {}
         """`command`, for the store's trail, if this process was not started by the user's command."""
         # A generated name is free already. Of two commands with one name the second sees that the first has begun.
-        with (
-            nullcontext()
-            if name is None
-            else lease(self.store, runs.FOLDER, name, lambda line: self.reporter.line(line))
-        ):
-            self._begin(name, force, standing)
+        try:
+            with (
+                nullcontext()
+                if name is None
+                else lease(self.store, runs.FOLDER, name, lambda line: self.reporter.line(line))
+            ):
+                self._begin(name, force, standing)
+        except BaseException as e:
+            # After a signal during the start: a record without an end would count as killed.
+            if not isinstance(e, Exception) and hasattr(self, "_saver"):
+                self.record |= {"status": "interrupted", "ended": now()}
+                self.save()
+            raise
 
     def _begin(self, name: str | None, force: set[str] | None, standing: Standing | None) -> None:
         recipe = self.recipe

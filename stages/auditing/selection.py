@@ -1,4 +1,4 @@
-"""Laws of the choice among policies: it is the best of those that were evaluated, and has its content."""
+"""Laws of checkpoint selection: the selected policy is the best evaluated one, with its content."""
 
 from __future__ import annotations
 
@@ -9,53 +9,38 @@ from rlhf.stages.auditing.laws import Finding, Law
 from rlhf.stages.auditing.run import AuditedRun
 from rlhf.stages.store.artifacts import NOT_CONTENT, Artifact
 
-POLICY, EVALUATION = "candidate_", "evaluation_"
-"""Roles of a choice, with the number of the round behind."""
+EVALUATION = "evaluation_"
+"""Role of a candidate's evaluation; the number of the round follows."""
 
 
-def best_of_candidates(run: AuditedRun, finding: Finding) -> None:
-    """The chosen policy has the highest metric, the earliest of equals, and every file of that candidate."""
+def check_choice(run: AuditedRun, finding: Finding) -> None:
+    """The selected policy has the highest metric, the earliest of equals, and every file of that candidate."""
     for name, choice in run.artifacts.items():
         if choice.stage == "select":
-            _choice(run, name, choice, finding)
+            _check(run, name, choice, finding)
 
 
-def _choice(run: AuditedRun, name: str, choice: Artifact, finding: Finding) -> None:
-    metric, inputs = choice.manifest["config"]["metric"], choice.manifest["inputs"]
-    reached: dict[int, float] = {}
-    for role in inputs:
-        if role.startswith(EVALUATION):
-            evaluation = _input(run, choice, role)
-            if evaluation is None:
-                finding.left_out.append(f"{name}: {role} is gone")
-                return
-            reached[int(role.removeprefix(EVALUATION))] = _value(evaluation, metric)
-    top = max(reached.values())
-    best = min(number for number, value in reached.items() if value == top)
-    chosen = choice.metrics["round"]
-    case = f"{name}: round {chosen} was chosen by {metric}, of {reached} round {best} is the best"
-    finding.check(chosen == best, case)
-    candidate = _input(run, choice, f"{POLICY}{chosen:03d}")
-    if candidate is None:
-        finding.left_out.append(f"{name}: the policy of round {chosen} is gone")
+def _check(run: AuditedRun, name: str, choice: Artifact, finding: Finding) -> None:
+    metric, chosen, inputs = choice.manifest["config"]["metric"], choice.metrics["round"], choice.manifest["inputs"]
+    candidate, roles = f"candidate_{chosen:03d}", [role for role in inputs if role.startswith(EVALUATION)]
+    stored = {role: a for role in (candidate, *roles) if role in inputs and (a := run.stored(inputs[role])) is not None}
+    if missing := [role for role in (candidate, *roles) if role not in stored]:
+        finding.left_out.append(f"{name}: {missing[0]} is gone")
         return
-    wrong = sorted({path for path, _ in _content(choice) ^ _content(candidate)})
+    values = {int(role.removeprefix(EVALUATION)): _value(stored[role], metric) for role in roles}
+    best = min(number for number, value in values.items() if value == max(values.values()))
+    case = f"{name}: round {chosen} was chosen by {metric}, of {values} round {best} is the best"
+    finding.check(chosen == best, case)
+    wrong = sorted({path for path, _ in _content(choice) ^ _content(stored[candidate])})
     if wrong:
         finding.broken.append(f"{name}: not the content of round {chosen}: {', '.join(wrong[:3])}")
 
 
-def _input(run: AuditedRun, choice: Artifact, role: str) -> Artifact | None:
-    source = choice.manifest["inputs"].get(role)
-    if source is None:
-        return None
-    return run.store.with_digest(source["stage"], source["key"], source["digest"])
-
-
 def _value(evaluation: Artifact, metric: str) -> float:
-    """The number of an evaluation that a choice goes by: one of its own, or the score of a further judge."""
+    """Return the metric of an evaluation, or the score of the judge of that name."""
     scores: dict[str, Any] = json.loads(evaluation.local("scores.json").read_bytes())
-    of_judge = scores.get("judges", {}).get(metric)
-    return float(scores[metric] if of_judge is None else of_judge["score"])
+    judges = scores.get("judges", {})
+    return float(judges[metric]["score"] if metric in judges else scores[metric])
 
 
 def _content(artifact: Artifact) -> set[tuple[str, str]]:
@@ -63,4 +48,4 @@ def _content(artifact: Artifact) -> set[tuple[str, str]]:
     return {(f["path"], f["sha256"]) for f in files if not f["path"].startswith(NOT_CONTENT)}
 
 
-LAWS = [Law("choice", "the chosen policy is the best candidate, file by file", "choices", best_of_candidates)]
+LAWS = [Law("choice", "the selected policy is the best candidate, file by file", "choices", check_choice)]

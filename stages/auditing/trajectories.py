@@ -1,101 +1,93 @@
-"""Laws of trajectories: what is trained is what was sampled, rewards add up, and every task has its episodes.
+"""Laws of trajectories: sampled tokens are trained, rewards add up, and every task has its episodes.
 
-They look at rounds and evaluations that were played in an environment; other runs have no case.
+Only rounds and evaluations in an environment have cases.
 """
 
 from __future__ import annotations
 
-import json
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, get_args
 
-from rlhf.stages.auditing.episode_tables import Played, says_nothing
 from rlhf.stages.auditing.laws import Finding, Law, close
-from rlhf.tuning.agents.contract import Status
+from rlhf.stages.auditing.run import Completions, name_of
+from rlhf.tuning.agents.contract import WITHOUT_REWARD, Status
 from rlhf.tuning.agents.rows import TrajectoryRow, TurnRow
 from rlhf.tuning.rows import CompletionRow
 
 ROUNDING = 1e-5
-"""Rewards are stored as float32: what their sum may be off, as a share of the sum of their sizes, and at least."""
-
-SCAFFOLD = 128
-"""Most tokens that a template writes around a message, with the mark of a cut, under a tokenizer of single bytes."""
+"""Tolerance of a sum of float32 rewards, relative to the sum of their sizes and absolute."""
 
 
-def rows_are_turns(table: Played, finding: Finding) -> None:
-    """A rollout row holds its episode's turns id by id, with log-probabilities on what was sampled alone (R3)."""
-    for name, rows in table.rows.items():
-        turns = table.turns.get(name, [])
-        for row in rows:
-            mine = [turn for turn in turns if (turn.part or 0) == (row.part or 0)]
-            fault = _row_fault(row, mine)
-            finding.check(not fault, f"{table.case(name)}: {fault}")
+def check_tokens(table: Completions, finding: Finding) -> None:
+    """A rollout row holds its episode's turns id by id, with log-probabilities only on sampled tokens (R3)."""
+    for row in table.rows:
+        turns = table.turns.get(name_of(row), [])
+        fault = _row_fault(row, [turn for turn in turns if (turn.part or 0) == (row.part or 0)])
+        finding.check(not fault, f"{table.case(row)}: {fault}")
 
 
 def _row_fault(row: CompletionRow, turns: Sequence[TurnRow]) -> str:
-    """What of a row is not its turns; empty where all is."""
+    """Describe the first difference between a row and its turns; empty without any."""
     if len(row.token_ids) != len(row.logprobs):
         return f"{len(row.token_ids)} ids have {len(row.logprobs)} log-probabilities"
     at = 0
     for turn in turns:
         end = turn.start + len(turn.token_ids)
         if turn.start != at:
-            return f"turn {turn.turn} begins at {turn.start}, what is before it ends at {at}"
+            return f"turn {turn.turn} begins at {turn.start}, the text before it ends at {at}"
         if row.token_ids[turn.start : end] != turn.token_ids:
             return f"the ids of turn {turn.turn} are not those of the row from {turn.start} on"
         said = row.logprobs[turn.start : end]
         if said != turn.logprobs or not all(math.isfinite(logp) and logp <= 1e-6 for logp in said):
-            return f"turn {turn.turn} has log-probabilities that are not its row's, or are none"
+            return f"turn {turn.turn} has other log-probabilities than its row, or invalid ones"
         at = end
         if turn is not turns[-1]:
             at += len(turn.observation_ids)
             seen = row.token_ids[end:at], row.logprobs[end:at]
             if seen[0] != turn.observation_ids:
-                return f"the ids behind turn {turn.turn} are not its observation"
+                return f"the ids after turn {turn.turn} are not its observation"
             if not all(math.isnan(logp) for logp in seen[1]):
-                return f"the observation of turn {turn.turn} has a log-probability: nobody sampled it"
+                return f"the observation of turn {turn.turn} has a log-probability, but was not sampled"
     if at != len(row.token_ids):
         return f"it has {len(row.token_ids)} ids, its turns have {at}"
     return ""
 
 
-def rewards_add_up(table: Played, finding: Finding) -> None:
-    """The rewards of the turns sum up to the episode's, which is what the reward `environment` says of it."""
+def check_returns(table: Completions, finding: Finding) -> None:
+    """The rewards of the turns sum up to the episode's, which is its reward `environment`."""
     columns = _columns(table, finding)
     for name, episode in table.episodes.items():
         rewards = [turn.reward for turn in table.turns.get(name, []) if turn.reward is not None]
-        expected = None if says_nothing(episode) or not rewards else math.fsum(rewards)
+        expected = None if episode.status in WITHOUT_REWARD or not rewards else math.fsum(rewards)
         slack = ROUNDING * max(1.0, math.fsum(map(abs, rewards)))
-        right = close(episode.reward, expected, 0.0, slack)
         case = f"{table.case(name)}: reward {episode.reward}, its turns give {expected}"
-        finding.check(right, case)
-        score = table.score_rows.get(name)
-        for column in columns if score is not None else ():
-            value = score.rewards[column] if score is not None else None
-            if not close(value, episode.reward, 0.0, slack):
+        finding.check(close(episode.reward, expected, 0.0, slack), case)
+        rewards_of = table.score_of[name].rewards if name in table.score_of else {}
+        for column in columns & rewards_of.keys():
+            if not close(value := rewards_of[column], episode.reward, 0.0, slack):
                 finding.broken.append(f"{table.case(name)}: {column} is {value}, the episode has {episode.reward}")
 
 
-def _columns(table: Played, finding: Finding) -> list[str]:
-    """The reward columns that are the environment's rewards as they are."""
-    rewards: Mapping[str, Any] = {} if table.scores is None else table.scores.manifest["config"]["rewards"]
-    names = [name for name, reward in rewards.items() if reward["function"] == "environment"]
-    plain = [n for n in names if rewards[n]["clip"] is None and rewards[n]["squash"] == "none"]
-    finding.left_out += [f"{table.name}: {n} is squashed or clipped" for n in names if n not in plain]
+def _columns(table: Completions, finding: Finding) -> set[str]:
+    """Return the reward columns that hold the environment's rewards unchanged."""
+    rewards: Mapping[str, Any] = table.scoring.get("rewards", {})
+    names = {name for name, reward in rewards.items() if reward["function"] == "environment"}
+    plain = {n for n in names if rewards[n]["clip"] is None and rewards[n]["squash"] == "none"}
+    finding.left_out += [f"{table.name}: {n} is squashed or clipped" for n in sorted(names - plain)]
     return plain
 
 
-def failed_teach_nothing(table: Played, finding: Finding) -> None:
-    """An episode without an end of its own has a reason, no reward, no total, and is not trained on (R9)."""
-    fates = {(f.place, f.sample): f.fate for f in table.round.fates} if table.round is not None else {}
+def check_faults(table: Completions, finding: Finding) -> None:
+    """An episode that its environment failed has a reason, no reward and no total, and is not trained on (R9)."""
+    fates = {name_of(f): f.fate for f in table.fates}
     for name, episode in table.episodes.items():
-        stops = {row.stop for row in table.rows.get(name, [])[-1:]}
-        if not says_nothing(episode):
+        stops = {row.stop for row in table.parts.get(name, [])[-1:]}
+        if episode.status not in WITHOUT_REWARD:
             case = f"{table.case(name)} is {episode.status} in trajectories and failed in rollouts"
             finding.check("failed" not in stops, case)
             continue
-        score = table.score_rows.get(name)
+        score = table.score_of.get(name)
         wrong = {
             "has no reason": not episode.reason,
             "has a reward": episode.reward is not None or episode.success is not None,
@@ -103,130 +95,86 @@ def failed_teach_nothing(table: Played, finding: Finding) -> None:
             "has a total": score is not None and score.total is not None,
             "is trained on": fates.get(name) == "trained",
         }
-        said = ", ".join(words for words, is_so in wrong.items() if is_so)
-        finding.check(not said, f"{table.case(name)} is {episode.status} and {said}")
+        faults = ", ".join(text for text, applies in wrong.items() if applies)
+        finding.check(not faults, f"{table.case(name)} is {episode.status} and {faults}")
 
 
-def each_task_its_episodes(table: Played, finding: Finding) -> None:
+def check_episodes(table: Completions, finding: Finding) -> None:
     """Every task has all of its episodes, each once, with a known end, its turns in order, and a rollout row."""
     known = set(get_args(Status))
-    names = [(row.place, row.sample) for row in table.trajectories]
+    names = [name_of(row) for row in table.trajectories]
     if names != sorted(set(names)):
         finding.broken.append(f"{table.name}: two episodes have one name, or they are out of order")
-    if strays := (table.rows.keys() ^ table.episodes.keys()) | (table.turns.keys() - table.episodes.keys()):
+    if strays := (table.parts.keys() ^ table.episodes.keys()) | (table.turns.keys() - table.episodes.keys()):
         finding.broken.append(f"{table.case(min(strays))} is not in all of its tables")
-    expected = {(place, sample) for place, _ in names for sample in range(table.samples)}
-    if lacking := expected ^ set(names):
-        finding.broken.append(f"{table.case(min(lacking))}: a task has {table.samples} episodes, not this one")
+    samples = table.config["completions" if "completions" in table.config else "samples"]
+    if missing := {(place, sample) for place, _ in names for sample in range(samples)} ^ set(names):
+        finding.broken.append(f"{table.case(min(missing))}: a task has {samples} episodes, not this one")
     for name, episode in table.episodes.items():
         turns = table.turns.get(name, [])
         numbers = [turn.turn for turn in turns]
-        right = episode.status in known and numbers == list(range(episode.turns))
+        holds = episode.status in known and numbers == list(range(episode.turns))
         case = f"{table.case(name)}: {episode.status} after {episode.turns} turns, which are numbered {numbers[:9]}"
-        finding.check(right, case)
-        wrong = _end_fault(episode, turns, table.environment["turns"]) if right else ""
-        if wrong:
-            finding.broken.append(f"{table.case(name)} is {episode.status} and {wrong}")
+        finding.check(holds, case)
+        if fault := _end_fault(episode, turns, table.config["environment"]["turns"]) if holds else "":
+            finding.broken.append(f"{table.case(name)} is {episode.status} and {fault}")
 
 
-def _end_fault(episode: TrajectoryRow, turns: Sequence[TurnRow], most: int) -> str:
-    """What of the turns does not fit the status; empty where all does."""
+def _end_fault(episode: TrajectoryRow, turns: Sequence[TurnRow], limit: int) -> str:
+    """Describe a turn that contradicts the status; empty without any."""
     if any(turn.terminated or turn.truncated for turn in turns[:-1]):
-        return "went on after its end"
+        return "continued after its end"
     last = turns[-1] if turns else None
     expected = {
         "done": last is not None and last.terminated,
         "truncated": last is not None and last.truncated and not last.terminated,
-        "turn_limit": len(turns) == most,
+        "turn_limit": len(turns) == limit,
         "token_limit": last is not None and not last.terminated,
     }
-    return "" if expected.get(episode.status, True) else "its last turn says otherwise"
+    return "" if expected.get(episode.status, True) else "its last turn contradicts that"
 
 
-def limits_are_kept(table: Played, finding: Finding) -> None:
+def check_limits(table: Completions, finding: Finding) -> None:
     """No episode has more turns, no turn and no trajectory more tokens than the settings allow; counts are right."""
-    limits, turn_tokens = table.environment, table.config["max_tokens"]
+    limits, turn_tokens = table.config["environment"], table.config["max_tokens"]
     for name, episode in table.episodes.items():
-        turns, rows = table.turns.get(name, []), table.rows.get(name, [])
-        most = {
+        turns, rows = table.turns.get(name, []), table.parts.get(name, [])
+        counts = {
             "turns": (len(turns), limits["turns"]),
             "tokens in a turn": (max((len(turn.token_ids) for turn in turns), default=0), turn_tokens),
-            "tokens": (_tokens(rows), limits["max_tokens"]),
-            "tokens in an observation": _observed(turns, limits["observation_tokens"]),
+            # The longest context of the trajectory; a failed episode may have none.
+            "tokens": (
+                max((len(row.prompt_ids) + len(row.token_ids) for row in rows if row.stop != "failed"), default=0),
+                limits["max_tokens"],
+            ),
             "tries": (episode.tries, limits["tries"]),
         }
-        over = [f"{count} {what} of {limit}" for what, (count, limit) in most.items() if count > limit]
+        over = [f"{count} {unit} of {limit}" for unit, (count, limit) in counts.items() if count > limit]
         sampled = sum(len(turn.token_ids) for turn in turns)
         if sampled != episode.sampled_tokens:
             over.append(f"{episode.sampled_tokens} sampled tokens, its turns have {sampled}")
         finding.check(not over, f"{table.case(name)}: {', '.join(over)}")
 
 
-def _tokens(rows: Iterable[CompletionRow]) -> int:
-    """Tokens of the longest context that a trajectory reaches; a failed episode may have none of its own."""
-    return max((len(row.prompt_ids) + len(row.token_ids) for row in rows if row.stop != "failed"), default=0)
-
-
-def _observed(turns: Sequence[TurnRow], limit: int) -> tuple[int, int]:
-    """Tokens of the longest observation beyond what the template may put around it, and the limit of its text."""
-    lengths = [len(turn.observation_ids) - SCAFFOLD * (1 + _messages(turn)) for turn in turns if turn.observation_ids]
-    return max(lengths, default=0), limit
-
-
-def _messages(turn: TurnRow) -> int:
-    text = turn.observation or ""
-    return len(json.loads(text)) if text.startswith("[") else 1
-
-
-def one_seed_a_task(table: Played, finding: Finding) -> None:
-    """The episodes of a task begin from its seed, and so from one context (R15)."""
+def check_seeds(table: Completions, finding: Finding) -> None:
+    """The episodes of a task begin from its seed (R15)."""
     seeds = table.run.seeds
     places: dict[int, list[TrajectoryRow]] = {}
     for row in table.trajectories:
         places.setdefault(row.place, []).append(row)
     for place, episodes in places.items():
-        found = {(row.prompt_id, row.seed) for row in episodes}
-        first = episodes[0]
-        # The data may be gone: then the episodes are compared with one another.
+        pairs, first = {(row.prompt_id, row.seed) for row in episodes}, episodes[0]
+        # Without the data, the episodes are compared with one another.
         expected = {(first.prompt_id, seeds.get(first.prompt_id, first.seed))}
-        case = f"{table.name}, place {place}: tasks and seeds {sorted(found)}, expected {sorted(expected)}"
-        finding.check(found == expected, case)
-        began = [
-            (table.rows.get(name, []), table.turns[name][0].part or 0)
-            for row in episodes
-            if (name := (row.place, row.sample)) in table.turns and not says_nothing(row)
-        ]
-        contexts = {tuple(parts[part].prompt_ids) for parts, part in began if part < len(parts)}
-        if len(contexts) > 1:
-            finding.left_out.append(
-                f"{table.name}, place {place}: its episodes begin from {len(contexts)} contexts: the environment "
-                "does not follow its seed alone"
-            )
+        case = f"{table.name}, place {place}: tasks and seeds {sorted(pairs)}, expected {sorted(expected)}"
+        finding.check(pairs == expected, case)
 
 
 LAWS = [
-    Law(
-        "episodes",
-        "each task has all its episodes, with their turns and one end each",
-        "episodes",
-        each_task_its_episodes,
-        "episodes",
-    ),
-    Law(
-        "tokens",
-        "what is trained is what was sampled, id by id, and no observation",
-        "rows",
-        rows_are_turns,
-        "episodes",
-    ),
-    Law(
-        "returns",
-        "the rewards of the turns sum up to the episode's reward",
-        "episodes",
-        rewards_add_up,
-        "episodes",
-    ),
-    Law("faults", "episodes that an environment failed teach nothing", "episodes", failed_teach_nothing, "episodes"),
-    Law("limits", "episodes keep the limits of turns and tokens", "episodes", limits_are_kept, "episodes"),
-    Law("seeds", "the episodes of a task begin from its seed", "tasks", one_seed_a_task, "episodes"),
+    Law("episodes", "each task has all its episodes, turns and ends", "episodes", check_episodes, "episodes"),
+    Law("tokens", "sampled tokens are trained, id by id, and no observation", "rows", check_tokens, "episodes"),
+    Law("returns", "the turns' rewards sum up to the episode's", "episodes", check_returns, "episodes"),
+    Law("faults", "episodes that an environment failed teach nothing", "episodes", check_faults, "episodes"),
+    Law("limits", "episodes keep the limits of turns and tokens", "episodes", check_limits, "episodes"),
+    Law("seeds", "the episodes of a task begin from its seed", "tasks", check_seeds, "episodes"),
 ]

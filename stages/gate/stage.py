@@ -88,7 +88,7 @@ def _judged(evaluation: Artifact, metric: str) -> Any:
 
 def _broken_laws(ctx: Context) -> list[str]:
     """The laws of the audit that the run breaks, each with its first case."""
-    from rlhf.stages.auditing.laws import audit
+    from rlhf.stages.auditing.audit import audit
 
     nodes = {
         name.removeprefix(NODE): {"stage": a.stage, "key": a.key, "digest": a.digest, "state": "made"}
@@ -97,8 +97,8 @@ def _broken_laws(ctx: Context) -> list[str]:
     }
     recipe = {"fork": None, "rl": {"rollouts_from": ctx.config.rollouts_from}}
     record: Mapping[str, Any] = {"name": "", "recipe": recipe, "nodes": nodes}
-    verdicts = list(audit(ctx.inputs["candidate"].store, record))
-    return [f"{found.law.name} ({found.broken[0]})" for found in verdicts if found.broken]
+    findings = audit(ctx.inputs["candidate"].store, record)
+    return [f"{found.law.name} ({found.broken[0]})" for found in findings if found.broken]
 
 
 def _headline(metrics: Mapping[str, Any]) -> str:

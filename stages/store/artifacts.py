@@ -30,6 +30,7 @@ from rlhf.stages.store.manifests import is_inside, strange, with_checksum
 from rlhf.tuning import multihost
 from rlhf.tuning.atomic import is_partial
 from rlhf.tuning.extras import remedy
+from rlhf.tuning.names import cache_folder
 
 MANIFEST = "manifest.json"
 NOT_CONTENT = ("state/", "logs/")
@@ -132,9 +133,9 @@ class Store:
         self.is_local = "file" in (self.fs.protocol if isinstance(self.fs.protocol, tuple) else (self.fs.protocol,))
         self.root = os.path.abspath(root) if self.is_local else root.rstrip("/")
         name = hashlib.sha256(url.encode()).hexdigest()[:12]
-        default = Path(os.environ.get("RLHF_SCRATCH", Path.home() / ".cache" / "rlhf-pipeline" / "scratch")) / name
         self.read_only = readonly.asked() or (self.is_local and readonly.unwritable(self.root))
-        self.scratch = Path(self.root) if self.is_local and not self.read_only else Path(scratch or default)
+        own = self.is_local and not self.read_only
+        self.scratch = Path(self.root) if own else Path(scratch or cache_folder("RLHF_SCRATCH", "scratch") / name)
 
     @property
     def shown(self) -> str:

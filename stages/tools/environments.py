@@ -1,4 +1,4 @@
-"""Whether the environment and the tools of a recipe are there and take their arguments, told before a run."""
+"""Check before a run that the environment and the tools of a recipe exist and accept their arguments."""
 
 from __future__ import annotations
 
@@ -11,8 +11,10 @@ from rlhf.tuning.names import nearest
 
 
 def check(environment: Environment) -> None:
-    """Raises ValueError, naming the setting, for an environment or a tool that is not there, or does not take its
-    arguments. Nothing of the user's is executed; what packages and servers register is not looked up."""
+    """Raise ValueError with the setting for a missing environment or tool, or one that does not accept its arguments.
+
+    Executes no code of the user, and does not look up names that packages and servers register.
+    """
     kind, colon, _ = (environment.name or "").partition(":")
     if environment.name and not colon:
         _check_built_in(environment.name, environment.arguments)
@@ -42,11 +44,11 @@ def _check_own(name: str, arguments: Mapping[str, Any]) -> None:
     parameters = signatures.of_name(name, "environment.name", "class")
     if parameters is None:
         return
-    # With one of the first three a class is played as gymnasium's are, and all four are the adapter's.
+    # One of the first three makes a class play like gymnasium's; all four are the adapter's.
     adapter = OWN if any(text_actions(arguments, n) for n in ("renderer", "parser", "actions")) else ()
     rest = [n for n in arguments if n not in adapter]
     signatures.check_arguments(parameters, rest, "environment.arguments", name)
-    # A class that wants the task gets the prompt's row.
+    # A parameter `task` gets the prompt's row.
     signatures.check_required(parameters, rest, "environment.arguments", name, ["task"])
 
 
@@ -62,7 +64,7 @@ def _check_tool(name: str, arguments: Mapping[str, Mapping[str, Any]]) -> None:
         parameters, function = signatures.of_callable(BUILT_IN[name]), name
     else:
         hint = nearest(name, BUILT_IN, "module:function, mcp:COMMAND or mcp:URL")
-        raise ValueError(f"environment.tools: no tool {name!r}; {hint}")
+        raise ValueError(f"environment.tools: unknown tool {name!r}; {hint}")
     if parameters is not None:
         where = f"environment.tool_arguments.{function}"
         signatures.check_arguments(parameters, arguments.get(function, {}), where, name)

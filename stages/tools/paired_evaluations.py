@@ -1,10 +1,10 @@
-"""Two evaluations, perhaps of different data, on the prompts that they have in common."""
+"""Compare two evaluations, perhaps of different data, on the prompts that they share."""
 
 from __future__ import annotations
 
 import dataclasses
 import json
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from pydantic import ValidationError
 
@@ -18,53 +18,50 @@ if TYPE_CHECKING:
     from rlhf.tuning.evaluation.verdicts import Difference, Judged
 
 MOST = 3
-"""Settings that the reason names."""
+"""Most differences that a reason names."""
 COLUMNS = ("place", "prompt_id", "prompt", "answer", "metadata")
 TOKENS = "prompt_ids"
 
 NO_VERDICT = ("problems", "shard_prompts", "judges")
-"""Settings of an evaluation that change no verdict of the judge that decides."""
+"""Settings that do not change the deciding judge's verdicts."""
 
 Problem = tuple[str, str, str | None, str, bytes]
-"""Id, prompt, answer, what else the judge is given, and the tokens that it was asked in: none where the evaluations
-have other tokenizers."""
+"""Id, prompt, answer, metadata, and tokens: empty if the evaluations have different tokenizers."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Paired:
-    """How two evaluations compare."""
+    """Comparison of two evaluations."""
 
     places: list[tuple[int, int]]
-    """Places of the prompts that both have, in the one and in the other."""
+    """Places of the shared prompts in both."""
     prompts: tuple[int, int]
     """Prompts of each."""
     difference: Difference | None
-    """Of their scores on these prompts; None where there are too few, or `reason` is said."""
+    """Of their scores on the shared prompts."""
     reason: str = ""
-    """Why there is none."""
+    """Why there is no difference."""
 
 
 def problems_of(evaluation: Artifact, tokens: bool) -> dict[int, Problem]:
-    """What each place of an evaluation asks. tokens: also in which tokens, the system's turn and the template's too."""
-    found: dict[int, Problem] = {}
+    """Return the problem of each place. tokens: with the tokens of the system's turn and the template."""
+    problems: dict[int, Problem] = {}
     for batch in batches(evaluation, "rollouts/", (*COLUMNS, TOKENS) if tokens else COLUMNS):
-        for row, (place, *problem) in enumerate(zip(*(batch.column(n).to_pylist() for n in COLUMNS), strict=True)):
-            if place not in found:
-                asked = batch.column(TOKENS)[row].values.to_numpy().tobytes() if tokens else b""
-                found[place] = (problem[0], problem[1], problem[2], _metadata(problem[3]), asked)
-    return found
-
-
-def _metadata(text: str | None) -> str:
-    """The metadata of a problem, by its content: nothing says in which order its fields are written."""
-    return json.dumps(json.loads(text or "{}"), sort_keys=True)
+        rows = zip(*(batch.column(name).to_pylist() for name in COLUMNS), strict=True)
+        for number, (place, prompt_id, prompt, answer, metadata) in enumerate(rows):
+            if place not in problems:
+                asked = batch.column(TOKENS)[number].values.to_numpy().tobytes() if tokens else b""
+                # Nothing fixes the order of the metadata's fields.
+                content = json.dumps(json.loads(metadata or "{}"), sort_keys=True)
+                problems[place] = (prompt_id, prompt, answer, content, asked)
+    return problems
 
 
 def paired(before: Artifact, after: Artifact) -> Paired:
-    """The second evaluation against the first, on prompts that are the same in both, wherever they stand."""
+    """Compare the second evaluation with the first on the prompts that both have, at any place."""
     from rlhf.tuning.evaluation.verdicts import difference
 
-    # A system prompt of the recipe is in no text, and makes another question.
+    # Tokens, because no text shows the recipe's system prompt.
     tokens = _tokenizer(before) == _tokenizer(after)
     first, second = problems_of(before, tokens), problems_of(after, tokens)
     where = {problem: place for place, problem in second.items()}
@@ -74,35 +71,32 @@ def paired(before: Artifact, after: Artifact) -> Paired:
         named = "; ".join(changed[:MOST]) + (f" and {len(changed) - MOST} more" if len(changed) > MOST else "")
         return Paired(places, counts, None, f"they were evaluated with other settings or code: {named}")
     if not places:
-        texts = {problem[:-1] for problem in first.values()} & {problem[:-1] for problem in second.values()}
-        how = f", though {len(texts)} texts: the system prompt differs" if texts else ""
-        return Paired(places, counts, None, f"they have no prompt in common{how}")
+        return Paired(places, counts, None, "they have no prompt in common, or other system prompts")
     old = _at(verdicts_of(before), [place for place, _ in places])
     new = _at(verdicts_of(after), [place for _, place in places])
-    # A group may have another name where the data has grown: that of the second is taken for both.
-    old = dataclasses.replace(old, groups=new.groups)
-    return Paired(places, counts, difference(old, new))
+    # A group may have another name in larger data: use that of the second for both.
+    return Paired(places, counts, difference(dataclasses.replace(old, groups=new.groups), new))
 
 
 def _tokenizer(evaluation: Artifact) -> str | None:
-    """The digest of the tokenizer and its template."""
+    """Return the digest of the tokenizer and its template."""
     return evaluation.manifest["key_parts"].get("inputs", {}).get("tokenizer")
 
 
 def _changed(before: Artifact, after: Artifact) -> list[str]:
-    """What differs between two evaluations, each with both values: settings, and the code and packages of judges."""
+    """Return the differences of two evaluations, with both values: settings, code and packages of judges."""
     manifests = [evaluation.manifest for evaluation in (before, after)]
     try:
-        # What older settings leave out has its default.
-        found = [config_content(Config.model_validate(manifest["config"])) for manifest in manifests]
+        # Older settings get their defaults.
+        configs = [config_content(Config.model_validate(manifest["config"])) for manifest in manifests]
     except ValidationError:
-        found = [manifest["config"] for manifest in manifests]
-    settings: list[dict[str, Any]] = [{n: v for n, v in one.items() if n not in NO_VERDICT} for one in found]
+        configs = [manifest["config"] for manifest in manifests]
+    settings = [{n: v for n, v in config.items() if n not in NO_VERDICT} for config in configs]
     sources = [manifest["key_parts"].get("sources") or {} for manifest in manifests]
     return [*differences(settings[0], settings[1]), *differences(sources[0], sources[1])]
 
 
 def _at(judged: Judged, places: list[int]) -> Judged:
-    """The verdicts of some places, numbered anew in this order."""
+    """Return the verdicts of some places, renumbered in this order."""
     at = {place: i for i, place in enumerate(judged.places)}
     return dataclasses.replace(judged.at([at[place] for place in places]), places=list(range(len(places))))

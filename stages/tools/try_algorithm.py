@@ -1,7 +1,7 @@
-"""Makes an algorithm of one's own and calls it once on small numbers, before a run.
+"""Create a custom algorithm and call it once on small numbers, before a run.
 
 Arguments: the settings of `rl.update` as JSON, and the completions of a prompt. Exits with 1 and one line about the
-error, with file and line where it is in the user's code.
+error, with file and line if it is in the user's code.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ PROMPTS, TOKENS = 2, 3
 
 
 def fault(objective: Objective, completions: int) -> str | None:
-    """What is wrong with the objective's algorithm, in a sentence; None where nothing is."""
+    """Describe an error of the objective's algorithm in a sentence; None without one."""
     import jax
     import jax.numpy as jnp
     import numpy as np
@@ -38,7 +38,7 @@ def fault(objective: Objective, completions: int) -> str | None:
             )
         if algorithm.keep is not None and np.shape(algorithm.keep(scored)) != (n,):
             return f"keep has the shape {np.shape(algorithm.keep(scored))}: expected one bool a completion, {(n,)}"
-        # Shapes alone: nothing is compiled.
+        # Only shapes: nothing is compiled.
         losses, _ = jax.eval_shape(lambda *arrays: algorithm.surrogate(Terms(*arrays)), *[jnp.ones((n, TOKENS))] * 5)
     except Exception as e:
         return f"{place_of(e)}{type(e).__name__}: {e}"
@@ -50,7 +50,7 @@ def fault(objective: Objective, completions: int) -> str | None:
 def main() -> None:
     from rlhf.stages.update.settings import Config
 
-    # As the worker has it: modules of the current folder come last.
+    # As in the worker: modules of the current folder come last.
     sys.path.append(os.getcwd())
     wrong = fault(Config.model_validate_json(sys.argv[1]).objective, int(sys.argv[2]))
     if wrong:

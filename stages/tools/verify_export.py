@@ -1,13 +1,11 @@
-"""Compares an exported folder in transformers (torch) with this project's own decoder, in float64 and in float32.
+"""Compare an exported folder in transformers (torch) with this project's decoder, in float64 and in float32.
 
-In float64 logits agree to 1e-4 (transformers keeps norms and rotary tables in float32 even then).
-In float32 both sides round: transformers alone is off by more than 1e-4 where logits reach 36, so
-the bound is a share of the largest logit at the position.
+In float64 logits agree to 1e-4 (transformers keeps norms and rotary tables in float32). In float32 both sides round:
+transformers alone differs by more than 1e-4 if logits reach 36, so the bound is relative to the largest logit.
 """
 
 from __future__ import annotations
 
-import argparse
 import sys
 from pathlib import Path
 from typing import Any
@@ -24,13 +22,13 @@ PROMPTS = [
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("folder", type=Path)
-    folder = parser.parse_args().folder
+    folder = Path(sys.argv[1])
     try:
         import torch
     except ImportError:
-        sys.exit("--verify compares with transformers on torch, which is not installed: pip install torch (CPU build)")
+        sys.exit(
+            "--verify compares with transformers on torch, which is not installed; type `pip install torch` (CPU build)"
+        )
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True)
@@ -48,10 +46,10 @@ def main() -> None:
 
 
 def own_logits(folder: Path, prompts: list[list[int]], dtype: str) -> list[Any]:
-    """Logits [tokens, V] of each prompt by this project's decoder."""
+    """Return the logits [tokens, V] of each prompt by this project's decoder."""
     import jax
 
-    # Before any array is made: float64 would silently become float32.
+    # First: else float64 silently becomes float32.
     jax.config.update("jax_enable_x64", True)
 
     import jax.numpy as jnp
@@ -74,13 +72,13 @@ def own_logits(folder: Path, prompts: list[list[int]], dtype: str) -> list[Any]:
         hidden, _ = decoder(tokens_BL, positions, attention, dtype=jnp.dtype(dtype))
         return decoder.logits(hidden)
 
-    # One width, one compilation. Padding at the end changes nothing before it: attention is causal.
+    # One width, one compilation. Attention is causal: padding at the end changes nothing.
     width = max(len(ids) for ids in prompts)
     return [np.asarray(logits(params, jnp.asarray([ids + [0] * (width - len(ids))])))[0, : len(ids)] for ids in prompts]
 
 
 def differences(ours: list[Any], theirs: list[Any]) -> tuple[float, float]:
-    """The largest difference, and the largest in relation to the largest logit of its position."""
+    """Return the largest difference, absolute and relative to the largest logit of its position."""
     import numpy as np
 
     gaps = [np.abs(a - b).max(axis=-1) for a, b in zip(ours, theirs, strict=True)]

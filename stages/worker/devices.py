@@ -19,6 +19,7 @@ from pathlib import Path
 
 from rlhf.stages.store.leases import host_scope
 from rlhf.tuning.atomic import whole_file
+from rlhf.tuning.names import cache_folder
 
 CPU = "cpu:cpu"
 VARIABLES = ("JAX_PLATFORMS", "CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES", "TPU_CHIPS")
@@ -110,5 +111,4 @@ def _remembered(plugins: dict[str, str]) -> Path:
     facts = [host_scope(), sys.executable, importlib.metadata.version("jaxlib"), plugins, devices]
     facts.append({n: os.environ.get(n) for n in VARIABLES})
     name = hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()[:16]
-    scratch = os.environ.get("RLHF_SCRATCH", Path.home() / ".cache" / "rlhf-pipeline" / "scratch")
-    return Path(scratch) / "devices" / name
+    return cache_folder("RLHF_SCRATCH", "scratch") / "devices" / name

@@ -97,7 +97,7 @@ def test_rlhf_run_ends_when_it_is_cancelled_in_prefect(tmp_path: Path, prefect_d
             cancelling = {"type": "CANCELLING", "name": "Cancelling"}
             prefect.post(f"/flow_runs/{flow_run['id']}/set_state", state=cancelling)
             _, printed = run.communicate(timeout=120)
-            assert run.returncode == 130 and printed.startswith("cancelled in Prefect; what is finished is kept")
+            assert run.returncode == 130 and printed.startswith("cancelled in Prefect; finished stages are kept")
         ended = prefect.get(f"/flow_runs/{flow_run['id']}")
         assert ended["state_type"] == "CANCELLED" and "rlhf show smoke-x" in ended["state"]["message"]
         assert Store(str(tmp_path / "store")).read_json("runs", "smoke-x", "run.json")["status"] == "interrupted"

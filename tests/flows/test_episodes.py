@@ -62,8 +62,10 @@ def test_a_game_without_a_data_set(tmp_path, update):
         entry = nodes[f"round-{number:03d}.update"]
         metrics = store.get(entry["stage"], entry["key"]).manifest["metrics"]
         assert metrics["steps"] == 2 and metrics["mismatch_kl"] < 1e-6 and metrics["grad_norm"] > 0
-    audited = rlhf(tmp_path, "audit", "g", "--deep", "--store", f"{tmp_path}/store")
+    audited = rlhf(tmp_path, "audit", "g", "--store", f"{tmp_path}/store")
     assert audited.returncode == 0, audited.stdout
+    again = rlhf(tmp_path, "rerun", "g", "--stage", "round-001.update", "--no-prefect", "--store", f"{tmp_path}/store")
+    assert "the output is the same" in again.stdout, again.stdout + again.stderr
 
 
 def test_a_game_is_scored_again_by_another_reward_and_by_its_own(tmp_path):

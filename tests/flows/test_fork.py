@@ -152,7 +152,7 @@ def test_a_fork_written_by_hand_is_checked(node, untils, message):
 def test_a_fork_shares_artifacts_and_its_recipe_can_be_planned_rerun_and_audited(rlhf, store, record, tmp_path):
     options = ["--store", store, "--set", "rl.update.optimizer.learning_rate=0.007", "--set", "evaluate=null"]
     out = rlhf("fork", "smoke", "--at", "round=2", *options, "--no-prefect", "--name", "forked").stdout
-    assert "fork of run first behind round-001.update" in out
+    assert "fork of run first after round-001.update" in out
     first, fork = record(store, "first")["nodes"], record(store, "forked")["nodes"]
     made = {n for n, e in fork.items() if e["state"] == "made"}
     # The rollouts of round 2 are those of the same policy, by their key.
@@ -161,7 +161,7 @@ def test_a_fork_shares_artifacts_and_its_recipe_can_be_planned_rerun_and_audited
     audit = rlhf("audit", "forked", "--store", store).stdout
     assert re.search(r"^  holds +fork +1 forks ", audit, re.MULTILINE) and "BROKEN" not in audit
     page = (store / "runs" / "forked" / "report.html").read_text()
-    assert "Fork of run <strong>first</strong> behind round-001.update" in page
+    assert "Fork of run <strong>first</strong> after round-001.update" in page
 
     file = tmp_path / "fork.yaml"
     rlhf("fork", "forked", "--at", "round=2", *options[:2], "--to", file)

@@ -9,7 +9,6 @@ import logging
 import os
 import sqlite3
 import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -17,11 +16,11 @@ from typing import Any
 import psutil
 import pytest
 
-from rlhf.flows.orchestration import plugin
 from rlhf.flows.recipe.overrides import values_of
 from rlhf.stages.store.artifacts import Store
 from tests.browser import browse
 from tests.flows.prefect_server import PROJECT, Prefect, prefect_server, wait_for
+from tests.support import RLHF
 
 FLOW = "rlhf-pipeline"
 NODES = {"base", "prepare", "sft", "reward", "evaluate.base", "evaluate.sft", "evaluate.rl", "export"} | {
@@ -64,9 +63,9 @@ def due(prefect: Prefect, worker: psutil.Process, folder: Path) -> dict[str, Any
 
 @pytest.fixture(scope="module")
 def made(prefect: Prefect, worker: psutil.Process, due: dict[str, Any], folder: Path) -> dict[str, Any]:
-    """A run started by the flow's name alone, whose stage worker is killed once and which another run collides with."""
+    """A run whose stage worker is killed once and which another run collides with."""
     options = ["--param", "recipe=smoke", "--param", f"store={folder / 'store'}", "--flow-run-name", "smoke-made"]
-    prefect.command("deployment", "run", FLOW, *options)
+    prefect.command("deployment", "run", f"{FLOW}/default", *options)
     started = prefect.flow_run("smoke-made")
     wait_for(lambda: stage_worker(worker, started), 300, "a stage at work").kill()
     create(prefect, "smoke-too-many", {"recipe": "smoke", "store": str(folder / "store")})
@@ -75,8 +74,7 @@ def made(prefect: Prefect, worker: psutil.Process, due: dict[str, Any], folder: 
 
 @pytest.fixture(scope="module")
 def cached(prefect: Prefect, made: dict[str, Any], folder: Path) -> dict[str, Any]:
-    """The same run once more, started by the full name from a folder that is not the project's. Its run would be called
-    as the one before: Prefect draws names and does not look which it has drawn."""
+    """The same run once more, started from another folder; its name is taken, because Prefect draws names at random."""
     options = ["--param", "recipe=smoke", "--param", f"store={folder / 'store'}", "--flow-run-name", "made"]
     prefect.command("deployment", "run", f"{FLOW}/default", *options, cwd=folder)
     return prefect.ended_run(prefect.flow_run("made")["id"], 90)
@@ -126,7 +124,7 @@ def test_the_form_describes_every_field_of_the_recipe(prefect: Prefect) -> None:
     assert all(m["additionalProperties"] is False for m in models.values())
 
 
-def test_a_flows_name_alone_starts_its_default_deployment(prefect: Prefect, made: dict[str, Any], folder: Path) -> None:
+def test_a_deployment_runs_every_stage(prefect: Prefect, made: dict[str, Any], folder: Path) -> None:
     assert made["state_name"] == "Completed", made["state"]
     tasks = prefect.task_runs(made)
     assert set(tasks) == NODES
@@ -180,7 +178,7 @@ def test_a_wrong_parameter_is_refused_before_there_is_a_run(prefect: Prefect, ma
         "learning_rate=1": "not found on the deployment: 'learning_rate'",
     }
     for parameter, words in unknown.items():
-        output = prefect.command("deployment", "run", FLOW, "--param", parameter, code=1)
+        output = prefect.command("deployment", "run", f"{FLOW}/default", "--param", parameter, code=1)
         assert words in " ".join(output.split())
     deployment = prefect.get(f"/deployments/name/{FLOW}/default")["id"]
     for wrong in {"rl": {"rounds": 0}}, {"sft": {"epochs": "2"}}, {"seed": 1.5}:
@@ -222,17 +220,7 @@ def test_the_page_of_a_cached_run_says_so(prefect: Prefect, cached: dict[str, An
 def test_rlhf_run_needs_no_server_and_is_quiet(made: dict[str, Any], folder: Path) -> None:
     home = folder / "fresh"
     env = {k: v for k, v in os.environ.items() if not k.startswith("PREFECT")} | {"PREFECT_HOME": str(home)}
-    command = [
-        sys.executable,
-        "-m",
-        "rlhf.flows.cli.app",
-        "run",
-        "smoke",
-        "--name",
-        "alone",
-        "--set",
-        f"store={folder / 'store'}",
-    ]
+    command = [RLHF, "run", "smoke", "--name", "alone", "--set", f"store={folder / 'store'}"]
     done = subprocess.run(command, cwd=PROJECT, env=env, capture_output=True, text=True, timeout=150)
     assert done.returncode == 0, done.stderr
     assert done.stderr == ""
@@ -278,37 +266,3 @@ def test_parameters_are_strict_and_keep_only_what_was_said() -> None:
     rewards = {"score": {"rewards": {"exact": {"weight": 2.0}}}}
     said = {"recipe": "ppo", "data": {"system_prompt": None}, "rl": rewards, "sft": {"optimizer": {"learning_rate": 1}}}
     assert values_of(rlhf_pipeline.validate_parameters(said)) == said
-
-
-def test_the_plugin_leaves_a_client_alone_that_it_does_not_know(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    from prefect.client.orchestration import PrefectClient
-
-    def changed(self: Any, name: str, flow: str) -> None: ...
-
-    monkeypatch.setattr(PrefectClient, "read_deployment_by_name", changed)
-    plugin.resolve_bare_names(logging.getLogger("plugin"))
-    assert PrefectClient.read_deployment_by_name is changed
-    assert "write rlhf-pipeline/default" in caplog.text
-
-
-def test_the_plugin_touches_no_other_command(monkeypatch: pytest.MonkeyPatch) -> None:
-    called: list[Any] = []
-    monkeypatch.setattr(plugin, "resolve_bare_names", called.append)
-
-    class Context:
-        logger_factory = staticmethod(logging.getLogger)
-
-    for command, wanted in (["worker", "start"], 0), (["deployment", "run", "rlhf-pipeline"], 1):
-        monkeypatch.setattr(sys, "argv", ["prefect", *command])
-        plugin.setup_environment(ctx=Context())
-        assert len(called) == wanted
-
-
-def test_a_bare_name_means_the_only_deployment_or_the_default() -> None:
-    assert plugin.choose("f", ["nightly"]) == "nightly"
-    assert plugin.choose("f", ["nightly", "default"]) == "default"
-    assert plugin.choose("f", []) == "default"
-    with pytest.raises(SystemExit, match="write f/a or f/b"):
-        plugin.choose("f", ["b", "a"])

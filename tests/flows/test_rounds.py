@@ -74,7 +74,7 @@ def test_a_run_whose_judge_is_down_goes_on_when_it_is_up_and_ends_where_rounds_t
     before = {path.name for path in (store / "artifacts" / "score").iterdir()}
     down = rlhf(*command, "--name", "down", code=1)
     assert "reward j: no verdict" in down.stderr and "cannot be reached" in down.stderr
-    assert "what is finished is kept; the same command goes on from there" in down.stderr
+    assert "finished stages are kept; the same command continues" in down.stderr
     assert {path.name for path in (store / "artifacts" / "score").iterdir()} == before
     with judge_server(lambda body: "5", port) as (_, asked):
         idle = rlhf(*command, "--name", "idle", code=1)

@@ -73,8 +73,8 @@ class Job:
 
 def was_interrupted(output: str) -> bool:
     """Whether a first try was recorded as interrupted, for which the second one has not waited."""
-    first, _, second = output.partition("run run goes on (try 2)")
-    return "interrupted; what is finished is kept" in first and second != "" and "waiting until" not in first
+    first, _, second = output.partition("run run continues (try 2)")
+    return "interrupted; finished stages are kept" in first and second != "" and "waiting until" not in first
 
 
 @pytest.fixture(scope="module")

@@ -6,7 +6,7 @@ import math
 
 import pytest
 
-from rlhf.tuning.names import closest, function_of, nearest
+from rlhf.tuning.names import cache_folder, closest, function_of, nearest
 
 
 @pytest.mark.parametrize(
@@ -43,3 +43,17 @@ def test_a_function_by_name():
 def test_a_function_that_is_not_there(name, message):
     with pytest.raises(ValueError, match=message):
         function_of(name)
+
+
+def test_a_user_without_a_home_names_a_folder(monkeypatch, tmp_path):
+    """As a container's user without an entry in /etc/passwd."""
+
+    def missing():
+        raise RuntimeError("Could not determine home directory.")
+
+    monkeypatch.setattr("pathlib.Path.home", missing)
+    monkeypatch.setenv("RLHF_SCRATCH", str(tmp_path))
+    assert cache_folder("RLHF_SCRATCH", "scratch") == tmp_path
+    monkeypatch.delenv("RLHF_SCRATCH")
+    with pytest.raises(OSError, match="no home folder: set RLHF_SCRATCH to a folder"):
+        cache_folder("RLHF_SCRATCH", "scratch")

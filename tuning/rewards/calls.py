@@ -88,7 +88,13 @@ def _score_of(function: Any, arguments: Mapping[str, Any], sample: Sample) -> An
     value = function(
         **{name: given for name, given in known.items() if takes_more or name in parameters or name in arguments}
     )
-    return value["score"] if isinstance(value, Mapping) else value
+    if not isinstance(value, Mapping):
+        return value
+    if "score" not in value:
+        raise ValueError(
+            f"the function returned a mapping without the key score: {sorted(map(str, value))[:9]}; add it"
+        )
+    return value["score"]
 
 
 def _outcomes(values: Any, count: int) -> list[Outcome]:

@@ -4,15 +4,11 @@ from __future__ import annotations
 
 import json
 import re
-import signal
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 from safetensors.numpy import load_file
 
-from tests.flows.prefect_server import PROJECT
 from tests.support import write_files
 
 
@@ -25,38 +21,6 @@ def test_export_shows_and_copies_a_folder_that_others_can_load(rlhf, smoke_store
     assert "manifest.json" not in copied
     assert load_file(tmp_path / "out" / "model.safetensors").keys() == load_file(folder / "model.safetensors").keys()
     assert "is not empty" in rlhf("export", "--store", smoke_store, "--to", tmp_path / "out", code=2).stderr
-
-
-KILLED = """
-import os, shutil, signal, sys, time
-from rlhf.flows.cli.app import main
-
-real, calls = shutil.copyfile, []
-
-def killed(*arguments, **options):
-    calls.append(1)
-    if len(calls) == 3:
-        os.kill(os.getpid(), signal.SIGTERM)
-        time.sleep(60)
-    return real(*arguments, **options)
-
-shutil.copyfile = killed
-main()
-"""
-
-
-@pytest.mark.parametrize("there", [False, True], ids=["new", "an empty folder"])
-def test_a_copy_that_is_killed_is_made_by_the_same_command(rlhf, smoke_store, tmp_path, there):
-    out = tmp_path / "out"
-    if there:
-        out.mkdir()
-    options = ["export", "--store", smoke_store, "--to", out]
-    done = subprocess.run([sys.executable, "-c", KILLED, *map(str, options)], cwd=PROJECT, timeout=120)
-    assert done.returncode == -signal.SIGTERM
-    # Nobody takes half of it for a model.
-    assert not out.exists()
-    rlhf(*options)
-    assert {"config.json", "model.safetensors", "tokenizer.json"} <= {p.name for p in out.iterdir()}
 
 
 def test_a_folder_with_another_model_is_refused(rlhf_here, smoke_store, tmp_path):

@@ -1,25 +1,13 @@
-"""Commands that look print one JSON document on standard output with `--json`, with the keys that the page names."""
+"""Commands that look print one JSON document on standard output with `--json`."""
 
 from __future__ import annotations
 
 import json
-import re
 from pathlib import Path
 
-import pytest
 from typer.testing import CliRunner
 
 from rlhf.flows.cli.app import app
-from tests.flows.prefect_server import PROJECT
-
-PAGE = (PROJECT / "docs" / "operations.md").read_text()
-
-
-def keys_of(command: str) -> set[str]:
-    """The keys that the page's table has for a command."""
-    row = re.search(rf"^\| `{command}` \| (.+) \|$", PAGE, re.MULTILINE)
-    assert row is not None, f"docs/operations.md has no row for {command}"
-    return set(re.findall(r"`(\w+)`", row[1]))
 
 
 def shown(store: Path, *arguments: str, code: int = 0) -> dict:
@@ -28,23 +16,11 @@ def shown(store: Path, *arguments: str, code: int = 0) -> dict:
     return json.loads(done.stdout)
 
 
-@pytest.mark.parametrize(
-    "command", ["runs", "show first", "plan smoke", "gc", "audit first", "verify", "diff first first", "history"]
-)
-def test_the_document_has_the_keys_of_the_page(store, command):
-    found = shown(store, *command.split())
-    assert set(found) == keys_of(command.partition(" ")[0])
-
-
 def test_names_of_policies_with_their_histories(store):
     for reason in ("it is the first", "again"):
         CliRunner().invoke(app, ["promote", "first", "--store", str(store), "--reason", reason])
     (entry,) = shown(store, "champions")["champion"]
-    assert set(entry) == keys_of("champions") and entry["policy"]["run"] == "first"
-
-
-def test_doctor_has_the_keys_of_the_page(rlhf):
-    assert set(json.loads(rlhf("doctor", "--json").stdout)) == keys_of("doctor")
+    assert entry["policy"]["run"] == "first" and entry["reason"] == "it is the first"
 
 
 def test_what_they_say_is_what_the_text_says(store):
@@ -58,7 +34,7 @@ def test_what_they_say_is_what_the_text_says(store):
     report.unlink()
     assert shown(store, "show", "first")["report"] is None
     text = CliRunner().invoke(app, ["show", "first", "--store", str(store)]).stdout
-    assert "report  none yet: `rlhf report first` writes it" in text
+    assert "report  none: type `rlhf report first`" in text
     laws = shown(store, "audit", "first")
     assert laws["broken"] == [] and {"holds", "no case"} == {law["state"] for law in laws["laws"]}
 

@@ -51,7 +51,7 @@ def shown(place: Store, *options: str, code: int = 0) -> str:
 def test_a_log_is_shown_whole_or_of_a_node(place):
     assert shown(place).splitlines() == "\n".join(LINES).splitlines()
     assert shown(place, "--node", "round-0").splitlines() == LINES[1].splitlines()
-    assert "has nothing of evaluate: it has made sft" in shown(place, "--node", "evaluate", code=2)
+    assert "has nothing of evaluate; name another --node: sft" in shown(place, "--node", "evaluate", code=2)
 
 
 def test_the_worker_of_a_run_names_each_node_that_it_begins(rlhf, smoke_store):
@@ -106,16 +106,12 @@ def test_a_log_on_another_machine_is_told_with_its_host_and_a_remote_store_has_a
     remote = Store("memory://logs", tmp_path)
     write_record(remote, "running")
     for options in ([], ["-f"]):
-        assert "is not on this machine: it is /far/log on far" in shown(remote, *options, code=2)
+        assert "the log of run first is /far/log on far; type `rlhf logs first` there" in shown(
+            remote, *options, code=2
+        )
     remote.write_bytes(b"copied\n", "runs", "first", "worker.log")
     write_record(remote)
     assert shown(remote) == shown(remote, "-f") == "copied\n"
-
-
-def test_a_run_that_made_nothing_has_no_log(tmp_path):
-    place = Store(str(tmp_path))
-    write_record(place, nodes={"sft": {"stage": "sft", "state": "hit", "key": "k", "digest": "d"}})
-    assert "run first has no log: it started no worker" in shown(place, code=2)
 
 
 def test_a_log_that_is_gone_from_this_host_is_not_looked_for_elsewhere(tmp_path):

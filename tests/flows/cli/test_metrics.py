@@ -11,7 +11,6 @@ import threading
 import time
 import urllib.error
 import urllib.request
-from pathlib import Path
 
 import pytest
 from prometheus_client import start_http_server
@@ -23,7 +22,7 @@ from rlhf.flows.report import prometheus
 from rlhf.flows.report.prometheus import registry_of
 from rlhf.stages.store import registry
 from rlhf.stages.store.artifacts import Store
-from rlhf.stages.store.leases import lease, this_process
+from rlhf.stages.store.leases import this_process
 from rlhf.stages.store.registry import Policy
 from tests.flows.report.support import Maker, recipe_of
 from tests.support import RLHF
@@ -101,24 +100,6 @@ def test_a_damaged_name_takes_no_other_metric(place):
         place.fs.rm(place.join("registry", "torn"), recursive=True)
 
 
-def test_a_run_that_waits_for_another_s_lease_is_counted(place):
-    assert samples(shown(place))["rlhf_runs_waiting",] == 0
-    code = (
-        "import sys, time; from rlhf.stages.store.leases import lease; from rlhf.stages.store.artifacts import Store\n"
-    )
-    code += "with lease(Store(sys.argv[1]), 'sft', 'k' * 64, print): print('held', flush=True); time.sleep(60)"
-    other = subprocess.Popen([Path(RLHF).with_name("python"), "-c", code, place.url], stdout=subprocess.PIPE)
-    try:
-        assert other.stdout is not None and other.stdout.readline() == b"held\n"
-        assert samples(shown(place))["rlhf_runs_waiting",] == 1
-    finally:
-        other.kill()
-        other.wait()
-    # What a run makes itself is no wait.
-    with lease(place, "sft", "k" * 64, print):
-        assert samples(shown(place))["rlhf_runs_waiting",] == 0
-
-
 def test_a_file_for_node_exporter_is_written_whole(place, tmp_path):
     file = tmp_path / "rlhf.prom"
     assert shown(place, "--to", str(file)) == ""
@@ -180,13 +161,6 @@ def test_scrapes_of_a_slow_store_read_it_one_after_the_other_and_do_not_pile_up(
         server.shutdown()
         server.server_close()
         thread.join()
-
-
-def test_a_file_that_cannot_be_written_leaves_nothing_beside_it(place, tmp_path):
-    taken = tmp_path / "rlhf.prom"
-    taken.mkdir()
-    done = CliRunner().invoke(app, ["metrics", "--store", place.url, "--to", str(taken)])
-    assert done.exit_code != 0 and list(tmp_path.iterdir()) == [taken]
 
 
 def test_an_address_that_is_none_or_taken_is_told(place):

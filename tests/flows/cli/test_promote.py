@@ -30,7 +30,7 @@ def test_a_name_is_taken_in_place_of_a_run(store):
     assert "this policy already" in invoke("promote", "first", *on, code=2)
     # A policy that was trained and not exported has a name as well, but no folder.
     invoke("promote", "first", *on, "--node", "sft")
-    assert "no exported folder" in invoke("export", "champion", *on, code=2)
+    assert "not an exported folder" in invoke("export", "champion", *on, code=2)
     assert "back to 1" in invoke("rollback", *on, "--reason", "it forgot")
     assert export["key"] in invoke("export", "champion", *on)
     listed = invoke("champions", *on).splitlines()
@@ -49,7 +49,7 @@ def test_a_policy_that_the_gate_has_refused_has_a_name_by_force_though_nothing_w
     note_decision(place, "champion", policy["digest"], "the gate of run first has refused this policy: too long")
     on = ("--store", store)
     told = invoke("promote", "first", *on, code=2)
-    assert "the gate of run first has refused this policy: too long; `--force` makes it champion" in told
+    assert "the gate of run first has refused this policy: too long; --force promotes it anyway" in told
     # The decision outlives the run that has made it.
     place.write_json(record | {"name": "same"}, "runs", "same", "run.json")
     place.remove_folder(place.join("runs", "first"))
@@ -63,12 +63,12 @@ def test_a_policy_that_the_gate_has_refused_has_a_name_by_force_though_nothing_w
 
 def test_servers_that_follow_are_promised_a_policy_of_their_base_alone(store):
     place, on = Store(str(store)), ("--store", store)
-    assert "--follow` takes it within half a minute" in invoke("promote", "first", *on)
-    assert "--follow` takes it within half a minute" in invoke("promote", "first", "--node", "sft", *on)
+    assert "--follow` loads it within half a minute" in invoke("promote", "first", *on)
+    assert "--follow` loads it within half a minute" in invoke("promote", "first", "--node", "sft", *on)
     first = place.read_json("registry", "champion", "000001.json")
     other = first["policy"] | {"base": "f" * 64, "digest": "e" * 64}
     place.write_json(first | {"number": 3, "policy": other, "previous": 2}, "registry", "champion", "000003.json")
-    said = "its base model is not that of the entry before: restart the servers of champion, also with --follow"
+    said = "its base model differs from the previous entry's: restart the servers of champion, also with --follow"
     for args in (("rollback", "--to", 1), ("promote", "first", "--node", "sft")):
         assert (said in invoke(*args, *on)) == (args[0] == "rollback")
 

@@ -60,7 +60,7 @@ def _wait(server: subprocess.Popen[bytes], client: httpx.Client, log: Path) -> N
 
 def test_only_a_name_of_the_registry_is_followed(rlhf_here, tmp_path):
     done = rlhf_here("serve", "my-run", "--follow", "--store", tmp_path, code=2)
-    assert "--follow needs a name such as champion; my-run has no entry" in done.stderr
+    assert "--follow needs a promoted name; my-run has no entry" in done.stderr
 
 
 def test_a_host_that_others_reach_is_not_served_without_a_key(tmp_path):

@@ -88,7 +88,7 @@ def test_init_leaves_a_file_that_is_there(tmp_path):
     file = tmp_path / "mine.yaml"
     file.write_text("seed: 1\n")
     done = CliRunner().invoke(app, ["init", str(file)])
-    assert done.exit_code == 2 and "exists: name another file" in done.stderr
+    assert done.exit_code == 2 and "exists; name another file" in done.stderr
     assert file.read_text() == "seed: 1\n"
 
 

@@ -10,6 +10,9 @@ import time
 import psutil
 import pytest
 
+from rlhf.flows.recipe.reading import load_recipe
+from rlhf.flows.report.console import ConsoleReporter
+from rlhf.flows.running.session import Session
 from rlhf.stages.store.artifacts import Store
 from tests.support import RLHF
 
@@ -45,8 +48,9 @@ def test_sigterm_ends_a_run_without_prefect_as_interrupted(started, tmp_path):
     begun = children(run)
     run.terminate()
     assert run.wait(timeout=30) == 130
-    assert "interrupted; what is finished is kept" in run.stderr.read()
+    assert "interrupted; finished stages are kept" in run.stderr.read()
     assert Store(str(tmp_path / "store")).read_json("runs", "drained", "run.json")["status"] == "interrupted"
+    assert list((tmp_path / "store" / "leases").iterdir()) == []
     assert psutil.wait_procs(begun, timeout=10)[1] == []
 
 
@@ -63,3 +67,14 @@ def test_signals_that_come_together_are_one_interruption_and_do_not_end_its_reco
     assert run.wait(timeout=30) in (130, -signal.SIGINT)
     assert run.stderr.read().count("already ending; another signal after 5 s ends at once\n") == 1
     assert Store(str(tmp_path / "store")).read_json("runs", "stopped", "run.json")["status"] == "interrupted"
+
+
+def test_a_signal_during_the_start_is_recorded_too(tmp_path, monkeypatch):
+    def interrupted(store):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("rlhf.flows.running.session.keep_room", interrupted)
+    recipe = load_recipe("smoke", sets=[f"store={tmp_path}"])
+    with pytest.raises(KeyboardInterrupt):
+        Session(recipe, ConsoleReporter(), "early")
+    assert Store(str(tmp_path)).read_json("runs", "early", "run.json")["status"] == "interrupted"

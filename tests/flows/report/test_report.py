@@ -13,12 +13,11 @@ from rlhf.flows.report.advice import Warn, run_warnings
 from rlhf.flows.report.charts import PNG_LIMIT, curves_png_data
 from rlhf.flows.report.console import difference_lines
 from rlhf.flows.report.formats import duration, visible
-from rlhf.flows.report.measures import judged_reward, round_series
+from rlhf.flows.report.measures import round_series
 from rlhf.flows.report.page import view, write_report
 from rlhf.flows.report.run_view import RunView
-from rlhf.flows.report.samples import chosen_samples, round_samples
+from rlhf.flows.report.samples import choose, round_samples
 from rlhf.stages.store.artifacts import Store
-from rlhf.stages.store.keys import without_userinfo
 from rlhf.tuning.evaluation.verdicts import Difference
 from tests.browser import measure, screenshot
 from tests.flows.report.support import BEGIN, HOSTILE, Maker, Page, recipe_of
@@ -58,11 +57,7 @@ def test_report_shows_every_section(whole):
     assert "29 problems gained, 2 lost and 9 stayed equal" in page.text
     assert "more curves: single rewards, lengths" in page.text
     assert "Round 0" in page.text and "Round 7" in page.text and "exact: TimeoutError" in page.text
-    assert (
-        "3 cached" in page.text
-        and "8 of 8" in page.text
-        and "1 cached, 26 made" in page.text.replace("26 made, 1 cached", "1 cached, 26 made")
-    )
+    assert "3 cached" in page.text and "8 of 8" in page.text
     assert record["nodes"]["sft"]["key"][:16] in page.text and "jax 0.10.2" in page.text
     assert "a1b2c3d4e5f60718" in page.text and "0123456789abcdef" in page.text
     assert "max_tokens: 8" in page.text, "the recipe is shown"
@@ -73,7 +68,7 @@ def test_report_shows_every_section(whole):
     assert "RL ends with the policy after round 5, the best of 3 by pass@4" in page.text
     assert "left out" not in page.text
     # Most completions of the base reach the limit in this run; there is nothing else to warn of.
-    assert re.findall(r"What the numbers warn of ([\w ]+):", page.text) == ["Cut off"]
+    assert re.findall(r"Warnings ([\w ]+):", page.text) == ["Cut off"]
 
 
 def test_report_refers_to_nothing_outside_and_runs_nothing(whole):
@@ -91,14 +86,10 @@ def test_report_refers_to_nothing_outside_and_runs_nothing(whole):
 
 def test_report_can_be_read_without_seeing_it(whole):
     page = Page(written(whole[2]))
-    assert page.unnamed == []
+    assert page.unnamed == [] and len(written(whole[2])) < 400_000
     assert page.tags.count("h1") == 1 and page.tags.count("h2") == len((*SECTIONS, "warnings"))
     assert page.tags.count("table") <= page.tags.count("tbody")
     assert "KL to the reference in nats / token over 8 rounds: first 0, last 0.0741" in written(whole[2])
-
-
-def test_report_is_small(whole):
-    assert len(written(whole[2])) < 400_000
 
 
 @pytest.mark.parametrize("width", [400, 1200])
@@ -151,7 +142,7 @@ def test_run_that_was_killed_has_a_report(tmp_path):
     maker.record["status"] = "running"
     maker.save()
     page = Page(written(write_report(store, "demo-killed")))
-    assert "The run has not ended, or was stopped" in page.text and "last written: sft." in page.text
+    assert "The run has not ended, or was killed" in page.text and "last written: sft." in page.text
 
 
 def test_run_without_rounds_and_evaluation(tmp_path):
@@ -161,7 +152,7 @@ def test_run_without_rounds_and_evaluation(tmp_path):
     assert curves_png_data(record) is None and round_series(record)["round"] == []
     page = Page(written(write_report(store, "demo-short")))
     assert "no reinforcement learning" in page.text and "Reward model" not in page.text
-    assert "What went wrong" not in page.text
+    assert "Failures" not in page.text
 
 
 def test_cached_run_and_artifacts_that_are_gone(tmp_path):
@@ -202,7 +193,7 @@ def test_warnings_name_what_went_wrong(tmp_path):
     maker.record["nodes"]["evaluate.rl"]["metrics"] |= {"score": 0.02, "score_low": 0.0, "score_high": 0.05}
     maker.save()
     text = Page(written(write_report(store, "demo-ill"))).text
-    for word in ("Entropy collapse", "Reward saturation", "KL blow-up", "Length", "Mismatch", "Rewards failed"):
+    for word in ("Entropy collapse", "Reward saturation", "KL growth", "Mismatch", "Rewards failed"):
         assert f"{word}: " in text
     assert "Not above the baseline: the final policy scores 0.020, and always answering “42” scores 0.075." in text
     assert "Worse" not in text, "tables decide, not the marginal intervals of the record"
@@ -284,25 +275,15 @@ def test_picture_of_the_curves_for_prefect(whole):
 def test_a_prompt_that_a_round_draws_twice_is_shown_with_the_rewards_of_each_place(whole):
     store, record, _ = whole
     first, _ = round_samples(RunView(store, record), [0, 7])
-    assert [(row["place"], row["sample"]) for row in first.rows] == [(p, s) for p in range(4) for s in range(2)]
-    totals = [row["total"] for row in first.rows]
+    assert [(row["place"], row["sample"]) for row in first["rows"]] == [(p, s) for p in range(4) for s in range(2)]
+    totals = [row["total"] for row in first["rows"]]
     assert totals == [pytest.approx(t) if t else None for t in (1.14, 0.14, 1.141, None, 1.142, 0.142, 1.143, 0.143)]
 
 
 def test_choices_and_texts():
-    assert (
-        judged_reward({"rl": {"score": {"rewards": {"a": {"function": "x"}, "b": {"function": "exact_match"}}}}}) == "b"
-    )
-    assert judged_reward({"rl": None}) is None
-    picked = chosen_samples([f"g{i}" for i in range(50)], ["l0"], [f"s{i}" for i in range(50)])
+    picked = choose([f"g{i}" for i in range(50)], ["l0"], [f"s{i}" for i in range(50)])
     assert len(picked) == 12 and "l0" in picked and sum(p.startswith("s") for p in picked) == 3
-    assert chosen_samples([], [], ["s"] * 20) == ["s"] * 12
-    assert chosen_samples(["g"] * 20, [], []) == ["g"] * 12 and chosen_samples([], ["l"] * 3, ["s"]) == ["l"] * 3 + [
-        "s"
-    ]
-    assert (
-        without_userinfo("ftp://me:secret@host/x") == "ftp://host/x"
-        and without_userinfo("s3://bucket/a@b") == "s3://bucket/a@b"
-    )
+    assert choose([], [], ["s"] * 20) == ["s"] * 12
+    assert choose(["g"] * 20, [], []) == ["g"] * 12 and choose([], ["l"] * 3, ["s"]) == ["l"] * 3 + ["s"]
     assert [duration(s) for s in (None, 0.31, 200, 3900)] == ["–", "0.3 s", "3 min 20 s", "1 h 05 min"]
     assert visible("a\x00b\n") == "a\\x00b\n" and visible("x" * 1300).endswith("… (100 more characters)")

@@ -42,8 +42,9 @@ def test_a_completion_that_the_judge_does_not_apply_to_is_no_loss(tmp_path):
     nodes = {name: {"stage": a.stage, "key": a.key, "state": "made", "digest": a.digest} for name, a in made.items()}
     found = samples(RunView(store, {"nodes": nodes}), ["sft", "rl"])
     # The second is lost by a failure, the third gained; the fourth is judged under one policy alone.
-    assert (found.gained, found.lost, found.same) == (1, 1, 2)
-    cards = {(card.policies[0].text, *((p.score, p.mean, p.count) for p in card.policies)) for card in found.cards}
+    assert (found["gained"], found["lost"], found["same"]) == (1, 1, 2)
+    policies = [card["policies"] for card in found["cards"]]
+    cards = {(of[0]["text"], *((p["score"], p["mean"], p["count"]) for p in of)) for of in policies}
     assert cards == {
         ("sft 1", (0.0, 0.0, 1), (1.0, 1.0, 2)),
         ("sft 1", (1.0, 1.0, 2), (0.0, 0.5, 2)),

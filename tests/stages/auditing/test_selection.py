@@ -6,11 +6,10 @@ from typing import Any
 
 import pytest
 
-from rlhf.stages.auditing.laws import Finding, all_laws, look
-from rlhf.stages.auditing.run import AuditedRun
 from rlhf.stages.store.artifacts import Artifact, Store
 from rlhf.tuning import rows
 from rlhf.tuning.rows import CompletionRow
+from tests.stages.auditing.support import finding_of
 
 
 def made(store: Store, folder: Path, stage: str, key: str, tables: dict[str, Any], **manifest: Any) -> Artifact:
@@ -32,11 +31,6 @@ def entries(**nodes: Artifact) -> dict[str, Any]:
 
 def source(artifact: Artifact) -> dict[str, str]:
     return {"stage": artifact.stage, "key": artifact.key, "digest": artifact.digest}
-
-
-def one_law(name: str, store: Store, record: dict[str, Any]) -> Finding:
-    (law,) = [law for law in all_laws() if law.name == name]
-    return look([law], AuditedRun(store, record))[name]
 
 
 @pytest.mark.parametrize(
@@ -66,13 +60,13 @@ def test_a_baseline_is_one_greedy_completion_of_its_prompt(tmp_path, place, chan
     of = policy | {"rollouts": source(rollouts)}
     greedy = made(store, tmp_path / "g", "greedy", "g", {name: best}, inputs=of)
     record = entries(**{"round-000.rollout": rollouts, "round-000.greedy": greedy})
-    finding = one_law("greedy", store, record)
+    finding = finding_of("greedy", store, record)
     assert finding.checked == 2
     if case:
         assert finding.broken[0] == f"round-000.greedy, {case}"
     else:
         assert finding.broken == []
-    assert one_law("rounds", store, record).broken == []
+    assert finding_of("rounds", store, record).broken == []
 
 
 @pytest.mark.parametrize(
@@ -94,5 +88,5 @@ def test_a_choice_is_the_best_candidate_file_by_file(tmp_path, chosen, content, 
         )
     settings = {"config": {"metric": "pass_at_2"}, "metrics": {"round": chosen}, "inputs": inputs}
     choice = made(store, tmp_path / "s", "select", "s", {"policy.json": content}, **settings)
-    finding = one_law("choice", store, entries(select=choice))
+    finding = finding_of("choice", store, entries(select=choice))
     assert (finding.checked, finding.law.unit) == (1, "choices") and finding.broken == cases

@@ -2,24 +2,17 @@
 
 from __future__ import annotations
 
-import json
 import math
 import shutil
-from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
-import pyarrow as pa
-import pyarrow.parquet as pq
 import pytest
 
-from rlhf.stages.auditing.laws import look
-from rlhf.stages.auditing.run import AuditedRun
+from rlhf.stages.auditing.audit import audit
 from rlhf.stages.auditing.trajectories import LAWS
 from rlhf.stages.store.artifacts import Store
-from rlhf.stages.store.disk import sha256_file
-from rlhf.stages.store.manifests import with_checksum
 from tests.episodes import FAILED, HIGH, SAMPLES, TURNS, made_run
+from tests.stages.auditing.support import change, drop_last, edited, finding_of, plus, restated
 
 Rows = list[dict[str, Any]]
 EPISODES = 2 * HIGH * SAMPLES + 3 * HIGH * 2
@@ -27,21 +20,18 @@ EPISODES = 2 * HIGH * SAMPLES + 3 * HIGH * 2
 
 
 @pytest.fixture(scope="module")
-def whole(tmp_path_factory) -> tuple[Path, dict[str, Any]]:
-    store, record = made_run(tmp_path_factory.mktemp("episodes"))
-    return Path(store.root), record
+def whole(tmp_path_factory) -> tuple[Store, dict[str, Any]]:
+    return made_run(tmp_path_factory.mktemp("episodes"))
 
 
-def broken(store: Path, record: dict[str, Any], name: str) -> list[str]:
-    """The cases that break a law."""
-    (law,) = [law for law in LAWS if law.name == name]
-    return look([law], AuditedRun(Store(str(store)), record))[name].broken
+@pytest.fixture
+def run(whole, tmp_path) -> tuple[Store, dict[str, Any]]:
+    """A copy of the store, and the record."""
+    return Store(str(shutil.copytree(whole[0].root, tmp_path / "store"))), whole[1]
 
 
 def test_the_laws_hold_in_a_run_that_nothing_has_touched(whole):
-    store, record = whole
-    run = AuditedRun(Store(str(store)), record)
-    found = look(LAWS, run)
+    found = {f.law.name: f for f in audit(*whole, LAWS)}
     assert {name: f.broken for name, f in found.items() if f.broken or f.left_out} == {}
     assert found.pop("seeds").checked == 2 * HIGH + 3 * HIGH
     assert {name: f.checked for name, f in found.items()} == dict.fromkeys(found, EPISODES)
@@ -49,9 +39,8 @@ def test_the_laws_hold_in_a_run_that_nothing_has_touched(whole):
 
 def test_a_run_without_an_environment_has_no_case(whole):
     store, record = whole
-    others = record | {"nodes": {n: e for n, e in record["nodes"].items() if e["stage"] not in ("rollout", "evaluate")}}
-    run = AuditedRun(Store(str(store)), others)
-    assert [found.checked for found in look(LAWS, run).values()] == [0] * len(LAWS)
+    nodes = {n: e for n, e in record["nodes"].items() if e["stage"] not in ("rollout", "evaluate")}
+    assert [found.checked for found in audit(store, record | {"nodes": nodes}, LAWS)] == [0] * len(LAWS)
 
 
 def of(rows: Rows, name: tuple[int, int]) -> Rows:
@@ -74,102 +63,16 @@ def trained_observation(rows):
     row["logprobs"][at] = -0.5
 
 
-def untrained_sample(rows):
-    rows[0]["logprobs"][0] = math.nan
-
-
-def longer(rows):
-    rows[0]["token_ids"].append(5)
-    rows[0]["logprobs"].append(-0.1)
-
-
-def other_turn_ids(rows):
-    rows[0]["token_ids"][0] += 1
-
-
-def later_start(rows):
-    rows[1]["start"] += 1
-
-
-def other_turn_reward(rows):
-    rows[0]["reward"] += 0.25
-
-
-def other_episode_reward(rows):
-    rows[0]["reward"] += 0.25
-
-
-def other_column(rows):
-    rows[0]["rewards"]["environment"] += 0.25
-
-
-def reward_of_the_failed(rows):
-    of(rows, FAILED)[0]["reward"] = 0.0
-
-
-def total_of_the_failed(rows):
-    of(rows, FAILED)[0]["total"] = 0.0
-
-
-def failed_is_trained(rows):
-    of(rows, FAILED)[0]["fate"] = "trained"
-
-
-def no_reason(rows):
-    of(rows, FAILED)[0]["reason"] = None
-
-
-def failed_ended(rows):
-    of(rows, FAILED)[0]["stop"] = "eos"
-
-
-def ended_failed(rows):
-    rows[0]["stop"] = "failed"
-
-
-def lost_episode(rows):
-    rows.pop()
-
-
-def unknown_end(rows):
-    rows[0]["status"] = "lost"
-
-
-def other_end(rows):
-    rows[0]["status"] = "truncated"
-
-
-def renumbered(rows):
-    rows[0]["turn"] = 1
+def of_the_failed(**values):
+    return lambda rows: of(rows, FAILED)[0].update(values)
 
 
 def ended_twice(rows):
     next(row for row in rows if row["observation_ids"])["terminated"] = True
 
 
-def too_many_tries(rows):
-    rows[0]["tries"] = 3
-
-
-def other_count(rows):
-    rows[0]["sampled_tokens"] += 1
-
-
-def long_turn(rows):
-    rows[0]["token_ids"] += [5] * 20
-    rows[0]["logprobs"] += [-0.1] * 20
-
-
-def long_observation(rows):
-    next(row for row in rows if row["observation_ids"])["observation_ids"] += [5] * 800
-
-
-def other_seed(rows):
-    rows[0]["seed"] += 1
-
-
-def other_task(rows):
-    rows[0]["prompt_id"] = "prompts-6"
+def longer(count):
+    return change(token_ids=lambda ids: ids + [5] * count, logprobs=lambda old: old + [-0.1] * count)
 
 
 @pytest.mark.parametrize(
@@ -178,66 +81,49 @@ def other_task(rows):
         ("round-001.rollout", "rollouts/", other_observed_id, "tokens"),
         ("round-001.rollout", "rollouts/", trained_observation, "tokens"),
         ("evaluate.base", "rollouts/", trained_observation, "tokens"),
-        ("round-001.rollout", "rollouts/", untrained_sample, "tokens"),
-        ("round-001.rollout", "rollouts/", longer, "tokens"),
-        ("round-001.rollout", "rollouts/", other_turn_ids, "tokens"),
-        ("round-001.rollout", "turns/", later_start, "tokens"),
-        ("round-001.rollout", "turns/", other_turn_reward, "returns"),
-        ("round-001.rollout", "trajectories/", other_episode_reward, "returns"),
-        ("round-001.score", "scores/", other_column, "returns"),
-        ("round-001.rollout", "trajectories/", reward_of_the_failed, "returns"),
-        ("round-001.rollout", "trajectories/", reward_of_the_failed, "faults"),
-        ("round-001.score", "scores/", total_of_the_failed, "faults"),
-        ("round-001.update", "fates/", failed_is_trained, "faults"),
-        ("round-001.rollout", "trajectories/", no_reason, "faults"),
-        ("round-001.rollout", "rollouts/", failed_ended, "faults"),
-        ("round-001.rollout", "rollouts/", ended_failed, "faults"),
-        ("round-001.rollout", "trajectories/", lost_episode, "episodes"),
-        ("round-001.rollout", "rollouts/", lost_episode, "episodes"),
-        ("round-001.rollout", "trajectories/", unknown_end, "episodes"),
-        ("round-001.rollout", "trajectories/", other_end, "episodes"),
-        ("round-001.rollout", "turns/", renumbered, "episodes"),
+        ("round-001.rollout", "rollouts/", change(logprobs=lambda old: [math.nan, *old[1:]]), "tokens"),
+        ("round-001.rollout", "rollouts/", longer(1), "tokens"),
+        ("round-001.rollout", "rollouts/", change(token_ids=lambda ids: [ids[0] + 1, *ids[1:]]), "tokens"),
+        ("round-001.rollout", "turns/", change(1, start=plus(1)), "tokens"),
+        ("round-001.rollout", "turns/", change(reward=plus(0.25)), "returns"),
+        ("round-001.rollout", "trajectories/", change(reward=plus(0.25)), "returns"),
+        (
+            "round-001.score",
+            "scores/",
+            change(rewards=lambda old: old | {"environment": old["environment"] + 0.25}),
+            "returns",
+        ),
+        ("round-001.rollout", "trajectories/", of_the_failed(reward=0.0), "returns"),
+        ("round-001.rollout", "trajectories/", of_the_failed(reward=0.0), "faults"),
+        ("round-001.score", "scores/", of_the_failed(total=0.0), "faults"),
+        ("round-001.update", "fates/", of_the_failed(fate="trained"), "faults"),
+        ("round-001.rollout", "trajectories/", of_the_failed(reason=None), "faults"),
+        ("round-001.rollout", "rollouts/", of_the_failed(stop="eos"), "faults"),
+        ("round-001.rollout", "rollouts/", change(stop="failed"), "faults"),
+        ("round-001.rollout", "trajectories/", drop_last, "episodes"),
+        ("round-001.rollout", "rollouts/", drop_last, "episodes"),
+        ("round-001.rollout", "trajectories/", change(status="lost"), "episodes"),
+        ("round-001.rollout", "trajectories/", change(status="truncated"), "episodes"),
+        ("round-001.rollout", "turns/", change(turn=1), "episodes"),
         ("round-001.rollout", "turns/", ended_twice, "episodes"),
-        ("round-001.rollout", "trajectories/", too_many_tries, "limits"),
-        ("round-001.rollout", "trajectories/", other_count, "limits"),
-        ("round-001.rollout", "turns/", long_turn, "limits"),
-        ("round-001.rollout", "turns/", long_observation, "limits"),
-        ("round-001.rollout", "trajectories/", other_seed, "seeds"),
-        ("round-001.rollout", "trajectories/", other_task, "seeds"),
+        ("round-001.rollout", "trajectories/", change(tries=3), "limits"),
+        ("round-001.rollout", "trajectories/", change(sampled_tokens=plus(1)), "limits"),
+        ("round-001.rollout", "turns/", longer(20), "limits"),
+        ("round-001.rollout", "trajectories/", change(seed=plus(1)), "seeds"),
+        ("round-001.rollout", "trajectories/", change(prompt_id="prompts-6"), "seeds"),
     ],
 )
-def test_one_row_that_says_otherwise_breaks_the_law(whole, tmp_path, node, part, edit, law):
-    store = shutil.copytree(whole[0], tmp_path / "store")
-    edited(store, whole[1], node, part, edit)
-    found = broken(store, whole[1], law)
+def test_one_row_that_says_otherwise_breaks_the_law(run, node, part, edit, law):
+    edited(run, node, part, edit)
+    found = finding_of(law, *run).broken
     # The first case says where.
     assert found and found[0].startswith(node.rpartition(".")[0])
 
 
-def edited(store: Path, record: dict[str, Any], node: str, part: str, edit: Callable[[Rows], None]) -> None:
-    """Changes a table of an artifact, and what its manifest says of the file."""
-    artifact = AuditedRun(Store(str(store)), record).artifacts[node]
-    (path,) = artifact.local(part).glob("*.parquet")
-    table = pq.read_table(path)
-    rows = table.to_pylist()
-    edit(rows)
-    assert rows != table.to_pylist()
-    pq.write_table(pa.Table.from_pylist(rows, schema=table.schema), path)
-    manifest = artifact.manifest
-    (entry,) = [f for f in manifest["files"] if path.as_posix().endswith(f["path"])]
-    entry |= {"size": path.stat().st_size, "sha256": sha256_file(path)}
-    (store / "artifacts" / artifact.stage / artifact.key / "manifest.json").write_text(
-        json.dumps(with_checksum(manifest))
-    )
-
-
-def test_more_turns_than_the_settings_allow_are_told(whole, tmp_path):
-    """By the settings that the manifest has: they are what was asked for."""
-    store = shutil.copytree(whole[0], tmp_path / "store")
-    artifact = AuditedRun(Store(str(store)), whole[1]).artifacts["round-000.rollout"]
-    artifact.manifest["config"]["environment"] |= {"turns": TURNS - 1, "max_tokens": 60}
-    place = store / "artifacts" / artifact.stage / artifact.key / "manifest.json"
-    place.write_text(json.dumps(with_checksum(artifact.manifest)))
-    found = broken(store, whole[1], "limits")
+def test_more_turns_than_the_settings_allow_are_told(run):
+    """By the settings of the manifest."""
+    limits = {"turns": TURNS - 1, "max_tokens": 60}
+    restated(run, "round-000.rollout", lambda manifest: manifest["config"]["environment"].update(limits))
+    found = finding_of("limits", *run).broken
     assert any(f"{TURNS} turns of {TURNS - 1}" in case for case in found)
     assert any("tokens of 60" in case for case in found)

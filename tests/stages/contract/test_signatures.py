@@ -138,7 +138,7 @@ def test_what_can_be_called_is_accepted_and_nothing_is_executed(own, sets):
         ("{name: calculator}", "environment.name: environment 'calculator' is made of tools alone"),
         ("{name: guess, arguments: {hihg: 3}}", "environment.arguments: guess takes no argument 'hihg'; did you mean"),
         ("{name: frozenlake, arguments: {rows: 9}}", "environment.arguments: environment frozenlake: argument rows"),
-        ("{tools: [calculater]}", "environment.tools: no tool 'calculater'; did you mean calculator?"),
+        ("{tools: [calculater]}", "environment.tools: unknown tool 'calculater'; did you mean calculator?"),
         ("{tools: ['own_env:tool'], tool_arguments: {tool: {pth: a}}}", "tool_arguments.tool: own_env:tool takes no"),
     ],
 )  # fmt: skip

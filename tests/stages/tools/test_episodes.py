@@ -13,7 +13,7 @@ from rlhf.flows.cli.app import app
 from rlhf.stages.auditing.run import AuditedRun
 from rlhf.stages.sampling.environment import Environment
 from rlhf.stages.store.artifacts import Store
-from rlhf.stages.tools.episodes import Choice, trajectories, trajectory
+from rlhf.stages.tools.episodes import trajectories, trajectory
 from rlhf.tuning.agents.rows import TrajectoryRow, TurnRow
 from rlhf.tuning.rows import CompletionRow
 from tests.episodes import FAILED, HIGH, REASON, SAMPLES, made_run
@@ -100,7 +100,7 @@ def test_the_models_of_the_format_accept_them(exported):
 def test_ids_and_rewards_are_those_of_the_tables(run, exported):
     """Prompts made from the steps, as the notes say, are the contexts in which each turn was sampled."""
     tables = AuditedRun(*run).artifacts["round-001.rollout"]
-    for episode, found in trajectories(tables, "x", Choice()):
+    for episode, found in trajectories(tables, "x", lambda row: True):
         steps = [step for step in found["steps"] if step["source"] == "agent"]
         ids = steps[0]["metrics"]["prompt_token_ids"]
         rewards = []
@@ -161,11 +161,10 @@ def listed(run: tuple[Store, Any], *options: str, code: int = 0) -> str:
 
 def test_the_list_can_be_filtered(run, tmp_path: Path):
     out = listed(run)
-    assert out.count("round-000.rollout") == HIGH * SAMPLES and "98 episodes, the first 40 are shown" in out
+    assert out.count("round-000.rollout") == HIGH * SAMPLES and out.endswith("98 episodes\n")
     assert "2 episodes" in listed(run, "--status", "failed")
     assert listed(run, "--node", "evaluate.rl", "--success").endswith("14 episodes\n")
     assert listed(run, "--node", "evaluate.rl", "--no-success").endswith("0 episodes\n")
-    assert listed(run, "--task", "heldout-702", "--node", "evaluate").endswith("6 episodes\n")
     folder = tmp_path / "some"
     listed(run, "--status", "failed", "--atif", str(folder))
     assert sorted(p.relative_to(folder).as_posix() for p in folder.rglob("*.json")) == [
@@ -175,7 +174,7 @@ def test_the_list_can_be_filtered(run, tmp_path: Path):
 
 
 def test_what_is_not_there_is_an_error_that_says_so(run, tmp_path):
-    assert "no status 'lost'; there are done, truncated" in listed(run, "--status", "lost", code=2)
+    assert "unknown --status 'lost': use one of done, truncated" in listed(run, "--status", "lost", code=2)
     assert "nodes sft* of run guess-wise-owl have no episodes" in listed(run, "--node", "sft", code=2)
     (tmp_path / "full").mkdir()
     (tmp_path / "full" / "x").touch()

@@ -141,6 +141,15 @@ def test_a_function_with_verls_parameters_is_called_for_each_completion():
     assert [outcome.value for outcome in found] == pytest.approx([1.8, 1.5, 0.5])
 
 
+def compute_accuracy(solution_str):
+    return {"acc": 1.0}
+
+
+def test_a_mapping_without_a_score_is_named():
+    (outcome,) = Call(f"{__name__}:compute_accuracy", {}, [Sample("?", "4", [1], "4")]).make()
+    assert outcome.failure.startswith("ValueError: the function returned a mapping without the key score: ['acc']")
+
+
 @pytest.mark.parametrize(
     "value", ["11", b"11", {0.5: 1, 1.0: 2}, {0.5, 1.0}, ["1.0", 1.0], [b"1", 1.0], [1.0, [0.5, 0.2]], [{}, 1.0]]
 )
