@@ -70,9 +70,10 @@ def advice(split: str, config: Config, fates: Fates) -> str:
         return "every record was dropped, for the reasons below."
     if split == "heldout":
         return (
-            f"heldout_fraction is {config.heldout_fraction} of {fates.drawn} records that name no split; raise it, "
-            "evaluate nothing (evaluate: null), mark records with split 'heldout', or add heldout to the `for` of a "
-            "source. Plain texts have no problems to hold out: SFT keeps a validation share of its own."
+            f"heldout_fraction is {config.heldout_fraction} of the groups of records that name no split; raise it, "
+            "name the `group` of records that begin alike and ask different things, evaluate nothing (evaluate: null), "
+            "mark records with split 'heldout', or add heldout to the `for` of a source. Plain texts have no problems "
+            "to hold out: SFT keeps a validation share of its own."
         )
     if split == "sft":
         return f"it needs records with a completion, and sft_fraction is {config.sft_fraction}."

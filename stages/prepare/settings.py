@@ -147,19 +147,16 @@ class Config(StageConfig):
     too_long: Literal["drop", "truncate", "error"] = "drop"
     """Longer rows are dropped, truncated (a prompt keeps its end, a completion its start, without the end of turn) or
     rejected."""
-    order: Literal["id", "shuffled"] = "id"
-    """Order of the rows of a shard: by id, or shuffled by the seed."""
-    shards: int = Field(default=0, ge=0, le=10_000)
-    """Files of each output; 0: one for each 64 MB of raw data. A file is sorted in memory, and a column of it is
-    less than 2 GiB."""
+    shards: int = Field(default=0, ge=0, le=512)
+    """Files of each output; 0: one for each 64 MB of raw data, at most 512. A file is sorted in memory, and a column of
+    it is less than 2 GiB."""
     max_dead_fraction: float = Field(default=0.1, ge=0, le=1)
     """Maximum share of unreadable records; more fail the stage."""
-    max_dead_records: Annotated[int, Field(ge=0)] | None = None
-    """Maximum number of unreadable records; more fail the stage. null: any number."""
     workers: int = execution_setting(1, ge=1)
     """Processes on this machine. Several take 3 s to start, and pay off from tens of thousands of records."""
     chunk_megabytes: float = execution_setting(8.0, gt=0)
-    """Raw data that one process works on at a time; memory is about twelve times this."""
+    """Raw data that one process works on at a time; memory is about twelve times this. With another size a killed
+    stage starts again."""
     runner: RunnerSettings = execution_setting(RunnerSettings())
     """Runner of the Beam pipeline."""
 
@@ -186,13 +183,6 @@ class Config(StageConfig):
             layout=self.layout,
         )
         return self.sources or [single]
-
-    @property
-    def on_cluster(self) -> bool:
-        """Whether other machines execute the pipeline."""
-        from rlhf.tuning.data.runners import LOCAL
-
-        return self.runner.name != LOCAL
 
     def beam_runner(self) -> Runner:
         """The runner as the pipeline takes it."""

@@ -15,7 +15,6 @@ from typing import Any
 import numpy as np
 
 from rlhf.tuning.data.conversations import Sample
-from rlhf.tuning.data.extraction_report import Extracted
 from rlhf.tuning.data.files import Part
 from rlhf.tuning.data.records import Record
 from rlhf.tuning.data.remote import local_copy
@@ -131,10 +130,6 @@ class Block:
     dead: list[dict[str, Any]] = dataclasses.field(default_factory=list)
     counts: dict[str, Counts] = dataclasses.field(default_factory=dict)
     """Counts by step."""
-    extracted: Extracted = dataclasses.field(default_factory=dict)
-    """What patterns took from its records."""
-    fields: list[str] = dataclasses.field(default_factory=list)
-    """Names of fields that its records have in their source, as of `fields.Mapper.names`."""
 
     def alive(self) -> list[Entry]:
         """The entries that no step has dropped."""

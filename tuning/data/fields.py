@@ -14,8 +14,8 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Collection, Mapping
-from typing import Any, NamedTuple
+from collections.abc import Callable, Mapping
+from typing import Any
 
 import regex
 from jinja2 import StrictUndefined, TemplateError, TemplateSyntaxError, meta
@@ -23,7 +23,6 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from rlhf.tuning.data.json_kinds import kind_of
 from rlhf.tuning.data.layouts import LayoutError, Raw, typed
-from rlhf.tuning.names import closest, nearest
 
 Spec = str | Mapping[Any, str]
 """A path, or `from`, `pattern` and `template`."""
@@ -34,20 +33,6 @@ STAY = {"id", "prompt", "completion", "rejected", "label", "answer", "margin", "
 
 PATTERN_SECONDS = 1.0
 """Longest that a pattern may search one value: some take time exponential in its length (`(a|aa)+$`)."""
-
-
-class Found(NamedTuple):
-    """What the pattern of a field took from a record."""
-
-    field: str
-    pattern: str
-    value: str
-    number: str | None
-    """The number of which the value holds a part alone, as 1 of 1,028; None where it cuts none."""
-
-
-NAMES = 100
-"""Names of fields after which no others are kept but those that are renamed."""
 
 
 class Mapper:
@@ -65,17 +50,11 @@ class Mapper:
         if twice:
             raise ValueError(f"fields.{twice[0]}: rename gives {twice[0]!r} too; leave one of them out")
         self.read = {name for field in self.fields.values() for name in field.reads} - STAY
-        self.found: list[Found] = []
-        """What patterns took from the record that was mapped last."""
-        self.names: set[str] = set()
-        """Fields of the records that were mapped: those that `rename` names, and some of the others."""
 
     def __call__(self, raw: Mapping[str, Any]) -> Raw:
         """The record with its new fields. Raises LayoutError where a field cannot be had."""
         present = {name: value for name, value in raw.items() if value is not None}
-        self.found = []
-        self.names |= raw.keys() if len(self.names) < NAMES else raw.keys() & self.rename.keys()
-        made = {name: field(present, self.found) for name, field in self.fields.items()}
+        computed = {name: field(present) for name, field in self.fields.items()}
         kept: Raw = {}
         # Each name is replaced at once: {a: b, b: a} swaps two fields.
         for old, value in present.items():
@@ -86,24 +65,7 @@ class Mapper:
                 expected = f"one field of this name (rename: {{{name}: null}} leaves the file's out)"
                 raise LayoutError(name, expected, "two")
             kept[name] = value
-        return kept | made
-
-
-def misnamed(rename: Mapping[str, str | None], names: Collection[str]) -> str | None:
-    """What is wrong with a `rename` whose source's records have fields of these names; None where nothing is.
-
-    A field that it leaves out may be missing: one that stays by mistake is told as one too many. Of several names for
-    one field one is enough.
-    """
-    made = {new for old, new in rename.items() if old in names} | {None}
-    unknown = sorted(old for old, new in rename.items() if new not in made)
-    # Records that are no objects have no fields, and are told as such.
-    if not names or not unknown:
-        return None
-    old, new = unknown[0], rename[unknown[0]]
-    if new in names and closest(old, sorted(names)) is None:
-        return f"names `{old}`, which no record has: the file's name is first, as in {{{new}: {old}}}"
-    return f"names `{old}`, which no record has; {nearest(old, sorted(names))}"
+        return kept | computed
 
 
 class _Field:
@@ -130,12 +92,11 @@ class _Field:
         places = set() if self.source is None else {self.source, self.source.split(".")[0]}
         self.reads = places | (names - {"value"})
 
-    def __call__(self, raw: Mapping[str, Any], found: list[Found]) -> Any:
-        """The field's value; what its pattern took is added to `found`."""
+    def __call__(self, raw: Mapping[str, Any]) -> Any:
+        """Return the field's value."""
         value = None if self.source is None else self.at(raw, self.source)
         if self.pattern is not None:
-            found.append(self.matched(value))
-            value = found[-1].value
+            value = self.match(value)
         if self.template is None:
             return value
         try:
@@ -161,8 +122,11 @@ class _Field:
                 raise LayoutError(self.name, f"a value at `{path}`", f"nothing at `{place}` (there is {there})")
         return value
 
-    def matched(self, value: Any) -> Found:
-        """The last match of the pattern that holds any text, without space around it."""
+    def match(self, value: Any) -> str:
+        """Return the last match of the pattern that holds any text, without space around it.
+
+        A match of a part of a number, such as 1 of 1,028, is an error: it would be a wrong answer.
+        """
         assert self.pattern is not None
         text, within = text_of(value) if isinstance(value, str | int | float) else "", ""
         group = 1 if self.pattern.groups else 0
@@ -175,18 +139,15 @@ class _Field:
         if start == stop:
             end = f"... {value[-60:]!r}" if isinstance(value, str) and len(value) > 60 else kind_of(value)
             raise LayoutError(self.name, f"a match of {self.pattern.pattern!r} in `{self.source}`{within}", end)
-        return Found(self.name, self.pattern.pattern, text[start:stop].strip(), _cut(text, start, stop))
+        for number in _NUMBER.finditer(text):
+            if number.start() < start < number.end() or number.start() < stop < number.end():
+                expected = f"whole numbers from {self.pattern.pattern!r} (its group could be `{_WHOLE}`), or a template"
+                raise LayoutError(self.name, expected, f"{text[start:stop]!r:.60} of {number[0]!r:.60}")
+        return text[start:stop].strip()
 
 
+_WHOLE = r"(-?\d+(?:[.,/]\d+)*)"
 _NUMBER = re.compile(r"(?:(?<![\w)\]}])[-−])?\d+(?:[.,/]\d+)*")
-
-
-def _cut(text: str, start: int, stop: int) -> str | None:
-    """The number of a text inside which a stretch of it starts or stops; None where it cuts none."""
-    if not any(text[at : at + 1].isdigit() or text[max(0, at - 1) : at].isdigit() for at in (start, stop)):
-        return None
-    cut = (n[0] for n in _NUMBER.finditer(text) if n.start() < start < n.end() or n.start() < stop < n.end())
-    return next(cut, None)
 
 
 def text_of(value: Any) -> str:

@@ -111,30 +111,14 @@ def bands_of(threshold: float) -> tuple[int, int]:
     return next((b, r) for b, r in shapes if 1 - (1 - threshold**r) ** b >= MIN_RECALL)
 
 
-def band_keys(signatures_NP: np.ndarray, threshold: float) -> np.ndarray:
-    """Hashes [bands, N] uint64 of each band of signatures [N, P]; `bands_of` chooses the bands."""
-    bands, rows = bands_of(threshold)
-    keys = np.zeros((bands, len(signatures_NP)), np.uint64)
-    for column in range(bands * rows):
-        band = column // rows
-        keys[band] = keys[band] * _PRIME + signatures_NP[:, column].astype(np.uint64)
-    return keys
-
-
-def near_duplicates(
-    signatures_NP: np.ndarray,
-    rank_N: np.ndarray,
-    threshold: float,
-    bands: Iterable[tuple[np.ndarray, np.ndarray]] | None = None,
-) -> np.ndarray:
+def near_duplicates(signatures_NP: np.ndarray, rank_N: np.ndarray, threshold: float) -> np.ndarray:
     """Numbers of the records to leave out: all but the best-ranked of each set of linked records.
 
     Records that share a band are compared and linked if their similarity is at least `threshold`. The result does not
-    depend on the order of the rows. Beside the arguments it holds 8 bytes a record: signatures may be a mapped file.
+    depend on the order of the rows. Signatures may be a mapped file.
 
     Args:
         signatures_NP: [N, P] uint32. rank_N: [N], the smallest stays.
-        bands: keys of a band and the numbers of their records, equal keys together; by default of all `band_keys`.
     """
     parent = np.arange(len(rank_N))
 
@@ -145,12 +129,14 @@ def near_duplicates(
             i = parent[i]
         return i
 
-    if bands is None:
-        bands = ((keys, np.arange(len(rank_N))) for keys in band_keys(signatures_NP, threshold))
-    for keys, numbers in bands:
+    bands, rows = bands_of(threshold)
+    for band in range(bands):
+        keys = np.zeros(len(rank_N), np.uint64)
+        for column in range(band * rows, (band + 1) * rows):
+            keys = keys * _PRIME + signatures_NP[:, column].astype(np.uint64)
         # By key, and by rank among equal keys.
-        at = np.lexsort((rank_N[numbers], keys))
-        ordered, order = keys[at], numbers[at]
+        order = np.lexsort((rank_N, keys))
+        ordered = keys[order]
         same = ordered[1:] == ordered[:-1]
         # Runs of equal keys: `same` 0 1 1 0 1 -> edges 1 3 4 5 -> buckets order[1:4] and order[4:6].
         edges = np.flatnonzero(np.diff(np.concatenate([[False], same, [False]]).astype(np.int8)))

@@ -25,10 +25,9 @@ import os
 import pickle
 import threading
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
-from pathlib import Path
 from typing import Any
 
 import apache_beam as beam
@@ -40,7 +39,7 @@ from apache_beam.options.pipeline_options import PipelineOptions
 from rlhf.tuning.data.blocks import Block, Draft, Entry, Plan
 from rlhf.tuning.data.files import Part, read_part
 from rlhf.tuning.data.overlap import hash64, prompt_names, turn_names
-from rlhf.tuning.data.receipts import counted, read_receipts, write_receipt
+from rlhf.tuning.data.receipts import count_receipts, write_receipt
 from rlhf.tuning.data.remote import publish
 from rlhf.tuning.data.runners import Runner, RunnerError, flags_of, reach
 from rlhf.tuning.data.schema import DEAD, LEDGER, ORDER, SCHEMAS, ipc_bytes, table_of
@@ -158,8 +157,6 @@ class Write(beam.DoFn):
             "dead": len(block.dead),
             "reasons": [letter["reason"] for letter in block.dead[:3]],
             "counts": block.counts,
-            "extracted": block.extracted,
-            "fields": block.fields,
             "sums": sums,
         }
         # Last: a block with a receipt has all its pieces.
@@ -205,10 +202,8 @@ def _fate(entry: Entry) -> dict[str, Any]:
         "rows": [draft.output for draft in entry.drafts for _ in range(entry.times)],
         "dropped": entry.dropped,
         "id_hash": hash64(record.id),
-        # Default groups never clash: `rlhf.tuning.data.merge.leaks` compares the prompts themselves.
+        # Default groups never clash: their prompts are compared.
         "group_hash": hash64(record.group) if record.named_group else None,
-        # Of a record whose side is drawn by its group: documents and records that name a split are none.
-        "drawn_hash": hash64(record.group) if record.split is None and record.text is None else None,
         "prompt_hashes": prompt_names(record, entry.drafts),
         "signature": None if entry.signature is None else entry.signature.tobytes(),
         "key": record.content,
@@ -216,58 +211,17 @@ def _fate(entry: Entry) -> dict[str, Any]:
     }
 
 
-def receipts(folder: str, check: bool = True) -> dict[str, dict[str, Any]]:
-    """The receipts of finished blocks by name, in the order of their records.
+def finished(parts: Iterable[Part], receipts: Mapping[str, Mapping[str, Any]]) -> tuple[list[Part], list[str]]:
+    """Return (unfinished parts, blocks of finished parts). The blocks of a finished part cover all of its positions.
 
-    check: leave out blocks that are not as they were written, after a loss of power or on a disk that fails. Only
-    pieces of a local folder are read for it: an object store checks what it holds.
+    receipts: of blocks of one size, by name.
     """
-    found = read_receipts(folder)
-    if not check or "://" in folder:
-        return found
-    return {name: receipt for name, receipt in found.items() if _are_whole(Path(folder), receipt["sums"])}
-
-
-def _are_whole(folder: Path, sums: dict[str, str]) -> bool:
-    """Whether files have these checksums."""
-    try:
-        return all(hashlib.sha256((folder / name).read_bytes()).hexdigest() == sum_ for name, sum_ in sums.items())
-    except FileNotFoundError:
-        return False
-
-
-def finished(parts: Iterable[Part], done: dict[str, dict[str, Any]]) -> tuple[list[Part], list[str]]:
-    """(unfinished parts, blocks of finished parts). A part is finished when blocks have each of its places once.
-
-    Blocks of several sizes may be there, of which those count that follow on one another.
-    """
-    by_part: dict[str, list[tuple[int, int, str]]] = {}
-    for name, receipt in done.items():
-        by_part.setdefault(receipt["part"], []).append((receipt["start"], receipt["stop"], name))
-    todo, blocks = [], []
-    for part in parts:
-        found = _chain(by_part.get(name_of(part), []), part.count)
-        if found is None:
-            todo.append(part)
-        else:
-            blocks += found
-    return todo, blocks
-
-
-def _chain(blocks: Iterable[tuple[int, int, str]], count: int) -> list[str] | None:
-    """Names of blocks, given as (start, stop, name), that cover the places to `count` without gap and overlap."""
-    # By the place where it stops, the block that follows on others from the first place on.
-    last: dict[int, tuple[int, str]] = {}
-    for start, stop, name in sorted(blocks):
-        if start < stop and (start == 0 or start in last):
-            last.setdefault(stop, (start, name))
-    names = []
-    while count:
-        if count not in last:
-            return None
-        count, name = last[count]
-        names.append(name)
-    return names[::-1]
+    covered = Counter[str]()
+    for receipt in receipts.values():
+        covered[receipt["part"]] += receipt["stop"] - receipt["start"]
+    todo = [part for part in parts if covered[name_of(part)] < part.count]
+    whole = {name_of(part) for part in parts} - {name_of(part) for part in todo}
+    return todo, [name for name, receipt in receipts.items() if receipt["part"] in whole]
 
 
 def run(
@@ -291,7 +245,7 @@ def run(
         ProcessDied: a process of this machine was killed.
     """
     runner = runner or Runner()
-    with counted(folder, progress):
+    with count_receipts(folder, progress):
         if runner.workers > 1:
             return _by_processes(parts, plan, folder, block_bytes, runner.workers)
         return _tokenized(parts, plan, folder, block_bytes, runner)

@@ -107,7 +107,7 @@ LEDGER: dict[str, pa.DataType] = {
     "heldout": pa.bool_(),
     "rows": pa.list_(pa.string()),
     "dropped": pa.list_(pa.string()),
-    **dict.fromkeys(("id_hash", "group_hash", "drawn_hash"), pa.uint64()),
+    **dict.fromkeys(("id_hash", "group_hash"), pa.uint64()),
     "prompt_hashes": pa.list_(pa.uint64()),
     "signature": pa.binary(),
     **ORDER,

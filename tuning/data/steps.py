@@ -13,7 +13,6 @@ from typing import Any
 
 import numpy as np
 
-from rlhf.tuning.data import extraction_report
 from rlhf.tuning.data.blocks import Block, Counts, Plan, Step, tokenizer_of
 from rlhf.tuning.data.drafts import lengths, render, tokenize
 from rlhf.tuning.data.fields import Mapper
@@ -71,7 +70,6 @@ def validate(plan: Plan) -> Step:
     def step(block: Block) -> Counts:
         part, bad, layouts = block.part, {}, Counter[str]()
         mapper, layout = mappers[part.source], plan.sources[part.source].layout
-        mapper.names = set()
         for entry in block.entries:
             try:
                 entry.record = parse_line(
@@ -82,8 +80,6 @@ def validate(plan: Plan) -> Step:
                 bad[entry.position] = str(error)
                 continue
             layouts[f"layout {entry.record.layout}"] += 1
-            for found in mapper.found:
-                extraction_report.add(block.extracted, found, f"{part.label}, record {entry.number}")
             match = next(filter(None, map(search, _texts(entry.record))), None)
             if match:
                 bad[entry.position] = (
@@ -91,7 +87,6 @@ def validate(plan: Plan) -> Step:
                     "or escape it"
                 )
         block.bury(bad, "validate")
-        block.fields = sorted(mapper.names)
         return {"dead": len(bad), **layouts}
 
     return step
@@ -221,7 +216,9 @@ def sign(plan: Plan) -> Step:
 
     def step(block: Block) -> Counts:
         for entry in block.alive():
-            entry.signature = signature("\n".join(_contents(entry.record)))
+            mark = signature("\n".join(_contents(entry.record)))
+            # A bad completion is no duplicate of a good one.
+            entry.signature = ~mark if entry.record.label is False else mark
         return {"signed": len(block.alive())}
 
     return step
