@@ -1,9 +1,9 @@
 """Files of records: listing them, splitting them into parts and reading a part.
 
 JSON Lines, JSON (a list of objects) and CSV, each also compressed, Parquet and Arrow (and folders of Hugging Face
-`datasets`), from a path, a folder, a glob or an fsspec URL. A part is what one worker reads: a range of bytes or row
-groups. Files that cannot be read from the middle (compressed text, CSV, JSON lists, servers without ranges) are first
-spooled: converted to compressed pieces of JSON Lines, one a part.
+`datasets`), from a path, a folder, a glob or an fsspec URL. One worker reads a part: a range of bytes or row groups.
+Files that cannot be read from the middle (compressed text, CSV, JSON lists, Arrow, servers without ranges) are first
+spooled: converted to compressed pieces of JSON Lines, one for each part.
 
     a.jsonl    |--- part ---|--- part ---|-- part --|      byte ranges, each ending with a line
     b.parquet  |group|group| |group|group| |group|         ranges of row groups
@@ -161,12 +161,9 @@ def parts_of(file: DataFile, part_bytes: int, spool: str, source: int = 0, posit
     Reads the file once. `spool` is the folder or URL for pieces. Raises SourceError, naming the file, if that fails.
     """
     try:
-        if file.kind in ("lines", "json", "csv"):
-            _check_encoding(file)
         if file.kind == "lines" and file.ranges:
             yield from _cut_lines(file, part_bytes, source, position)
-        # Skipping batches of an Arrow file is free only where it can be mapped, that is locally.
-        elif file.kind in ("parquet", "arrow") and file.ranges and (file.kind == "parquet" or "://" not in file.url):
+        elif file.kind == "parquet" and file.ranges:
             yield from _cut_groups(file, part_bytes, source, position)
         else:
             lines = _PIECES[file.kind](file)
@@ -175,18 +172,6 @@ def parts_of(file: DataFile, part_bytes: int, spool: str, source: int = 0, posit
         if isinstance(error, SourceError | FileNotFoundError):
             raise
         raise SourceError(f"{file.url} cannot be read as {file.suffix}: {error}") from error
-
-
-def _check_encoding(file: DataFile) -> None:
-    """Raises SourceError, with the command that converts the file, if its text is not in UTF-8."""
-    with _stream(file) as stream:
-        # By its first four bytes, as the JSON module of the standard library.
-        found = json.detect_encoding(stream.read(4)).upper()
-    if not found.startswith("UTF-8"):
-        name = found.replace("-LE", "LE").replace("-BE", "BE")
-        raise SourceError(
-            f"{file.url}: expected UTF-8, got {name}; convert the text with `iconv -f {name} -t UTF-8 OLD > NEW`"
-        )
 
 
 def _count(block: bytes) -> int:
@@ -206,16 +191,13 @@ def _cut_lines(file: DataFile, part_bytes: int, source: int, position: int) -> I
 
 
 def _groups(file: DataFile) -> tuple[list[tuple[int, int]], int]:
-    """(rows, bytes) of each row group or batch, and a checksum of that list."""
+    """Return (rows, bytes) of each row group of a Parquet file, and a checksum of that list."""
     import pyarrow.parquet as pq
 
-    if file.kind == "parquet":
-        with open_input(file.url) as stream:
-            metadata = pq.ParquetFile(stream).metadata
-            groups = [metadata.row_group(i) for i in range(metadata.num_row_groups)]
-            sizes = [(g.num_rows, g.total_byte_size) for g in groups]
-    else:
-        sizes = [(batch.num_rows, batch.nbytes) for batch in _arrow_batches(file.url)]
+    with open_input(file.url) as stream:
+        metadata = pq.ParquetFile(stream).metadata
+        groups = [metadata.row_group(i) for i in range(metadata.num_row_groups)]
+    sizes = [(group.num_rows, group.total_byte_size) for group in groups]
     return sizes, zlib.crc32(repr(sizes).encode())
 
 
@@ -297,42 +279,37 @@ def _csv_rows(file: DataFile) -> Iterator[bytes]:
             yield json.dumps(row).encode()
 
 
-def _rows(file: DataFile) -> Iterator[bytes]:
-    if file.kind == "arrow":
-        batches = _arrow_batches(file.url)
-    else:
-        import pyarrow.parquet as pq
+def _parquet_rows(file: DataFile, groups: range | None = None) -> Iterator[bytes]:
+    import pyarrow.parquet as pq
 
-        batches = pq.ParquetFile(open_input(file.url)).iter_batches(batch_size=1024)
-    return (line for batch in batches for line in batch_lines(batch))
+    with open_input(file.url) as stream:
+        for batch in pq.ParquetFile(stream).iter_batches(batch_size=1024, row_groups=groups):
+            yield from batch_lines(batch)
+
+
+def _arrow_rows(file: DataFile) -> Iterator[bytes]:
+    with open_input(file.url) as source:
+        # The magic bytes of the file format, which has an index of batches; the stream format has neither.
+        file_format = source.read(6) == b"ARROW1"
+        source.seek(0)
+        reader = pa.ipc.open_file(source) if file_format else pa.ipc.open_stream(source)
+        for batch in map(reader.get_batch, range(reader.num_record_batches)) if file_format else reader:
+            for offset in range(0, batch.num_rows, 1024):
+                yield from batch_lines(batch.slice(offset, 1024))
 
 
 _PIECES: dict[str, Callable[[DataFile], Iterator[bytes]]] = {
     "lines": _lines,
     "json": _json_list,
     "csv": _csv_rows,
-    "parquet": _rows,
-    "arrow": _rows,
+    "parquet": _parquet_rows,
+    "arrow": _arrow_rows,
 }
 
 
 def records_of(file: DataFile) -> Iterator[bytes]:
     """JSON of each record of a file, from the first on; a line that holds none is empty or white space."""
     return _PIECES[file.kind](file)
-
-
-def _arrow_batches(url: str) -> Iterator[pa.RecordBatch]:
-    """Record batches of an Arrow file or stream; a local one is mapped, so that skipping costs nothing."""
-    source = open_input(url) if "://" in url else pa.memory_map(url)
-    with source:
-        head = source.read(6)
-        source.seek(0)
-        # The magic bytes of the file format, which has an index of batches; the stream format has neither.
-        if head == b"ARROW1":
-            file = pa.ipc.open_file(source)
-            yield from (file.get_batch(i) for i in range(file.num_record_batches))
-        else:
-            yield from pa.ipc.open_stream(source)
 
 
 def read_part(part: Part) -> Iterator[tuple[int, bytes]]:
@@ -351,26 +328,12 @@ def read_part(part: Part) -> Iterator[tuple[int, bytes]]:
     file = DataFile(part.url, part.label)
     if _groups(file)[1] != part.checksum:
         raise SourceError(f"{part.url} was changed while it was read: run again")
-    yield from enumerate(_group_lines(file, part.start, part.stop), part.number)
+    yield from enumerate(_parquet_rows(file, range(part.start, part.stop)), part.number)
 
 
 def _spooled(part: Part) -> bytes:
     fs, path = filesystem(part.url)
     return pa.decompress(again(lambda: fs.cat_file(path), part.url), part.stop, "zstd", asbytes=True)
-
-
-def _group_lines(file: DataFile, start: int, stop: int) -> Iterator[bytes]:
-    import pyarrow.parquet as pq
-
-    if file.kind == "arrow":
-        for i, batch in enumerate(_arrow_batches(file.url)):
-            if start <= i < stop:
-                for offset in range(0, batch.num_rows, 1024):
-                    yield from batch_lines(batch.slice(offset, 1024))
-        return
-    with open_input(file.url) as stream:
-        for batch in pq.ParquetFile(stream).iter_batches(batch_size=1024, row_groups=range(start, stop)):
-            yield from batch_lines(batch)
 
 
 def upload(local: str, url: str) -> str:
@@ -389,6 +352,10 @@ def batch_lines(batch: pa.RecordBatch) -> Iterator[bytes]:
     text. Null fields of structs in lists are left out: such structs have the fields of all rows, as the arguments of
     calls of different tools. Raises ValueError for a value of another type.
     """
+    for i, column in enumerate(batch.columns):
+        if pa.types.is_float32(column.type):
+            # By its text, else 0.1 would have the decimals of the next double.
+            batch = batch.set_column(i, batch.field(i).name, column.cast(pa.string()).cast(pa.float64()))
     for row in batch.to_pylist(maps_as_pydicts="strict"):
         yield json.dumps(_without_nulls(row), default=_as_text).encode()
 

@@ -87,27 +87,17 @@ def _check_configurations(card: bytes, source: str) -> None:
     """Raises SourceError if the card of a data set describes several configurations."""
     header = re.match(rb"---\r?\n(.*?)\n---", card, re.DOTALL)
     try:
-        # Nodes, not values: aliases of aliases would be multiplied.
-        node = yaml.compose(header[1], Loader=yaml.SafeLoader) if header else None
-    except (yaml.YAMLError, RecursionError):
-        # The card is for people: a header that cannot be read describes nothing.
+        # This loader leaves out merges (`<<`), which could multiply a small card.
+        configs = yaml.load(header[1], Loader=yaml.BaseLoader)["configs"] if header else []
+        names = [name for config in configs if isinstance(name := config["config_name"], str)]
+    except (yaml.YAMLError, LookupError, TypeError, RecursionError):
+        # The card is for people: an unreadable header describes no configurations.
         return
-    configs = [each for value in _below(node, "configs") for each in _items(value)]
-    names = [str(name.value) for each in configs for name in _below(each, "config_name") if not _items(name)]
     if len(names) > 1:
         raise SourceError(
             f"source {source!r} holds the configurations {', '.join(names)}: name one by its folder or a pattern "
             "(README.md lists their files)"
         )
-
-
-def _items(node: yaml.Node | None) -> list[Any]:
-    return list(node.value) if isinstance(node, yaml.CollectionNode) else []
-
-
-def _below(node: yaml.Node | None, key: str) -> list[yaml.Node]:
-    """The values of a key of a mapping."""
-    return [value for name, value in _items(node) if name.value == key] if isinstance(node, yaml.MappingNode) else []
 
 
 def check_one_split(paths: Iterable[str], source: str) -> None:

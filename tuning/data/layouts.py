@@ -111,9 +111,17 @@ def _alpaca(raw: Raw) -> Raw:
         del raw["text"]
     # With earlier answers SFT trains every turn, so the record is a conversation.
     if history and output is not None:
-        return raw | {"messages": [*turns, {"role": "assistant", "content": output}]}
+        return _joined(raw, {"messages": [*turns, {"role": "assistant", "content": output}]})
     # Without output there is only a prompt to sample from.
-    return raw | {"prompt": turns if len(turns) > 1 else user} | ({} if output is None else {"completion": output})
+    prompt: Raw = {"prompt": turns if len(turns) > 1 else user}
+    return _joined(raw, prompt if output is None else prompt | {"completion": output})
+
+
+def _joined(raw: Raw, translated: Raw) -> Raw:
+    """Return the record with its translated fields, which replace none."""
+    for name in raw.keys() & translated.keys():
+        raise LayoutError(name, f"no such field next to those of its layout (rename: {{{name}: null}})", "one")
+    return raw | translated
 
 
 _SHAREGPT = {
@@ -131,7 +139,7 @@ def _sharegpt(raw: Raw) -> Raw:
     turns += [_sharegpt_turn(turn) for turn in conversations]
     if isinstance(tools, str):
         raw["tools"] = _from_json("tools", tools) if tools.strip() else None
-    return raw | {"messages": turns}
+    return _joined(raw, {"messages": turns})
 
 
 def _sharegpt_turn(turn: Any) -> Raw:

@@ -5,8 +5,8 @@
           part 0              part 1              part 2            each merged alone
 
 Work proceeds shard by shard, on Arrow columns. Equal records and equal rows have equal keys, and a key determines its
-shard, so duplicates meet in one shard. Memory holds a shard for each thread, and some 60 bytes a record of hashes that
-are compared over all shards; the search for near duplicates adds 100.
+shard, so duplicates meet in one shard. Memory holds a shard for each thread, and some 150 bytes a record of hashes that
+are compared over all shards; the search for near duplicates doubles that.
 """
 
 from __future__ import annotations

@@ -10,13 +10,6 @@ from rlhf.tuning.names import closest, nearest
 
 LOCAL = "FnApiRunner"
 CLUSTERS = ("FlinkRunner", "SparkRunner", "DataflowRunner", "PortableRunner")
-REFUSED = {
-    "DaskRunner": "outputs next to the main one stay in it, reading text crashes and counters are missing",
-    "DirectRunner": "it tries to download another runner first; FnApiRunner is what it falls back to",
-    "PrismRunner": "it is a binary that Beam downloads when it is first used",
-    "RayRunner": "it is not part of Apache Beam",
-    "InteractiveRunner": "it keeps every collection for display",
-}
 JOB_SECONDS = 30 * 86_400
 """How long Beam follows a portable job at most; by itself it gives up a job server's answers after a minute."""
 REACH_SECONDS = 10.0
@@ -42,8 +35,6 @@ def check(runner: Runner, scratch: str | None) -> None:
 
     scratch: the folder or URL that all workers write to; a cluster needs one.
     """
-    if runner.name in REFUSED:
-        raise RunnerError(f"runner {runner.name} is refused: {REFUSED[runner.name]}. Use {LOCAL} (default)")
     known = (LOCAL, *CLUSTERS)
     if runner.name not in known:
         raise RunnerError(f"no runner {runner.name!r}; {nearest(runner.name, known)}")

@@ -30,9 +30,7 @@ def test_there_is_an_example_of_each_cluster():
 @pytest.mark.parametrize(
     ("sets", "message"),
     [
-        (["name=DaskRunner"], "runner DaskRunner is refused: outputs next to the main one stay in it"),
-        (["name=DirectRunner"], "refused: it tries to download"),
-        (["name=PrismRunner"], "refused: it is a binary that Beam downloads"),
+        (["name=PrismRunner"], "no runner 'PrismRunner'"),
         (["name=FlinkRuner"], "no runner 'FlinkRuner'; did you mean FlinkRunner"),
         (["name=SparkRunner"], "set runner.scratch to a URL"),
         (["name=SparkRunner", "scratch=/tmp/x"], "set runner.scratch to a URL"),
