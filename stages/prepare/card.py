@@ -21,7 +21,7 @@ LONGEST = 600
 
 
 def write_card(out: Path, facts: Mapping[str, Any], config: Config) -> None:
-    """Writes `card.html` beside the outputs; `facts` is the content of `statistics.json`."""
+    """Write `card.html` next to the outputs; `facts` is the content of `statistics.json`."""
     from jinja2 import Environment, FileSystemLoader
 
     metrics = facts["metrics"]
@@ -42,13 +42,13 @@ def write_card(out: Path, facts: Mapping[str, Any], config: Config) -> None:
 
 
 def _settings(source: DataSource) -> str:
-    """The settings of a source that differ from their defaults, in one line."""
+    """Return the settings of a source that differ from their defaults, in one line."""
     values = published(source.model_dump(exclude_defaults=True, exclude={"source"}))
     return ", ".join(f"{name} {value}" for name, value in values.items())
 
 
 def _fates(metrics: Mapping[str, Any]) -> list[tuple[str, int]]:
-    """The fates of the records that were read, with their numbers, which add up to the first."""
+    """Return the fates of the records with their numbers, which add up to the first."""
     records = metrics["records"]
     dropped = [(f"dropped: {reason}", n) for reason, n in metrics["dropped_records"].items()]
     fates = [("kept", records["kept"]), ("equal to another", records["duplicates"]), *dropped]
@@ -56,7 +56,7 @@ def _fates(metrics: Mapping[str, Any]) -> list[tuple[str, int]]:
 
 
 def _first_rows(path: Path, count: int, columns: list[str]) -> list[dict[str, Any]]:
-    """The first `count` rows of a Parquet file; no more than a few batches are read."""
+    """Return the first `count` rows of a Parquet file without reading all of it."""
     import pyarrow.parquet as pq
 
     rows: list[dict[str, Any]] = []
@@ -68,7 +68,7 @@ def _first_rows(path: Path, count: int, columns: list[str]) -> list[dict[str, An
 
 
 def _samples(out: Path, output: str) -> list[dict[str, str]]:
-    """The texts of the first rows of an output."""
+    """Return the texts of the first rows of an output."""
     import pyarrow as pa
     import pyarrow.parquet as pq
 

@@ -55,7 +55,7 @@ class PrepareError(RuntimeError):
 
 
 def source_digests(config: Config) -> dict[str, str]:
-    """Content digests of the sources' files, modules and packages and of the user's rules, for the key.
+    """Return content digests of the sources' files, modules and packages and of the user's rules, for the key.
 
     An edit in place is a miss; a file that was renamed or touched is a hit.
     Raises ValueError if a source or rule does not exist.
@@ -156,7 +156,7 @@ def run(ctx: Context) -> dict[str, Any]:
 
 
 def _planned(ctx: Context) -> tuple[list[Part], Plan, str]:
-    """The parts of all sources, the plan for them, and the folder of the pieces."""
+    """Return the parts of all sources, the plan for them, and the folder of the pieces."""
     from rlhf.tuning.data import blocks, files, tasks
     from rlhf.tuning.data.gather import MAX_SHARDS
 
@@ -207,12 +207,12 @@ def _planned(ctx: Context) -> tuple[list[Part], Plan, str]:
 
 
 def _scratch(ctx: Context, config: Config) -> str:
-    """Where workers leave their pieces: the work folder, or below the URL that a cluster reaches."""
+    """Return the folder of the workers' pieces: the work folder, or one below the URL that a cluster reaches."""
     return f"{config.runner.scratch.rstrip('/')}/{ctx.work.name}" if config.runner.scratch else str(ctx.work)
 
 
 def tidy(ctx: Context) -> None:
-    """Removes what workers have left below the scratch URL. Raises an error that names it where that is impossible."""
+    """Remove the workers' files below the scratch URL. An error names the URL."""
     from rlhf.tuning.data.remote import remove_folder
 
     if ctx.config.runner.scratch:
@@ -220,7 +220,7 @@ def tidy(ctx: Context) -> None:
 
 
 def _contamination(ctx: Context, config: Config, scratch: str) -> tuple[str, tuple[int, ...]]:
-    """The file of n-gram hashes of the evaluation prompts, and the lengths of the n-grams."""
+    """Return the file of n-gram hashes of the evaluation prompts, and the lengths of the n-grams."""
     import numpy as np
 
     from rlhf.tuning.data import files, near_duplicates, tasks
@@ -241,7 +241,7 @@ def _contamination(ctx: Context, config: Config, scratch: str) -> tuple[str, tup
                     raise PrepareError(f"decontaminate: {error}") from error
                 turns = [m["content"] for m in record.prompt if m["role"] == "user"]
                 if len(turns) > 1:
-                    # A short turn, such as "Why?", is in many texts that have nothing else of the conversation.
+                    # A short turn, such as "Why?", is in many unrelated texts.
                     long = [turn for turn in turns if len(near_duplicates.words(turn)) >= settings.words]
                     turns = long or ["\n".join(turns)]
                 # A document has no messages; its text counts as a whole.
@@ -253,13 +253,13 @@ def _contamination(ctx: Context, config: Config, scratch: str) -> tuple[str, tup
 
 
 def _run_blocks(ctx: Context, config: Config, parts: list[Part], plan: Plan, folder: str) -> dict[str, dict[str, Any]]:
-    """Makes the pieces that are missing; returns the receipts of all blocks by name, in order."""
+    """Write the missing pieces; return the receipts of all blocks by name, in order."""
     from rlhf.tuning.data import pipeline
     from rlhf.tuning.data.receipts import read_receipts
 
     todo, done = pipeline.finished(parts, read_receipts(folder))
     if done:
-        ctx.log(f"resumed: {len(parts) - len(todo)} of {len(parts)} parts of the data were there")
+        ctx.log(f"resumed: {len(parts) - len(todo)} of {len(parts)} parts of the data are finished")
     total = max(1, len(parts))
     if todo:
         pipeline.run(
@@ -272,15 +272,15 @@ def _run_blocks(ctx: Context, config: Config, parts: list[Part], plan: Plan, fol
     # The success of a runner does not prove that every part has a receipt.
     if missing:
         raise PrepareError(
-            f"{len(missing)} of {len(parts)} parts have no receipt, as of {missing[0].url}: run again; on a cluster "
-            "build the image of its workers again before, where it is of another commit"
+            f"{len(missing)} of {len(parts)} parts have no receipt, such as {missing[0].url}: run again; if the image "
+            "of the workers is of another commit, build it again first"
         )
     ctx.progress(len(blocks), len(blocks), "block")
     return {name: receipts[name] for name in sorted(blocks)}
 
 
 def _check_decided(config: Config, receipts: Iterable[Receipt]) -> None:
-    """Raises PrepareError for a source that several outputs could use, where it does not state which."""
+    """Raise PrepareError for a source that several outputs could use and that does not state its use."""
     from rlhf.tuning.data.steps import UNDECIDED
 
     for receipt in receipts:
@@ -290,13 +290,13 @@ def _check_decided(config: Config, receipts: Iterable[Receipt]) -> None:
 
 
 def _write_dead(ctx: Context, config: Config, pieces: Pieces, receipts: Mapping[str, Receipt], read: int) -> int:
-    """Write the dead letters; raises PrepareError where they are more than the settings allow."""
+    """Write the dead letters; raise PrepareError if there are more than the settings allow."""
     from rlhf.tuning.data.schema import DEAD, write_parquet
 
     dead = write_parquet(ctx.out / "dead" / "dead.parquet", pieces.dead(), DEAD)
     if dead > config.max_dead_fraction * read:
         kept = ctx.work / "dead.parquet"
-        # The output folder is emptied by the next try, the work folder is not.
+        # The next try empties the output folder, not the work folder.
         shutil.copyfile(ctx.out / "dead" / "dead.parquet", kept)
         reasons = [reason for receipt in receipts.values() for reason in receipt["reasons"]][:3]
         raise PrepareError(
@@ -329,7 +329,7 @@ def _write_outputs(ctx: Context, pieces: Pieces, fates: Fates) -> dict[str, int]
 
 
 def _refuse_too_long(config: Config, fates: Fates) -> None:
-    """Raises PrepareError for rows beyond the limits where `too_long` is `error`."""
+    """Raise PrepareError for rows beyond the limits if `too_long` is `error`."""
     if config.too_long == "error" and any(name.endswith("too_long") for name in fates.dropped_rows):
         raise PrepareError(
             f"rows are longer than max_prompt_tokens {config.max_prompt_tokens} or max_completion_tokens "
@@ -339,7 +339,7 @@ def _refuse_too_long(config: Config, fates: Fates) -> None:
 
 
 def _check_counts(records: Mapping[str, int], rows: Counter[str], written: Mapping[str, int]) -> None:
-    """Raises PrepareError where records or rows are lost or appear from nowhere."""
+    """Raise PrepareError if records or rows are lost or added."""
     accounted = records["kept"] + records["duplicates"] + records["dropped"] + records["dead"]
     if accounted != records["read"]:
         raise PrepareError(f"{records['read']} records were read but {accounted} are accounted for: {records}")
@@ -351,7 +351,7 @@ def _check_counts(records: Mapping[str, int], rows: Counter[str], written: Mappi
 
 
 def _unanswered(out: Path, output: str) -> int:
-    """The number of rows of an output without an answer, accepted answers or tests: no comparison can judge them."""
+    """Count the rows of an output without an answer, accepted answers or tests: no comparison can judge them."""
     rows = (row for table in _tables(out, output, ["answer", "metadata"]) for row in table.to_pylist())
     return sum(
         row["answer"] is None and {"answers", "tests"}.isdisjoint(json.loads(row["metadata"] or "{}")) for row in rows
@@ -359,19 +359,19 @@ def _unanswered(out: Path, output: str) -> int:
 
 
 def _constant_answer(out: Path) -> tuple[float | None, str | None]:
-    """The share and text of the most common held-out answer: a policy that always gives it scores this share."""
+    """Return share and text of the most common held-out answer; a policy that always gives it scores this share."""
     answers: Counter[str] = Counter()
     for table in _tables(out, "heldout", ["answer"]):
         answers.update(answer for answer in table["answer"].to_pylist() if answer is not None)
     if not answers:
         return None, None
-    # The first by text where several are as common: metrics must not depend on an order of reading.
+    # The first by text if several are as common, so that metrics do not depend on the order of reading.
     answer, count = min(answers.items(), key=lambda item: (-item[1], item[0]))
     return count / answers.total(), answer
 
 
 def _tables(out: Path, output: str, columns: list[str]) -> Iterator[Any]:
-    """The files of an output with some of their columns, one table at a time."""
+    """Yield the files of an output with some of their columns, one table at a time."""
     import pyarrow.parquet as pq
 
     for path in sorted((out / output).glob("part-*.parquet")):

@@ -1,13 +1,13 @@
-"""Fields of a record that are taken from others, by a path, a pattern or a template.
+"""Fields of a record that are computed from others, by a path, a pattern or a template.
 
     prompt: question                                          the value of the field `question`
     completion: {from: messages.1.content}                    a value inside others; list items count from 0, or from -1
     answer: {from: answer, pattern: "#### (.*)"}              the last match: its first group, or all of it
     prompt: {template: "{{ context }}\\n\\n{{ question }}"}     Jinja, sandboxed as chat templates are
-    answer: {template: "{{ solution | boxed }}"}              `boxed`: what the last \\boxed{} of a solution holds
+    answer: {template: "{{ solution | boxed }}"}              content of the last \\boxed{} of a solution
 
-With `from`, a template finds its value, after the pattern, under the name `value`. A field that others are taken from
-leaves the record unless it is one of the record's own (prompt, completion, answer, ...): raw texts are no metadata.
+With `from`, a template finds its value, after the pattern, under the name `value`. A field from which others are
+computed leaves the record unless the layout has a field of that name (prompt, completion, answer, ...).
 """
 
 from __future__ import annotations
@@ -29,10 +29,10 @@ Spec = str | Mapping[Any, str]
 
 KINDS = ("from", "pattern", "template")
 STAY = {"id", "prompt", "completion", "rejected", "label", "answer", "margin", "tools", "split", "group", "metadata"}
-"""Fields of a record that others can be taken from without their leaving it."""
+"""Fields that stay in the record when others are computed from them."""
 
 PATTERN_SECONDS = 1.0
-"""Longest that a pattern may search one value: some take time exponential in its length (`(a|aa)+$`)."""
+"""Limit for a pattern to search one value; some patterns take exponential time (`(a|aa)+$`)."""
 
 
 class Mapper:
@@ -52,7 +52,7 @@ class Mapper:
         self.read = {name for field in self.fields.values() for name in field.reads} - STAY
 
     def __call__(self, raw: Mapping[str, Any]) -> Raw:
-        """The record with its new fields. Raises LayoutError where a field cannot be had."""
+        """Return the record with its new fields. Raises LayoutError if a field cannot be computed."""
         present = {name: value for name, value in raw.items() if value is not None}
         computed = {name: field(present) for name, field in self.fields.items()}
         kept: Raw = {}
@@ -81,12 +81,12 @@ class _Field:
         try:
             self.pattern = regex.compile(given["pattern"]) if "pattern" in given else None
         except regex.error as error:
-            raise ValueError(f"fields.{name}: {given['pattern']!r} is no regular expression ({error})") from None
+            raise ValueError(f"fields.{name}: {given['pattern']!r} is not a regular expression ({error})") from None
         self.text = given.get("template")
         try:
             self.template = None if self.text is None else ENVIRONMENT.from_string(self.text)
         except TemplateSyntaxError as error:
-            raise ValueError(f"fields.{name}: {self.text!r} is no template ({error})") from None
+            raise ValueError(f"fields.{name}: {self.text!r} is not a template ({error})") from None
         names = meta.find_undeclared_variables(ENVIRONMENT.parse(self.text or ""))
         # By its whole name too, which may have dots.
         places = set() if self.source is None else {self.source, self.source.split(".")[0]}
@@ -101,13 +101,13 @@ class _Field:
             return value
         try:
             text = self.template.render({**raw, "value": value})
-        # What a template computes may fail in any way: a sum of texts, an index beyond a list.
+        # A template may compute the sum of a text and a number, or an index beyond a list.
         except (TemplateError, LayoutError, TypeError, ValueError, ArithmeticError, LookupError) as error:
-            raise LayoutError(self.name, f"what the template {self.text!r} makes of the record", str(error)) from None
+            raise LayoutError(self.name, f"a record for the template {self.text!r}", str(error)) from None
         return typed(self.name, text)
 
     def at(self, raw: Mapping[str, Any], path: str) -> Any:
-        """The value at a dotted path. A field whose name has dots itself goes before."""
+        """Return the value at a dotted path. A field whose own name has dots comes first."""
         if path in raw:
             return raw[path]
         value: Any = raw
@@ -134,7 +134,7 @@ class _Field:
             spans = [match.span(group) for match in self.pattern.finditer(text, timeout=PATTERN_SECONDS)]
         except TimeoutError:
             spans, within = [], f" within {PATTERN_SECONDS:g} s"
-        # A group outside the branch that matched has no place, and the span -1 to -1.
+        # A group outside the branch that matched has the span -1 to -1.
         start, stop = next(((a, b) for a, b in reversed(spans) if text[a:b].strip()), (0, 0))
         if start == stop:
             end = f"... {value[-60:]!r}" if isinstance(value, str) and len(value) > 60 else kind_of(value)
@@ -151,7 +151,7 @@ _NUMBER = re.compile(r"(?:(?<![\w)\]}])[-−])?\d+(?:[.,/]\d+)*")
 
 
 def text_of(value: Any) -> str:
-    """A text as it is, another value as JSON."""
+    """Return a text unchanged, another value as JSON."""
     return value if isinstance(value, str) else json.dumps(value)
 
 
@@ -159,10 +159,10 @@ _BOXED = re.compile(r"\\(?:boxed|fbox)\s*(\{|[^\s{]+)")
 
 
 def boxed(text: str) -> str:
-    """What the last \\boxed{} or \\fbox{} of a solution holds, with its inner braces; `\\boxed 5` holds 5.
+    """Return the content of the last \\boxed{} or \\fbox{} of a solution, with its inner braces; of `\\boxed 5`, 5.
 
     As `last_boxed_only_string` of the MATH data set (Hendrycks et al., arXiv:2103.03874).
-    Raises ValueError where there is none, or its brace is not closed.
+    Raises ValueError if there is none, or its brace is not closed.
     """
     matches = list(_BOXED.finditer(text))
     if not matches:

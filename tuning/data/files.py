@@ -99,20 +99,20 @@ class Part:
 
 
 def is_files(source: str) -> bool:
-    """Whether the name of a source means files rather than a task or function."""
+    """Return whether the name of a source means files rather than a task or function."""
     return "://" in source or "/" in source or source.lower().endswith(SUFFIXES) or Path(source).is_dir()
 
 
 def expand(source: str) -> list[DataFile]:
-    """The files of a path, folder, glob or URL, in the order of their names.
+    """Return the files of a path, folder, glob or URL, in the order of their names.
 
-    Raises SourceError if there is none, or if they are files of several splits.
+    Raises SourceError if there are none, or if they are files of several splits.
     """
     fs, path = filesystem(source)
     http = source.startswith(("http:", "https:"))
     # In a web address `?` begins the query, and brackets occur in names.
     pattern = any(mark in path for mark in ("*" if http else "*?["))
-    # A path that exists is no pattern, whatever its characters.
+    # An existing path is not a pattern, whatever its characters.
     kind = None if http and pattern else type_of(fs, path, source)
     # Over HTTP every address can be listed and read.
     if kind == "directory" and not http:
@@ -137,7 +137,7 @@ def expand(source: str) -> list[DataFile]:
 
 
 def file_digest(url: str) -> str:
-    """sha256 of a file's bytes."""
+    """Return the sha256 of a file's bytes."""
 
     def read() -> str:
         sha = hashlib.sha256()
@@ -216,7 +216,7 @@ def _cut_groups(file: DataFile, part_bytes: int, source: int, position: int) -> 
 def spooled(
     lines: Iterable[bytes], label: str, part_bytes: int, spool: str, source: int, position: int, strings: bool = False
 ) -> Iterator[Part]:
-    """Parts of a stream of records: each is a compressed piece of JSON Lines below `spool`."""
+    """Yield the parts of a stream of records: each is a compressed piece of JSON Lines below `spool`."""
     number = 1
     for piece, block in enumerate(_gather(lines, part_bytes)):
         data, url = b"".join(block), f"{spool}/{source:03d}-{_name(label)}-{piece:05d}.jsonl.zst"
@@ -255,13 +255,13 @@ def _lines(file: DataFile) -> Iterator[bytes]:
 
 
 def _split_stream(stream: Any) -> Iterator[bytes]:
-    """Lines, ended by a newline alone: carriage returns stay, and `read_part` strips them."""
+    """Yield lines without their newlines; carriage returns stay, and `read_part` strips them."""
     for block in whole_lines(stream, _READ_BYTES):
         yield from block.removesuffix(b"\n").split(b"\n")
 
 
 def _json_list(file: DataFile) -> Iterator[bytes]:
-    """The elements of one JSON list, or one object over several lines; the file may hold JSON Lines as well."""
+    """Yield the elements of one JSON list, or one object over several lines; the file may hold JSON Lines as well."""
     with _stream(file) as stream:
         if not re.match(rb"(\xef\xbb\xbf)?\s*(\[|\{\s*\n)", stream.peek(1 << 12)):
             yield from _split_stream(stream)
@@ -273,7 +273,7 @@ def _json_list(file: DataFile) -> Iterator[bytes]:
 def _csv_rows(file: DataFile) -> Iterator[bytes]:
     delimiter = "\t" if file.suffix == ".tsv" else ","
     with _stream(file) as stream:
-        # A byte that is not UTF-8 becomes a lone surrogate: then one record is dead, not the file.
+        # A byte that is not UTF-8 becomes a lone surrogate, so that one record is dead, not the file.
         text = io.TextIOWrapper(stream, encoding="utf-8-sig", errors="surrogateescape", newline="")
         for row in csv_rows(text, delimiter):
             yield json.dumps(row).encode()
@@ -308,14 +308,14 @@ _PIECES: dict[str, Callable[[DataFile], Iterator[bytes]]] = {
 
 
 def records_of(file: DataFile) -> Iterator[bytes]:
-    """JSON of each record of a file, from the first on; a line that holds none is empty or white space."""
+    """Yield the JSON of each record of a file; a line without a record is empty or white space."""
     return _PIECES[file.kind](file)
 
 
 def read_part(part: Part) -> Iterator[tuple[int, bytes]]:
-    """(number in the file, JSON) of each record of a part; blank lines are skipped but counted.
+    """Yield (number in the file, JSON) of each record of a part; blank lines are skipped but counted.
 
-    Raises SourceError where the file has changed since it was split.
+    Raises SourceError if the file has changed since it was split.
     """
     if part.kind in ("lines", "spooled"):
         data = read_range(part.url, part.start, part.stop) if part.kind == "lines" else _spooled(part)
@@ -339,18 +339,18 @@ def _spooled(part: Part) -> bytes:
 def upload(local: str, url: str) -> str:
     """Copy a local file or folder to a URL that other machines can read; returns `url`."""
     fs, path = filesystem(url)
-    # With slashes it is the content that is copied, whether the folder is there or not.
+    # With slashes the content is copied, whether the folder exists or not.
     end = "/" if Path(local).is_dir() else ""
     again(lambda: fs.put(f"{local}{end}", f"{path}{end}", recursive=True), url)
     return url
 
 
 def batch_lines(batch: pa.RecordBatch) -> Iterator[bytes]:
-    """JSON of each row.
+    """Yield the JSON of each row.
 
     Bytes are text in UTF-8 and maps are objects. Dates, times, decimals and UUIDs, which JSON does not have, become
-    text. Null fields of structs in lists are left out: such structs have the fields of all rows, as the arguments of
-    calls of different tools. Raises ValueError for a value of another type.
+    text. Null fields of structs in lists are left out, because such structs have the fields of all rows, such as the
+    arguments of calls of different tools. Raises ValueError for a value of another type.
     """
     for i, column in enumerate(batch.columns):
         if pa.types.is_float32(column.type):
@@ -361,7 +361,7 @@ def batch_lines(batch: pa.RecordBatch) -> Iterator[bytes]:
 
 
 def _without_nulls(value: Any, within: bool = False) -> Any:
-    """The value with null fields outside of lists alone: metadata that is null stays so for a reward."""
+    """Return the value without null fields inside lists; other null fields stay, since a reward may read them."""
     if isinstance(value, dict):
         return {name: _without_nulls(one, within) for name, one in value.items() if one is not None or not within}
     return [_without_nulls(one, True) for one in value] if isinstance(value, list) else value
@@ -370,7 +370,7 @@ def _without_nulls(value: Any, within: bool = False) -> Any:
 def _as_text(value: Any) -> str:
     match value:
         case bytes():
-            # A byte that is not UTF-8 becomes a lone surrogate: then one record is dead, not the file.
+            # A byte that is not UTF-8 becomes a lone surrogate, so that one record is dead, not the file.
             return value.decode("utf-8", "surrogateescape")
         case decimal.Decimal():
             return format(value, "f")

@@ -1,10 +1,10 @@
-"""Tokens of examples as flat arrays, which training maps as they are: a folder beside the Parquet shards.
+"""Tokens of examples as flat arrays that training maps: a folder next to the Parquet shards.
 
     tokens.npy      | prompt 0 | completion 0 | prompt 1 | completion 1 | ...     row by row, in the order of the shards
     mask.npy        | 1 1 1 1  | 0 0 1 1 1 1  | 1 1 1 1  | 1 1 1 1 1 1  | ...     only where a row has a mask
     offsets.npy     0          4              10         14             20        where each text begins; the last end
 
-They follow from the shards, and their bytes from the rows alone. Writing holds a row group; mapping holds nothing.
+Their bytes follow from the rows alone. Writing holds a row group and the lengths of all texts; mapping holds nothing.
 """
 
 from __future__ import annotations
@@ -21,25 +21,25 @@ from rlhf.tuning.data.remote import open_input
 from rlhf.tuning.data.schema import SCHEMAS
 
 FOLDER = "_flat"
-"""Of the arrays, below the folder of an output. Readers of folders of Parquet leave out names that begin so."""
+"""Folder of the arrays below that of an output. Readers of Parquet folders skip names that begin with `_`."""
 DTYPES = {"tokens": (np.uint16, np.int32), "mask": (np.uint8,), "offsets": (np.int64,)}
-"""Of each array: the first that holds its values, so that tokens of a small vocabulary take two bytes."""
+"""Types of each array; tokens of a small vocabulary take two bytes."""
 _CHECKED = 1 << 12
-"""Offsets that are looked at together."""
+"""Offsets that are checked together."""
 
 
 class FlatError(ValueError):
-    """Arrays that do not belong together; the message names the file, and says what to do."""
+    """Arrays that are damaged or do not belong together; the message names the file and the remedy."""
 
 
 def completions_of(output: str) -> tuple[str, ...]:
-    """Names of the completions of a row of an output, such as `chosen`; none where rows are prompts alone."""
+    """Return the names of the completions of a row of an output, such as `chosen`; rows of prompts have none."""
     names = (name.removesuffix("_ids") for name in SCHEMAS[output] if name.endswith("_ids"))
     return tuple(name for name in names if name != "prompt")
 
 
 def write_arrays(folder: Path) -> None:
-    """Writes the arrays of an output, given the folder of its shards; of prompts alone there are none."""
+    """Write the arrays of an output, given the folder of its shards; prompts have none."""
     if completions := completions_of(folder.name):
         write_flat(sorted(folder.glob("*.parquet")), completions, folder / FOLDER)
 
@@ -137,7 +137,7 @@ def _row_groups(paths: Sequence[str | Path], names: Sequence[str]) -> Iterator[A
 
 
 def _flat(table: Any, names: Sequence[str]) -> tuple[np.ndarray, np.ndarray, np.ndarray, bool]:
-    """Tokens and mask, row by row and in it column by column; lengths, likewise; whether there is a mask."""
+    """Return tokens, mask and lengths, row by row and in it column by column; and whether there is a mask."""
     columns = [_lists(table, f"{name}_ids") for name in names]
     sizes = np.stack([count for _, count in columns], axis=1)
     starts = (np.cumsum(sizes) - sizes.reshape(-1)).reshape(sizes.shape)

@@ -48,15 +48,15 @@ from rlhf.tuning.data.steps import STEPS, wanted_steps
 # Limits the number of Python objects where records are much smaller than a block.
 BLOCK_RECORDS = 8192
 PARTS_AT_A_TIME = 4
-"""Parts that a process of this machine takes, for which it runs one pipeline."""
+"""Maximum number of parts for which a process of this machine runs one pipeline."""
 
 
 class ProcessDied(RuntimeError):
-    """A process that prepares data on this machine was killed; the message says what to do."""
+    """A process that prepares data on this machine was killed; the message names the remedy."""
 
 
 class BlockCoder(beam.coders.Coder):
-    """Pickles blocks that a runner moves. Their size is an estimate, since Beam asks for it at every step."""
+    """Pickles blocks that a runner moves. Their size is an estimate because Beam asks for it at every step."""
 
     def encode(self, value: Block) -> bytes:
         return pickle.dumps(value, pickle.HIGHEST_PROTOCOL)
@@ -75,7 +75,7 @@ beam.coders.registry.register_coder(Block, BlockCoder)
 
 
 class Read(beam.DoFn):
-    """Part -> its blocks."""
+    """Yields the blocks of a part."""
 
     def __init__(self, block_bytes: int) -> None:
         self.block_bytes = block_bytes
@@ -85,7 +85,7 @@ class Read(beam.DoFn):
 
 
 def blocks_of(part: Part, block_bytes: int) -> Iterator[Block]:
-    """The records of a part, in blocks of at most `block_bytes` (but at least one record)."""
+    """Yield the records of a part, in blocks of at most `block_bytes` (but at least one record)."""
     entries: list[Entry] = []
     size, start = 0, 0
     for number, line in read_part(part):
@@ -95,28 +95,27 @@ def blocks_of(part: Part, block_bytes: int) -> Iterator[Block]:
             entries, size, start = [], 0, place
         entries.append(Entry(part.position + place, number, line))
         size += len(line)
-    # Also without records: a part is finished when blocks have all of its places.
+    # Also without records: a part is finished when blocks cover all of its positions.
     yield _block(part, start, part.count, entries)
 
 
 def _block(part: Part, start: int, stop: int, entries: list[Entry]) -> Block:
-    # Both places: blocks of another size (other settings) have other names, unless they have the same records.
     return Block(f"{name_of(part)}-{start:09d}-{stop:09d}", part, start, stop, entries)
 
 
 def name_of(part: Part) -> str:
-    """The part in names of pieces. Parts of another split of the file (other settings) have other names."""
+    """Return the part's name in names of pieces. It depends on how the file is cut."""
     return f"{part.position:012d}-{part.size:x}-{part.checksum:08x}"
 
 
 class Apply(beam.DoFn):
-    """Block -> the block after a step. Its counts go into the block and into Beam's counters."""
+    """Applies a step to a block, and adds its counts to the block and to Beam's counters."""
 
     def __init__(self, name: str, plan: Plan) -> None:
         self.name, self.plan = name, plan
 
     def setup(self) -> None:
-        # In the worker: steps hold tokenizers and regular expressions, which are not pickled.
+        # In the worker, because steps hold tokenizers and regular expressions, which are not pickled.
         self.step = STEPS[self.name](self.plan)
 
     def process(self, block: Block) -> Iterator[Block]:
@@ -128,7 +127,7 @@ class Apply(beam.DoFn):
 
 
 class Write(beam.DoFn):
-    """Block -> its pieces, then its receipt, in a folder that all workers can write to."""
+    """Writes the pieces of a block, then its receipt, to a folder that all workers share."""
 
     def __init__(self, folder: str, shards: int) -> None:
         self.folder, self.shards = folder, shards
@@ -165,34 +164,34 @@ class Write(beam.DoFn):
         yield block.name
 
     def table(self, rows: list[dict[str, Any]], columns: dict[str, pa.DataType]) -> pa.Table:
-        """Rows with their shards."""
+        """Return the rows with their shards as a table."""
         return table_of([row | {"shard": shard_of(row["key"], self.shards)} for row in rows], columns)
 
     def publish(self, name: str, table: pa.Table) -> dict[str, str]:
-        """Writes a piece; its checksum by its name."""
+        """Write a piece and return its checksum by its name."""
         data = ipc_bytes(table)
         publish(f"{self.folder}/{name}", data)
         return {name: hashlib.sha256(data).hexdigest()}
 
 
 def shard_of(key: str, shards: int) -> int:
-    """The shard of all rows with this key."""
+    """Return the shard of all rows with this key."""
     return hash64(key) % shards
 
 
 def _placed(entry: Entry, draft: Draft, label: str) -> Iterator[dict[str, Any]]:
-    """The columns of a row with its provenance, once and again for each further copy by weight."""
+    """Yield the columns of a row with its provenance, once for each copy by weight."""
     row = {**draft.columns, **draft.ids, "completion_mask": draft.mask, "key": draft.key}
     row |= {"source": label, "record": entry.number, "content": entry.record.content, "position": entry.position}
     row |= {"group": entry.record.group, "turns": turn_names(entry.record, draft.output)}
     yield row
     for copy in range(1, entry.times):
-        # A key of its own, or the copy would be removed as a duplicate.
+        # With the same key the copy would be removed as a duplicate.
         yield row | {"id": f"{row['id']}~{copy}", "key": f"{draft.key}~{copy}"}
 
 
 def _fate(entry: Entry) -> dict[str, Any]:
-    """The record's line in the ledger."""
+    """Return the record's line in the ledger."""
     record = entry.record
     return {
         "id": record.id,
@@ -267,14 +266,14 @@ def _tokenized(parts: Sequence[Part], plan: Plan, folder: str, block_bytes: int,
 
 
 def _by_processes(parts: Sequence[Part], plan: Plan, folder: str, block_bytes: int, workers: int) -> dict[str, int]:
-    """Runs a pipeline for every few parts, in several processes.
+    """Run a pipeline for every few parts, in several processes.
 
-    Beam's own processes would talk through ports that are open to the network, without a password.
+    Beam's own processes would communicate through ports that are open to the network without a password.
     """
     size = max(1, min(PARTS_AT_A_TIME, len(parts) // (2 * workers)))
     slices = [parts[start : start + size] for start in range(0, len(parts), size)]
     total = Counter[str]()
-    # Spawned: the caller may hold JAX and its threads, which a fork does not copy.
+    # Spawned, because the caller may hold JAX, whose threads a fork does not copy.
     with ProcessPoolExecutor(workers, multiprocessing.get_context("spawn"), _begin) as pool:
         one = functools.partial(_tokenized, plan=plan, folder=folder, block_bytes=block_bytes, runner=Runner())
         try:
@@ -289,7 +288,7 @@ def _by_processes(parts: Sequence[Part], plan: Plan, folder: str, block_bytes: i
 
 
 def _begin() -> None:
-    """Begins a process: the processes occupy the cores, so the tokenizer starts no threads; it ends with its parent."""
+    """Start a process that ends with its parent. Its tokenizer starts no threads, since the processes use all cores."""
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
     parent = multiprocessing.parent_process()
     assert parent is not None
@@ -302,19 +301,19 @@ def _begin() -> None:
 
 
 def pipeline_on(runner: Runner) -> beam.Pipeline:
-    """An empty pipeline for a runner. Raises RunnerError where its job server does not answer."""
+    """Return an empty pipeline for a runner. Raises RunnerError if its job server does not answer."""
     reach(runner)
     return beam.Pipeline(options=PipelineOptions(flags_of(runner)))
 
 
 def executed(pipeline: beam.Pipeline, runner: Runner) -> dict[str, int]:
-    """Runs a pipeline to its end; Beam's counters, as step/name."""
+    """Run a pipeline to its end and return Beam's counters, as step/name."""
     result: Any = None
     try:
         result = pipeline.run()
         result.wait_until_finish()
     except BaseException as error:
-        # A job that went on would write beside that of the next run. The local runner has no job to cancel.
+        # A job that continues would write to the folder of the next run. The local runner has no job to cancel.
         with contextlib.suppress(Exception):
             result.cancel()
         if isinstance(error, grpc.RpcError):

@@ -35,7 +35,7 @@ def test_there_is_an_example_of_each_cluster():
         (["name=SparkRunner"], "set runner.scratch to a URL"),
         (["name=SparkRunner", "scratch=/tmp/x"], "set runner.scratch to a URL"),
         (["options.flink_mastr=x"], "no pipeline option 'flink_mastr'; did you mean flink_master"),
-        (["options.use_public_ips=false"], "leave it out in place of false, or set no_use_public_ips"),
+        (["options.use_public_ips=false"], "remove it instead of setting false, or set no_use_public_ips"),
         (["options.direct_num_workers=3"], "direct_num_workers follows from"),
     ],
 )

@@ -89,7 +89,7 @@ def test_templates_give_labels_and_margins_their_types():
         ({"from": "messages.2.content"}, "got nothing at `messages.2` (there is list"),
         ({"from": "answer", "pattern": "Answer: (.*)"}, "a match of 'Answer: (.*)' in `answer`, got string 'Adding."),
         ({"from": "messages", "pattern": "a"}, "a match of 'a' in `messages`, got list"),
-        ({"template": "{{ solution }}"}, "'{{ solution }}' makes of the record, got 'solution' is undefined"),
+        ({"template": "{{ solution }}"}, "a record for the template '{{ solution }}', got 'solution' is undefined"),
         ({"template": "{{ question | boxed }}"}, "got no \\boxed{} in ... '2+2?'"),
         ({"template": "{{ question.__class__.__mro__ }}"}, "is unsafe"),
     ],
@@ -118,8 +118,8 @@ def test_a_pattern_that_never_ends_is_told_as_one_that_does_not_match(monkeypatc
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
-        ({"x": {"from": "a", "pattern": "("}}, "fields.x: '(' is no regular expression (missing )"),
-        ({"x": {"template": "{{ a"}}, "fields.x: '{{ a' is no template (unexpected end"),
+        ({"x": {"from": "a", "pattern": "("}}, "fields.x: '(' is not a regular expression (missing )"),
+        ({"x": {"template": "{{ a"}}, "fields.x: '{{ a' is not a template (unexpected end"),
         ({"x": {"pattern": "a"}}, "fields.x: a pattern needs `from`"),
         ({"x": {}}, "fields.x: expected a path, or some of from, pattern, template"),
         ({"prompt": "a"}, "fields.prompt: rename gives 'prompt' too"),
