@@ -293,7 +293,7 @@ class _Parser(MessageParser):
             return None
         others = sorted(set(values) & {"prompt", "completion", "rejected", "answer", "label", "tools", *ALIASES})
         if others:
-            expected = f"a document without `{others[0]}` (to leave the text out, set rename: {{text: null}})"
+            expected = f"a document without `{others[0]}` (to leave it out, set rename: {{text: null}})"
             raise self.error("text", expected, kind_of(values["text"]))
         return self.text("text", values["text"])
 
