@@ -43,15 +43,6 @@ def status_at_end(session: Session) -> str:
     return "finished" if session.made.keys() == session.nodes.keys() else PARTIAL
 
 
-def data_lines(session: Session) -> list[str]:
-    """What the data's preparation warned of, again: at the end of a long run its own line is far above."""
-    # Here and not above: the commands that only look do without what reads data.
-    from rlhf.stages.prepare.card import warnings_of
-
-    metrics = session.made["prepare"].metrics if "prepare" in session.made else {}
-    return [f"! data: {warning}" for warning in warnings_of(metrics)]
-
-
 def _differences(session: Session) -> dict[str, dict[str, Difference]]:
     """Paired differences of the evaluated policies; none where a table cannot be read."""
     # Here and not above: tables load NumPy and Arrow, which the commands that only look do without.
@@ -129,7 +120,7 @@ def summary(session: Session, reporter: ConsoleReporter, report: str | None) -> 
     if evaluations:
         reporter.console.print(closing_table(evaluations))
         compared = difference_lines(_differences(session))
-        for line in [*data_lines(session), *compared, *level_notes(evaluations)]:
+        for line in [*compared, *level_notes(evaluations)]:
             reporter.console.print(line, soft_wrap=True)
     for line in decision_lines(session.record):
         reporter.console.print(line, soft_wrap=True)

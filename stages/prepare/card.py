@@ -1,13 +1,13 @@
-"""The data card: one HTML page, without scripts or links, of what a preparation read, dropped and wrote.
+"""The data card: one HTML page, without scripts or links, of the records that a preparation read, dropped and wrote.
 
 `card.html.j2` is its template. The card is content of the artifact: the same data and settings give the same bytes.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from rlhf.stages.prepare.settings import Config, DataSource
 from rlhf.stages.store.keys import published
@@ -18,21 +18,10 @@ DEAD_LETTERS = 12
 """Dead letters shown."""
 LONGEST = 600
 """Characters shown of a text."""
-CHART_WIDTH, BAR_HEIGHT = 300, 78
-"""Size of a histogram in pixels; the template leaves two pixels above the highest bar."""
-
-
-class Bar(NamedTuple):
-    """A bar of a histogram, in pixels, and the text shown on hovering over it."""
-
-    x: float
-    height: float
-    width: float
-    tip: str
 
 
 def write_card(out: Path, facts: Mapping[str, Any], config: Config) -> None:
-    """Writes `card.html` beside the outputs; `facts` is the content of `statistics.json`."""
+    """Write `card.html` next to the outputs; `facts` is the content of `statistics.json`."""
     from jinja2 import Environment, FileSystemLoader
 
     metrics = facts["metrics"]
@@ -44,7 +33,6 @@ def write_card(out: Path, facts: Mapping[str, Any], config: Config) -> None:
         sources=[{"source": published(s.source), "settings": _settings(s)} for s in config.all_sources()],
         fates=_fates(metrics),
         metrics=metrics,
-        charts=list(_histograms(facts["histograms"])),
         steps=facts["steps"],
         letters=_first_rows(out / "dead" / "dead.parquet", DEAD_LETTERS, ["source", "record", "step", "reason"]),
         samples={name: _samples(out, name) for name in metrics["rows"]},
@@ -54,34 +42,21 @@ def write_card(out: Path, facts: Mapping[str, Any], config: Config) -> None:
 
 
 def _settings(source: DataSource) -> str:
-    """The settings of a source that differ from their defaults, in one line."""
+    """Return the settings of a source that differ from their defaults, in one line."""
     values = published(source.model_dump(exclude_defaults=True, exclude={"source"}))
     return ", ".join(f"{name} {value}" for name, value in values.items())
 
 
 def _fates(metrics: Mapping[str, Any]) -> list[tuple[str, int]]:
-    """The fates of the records that were read, with their numbers, which add up to the first."""
+    """Return the fates of the records with their numbers, which add up to the first."""
     records = metrics["records"]
     dropped = [(f"dropped: {reason}", n) for reason, n in metrics["dropped_records"].items()]
     fates = [("kept", records["kept"]), ("equal to another", records["duplicates"]), *dropped]
     return [("read", records["read"]), *fates, ("dead letters", records["dead"])]
 
 
-def _histograms(histograms: Mapping[str, Any]) -> Iterator[tuple[str, list[Bar], int]]:
-    """(title, bars, largest value) of each column of token counts."""
-    for output, columns in histograms.items():
-        for column, histogram in columns.items():
-            edges, counts = histogram["edges"], histogram["counts"]
-            most, width = max(counts, default=0) or 1, CHART_WIDTH / max(1, len(counts))
-            bars = []
-            for i, n in enumerate(counts):
-                tip = f"{edges[i]} to {edges[i + 1] - 1}: {n}"
-                bars.append(Bar(round(i * width, 2), round(BAR_HEIGHT * n / most, 2), round(width - 1, 2), tip))
-            yield f"{output} {column}", bars, edges[-1] - 1
-
-
 def _first_rows(path: Path, count: int, columns: list[str]) -> list[dict[str, Any]]:
-    """The first `count` rows of a Parquet file; no more than a few batches are read."""
+    """Return the first `count` rows of a Parquet file without reading all of it."""
     import pyarrow.parquet as pq
 
     rows: list[dict[str, Any]] = []
@@ -93,17 +68,10 @@ def _first_rows(path: Path, count: int, columns: list[str]) -> list[dict[str, An
 
 
 def _samples(out: Path, output: str) -> list[dict[str, str]]:
-    """The texts of the first rows of an output."""
+    """Return the texts of the first rows of an output."""
     import pyarrow as pa
     import pyarrow.parquet as pq
 
     path = min((out / output).glob("part-*.parquet"))
     texts = [f.name for f in pq.read_schema(path) if f.type == pa.string() and f.name not in ("id", "content", "group")]
     return [{k: v for k, v in row.items() if v} for row in _first_rows(path, SAMPLES, texts)]
-
-
-def warnings_of(metrics: Mapping[str, Any]) -> list[str]:
-    """A sentence for each thing that the metrics of a preparation warn of."""
-    from rlhf.tuning.data.extraction_report import warnings
-
-    return warnings(metrics.get("extracted", {}))

@@ -1,4 +1,4 @@
-"""What a preparation says of records that are in no output, and of outputs without rows."""
+"""Messages of a preparation about records without rows and outputs without rows."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 
 def losses(config: Config, records: Mapping[str, int], fates: Fates, receipts: Iterable[Receipt]) -> str:
-    """Records that are in no output by reason, the most common ones, with the first dead letter in full."""
+    """Describe records without rows by reason, the most common ones, with the first dead letter in full."""
     lost = [(records["duplicates"], "duplicates"), *((n, reason) for reason, n in fates.dropped.most_common(3))]
     parts = [f"{count} {_named(reason, config)}" for count, reason in lost if count]
     if fates.dropped.total() > sum(count for count, _ in lost[1:]):
@@ -26,7 +26,7 @@ def losses(config: Config, records: Mapping[str, int], fates: Fates, receipts: I
 
 
 def undecided(config: Config, number: int, outputs: str) -> str:
-    """The error of a source whose records several outputs could use."""
+    """Return the error of a source with records that several outputs could use."""
     source, last = config.all_sources()[number].source, outputs.rpartition(", ")[2]
     return (
         f"data.sources.{number} ({source}): its records can be used for {outputs}, and each of several sources states "
@@ -35,7 +35,7 @@ def undecided(config: Config, number: int, outputs: str) -> str:
 
 
 def rows_by_source(sources: Sequence[Mapping[str, Any]]) -> list[str]:
-    """A table in lines, of the metric `sources`: the rows that each source gives to each output."""
+    """Return the lines of a table of the metric `sources`: the rows of each source in each output."""
     outputs = list(dict.fromkeys(output for source in sources for output in source["rows"]))
     rows = [[source["source"], *(str(source["rows"].get(output, 0)) for output in outputs)] for source in sources]
     table = [["rows by source", *outputs], *rows]
@@ -44,7 +44,7 @@ def rows_by_source(sources: Sequence[Mapping[str, Any]]) -> list[str]:
 
 
 def _named(reason: str, config: Config) -> str:
-    """A reason, and in brackets the setting that leaves records out for it; not where it may be another one."""
+    """Return a reason, with the setting that leaves records out in brackets if no other setting can."""
     from rlhf.tuning.data.steps import UNWANTED
 
     partly = "sft" in config.splits and config.sft_fraction < 1 and "prompts" not in config.splits
@@ -55,7 +55,7 @@ def _named(reason: str, config: Config) -> str:
 
 
 def advice(split: str, config: Config, fates: Fates) -> str:
-    """A sentence on how to get rows for an empty split, by what left it empty."""
+    """Return a sentence on how to get rows for an empty split, by the reason for its emptiness."""
     for part in ("prompt", "completion"):
         if count := fates.dropped_rows[f"{split}:{part}_too_long"]:
             name = f"max_{part}_tokens"
@@ -65,14 +65,15 @@ def advice(split: str, config: Config, fates: Fates) -> str:
             )
     from rlhf.tuning.data.steps import UNWANTED
 
-    # Where records are left, the settings decide which split takes them.
+    # If records are left, the settings decide which split takes them.
     if not fates.kept and fates.dropped.total() > fates.dropped[UNWANTED]:
         return "every record was dropped, for the reasons below."
     if split == "heldout":
         return (
-            f"heldout_fraction is {config.heldout_fraction} of {fates.drawn} records that name no split; raise it, "
-            "evaluate nothing (evaluate: null), mark records with split 'heldout', or add heldout to the `for` of a "
-            "source. Plain texts have no problems to hold out: SFT keeps a validation share of its own."
+            f"heldout_fraction is {config.heldout_fraction} of the groups of records that name no split; raise it, "
+            "name the `group` of records that begin alike and ask different things, evaluate nothing (evaluate: null), "
+            "mark records with split 'heldout', or add heldout to the `for` of a source. Plain texts have no problems "
+            "to hold out: SFT keeps a validation share of its own."
         )
     if split == "sft":
         return f"it needs records with a completion, and sft_fraction is {config.sft_fraction}."

@@ -1,4 +1,4 @@
-"""A look at the first record of each source before a run: `prepare` finds the same faults once the base is made."""
+"""A check of the first record of each source before a run; `prepare` would find the same faults after `base`."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from rlhf.stages.prepare.settings import Config
 
 
 def faults(config: Config) -> Iterator[str]:
-    """A sentence for each source of files whose first record cannot be used, or could be by several outputs."""
+    """Yield a sentence for each source of files with a first record that no output, or more than one, could use."""
     from rlhf.tuning.data import files, tasks
     from rlhf.tuning.data.fields import Mapper
     from rlhf.tuning.data.records import RecordError, parse_line, usable

@@ -24,30 +24,43 @@ ALONE = ("source", "source_args", "rename", "fields", "layout")
 """Settings of a single source, which nothing reads where `sources` are given."""
 
 
-def check_fields(source: DataSource | Decontaminate | Config) -> None:
-    """Raises ValueError for a pattern or template of `fields` that cannot be read."""
-    if source.fields:
-        from rlhf.tuning.data.fields import Mapper
+class FieldSettings(StageConfig):
+    """Names and values of fields of a source."""
 
-        Mapper(source.rename, source.fields)
+    rename: dict[str, str | None] = Field(default_factory=dict)
+    """Field names of the source mapped to those of the record layout, such as {question: prompt}; null drops a
+    field."""
+    fields: dict[str, str | dict[Literal["from", "pattern", "template"], str]] = Field(default_factory=dict)
+    """Values for fields of the record layout, computed from other fields: a path, {from, pattern} or {template}."""
+
+    @model_validator(mode="after")
+    def _readable(self) -> FieldSettings:
+        if self.fields:
+            from rlhf.tuning.data.fields import Mapper
+
+            Mapper(self.rename, self.fields)
+        return self
 
 
-class DataSource(StageConfig):
+class SourceSettings(FieldSettings):
+    """A source of records."""
+
+    source: str = execution_setting("addition")
+    """Built-in task (addition, reasoning_gym, critics, words), environment (guess, calculator, frozenlake, or
+    episodes for one of your own), `module:function`, or path, folder, glob or URL of files; in the key by content, not
+    by name."""
+    source_args: dict[str, Scalar] = Field(default_factory=dict)
+    """Arguments of the task or function."""
+    layout: Layout = "auto"
+    """Layout of the records; a record of another layout is a dead letter. auto decides by the fields of each record."""
+
+
+class DataSource(SourceSettings):
     """One of several sources."""
 
     # In a list, where Prefect's form shows the model itself. `for` is a word of Python.
     model_config = ConfigDict(use_attribute_docstrings=True, serialize_by_alias=True)
 
-    source: str = execution_setting("addition")
-    """Built-in task, `module:function`, or path, folder, glob or URL of files; in the key by content, not by name."""
-    source_args: dict[str, Scalar] = Field(default_factory=dict)
-    """Arguments of the task or function."""
-    rename: dict[str, str | None] = Field(default_factory=dict)
-    """As `data.rename`."""
-    fields: dict[str, str | dict[Literal["from", "pattern", "template"], str]] = Field(default_factory=dict)
-    """As `data.fields`."""
-    layout: Layout = "auto"
-    """Layout of the records; a record of another layout is a dead letter. auto decides by the fields of each record."""
     weight: Annotated[float, Field(ge=0, le=100)] = 1.0
     """Number of times that each training record is used: 0.5 keeps half of them, chosen by a hash; 2 uses each
     twice."""
@@ -56,29 +69,15 @@ class DataSource(StageConfig):
     sources for prompts or heldout, and all records of a source for [heldout]. Each of several sources states it, unless
     its records fit one output of training alone; null: each that they fit."""
 
-    @model_validator(mode="after")
-    def _readable(self) -> DataSource:
-        check_fields(self)
-        return self
 
-
-class Decontaminate(StageConfig):
+class Decontaminate(FieldSettings):
     """Training records that share a run of words with an evaluation prompt are dropped."""
 
     sources: list[str] = execution_setting(..., min_length=1)
     """Tasks, functions or files with the evaluation prompts; in the key by content, not by name."""
-    rename: dict[str, str | None] = Field(default_factory=dict)
-    """Field names of these sources, as in `data.rename`."""
-    fields: dict[str, str | dict[Literal["from", "pattern", "template"], str]] = Field(default_factory=dict)
-    """Fields from others, as in `data.fields`."""
     words: Annotated[int, Field(ge=1)] = 13
     """Length in words of a run that is a match; a prompt of fewer words must occur in full. In scripts without spaces,
     such as Chinese or Thai, each character is a word; symbols are words, punctuation is not, and case is ignored."""
-
-    @model_validator(mode="after")
-    def _readable(self) -> Decontaminate:
-        check_fields(self)
-        return self
 
 
 class RunnerSettings(StageConfig):
@@ -92,22 +91,9 @@ class RunnerSettings(StageConfig):
     """URL that all workers and this machine can reach, for pieces of data; required on a cluster."""
 
 
-class Config(StageConfig):
+class Config(SourceSettings):
     """Settings of the stage `prepare`."""
 
-    source: str = execution_setting("addition")
-    """Built-in task (addition, reasoning_gym, critics, words), environment (guess, calculator, frozenlake, or
-    episodes for one of your own), `module:function`, or path, folder, glob or URL of files; in the key by content, not
-    by name."""
-    source_args: dict[str, Scalar] = Field(default_factory=dict)
-    """Arguments of the task or function."""
-    rename: dict[str, str | None] = Field(default_factory=dict)
-    """Field names of the source mapped to those of the record layout, such as {question: prompt}; null drops a
-    field."""
-    fields: dict[str, str | dict[Literal["from", "pattern", "template"], str]] = Field(default_factory=dict)
-    """Values for fields of the record layout, computed from other fields: a path, {from, pattern} or {template}."""
-    layout: Layout = "auto"
-    """Layout of the records; auto decides by the fields of each record."""
     sources: list[DataSource] = Field(default_factory=list)
     """Several sources in place of `source` and its settings."""
     extra_fields: Literal["error", "metadata"] = "error"
@@ -147,19 +133,16 @@ class Config(StageConfig):
     too_long: Literal["drop", "truncate", "error"] = "drop"
     """Longer rows are dropped, truncated (a prompt keeps its end, a completion its start, without the end of turn) or
     rejected."""
-    order: Literal["id", "shuffled"] = "id"
-    """Order of the rows of a shard: by id, or shuffled by the seed."""
-    shards: int = Field(default=0, ge=0, le=10_000)
-    """Files of each output; 0: one for each 64 MB of raw data. A file is sorted in memory, and a column of it is
-    less than 2 GiB."""
+    shards: int = Field(default=0, ge=0, le=512)
+    """Files of each output; 0: one for each 64 MB of raw data, at most 512. A file is sorted in memory, and a column of
+    it is less than 2 GiB."""
     max_dead_fraction: float = Field(default=0.1, ge=0, le=1)
     """Maximum share of unreadable records; more fail the stage."""
-    max_dead_records: Annotated[int, Field(ge=0)] | None = None
-    """Maximum number of unreadable records; more fail the stage. null: any number."""
     workers: int = execution_setting(1, ge=1)
     """Processes on this machine. Several take 3 s to start, and pay off from tens of thousands of records."""
     chunk_megabytes: float = execution_setting(8.0, gt=0)
-    """Raw data that one process works on at a time; memory is about twelve times this."""
+    """Raw data that one process works on at a time; memory is about twelve times this. With another size a killed
+    stage starts again."""
     runner: RunnerSettings = execution_setting(RunnerSettings())
     """Runner of the Beam pipeline."""
 
@@ -172,27 +155,12 @@ class Config(StageConfig):
         ]
         if self.sources and given:
             raise ValueError(f"`sources` stands in place of `{given[0]}`: give one of them")
-        check_fields(self)
         runners.check(self.beam_runner(), self.runner.scratch)
         return self
 
     def all_sources(self) -> list[DataSource]:
         """The sources, one or several."""
-        single = DataSource(
-            source=self.source,
-            source_args=self.source_args,
-            rename=self.rename,
-            fields=self.fields,
-            layout=self.layout,
-        )
-        return self.sources or [single]
-
-    @property
-    def on_cluster(self) -> bool:
-        """Whether other machines execute the pipeline."""
-        from rlhf.tuning.data.runners import LOCAL
-
-        return self.runner.name != LOCAL
+        return self.sources or [DataSource(**{name: getattr(self, name) for name in ALONE})]
 
     def beam_runner(self) -> Runner:
         """The runner as the pipeline takes it."""

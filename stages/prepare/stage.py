@@ -26,36 +26,36 @@ from __future__ import annotations
 import json
 import shutil
 from collections import Counter
-from collections.abc import Hashable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rlhf.stages.contract.definition import Context, Reads, Stage
 from rlhf.stages.prepare.dropped_records import advice, losses, rows_by_source, undecided
-from rlhf.stages.prepare.outputs import write_outputs
 from rlhf.stages.prepare.settings import Config
 from rlhf.stages.store.keys import published
 
 if TYPE_CHECKING:
     from rlhf.tuning.data.blocks import Plan
     from rlhf.tuning.data.files import Part
-    from rlhf.tuning.data.merge import Fates, Pieces
+    from rlhf.tuning.data.gather import Pieces
+    from rlhf.tuning.data.merge import Fates
 
     Receipt = Mapping[str, Any]
-
-
-from typing import TYPE_CHECKING
-
-if TYPE_CHECKING:
-    from rlhf.tuning.data.merge import Fates
 
 
 # Raw bytes of a shard, where the settings name no number of shards: a shard is sorted in memory.
 SHARD_BYTES = 1 << 26
 
 
+class PrepareError(RuntimeError):
+    """The data cannot be used as configured; the message says what to change."""
+
+
 def source_digests(config: Config) -> dict[str, str]:
-    """Content digests of the sources' files, modules and packages and of the user's rules, for the key.
+    """Return content digests of the sources' files, modules and packages and of the user's rules, for the key.
 
     An edit in place is a miss; a file that was renamed or touched is a hit.
     Raises ValueError if a source or rule does not exist.
@@ -90,36 +90,30 @@ def run(ctx: Context) -> dict[str, Any]:
         SourceError: a source cannot be found or read.
     """
     from rlhf.stages.prepare.card import write_card
-    from rlhf.tuning.data import extraction_report, merge, statistics
+    from rlhf.tuning.data import merge, statistics
+    from rlhf.tuning.data.gather import gather
 
     config: Config = ctx.config
     parts, plan, folder = _planned(ctx)
     receipts = _run_blocks(ctx, config, parts, plan, folder)
     blocks = {name: receipt["sums"] for name, receipt in receipts.items()}
-    # A cluster brings the rows together itself (`rlhf.stages.prepare.outputs`).
-    rows = not config.on_cluster
-    pieces = merge.gathered(folder, blocks, plan.shards, ctx.work / "gathered", config.workers, rows)
-    taken = extraction_report.together(receipts.values())
-    for warning in extraction_report.warnings(taken):
-        ctx.log(f"{warning}")
+    pieces = gather(folder, blocks, plan.shards, ctx.work / "gathered")
     read = sum(receipt["records"] for receipt in receipts.values())
     if not read:
         raise PrepareError(f"{', '.join(s.source for s in config.all_sources())}: there are no records in it")
     dead = _write_dead(ctx, config, pieces, receipts, read)
-    _check_renamed(config, receipts.values())
     _check_decided(config, receipts.values())
 
     numbers = range(len(config.all_sources()))
     starts = [next((part.position for part in parts if part.source >= number), 1 << 62) for number in numbers]
     fates = merge.fates(pieces, config.near_duplicates, starts)
-    if fates.clash:
-        raise PrepareError(fates.clash)
+    if fates.fault:
+        raise PrepareError(fates.fault)
     records = {"read": read, "kept": fates.kept, "duplicates": fates.duplicates}
     records |= {"dropped": fates.dropped.total(), "dead": dead}
     _refuse_too_long(config, fates)
-    written = write_outputs(ctx, pieces, fates)
+    written = _write_outputs(ctx, pieces, fates)
     _check_counts(records, fates.rows, written)
-    crowd = crowd_of(ctx.out, fates, config)
     for split in config.splits:
         if not written[split]:
             others = ", ".join(name for name in config.splits if name != split)
@@ -128,17 +122,14 @@ def run(ctx: Context) -> dict[str, Any]:
                 f"data.splits=[{others}]."
             )
             raise PrepareError(
-                f"no rows for `{split}`: {advice(split, config, fates)} {crowd or ''} Of {read} records left out: "
+                f"no rows for `{split}`: {advice(split, config, fates)} Of {read} records left out: "
                 f"{losses(config, records, fates, receipts.values()) or 'none'}." + (without if others else "")
             )
-    _check_leak(ctx.out, list(written), merge.leaks(pieces, fates))
     baseline, constant = _constant_answer(ctx.out)
     unanswered = {name: _unanswered(ctx.out, name) for name in ("prompts", "heldout") if name in written}
     lacking: dict[str, str] = {name: f" ({count} without an answer)" for name, count in unanswered.items() if count}
     shown = ", ".join(f"{name} {count}{lacking.get(name, '')}" for name, count in written.items())
     ctx.log(f"{fates.kept} of {read} records kept; rows {shown}")
-    if crowd is not None:
-        ctx.log(f"{crowd}")
     sources = [{"source": published(s.source), "rows": dict(sorted(rows.items()))}
                for s, rows in zip(config.all_sources(), fates.by_source, strict=True)]  # fmt: skip
     for line in rows_by_source(sources) if len(sources) > 1 else ():
@@ -156,28 +147,27 @@ def run(ctx: Context) -> dict[str, Any]:
         "constant_answer_baseline": baseline,
         "constant_answer": constant,
         "unanswered": unanswered,
-        "extracted": taken,
         "columns": {n: statistics.metadata_names(ctx.out, n) for n in ("prompts", "heldout") if n in written},
     }
-    counts = statistics.added(receipts.values())
-    facts = {"metrics": metrics, **counts, "histograms": {n: statistics.histograms(ctx.out, n) for n in written}}
+    facts = {"metrics": metrics, "steps": statistics.step_counts(receipts.values())}
     (ctx.out / "statistics.json").write_text(json.dumps(facts, indent=1, sort_keys=True) + "\n")
     write_card(ctx.out, facts, config)
     return metrics
 
 
 def _planned(ctx: Context) -> tuple[list[Part], Plan, str]:
-    """The parts of all sources, the plan for them, and the folder of the pieces."""
+    """Return the parts of all sources, the plan for them, and the folder of the pieces."""
     from rlhf.tuning.data import blocks, files, tasks
+    from rlhf.tuning.data.gather import MAX_SHARDS
 
     config: Config = ctx.config
-    scratch = _scratch(ctx, config)
+    scratch, part_bytes = _scratch(ctx, config), int(config.chunk_megabytes * 1e6)
     parts: list[Part] = []
     for number, source in enumerate(config.all_sources()):
         position = parts[-1].position + parts[-1].count if parts else 0
         parts += tasks.parts_of_source(
             *(source.source, source.source_args, config.seed),
-            part_bytes=int(config.chunk_megabytes * 1e6),
+            part_bytes=part_bytes,
             spool=f"{scratch}/spool",
             number=number,
             position=position,
@@ -205,23 +195,24 @@ def _planned(ctx: Context) -> tuple[list[Part], Plan, str]:
         max_prompt_tokens=config.max_prompt_tokens,
         max_completion_tokens=config.max_completion_tokens,
         too_long=config.too_long,
-        shards=config.shards or max(1, -(-size // SHARD_BYTES)),
+        shards=config.shards or min(max(1, -(-size // SHARD_BYTES)), MAX_SHARDS),
         rules=tuple(config.rules),
         contamination=grams,
         contamination_lengths=lengths,
         verifiers=tuple(config.verifiers),
         signatures=config.near_duplicates is not None,
     )
-    return parts, plan, f"{scratch}/pieces"
+    # Blocks of another size would overlap.
+    return parts, plan, f"{scratch}/pieces-{part_bytes}"
 
 
 def _scratch(ctx: Context, config: Config) -> str:
-    """Where workers leave their pieces: the work folder, or below the URL that a cluster reaches."""
+    """Return the folder of the workers' pieces: the work folder, or one below the URL that a cluster reaches."""
     return f"{config.runner.scratch.rstrip('/')}/{ctx.work.name}" if config.runner.scratch else str(ctx.work)
 
 
 def tidy(ctx: Context) -> None:
-    """Removes what workers have left below the scratch URL. Raises an error that names it where that is impossible."""
+    """Remove the workers' files below the scratch URL. An error names the URL."""
     from rlhf.tuning.data.remote import remove_folder
 
     if ctx.config.runner.scratch:
@@ -229,11 +220,11 @@ def tidy(ctx: Context) -> None:
 
 
 def _contamination(ctx: Context, config: Config, scratch: str) -> tuple[str, tuple[int, ...]]:
-    """The file of n-gram hashes of the evaluation prompts, and the lengths of the n-grams."""
+    """Return the file of n-gram hashes of the evaluation prompts, and the lengths of the n-grams."""
     import numpy as np
 
     from rlhf.tuning.data import files, near_duplicates, tasks
-    from rlhf.tuning.data.fields import Mapper, misnamed
+    from rlhf.tuning.data.fields import Mapper
     from rlhf.tuning.data.records import RecordError, parse_line
 
     settings = config.decontaminate
@@ -250,13 +241,11 @@ def _contamination(ctx: Context, config: Config, scratch: str) -> tuple[str, tup
                     raise PrepareError(f"decontaminate: {error}") from error
                 turns = [m["content"] for m in record.prompt if m["role"] == "user"]
                 if len(turns) > 1:
-                    # A short turn, such as "Why?", is in many texts that have nothing else of the conversation.
+                    # A short turn, such as "Why?", is in many unrelated texts.
                     long = [turn for turn in turns if len(near_duplicates.words(turn)) >= settings.words]
                     turns = long or ["\n".join(turns)]
                 # A document has no messages; its text counts as a whole.
                 texts += [*turns, record.text or ""]
-    if fault := misnamed(settings.rename, mapper.names):
-        raise PrepareError(f"decontaminate.rename {fault} ({', '.join(settings.sources)})")
     path = ctx.work / "contamination.npy"
     np.save(path, near_duplicates.contamination(texts, settings.words))
     shared = files.upload(str(path), f"{scratch}/contamination.npy") if "://" in scratch else str(path)
@@ -264,12 +253,13 @@ def _contamination(ctx: Context, config: Config, scratch: str) -> tuple[str, tup
 
 
 def _run_blocks(ctx: Context, config: Config, parts: list[Part], plan: Plan, folder: str) -> dict[str, dict[str, Any]]:
-    """Makes the pieces that are missing; returns the receipts of all blocks by name, in order."""
+    """Write the missing pieces; return the receipts of all blocks by name, in order."""
     from rlhf.tuning.data import pipeline
+    from rlhf.tuning.data.receipts import read_receipts
 
-    todo, done = pipeline.finished(parts, pipeline.receipts(folder))
+    todo, done = pipeline.finished(parts, read_receipts(folder))
     if done:
-        ctx.log(f"resumed: {len(parts) - len(todo)} of {len(parts)} parts of the data were there")
+        ctx.log(f"resumed: {len(parts) - len(todo)} of {len(parts)} parts of the data are finished")
     total = max(1, len(parts))
     if todo:
         pipeline.run(
@@ -277,33 +267,20 @@ def _run_blocks(ctx: Context, config: Config, parts: list[Part], plan: Plan, fol
             runner=config.beam_runner(),
             progress=lambda blocks: ctx.progress(min(blocks, total), max(blocks, total), "block"),
         )
-    receipts = pipeline.receipts(folder, check=False)
+    receipts = read_receipts(folder)
     missing, blocks = pipeline.finished(parts, receipts)
     # The success of a runner does not prove that every part has a receipt.
     if missing:
         raise PrepareError(
-            f"{len(missing)} of {len(parts)} parts have no receipt, as of {missing[0].url}: run again; on a cluster "
-            "build the image of its workers again before, where it is of another commit"
+            f"{len(missing)} of {len(parts)} parts have no receipt, such as {missing[0].url}: run again; if the image "
+            "of the workers is of another commit, build it again first"
         )
     ctx.progress(len(blocks), len(blocks), "block")
     return {name: receipts[name] for name in sorted(blocks)}
 
 
-def _check_renamed(config: Config, receipts: Iterable[Receipt]) -> None:
-    """Raises PrepareError where no record of a source has a field that its `rename` gives another name."""
-    from rlhf.tuning.data.fields import misnamed
-
-    found: dict[int, set[str]] = {}
-    for receipt in receipts:
-        found.setdefault(receipt["source"], set()).update(receipt["fields"])
-    for number, source in enumerate(config.all_sources()):
-        if fault := misnamed(source.rename, found.get(number, ())):
-            where = f"data.sources.{number}.rename" if config.sources else "data.rename"
-            raise PrepareError(f"{where} {fault} ({source.source})")
-
-
 def _check_decided(config: Config, receipts: Iterable[Receipt]) -> None:
-    """Raises PrepareError for a source that several outputs could use, where it does not state which."""
+    """Raise PrepareError for a source that several outputs could use and that does not state its use."""
     from rlhf.tuning.data.steps import UNDECIDED
 
     for receipt in receipts:
@@ -313,27 +290,46 @@ def _check_decided(config: Config, receipts: Iterable[Receipt]) -> None:
 
 
 def _write_dead(ctx: Context, config: Config, pieces: Pieces, receipts: Mapping[str, Receipt], read: int) -> int:
-    """Write the dead letters; raises PrepareError where they are more than the settings allow."""
+    """Write the dead letters; raise PrepareError if there are more than the settings allow."""
     from rlhf.tuning.data.schema import DEAD, write_parquet
 
     dead = write_parquet(ctx.out / "dead" / "dead.parquet", pieces.dead(), DEAD)
-    limit = config.max_dead_records
-    if dead > config.max_dead_fraction * read or (limit is not None and dead > limit):
+    if dead > config.max_dead_fraction * read:
         kept = ctx.work / "dead.parquet"
-        # The output folder is emptied by the next try, the work folder is not.
+        # The next try empties the output folder, not the work folder.
         shutil.copyfile(ctx.out / "dead" / "dead.parquet", kept)
         reasons = [reason for receipt in receipts.values() for reason in receipt["reasons"]][:3]
-        most = f", max_dead_records {limit}" if limit is not None else ""
         raise PrepareError(
             f"{dead} of {read} records of {', '.join(s.source for s in config.all_sources())} cannot be used "
-            f"(max_dead_fraction is {config.max_dead_fraction}{most}); all of them are in {kept}. "
+            f"(max_dead_fraction is {config.max_dead_fraction}); all of them are in {kept}. "
             "The first reasons:\n  " + "\n  ".join(reasons)
         )
     return dead
 
 
+def _write_outputs(ctx: Context, pieces: Pieces, fates: Fates) -> dict[str, int]:
+    """Write the final files, and the tokens of those with completions; return the rows by output."""
+    from rlhf.tuning.data.flat import write_arrays
+    from rlhf.tuning.data.gather import outputs_of
+    from rlhf.tuning.data.merge import merged
+    from rlhf.tuning.data.schema import SCHEMAS, write_parquet
+
+    more = outputs_of(pieces.blocks) & {"heldout_sft", "heldout_preference", "heldout_labelled"}
+    outputs = [*dict.fromkeys(ctx.config.splits), *sorted(more, key=list(SCHEMAS).index)]
+
+    def write(output: str, shard: int) -> int:
+        path = ctx.out / output / f"part-{shard:05d}-of-{pieces.shards:05d}.parquet"
+        return write_parquet(path, [merged(pieces, output, shard, fates.gone)], SCHEMAS[output])
+
+    with ThreadPoolExecutor(ctx.config.workers) as pool:
+        counts = {output: sum(pool.map(partial(write, output), range(pieces.shards))) for output in outputs}
+        # All, so that errors are raised.
+        list(pool.map(lambda output: write_arrays(ctx.out / output), outputs))
+    return counts
+
+
 def _refuse_too_long(config: Config, fates: Fates) -> None:
-    """Raises PrepareError for rows beyond the limits where `too_long` is `error`."""
+    """Raise PrepareError for rows beyond the limits if `too_long` is `error`."""
     if config.too_long == "error" and any(name.endswith("too_long") for name in fates.dropped_rows):
         raise PrepareError(
             f"rows are longer than max_prompt_tokens {config.max_prompt_tokens} or max_completion_tokens "
@@ -343,7 +339,7 @@ def _refuse_too_long(config: Config, fates: Fates) -> None:
 
 
 def _check_counts(records: Mapping[str, int], rows: Counter[str], written: Mapping[str, int]) -> None:
-    """Raises PrepareError where records or rows are lost or appear from nowhere."""
+    """Raise PrepareError if records or rows are lost or added."""
     accounted = records["kept"] + records["duplicates"] + records["dropped"] + records["dead"]
     if accounted != records["read"]:
         raise PrepareError(f"{records['read']} records were read but {accounted} are accounted for: {records}")
@@ -354,42 +350,8 @@ def _check_counts(records: Mapping[str, int], rows: Counter[str], written: Mappi
             raise PrepareError(f"rows do not add up: planned {dict(rows)}, written {written}")
 
 
-def _check_leak(out: Path, outputs: list[str], candidates: bool) -> None:
-    """Raises PrepareError if training data has a held-out prompt (`tuning.data.overlap`); reads if hashes agree."""
-    if not candidates:
-        return
-    heldout: set[Hashable] = set()
-    for name in outputs:
-        for _, names in _prompts(out, name) if name.startswith("heldout") else ():
-            heldout.update(names)
-    for name in outputs:
-        for row, names in _prompts(out, name) if not name.startswith("heldout") else ():
-            if not heldout.isdisjoint(names):
-                raise PrepareError(
-                    f"a held-out prompt is in `{name}` too (record {row['id']!r}): {row['prompt'][:80]!r}. Give its "
-                    "records the same `group`, or name their `split`; where only system turns tell them apart, name "
-                    "the `group` of each"
-                )
-
-
-def _prompts(out: Path, name: str) -> Iterator[tuple[dict[str, Any], set[Hashable]]]:
-    """Each row of an output and its prompts: the text, names of its turns, and the tokens before trained ones."""
-    from rlhf.tuning.data.conversations import contexts
-    from rlhf.tuning.data.schema import SCHEMAS
-    from rlhf.tuning.texts import normal
-
-    wanted = ("id", "prompt", "prompt_ids", "completion_ids", "completion_mask", "turns")
-    columns: list[str] = [column for column in wanted if column in SCHEMAS[name]]
-    for table in _tables(out, name, columns):
-        for row in table.to_pylist():
-            # A document has no prompt.
-            if row["prompt"]:
-                ids = row["prompt_ids"], row.get("completion_ids") or [], row.get("completion_mask")
-                yield row, {normal(row["prompt"]), *contexts(*ids), *row["turns"]}
-
-
 def _unanswered(out: Path, output: str) -> int:
-    """The number of rows of an output without an answer, accepted answers or tests: no comparison can judge them."""
+    """Count the rows of an output without an answer, accepted answers or tests: no comparison can judge them."""
     rows = (row for table in _tables(out, output, ["answer", "metadata"]) for row in table.to_pylist())
     return sum(
         row["answer"] is None and {"answers", "tests"}.isdisjoint(json.loads(row["metadata"] or "{}")) for row in rows
@@ -397,19 +359,19 @@ def _unanswered(out: Path, output: str) -> int:
 
 
 def _constant_answer(out: Path) -> tuple[float | None, str | None]:
-    """The share and text of the most common held-out answer: a policy that always gives it scores this share."""
+    """Return share and text of the most common held-out answer; a policy that always gives it scores this share."""
     answers: Counter[str] = Counter()
     for table in _tables(out, "heldout", ["answer"]):
         answers.update(answer for answer in table["answer"].to_pylist() if answer is not None)
     if not answers:
         return None, None
-    # The first by text where several are as common: metrics must not depend on an order of reading.
+    # The first by text if several are as common, so that metrics do not depend on the order of reading.
     answer, count = min(answers.items(), key=lambda item: (-item[1], item[0]))
     return count / answers.total(), answer
 
 
 def _tables(out: Path, output: str, columns: list[str]) -> Iterator[Any]:
-    """The files of an output with some of their columns, one table at a time."""
+    """Yield the files of an output with some of their columns, one table at a time."""
     import pyarrow.parquet as pq
 
     for path in sorted((out / output).glob("part-*.parquet")):
@@ -433,41 +395,3 @@ STAGE = Stage(
     headline=("{rows}",),
     tidy=tidy,
 )
-
-
-FEWEST = 20
-"""Records from which on a group may be too large: a few records are divided as they come."""
-
-
-class PrepareError(RuntimeError):
-    """The data cannot be used as configured; the message says what to change."""
-
-
-def crowd_of(out: Path, fates: Fates, config: Config) -> str | None:
-    """What to say of the largest default group, where it has more than a tenth of the records; None otherwise.
-
-    Raises PrepareError where it has more than half of the records that are divided by their groups: all of them would
-    be held out, or none.
-    """
-    import pyarrow.compute as pc
-    import pyarrow.parquet as pq
-
-    group, count = fates.crowd or ("", 0)
-    if count < FEWEST or count <= fates.drawn / 10:
-        return None
-    prompts = (
-        table.filter(pc.equal(table["group"], group))["prompt"]
-        for path in sorted(out.glob("*/part-*.parquet"))
-        for table in [pq.read_table(path, columns=["group", "prompt"])]
-    )
-    first = next((column[0].as_py() for column in prompts if len(column)), "")
-    said = f"{count} of the {fates.drawn} records begin alike and are one group" + (
-        f" ({first[-80:]!r})" if first else ""
-    )
-    divided = "heldout" in config.splits and 0 < config.heldout_fraction < 1
-    if divided and count > fates.drawn / 2:
-        raise PrepareError(
-            f"{said}: held out or trained on as a whole. Where they ask different things, name the `group` of each, "
-            "such as its id; where they do not, name their `split`"
-        )
-    return said

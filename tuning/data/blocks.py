@@ -1,8 +1,8 @@
 """The data of the steps of `rlhf.tuning.data.pipeline`: the plan, and blocks of records.
 
-A step is built from the plan once per process. It is called with blocks, changes them in place and returns its counts.
-A record has one fate: kept (at least one row), dropped (`Entry.fate` says why), or dead (it moves to `Block.dead`, with
-a reason). Duplicates are detected when blocks are merged.
+A step is built from the plan once per process. It changes blocks in place and returns its counts. A record has one
+fate: kept (at least one row), dropped (`Entry.fate` has the reason), or dead (it moves to `Block.dead`, with a reason).
+Duplicates are detected when blocks are merged.
 """
 
 from __future__ import annotations
@@ -15,7 +15,6 @@ from typing import Any
 import numpy as np
 
 from rlhf.tuning.data.conversations import Sample
-from rlhf.tuning.data.extraction_report import Extracted
 from rlhf.tuning.data.files import Part
 from rlhf.tuning.data.records import Record
 from rlhf.tuning.data.remote import local_copy
@@ -31,11 +30,11 @@ class SourcePlan:
 
     rename: Mapping[str, str | None] = dataclasses.field(default_factory=dict)
     fields: Mapping[str, Any] = dataclasses.field(default_factory=dict)
-    """By name where their values come from, as for `rlhf.tuning.data.fields.Mapper`."""
+    """Computed fields by name, as for `rlhf.tuning.data.fields.Mapper`."""
     layout: str = "auto"
     weight: float = 1.0
     uses: tuple[str, ...] | None = None
-    """Outputs that its records are for; None: those that they have the fields for."""
+    """Outputs that use its records; None: all for which a record has the fields."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -54,13 +53,13 @@ class Plan:
     heldout_fraction: float = 0.0
     sft_fraction: float = 1.0
     preference_all: bool = True
-    """Pairs from all training groups, not from those of `sft` alone."""
+    """Whether pairs come from all training groups, not from those of `sft` alone."""
     prompts_all: bool = True
-    """Prompts from all training groups, not only from those outside `sft`."""
+    """Whether prompts come from all training groups, not only from those outside `sft`."""
     max_prompt_tokens: int = 512
     max_completion_tokens: int = 512
     too_long: str = "drop"
-    """drop, or truncate: a prompt keeps its end; a completion keeps its start and has no end then (R10)."""
+    """drop, or truncate: a prompt keeps its end; a completion keeps its start, without the end of the turn (R10)."""
     shards: int = 1
     rules: Sequence[str] = ()
     """`module:function` of the user's filters."""
@@ -73,7 +72,7 @@ class Plan:
     signatures: bool = False
     """Whether to compute the signatures by which near duplicates are detected."""
     versions: Versions = dataclasses.field(default_factory=here, repr=False)
-    """What workers must have as well."""
+    """Versions that workers must have."""
 
 
 @dataclasses.dataclass(slots=True)
@@ -86,9 +85,9 @@ class Draft:
     columns: dict[str, Any]
     """Columns that hold neither token ids nor provenance."""
     texts: dict[str, str] = dataclasses.field(default_factory=dict)
-    """Texts for `tokenize`, by the column that receives their ids: of prompts, and of documents."""
+    """Texts of prompts and documents for `tokenize`, by the column that receives their ids."""
     samples: dict[str, Sample] = dataclasses.field(default_factory=dict)
-    """Rendered conversations for `tokenize`, by the column that receives the ids of what is trained."""
+    """Rendered conversations for `tokenize`, by the column that receives the trained ids."""
     ids: dict[str, list[int]] = dataclasses.field(default_factory=dict)
     """Columns of token ids."""
     mask: list[int] | None = None
@@ -97,10 +96,10 @@ class Draft:
 
 @dataclasses.dataclass(slots=True)
 class Entry:
-    """A record on its way from its line to its rows."""
+    """A record with its line and its rows."""
 
     position: int
-    """Place among all records of all sources, from 0: the order in which the first of equal records wins."""
+    """Number among all records of all sources, from 0; the first of equal records is kept."""
     number: int
     """Number in its file, from 1."""
     line: bytes
@@ -109,7 +108,7 @@ class Entry:
     """Set by `validate`; a record that fails there is dead and reaches no other step."""
     outputs: list[str] = dataclasses.field(default_factory=list)
     times: int = 1
-    """How often its rows are written, by the weight of its source."""
+    """Copies of its rows, by the weight of its source."""
     drafts: list[Draft] = dataclasses.field(default_factory=list)
     dropped: list[str] = dataclasses.field(default_factory=list)
     """`output:reason` of each dropped row."""
@@ -120,24 +119,20 @@ class Entry:
 
 @dataclasses.dataclass
 class Block:
-    """Records that are processed together. Blocks of the same `name` have the same records in each run."""
+    """Records that are processed together. Blocks of the same name have the same records in each run."""
 
     name: str
     part: Part
     start: int
-    """Its places in the part are `start` to `stop`, blank lines included."""
+    """Its lines in the part are `start` to `stop`, blank ones included."""
     stop: int
     entries: list[Entry]
     dead: list[dict[str, Any]] = dataclasses.field(default_factory=list)
     counts: dict[str, Counts] = dataclasses.field(default_factory=dict)
     """Counts by step."""
-    extracted: Extracted = dataclasses.field(default_factory=dict)
-    """What patterns took from its records."""
-    fields: list[str] = dataclasses.field(default_factory=list)
-    """Names of fields that its records have in their source, as of `fields.Mapper.names`."""
 
     def alive(self) -> list[Entry]:
-        """The entries that no step has dropped."""
+        """Return the entries that no step has dropped."""
         return [entry for entry in self.entries if not entry.fate]
 
     def bury(self, reasons: Mapping[int, str], step: str) -> None:
@@ -159,7 +154,7 @@ Step = Callable[[Block], Counts]
 
 @functools.lru_cache(maxsize=2)
 def tokenizer_of(folder: str) -> Any:
-    """The tokenizer, loaded once per process, since Beam builds steps for each thread and bundle."""
+    """Return the tokenizer, loaded once per process because Beam builds steps for each thread and bundle."""
     tokenizer = load_tokenizer(local_copy(folder))
     # A saved tokenizer may carry either, which would change ids.
     tokenizer.backend_tokenizer.no_padding()

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
 
 Span = tuple[int, int]
-"""Where a stretch of a text starts, and where it stops."""
+"""Start and end of a stretch of a text."""
 Messages = Sequence[Mapping[str, Any]]
 
 _OPENED_THOUGHT = re.compile(r"<think>\s*(?:</think>\s*)?$")
@@ -32,7 +32,7 @@ _OPENED_THOUGHT = re.compile(r"<think>\s*(?:</think>\s*)?$")
 
 
 class ConversationError(ValueError):
-    """A conversation with a turn of the assistant that the template does not write, or not in one place."""
+    """A conversation with an assistant's turn that the template does not write as one stretch of text."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -41,23 +41,23 @@ class Sample:
 
     text: str
     spans: tuple[Span, ...]
-    """What SFT trains: content, tool calls and the end of the turn (R10, R23), not the headers."""
+    """The trained text: content, tool calls and the end of the turn (R10, R23), not the headers."""
     closed: bool
-    """Whether the text ends in the end of a turn; where the template writes none, it is added to the tokens."""
+    """Whether the text ends in the end of a turn; if the template writes none, it is added to the tokens."""
 
 
 class NoPrefix(ConversationError):
-    """A turn that the template writes otherwise when more messages follow, or without its end."""
+    """A turn that the template writes differently when more messages follow, or without its end."""
 
 
 def sample(template: Template, messages: Messages, every: bool = True) -> Sample:
-    """The rendering of the messages; `every`: SFT trains each turn of the assistant, not only the last.
+    """Render the messages; `every`: SFT trains each turn of the assistant, not only the last.
 
     A turn is the text that it adds to the text before it, which ends in the generation prompt.
 
-    Raises NoPrefix where an earlier turn is written otherwise when more messages follow (Qwen 3 drops its thoughts), or
-    where the template ends no turn (GLM 4.5): each turn is a sample of its own then. Raises ConversationError where a
-    turn is not written in full, and TemplateRefused where the template refuses messages or leaves one out.
+    Raises NoPrefix if the template writes an earlier turn differently when more messages follow (Qwen 3 drops its
+    thoughts), or ends no turn (GLM 4.5): each turn is then a separate sample. Raises ConversationError if a turn is not
+    written in full, and TemplateRefused if the template refuses messages or leaves one out.
     """
     turns = template.fitted(messages)
     while turns and turns[-1]["role"] != "assistant":
@@ -70,7 +70,7 @@ def sample(template: Template, messages: Messages, every: bool = True) -> Sample
         if every and turn["role"] == "assistant":
             earlier = _last_turn(template, turns[:place], template.write(turns[:place]))
             if not last.text.startswith(earlier.text):
-                raise NoPrefix(f"the chat template writes message {place} otherwise when more messages follow")
+                raise NoPrefix(f"the chat template writes message {place} differently when more messages follow")
             spans += earlier.spans
     if spans and not last.closed:
         raise NoPrefix("the chat template ends no turn; the end is added to the last turn of a row")
@@ -78,12 +78,12 @@ def sample(template: Template, messages: Messages, every: bool = True) -> Sample
 
 
 def _last_turn(template: Template, turns: Messages, text: str) -> Sample:
-    """The sample of the last turn, with a thought of it that the template drops."""
+    """Return the sample of the last turn, with its thought even if the template drops it."""
     opened, content = template.write(turns[:-1], header=True), str(turns[-1].get("content") or "")
     before = _before(opened, text)
     if before is None:
         raise ConversationError(
-            f"the chat template writes the text before message {len(turns)} otherwise when the message follows"
+            f"the chat template writes the text before message {len(turns)} differently when the message follows"
         )
     said, end = _turn(template.tokenizer, text[len(before) :])
     began = opened.rstrip().endswith("<think>")
@@ -98,7 +98,7 @@ def _last_turn(template: Template, turns: Messages, text: str) -> Sample:
 
 
 def _before(opened: str, text: str) -> str | None:
-    """What a text has of the generation prompt and all before it; None where it begins otherwise.
+    """Return the part of a text up to the end of the generation prompt; None if the text begins differently.
 
     A generation prompt may open a thought (DeepSeek R1) that the template does not write into an answer without one.
     """
@@ -108,14 +108,14 @@ def _before(opened: str, text: str) -> str | None:
 
 
 def _squeezed(text: str) -> str:
-    """The text without white space, which templates trim and add."""
+    """Return the text without white space, which templates trim and add."""
     return "".join(text.split())
 
 
 def _turn(tokenizer: PreTrainedTokenizerFast, turn: str) -> tuple[str, str]:
-    """(what the assistant says, the end of the turn) of a rendered turn; nothing is sampled after the end.
+    """Return (the assistant's text, the end of the turn) of a rendered turn; nothing is sampled after the end.
 
-    Where the turn ends in several control tokens it is the one of `turn_end`, else the last; empty where it has none.
+    If the turn ends in several control tokens, the end is `turn_end` or else the last of them; it may be empty.
     """
     ends: list[re.Match[str]] = []
     for found in reversed(list(control_pattern(tokenizer).finditer(turn))):
@@ -130,13 +130,13 @@ def _turn(tokenizer: PreTrainedTokenizerFast, turn: str) -> tuple[str, str]:
 
 @functools.lru_cache(maxsize=8)
 def control_pattern(tokenizer: PreTrainedTokenizerFast) -> re.Pattern[str]:
-    """A pattern of the control tokens' texts."""
+    """Return a pattern of the control tokens' texts."""
     texts = [re.escape(str(tokenizer.convert_ids_to_tokens(i))) for i in control_ids(tokenizer)]
     return re.compile("|".join(sorted(texts, key=len, reverse=True)) or r"(?!)")
 
 
 def tokenized(tokenizer: PreTrainedTokenizerFast, samples: Sequence[Sample]) -> list[tuple[list[int], list[int]]]:
-    """Token ids of each sample, and their mask: 1 where SFT trains, else 0.
+    """Return the token ids of each sample, and their mask: 1 for tokens that SFT trains, else 0.
 
     A token across the border of a header and a turn counts as the turn's.
     Raises ValueError for a template that writes no end of a turn, with a tokenizer that has no EOS.
@@ -164,12 +164,12 @@ def tokenized(tokenizer: PreTrainedTokenizerFast, samples: Sequence[Sample]) -> 
 
 
 def _token(encoding: Any, places: range) -> int | None:
-    """The token of the first of these characters that has one."""
+    """Return the token of the first of these characters that has one."""
     return next((token for place in places if (token := encoding.char_to_token(place)) is not None), None)
 
 
 def contexts(prompt: Sequence[int], completion: Sequence[int], mask: Sequence[int] | None) -> Iterator[tuple[int, ...]]:
-    """Token ids before each stretch of trained ones: the prompt, and a conversation up to each later turn trained."""
+    """Yield the token ids before each trained stretch: the prompt, and a conversation up to each later trained turn."""
     yield tuple(prompt)
     for i, (before, now) in enumerate(itertools.pairwise(mask or ()), start=1):
         if now > before:

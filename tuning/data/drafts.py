@@ -1,4 +1,4 @@
-"""The steps from records to rows: chat template, token ids and limits of length (see `rlhf.tuning.data.steps`)."""
+"""The steps that turn records into rows: chat template, token ids and limits of length (`rlhf.tuning.data.steps`)."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from rlhf.tuning.models.tokenizer import begins_with_bos
 
 
 def render(plan: Plan) -> Step:
-    """Rows of each output, with their texts under the chat template."""
+    """Render the rows of each output with the chat template."""
     tokenizer = tokenizer_of(plan.tokenizer)
 
     @functools.lru_cache(maxsize=256)
@@ -45,13 +45,13 @@ def render(plan: Plan) -> Step:
 
 
 def _messages(plan: Plan, turns: Sequence[Message]) -> list[Message]:
-    """The turns, with the plan's system prompt before them unless they begin with one."""
+    """Return the turns, with the plan's system prompt before them unless they begin with one."""
     own = not plan.system_prompt or turns[0]["role"] == "system"
     return list(turns) if own else [{"role": "system", "content": plan.system_prompt}, *turns]
 
 
 def drafts_of(template: Template | None, plan: Plan, output: str, record: Record) -> list[Draft]:
-    """Drafts of a record's rows in one output: one row, or for pairs one row per rejected completion.
+    """Return drafts of a record's rows in one output: one row, or for pairs one row per rejected completion.
 
     `template`: None for a document.
     """
@@ -64,7 +64,7 @@ def drafts_of(template: Template | None, plan: Plan, output: str, record: Record
     if output in ("preference", "heldout_preference"):
         return _pairs(template, plan, output, record, columns)
     # Several pairs of one prompt are one prompt to sample from, so completions are not part of the key. Metadata are,
-    # where a reward may read its tests; those of a pair or a label are of its completions.
+    # because a reward may read tests from them; those of a pair or a label describe its completions.
     judged = bool(record.rejected) or record.label is not None
     known: list[Any] = [record.prompt, record.answer, record.tools, None if judged else record.metadata]
     known += [record.chat_template_kwargs] if record.chat_template_kwargs else []
@@ -80,7 +80,7 @@ def drafts_of(template: Template | None, plan: Plan, output: str, record: Record
         added["prompt_system"] = plan.system_prompt
     opened = _OPENED_TAG.search(prompt)
     if opened and not control_pattern(template.tokenizer).fullmatch(opened[0].strip()):
-        # Rewards read completions alone: they have to know that a completion begins within a tag.
+        # Rewards read completions alone, and must know that a completion begins within a tag.
         added["opened_tag"] = opened[1]
     metadata = canonical_json({**json.loads(record.metadata), **added}) if added else record.metadata
     columns |= {"answer": record.answer, "metadata": metadata, "group": record.group}
@@ -88,7 +88,7 @@ def drafts_of(template: Template | None, plan: Plan, output: str, record: Record
 
 
 def _imitated(template: Template, plan: Plan, output: str, record: Record, columns: dict[str, Any]) -> list[Draft]:
-    """A draft of a completion or a conversation; one for each turn where no single text has all of them."""
+    """Return a draft of a completion or a conversation; one for each turn if no single text has all of them."""
     columns |= {"completion": record.completion, "label": record.label}
     every = record.conversation is not None and output in ("sft", "heldout_sft")
     turns = record.conversation if every and record.conversation else (*record.prompt, record.answers[0])
@@ -108,14 +108,14 @@ def _imitated(template: Template, plan: Plan, output: str, record: Record, colum
 
 
 def _pairs(template: Template, plan: Plan, output: str, record: Record, columns: dict[str, Any]) -> list[Draft]:
-    """A draft for each rejected completion."""
+    """Return a draft for each rejected completion."""
     columns = columns | {"chosen": record.completion, "margin": record.margin}
     chosen, *others = (
         sample(template, [*_messages(plan, record.prompt), answer], every=False) for answer in record.answers
     )
     drafts = []
     for i, (rejected, other) in enumerate(zip(record.rejected, others, strict=True)):
-        # Ids stay unique where one record gives several rows.
+        # Ids stay unique if one record gives several rows.
         name = record.id if len(record.rejected) == 1 else f"{record.id}/{i}"
         mine = columns | {"id": name, "rejected": rejected}
         samples = {"chosen_ids": chosen, "rejected_ids": other}
@@ -124,13 +124,13 @@ def _pairs(template: Template, plan: Plan, output: str, record: Record, columns:
 
 
 _OPENED_TAG = re.compile(r"<(?!assistant>|model>|bot>)(\w+)>\s*$")
-"""A tag that the header of the assistant's turn opens, as templates of reasoning models open <think>; no role."""
+"""A tag, not a role, that the header of the assistant's turn opens: templates of reasoning models open <think>."""
 _BATCH = 512
 """Texts that are encoded at a time."""
 
 
 def tokenize(plan: Plan) -> Step:
-    """Texts of drafts to token ids, all texts of a block together.
+    """Encode the texts of drafts, all texts of a block together.
 
     Completions end with the end of the assistant's turn (R23), documents with EOS.
     """
@@ -160,7 +160,7 @@ def tokenize(plan: Plan) -> Step:
                     raise ValueError(
                         "the tokenizer has no eos_token; set tokenizer.eos_token before encoding documents"
                     )
-                # Without a BOS a document's first token has no context to be predicted from: it is the prompt.
+                # Without a BOS a document's first token has no context that predicts it, so it is the prompt.
                 document = [*before, *draft.ids["completion_ids"], eos]
                 draft.ids |= {"prompt_ids": document[:1], "completion_ids": document[1:]}
             tokens += sum(map(len, draft.ids.values()))
@@ -170,7 +170,7 @@ def tokenize(plan: Plan) -> Step:
 
 
 def _split(draft: Draft, parts: Mapping[str, tuple[list[int], list[int]]]) -> None:
-    """Token ids of the prompt and of what follows it; a pair has one prompt, which ends where its answers differ."""
+    """Split token ids into prompt and completion; a pair has one prompt, which ends where its answers differ."""
     first = min(mask.index(1) for _, mask in parts.values())
     while len({tuple(ids[:first]) for ids, _ in parts.values()}) > 1:
         # The first token of an answer took in the end of the header.
@@ -182,7 +182,7 @@ def _split(draft: Draft, parts: Mapping[str, tuple[list[int], list[int]]]) -> No
 
 
 def _encoded(tokenizer: Any, texts: Sequence[str]) -> dict[str, list[int]]:
-    """The token ids of each text, without special tokens added."""
+    """Return the token ids of each text, without added special tokens."""
     ids: dict[str, list[int]] = {}
     for start in range(0, len(texts), _BATCH):
         batch = texts[start : start + _BATCH]
@@ -193,7 +193,7 @@ def _encoded(tokenizer: Any, texts: Sequence[str]) -> dict[str, list[int]]:
 
 
 def lengths(plan: Plan) -> Step:
-    """Drops or truncates rows with more tokens than the plan allows; drops pairs whose answers have equal tokens."""
+    """Drop or truncate rows with more tokens than the plan allows; drop pairs whose answers have equal tokens."""
 
     def step(block: Block) -> Counts:
         counts = Counter[str]()
@@ -220,7 +220,7 @@ def lengths(plan: Plan) -> Step:
 
 
 def _too_long(draft: Draft, plan: Plan) -> str | None:
-    """The reason to drop a row for its length; None where it is short enough."""
+    """Return the reason to drop a row for its length; None if it is short enough."""
     if len(draft.ids["prompt_ids"]) > plan.max_prompt_tokens:
         return "prompt_too_long"
     longest = max((len(ids) for name, ids in draft.ids.items() if name != "prompt_ids"), default=0)
@@ -228,7 +228,7 @@ def _too_long(draft: Draft, plan: Plan) -> str | None:
 
 
 def _cut(draft: Draft, plan: Plan) -> bool:
-    """Truncates a row to the limits; False where no trained token would be left."""
+    """Truncate a row to the limits; return False if no trained token would be left."""
     # A prompt keeps its end, which the completion answers.
     for name, ids in draft.ids.items():
         draft.ids[name] = ids[-plan.max_prompt_tokens :] if name == "prompt_ids" else ids[: plan.max_completion_tokens]

@@ -1,21 +1,21 @@
-"""Fields of a record that are taken from others, by a path, a pattern or a template.
+"""Fields of a record that are computed from others, by a path, a pattern or a template.
 
     prompt: question                                          the value of the field `question`
     completion: {from: messages.1.content}                    a value inside others; list items count from 0, or from -1
     answer: {from: answer, pattern: "#### (.*)"}              the last match: its first group, or all of it
     prompt: {template: "{{ context }}\\n\\n{{ question }}"}     Jinja, sandboxed as chat templates are
-    answer: {template: "{{ solution | boxed }}"}              `boxed`: what the last \\boxed{} of a solution holds
+    answer: {template: "{{ solution | boxed }}"}              content of the last \\boxed{} of a solution
 
-With `from`, a template finds its value, after the pattern, under the name `value`. A field that others are taken from
-leaves the record unless it is one of the record's own (prompt, completion, answer, ...): raw texts are no metadata.
+With `from`, a template finds its value, after the pattern, under the name `value`. A field from which others are
+computed leaves the record unless the layout has a field of that name (prompt, completion, answer, ...).
 """
 
 from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Collection, Mapping
-from typing import Any, NamedTuple
+from collections.abc import Callable, Mapping
+from typing import Any
 
 import regex
 from jinja2 import StrictUndefined, TemplateError, TemplateSyntaxError, meta
@@ -23,31 +23,16 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from rlhf.tuning.data.json_kinds import kind_of
 from rlhf.tuning.data.layouts import LayoutError, Raw, typed
-from rlhf.tuning.names import closest, nearest
 
 Spec = str | Mapping[Any, str]
 """A path, or `from`, `pattern` and `template`."""
 
 KINDS = ("from", "pattern", "template")
 STAY = {"id", "prompt", "completion", "rejected", "label", "answer", "margin", "tools", "split", "group", "metadata"}
-"""Fields of a record that others can be taken from without their leaving it."""
+"""Fields that stay in the record when others are computed from them."""
 
 PATTERN_SECONDS = 1.0
-"""Longest that a pattern may search one value: some take time exponential in its length (`(a|aa)+$`)."""
-
-
-class Found(NamedTuple):
-    """What the pattern of a field took from a record."""
-
-    field: str
-    pattern: str
-    value: str
-    number: str | None
-    """The number of which the value holds a part alone, as 1 of 1,028; None where it cuts none."""
-
-
-NAMES = 100
-"""Names of fields after which no others are kept but those that are renamed."""
+"""Limit for a pattern to search one value; some patterns take exponential time (`(a|aa)+$`)."""
 
 
 class Mapper:
@@ -65,17 +50,11 @@ class Mapper:
         if twice:
             raise ValueError(f"fields.{twice[0]}: rename gives {twice[0]!r} too; leave one of them out")
         self.read = {name for field in self.fields.values() for name in field.reads} - STAY
-        self.found: list[Found] = []
-        """What patterns took from the record that was mapped last."""
-        self.names: set[str] = set()
-        """Fields of the records that were mapped: those that `rename` names, and some of the others."""
 
     def __call__(self, raw: Mapping[str, Any]) -> Raw:
-        """The record with its new fields. Raises LayoutError where a field cannot be had."""
+        """Return the record with its new fields. Raises LayoutError if a field cannot be computed."""
         present = {name: value for name, value in raw.items() if value is not None}
-        self.found = []
-        self.names |= raw.keys() if len(self.names) < NAMES else raw.keys() & self.rename.keys()
-        made = {name: field(present, self.found) for name, field in self.fields.items()}
+        computed = {name: field(present) for name, field in self.fields.items()}
         kept: Raw = {}
         # Each name is replaced at once: {a: b, b: a} swaps two fields.
         for old, value in present.items():
@@ -86,24 +65,7 @@ class Mapper:
                 expected = f"one field of this name (rename: {{{name}: null}} leaves the file's out)"
                 raise LayoutError(name, expected, "two")
             kept[name] = value
-        return kept | made
-
-
-def misnamed(rename: Mapping[str, str | None], names: Collection[str]) -> str | None:
-    """What is wrong with a `rename` whose source's records have fields of these names; None where nothing is.
-
-    A field that it leaves out may be missing: one that stays by mistake is told as one too many. Of several names for
-    one field one is enough.
-    """
-    made = {new for old, new in rename.items() if old in names} | {None}
-    unknown = sorted(old for old, new in rename.items() if new not in made)
-    # Records that are no objects have no fields, and are told as such.
-    if not names or not unknown:
-        return None
-    old, new = unknown[0], rename[unknown[0]]
-    if new in names and closest(old, sorted(names)) is None:
-        return f"names `{old}`, which no record has: the file's name is first, as in {{{new}: {old}}}"
-    return f"names `{old}`, which no record has; {nearest(old, sorted(names))}"
+        return kept | computed
 
 
 class _Field:
@@ -119,34 +81,33 @@ class _Field:
         try:
             self.pattern = regex.compile(given["pattern"]) if "pattern" in given else None
         except regex.error as error:
-            raise ValueError(f"fields.{name}: {given['pattern']!r} is no regular expression ({error})") from None
+            raise ValueError(f"fields.{name}: {given['pattern']!r} is not a regular expression ({error})") from None
         self.text = given.get("template")
         try:
             self.template = None if self.text is None else ENVIRONMENT.from_string(self.text)
         except TemplateSyntaxError as error:
-            raise ValueError(f"fields.{name}: {self.text!r} is no template ({error})") from None
+            raise ValueError(f"fields.{name}: {self.text!r} is not a template ({error})") from None
         names = meta.find_undeclared_variables(ENVIRONMENT.parse(self.text or ""))
         # By its whole name too, which may have dots.
         places = set() if self.source is None else {self.source, self.source.split(".")[0]}
         self.reads = places | (names - {"value"})
 
-    def __call__(self, raw: Mapping[str, Any], found: list[Found]) -> Any:
-        """The field's value; what its pattern took is added to `found`."""
+    def __call__(self, raw: Mapping[str, Any]) -> Any:
+        """Return the field's value."""
         value = None if self.source is None else self.at(raw, self.source)
         if self.pattern is not None:
-            found.append(self.matched(value))
-            value = found[-1].value
+            value = self.match(value)
         if self.template is None:
             return value
         try:
             text = self.template.render({**raw, "value": value})
-        # What a template computes may fail in any way: a sum of texts, an index beyond a list.
+        # A template may compute the sum of a text and a number, or an index beyond a list.
         except (TemplateError, LayoutError, TypeError, ValueError, ArithmeticError, LookupError) as error:
-            raise LayoutError(self.name, f"what the template {self.text!r} makes of the record", str(error)) from None
+            raise LayoutError(self.name, f"a record for the template {self.text!r}", str(error)) from None
         return typed(self.name, text)
 
     def at(self, raw: Mapping[str, Any], path: str) -> Any:
-        """The value at a dotted path. A field whose name has dots itself goes before."""
+        """Return the value at a dotted path. A field whose own name has dots comes first."""
         if path in raw:
             return raw[path]
         value: Any = raw
@@ -161,8 +122,11 @@ class _Field:
                 raise LayoutError(self.name, f"a value at `{path}`", f"nothing at `{place}` (there is {there})")
         return value
 
-    def matched(self, value: Any) -> Found:
-        """The last match of the pattern that holds any text, without space around it."""
+    def match(self, value: Any) -> str:
+        """Return the last match of the pattern that holds any text, without space around it.
+
+        A match of a part of a number, such as 1 of 1,028, is an error: it would be a wrong answer.
+        """
         assert self.pattern is not None
         text, within = text_of(value) if isinstance(value, str | int | float) else "", ""
         group = 1 if self.pattern.groups else 0
@@ -170,27 +134,24 @@ class _Field:
             spans = [match.span(group) for match in self.pattern.finditer(text, timeout=PATTERN_SECONDS)]
         except TimeoutError:
             spans, within = [], f" within {PATTERN_SECONDS:g} s"
-        # A group outside the branch that matched has no place, and the span -1 to -1.
+        # A group outside the branch that matched has the span -1 to -1.
         start, stop = next(((a, b) for a, b in reversed(spans) if text[a:b].strip()), (0, 0))
         if start == stop:
             end = f"... {value[-60:]!r}" if isinstance(value, str) and len(value) > 60 else kind_of(value)
             raise LayoutError(self.name, f"a match of {self.pattern.pattern!r} in `{self.source}`{within}", end)
-        return Found(self.name, self.pattern.pattern, text[start:stop].strip(), _cut(text, start, stop))
+        for number in _NUMBER.finditer(text):
+            if number.start() < start < number.end() or number.start() < stop < number.end():
+                expected = f"whole numbers from {self.pattern.pattern!r} (its group could be `{_WHOLE}`), or a template"
+                raise LayoutError(self.name, expected, f"{text[start:stop]!r:.60} of {number[0]!r:.60}")
+        return text[start:stop].strip()
 
 
+_WHOLE = r"(-?\d+(?:[.,/]\d+)*)"
 _NUMBER = re.compile(r"(?:(?<![\w)\]}])[-−])?\d+(?:[.,/]\d+)*")
 
 
-def _cut(text: str, start: int, stop: int) -> str | None:
-    """The number of a text inside which a stretch of it starts or stops; None where it cuts none."""
-    if not any(text[at : at + 1].isdigit() or text[max(0, at - 1) : at].isdigit() for at in (start, stop)):
-        return None
-    cut = (n[0] for n in _NUMBER.finditer(text) if n.start() < start < n.end() or n.start() < stop < n.end())
-    return next(cut, None)
-
-
 def text_of(value: Any) -> str:
-    """A text as it is, another value as JSON."""
+    """Return a text unchanged, another value as JSON."""
     return value if isinstance(value, str) else json.dumps(value)
 
 
@@ -198,10 +159,10 @@ _BOXED = re.compile(r"\\(?:boxed|fbox)\s*(\{|[^\s{]+)")
 
 
 def boxed(text: str) -> str:
-    """What the last \\boxed{} or \\fbox{} of a solution holds, with its inner braces; `\\boxed 5` holds 5.
+    """Return the content of the last \\boxed{} or \\fbox{} of a solution, with its inner braces; of `\\boxed 5`, 5.
 
     As `last_boxed_only_string` of the MATH data set (Hendrycks et al., arXiv:2103.03874).
-    Raises ValueError where there is none, or its brace is not closed.
+    Raises ValueError if there is none, or its brace is not closed.
     """
     matches = list(_BOXED.finditer(text))
     if not matches:

@@ -1,9 +1,9 @@
 """Files of records: listing them, splitting them into parts and reading a part.
 
 JSON Lines, JSON (a list of objects) and CSV, each also compressed, Parquet and Arrow (and folders of Hugging Face
-`datasets`), from a path, a folder, a glob or an fsspec URL. A part is what one worker reads: a range of bytes or row
-groups. Files that cannot be read from the middle (compressed text, CSV, JSON lists, servers without ranges) are first
-spooled: converted to compressed pieces of JSON Lines, one a part.
+`datasets`), from a path, a folder, a glob or an fsspec URL. One worker reads a part: a range of bytes or row groups.
+Files that cannot be read from the middle (compressed text, CSV, JSON lists, Arrow, servers without ranges) are first
+spooled: converted to compressed pieces of JSON Lines, one for each part.
 
     a.jsonl    |--- part ---|--- part ---|-- part --|      byte ranges, each ending with a line
     b.parquet  |group|group| |group|group| |group|         ranges of row groups
@@ -99,20 +99,20 @@ class Part:
 
 
 def is_files(source: str) -> bool:
-    """Whether the name of a source means files rather than a task or function."""
+    """Return whether the name of a source means files rather than a task or function."""
     return "://" in source or "/" in source or source.lower().endswith(SUFFIXES) or Path(source).is_dir()
 
 
 def expand(source: str) -> list[DataFile]:
-    """The files of a path, folder, glob or URL, in the order of their names.
+    """Return the files of a path, folder, glob or URL, in the order of their names.
 
-    Raises SourceError if there is none, or if they are files of several splits.
+    Raises SourceError if there are none, or if they are files of several splits.
     """
     fs, path = filesystem(source)
     http = source.startswith(("http:", "https:"))
     # In a web address `?` begins the query, and brackets occur in names.
     pattern = any(mark in path for mark in ("*" if http else "*?["))
-    # A path that exists is no pattern, whatever its characters.
+    # An existing path is not a pattern, whatever its characters.
     kind = None if http and pattern else type_of(fs, path, source)
     # Over HTTP every address can be listed and read.
     if kind == "directory" and not http:
@@ -137,7 +137,7 @@ def expand(source: str) -> list[DataFile]:
 
 
 def file_digest(url: str) -> str:
-    """sha256 of a file's bytes."""
+    """Return the sha256 of a file's bytes."""
 
     def read() -> str:
         sha = hashlib.sha256()
@@ -161,12 +161,9 @@ def parts_of(file: DataFile, part_bytes: int, spool: str, source: int = 0, posit
     Reads the file once. `spool` is the folder or URL for pieces. Raises SourceError, naming the file, if that fails.
     """
     try:
-        if file.kind in ("lines", "json", "csv"):
-            _check_encoding(file)
         if file.kind == "lines" and file.ranges:
             yield from _cut_lines(file, part_bytes, source, position)
-        # Skipping batches of an Arrow file is free only where it can be mapped, that is locally.
-        elif file.kind in ("parquet", "arrow") and file.ranges and (file.kind == "parquet" or "://" not in file.url):
+        elif file.kind == "parquet" and file.ranges:
             yield from _cut_groups(file, part_bytes, source, position)
         else:
             lines = _PIECES[file.kind](file)
@@ -175,18 +172,6 @@ def parts_of(file: DataFile, part_bytes: int, spool: str, source: int = 0, posit
         if isinstance(error, SourceError | FileNotFoundError):
             raise
         raise SourceError(f"{file.url} cannot be read as {file.suffix}: {error}") from error
-
-
-def _check_encoding(file: DataFile) -> None:
-    """Raises SourceError, with the command that converts the file, if its text is not in UTF-8."""
-    with _stream(file) as stream:
-        # By its first four bytes, as the JSON module of the standard library.
-        found = json.detect_encoding(stream.read(4)).upper()
-    if not found.startswith("UTF-8"):
-        name = found.replace("-LE", "LE").replace("-BE", "BE")
-        raise SourceError(
-            f"{file.url}: expected UTF-8, got {name}; convert the text with `iconv -f {name} -t UTF-8 OLD > NEW`"
-        )
 
 
 def _count(block: bytes) -> int:
@@ -206,16 +191,13 @@ def _cut_lines(file: DataFile, part_bytes: int, source: int, position: int) -> I
 
 
 def _groups(file: DataFile) -> tuple[list[tuple[int, int]], int]:
-    """(rows, bytes) of each row group or batch, and a checksum of that list."""
+    """Return (rows, bytes) of each row group of a Parquet file, and a checksum of that list."""
     import pyarrow.parquet as pq
 
-    if file.kind == "parquet":
-        with open_input(file.url) as stream:
-            metadata = pq.ParquetFile(stream).metadata
-            groups = [metadata.row_group(i) for i in range(metadata.num_row_groups)]
-            sizes = [(g.num_rows, g.total_byte_size) for g in groups]
-    else:
-        sizes = [(batch.num_rows, batch.nbytes) for batch in _arrow_batches(file.url)]
+    with open_input(file.url) as stream:
+        metadata = pq.ParquetFile(stream).metadata
+        groups = [metadata.row_group(i) for i in range(metadata.num_row_groups)]
+    sizes = [(group.num_rows, group.total_byte_size) for group in groups]
     return sizes, zlib.crc32(repr(sizes).encode())
 
 
@@ -234,7 +216,7 @@ def _cut_groups(file: DataFile, part_bytes: int, source: int, position: int) -> 
 def spooled(
     lines: Iterable[bytes], label: str, part_bytes: int, spool: str, source: int, position: int, strings: bool = False
 ) -> Iterator[Part]:
-    """Parts of a stream of records: each is a compressed piece of JSON Lines below `spool`."""
+    """Yield the parts of a stream of records: each is a compressed piece of JSON Lines below `spool`."""
     number = 1
     for piece, block in enumerate(_gather(lines, part_bytes)):
         data, url = b"".join(block), f"{spool}/{source:03d}-{_name(label)}-{piece:05d}.jsonl.zst"
@@ -273,13 +255,13 @@ def _lines(file: DataFile) -> Iterator[bytes]:
 
 
 def _split_stream(stream: Any) -> Iterator[bytes]:
-    """Lines, ended by a newline alone: carriage returns stay, and `read_part` strips them."""
+    """Yield lines without their newlines; carriage returns stay, and `read_part` strips them."""
     for block in whole_lines(stream, _READ_BYTES):
         yield from block.removesuffix(b"\n").split(b"\n")
 
 
 def _json_list(file: DataFile) -> Iterator[bytes]:
-    """The elements of one JSON list, or one object over several lines; the file may hold JSON Lines as well."""
+    """Yield the elements of one JSON list, or one object over several lines; the file may hold JSON Lines as well."""
     with _stream(file) as stream:
         if not re.match(rb"(\xef\xbb\xbf)?\s*(\[|\{\s*\n)", stream.peek(1 << 12)):
             yield from _split_stream(stream)
@@ -291,54 +273,49 @@ def _json_list(file: DataFile) -> Iterator[bytes]:
 def _csv_rows(file: DataFile) -> Iterator[bytes]:
     delimiter = "\t" if file.suffix == ".tsv" else ","
     with _stream(file) as stream:
-        # A byte that is not UTF-8 becomes a lone surrogate: then one record is dead, not the file.
+        # A byte that is not UTF-8 becomes a lone surrogate, so that one record is dead, not the file.
         text = io.TextIOWrapper(stream, encoding="utf-8-sig", errors="surrogateescape", newline="")
         for row in csv_rows(text, delimiter):
             yield json.dumps(row).encode()
 
 
-def _rows(file: DataFile) -> Iterator[bytes]:
-    if file.kind == "arrow":
-        batches = _arrow_batches(file.url)
-    else:
-        import pyarrow.parquet as pq
+def _parquet_rows(file: DataFile, groups: range | None = None) -> Iterator[bytes]:
+    import pyarrow.parquet as pq
 
-        batches = pq.ParquetFile(open_input(file.url)).iter_batches(batch_size=1024)
-    return (line for batch in batches for line in batch_lines(batch))
+    with open_input(file.url) as stream:
+        for batch in pq.ParquetFile(stream).iter_batches(batch_size=1024, row_groups=groups):
+            yield from batch_lines(batch)
+
+
+def _arrow_rows(file: DataFile) -> Iterator[bytes]:
+    with open_input(file.url) as source:
+        # The magic bytes of the file format, which has an index of batches; the stream format has neither.
+        file_format = source.read(6) == b"ARROW1"
+        source.seek(0)
+        reader = pa.ipc.open_file(source) if file_format else pa.ipc.open_stream(source)
+        for batch in map(reader.get_batch, range(reader.num_record_batches)) if file_format else reader:
+            for offset in range(0, batch.num_rows, 1024):
+                yield from batch_lines(batch.slice(offset, 1024))
 
 
 _PIECES: dict[str, Callable[[DataFile], Iterator[bytes]]] = {
     "lines": _lines,
     "json": _json_list,
     "csv": _csv_rows,
-    "parquet": _rows,
-    "arrow": _rows,
+    "parquet": _parquet_rows,
+    "arrow": _arrow_rows,
 }
 
 
 def records_of(file: DataFile) -> Iterator[bytes]:
-    """JSON of each record of a file, from the first on; a line that holds none is empty or white space."""
+    """Yield the JSON of each record of a file; a line without a record is empty or white space."""
     return _PIECES[file.kind](file)
 
 
-def _arrow_batches(url: str) -> Iterator[pa.RecordBatch]:
-    """Record batches of an Arrow file or stream; a local one is mapped, so that skipping costs nothing."""
-    source = open_input(url) if "://" in url else pa.memory_map(url)
-    with source:
-        head = source.read(6)
-        source.seek(0)
-        # The magic bytes of the file format, which has an index of batches; the stream format has neither.
-        if head == b"ARROW1":
-            file = pa.ipc.open_file(source)
-            yield from (file.get_batch(i) for i in range(file.num_record_batches))
-        else:
-            yield from pa.ipc.open_stream(source)
-
-
 def read_part(part: Part) -> Iterator[tuple[int, bytes]]:
-    """(number in the file, JSON) of each record of a part; blank lines are skipped but counted.
+    """Yield (number in the file, JSON) of each record of a part; blank lines are skipped but counted.
 
-    Raises SourceError where the file has changed since it was split.
+    Raises SourceError if the file has changed since it was split.
     """
     if part.kind in ("lines", "spooled"):
         data = read_range(part.url, part.start, part.stop) if part.kind == "lines" else _spooled(part)
@@ -351,7 +328,7 @@ def read_part(part: Part) -> Iterator[tuple[int, bytes]]:
     file = DataFile(part.url, part.label)
     if _groups(file)[1] != part.checksum:
         raise SourceError(f"{part.url} was changed while it was read: run again")
-    yield from enumerate(_group_lines(file, part.start, part.stop), part.number)
+    yield from enumerate(_parquet_rows(file, range(part.start, part.stop)), part.number)
 
 
 def _spooled(part: Part) -> bytes:
@@ -359,42 +336,32 @@ def _spooled(part: Part) -> bytes:
     return pa.decompress(again(lambda: fs.cat_file(path), part.url), part.stop, "zstd", asbytes=True)
 
 
-def _group_lines(file: DataFile, start: int, stop: int) -> Iterator[bytes]:
-    import pyarrow.parquet as pq
-
-    if file.kind == "arrow":
-        for i, batch in enumerate(_arrow_batches(file.url)):
-            if start <= i < stop:
-                for offset in range(0, batch.num_rows, 1024):
-                    yield from batch_lines(batch.slice(offset, 1024))
-        return
-    with open_input(file.url) as stream:
-        for batch in pq.ParquetFile(stream).iter_batches(batch_size=1024, row_groups=range(start, stop)):
-            yield from batch_lines(batch)
-
-
 def upload(local: str, url: str) -> str:
     """Copy a local file or folder to a URL that other machines can read; returns `url`."""
     fs, path = filesystem(url)
-    # With slashes it is the content that is copied, whether the folder is there or not.
+    # With slashes the content is copied, whether the folder exists or not.
     end = "/" if Path(local).is_dir() else ""
     again(lambda: fs.put(f"{local}{end}", f"{path}{end}", recursive=True), url)
     return url
 
 
 def batch_lines(batch: pa.RecordBatch) -> Iterator[bytes]:
-    """JSON of each row.
+    """Yield the JSON of each row.
 
     Bytes are text in UTF-8 and maps are objects. Dates, times, decimals and UUIDs, which JSON does not have, become
-    text. Null fields of structs in lists are left out: such structs have the fields of all rows, as the arguments of
-    calls of different tools. Raises ValueError for a value of another type.
+    text. Null fields of structs in lists are left out, because such structs have the fields of all rows, such as the
+    arguments of calls of different tools. Raises ValueError for a value of another type.
     """
+    for i, column in enumerate(batch.columns):
+        if pa.types.is_float32(column.type):
+            # By its text, else 0.1 would have the decimals of the next double.
+            batch = batch.set_column(i, batch.field(i).name, column.cast(pa.string()).cast(pa.float64()))
     for row in batch.to_pylist(maps_as_pydicts="strict"):
         yield json.dumps(_without_nulls(row), default=_as_text).encode()
 
 
 def _without_nulls(value: Any, within: bool = False) -> Any:
-    """The value with null fields outside of lists alone: metadata that is null stays so for a reward."""
+    """Return the value without null fields inside lists; other null fields stay, since a reward may read them."""
     if isinstance(value, dict):
         return {name: _without_nulls(one, within) for name, one in value.items() if one is not None or not within}
     return [_without_nulls(one, True) for one in value] if isinstance(value, list) else value
@@ -403,7 +370,7 @@ def _without_nulls(value: Any, within: bool = False) -> Any:
 def _as_text(value: Any) -> str:
     match value:
         case bytes():
-            # A byte that is not UTF-8 becomes a lone surrogate: then one record is dead, not the file.
+            # A byte that is not UTF-8 becomes a lone surrogate, so that one record is dead, not the file.
             return value.decode("utf-8", "surrogateescape")
         case decimal.Decimal():
             return format(value, "f")

@@ -1,15 +1,14 @@
-"""Tokens of examples as flat arrays, which training maps as they are: a folder beside the Parquet shards.
+"""Tokens of examples as flat arrays that training maps: a folder next to the Parquet shards.
 
     tokens.npy      | prompt 0 | completion 0 | prompt 1 | completion 1 | ...     row by row, in the order of the shards
     mask.npy        | 1 1 1 1  | 0 0 1 1 1 1  | 1 1 1 1  | 1 1 1 1 1 1  | ...     only where a row has a mask
     offsets.npy     0          4              10         14             20        where each text begins; the last end
 
-They follow from the shards, and their bytes from the rows alone. Writing holds a row group; mapping holds nothing.
+Their bytes follow from the rows alone. Writing holds a row group and the lengths of all texts; mapping holds nothing.
 """
 
 from __future__ import annotations
 
-import io
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -22,56 +21,66 @@ from rlhf.tuning.data.remote import open_input
 from rlhf.tuning.data.schema import SCHEMAS
 
 FOLDER = "_flat"
-"""Of the arrays, below the folder of an output. Readers of folders of Parquet leave out names that begin so."""
+"""Folder of the arrays below that of an output. Readers of Parquet folders skip names that begin with `_`."""
 DTYPES = {"tokens": (np.uint16, np.int32), "mask": (np.uint8,), "offsets": (np.int64,)}
-"""Of each array: the first that holds its values, so that tokens of a small vocabulary take two bytes."""
-_AT_A_TIME = 1 << 24
-"""Entries of an array that are held."""
+"""Types of each array; tokens of a small vocabulary take two bytes."""
 _CHECKED = 1 << 12
-"""Offsets that are looked at together."""
+"""Offsets that are checked together."""
 
 
 class FlatError(ValueError):
-    """Arrays that do not belong together; the message names the file, and says what to do."""
+    """Arrays that are damaged or do not belong together; the message names the file and the remedy."""
 
 
 def completions_of(output: str) -> tuple[str, ...]:
-    """Names of the completions of a row of an output, such as `chosen`; none where rows are prompts alone."""
+    """Return the names of the completions of a row of an output, such as `chosen`; rows of prompts have none."""
     names = (name.removesuffix("_ids") for name in SCHEMAS[output] if name.endswith("_ids"))
     return tuple(name for name in names if name != "prompt")
 
 
 def write_arrays(folder: Path) -> None:
-    """Writes the arrays of an output, given the folder of its shards; of prompts alone there are none."""
+    """Write the arrays of an output, given the folder of its shards; prompts have none."""
     if completions := completions_of(folder.name):
         write_flat(sorted(folder.glob("*.parquet")), completions, folder / FOLDER)
 
 
 def write_flat(paths: Sequence[str | Path], completions: Sequence[str], folder: Path) -> None:
-    """Writes the arrays of the rows of Parquet shards into `folder`.
+    """Write the arrays of the rows of Parquet shards into `folder`.
 
-    Rows have `prompt_ids`, a column `NAME_ids` for each of `completions`, and maybe `NAME_mask`. A mask of no rows is
-    not written; where only some have one, all tokens of the others are trained.
+    Rows have `prompt_ids`, a column `NAME_ids` for each of `completions`, and maybe `NAME_mask`. Without any mask there
+    is no array of it; if only some rows have one, all tokens of the others are trained. Raises FlatError for a
+    negative id.
     """
     names = ["prompt", *completions]
     folder.mkdir(parents=True, exist_ok=True)
-    with (
-        _Growing(folder / "tokens.npy") as tokens,
-        _Growing(folder / "mask.npy") as masks,
-        _Growing(folder / "offsets.npy") as offsets,
-    ):
-        offsets.add(np.zeros(1, np.int64))
+    sizes, largest, masked = [np.zeros(1, np.int64)], 0, False
+    with (folder / "tokens").open("wb") as tokens, (folder / "mask").open("wb") as masks:
         for group in _row_groups(paths, names):
-            ids, mask, sizes, has_mask = _flat(group, names)
-            if has_mask:
-                masks.fill(tokens.count)
-            if has_mask or masks.count:
-                masks.add(mask)
-            offsets.add(tokens.count + np.cumsum(sizes))
-            tokens.add(ids)
-        masked = bool(masks.count)
-    if not masked:
-        (folder / "mask.npy").unlink()
+            ids, mask, lengths, has_mask = _flat(group, names)
+            if ids.min(initial=0) < 0:
+                raise FlatError(
+                    f"{folder}: a token id is {int(ids.min())}, expected ids from 0 on: prepare the data again"
+                )
+            ids.tofile(tokens)
+            mask.tofile(masks)
+            sizes.append(lengths)
+            largest, masked = max(largest, int(ids.max(initial=0))), masked or has_mask
+    np.save(folder / "offsets.npy", np.cumsum(np.concatenate(sizes)))
+    _convert(folder / "tokens", np.int32, np.uint16 if largest < 1 << 16 else np.int32)
+    if masked:
+        _convert(folder / "mask", np.uint8, np.uint8)
+    for name in ("tokens", "mask"):
+        (folder / name).unlink()
+
+
+def _convert(path: Path, before: type, after: type) -> None:
+    """Write the values of a file without header as an array of another type next to it."""
+    if count := path.stat().st_size // np.dtype(before).itemsize:
+        array = np.lib.format.open_memmap(path.with_suffix(".npy"), "w+", after, (count,))
+        array[:] = np.memmap(path, before, "r")
+    else:
+        # An empty file cannot be mapped.
+        np.save(path.with_suffix(".npy"), np.zeros(0, after))
 
 
 def load_flat(folder: Path, texts: int, mapped: bool = True) -> tuple[np.ndarray, np.ndarray | None, np.ndarray]:
@@ -102,84 +111,19 @@ def load_flat(folder: Path, texts: int, mapped: bool = True) -> tuple[np.ndarray
     return tokens, mask, np.lib.stride_tricks.as_strided(offsets, shape, strides, writeable=False)
 
 
-_ADVICE = "the data is damaged or of another version; make it again"
+_ADVICE = "the data is damaged or of another version; prepare it again"
 
 
 def _load(path: Path, mapped: bool) -> np.ndarray:
-    """An array of one axis, of a type that belongs to its name, whose header is the one that its size has."""
-    kinds = [np.dtype(dtype) for dtype in DTYPES[path.stem]]
-    with path.open("rb") as file:
-        head = file.read(len(_header(kinds[0], 0)))
-    for kind in kinds:
-        count, rest = divmod(path.stat().st_size - len(head), kind.itemsize)
-        if not rest and count >= 0 and head == _header(kind, count):
-            if mapped:
-                return np.memmap(path, kind, "r", len(head), (count,))
-            return np.fromfile(path, kind, offset=len(head))
-    wanted = " or ".join(kind.name for kind in kinds)
-    raise FlatError(f"{path} is no array of one axis of {wanted} with the header of its size: {_ADVICE}")
-
-
-def _header(dtype: np.dtype[Any], count: int) -> bytes:
-    """As NumPy writes it. It leaves room for the digits of any length, so that of 0 is as long."""
-    head = io.BytesIO()
-    np.lib.format.write_array_header_1_0(head, {"shape": (count,), "fortran_order": False, "descr": dtype.str})
-    return head.getvalue()
-
-
-class _Growing:
-    """A `.npy` file of one axis whose length, and the type that holds all of its values, are known at its end."""
-
-    def __init__(self, path: Path) -> None:
-        self._path = path
-        self._open(DTYPES[path.stem][0])
-
-    def _open(self, dtype: type) -> None:
-        self.count, self._file = 0, self._path.open("wb")
-        self._dtype: np.dtype[Any] = np.dtype(dtype)
-        self._file.write(_header(self._dtype, 0))
-
-    def add(self, values: np.ndarray) -> None:
-        """Appends values. Raises FlatError for one below 0, which a smaller type would take for another."""
-        if values.min(initial=0) < 0:
-            raise FlatError(
-                f"{self._path}: a value is {int(values.min())}, expected ids from 0 on: prepare the data again"
-            )
-        if values.max(initial=0) > np.iinfo(self._dtype).max:
-            self._widen()
-        self._file.write(np.ascontiguousarray(values, self._dtype).data)
-        self.count += len(values)
-
-    def fill(self, count: int) -> None:
-        """Appends ones until there are `count` values."""
-        while self.count < count:
-            self.add(np.ones(min(_AT_A_TIME, count - self.count), self._dtype))
-
-    def _widen(self) -> None:
-        """Writes what is there again, in the wider type."""
-        self._close()
-        narrow = self._path.with_suffix(".narrow")
-        self._path.rename(narrow)
-        self._open(DTYPES[self._path.stem][-1])
-        before = np.load(narrow, mmap_mode="r")
-        for start in range(0, len(before), _AT_A_TIME):
-            self.add(before[start : start + _AT_A_TIME])
-        narrow.unlink()
-
-    def _close(self) -> None:
-        with self._file as file:
-            file.seek(0)
-            file.write(_header(self._dtype, self.count))
-
-    def __enter__(self) -> _Growing:
-        return self
-
-    def __exit__(self, kind: Any, *_: object) -> None:
-        if kind is None:
-            self._close()
-        else:
-            # Its header says that there is nothing, so that what is half-written is not taken for whole.
-            self._file.close()
+    """Return an array of one axis, of a type that belongs to its name."""
+    wanted = " or ".join(kind.__name__ for kind in DTYPES[path.stem])
+    try:
+        array: np.ndarray = np.load(path, "r" if mapped else None)
+    except Exception as error:  # the parser of a damaged header may raise anything
+        raise FlatError(f"{path} is not an array of {wanted} ({error}): {_ADVICE}") from error
+    if array.dtype not in DTYPES[path.stem] or array.ndim != 1:
+        raise FlatError(f"{path} has {array.ndim} axes of {array.dtype}, expected one of {wanted}: {_ADVICE}")
+    return array
 
 
 def _row_groups(paths: Sequence[str | Path], names: Sequence[str]) -> Iterator[Any]:
@@ -193,7 +137,7 @@ def _row_groups(paths: Sequence[str | Path], names: Sequence[str]) -> Iterator[A
 
 
 def _flat(table: Any, names: Sequence[str]) -> tuple[np.ndarray, np.ndarray, np.ndarray, bool]:
-    """Tokens and mask, row by row and in it column by column; lengths, likewise; whether there is a mask."""
+    """Return tokens, mask and lengths, row by row and in it column by column; and whether there is a mask."""
     columns = [_lists(table, f"{name}_ids") for name in names]
     sizes = np.stack([count for _, count in columns], axis=1)
     starts = (np.cumsum(sizes) - sizes.reshape(-1)).reshape(sizes.shape)

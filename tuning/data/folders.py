@@ -1,6 +1,6 @@
-"""The data files of a folder: of any folder, of one that `datasets` saved, and of a clone of a data set on the hub.
+"""The data files of any folder, of a folder that `datasets` saved, and of a clone of a data set on the hub.
 
-Splits and configurations are not mixed: a source that holds several of them is refused by their names.
+A source with several splits or configurations is refused by their names.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _DESCRIPTIONS = ("dataset_info.json", "dataset_infos.json")
 
 
 CARD_BYTES = 2**20
-"""Of a card that are read."""
+"""Limit of the bytes of a card that are read."""
 
 
 class _Splits(BaseModel):
@@ -43,7 +43,7 @@ class _State(BaseModel):
 
 
 def _read(kind: type[ModelT], fs: Any, path: str) -> ModelT:
-    """A file that `datasets` wrote. Raises SourceError for one of another form."""
+    """Read a file that `datasets` wrote. Raises SourceError for another form."""
     try:
         return kind.model_validate_json(fs.cat_file(path))
     except ValidationError as error:
@@ -51,7 +51,7 @@ def _read(kind: type[ModelT], fs: Any, path: str) -> ModelT:
 
 
 def files_of(fs: Any, folder: str, source: str, suffixes: tuple[str, ...]) -> list[str]:
-    """Data files below a folder; for a folder saved by `datasets`, the files that its state lists."""
+    """Return the data files below a folder; for a folder saved by `datasets`, the files that its state lists."""
     listed = again(lambda: fs.find(folder), source)
     names = {name[len(folder) + 1 :]: name for name in listed}
     if "dataset_dict.json" in names:
@@ -67,7 +67,7 @@ def files_of(fs: Any, folder: str, source: str, suffixes: tuple[str, ...]) -> li
         state = _read(_State, fs, names["state.json"])
         # An index selects and orders rows of the data files; reading them alone would give other rows.
         if state.indices:
-            raise SourceError(f"source {source!r} has an index beside its data: save it after `flatten_indices()`")
+            raise SourceError(f"source {source!r} has an index next to its data: save it after `flatten_indices()`")
         wanted = [entry.filename for entry in state.files]
         if missing := [name for name in wanted if name not in names]:
             raise SourceError(f"{names['state.json']} lists {missing[0]!r}, which is not in the folder: save it again")
@@ -84,16 +84,15 @@ def files_of(fs: Any, folder: str, source: str, suffixes: tuple[str, ...]) -> li
 
 
 def _check_configurations(card: bytes, source: str) -> None:
-    """Raises SourceError if the card of a data set describes several configurations."""
+    """Raise SourceError if the card of a data set describes several configurations."""
     header = re.match(rb"---\r?\n(.*?)\n---", card, re.DOTALL)
     try:
-        # Nodes, not values: aliases of aliases would be multiplied.
-        node = yaml.compose(header[1], Loader=yaml.SafeLoader) if header else None
-    except (yaml.YAMLError, RecursionError):
-        # The card is for people: a header that cannot be read describes nothing.
+        # This loader leaves out merges (`<<`), which could multiply a small card.
+        configs = yaml.load(header[1], Loader=yaml.BaseLoader)["configs"] if header else []
+        names = [name for config in configs if isinstance(name := config["config_name"], str)]
+    except (yaml.YAMLError, LookupError, TypeError, RecursionError):
+        # The card is for people: an unreadable header describes no configurations.
         return
-    configs = [each for value in _below(node, "configs") for each in _items(value)]
-    names = [str(name.value) for each in configs for name in _below(each, "config_name") if not _items(name)]
     if len(names) > 1:
         raise SourceError(
             f"source {source!r} holds the configurations {', '.join(names)}: name one by its folder or a pattern "
@@ -101,17 +100,8 @@ def _check_configurations(card: bytes, source: str) -> None:
         )
 
 
-def _items(node: yaml.Node | None) -> list[Any]:
-    return list(node.value) if isinstance(node, yaml.CollectionNode) else []
-
-
-def _below(node: yaml.Node | None, key: str) -> list[yaml.Node]:
-    """The values of a key of a mapping."""
-    return [value for name, value in _items(node) if name.value == key] if isinstance(node, yaml.MappingNode) else []
-
-
 def check_one_split(paths: Iterable[str], source: str) -> None:
-    """Raises SourceError if the names of a source's files are those of several splits: a test split would be trained.
+    """Raise SourceError if a source's files belong to several splits by their names: a test split would be trained.
 
     The last word of a path that names a split counts, below the folder that all paths share.
     """

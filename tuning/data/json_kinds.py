@@ -1,4 +1,4 @@
-"""Kinds of JSON values, for checks and for error messages, and the one text of each."""
+"""Checks of JSON values, their form in error messages, and their canonical text."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from rlhf.tuning.texts import normal
 
 
 def is_list_of_objects(value: Any) -> bool:
-    """Whether the value is a list of one or more objects."""
+    """Return whether the value is a list of one or more objects."""
     return isinstance(value, list) and bool(value) and all(isinstance(item, dict) for item in value)
 
 
 def is_finite(value: Any) -> bool:
-    """Whether the value is a finite number."""
+    """Return whether the value is a finite number."""
     try:
         # In Python a bool is an int.
         return not isinstance(value, bool) and isinstance(value, int | float) and math.isfinite(value)
@@ -26,7 +26,7 @@ def is_finite(value: Any) -> bool:
 
 
 def kind_of(value: Any) -> str:
-    """A value in an error: its JSON type and the start of it."""
+    """Return a value's form in errors: its JSON type and its start."""
     names = {str: "string", bool: "boolean", int: "number", float: "number", list: "list", dict: "object"}
     shown = repr(value)
     shown = shown if len(shown) <= 60 else shown[:57] + "..."
@@ -34,9 +34,9 @@ def kind_of(value: Any) -> str:
 
 
 def opening(messages: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
-    """The turns before the assistant's first one, the system's left out; where there are none, all but the system's.
+    """Return the turns before the assistant's first one without the system's; if there are none, all but the system's.
 
-    Records that begin alike may train what another asks: a recipe adds system prompts, and SFT trains every turn.
+    Records that begin alike belong together, because SFT trains every turn, perhaps the answer to another prompt.
     """
     turns = [message for message in messages if message["role"] != "system"]
     first = next((i for i, message in enumerate(turns) if message["role"] == "assistant"), len(turns))
@@ -44,7 +44,7 @@ def opening(messages: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
 
 
 def comparable(message: Mapping[str, Any]) -> dict[str, Any]:
-    """A message with its content in the form in which texts are compared."""
+    """Return a message with its content in the form in which texts are compared."""
     content = message.get("content")
     return {**message, "content": normal(content)} if isinstance(content, str) else dict(message)
 
@@ -54,10 +54,10 @@ _canonical = json.JSONEncoder(sort_keys=True, separators=(",", ":"), ensure_asci
 
 
 def canonical_json(value: Any) -> str:
-    """The one JSON text of a value: sorted keys, no spaces. Raises ValueError or TypeError for a value without one."""
+    """Return the canonical JSON of a value: sorted keys, no spaces. Raises ValueError or TypeError if it has none."""
     return _canonical(value)
 
 
 def digest(text: str) -> str:
-    """sha256 of the text, as 64 hex digits."""
+    """Return the sha256 of the text, as 64 hex digits."""
     return hashlib.sha256(text.encode()).hexdigest()

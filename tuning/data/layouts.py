@@ -1,4 +1,4 @@
-"""Layouts of records of other tools, and their translation into the layout of `rlhf.tuning.data.records`.
+"""Layouts of other tools' records, and their translation into the layout of `rlhf.tuning.data.records`.
 
     prompt, prompt-completion, messages, preference      TRL's four
     labelled    prompt, completion and a label, as for KTO
@@ -24,7 +24,7 @@ Raw = dict[str, Any]
 
 
 class LayoutError(ValueError):
-    """A record that does not fit its layout: `field`, what was `expected` and what it `got`."""
+    """A record that does not fit its layout: its `field`, the `expected` value and the value that it `got`."""
 
     def __init__(self, field: str, expected: str, got: str) -> None:
         super().__init__(f"field `{field}`: expected {expected}, got {got}")
@@ -32,8 +32,8 @@ class LayoutError(ValueError):
 
 
 def detect(raw: Mapping[str, Any]) -> str:
-    """The name of the layout that the fields of a record indicate; `native` where none fits."""
-    # Fields that one layout alone has come first; `prompt` and `answer` occur in several.
+    """Return the name of the layout that the fields of a record indicate; `native` if none fits."""
+    # Fields of a single layout come first; `prompt` and `answer` occur in several.
     names = {name for name, value in raw.items() if value is not None}
     if "conversations" in names:
         return "sharegpt"
@@ -62,16 +62,16 @@ _NATIVE: dict[str, tuple[tuple[str, ...], ...]] = {
 
 
 def translate(raw: Mapping[str, Any], layout: str = "auto") -> tuple[Raw, str]:
-    """A record in the native layout, and the name of its original layout. Fields unknown to a layout stay.
+    """Return a record in the native layout, and the name of its original layout. Fields unknown to a layout stay.
 
-    Raises LayoutError where a field of the layout is missing or of another kind.
+    Raises LayoutError if a field of the layout is missing or of another kind.
     """
     name = detect(raw) if layout == "auto" else layout
     return _TRANSLATE[name](dict(raw)), name
 
 
 def _take(raw: Raw, name: str, kind: type, expected: str) -> Any:
-    """Removes and returns a field. Raises LayoutError unless it is a `kind`."""
+    """Remove and return a field. Raises LayoutError unless it is a `kind`."""
     value = raw.pop(name, None)
     if not isinstance(value, kind):
         raise LayoutError(name, expected, "nothing" if value is None else type(value).__name__)
@@ -111,9 +111,17 @@ def _alpaca(raw: Raw) -> Raw:
         del raw["text"]
     # With earlier answers SFT trains every turn, so the record is a conversation.
     if history and output is not None:
-        return raw | {"messages": [*turns, {"role": "assistant", "content": output}]}
+        return _joined(raw, {"messages": [*turns, {"role": "assistant", "content": output}]})
     # Without output there is only a prompt to sample from.
-    return raw | {"prompt": turns if len(turns) > 1 else user} | ({} if output is None else {"completion": output})
+    prompt: Raw = {"prompt": turns if len(turns) > 1 else user}
+    return _joined(raw, prompt if output is None else prompt | {"completion": output})
+
+
+def _joined(raw: Raw, translated: Raw) -> Raw:
+    """Return the record with its translated fields, which replace none."""
+    for name in raw.keys() & translated.keys():
+        raise LayoutError(name, f"no such field next to those of its layout (rename: {{{name}: null}})", "one")
+    return raw | translated
 
 
 _SHAREGPT = {
@@ -131,7 +139,7 @@ def _sharegpt(raw: Raw) -> Raw:
     turns += [_sharegpt_turn(turn) for turn in conversations]
     if isinstance(tools, str):
         raw["tools"] = _from_json("tools", tools) if tools.strip() else None
-    return raw | {"messages": turns}
+    return _joined(raw, {"messages": turns})
 
 
 def _sharegpt_turn(turn: Any) -> Raw:
@@ -140,7 +148,7 @@ def _sharegpt_turn(turn: Any) -> Raw:
     if "role" in turn:
         return dict(turn)
     source, value = turn.get("from"), turn.get("value")
-    # A key that nothing reads is refused with the messages.
+    # The check of messages refuses further keys.
     more = {name: item for name, item in turn.items() if name not in ("from", "value")}
     if source == "function_call":
         call = _from_json("conversations.value", value) if isinstance(value, str) else value
@@ -220,10 +228,10 @@ LAYOUTS = tuple(_TRANSLATE)
 
 
 def from_strings(raw: Mapping[str, Any]) -> Raw:
-    """A row of CSV, where all values are text, with the types of the record layout.
+    """Return a row of CSV, in which all values are text, with the types of the record layout.
 
-    Empty cells are absent. Text that starts like a list or object is JSON in the fields that hold no text, and where a
-    list of messages, or of rejected texts, replaces text.
+    Empty cells are absent. Text that starts like a list or object is JSON in fields without text, and in fields that
+    may hold a list of messages, or of rejected texts, instead of text.
     """
     values: Raw = {}
     for name, text in raw.items():
@@ -243,7 +251,7 @@ def from_strings(raw: Mapping[str, Any]) -> Raw:
 
 
 def typed(name: str, text: str) -> bool | float | str:
-    """The text of a field, as a boolean for `label` and as a number for `margin`."""
+    """Return the text of a field, as a boolean for `label` and as a number for `margin`."""
     if name == "label":
         return _BOOLEANS.get(text.strip().lower(), text)
     return _number(text) if name == "margin" else text
@@ -268,7 +276,7 @@ def _messages_or_text(name: str, text: str) -> Any:
 
 
 def _number(text: str) -> float | str:
-    # Text that is no number stays, so that the check of the record names it.
+    # Other text stays, so that the check of the record names it.
     try:
         return float(text)
     except ValueError:

@@ -1,4 +1,7 @@
-"""Records of a stream one by one, none larger than `LONGEST`: memory does not grow with what a file unpacks to."""
+"""Records of a stream, read one by one with a limit of `LONGEST`, so that a decompressed file never fills memory.
+
+`json` reads a whole list and `csv` a whole unclosed cell; streaming JSON parsers are not among the dependencies.
+"""
 
 from __future__ import annotations
 
@@ -9,14 +12,14 @@ from collections.abc import Iterator
 from typing import Any
 
 LONGEST = 2**26
-"""Bytes of a record. A file whose lines do not end would else be held whole, unpacked."""
+"""Maximum bytes of a record. A file without line ends would otherwise be held whole, decompressed."""
 READ = 1 << 20
 
 
 def whole_lines(file: Any, size: int) -> Iterator[bytes]:
-    """The content of a binary file in blocks that end with a line: about `size` bytes, or one line that is longer.
+    """Yield the content of a binary file in blocks that end with a line: about `size` bytes, or one longer line.
 
-    Raises ValueError where a line is longer than `LONGEST`.
+    Raises ValueError if a line is longer than `LONGEST`.
     """
     pending, held, number = list[bytes](), 0, 1
     while block := file.read(min(size, LONGEST)):
@@ -35,7 +38,7 @@ def whole_lines(file: Any, size: int) -> Iterator[bytes]:
 
 
 def text_lines(text: Any) -> Iterator[str]:
-    """The lines of a text file with their ends. Raises ValueError as `whole_lines` does."""
+    """Yield the lines of a text file with their ends. Raises ValueError as `whole_lines` does."""
     number = 1
     while line := text.readline(LONGEST + 1):
         if len(line) > LONGEST:
@@ -45,11 +48,10 @@ def text_lines(text: Any) -> Iterator[str]:
 
 
 def csv_rows(text: Any, delimiter: str) -> Iterator[dict[str, str] | list[str]]:
-    """The rows of a text file of CSV, as objects with the header's names.
+    """Yield the rows of a CSV file as objects with the header's names.
 
     A row with more or fewer cells than the header is a list, which `parse_record` rejects. Raises ValueError for a
-    header that names a column twice, and for marks of quotation that do not pair: one that nothing closes would take
-    all later rows into its cell.
+    header that names a column twice, and for an unpaired quotation mark, which would take all later rows into its cell.
     """
     csv.field_size_limit(LONGEST)
     rows, line = csv.reader(text_lines(text), delimiter=delimiter, strict=True), 1
@@ -70,21 +72,21 @@ def csv_rows(text: Any, delimiter: str) -> Iterator[dict[str, str] | list[str]]:
 
 
 class _Text:
-    """What has been read of a stream of UTF-8 and not been taken."""
+    """Text that was read from a UTF-8 stream and not yet consumed."""
 
     def __init__(self, stream: Any):
         self._stream, self._decoder = stream, codecs.getincrementaldecoder("utf-8-sig")()
         self.held, self.at, self.ended = "", 0, False
 
     def more(self) -> None:
-        """Reads as much again as is held, so that trying again and again takes no quadratic time."""
+        """Read as much again as is held, so that repeated parsing does not take quadratic time."""
         held = self.held[self.at :]
         block = self._stream.read(max(READ, len(held)))
         self.ended = not block
         self.held, self.at = held + self._decoder.decode(block, self.ended), 0
 
     def next(self) -> str:
-        """The next character that is no space, not taken; "" at the end."""
+        """Return the next character that is not a space, without consuming it; "" at the end."""
         while True:
             while self.at < len(self.held) and self.held[self.at] in " \t\r\n":
                 self.at += 1
@@ -94,7 +96,7 @@ class _Text:
 
 
 def json_values(stream: Any) -> Iterator[Any]:
-    """The elements of one JSON list, or one value. Raises ValueError for what is none, and above `LONGEST` each."""
+    """Yield the elements of one JSON list, or one value. Raises ValueError for invalid JSON or above `LONGEST`."""
     text, number = _Text(stream), 1
     if text.next() != "[":
         yield _value(text, number)
@@ -111,28 +113,28 @@ def json_values(stream: Any) -> Iterator[Any]:
             if mark == "]":
                 break
             if mark != ",":
-                raise ValueError(f"element {number} of its list is not behind a comma: it begins with {mark!r}")
+                raise ValueError(f"expected a comma before element {number} of its list, got {mark!r}")
     _end(text)
 
 
 def _value(text: _Text, number: int) -> Any:
-    """The next value, which is taken."""
+    """Consume and return the next value."""
     text.next()
     while True:
         try:
             value, end = json.JSONDecoder().raw_decode(text.held, text.at)
-            # A number may go on in what has not been read.
+            # A number may continue in unread text.
             if end < len(text.held) or text.ended:
                 text.at = end
                 return value
         except json.JSONDecodeError as error:
             if text.ended:
-                raise ValueError(f"element {number} of its list is no JSON: {error.msg}") from error
+                raise ValueError(f"element {number} of its list is not valid JSON: {error.msg}") from error
             if len(text.held) - text.at > LONGEST:
-                raise ValueError(f"element {number} of its list is no JSON, or longer than {LONGEST} bytes") from error
+                raise ValueError(f"element {number} of its list is invalid, or longer than {LONGEST} bytes") from error
         text.more()
 
 
 def _end(text: _Text) -> None:
     if mark := text.next():
-        raise ValueError(f"{mark!r} stands behind its end")
+        raise ValueError(f"expected nothing after the end of its JSON, got {mark!r}")

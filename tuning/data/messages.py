@@ -13,7 +13,7 @@ Message = dict[str, Any]
 
 ROLES = ("system", "user", "assistant", "tool")
 OPTIONAL = {"assistant": {"tool_calls"}, "tool": {"name", "tool_call_id"}}
-"""Keys that messages of a role may have beside `role` and `content`."""
+"""Keys that messages of a role may have in addition to `role` and `content`."""
 
 
 class RecordError(ValueError):
@@ -26,19 +26,19 @@ class RecordError(ValueError):
         self._arguments = (source, number, field, expected, got, id)
 
     def __reduce__(self) -> Any:
-        # An exception is pickled with `args`, which is the message alone, and Beam moves errors between processes.
+        # Beam pickles errors, and an exception is pickled with `args`, which is the message alone.
         return type(self), self._arguments
 
 
 def text_of(messages: Sequence[Mapping[str, Any]]) -> str:
-    """Messages for people and verifiers: the bare text of a single user turn, else one line a message."""
+    """Return messages for people and verifiers: the text of a single user turn, or one line a message."""
     if len(messages) == 1 and messages[0]["role"] == "user":
         return str(messages[0]["content"])
     return "\n".join(f"{message['role']}: {spoken(message)}" for message in messages)
 
 
 def spoken(message: Mapping[str, Any]) -> str:
-    """The text of a message, and its calls as JSON."""
+    """Return the text of a message, and its calls as JSON."""
     calls = message.get("tool_calls")
     return "\n".join(text for text in (message["content"], canonical_json(calls) if calls else "") if text)
 
@@ -59,7 +59,7 @@ class MessageParser:
         return list(tools)
 
     def options(self, values: Mapping[str, Any]) -> dict[str, Any]:
-        """Values that the chat template reads."""
+        """Return the values that the chat template reads."""
         field = "chat_template_kwargs"
         options = self.from_json(field, values.get(field, {}))
         if not isinstance(options, dict) or not all(isinstance(one, str | int | float) for one in options.values()):
@@ -67,7 +67,7 @@ class MessageParser:
         return options
 
     def from_json(self, field: str, value: Any) -> Any:
-        """The value of a field that holds no text; a text is its JSON, as Parquet files keep schemas."""
+        """Return the value of a field without text; text is its JSON, as Parquet files keep schemas."""
         if not isinstance(value, str):
             return value
         try:
@@ -84,7 +84,7 @@ class MessageParser:
         return messages
 
     def answer(self, field: str, value: Any) -> Message:
-        """A completion as a message of the assistant."""
+        """Return a completion as a message of the assistant."""
         if is_list_of_objects(value):
             messages = self.messages(field, value)
             if len(messages) != 1 or messages[0]["role"] != "assistant":
@@ -101,7 +101,7 @@ class MessageParser:
         return messages
 
     def message(self, field: str, message: Mapping[str, Any]) -> Message | None:
-        """A checked message; None for an empty one of the system, which exports write where there is no text."""
+        """Return a checked message; None for an empty system message, which exports write instead of none."""
         kept = {name: item for name, item in message.items() if item is not None}
         if kept.get("role") == "developer":
             kept["role"] = "system"
@@ -126,14 +126,14 @@ class MessageParser:
         return kept
 
     def joined(self, field: str, parts: list[Any]) -> str:
-        """The text of content parts, as the server joins them."""
+        """Return the text of content parts, as the server joins them."""
         for part in parts:
             if not isinstance(part, Mapping) or part.get("type", "text") != "text" or "text" not in part:
                 raise self.error(field, "a string, or parts {type: text, text}", kind_of(part))
         return "".join(self.text(f"{field}.text", part["text"]) for part in parts)
 
     def calls(self, field: str, calls: Any) -> list[dict[str, Any]]:
-        """Calls with their arguments as objects, whether they were objects or their JSON text."""
+        """Return calls with their arguments as objects; arguments may be JSON text."""
         if not is_list_of_objects(calls):
             raise self.error(field, "a list of objects", kind_of(calls))
         checked = []

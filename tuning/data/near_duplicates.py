@@ -34,12 +34,12 @@ def _word_hash(word: str) -> int:
 
 
 def _hashes(text: str) -> np.ndarray:
-    """Hashes uint64 of the text's words (`rlhf.tuning.texts.words`)."""
+    """Return hashes uint64 of the text's words (`rlhf.tuning.texts.words`)."""
     return np.array([_word_hash(word) for word in words(text)], np.uint64)
 
 
 def ngrams(text: str, length: int) -> np.ndarray:
-    """Hashes [G] uint64 of all runs of `length` words; a shorter text is one run."""
+    """Return hashes [G] uint64 of all runs of `length` words; a shorter text is one run."""
     return _runs(_hashes(text), length)
 
 
@@ -57,24 +57,24 @@ def _runs(hashes: np.ndarray, length: int) -> np.ndarray:
 
 
 def contamination(texts: Iterable[str], length: int) -> np.ndarray:
-    """Sorted hashes of all n-grams of the evaluation texts; a shorter text is one n-gram."""
+    """Return the sorted hashes of all n-grams of the evaluation texts; a shorter text is one n-gram."""
     grams = [ngrams(text, length) for text in texts]
     return np.unique(np.concatenate(grams)) if grams else np.zeros(0, np.uint64)
 
 
 def lengths_of(texts: Iterable[str], length: int) -> list[int]:
-    """The lengths of n-grams that `contamination` holds: `length`, and those of shorter texts."""
+    """Return the lengths of n-grams in `contamination`: `length`, and those of shorter texts."""
     return sorted({min(length, len(words(text))) for text in texts} - {0})
 
 
 def is_contaminated(text: str, known: np.ndarray, lengths: Iterable[int]) -> bool:
-    """Whether any n-gram of `text`, of any of the lengths, is in `known` (sorted)."""
+    """Return whether any n-gram of `text`, of any of the lengths, is in `known` (sorted)."""
     hashes = _hashes(text)
     for length in lengths:
         if len(hashes) < length:
             continue
         grams = _runs(hashes, length)
-        # searchsorted gives len(known) behind the last one.
+        # searchsorted returns len(known) for values above the last one.
         at = np.searchsorted(known, grams)
         if np.any(known[np.minimum(at, len(known) - 1)] == grams):
             return True
@@ -90,7 +90,10 @@ def _permutations() -> tuple[np.ndarray, np.ndarray]:
 
 
 def signature(text: str) -> np.ndarray:
-    """MinHash signature [P] uint32 of the text's 5-word shingles; equal positions estimate the Jaccard similarity."""
+    """Return the MinHash signature [P] uint32 of the text's 5-word shingles.
+
+    The share of equal positions of two signatures estimates the Jaccard similarity of their texts.
+    """
     grams = np.unique(ngrams(text, SHINGLE_WORDS))
     if not len(grams):
         return np.zeros(PERMUTATIONS, np.uint32)
@@ -100,7 +103,7 @@ def signature(text: str) -> np.ndarray:
 
 
 def bands_of(threshold: float) -> tuple[int, int]:
-    """(bands, rows of each): the longest bands, so the fewest pairs, that compare `MIN_RECALL` of those at `threshold`.
+    """Return (bands, rows of each) with the fewest pairs that compare `MIN_RECALL` of the pairs at `threshold`.
 
     Records of similarity s share one of b bands of r rows with probability 1 - (1 - s^r)^b (Leskovec et al., 3.4.2).
     Raises ValueError below `LOWEST_THRESHOLD`.
@@ -111,30 +114,14 @@ def bands_of(threshold: float) -> tuple[int, int]:
     return next((b, r) for b, r in shapes if 1 - (1 - threshold**r) ** b >= MIN_RECALL)
 
 
-def band_keys(signatures_NP: np.ndarray, threshold: float) -> np.ndarray:
-    """Hashes [bands, N] uint64 of each band of signatures [N, P]; `bands_of` chooses the bands."""
-    bands, rows = bands_of(threshold)
-    keys = np.zeros((bands, len(signatures_NP)), np.uint64)
-    for column in range(bands * rows):
-        band = column // rows
-        keys[band] = keys[band] * _PRIME + signatures_NP[:, column].astype(np.uint64)
-    return keys
-
-
-def near_duplicates(
-    signatures_NP: np.ndarray,
-    rank_N: np.ndarray,
-    threshold: float,
-    bands: Iterable[tuple[np.ndarray, np.ndarray]] | None = None,
-) -> np.ndarray:
-    """Numbers of the records to leave out: all but the best-ranked of each set of linked records.
+def near_duplicates(signatures_NP: np.ndarray, rank_N: np.ndarray, threshold: float) -> np.ndarray:
+    """Return the numbers of the records to leave out: all but the best-ranked of each set of linked records.
 
     Records that share a band are compared and linked if their similarity is at least `threshold`. The result does not
-    depend on the order of the rows. Beside the arguments it holds 8 bytes a record: signatures may be a mapped file.
+    depend on the order of the rows. Signatures may be a mapped file.
 
     Args:
         signatures_NP: [N, P] uint32. rank_N: [N], the smallest stays.
-        bands: keys of a band and the numbers of their records, equal keys together; by default of all `band_keys`.
     """
     parent = np.arange(len(rank_N))
 
@@ -145,12 +132,14 @@ def near_duplicates(
             i = parent[i]
         return i
 
-    if bands is None:
-        bands = ((keys, np.arange(len(rank_N))) for keys in band_keys(signatures_NP, threshold))
-    for keys, numbers in bands:
+    bands, rows = bands_of(threshold)
+    for band in range(bands):
+        keys = np.zeros(len(rank_N), np.uint64)
+        for column in range(band * rows, (band + 1) * rows):
+            keys = keys * _PRIME + signatures_NP[:, column].astype(np.uint64)
         # By key, and by rank among equal keys.
-        at = np.lexsort((rank_N[numbers], keys))
-        ordered, order = keys[at], numbers[at]
+        order = np.lexsort((rank_N, keys))
+        ordered = keys[order]
         same = ordered[1:] == ordered[:-1]
         # Runs of equal keys: `same` 0 1 1 0 1 -> edges 1 3 4 5 -> buckets order[1:4] and order[4:6].
         edges = np.flatnonzero(np.diff(np.concatenate([[False], same, [False]]).astype(np.int8)))
@@ -169,8 +158,10 @@ def near_duplicates(
 
 
 def _pairs(order: np.ndarray, starts: np.ndarray, stops: np.ndarray) -> Iterator[tuple[np.ndarray, np.ndarray]]:
-    """Pairs to compare of buckets `order[start:stop]`, many at a time: all of a small bucket, a number linear in the
-    size of a large one."""
+    """Yield pairs to compare of buckets `order[start:stop]`, many at a time.
+
+    These are all pairs of a small bucket, and a number of pairs linear in the size of a large one.
+    """
     sizes = stops - starts
     for size in range(2, _ALL_PAIRS + 1):
         one, two = np.triu_indices(size, 1)

@@ -1,8 +1,8 @@
-"""Names of what a record asks, by which a held-out prompt is found in training data.
+"""Hashes of prompts, which find a held-out prompt in training data.
 
-A name is a 60-bit hash. Names agree if the texts of two prompts agree (as `rlhf.tuning.texts.normal` writes them), or
-the tokens before what is trained, or the turns before it without the system's: a recipe adds a system prompt to records
-that have none, and one that differs makes no other question.
+Prompts share a 60-bit hash if their texts agree (as `rlhf.tuning.texts.normal` writes them), or the tokens before the
+trained ones, or the turns before the trained one without the system's. System turns are left out because a recipe adds
+a system prompt to records without one, and another system prompt does not make another question.
 """
 
 from __future__ import annotations
@@ -21,15 +21,15 @@ if TYPE_CHECKING:
 
 
 def hash64(text: str) -> int:
-    """The first 60 bits of the text's sha256, so that the number fits a signed integer too."""
+    """Return the first 60 bits of the text's sha256, which fit a signed integer too."""
     return int(hashlib.sha256(text.encode()).hexdigest()[:15], 16)
 
 
 def turn_names(record: Record, output: str) -> list[int]:
-    """Names of the turns that a row of `output` answers: of a held-out record its prompt, of others what SFT trains.
+    """Return hashes of the turns that a row of `output` answers: of a held-out prompt, or before trained turns.
 
-    Where only the system's turn tells tasks apart, records name their groups. Those of two records that both do never
-    agree here: their groups say what belongs together.
+    Hashes of two records that both name their group never agree, because their groups state which records belong
+    together: only the system's turn may tell tasks apart.
     """
     if record.text is not None:
         return []
@@ -38,7 +38,7 @@ def turn_names(record: Record, output: str) -> list[int]:
     if output == "sft" and record.conversation is not None:
         turns = record.conversation
         ends = [i for i, message in enumerate(turns) if message["role"] == "assistant"]
-    # A held-out name of either kind meets a trained one of its kind; a record with a group of its own has one of them.
+    # A held-out hash of either kind meets a trained one of its kind; a record that names its group has one kind alone.
     kinds = ["held out" if held_out else "trained"] if record.named_group else ["held out", "trained"]
     names: set[int] = set()
     said, anything = hashlib.sha256(), False
@@ -53,7 +53,7 @@ def turn_names(record: Record, output: str) -> list[int]:
 
 
 def prompt_names(record: Record, drafts: Iterable[Draft]) -> list[int]:
-    """Names of a record's rows: of the prompt's text, and of tokens and turns before what is trained."""
+    """Return hashes of a record's rows: of the prompt's text, and of tokens and turns before the trained ones."""
     if record.text is not None:
         return []
     names = {hash64(normal(record.prompt_text))}

@@ -25,10 +25,9 @@ import os
 import pickle
 import threading
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
-from pathlib import Path
 from typing import Any
 
 import apache_beam as beam
@@ -40,7 +39,7 @@ from apache_beam.options.pipeline_options import PipelineOptions
 from rlhf.tuning.data.blocks import Block, Draft, Entry, Plan
 from rlhf.tuning.data.files import Part, read_part
 from rlhf.tuning.data.overlap import hash64, prompt_names, turn_names
-from rlhf.tuning.data.receipts import counted, read_receipts, write_receipt
+from rlhf.tuning.data.receipts import count_receipts, write_receipt
 from rlhf.tuning.data.remote import publish
 from rlhf.tuning.data.runners import Runner, RunnerError, flags_of, reach
 from rlhf.tuning.data.schema import DEAD, LEDGER, ORDER, SCHEMAS, ipc_bytes, table_of
@@ -49,15 +48,15 @@ from rlhf.tuning.data.steps import STEPS, wanted_steps
 # Limits the number of Python objects where records are much smaller than a block.
 BLOCK_RECORDS = 8192
 PARTS_AT_A_TIME = 4
-"""Parts that a process of this machine takes, for which it runs one pipeline."""
+"""Maximum number of parts for which a process of this machine runs one pipeline."""
 
 
 class ProcessDied(RuntimeError):
-    """A process that prepares data on this machine was killed; the message says what to do."""
+    """A process that prepares data on this machine was killed; the message names the remedy."""
 
 
 class BlockCoder(beam.coders.Coder):
-    """Pickles blocks that a runner moves. Their size is an estimate, since Beam asks for it at every step."""
+    """Pickles blocks that a runner moves. Their size is an estimate because Beam asks for it at every step."""
 
     def encode(self, value: Block) -> bytes:
         return pickle.dumps(value, pickle.HIGHEST_PROTOCOL)
@@ -76,7 +75,7 @@ beam.coders.registry.register_coder(Block, BlockCoder)
 
 
 class Read(beam.DoFn):
-    """Part -> its blocks."""
+    """Yields the blocks of a part."""
 
     def __init__(self, block_bytes: int) -> None:
         self.block_bytes = block_bytes
@@ -86,7 +85,7 @@ class Read(beam.DoFn):
 
 
 def blocks_of(part: Part, block_bytes: int) -> Iterator[Block]:
-    """The records of a part, in blocks of at most `block_bytes` (but at least one record)."""
+    """Yield the records of a part, in blocks of at most `block_bytes` (but at least one record)."""
     entries: list[Entry] = []
     size, start = 0, 0
     for number, line in read_part(part):
@@ -96,28 +95,27 @@ def blocks_of(part: Part, block_bytes: int) -> Iterator[Block]:
             entries, size, start = [], 0, place
         entries.append(Entry(part.position + place, number, line))
         size += len(line)
-    # Also without records: a part is finished when blocks have all of its places.
+    # Also without records: a part is finished when blocks cover all of its positions.
     yield _block(part, start, part.count, entries)
 
 
 def _block(part: Part, start: int, stop: int, entries: list[Entry]) -> Block:
-    # Both places: blocks of another size (other settings) have other names, unless they have the same records.
     return Block(f"{name_of(part)}-{start:09d}-{stop:09d}", part, start, stop, entries)
 
 
 def name_of(part: Part) -> str:
-    """The part in names of pieces. Parts of another split of the file (other settings) have other names."""
+    """Return the part's name in names of pieces. It depends on how the file is cut."""
     return f"{part.position:012d}-{part.size:x}-{part.checksum:08x}"
 
 
 class Apply(beam.DoFn):
-    """Block -> the block after a step. Its counts go into the block and into Beam's counters."""
+    """Applies a step to a block, and adds its counts to the block and to Beam's counters."""
 
     def __init__(self, name: str, plan: Plan) -> None:
         self.name, self.plan = name, plan
 
     def setup(self) -> None:
-        # In the worker: steps hold tokenizers and regular expressions, which are not pickled.
+        # In the worker, because steps hold tokenizers and regular expressions, which are not pickled.
         self.step = STEPS[self.name](self.plan)
 
     def process(self, block: Block) -> Iterator[Block]:
@@ -129,7 +127,7 @@ class Apply(beam.DoFn):
 
 
 class Write(beam.DoFn):
-    """Block -> its pieces, then its receipt, in a folder that all workers can write to."""
+    """Writes the pieces of a block, then its receipt, to a folder that all workers share."""
 
     def __init__(self, folder: str, shards: int) -> None:
         self.folder, self.shards = folder, shards
@@ -158,8 +156,6 @@ class Write(beam.DoFn):
             "dead": len(block.dead),
             "reasons": [letter["reason"] for letter in block.dead[:3]],
             "counts": block.counts,
-            "extracted": block.extracted,
-            "fields": block.fields,
             "sums": sums,
         }
         # Last: a block with a receipt has all its pieces.
@@ -168,34 +164,34 @@ class Write(beam.DoFn):
         yield block.name
 
     def table(self, rows: list[dict[str, Any]], columns: dict[str, pa.DataType]) -> pa.Table:
-        """Rows with their shards."""
+        """Return the rows with their shards as a table."""
         return table_of([row | {"shard": shard_of(row["key"], self.shards)} for row in rows], columns)
 
     def publish(self, name: str, table: pa.Table) -> dict[str, str]:
-        """Writes a piece; its checksum by its name."""
+        """Write a piece and return its checksum by its name."""
         data = ipc_bytes(table)
         publish(f"{self.folder}/{name}", data)
         return {name: hashlib.sha256(data).hexdigest()}
 
 
 def shard_of(key: str, shards: int) -> int:
-    """The shard of all rows with this key."""
+    """Return the shard of all rows with this key."""
     return hash64(key) % shards
 
 
 def _placed(entry: Entry, draft: Draft, label: str) -> Iterator[dict[str, Any]]:
-    """The columns of a row with its provenance, once and again for each further copy by weight."""
+    """Yield the columns of a row with its provenance, once for each copy by weight."""
     row = {**draft.columns, **draft.ids, "completion_mask": draft.mask, "key": draft.key}
     row |= {"source": label, "record": entry.number, "content": entry.record.content, "position": entry.position}
     row |= {"group": entry.record.group, "turns": turn_names(entry.record, draft.output)}
     yield row
     for copy in range(1, entry.times):
-        # A key of its own, or the copy would be removed as a duplicate.
+        # With the same key the copy would be removed as a duplicate.
         yield row | {"id": f"{row['id']}~{copy}", "key": f"{draft.key}~{copy}"}
 
 
 def _fate(entry: Entry) -> dict[str, Any]:
-    """The record's line in the ledger."""
+    """Return the record's line in the ledger."""
     record = entry.record
     return {
         "id": record.id,
@@ -205,10 +201,8 @@ def _fate(entry: Entry) -> dict[str, Any]:
         "rows": [draft.output for draft in entry.drafts for _ in range(entry.times)],
         "dropped": entry.dropped,
         "id_hash": hash64(record.id),
-        # Default groups never clash: `rlhf.tuning.data.merge.leaks` compares the prompts themselves.
+        # Default groups never clash: their prompts are compared.
         "group_hash": hash64(record.group) if record.named_group else None,
-        # Of a record whose side is drawn by its group: documents and records that name a split are none.
-        "drawn_hash": hash64(record.group) if record.split is None and record.text is None else None,
         "prompt_hashes": prompt_names(record, entry.drafts),
         "signature": None if entry.signature is None else entry.signature.tobytes(),
         "key": record.content,
@@ -216,58 +210,17 @@ def _fate(entry: Entry) -> dict[str, Any]:
     }
 
 
-def receipts(folder: str, check: bool = True) -> dict[str, dict[str, Any]]:
-    """The receipts of finished blocks by name, in the order of their records.
+def finished(parts: Iterable[Part], receipts: Mapping[str, Mapping[str, Any]]) -> tuple[list[Part], list[str]]:
+    """Return (unfinished parts, blocks of finished parts). The blocks of a finished part cover all of its positions.
 
-    check: leave out blocks that are not as they were written, after a loss of power or on a disk that fails. Only
-    pieces of a local folder are read for it: an object store checks what it holds.
+    receipts: of blocks of one size, by name.
     """
-    found = read_receipts(folder)
-    if not check or "://" in folder:
-        return found
-    return {name: receipt for name, receipt in found.items() if _are_whole(Path(folder), receipt["sums"])}
-
-
-def _are_whole(folder: Path, sums: dict[str, str]) -> bool:
-    """Whether files have these checksums."""
-    try:
-        return all(hashlib.sha256((folder / name).read_bytes()).hexdigest() == sum_ for name, sum_ in sums.items())
-    except FileNotFoundError:
-        return False
-
-
-def finished(parts: Iterable[Part], done: dict[str, dict[str, Any]]) -> tuple[list[Part], list[str]]:
-    """(unfinished parts, blocks of finished parts). A part is finished when blocks have each of its places once.
-
-    Blocks of several sizes may be there, of which those count that follow on one another.
-    """
-    by_part: dict[str, list[tuple[int, int, str]]] = {}
-    for name, receipt in done.items():
-        by_part.setdefault(receipt["part"], []).append((receipt["start"], receipt["stop"], name))
-    todo, blocks = [], []
-    for part in parts:
-        found = _chain(by_part.get(name_of(part), []), part.count)
-        if found is None:
-            todo.append(part)
-        else:
-            blocks += found
-    return todo, blocks
-
-
-def _chain(blocks: Iterable[tuple[int, int, str]], count: int) -> list[str] | None:
-    """Names of blocks, given as (start, stop, name), that cover the places to `count` without gap and overlap."""
-    # By the place where it stops, the block that follows on others from the first place on.
-    last: dict[int, tuple[int, str]] = {}
-    for start, stop, name in sorted(blocks):
-        if start < stop and (start == 0 or start in last):
-            last.setdefault(stop, (start, name))
-    names = []
-    while count:
-        if count not in last:
-            return None
-        count, name = last[count]
-        names.append(name)
-    return names[::-1]
+    covered = Counter[str]()
+    for receipt in receipts.values():
+        covered[receipt["part"]] += receipt["stop"] - receipt["start"]
+    todo = [part for part in parts if covered[name_of(part)] < part.count]
+    whole = {name_of(part) for part in parts} - {name_of(part) for part in todo}
+    return todo, [name for name, receipt in receipts.items() if receipt["part"] in whole]
 
 
 def run(
@@ -291,7 +244,7 @@ def run(
         ProcessDied: a process of this machine was killed.
     """
     runner = runner or Runner()
-    with counted(folder, progress):
+    with count_receipts(folder, progress):
         if runner.workers > 1:
             return _by_processes(parts, plan, folder, block_bytes, runner.workers)
         return _tokenized(parts, plan, folder, block_bytes, runner)
@@ -313,14 +266,14 @@ def _tokenized(parts: Sequence[Part], plan: Plan, folder: str, block_bytes: int,
 
 
 def _by_processes(parts: Sequence[Part], plan: Plan, folder: str, block_bytes: int, workers: int) -> dict[str, int]:
-    """Runs a pipeline for every few parts, in several processes.
+    """Run a pipeline for every few parts, in several processes.
 
-    Beam's own processes would talk through ports that are open to the network, without a password.
+    Beam's own processes would communicate through ports that are open to the network without a password.
     """
     size = max(1, min(PARTS_AT_A_TIME, len(parts) // (2 * workers)))
     slices = [parts[start : start + size] for start in range(0, len(parts), size)]
     total = Counter[str]()
-    # Spawned: the caller may hold JAX and its threads, which a fork does not copy.
+    # Spawned, because the caller may hold JAX, whose threads a fork does not copy.
     with ProcessPoolExecutor(workers, multiprocessing.get_context("spawn"), _begin) as pool:
         one = functools.partial(_tokenized, plan=plan, folder=folder, block_bytes=block_bytes, runner=Runner())
         try:
@@ -335,7 +288,7 @@ def _by_processes(parts: Sequence[Part], plan: Plan, folder: str, block_bytes: i
 
 
 def _begin() -> None:
-    """Begins a process: the processes occupy the cores, so the tokenizer starts no threads; it ends with its parent."""
+    """Start a process that ends with its parent. Its tokenizer starts no threads, since the processes use all cores."""
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
     parent = multiprocessing.parent_process()
     assert parent is not None
@@ -348,19 +301,19 @@ def _begin() -> None:
 
 
 def pipeline_on(runner: Runner) -> beam.Pipeline:
-    """An empty pipeline for a runner. Raises RunnerError where its job server does not answer."""
+    """Return an empty pipeline for a runner. Raises RunnerError if its job server does not answer."""
     reach(runner)
     return beam.Pipeline(options=PipelineOptions(flags_of(runner)))
 
 
 def executed(pipeline: beam.Pipeline, runner: Runner) -> dict[str, int]:
-    """Runs a pipeline to its end; Beam's counters, as step/name."""
+    """Run a pipeline to its end and return Beam's counters, as step/name."""
     result: Any = None
     try:
         result = pipeline.run()
         result.wait_until_finish()
     except BaseException as error:
-        # A job that went on would write beside that of the next run. The local runner has no job to cancel.
+        # A job that continues would write to the folder of the next run. The local runner has no job to cancel.
         with contextlib.suppress(Exception):
             result.cancel()
         if isinstance(error, grpc.RpcError):

@@ -63,17 +63,17 @@ class Examples(Sequence[Group]):
         )
 
     def apart(self) -> Examples:
-        """Each completion as an example of its own."""
+        """Return each completion as a separate example."""
         each = self.completions_NC2.shape[1]
         prompts, completions = np.repeat(self.prompts_N2, each, axis=0), self.completions_NC2.reshape(-1, 1, 2)
         return dataclasses.replace(self, prompts_N2=prompts, completions_NC2=completions)
 
     def with_completions_of(self, others: Sequence[int]) -> Examples:
-        """Prompt n with the completions of example `others[n]`."""
+        """Return prompt n with the completions of example `others[n]`."""
         return dataclasses.replace(self, completions_NC2=self.completions_NC2[np.asarray(others)])
 
     def prompt_bytes(self) -> list[bytes]:
-        """The token ids of each prompt, int32, as bytes, which can be compared and hashed."""
+        """Return the token ids of each prompt, int32, as bytes, which can be compared and hashed."""
         return [self.tokens[start:end].astype(np.int32).tobytes() for start, end in self.prompts_N2]
 
     @property
@@ -93,9 +93,9 @@ class Examples(Sequence[Group]):
 
 
 def map_examples(folder: Path, completions: Sequence[str] = ("completion",), mapped: bool = True) -> Examples:
-    """The examples in arrays of `rlhf.tuning.data.flat`; `completions` names those of a row.
+    """Return the examples in arrays of `rlhf.tuning.data.flat`; `completions` names those of a row.
 
-    Files are mapped: nothing is copied, and memory holds the pages that were read lately. Raises FlatError.
+    Files are mapped: nothing is copied, and memory holds recently read pages. Raises FlatError.
     """
     tokens, mask, spans = load_flat(folder, 1 + len(completions), mapped)
     return Examples(tokens, mask, spans[:, 0], spans[:, 1:])
@@ -104,10 +104,10 @@ def map_examples(folder: Path, completions: Sequence[str] = ("completion",), map
 def read_examples(
     paths: Sequence[str | Path], completions: Sequence[str] = ("completion",), folder: Path | None = None
 ) -> Examples:
-    """The rows of Parquet shards without such arrays, as of `rlhf.tuning.data.flat.write_flat`.
+    """Return the examples of Parquet shards without arrays; columns as in `rlhf.tuning.data.flat.write_flat`.
 
-    Shards are decoded once, a row group at a time. With `folder` the arrays are mapped files there. They have no name
-    any more, so they take no memory and disappear with the process.
+    Shards are decoded once, a row group at a time. With `folder` the arrays are mapped files there, already unlinked,
+    so that they take no memory and disappear with the process.
     """
     with tempfile.TemporaryDirectory(dir=folder) as scratch:
         write_flat(paths, completions, Path(scratch))
@@ -118,13 +118,13 @@ def read_examples(
 class Steps(Sequence[list[int]]):
     """The numbers of the examples of each optimizer step.
 
-    Every epoch has an order of its own. Its last step may be smaller; none spans two epochs.
+    Each epoch has another order. Its last step may be smaller; none spans two epochs.
     """
 
     def __init__(
         self, sizes_N: np.ndarray, epochs: int, seed: int, examples: int | None = None, tokens: int | None = None
     ):
-        """A step takes `examples` examples, or as many, in order, as have at most `tokens` tokens.
+        """Divide each epoch into steps of `examples` examples, or of as many as have at most `tokens` tokens.
 
         Raises ValueError unless exactly one of them is set, and for an example of more tokens than a step.
         """
@@ -161,11 +161,11 @@ class Steps(Sequence[list[int]]):
         return [int(n) for n in shuffled(np.arange(start, end), self._count, self._seeds[epoch])]
 
 
-def _cuts(sizes: np.ndarray, most: int) -> np.ndarray:
-    """Bounds of steps [steps + 1]: each takes as many examples as fit into `most` tokens."""
+def _cuts(sizes: np.ndarray, limit: int) -> np.ndarray:
+    """Return bounds of steps [steps + 1]; each step takes as many examples as fit into `limit` tokens."""
     ends, bounds = np.cumsum(sizes), [0]
     while bounds[-1] < len(sizes):
         used = int(ends[bounds[-1] - 1]) if bounds[-1] else 0
         # The number of examples whose tokens end within the budget; at least one, as none is larger.
-        bounds.append(int(np.searchsorted(ends, used + most, "right")))
+        bounds.append(int(np.searchsorted(ends, used + limit, "right")))
     return np.asarray(bounds)

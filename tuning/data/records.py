@@ -6,17 +6,17 @@ A raw record is a JSON object. A number as `id`, `answer` or `group` is its JSON
     prompt      str, or a list of messages {"role", "content"} that ends before the assistant's turn.
     completion  str, optional: the wanted (for a pair: the preferred) answer of the assistant.
     rejected    str or list of str, optional: answers that lose against `completion`.
-    label       bool, optional: whether `completion` is a good answer, where there is no other to compare it with.
+    label       bool, optional: whether `completion` is a good answer, if there is no other to compare it with.
     answer      str or number, optional: what a verifier compares with.
     margin      float, optional: how much better `completion` is than `rejected`.
-    tools       list of objects, optional: the functions that the chat template tells the assistant about.
+    tools       list of objects, optional: the functions that the chat template describes to the assistant.
     chat_template_kwargs  object, optional: values that the chat template reads, such as {"enable_thinking": false}.
     split       "sft" | "preference" | "labelled" | "prompts" | "heldout", optional: the only one to use the record.
     group       str or number, optional: training and held-out share no group. Default: by `opening`.
     metadata    object, optional: passed through to rewards and reports.
     text        str, alone: a document for SFT, every token of which is trained.
 
-Other tools' layouts are translated first (`rlhf.tuning.data.layouts`). Those of TRL datasets are read as they are:
+`rlhf.tuning.data.layouts` translates other tools' layouts first. Those of TRL datasets need no translation:
 `messages`; `chosen` in place of `completion`; `completion`, `chosen` and `rejected` as a list of one assistant message;
 `chosen` and `rejected` as complete conversations without `prompt`.
 
@@ -69,7 +69,7 @@ class Record:
     rejected: tuple[str, ...] = ()
     label: bool | None = None
     conversation: tuple[Message, ...] | None = None
-    """All turns, where SFT trains more than the last turn's text: earlier turns, or tool calls."""
+    """All turns, if SFT trains more than the last turn's text: earlier turns, or tool calls."""
     tools: tuple[dict[str, Any], ...] = ()
     answer: str | None = None
     margin: float | None = None
@@ -80,17 +80,17 @@ class Record:
     """The completion and the rejected completions as messages."""
     chat_template_kwargs: dict[str, Any] = dataclasses.field(default_factory=dict)
     field: str = "prompt"
-    """The field that its turns came from."""
+    """The field of its turns."""
     text: str | None = None
     """A document; such a record has no prompt and no completion."""
     layout: str = "native"
-    """The layout that it came in."""
+    """Its original layout."""
     named_group: bool = False
-    """Whether `group` is the record's own, not the default."""
+    """Whether the record names its group; else it is the default."""
 
     @property
     def prompt_text(self) -> str:
-        """The prompt for people and verifiers: the bare text of a single user turn, else one line a message.
+        """The prompt for people and verifiers: the text of a single user turn, or one line a message.
 
         Empty for a document.
         """
@@ -98,7 +98,7 @@ class Record:
 
 
 def usable(record: Record) -> list[str]:
-    """The outputs of training whose fields the record has."""
+    """Return the training outputs for which the record has all fields."""
     if record.text is not None:
         return ["sft"]
     fits = {
@@ -119,7 +119,7 @@ def parse_line(
     layout: str = "auto",
     strings: bool = False,
 ) -> Record:
-    """A record from one line of JSON. `strings`: every value is text, as in CSV. Else as `parse_record`."""
+    """Return a record from one line of JSON. `strings`: every value is text, as in CSV. Else as `parse_record`."""
     try:
         raw = json.loads(line.removeprefix(b"\xef\xbb\xbf") if isinstance(line, bytes) else line)
     except (ValueError, RecursionError) as error:
@@ -136,11 +136,11 @@ def parse_record(
     layout: str = "auto",
     strings: bool = False,
 ) -> Record:
-    """A checked record from a raw one.
+    """Check a raw record.
 
     Args:
         raw: the object; fields that are None count as absent.
-        source: file or task, and `number` the record's place in it (from 1): both only for error messages.
+        source: file or task, and `number` the record's number in it (from 1), for error messages.
         mapper: gives the source's fields the names of this layout.
         extra: what to do with unknown fields: "error", or "metadata" to move them into `metadata`.
         layout: one of `rlhf.tuning.data.layouts.LAYOUTS`, or "auto" to detect it from the fields.
@@ -218,13 +218,13 @@ class _Parser(MessageParser):
         )
 
     def named_group(self, group: str | None) -> str | None:
-        """The group that a record names. How those begin that name none is theirs."""
+        """Return the group that a record names. The prefix of default groups is reserved."""
         if group is not None and group.startswith(PROMPT_GROUP):
             raise self.error("group", f"a name that does not begin with {PROMPT_GROUP!r}", repr(group))
         return group
 
     def metadata(self, values: Mapping[str, Any], extra: str) -> dict[str, Any]:
-        """The metadata, with unknown fields where `extra` says so."""
+        """Return the metadata, with unknown fields if `extra` is "metadata"."""
         metadata = values.get("metadata", {})
         if not isinstance(metadata, dict):
             raise self.error("metadata", "an object", kind_of(metadata))
@@ -244,7 +244,7 @@ class _Parser(MessageParser):
         if not isinstance(label, bool):
             raise self.error("label", "true or false", kind_of(label))
         if completion is None or rejected:
-            raise self.error("label", "a completion and no `rejected` beside it", "rejected" if rejected else "neither")
+            raise self.error("label", "a completion and no `rejected`", "rejected" if rejected else "neither")
         return label
 
     def margin(self, values: Mapping[str, Any]) -> float | None:
@@ -256,18 +256,18 @@ class _Parser(MessageParser):
         return float(margin)
 
     def split(self, values: Mapping[str, Any], document: str | None) -> str | None:
-        """The only output that uses the record."""
+        """Return the only output that uses the record."""
         split = values.get("split")
         if split is None:
             return None
         if split not in SPLITS:
             raise self.error("split", f"one of {', '.join(SPLITS)}", kind_of(split))
         if document is not None and split != "sft":
-            raise self.error("split", "'sft' or nothing beside `text`", kind_of(split))
+            raise self.error("split", "'sft' or nothing, since the record has `text`", kind_of(split))
         return str(split)
 
     def useful(self, split: str, completion: str | None, rejected: Sequence[str], label: bool | None) -> None:
-        """Raises RecordError where a field that the record's split needs is missing."""
+        """Raise RecordError if a field that the record's split needs is missing."""
         if split in ("sft", "preference", "labelled") and completion is None:
             raise self.error("completion", f"a completion, since split is {split!r}", "none")
         if split == "preference" and not rejected:
@@ -278,7 +278,7 @@ class _Parser(MessageParser):
             raise self.error("label", "no bad completion, since split is 'sft'", "false")
 
     def canonical(self, content: Mapping[str, Any]) -> str:
-        """The canonical JSON of a record's content, absent fields left out."""
+        """Return the canonical JSON of a record's content without absent fields."""
         try:
             text = canonical_json({name: value for name, value in content.items() if value is not None})
             # A lone surrogate passes JSON but has no UTF-8, so it would fail later, in `digest`.
@@ -288,24 +288,24 @@ class _Parser(MessageParser):
         return text
 
     def document(self, values: dict[str, Any]) -> str | None:
-        """The text of a document, None for other records. A document has no other training fields."""
+        """Return the text of a document, None for other records. A document has no other training fields."""
         if "text" not in values:
             return None
-        beside = sorted(set(values) & {"prompt", "completion", "rejected", "answer", "label", "tools", *ALIASES})
-        if beside:
-            expected = f"a document without `{beside[0]}` (to leave it out, set rename: {{text: null}})"
+        others = sorted(set(values) & {"prompt", "completion", "rejected", "answer", "label", "tools", *ALIASES})
+        if others:
+            expected = f"a document without `{others[0]}` (to leave it out, set rename: {{text: null}})"
             raise self.error("text", expected, kind_of(values["text"]))
         return self.text("text", values["text"])
 
     def turns(self, values: dict[str, Any]) -> tuple[list[Message], list[Message]]:
-        """The prompt, and the completion with the rejected ones, from any of the layouts of the module's docstring."""
+        """Return the prompt, and the completion with the rejected ones, from any layout of the module's docstring."""
         if "chosen" in values and "completion" in values:
             raise self.error("chosen", "either `chosen` or `completion`", "both")
         chosen_name = "chosen" if "chosen" in values else "completion"
         chosen, rejected = values.get(chosen_name), values.get("rejected")
         if "messages" in values:
             if "prompt" in values or chosen is not None or rejected is not None:
-                raise self.error("messages", "no prompt, completion, chosen or rejected beside it", "both")
+                raise self.error("messages", "no prompt, completion, chosen or rejected next to it", "both")
             messages = self.messages("messages", self.from_json("messages", values["messages"]))
             if messages[-1]["role"] != "assistant":
                 return self.prompt("messages", messages), []
@@ -333,7 +333,7 @@ class _Parser(MessageParser):
         return prompt, answers
 
     def conversation(self, values: dict[str, Any]) -> list[Message] | None:
-        """The turns of `messages`, where SFT trains more than the last one's text; else None."""
+        """Return the turns of `messages` if SFT trains more than the last one's text, else None."""
         if "messages" not in values:
             return None
         messages = self.messages("messages", self.from_json("messages", values["messages"]))
@@ -345,7 +345,7 @@ class _Parser(MessageParser):
         return messages if earlier or "tool_calls" in messages[-1] else None
 
     def optional_text(self, field: str, values: dict[str, Any]) -> str | None:
-        """The text of a field that may be a number, which is its JSON text. No other field converts."""
+        """Return the text of a field that may be a number, which becomes its JSON text."""
         if (value := values.get(field)) is None:
             return None
         return self.text(field, json.dumps(value) if is_finite(value) else value, "a non-empty string or a number")

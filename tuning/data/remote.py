@@ -35,11 +35,11 @@ _BUFFER_BYTES = 1 << 20
 
 
 class SourceError(ValueError):
-    """A source that is missing or cannot be read; the message says what to do."""
+    """A source that is missing or cannot be read; the message names the remedy."""
 
 
 def filesystem(url: str) -> tuple[Any, str]:
-    """File system and path of a URL or local path."""
+    """Return file system and path of a URL or local path."""
     # A cached listing would not show files that another process has written since.
     remote = "://" in url and not url.startswith(("file:", "local:", "memory:"))
     try:
@@ -50,7 +50,7 @@ def filesystem(url: str) -> tuple[Any, str]:
 
 
 def again(action: Callable[[], T], what: str) -> T:
-    """The result of `action`, called up to TRIES times with pauses that double. Errors name `what`."""
+    """Return the result of `action`, called up to TRIES times with pauses that double. Errors name `what`."""
     try:
         # Every file system has its own exceptions, so each one is transient unless it is clearly the caller's fault.
         return retried(
@@ -66,8 +66,8 @@ def again(action: Callable[[], T], what: str) -> T:
 
 
 def type_of(fs: Any, path: str, what: str) -> str | None:
-    """ "file", "directory", or None where nothing exists."""
-    # `fs.exists` and `fs.isdir` return False on any error, also on one of the network.
+    """Return "file", "directory", or None if nothing exists."""
+    # `fs.exists` and `fs.isdir` return False on any error, including network errors.
     try:
         return str(again(lambda: fs.info(path), what)["type"])
     except FileNotFoundError:
@@ -75,7 +75,7 @@ def type_of(fs: Any, path: str, what: str) -> str | None:
 
 
 class _Resuming(io.RawIOBase):
-    """A file of known size that is reopened after an error and read on from the same byte."""
+    """A file of known size that is reopened after an error and resumes at the same byte."""
 
     def __init__(self, fs: Any, path: str, url: str, size: int) -> None:
         self.fs, self.path, self.url, self.size = fs, path, url, size
@@ -131,7 +131,7 @@ class _Resuming(io.RawIOBase):
 
 
 def open_input(url: str) -> Any:
-    """A buffered file for reading bytes. It is seekable and resumes after errors, unless its size is unknown.
+    """Open a buffered file of bytes. It is seekable and resumes after errors, unless its size is unknown.
 
     Raises FileNotFoundError, or SourceError after repeated errors.
     """
@@ -143,7 +143,7 @@ def open_input(url: str) -> Any:
 
 
 def read_range(url: str, start: int, stop: int) -> bytes:
-    """The bytes [start, stop) of a file. Raises SourceError where it has fewer."""
+    """Return the bytes [start, stop) of a file. Raises SourceError if it has fewer."""
     with open_input(url) as file:
         file.seek(start)
         data: bytes = file.read(stop - start)
@@ -153,7 +153,7 @@ def read_range(url: str, start: int, stop: int) -> bytes:
 
 
 def publish(url: str, data: bytes) -> None:
-    """Writes a file that is visible only when it is complete."""
+    """Write a file that is visible only when it is complete."""
     fs, path = filesystem(url)
     if "file" in (fs.protocol if isinstance(fs.protocol, tuple) else (fs.protocol,)):
         with whole_file(Path(path)) as partial:
@@ -164,7 +164,7 @@ def publish(url: str, data: bytes) -> None:
 
 
 def remove_folder(url: str) -> None:
-    """Removes a folder and what is in it, where there is one. Errors name it."""
+    """Remove a folder and its contents if it exists. Errors name it."""
     fs, path = filesystem(url)
     try:
         again(lambda: fs.rm(path, recursive=True), url)
@@ -175,8 +175,8 @@ def remove_folder(url: str) -> None:
 
 
 def local_copy(url: str) -> str:
-    """The local path of a file or folder: `url` itself, or a copy that each process downloads once and removes when it
-    ends."""
+    """Return the local path of a file or folder: `url` itself, or a copy that each process downloads once and removes
+    at its end."""
     return _copy(url)[0] if "://" in url else url
 
 
@@ -187,7 +187,7 @@ def _copy(url: str) -> tuple[str, tempfile.TemporaryDirectory[str]]:
     target = f"{folder.name}/{path.rstrip('/').rsplit('/', 1)[-1]}"
 
     def get() -> None:
-        # Into one that is there, such as of a try that has failed, fsspec copies a folder one level deeper.
+        # Into an existing folder, such as one of a failed try, fsspec copies a folder one level deeper.
         shutil.rmtree(target, ignore_errors=True)
         fs.get(path, target, recursive=True)
 

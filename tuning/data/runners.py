@@ -1,4 +1,5 @@
-"""Where a Beam pipeline runs: on this machine, or on a cluster with its options. Unsuitable runners are refused."""
+"""Runners of a Beam pipeline: this machine, or a cluster with its options. Other runners are refused, since they lose
+records or download binaries."""
 
 from __future__ import annotations
 
@@ -10,22 +11,15 @@ from rlhf.tuning.names import closest, nearest
 
 LOCAL = "FnApiRunner"
 CLUSTERS = ("FlinkRunner", "SparkRunner", "DataflowRunner", "PortableRunner")
-REFUSED = {
-    "DaskRunner": "outputs next to the main one stay in it, reading text crashes and counters are missing",
-    "DirectRunner": "it tries to download another runner first; FnApiRunner is what it falls back to",
-    "PrismRunner": "it is a binary that Beam downloads when it is first used",
-    "RayRunner": "it is not part of Apache Beam",
-    "InteractiveRunner": "it keeps every collection for display",
-}
 JOB_SECONDS = 30 * 86_400
-"""How long Beam follows a portable job at most; by itself it gives up a job server's answers after a minute."""
+"""Limit for Beam to follow a portable job; by default it gives up after a minute without an answer."""
 REACH_SECONDS = 10.0
 # Options that follow from other settings and must not contradict them.
 _OWN = {"runner", "direct_num_workers", "direct_running_mode"}
 
 
 class RunnerError(ValueError):
-    """A runner that cannot be used, or options that it does not have; the message says what to change."""
+    """An unusable runner or an unknown option; the message names the remedy."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -38,18 +32,16 @@ class Runner:
 
 
 def check(runner: Runner, scratch: str | None) -> None:
-    """Raises RunnerError for a runner or options that are known not to work.
+    """Raise RunnerError for a runner or options that do not work.
 
-    scratch: the folder or URL that all workers write to; a cluster needs one.
+    scratch: the folder or URL that all workers write to; a cluster needs a URL.
     """
-    if runner.name in REFUSED:
-        raise RunnerError(f"runner {runner.name} is refused: {REFUSED[runner.name]}. Use {LOCAL} (default)")
     known = (LOCAL, *CLUSTERS)
     if runner.name not in known:
         raise RunnerError(f"no runner {runner.name!r}; {nearest(runner.name, known)}")
     own = sorted(_OWN & set(runner.options))
     if own:
-        raise RunnerError(f"runner option {own[0]} follows from `runner.name` and `workers`: leave it out")
+        raise RunnerError(f"runner option {own[0]} follows from `runner.name` and `workers`: remove it")
     if runner.options:
         _check_options(runner.options)
     if runner.name == LOCAL:
@@ -63,7 +55,7 @@ def check(runner: Runner, scratch: str | None) -> None:
 
 
 def _check_options(options: Mapping[str, Any]) -> None:
-    """Raises RunnerError for options that Beam would ignore: unknown names, and false, which has no flag."""
+    """Raise RunnerError for options that Beam would ignore: unknown names, and false, which has no flag."""
     from apache_beam.options.pipeline_options import PipelineOptions
 
     known = PipelineOptions([]).get_all_options()
@@ -73,11 +65,11 @@ def _check_options(options: Mapping[str, Any]) -> None:
             hint = f"; did you mean {near}?" if near else ""
             raise RunnerError(f"Beam has no pipeline option {name!r}{hint}")
         if value is False:
-            raise RunnerError(f"runner option {name}: leave it out in place of false, or set no_{name} to true")
+            raise RunnerError(f"runner option {name}: remove it instead of setting false, or set no_{name} to true")
 
 
 def flags_of(runner: Runner) -> list[str]:
-    """The command-line form of the pipeline options."""
+    """Return the pipeline options in command-line form."""
     # Without an explicit runner, Beam's default first tries to download a binary.
     flags = [f"--runner={runner.name}", "--default_sdk_harness_log_level=ERROR"]
     if runner.name != LOCAL and "job_server_timeout" not in runner.options:
@@ -90,7 +82,7 @@ def flags_of(runner: Runner) -> list[str]:
 
 
 def reach(runner: Runner) -> None:
-    """Raises RunnerError if no job service answers at the runner's `job_endpoint`, for which Beam would wait."""
+    """Raise RunnerError if no job service answers at the runner's `job_endpoint`; Beam would wait for it."""
     endpoint = runner.options.get("job_endpoint")
     if endpoint in (None, "embed"):
         return

@@ -21,7 +21,7 @@ class SftRow(Row):
     prompt_ids: Ids
     completion_ids: Ids
     completion_mask: Annotated[list[int], pa.list_(pa.int8())] | None = None
-    """1 for the tokens that SFT trains; None: all of them."""
+    """1 for the tokens that SFT trains; None: SFT trains all."""
     prompt: Text
     completion: Text
     source: Text
@@ -83,7 +83,7 @@ ROWS: dict[str, type[Row]] = {
     "heldout_preference": PairRow,
     "heldout_labelled": LabelledRow,
 }
-"""Rows of each output; `heldout_sft` holds completions of held-out groups, and the others with that word likewise."""
+"""Rows of each output; `heldout_sft` holds the `sft` rows of held-out groups, and so on."""
 SCHEMAS = {output: columns_of(kind) for output, kind in ROWS.items()}
 """Columns of each output."""
 
@@ -97,8 +97,8 @@ DEAD: dict[str, pa.DataType] = {
 """Columns of the dead letters."""
 
 ORDER = {"key": pa.string(), "position": pa.int64(), "shard": pa.int32()}
-"""Columns of pieces that outputs do not have: the key of equal rows, the record's place in all sources, and the shard,
-which follows from the key."""
+"""Columns of pieces that outputs lack: the key of equal rows, the record's number in all sources, and the shard, which
+follows from the key."""
 
 LEDGER: dict[str, pa.DataType] = {
     "id": pa.string(),
@@ -107,19 +107,19 @@ LEDGER: dict[str, pa.DataType] = {
     "heldout": pa.bool_(),
     "rows": pa.list_(pa.string()),
     "dropped": pa.list_(pa.string()),
-    **dict.fromkeys(("id_hash", "group_hash", "drawn_hash"), pa.uint64()),
+    **dict.fromkeys(("id_hash", "group_hash"), pa.uint64()),
     "prompt_hashes": pa.list_(pa.uint64()),
     "signature": pa.binary(),
     **ORDER,
 }
 """Columns of the ledger, which has a line for each readable record with its fate."""
 
-# A reader decodes a whole row group to get at one of its rows, so groups are small.
+# Groups are small because a reader decodes a whole group to read one of its rows.
 ROW_GROUP = 1 << 13
 
 
 def table_of(rows: Sequence[Mapping[str, Any]], columns: Mapping[str, pa.DataType]) -> pa.Table:
-    """A table of the columns; fields that a row lacks are null."""
+    """Return a table of the columns; fields that a row lacks are null."""
     return pa.table(
         {name: pa.array([row.get(name) for row in rows], type=kind) for name, kind in columns.items()},
         schema=pa.schema(list(columns.items())),
@@ -141,7 +141,7 @@ def write_parquet(path: Path, tables: Iterable[pa.Table], columns: Mapping[str, 
 
 
 def _regroup(tables: Iterable[pa.Table], size: int) -> Iterator[pa.Table]:
-    """The same rows in tables of `size` rows; the last one may be smaller."""
+    """Yield the same rows in tables of `size` rows; the last table may be smaller."""
     pending: list[pa.Table] = []
     held = 0
     for table in tables:
@@ -156,7 +156,7 @@ def _regroup(tables: Iterable[pa.Table], size: int) -> Iterator[pa.Table]:
 
 
 def ipc_bytes(table: pa.Table) -> bytes:
-    """An Arrow file of the table."""
+    """Return an Arrow file of the table."""
     sink = pa.BufferOutputStream()
     with pa.ipc.new_file(sink, table.schema, options=pa.ipc.IpcWriteOptions(compression="lz4")) as writer:
         writer.write_table(table)
@@ -164,6 +164,6 @@ def ipc_bytes(table: pa.Table) -> bytes:
 
 
 def ipc_table(file: Path | bytes | pa.Buffer) -> pa.Table:
-    """The table of an Arrow file, local or in memory."""
+    """Return the table of an Arrow file, local or in memory."""
     with pa.memory_map(str(file)) if isinstance(file, Path) else pa.BufferReader(file) as source:
         return pa.ipc.open_file(source).read_all()

@@ -13,7 +13,6 @@ from typing import Any
 
 import numpy as np
 
-from rlhf.tuning.data import extraction_report
 from rlhf.tuning.data.blocks import Block, Counts, Plan, Step, tokenizer_of
 from rlhf.tuning.data.drafts import lengths, render, tokenize
 from rlhf.tuning.data.fields import Mapper
@@ -26,13 +25,13 @@ from rlhf.tuning.random_draws import uniform
 from rlhf.tuning.rewards.answers import unreadable
 
 UNDECIDED = "undecided: "
-"""How a count begins of records that several outputs could use, of one of several sources that does not say which."""
+"""Prefix of counts of records that several outputs could use, from a source that does not state its use."""
 UNWANTED = "no_split_wants_it"
 """The fate of a record that no output takes."""
 
 
 def splits_of(record: Record, plan: Plan, uses: Sequence[str] | None = None) -> list[str]:
-    """The outputs that use the record, before any length filter; empty if none of the plan's outputs can.
+    """Return the outputs that use the record, before any length filter; empty if none of the plan's outputs can.
 
     uses: outputs that the record's source is for; None: all.
     """
@@ -62,7 +61,7 @@ def splits_of(record: Record, plan: Plan, uses: Sequence[str] | None = None) -> 
 
 
 def validate(plan: Plan) -> Step:
-    """Raw JSON to a checked record. Records with a control token in their text are dead: they could forge turns."""
+    """Parse and check raw JSON. Records with a control token in their text are dead because they could forge turns."""
     # `(?!)` matches nothing, for a tokenizer without control tokens.
     special = {token.content for token in tokenizer_of(plan.tokenizer).added_tokens_decoder.values() if token.special}
     search = re.compile("|".join(re.escape(token) for token in sorted(special)) or r"(?!)").search
@@ -71,7 +70,6 @@ def validate(plan: Plan) -> Step:
     def step(block: Block) -> Counts:
         part, bad, layouts = block.part, {}, Counter[str]()
         mapper, layout = mappers[part.source], plan.sources[part.source].layout
-        mapper.names = set()
         for entry in block.entries:
             try:
                 entry.record = parse_line(
@@ -82,8 +80,6 @@ def validate(plan: Plan) -> Step:
                 bad[entry.position] = str(error)
                 continue
             layouts[f"layout {entry.record.layout}"] += 1
-            for found in mapper.found:
-                extraction_report.add(block.extracted, found, f"{part.label}, record {entry.number}")
             match = next(filter(None, map(search, _texts(entry.record))), None)
             if match:
                 bad[entry.position] = (
@@ -91,14 +87,13 @@ def validate(plan: Plan) -> Step:
                     "or escape it"
                 )
         block.bury(bad, "validate")
-        block.fields = sorted(mapper.names)
         return {"dead": len(bad), **layouts}
 
     return step
 
 
 def _texts(record: Record) -> list[str]:
-    """All texts of a record that a chat template may print."""
+    """Return all texts of a record that a chat template may print."""
     texts = [message["content"] for message in record.prompt] + [record.completion or "", *record.rejected]
     texts.append(record.text or "")
     if record.conversation or record.tools or any(len(message) > 2 for message in record.prompt):
@@ -108,7 +103,7 @@ def _texts(record: Record) -> list[str]:
 
 
 def rules(plan: Plan) -> Step:
-    """The user's functions: `f(record) -> bool | str | None`; False, or a reason, drops the record."""
+    """Apply the user's functions `f(record) -> bool | str | None`; False, or a reason, drops the record."""
     functions = {name: function_of(name) for name in plan.rules}
 
     def step(block: Block) -> Counts:
@@ -133,7 +128,7 @@ def rules(plan: Plan) -> Step:
 
 
 def view_of(record: Record, source: str) -> dict[str, Any]:
-    """The argument of a rule."""
+    """Return the argument of a rule."""
     return {
         "id": record.id,
         "source": source,
@@ -149,7 +144,7 @@ def view_of(record: Record, source: str) -> dict[str, Any]:
 
 
 def decontaminate(plan: Plan) -> Step:
-    """Drops records to train on that share an n-gram with an evaluation prompt."""
+    """Drop training records that share an n-gram with an evaluation prompt."""
     known = np.load(local_copy(plan.contamination)) if plan.contamination else np.zeros(0, np.uint64)
 
     def step(block: Block) -> Counts:
@@ -173,7 +168,7 @@ def _contents(record: Record) -> list[str]:
 
 
 def split(plan: Plan) -> Step:
-    """Assigns outputs by a hash of the record's group, and the number of copies by a hash of its content."""
+    """Assign outputs by a hash of the record's group, and the number of copies by a hash of its content."""
 
     def step(block: Block) -> Counts:
         source, counts = plan.sources[block.part.source], Counter[str]()
@@ -196,7 +191,7 @@ def split(plan: Plan) -> Step:
 
 
 def answers(plan: Plan) -> Step:
-    """Prompts whose answer a verifier cannot read are dead: all their completions would fail or score 0."""
+    """Bury prompts with an answer that a verifier cannot read: all their completions would fail or score 0."""
 
     def step(block: Block) -> Counts:
         bad = {}
@@ -217,11 +212,13 @@ def answers(plan: Plan) -> Step:
 
 
 def sign(plan: Plan) -> Step:
-    """MinHash signatures, with which `rlhf.tuning.data.merge` detects near duplicates."""
+    """Compute MinHash signatures, with which `rlhf.tuning.data.merge` detects near duplicates."""
 
     def step(block: Block) -> Counts:
         for entry in block.alive():
-            entry.signature = signature("\n".join(_contents(entry.record)))
+            mark = signature("\n".join(_contents(entry.record)))
+            # A bad completion is no duplicate of a good one.
+            entry.signature = ~mark if entry.record.label is False else mark
         return {"signed": len(block.alive())}
 
     return step
@@ -241,7 +238,7 @@ STEPS: dict[str, Callable[[Plan], Step]] = {
 
 
 def wanted_steps(plan: Plan) -> list[str]:
-    """The steps that this plan needs, in order."""
+    """Return the steps that this plan needs, in order."""
     needed = {
         "Rules": plan.rules, "Decontaminate": plan.contamination, "Answers": plan.verifiers, "Sign": plan.signatures,
     }  # fmt: skip

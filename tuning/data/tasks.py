@@ -3,7 +3,7 @@
 A source is named by a string:
 
     addition, reasoning_gym, critics, words     built-in tasks; their arguments are those of the functions below
-    episodes                                    numbered tasks of an environment of one's own
+    episodes                                    numbered tasks of a custom environment
     guess, calculator, frozenlake    transcripts and tasks of environments (`rlhf.tuning.agents.environments`)
     package.module:function                     any function that returns an iterable of raw records
     data/*.jsonl, s3://bucket/x.parquet, ...    files: path, folder, glob or fsspec URL (`rlhf.tuning.data.files`)
@@ -66,7 +66,7 @@ def parts_of_source(
 
 
 def generate(source: str, arguments: Mapping[str, Any] | None = None, seed: int = 0) -> Iterable[RawRecord]:
-    """The raw records of a task or function; arguments and errors as in `parts_of_source`."""
+    """Return the raw records of a task or function; arguments and errors as in `parts_of_source`."""
     arguments = dict(arguments or {})
     function = _function(source)
     parameters = inspect.signature(function).parameters
@@ -86,7 +86,7 @@ def generate(source: str, arguments: Mapping[str, Any] | None = None, seed: int 
 
 
 def source_digests(source: str) -> dict[str, str]:
-    """Digests of everything but arguments that the records depend on: task, code, package version, contents of files.
+    """Return digests of all that records depend on except arguments: task, code, package version, contents of files.
 
     Files are numbered in the order of their names, so that renaming or touching one changes nothing. The code of
     `addition`, `words` and `episodes` is this module's. For `module:function`, and for environments, only the file of
@@ -140,7 +140,7 @@ def addition(seed: int = 0, wrong_answers: int = 2) -> Iterator[RawRecord]:
 
 
 def near_misses(answer: int, count: int, rng: random.Random) -> list[str]:
-    """Up to `count` wrong answers close to an integer: off by one or ten, digits swapped, one dropped or doubled."""
+    """Return up to `count` wrong answers near an integer: off by one or ten, digits swapped, one dropped or doubled."""
     digits = str(abs(answer))
     last = len(digits) - 1
     off = {str(answer + delta) for delta in (-10, -2, -1, 1, 2, 10)}
@@ -149,7 +149,7 @@ def near_misses(answer: int, count: int, rng: random.Random) -> list[str]:
     doubled = {digits + digits[-1]}
     sign = "-" if answer < 0 else ""
     texts = off | {sign + other for other in dropped | swapped | doubled}
-    # Leading zeros are left out: a model that can add does not write them.
+    # Without leading zeros, which a model that can add does not write.
     wrong = [text for text in texts if int(text) != answer and str(int(text)) == text]
     return _sample(rng, sorted(wrong), count)
 
@@ -223,7 +223,7 @@ def critics(
 
     Split by film, and each record names its split: a film held out gives its prompt and its pairs, another one its
     prompt, up to `pairs_per_film` pairs and up to `snippets_per_film` completions of both kinds for SFT. The rights
-    in the sentences are unclear: do not redistribute what is made of them.
+    in the sentences are unclear: do not redistribute derived data.
     """
     _check_range("critics", "heldout_fraction", heldout_fraction, 0, 1)
     films: dict[str, dict[str, list[str]]] = {}
@@ -254,7 +254,7 @@ def critics(
 
 
 def _pairs(winners: list[str], losers: list[str], count: int, rng: random.Random) -> list[tuple[str, str]]:
-    """Up to `count` distinct pairs. Shuffled rounds use each text about equally often."""
+    """Return up to `count` distinct pairs. Shuffled rounds use each text about equally often."""
     pairs: dict[tuple[str, str], None] = {}
     count = min(count, len(winners) * len(losers))
     while len(pairs) < count:
@@ -281,7 +281,7 @@ def _title(name: str) -> str:
 
 
 def words() -> Iterator[RawRecord]:
-    """Short open prompts without answers, for rewards that look at the text alone: a word, a length, a style."""
+    """Yield short open prompts without answers, for rewards that read the text alone: a word, a length, a style."""
     for opening in _OPENINGS:
         for topic in _TOPICS:
             yield {"prompt": opening.format(topic), "metadata": {"task": "words"}}
@@ -303,9 +303,9 @@ _TOPICS = (
 
 
 def episodes(count: int = 128, name: str = "episode") -> Iterator[RawRecord]:
-    """`count` numbered tasks with a seed each, for an environment of one's own; without transcripts, so not for SFT.
+    """Yield `count` numbered tasks with a seed each for a custom environment; they have no transcripts for SFT.
 
-    The policy reads what the environment says at reset; the prompt, `name` with the seed, is for people.
+    The policy reads the environment's text at reset; the prompt, `name` with the seed, is for people.
     """
     _check_range("episodes", "count", count, 1, 10_000_000)
     for seed in range(count):
@@ -321,8 +321,7 @@ BUILTIN: dict[str, Callable[..., Iterable[RawRecord]]] = {
     "episodes": episodes,
 }
 PLAYED = {name: f"rlhf.tuning.agents.environments.{name}:records" for name in ("guess", "calculator", "frozenlake")}
-"""Sources that come with environments, by name: loaded when asked for, so that other data has none of their code in its
-key."""
+"""Sources of environments by name, loaded on demand, so that the key of other data does not contain their code."""
 NAMES = {*BUILTIN, *PLAYED}
 
 

@@ -68,7 +68,7 @@ def test_fields_of_a_source_are_checked_with_the_recipe(recipe):
     loaded = load_recipe(recipe(text))
     assert loaded.data.fields["answer"] == {"from": "answer", "pattern": "#### (.*)"}
     assert Recipe.model_validate_json(loaded.model_dump_json()) == loaded
-    assert "fields.answer: '(' is no regular expression" in refused(
+    assert "fields.answer: '(' is not a regular expression" in refused(
         recipe('data: {fields: {answer: {from: answer, pattern: "("}}}')
     )
     assert "data.fields.answer" in refused(recipe("data: {fields: {answer: {form: answer}}}"))

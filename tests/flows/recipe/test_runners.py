@@ -30,14 +30,12 @@ def test_there_is_an_example_of_each_cluster():
 @pytest.mark.parametrize(
     ("sets", "message"),
     [
-        (["name=DaskRunner"], "runner DaskRunner is refused: outputs next to the main one stay in it"),
-        (["name=DirectRunner"], "refused: it tries to download"),
-        (["name=PrismRunner"], "refused: it is a binary that Beam downloads"),
+        (["name=PrismRunner"], "no runner 'PrismRunner'"),
         (["name=FlinkRuner"], "no runner 'FlinkRuner'; did you mean FlinkRunner"),
         (["name=SparkRunner"], "set runner.scratch to a URL"),
         (["name=SparkRunner", "scratch=/tmp/x"], "set runner.scratch to a URL"),
         (["options.flink_mastr=x"], "no pipeline option 'flink_mastr'; did you mean flink_master"),
-        (["options.use_public_ips=false"], "leave it out in place of false, or set no_use_public_ips"),
+        (["options.use_public_ips=false"], "remove it instead of setting false, or set no_use_public_ips"),
         (["options.direct_num_workers=3"], "direct_num_workers follows from"),
     ],
 )

@@ -1,4 +1,4 @@
-"""Data of installed packages goes through, and groups that data has by default."""
+"""Data of installed packages goes through."""
 
 import importlib.util
 from pathlib import Path
@@ -6,8 +6,8 @@ from pathlib import Path
 import pytest
 from markupsafe import escape
 
-from rlhf.stages.prepare.stage import Config, PrepareError
-from tests.stages.prepare.support import rows, write
+from rlhf.stages.prepare.stage import Config
+from tests.stages.prepare.support import rows
 from tests.tuning.data import packages
 
 OWN = "tests.tuning.data.packages"
@@ -55,33 +55,4 @@ def test_data_that_arrives_in_packages_goes_through(run, name):
     assert sum(metrics["records"].values()) == 2 * metrics["records"]["read"]
     card = (out / "card.html").read_text()
     sample = rows(out, "sft")[0]["completion"].split()[0]
-    assert str(escape(sample)) in card and card.count("<svg") >= 2
-
-
-def turns(*texts):
-    roles = ("system", "user", "assistant", "user", "assistant")
-    return {"messages": [{"role": role, "content": text} for role, text in zip(roles, texts, strict=False)]}
-
-
-@pytest.mark.parametrize("splits", [["sft", "heldout"], ["sft"]])
-def test_a_default_group_of_most_records_is_refused_where_groups_are_held_out(run, tmp_path, splits, capsys):
-    most = [turns(f"Classify {i}", "Go.", str(i)) for i in range(30)]
-    others = [turns("s", f"Tell me {i}", str(i)) for i in range(20)]
-    config = Config(source=write(tmp_path / "data.jsonl", most + others), splits=splits, sft_fraction=1.0)
-    if splits == ["sft"]:
-        run(config)
-        return
-    with pytest.raises(PrepareError, match=r"30 of the 50 records begin alike .*Go\..*name the `group` of each"):
-        run(config)
-    # With groups of their own, and as fewer than half, they are divided.
-    named = [record | {"group": str(i)} for i, record in enumerate(most)]
-    run(Config(source=write(tmp_path / "named.jsonl", named + others), splits=splits, sft_fraction=1.0))
-    run(
-        Config(
-            source=write(
-                tmp_path / "few.jsonl", most[:20] + others[:19] + [turns("s", f"And {i}", "x") for i in range(11)]
-            ),
-            splits=splits,
-        )
-    )
-    assert "20 of the 50 records begin alike" in capsys.readouterr().out
+    assert str(escape(sample)) in card

@@ -45,7 +45,7 @@ def test_workers_of_a_job_service_write_the_bytes_of_this_machine_also_after_it_
         config = Config(**settings, runner=runner | {"options": jobs | workers})
         again, other = run(config, work=tmp_path / "work")
     assert digests(other) == digests(out) and again == metrics
-    assert "parts of the data were there" in capsys.readouterr().out
+    assert "parts of the data are finished" in capsys.readouterr().out
 
 
 @pytest.mark.slow
@@ -93,5 +93,5 @@ def test_processes_of_this_machine_open_no_ports_and_end_with_the_stage(settings
     (tmp_path / "open").touch()
     lines = []
     assert worker.run(ask, lines.append)["metrics"]["records"]["kept"] == 60
-    assert "parts of the data were there" in str(lines)
+    assert "parts of the data are finished" in str(lines)
     worker.close()

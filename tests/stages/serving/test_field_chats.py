@@ -227,7 +227,7 @@ def test_a_thought_of_an_earlier_message_is_no_beginning_of_an_answer(tmp_path):
     made = tokenizer("qwen3")
     said = [user("Weather?"), bot("I look."), call("Bern"), RESULT, bot("It is warm.")]
     rows, reasons = prepared(made, tmp_path, {"messages": said, "tools": TOOLS, "id": "a"})
-    assert not rows and "otherwise when the message follows" in reasons[0]
+    assert not rows and "differently when the message follows" in reasons[0]
 
 
 def test_each_turn_of_a_template_with_marks_keeps_its_thought(tmp_path):

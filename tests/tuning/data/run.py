@@ -14,9 +14,15 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from rlhf.tuning.data import files, merge, pipeline
+import numpy as np
+
+from rlhf.tuning.data import files, gather, merge, pipeline
+from rlhf.tuning.data.receipts import read_receipts
 from rlhf.tuning.data.schema import SCHEMAS, table_of, write_parquet
 from rlhf.tuning.data.steps import STEPS, wanted_steps
+
+NONE = np.zeros(0, "S64")
+"""Contents that leave: none."""
 
 
 def run(plan: Any, folder: Path, *records: Any, block_bytes: int = 1 << 20) -> list[str]:
@@ -35,10 +41,13 @@ def run(plan: Any, folder: Path, *records: Any, block_bytes: int = 1 << 20) -> l
     return made
 
 
-def pieces(plan: Any, folder: Path) -> merge.Pieces:
-    found = pipeline.receipts(str(folder / "pieces"))
-    blocks = {name: r["sums"] for name, r in found.items()}
-    return merge.gathered(str(folder / "pieces"), blocks, plan.shards, folder / "gathered")
+def blocks(folder: Path) -> dict[str, dict[str, str]]:
+    """Checksums of the files of each finished block."""
+    return {name: receipt["sums"] for name, receipt in read_receipts(str(folder / "pieces")).items()}
+
+
+def pieces(plan: Any, folder: Path) -> gather.Pieces:
+    return gather.gather(str(folder / "pieces"), blocks(folder), plan.shards, folder / "gathered")
 
 
 def rows(plan: Any, output: str, folder: Path) -> list[dict[str, Any]]:
@@ -48,13 +57,12 @@ def rows(plan: Any, output: str, folder: Path) -> list[dict[str, Any]]:
         return [
             line for shard in range(plan.shards) for line in merge.unique(read.read("ledger", shard))[0].to_pylist()
         ]
-    return [row for shard in range(plan.shards) for row in merge.merged(read, output, shard).to_pylist()]
+    return [row for shard in range(plan.shards) for row in merge.merged(read, output, shard, NONE).to_pylist()]
 
 
 def letters(folder: Path) -> list[dict[str, Any]]:
     """Dead letters in the order of their records."""
-    found = pipeline.receipts(str(folder / "pieces"))
-    read = merge.Pieces(folder / "gathered", 1, str(folder / "pieces"), {name: r["sums"] for name, r in found.items()})
+    read = gather.Pieces(folder / "gathered", 1, str(folder / "pieces"), blocks(folder))
     return [row for table in read.dead() for row in table.to_pylist()]
 
 

@@ -147,7 +147,7 @@ def test_a_file_that_cannot_be_read_is_named(read, tmp_path, name, content):
         read(tmp_path / name)
 
 
-@pytest.mark.parametrize("name", ["a.jsonl", "f.parquet", "h.arrow"])
+@pytest.mark.parametrize("name", ["a.jsonl", "f.parquet"])
 def test_a_file_that_changes_between_cutting_and_reading_is_noticed(tmp_path, name):
     write_all(tmp_path)
     [file] = files.expand(str(tmp_path / name))
@@ -155,6 +155,5 @@ def test_a_file_that_changes_between_cutting_and_reading_is_noticed(tmp_path, na
     (tmp_path / "a.jsonl").write_bytes(LINES.replace(b"0", b"1"))
     more = pa.Table.from_pylist(ROWS[:5] + ROWS)
     pq.write_table(more, tmp_path / "f.parquet")
-    arrow(tmp_path / "h.arrow", more, file=True)
     with pytest.raises(SourceError, match="changed while it was read"):
         list(files.read_part(part))

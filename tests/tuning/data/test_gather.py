@@ -1,4 +1,4 @@
-"""Rows of all blocks by shard: each is there once, whatever the numbers of shards and blocks, and files are few."""
+"""Rows of all blocks by shard: each is there once, and damaged pieces are named and computed again."""
 
 import hashlib
 
@@ -7,6 +7,8 @@ import pyarrow as pa
 import pytest
 
 from rlhf.tuning.data import gather
+from rlhf.tuning.data.receipts import read_receipts, write_receipt
+from rlhf.tuning.data.remote import SourceError
 from rlhf.tuning.data.schema import LEDGER, ipc_bytes
 
 
@@ -24,71 +26,41 @@ def written(folder, count, shards, rows=40):
         data, name = ipc_bytes(table), f"b{block:05d}"
         (folder / f"{name}.ledger.arrow").write_bytes(data)
         blocks[name] = {f"{name}.ledger.arrow": hashlib.sha256(data).hexdigest()}
+        write_receipt(str(folder), name, {})
         for position, shard in zip(positions.tolist(), number.tolist(), strict=True):
             wanted.setdefault(shard, set()).add(position)
     return blocks, wanted
 
 
-def read(into, shards):
-    found = {}
-    for shard in range(shards):
-        path = gather.file_of(into, "ledger", shard)
-        if path.is_file():
-            table = gather.ipc_table(path)
-            assert set(table["shard"].to_pylist()) == {shard}
-            positions = table["position"].to_pylist()
-            assert len(set(positions)) == len(positions)
-            found[shard] = set(positions)
-    return found
-
-
-@pytest.mark.parametrize("shards", [1, 7, 64, 65, 100, 4097])
-def test_each_row_is_once_in_the_file_of_its_shard(tmp_path, shards):
+@pytest.mark.parametrize("shards", [1, 7, 100])
+def test_each_row_is_once_in_its_shard_and_nothing_of_an_earlier_try(tmp_path, shards):
     blocks, wanted = written(tmp_path / "pieces", 30, shards)
-    gather.gather(str(tmp_path / "pieces"), blocks, shards, tmp_path / "out")
-    assert read(tmp_path / "out", shards) == wanted
-    # Nothing of ranges is left.
-    assert len(list((tmp_path / "out" / "ledger").iterdir())) == len(wanted)
+    (tmp_path / "out" / "ledger" / "0").mkdir(parents=True)
+    (tmp_path / "out" / "ledger" / "0" / "9.arrow").write_bytes(b"half")
+    pieces = gather.gather(str(tmp_path / "pieces"), blocks, shards, tmp_path / "out")
+    found = {shard: pieces.read("ledger", shard, ["position"])["position"].to_pylist() for shard in range(shards)}
+    assert {shard: sorted(positions) for shard, positions in found.items() if positions} == {
+        shard: sorted(positions) for shard, positions in wanted.items()
+    }
+    assert pieces.read("sft", 0).num_rows == 0
+    # Files are those of shards, not of blocks and shards.
+    assert len(list((tmp_path / "out").rglob("*.arrow"))) == len(wanted)
 
 
-def test_what_an_earlier_try_has_left_is_gone(tmp_path):
-    blocks, wanted = written(tmp_path / "pieces", 3, 5)
-    (tmp_path / "out" / "ledger").mkdir(parents=True)
-    gather.file_of(tmp_path / "out", "ledger", 4).write_bytes(b"half")
-    (tmp_path / "out" / "ledger" / "0-64.arrow").write_bytes(b"half")
-    gather.gather(str(tmp_path / "pieces"), blocks, 5, tmp_path / "out")
-    assert read(tmp_path / "out", 5) == wanted
-
-
-def test_rows_are_written_in_batches_however_few_a_block_has_of_a_shard(tmp_path, monkeypatch):
-    blocks, _ = written(tmp_path / "pieces", 200, 10, rows=10)
-    gather.gather(str(tmp_path / "pieces"), blocks, 10, tmp_path / "out")
-    with pa.memory_map(str(gather.file_of(tmp_path / "out", "ledger", 3))) as file:
-        assert pa.ipc.open_file(file).num_record_batches == 1
-    monkeypatch.setattr(gather, "PENDING_BYTES", 1)
-    gather.gather(str(tmp_path / "pieces"), blocks, 10, tmp_path / "out")
-    with pa.memory_map(str(gather.file_of(tmp_path / "out", "ledger", 3))) as file:
-        assert pa.ipc.open_file(file).num_record_batches > 100
-
-
-def test_files_are_opened_as_often_as_there_are_blocks_ranges_and_shards(tmp_path, monkeypatch):
-    """Not once for each block and shard, which are 8,000 and 32,000 pairs."""
-    names = []
-
-    def counting(open_file):
-        def opened(path, *args, **options):
-            names.append(path)
-            return open_file(path, *args, **options)
-
-        return opened
-
-    monkeypatch.setattr(pa, "memory_map", counting(pa.memory_map))
-    monkeypatch.setattr(pa.ipc, "new_file", counting(pa.ipc.new_file))
-    for scale in (1, 2):
-        place = tmp_path / str(scale)
-        place.mkdir()
-        blocks, _ = written(place / "pieces", 40 * scale, 200 * scale)
-        names.clear()
-        gather.gather(str(place / "pieces"), blocks, 200 * scale, place / "out")
-        # A range is written and read.
-        assert 40 * scale + 200 * scale <= len(names) <= 40 * scale + 200 * scale + 2 * gather.FAN
+@pytest.mark.parametrize("below", ["", "local://"])
+def test_a_damaged_piece_is_named_and_its_block_loses_its_receipt(tmp_path, below):
+    blocks, _ = written(tmp_path / "pieces", 3, 2, rows=5)
+    folder = f"{below}{tmp_path}/pieces"
+    piece = tmp_path / "pieces" / "b00001.ledger.arrow"
+    whole = piece.read_bytes()
+    bits = [whole[:at] + bytes([whole[at] ^ 1]) + whole[at + 1 :] for at in range(0, len(whole), 199)]
+    for content in (*bits, whole[:40], None):
+        piece.unlink(missing_ok=True)
+        if content is not None:
+            piece.write_bytes(content)
+        with pytest.raises(SourceError, match=r"b00001.ledger.arrow is (missing|damaged).*run again to recompute it"):
+            list(gather.tables(folder, blocks, "ledger"))
+        assert set(read_receipts(folder)) == {"b00000", "b00002"}
+        write_receipt(folder, "b00001", {})
+    piece.write_bytes(whole)
+    assert len(list(gather.tables(folder, blocks, "ledger"))) == 3

@@ -153,6 +153,8 @@ def test_documents():
         ),
         ({"question": "q"}, {}, "`answer`: expected an answer"),
         ({"prompt": "q"}, {"layout": "alpaca"}, "`instruction`: expected the task as a string, got nothing"),
+        ({"instruction": "q", "output": "a", "completion": "b"}, {}, "`completion`: expected no such field next to"),
+        ({"conversations": [USER, BOT], "messages": [USER]}, {}, "`messages`: expected no such field next to"),
         ({"text": "x"}, {"layout": "native"}, None),
         ({"prompt": "q", "completion": "a"}, {"layout": "preference"}, "`rejected`: expected a value, as the layout"),
         ({"prompt": "q"}, {"layout": "messages"}, "`messages`: expected a value, as the layout is messages"),

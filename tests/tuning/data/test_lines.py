@@ -50,7 +50,7 @@ def test_a_record_has_a_longest_size(monkeypatch):
     with pytest.raises(ValueError, match="line 2 is longer than 100 characters"):
         list(text_lines(io.StringIO(fits.decode() + long.decode())))
     monkeypatch.setattr(lines, "READ", 10)
-    with pytest.raises(ValueError, match="element 2 of its list is no JSON, or longer than 100 bytes"):
+    with pytest.raises(ValueError, match="element 2 of its list is invalid, or longer than 100 bytes"):
         list(json_values(io.BytesIO(b'["a", "' + b"a" * 1000 + b'"]')))
 
 

@@ -2,15 +2,13 @@
 
 import dataclasses
 import json
-import shutil
 
-import pyarrow as pa
-import pyarrow.parquet as pq
 import pytest
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from rlhf.tuning.data import blocks, files, merge, pipeline, steps
+from rlhf.tuning.data.receipts import read_receipts
 from rlhf.tuning.data.records import parse_record
 from rlhf.tuning.models.tokenizer import save_tokenizer
 from rlhf.tuning.rewards.functions import exact_match, tagged
@@ -198,94 +196,23 @@ def test_counters_of_beam_agree_with_receipts(plan, tmp_path):
     (tmp_path / "data.jsonl").write_text('{"prompt": "a"}\n{"prompt": "b"}\n{"no": 1}\n')
     parts = list(files.parts_of(files.DataFile(str(tmp_path / "data.jsonl"), "d"), 1 << 20, str(tmp_path)))
     counters = pipeline.run(parts, plan, folder)
-    [receipt] = pipeline.receipts(folder).values()
+    [receipt] = read_receipts(folder).values()
     assert counters["Write/records"] == receipt["records"] == 3
     for step, counts in receipt["counts"].items():
         assert {name: counters[f"{step}/{name}"] for name in counts} == counts
     assert receipt["counts"]["Validate"] == {"in": 3, "dead": 1, "layout prompt": 2}
 
 
-@pytest.mark.parametrize("ending", [".json", ".prompts.arrow", ".ledger.arrow", ".dead.arrow"])
-def test_a_block_whose_files_a_disk_has_changed_has_no_receipt(plan, tmp_path, ending):
-    run(plan, tmp_path, {"prompt": "a"}, {"no": 1})
-    [path] = [p for p in (tmp_path / "pieces").iterdir() if p.name.endswith(ending)]
-    whole = path.read_bytes()
-    assert len(pipeline.receipts(str(tmp_path / "pieces"))) == 1
-    for at in range(0, len(whole), max(1, len(whole) // 50)):
-        path.write_bytes(whole[:at] + bytes([whole[at] ^ 4]) + whole[at + 1 :])
-        assert pipeline.receipts(str(tmp_path / "pieces")) == {}
-        path.write_bytes(whole[:at])
-        assert pipeline.receipts(str(tmp_path / "pieces")) == {}
-    path.unlink()
-    assert pipeline.receipts(str(tmp_path / "pieces")) == {}
-    run(plan, tmp_path, {"prompt": "a"}, {"no": 1})
-    assert len(pipeline.receipts(str(tmp_path / "pieces"))) == 1
-
-
-RECORDS = [{"prompt": f"{i} p", "completion": "c" * 40, "split": "sft"} for i in range(200)]
-SMALL, LARGE = 1_000, 4_000
-"""Bytes of blocks. A row group is one part for both."""
-
-
-def group_parts(folder, block_bytes):
-    path = folder / "data.parquet"
-    if not path.exists():
-        pq.write_table(pa.Table.from_pylist(RECORDS), path)
-    return list(files.parts_of(files.DataFile(str(path), path.name), block_bytes, str(folder)))
-
-
-def small_blocks(plan, folder):
-    pipeline.run(group_parts(folder, SMALL), plan, str(folder / "pieces"), SMALL)
-    return sorted((folder / "pieces").glob("*.json"))
-
-
-def is_whole(plan, folder, block_bytes):
-    """Whether the part is finished, by blocks that have each record once."""
-    done = pipeline.receipts(str(folder / "pieces"))
-    todo, names = pipeline.finished(group_parts(folder, block_bytes), done)
-    if todo:
-        return False
-    assert sum(done[name]["records"] for name in names) == len(RECORDS)
-    sums = {name: done[name]["sums"] for name in names}
-    fates = merge.fates(merge.gathered(str(folder / "pieces"), sums, plan.shards, folder / "gathered"))
-    assert (fates.kept, fates.duplicates) == (len(RECORDS), 0)
-    return True
-
-
-def test_a_part_of_which_half_the_blocks_are_there_is_finished_by_blocks_of_another_size(plan, tmp_path):
-    found = small_blocks(plan, tmp_path)
-    for path in found[len(found) // 2 :]:
-        path.unlink()
-    assert not is_whole(plan, tmp_path, LARGE)
-    pipeline.run(group_parts(tmp_path, LARGE), plan, str(tmp_path / "pieces"), LARGE)
-    assert is_whole(plan, tmp_path, LARGE)
-
-
-def test_blocks_of_another_size_that_come_late_take_no_record_away(plan, tmp_path):
-    found = small_blocks(plan, tmp_path)
-    late = {path: path.read_bytes() for name in found[:2] for path in name.parent.glob(f"{name.stem}.*")}
-    shutil.rmtree(tmp_path / "pieces")
-    pipeline.run(group_parts(tmp_path, LARGE), plan, str(tmp_path / "pieces"), LARGE)
-    for path, content in late.items():
-        path.write_bytes(content)
-    assert is_whole(plan, tmp_path, LARGE)
-
-
-def test_a_lost_block_is_made_again_by_blocks_of_another_size(plan, tmp_path):
-    small_blocks(plan, tmp_path)[1].unlink()
-    pipeline.run(group_parts(tmp_path, LARGE), plan, str(tmp_path / "pieces"), LARGE)
-    assert is_whole(plan, tmp_path, LARGE)
-
-
-def test_blocks_of_a_finished_part_count_whatever_their_size(plan, tmp_path):
-    small_blocks(plan, tmp_path)
-    assert is_whole(plan, tmp_path, SMALL) and is_whole(plan, tmp_path, LARGE)
-
-
-@pytest.mark.parametrize("lost", [0, 3, -1])
-def test_a_part_of_which_a_block_is_missing_is_not_finished(plan, tmp_path, lost):
-    small_blocks(plan, tmp_path)[lost].unlink()
-    assert not is_whole(plan, tmp_path, SMALL)
+@pytest.mark.parametrize("lost", [None, 0, 3, -1])
+def test_a_part_is_finished_by_all_of_its_blocks(plan, tmp_path, lost):
+    records = [{"prompt": f"{i} p", "completion": "c" * 40, "split": "sft"} for i in range(200)]
+    run(plan, tmp_path, *records, block_bytes=1_000)
+    if lost is not None:
+        sorted((tmp_path / "pieces").glob("*.json"))[lost].unlink()
+    parts = list(files.parts_of(files.DataFile(str(tmp_path / "data.jsonl"), "data.jsonl"), 1 << 20, str(tmp_path)))
+    receipts = read_receipts(str(tmp_path / "pieces"))
+    todo, names = pipeline.finished(parts, receipts)
+    assert (todo, names) == (([], list(receipts)) if lost is None else (parts, []))
 
 
 @pytest.mark.parametrize("content", [b"", b"\n \n\n"])
@@ -293,7 +220,19 @@ def test_a_file_without_records_is_finished(plan, tmp_path, content):
     (tmp_path / "data.jsonl").write_bytes(content)
     parts = list(files.parts_of(files.DataFile(str(tmp_path / "data.jsonl"), "d"), 1 << 20, str(tmp_path)))
     pipeline.run(parts, plan, str(tmp_path / "pieces"))
-    assert pipeline.finished(parts, pipeline.receipts(str(tmp_path / "pieces")))[0] == []
+    assert pipeline.finished(parts, read_receipts(str(tmp_path / "pieces")))[0] == []
+
+
+def test_a_bad_completion_is_no_near_duplicate_of_a_good_one(plan, tmp_path):
+    plan = dataclasses.replace(plan, signatures=True)
+    records = [{"prompt": "Which of these words?", "completion": "All of them.", "label": n % 2 == 0} for n in range(2)]
+    run(
+        plan,
+        tmp_path,
+        *records,
+        *({**record, "id": f"again {record['label']}"} | {"metadata": {"n": 1}} for record in records),
+    )
+    assert merge.fates(pieces(plan, tmp_path), 0.8).kept == 2
 
 
 def test_groups_go_whole_and_by_hash(plan):
@@ -365,7 +304,7 @@ def test_held_out_prompts_are_found_before_what_is_trained(plan, tmp_path, train
     run(plan, tmp_path, *records, {"text": "document"})
     found = pieces(plan, tmp_path)
     fates = merge.fates(found)
-    assert fates.kept == 3 and merge.leaks(found, fates) == leaking
+    assert fates.kept == 3 and ("has the same prompt" in (fates.fault or "")) == leaking
 
 
 @pytest.mark.parametrize("side", ["prompts", "sft"])
@@ -378,8 +317,7 @@ def test_system_turns_tell_tasks_apart_where_both_records_name_their_group(plan,
     for number, groups in enumerate([({}, {}), (both[0], {}), ({}, both[1]), both]):
         folder = tmp_path / str(number)
         run(plan, folder, *({**record, **group} for record, group in zip(records, groups, strict=True)))
-        found = pieces(plan, folder)
-        assert merge.leaks(found, merge.fates(found)) == (number < 3)
+        assert (merge.fates(pieces(plan, folder)).fault is not None) == (number < 3)
 
 
 def test_rewards_find_the_accepted_answers_of_verls_records(plan, tmp_path):

@@ -11,15 +11,15 @@ import time
 from pathlib import Path
 
 import fsspec
-import pyarrow.parquet as pq
 import pytest
 
-from rlhf.tuning.data import files, merge, merge_pipeline, pipeline, remote
+from rlhf.tuning.data import files, gather, merge, pipeline, remote
 from rlhf.tuning.data.blocks import Plan
+from rlhf.tuning.data.receipts import read_receipts
 from rlhf.tuning.data.remote import SourceError
-from rlhf.tuning.data.runners import Runner
 from rlhf.tuning.models.byte_tokenizer import byte_tokenizer
 from rlhf.tuning.models.tokenizer import save_tokenizer
+from tests.tuning.data.run import NONE
 
 BODY = b'{"error": "the server is unwell"}'
 
@@ -97,12 +97,14 @@ def prepared(plan, source, folder, local):
         position = parts[-1].position + parts[-1].count if parts else 0
         parts += files.parts_of(file, 6000, f"{folder}/spool", 0, position)
     pipeline.run(parts, plan, f"{folder}/pieces", 6000)
-    receipts = pipeline.receipts(f"{folder}/pieces")
+    receipts = read_receipts(f"{folder}/pieces")
     todo, blocks = pipeline.finished(parts, receipts)
     assert not todo and sum(r["records"] for r in receipts.values()) == len(RECORDS)
     sums = {name: receipts[name]["sums"] for name in blocks}
-    read = merge.gathered(f"{folder}/pieces", sums, plan.shards, local)
-    return {o: [merge.merged(read, o, s).drop_columns(["source", "record"]) for s in range(2)] for o in plan.splits}
+    read = gather.gather(f"{folder}/pieces", sums, plan.shards, local)
+    return {
+        o: [merge.merged(read, o, s, NONE).drop_columns(["source", "record"]) for s in range(2)] for o in plan.splits
+    }
 
 
 def test_faults_lose_nothing_and_show_nothing_unfinished(bucket, plan, tmp_path):
@@ -133,26 +135,6 @@ def test_faults_lose_nothing_and_show_nothing_unfinished(bucket, plan, tmp_path)
         app.share = 0.0
     assert found == expected and not unfinished and len(seen) > 20
     assert min(app.faults.values()) > 0, app.faults
-
-
-def test_shards_that_workers_make_in_a_bucket_survive_its_faults(bucket, plan, tmp_path):
-    app, url = bucket
-    (tmp_path / "in.jsonl").write_text("".join(json.dumps(r) + "\n" for r in RECORDS))
-    expected = prepared(plan, str(tmp_path / "in.jsonl"), f"{url}/shards", tmp_path / "copy")
-    blocks = {name: receipt["sums"] for name, receipt in pipeline.receipts(f"{url}/shards/pieces").items()}
-    merge_of = merge_pipeline.Merge(f"{url}/shards/pieces", f"{url}/shards/merged")
-    shards = [(output, shard) for output in plan.splits for shard in range(2)]
-    app.share = 0.2
-    try:
-        merge_pipeline.run(merge_of, blocks, shards, Runner())
-        for output, shard in shards:
-            merge_pipeline.fetch(merge_of, (output, shard), tmp_path / "out" / f"{output}-{shard}")
-    finally:
-        app.share = 0.0
-    for output, tables in expected.items():
-        for shard, table in enumerate(tables):
-            found = pq.read_table(tmp_path / "out" / f"{output}-{shard}")
-            assert found.drop_columns(["source", "record"]).equals(table)
 
 
 def test_an_error_that_stays_is_named_after_some_tries(bucket, monkeypatch):
