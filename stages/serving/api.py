@@ -1,6 +1,6 @@
 """OpenAI's completions and chat completions over an engine: fields of requests.
 
-Source: the OpenAI API reference; `top_k`, `min_p`, `repetition_penalty`, `stop_token_ids`, `ignore_eos` and
+Source: the OpenAI API reference; `top_k`, `min_p`, `stop_token_ids`, `ignore_eos`,
 `return_token_ids` and `chat_template_kwargs` are named as vLLM names them.
 """
 
@@ -27,6 +27,7 @@ from rlhf.tuning.chat.schemas import nodes_of
 NEUTRAL: dict[str, tuple[Any, ...]] = {
     "frequency_penalty": (None, 0, 0.0),
     "presence_penalty": (None, 0, 0.0),
+    "repetition_penalty": (None, 1, 1.0),
     "logit_bias": (None, {}),
     "suffix": (None, ""),
     "best_of": (None, 1),
@@ -79,7 +80,6 @@ class Asked(BaseModel):
     top_p: Annotated[float, Field(gt=0, le=1)] | None = 1.0
     top_k: Annotated[int, Field(ge=-1, lt=2**31)] | None = 0
     min_p: Annotated[float, Field(ge=0, le=1)] | None = 0.0
-    repetition_penalty: Annotated[float, Field(ge=0.01, le=100)] | None = 1.0
     n: Annotated[int, Field(ge=1, le=128)] | None = 1
     seed: int | None = None
     stop: Stops | None = None
@@ -123,7 +123,6 @@ class Asked(BaseModel):
             # -1 is off, as in vLLM; the engine has 0 for that.
             max(0, given(self.top_k, 0)),
             given(self.min_p, 0.0),
-            given(self.repetition_penalty, 1.0),
         )
 
     def root(self) -> int:
