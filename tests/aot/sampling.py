@@ -59,8 +59,8 @@ def sampling(case: Case, mesh: Any) -> tuple[Any, float]:
         pairs = 2 * config.num_heads * config.head_dim * CHUNK
         return traced, 2.0 * config.num_layers * CHUNK * (kernels(config) + pairs) / parts
     rows = on_all(row_arrays([Slot() for _ in range(slots)], CAPACITY, STEPS), mesh)
-    wake = on_all(np.int32(slots), mesh)
-    traced = programs.decode.trace(laid_out, weights, held, rows, wake, steps=STEPS, top=0, **options)
+    wake, most = on_all((np.int32(slots), np.int32(STEPS)), mesh)
+    traced = programs.decode.trace(laid_out, weights, held, rows, wake, most, steps=STEPS, top=0, **options)
     head = config.hidden_size * config.vocab_size
     read = 2 * config.num_heads * config.head_dim * (CAPACITY + STEPS)
     return traced, 2.0 * (config.num_layers * (kernels(config) + read) + head) * SLOTS / parts

@@ -89,6 +89,8 @@ class Engine(Batches):
         # of each of its rows.
         self._decoded: tuple[list[Update], Decoded[jax.Array] | None] | None = None
         self._under_way: Sequence[Slot | None] = []
+        # Whether a first token is returned at once, for streams; `run` turns it off.
+        self._stream_first = True
         by_c = self.cpu_kernels and not isinstance(place, Mesh)
         self._by_kernel = {
             "attention": by_c and attention.suits(self._kv, config.head_dim),
@@ -151,7 +153,7 @@ class Engine(Batches):
             for program in (
                 # In the threads, since the options wait for the kernels to be built.
                 lambda: programs.prefill.lower(*arguments, chunk, prefixed=prefixed, **self._program_options),
-                lambda: programs.decode.lower(*arguments, rows, np.int32(1), **self.decode_options),
+                lambda: programs.decode.lower(*arguments, rows, np.int32(1), np.int32(1), **self.decode_options),
             )
         ]
 
@@ -286,9 +288,10 @@ class Engine(Batches):
         if self.idle:
             self._pool.clear()
         self._pool.widen(requests)
+        self._stream_first = False
 
     def _close(self, numbers: Collection[int]) -> None:
-        self._decoded = None
+        self._stream_first, self._decoded = True, None
         self._cancelled.update(numbers)
         self._end_cancelled()
 
@@ -344,10 +347,13 @@ class Engine(Batches):
         steps = self._limits.steps
         self._pool.resize(len(self._pool.slots), max(len(s.held) for s in live) + steps)
         self._under_way = [s if s.decoding else None for s in self._pool.slots]
+        # A stream gets its first token as soon as there is one, not after `steps` of them.
+        first = self._stream_first and any(s.run and not s.run.tokens for s in live)
         graph, weights = self._use("decode")
         rows = row_arrays(self._pool.slots, self._pool.capacity, steps)
+        wake, most = self._wake(len(live), crowded), np.int32(1 if first else steps)
         self._pool.cache, decoded = programs.decode(
-            graph, weights, self._pool.cache, rows, self._wake(len(live), crowded), **self.decode_options
+            graph, weights, self._pool.cache, rows, wake, most, **self.decode_options
         )
         return decoded
 

@@ -217,6 +217,7 @@ def decode(
     cache: list[Stack],
     rows: Rows[jax.Array],
     wake: jax.Array,
+    most: jax.Array,
     *,
     steps: int,
     top: int,
@@ -244,7 +245,7 @@ def decode(
         return hidden[:, 0], near
 
     near = make_like(cache, len(rows.token_R), steps)
-    near, decoded = decode_steps(model, rows, near, feed, steps=steps, top=top, wake=wake)
+    near, decoded = decode_steps(model, rows, near, feed, steps=steps, top=top, wake=wake, most=most)
     return append(cache, near, rows.length_R), decoded
 
 

@@ -127,17 +127,18 @@ def decode_steps(
     steps: int,
     top: int,
     wake: jax.Array,
+    most: jax.Array | int,
 ) -> tuple[Any, Decoded[jax.Array]]:
-    """(cache, tokens) after up to `steps` tokens of every live row.
+    """(cache, tokens) after up to `most` tokens of every live row; there is room for `steps`.
 
     `feed` is called with (token of each row, step, live rows, cache) and returns (hidden states [R, D], cache). Ends
     early when no row is live, or when `wake` rows have ended in this run.
     """
 
     def running(loop: _Loop) -> jax.Array:
-        # `wake` is an array, not static: its values compile nothing.
+        # `wake` is an array, not static: its values compile nothing. `most` may be one too.
         ended = jnp.sum(rows.live_R) - jnp.sum(loop.out.live_R)
-        return (loop.t < steps) & jnp.any(loop.out.live_R) & (ended < wake)
+        return (loop.t < most) & jnp.any(loop.out.live_R) & (ended < wake)
 
     def step(loop: _Loop) -> _Loop:
         hidden_RD, cache = feed(loop.token_R, loop.t, loop.out.live_R, loop.cache)

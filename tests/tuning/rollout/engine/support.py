@@ -69,4 +69,4 @@ def lowered(engine, slots, capacity, chunk=16, prefixed=("none",), weights=None,
         for kind in prefixed
     }
     rows, one = row_arrays(empty, capacity, engine._limits.steps), np.int32(1)
-    return found | {"decode": programs.decode.lower(graph, weights, cache, rows, one, **engine.decode_options)}
+    return found | {"decode": programs.decode.lower(graph, weights, cache, rows, one, one, **engine.decode_options)}

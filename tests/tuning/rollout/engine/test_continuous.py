@@ -105,6 +105,17 @@ def test_memory_for_less_than_the_context_serves_what_fits(context):
     assert engine.cache_bytes <= room
 
 
+def test_a_stream_gets_its_first_token_at_once():
+    engine = loaded(Limits(slots=2, context=64, steps=8))
+    with pytest.raises(RefusedRequest):
+        list(engine.run([Request([1] * 60, 20)]))
+    engine.submit(Request([1, 2, 3], 20))
+    assert [len(u.tokens) for u in engine.step()] == [1]
+    assert [len(u.tokens) for u in engine.step()] == [8]
+    engine.submit(Request([4, 5], 20))
+    assert sorted(len(u.tokens) for u in engine.step()) == [1, 1]
+
+
 def test_updates_are_the_completion_in_pieces():
     engine = loaded()
     request = requests_of(1, max_tokens=20, samples=2)[0]

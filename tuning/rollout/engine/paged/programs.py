@@ -94,7 +94,7 @@ def decode(
         attention = functools.partial(_attend, ragged=ragged, single=True, kernel=kernel, mesh=mesh)
         return _forward(model, token_R, position_R, live_R, attention, pages, dtype)
 
-    return decode_steps(model, rows, pages, feed, steps=steps, top=top, wake=wake)
+    return decode_steps(model, rows, pages, feed, steps=steps, top=top, wake=wake, most=steps)
 
 
 def _forward(
