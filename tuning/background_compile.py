@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import threading
-from collections.abc import Callable, Hashable, Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import jax
@@ -13,7 +13,8 @@ import jax
 _log = logging.getLogger(__name__)
 
 
-def _begun(lowered: Callable[[], Any]) -> threading.Thread:
+def start(lowered: Callable[[], Any]) -> threading.Thread:
+    """Starts a thread that compiles what `lowered` returns. Join it before the call, which else compiles too."""
     # Of now, as JAX keeps the program under them: its own context managers reach one thread alone, and the process may
     # go on to other settings.
     exact: bool = jax.config.jax_enable_x64  # type: ignore[attr-defined]
@@ -37,7 +38,7 @@ def _begun(lowered: Callable[[], Any]) -> threading.Thread:
 def compiling(lowered: Callable[[], Any]) -> Iterator[None]:
     """Compiles what `lowered` returns in a thread, beside what is done within, and waits for its end: behind it arrays
     may be gone. Where this thread is told to exit, the process waits at its end."""
-    thread = _begun(lowered)
+    thread = start(lowered)
     try:
         yield
     except Exception:
@@ -45,20 +46,3 @@ def compiling(lowered: Callable[[], Any]) -> Iterator[None]:
         raise
     else:
         thread.join()
-
-
-class Ahead:
-    """Threads that compile, one a key; a key names a program with its shapes."""
-
-    def __init__(self) -> None:
-        self._threads: dict[Hashable, threading.Thread] = {}
-
-    def begin(self, key: Hashable, lowered: Callable[[], Any]) -> None:
-        """Starts a thread that compiles what `lowered` returns, unless this key has one."""
-        if key not in self._threads:
-            self._threads[key] = _begun(lowered)
-
-    def wait(self, key: Hashable) -> None:
-        """Returns once no thread compiles this key, so that the call does not compile it a second time."""
-        if key in self._threads:
-            self._threads[key].join()

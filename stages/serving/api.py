@@ -1,6 +1,6 @@
 """Requests of OpenAI's completions and chat completions.
 
-Source: the OpenAI API reference; `top_k`, `min_p`, `repetition_penalty`, `stop_token_ids`, `ignore_eos`,
+Source: the OpenAI API reference; `top_k`, `min_p`, `stop_token_ids`, `ignore_eos`,
 `return_token_ids` and `chat_template_kwargs` are vLLM's.
 """
 
@@ -16,6 +16,7 @@ from rlhf.stages.serving.tools import Tool, ToolCall
 NEUTRAL: dict[str, Any] = {
     "frequency_penalty": 0,
     "presence_penalty": 0,
+    "repetition_penalty": 1,
     "logit_bias": {},
     "suffix": "",
     "best_of": 1,
@@ -88,7 +89,6 @@ class Asked(BaseModel):
     top_p: Annotated[float, Field(gt=0, le=1)] = 1.0
     top_k: Annotated[int, Field(ge=-1, lt=2**31)] = 0
     min_p: Annotated[float, Field(ge=0, le=1)] = 0.0
-    repetition_penalty: Annotated[float, Field(ge=0.01, le=100)] = 1.0
     n: Annotated[int, Field(ge=1, le=128)] = 1
     seed: int | None = None
     stop: Stops = []
@@ -118,7 +118,7 @@ class Asked(BaseModel):
 
         temperature = 0.0 if self.temperature < GREEDY else self.temperature
         # top_k -1 is off, as in vLLM; the engine has 0 for that.
-        return Sampling(temperature, self.top_p, max(0, self.top_k), self.min_p, self.repetition_penalty)
+        return Sampling(temperature, self.top_p, max(0, self.top_k), self.min_p)
 
     def root(self) -> int:
         """Return the request's seed modulo 2**32, or a random seed."""

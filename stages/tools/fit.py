@@ -80,7 +80,7 @@ def sums(run: Run, needs: Needs) -> Figures:
 
 
 def figures(run: Run, needs: Needs) -> Figures:
-    """The figures with the peak, where the sums leave room and the compiler is here."""
+    """The figures with the peak, if the sums leave room and the compiler is installed."""
     found = sums(run, needs)
     if found["why"] or found["verdict"] != "unknown":
         return found

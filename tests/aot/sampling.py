@@ -19,7 +19,7 @@ from rlhf.tuning.rollout.engine.paged import programs as paged
 from rlhf.tuning.rollout.engine.placement import cache_shardings
 from rlhf.tuning.rollout.engine.rows import blank_rows
 from rlhf.tuning.rollout.engine.slots import Slot, pack, row_arrays
-from rlhf.tuning.rollout.engine.weight_shapes import abstract_weights
+from rlhf.tuning.rollout.engine.weights import abstract_weights
 from tests.aot.cases import Case
 from tests.aot.shapes import kernels, model_of, on_all, placed
 
@@ -49,7 +49,8 @@ def sampling(case: Case, mesh: Any) -> tuple[Any, float]:
         return _paged(case, mesh, config, laid_out, weights)
     slots = SLOTS * replicas
     stacks = jax.eval_shape(lambda: cache.make(config, slots, CAPACITY, "bfloat16", rolled=False))
-    held = placed(stacks, cache_shardings(stacks, mesh))
+    heads = cache_shardings(stacks, mesh)
+    held = placed(stacks, jax.tree.map(lambda s: NamedSharding(mesh, PartitionSpec(None, "data", *s.spec[2:])), heads))
     options: Any = {"kv": "bfloat16", "dtype": "bfloat16", "kernels": Kernels()}
     if case.program == "prefill":
         chunk, _, prefixed = pack([Slot() for _ in range(slots)], CHUNK)
@@ -57,11 +58,9 @@ def sampling(case: Case, mesh: Any) -> tuple[Any, float]:
         # A chunk is one row, which every replica computes. No kernel: each pair of tokens is multiplied.
         pairs = 2 * config.num_heads * config.head_dim * CHUNK
         return traced, 2.0 * config.num_layers * CHUNK * (kernels(config) + pairs) / parts
-    seen: Any = jax.ShapeDtypeStruct((slots, config.vocab_size), bool, sharding=NamedSharding(mesh, PartitionSpec()))
     rows = on_all(row_arrays([Slot() for _ in range(slots)], CAPACITY, STEPS), mesh)
     wake, most = on_all((np.int32(slots), np.int32(STEPS)), mesh)
-    state = programs.State(held, seen)
-    traced = programs.decode.trace(laid_out, weights, state, rows, wake, most, steps=STEPS, top=0, **options)
+    traced = programs.decode.trace(laid_out, weights, held, rows, wake, most, steps=STEPS, top=0, **options)
     head = config.hidden_size * config.vocab_size
     read = 2 * config.num_heads * config.head_dim * (CAPACITY + STEPS)
     return traced, 2.0 * (config.num_layers * (kernels(config) + read) + head) * SLOTS / parts
@@ -74,20 +73,15 @@ def _paged(case: Case, mesh: Any, config: Any, graph: Any, weights: Any) -> tupl
     width = (CAPACITY + STEPS) // PAGE
     stacks = jax.eval_shape(lambda: attention.make(config, 1 + SLOTS * CAPACITY // PAGE, PAGE, "bfloat16", kernel))
     held = placed(stacks, cache_shardings(stacks, mesh))
-    whole = NamedSharding(mesh, PartitionSpec())
-    seen: Any = jax.ShapeDtypeStruct((SLOTS, config.vocab_size), bool, sharding=whole)
-    rows, slots, table = on_all(
-        (blank_rows(SLOTS), np.zeros(SLOTS, np.int32), np.zeros((SLOTS, width), np.int32)), mesh
-    )
-    state = paged.Paged(held, seen)
+    rows, table = on_all((blank_rows(SLOTS), np.zeros((SLOTS, width), np.int32)), mesh)
     over = mesh if kernel and parts > 1 else None
     options: Any = {"top": 0, "dtype": "bfloat16", "kernel": kernel, "mesh": over}
     head = config.hidden_size * config.vocab_size * SLOTS
     # The kernel's products are in neither figure.
     gathered = 0 if kernel else 2 * config.num_heads * config.head_dim * width * PAGE
     if case.program == "decode":
-        wake, most = on_all((np.int32(SLOTS), np.int32(STEPS)), mesh)
-        traced = paged.decode.trace(graph, weights, state, table, rows, slots, wake, most, steps=STEPS, **options)
+        wake = on_all(np.int32(SLOTS), mesh)
+        traced = paged.decode.trace(graph, weights, held, table, rows, wake, steps=STEPS, **options)
         return traced, 2.0 * (config.num_layers * (kernels(config) + gathered) * SLOTS + head) / parts
     tokens = CHUNK + SLOTS
     each, ends = np.zeros(tokens, np.int32), np.zeros(SLOTS + 1, np.int32)
@@ -97,7 +91,7 @@ def _paged(case: Case, mesh: Any, config: Any, graph: Any, weights: Any) -> tupl
         ),
         mesh,
     )
-    traced = paged.mixed.trace(graph, weights, state, fed, rows, slots, **options)
+    traced = paged.mixed.trace(graph, weights, held, fed, rows, **options)
     return traced, 2.0 * (config.num_layers * (kernels(config) + gathered) * tokens + head) / parts
 
 

@@ -1,7 +1,8 @@
-"""The C sources beside some modules, built by the machine's own compiler and registered with XLA."""
+"""C kernels, built by the machine's own compiler and registered with XLA."""
 
 from __future__ import annotations
 
+import concurrent.futures
 import contextlib
 import ctypes
 import functools
@@ -10,13 +11,11 @@ import logging
 import os
 import platform
 import shutil
-import signal
 import subprocess
 import tempfile
 import threading
-from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jaxlib
@@ -25,7 +24,7 @@ from rlhf.tuning.atomic import whole_file
 
 _HERE = Path(__file__).parent
 MODULES = ("models/matmul", "models/fused", "rollout/engine/cpu/attention", "rollout/engine/cpu/products")
-"""Each has its kernel beside it, under its own name: keys hold what lies beside a module with the module."""
+"""Each has its kernel next to it, under its own name: keys contain files of a module's name with the module."""
 SOURCES = (
     _HERE / "kernels.h",
     _HERE.parent / "models/fused.h",
@@ -42,24 +41,23 @@ _log = logging.getLogger(__name__)
 
 
 class Kernels(NamedTuple):
-    """The name under which each kernel is registered with XLA; None where XLA does that work itself."""
+    """The name under which each kernel is registered with XLA; None if XLA does that work."""
 
     attention: str | None = None
     products: str | None = None
     matmul: str | None = None
-    """Of factors rounded to bfloat16, where the processor multiplies those."""
+    """Of factors rounded to bfloat16, if the processor multiplies those."""
     fused_forward: str | None = None
     fused_backward: str | None = None
-    """Attention of packed rows, and its gradient, where vectors are those of AVX-512."""
+    """Attention of packed rows, and its gradient, on processors with AVX-512."""
 
 
 def build(kv: str = "float32", compiler: str | None = None) -> Kernels:
     """All kernels; none, with a warning that says why, if they cannot be built.
 
     A build supports one type `kv` of keys and values, of `KV_TYPES`. `compiler` is a command, by default that of the
-    environment variable CC, or `cc`. With a persistent compilation cache of JAX, libraries are stored in it, by
-    sources, type, compiler, processor and version of jaxlib; else, or where it takes no files, each process builds its
-    own.
+    environment variable CC, or `cc`. A persistent compilation cache of JAX also stores libraries, by sources, type,
+    compiler, processor and version of jaxlib; without one that takes files, each process builds its own.
     """
     with _LOCK:
         return _build(kv, compiler or _default())
@@ -83,8 +81,7 @@ def _build(kv: str, compiler: str) -> Kernels:
         _log.warning("`%s` built no kernels, so XLA does their work, slower: %s", compiler, said)
         return Kernels()
     # Programs in the compilation cache call a kernel by name, so another build must have another name.
-    names = {kernel: f"rlhf_{kernel}_{name}" for kernel in Kernels._fields}
-    names = {kernel: target for kernel, target in names.items() if hasattr(library, kernel)}
+    names = {kernel: f"rlhf_{kernel}_{name}" for kernel in Kernels._fields if hasattr(library, kernel)}
     # The kernel of the system has to allow a matrix unit.
     if hasattr(library, "matmul_unit") and not library.matmul_unit():
         _log.warning("Linux denies the matrix unit (AMX) to this process: products of bfloat16 are slower without it")
@@ -97,8 +94,8 @@ def _build(kv: str, compiler: str) -> Kernels:
 
 def built(kv: str, compiler: str) -> tuple[str, ctypes.CDLL]:
     """(hash of everything that the build depends on, library). Raises OSError or SubprocessError."""
-    asked = [compiler, "--version"]
-    version = subprocess.run(asked, capture_output=True, text=True, errors="replace", timeout=60, check=True).stdout
+    run = functools.partial(subprocess.run, capture_output=True, text=True, errors="replace", timeout=120, check=True)
+    version = run([compiler, "--version"]).stdout
     texts = (source.read_text() for source in SOURCES)
     options = (*OPTIONS, f"-DKV={KV_TYPES[kv]}")
     parts = (*texts, *options, version, jaxlib.__version__, _processor())
@@ -106,9 +103,9 @@ def built(kv: str, compiler: str) -> tuple[str, ctypes.CDLL]:
     cache = jax.config.jax_compilation_cache_dir  # type: ignore[attr-defined]
     # A compilation cache at a URL cannot hold a file to load.
     kept = Path(cache) / "kernels" / f"{name}.so" if cache and "://" not in cache else None
-    # What is no library, or lies where nothing may be looked for, is built again.
-    with contextlib.suppress(OSError):
-        if kept is not None and kept.exists():
+    # A file that cannot be read, or is not a library, is built again.
+    if kept is not None:
+        with contextlib.suppress(OSError):
             return name, ctypes.CDLL(str(kept))
     # A library stays loaded after its file is deleted.
     with tempfile.TemporaryDirectory() as own:
@@ -116,52 +113,19 @@ def built(kv: str, compiler: str) -> tuple[str, ctypes.CDLL]:
         sources = [source for source in SOURCES if source.suffix == ".c"]
         command = [compiler, *options, f"-I{jax.ffi.include_dir()}", f"-I{_HERE}"]
         objects = [str(Path(own) / f"{source.stem}.o") for source in sources]
-        # Side by side: a first start waits for them.
-        _run([[*command, "-c", str(s), "-o", o] for s, o in zip(sources, objects, strict=True)], own)
-        _run([[*command, "-shared", *objects, "-o", str(built), "-lm"]], own)
-        # A disk may be full, or mounted so that nothing on it is run.
+        # In parallel: a first start waits for them.
+        with concurrent.futures.ThreadPoolExecutor() as threads:
+            list(threads.map(lambda source, o: run([*command, "-c", str(source), "-o", o]), sources, objects))
+        run([*command, "-shared", *objects, "-o", str(built), "-lm"])
         if kept is not None:
-            with contextlib.suppress(OSError):
-                # The loader dies of a library that a lost machine has cut short.
-                with whole_file(kept) as partial:
-                    shutil.copy(built, partial)
-                return name, ctypes.CDLL(str(kept))
+            # A disk may be full. The loader crashes on a library that a lost machine has cut short.
+            with contextlib.suppress(OSError), whole_file(kept) as partial:
+                shutil.copy(built, partial)
         return name, ctypes.CDLL(str(built))
 
 
-def _run(commands: Sequence[Sequence[str]], place: str) -> None:
-    """Runs all at the same time, to their ends, with their temporary files in a folder. Raises OSError or
-    SubprocessError, once none is running."""
-    # A group of its own each: a compiler is several processes.
-    options: dict[str, Any] = {"env": os.environ | {"TMPDIR": place}, "start_new_session": True}
-    with contextlib.ExitStack() as ends:
-        running: list[subprocess.Popen[str]] = []
-        try:
-            for command in commands:
-                started = subprocess.Popen(
-                    command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, errors="replace", **options
-                )
-                running.append(ends.enter_context(started))
-            for process in running:
-                said = process.communicate(timeout=120)
-                if process.returncode:
-                    raise subprocess.CalledProcessError(process.returncode, process.args, *said)
-        except BaseException:
-            ill = [process for process in running if process.returncode != 0]
-            for process in ill:
-                # It may have ended, and its own processes not. macOS denies a group of which only zombies are left.
-                with contextlib.suppress(ProcessLookupError, PermissionError):
-                    os.killpg(process.pid, signal.SIGKILL)
-            for process in ill:
-                # Until all that hold its output have ended: none may add to the folder while it is deleted.
-                if process.stderr is not None and not process.stderr.closed:
-                    with contextlib.suppress(subprocess.TimeoutExpired):
-                        process.communicate(timeout=10)
-            raise
-
-
 def _processor() -> str:
-    """The processor that `_NATIVE` compiles for: machines with different ones may share a folder."""
+    """Identifies the processor that `_NATIVE` compiles for: different machines may share a folder."""
     try:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
     except OSError:

@@ -90,7 +90,7 @@ class Machine:
 
     @property
     def uncompiled(self) -> str:
-        """The package to install before programs for these devices are compiled here; empty where they can be."""
+        """The package to install to compile for these devices; empty if it is installed."""
         library, remedy = {
             "tpu": ("libtpu", "libtpu (infra/requirements-tpu.txt)"),
             "gpu": ("jax_cuda13_plugin", "jax-cuda13-plugin, jax-cuda13-pjrt (infra/requirements-gpu-aot.txt)"),
@@ -99,7 +99,7 @@ class Machine:
 
     @functools.cached_property
     def devices(self) -> list[Any]:
-        """The devices to compile for; where `uncompiled` names a package, one that stands for all in sums."""
+        """The devices to compile for. If `uncompiled` names a package, one device stands for all in sums."""
         if self.here or self.uncompiled:
             return jax.devices() if self.here else jax.devices()[:1] * self.count
         if self.kind.platform == "tpu":
@@ -121,7 +121,7 @@ class Machine:
 
     def mesh(self, axes: Axes, count: int = 0) -> Mesh | None:
         """The mesh of all devices, or the first `count`; None for a single device of this process, as the product has
-        it. Raises ValueError where the axes do not multiply to their number."""
+        it. Raises ValueError if the product of the axes is another number."""
         count = count or self.count
         return None if self.here and count == 1 else make_mesh(axes, self.devices[:count])
 

@@ -18,7 +18,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
 
 
 FEW, MORE = 2, 4
-"""Layers of the two programs that stand for one whose layers are compiled one by one: each further layer adds as much
+"""Layers of the two programs that stand for a program without a loop over layers: each further layer adds as much
 as these do. Compiling all would take minutes."""
 
 
@@ -31,7 +31,7 @@ class Needs:
     shape: dict[str, Any]
     """How the work is divided: rows and micro-batches, or slots."""
     programs: Callable[[int], list[Any]]
-    """Traces the stage's programs, whose arguments are among `parts`, with so many layers."""
+    """Traces the stage's programs with a number of layers; their arguments are among `parts`."""
     layers: int = 0
     """Layers that the programs have one by one; 0: they loop over all."""
     within: int = 0
@@ -44,7 +44,7 @@ class Needs:
 
 
 def peak(needs: Needs, on: Machine) -> int:
-    """Bytes at the fullest moment of the stage's programs. Raises jax.errors.JaxRuntimeError where the compiler refuses
+    """Bytes at the fullest moment of the stage's programs. Raises jax.errors.JaxRuntimeError if the compiler refuses
     a program, as that of TPUs does without room."""
     with on.compiling():
         if needs.layers <= MORE:
@@ -57,7 +57,7 @@ def peak(needs: Needs, on: Machine) -> int:
 
 
 def _beside(traced: Any, on: Machine) -> int:
-    """Bytes of a compiled program beside its arguments."""
+    """Bytes of a compiled program next to its arguments."""
     platform = on.kind.platform
     lowered = traced.lower(lowering_platforms=("cuda" if platform == "gpu" else platform,))
     compiled = lowered.compile(compiler_options={} if on.here and platform != "cpu" else OPTIONS[platform])

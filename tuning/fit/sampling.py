@@ -1,7 +1,7 @@
 """The memory of the native engine: weights as decoding reads them, keys and values in slots or pages, and its program
 of decoding, which computes logits of all slots; a chunk of prefill computes none.
 
-Each replica has an engine of its own, on one device or on those of the axis `tensor`. Pools, layouts and options are
+Each replica has its own engine, on one device or on those of the axis `tensor`. Pools, layouts and options are
 those of an engine that loads no weights.
 """
 
@@ -21,15 +21,15 @@ from rlhf.tuning.fit.sharded_sizes import on_all, size
 from rlhf.tuning.mesh import laid_out, under
 from rlhf.tuning.models.config import DecoderConfig
 from rlhf.tuning.rollout.engine import programs
+from rlhf.tuning.rollout.engine.engine import Engine
 from rlhf.tuning.rollout.engine.limits import Limits
-from rlhf.tuning.rollout.engine.paged import attention
 from rlhf.tuning.rollout.engine.paged import programs as paged
 from rlhf.tuning.rollout.engine.paged.engine import PagedEngine, rows_of
+from rlhf.tuning.rollout.engine.paged.pool import PagedPool
 from rlhf.tuning.rollout.engine.placement import cache_shardings, sampling_axes
 from rlhf.tuning.rollout.engine.pool import cache_room
 from rlhf.tuning.rollout.engine.replicas import engine_at
 from rlhf.tuning.rollout.engine.rows import blank_rows
-from rlhf.tuning.rollout.engine.slots import Slot, row_arrays
 from rlhf.tuning.settings import ComputeSettings
 
 
@@ -48,15 +48,15 @@ class Sampled:
     """Bytes of other arrays in a device's memory, by name."""
 
     def needs(self, on: Machine) -> Needs:
-        """The needs of the stage. Raises RefusedRequest where the cache has room for no sequence, ValueError where the
-        mesh is not of the machine's devices."""
+        """The needs of the stage. Raises RefusedRequest if the cache has room for no sequence, ValueError if the mesh
+        does not have the machine's number of devices."""
         with on.compiling():
             axes = sampling_axes(self.compute.mesh, on.count)
             tensor, replicas = int(axes.tensor), int(axes.data)
             mesh: Any = on.mesh(Axes(1, 1, tensor), tensor)
             dtype = on.choices(self.compute.dtype).compute.dtype
 
-            def engine(model: DecoderConfig, limits: Limits) -> Any:
+            def engine(model: DecoderConfig, limits: Limits) -> Engine:
                 return engine_at(mesh if tensor > 1 else None, model, dtype, limits, **self.options)
 
             limits = dataclasses.replace(self.limits, context=min(self.limits.context, self.model.max_positions))
@@ -65,12 +65,12 @@ class Sampled:
             if limits.cache_share and on.kind.platform != "cpu":
                 free = max(0, on.limit - sum(parts.values()))
                 # At least one sequence, so that the answer names the bytes that are missing.
-                least = made._pool._slot_bytes(limits.context + limits.page_tokens)
+                least = made._pool.slot_bytes(limits.context + limits.page_tokens)
                 room = max(least, cache_room(self.model, free, limits, tensor))
                 limits = dataclasses.replace(limits, cache_bytes=room)
                 made = engine(self.model, limits)
             sequences, rows, length = _shape(made, -(-self.samples // replicas), limits.context)
-            stacks = _state(made, rows, length, mesh)[0]
+            stacks = _cache(made, rows, length, mesh)
             return Needs(
                 parts | {"cache": size(stacks)},
                 {"slots": sequences * replicas, "context": limits.context},
@@ -80,47 +80,39 @@ class Sampled:
             )
 
 
-def _shape(engine: Any, samples: int, context: int) -> tuple[int, int, int]:
+def _shape(engine: Engine, samples: int, context: int) -> tuple[int, int, int]:
     """Sequences of the full length at once, rows of the widest batch, and tokens of a slot or pages of a sequence."""
     pool = engine._pool
     most = pool.most(context)
-    if isinstance(engine, PagedEngine):
+    if isinstance(pool, PagedPool):
         # Sequences are seated while their prompts have room: more than fit at their full length.
         return min(most, samples), rows_of(min(pool.most_seats, samples), pool.most_seats), pool.table_width
     slots = min(most, pool.rows_for(samples))
     return slots, slots, pool.capacity_for(context)
 
 
-def _state(engine: Any, rows: int, length: int, mesh: Any) -> Any:
-    """Shapes of what the programs update: keys and values, and the tokens that were seen."""
+def _cache(engine: Engine, rows: int, length: int, mesh: Any) -> Any:
+    """Shapes of keys and values."""
     pool = engine._pool
-    if isinstance(engine, PagedEngine):
-        size, slots = engine._limits.page_tokens, engine._limits.slots
-        seen: Any = jax.ShapeDtypeStruct((slots, engine.config.vocab_size), bool)
-        made: Any = jax.eval_shape(lambda: attention.make(engine.config, pool.wanted, size, engine._kv, engine._kernel))
-        state: Any = paged.Paged(made, seen)
-    else:
-        state = jax.eval_shape(lambda: pool._empty(rows, length))
+    made = jax.eval_shape(pool.made if isinstance(pool, PagedPool) else lambda: pool.empty(rows, length))
     if mesh is None:
-        return state
-    where = cache_shardings(state, mesh)
-    return jax.tree.map(lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s), state, where)
+        return made
+    where = cache_shardings(made, mesh)
+    return jax.tree.map(lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s), made, where)
 
 
-def _decoding(engine: Any, rows: int, length: int, mesh: Any) -> Any:
+def _decoding(engine: Engine, rows: int, length: int, mesh: Any) -> Any:
     """A run of decoding."""
     graph, weights = engine.weights.shapes
-    weights, state = laid_out(weights, mesh), _state(engine, rows, length, mesh)
-    one, steps = on_all(np.int32(1), mesh), engine._limits.steps
+    weights, cache = laid_out(weights, mesh), _cache(engine, rows, length, mesh)
+    batch, one = on_all((blank_rows(rows), np.int32(1)), mesh)
+    options = engine.decode_options
     if not isinstance(engine, PagedEngine):
-        slots = on_all(row_arrays([Slot() for _ in range(rows)], length, steps), mesh)
-        return programs.decode.trace(graph, weights, state, slots, one, one, **engine._decode_options)
-    table, numbers = np.zeros((rows, length), np.int32), np.zeros(rows, np.int32)
-    batch = on_all((table, blank_rows(rows), numbers), mesh)
+        return programs.decode.trace(graph, weights, cache, batch, one, one, **options)
+    table = on_all(np.zeros((rows, length), np.int32), mesh)
     # The kernel asks the mesh for its chip.
     with under(mesh):
-        options = {"steps": steps, "top": 0, **engine._paged_options}
-        return paged.decode.trace(graph, weights, state, *batch, one, one, **options)
+        return paged.decode.trace(graph, weights, cache, table, batch, one, **options)
 
 
 def _of_layers(model: DecoderConfig, layers: int) -> DecoderConfig:

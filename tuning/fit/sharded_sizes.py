@@ -51,7 +51,7 @@ def trees(config: DecoderConfig, role: Role, lora: LoraConfig | None, dtype: str
 
 def frozen(config: DecoderConfig, role: Role, dtype: str) -> Any:
     """Shapes of parameters that are only read, as `rlhf.stages.common.models.load_frozen` has them: matrices in the
-    type of computation, where that is smaller."""
+    type of computation, if that is smaller."""
     shapes = shapes_of(config, role)
     smaller = jnp.dtype(dtype).itemsize < real().itemsize
     return jax.eval_shape(lambda params: narrowed(params, dtype), shapes) if smaller else shapes

@@ -44,14 +44,14 @@ class Packed:
     whole: bool = False
     """Whether the completions of a group stay together, as those of a pair."""
     columns: tuple[str, ...] = ()
-    """Names of what the loss reads beside tokens: `NAME_CT` of tokens, `NAME_C` of completions."""
+    """Columns that the loss reads next to tokens: `NAME_CT` of tokens, `NAME_C` of completions."""
     teacher: DecoderConfig | None = None
     """A model that the loss reads unchanged."""
     others: Mapping[str, int] = dataclasses.field(default_factory=dict)
     """Bytes of other arrays in a device's memory, by name."""
 
     def needs(self, on: Machine) -> Needs:
-        """The needs of the stage. Raises ValueError where the mesh is not of the machine's devices."""
+        """The needs of the stage. Raises ValueError if the mesh does not have the machine's number of devices."""
         with on.compiling():
             device, mesh = on.choices(self.compute.dtype, self.compute.remat), on.mesh(self.compute.mesh)
             packed = self._packed(device, row_shards(mesh))

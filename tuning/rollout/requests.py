@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import operator
 from collections.abc import Callable, Sequence
 
 MAX_STOP_IDS = 16
@@ -16,8 +17,7 @@ class RefusedRequest(ValueError):
 
 @dataclasses.dataclass(frozen=True)
 class Sampling:
-    """How tokens are chosen. Restrictions apply in this order, as in transformers: repetition penalty, temperature,
-    top_k, top_p, min_p."""
+    """How tokens are chosen. Restrictions apply in this order, as in transformers: temperature, top_k, top_p, min_p."""
 
     temperature: float = 1.0
     """0 is greedy."""
@@ -27,9 +27,6 @@ class Sampling:
     """The most probable tokens; 0 for all."""
     min_p: float = 0.0
     """Tokens at least this probable, as a share of the most probable one (Nguyen et al., 2024)."""
-    repetition_penalty: float = 1.0
-    """Logits of tokens in prompt or completion are divided by it where positive, else multiplied
-    (Keskar et al., 2019)."""
 
     def __post_init__(self) -> None:
         in_range = {
@@ -38,7 +35,6 @@ class Sampling:
             # Engines hold it in 32 bits.
             "top_k": 0 <= self.top_k < 2**31,
             "min_p": 0 <= self.min_p <= 1,
-            "repetition_penalty": 0 < self.repetition_penalty < math.inf,
         }
         for name, good in in_range.items():
             if not good:
@@ -61,7 +57,7 @@ class Completion:
 
 @dataclasses.dataclass(frozen=True)
 class Update:
-    """What one step of an engine added to one sample of one request."""
+    """The tokens that one step of an engine added to one sample of a request."""
 
     number: int
     sample: int
@@ -97,10 +93,11 @@ class Request:
     name: str = ""
     """Name of the prompt, for errors."""
     after: int | None = None
-    """Number of an ended request with `keep` whose prompt and completion this prompt goes on from: it takes over what
-    that one has cached, and an engine in the worker also its slot."""
+    """Number of an ended request with `keep` whose prompt and completion begin this prompt: this request takes over
+    the cache of that one, and in slots also its slot."""
     keep: bool = False
-    """Whether its slot stays its own when it has ended, for a request `after` it or until `Engine.release`."""
+    """Whether the slot of its single sample stays reserved at its end, for a request `after` it or until
+    `Engine.release`."""
 
     def __post_init__(self) -> None:
         who = f"request {self.name or self.counter}"
@@ -108,14 +105,16 @@ class Request:
             raise RefusedRequest(f"{who} has an empty prompt; a model needs at least one token, such as its BOS")
         if self.max_tokens < 1 or self.samples < 1:
             raise RefusedRequest(f"{who}: max_tokens is {self.max_tokens}, samples {self.samples}; both are 1 or more")
-        if self.samples > 1 and (self.keep or self.after is not None):
-            raise RefusedRequest(f"{who}: a slot is kept for one sample, not for {self.samples}")
         if len(self.stop_ids) > MAX_STOP_IDS:
             raise RefusedRequest(f"{who} has {len(self.stop_ids)} stop ids; at most {MAX_STOP_IDS}: use find_stop")
-
-        # What engines hold in 32 bits.
+        # Engines hold token ids in 32 bits.
         if strange := [t for t in self.stop_ids if not 0 <= t < 2**31]:
-            raise RefusedRequest(f"{who}: {strange[0]} among its stop ids is no token id")
+            raise RefusedRequest(f"{who}: {strange[0]} among its stop ids is not a token id")
+
+    def same_prompt(self, other: Request) -> bool:
+        """Whether both have the same prompt."""
+        mine, its = self.prompt, other.prompt
+        return mine is its or (len(mine) == len(its) and all(map(operator.eq, mine, its)))
 
     @property
     def total_tokens(self) -> int:
@@ -126,7 +125,7 @@ class Request:
 def stop_strings(
     decode: Callable[[Sequence[int]], str], strings: Sequence[str]
 ) -> Callable[[Sequence[int]], int | None]:
-    """A `find_stop` for texts: keeps the fewest tokens whose text holds one of `strings`.
+    """A `find_stop` for texts: keeps the fewest tokens with a text that holds one of `strings`.
 
     `decode` turns token ids into text. The kept text includes the string; the caller removes it.
     """

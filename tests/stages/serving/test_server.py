@@ -183,10 +183,10 @@ def test_weights_change_while_requests_run(live, params):
     before = live.submit(Request([1, 2, 3], 40, seed=2)).result()
     running = live.submit(Request([1, 2, 3], 190, seed=2))
     running.next()
-    live.load(jax.tree.map(lambda x: x * 1.1, params))
+    live.look(lambda engine, _: engine.load(jax.tree.map(lambda x: x * 1.1, params)))
     assert len(running.result()[0].tokens) == 190
     after = live.submit(Request([1, 2, 3], 40, seed=2)).result()
-    live.load(params)
+    live.look(lambda engine, _: engine.load(params))
     assert after[0].logps != before[0].logps
     assert live.submit(Request([1, 2, 3], 40, seed=2)).result()[0].tokens == before[0].tokens
 

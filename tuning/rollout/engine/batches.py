@@ -1,14 +1,12 @@
-"""Requests as a batch: what `Engine` and `Replicas` have in common beside the steps."""
+"""Batches of requests, for `Engine` and `Replicas`."""
 
 from __future__ import annotations
 
 import abc
 from collections.abc import Collection, Iterator, Sequence
 
-import numpy as np
 from flax import nnx
 
-from rlhf.tuning.rollout.engine.sampling import request_keys
 from rlhf.tuning.rollout.requests import Completion, Request, Sampling, Update
 
 
@@ -22,26 +20,26 @@ class Batches(abc.ABC):
 
     @abc.abstractmethod
     def load(self, params: nnx.State) -> None:
-        """Samples from these parameters from now on; runs in progress go on with them. Compiles nothing new."""
+        """Samples from these parameters from now on, runs in progress too. Compiles nothing new."""
 
     @abc.abstractmethod
-    def submit(self, request: Request, keys: np.ndarray | None = None) -> int:
-        """Queues a request and returns its number; `keys` [samples, 2] are its samples' key data, if already computed.
+    def submit(self, request: Request) -> int:
+        """Queues a request and returns its number.
 
-        Raises RefusedRequest, with the request's name, where it exceeds the model's positions or this engine's memory.
+        Raises RefusedRequest, with the request's name, if it exceeds the model's positions or this engine's memory.
         """
 
     @abc.abstractmethod
     def step(self) -> list[Update]:
-        """Moves runs on; returns one update for each sample that has got tokens or ended."""
+        """Decodes some tokens; returns one update for each sample that has got tokens or ended."""
 
     @abc.abstractmethod
     def _open(self, requests: Sequence[Request]) -> None:
-        """Makes ready for a batch. Raises RefusedRequest."""
+        """Prepares for a batch. Raises RefusedRequest."""
 
     @abc.abstractmethod
     def _close(self, numbers: Collection[int]) -> None:
-        """Drops what is left of a batch."""
+        """Ends the requests of a batch that have not ended."""
 
     def run(self, requests: Sequence[Request]) -> Iterator[tuple[int, list[Completion]]]:
         """(index, completions) of each request, as soon as the last of its samples has ended.
@@ -52,8 +50,8 @@ class Batches(abc.ABC):
         ended: dict[int, dict[int, Completion]] = {}
         self._open(requests)
         try:
-            for i, (request, keys) in enumerate(zip(requests, request_keys(requests), strict=True)):
-                index[self.submit(request, keys)] = i
+            for i, request in enumerate(requests):
+                index[self.submit(request)] = i
             while not self.idle:
                 for update in self.step():
                     if update.completion is None or update.number not in index:
@@ -62,7 +60,7 @@ class Batches(abc.ABC):
                     by_sample[update.sample] = update.completion
                     number = index[update.number]
                     if len(by_sample) == requests[number].samples:
-                        # Given away: a round has far more completions than are under way.
+                        # Not kept: a round has far more completions than are under way.
                         del ended[update.number]
                         yield number, [by_sample.pop(s) for s in range(len(by_sample))]
         finally:
@@ -83,12 +81,12 @@ class Batches(abc.ABC):
     ) -> list[list[Completion]]:
         """`samples` completions of each prompt; `counters` are the prompts' places in the random stream.
 
-        Raises RefusedRequest where a prompt with `max_tokens` exceeds the model's positions.
+        Raises RefusedRequest if a prompt with `max_tokens` exceeds the model's positions.
         """
         self.load(params)
-        stops = tuple(dict.fromkeys(eos_ids))
+        eos = tuple(eos_ids)
         requests = [
-            Request(p, max_tokens, sampling, stops, seed, c, samples) for p, c in zip(prompts, counters, strict=True)
+            Request(p, max_tokens, sampling, eos, seed, c, samples) for p, c in zip(prompts, counters, strict=True)
         ]
         completions = dict(self.run(requests))
         return [completions[i] for i in range(len(requests))]

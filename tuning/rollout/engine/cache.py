@@ -3,7 +3,7 @@
 Axes: L layers, R slots, K key-value heads, A query heads a key-value head, H head size, S cached tokens (the
 capacity), C new tokens, N query heads. A layer's cache is {"k": [R, K, H, S], "v": [R, K, S, H]}: in this order both
 products of attention read memory front to back, without a transposed copy. In int8 there are "k_scale" and "v_scale"
-[R, K, S] beside them; bfloat16 may be stored as its bits (`_as_stored`). Layers are in stacks, with L in front: all in
+[R, K, S]; bfloat16 may be stored as its bits (`_as_stored`). Layers are in stacks, with L in front: all in
 one where a loop runs over the layers, else each layer in a stack of its own.
 """
 
@@ -192,7 +192,7 @@ def within_window(mask: jax.Array, query: jax.Array, key: jax.Array, spec: Atten
 def append(cache: list[Stack], new: list[Stack], at_R: jax.Array) -> list[Stack]:
     """Caches with each row's new tokens written from `at_R` on; `new` is of the same layers and slots.
 
-    All tokens of `new` are written, also those behind a row's end: the host does not count them as held. There must be
+    All tokens of `new` are written, also those after a row's end: the host does not count them as held. There must be
     room for them, since `dynamic_update_slice` would otherwise shift the write to the left, over tokens that count.
     """
 

@@ -42,7 +42,7 @@ _TOGETHER = {name: _APART[name] for name in ("o", "down")} | JOINED
 
 
 class JoinedLayer(Layer):
-    """A layer whose projections of one input are one product."""
+    """A layer with the projections of one input joined into one product."""
 
     qkv: Linear
     gate_up: Linear
@@ -111,7 +111,7 @@ class DecodingDecoder(nnx.Module):
 
 
 class UnrolledDecoder(DecodingDecoder):
-    """Each layer by itself, with a cache of its own."""
+    """Each layer by itself, with its own cache."""
 
     def __init__(self, decoder: Decoder, layers: Sequence[Layer]):
         super().__init__(decoder)
@@ -191,7 +191,7 @@ def _prepared(
             delattr(layer, part)
         setattr(layer, name, whole)
     if join:
-        # Only two methods differ. A new JoinedLayer would first allocate parameters of its own.
+        # Only two methods differ. A new JoinedLayer would first allocate its parameters.
         layer.__class__ = JoinedLayer
     return nnx.split(layer)
 
@@ -237,12 +237,11 @@ def lay_out(
         if hasattr(decoder, name) and target_platform() != "cpu":
             setattr(decoder, name, nnx.Param(_cast(getattr(decoder, name)[...], dtype)))
     stack, stacked = nnx.split(decoder.layers)
-    count = decoder.config.num_layers
     options: dict[str, Any] = {"join": join, "quantization": quantization, "dtype": dtype}
     # The structure of a laid-out layer, from shapes alone: the compiled programs below return states only.
     abstract = nnx.eval_shape(lambda s: nnx.merge(*_prepared(stack, _layer(s, 0), rolled=rolled, **options)), stacked)
     like = nnx.split(abstract)[0]
     if rolled:
         return nnx.split(RolledDecoder(decoder, nnx.merge(like, _states(stack, stacked, **options))))
-    layers = [nnx.merge(like, _state(stack, stacked, np.int32(i), **options)) for i in range(count)]
+    layers = [nnx.merge(like, _state(stack, stacked, np.int32(i), **options)) for i in range(decoder.config.num_layers)]
     return nnx.split(UnrolledDecoder(decoder, layers))

@@ -8,14 +8,14 @@ The life of a sample (`Run`) and of the slot that it gets:
                                        cache, once it is done          +-- `steps` tokens a run, then the host looks
 
 Samples of one prompt: one of them leads and prefills it, the others follow. A slot that is free still
-holds the tokens of its last run; a later prompt that begins with them starts behind them (`longest_prefix`).
+holds the tokens of its last run; a later prompt that begins with them starts after them (`longest_prefix`).
 
-`step` does, in this order: end what was cancelled, seat waiting runs, prefill, decode. What always holds:
+`step` ends cancelled runs, seats waiting runs, prefills, and decodes. Invariants:
 
 - Each sample of each request ends exactly once, in an `Update` with its completion, also if it is cancelled.
 - Its random numbers depend on seed, counter, number of the sample and number of the token (R15): never on the slot, the
   other rows, or how prompts were divided into chunks.
-- `Slot.held` lists no token whose keys and values are not in the cache. The newest token of a completion is not in it:
+- `Slot.held` lists only tokens with keys and values in the cache. The newest token of a completion is not in it:
   decoding feeds it next.
 - Shapes come from two short ladders (`pool`) and the sizes of chunks. No setting of a request is part of a shape, so
   no request compiles anything.
@@ -23,10 +23,11 @@ holds the tokens of its last run; a later prompt that begins with them starts be
 
 from __future__ import annotations
 
+import collections
 import functools
 import operator
 import threading
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Collection, Sequence
 from typing import Any, Literal, cast
 
 import jax
@@ -34,7 +35,7 @@ import numpy as np
 from flax import nnx
 from jax.sharding import Mesh
 
-from rlhf.tuning.background_compile import Ahead
+from rlhf.tuning import background_compile
 from rlhf.tuning.cpu.kernels import Kernels, build, has_compiler
 from rlhf.tuning.models.config import DecoderConfig
 from rlhf.tuning.models.matmul import factor_type
@@ -47,12 +48,9 @@ from rlhf.tuning.rollout.engine.decoders import Graph, Quantization
 from rlhf.tuning.rollout.engine.limits import Limits
 from rlhf.tuning.rollout.engine.placement import Place
 from rlhf.tuning.rollout.engine.pool import Pool
-from rlhf.tuning.rollout.engine.programs import State
 from rlhf.tuning.rollout.engine.rows import Decoded
-from rlhf.tuning.rollout.engine.run_queue import Waiting
-from rlhf.tuning.rollout.engine.sampling import request_keys
 from rlhf.tuning.rollout.engine.scores import Scores, prompt_scores
-from rlhf.tuning.rollout.engine.slots import Slot, pack, row_arrays
+from rlhf.tuning.rollout.engine.slots import Run, Slot, pack, row_arrays
 from rlhf.tuning.rollout.engine.weights import Weights
 from rlhf.tuning.rollout.requests import Request, Update
 
@@ -82,11 +80,15 @@ class Engine(Batches):
         self._limits = limits or Limits()
         self._cancelled: set[int] = set()
         self._programs_used: set[tuple[str, ...]] = set()
-        self._waiting, self._ahead = Waiting(), Ahead()
+        self._compiling: list[threading.Thread] = []
+        self._waiting: collections.deque[Run] = collections.deque()
+        self._submitted = 0
         self.steps = 0
         """Decoding steps so far."""
-        # What `begin` has left for `finish`: updates, and the result of decoding, which may still be computed.
+        # `begin` leaves these to `finish`: updates, the result of decoding, which may still be computed, and the slot
+        # of each of its rows.
         self._decoded: tuple[list[Update], Decoded[jax.Array] | None] | None = None
+        self._under_way: Sequence[Slot | None] = []
         # Whether a first token is returned at once, for streams; `run` turns it off.
         self._stream_first = True
         by_c = self.cpu_kernels and not isinstance(place, Mesh)
@@ -108,14 +110,8 @@ class Engine(Batches):
 
     @without_float64
     def load(self, params: nnx.State) -> None:
-        """Samples from these parameters from now on; runs in progress go on with them. Compiles nothing new."""
+        """Samples from these parameters from now on, runs in progress too. Compiles nothing new."""
         self.weights.load(params)
-        self._begin_anew()
-
-    @without_float64
-    def load_laid_out(self, fill: Callable[[nnx.State], nnx.State]) -> None:
-        """As `load`, with the state of a `DecodingDecoder` that `fill` returns for its shapes."""
-        self.weights.fill(fill)
         self._begin_anew()
 
     def use(self, graph: Graph, state: nnx.State) -> None:
@@ -129,8 +125,8 @@ class Engine(Batches):
 
     @property
     def weights_dtype(self) -> str:
-        """Type of the matrices of layers: int8 where they are quantised."""
-        return self.weights.dtype if self.weights.dense else "int8"
+        """Type of the matrices of layers; int8 if they are quantised."""
+        return "int8" if self.weights.quantized else self.weights.dtype
 
     @property
     def loading_mesh(self) -> Mesh | None:
@@ -145,20 +141,21 @@ class Engine(Batches):
 
         Raises RefusedRequest as `submit` does.
         """
-        if self._place is not None or not requests:
+        if self._place is not None:
             return
         self._pool.reserve(requests)
-        graph, weights = self.weights.shapes
-        size = self._chunk_size(sum(len(r.prompt) - 1 for r in requests))
-        chunk, _, prefixed = pack([Slot() for _ in self._pool.slots], size)
-        state = self._state_shapes()
-        self._ahead.begin(
-            self._key("prefill", *_chunk_key(size, prefixed)),
-            lambda: programs.prefill.lower(
-                graph, weights, state.cache, chunk, prefixed=prefixed, **self._program_options
-            ),
-        )
-        self._decode_ahead(graph, weights)
+        slots = [Slot() for _ in self._pool.slots]
+        chunk, _, prefixed = pack(slots, self._chunk_size(sum(len(r.prompt) - 1 for r in requests)))
+        rows = row_arrays(slots, self._pool.capacity, self._limits.steps)
+        arguments = *self.weights.shapes, jax.eval_shape(lambda: self._pool.cache)
+        self._compiling = [
+            background_compile.start(program)
+            for program in (
+                # In the threads, since the options wait for the kernels to be built.
+                lambda: programs.prefill.lower(*arguments, chunk, prefixed=prefixed, **self._program_options),
+                lambda: programs.decode.lower(*arguments, rows, np.int32(1), np.int32(1), **self.decode_options),
+            )
+        ]
 
     @property
     def programs(self) -> list[str]:
@@ -177,13 +174,13 @@ class Engine(Batches):
 
     @property
     def room(self) -> int:
-        """Runs that it could take beside those that it has."""
-        return self._pool.room - self._waiting.fresh
+        """Further runs that it could take."""
+        return self._pool.room - sum(run.request.after is None for run in self._waiting)
 
     @property
     def runs(self) -> int:
         """Runs that it has, in slots or waiting for one."""
-        return self._pool.live + len(self._waiting.runs)
+        return self._pool.live + len(self._waiting)
 
     @property
     def size(self) -> str:
@@ -196,18 +193,24 @@ class Engine(Batches):
         return self._pool.bytes
 
     @without_float64
-    def submit(self, request: Request, keys: np.ndarray | None = None) -> int:
-        """Queues a request and returns its number; `keys` [samples, 2] are its samples' key data, if already computed.
+    def submit(self, request: Request, sample: int | None = None) -> int:
+        """Queues all samples of a request, or one of them, and returns the request's number.
 
-        Raises RefusedRequest, with the request's name, where it exceeds the model's positions or this engine's memory.
+        Raises RefusedRequest, with the request's name, if it exceeds the model's positions or this engine's memory.
         """
         self.check(request)
-        if keys is None:
-            keys = next(request_keys([request]))
-        return self._waiting.add(request, keys)
+        self._submitted += 1
+        samples = range(request.samples) if sample is None else [sample]
+        runs = [Run(self._submitted, s, request) for s in samples]
+        if request.after is None:
+            self._waiting.extend(runs)
+        else:
+            # It is next, since the slot that is kept for it waits too.
+            self._waiting.extendleft(runs)
+        return self._submitted
 
     def check(self, request: Request) -> None:
-        """Raises RefusedRequest, with the request's name, where `submit` would."""
+        """Raises RefusedRequest, with the request's name, if `submit` would."""
         self._pool.check(request)
 
     @without_float64
@@ -229,7 +232,7 @@ class Engine(Batches):
     def slots_for(self, context: int) -> int:
         """Slots of `context` tokens that limits and memory allow: how many episodes can be under way.
 
-        Raises RefusedRequest where there is memory for none.
+        Raises RefusedRequest if there is memory for none.
         """
         return self._pool.most(context)
 
@@ -239,11 +242,6 @@ class Engine(Batches):
         self._cancelled.clear()
         self._decoded = None
         self._pool.abandon()
-
-    def drop(self, number: int) -> None:
-        """Ends a request at once, without an update."""
-        self._waiting.remove({number}, self._pool)
-        self._pool.remove({number})
 
     def cancel(self, number: int) -> None:
         """Ends a request in the next step; the tokens so far become a completion with stop `cancelled`."""
@@ -261,16 +259,18 @@ class Engine(Batches):
 
         crowded: whether runs wait for slots of this engine elsewhere.
         """
-        graph, weights = self.weights.now
-        updates = self._end_cancelled()
-        self._waiting.seat(self._pool)
-        self._decode_ahead(graph, weights)
+        updates, self._under_way = self._end_cancelled(), []
+        self._pool.admit(self._waiting)
+        self._decoded = updates, self._start(crowded)
+
+    def _start(self, crowded: bool) -> Decoded[jax.Array] | None:
+        """Starts the programs of a step; None if they decode nothing."""
         self._prefill()
-        self._decoded = updates, self._decode(crowded or bool(self._waiting))
+        return self._decode(crowded)
 
     @without_float64
     def finish(self) -> list[Update]:
-        """The rest of the step that was begun: waits for its tokens and returns the updates; [] where none was."""
+        """The rest of the step that was begun: waits for its tokens and returns the updates."""
         if self._decoded is None:
             return []
         (updates, decoded), self._decoded = self._decoded, None
@@ -280,8 +280,8 @@ class Engine(Batches):
         self.steps += int(arrays.made_R.max())
         return updates + [
             self._advance(slot, jax.tree.map(operator.itemgetter(i), arrays))
-            for i, slot in enumerate(self._pool.slots)
-            if slot.decoding
+            for i, slot in enumerate(self._under_way)
+            if slot is not None and slot.run is not None
         ]
 
     def _open(self, requests: Sequence[Request]) -> None:
@@ -303,21 +303,12 @@ class Engine(Batches):
         names = build(self._kv if self._by_kernel["attention"] else "float32")._asdict()
         return Kernels(**{name: names[name] for name, used in self._by_kernel.items() if used})
 
-    def _key(self, name: str, *shape: str) -> tuple[str, ...]:
-        return (name, f"slots={len(self._pool.slots)}", f"tokens={self._pool.capacity}", *shape)
-
-    def _state_shapes(self) -> State:
-        def one(x: jax.Array) -> jax.ShapeDtypeStruct:
-            return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding if self._place is not None else None)
-
-        return jax.tree.map(one, self._pool.state)
-
     def _use(self, name: str, *shape: str) -> tuple[Graph, nnx.State]:
-        """(graph, weights) for a program, once a thread that compiles it has finished."""
-        weights, key = self.weights.now, self._key(name, *shape)
-        self._ahead.wait(key)
-        self._programs_used.add(key)
-        return weights
+        """(graph, weights) for a program of this shape."""
+        while self._compiling:
+            self._compiling.pop().join()
+        self._programs_used.add((name, f"slots={len(self._pool.slots)}", f"tokens={self._pool.capacity}", *shape))
+        return self.weights.now
 
     def _prefill(self) -> None:
         done = 0
@@ -338,11 +329,11 @@ class Engine(Batches):
         if prefixed == "one" and self._by_kernel["attention"]:
             # The kernel takes any number in one program.
             prefixed = "many"
-        graph, weights = self._use("prefill", *_chunk_key(size, prefixed))
-        cache = programs.prefill(
-            graph, weights, self._pool.state.cache, chunk, prefixed=prefixed, **self._program_options
+        start = {"none": "from the start", "one": "behind a prefix", "many": "behind prefixes"}[prefixed]
+        graph, weights = self._use("prefill", f"chunk={size}", start)
+        self._pool.cache = programs.prefill(
+            graph, weights, self._pool.cache, chunk, prefixed=prefixed, **self._program_options
         )
-        self._pool.state = self._pool.state._replace(cache=cache)
         for i, count in pieces:
             run = self._pool.slots[i].run
             assert run is not None
@@ -355,34 +346,30 @@ class Engine(Batches):
             return None
         steps = self._limits.steps
         self._pool.resize(len(self._pool.slots), max(len(s.held) for s in live) + steps)
-        # Ended rows go on costing time until the host looks. It looks when 1/8 of the rows have ended if runs wait for
-        # a slot; else when 3/4 have, since then a smaller number of slots may do.
-        wake = max(1, len(live) // 8) if crowded else max(1, len(live) - len(live) // 4)
+        self._under_way = [s if s.decoding else None for s in self._pool.slots]
         # A stream gets its first token as soon as there is one, not after `steps` of them.
-        most = 1 if self._stream_first and any(s.run and not s.run.tokens for s in live) else steps
+        first = self._stream_first and any(s.run and not s.run.tokens for s in live)
         graph, weights = self._use("decode")
         rows = row_arrays(self._pool.slots, self._pool.capacity, steps)
-        self._pool.state, decoded = programs.decode(
-            graph, weights, self._pool.state, rows, np.int32(wake), np.int32(most), **self._decode_options
+        wake, most = self._wake(len(live), crowded), np.int32(1 if first else steps)
+        self._pool.cache, decoded = programs.decode(
+            graph, weights, self._pool.cache, rows, wake, most, **self.decode_options
         )
         return decoded
+
+    def _wake(self, live: int, crowded: bool) -> np.int32:
+        """How many of the live rows end before the host looks, until when they still cost time: 1/8 if runs wait for a
+        slot, else 3/4, since a smaller number of slots may then do."""
+        return np.int32(max(1, live // 8 if crowded or self._waiting else live - live // 4))
 
     @property
     def _program_options(self) -> dict[str, Any]:
         return {"kv": self._kv, "dtype": self._dtype, "kernels": self._kernels}
 
     @property
-    def _decode_options(self) -> dict[str, Any]:
+    def decode_options(self) -> dict[str, Any]:
+        """The static arguments of the decoding program."""
         return {"steps": self._limits.steps, "top": self._top, **self._program_options}
-
-    def _decode_ahead(self, graph: Graph, weights: nnx.State) -> None:
-        """Starts a thread that compiles the decoding program, unless it is compiled, while prompts are prefilled."""
-        key = self._key("decode")
-        if isinstance(self._place, Mesh) or key in self._programs_used or not self._pool.slots:
-            return
-        rows = row_arrays([Slot() for _ in self._pool.slots], self._pool.capacity, self._limits.steps)
-        arguments = (graph, weights, self._state_shapes(), rows, np.int32(1), np.int32(1))
-        self._ahead.begin(key, lambda: programs.decode.lower(*arguments, **self._decode_options))
 
     def _advance(self, slot: Slot, row: Decoded[np.ndarray]) -> Update:
         """Adds a run of decoding to the run of a slot; frees the slot if its completion has ended."""
@@ -396,10 +383,16 @@ class Engine(Batches):
     def _end_cancelled(self) -> list[Update]:
         if not self._cancelled:
             return []
-        ended = self._waiting.remove(self._cancelled, self._pool) + self._pool.remove(self._cancelled)
+        ended = self._remove(self._cancelled)
         self._cancelled.clear()
         return [Update(run.number, run.sample, [], [], run.completion("cancelled")) for run in ended]
 
-
-def _chunk_key(size: int, prefixed: programs.Prefixed) -> tuple[str, str]:
-    return f"chunk={size}", {"none": "from the start", "one": "behind a prefix", "many": "behind prefixes"}[prefixed]
+    def _remove(self, numbers: Collection[int]) -> list[Run]:
+        """Takes the runs of these requests out of the queue and out of slots."""
+        removed = [run for run in self._waiting if run.number in numbers]
+        for run in removed:
+            self._waiting.remove(run)
+            if run.request.after is not None:
+                # The caller knows the newest number alone, and this run has not taken over the slot kept for it.
+                self._pool.release(run.request.after)
+        return removed + self._pool.remove(numbers)

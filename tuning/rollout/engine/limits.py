@@ -20,21 +20,12 @@ class Limits:
     """Memory for keys and values; it may allow fewer than `slots`. Where layers are in one stack (`decoders`), the keys
     or the values are in memory twice while slots change in number or length."""
     cache_share: float = 0.0
-    """In place of `cache_bytes`, this share of what weights leave free on the engine's devices, where these tell it."""
+    """In place of `cache_bytes`, a share of the memory that weights leave free, on devices that report it."""
     steps: int = 16
     """Tokens a row that are decoded before the host looks at the result."""
     chunks: tuple[int, ...] = (64, 192, 320)
     """Sizes of prefill chunks, in tokens."""
     prefill_chunks: int = 0
     """Chunks between two runs of decoding, so that new prompts do not delay tokens of others; 0: no limit."""
-    prefix_reuse: bool = True
-    """Whether a prompt reuses the keys and values that an earlier one left."""
     page_tokens: int = 64
-    """Tokens of a page, where keys and values are in pages."""
-
-    def __post_init__(self) -> None:
-        for name in ("slots", "steps", "page_tokens"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"Limits.{name} is {getattr(self, name)}; it is 1 or more")
-        if not self.chunks or list(self.chunks) != sorted(set(self.chunks)) or self.chunks[0] < 1:
-            raise ValueError(f"Limits.chunks is {self.chunks}; sizes rise, and are 1 or more")
+    """Tokens of a page of `cache: paged`."""

@@ -3,18 +3,17 @@
 from __future__ import annotations
 
 import collections
+import concurrent.futures
 import contextlib
 import dataclasses
 import queue
 import threading
 import time
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
-from flax import nnx
-
 from rlhf.tuning.rollout.engine.engine import Engine
-from rlhf.tuning.rollout.engine.replicas import Replicas, StepFailed
+from rlhf.tuning.rollout.engine.replicas import Replicas
 from rlhf.tuning.rollout.engine.scores import Scores
 from rlhf.tuning.rollout.requests import Completion, Request, Update
 
@@ -38,8 +37,7 @@ class Stream:
         self.generation = live.generation
         """Of the weights that it is sampled from."""
         self._updates: queue.SimpleQueue[Update | BaseException] = queue.SimpleQueue()
-        # `_open` counts samples whose end the reader has not taken, `left` those whose end the engine has not
-        # delivered.
+        # Samples that the reader has not seen end, and samples that the engine has not ended.
         self._open = self.left = request.samples
 
     def __iter__(self) -> Iterator[Update]:
@@ -77,13 +75,21 @@ class Stream:
 
 @dataclasses.dataclass(eq=False)
 class _Order:
-    """What a caller has asked the engine's thread to do."""
+    """A call that the engine's thread makes between two steps."""
 
-    run: Callable[[], Any]
+    call: Callable[[], Any]
     begins: bool = False
-    """Whether it begins a request: it waits where other weights are to come first."""
+    """Whether it begins a request: it waits while other weights are to come first."""
     swaps: bool = False
     """Whether it brings other weights: it waits until no request is under way."""
+    answer: concurrent.futures.Future[Any] = dataclasses.field(default_factory=concurrent.futures.Future)
+
+    def run(self) -> None:
+        try:
+            self.answer.set_result(self.call())
+        except Exception as e:
+            # An error of this call, not of the engine: the thread continues.
+            self.answer.set_exception(e)
 
 
 class Live:
@@ -92,7 +98,7 @@ class Live:
     def __init__(self, engine: Engine | Replicas):
         self._engine = engine
         self.generation = 0
-        """How often `swap` has changed the weights; `load` does not count."""
+        """How often `swap` has changed the weights."""
         self._streams: dict[int, Stream] = {}
         self._orders: collections.deque[_Order] = collections.deque()
         self._wake = threading.Condition()
@@ -140,15 +146,11 @@ class Live:
         )
         return scores
 
-    def load(self, params: nnx.State) -> None:
-        """Samples from other weights from the next step on; requests in progress go on with them."""
-        self._ask(_Order(lambda: self._engine.load(params)))
-
     def swap(self, take: Callable[[Engine | Replicas, int], None]) -> int:
         """Has the engine take other weights between requests; returns their generation, which `take` gets too.
 
         Requests under way end on the old ones; those that come meanwhile wait, and get the new ones. Raises what `take`
-        raises, and EngineStopped. The engine stops where `take` leaves it without weights (WeightsLost).
+        raises, and EngineStopped. The engine stops if `take` leaves it without weights (WeightsLost).
         """
 
         def order() -> int:
@@ -164,7 +166,7 @@ class Live:
         return generation
 
     def look(self, at: Callable[[Engine | Replicas, int], Any]) -> Any:
-        """What `at` finds in the engine, given the generation of its weights, between two steps."""
+        """Calls `at` with the engine and the generation of its weights, between two steps; returns its result."""
         return self._ask(_Order(lambda: at(self._engine, self.generation)))
 
     def cancel(self, stream: Stream) -> None:
@@ -194,13 +196,13 @@ class Live:
         return 0.0 if since is None else time.monotonic() - since
 
     def stop(self) -> None:
-        """Has the thread end behind its step, without a wait; callers that wait raise EngineStopped in a second."""
+        """Asks the thread to end after its step, without a wait; callers that wait raise EngineStopped in a second."""
         with self._wake:
             self._failure = self._failure or EngineStopped("closed")
             self._wake.notify()
 
     def close(self, seconds: float = CLOSING_SECONDS) -> None:
-        """Ends the thread; open streams raise EngineStopped. One whose step hangs for longer than `seconds` is left."""
+        """Ends the thread; open streams raise EngineStopped. Leaves the thread if its step hangs for `seconds`."""
         self.stop()
         self._thread.join(seconds)
         if self._thread.is_alive():
@@ -208,31 +210,16 @@ class Live:
 
     def _ask(self, order: _Order) -> Any:
         """Has the engine's thread run an order between two steps; returns its result or raises its error."""
-        answer: queue.SimpleQueue[tuple[Any, BaseException | None]] = queue.SimpleQueue()
-
-        def answered() -> None:
-            try:
-                answer.put((order.run(), None))
-            except Exception as e:
-                # An error of this call, not of the engine: the thread goes on.
-                answer.put((None, e))
-
         with self._wake:
             if self._failure is not None:
                 raise EngineStopped("the engine has stopped") from self._failure
-            self._orders.append(dataclasses.replace(order, run=answered))
+            self._orders.append(order)
             self._wake.notify()
-        while True:
-            try:
-                # A step that fails, or hangs as the engine is closed, gives no answer: look for that once a second.
-                value, error = answer.get(timeout=1.0)
-                break
-            except queue.Empty:
-                if self._failure is not None or not self._thread.is_alive():
-                    raise EngineStopped("the engine has stopped") from self._failure
-        if error is not None:
-            raise error
-        return value
+        # A step that fails, or hangs as the engine is closed, gives no answer: look for that once a second.
+        while not concurrent.futures.wait([order.answer], timeout=1.0).done:
+            if self._failure is not None or not self._thread.is_alive():
+                raise EngineStopped("the engine has stopped") from self._failure
+        return order.answer.result()
 
     def _loop(self) -> None:
         try:
@@ -273,30 +260,23 @@ class Live:
     def _step(self) -> None:
         try:
             updates = self._engine.step()
-        except StepFailed as e:
-            self.failed_steps += 1
-            # Of one replica: the requests of the others go on.
-            self._end_streams(e, e.numbers)
-            return
         except Exception as e:
             if not self._stepped:
                 # The second one in a row, or the first of all: it is not the requests.
                 raise
             self._stepped = False
             self.failed_steps += 1
-            # It is not known whose fault it was: all requests under way end, and later ones are served.
+            # Any request may be at fault: all of those under way end, and later ones are served.
             self._engine.abandon()
             self._end_streams(e)
             return
         self._stepped = True
         self._deliver(updates)
 
-    def _end_streams(self, failure: BaseException, numbers: Collection[int] | None = None) -> None:
+    def _end_streams(self, failure: BaseException) -> None:
         for number in list(self._streams):
-            if numbers is None or number in numbers:
-                stream = self._streams.pop(number, None)
-                if stream is not None:
-                    stream.put(failure)
+            if stream := self._streams.pop(number, None):
+                stream.put(failure)
 
     def _deliver(self, updates: list[Update]) -> None:
         for update in updates:

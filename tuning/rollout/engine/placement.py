@@ -15,13 +15,13 @@ from rlhf.tuning.mesh import axis_sizes, make_mesh
 from rlhf.tuning.models.sharding import shardings
 
 Place: TypeAlias = Mesh | jax.Device | None
-"""Where an engine is: a mesh whose only axis of more than one device is `tensor`, a device, or JAX's default device."""
+"""The devices of an engine: a mesh with the axis `tensor` only, a device, or (None) JAX's default device."""
 
 
 def sampling_mesh(axes: Any, devices: list[Any] | None = None) -> Mesh | None:
     """The mesh of all devices that the axes of training give engines; None for a single one.
 
-    Parameters that training shards over `fsdp` are replicated here, and each replica has an engine of its own: sampling
+    Parameters that training shards over `fsdp` are replicated here, and each replica has its own engine: sampling
     holds no optimizer state, and gathering weights for every token would cost more than replicas do.
     """
     devices = jax.devices() if devices is None else devices
@@ -31,9 +31,9 @@ def sampling_mesh(axes: Any, devices: list[Any] | None = None) -> Mesh | None:
 
 
 def sampling_axes(axes: Any, count: int) -> Axes:
-    """The axes of `sampling_mesh` over `count` devices. Raises ValueError where they do not multiply to that."""
+    """The axes of `sampling_mesh` over `count` devices. Raises ValueError if their product is another number."""
     sizes = axis_sizes(Axes(axes.data, axes.fsdp, axes.tensor, axes.context), count)
-    # A token is decoded behind a cache that one replica holds: there is no length to cut.
+    # One replica holds the cache of a sequence: there is no axis `context`.
     return Axes(sizes["data"] * sizes["fsdp"] * sizes.get("context", 1), 1, sizes["tensor"])
 
 
@@ -51,7 +51,7 @@ def places_of(mesh: Mesh) -> list[Place]:
 def own_places(mesh: Mesh) -> list[Place]:
     """The places of `places_of` on the devices of this process.
 
-    Raises ValueError where one is on devices of several processes: one process drives an engine.
+    Raises ValueError if one is on devices of several processes: one process drives an engine.
     """
     found = []
     for place in places_of(mesh):
@@ -87,7 +87,7 @@ def part_of(state: nnx.State, place: Place) -> nnx.State:
 
 
 def make_at(place: Place, make: Callable[[], Any]) -> Any:
-    """The empty caches that `make` gives, made where they belong: no other device ever holds them."""
+    """The empty caches that `make` returns, allocated on the devices of the place alone."""
     if place is None:
         return make()
     shapes = jax.eval_shape(make)
@@ -101,51 +101,36 @@ def _zeros(x: Any, where: Any) -> jax.Array:
 
 
 def put_cache(cache: list[dict[str, jax.Array]], place: Place) -> list[dict[str, jax.Array]]:
-    """Caches of a place as `cache_shardings` divides them; unchanged where there is no mesh."""
+    """Caches of a place as `cache_shardings` divides them; unchanged without a mesh."""
     return _moved(cache, cache_shardings(cache, place)) if isinstance(place, Mesh) else cache
 
 
 def cache_shardings(cache: Any, mesh: Mesh) -> Any:
-    """A sharding for each array of the caches; slots or heads that an axis does not divide evenly are not sharded over
-    it."""
+    """A sharding for each array of the caches; heads that `tensor` does not divide evenly are not sharded."""
 
     def one(x: Any) -> NamedSharding:
-        if x.ndim < 3:
-            # Not of keys or values.
-            return NamedSharding(mesh, PartitionSpec())
-        rows = tuple(a for a in ("data", "fsdp") if mesh.shape.get(a, 1) > 1)
-        across = 1
-        for axis in rows:
-            across *= mesh.shape[axis]
-        heads = mesh.shape.get("tensor", 1)
-        _, slots, kv_heads, *_ = x.shape
-        spec = (None, rows if rows and slots % across == 0 else None, "tensor" if kv_heads % heads == 0 else None)
-        return NamedSharding(mesh, PartitionSpec(*spec))
+        heads = "tensor" if x.shape[2] % mesh.shape["tensor"] == 0 else None
+        return NamedSharding(mesh, PartitionSpec(None, None, heads))
 
     return jax.tree.map(one, cache)
 
 
 def free_bytes(place: Place) -> int | None:
-    """Bytes that are free on each device of a place, by the fullest of them; None where devices do not tell, as CPUs
-    do not."""
+    """Free bytes on the fullest device of a place; None if devices do not report them, as CPUs."""
     if isinstance(place, Mesh):
         devices = list(place.devices.flat)
     else:
         devices = [jax.local_devices()[0] if place is None else place]
-    stats = [device.memory_stats() or {} for device in devices]
-    if not all("bytes_limit" in one and "bytes_in_use" in one for one in stats):
-        return None
-    return int(min(one["bytes_limit"] - one["bytes_in_use"] for one in stats))
+    stats = [device.memory_stats() for device in devices]
+    return min(int(one["bytes_limit"] - one["bytes_in_use"]) for one in stats) if all(stats) else None
 
 
 def _moved(tree: Any, where: Any) -> Any:
-    """The arrays in these shardings. Between devices alone where both are over the same devices in the same order:
+    """The arrays in these shardings. Moved between devices alone if both are over the same devices in the same order:
     `device_put` would take an array that is divided another way through the host."""
 
     def one(x: jax.Array, sharding: NamedSharding) -> jax.Array:
-        if x.sharding.is_equivalent_to(sharding, x.ndim) or len(x.sharding.device_set) == 1:
-            return jax.device_put(x, sharding)
-        if _devices(x.sharding) != _devices(sharding):
+        if x.sharding.is_equivalent_to(sharding, x.ndim) or _devices(x.sharding) != _devices(sharding):
             return jax.device_put(x, sharding)
         return jax.jit(lambda y: y, out_shardings=sharding)(x)
 

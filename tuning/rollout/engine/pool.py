@@ -6,24 +6,22 @@ Numbers of slots and of cached tokens come from two short ladders, so that few s
 
 from __future__ import annotations
 
+import collections
 import dataclasses
 import functools
 import itertools
-import math
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
 
 from rlhf.tuning.models.config import DecoderConfig
 from rlhf.tuning.rollout.engine import cache as kv_cache
-from rlhf.tuning.rollout.engine import programs
 from rlhf.tuning.rollout.engine.limits import Limits
 from rlhf.tuning.rollout.engine.placement import Place, free_bytes, make_at, put_cache
-from rlhf.tuning.rollout.engine.slots import Run, Slot, first_longer, longest_prefix
+from rlhf.tuning.rollout.engine.slots import Run, Slot, longest_prefix
 from rlhf.tuning.rollout.requests import RefusedRequest, Request
 from rlhf.tuning.shapes import bucket
 
@@ -34,11 +32,11 @@ WORTH_SHRINKING = 2
 
 
 def cache_room(config: DecoderConfig, free: int, limits: Limits, parts: int, held: int = 0) -> int:
-    """Bytes for keys and values where each of `parts` devices has `free` beside weights and `held` bytes of cache."""
+    """Bytes for keys and values, if each of `parts` devices has `free` bytes, and `held` are in the cache already."""
     # Heads that the devices do not divide evenly are on each of them.
     devices = parts if config.num_kv_heads % parts == 0 else 1
     room = int(limits.cache_share * free) * devices + held
-    # Only its first four bits, so that a round in which a little more is free compiles nothing anew.
+    # Only its first four bits, so that a little more free memory in a later round does not change shapes.
     unit = 1 << max(0, room.bit_length() - 4)
     return room // unit * unit
 
@@ -49,7 +47,8 @@ class Pool:
     def __init__(self, config: DecoderConfig, limits: Limits, kv: kv_cache.KV, place: Place, *, rolled: bool):
         """`rolled` as in `cache.make`."""
         self.slots: list[Slot] = []
-        self.state = programs.State([], jnp.zeros((0, config.vocab_size), bool))
+        self.cache: list[kv_cache.Stack] = []
+        """Keys and values of all slots."""
         self._config, self._limits, self._kv, self._place, self._rolled = config, limits, kv, place, rolled
         self._context = min(limits.context, self.widest)
         self._copies: list[tuple[int, int]] = []
@@ -59,28 +58,30 @@ class Pool:
     @property
     def capacity(self) -> int:
         """Tokens that each slot can hold now."""
-        return kv_cache.capacity_of(self.state.cache) if self.slots else 0
+        return kv_cache.capacity_of(self.cache) if self.slots else 0
 
     @property
     def bytes(self) -> int:
         """Bytes of keys and values that are held now."""
-        return sum(x.nbytes for x in jax.tree.leaves(self.state.cache))
+        return sum(x.nbytes for x in jax.tree.leaves(self.cache))
 
     @functools.cached_property
     def widest(self) -> int:
         """The longest context that model, limits and memory let a slot have."""
         tokens = self._limits.cache_bytes // kv_cache.token_bytes(self._config, self._kv)
-        # A run of decoding writes up to `steps` tokens behind the last one that counts.
+        # A run of decoding writes up to `steps` tokens after the last one that counts.
         longest = self._limits.context or self._config.max_positions
         return min(longest, self._config.max_positions, tokens // GRAIN * GRAIN - self._limits.steps)
 
     def fit(self, weights: Any) -> None:
-        """Takes the memory that the first weights leave, where the limits ask for a share of it and devices tell."""
-        if not self._limits.cache_share or self.generation or free_bytes(self._place) is None:
+        """Takes the share `cache_share` of the memory that the first weights leave, on devices that report it."""
+        if not self._limits.cache_share or self.generation:
             return
         # Temporaries of their layout are gone then.
         jax.block_until_ready(jax.tree.leaves(weights))
-        free = free_bytes(self._place) or 0
+        free = free_bytes(self._place)
+        if free is None:
+            return
         parts = self._place.shape.get("tensor", 1) if isinstance(self._place, Mesh) else 1
         room = cache_room(self._config, free, self._limits, parts, self.bytes)
         self._limits = dataclasses.replace(self._limits, cache_bytes=room)
@@ -97,7 +98,7 @@ class Pool:
         """The most slots, tokens of each and bytes of all, in words."""
         context = self._context or self.widest
         slots = self._affordable_slots(context)
-        room = slots * self._slot_bytes(context)
+        room = slots * self.slot_bytes(context)
         return f"up to {slots} slots of {context} tokens, {room / 2**20:,.1f} MiB of keys and values"
 
     @property
@@ -111,14 +112,19 @@ class Pool:
         return sum(s.taken for s in self.slots)
 
     def most(self, context: int) -> int:
-        """Slots that there can be at once, each of `context` tokens. Raises RefusedRequest where there can be none."""
+        """Largest number of slots of `context` tokens. Raises RefusedRequest if there is memory for none."""
         self._check_memory("a slot", context)
         return self._affordable_slots(context)
 
     def rows_for(self, runs: int) -> int:
-        """Slots that are made for so many runs of the longest context."""
-        counts = self._row_counts()
-        return next((n for n in counts if n >= runs), counts[-1])
+        """Number of slots that the pool makes for `runs` runs of the longest context: 1, 4, 8, 16, ..., or all.
+
+        A step of few rows is bound by reading the weights, so 2 rows cost what 4 do; with many rows the time grows with
+        their number.
+        """
+        most = self._affordable_slots(self._context)
+        ladder = [n for n in (1, *(2**i for i in range(2, most.bit_length()))) if n < most]
+        return next((n for n in ladder if n >= runs), most)
 
     def release(self, number: int) -> None:
         """Frees the slot that is kept for an ended request, if there is one."""
@@ -127,7 +133,7 @@ class Pool:
                 slot.kept = None
 
     def leave(self, slot: Slot, keep: bool = True) -> Run:
-        """Ends the run of a slot, which is free then; with `keep` it stays the run's own where the request says so."""
+        """Ends the run of a slot. The slot is free then, unless `keep` is set and the request has `keep`."""
         run = slot.run
         assert run is not None
         self._clock += 1
@@ -139,13 +145,13 @@ class Pool:
         """Ends the runs of these requests that have slots."""
         leaving = [s for s in self.slots if s.run and s.run.number in numbers]
         for slot in self.slots:
-            # A follower whose leader leaves prefills by itself.
+            # A follower prefills by itself when its leader leaves.
             if slot.run and slot.run.leader in leaving:
                 slot.run.leader = None
         return [self.leave(slot, keep=False) for slot in leaving]
 
     def check(self, request: Request) -> None:
-        """Raises RefusedRequest, with the request's name, where it exceeds the model's positions or this memory."""
+        """Raises RefusedRequest, with the request's name, if it exceeds the model's positions or this memory."""
         who = f"request {request.name or request.counter}"
         total = request.total_tokens
         size = f"a prompt of {len(request.prompt)} tokens and {request.max_tokens} new ones exceed"
@@ -163,7 +169,7 @@ class Pool:
 
     def _check_memory(self, who: str, tokens: int) -> None:
         if self._affordable_slots(tokens) == 0:
-            each = self._slot_bytes(tokens)
+            each = self.slot_bytes(tokens)
             raise RefusedRequest(
                 f"{who}: keys and values of {tokens} tokens take {each / 2**20:.1f} MiB, the cache may have "
                 f"{self._limits.cache_bytes / 2**20:.1f} MiB; give it more, a smaller type, or a shorter request"
@@ -177,34 +183,35 @@ class Pool:
         if not self._limits.context and longest > self._context:
             self._context = self._bucket(longest)
 
-    def admit(self, waiting: Sequence[Run], longest: float = math.inf) -> list[Run]:
-        """Seats as many waiting runs as there are slots for, in order, and returns them. Slots are resized for them.
-
-        longest: tokens that none of them exceeds.
-        """
+    def admit(self, waiting: collections.deque[Run]) -> None:
+        """Seats as many waiting runs as there are slots for, in order. Slots are resized for them."""
         if not self.taken and not waiting:
-            return []
-        longer = first_longer(waiting, longest, self._context)
-        if longer is not None and self.live:
-            # Longer slots for all may exceed the memory: this run waits until those in slots have ended.
-            waiting = list(itertools.islice(waiting, longer))
-        elif longer is not None:
-            # Requests that come one by one give no hint of the longest: take what memory allows.
-            self._context = self.widest
-        # Runs that go on in a kept slot are first in the queue, and need no further one.
-        going_on = {s.kept for s in self.slots if s.kept is not None}
-        own = sum(run.request.after in going_on for run in waiting) if going_on else 0
+            return
+        # Runs that continue in a kept slot are first in the queue, and need no further one.
+        kept = {s.kept for s in self.slots if s.kept is not None}
+        own = sum(run.request.after in kept for run in waiting) if kept else 0
+        fitting = self._fitting(waiting)
         rows = self.rows_for(self.taken + len(waiting) - own)
         left = max((s.run.left for s in self.slots if s.run), default=0)
         if rows < len(self.slots) and self.taken and left <= WORTH_SHRINKING * self._limits.steps:
             rows = len(self.slots)
-        entering = list(itertools.islice(waiting, own + max(0, rows - self.taken)))
+        entering = list(itertools.islice(fitting, own + max(0, rows - self.taken)))
         lengths = [len(s.held) for s in self.slots if s.taken] + [len(r.request.prompt) for r in entering]
         self.resize(max(rows, self.taken), max(lengths) + self._limits.steps)
         for run in entering:
+            waiting.popleft()
             self._seat(run)
         self._copy()
-        return entering
+
+    def _fitting(self, waiting: Sequence[Run]) -> Iterator[Run]:
+        """The first of the waiting runs, up to one that exceeds the longest context so far.
+
+        That one waits for all runs under way to end: longer slots for all of them may exceed the memory.
+        """
+        if waiting and not self.live and waiting[0].request.total_tokens > self._context:
+            # Requests that come one by one do not say how long later ones are.
+            self._context = self.widest
+        return itertools.takewhile(lambda run: run.request.total_tokens <= self._context, waiting)
 
     def resize(self, rows: int, needed: int) -> None:
         """Changes to `rows` slots, of the smallest capacity that holds `needed` tokens.
@@ -212,13 +219,13 @@ class Pool:
         Slots with a run, or kept for one, stay; of the free ones those that were left last, for the prefixes that they
         hold.
         """
-        capacity = self._capacity(needed)
+        capacity = next(s for s in self._capacities(self._context) if s >= needed)
         if not self.slots:
             self.slots = [Slot() for _ in range(rows)]
-            self.state = make_at(self._place, lambda: self._empty(rows, capacity))
+            self.cache = make_at(self._place, lambda: self.empty(rows, capacity))
             return
         if self.taken:
-            # Never shorter under a run: as it goes on, the longer one would soon be needed again.
+            # Never shorter under a run: it would soon need the longer one again.
             capacity = max(capacity, self.capacity)
         if (rows, capacity) == (len(self.slots), self.capacity):
             return
@@ -227,9 +234,8 @@ class Pool:
         fresh = rows - len(kept)
         # A new slot starts as a copy of slot 0: nothing of it counts as held.
         numbers = [*kept, *[0] * fresh]
-        kv_cache.resize(self.state.cache, numbers, capacity)
-        seen = self.state.seen_RV[jnp.asarray(numbers)]
-        self.state = programs.State(put_cache(self.state.cache, self._place), seen)
+        kv_cache.resize(self.cache, numbers, capacity)
+        self.cache = put_cache(self.cache, self._place)
         self.slots = [self.slots[i] for i in kept] + [Slot() for _ in range(fresh)]
         for slot in self.slots:
             del slot.held[capacity:]
@@ -255,21 +261,20 @@ class Pool:
 
     def abandon(self) -> None:
         """Gives up all slots with their runs and memory, which a program that failed may have left invalid."""
-        self.slots, self._copies = [], []
-        self.state = programs.State([], jnp.zeros((0, self._config.vocab_size), bool))
+        self.slots, self.cache, self._copies = [], [], []
 
     def capacity_for(self, tokens: int) -> int:
-        """The smallest capacity of a slot that holds so many tokens."""
+        """The smallest capacity of a slot that holds `tokens` tokens."""
         longest = max(self._context, self._bucket(tokens) if tokens > self._context else 0)
         return next(s for s in self._capacities(longest) if s >= tokens)
 
     def scratch(self, tokens: int) -> list[kv_cache.Stack]:
-        """An empty cache of one slot beside those of the pool."""
-        scratch: programs.State = make_at(self._place, lambda: self._empty(1, self.capacity_for(tokens)))
-        return scratch.cache
+        """An empty cache of one slot, which is not part of the pool."""
+        scratch: list[kv_cache.Stack] = make_at(self._place, lambda: self.empty(1, self.capacity_for(tokens)))
+        return scratch
 
     def forget(self) -> None:
-        """Begins a generation of weights: nothing that was computed with the last ones is taken over from now on.
+        """Begins a generation of weights: from now on no run takes over a cache of earlier ones.
 
         Runs in progress keep what they have cached.
         """
@@ -281,19 +286,20 @@ class Pool:
                 # A follower prefills its prompt itself: its leader has begun with the last weights.
                 slot.run.leader, slot.generation = None, self.generation
 
-    def _empty(self, rows: int, capacity: int) -> programs.State:
-        cache = kv_cache.make(self._config, rows, capacity, self._kv, rolled=self._rolled)
-        return programs.State(cache, jnp.zeros((rows, self._config.vocab_size), bool))
+    def empty(self, rows: int, capacity: int) -> list[kv_cache.Stack]:
+        """An empty cache of `rows` slots."""
+        return kv_cache.make(self._config, rows, capacity, self._kv, rolled=self._rolled)
 
-    def _slot_bytes(self, context: int) -> int:
+    def slot_bytes(self, context: int) -> int:
+        """Bytes of a slot for `context` tokens."""
         return kv_cache.token_bytes(self._config, self._kv) * self._capacities(context)[-1]
 
     def _bucket(self, tokens: int) -> int:
-        """The context that is made for so many tokens: few lengths mean few programs."""
+        """The context for requests of `tokens` tokens: few lengths mean few programs."""
         return min(bucket(tokens, 64), self.widest)
 
     def _affordable_slots(self, context: int) -> int:
-        return int(min(self._limits.slots, self._limits.cache_bytes // self._slot_bytes(context)))
+        return int(min(self._limits.slots, self._limits.cache_bytes // self.slot_bytes(context)))
 
     def _capacities(self, context: int) -> list[int]:
         """Possible capacities of a slot, ascending: each half of the next, none under 128 unless it is the only one."""
@@ -302,31 +308,19 @@ class Pool:
             sizes.insert(0, -(-sizes[0] // 2 // 16) * 16)
         return sizes
 
-    def _row_counts(self) -> list[int]:
-        """Possible numbers of slots, ascending: 1, 4, 8, 16, ..., and all.
-
-        A step of few rows is bound by reading the weights, so 2 rows cost what 4 do; with many rows the time grows with
-        their number.
-        """
-        most = self._affordable_slots(self._context)
-        return [n for n in (1, *(2**i for i in range(2, most.bit_length()))) if n < most] + [most]
-
-    def _capacity(self, needed: int) -> int:
-        return next(s for s in self._capacities(self._context) if s >= needed)
-
     def _seat(self, run: Run) -> None:
-        """Gives `run` a free slot, preferring the one whose prefix it takes over, then the one left first.
+        """Gives `run` a free slot: the one with the prefix that it takes over, else the one that was left first.
 
         The first sample of a prompt becomes its leader, which prefills; the others follow it, unless a slot already
         holds the whole prompt.
         """
         current = [s for s in self.slots if s.generation == self.generation]
-        leader = next((s for s in current if s.prefilling and s.run and s.run.shares_prompt(run)), None)
+        leader = next((s for s in current if s.prefilling and s.run and s.run.request.same_prompt(run.request)), None)
         own = next((s for s in self.slots if s.kept is not None and s.kept == run.request.after), None)
         if own is not None:
-            # What it holds is the past of this prompt: a turn of an episode needs no search over all slots.
+            # It holds the beginning of this prompt: a turn of an episode needs no search over all slots.
             leader, current = None, [s for s in current if s is own]
-        source, common = longest_prefix(current, run) if self._limits.prefix_reuse else (None, 0)
+        source, common = longest_prefix(current, run)
         free = [s for s in self.slots if not s.taken]
         slot = own or min(free, key=lambda s: (s is not source, s.left_at))
         slot.kept = None
@@ -337,11 +331,6 @@ class Pool:
             slot.held = []
         else:
             self._take_over(slot, source, common)
-        if run.request.sampling.repetition_penalty != 1:
-            row = np.zeros(self._config.vocab_size, bool)
-            row[np.asarray(run.request.prompt)] = True
-            seen = programs.mark(self.state.seen_RV, np.int32(self.slots.index(slot)), row)
-            self.state = self.state._replace(seen_RV=seen)
 
     def _copy(self) -> None:
         """Makes the copies that `_take_over` has noted, in one call."""
@@ -349,8 +338,7 @@ class Pool:
             # A slot is the target of one copy at most, so a row a slot is enough.
             pairs = np.zeros((len(self.slots), 2), np.int32)
             pairs[: len(self._copies)] = self._copies
-            cache = kv_cache.clone(self.state.cache, pairs, np.int32(len(self._copies)))
-            self.state = self.state._replace(cache=cache)
+            self.cache = kv_cache.clone(self.cache, pairs, np.int32(len(self._copies)))
             self._copies.clear()
 
     def _take_over(self, slot: Slot, source: Slot | None, common: int) -> None:

@@ -5,7 +5,7 @@ one place. Axes as in `cache`: R slots, S cached tokens, C tokens of a chunk, T 
 V vocabulary.
 
 A run of decoding does not write to the slots' caches while it goes. New keys and values go into a small cache of their
-own, T tokens long, which `append` moves behind each slot's tokens at the end: attention sees both parts, and XLA need
+own, T tokens long, which `append` moves after each slot's tokens at the end: attention sees both parts, and XLA need
 not copy the large one in every step.
 """
 
@@ -40,22 +40,14 @@ from rlhf.tuning.rollout.engine.cache import (
     write,
 )
 from rlhf.tuning.rollout.engine.cpu import attention as cpu_attention
-from rlhf.tuning.rollout.engine.rows import Decoded, Rows, nothing_decoded, sampled
+from rlhf.tuning.rollout.engine.rows import Decoded, Rows, decode_steps
 
 Prefixed = Literal["none", "one", "many"]
 """Which pieces of a chunk continue what their slots hold: none, the first alone, or any."""
 ABREAST = 8
 """Windows of pieces that `_attend_pieces` computes at a time."""
 SCORED = 32
-"""Positions whose logits `score` holds at a time, at most."""
-
-
-class State(NamedTuple):
-    """The arrays that the programs update. They are donated: after a call only its result is valid."""
-
-    cache: list[Stack]
-    seen_RV: jax.Array
-    """Tokens of a slot's prompt and completion, which a repetition penalty applies to; bool."""
+"""Largest number of positions for which `score` holds logits at a time."""
 
 
 class Chunk(NamedTuple, Generic[Array]):
@@ -71,18 +63,6 @@ class Chunk(NamedTuple, Generic[Array]):
     """The slot of its piece."""
     entries: Entries[Array]
     """Where the pieces go."""
-
-
-class _Loop(NamedTuple):
-    """The state of the decoding loop."""
-
-    t: jax.Array
-    """Steps done."""
-    token_R: jax.Array
-    near: list[Stack]
-    """Keys and values of this run, T tokens a row."""
-    seen_RV: jax.Array
-    out: Decoded[jax.Array]
 
 
 @functools.partial(jax.jit, static_argnames=("graph", "prefixed", "kv", "dtype", "kernels"), donate_argnames="cache")
@@ -149,7 +129,7 @@ def _forward(
 def _attend_pieces(
     q_1CNH: jax.Array, new: Layer, far: Layer, chunk: Chunk[jax.Array], before_C: jax.Array, spec: AttentionSpec
 ) -> jax.Array:
-    """Attention of a chunk [1, C, N, H] whose pieces continue slots of their own. Out [1, C, N, H].
+    """Attention of a chunk [1, C, N, H] with pieces that continue different slots. Out [1, C, N, H].
 
     A row for each window of a piece, with a copy of its slot's keys and values; `ABREAST` of them at a time, and no
     more than there are pieces for, so that neither memory nor work grows with the number of slots.
@@ -165,7 +145,7 @@ def _attend_pieces(
             for x in (chunk.entries.slot_I, chunk.entries.start_I, chunk.entries.tokens_I)
         )
         place_IW = start[:, None] + jnp.arange(WINDOW)
-        # Entries that are not used, and windows behind their piece's end, see nothing and are dropped below.
+        # Entries that are not used, and windows after their piece's end, see nothing and are dropped below.
         mine_IW = (wanted < chunk.entries.used)[:, None] & (jnp.arange(WINDOW) < count[:, None])
         taken_IW = jnp.minimum(place_IW, length - 1)
         position_IW, start_IW, before_IW = (
@@ -181,7 +161,7 @@ def _attend_pieces(
             ),
         ]
         found = attend(q_1CNH[0][taken_IW], parts, spec)
-        # Index C is behind the end: such updates are dropped.
+        # Index C is out of range: such updates are dropped.
         flat = jnp.where(mine_IW, place_IW, length).reshape(-1)
         return out.at[flat].set(found.reshape(-1, *found.shape[2:]), mode="drop")
 
@@ -202,7 +182,7 @@ def score(
     dtype: str,
     kernels: Kernels,
 ) -> tuple[list[Stack], jax.Array, jax.Array, jax.Array]:
-    """(caches, log-probabilities [C] of the tokens `next_C` behind those of a chunk, the `top` most probable ids and
+    """(caches, log-probabilities [C] of the tokens `next_C` after those of a chunk, the `top` most probable ids and
     log-probabilities [C, top]), at temperature 1.
 
     The chunk continues what its slot holds before position `positions_C[0]`.
@@ -229,12 +209,12 @@ def score(
 
 
 @functools.partial(
-    jax.jit, static_argnames=("graph", "steps", "top", "kv", "dtype", "kernels"), donate_argnames="state"
+    jax.jit, static_argnames=("graph", "steps", "top", "kv", "dtype", "kernels"), donate_argnames="cache"
 )
 def decode(
     graph: Any,
     weights: Any,
-    state: State,
+    cache: list[Stack],
     rows: Rows[jax.Array],
     wake: jax.Array,
     most: jax.Array,
@@ -244,41 +224,29 @@ def decode(
     kv: KV,
     dtype: str,
     kernels: Kernels,
-) -> tuple[State, Decoded[jax.Array]]:
-    """Up to `steps` tokens of every live row, and no more than `most`.
-
-    Ends early when no row is live, or when `wake` rows have ended in this run. Rows that are not live are computed
-    too, since shapes are fixed; their results are discarded.
-    """
+) -> tuple[list[Stack], Decoded[jax.Array]]:
+    """As `decode_steps`, for slots. Rows that are not live are computed too, since shapes are fixed."""
     model = nnx.merge(graph, weights)
     model.target = kernels.products
 
-    def running(loop: _Loop) -> jax.Array:
-        # `most` and `wake` are arrays, not static: their values compile nothing.
-        ended = jnp.sum(rows.live_R) - jnp.sum(loop.out.live_R)
-        return (loop.t < jnp.minimum(steps, most)) & jnp.any(loop.out.live_R) & (ended < wake)
-
-    def step(loop: _Loop) -> _Loop:
-        t, token_R, out = loop.t, loop.token_R, loop.out
+    def feed(token_R: jax.Array, t: jax.Array, live_R: jax.Array, near: list[Stack]) -> Any:
         attention = functools.partial(
-            _attend_step, length_R=rows.length_R, t=t, live_R=out.live_R, steps=steps, kv=kv, kernel=kernels.attention
+            _attend_step, length_R=rows.length_R, t=t, live_R=live_R, steps=steps, kv=kv, kernel=kernels.attention
         )
         hidden, near = model(
             token_R[:, None],
             (rows.length_R + t)[:, None],
             attention,
-            live_BL=out.live_R[:, None],
-            cache=state.cache,
-            new=loop.near,
+            live_BL=live_R[:, None],
+            cache=cache,
+            new=near,
             dtype=jnp.dtype(dtype),
         )
-        token_R, seen_RV, decoded = sampled(model, hidden[:, 0], token_R, t, rows, out, loop.seen_RV, top)
-        return _Loop(t + 1, token_R, near, seen_RV, decoded)
+        return hidden[:, 0], near
 
-    near = make_like(state.cache, len(rows.token_R), steps)
-    before = _Loop(jnp.asarray(0), rows.token_R, near, state.seen_RV, nothing_decoded(rows, steps, top))
-    loop = jax.lax.while_loop(running, step, before)
-    return State(append(state.cache, loop.near, rows.length_R), loop.seen_RV), loop.out
+    near = make_like(cache, len(rows.token_R), steps)
+    near, decoded = decode_steps(model, rows, near, feed, steps=steps, top=top, wake=wake, most=most)
+    return append(cache, near, rows.length_R), decoded
 
 
 def _attend_step(
@@ -316,9 +284,3 @@ def _attend_step(
         (layer_of(near, number), within_window(newer, query, key_of_newer, spec)),
     ]
     return attend(q, parts, spec), (far, near, number)
-
-
-@functools.partial(jax.jit, donate_argnames="seen_RV")
-def mark(seen_RV: jax.Array, slot: jax.Array, row_V: jax.Array) -> jax.Array:
-    """`seen_RV` with `row_V` in the place of one slot."""
-    return jax.lax.dynamic_update_slice_in_dim(seen_RV, row_V[None], slot, 0)

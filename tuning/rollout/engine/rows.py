@@ -1,11 +1,12 @@
-"""The rows of a run of decoding: what a run begins with, the tokens that it makes, and how a step makes one a row.
+"""The loop of decoding, which slots and pages share: the rows at its start, its steps, and the tokens that it samples.
 
-Axes as in `programs`: R rows, T steps of a run, N most probable ids, E stop ids, D hidden size, V vocabulary.
+Axes as in `programs`: R rows, T steps of a run, N most probable ids, E stop ids, D hidden size.
 """
 
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 from typing import Any, Generic, NamedTuple
 
 import jax
@@ -30,8 +31,8 @@ class Rows(NamedTuple, Generic[Array]):
     """Tokens that it has: the place of the next one in its random stream."""
     live_R: Array
     """Whether the slot decodes; bool."""
-    key_R2: Array
-    """Key data of the sample."""
+    origin_R3: Array
+    """Seed and counter of the request, and number of the sample: a draw depends on them and on the token's number."""
     stops_RE: Array
     """Token ids that end the completion, padded with -1."""
     controls: Controls[Array]
@@ -47,25 +48,24 @@ class Decoded(NamedTuple, Generic[Array]):
     top_logps_RTN: Array
     made_R: Array
     live_R: Array
-    """Whether the completion goes on."""
+    """Whether the completion continues."""
 
 
 def blank_rows(count: int) -> Rows[np.ndarray]:
-    """So many rows that are not live."""
+    """`count` rows that are not live."""
     return Rows(
         token_R=np.zeros(count, np.int32),
         length_R=np.zeros(count, np.int32),
         left_R=np.zeros(count, np.int32),
         made_R=np.zeros(count, np.int32),
         live_R=np.zeros(count, bool),
-        key_R2=np.zeros((count, 2), np.uint32),
+        origin_R3=np.zeros((count, 3), np.uint32),
         stops_RE=np.full((count, MAX_STOP_IDS), -1, np.int32),
         controls=Controls(
             temperature_R=np.ones(count, np.float32),
             top_p_R=np.ones(count, np.float32),
             top_k_R=np.zeros(count, np.int32),
             min_p_R=np.zeros(count, np.float32),
-            repetition_penalty_R=np.ones(count, np.float32),
         ),
     )
 
@@ -73,27 +73,19 @@ def blank_rows(count: int) -> Rows[np.ndarray]:
 def sampled(
     model: Any,
     hidden_RD: jax.Array,
-    token_R: jax.Array,
     t: jax.Array | int,
     rows: Rows[jax.Array],
     out: Decoded[jax.Array],
-    seen_RV: jax.Array,
     top: int,
-) -> tuple[jax.Array, jax.Array, Decoded[jax.Array]]:
-    """(next token of each row, seen tokens, result with them) at step `t` of a run that has just fed `token_R`."""
-    each = jnp.arange(len(token_R))
-    # Without a penalty in any row nothing reads `seen_RV`, and the update would copy it. A row that is not live has fed
-    # nothing, but may have a prompt that is cached in part.
-    penalised = jnp.any(rows.controls.repetition_penalty_R != 1)
-    seen_RV = jax.lax.cond(penalised, lambda x: x.at[each, token_R].max(out.live_R), lambda x: x, seen_RV)
-    # A draw depends on the sample's key and the token's number, not on the slot or the run (R15).
-    uniform_R = uniforms(rows.key_R2, rows.made_R + t)
-    token_R, logp_R, (top_ids, top_logps) = sample(model.logits(hidden_RD), uniform_R, rows.controls, seen_RV, top)
+) -> tuple[jax.Array, Decoded[jax.Array]]:
+    """(next token of each row, result with them) at step `t` of a run."""
+    uniform_R = uniforms(rows.origin_R3, rows.made_R + t)
+    token_R, logp_R, (top_ids, top_logps) = sample(model.logits(hidden_RD), uniform_R, rows.controls, top)
     # A row that has ended still writes tokens below; its count stands still, so they are not read.
     made_R = out.made_R + out.live_R
     ended_R = jnp.any(token_R[:, None] == rows.stops_RE, axis=-1) | (made_R >= rows.left_R)
     put = functools.partial(jax.lax.dynamic_update_slice_in_dim, start_index=t, axis=1)
-    decoded = Decoded(
+    return token_R, Decoded(
         tokens_RT=put(out.tokens_RT, token_R[:, None]),
         logps_RT=put(out.logps_RT, logp_R[:, None]),
         top_ids_RTN=put(out.top_ids_RTN, top_ids[:, None]),
@@ -101,7 +93,6 @@ def sampled(
         made_R=made_R,
         live_R=out.live_R & ~ended_R,
     )
-    return token_R, seen_RV, decoded
 
 
 def nothing_decoded(rows: Rows[jax.Array], steps: int, top: int) -> Decoded[jax.Array]:
@@ -115,3 +106,45 @@ def nothing_decoded(rows: Rows[jax.Array], steps: int, top: int) -> Decoded[jax.
         made_R=jnp.zeros(count, jnp.int32),
         live_R=rows.live_R,
     )
+
+
+class _Loop(NamedTuple):
+    """The state of the decoding loop."""
+
+    t: jax.Array
+    """Steps done."""
+    token_R: jax.Array
+    cache: Any
+    out: Decoded[jax.Array]
+
+
+def decode_steps(
+    model: Any,
+    rows: Rows[jax.Array],
+    cache: Any,
+    feed: Callable[[jax.Array, jax.Array, jax.Array, Any], tuple[jax.Array, Any]],
+    *,
+    steps: int,
+    top: int,
+    wake: jax.Array,
+    most: jax.Array | int,
+) -> tuple[Any, Decoded[jax.Array]]:
+    """(cache, tokens) after up to `most` tokens of every live row; there is room for `steps`.
+
+    `feed` is called with (token of each row, step, live rows, cache) and returns (hidden states [R, D], cache). Ends
+    early when no row is live, or when `wake` rows have ended in this run.
+    """
+
+    def running(loop: _Loop) -> jax.Array:
+        # `wake` is an array, not static: its values compile nothing. `most` may be one too.
+        ended = jnp.sum(rows.live_R) - jnp.sum(loop.out.live_R)
+        return (loop.t < most) & jnp.any(loop.out.live_R) & (ended < wake)
+
+    def step(loop: _Loop) -> _Loop:
+        hidden_RD, cache = feed(loop.token_R, loop.t, loop.out.live_R, loop.cache)
+        token_R, out = sampled(model, hidden_RD, loop.t, rows, loop.out, top)
+        return _Loop(loop.t + 1, token_R, cache, out)
+
+    first = _Loop(jnp.asarray(0, jnp.int32), rows.token_R, cache, nothing_decoded(rows, steps, top))
+    loop = jax.lax.while_loop(running, step, first)
+    return loop.cache, loop.out

@@ -1,23 +1,17 @@
 """Sampling of one token a row. Randomness is counter-based (R15): a draw depends on its key alone.
 
 Every row has its own settings, as arrays (`Controls`), so one program serves every mix of requests.
-Axes: R rows, V vocabulary, P prompts.
+Axes: R rows, V vocabulary.
 """
 
 from __future__ import annotations
 
-import itertools
-import operator
-from collections.abc import Iterator, Sequence
 from typing import Generic, NamedTuple
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 
-from rlhf.tuning.precision import without_float64
 from rlhf.tuning.rollout.engine.arrays import Array
-from rlhf.tuning.rollout.requests import Request
 
 BLOCK = 256
 """Weights of a vocabulary that `inverse_cdf` sums before it scans them."""
@@ -30,51 +24,29 @@ class Controls(NamedTuple, Generic[Array]):
     top_p_R: Array
     top_k_R: Array
     min_p_R: Array
-    repetition_penalty_R: Array
 
 
-@without_float64
-def completion_keys(seed: int, prompt_counters: Sequence[int], samples: int) -> np.ndarray:
-    """Key data [P * samples, 2] of fold_in(fold_in(key(seed), prompt), sample).
+def uniforms(origin_R3: jax.Array, number_R: jax.Array) -> jax.Array:
+    """One number in [0, 1) a row, from seed, counter and sample of `Rows.origin_R3` and the number of its token."""
 
-    A sample's key depends on these three numbers alone, not on the other prompts of the call.
-    """
-    numbers = np.arange(samples, dtype=np.uint32)
-    data = _key_data(np.uint32(seed & 0xFFFFFFFF), np.asarray(prompt_counters, np.uint32), numbers)
-    return np.asarray(data).reshape(len(prompt_counters) * samples, -1)
+    def draw(origin_3: jax.Array, number: jax.Array) -> jax.Array:
+        key = jax.random.key(origin_3[0])
+        for part in (origin_3[1], origin_3[2], number):
+            key = jax.random.fold_in(key, part)
+        return jax.random.uniform(key)
 
-
-def request_keys(requests: Sequence[Request]) -> Iterator[np.ndarray]:
-    """Key data [samples, 2] of each request. Neighbours that differ by counter only are computed in one call."""
-    which = operator.attrgetter("seed", "samples")
-    for (seed, samples), alike in itertools.groupby(requests, key=which):
-        counters = [r.counter for r in alike]
-        yield from completion_keys(seed, counters, samples).reshape(len(counters), samples, -1)
-
-
-@jax.jit
-def _key_data(seed: jax.Array, prompts: jax.Array, samples: jax.Array) -> jax.Array:
-    root = jax.random.key(seed)
-    per_prompt = jax.vmap(lambda p: jax.random.fold_in(root, p))(prompts)
-    keys = jax.vmap(lambda k: jax.vmap(lambda s: jax.random.fold_in(k, s))(samples))(per_prompt)
-    return jax.random.key_data(keys)
-
-
-def uniforms(key_data_R2: jax.Array, step_R: jax.Array) -> jax.Array:
-    """One number in [0, 1) a row, from its key and the number of its token."""
-    keys = jax.random.wrap_key_data(key_data_R2)
-    return jax.vmap(lambda k, n: jax.random.uniform(jax.random.fold_in(k, n)))(keys, step_R)
+    return jax.vmap(draw)(origin_R3, number_R)
 
 
 def inverse_cdf(weights_RV: jax.Array, uniform_R: jax.Array) -> jax.Array:
     """The token at which the cumulative share of non-negative weights passes `uniform_R`, [R] int32.
 
-    The inverse of the cumulative distribution needs one uniform number a row, where the Gumbel maximum needs V. The
+    The inverse of the cumulative distribution needs one uniform number a row; the Gumbel maximum needs V. The
     search has two levels: first the block of 256 tokens, by the sums of blocks, then the token inside it. So the
     cumulative sums are over V / 256 + 256 numbers, not V.
 
         weights   3 1 | 0 4 | 2 0     (blocks of 2 here)
-        totals      4     8    10     uniform 0.7: target 7, in block 1, whose total is the first above it
+        totals      4     8    10     uniform 0.7: target 7, in block 1, the first with a total above it
         inside          0 4           7 - 4 = 3: its token 1, which is token 3 of the vocabulary
     """
     rows, vocab = weights_RV.shape
@@ -98,17 +70,10 @@ def inverse_cdf(weights_RV: jax.Array, uniform_R: jax.Array) -> jax.Array:
 
 
 def _last_possible(weights_RN: jax.Array, place_R: jax.Array) -> jax.Array:
-    """The last place up to `place_R` whose weight is not 0, else the first behind it."""
+    """The last place up to `place_R` whose weight is not 0, else the first after it."""
     up_to = (weights_RN > 0) & (jnp.arange(weights_RN.shape[1]) <= place_R[:, None])
     last_R = weights_RN.shape[1] - 1 - jnp.argmax(jnp.flip(up_to, axis=-1), axis=-1)
     return jnp.where(up_to.any(-1), last_R, jnp.argmax(weights_RN > 0, axis=-1))
-
-
-def penalise(logits_RV: jax.Array, seen_RV: jax.Array, penalty_R: jax.Array) -> jax.Array:
-    """Logits with those of seen tokens lowered by the repetition penalty (Keskar et al., 2019)."""
-    penalty = penalty_R[:, None]
-    moved = jnp.where(logits_RV > 0, logits_RV / penalty, logits_RV * penalty)
-    return jnp.where(seen_RV, moved, logits_RV)
 
 
 def restrict(logits_RV: jax.Array, top_k_R: jax.Array, top_p_R: jax.Array, min_p_R: jax.Array) -> jax.Array:
@@ -133,7 +98,7 @@ def restrict(logits_RV: jax.Array, top_k_R: jax.Array, top_p_R: jax.Array, min_p
 
 
 def sample(
-    logits_RV: jax.Array, uniform_R: jax.Array, controls: Controls[jax.Array], seen_RV: jax.Array, top: int = 0
+    logits_RV: jax.Array, uniform_R: jax.Array, controls: Controls[jax.Array], top: int = 0
 ) -> tuple[jax.Array, jax.Array, tuple[jax.Array, jax.Array]]:
     """Tokens [R], their log-probabilities [R] under the distribution that was sampled (R2, R3), and the `top` most
     probable ids and log-probabilities [R, top].
@@ -144,19 +109,14 @@ def sample(
     logits = logits_RV.astype(jnp.float32)
     greedy_R = c.temperature_R == 0
     temperature = jnp.where(greedy_R, 1.0, c.temperature_R)[:, None]
-    penalised = jnp.any(c.repetition_penalty_R != 1)
     restricted_R = ~greedy_R & ((c.top_k_R > 0) | (c.top_p_R < 1) | (c.min_p_R > 0))
 
     def limited(x: jax.Array) -> jax.Array:
+        x = x / temperature
         return jnp.where(restricted_R[:, None], restrict(x, c.top_k_R, c.top_p_R, c.min_p_R), x)
 
-    def adjusted(x: jax.Array) -> jax.Array:
-        moved = penalise(x, seen_RV, c.repetition_penalty_R) / temperature
-        # The sort is the expensive part: it runs only in steps with a row that needs it.
-        return jax.lax.cond(jnp.any(restricted_R), limited, lambda x: x, moved)
-
-    # One branch for everything that few requests use: each branch not taken still costs a copy of the logits.
-    logits = jax.lax.cond(penalised | jnp.any(restricted_R), adjusted, lambda x: x / temperature, logits)
+    # The sort is the expensive part: it runs only in steps with a row that needs it.
+    logits = jax.lax.cond(jnp.any(restricted_R), limited, lambda x: x / temperature, logits)
     most = jnp.max(logits, axis=-1, keepdims=True)
     weights = jnp.exp(logits - most)
     norm_R = most[:, 0] + jnp.log(jnp.sum(weights, axis=-1))

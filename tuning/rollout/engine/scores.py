@@ -12,30 +12,30 @@ from rlhf.tuning.rollout.engine.cache import Stack
 from rlhf.tuning.rollout.engine.slots import Run, Slot, pack
 from rlhf.tuning.rollout.requests import Request
 
-Program = Callable[[list[Stack], Any, np.ndarray], tuple[list[Stack], Any, Any, Any]]
-"""`programs.score` of a cache, a chunk and the tokens behind the chunk's."""
-
 
 @dataclasses.dataclass(frozen=True)
 class Scores:
     """One entry for each token of a prompt but its first, which nothing stands before."""
 
     logps: list[float]
-    """Its log-probability behind the tokens before it, at temperature 1."""
+    """Its log-probability after the tokens before it, at temperature 1."""
     top: list[list[tuple[int, float]]]
     """The most probable ids in its place with their log-probabilities."""
 
 
-def prompt_scores(prompt: Sequence[int], cache: list[Stack], size: int, program: Program) -> Scores:
-    """The scores of a prompt, computed in chunks of `size` tokens; `cache` has one slot that holds it."""
-    slot = Slot(Run(0, 0, Request(prompt, 1), np.zeros(2, np.uint32)))
+def prompt_scores(prompt: Sequence[int], cache: list[Stack], size: int, program: Callable[..., Any]) -> Scores:
+    """The scores of a prompt, in chunks of `size` tokens; `cache` has one slot with room for it.
+
+    `program` is `programs.score` of a cache, a chunk, and the token after each of the chunk's.
+    """
+    slot = Slot(Run(0, 0, Request(prompt, 1)))
     scores = Scores([], [])
     while slot.prefilling:
         at = len(slot.held)
         chunk, [(_, count)], _ = pack([slot], size)
-        behind = np.zeros(size, np.int32)
-        behind[:count] = prompt[at + 1 : at + 1 + count]
-        cache, logps, ids, best = program(cache, chunk, behind)
+        following = np.zeros(size, np.int32)
+        following[:count] = prompt[at + 1 : at + 1 + count]
+        cache, logps, ids, best = program(cache, chunk, following)
         scores.logps.extend(np.asarray(logps)[:count].tolist())
         pairs = zip(np.asarray(ids)[:count].tolist(), np.asarray(best)[:count].tolist(), strict=True)
         scores.top.extend(list(zip(*pair, strict=True)) for pair in pairs)

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import operator
-from collections.abc import Iterable
 
 import numpy as np
 
@@ -22,13 +20,11 @@ class Run:
     """Of the request, as `Engine.submit` gave it."""
     sample: int
     request: Request
-    key: np.ndarray
-    """Key data [2]."""
     tokens: list[int] = dataclasses.field(default_factory=list)
     logps: list[float] = dataclasses.field(default_factory=list)
     top: list[list[tuple[int, float]]] = dataclasses.field(default_factory=list)
     leader: Slot | None = None
-    """The slot that prefills the same prompt, whose cache is copied when that is done."""
+    """The slot that prefills the same prompt; its cache is copied when it has finished."""
 
     @property
     def prefill_tokens(self) -> int:
@@ -39,25 +35,6 @@ class Run:
     def left(self) -> int:
         """Tokens that it may still get."""
         return self.request.max_tokens - len(self.tokens)
-
-    def shares_prompt(self, other: Run) -> bool:
-        """Whether both have the same prompt: of one request, or of episodes that begin alike."""
-        mine, its = self.request.prompt, other.request.prompt
-        return mine is its or (len(mine) == len(its) and all(map(operator.eq, mine, its)))
-
-    def extend(self, row: Decoded[np.ndarray]) -> int:
-        """Adds the tokens of a run of decoding (one row of it) and returns how many."""
-        count = int(row.made_R)
-        self.tokens += row.tokens_RT[:count].tolist()
-        self.logps += row.logps_RT[:count].tolist()
-        if row.top_ids_RTN.shape[-1]:
-            pairs = zip(row.top_ids_RTN[:count].tolist(), row.top_logps_RTN[:count].tolist(), strict=True)
-            self.top += [list(zip(ids, logps, strict=True)) for ids, logps in pairs]
-        return count
-
-    def truncate(self, count: int) -> None:
-        """Drops all but the first `count` tokens."""
-        del self.tokens[count:], self.logps[count:], self.top[count:]
 
     def completion(self, stop: str) -> Completion:
         """Its tokens so far as a completion that ended by `stop`."""
@@ -75,7 +52,7 @@ class Slot:
 
     run: Run | None = None
     held: list[int] = dataclasses.field(default_factory=list)
-    """The tokens whose keys and values the slot holds, of its run or of the last one."""
+    """The tokens that are cached in the slot, of its run or of the last one."""
     kept: int | None = None
     """Number of the ended request for which it is kept (`Request.keep`)."""
     left_at: int = 0
@@ -91,38 +68,32 @@ class Slot:
 
     @property
     def decoding(self) -> bool:
-        """Whether it has a run whose prompt is cached."""
+        """Whether it has a run, and the run's prompt is cached."""
         return self.run is not None and len(self.held) >= self.run.prefill_tokens
 
     def advance(self, row: Decoded[np.ndarray]) -> str | None:
         """Adds a run of decoding (one row of it) to its run; why the completion has ended, or None."""
         run = self.run
         assert run is not None
-        before, fed = len(run.tokens), run.next_input
-        added = run.extend(row)
+        before, fed, count = len(run.tokens), run.next_input, int(row.made_R)
+        run.tokens += row.tokens_RT[:count].tolist()
+        run.logps += row.logps_RT[:count].tolist()
+        if row.top_ids_RTN.shape[-1]:
+            pairs = zip(row.top_ids_RTN[:count].tolist(), row.top_logps_RTN[:count].tolist(), strict=True)
+            run.top += [list(zip(ids, logps, strict=True)) for ids, logps in pairs]
         # The newest token is not cached: the next step feeds it.
         self.held += [fed, *run.tokens[before:-1]]
         # Stop strings come after: the program ends a row by ids and length only, so a string may end it earlier.
-        kept = run.request.find_stop(run.tokens) if run.request.find_stop and added else None
+        kept = run.request.find_stop(run.tokens) if run.request.find_stop and count else None
         if kept is not None:
-            run.truncate(kept)
+            del run.tokens[kept:], run.logps[kept:], run.top[kept:]
             return "string"
         return None if row.live_R else ("eos" if run.tokens[-1] in run.request.stop_ids else "length")
 
     @property
     def prefilling(self) -> bool:
-        """Whether it has a run whose prompt it must prefill itself."""
+        """Whether it has a run, and must prefill the prompt itself."""
         return self.run is not None and self.run.leader is None and not self.decoding
-
-
-def first_longer(waiting: Iterable[Run], longest: float, context: int) -> int | None:
-    """The number of the first run that exceeds a context with its longest completion; `longest`: what none exceeds.
-
-    Where that fits, none is looked at.
-    """
-    if longest <= context:
-        return None
-    return next((i for i, run in enumerate(waiting) if run.request.total_tokens > context), None)
 
 
 SMALLEST_PREFIX = 16
@@ -156,21 +127,21 @@ def fill_row(rows: Rows[np.ndarray], i: int, slot: Slot) -> None:
     rows.left_R[i] = run.left
     rows.made_R[i] = len(run.tokens)
     rows.live_R[i] = True
-    rows.key_R2[i] = run.key
+    rows.origin_R3[i] = run.request.seed & 0xFFFFFFFF, run.request.counter, run.sample
     rows.stops_RE[i, : len(run.request.stop_ids)] = run.request.stop_ids
     for name, value in dataclasses.asdict(run.request.sampling).items():
         getattr(rows.controls, f"{name}_R")[i] = value
 
 
 def row_arrays(slots: list[Slot], capacity: int, steps: int) -> Rows[np.ndarray]:
-    """What `programs.decode` needs of each slot.
+    """The rows of `programs.decode`, one for each slot.
 
     Rows of free slots, and of slots that still prefill, are not live.
     """
     rows = blank_rows(len(slots))
     for i, slot in enumerate(slots):
         if not slot.decoding:
-            # Decoding writes `steps` tokens behind those of every slot, live or not. Where there is no room for them,
+            # Decoding writes `steps` tokens after those of every slot, live or not. If there is no room for them,
             # it overwrites the last ones, which then count as held no longer.
             del slot.held[max(0, capacity - steps) :]
             rows.length_R[i] = len(slot.held)
@@ -216,7 +187,7 @@ def pack(slots: list[Slot], size: int) -> tuple[Chunk[np.ndarray], list[tuple[in
         entries += [(i, start + n, at + n, min(WINDOW, count - n)) for n in range(0, count, WINDOW)]
         pieces.append((i, count))
         start += count
-    # A piece has at most one entry that is no full window, so this many entries always suffice: the shape is fixed.
+    # A piece has at most one entry that is not a full window, so this many entries always suffice: the shape is fixed.
     table = np.zeros((4, len(slots) + size // WINDOW), np.int32)
     table[:, : len(entries)] = np.asarray(entries, np.int32).reshape(-1, 4).T
     slot_I, start_I, at_I, tokens_I = table

@@ -1,11 +1,9 @@
-"""The weights of an engine: as decoding reads them, and where the engine is."""
+"""The weights of an engine, in the layout of decoding, on the engine's devices."""
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import gc
-from collections.abc import Callable, Iterator
 from typing import Any
 
 import jax
@@ -13,11 +11,10 @@ from flax import nnx
 from jax.sharding import Mesh
 
 from rlhf.tuning.models.config import DecoderConfig
-from rlhf.tuning.models.decoder import decoder_graph
+from rlhf.tuning.models.decoder import abstract_decoder, decoder_graph
 from rlhf.tuning.precision import in_real
 from rlhf.tuning.rollout.engine.decoders import Graph, Quantization, lay_out
 from rlhf.tuning.rollout.engine.placement import Place, put_weights
-from rlhf.tuning.rollout.engine.weight_shapes import abstract_weights
 
 
 class Weights:
@@ -27,9 +24,8 @@ class Weights:
         self, config: DecoderConfig, place: Place, *, rolled: bool, quantization: Quantization, dtype: str
     ) -> None:
         """Arguments as of `Engine`; `rolled` as of `decoders.lay_out`."""
-        self._config, self._quantization = config, quantization
-        self.place = place
-        """Where they are."""
+        self._config, self.quantized = config, quantization == "int8"
+        self._place = place
         self.dtype = dtype
         """Type of the matrices of layers, unless they are quantised."""
         self._graph = decoder_graph(config)
@@ -55,38 +51,29 @@ class Weights:
         """Bytes that a step reads."""
         return sum(x.nbytes for x in jax.tree.leaves(self._now))
 
-    @property
-    def dense(self) -> bool:
-        """Whether they are not quantised."""
-        return self._quantization == "none"
-
-    @property
-    def may_be_filled(self) -> bool:
-        """Whether `fill` is possible: they are not quantised, and on one device."""
-        return self.place is None and self.dense
-
     def laid_out(self, params: nnx.State) -> tuple[Graph, nnx.State]:
         """(graph, state) of parameters in the layout of decoding, on the devices of the parameters."""
-        with _no_cycles_left():
+        was = gc.isenabled()
+        gc.disable()
+        try:
             return lay_out(self._graph, in_real(params), **self._options)
+        finally:
+            # Cycles of references in flax's flattening would hold the arrays. Nothing grows old meanwhile, so only
+            # young objects are searched: a process that has traced many programs has millions of older ones.
+            gc.collect(1)
+            if was:
+                gc.enable()
 
     def load(self, params: nnx.State) -> None:
         """Lays parameters out, and moves them to the place."""
         # Dropped before the new weights are laid out: memory need not hold both.
         self.drop()
         graph, state = self.laid_out(params)
-        if isinstance(self.place, Mesh):
-            state = put_weights(state, self.place)
-        elif self.place is not None:
-            state = jax.device_put(state, self.place)
+        if isinstance(self._place, Mesh):
+            state = put_weights(state, self._place)
+        elif self._place is not None:
+            state = jax.device_put(state, self._place)
         self.use(graph, state)
-
-    def fill(self, read: Callable[[nnx.State], nnx.State]) -> None:
-        """As `load`, with the state that `read` returns for its shapes."""
-        self.drop()
-        graph, shapes = self.shapes
-        with _no_cycles_left():
-            self.use(graph, read(jax.tree.map(lambda x: x, shapes)))
 
     def use(self, graph: Graph, state: nnx.State) -> None:
         """As `load`, with weights that are laid out and in place."""
@@ -97,20 +84,15 @@ class Weights:
         self._now = None
 
 
-@contextlib.contextmanager
-def _no_cycles_left() -> Iterator[None]:
-    """Frees cycles of references that are made within: those of flax's flattening would hold the arrays.
+def abstract_weights(graph: Graph, config: DecoderConfig, **options: Any) -> tuple[Graph, nnx.State]:
+    """(graph, shapes) of `lay_out` with these options for a decoder's float32 parameters, which need not exist."""
+    graphs: list[Graph] = []
 
-    Nothing grows old within, so that only what is young is searched: a process that has traced many programs has
-    millions of older objects.
-    """
-    was = gc.isenabled()
-    try:
-        gc.disable()
-        yield
-    finally:
-        try:
-            gc.collect(1)
-        finally:
-            if was:
-                gc.enable()
+    def state_of(params: nnx.State) -> nnx.State:
+        laid_out, state = lay_out(graph, params, **options)
+        # The graph is static: it cannot be a result of eval_shape.
+        graphs.append(laid_out)
+        return state
+
+    shapes = jax.eval_shape(state_of, abstract_decoder(config)[1])
+    return graphs[0], shapes

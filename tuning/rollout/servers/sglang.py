@@ -49,7 +49,7 @@ class SGLang:
         params: dict[str, Any] = {
             "max_new_tokens": request.max_tokens,
             "temperature": s.temperature,
-            "repetition_penalty": s.repetition_penalty,
+            "repetition_penalty": 1.0,
             "stop_token_ids": list(request.stop_ids),
             # SGLang ignores stop_token_ids too if this is set.
             "ignore_eos": not request.stop_ids,

@@ -64,7 +64,7 @@ class VLLM:
             "top_p": s.top_p,
             "top_k": s.top_k,
             "min_p": s.min_p,
-            "repetition_penalty": s.repetition_penalty,
+            "repetition_penalty": 1.0,
             # Only the request's stop ids may end a completion.
             "ignore_eos": True,
             "stop_token_ids": list(request.stop_ids),

@@ -13,16 +13,13 @@ import numpy as np
 from rlhf.tuning.axes import Axes
 from rlhf.tuning.mesh import make_mesh, put_params
 from rlhf.tuning.models.huggingface import save_decoder
-from rlhf.tuning.rollout.engine import programs
 from rlhf.tuning.rollout.engine.folder import load_folder
 from rlhf.tuning.rollout.engine.limits import Limits
 from rlhf.tuning.rollout.engine.live import EngineStopped, Live
-from rlhf.tuning.rollout.engine.paged.engine import PagedEngine
 from rlhf.tuning.rollout.engine.placement import cache_shardings, sampling_mesh
-from rlhf.tuning.rollout.engine.replicas import StepFailed, engine_over
-from rlhf.tuning.rollout.engine.slots import Slot, pack, row_arrays
+from rlhf.tuning.rollout.engine.replicas import engine_over
 from rlhf.tuning.rollout.requests import Request, Sampling
-from tests.tuning.rollout.engine.support import PARAMS, requests_of
+from tests.tuning.rollout.engine.support import PARAMS, lowered, requests_of
 from tests.tuning.tiny import CONFIG
 
 # One capacity and one chunk: each program is compiled for each device.
@@ -46,10 +43,6 @@ ENGINES = {
 
 def engines_of(engine):
     return getattr(engine, "_engines", [engine])
-
-
-def cache_of(engine):
-    return engine._pool.arrays.pages if isinstance(engine, PagedEngine) else engine._pool.state.cache
 
 
 def bytes_by_device(arrays):
@@ -82,7 +75,7 @@ def same_samples():
         engine.load(trained)
         done = sampled(engine, requests)
         weights = bytes_by_device(x for e in engines_of(engine) for x in jax.tree.leaves(e.weights.now[1]))
-        held = bytes_by_device(x for e in engines_of(engine) for x in jax.tree.leaves(cache_of(e)))
+        held = bytes_by_device(x for e in engines_of(engine) for x in jax.tree.leaves(e._pool.cache))
         found[name] = {
             "weights": weights,
             "cache_devices": sorted(held),
@@ -111,52 +104,26 @@ def broken(tokens):
     raise ZeroDivisionError("of this request")
 
 
-def others_go_on(engine):
-    """A request whose stop search raises, one that is cancelled, and those beside them."""
-    requests = [dataclasses.replace(r, samples=1) for r in requests_of(6, seed=3, max_tokens=16, stop_ids=())]
-    alone = [c.tokens for (c,) in sampled(engine, requests)]
-    numbers = [engine.submit(r) for r in requests]
-    bad = engine.submit(Request([5, 6], 16, find_stop=broken))
-    engine.cancel(numbers[0])
-    failed, done = set(), {}
-    while not engine.idle:
-        try:
-            done |= {u.number: u.completion for u in engine.step() if u.completion}
-        except StepFailed as error:
-            failed |= error.numbers
-    left = [i for i, n in enumerate(numbers) if n not in failed and i]
-    return {
-        "failed": bad in failed,
-        "cancelled": done[numbers[0]].stop,
-        "left": len(left),
-        "others": all(done[numbers[i]].tokens == alone[i] for i in left),
-        "accounted": len(done) + len(failed) == len(numbers) + 1,
-    }
-
-
 def served(engine):
-    """The same through a server's thread, with weights that the engine reads from a folder."""
+    """Requests through a server's thread, with weights that the engine reads from a folder; one cannot be served."""
     requests = [dataclasses.replace(r, samples=1) for r in requests_of(6, seed=3, max_tokens=16, stop_ids=())]
     alone = [c.tokens for (c,) in sampled(engine, requests)]
     with tempfile.TemporaryDirectory() as folder:
         save_decoder(Path(folder), CONFIG, PARAMS, {})
         load_folder(engine, Path(folder))
     with contextlib.closing(Live(engine)) as live:
-        bad = live.submit(Request([5, 6], 16, find_stop=broken))
         streams = [live.submit(r) for r in requests]
-        ended = []
-        for stream in (bad, *streams):
-            try:
-                ended.append(stream.result()[0].tokens)
-            except EngineStopped:
-                ended.append(None)
+        ended = [stream.result()[0].tokens for stream in streams]
+        failed = False
+        try:
+            live.submit(Request([5, 6], 16, find_stop=broken)).result()
+        except EngineStopped:
+            failed = True
+        cancelled = live.submit(requests[1])
+        cancelled.cancel()
         later = live.submit(requests[0]).result()[0].tokens
-    return {
-        "failed": ended[0] is None,
-        "left": sum(tokens is not None for tokens in ended),
-        "others": all(tokens in (None, expected) for tokens, expected in zip(ended[1:], alone, strict=True)),
-        "later": later == alone[0],
-    }
+        stop = cancelled.result()[0].stop
+    return {"failed": failed, "equal": ended == alone, "later": later == alone[0], "cancelled": stop}
 
 
 def turns_stay(engine):
@@ -183,23 +150,13 @@ def gathered():
     """Bytes of the largest all-gather of each program of a replica over two devices, with a cache of 16 MiB a layer."""
     engine = engine_of(Axes(tensor=2), 2)
     engine.load(PARAMS)
-    graph, weights = engine.weights.now
-    state = jax.eval_shape(lambda: engine._pool._empty(64, 2048))
-    state = jax.tree.map(
-        lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s), state, cache_shardings(state, engine._place)
+    cache = jax.eval_shape(lambda: engine._pool.empty(64, 2048))
+    cache = jax.tree.map(
+        lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s), cache, cache_shardings(cache, engine._place)
     )
-    rows = row_arrays([Slot() for _ in range(64)], 2048, 4)
-    chunk, _, _ = pack([Slot() for _ in range(64)], 32)
-    lowered = {
-        f"prefill {prefixed}": programs.prefill.lower(
-            graph, weights, state.cache, chunk, prefixed=prefixed, **engine._program_options
-        )
-        for prefixed in ("none", "one", "many")
-    }
-    lowered["decode"] = programs.decode.lower(
-        graph, weights, state, rows, np.int32(1), np.int32(4), **engine._decode_options
-    )
-    return {name: largest_gather(program.compile().as_text()) for name, program in lowered.items()}
+    kinds = "none", "one", "many"
+    programs = lowered(engine, 64, 2048, 32, kinds, engine.weights.now[1], cache)
+    return {name: largest_gather(program.compile().as_text()) for name, program in programs.items()}
 
 
 def largest_gather(text):
@@ -217,7 +174,6 @@ def main() -> None:
     engine.load(PARAMS)
     found["skewed"] = steps_of_skewed_lengths(engine)
     found["turns"] = turns_stay(engine)
-    found["others"] = others_go_on(engine)
     found["served"] = served(engine)
     found["gathered"] = gathered()
     print(json.dumps(found))

@@ -17,7 +17,7 @@ from rlhf.tuning.rollout.engine import cache
 from rlhf.tuning.rollout.engine.decoders import lay_out
 from rlhf.tuning.rollout.engine.engine import Engine
 from rlhf.tuning.rollout.engine.limits import Limits
-from rlhf.tuning.rollout.requests import Request
+from tests.tuning.rollout.engine.support import lowered
 from tests.tuning.tiny import CONFIG
 
 EVERYTHING = dataclasses.replace(
@@ -153,14 +153,6 @@ def test_tables_of_tokens_are_in_the_type_of_computation_on_accelerators(backend
     assert {n: x.dtype.name for n, x in rest.items()} == {"embedding": kind, "head": kind, "norm": "float32"}
 
 
-def lowered(engine, monkeypatch):
-    """The programs, prefill and decode, of an engine that prepares for a request, before XLA has seen them."""
-    found = []
-    monkeypatch.setattr(engine._ahead, "begin", lambda key, make: found.append(make()))
-    engine.prepare([Request([5, 6, 7], 400)])
-    return found
-
-
 SMALLER = pytest.mark.parametrize(
     "options",
     [
@@ -174,28 +166,27 @@ SMALLER = pytest.mark.parametrize(
 
 @SMALLER
 @pytest.mark.skipif(jax.default_backend() != "cpu", reason="kernels for the CPU")
-def test_programs_of_many_layers_are_as_long_as_of_few(options, monkeypatch):
+def test_programs_of_many_layers_are_as_long_as_of_few(options):
     limits = Limits(slots=1, chunks=(16,))
     few, many = (Engine(dataclasses.replace(CONFIG, num_layers=n), limits=limits, **options) for n in (2, 20))
-    lengths = [[len(p.as_text().splitlines()) for p in lowered(engine, monkeypatch)] for engine in (few, many)]
+    lengths = [[len(p.as_text().splitlines()) for p in lowered(engine, 1, 512).values()] for engine in (few, many)]
     assert lengths[0] == lengths[1]
 
 
 @SMALLER
 @pytest.mark.skipif(jax.default_backend() != "cpu", reason="kernels for the CPU")
-def test_programs_copy_no_layer_and_no_cache(options, monkeypatch):
+def test_programs_copy_no_layer_and_no_cache(options):
     config = dataclasses.replace(CONFIG, vocab_size=8192, hidden_size=256, intermediate_size=1024, num_layers=4)
     engine = Engine(config, limits=Limits(slots=1, context=480, steps=4, chunks=(16,)), **options)
-    programs = lowered(engine, monkeypatch)
     size = {"dtype": 2, "quantization": 1}.get(next(iter(options), ""), 4)
     matrices = size * 3 * config.hidden_size * config.intermediate_size
     # The head in another type than the parameters' is made once for a run of steps.
     head = 2 * config.vocab_size * config.hidden_size if "dtype" in options else 0
-    assert len(programs) == 2
-    for program in programs:
+    held = cache.token_bytes(config, engine._kv) * 512
+    for program in lowered(engine, 1, 512).values():
         compiled = program.compile()
         memory = compiled.memory_analysis()
         assert memory.temp_size_in_bytes < head + matrices / 3, "the head or one of a layer's matrices has been copied"
-        assert memory.alias_size_in_bytes >= engine.cache_bytes
+        assert memory.alias_size_in_bytes >= held
         # Only caches have five axes. XLA on CPU writes into bfloat16 by way of float32.
         assert not re.search(r"\[(\d+,){4}\d+\]\S* convert\(", compiled.as_text()), "a whole cache is converted"

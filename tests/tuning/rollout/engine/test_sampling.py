@@ -56,8 +56,7 @@ CASES = {
     "top_k beyond the vocabulary": Sampling(top_k=1000),
     "top_p": Sampling(top_p=0.8),
     "min_p": Sampling(min_p=0.2),
-    "penalty": Sampling(repetition_penalty=1.7),
-    "all": Sampling(0.8, top_p=0.9, top_k=40, min_p=0.05, repetition_penalty=1.2),
+    "all": Sampling(0.8, top_p=0.9, top_k=40, min_p=0.05),
     "greedy": Sampling(0.0),
 }
 
@@ -67,32 +66,30 @@ def settings(*asked):
     return Controls(*(jnp.asarray([getattr(s, n) for s in asked]) for n in names))
 
 
-def theirs(logits, sampling, seen):
+def theirs(logits, sampling):
     """Log-probabilities that transformers' own processors leave, in the order in which generate applies them."""
     from transformers.generation import logits_process as hf
 
-    ids, scores = torch.tensor(np.flatnonzero(seen)[None]), torch.tensor(np.asarray(logits))[None]
+    scores = torch.tensor(np.asarray(logits))[None]
     s = sampling
-    steps = [hf.RepetitionPenaltyLogitsProcessor(s.repetition_penalty)] if s.repetition_penalty != 1 else []
-    steps += [hf.TemperatureLogitsWarper(s.temperature)] if s.temperature not in (0, 1) else []
+    steps = [hf.TemperatureLogitsWarper(s.temperature)] if s.temperature not in (0, 1) else []
     steps += [hf.TopKLogitsWarper(min(s.top_k, VOCAB))] if s.top_k else []
     steps += [hf.TopPLogitsWarper(s.top_p)] if s.top_p < 1 else []
     steps += [hf.MinPLogitsWarper(s.min_p)] if s.min_p else []
     for step in steps:
-        scores = step(ids, scores)
+        scores = step(None, scores)
     return torch.log_softmax(scores[0], -1).numpy()
 
 
 def test_every_row_has_its_own_restrictions_and_they_are_those_of_transformers():
     asked = list(CASES.values())
     logits = np.random.default_rng(0).normal(size=(len(asked), VOCAB)).astype(np.float32) * 3
-    seen = np.random.default_rng(1).random((len(asked), VOCAB)) < 0.3
-    draw = jax.jit(lambda u: sample(jnp.asarray(logits), u, settings(*asked), jnp.asarray(seen), top=VOCAB))
+    draw = jax.jit(lambda u: sample(jnp.asarray(logits), u, settings(*asked), top=VOCAB))
     uniform = np.random.default_rng(2).random((40, len(asked))).astype(np.float32)
     for u in uniform:
         tokens, logps, (ids, top) = draw(jnp.asarray(u))
         for row, sampling in enumerate(asked):
-            expected = theirs(logits[row], sampling, seen[row])
+            expected = theirs(logits[row], sampling)
             assert np.isfinite(expected[tokens[row]])
             np.testing.assert_allclose(logps[row], expected[tokens[row]], atol=2e-6)
             found = np.full(VOCAB, -np.inf)
@@ -101,9 +98,7 @@ def test_every_row_has_its_own_restrictions_and_they_are_those_of_transformers()
     assert int(tokens[-1]) == int(np.argmax(logits[-1]))
 
 
-@pytest.mark.parametrize(
-    "wrong", [{"temperature": -1}, {"top_p": 0}, {"top_k": -2}, {"min_p": 1.5}, {"repetition_penalty": 0}]
-)
+@pytest.mark.parametrize("wrong", [{"temperature": -1}, {"top_p": 0}, {"top_k": -2}, {"min_p": 1.5}])
 def test_settings_out_of_range_are_named(wrong):
     with pytest.raises(ValueError, match=f"Sampling.{next(iter(wrong))} is"):
         Sampling(**wrong)

@@ -7,12 +7,11 @@ import pytest
 
 from rlhf.tuning.models.decoder import decoder_graph
 from rlhf.tuning.rollout.engine import programs
-from rlhf.tuning.rollout.engine import slots as slots_module
 from rlhf.tuning.rollout.engine.cpu import attention, products
 from rlhf.tuning.rollout.engine.engine import Engine
 from rlhf.tuning.rollout.engine.limits import Limits
 from rlhf.tuning.rollout.requests import RefusedRequest, Request, Sampling
-from tests.tuning.rollout.engine.support import EOS, PARAMS, trainer_logps
+from tests.tuning.rollout.engine.support import EOS, PARAMS, lowered, trainer_logps
 from tests.tuning.tiny import CONFIG
 
 LIMITS = Limits(slots=4, context=96)
@@ -55,9 +54,8 @@ def test_a_turn_goes_on_in_the_slot_of_the_last_one_and_only_its_observation_is_
     assert held(under_test) == {first: len(prompt(0) + said.tokens) - 1}, "others have taken or moved the kept slot"
     before = list(slot.held)
     second = under_test.submit(turn(ids, 1, after=first, keep=True))
-    under_test._pool.admit(list(under_test._waiting.runs))
+    under_test._pool.admit(under_test._waiting)
     assert slot.run is not None and slot.run.number == second and slot.held == before == ids[: len(before)]
-    under_test._waiting.clear()
     [answer] = ended(under_test, second)
     np.testing.assert_allclose(answer.logps, trainer_logps(ids, answer.tokens, 1.0), atol=1e-5)
 
@@ -94,18 +92,12 @@ def test_turns_that_go_on_together_take_no_memory_for_slots_that_do_not(monkeypa
     monkeypatch.setattr(attention, "suits", lambda *_: False)
     monkeypatch.setattr(products, "suits", lambda *_: False)
 
-    def temporary(slots, prefixed):
-        under_test = Engine(CONFIG, limits=Limits(slots=slots, context=448, chunks=(64,)))
-        under_test.load(PARAMS)
-        under_test._pool.resize(slots, 448)
-        chunk, _, _ = slots_module.pack([slots_module.Slot() for _ in range(slots)], 64)
-        graph, weights = under_test.weights.now
-        lowered = programs.prefill.lower(
-            graph, weights, under_test._state_shapes().cache, chunk, prefixed=prefixed, **under_test._program_options
-        )
-        return lowered.compile().memory_analysis().temp_size_in_bytes
+    def temporary(slots):
+        under_test = Engine(CONFIG, limits=Limits(slots=slots, context=448))
+        prefill = lowered(under_test, slots, 448, 64, ["many"])["prefill many"]
+        return prefill.compile().memory_analysis().temp_size_in_bytes
 
-    assert temporary(64, "many") < 1.1 * temporary(16, "many") + 2**16
+    assert temporary(64) < 1.1 * temporary(16) + 2**16
 
 
 def test_episodes_that_begin_alike_share_the_prefill_of_their_first_context(monkeypatch):
@@ -119,19 +111,6 @@ def test_episodes_that_begin_alike_share_the_prefill_of_their_first_context(monk
     assert [int((group > 0).sum()) for group in prefilled] == [len(prompt(0)) - 1]
     for completion in said:
         np.testing.assert_allclose(completion.logps, trainer_logps(prompt(0), completion.tokens), atol=1e-5)
-
-
-def test_turns_say_what_they_say_alone():
-    """What others do between the turns of an episode changes none of its tokens."""
-
-    def played(crowd):
-        under_test = engine()
-        [said] = ended(under_test, first := under_test.submit(turn(prompt(0), keep=True)))
-        ended(under_test, *[under_test.submit(turn(prompt(n), n)) for n in range(1, 1 + crowd)])
-        ids = prompt(0) + said.tokens + prompt(9, 5)
-        return said.tokens, ended(under_test, under_test.submit(turn(ids, 1, after=first)))[0].tokens
-
-    assert played(0) == played(6)
 
 
 def test_kept_slots_are_no_slots_for_others_until_they_are_released():

@@ -1,4 +1,4 @@
-"""Attention of a decoding step, and of prompts that go on, by a kernel (`attention.c`).
+"""Attention of a decoding step, and of prompts with a cached prefix, by a kernel (`attention.c`).
 
 XLA on CPU runs the small products of attention on one core, over every slot to the capacity. The kernel takes all
 cores and reads only what each row sees. Where it does not suit, `cache.attend` computes the same.
@@ -22,8 +22,8 @@ LANES = 16
 
 
 class Spans(NamedTuple):
-    """What each row sees: tokens 0 to `end_R` of slot `slot_R` of the cache, then `first_new_R` to `end_new_R` of slot
-    `slot_new_R` of the new tokens, the last of which is its own."""
+    """The tokens that each row sees: 0 to `end_R` of slot `slot_R` of the cache, then `first_new_R` to `end_new_R` of
+    slot `slot_new_R` of the new tokens, the last of which is its own."""
 
     slot_R: jax.Array
     end_R: jax.Array
@@ -33,7 +33,7 @@ class Spans(NamedTuple):
 
 
 def of_step(length_R: jax.Array, live_R: jax.Array, t: jax.Array | int) -> Spans:
-    """What rows see in step `t` of a run of decoding: their slots' `length_R` tokens, and those of the run up to this
+    """The spans of step `t` of a run of decoding: the slots' `length_R` tokens, and those of the run up to this
     step; rows that are not live the latter only."""
     row_R = jnp.arange(len(length_R))
     zero_R = jnp.zeros_like(row_R)

@@ -19,9 +19,6 @@ from rlhf.tuning.compile_target import target_platform
 from rlhf.tuning.models.matmul import factor
 from rlhf.tuning.models.quantize import Stored, int8_decode, int8_encode
 
-FEW_ROWS = 32
-"""Up to this number of rows, XLA on CPU reads the matrix faster if it is the left operand."""
-
 
 def suits(dtype: str) -> bool:
     """Whether the kernel supports this backend and type of computation; weights may be in int8."""
@@ -54,12 +51,7 @@ def product(
         weight = int8_decode((weight, scale_O[:, None]), x.dtype)
     else:
         rows = factor(rows)
-    if len(rows) <= FEW_ROWS:
-        out = jnp.einsum("oi,ri->or", weight, rows, preferred_element_type=accumulate)
-        # The barrier keeps the operands in this order.
-        out = jax.lax.optimization_barrier(out).T
-    else:
-        out = jnp.einsum("ri,oi->ro", rows, weight, preferred_element_type=accumulate)
+    out = jnp.einsum("ri,oi->ro", rows, weight, preferred_element_type=accumulate)
     return out.reshape(*x.shape[:-1], outs)
 
 

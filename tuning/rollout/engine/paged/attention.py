@@ -33,7 +33,7 @@ ABREAST = 8
 
 
 class Ragged(NamedTuple, Generic[Array]):
-    """Which sequence each query belongs to, and where each sequence's keys and values are.
+    """The sequence of each query, and the pages of each sequence.
 
     Queries of a sequence are next to each other, and are the last of its tokens. Three sequences in pages of 4, the
     first with 9 tokens before, the second with 2, the third with none:
@@ -54,17 +54,17 @@ class Ragged(NamedTuple, Generic[Array]):
     starts: Array
     """[R + 1] its first query; the last entry is the number of queries."""
     used: Array
-    """[1] number of sequences; the others are padding, behind them."""
+    """[1] number of sequences; the others, after them, are padding."""
 
 
-def kernel_for(platform: str, config: DecoderConfig, kv: KV, dtype: str, parts: int = 1) -> Kernel | None:
+def kernel_for(platform: str, config: DecoderConfig, kv: str, dtype: str, parts: int = 1) -> Kernel | None:
     """The kernel that takes this model over `parts` devices, with keys and values and computation of these types."""
     if platform != "tpu" or kv != dtype or kv not in ("bfloat16", "float32") or config.num_kv_heads % parts:
         return None
     if config.head_dim > LANES:
         # Its loads of every other row are of rows of 128 numbers.
         return None
-    # What the kernel's own check (`get_min_heads_per_blk`) accepts of heads in pairs, packed into 32 bits.
+    # As the kernel's own check (`get_min_heads_per_blk`), of heads in pairs, packed into 32 bits.
     rows = 2 * (config.num_kv_heads // parts) // (2 if kv == "bfloat16" else 1)
     return "tpu" if rows in (1, 2, 4, 8) or rows % 8 == 0 else None
 
@@ -158,7 +158,7 @@ def gathered(
 
     def some(number: jax.Array | int, out_CNH: jax.Array) -> jax.Array:
         wanted = number * abreast + jnp.arange(abreast)
-        # Windows behind the last are of the last sequence, and see nothing.
+        # Windows after the last are of the last sequence, and see nothing.
         row = jnp.minimum(jnp.searchsorted(ends_R, wanted, side="right"), sequences - 1)
         first = (wanted - (ends_R[row] - windows_R[row])) * window
         inside_IQ = first[:, None] + jnp.arange(window)
@@ -171,7 +171,7 @@ def gathered(
         query, key = position_IQ[:, :, None], jnp.arange(found.shape[1])
         mask = within_window(live_IQ[:, :, None] & (key <= query), query, key, spec)
         out = attend(q_CNH[jnp.minimum(place_IQ, count - 1)], [(layer, mask)], spec)
-        # Index C is behind the end: such updates are dropped.
+        # Index C is out of range: such updates are dropped.
         return out_CNH.at[place_IQ.reshape(-1)].set(out.reshape(-1, *out.shape[2:]), mode="drop")
 
     nothing = jnp.zeros_like(q_CNH)

@@ -20,7 +20,7 @@ from typing import TypeAlias
 import numpy as np
 
 NOWHERE = 0
-"""The page that tokens without a place of their own are written to. No sequence has it."""
+"""The page to which padding is written. No sequence has it."""
 HASH_BYTES = 16
 """Of a block's name: two blocks of 2^40 have the same by chance with a probability of 2^-49."""
 
@@ -29,7 +29,7 @@ BlockName: TypeAlias = bytes
 
 
 def block_name(before: BlockName, tokens: Sequence[int]) -> BlockName:
-    """The name of a block behind the one that is named `before`; b"" for the first."""
+    """The name of the block after the one named `before`; b"" for the first."""
     return hashlib.blake2b(before + np.asarray(tokens, np.int32).tobytes(), digest_size=HASH_BYTES).digest()
 
 
@@ -56,7 +56,7 @@ class Pages:
         return self.count - 1 - self.available
 
     def take(self) -> int | None:
-        """A page for one sequence, which no name leads to any more; None where all are held."""
+        """A page for one sequence, without a name; None if all are held."""
         if self._free:
             page = self._free.pop()
         elif self._kept:
@@ -68,7 +68,7 @@ class Pages:
         return page
 
     def share(self, name: BlockName) -> int | None:
-        """The page of the block of this name, for one more sequence; None where there is none."""
+        """The page of the block of this name, for one more sequence; None if there is none."""
         page = self._by_name.get(name)
         if page is not None:
             self._holders[page] += 1

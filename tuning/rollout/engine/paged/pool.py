@@ -1,32 +1,26 @@
 """The sequences of an engine with pages: which are seated, which pages each has, and what each is fed next.
 
-Memory is by tokens that are held, not by the longest that could be. So it may run out under sequences that go on: then
+Memory is by tokens that are held, not by the longest that could be. So it may run out while sequences grow: then
 the one that was seated last gives its pages up, waits, and is fed its prompt and its tokens so far again. The one that
-was seated first never does, and no request is accepted that exceeds the memory by itself: something always goes on.
+was seated first never does, and no request is accepted that exceeds the memory by itself, so one always continues.
 """
 
 from __future__ import annotations
 
+import collections
 import dataclasses
 import functools
 import itertools
-import math
-from collections.abc import Collection, Sequence
-
-import jax
-import jax.numpy as jnp
-import numpy as np
+from collections.abc import Collection
 
 from rlhf.tuning.models.config import DecoderConfig
-from rlhf.tuning.rollout.engine import programs
-from rlhf.tuning.rollout.engine.cache import KV
+from rlhf.tuning.rollout.engine.cache import KV, Stack
 from rlhf.tuning.rollout.engine.limits import Limits
 from rlhf.tuning.rollout.engine.paged.attention import Kernel, make, page_bytes
 from rlhf.tuning.rollout.engine.paged.pages import BlockName, Pages, block_name
-from rlhf.tuning.rollout.engine.paged.programs import Paged
 from rlhf.tuning.rollout.engine.placement import Place, make_at
 from rlhf.tuning.rollout.engine.pool import Pool
-from rlhf.tuning.rollout.engine.slots import Run, Slot, first_longer
+from rlhf.tuning.rollout.engine.slots import Run, Slot
 
 TABLE = 2**17
 """Most numbers of pages in a batch: the kernel holds them in the scalar memory of a TPU's core, which has 1 MiB."""
@@ -36,8 +30,6 @@ TABLE = 2**17
 class Seat(Slot):
     """A sequence with pages."""
 
-    number: int = 0
-    """Its row of `Paged.seen_SV`."""
     pages: list[int] = dataclasses.field(default_factory=list)
     """For the tokens that it holds, and some that come next."""
     names: list[BlockName] = dataclasses.field(default_factory=list)
@@ -66,7 +58,6 @@ class PagedPool(Pool):
         self._page_bytes = page_bytes(config, self._size, kv, kernel)
         super().__init__(config, limits, kv, place, rolled=False)
         self.seats: list[Seat] = []
-        self.arrays: Paged | None = None
         self.preempted: list[Run] = []
         """Runs that have lost their seats and wait again, for the engine to take."""
         self._pages = Pages(1)
@@ -75,16 +66,6 @@ class PagedPool(Pool):
     def capacity(self) -> int:
         """Tokens that all pages hold."""
         return (self._pages.count - 1) * self._size
-
-    @property
-    def bytes(self) -> int:
-        """Bytes of keys and values that are in memory now, used or not."""
-        return 0 if self.arrays is None else sum(x.nbytes for x in jax.tree.leaves(self.arrays.pages))
-
-    @property
-    def held_tokens(self) -> int:
-        """Tokens that the pages of seated sequences have room for."""
-        return self._pages.held * self._size
 
     @functools.cached_property
     def widest(self) -> int:
@@ -96,16 +77,16 @@ class PagedPool(Pool):
     def room(self) -> int:
         """Runs that could be seated now, half as long as the longest context so far."""
         if not self.seats:
-            return self._most_seats
+            return self.most_seats
         half = max(1, self._pages_for(self._context or self.widest) // 2)
-        return max(0, min(self._most_seats - len(self.seats), self._pages.available // half))
+        return max(0, min(self.most_seats - len(self.seats), self._pages.available // half))
 
     @property
     def size(self) -> str:
         """The most sequences, and tokens and bytes of all, in words."""
         count = self.wanted
         held = count * self._page_bytes / 2**20
-        return f"up to {self._most_seats} sequences in {count - 1} pages of {self._size} tokens, {held:,.1f} MiB"
+        return f"up to {self.most_seats} sequences in {count - 1} pages of {self._size} tokens, {held:,.1f} MiB"
 
     @property
     def live(self) -> int:
@@ -123,14 +104,9 @@ class PagedPool(Pool):
         return self._pages_for(self._context or self.widest)
 
     @property
-    def most_seats(self) -> int:
-        """Sequences of a batch, at most."""
-        return self._most_seats
-
-    @property
     def wanted(self) -> int:
         """Pages that are made: for all seats at the longest context, or what memory allows."""
-        return 1 + min(self._affordable_pages, self._most_seats * self.table_width)
+        return 1 + min(self._affordable_pages, self.most_seats * self.table_width)
 
     def leave(self, slot: Slot, keep: bool = True) -> Run:
         """Ends the run of a seat, which is given up. Its pages stay known by their blocks."""
@@ -148,28 +124,19 @@ class PagedPool(Pool):
     def release(self, number: int) -> None:
         """Nothing: no seat is kept for an ended request."""
 
-    def admit(self, waiting: Sequence[Run], longest: float = math.inf) -> list[Run]:
-        """Seats waiting runs, in order, while there are seats and pages for what they begin with; returns them.
-
-        longest: tokens that none of them exceeds.
-        """
+    def admit(self, waiting: collections.deque[Run]) -> None:
+        """Seats waiting runs, in order, while there are seats and pages for what they begin with."""
+        for seat in self.seats:
+            self.name_blocks(seat)
         if not waiting:
-            return []
-        longer = first_longer(waiting, longest, self._context)
-        if longer is not None and self.seats:
-            # Longer tables, and perhaps more pages: this run waits until those in seats have ended.
-            waiting = list(itertools.islice(waiting, longer))
-        elif longer is not None:
-            self._context = self.widest
+            return
+        fitting = list(itertools.islice(self._fitting(waiting), max(0, self.most_seats - len(self.seats))))
         if not self.seats:
             self._make_pages()
-        entering = []
         # Pages that seated prompts will still take.
         owed = sum(max(0, self._pages_for(len(s.held) + s.pending) - len(s.pages)) for s in self.seats)
-        for run in waiting:
-            if len(self.seats) == self._most_seats:
-                break
-            seat = Seat(run, generation=self.generation, number=self._free_number())
+        for run in fitting:
+            seat = Seat(run, generation=self.generation)
             self.find_blocks(seat)
             # One more for its completion, and one for that of each other.
             owed += self._pages_for(run.prefill_tokens + 1) - len(seat.pages) + 1
@@ -177,14 +144,12 @@ class PagedPool(Pool):
                 self._pages.drop(seat.pages)
                 break
             self.seats.append(seat)
-            self._mark(seat)
-            entering.append(run)
-        return entering
+            waiting.popleft()
 
     def pieces(self, chunk: int) -> list[tuple[Seat, int]]:
-        """What a mixed step feeds: seats, and how many tokens of each; `chunk` of prompts at most.
+        """Seats to feed in a mixed step, with the number of tokens of each; `chunk` of prompts at most.
 
-        A seat whose next block an earlier one computes in this step waits for it.
+        A seat waits if an earlier one computes its next block in this step.
         """
         computing: set[BlockName] = set()
         planned = []
@@ -219,13 +184,12 @@ class PagedPool(Pool):
         return planned
 
     def find_blocks(self, seat: Seat) -> None:
-        """Gives a seat the pages of the blocks behind its own that others have computed."""
+        """Gives a seat the pages of its next blocks that others have computed."""
         while (name := self._next_name(seat)) is not None:
             page = self._pages.share(name)
             if page is None:
                 return
-            # Pages beyond its last block would have to stand behind this one: there are none at a block's end
-            # but those that were reserved.
+            # At a block's end further pages are only reserved: they hold nothing.
             self._pages.drop(seat.pages[len(seat.names) :])
             seat.pages[len(seat.names) :] = [page]
             seat.held += seat.between(len(seat.held), len(seat.held) + self._size)
@@ -233,7 +197,7 @@ class PagedPool(Pool):
 
     def name_blocks(self, seat: Seat) -> None:
         """Makes the blocks that a seat has filled known to others."""
-        if seat.generation != self.generation or not self._limits.prefix_reuse:
+        if seat.generation != self.generation:
             return
         for number in range(len(seat.names), len(seat.held) // self._size):
             before = seat.names[-1] if seat.names else b""
@@ -248,10 +212,10 @@ class PagedPool(Pool):
     def abandon(self) -> None:
         """Gives up all seats with their runs and memory, which a program that failed may have left invalid."""
         self.seats, self.preempted = [], []
-        self.arrays, self._pages = None, Pages(1)
+        self.cache, self._pages = [], Pages(1)
 
     def forget(self) -> None:
-        """Begins a generation of weights: nothing that was computed with the last ones is taken over from now on.
+        """Begins a generation of weights: from now on no run takes over a cache of earlier ones.
 
         Runs in progress keep what they have cached.
         """
@@ -262,7 +226,8 @@ class PagedPool(Pool):
                 seat.generation = self.generation
 
     @property
-    def _most_seats(self) -> int:
+    def most_seats(self) -> int:
+        """Sequences of a batch, at most."""
         return max(1, min(self._limits.slots, TABLE // max(1, self.table_width)))
 
     @property
@@ -273,7 +238,7 @@ class PagedPool(Pool):
     def _affordable_slots(self, context: int) -> int:
         return min(self._limits.slots, self._affordable_pages // max(1, self._pages_for(context)))
 
-    def _slot_bytes(self, context: int) -> int:
+    def slot_bytes(self, context: int) -> int:
         return self._pages_for(context) * self._page_bytes
 
     def _pages_for(self, tokens: int) -> int:
@@ -281,28 +246,16 @@ class PagedPool(Pool):
 
     def _make_pages(self) -> None:
         count = self.wanted
-        if self.arrays is not None and count <= self._pages.count:
+        if self.cache and count <= self._pages.count:
             return
         # The old ones first: memory need not hold both.
-        self.arrays = None
+        self.cache = []
         self._pages = Pages(count)
-        shape = self._limits.slots, self._config.vocab_size
-        self.arrays = make_at(
-            self._place,
-            lambda: Paged(make(self._config, count, self._size, self._kv, self._kernel), jnp.zeros(shape, bool)),
-        )
+        self.cache = make_at(self._place, self.made)
 
-    def _free_number(self) -> int:
-        taken = {seat.number for seat in self.seats}
-        return next(n for n in range(self._limits.slots) if n not in taken)
-
-    def _mark(self, seat: Seat) -> None:
-        assert seat.run is not None and self.arrays is not None
-        if seat.run.request.sampling.repetition_penalty == 1:
-            return
-        row = np.zeros(self._config.vocab_size, bool)
-        row[np.asarray(seat.between(0, seat.run.prefill_tokens + 1))] = True
-        self.arrays = self.arrays._replace(seen_SV=programs.mark(self.arrays.seen_SV, np.int32(seat.number), row))
+    def made(self) -> list[Stack]:
+        """Empty pages, `wanted` of them."""
+        return make(self._config, self.wanted, self._size, self._kv, self._kernel)
 
     def _next_name(self, seat: Seat) -> BlockName | None:
         """The name of the block that a seat begins next; None within a block, and for what others cannot have.
@@ -313,7 +266,6 @@ class PagedPool(Pool):
         assert seat.run is not None
         if (
             seat.generation != self.generation
-            or not self._limits.prefix_reuse
             or len(seat.held) != first
             or first + self._size > seat.run.prefill_tokens
         ):
@@ -321,7 +273,7 @@ class PagedPool(Pool):
         return block_name(seat.names[-1] if seat.names else b"", seat.between(first, first + self._size))
 
     def _reserve(self, seat: Seat, tokens: int) -> int:
-        """Takes pages for so many tokens more, from seats that were given later if need be; for how many there are."""
+        """Takes pages for `tokens` more tokens, if need be from later seats; returns how many there is room for."""
         while len(seat.pages) * self._size < len(seat.held) + tokens:
             page = self._pages.take()
             if page is not None:

@@ -1,21 +1,14 @@
 """The decoding step's attention in C: that of `cache.attend`, over what a row sees and nothing else."""
 
-import contextlib
 import dataclasses
 import errno
 import functools
 import logging
-import os
 import shutil
-import subprocess
-import tempfile
-import time
-from pathlib import Path
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-import psutil
 import pytest
 
 from rlhf.tuning.cpu import kernels
@@ -194,17 +187,12 @@ def generate():
     return Engine(config).generate(params, prompts, counters=[0, 1, 2], **options)
 
 
-@pytest.mark.parametrize("command", ["no-such-compiler", pytest.param("fails", marks=pytest.mark.slow)])
-def test_without_a_compiler_the_engine_says_so_and_samples_the_same(command, tmp_path, monkeypatch, caplog):
+def test_without_a_compiler_the_engine_says_so_and_samples_the_same(monkeypatch, caplog):
     expected = generate()
-    failing = tmp_path / "fails"
-    failing.write_text('#!/bin/sh\n[ "$1" = --version ] && exec echo 1\nexit 1\n')
-    failing.chmod(0o755)
-    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
-    monkeypatch.setenv("CC", command)
+    monkeypatch.setenv("CC", "no-such-compiler")
     with caplog.at_level(logging.WARNING):
         found = generate()
-    assert f"`{command}`" in caplog.text and "slower" in caplog.text
+    assert "`no-such-compiler`" in caplog.text and "slower" in caplog.text
     for ours, theirs in zip(sum(expected, []), sum(found, []), strict=True):
         assert ours.tokens == theirs.tokens
         np.testing.assert_allclose(ours.logps, theirs.logps, atol=2e-5)
@@ -228,79 +216,32 @@ def test_what_a_compiler_says_against_the_source_is_told(cache_folder, tmp_path,
     assert "no-such-option" in caplog.text
 
 
-def test_a_compiler_that_fails_leaves_no_process_and_no_file(cache_folder, tmp_path, monkeypatch):
-    """One source of four fails at once; of the others a process of the compiler's own would take a minute."""
-    compiler, pids, temporary = tmp_path / "slow", tmp_path / "pids", tmp_path / "temporary"
-    temporary.mkdir()
-    monkeypatch.setattr(tempfile, "tempdir", str(temporary))
-    compiler.write_text(f"""#!/bin/sh
-case "$*" in
-  --version) echo 1;;
-  *matmul.c*) while [ ! -s {pids} ]; do sleep 0.01; done; echo no >&2; exit 1;;
-  *) touch "$TMPDIR/left"
-     # Of no group that could be killed, as soon as it is there, and with the compiler's output.
-     setsid sh -c 'touch {tmp_path}/apart; sleep 1; touch {tmp_path}/late' &
-     while [ ! -e {tmp_path}/apart ]; do sleep 0.01; done
-     sleep 60 & echo $! >> {pids}; wait;;
-esac
-""")
-    compiler.chmod(0o755)
-    with pytest.raises(subprocess.CalledProcessError) as e:
-        kernels.built("float32", str(compiler))
-    assert e.value.stderr == "no\n"
-    # What might write to the folder has ended before it goes.
-    assert (tmp_path / "late").exists()
-    assert not list(temporary.iterdir()) and not list(cache_folder.rglob("*.so*"))
-    for pid in pids.read_text().split():
-        end = time.monotonic() + 15
-        while alive(int(pid)):
-            # What is killed ends a moment later.
-            assert time.monotonic() < end
-            time.sleep(0.01)
-
-
-def alive(pid: int) -> bool:
-    """A process that has ended may be a zombie: whoever has become its parent may not have looked yet."""
-    with contextlib.suppress(psutil.NoSuchProcess):
-        return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
-    return False
-
-
-def test_the_kernel_is_kept_with_what_jax_keeps(cache_folder):
+def test_a_library_is_stored_with_what_jax_stores_and_built_again_where_it_is_damaged(cache_folder):
     name, _ = kernels.built("float32", "cc")
-    (kept,) = (cache_folder / "kernels").iterdir()
-    assert kept.name == f"{name}.so"
-    built = kept.stat().st_mtime_ns
+    (stored,) = (cache_folder / "kernels").iterdir()
+    assert stored.name == f"{name}.so"
+    built = stored.stat().st_mtime_ns
     assert kernels.built("float32", "cc")[0] == name
-    assert kept.stat().st_mtime_ns == built
-
-
-def test_a_kept_kernel_that_is_no_library_is_built_again(cache_folder):
-    name, _ = kernels.built("float32", "cc")
-    kept, damaged = (cache_folder / part / "kernels" / f"{name}.so" for part in ("", "other"))
+    assert stored.stat().st_mtime_ns == built
     # Elsewhere: this process has the first one loaded.
+    damaged = cache_folder / "other" / "kernels" / f"{name}.so"
     damaged.parent.mkdir(parents=True)
     damaged.write_bytes(b"")
     jax.config.update("jax_compilation_cache_dir", str(cache_folder / "other"))
     assert kernels.built("float32", "cc")[0] == name
-    assert damaged.stat().st_size == kept.stat().st_size
+    assert damaged.stat().st_size == stored.stat().st_size
 
 
-def test_a_folder_that_takes_no_files_is_done_without(cache_folder):
-    (cache_folder / "file").write_bytes(b"")
-    jax.config.update("jax_compilation_cache_dir", str(cache_folder / "file"))
+@pytest.mark.parametrize("fault", ["a file in place of the folder", "a full disk"])
+def test_a_folder_that_takes_no_files_is_done_without(cache_folder, monkeypatch, fault):
+    def full(*_):
+        raise OSError(errno.ENOSPC, "full")
+
+    if fault == "a full disk":
+        monkeypatch.setattr(shutil, "copy", full)
+    else:
+        (cache_folder / "file").write_bytes(b"")
+        jax.config.update("jax_compilation_cache_dir", str(cache_folder / "file"))
     _, library = kernels.built("float32", "cc")
     assert library.attention
-    assert [f.name for f in cache_folder.iterdir()] == ["file"]
-
-
-@pytest.mark.parametrize("denies", ["looking", "room"])
-def test_a_folder_that_denies_a_look_or_has_no_room_is_done_without(cache_folder, monkeypatch, denies):
-    def denied(*_):
-        raise OSError(errno.EACCES if denies == "looking" else errno.ENOSPC, "denied")
-
-    monkeypatch.setattr(*((Path, "exists", denied) if denies == "looking" else (shutil, "copy", denied)))
-    _, library = kernels.built("float32", "cc")
-    assert library.attention
-    kept = list(cache_folder.rglob("*.so*"))
-    assert len(kept) == (denies == "looking")
+    assert not list(cache_folder.rglob("*.so*"))

@@ -37,11 +37,11 @@ def ended(engine, requests, arriving=8):
         for i, request in waiting[:arriving]:
             number[engine.submit(request)] = i
         del waiting[:arriving]
-        before = {id(run) for run in engine._waiting.runs}
+        before = {id(run) for run in engine._waiting}
         for update in engine.step():
             if update.completion is not None:
                 found.setdefault(number[update.number], {})[update.sample] = update.completion
-        lost += sum(id(run) not in before and bool(run.tokens) for run in engine._waiting.runs)
+        lost += sum(id(run) not in before and bool(run.tokens) for run in engine._waiting)
     return [[found[i][s] for s in range(r.samples)] for i, r in enumerate(requests)], lost
 
 
@@ -67,14 +67,14 @@ def test_mixed_requests_get_from_pages_what_they_get_from_slots(pages):
             np.testing.assert_allclose(one.logps, other.logps, atol=1e-5)
     assert engine.cache_bytes <= pages * page_bytes(CONFIG, PAGE, "float32", None)
     # Nothing is held by nobody, and programs are few.
-    assert engine._seats.held_tokens == 0
+    assert engine._seats._pages.held == 0
     assert len(engine.programs) == 2
 
 
 def test_a_run_that_loses_its_pages_goes_on_with_the_same_tokens():
     """Four sequences that grow to four pages each, where there are seven."""
     rng = np.random.default_rng(5)
-    kinds = [Sampling(), Sampling(0.0), Sampling(1.5, repetition_penalty=1.3), Sampling(0.7, 0.9, 5)]
+    kinds = [Sampling(), Sampling(0.0), Sampling(1.5), Sampling(0.7, 0.9, 5)]
     requests = [Request(rng.integers(0, 97, 10).tolist(), 50, kind, counter=i) for i, kind in enumerate(kinds)]
     wanted, nothing = ended(paged(), requests)
     engine = paged(8)
@@ -83,7 +83,7 @@ def test_a_run_that_loses_its_pages_goes_on_with_the_same_tokens():
     for (mine,), (its,) in zip(found, wanted, strict=True):
         assert (mine.tokens, mine.stop) == (its.tokens, its.stop) and len(mine.tokens) == 50
         np.testing.assert_allclose(mine.logps, its.logps, atol=1e-5)
-    assert engine._seats.held_tokens == 0
+    assert engine._seats._pages.held == 0
 
 
 @pytest.mark.slow
@@ -180,7 +180,7 @@ def test_a_cancelled_request_gives_its_pages_back_and_leaves_the_others_alone():
     assert ends[numbers[0]].stop == ends[numbers[5]].stop == "cancelled"
     for i in range(1, 5):
         assert ends[numbers[i]].tokens == alone[i][0].tokens
-    assert engine._seats.held_tokens == 0
+    assert engine._seats._pages.held == 0
 
 
 def test_a_request_beyond_the_memory_is_refused_and_one_that_fills_it_ends():
