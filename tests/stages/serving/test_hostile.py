@@ -26,7 +26,7 @@ NUMBERS = {
     "temperature": (-1, 101, "NaN", "Infinity"),
     "top_p": (0, 1.5, "NaN"),
     "min_p": (-1, 2, "NaN"),
-    "repetition_penalty": (0, -1, 1e-30, 1e30, "NaN", "Infinity"),
+    "repetition_penalty": (0, -1, 1.1, 1e30, "NaN", "Infinity"),
     "max_tokens": (-1, 0, -(10**30)),
 }
 HARMLESS = {
