@@ -7,8 +7,6 @@ from statistics import median_high
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from rlhf.flows.report.formats import LABELS, visible
-from rlhf.flows.report.measures import finished_rounds
-from rlhf.stages.sampling.equal_rewards import alone
 
 if TYPE_CHECKING:
     from rlhf.stages.common.verdicts import Difference
@@ -33,11 +31,8 @@ def round_warnings(
     series: Mapping[str, Sequence[float | None]],
     update: Mapping[str, Any],
     learned: Collection[str] = (),
-    alike: Sequence[str] = (),
 ) -> list[Warn]:
     """The warnings of a run's rounds so far; `update` are the settings of `rl.update`, `learned` names reward models.
-
-    `alike` names the rewards that tell no completions of a prompt apart (`alike_rewards`).
 
     `series` (`rlhf.flows.report.measures.round_series`) has a list by name with one entry a round, None for no number.
     """
@@ -46,20 +41,12 @@ def round_warnings(
     warnings = [check(known, update) for check in checks]
     warnings += [_signal(known), _length(known)]
     warnings += [_flat(known, name) for name in learned]
-    warnings.append(Warn("Reward without a difference", f"{alone(alike)}.") if alike else None)
     return [warning for warning in warnings if warning is not None]
 
 
 def _known(series: Mapping[str, Sequence[float | None]]) -> Numbers:
     """The known numbers of the rounds."""
     return {name: [value for value in values if value is not None] for name, values in series.items()}
-
-
-def alike_rewards(record: Mapping[str, Any]) -> list[str]:
-    """Rewards that in every round so far, called for each completion alone, were the same for all of a prompt's."""
-    scores = [parts["score"]["metrics"] for parts in finished_rounds(record).values() if "score" in parts]
-    found = [set(metrics.get("alike") or ()) for metrics in scores]
-    return sorted(set.intersection(*found)) if found else []
 
 
 def run_warnings(
@@ -76,7 +63,7 @@ def run_warnings(
     update = dict(rl.get("update") or {})
     update["off_policy"] = bool(rl.get("staleness") or rl.get("rollouts_from"))
     learned = learned_rewards((rl.get("score") or {}).get("rewards") or {})
-    warnings = round_warnings(series, update, learned, alike_rewards(record))
+    warnings = round_warnings(series, update, learned)
     warnings += _reward_model((record.get("nodes", {}).get("reward") or {}).get("metrics") or {})
     scores = [e.get("metrics") or {} for name, e in record.get("nodes", {}).items() if name.endswith(".score")]
     worst = max(scores, key=lambda metrics: metrics.get("failed") or 0.0, default={})

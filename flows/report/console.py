@@ -14,7 +14,7 @@ from rich.table import Table
 from rich.text import Text
 
 from rlhf.flows.graph.build import Node
-from rlhf.flows.report.advice import alike_rewards, learned_rewards, round_warnings
+from rlhf.flows.report.advice import learned_rewards, round_warnings
 from rlhf.flows.report.measures import round_series
 from rlhf.flows.report.reference_levels import levels_of, verdict
 from rlhf.flows.report.terminal import LastingConsole, log_width
@@ -151,7 +151,7 @@ class ConsoleReporter:
         record = {"nodes": self._nodes, "recipe": {"rl": {"score": scored}}}
         series = round_series(record)
         learned = learned_rewards(scored.get("rewards", {}))
-        for warning in round_warnings(series, update, learned, alike_rewards(record)):
+        for warning in round_warnings(series, update, learned):
             if warning.title not in self._warned:
                 self._warned.add(warning.title)
                 self._print(f"! {warning.title}: {warning.text}", "yellow")

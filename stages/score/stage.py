@@ -13,7 +13,6 @@ from rlhf.stages.common.tables import read_table
 from rlhf.stages.contract.definition import Context, Reads, Stage
 from rlhf.stages.sampling.episode_tables import FAILED
 from rlhf.stages.sampling.groups import informative_places, totals_by_place
-from rlhf.stages.score.grouped import comparing
 from rlhf.stages.score.outcomes import Columns, outcomes_of
 from rlhf.stages.score.settings import Config, source_digests
 from rlhf.tuning.rewards.failures import MOST, tallied
@@ -50,11 +49,10 @@ def run(ctx: Context) -> dict[str, Any]:
     scales = _scales(ctx, columns)
     rows = with_totals(config, rollouts, columns, scales)
     write_table(ctx.out / "scores" / "part-00000.parquet", rows, ScoreRow.schema(names))
-    compared = comparing(ctx, columns, rollouts)
     if RUNS_CODE in functions:
         values = [[outcome.value for outcome in columns[name]] for name in names]
         about_code["suspect_code"] = suspect_code(functions, values, [row.text for row in rollouts])
-    return summarise(rows, columns) | ({"alike": compared} if compared else {}) | about_code
+    return summarise(rows, columns) | about_code
 
 
 def _parts(config: Config) -> list[Part]:

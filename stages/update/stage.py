@@ -52,7 +52,7 @@ def run(ctx: Context) -> dict[str, Any]:
 
     state, metrics = _advance(ctx, None, first=True)
     # Here and not in `_advance`, which also replays rounds that have been committed.
-    check_idle(metrics, ctx.config.max_idle_rounds, ctx.inputs["scores"].metrics.get("alike", ()))
+    check_idle(metrics, ctx.config.max_idle_rounds)
     content = {"fingerprint": states.fingerprint_of(state), "round": ctx.config.round}
     if ctx.config.kl_target is not None or ctx.config.entropy_target is not None:
         assert state.coefficients is not None
