@@ -64,9 +64,6 @@ class Environment(StageConfig):
     statistic."""
     max_failed_fraction: float = execution_setting(0.1, ge=0, le=1)
     """Share of the episodes, rounded up, in which the environment may fail; more fail the stage."""
-    replay: bool = False
-    """Treatment of an episode that a kill interrupts. true: its recorded turns are replayed in a fresh environment,
-    which must give the same observations; false: it starts again with the same seeds."""
     lockstep: bool = False
     """Whether all running episodes take their turns together. Then the same episodes have the same bits on one kind of
     device, and the slowest environment sets the pace."""
@@ -87,7 +84,7 @@ class Environment(StageConfig):
     @model_validator(mode="after")
     def _plays(self) -> Environment:
         if self.agent:
-            for name in ("name", "tools", "arguments", "replay", "lockstep"):
+            for name in ("name", "tools", "arguments", "lockstep"):
                 if getattr(self, name):
                     raise ValueError(f"{name} is not for an agent, a program that plays by itself: leave it out")
             return self

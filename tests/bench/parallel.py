@@ -58,7 +58,7 @@ def episodes(count: int) -> list[Any]:
     limits = EnvironmentLimits(reset_seconds=60.0, step_seconds=STEP_SECONDS)
     found: dict[Any, Any] = {}
     left = iter(range(count))
-    with Environments(Spec("tests.bench.parallel:Game"), limits, 64) as environments:
+    with Environments(Spec("tests.bench.parallel:Game"), limits) as environments:
         for key in itertools.islice(left, 64):
             environments.open(key, Task(key))
         while len(found) < count:

@@ -18,7 +18,7 @@ from rlhf.tuning.chat import Message
 Observation = str | Sequence[Message]
 """A text is one message of the user; messages stand as they are."""
 
-Status = Literal["done", "truncated", "turn_limit", "token_limit", "time_limit", "failed", "diverged"]
+Status = Literal["done", "truncated", "turn_limit", "token_limit", "time_limit", "failed"]
 """How an episode ended:
 
     done         the environment said `terminated`, or an agent with tools answered without a call
@@ -27,11 +27,10 @@ Status = Literal["done", "truncated", "turn_limit", "token_limit", "time_limit",
     token_limit  the next turn would have left the trajectory's tokens, or the positions of the model
     time_limit   the wall clock of the episode ended: of no use for statistics, since it depends on the machine
     failed       reset or step raised, ran out of time or lost its process, again after a retry: reward null (R9)
-    diverged     a replay of recorded actions met another observation: begun again, or reward null
 """
 LIMITS: frozenset[str] = frozenset({"truncated", "turn_limit", "token_limit"})
 """Ends that are cuts: the episode might have gone on, so its value may be bootstrapped (Pardo et al., 2018)."""
-WITHOUT_REWARD: frozenset[str] = frozenset({"failed", "diverged", "time_limit"})
+WITHOUT_REWARD: frozenset[str] = frozenset({"failed", "time_limit"})
 """Ends that say nothing of the policy: such a trajectory leaves every statistic."""
 
 

@@ -56,19 +56,17 @@ class Environments:
     Args:
         spec: which environment.
         limits: of each episode's process.
-        most: the most episodes at once; a further `open` is an error of the caller's.
     """
 
-    def __init__(self, spec: Spec, limits: EnvironmentLimits, most: int) -> None:
+    def __init__(self, spec: Spec, limits: EnvironmentLimits) -> None:
         if spec.tools and spec.tool_seconds >= limits.step_seconds:
             raise ValueError(
                 f"step_seconds is {limits.step_seconds:g} and tool_seconds {spec.tool_seconds:g}: expected the longer "
                 "one for the step, else a slow tool ends the episode in place of an answer to the policy"
             )
-        self._name, self._limits, self._most = spec.name or ", ".join(spec.tools), limits, most
+        self._name, self._limits = spec.name or ", ".join(spec.tools), limits
         self._episodes: dict[Hashable, _Open] = {}
         self._sessions = itertools.count()
-        self._schemas: list[dict[str, Any]] | None = None
         arguments = {"spec": vars(spec), "step_seconds": limits.step_seconds}
         self._pool = Pool(f"{Episode.__module__}:{Episode.__name__}", arguments)
 
@@ -79,36 +77,28 @@ class Environments:
         self.close()
 
     def schemas(self) -> list[dict[str, Any]]:
-        """Return the schemas of the tools, as chat templates take them. Raises EnvironmentRefused.
+        """Return the schemas of the tools, as chat templates take them; only without open episodes.
 
-        Only without open episodes.
+        Raises EnvironmentRefused.
         """
-        if self._schemas is None:
-            if self._episodes:
-                raise ValueError("ask for the schemas before the first episode is open")
-            self._episodes[None] = _Open(next(self._sessions))
-            self._ask(None, "schemas", {"do": "schemas"})
-            while not (found := self._pool.poll(float("inf"))):
-                pass
-            self.discard(None)
-            [(_, result)] = found
-            if result.failure is not None:
-                raise EnvironmentRefused(f"environment {self._name}: {result.failure.message}")
-            self._schemas = list(result.value)
-        return self._schemas
+        self._episodes[None] = _Open(next(self._sessions))
+        self._ask(None, "schemas", {"do": "schemas"})
+        while not (found := self._pool.poll(float("inf"))):
+            pass
+        self.discard(None)
+        [(_, result)] = found
+        if result.failure is not None:
+            raise EnvironmentRefused(f"environment {self._name}: {result.failure.message}")
+        return list(result.value)
 
     def open(self, key: Hashable, task: Task) -> None:
         """Start an episode; `poll` returns its first observation, or a Fault. Raises EnvironmentRefused."""
-        if key in self._episodes:
-            raise ValueError(f"the episode {key!r} is open already: discard it first")
-        if len(self._episodes) >= self._most:
-            raise ValueError(f"{self._most} episodes are open, which is the most: discard one first")
         self._episodes[key] = _Open(next(self._sessions))
         self._ask(key, "reset", {"do": "reset", "seed": task.seed, "row": dict(task.row)})
 
     def step(self, key: Hashable, text: str) -> None:
         """Give an episode the policy's text; `poll` returns the answer."""
-        episode = self._at_rest(key)
+        episode = self._episodes[key]
         episode.steps += 1
         self._ask(key, f"step {episode.steps}", {"do": "step", "text": text})
 
@@ -117,7 +107,6 @@ class Environments:
 
         `poll` returns it as a step with `truncated`, without an observation; other environments answer 0.
         """
-        self._at_rest(key)
         self._ask(key, "finish", {"do": "finish"})
 
     def poll(self, seconds: float) -> list[tuple[Hashable, Observed | Fault]]:
@@ -150,14 +139,6 @@ class Environments:
         """End all episodes; nothing of them is left."""
         self._episodes.clear()
         self._pool.close()
-
-    def _at_rest(self, key: Hashable) -> _Open:
-        if key not in self._episodes:
-            raise ValueError(f"no episode {key!r} is open")
-        episode = self._episodes[key]
-        if episode.request:
-            raise ValueError(f"the episode {key!r} has not answered {episode.request} yet")
-        return episode
 
     def _ask(self, key: Hashable, name: str, request: dict[str, Any]) -> None:
         episode = self._episodes[key]

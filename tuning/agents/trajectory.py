@@ -12,7 +12,7 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
-from rlhf.tuning.agents.contract import LIMITS, WITHOUT_REWARD, Status, Task, success_of
+from rlhf.tuning.agents.contract import LIMITS, WITHOUT_REWARD, Status, Task
 from rlhf.tuning.agents.rows import TrajectoryRow, TurnRow
 from rlhf.tuning.chat import Message
 from rlhf.tuning.rows import CompletionRow, PromptRow
@@ -78,10 +78,6 @@ class Episode:
     task: Task
     messages: Sequence[Message] = ()
     """Before the first observation: the system's message, and of a task with a prompt the user's."""
-    recorded: Sequence[Turn] = ()
-    """Turns of an earlier try that a kill ended, to be replayed."""
-    began: Sequence[int] = ()
-    """The first context that they were sampled behind."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -224,16 +220,15 @@ def trajectory_row(ended: Ended) -> TrajectoryRow:
 
 
 def to_line(ended: Ended) -> str:
-    """One line of a journal, from which `from_line` makes the same again."""
+    """Write an episode as a line of a journal: [place, sample, values of `from_values`]."""
     kept = {f.name: getattr(ended, f.name) for f in dataclasses.fields(ended) if f.name != "episode"}
     kept["turns"] = [vars(turn) for turn in ended.turns]
     return json.dumps([ended.episode.place, ended.episode.sample, kept])
 
 
-def from_line(values: dict[str, Any], episode: Episode) -> Ended:
-    """The episode that a line of a journal holds. Raises ValueError for a success that is no flag."""
-    turns = [Turn(**(turn | {"success": success_of(turn["success"])})) for turn in values["turns"]]
-    return Ended(episode, **(values | {"turns": turns}))
+def from_values(values: dict[str, Any], episode: Episode) -> Ended:
+    """Read the values of a line of a journal."""
+    return Ended(episode, **(values | {"turns": [Turn(**turn) for turn in values["turns"]]}))
 
 
 def _json(value: Any) -> str:

@@ -158,23 +158,6 @@ def test_what_a_kill_leaves_is_gone_on_with_and_is_the_same(inputs, made):
     assert len(list(read_lines(again))) == TASKS * SAMPLES
 
 
-def test_with_replay_the_recorded_turns_of_an_unfinished_episode_are_played_and_not_sampled_again(inputs):
-    recording = GUESS.model_copy(update={"replay": True})
-    _, whole = played(inputs, "recorded", recording)
-    lines = (inputs["folder"] / "recorded" / "work" / "turns.jsonl").read_text().splitlines(keepends=True)
-    work = inputs["folder"] / "replayed" / "work"
-    work.mkdir(parents=True)
-    (work / "turns.jsonl").write_text("".join(lines[: len(lines) // 2]) + lines[-1][:30])
-    before = list(read_lines(work / "turns.jsonl"))
-    known = {tuple(line[:3]) for line in before}
-    _, artifact = played(inputs, "replayed", recording)
-    for part, kind in (("rollouts", CompletionRow), ("turns", TurnRow), ("trajectories", TrajectoryRow)):
-        assert_same(rows(artifact, part, kind), rows(whole, part, kind))
-    added = list(read_lines(work / "turns.jsonl"))[len(before) :]
-    sampled = {tuple(line[:3]) for line in added if line[3]["observation"] is None}
-    assert sampled and known and not sampled & known
-
-
 def test_alone_is_as_among_others(inputs, made):
     """One episode at a time gives the tables of eight at a time (R15)."""
     _, artifact = played(inputs, "alone", GUESS.model_copy(update={"processes": 1}))

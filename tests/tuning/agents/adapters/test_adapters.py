@@ -203,7 +203,7 @@ def test_games_of_textarena_are_for_one_player(installed):
 def played(name, action):
     """An episode's first two observations are of its seed alone."""
     limits = EnvironmentLimits(reset_seconds=60.0, step_seconds=30.0)
-    with Environments(Spec(name), limits, 8) as environments:
+    with Environments(Spec(name), limits) as environments:
         found = {}
         for key, seed in enumerate([1, 2, 1, 3, 4, 5]):
             environments.open(key, Task(seed))
