@@ -32,8 +32,7 @@ Columns = dict[str, list[Outcome]]
 def outcomes_of(ctx: Context, names: Sequence[str], rollouts: Sequence[CompletionRow]) -> Columns:
     """Compute the outcomes of the rewards `names`, in the order of the rollouts; empty but on process 0 of a group.
 
-    Raises Outage and TooManyFailures (`rlhf.tuning.rewards.failures`), and RewardFailed for a reward whose `on_failure`
-    is `stop`. The work folder keeps the scores until then.
+    Raises Outage and TooManyFailures (`rlhf.tuning.rewards.failures`). The work folder keeps the finished scores.
     """
     config: Config = ctx.config
     by_place: dict[int, list[int]] = {}
@@ -53,30 +52,17 @@ def outcomes_of(ctx: Context, names: Sequence[str], rollouts: Sequence[Completio
                 found[name] |= scoring.outcomes(name, shard)
         # An outage ends the stage at once; failures count over the whole round.
         check_failures({name: [found[name][i] for i in numbers] for name in names}, 1.0)
-        _check_stop(config, found, numbers)
         ctx.saved()
         ctx.progress(start + len(shard), len(groups), "groups")
     if not ctx.is_primary:
         return {}
-    functions = {name: config.rewards[name].function for name in names}
-    check_failures(
-        {name: [column[i] for i in sorted(column)] for name, column in found.items()},
-        config.max_failed_fraction,
-        setting="rl.score.max_failed_fraction",
-        functions=functions,
-    )
+    # The first failure of the others ends the run (`rlhf.tuning.rewards.totals`).
+    may_fail = {name: reward.function for name, reward in config.rewards.items() if reward.on_failure != "stop"}
+    outcomes = {name: [found[name][i] for i in sorted(found[name])] for name in names if name in may_fail}
+    setting = "rl.score.max_failed_fraction"
+    check_failures(outcomes, config.max_failed_fraction, setting=setting, functions=may_fail)
     # A failed episode has no outcome and no failure: `on_failure` and `normalise` must not make a number of it.
     return {name: [column.get(i, Outcome(None)) for i in range(len(rollouts))] for name, column in found.items()}
-
-
-def _check_stop(config: Config, found: Mapping[str, Mapping[int, Outcome]], numbers: Sequence[int]) -> None:
-    """Raise RewardFailed at the first failure of a reward whose `on_failure` is `stop`."""
-    from rlhf.tuning.rewards.totals import RewardFailed
-
-    for name, column in found.items():
-        for number in numbers if config.rewards[name].on_failure == "stop" else ():
-            if (failure := column[number].failure) is not None:
-                raise RewardFailed(f"reward {name} failed on completion {number} of the round: {failure}")
 
 
 class _Scoring:

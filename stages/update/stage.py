@@ -20,7 +20,7 @@ from rlhf.stages.common.settings import stored_as
 from rlhf.stages.common.tables import read_table
 from rlhf.stages.contract.definition import Context, Reads, Stage
 from rlhf.stages.contract.sources import user_digests
-from rlhf.stages.sampling.groups import OF_TURNS, TRAINED, Scored, chosen_groups, read_scored, read_turns, refills
+from rlhf.stages.sampling.groups import OF_TURNS, TRAINED, Scored, chosen_groups, read_scored, read_turns
 from rlhf.stages.store.artifacts import Artifact
 from rlhf.stages.training.adapters import lora_config, name_of
 from rlhf.stages.update import replay_tolerance
@@ -163,7 +163,7 @@ def _rollouts(ctx: Context) -> tuple[Scored, Scored, dict[str, Any]]:
     wrong = [] if config.off_policy else [row for row in scored.rows if row.policy != digest]
     if wrong:
         raise RuntimeError(f"rollouts come from policy {wrong[0].policy[:12]}, the update starts at {digest[:12]}")
-    if not refills(ctx.inputs):
+    if "refill_1" not in ctx.inputs:
         return scored, scored, {}
     return scored, *chosen_groups(scored, config.short_of_groups, config.truncated)
 

@@ -142,7 +142,7 @@ def test_a_round_goes_on_from_its_shards_and_a_lost_policy_is_made_again(store, 
 def test_with_a_retry_the_run_goes_on_by_itself(store, undisturbed):
     place = store("base", "prepare", "sft", "reward")
     run = Run(place, "first", sets=SETTINGS, retries=1)
-    run.until(lambda: any((place / "work").glob("score-*/*.jsonl")))
+    run.until(lambda: any((place / "work" / "score").glob("*/*.jsonl")))
     pid = run.kill_worker()
     output = run.ends(0)
     assert f"the worker (pid {pid}) was ended by signal SIGKILL" in output
