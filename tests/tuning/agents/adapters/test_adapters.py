@@ -8,6 +8,7 @@ import sys
 import pytest
 
 from rlhf.tuning.agents import adapters
+from rlhf.tuning.agents.adapters.step_environment import result_of
 from rlhf.tuning.agents.contract import Observed, Spec, Task
 from rlhf.tuning.agents.processes import EnvironmentLimits, Environments
 
@@ -59,6 +60,12 @@ def test_the_older_tuple_of_four_gets_its_task_at_construction():
     environment, (seen, info) = begun(f"{OWN}:Older", {"bonus": 0.5}, row=row)
     assert json.loads(seen) == {"question": "2 + 2?"} and info == {"level": 1}
     assert environment.step("4") == ("", 1.5, True, False, {"right": "4"})
+
+
+@pytest.mark.parametrize("info", [{}, {"TimeLimit.truncated": True}])
+def test_a_limit_of_time_of_the_older_tuple_is_a_cut(info):
+    _, _, terminated, truncated, _ = result_of(("", 0.0, True, info), None)
+    assert (terminated, truncated) == (not info, bool(info))
 
 
 def test_objects_as_answers_of_reset_and_step_are_read_by_their_attributes():
@@ -142,7 +149,7 @@ def test_tools_alone_end_with_a_turn_without_calls():
 
 def test_built_in_environments_are_made_by_name():
     environment, (seen, _) = begun("guess")
-    assert "1" in seen and environment.schemas == []
+    assert "1" in seen and not environment.schemas
 
 
 def test_what_cannot_be_made_is_refused_by_name():
