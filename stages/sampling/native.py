@@ -20,25 +20,20 @@ class RolloutEngine(Protocol):
     """An engine that answers requests with the policy that it holds."""
 
     def run(self, requests: Sequence[Request]) -> Iterable[tuple[int, list[Completion]]]:
-        """(index, completions) of each request, in the order in which they end."""
+        """Yield (index, completions) of each request, in the order in which they end."""
 
 
 def open_engine(
     ctx: Context, settings: EngineSettings, quantize: str, context: int, requests: Sequence[Request]
 ) -> RolloutEngine:
-    """The engine with the stage's policy loaded.
+    """Open the engine with the stage's policy.
 
-    context: tokens of the longest prompt with its completion. requests: the first of them, for probes of servers.
+    context: tokens of the longest prompt with its completion. requests: their first ones are probes of servers.
     """
     if not settings.in_worker:
         # By name, not by import: the code of HTTP servers must not be in the keys of rollouts without them.
-        engine: RolloutEngine = importlib.import_module(SERVERS).open_engine(ctx, settings, quantize, context, requests)
-        return engine
-    return _native(ctx, settings, quantize, context)
-
-
-def _native(ctx: Context, settings: EngineSettings, quantize: str, context: int) -> RolloutEngine:
-    """The engine of this project, in the worker."""
+        remote: RolloutEngine = importlib.import_module(SERVERS).open_engine(ctx, settings, quantize, context, requests)
+        return remote
     from rlhf.tuning.device import choose
     from rlhf.tuning.rollout.engine.placement import replicas_of, sampling_mesh
     from rlhf.tuning.rollout.engine.replicas import engine_over

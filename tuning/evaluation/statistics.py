@@ -196,6 +196,11 @@ def constant_baseline(answers: Sequence[str]) -> tuple[str, float]:
     return answer, count / len(answers)
 
 
+def win_rate(good: np.ndarray, bad: np.ndarray) -> float:
+    """Return the share of pairs in which `good` is above `bad`; a tie is half, so that constant scores give 0.5."""
+    return float(((good > bad) + 0.5 * (good == bad)).mean())
+
+
 def calibration_error(gaps: np.ndarray, bins: int = 10) -> float:
     """Expected calibration error of sigmoid(chosen - rejected) as the probability that chosen is better.
 
