@@ -7,7 +7,6 @@ alone; a failure of an earlier try is tried again, because it may have been the 
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 import os.path
 from collections.abc import Mapping, Sequence
@@ -125,7 +124,7 @@ Pair = tuple[Sequence[int], Sequence[int]]
 def _learned(
     ctx: Context, name: str, rows: Sequence[CompletionRow], episodes: Mapping[Name, TrajectoryRow]
 ) -> list[Outcome]:
-    """Outcomes of a reward model; a score that is not finite is a failure, as of any reward."""
+    """Compute the outcomes of a reward model; a score that is not finite is a failure, as of any reward."""
     import numpy as np
 
     from rlhf.tuning.rewards.learned import score_groups
@@ -135,33 +134,24 @@ def _learned(
     scorer = ctx.inputs[f"scorer_{name}" if ready else "reward"]
     config, params = load_scorer(ctx, scorer, frozen=True)
     pairs = _rendered(ctx, scorer, config.max_positions, rows, episodes) if ready else _as_sampled(ctx, rows)
-    # Completions of one prompt share its tokens in a packed row, and equal completions are computed once.
-    groups: dict[bytes, Group] = {}
-    # Bytes of the tokens of a prompt and of one of its completions -> the number of its score.
-    numbers: dict[tuple[bytes, bytes], int] = {}
-    places: list[int | Outcome] = []
-    for pair in pairs:
-        if isinstance(pair, Outcome):
-            places.append(pair)
-            continue
-        prompt, tokens = (np.asarray(part, np.int32) for part in pair)
-        key = prompt.tobytes(), tokens.tobytes()
-        if key not in numbers:
-            numbers[key] = len(numbers)
-            group = groups.get(key[0]) or Group(Numbers(prompt), [], [])
-            completions = [*group.completions, Numbers(tokens)]
-            groups[key[0]] = dataclasses.replace(group, completions=completions, ids=[*group.ids, numbers[key]])
-        places.append(numbers[key])
+    keys = [p if isinstance(p, Outcome) else tuple(np.asarray(ids, np.int32).tobytes() for ids in p) for p in pairs]
+    # Equal completions are computed once, and completions of one prompt share its tokens in a packed row.
+    numbers = {key: i for i, key in enumerate(dict.fromkeys(key for key in keys if not isinstance(key, Outcome)))}
+    by_prompt: dict[bytes, Group] = {}
+    for (prompt, tokens), number in numbers.items():
+        group = by_prompt.setdefault(prompt, Group(Numbers(np.frombuffer(prompt, np.int32)), [], []))
+        group.completions.append(Numbers(np.frombuffer(tokens, np.int32)))
+        group.ids.append(number)
     compute, scores = ctx.config.compute, np.zeros(0)
-    if groups:
+    if by_prompt:
         scores = score_groups(
-            config, params, list(groups.values()), dtype=compute.dtype, budget=compute.tokens_per_micro_batch
+            config, params, list(by_prompt.values()), dtype=compute.dtype, budget=compute.tokens_per_micro_batch
         )
-    return [place if isinstance(place, Outcome) else outcome_of(float(scores[place])) for place in places]
+    return [key if isinstance(key, Outcome) else outcome_of(float(scores[numbers[key]])) for key in keys]
 
 
 def _as_sampled(ctx: Context, rows: Sequence[CompletionRow]) -> list[Pair | Outcome]:
-    """The policy's own tokens, by which the run's reward model was trained."""
+    """Return the policy's own tokens, on which the run's reward model was trained."""
     from rlhf.tuning.models.tokenizer import turn_end
     from rlhf.tuning.rewards.learned import ended_by
 
@@ -181,8 +171,10 @@ def _rendered(
     rows: Sequence[CompletionRow],
     episodes: Mapping[Name, TrajectoryRow],
 ) -> list[Pair | Outcome]:
-    """The conversations as a ready reward model's own template and tokenizer write them; a failure in place of one
-    that the template refuses, or of more tokens than the model has positions."""
+    """Render the conversations by a ready reward model's own template and tokenizer.
+
+    A conversation that the template refuses, or that exceeds the model's positions, is a failure.
+    """
     from rlhf.tuning.chat.template import Template
     from rlhf.tuning.rewards.learned import rendered
 

@@ -16,15 +16,16 @@ import collections
 import dataclasses
 import hashlib
 import time
-from collections.abc import Hashable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from typing import TYPE_CHECKING, Any, Protocol
 
-from rlhf.tuning.agents.contract import Fault, Observed, Status, Task, calls_of
+from rlhf.tuning.agents.contract import Fault, Observed, Status, calls_of
 from rlhf.tuning.agents.trajectory import Ended, Episode, Rules, Turn
 from rlhf.tuning.chat import Message
 from rlhf.tuning.rollout.requests import Completion, Request, Sampling, Update
 
 if TYPE_CHECKING:
+    from rlhf.tuning.agents.processes import Environments
     from rlhf.tuning.chat.renderer import Renderer
 
 Key = tuple[int, int, int]
@@ -40,16 +41,6 @@ class TurnEngine(Protocol):
     def step(self) -> list[Update]: ...
     def cancel(self, number: int) -> None: ...
     def release(self, number: int) -> None: ...
-
-
-class Environments(Protocol):
-    """Environments by key (`rlhf.tuning.agents.processes`)."""
-
-    def open(self, key: Hashable, task: Task) -> None: ...
-    def step(self, key: Hashable, text: str) -> None: ...
-    def finish(self, key: Hashable) -> None: ...
-    def poll(self, seconds: float) -> list[tuple[Any, Observed | Fault]]: ...
-    def discard(self, key: Hashable) -> None: ...
 
 
 @dataclasses.dataclass(eq=False)

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 from scipy.special import gammaln
 
-from rlhf.tuning.evaluation.statistics import Clusters, by_cluster, problem_means, scored_names
+from rlhf.tuning.evaluation.statistics import Clusters, by_cluster, paired_gaps
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -55,11 +55,8 @@ def sign_flip(
     drawn, and p is (1 + b) / (1 + B) for b of B sums as large, which holds the level for any B (Phipson and Smyth,
     Statistical Applications in Genetics and Molecular Biology 9, 2010).
     """
-    gaps = problem_means(b_PS) - problem_means(a_PS)
-    known = np.isfinite(gaps)
-    if not known.any():
-        raise ValueError("a difference needs at least one problem that has a score on both sides")
-    sums, _ = by_cluster(gaps[known] - least, scored_names(clusters, known))
+    gaps, names = paired_gaps(a_PS, b_PS, clusters)
+    sums, _ = by_cluster(gaps - least, names)
     scale = max(1.0, float(np.abs(sums).max()))
     # Sums of equal scores are equal up to rounding.
     sums = np.round(sums / scale, _DIGITS)

@@ -75,11 +75,7 @@ def paired_difference(
     one cluster always holds 0. Raises ValueError without a problem.
     """
     # Differences are resampled, not each side: the difficulty that a problem has for both cancels.
-    gaps = problem_means(b_PS) - problem_means(a_PS)
-    known = np.isfinite(gaps)
-    values, names = gaps[known], scored_names(clusters, known)
-    if len(values) == 0:
-        raise ValueError("a difference needs at least one problem that has a score on both sides")
+    values, names = paired_gaps(a_PS, b_PS, clusters)
     mean, count = float(values.mean()), len(set(names))
     # What a difference can be: a whole point, unless one is larger.
     most = max(1.0, float(np.abs(values).max()))
@@ -91,6 +87,15 @@ def paired_difference(
     if count < FEW:
         return mean, *_few(values, names, confidence, (-most, most))
     return mean, *_bootstrap(values, names, confidence, seed)
+
+
+def paired_gaps(a_PS: np.ndarray, b_PS: np.ndarray, clusters: Clusters) -> tuple[np.ndarray, list[Hashable]]:
+    """Return b - a of each problem that has a score on both sides, and its cluster. Raises ValueError without one."""
+    gaps = problem_means(b_PS) - problem_means(a_PS)
+    known = np.isfinite(gaps)
+    if not known.any():
+        raise ValueError("a difference needs at least one problem that has a score on both sides")
+    return gaps[known], scored_names(clusters, known)
 
 
 def _z(confidence: float) -> float:
