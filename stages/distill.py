@@ -105,21 +105,20 @@ def run(ctx: Context) -> dict[str, Any]:
         return {"divergence": float(divergences.sum() / tokens)}
 
     graphs = decoder_graph(model), decoder_graph(teacher_model)
-    sizes: dict[str, Any] = {}
-    if config.on_policy > 0:
-        prompt = int(np.diff(groups.prompts_N2).max())
-        # Sampled completions may be longer than all of the data: rows must have room for them.
-        sizes = {"longest": config.max_tokens, "largest": prompt + config.max_tokens}
+    samples = config.on_policy > 0
+    prompt = int(np.diff(groups.prompts_N2).max())
     task = Task(
         make_loss=lambda compute: distillation_loss(graphs, config.weight, config.temperature, compute),
         examples=groups,
         summary=lambda s: {"loss": s["divergence"] / s["tokens"], "tokens": s["tokens"]},
         # The forward pass of the teacher.
         flops=lambda groups: forward_flops(teacher_model, groups),
-        sample=_sampler(ctx, model, device) if config.on_policy > 0 else None,
+        sample=_sampler(ctx, model, device) if samples else None,
         measure=measure if held else None,
         judged="divergence",
-        **sizes,
+        # Sampled completions may be longer than all of the data: rows must have room for them.
+        longest=samples * config.max_tokens,
+        largest=samples * (prompt + config.max_tokens),
     )
     params, metrics = fit(ctx, task, model, start, config, frozen=teacher)
     save_model(ctx, "decoder", model, params)

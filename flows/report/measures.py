@@ -14,7 +14,7 @@ MAIN = ("reward", "pass_rate", "heldout_score", "kl", "entropy", "success", "tur
 ENDS = {
     "ended": ("done",),
     "cut": ("truncated", "turn_limit", "token_limit"),
-    "without a result": ("failed", "time_limit"),
+    "without a result": ("failed",),
 }
 """Ends of episodes by what they are for training: of their own, by a limit, or of no use."""
 PASS_RATES = ("few", "some", "most")

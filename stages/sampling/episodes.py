@@ -10,6 +10,7 @@ on it.
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import importlib
 import json
 import math
@@ -51,8 +52,7 @@ class EnvironmentFailed(RuntimeError):
 def play_rows(ctx: Context, prompts: Sequence[tuple[int, PromptRow]], draw: Draw) -> list[CompletionRow]:
     """Play `draw.samples` episodes of each (place, task) and write their tables; return each trajectory's last row.
 
-    Raises EnvironmentFailed, `rlhf.tuning.chat.renderer.TemplateRefused`, and ValueError if first contexts have more
-    tokens than a trajectory may.
+    Raises EnvironmentFailed and `rlhf.tuning.chat.renderer.TemplateRefused`.
     """
     played = _Episodes(ctx, prompts, draw).all()
     if not ctx.is_primary:
@@ -144,15 +144,15 @@ class _Episodes:
 
     def _in_environments(self, episodes: Sequence[Episode], stack: contextlib.ExitStack) -> Iterator[Ended]:
         from rlhf.tuning.agents.play import Player
-        from rlhf.tuning.agents.processes import EnvironmentLimits, Environments
+        from rlhf.tuning.agents.processes import Environments
         from rlhf.tuning.chat.calls import resolve
         from rlhf.tuning.chat.renderer import Renderer
 
         s, draw = self.settings, self.draw
         form = resolve(s.tool_format, str(self.tokenizer.chat_template or ""))
-        spec = Spec(s.name, s.arguments, s.tools, s.tool_arguments, form, s.tool_seconds)
-        limits = EnvironmentLimits(s.reset_seconds, s.step_seconds, s.megabytes)
-        environments = stack.enter_context(Environments(spec, limits))
+        names = {field.name for field in dataclasses.fields(Spec)} & type(s).model_fields.keys()
+        spec = Spec(**{name: getattr(s, name) for name in names} | {"tool_format": form})
+        environments = stack.enter_context(Environments(spec))
         words = Renderer(self.tokenizer, environments.schemas(), s.system_prompt, form)
         engine = self._engine(stack)
         rules = Rules(
@@ -162,33 +162,11 @@ class _Episodes:
             observation_tokens=s.observation_tokens,
             live=min(s.processes, engine.slots_for(self.tokens)),
             tries=s.tries,
-            episode_seconds=s.episode_seconds,
             lockstep=s.lockstep,
             rewarded=s.has_reward,
         )
         player = Player(engine, environments, words, rules, self.stop_ids, draw.sampling, self.ctx.seed)
-        too_long: list[Ended] = []
-        for ended in player.play(episodes):
-            if not ended.turns and len(ended.context) >= self.tokens:
-                too_long.append(ended)
-                self._check_contexts(too_long)
-            yield ended
-
-    def _check_contexts(self, too_long: Sequence[Ended]) -> None:
-        """Raise ValueError if more first contexts leave no room for a turn than episodes may fail."""
-        given = self.settings.max_tokens
-        if len(too_long) <= math.ceil(self.settings.max_failed_fraction * len(self.episodes)):
-            return
-        longest = max(too_long, key=lambda ended: len(ended.context))
-        needed = len(longest.context)
-        room = f"{needed + self.draw.max_tokens} or more, with room for the turns and observations after the first"
-        found, remedy = f"environment.max_tokens is {given}", f"set environment.max_tokens to {room}"
-        if self.tokens < given:
-            found, remedy = f"the model has {self.tokens} positions", f"use a model with {room}"
-        raise ValueError(
-            f"{found}, and the first context of {longest.episode.name} has {needed} tokens, before a turn is sampled: "
-            f"{remedy}, or shorten the prompts and the descriptions of tools"
-        )
+        return player.play(episodes)
 
     def _engine(self, stack: contextlib.ExitStack) -> Any:
         """Open the engine of the settings; the prompts are probes for servers, whose requests end with the stack."""

@@ -36,16 +36,9 @@ USUAL_CONTEXT = 4096
 """Tokens of a started server's context, unless the model has fewer or a round needs more."""
 
 
-@dataclasses.dataclass
-class _Started:
-    """Servers that this worker has started."""
-
-    context: int
-    servers: list[Any]
-
-
-_started: dict[str, _Started] = {}
-"""Servers by the digest of their settings; one entry at a time, because two would not fit the devices."""
+_started: dict[str, tuple[int, list[Any]]] = {}
+"""Context and servers that this worker has started, by the digest of their settings; one entry at a time, because two
+would not fit the devices."""
 _transfers: dict[Path, Any] = {}
 """The newest policy that servers read as files, by its folder here."""
 _loading = threading.Lock()
@@ -71,7 +64,7 @@ def open_engine(ctx: Context, settings: EngineSettings, quantize: str, context: 
 def end_all() -> None:
     """Ends the servers that were started here and removes their weights; a kill of the worker ends them too."""
     for name in list(_started):
-        _end(_started.pop(name))
+        _end(name)
     for place in _places:
         # Clients of object stores have errors of their own.
         with contextlib.suppress(Exception):
@@ -79,8 +72,8 @@ def end_all() -> None:
             fs.rm(path, recursive=True)
 
 
-def _end(started: _Started) -> None:
-    for server in started.servers:
+def _end(name: str) -> None:
+    for server in _started.pop(name)[1]:
         server.child.end()
 
 
@@ -101,14 +94,12 @@ def _servers(ctx: Context, settings: EngineSettings, context: int) -> list[Any]:
     same = {"kind", "command", "arguments", "environment", "servers", "dtype"}
     wanted = digest(settings.model_dump(mode="json", include=same) | {"adapters": settings.sync == "adapter"})
     # Ended before others start: the devices would not hold both.
-    for name in [n for n, group in _started.items() if n != wanted or group.context < context]:
-        _end(_started.pop(name))
+    for name in [n for n, (started, _) in _started.items() if n != wanted or started < context]:
+        _end(name)
     if wanted not in _started:
-        most = load_rounded(ctx, ctx.inputs["policy"], "none")[0].max_positions
-        room = min(most, max(USUAL_CONTEXT, context))
-        servers = [_server(ctx, settings, room, i, options) for i in range(settings.servers)]
-        _started[wanted] = _Started(room, servers)
-    return _started[wanted].servers
+        room = min(load_rounded(ctx, ctx.inputs["policy"], "none")[0].max_positions, max(USUAL_CONTEXT, context))
+        _started[wanted] = room, [_server(ctx, settings, room, i, options) for i in range(settings.servers)]
+    return _started[wanted][1]
 
 
 def _server(ctx: Context, settings: EngineSettings, context: int, number: int, options: dict[str, Any]) -> Any:

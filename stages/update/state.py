@@ -1,10 +1,10 @@
-"""The state that one round's update passes to the next: its content, its places, and its replay.
+"""The state that one round's update passes to the next: its content, where it is kept, and its replay.
 
     after a round     in the worker's memory: `decoder:DIGEST` and `trainer:DIGEST`
     checkpoint_every  stored below `state/`: the model and the learners' arrays
     between           rebuilt: the round is replayed from its parent, rollouts and scores
 
-A rebuilt policy must have the fingerprint that `policy.json` recorded, or be as near to it as `near` is told.
+A rebuilt policy must have the fingerprint that `policy.json` recorded.
 """
 
 from __future__ import annotations
@@ -22,7 +22,6 @@ from rlhf.stages.contract.definition import Context
 from rlhf.stages.store.artifacts import Artifact
 from rlhf.stages.store.work import is_chunk
 from rlhf.stages.training.adapters import based, lora_config
-from rlhf.stages.update import replay_tolerance
 from rlhf.stages.update.settings import Config
 
 if TYPE_CHECKING:
@@ -275,43 +274,33 @@ def _load(own: Context, artifact: Artifact) -> State:
 def _replay(ctx: Context, own: Context, artifact: Artifact, advance: Advance, parent: State | None) -> State:
     """Train `artifact` again from its parent's state in the context `own`.
 
-    Raises ReplayDiffers for other bits that are further off than the environment allows (`near`).
+    Raises ReplayDiffers for other bits than the recorded ones, and for devices that cannot give them.
     """
     name = artifact.manifest["config"]["round"]
+    ways = (
+        f"`rlhf run RECIPE --force round-{name:03d}.update` computes it again here, and rl.checkpoint_every: 1 stores "
+        "every policy"
+    )
     ctx.log(f"replaying the update of round {name} from its stored rollouts")
     try:
         mesh_of(own)
     except ValueError as e:
-        if replay_tolerance.tolerance() == 0:
-            raise ReplayDiffers(
-                f"{artifact.url} is not stored and was trained on other devices ({e}): on these a replay has other "
-                f"bits. {replay_tolerance.TOLERANCE}=0.05 takes one within 0.05 of what the round moved, and "
-                "rl.checkpoint_every: 1 stores every policy"
-            ) from None
-        own = here_of(ctx, own)
+        raise ReplayDiffers(
+            f"{artifact.url} is not stored and was trained on other devices ({e}), whose replay has other bits: {ways}"
+        ) from None
     try:
         state, _ = advance(own, parent)
     finally:
-        # The replay writes metrics to a folder of its own, below the work folder.
+        # The replay writes its metrics to a folder below the work folder.
         own.close()
     wanted = json.loads(artifact.local("policy.json").read_bytes())["fingerprint"]
     rebuilt = fingerprint_of(state)
-    if rebuilt == wanted:
-        return state
-    differs = (
-        f"replaying {artifact.url} gave policy {rebuilt[:12]}, recorded is {wanted[:12]}: other hardware or "
-        f"libraries than {artifact.manifest['device']} with jax {artifact.manifest['versions']['jax']}, or in another "
-        "worker with other devices (`workers: null` makes it by one that has them all)"
-    )
-    found = replay_tolerance.off(artifact, state.params)
-    if found is None or found > replay_tolerance.tolerance():
+    if rebuilt != wanted:
         raise ReplayDiffers(
-            f"{differs}; {replay_tolerance.told(found)}. {replay_tolerance.TOLERANCE}=0.05 takes a policy within 0.05 "
-            f"of what the round moved, `rlhf run RECIPE --force round-{name:03d}.update` makes it again here, and "
-            "rl.checkpoint_every: 1 stores every policy"
+            f"replaying {artifact.url} gave policy {rebuilt[:12]}, recorded is {wanted[:12]}: other hardware or "
+            f"libraries than {artifact.manifest['device']} with jax {artifact.manifest['versions']['jax']}, or another "
+            f"worker with other devices (`workers: null` uses one with all of them); {ways}"
         )
-    ctx.log(f"{differs}; {replay_tolerance.told(found)}, which {replay_tolerance.TOLERANCE} allows")
-    replay_tolerance.remember(ctx.memory, artifact.digest, found)
     return state
 
 
@@ -319,8 +308,9 @@ def _context_of(ctx: Context, artifact: Artifact) -> Context:
     """The context in which `artifact` was made, within the worker of `ctx`."""
     inputs = {name: input_of(artifact, name) for name in artifact.manifest["inputs"]}
     config = Config.model_validate_json(json.dumps(artifact.manifest["config"]))
+    seed, out = artifact.manifest["seed"], ctx.work / "replay"
     return dataclasses.replace(
-        ctx, config=config, inputs=inputs, seed=artifact.manifest["seed"], out=ctx.work / "replay", progress=_silent
+        ctx, config=config, inputs=inputs, seed=seed, out=out, progress=lambda *counts, **metrics: None
     )
 
 
@@ -329,10 +319,6 @@ def here_of(ctx: Context, own: Context) -> Context:
     mesh = ctx.config.compute.mesh if hasattr(ctx.config, "compute") else Mesh()
     compute = own.config.compute.model_copy(update={"mesh": mesh})
     return dataclasses.replace(own, config=own.config.model_copy(update={"compute": compute}))
-
-
-def _silent(done: int, total: int, unit: str, **metrics: float) -> None:
-    pass
 
 
 def remember_policy(ctx: Context, state: State, name: str) -> tuple[DecoderConfig, Any]:

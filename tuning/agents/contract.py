@@ -18,19 +18,18 @@ from rlhf.tuning.chat import Message
 Observation = str | Sequence[Message]
 """A text is one message of the user; messages stand as they are."""
 
-Status = Literal["done", "truncated", "turn_limit", "token_limit", "time_limit", "failed"]
+Status = Literal["done", "truncated", "turn_limit", "token_limit", "failed"]
 """How an episode ended:
 
     done         the environment said `terminated`, or an agent with tools answered without a call
     truncated    the environment said `truncated`: a limit of its own
     turn_limit   the policy had all its turns
     token_limit  the next turn would have left the trajectory's tokens, or the positions of the model
-    time_limit   the wall clock of the episode ended: of no use for statistics, since it depends on the machine
     failed       reset or step raised, ran out of time or lost its process, again after a retry: reward null (R9)
 """
 LIMITS: frozenset[str] = frozenset({"truncated", "turn_limit", "token_limit"})
 """Ends that are cuts: the episode might have gone on, so its value may be bootstrapped (Pardo et al., 2018)."""
-WITHOUT_REWARD: frozenset[str] = frozenset({"failed", "time_limit"})
+WITHOUT_REWARD: frozenset[str] = frozenset({"failed"})
 """Ends that say nothing of the policy: such a trajectory leaves every statistic."""
 
 
@@ -51,7 +50,7 @@ class TextEnvironment(Protocol):
 
 @dataclasses.dataclass(frozen=True)
 class Spec:
-    """Which environment an episode is played in; JSON by `vars`, for the processes that make it."""
+    """The environment of an episode and its limits; JSON by `vars`, for the processes that make it."""
 
     name: str | None = None
     """Built in (`guess`, ...), `gem:ID`, `gymnasium:ID`, `textarena:ID`, or `module:Class`; None: tools alone."""
@@ -64,7 +63,13 @@ class Spec:
     tool_format: str = "hermes"
     """One of `rlhf.tuning.chat.calls.FORMATS` but `auto`, which is resolved where the template is known."""
     tool_seconds: float = 10.0
-    """Wall-clock limit of one tool call: past it the policy is told so, which is no failure of the environment."""
+    """Wall-clock limit of one tool call: the policy reads an error, which is not a failure of the environment."""
+    reset_seconds: float = 60.0
+    """Wall-clock limit of the first observation: constructor and reset."""
+    step_seconds: float = 30.0
+    """Wall-clock limit of a step, tool calls included."""
+    megabytes: int = 1024
+    """Memory limit of an episode's process, on top of what it shares with its parent."""
 
 
 @dataclasses.dataclass(frozen=True)

@@ -25,12 +25,12 @@ from rlhf.tuning.parallel.messages import ADDRESS, plain
 class Episode:
     """An environment and the requests that it answers."""
 
-    def __init__(self, spec: Mapping[str, Any], step_seconds: float) -> None:
-        self._spec, self._step_seconds = Spec(**spec), step_seconds
+    def __init__(self, spec: Mapping[str, Any]) -> None:
+        self._spec = Spec(**spec)
         self._environment: Any = None
 
     @staticmethod
-    def load(spec: Mapping[str, Any], step_seconds: float) -> None:
+    def load(spec: Mapping[str, Any]) -> None:
         """Import the environment and its tools, in the process that episodes are forked from."""
         # Each episode seeds its generator.
         importlib.import_module("numpy")
@@ -42,7 +42,7 @@ class Episode:
         if self._environment is None:
             if request["do"] == "reset":
                 seed_all(request["seed"])
-            self._environment = adapters.make(self._spec, step_seconds=self._step_seconds)
+            self._environment = adapters.make(self._spec)
         environment = self._environment
         if request["do"] == "schemas":
             return environment.schemas

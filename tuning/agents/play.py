@@ -15,7 +15,6 @@ from __future__ import annotations
 import collections
 import dataclasses
 import hashlib
-import time
 from collections.abc import Iterable, Iterator
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -30,6 +29,10 @@ if TYPE_CHECKING:
 
 Key = tuple[int, int, int]
 """Place, sample and try of an episode: a late answer to an earlier try is dropped."""
+
+
+PATIENCE = 1.0
+"""Longest wait for an answer of environments, in seconds."""
 
 
 class TurnEngine(Protocol):
@@ -49,7 +52,6 @@ class _Live:
 
     episode: Episode
     tries: int
-    began: float
     context: list[int] = dataclasses.field(default_factory=list)
     ids: list[int] = dataclasses.field(default_factory=list)
     """The context and all ids after it."""
@@ -102,8 +104,6 @@ class Player:
                     # An earlier answer in the list may have ended the episode.
                     if key in self._live:
                         self._answered(self._live[key], answer)
-                for live in self._out_of_time():
-                    self._end(live, "time_limit", f"the episode took longer than {self._rules.episode_seconds:g} s")
                 ended, self._ended = self._ended, []
                 yield from ended
         finally:
@@ -124,28 +124,17 @@ class Player:
     def _answers(self) -> list[tuple[Key, Observed | Fault]]:
         """Return the answers of environments since the last call; in lockstep, those of all that were asked."""
         if not self._rules.lockstep:
-            return self._environments.poll(0.0 if not self._engine.idle else self._patience())
+            return self._environments.poll(PATIENCE if self._engine.idle else 0.0)
         answers: dict[Key, Observed | Fault] = {}
         asked = {key for key, live in self._live.items() if live.request is None}
-        while asked - answers.keys() and not self._out_of_time():
-            answers |= dict(self._environments.poll(self._patience()))
+        while asked - answers.keys():
+            answers |= dict(self._environments.poll(PATIENCE))
         return sorted(answers.items(), key=lambda each: each[0])
 
-    def _out_of_time(self) -> list[_Live]:
-        limit, now = self._rules.episode_seconds, time.monotonic()
-        return [] if limit is None else [live for live in self._live.values() if now - live.began > limit]
-
     def _open(self, episode: Episode, tries: int) -> None:
-        live = _Live(episode, tries, time.monotonic())
+        live = _Live(episode, tries)
         self._live[live.key] = live
         self._environments.open(live.key, episode.task)
-
-    def _patience(self) -> float:
-        """Seconds to wait for environments: at most until the first episode is out of time."""
-        if self._rules.episode_seconds is None or not self._live:
-            return 1.0
-        first = min(live.began for live in self._live.values())
-        return min(1.0, max(0.0, first + self._rules.episode_seconds - time.monotonic()))
 
     def _answered(self, live: _Live, answer: Observed | Fault) -> None:
         live.seconds += answer.seconds
@@ -170,7 +159,8 @@ class Player:
             return
         live.ids, live.state = list(live.context), first.info.get("state")
         if len(live.ids) + 1 > self._rules.tokens:
-            self._end(live, "failed", f"the first context has {len(live.ids)} of {self._rules.tokens} tokens")
+            room = f"{len(live.ids)} tokens, and environment.max_tokens and the model allow {self._rules.tokens}"
+            self._end(live, "failed", f"the first context has {room}: raise max_tokens, or shorten prompts and tools")
         else:
             self._sample(live)
 

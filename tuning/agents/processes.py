@@ -25,18 +25,6 @@ class EnvironmentRefused(ValueError):
     """An environment that cannot be made at all: the same would happen to each episode."""
 
 
-@dataclasses.dataclass(frozen=True)
-class EnvironmentLimits:
-    """Limits of an environment's process."""
-
-    reset_seconds: float = 60.0
-    """Wall-clock time from the request of an episode to its first observation: constructor and reset."""
-    step_seconds: float = 30.0
-    """Wall-clock time of a step, tool calls included."""
-    megabytes: int = 1024
-    """Memory of an episode's process on top of what it shares with the one that it is forked from."""
-
-
 @dataclasses.dataclass
 class _Open:
     """An episode's process."""
@@ -54,21 +42,19 @@ class Environments:
     """Episodes of one environment. Not for several threads.
 
     Args:
-        spec: which environment.
-        limits: of each episode's process.
+        spec: which environment, and the limits of each episode's process.
     """
 
-    def __init__(self, spec: Spec, limits: EnvironmentLimits) -> None:
-        if spec.tools and spec.tool_seconds >= limits.step_seconds:
+    def __init__(self, spec: Spec) -> None:
+        if spec.tools and spec.tool_seconds >= spec.step_seconds:
             raise ValueError(
-                f"step_seconds is {limits.step_seconds:g} and tool_seconds {spec.tool_seconds:g}: expected the longer "
+                f"step_seconds is {spec.step_seconds:g} and tool_seconds {spec.tool_seconds:g}: expected the longer "
                 "one for the step, else a slow tool ends the episode in place of an answer to the policy"
             )
-        self._name, self._limits = spec.name or ", ".join(spec.tools), limits
+        self._spec, self._name = spec, spec.name or ", ".join(spec.tools)
         self._episodes: dict[Hashable, _Open] = {}
         self._sessions = itertools.count()
-        arguments = {"spec": vars(spec), "step_seconds": limits.step_seconds}
-        self._pool = Pool(f"{Episode.__module__}:{Episode.__name__}", arguments)
+        self._pool = Pool(f"{Episode.__module__}:{Episode.__name__}", {"spec": vars(spec)})
 
     def __enter__(self) -> Environments:
         return self
@@ -143,15 +129,15 @@ class Environments:
     def _ask(self, key: Hashable, name: str, request: dict[str, Any]) -> None:
         episode = self._episodes[key]
         episode.request, episode.asked = name, time.monotonic()
-        seconds = self._limits.step_seconds if episode.steps else self._limits.reset_seconds
+        seconds = self._spec.step_seconds if episode.steps else self._spec.reset_seconds
         try:
             self._pool.wait_until_ready()
         except Refused as error:
             raise EnvironmentRefused(f"environment {self._name}: {error}") from error
-        self._pool.submit(Job(request, seconds, self._limits.megabytes, episode.session, key))
+        self._pool.submit(Job(request, seconds, self._spec.megabytes, episode.session, key))
 
 
 def _fault(episode: _Open, failure: Failure) -> Fault:
     kinds: dict[str, Literal["error", "timeout"]] = {"error": "error", "refused": "error", "timeout": "timeout"}
-    reason = f"{episode.request}: {failure.message}"
-    return Fault(kinds.get(failure.kind, "crash"), reason, time.monotonic() - episode.asked)
+    reason, seconds = f"{episode.request}: {failure.message}", time.monotonic() - episode.asked
+    return Fault(kinds.get(failure.kind, "crash"), reason, seconds)

@@ -31,8 +31,6 @@ class Rules:
     """Episodes that run at a time: at most the slots of the engine."""
     tries: int = 2
     """Starts of an episode whose environment fails."""
-    episode_seconds: float | None = None
-    """Wall clock of one try."""
     lockstep: bool = False
     """Whether all running episodes take their turns together."""
     rewarded: bool = True

@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
-import re
 from collections import Counter
 
 import numpy as np
@@ -213,23 +212,15 @@ def test_limits_have_statuses_of_their_own(inputs):
     assert "token_limit" in found and "length" in stops
 
 
-def test_a_trajectory_without_room_for_a_turn_is_a_setting_and_no_fault_of_the_environment(inputs):
-    told = r"environment.max_tokens is 20, and the first context of g\d has (\d+) tokens.* set .* to (\d+) or more"
-    with pytest.raises(ValueError, match=told) as raised:
-        played(inputs, "short", GUESS.model_copy(update={"max_tokens": 20}))
-    needed, enough = map(int, re.search(told, str(raised.value)).groups())
-    assert enough == needed + 3
-    journal = inputs["folder"] / "short" / "work" / "episodes.jsonl"
-    # Two of 12 may fail by the settings; none was sampled.
-    ends = [values for _, _, values in read_lines(journal)]
-    assert [(e["status"], e["turns"]) for e in ends] == [("failed", [])] * 2
-
-
-def test_a_first_context_beyond_the_models_positions_asks_for_another_model(inputs):
-    now = Environment(tools=["tests.stages.sampling.games:now"], tool_format="llama", turns=1, max_tokens=1024)
-    longer = now.model_copy(update={"system_prompt": "Be brief. " * 60})
-    with pytest.raises(ValueError, match=r"^the model has 512 positions, .* use a model with \d+ or more"):
-        played(inputs, "positions", longer)
+@pytest.mark.parametrize(("tokens", "room"), [(20, 20), (1024, 512)], ids=["the setting", "the model"])
+def test_a_first_context_without_room_for_a_turn_names_the_setting(inputs, tokens, room):
+    changes = {"max_tokens": tokens, "system_prompt": "Be brief. " * 60}
+    told = rf"the first context has \d+ tokens, and environment.max_tokens and the model allow {room}: raise max_tokens"
+    with pytest.raises(EnvironmentFailed, match=told):
+        played(inputs, f"short-{tokens}", GUESS.model_copy(update=changes))
+    # None was sampled.
+    ends = [values for _, _, values in read_lines(inputs["folder"] / f"short-{tokens}" / "work" / "episodes.jsonl")]
+    assert [(e["status"], e["turns"]) for e in ends] == [("failed", [])] * TASKS * SAMPLES
 
 
 @pytest.mark.slow

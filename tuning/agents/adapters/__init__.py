@@ -41,13 +41,10 @@ def load(spec: Spec) -> None:
     tools.load(spec)
 
 
-def make(spec: Spec, *, step_seconds: float | None = None) -> Adapted:
-    """Make the environment of one episode. Raises ValueError for an unknown name.
-
-    step_seconds: time of a step, which the tool calls of one turn share, so that slow ones do not end the episode.
-    """
+def make(spec: Spec) -> Adapted:
+    """Make the environment of one episode. Raises ValueError for an unknown name."""
     inner = Adapted() if spec.name is None else _maker(spec)
-    return Tooled(spec, inner, step_seconds) if spec.tools or isinstance(inner, Methods) else inner
+    return Tooled(spec, inner) if spec.tools or isinstance(inner, Methods) else inner
 
 
 def _maker(spec: Spec) -> Adapted:

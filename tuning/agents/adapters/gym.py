@@ -6,18 +6,16 @@ Arguments of the recipe that are not the environment's own:
                observation as JSON
     parser     module:function of (text, environment) -> action, or None for a text without one; by default the last
                action in the text, by its number or its name
-    actions    names of the actions in order, if the environment has none
+    actions    names of the actions in order, if the environment has no `get_action_meanings`
     options    for `reset`
 """
 
 from __future__ import annotations
 
 import contextlib
-import enum
 import importlib
 import json
 import re
-import sys
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -130,7 +128,8 @@ class Actions:
         space = getattr(environment, "action_space", None)
         self._environment, self._space = environment, space
         self._count, self._start = int(getattr(space, "n", 0)), int(getattr(space, "start", 0))
-        self._names = [str(name) for name in names or self._own_names()] if hasattr(space, "n") else []
+        meanings = getattr(getattr(environment, "unwrapped", environment), "get_action_meanings", list)
+        self._names = [str(name) for name in names or meanings()] if hasattr(space, "n") else []
         # The longest first: of `up left` and `up` the whole one is meant.
         listed = sorted((re.escape(name) for name in self._names), key=len, reverse=True)
         self._pattern = re.compile(rf"(?<![\w.-])(?:{'|'.join([*listed, r'-?[0-9]+'])})(?![\w-])", re.IGNORECASE)
@@ -148,19 +147,6 @@ class Actions:
             )
         if self._names and len(self._names) != self._count:
             raise ValueError(f"actions has {len(self._names)} names: expected {self._count}")
-
-    def _own_names(self) -> list[str]:
-        """Return the names that the environment has for its actions; empty if it has none."""
-        inner = getattr(self._environment, "unwrapped", self._environment)
-        if callable(meanings := getattr(inner, "get_action_meanings", None)):
-            return list(meanings())
-        actions = getattr(inner, "actions", None)
-        if isinstance(actions, type) and issubclass(actions, enum.IntEnum):
-            return [member.name for member in sorted(actions)][: self._count]
-        # gymnasium's own games have constants for them, such as LEFT, DOWN, RIGHT and UP.
-        constants = vars(sys.modules[type(inner).__module__])
-        named = {v: k.lower() for k, v in constants.items() if k.isupper() and isinstance(v, int) and v < self._count}
-        return [named[n] for n in range(self._count)] if sorted(named) == list(range(self._count)) else []
 
     def parse(self, text: str) -> Any:
         """Return the last action in the text; None without one."""

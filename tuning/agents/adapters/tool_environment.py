@@ -93,9 +93,10 @@ class Methods(Adapted):
 class Tooled(Adapted):
     """Tools of a recipe, with or without an environment."""
 
-    def __init__(self, spec: Spec, inner: Adapted, step_seconds: float | None) -> None:
+    def __init__(self, spec: Spec, inner: Adapted) -> None:
         self._inner, self._format = inner, spec.tool_format
-        self._seconds = None if step_seconds is None else SHARE * step_seconds
+        # The tool calls of a turn share the time of the step, so that slow ones do not end the episode.
+        self._seconds = SHARE * spec.step_seconds
         self._open = contextlib.ExitStack()
         self._table = self._open.enter_context(tools.opened(spec, inner.functions))
         self.schemas = self._table.schemas

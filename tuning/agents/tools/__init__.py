@@ -46,8 +46,6 @@ class Tool:
     schema: Mapping[str, Any]
     function: Callable[..., Any]
     """Of keyword arguments; may be a coroutine function."""
-    checked: bool = True
-    """Whether arguments are compared with the function's signature before the call."""
 
     @property
     def name(self) -> str:
@@ -71,7 +69,7 @@ def opened(spec: Spec, methods: Sequence[Callable[..., Any]] = ()) -> Iterator[T
         for name in spec.tools:
             if name.startswith(mcp.PREFIX):
                 server = stack.enter_context(mcp.connected(name.removeprefix(mcp.PREFIX), spec.tool_seconds))
-                tools += [_fixed(schema, call, spec, checked=False) for schema, call in server]
+                tools += [_fixed(schema, call, spec) for schema, call in server]
             elif name in BUILT_IN:
                 try:
                     function = BUILT_IN[name](**spec.tool_arguments.get(name, {}))
@@ -91,11 +89,11 @@ def _known(name: str) -> str:
     return name
 
 
-def _fixed(schema: Mapping[str, Any], function: Callable[..., Any], spec: Spec, checked: bool = True) -> Tool:
+def _fixed(schema: Mapping[str, Any], function: Callable[..., Any], spec: Spec) -> Tool:
     """Return a tool without the parameters that the recipe sets."""
     fixed = dict(spec.tool_arguments.get(schema["function"]["name"], {}))
     if not fixed:
-        return Tool(schema, function, checked)
+        return Tool(schema, function)
     own = copy.deepcopy(dict(schema))
     parameters = own["function"]["parameters"]
     parameters["properties"] = {n: v for n, v in parameters.get("properties", {}).items() if n not in fixed}
@@ -104,11 +102,10 @@ def _fixed(schema: Mapping[str, Any], function: Callable[..., Any], spec: Spec, 
     def call(**arguments: Any) -> Any:
         if clash := sorted(set(arguments) & set(fixed)):
             raise TypeError(f"unexpected argument {clash[0]!r}")
-        if checked:
-            _bind(function, {**arguments, **fixed})
+        _bind(function, {**arguments, **fixed})
         return function(**arguments, **fixed)
 
-    return Tool(own, call, checked=False)
+    return Tool(own, call)
 
 
 def _bind(function: Callable[..., Any], arguments: Mapping[str, Any]) -> None:
@@ -172,8 +169,7 @@ class Table:
             return f"{ERROR}{call.name} was not called: the time of the turn is used up", True
         try:
             with time_limit(seconds):
-                if tool.checked:
-                    _bind(tool.function, call.arguments)
+                _bind(tool.function, call.arguments)
                 return text_of(self._value(tool.function(**call.arguments), seconds)), False
         except Overtime:
             return f"{ERROR}{call.name} took longer than {seconds:.3g} s", True

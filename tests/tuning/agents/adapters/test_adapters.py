@@ -10,9 +10,10 @@ import pytest
 from rlhf.tuning.agents import adapters
 from rlhf.tuning.agents.adapters.step_environment import result_of
 from rlhf.tuning.agents.contract import Observed, Spec, Task
-from rlhf.tuning.agents.processes import EnvironmentLimits, Environments
+from rlhf.tuning.agents.processes import Environments
 
 OWN = "tests.tuning.agents.own_environments"
+MOVES = ["left", "down", "right", "up"]
 
 
 def package(name):
@@ -168,7 +169,7 @@ def test_what_cannot_be_made_is_refused_by_name():
 
 @package("gymnasium")
 def test_frozen_lake_of_gymnasium_is_shown_as_text_and_moved_by_names_or_numbers():
-    environment, (seen, info) = begun("gymnasium:FrozenLake-v1", {"is_slippery": False})
+    environment, (seen, info) = begun("gymnasium:FrozenLake-v1", {"is_slippery": False, "actions": MOVES})
     assert seen == "[S]FFF\nFHFH\nFFFH\nHFFG" and info["state"] == 0
     seen, reward, terminated, truncated, info = environment.step("I could go left, but right it is: Right.")
     assert seen.splitlines()[1] == "S[F]FF" and (reward, terminated, truncated) == (0.0, False, False)
@@ -209,8 +210,7 @@ def test_games_of_textarena_are_for_one_player(installed):
 
 def played(name, action):
     """An episode's first two observations are of its seed alone."""
-    limits = EnvironmentLimits(reset_seconds=60.0, step_seconds=30.0)
-    with Environments(Spec(name), limits) as environments:
+    with Environments(Spec(name)) as environments:
         found = {}
         for key, seed in enumerate([1, 2, 1, 3, 4, 5]):
             environments.open(key, Task(seed))
