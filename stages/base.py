@@ -51,7 +51,7 @@ def _template_file(config: Config) -> Path:
 
 
 def positions(source: str) -> int | None:
-    """Positions of the model at `source` by its files alone; None where they do not say. Raises SourceMissing."""
+    """Positions of the model at `source` by its files alone; None if they do not say. Raises SourceMissing."""
     from rlhf.tuning.models.positions import TINY, positions_of
 
     path = locate(source)

@@ -152,8 +152,8 @@ def run(ctx: Context) -> dict[str, Any]:
     if not ctx.is_primary:
         return {}
     reachable = code_can_reach(ctx, [judge.function for judge in config.all_judges.values()])
-    played = config.environment is not None
-    episodes = by_name(read_rows((ctx.out / FOLDER).glob("*.parquet"), TrajectoryRow)) if played else {}
+    # None without an environment.
+    episodes = by_name(read_rows((ctx.out / FOLDER).glob("*.parquet"), TrajectoryRow))
     judged = [v for name in config.all_judges for v in _verdicts(ctx, name, rows, groups, episodes)]
     write_table(ctx.out / "verdicts" / "part-00000.parquet", judged, VerdictRow.schema())
     problems = [problem for _, problem in placed]
@@ -163,7 +163,7 @@ def run(ctx: Context) -> dict[str, Any]:
             f"judge {config.judge} applies to none of the problems: they may have no answer; name another "
             "evaluate.judge, or measure nothing (evaluate: null)"
         )
-    if config.environment and episodes:
+    if config.environment:
         metrics |= summary(list(episodes.values())) | _levels(config.environment, problems)
         metrics |= turns_summary(ctx.out / "turns", bool(config.environment.tools), episodes.values())
     # As content too: a stage that chooses by the scores has them in its key.

@@ -40,7 +40,7 @@ class Config(Fitted, core.Preference):  # type: ignore[misc]
     """Preference optimisation; an example is a pair, for KTO a completion."""
 
     heldout_fraction: Annotated[float, Field(ge=0, lt=1)] = 0.1
-    """Share of the examples kept out of training to measure on, where the data holds out none;
+    """Share of the examples kept out of training to measure on, if the data holds out none;
     drawn by group, so that completions of one prompt are on one side."""
     optimizer: Optimizer = Optimizer(learning_rate=1e-6, schedule="linear", warmup_steps=2)
     """The optimizer."""

@@ -50,9 +50,9 @@ class Compared:
     """The largest p at which the policy counts as better."""
     clusters: int
     """Groups of problems whose difference is not `min_difference`: the test by signs is of theirs."""
-    signs: float | None = None
+    signs: float | None
     """p of the test by signs; None where `min_difference` is below 0."""
-    bound: float | None = None
+    bound: float | None
     """p of Gaffke's bound."""
 
     def can_tell(self, least: float) -> bool:
@@ -67,8 +67,8 @@ class Compared:
     def is_above(self, least: float) -> bool:
         """Whether the difference is shown to be above `least`.
 
-        The tests hold their level for few problems and small levels, where a bootstrap is too narrow. The interval,
-        which is what is shown, must agree.
+        The tests hold their level for few problems and small levels, where a bootstrap is too narrow. The interval
+        must agree, because readers see it.
         """
         return self.is_rare and self.low > least
 
@@ -124,7 +124,7 @@ def checks_of(
     compared: Compared | None,
     broken: Sequence[str],
     withdrawn: str | None,
-    left_out: int = 0,
+    left_out: int,
 ) -> list[Check]:
     """Return the checks of a policy, in the order in which a reader wants them.
 

@@ -64,11 +64,10 @@ def _check_comparable(before: Artifact, after: Artifact) -> None:
     """Raise ValueError for evaluations by different settings or judges, or on different problems."""
     one, two = (artifact.manifest["key_parts"] for artifact in (before, after))
     different = [name for name in ("config", "seed") if one[name] != two[name]]
-    # A judge may have been edited between the two: each stage of a run has the code of its own moment.
-    sources = one.get("sources", {}), two.get("sources", {})
-    different += [
-        f"the code of {name}" for name in sorted({*sources[0], *sources[1]}) if len({s.get(name) for s in sources}) > 1
-    ]
+    # A judge may have been edited between the two stages.
+    codes, others = one.get("sources", {}), two.get("sources", {})
+    names = sorted({*codes, *others})
+    different += [f"the code of {name}" for name in names if codes.get(name) != others.get(name)]
     different += ["held-out problems"] if one["inputs"]["data"] != two["inputs"]["data"] else []
     if different:
         raise ValueError(f"the two evaluations differ in {', '.join(different)}: they cannot be compared in pairs")

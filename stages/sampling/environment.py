@@ -42,7 +42,7 @@ class Environment(StageConfig):
     agent: list[str] = []
     """Command of a program that plays an episode by itself and speaks to the OpenAI URL in OPENAI_BASE_URL, such as
     [python, agent.py]: its calls are the trajectory. It reads its task from RLHF_TASK (JSON of the prompt's columns and
-    the seed), and its last line may be {"reward": 1.0}. Files among the words are part of the key, what they import is
+    the seed), and its last line may be {"reward": 1.0}. Files among the words are part of the key, their imports are
     not. In place of name and tools."""
     agent_grades: bool = False
     """Whether the agent's program grades its episodes: it gets the prompt's `answer`, and the key for POST

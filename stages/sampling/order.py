@@ -13,7 +13,7 @@ from collections.abc import Collection, Iterator
 from rlhf.stages.store.keys import derive_seed
 
 AT_A_TIME = 4096
-"""Places that are drawn with one call, where a round has some hundreds of prompts."""
+"""Places that are drawn with one call; a round has some hundreds of prompts."""
 
 
 def positions(total: int, start: int, seed: int) -> Iterator[int]:
@@ -26,7 +26,7 @@ def positions(total: int, start: int, seed: int) -> Iterator[int]:
     for lap in itertools.count(first):
         for place in range(skipped if lap == first else 0, total, AT_A_TIME):
             places = np.arange(place, min(place + AT_A_TIME, total))
-            # Each pass has an order of its own; the seed stays in 31 bits.
+            # Each pass has its own order; the seed stays in 31 bits.
             yield from shuffled(places, total, (seed + lap) % 2**31).tolist()
 
 

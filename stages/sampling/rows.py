@@ -187,7 +187,7 @@ class _Sampler:
             answer=prompt.answer,
             metadata=prompt.metadata,
             prompt_ids=prompt.prompt_ids,
-            # Flat from here on: a list has an object of its own for each token of the round.
+            # Flat arrays: a list has an object for each token of the round.
             token_ids=Numbers(np.asarray(completion.tokens, np.int32)),
             logprobs=Numbers(np.asarray(completion.logps, np.float32)),
             text=min((text.partition(s)[0] for s in self.draw.stop), key=len, default=text),

@@ -66,7 +66,7 @@ def end_all() -> None:
     for name in list(_started):
         _end(name)
     for place in _places:
-        # Clients of object stores have errors of their own.
+        # Each client of an object store has its own errors.
         with contextlib.suppress(Exception):
             fs, path = fsspec.core.url_to_fs(place)
             fs.rm(path, recursive=True)
@@ -78,7 +78,7 @@ def _end(name: str) -> None:
 
 
 def _servers(ctx: Context, settings: EngineSettings, context: int) -> list[Any]:
-    """Running servers at their URLs, or those of this worker, started where there are none that fit."""
+    """Return running servers at their URLs, or those of this worker, which are started if none fits."""
     from rlhf.tuning.rollout.servers.server import RemoteServer
 
     key = "" if settings.key_variable is None else os.environ.get(settings.key_variable, "")
@@ -90,7 +90,7 @@ def _servers(ctx: Context, settings: EngineSettings, context: int) -> list[Any]:
             check_key(settings.key_variable, url)
     if settings.command is None:
         return [RemoteServer(url, **options) for url in settings.urls]
-    # Settings that a running server cannot change: with others it is started anew.
+    # A server restarts for other values of these settings, which a running one cannot change.
     same = {"kind", "command", "arguments", "environment", "servers", "dtype"}
     wanted = digest(settings.model_dump(mode="json", include=same) | {"adapters": settings.sync == "adapter"})
     # Ended before others start: the devices would not hold both.
@@ -103,7 +103,7 @@ def _servers(ctx: Context, settings: EngineSettings, context: int) -> list[Any]:
 
 
 def _server(ctx: Context, settings: EngineSettings, context: int, number: int, options: dict[str, Any]) -> Any:
-    """A server that this worker starts; its output goes to a log beside its weights."""
+    """A server that this worker starts; its output goes to a log next to its weights."""
     from rlhf.tuning.rollout.servers.child import Child
     from rlhf.tuning.rollout.servers.kinds import KINDS
     from rlhf.tuning.rollout.servers.protocol import ServerStart
@@ -216,8 +216,8 @@ def _folder(ctx: Context, settings: EngineSettings, artifact: Artifact, quantize
             shutil.rmtree(old)
         config, params = load_rounded(ctx, artifact, quantize)
         if choose().platform == "cpu" and settings.kind != "native" and not config.family.startswith("gemma"):
-            # vLLM's CPU kernels keep a packed copy of the LM head, which a reload renews only where the head is no tied
-            # one. Its Gemma knows tied ones alone: there the probe finds the old head, and the server is restarted.
+            # vLLM's CPU kernels keep a packed copy of the LM head, which a reload renews only if the head is not tied.
+            # Its Gemma has tied heads alone: there the probe finds the old head, and the server is restarted.
             config, params = huggingface.untied(config, params)
         base = ctx.inputs["tokenizer"]
         generation = token_ids(base) | {"eos_token_id": list(stop_ids(ctx, base))}

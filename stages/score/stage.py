@@ -18,7 +18,7 @@ from rlhf.tuning.rewards.failures import MOST, tallied
 from rlhf.tuning.rewards.samples import Outcome
 from rlhf.tuning.rows import CompletionRow, ScoreRow, numbers_of_groups, write_table
 
-# What rewards may see of a rollout: not the log-probabilities, which are as large as the tokens.
+# Columns of a rollout that rewards see.
 SEEN = (
     "place", "sample", "part", "prompt_id", "prompt", "answer", "metadata", "prompt_ids", "token_ids", "text", "stop",
 )  # fmt: skip

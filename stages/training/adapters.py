@@ -80,7 +80,7 @@ def _flops(task: Task, model: Any, role: Role, config: Any) -> Callable[[list[An
     """FLOPs of a step on groups: forward and backward through the policy, and the task's other computations."""
     from rlhf.tuning.training.speed import ADAPTER, FULL, forward_flops
 
-    # A frozen kernel gets no gradient of its own.
+    # A frozen kernel has no gradient.
     times = FULL if config.lora is None else ADAPTER
     return lambda groups: times * forward_flops(model, groups, head=role == "decoder") + task.flops(groups)
 

@@ -45,7 +45,7 @@ def loads(config: Config) -> tuple[str, ...]:
 
 
 def run(ctx: Context) -> dict[str, Any]:
-    """Writes `policy.json`, and the adapter and state where they are stored; returns the round's metrics."""
+    """Write `policy.json`, and the adapter and state if they are stored; return the round's metrics."""
     from rlhf.tuning.models.peft import save_adapter
 
     state, metrics = _advance(ctx, None, first=True)
@@ -93,7 +93,7 @@ def _advance(ctx: Context, before: State | None, first: bool = False) -> tuple[S
     # The step donates the arrays that it is given: the parent's trainer state leaves the memory.
     ctx.memory.pop(f"{TRAINER}{parent.digest}", None)
     if parent.stage == NAME:
-        # The last round's policy is not read again; a copy beside the new one would only fill the memory.
+        # The last round's policy is not read again; a copy next to the new one would only fill the memory.
         ctx.memory.pop(f"decoder:{parent.digest}", None)
     reference = None
     if config.needs_reference:
@@ -148,7 +148,7 @@ def _rollouts(ctx: Context) -> tuple[Scored, Scored, dict[str, Any]]:
 
     config: Config = ctx.config
     scored = read_scored(ctx.inputs, TRAINED)
-    # Decoding took more than the table again beside the rows, which Arrow's pool would keep for a next table.
+    # Decoding took more than the size of the table, which Arrow's pool would keep.
     pa.default_memory_pool().release_unused()
     digest = ctx.inputs["policy"].digest
     wrong = [] if config.off_policy else [row for row in scored.rows if row.policy != digest]

@@ -58,11 +58,11 @@ class State:
 
     @property
     def trainer(self) -> tuple[Any, Any, Any, Any]:
-        """What a round needs beside the dense parameters. Checkpoints number its leaves: the order is their format."""
+        """The arrays of a round but for the dense parameters. Checkpoints depend on the order of its leaves."""
         return (self.opt_state, self.critic, self.critic_opt, self.adapter)
 
     def learners(self, bases: tuple[Base | None, Base | None]) -> tuple[Learner, Learner | None]:
-        """Policy and critic as a round trains them, over what is frozen below their adapters."""
+        """Return policy and critic as a round trains them, over the frozen parameters below their adapters."""
         from rlhf.tuning.algorithms.learner import Learner
 
         policy = Learner(self.params if self.adapter is None else self.adapter, self.opt_state, bases[0])
@@ -70,7 +70,7 @@ class State:
 
 
 def fingerprint_of(state: State) -> str:
-    """The fingerprint of a policy: of its parameters and, where there is one, of the adapter among them."""
+    """Return the fingerprint of a policy: of its parameters and of its adapter, if it has one."""
     from rlhf.tuning.models.identity import fingerprint
 
     dense = fingerprint(state.params)
@@ -160,7 +160,7 @@ def fresh(ctx: Context, config: DecoderConfig, params: Any) -> State:
     plain, mesh = _plain(ctx.config), mesh_of(ctx)
 
     def trainable(role: Role, model: DecoderConfig, weights: Any) -> Any:
-        # What is trained is donated; all else stays shared with what the worker keeps.
+        # Trained arrays are donated; the worker's memory shares all others.
         own = weights if plain is None else tune(model, role, weights, plain, seed=ctx.seed)[0]
         return own_params(own, mesh)
 
@@ -182,7 +182,7 @@ def _plain(config: Config) -> LoraConfig | None:
 
 
 def trainer_shapes(ctx: Context, config: DecoderConfig) -> tuple[Any, Any, Any, Any]:
-    """Shapes and places of what `State.trainer` of a policy of this config holds."""
+    """Return the shapes and shardings of `State.trainer` of a policy of this config."""
     from rlhf.tuning.mesh import state_shapes
     from rlhf.tuning.models.decoder import abstract_decoder
     from rlhf.tuning.models.huggingface import read_config, scalar_head_shapes
@@ -211,7 +211,7 @@ def _critic_start(ctx: Context, config: DecoderConfig, params: Any) -> tuple[Dec
 
 
 def continues(config: Config, artifact: Artifact) -> bool:
-    """Whether an update of `config` goes on with the trainer of `artifact`, and not afresh from its policy."""
+    """Whether an update of `config` continues with the trainer of `artifact`; else it starts from its policy."""
     # As JSON: the manifest holds settings in that form.
     return artifact.stage == NAME and artifact.manifest["config"].get("lora") == config.model_dump(mode="json")["lora"]
 
@@ -224,7 +224,7 @@ def start_of(config: Config, policy: Artifact) -> Artifact:
 
 
 def bases(ctx: Context) -> tuple[Base | None, Base | None]:
-    """What is frozen under the adapters of policy and critic; None where all parameters are trained."""
+    """Return the frozen parameters below the adapters of policy and critic; None if all parameters are trained."""
     config: Config = ctx.config
     if config.lora is None:
         return None, None
@@ -249,7 +249,7 @@ def merged(ctx: Context, adapter: Any) -> tuple[DecoderConfig, Any]:
 
 
 def input_of(artifact: Artifact, name: str) -> Artifact:
-    """The input of this name that `artifact` was made from. Raises RuntimeError where it is not stored any more."""
+    """Return an input of `artifact` by name. Raises RuntimeError if it is not stored any more."""
     ref = artifact.manifest["inputs"][name]
     stored = artifact.store.with_digest(ref["stage"], ref["key"], ref["digest"])
     if stored is None:
@@ -315,7 +315,7 @@ def _context_of(ctx: Context, artifact: Artifact) -> Context:
 
 
 def here_of(ctx: Context, own: Context) -> Context:
-    """The context `own` on the mesh of `ctx`: devices change no value of what is stored."""
+    """Return the context `own` on the mesh of `ctx`: devices do not change stored values."""
     mesh = ctx.config.compute.mesh if hasattr(ctx.config, "compute") else Mesh()
     compute = own.config.compute.model_copy(update={"mesh": mesh})
     return dataclasses.replace(own, config=own.config.model_copy(update={"compute": compute}))

@@ -37,7 +37,7 @@ class Episode:
         adapters.load(Spec(**spec))
 
     def __call__(self, request: Mapping[str, Any]) -> Any:
-        """Answer a request. Raises what the environment raises, and TypeError for an answer of no known form."""
+        """Answer a request. Raises the errors of the environment, and TypeError for an answer of an unknown form."""
         start = time.monotonic()
         if self._environment is None:
             if request["do"] == "reset":
@@ -88,7 +88,7 @@ def state(value: Any) -> Any:
         found = plain(part)
         if isinstance(found, str) and ADDRESS in str(part):
             raise TypeError(
-                f'info["state"] holds an object of type {found}, which has no text of its own: expected numbers, text, '
+                f'info["state"] holds an object of type {found}, which has no text: expected numbers, text, '
                 "lists and dicts of these, or an object with __str__"
             )
         return found

@@ -227,7 +227,7 @@ class Player:
         if ends:
             self._end(live, "done" if answer.terminated else "truncated")
         elif is_last or len(live.ids) + len(suffix) + 1 > rules.tokens:
-            # The environment says what the episode is worth so far.
+            # The environment may have a last reward.
             live.cut = "turn_limit" if is_last else "token_limit"
             self._environments.finish(live.key)
         else:
@@ -250,7 +250,7 @@ class Player:
         )
 
     def _leave(self, live: _Live) -> None:
-        """Free what the episode holds: its request, its slot and its process."""
+        """Free the request, the slot and the process of the episode."""
         if live.request is not None:
             self._by_request.pop(live.request, None)
             self._engine.cancel(live.request)

@@ -22,8 +22,8 @@ def above_margin(
     """p of a one-sided test whether the mean of b - a is above `least`, by Gaffke's bound over clusters.
 
     Arrays and clusters are as of `statistics.paired_difference`. level: the smallest relevant p; fewer draws are made
-    where it is large. p is (1 + b) / (1 + B) for b of B draws whose mean is not above. A problem can lose 1, or the
-    largest difference that was seen where that is more. Raises ValueError where no problem has a score on both sides.
+    if it is large. p is (1 + b) / (1 + B) for b of B draws whose mean is not above. A problem can lose 1, or the
+    largest difference that was seen if that is more. Raises ValueError if no problem has a score on both sides.
     """
     gaps, names = paired_gaps(a_PS, b_PS, clusters)
     sums, sizes = by_cluster(gaps, names)

@@ -27,7 +27,7 @@ _FEWEST = 9_999
 _HITS = 50
 """Choices of signs expected at the level: its p is known to a seventh."""
 _EXACT = 1 << 20
-"""Sums whose probabilities are added up; where there are more, signs are drawn."""
+"""Sums whose probabilities are added up; if there are more, signs are drawn."""
 CHUNK = 1 << 22
 """Numbers drawn at a time."""
 _DIGITS = 10
@@ -70,12 +70,12 @@ def sign_flip(
 
 
 def draws_for(level: float) -> int:
-    """Random draws that tell a p of about `level`, within what is affordable."""
+    """Return the number of random draws that resolve a p of about `level`, between two bounds."""
     return min(FLIPS, max(_FEWEST, math.ceil(_HITS / level)))
 
 
 def _exact(sizes: np.ndarray, counts: Sequence[int] | np.ndarray, seen: float) -> float | None:
-    """The probability of a sum of at least `seen`; None where there are too many sums."""
+    """The probability of a sum of at least `seen`; None if there are too many sums."""
     sums: np.ndarray = np.zeros(1)
     chances: np.ndarray = np.ones(1)
     for size, count in zip(sizes, counts, strict=True):

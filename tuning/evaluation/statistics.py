@@ -28,7 +28,7 @@ Clusters = Sequence[Hashable] | None
 
 
 def problem_means(correct_PS: np.ndarray) -> np.ndarray:
-    """Mean over the samples of each problem, [problems]; NaN where none has a score."""
+    """Mean over the samples of each problem, [problems]; NaN if none has a score."""
     scores = np.asarray(correct_PS, np.float64)
     counts = np.isfinite(scores).sum(axis=1)
     return np.where(counts > 0, np.nansum(scores, axis=1) / np.maximum(counts, 1), np.nan)
@@ -52,7 +52,7 @@ def mean_interval(
     if np.ptp(values) == 0 and 0 <= mean <= 1:
         return mean, *wilson(mean, len(set(names)), _z(confidence))
     if len(set(names)) == 1 or (np.ptp(values) > 0 and len(set(names)) < FEW):
-        # What scores can be: from 0 to 1, unless they themselves go beyond.
+        # Scores are from 0 to 1, unless they themselves go beyond.
         return mean, *_few(values, names, confidence, (min(0.0, float(values.min())), max(1.0, float(values.max()))))
     return mean, *_bootstrap(values, names, confidence, seed)
 
@@ -77,7 +77,7 @@ def paired_difference(
     # Differences are resampled, not each side: the difficulty that a problem has for both cancels.
     values, names = paired_gaps(a_PS, b_PS, clusters)
     mean, count = float(values.mean()), len(set(names))
-    # What a difference can be: a whole point, unless one is larger.
+    # A difference is at most a whole point, unless one is larger.
     most = max(1.0, float(np.abs(values).max()))
     # Equal differences of scores are equal up to rounding.
     alike = np.ptp(values) == 0 and mean in (-1.0, 0.0, 1.0) if count >= FEW else np.ptp(values) < 1e-9 * most
@@ -118,7 +118,7 @@ def by_cluster(values: np.ndarray, names: Sequence[Hashable]) -> tuple[np.ndarra
 def _few(
     values: np.ndarray, names: Sequence[Hashable], confidence: float, possible: tuple[float, float]
 ) -> tuple[float, float]:
-    """Student's interval of the mean of `values` with clusters - 1 degrees of freedom, within what is `possible`.
+    """Student's interval of the mean of `values` with clusters - 1 degrees of freedom, within the `possible` range.
 
     The mean weighs clusters by their shares w of the problems: its variance is sum(w^2) s^2, s^2 the variance of the
     means of clusters, and at least that of independent problems, since a few means may agree by chance. One cluster has
@@ -150,7 +150,7 @@ def pass_at_k(correct_PS: np.ndarray, k: int) -> float:
     """Unbiased pass@k (Chen et al., arXiv:2107.03374): mean over problems of 1 - C(n - c, k) / C(n, k).
 
     Above 0.5 counts as right; problems with fewer than k scores are left out. Raises ValueError unless
-    1 <= k <= n samples, and where no problem has k scores.
+    1 <= k <= n samples, and if no problem has k scores.
     """
     scores = np.asarray(correct_PS, np.float64)
     if not 1 <= k <= scores.shape[1]:
@@ -172,7 +172,7 @@ def majority(correct_PS: np.ndarray, answers_PS: Sequence[Sequence[Hashable | No
 
     answers_PS: [problems, samples]; None, no answer, does not vote, and a problem without votes scores 0. Of answers
     that are equally common each counts with an equal share, which is the mean over breaking the tie at random. Raises
-    ValueError where no problem has a score.
+    ValueError if no problem has a score.
     """
     shares = []
     for scores, answers in zip(np.asarray(correct_PS, np.float64), answers_PS, strict=True):

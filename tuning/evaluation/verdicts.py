@@ -21,13 +21,13 @@ from rlhf.tuning.rows import VerdictRow
 
 @dataclasses.dataclass(frozen=True)
 class Judged:
-    """What one judge says of each completion of each problem, problems in the order of their places."""
+    """Verdicts of one judge on each completion of each problem, problems in the order of their places."""
 
     places: list[int]
     groups: list[str]
     """The group of each problem: problems of one group are resampled together."""
     correct_PS: np.ndarray
-    """Scores, [problems, samples]: 0 where the judge failed, NaN where it does not apply."""
+    """Scores, [problems, samples]: 0 if the judge failed, NaN if it does not apply."""
     answers_PS: list[list[str | None]]
     failed_PS: np.ndarray
     """Where the judge failed, [problems, samples]."""
@@ -77,7 +77,7 @@ def judged(verdicts: Iterable[VerdictRow], samples: int) -> Judged:
 
 
 def score_of(verdict: VerdictRow) -> float:
-    """0 where the judge failed: a policy must not gain by breaking its judge. NaN where it does not apply."""
+    """Return 0 if the judge failed: a policy must not gain by breaking its judge; NaN if it does not apply."""
     if verdict.score is not None:
         return verdict.score
     return 0.0 if verdict.failure is not None else float("nan")

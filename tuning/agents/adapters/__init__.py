@@ -8,7 +8,7 @@
 | none | the tools alone |
 
 Methods may be coroutine functions. A class with `step` is stepped with the policy's text; one without it, or with
-`get_reward`, is TRL's: its public methods are tools. With `tools` beside an environment, a turn with calls goes to the
+`get_reward`, is TRL's: its public methods are tools. With `tools` next to an environment, a turn with calls goes to the
 tools, and any other to the environment.
 """
 
@@ -33,7 +33,7 @@ PACKAGES = {"gem": "gem-llm", "gymnasium": "gymnasium", "textarena": "textarena"
 
 
 def load(spec: Spec) -> None:
-    """Imports the environment and its tools, for the process that episodes are forked from. Raises ValueError."""
+    """Import the environment and its tools, in the process that episodes are forked from. Raises ValueError."""
     if spec.name is not None:
         _maker(spec)
     elif not spec.tools:
@@ -76,8 +76,8 @@ def built_in(name: str) -> Callable[..., Any]:
     module = BUILT_IN[name]
     if module.ENVIRONMENT is None:
         raise ValueError(f"environment {name!r} is made of tools alone: name no environment, but tools {module.TOOLS}")
-    found: Callable[..., Any] = module.ENVIRONMENT
-    return found
+    environment: Callable[..., Any] = module.ENVIRONMENT
+    return environment
 
 
 def _own(name: str, arguments: dict[str, Any]) -> Adapted:

@@ -45,7 +45,7 @@ def text_actions(arguments: Mapping[str, Any], name: str) -> bool:
 def made(name: str, arguments: Mapping[str, Any]) -> Any:
     """Make an environment of gymnasium's registry, ID or MODULE:ID, with `ansi` if it has that.
 
-    Raises what gymnasium.make raises, and NotAllowed.
+    Raises the errors of gymnasium.make, and NotAllowed.
     """
     import gymnasium
     from gymnasium.envs.registration import load_env_creator

@@ -18,7 +18,7 @@ Result = tuple[Any, float, bool, bool, dict[str, Any]]
 
 
 class Waiting:
-    """Calls functions, and awaits what coroutine functions return; one event loop for all of an episode."""
+    """Awaits the values of coroutine functions; one event loop for an episode."""
 
     def __init__(self) -> None:
         self._runner = asyncio.Runner()
@@ -131,7 +131,7 @@ def result_of(value: Any, environment: Any) -> Result:
             f"{type(environment).__name__}.step returned {form}: expected "
             "(observation, reward, terminated, truncated, info)"
         )
-    # OpenEnv's clients give None where a step has no reward.
+    # OpenEnv's clients give None for a step without a reward.
     reward = 0.0 if reward is None and not isinstance(value, tuple) else reward
     return worded(observation), reward, bool(terminated), bool(truncated), dict(info or {})
 
@@ -152,7 +152,7 @@ def number(value: Any) -> Any:
     if callable(method := getattr(value, "tolist", None)):
         return method()
     raise TypeError(
-        f"the observation holds a {type(value).__name__}: expected text, messages, or what JSON has; an argument "
+        f"the observation holds a {type(value).__name__}: expected text, messages, or JSON values; an argument "
         "`renderer: module:function` makes text of it"
     )
 

@@ -1,7 +1,7 @@
 """Products of two two-digit numbers, with a calculator: an episode of tools alone, whose prompts come from the data.
 
-A small model does not multiply in its head, and copies what a tool answers. The transcripts show the tool in a tenth of
-the episodes: RL has to find out that calls pay.
+A small model does not multiply in its head, and copies the answer of a tool. A tenth of the transcripts uses the tool:
+RL has to find out that calls pay.
 """
 
 from __future__ import annotations
@@ -105,8 +105,8 @@ def levels(tasks: Sequence[Task], turns: int | None = None) -> Levels:
     """Exact levels over exactly these tasks' answers (`row["answer"]`).
 
     Random: a number drawn from those that a product can be, 100 to 9801, without the tool. Blind: the answer that is
-    commonest among the tasks. What the policy itself multiplies without the tool is no property of the tasks: it is in
-    the first evaluation. One turn is too few to read a result; then nothing is said of the optimum.
+    commonest among the tasks. The first evaluation shows how often the policy multiplies without the
+    tool. One turn is too few to read a result; then nothing is said of the optimum.
 
     Raises ValueError without tasks, or for one without an answer.
     """

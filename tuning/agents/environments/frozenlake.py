@@ -87,7 +87,7 @@ class FrozenLake:
         return dataclasses.replace(lake, at=self.moved(lake.at, move))
 
     def distance(self, lake: Lake) -> int:
-        """Moves to the goal on the shortest path; more than an episode has where there is none."""
+        """Moves to the goal on the shortest path; more than an episode has if there is no path."""
         reached = {lake.at} - set(lake.holes)
         for steps in range(self.limit + 1):
             if lake.goal in reached:

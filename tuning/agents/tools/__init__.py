@@ -1,7 +1,7 @@
 """Tools that a policy may call: built-in ones, custom functions, methods of environments, MCP servers.
 
 A tool is a function with type hints and a docstring in Google's style, as in TRL
-(`rlhf.tuning.agents.tools.schemas`). The policy reads what went wrong in a call: the answer to an unknown name, bad
+(`rlhf.tuning.agents.tools.schemas`). The policy reads the error of a call: the answer to an unknown name, bad
 arguments, an exception or a timeout begins with `error:`, and the call is marked as failed.
 """
 
@@ -53,7 +53,7 @@ class Tool:
 
 
 def load(spec: Spec) -> None:
-    """Imports what the tools need, for the process that episodes are forked from. Raises ValueError."""
+    """Import the tools' modules, in the process that episodes are forked from. Raises ValueError."""
     for name in spec.tools:
         if name.startswith(mcp.PREFIX):
             mcp.load()
