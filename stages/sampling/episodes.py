@@ -14,7 +14,7 @@ import dataclasses
 import importlib
 import json
 import math
-from collections.abc import Generator, Iterator, Sequence
+from collections.abc import Generator, Sequence
 from typing import TYPE_CHECKING, Any
 
 from rlhf.stages.common.checked_lines import read_lines, write_line
@@ -43,6 +43,10 @@ if TYPE_CHECKING:
 
 SAVE_EVERY = 64
 """Finished episodes between copies of the journal to a remote store."""
+
+
+Played = Generator[Ended, None, None]
+"""Episodes as they end."""
 
 
 class EnvironmentFailed(RuntimeError):
@@ -113,10 +117,10 @@ class _Episodes:
         self._check(every)
         return every
 
-    def _played(self, episodes: Sequence[Episode]) -> Generator[Ended, None, None]:
+    def _played(self, episodes: Sequence[Episode]) -> Played:
         plays = self._by_program if self.settings.agent else self._in_environments
         with contextlib.ExitStack() as stack:
-            for ended in plays(episodes, stack):
+            for ended in stack.enter_context(contextlib.closing(plays(episodes, stack))):
                 self.ctx.metrics_line(
                     place=ended.episode.place,
                     sample=ended.episode.sample,
@@ -125,10 +129,10 @@ class _Episodes:
                 )
                 yield ended
 
-    def _by_program(self, episodes: Sequence[Episode], stack: contextlib.ExitStack) -> Iterator[Ended]:
+    def _by_program(self, episodes: Sequence[Episode], stack: contextlib.ExitStack) -> Played:
         """Play episodes of a program that speaks to an OpenAI URL."""
         # By name: only episodes of programs have its code in their keys.
-        played: Generator[Ended, None, None] = importlib.import_module(PROGRAMS).played(
+        played: Played = importlib.import_module(PROGRAMS).played(
             self.settings,
             self._engine(stack),
             self.tokenizer,
@@ -140,9 +144,9 @@ class _Episodes:
             self.ctx.seed,
             episodes,
         )
-        return stack.enter_context(contextlib.closing(played))
+        return played
 
-    def _in_environments(self, episodes: Sequence[Episode], stack: contextlib.ExitStack) -> Iterator[Ended]:
+    def _in_environments(self, episodes: Sequence[Episode], stack: contextlib.ExitStack) -> Played:
         from rlhf.tuning.agents.play import Player
         from rlhf.tuning.agents.processes import Environments
         from rlhf.tuning.chat.calls import resolve

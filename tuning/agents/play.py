@@ -15,7 +15,7 @@ from __future__ import annotations
 import collections
 import dataclasses
 import hashlib
-from collections.abc import Iterable, Iterator
+from collections.abc import Generator, Iterable
 from typing import TYPE_CHECKING, Any, Protocol
 
 from rlhf.tuning.agents.contract import Fault, Observed, Status, calls_of
@@ -91,7 +91,7 @@ class Player:
         self._by_request: dict[int, _Live] = {}
         self._ended: list[Ended] = []
 
-    def play(self, episodes: Iterable[Episode]) -> Iterator[Ended]:
+    def play(self, episodes: Iterable[Episode]) -> Generator[Ended, None, None]:
         """Yield the episodes in the order of their ends; `rules.live` of them run at a time."""
         waiting = collections.deque(episodes)
         try:
