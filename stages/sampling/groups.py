@@ -136,15 +136,16 @@ def chosen_groups(scored: Scored, when_short: str, truncated: str = "keep") -> t
     """Choose the first informative groups, as many as the round has prompts; count all prompts by fate.
 
     truncated: the update's setting of that name, which decides whether truncated completions count (R24).
-    Raises TooFewGroups if there are fewer and `when_short` is `stop`.
+    Raises TooFewGroups with the histogram of pass rates if there are fewer and `when_short` is `stop`.
     """
     groups = scored.totals(truncated)
     good = informative_places(groups)
     if len(good) < scored.prompts and when_short == "stop":
         raise TooFewGroups(
             f"{len(good)} of the {scored.prompts} groups that the round wants are informative, after {len(groups)} "
-            "prompts. Use prompts that are neither too hard nor too easy, raise rl.refills or rl.rollout.completions, "
-            "or set rl.update.short_of_groups: train"
+            f"prompts; prompts by share of right completions, 0 to 1: {_histogram(groups)}. Use prompts that are "
+            "neither too hard nor too easy, raise rl.refills or rl.rollout.completions, or set "
+            "rl.update.short_of_groups: train"
         )
     # In order of sampling: refills replace only what the round itself lacks.
     taken = good[: scored.prompts]
@@ -154,6 +155,17 @@ def chosen_groups(scored: Scored, when_short: str, truncated: str = "keep") -> t
         "prompts_to_spare": len(good) - len(taken),
     }
     return scored.only(taken), metrics
+
+
+def _histogram(groups: Mapping[int, Sequence[float]]) -> list[int]:
+    """Count prompts by the share of their completions that are right, as the update does."""
+    import numpy as np
+
+    from rlhf.tuning.algorithms.diagnostics import pass_histogram
+
+    places = [place for place, totals in groups.items() for _ in totals]
+    totals_N = np.asarray([total for totals in groups.values() for total in totals])
+    return pass_histogram(totals_N, np.asarray(places), np.ones(len(places), bool))
 
 
 def missing_prompts(groups: Mapping[int, Sequence[float]], wanted: int) -> int:

@@ -23,12 +23,13 @@ def scored(totals, prompts):
     return Scored([[row] for row in rollouts], scores, prompts)
 
 
-def test_too_few_informative_groups_end_the_round():
+def test_too_few_informative_groups_end_the_round_with_a_histogram():
     given = scored([(0, 0), (1, 1), (0, 1), (1, None)], prompts=2)
     with pytest.raises(TooFewGroups) as error:
         chosen_groups(given, "stop")
     assert "1 of the 2 groups" in str(error.value)
     assert "after 4 prompts" in str(error.value)
+    assert "0 to 1: [1, 0, 1, 0, 2]" in str(error.value)
     taken, metrics = chosen_groups(given, "train")
     assert {row.place for row in taken.rollouts} == {2}
     assert metrics == {"prompts_sampled": 4, "prompts_without_signal": 3, "prompts_to_spare": 0}
