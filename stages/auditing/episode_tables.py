@@ -10,7 +10,6 @@ from typing import Any
 from rlhf.stages.auditing.run import AuditedRun, Round, Tables, is_played
 from rlhf.stages.common.tables import read_table
 from rlhf.stages.store.artifacts import Artifact
-from rlhf.tuning.agents.contract import WITHOUT_REWARD
 from rlhf.tuning.agents.rows import TrajectoryRow, TurnRow
 from rlhf.tuning.rows import CompletionRow, ScoreRow
 
@@ -97,4 +96,4 @@ def played(run: AuditedRun) -> Iterator[Played]:
 
 def says_nothing(episode: TrajectoryRow) -> bool:
     """Whether an episode's end says nothing of the policy."""
-    return episode.status in WITHOUT_REWARD
+    return episode.status == "failed"

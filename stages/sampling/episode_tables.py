@@ -14,7 +14,7 @@ import pyarrow.parquet as pq
 
 from rlhf.stages.common.tables import read_table
 from rlhf.stages.store.artifacts import Artifact
-from rlhf.tuning.agents.contract import WITHOUT_REWARD, Task
+from rlhf.tuning.agents.contract import Task
 from rlhf.tuning.agents.rows import TrajectoryRow
 from rlhf.tuning.rewards.samples import Outcome, Sample, outcome_of
 from rlhf.tuning.rewards.texts import begun
@@ -65,13 +65,13 @@ def conversation_of(row: CompletionRow, episodes: Mapping[Name, TrajectoryRow]) 
 
 
 def reward_of(row: CompletionRow, episodes: Mapping[Name, TrajectoryRow]) -> Outcome:
-    """Return the sum of the environment's rewards. Raises RuntimeError for completions without an environment."""
-    return outcome_of(_episode(row, episodes).reward)
+    """Return the sum of the environment's rewards."""
+    return outcome_of(episodes[row.place, row.sample].reward)
 
 
 def success_of(row: CompletionRow, episodes: Mapping[Name, TrajectoryRow]) -> Outcome:
     """Return 1 for a success (`TrajectoryRow.success`), else 0; None for an episode that failed or has no reward."""
-    success = _episode(row, episodes).success
+    success = episodes[row.place, row.sample].success
     return Outcome(None if success is None else float(success))
 
 
@@ -80,7 +80,7 @@ def summary(episodes: Sequence[TrajectoryRow]) -> dict[str, Any]:
 
     `mean_length` counts sampled tokens over all turns, without observations.
     """
-    said = [row for row in episodes if row.status not in WITHOUT_REWARD]
+    said = [row for row in episodes if row.status != FAILED]
     solved = [row.success for row in said if row.success is not None]
     sampled = sum(row.sampled_tokens for row in said)
     return {
@@ -101,7 +101,7 @@ def turns_summary(folder: Path, tools: bool, episodes: Iterable[TrajectoryRow]) 
     Episodes without a result do not count. tools: whether there are tools; without tools and calls there are no shares
     of calls.
     """
-    counted = {(row.place, row.sample) for row in episodes if row.status not in WITHOUT_REWARD}
+    counted = {(row.place, row.sample) for row in episodes if row.status != FAILED}
     columns = ["place", "sample", "valid", "calls"]
     table = [
         row for path in sorted(folder.glob("*.parquet")) for row in pq.read_table(path, columns=columns).to_pylist()
@@ -115,9 +115,3 @@ def turns_summary(folder: Path, tools: bool, episodes: Iterable[TrajectoryRow]) 
         found["calling"] = len({name for name, _ in calls}) / len({name for name, _ in turns})
         found["failed_calls"] = sum(bool(call.get("failed")) for _, call in calls) / len(calls) if calls else None
     return found
-
-
-def _episode(row: CompletionRow, episodes: Mapping[Name, TrajectoryRow]) -> TrajectoryRow:
-    if (row.place, row.sample) not in episodes:
-        raise RuntimeError("the rollouts are no episodes: add the section environment to the recipe")
-    return episodes[row.place, row.sample]

@@ -24,7 +24,7 @@ from rlhf.stages.sampling.environment import PROGRAMS, Environment
 from rlhf.stages.sampling.episode_tables import Name, task_of
 from rlhf.stages.sampling.native import open_engine
 from rlhf.tuning import multihost
-from rlhf.tuning.agents.contract import WITHOUT_REWARD, Spec
+from rlhf.tuning.agents.contract import Spec
 from rlhf.tuning.agents.rows import TrajectoryRow, TurnRow
 from rlhf.tuning.agents.trajectory import (
     Ended,
@@ -101,7 +101,6 @@ class _Episodes:
         missing = [episode for name, episode in self.episodes.items() if name not in finished]
         if missing:
             played = self._played(missing[multihost.process_index() :: multihost.process_count()])
-            self.journal.parent.mkdir(parents=True, exist_ok=True)
             with self.journal.open("ab") as journal, contextlib.closing(played):
                 for ended in multihost.to_primary(
                     played, lambda ended: to_line(ended).encode(), lambda line: self._ended(json.loads(line))
@@ -202,7 +201,7 @@ class _Episodes:
     def _finished(self) -> dict[Name, Ended]:
         """Read the episodes that an earlier try finished, but for failed ones, which an outage may have caused."""
         lines = (line for line in read_lines(self.journal) if tuple(line[:2]) in self.episodes)
-        read = [self._ended(line) for line in lines if line[2]["status"] not in WITHOUT_REWARD]
+        read = [self._ended(line) for line in lines if line[2]["status"] != "failed"]
         if read:
             self.ctx.log(f"resumed: {len(read)} of {len(self.episodes)} episodes had been played")
         return {(ended.episode.place, ended.episode.sample): ended for ended in read}
@@ -213,13 +212,13 @@ class _Episodes:
 
     def _check(self, ended: Sequence[Ended]) -> None:
         """Raise EnvironmentFailed if more episodes failed than the settings allow."""
-        failed = [e for e in ended if e.status in WITHOUT_REWARD]
+        failed = [e for e in ended if e.status == "failed"]
         allowed = math.ceil(self.settings.max_failed_fraction * len(ended))
         for e in failed[:3]:
-            self.ctx.log(f"episode {e.episode.name}, sample {e.episode.sample}: {e.status}, {e.reason}")
+            self.ctx.log(f"episode {e.episode.name}, sample {e.episode.sample} failed: {e.reason}")
         if len(failed) > allowed:
             raise EnvironmentFailed(
                 f"{len(failed)} of {len(ended)} episodes have no result, {allowed} may "
-                f"(environment.max_failed_fraction); the first: {failed[0].episode.name}: {failed[0].status}, "
-                f"{failed[0].reason}. Finished episodes are kept: fix the environment and run the same command again"
+                f"(environment.max_failed_fraction); the first: {failed[0].episode.name}: {failed[0].reason}. "
+                "Finished episodes are kept: fix the environment and run the same command again"
             )

@@ -81,13 +81,14 @@ def _servers(ctx: Context, settings: EngineSettings, context: int) -> list[Any]:
     """Return running servers at their URLs, or those of this worker, which are started if none fits."""
     from rlhf.tuning.rollout.servers.server import RemoteServer
 
-    key = "" if settings.key_variable is None else os.environ.get(settings.key_variable, "")
-    if settings.key_variable is not None and not key:
-        raise ValueError(f"rl.rollout.engine.key_variable: the environment has no {settings.key_variable}; export it")
-    options: dict[str, Any] = {"timeout": settings.timeout, "retries": settings.tries, "key": key}
+    key = ""
     if settings.key_variable is not None:
+        key = os.environ.get(settings.key_variable, "")
+        if not key:
+            raise ValueError(f"rl.rollout.engine.key_variable: {settings.key_variable} is not set; export it")
         for url in settings.urls:
             check_key(settings.key_variable, url)
+    options: dict[str, Any] = {"timeout": settings.timeout, "retries": settings.tries, "key": key}
     if settings.command is None:
         return [RemoteServer(url, **options) for url in settings.urls]
     # A server restarts for other values of these settings, which a running one cannot change.

@@ -25,12 +25,11 @@ Status = Literal["done", "truncated", "turn_limit", "token_limit", "failed"]
     truncated    the environment said `truncated`, for its own limit
     turn_limit   the policy had all its turns
     token_limit  the next turn would have left the trajectory's tokens, or the positions of the model
-    failed       reset or step raised, ran out of time or lost its process, again after a retry: reward null (R9)
+    failed       reset or step raised, ran out of time or lost its process in each try: no result of the policy, reward
+                 null (R9)
 """
 LIMITS: frozenset[str] = frozenset({"truncated", "turn_limit", "token_limit"})
 """Ends that are cuts: the episode might have gone on, so its value may be bootstrapped (Pardo et al., 2018)."""
-WITHOUT_REWARD: frozenset[str] = frozenset({"failed"})
-"""Ends that say nothing of the policy: such a trajectory leaves every statistic."""
 
 
 class TextEnvironment(Protocol):

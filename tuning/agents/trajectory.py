@@ -9,7 +9,7 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
-from rlhf.tuning.agents.contract import LIMITS, WITHOUT_REWARD, Status, Task
+from rlhf.tuning.agents.contract import LIMITS, Status, Task
 from rlhf.tuning.agents.rows import TrajectoryRow, TurnRow
 from rlhf.tuning.chat import Message
 from rlhf.tuning.rows import CompletionRow, PromptRow
@@ -95,7 +95,7 @@ class Ended:
     def reward(self) -> float | None:
         """Sum of the turns' rewards; None without any, or if the status is no result of the policy."""
         rewards = [turn.reward for turn in self.turns if turn.reward is not None]
-        if self.status in WITHOUT_REWARD or not rewards:
+        if self.status == "failed" or not rewards:
             return None
         return math.fsum(rewards)
 
@@ -103,7 +103,7 @@ class Ended:
     def success(self) -> bool | None:
         """The environment's `info["success"]`, else a guess: whether the environment ended the episode with a positive
         reward of the last turn. The sum would count rewards of steps and form."""
-        if self.status in WITHOUT_REWARD:
+        if self.status == "failed":
             return None
         if self.success_guessed:
             return self.status == "done" and (self.turns[-1].reward or 0.0) > 0
@@ -147,7 +147,7 @@ def completion_rows(ended: Ended, prompt: PromptRow, policy: str, seed: int, tem
                 token_ids=ids,
                 logprobs=logprobs,
                 text=turns[-1].text if turns else "",
-                stop="failed" if ended.status in WITHOUT_REWARD else stop,
+                stop="failed" if ended.status == "failed" else stop,
                 policy=policy,
                 seed=seed,
                 temperature=temperature,
