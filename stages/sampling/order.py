@@ -8,7 +8,7 @@ prompt twice, as two groups (R21).
 from __future__ import annotations
 
 import itertools
-from collections.abc import Collection, Iterator
+from collections.abc import Iterator, Set
 
 from rlhf.stages.store.keys import derive_seed
 
@@ -39,13 +39,12 @@ def prompts_of_round(count: int, total: int, round_number: int, seed: int, first
     return list(itertools.islice(positions(total, start, seed), count))
 
 
-def prompts_of_refill(count: int, total: int, start: int, seed: int, used: Collection[int]) -> list[int]:
+def prompts_of_refill(count: int, total: int, start: int, seed: int, used: Set[int]) -> list[int]:
     """Draw `count` prompts, or as many as there are, that are not among those `used` in the round.
 
     Refills have their own order, from position `start`: a round must not draw other prompts because an earlier one had
     refills.
     """
-    used = frozenset(used)
     wanted = min(count, total - len(used))
     taken: dict[int, None] = {}
     # From any position on two passes have each prompt.
