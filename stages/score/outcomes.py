@@ -134,19 +134,20 @@ def _learned(
     scorer = ctx.inputs[f"scorer_{name}" if ready else "reward"]
     config, params = load_scorer(ctx, scorer, frozen=True)
     pairs = _rendered(ctx, scorer, config.max_positions, rows, episodes) if ready else _as_sampled(ctx, rows)
-    keys = [p if isinstance(p, Outcome) else tuple(np.asarray(ids, np.int32).tobytes() for ids in p) for p in pairs]
+    keys = [p if isinstance(p, Outcome) else tuple(np.asarray(part, np.int32).tobytes() for part in p) for p in pairs]
     # Equal completions are computed once, and completions of one prompt share its tokens in a packed row.
     numbers = {key: i for i, key in enumerate(dict.fromkeys(key for key in keys if not isinstance(key, Outcome)))}
-    by_prompt: dict[bytes, Group] = {}
-    for (prompt, tokens), number in numbers.items():
-        group = by_prompt.setdefault(prompt, Group(Numbers(np.frombuffer(prompt, np.int32)), [], []))
-        group.completions.append(Numbers(np.frombuffer(tokens, np.int32)))
-        group.ids.append(number)
+    by_prompt: dict[bytes, list[bytes]] = {}
+    for prompt, tokens in numbers:
+        by_prompt.setdefault(prompt, []).append(tokens)
+
+    def ids(data: bytes) -> Numbers:
+        return Numbers(np.frombuffer(data, np.int32))
+
+    groups = [Group(ids(p), [ids(t) for t in texts], [numbers[p, t] for t in texts]) for p, texts in by_prompt.items()]
     compute, scores = ctx.config.compute, np.zeros(0)
-    if by_prompt:
-        scores = score_groups(
-            config, params, list(by_prompt.values()), dtype=compute.dtype, budget=compute.tokens_per_micro_batch
-        )
+    if groups:
+        scores = score_groups(config, params, groups, dtype=compute.dtype, budget=compute.tokens_per_micro_batch)
     return [key if isinstance(key, Outcome) else outcome_of(float(scores[numbers[key]])) for key in keys]
 
 

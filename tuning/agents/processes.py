@@ -95,12 +95,12 @@ class Environments:
         """
         self._ask(key, "finish", {"do": "finish"})
 
-    def poll(self, seconds: float) -> list[tuple[Hashable, Observed | Fault]]:
+    def poll(self, seconds: float) -> list[tuple[Any, Observed | Fault]]:
         """Return the answers since the last call; wait up to `seconds` for the first, and not if none is under way.
 
         An episode with a Fault is over; its key may be opened again.
         """
-        found: list[tuple[Hashable, Observed | Fault]] = []
+        found: list[tuple[Any, Observed | Fault]] = []
         for job, result in self._pool.poll(seconds):
             key = job.label
             episode = self._episodes[key]

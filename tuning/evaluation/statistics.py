@@ -13,6 +13,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Hashable, Sequence
 from statistics import NormalDist
+from typing import Any
 
 import numpy as np
 from scipy.special import stdtrit
@@ -201,8 +202,8 @@ def constant_baseline(answers: Sequence[str]) -> tuple[str, float]:
     return answer, count / len(answers)
 
 
-def win_rate(good: np.ndarray, bad: np.ndarray) -> float:
-    """Return the share of pairs in which `good` is above `bad`; a tie is half, so that constant scores give 0.5."""
+def win_rate(good: Any, bad: Any) -> float:
+    """Return the share of pairs of arrays in which `good` is above `bad`; a tie is half: constant scores give 0.5."""
     return float(((good > bad) + 0.5 * (good == bad)).mean())
 
 

@@ -74,10 +74,9 @@ class Methods(Adapted):
             value = self._wait(environment.get_reward())
         else:
             value = getattr(environment, "reward", 0.0)
-        info = {}
         if isinstance(value, Mapping):
-            value, info = float(sum(value.values())), {"reward": dict(value)}
-        return None, 0.0 if value is None else value, terminated, not terminated, info
+            return None, float(sum(value.values())), terminated, not terminated, {"reward": dict(value)}
+        return None, 0.0 if value is None else value, terminated, not terminated, {}
 
     def close(self) -> None:
         if callable(close := getattr(self._environment, "close", None)):
