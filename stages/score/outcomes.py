@@ -58,8 +58,7 @@ def outcomes_of(ctx: Context, names: Sequence[str], rollouts: Sequence[Completio
     # The first failure of the others ends the run (`rlhf.tuning.rewards.totals`).
     may_fail = {name: reward.function for name, reward in config.rewards.items() if reward.on_failure != "stop"}
     outcomes = {name: [found[name][i] for i in sorted(found[name])] for name in names if name in may_fail}
-    setting = "rl.score.max_failed_fraction"
-    check_failures(outcomes, config.max_failed_fraction, setting=setting, functions=may_fail)
+    check_failures(outcomes, config.max_failed_fraction, setting="rl.score.max_failed_fraction", functions=may_fail)
     # A failed episode has no outcome and no failure: `on_failure` and `normalise` must not make a number of it.
     return {name: [column.get(i, Outcome(None)) for i in range(len(rollouts))] for name, column in found.items()}
 

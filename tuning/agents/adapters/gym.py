@@ -126,7 +126,7 @@ class Actions:
 
     def __init__(self, environment: Any, names: list[str] | None) -> None:
         space = getattr(environment, "action_space", None)
-        self._environment, self._space = environment, space
+        self._space = space
         self._count, self._start = int(getattr(space, "n", 0)), int(getattr(space, "start", 0))
         meanings = getattr(getattr(environment, "unwrapped", environment), "get_action_meanings", list)
         self._names = [str(name) for name in names or meanings()] if hasattr(space, "n") else []
@@ -142,8 +142,8 @@ class Actions:
         """Raise ValueError if `parse` cannot read an action, or `actions` has another number of names."""
         if not self._is_text and not hasattr(self._space, "n"):
             raise ValueError(
-                f"actions of {type(self._environment).__name__} are {self._space}: an argument `parser: "
-                "module:function` is needed, which makes an action of (text, environment)"
+                f"the environment's actions are {self._space}: an argument `parser: module:function` is needed, which "
+                "makes an action of (text, environment)"
             )
         if self._names and len(self._names) != self._count:
             raise ValueError(f"actions has {len(self._names)} names: expected {self._count}")

@@ -165,8 +165,16 @@ def records(
     Raises ValueError for arguments that do not fit.
     """
     game = FrozenLake(rows, columns, holes, moves)
-    instance = lambda number: json.dumps(vars(game.lake(number)))  # noqa: E731
-    return records_of("frozenlake", game, seed, transcripts, prompts, heldout, instance, skilled)
+    return records_of(
+        "frozenlake",
+        game,
+        seed,
+        transcripts,
+        prompts,
+        heldout,
+        lambda number: json.dumps(vars(game.lake(number))),
+        skilled,
+    )
 
 
 def levels(tasks: Sequence[Task], turns: int | None = None, **arguments: Any) -> Levels:
