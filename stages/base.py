@@ -51,7 +51,7 @@ def _template_file(config: Config) -> Path:
 
 
 def positions(source: str) -> int | None:
-    """Positions of the model at `source` by its files alone; None where they do not say. Raises SourceMissing."""
+    """Positions of the model at `source` by its files alone; None if they do not say. Raises SourceMissing."""
     from rlhf.tuning.models.positions import TINY, positions_of
 
     path = locate(source)
@@ -113,6 +113,7 @@ def _without_row(source: str, tok: Any, rows: int) -> list[str]:
     return [f"{token!r} ({index})" for index, token in sorted(beyond.items())]
 
 
+IDS = ("bos_token_id", "eos_token_id", "pad_token_id")
 Model = tuple["DecoderConfig", Any, Any, dict[str, Any]]
 """Config, parameters, tokenizer, and bos, eos and pad ids."""
 
@@ -124,11 +125,7 @@ def _random(seed: int) -> Model:
 
     tok = byte_tokenizer()
     config = tiny(len(tok))
-    ids: dict[str, Any] = {
-        "bos_token_id": tok.bos_token_id,
-        "eos_token_id": tok.eos_token_id,
-        "pad_token_id": tok.pad_token_id,
-    }
+    ids: dict[str, Any] = {name: getattr(tok, name) for name in IDS}
     return config, random_params(config, seed), tok, ids
 
 
@@ -143,7 +140,7 @@ def _from_gguf(path: Path, model: Path) -> tuple[DecoderConfig, int, Any]:
     checkpoint = GGUFCheckpoint(file)
     values = checkpoint.config()
     config = from_hugging_face(values, str(path))
-    ids: dict[str, Any] = {k: values[k] for k in ("bos_token_id", "eos_token_id", "pad_token_id") if k in values}
+    ids: dict[str, Any] = {k: values[k] for k in IDS if k in values}
     return config, write_decoder(model, config, checkpoint, ids), tokenizer_from_gguf(file)
 
 

@@ -1,7 +1,7 @@
-"""Distillation: the policy learns a teacher's next-token distributions, on given completions and on its own.
+"""Distillation: the policy learns a teacher's next-token distributions, on given and on sampled completions.
 
-Generalised knowledge distillation (Agarwal et al., arXiv:2306.13649): of the steps, a share `on_policy` samples the
-completions from the policy as it is; the others take those of the SFT data. Prompts are those of the SFT data in both.
+Generalised knowledge distillation (Agarwal et al., arXiv:2306.13649): a share `on_policy` of the steps samples the
+completions from the current policy; the others take those of the SFT data. All prompts are those of the SFT data.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
 
 POLICIES = ("base", "sft", "preference", "rl")
-"""Teachers that the run itself makes."""
+"""Teachers that the run itself trains."""
 
 
 class TokenizersDiffer(ValueError):
@@ -74,11 +74,12 @@ class Config(Fitted):
 
 
 def run(ctx: Context) -> dict[str, Any]:
-    """Trains the policy; returns its metrics and the held-out divergence per token before and after."""
+    """Train the policy; return its metrics and the held-out divergence per token before and after."""
     import numpy as np
 
     from rlhf.tuning.algorithms.distillation import distillation_loss, summed_divergence
     from rlhf.tuning.device import choose
+    from rlhf.tuning.mesh import mesh_of as placed_on
     from rlhf.tuning.mesh import put_params
     from rlhf.tuning.models.decoder import decoder_graph
     from rlhf.tuning.training.completions import per_completion
@@ -88,7 +89,7 @@ def run(ctx: Context) -> dict[str, Any]:
     check_tokenizers(ctx)
     model, start = load_policy(ctx, ctx.inputs["policy"])
     teacher_model, teacher = load_frozen(ctx, ctx.inputs["teacher"])
-    # Beside the student, also where another stage has loaded it on another mesh.
+    # Another stage may have loaded it on another mesh.
     teacher = put_params(teacher, mesh_of(ctx))
     train, held = train_and_heldout(ctx, ctx.inputs["data"], "sft", config.heldout_fraction, config.heldout_examples)
     groups, held_groups = train.examples, held.examples
@@ -98,27 +99,27 @@ def run(ctx: Context) -> dict[str, Any]:
     def measure(params: Any) -> dict[str, float]:
         """Mean divergence of a held-out token."""
         forward = summed_divergence(model, teacher_model, config.weight, config.temperature, device.compute)
-        divergences = per_completion(lambda batch: forward(params, teacher, batch), held_groups, budget)
+        mesh = placed_on(params)
+        divergences = per_completion(lambda batch: forward(params, teacher, batch), held_groups, budget, mesh=mesh)
         # Without masks all tokens of the completion count.
-        masks = [g.masks[0] if g.masks else [1] * len(g.completions[0]) for g in held_groups]
-        return {"divergence": float(divergences.sum() / sum(map(sum, masks)))}
+        tokens = sum(sum(g.masks[0]) if g.masks else len(g.completions[0]) for g in held_groups)
+        return {"divergence": float(divergences.sum() / tokens)}
 
     graphs = decoder_graph(model), decoder_graph(teacher_model)
-    sizes: dict[str, Any] = {}
-    if config.on_policy > 0:
-        prompt = int(np.diff(groups.prompts_N2).max())
-        # Sampled completions may be longer than all of the data: rows must have room for them.
-        sizes = {"longest": config.max_tokens, "largest": prompt + config.max_tokens}
+    samples = config.on_policy > 0
+    prompt = int(np.diff(groups.prompts_N2).max())
     task = Task(
         make_loss=lambda compute: distillation_loss(graphs, config.weight, config.temperature, compute),
         examples=groups,
         summary=lambda s: {"loss": s["divergence"] / s["tokens"], "tokens": s["tokens"]},
         # The forward pass of the teacher.
         flops=lambda groups: forward_flops(teacher_model, groups),
-        sample=_sampler(ctx, model, device) if config.on_policy > 0 else None,
+        sample=_sampler(ctx, model, device) if samples else None,
         measure=measure if held else None,
         judged="divergence",
-        **sizes,
+        # Sampled completions may be longer than all of the data: rows must have room for them.
+        longest=samples * config.max_tokens,
+        largest=samples * (prompt + config.max_tokens),
     )
     params, metrics = fit(ctx, task, model, start, config, frozen=teacher)
     save_model(ctx, "decoder", model, params)
@@ -126,7 +127,7 @@ def run(ctx: Context) -> dict[str, Any]:
 
 
 def _sampler(ctx: Context, model: Any, device: Any) -> Any:
-    """(parameters, step, groups) -> the groups, in steps on policy with completions that the policy samples."""
+    """Return the function (parameters, step, groups) -> groups, with sampled completions in on-policy steps."""
     import numpy as np
 
     from rlhf.tuning.rollout.engine.placement import replicas_of, sampling_mesh
@@ -135,14 +136,14 @@ def _sampler(ctx: Context, model: Any, device: Any) -> Any:
     from rlhf.tuning.training.batch import Group
 
     config: Config = ctx.config
-    # One for all steps, so that its programs compile once.
+    # One engine for all steps compiles once.
     mesh = sampling_mesh(config.compute.mesh)
     limits = limits_of(config.compute, device, replicas=replicas_of(mesh))
     engine = engine_over(mesh, model, device.compute.dtype, limits)
     eos = stop_ids(ctx, ctx.inputs["tokenizer"])
 
     def sample(params: Any, step: int, groups: list[Group]) -> list[Group]:
-        # A generator a step: a resumed run decides as an uninterrupted one would have.
+        # A resumed run decides as an uninterrupted one: each step has its own generator.
         if np.random.default_rng((ctx.seed, step)).random() >= config.on_policy:
             return groups
         sampled = engine.generate(
@@ -162,7 +163,7 @@ def _sampler(ctx: Context, model: Any, device: Any) -> Any:
 
 
 def check_tokenizers(ctx: Context) -> None:
-    """Raises TokenizersDiffer where the teacher brings a tokenizer of its own with other token ids."""
+    """Raise TokenizersDiffer if the teacher has its own tokenizer with other token ids."""
     teacher = ctx.inputs["teacher"]
     if not teacher.has("tokenizer/"):
         return

@@ -1,4 +1,4 @@
-"""One policy on the held-out problems: pass rate with an interval over problems, and every completion kept."""
+"""Evaluation of a policy on the held-out problems: pass rate with an interval over problems."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ SCORES = "scores.json"
 """The file of the artifact with its metrics, for stages that choose by them."""
 
 COMPARING = ("exact_match", "number_match", "math_equal")
-"""Judges for which a constant answer has a score: those that compare with the right one."""
+"""Judges that compare with the right answer: a constant answer has a score by them."""
 
 Arguments = dict[str, str | int | float | bool]
 
@@ -141,20 +141,19 @@ def loads(config: Config) -> tuple[str, ...]:
 
 
 def run(ctx: Context) -> dict[str, Any]:
-    """Writes the rollout table, `verdicts/` and `scores.json`; returns the scores with intervals over problems."""
+    """Write the rollout table, `verdicts/` and `scores.json`; return the scores with intervals over problems."""
     config: Config = ctx.config
     table = read_table(ctx.inputs["data"], "heldout/", PromptRow)
     if not table:
         raise ValueError("the data has no held-out problems: raise data.heldout_fraction, or set evaluate to null")
     placed = drawn(table, config.problems)
     groups = {place: problem.group or problem.prompt for place, problem in placed}
-    restricted: dict[str, Any] = {name: getattr(config, name) for name in ("top_p", "top_k", "min_p", "stop")}
-    draw = Draw(config.samples, config.max_tokens, config.temperature, config.shard_prompts, **restricted)
-    rows = sample_rows(ctx, placed, draw)
+    rows = sample_rows(ctx, placed, Draw.of(config, config.samples, config.temperature))
     if not ctx.is_primary:
         return {}
     reachable = code_can_reach(ctx, [judge.function for judge in config.all_judges.values()])
-    episodes = _episodes(ctx)
+    # None without an environment.
+    episodes = by_name(read_rows((ctx.out / FOLDER).glob("*.parquet"), TrajectoryRow))
     judged = [v for name in config.all_judges for v in _verdicts(ctx, name, rows, groups, episodes)]
     write_table(ctx.out / "verdicts" / "part-00000.parquet", judged, VerdictRow.schema())
     problems = [problem for _, problem in placed]
@@ -164,19 +163,19 @@ def run(ctx: Context) -> dict[str, Any]:
             f"judge {config.judge} applies to none of the problems: they may have no answer; name another "
             "evaluate.judge, or measure nothing (evaluate: null)"
         )
-    if config.environment and episodes:
-        metrics |= _about_episodes(config, problems, list(episodes.values()))
+    if config.environment:
+        metrics |= summary(list(episodes.values())) | _levels(config.environment, problems)
         metrics |= turns_summary(ctx.out / "turns", bool(config.environment.tools), episodes.values())
-    # As content too: what chooses by the scores has them in its key.
+    # As content too: a stage that chooses by the scores has them in its key.
     (ctx.out / SCORES).write_text(json.dumps(metrics, indent=1, sort_keys=True) + "\n")
     return metrics
 
 
 def drawn(table: Sequence[PromptRow], count: int) -> list[tuple[int, PromptRow]]:
-    """(place, problem) of `count` held-out problems, or with 0 of all: group after random group (R22).
+    """Draw (place, problem) of `count` held-out problems by random groups (R22); 0: of all.
 
     They are the same in all runs on this data, whatever their seeds. A problem keeps its place, and so its samples,
-    whatever number of them is used.
+    for any `count`.
     """
     groups = [problem.group or problem.prompt for problem in table]
     return [(place, table[place]) for place in some_by_group(groups, count or len(table), 0, "evaluate")]
@@ -185,31 +184,23 @@ def drawn(table: Sequence[PromptRow], count: int) -> list[tuple[int, PromptRow]]
 Episodes = Mapping[tuple[int, int], TrajectoryRow]
 
 
-def _episodes(ctx: Context) -> Episodes:
-    """The episodes that were just played, by place and sample; empty without an environment."""
-    return by_name(read_rows((ctx.out / FOLDER).glob("*.parquet"), TrajectoryRow)) if ctx.config.environment else {}
-
-
-def _about_episodes(config: Config, problems: Sequence[PromptRow], episodes: Sequence[TrajectoryRow]) -> dict[str, Any]:
-    """How the episodes ended; and what random valid actions and the best policy without observations reach."""
+def _levels(environment: Environment, problems: Sequence[PromptRow]) -> dict[str, Any]:
+    """Return the success of random actions and of the best policy without observations in a built-in environment."""
     from rlhf.tuning.agents.environments import BUILT_IN
 
-    environment = config.environment
-    assert environment is not None
-    # With tools alone the data says which task it is.
-    sources = {problem.source for problem in problems}
-    name = environment.name or (sources.pop() if len(sources) == 1 else None)
-    if name is None or name not in BUILT_IN:
-        return summary(episodes)
+    # With tools alone the data names the task.
+    names = {environment.name} if environment.name else {problem.source for problem in problems}
+    if len(names) > 1 or not names <= set(BUILT_IN):
+        return {}
     tasks = [task_of(problem) for problem in problems]
-    found = BUILT_IN[name].levels(tasks, turns=environment.turns, **environment.arguments)
-    return summary(episodes) | {"levels": dataclasses.asdict(found)}
+    levels = BUILT_IN[str(*names)].levels(tasks, turns=environment.turns, **environment.arguments)
+    return {"levels": dataclasses.asdict(levels)}
 
 
 def _verdicts(
     ctx: Context, name: str, rows: Sequence[CompletionRow], groups: Mapping[int, str], episodes: Episodes
 ) -> list[VerdictRow]:
-    """A judge's verdict on each completion, in the order of the rows; those of an earlier try are not made again.
+    """Return a judge's verdict on each completion, in the order of the rows; those of an earlier try are read.
 
     Raises Outage and TooManyFailures (`rlhf.tuning.rewards.failures`).
     """
@@ -222,12 +213,12 @@ def _verdicts(
     if judge.function == ENVIRONMENT:
         outcomes = [success_of(row, episodes) for row in rows]
     else:
-        # By number: a name may be no name of a file.
+        # By number: the name of a judge may not be a name of a file.
         file = f"verdicts-{list(config.all_judges).index(name)}"
         journal = Journal(ctx, f"judge {name}", file, functools.partial(sample_of, episodes=episodes))
         # An episode without an end is not judged: its environment failed, not the policy.
-        asked = [[i] for i, row in enumerate(rows) if row.stop != FAILED]
-        found = journaled(journal, rows, asked, judge.function, judge.arguments, **limits)
+        calls = [[i] for i, row in enumerate(rows) if row.stop != FAILED]
+        found = journaled(journal, rows, calls, judge.function, judge.arguments, **limits)
         ctx.saved()
         outcomes = [found.get(i, Outcome(None)) for i in range(len(rows))]
     setting, kept = "evaluate.max_failed_fraction", "the completions are kept, and every verdict on them"
@@ -250,7 +241,7 @@ def _verdicts(
 
 
 def _about(config: Config, problems: Sequence[PromptRow]) -> dict[str, Any]:
-    """What is true of the problems, whoever answers them."""
+    """Return metrics of the problems alone."""
     from rlhf.tuning.evaluation.statistics import constant_baseline
 
     about: dict[str, Any] = {"problems": len(problems), "samples": config.samples}

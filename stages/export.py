@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Mapping
 from typing import Any, Literal
 
 from rlhf.stages.common.models import ADAPTER, load_policy, load_tokenizer, stop_ids, token_ids
@@ -24,7 +23,7 @@ class Config(StageConfig):
 
 
 def lineage(artifact: Artifact) -> list[dict[str, Any]]:
-    """Every artifact that this one was made from, nearest first, each once."""
+    """Return the artifact and its ancestors, nearest first, each once."""
     history: dict[str, dict[str, Any]] = {}
     queue = [artifact]
     while queue:
@@ -43,7 +42,7 @@ def lineage(artifact: Artifact) -> list[dict[str, Any]]:
 
 
 def run(ctx: Context) -> dict[str, Any]:
-    """Writes the Hugging Face folder, `provenance.json` and the card; returns size and fingerprint."""
+    """Write the Hugging Face folder, `provenance.json` and the card; return size and fingerprint."""
     from rlhf.tuning.models import huggingface, identity, tokenizer
     from rlhf.tuning.models.tensors import Tensors
 
@@ -68,27 +67,18 @@ def run(ctx: Context) -> dict[str, Any]:
     for stray in ctx.out.glob(".*.part"):
         shutil.rmtree(stray, ignore_errors=True)
     size = sum(file.stat().st_size for file in ctx.out.glob("*.safetensors"))
-    ctx.log(f"exported {ctx.config.name}: {_size({'bytes': size})} of safetensors")
+    ctx.log(f"exported {ctx.config.name}: {size / 1e6:.1f} MB of safetensors")
     return {"bytes": size, "fingerprint": identity.fingerprint(params)}
 
 
 def _card(name: str, policy: Artifact, history: list[dict[str, Any]]) -> str:
-    """The README of the folder: stages, keys and digests, the oldest first."""
+    """Return the README of the folder: stages, keys and digests, the oldest first."""
     lines = [f"# {name}", "", "Made by rlhf-pipeline. `provenance.json` holds configs, seeds and versions.", ""]
     lines += ["| stage | key | output digest |", "|---|---|---|"]
     lines += [f"| {h['stage']} | {h['key'][:12]} | {h['digest'][:12]} |" for h in reversed(history)]
     if policy.has(f"{ADAPTER}/"):
-        lines += [
-            "",
-            f"`{ADAPTER}/` holds in PEFT's format what the last stage trained; it is merged in the weights here.",
-        ]
+        lines += ["", f"`{ADAPTER}/` holds the adapter of the last stage in PEFT's format, merged in these weights."]
     return "\n".join([*lines, "", f"Policy digest: {policy.digest}", ""])
-
-
-def _size(metrics: Mapping[str, Any]) -> str:
-    """Megabytes, with digits behind the point where there are few: a tiny model is no 0 MB."""
-    megabytes = metrics.get("bytes", 0) / 1e6
-    return f"{megabytes:.0f} MB" if megabytes >= 10 else f"{megabytes:.2g} MB"
 
 
 STAGE = Stage(
@@ -100,5 +90,5 @@ STAGE = Stage(
     section="export",
     title="export",
     reads={"policy": Reads("policy"), "tokenizer": Reads("tokenizer")},
-    headline=(_size,),
+    headline=("{bytes:.1fM} MB",),
 )

@@ -1,12 +1,11 @@
-"""What is new in the data: without the rows to train on that the policy at the start was trained on before.
+"""The new rows of the data: without those that the policy at the start was trained on.
 
-Held-out rows stay as they are, file by file, so that policies of many nights are compared on the same problems.
+Held-out files are copied unchanged, so that policies of many nights are compared on the same problems.
 """
 
 from __future__ import annotations
 
 import shutil
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +22,7 @@ class Config(StageConfig):
 
 
 def run(ctx: Context) -> dict[str, Any]:
-    """Writes the parts of the data; returns how many rows of each part to train on are new, and how many are not."""
+    """Write the parts of the data; return how many rows of each part to train on are new, and how many are not."""
     from rlhf.tuning.data.flat import write_arrays
 
     data, trained = ctx.inputs["data"], read_names(ctx.inputs["start"])
@@ -54,26 +53,23 @@ _HELD_OUT = ("heldout", "heldout_sft", "heldout_preference", "heldout_labelled")
 
 
 def _without(source: Path, target: Path, trained: set[str]) -> tuple[int, int]:
-    """Writes the rows of a table that are new, in their order; returns how many they are, and how many are not."""
+    """Write the new rows of a table, in their order; return how many are new, and how many are not."""
     from rlhf.tuning.data.schema import write_parquet
 
-    counts = [0, 0]
-
-    def new() -> Iterator[pa.Table]:
-        file = pq.ParquetFile(source)
-        for batch in file.iter_batches():
-            columns = [name for name in COLUMNS if name in batch.schema.names]
-            mask = [not is_trained(row, trained) for row in batch.select(columns).to_pylist()]
-            counts[0] += sum(mask)
-            counts[1] += len(mask) - sum(mask)
-            yield pa.Table.from_batches([batch]).filter(pa.array(mask))
-
-    schema = pq.read_schema(source)
-    write_parquet(target, new(), {field.name: field.type for field in schema})
-    if not counts[1]:
-        # Byte for byte: what reads it is found again.
+    file, schema = pq.ParquetFile(source), pq.read_schema(source)
+    columns = [name for name in COLUMNS if name in schema.names]
+    masks = [
+        [not is_trained(row, trained) for row in batch.to_pylist()] for batch in file.iter_batches(columns=columns)
+    ]
+    new, total = sum(map(sum, masks)), sum(map(len, masks))
+    if new == total:
+        # Byte for byte: stages that read it are cache hits.
         shutil.copyfile(source, target)
-    return counts[0], counts[1]
+        return new, 0
+    batches = zip(file.iter_batches(), masks, strict=True)
+    tables = (pa.Table.from_batches([batch]).filter(pa.array(mask)) for batch, mask in batches)
+    write_parquet(target, tables, {field.name: field.type for field in schema})
+    return new, total - new
 
 
 STAGE = Stage(

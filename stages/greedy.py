@@ -27,7 +27,7 @@ def run(ctx: Context) -> dict[str, Any]:
 
 
 def prompts_by_place(rollouts: Iterable[CompletionRow]) -> list[tuple[int, PromptRow]]:
-    """(place, prompt) of a rollout table, in its order: each place has a baseline, also that of a repeated prompt."""
+    """Return (place, prompt) of a rollout table, in its order: a repeated prompt has a baseline at each place."""
     first: dict[int, CompletionRow] = {}
     for row in rollouts:
         first.setdefault(row.place, row)

@@ -1,14 +1,14 @@
 """Preference optimisation: the policy learns from judged completions without a reward model (DPO and its relatives).
 
-Pairs are side by side behind their prompt, which is computed once. Log-probabilities of the reference are computed once
-too, before training; ORPO, SimPO and CPO need none. The reference is the policy before this stage; with `lora.quantize`
-it has the quantised kernels. KTO learns from completions that are labelled good or bad, or from pairs taken apart. Its
-reference point is the step's mean log-ratio on completions of other prompts (Ethayarajh et al., arXiv:2402.01306).
+Both completions of a pair follow their prompt, which is computed once. Log-probabilities of the reference are computed
+once, before training; ORPO, SimPO and CPO need none. The reference is the policy before this stage; with
+`lora.quantize` it has the quantised kernels. KTO learns from completions that are labelled good or bad, or from split
+pairs. Its reference point is the step's mean log-ratio on completions of other prompts (Ethayarajh et al.,
+arXiv:2402.01306).
 """
 
 from __future__ import annotations
 
-import dataclasses
 import io
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Annotated, Any
@@ -34,15 +34,13 @@ if TYPE_CHECKING:
 
 Scorer = Callable[..., "np.ndarray"]
 """(parameters, groups, like) -> log p of each completion, as `rlhf.tuning.training.completions.per_completion`."""
-Measure = Callable[[Any], dict[str, float]]
-"""Parameters -> metrics on the held-out examples."""
 
 
 class Config(Fitted, core.Preference):  # type: ignore[misc]
     """Preference optimisation; an example is a pair, for KTO a completion."""
 
     heldout_fraction: Annotated[float, Field(ge=0, lt=1)] = 0.1
-    """Share of the examples kept out of training to measure on, where the data holds out none;
+    """Share of the examples kept out of training to measure on, if the data holds out none;
     drawn by group, so that completions of one prompt are on one side."""
     optimizer: Optimizer = Optimizer(learning_rate=1e-6, schedule="linear", warmup_steps=2)
     """The optimizer."""
@@ -84,22 +82,14 @@ def run(ctx: Context) -> dict[str, Any]:
         on = mesh_of(params)
         return per_completion(lambda batch: forward(params, batch), groups, budget, like=like, whole=True, mesh=on)
 
-    make = _labelled if config.unpaired else _pairs
-    task, measure = make(ctx, model, config, logps, reference)
-    params, metrics = fit(ctx, dataclasses.replace(task, measure=measure), model, start, config)
+    task = (_labelled if config.unpaired else _pairs)(ctx, model, config, logps, reference)
+    params, metrics = fit(ctx, task, model, start, config)
     save_model(ctx, "decoder", model, params)
     return metrics | {"examples": len(task.examples)}
 
 
-def _device(values: Any) -> Any:
-    """A host array as the losses take it; None stays."""
-    import jax.numpy as jnp
-
-    return None if values is None else jnp.asarray(values)
-
-
 def _kept(ctx: Context, name: str, make: Callable[[], np.ndarray]) -> np.ndarray:
-    """An array that an earlier try left in `ctx.work`, or a new one."""
+    """Read an array that an earlier try left in `ctx.work`, or make it."""
     import numpy as np
 
     path = ctx.work / name / "values.npy"
@@ -117,13 +107,14 @@ def _kept(ctx: Context, name: str, make: Callable[[], np.ndarray]) -> np.ndarray
     return made
 
 
-def _pairs(
-    ctx: Context, model: DecoderConfig, settings: core.Preference, logps: Scorer, reference: Any
-) -> tuple[Task, Measure]:
-    """The task on pairs, and a function that measures parameters on the held-out pairs."""
+def _pairs(ctx: Context, model: DecoderConfig, settings: core.Preference, logps: Scorer, reference: Any) -> Task:
+    """Return the task on pairs."""
+    import jax
+    import jax.numpy as jnp
     import numpy as np
 
     from rlhf.tuning.algorithms.preference import pair_losses, pair_summary, preference_loss
+    from rlhf.tuning.evaluation.statistics import win_rate
     from rlhf.tuning.models.decoder import decoder_graph
 
     train, held = train_and_heldout(
@@ -141,42 +132,44 @@ def _pairs(
         return [{"reference_C": p.gather(known[examples].reshape(-1))} for p in packed]
 
     def measure(params: Any) -> dict[str, float]:
-        if not held:
-            return {}
         policy_logps = logps(params, held_groups)
         lengths = held_groups.lengths_NC.reshape(-1).astype(np.float32)
         weighs = settings.sft_weight and settings.ld_alpha < 1
         whole = logps(params, held_groups, ld_alpha=1.0) if weighs else None
-        judged = pair_losses(settings, *map(_device, (policy_logps, lengths, held_known, whole)))
+        judged = pair_losses(settings, *jax.tree.map(jnp.asarray, (policy_logps, lengths, held_known, whole)))
         losses, chosen, rejected = map(np.asarray, judged)
         pairs = policy_logps.reshape(-1, 2)
         return {
             "pairs": len(held),
             "loss": float(losses.mean()),
-            # A tie is half right: before training all rewards tie.
-            "accuracy": float(((chosen > rejected) + 0.5 * (chosen == rejected)).mean()),
+            "accuracy": win_rate(chosen, rejected),
             "margin": float((chosen - rejected).mean()),
             "chosen_logps": float(pairs[:, 0].mean()),
             "rejected_logps": float(pairs[:, 1].mean()),
-            "ranking": float(((pairs[:, 0] > pairs[:, 1]) + 0.5 * (pairs[:, 0] == pairs[:, 1])).mean()),
+            "ranking": win_rate(pairs[:, 0], pairs[:, 1]),
         }
 
-    task = Task(
+    return Task(
         make_loss=lambda compute: preference_loss(decoder_graph(model), settings, compute),
         examples=groups,
         columns=None if reference is None else columns,
         summary=pair_summary,
+        measure=measure if held else None,
     )
-    return task, measure
 
 
-def _labelled(
-    ctx: Context, model: DecoderConfig, settings: core.Preference, logps: Scorer, reference: Any
-) -> tuple[Task, Measure]:
-    """The task on completions with a label, and a function that measures parameters on the held-out ones."""
+def _labelled(ctx: Context, model: DecoderConfig, settings: core.Preference, logps: Scorer, reference: Any) -> Task:
+    """Return the task on completions with a label."""
+    import jax.numpy as jnp
     import numpy as np
 
-    from rlhf.tuning.algorithms.preference import chance_above, unpaired_loss, unpaired_losses, unpaired_summary
+    from rlhf.tuning.algorithms.preference import (
+        chance_above,
+        mismatched,
+        unpaired_loss,
+        unpaired_losses,
+        unpaired_summary,
+    )
     from rlhf.tuning.losses.preference import kto_reference_point
     from rlhf.tuning.models.decoder import decoder_graph
     from rlhf.tuning.precision import real
@@ -185,14 +178,18 @@ def _labelled(
 
     has_labels = "labelled" in ctx.inputs
     source, part = ("labelled", "labelled") if has_labels else ("data", "preference")
+
+    def mismatched_examples(examples: Examples) -> Examples:
+        return examples.with_completions_of(mismatched(examples.prompt_bytes()))
+
     tables = train_and_heldout(ctx, ctx.inputs[source], part, ctx.config.heldout_fraction, ctx.config.heldout_examples)
     # A pair is a good and a bad completion.
     groups, held_groups = (t.examples if has_labels else t.examples.apart() for t in tables)
     labels, held_labels = (
         np.asarray(t.column("label")) if has_labels else np.tile([True, False], len(t)) for t in tables
     )
-    # For KTO's reference point: completions that do not belong to the prompt.
-    other = _mismatched(groups)
+    # For KTO's reference point: each prompt with the completion of another one.
+    other = mismatched_examples(groups)
     if len(set(labels)) < 2:
         raise ValueError(
             f"all {len(groups)} labels are {bool(labels[0])}: {settings.loss} needs completions of both kinds"
@@ -221,16 +218,16 @@ def _labelled(
         arrays = {"reference_C": known[examples], "label_C": labels[examples].astype(np.float32)}
         return [{k: p.gather(v) for k, v in arrays.items()} | {"kl": kl} for p in packed]
 
-    if len(held_groups):
-        held_other = _mismatched(held_groups)
+    # The measurement compares good completions with bad ones.
+    both_kinds = len(set(held_labels)) == 2
+    if both_kinds:
+        held_other = mismatched_examples(held_groups)
         held_known, held_other_known = logps(reference, held_groups), logps(reference, held_other)
 
     def measure(params: Any) -> dict[str, float]:
-        if len(set(held_labels)) < 2:
-            return {}
         kl = reference_point(params, held_other, held_other_known, held_other)
         policy_logps = logps(params, held_groups)
-        judged = unpaired_losses(settings, *map(_device, (policy_logps, held_known, held_labels, kl)))
+        judged = unpaired_losses(settings, *map(jnp.asarray, (policy_logps, held_known, held_labels, kl)))
         losses, rewards = map(np.asarray, judged)
         good, bad = rewards[held_labels], rewards[~held_labels]
         return {
@@ -242,22 +239,15 @@ def _labelled(
             "ranking": chance_above(policy_logps[held_labels], policy_logps[~held_labels]),
         }
 
-    task = Task(
+    return Task(
         make_loss=lambda compute: unpaired_loss(decoder_graph(model), settings, compute),
         examples=groups,
         columns=columns,
         # The reference point of KTO is a forward pass over as many completions of other prompts.
         flops=lambda groups: forward_flops(model, groups) if settings.loss == "kto" else 0.0,
         summary=unpaired_summary,
+        measure=measure if both_kinds else None,
     )
-    return task, measure
-
-
-def _mismatched(examples: Examples) -> Examples:
-    """Each prompt with the completion of another one."""
-    from rlhf.tuning.algorithms.preference import mismatched
-
-    return examples.with_completions_of(mismatched(examples.prompt_bytes()))
 
 
 STAGE = Stage(

@@ -1,8 +1,8 @@
-"""Further prompts of a round, in place of those whose completions all score alike (DAPO, arXiv:2503.14476).
+"""Refills: further prompts of a round for those without a signal (dynamic sampling of DAPO, arXiv:2503.14476).
 
-A refill samples as many new prompts as it expects to need and leaves its table empty where nothing is missing. They are
-the next in the order of refills (`rlhf.stages.sampling.order`) that the round does not have. The update takes the first
-informative groups and accounts for all others (`rlhf.stages.sampling.groups`).
+A refill samples the number of prompts that it expects to need; without a need its table is empty. They are the next in
+the order of refills (`rlhf.stages.sampling.order`) that the round does not have. The update takes the first informative
+groups and counts all others (`rlhf.stages.sampling.groups`).
 """
 
 from __future__ import annotations
@@ -26,39 +26,39 @@ class Config(Rollout):
     """Sampling as in the round's rollouts."""
 
     number: Annotated[int, Field(ge=1)] = 1
-    """Which refill of the round this is."""
+    """Number of the refill in the round."""
     start: Annotated[int, Field(ge=0)] = 0
-    """Where it begins in the order of refills: behind all refills that come before it in the run."""
+    """Its position in the order of refills: after all earlier refills of the run."""
     truncated: Literal["keep", "mask", "mask-loss"] = "keep"
-    """What becomes of completions cut off at max_tokens; the recipe takes it from rl.update.truncated."""
+    """Treatment of completions cut off at max_tokens; the recipe takes it from rl.update.truncated."""
 
 
 def run(ctx: Context) -> dict[str, Any]:
-    """Writes the rollout table; returns counts of prompts, completions and tokens."""
+    """Write the rollout table; return counts of prompts, completions and tokens."""
     config: Config = ctx.config
     scored = read_scored(ctx.inputs, NAMED)
     groups, drawn = scored.totals(config.truncated), {row.prompt_id for row in scored.rollouts}
     data = ctx.inputs["data"]
     total, used = unusable(data, drawn, room_of(ctx, config.max_tokens))
     seed = ctx.seed if config.order_seed is None else config.order_seed
-    # As many as the round has places: a prompt that the round refused is not replaced.
+    # A prompt that the round refused is not replaced.
     missing = missing_prompts(groups, scored.prompts)
     chosen = rows_at(data, "prompts/", PromptRow, prompts_of_refill(missing, total, config.start, seed, used))
     if not chosen:
-        # Stages that follow read a table, empty or not.
+        # Later stages read a table, even an empty one.
         if ctx.is_primary:
             write_table(ctx.out / FOLDER / "part-00000.parquet", [], CompletionRow.schema())
         return {"prompts": 0, "completions": 0, "tokens": 0}
-    # Behind the places of the round and of the refills before this one, which have at most as many prompts each.
+    # After the places of the round and of earlier refills, each of which has at most `prompts` prompts.
     places = enumerate(chosen, start=config.number * config.prompts)
     rows = sample_rows(ctx, list(places), Draw.of(config, config.completions, config.temperature))
     return {"prompts": len(chosen), "completions": len(rows), "tokens": sum(len(r.token_ids) for r in rows)}
 
 
 def unusable(data: Artifact, drawn: Collection[str], room: float) -> tuple[int, set[int]]:
-    """The number of prompts, and the numbers of those that the round has or that are longer than `room`.
+    """Return the number of prompts, and the numbers of those that the round has or that are longer than `room`.
 
-    What cannot be sampled is passed over, not refused: nobody asked for these prompts.
+    A refill skips a prompt that is too long; it does not refuse it, as a round does.
     """
     import numpy as np
     import pyarrow as pa

@@ -35,7 +35,7 @@ def run(ctx: Context) -> dict[str, Any]:
     import pyarrow as pa
 
     from rlhf.tuning.algorithms.supervised import reward_loss, reward_summary
-    from rlhf.tuning.evaluation.statistics import calibration_error
+    from rlhf.tuning.evaluation.statistics import calibration_error, win_rate
     from rlhf.tuning.losses.preference import bradley_terry
     from rlhf.tuning.models import huggingface
     from rlhf.tuning.models.decoder import scalar_graph
@@ -56,14 +56,16 @@ def run(ctx: Context) -> dict[str, Any]:
         # Both completions of a pair carry its margin.
         return [{"margin_C": p.gather(np.repeat(margins[examples], 2))} for p in packed]
 
-    held_margins = jnp.asarray(weighted(held))
+    held_margins = weighted(held)
+
+    def scores_of(params: Any) -> np.ndarray:
+        # Chosen completions are at even places, rejected ones at odd.
+        return score_groups(config, params, held.examples, dtype=ctx.config.compute.dtype)
 
     def measure(params: Any) -> dict[str, float]:
-        scores = jnp.asarray(score_groups(config, params, held.examples, dtype=ctx.config.compute.dtype))
+        scores = jnp.asarray(scores_of(params))
         losses = bradley_terry(scores[::2], scores[1::2], jnp.asarray(held_margins), ctx.config.centering)
-        good, bad = scores[::2], scores[1::2]
-        # A tie is half right, or a scorer that knows nothing would be below chance.
-        return {"loss": float(losses.mean()), "accuracy": float(((good > bad) + 0.5 * (good == bad)).mean())}
+        return {"loss": float(losses.mean()), "accuracy": win_rate(scores[::2], scores[1::2])}
 
     task = Task(
         make_loss=lambda compute: reward_loss(scalar_graph(config), ctx.config.centering, compute),
@@ -77,10 +79,8 @@ def run(ctx: Context) -> dict[str, Any]:
     save_model(ctx, "scorer", config, params)
     metrics |= {"pairs": len(train), "heldout_pairs": len(held)}
     if held:
-        scores = score_groups(config, params, held.examples, dtype=ctx.config.compute.dtype)
-        # Chosen completions are at even places, rejected ones at odd.
-        gaps = scores[::2] - scores[1::2]
-        metrics["calibration_error"] = calibration_error(gaps)
+        scores = scores_of(params)
+        metrics["calibration_error"] = calibration_error(scores[::2] - scores[1::2])
         write_rows(
             ctx.out / "heldout" / "part-00000.parquet",
             [

@@ -9,7 +9,7 @@ from rlhf.stages.common.tables import count_rows, rows_at
 from rlhf.stages.contract.definition import Context, Reads, Stage
 from rlhf.stages.sampling.episode_tables import FOLDER, summary, turns_summary
 from rlhf.stages.sampling.order import prompts_of_round
-from rlhf.stages.sampling.rows import Draw, sample_rows, too_long, write_refused
+from rlhf.stages.sampling.rows import Draw, refuse_long, sample_rows
 from rlhf.stages.sampling.settings import Rollout as Config
 from rlhf.stages.sampling.settings import loads, sources
 from rlhf.tuning.agents.rows import TrajectoryRow
@@ -18,46 +18,35 @@ from rlhf.tuning.rows import read_table as read_rows
 
 
 def run(ctx: Context) -> dict[str, Any]:
-    """Writes the rollout table and `refused/`; returns counts, and mean length and speed of the sampled tokens."""
+    """Write the rollout table and `refused/`; return counts, and mean length and speed of the sampled tokens."""
     config: Config = ctx.config
     data = ctx.inputs["data"]
     seed = ctx.seed if config.order_seed is None else config.order_seed
     numbers = prompts_of_round(config.prompts, count_rows(data, "prompts/"), config.round, seed, config.first)
     chosen = rows_at(data, "prompts/", PromptRow, numbers)
-    refused = _refused(ctx, chosen)
-    # A prompt has its place before others are refused: its samples do not depend on what else is in the round.
+    refused = refuse_long(ctx, chosen, config.max_tokens)
+    # Places count refused prompts: the samples of a prompt do not depend on the others of the round.
     prompts = [(place, prompt) for place, prompt in enumerate(chosen) if place not in refused]
     started = time.monotonic()
     rows = sample_rows(ctx, prompts, Draw.of(config, config.completions, config.temperature))
     seconds = time.monotonic() - started
     if not ctx.is_primary:
         return {}
-    if len(rows) != len(prompts) * config.completions:
-        raise RuntimeError(f"{len(rows)} completions for {len(prompts)} prompts x {config.completions}")
     tokens = sum(len(row.token_ids) for row in rows)
     episodes: dict[str, Any] = {"mean_length": tokens / len(rows)}
     if config.environment:
         played = list(read_rows((ctx.out / FOLDER).glob("*.parquet"), TrajectoryRow))
         episodes = summary(played)
-        # No token of an observation, and those of all parts of a trajectory.
+        # Sampled tokens of all parts of a trajectory, without observations.
         tokens = episodes["sampled_tokens"]
         episodes |= turns_summary(ctx.out / "turns", bool(config.environment.tools), played)
     return episodes | {
-        "refused_prompts": len(chosen) - len(prompts),
+        "refused_prompts": len(refused),
         "completions": len(rows),
         "tokens": tokens,
         "truncated": sum(row.stop == "length" for row in rows) / len(rows),
         "tokens_per_second": round(tokens / max(seconds, 1e-9), 1),
     }
-
-
-def _refused(ctx: Context, prompts: list[PromptRow]) -> set[int]:
-    """The places of prompts that are too long, which are listed in the artifact. Raises ValueError where all are."""
-    refused = too_long(ctx, enumerate(prompts), ctx.config.max_tokens)
-    write_refused(ctx, refused)
-    if len(refused) == len(prompts):
-        raise ValueError(f"every prompt of the round is too long, as {refused[0].prompt_id}: {refused[0].reason}")
-    return {row.place for row in refused}
 
 
 STAGE = Stage(

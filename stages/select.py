@@ -1,6 +1,7 @@
 """The best of several policies by their evaluations: its content is that of the policy that it chose.
 
-What reads the choice so has the key that it has for the chosen policy itself, and hits where that was read before.
+A stage that reads the choice has the same key as for the chosen policy itself, so it is a cache hit if it read that
+policy before.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from rlhf.stages.contract.definition import Context, Reads, Stage, StageConfig
 from rlhf.stages.store.artifacts import NOT_CONTENT, Artifact
 
 POLICY, EVALUATION = "candidate_", "evaluation_"
-"""Inputs are named so, with the number of the round behind."""
+"""Prefixes of the inputs, followed by the number of the round."""
 
 
 class Config(StageConfig):
@@ -25,7 +26,7 @@ class Config(StageConfig):
 
 
 def run(ctx: Context) -> dict[str, Any]:
-    """Copies the best candidate's content; returns which one it is, and what each has reached."""
+    """Copy the best candidate's content; return its round, and the metric of each candidate."""
     reached = {
         name.removeprefix(EVALUATION): _value(evaluation, ctx.config.metric)
         for name, evaluation in ctx.inputs.items()
@@ -42,7 +43,7 @@ def run(ctx: Context) -> dict[str, Any]:
 
 
 def _value(evaluation: Artifact, metric: str) -> float:
-    """A metric of an evaluation. Raises ValueError where it has none."""
+    """Return a metric of an evaluation. Raises ValueError if it has none."""
     scores = json.loads(evaluation.local("scores.json").read_bytes())
     value = scores["judges"][metric].get("score") if metric in scores.get("judges", {}) else scores.get(metric)
     if value is None:

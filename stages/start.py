@@ -1,7 +1,7 @@
-"""The policy that a name stands for, as what a run starts from in place of its base model.
+"""The policy that a name stands for, as the start of a run in place of its base model.
 
 It brings its weights, and the names of all prompts that it and its ancestors were trained on (`trained/`): the runs
-that follow need none of the artifacts behind it, so a chain of nights holds no more than its last links.
+that follow need none of its ancestors' artifacts, so a chain of nightly runs keeps only its last links.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ class Config(StageConfig):
 
 
 def run(ctx: Context) -> dict[str, Any]:
-    """Writes `model/` and `trained/`; returns which policy it is, and how many prompts it was trained on."""
+    """Write `model/` and `trained/`; return the policy, and the number of prompts that it was trained on."""
     config, base = ctx.config, ctx.inputs["tokenizer"]
     policy = base.store.with_digest(config.stage, config.key, config.digest)
     if policy is None:

@@ -7,8 +7,6 @@ from statistics import median_high
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from rlhf.flows.report.formats import LABELS, visible
-from rlhf.flows.report.measures import finished_rounds
-from rlhf.stages.sampling.equal_rewards import alone
 
 if TYPE_CHECKING:
     from rlhf.stages.common.verdicts import Difference
@@ -40,10 +38,6 @@ def round_warnings(record: Mapping[str, Any], series: Mapping[str, Sequence[floa
     warnings += [_gradient(known), _signal(known), _length(known)]
     rewards = sorted(((rl.get("score") or {}).get("rewards") or {}).items())
     warnings += [_flat(known, name) for name, reward in rewards if reward.get("function") == "reward_model"]
-    # Rewards that in every round were equal for all completions of a prompt.
-    scores = [parts["score"]["metrics"] for parts in finished_rounds(record).values() if "score" in parts]
-    if scores and (alike := set.intersection(*(set(metrics.get("alike") or ()) for metrics in scores))):
-        warnings.append(Warn("Reward without a difference", f"{alone(sorted(alike))}."))
     return [warning for warning in warnings if warning is not None]
 
 

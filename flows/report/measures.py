@@ -14,7 +14,7 @@ MAIN = ("reward", "pass_rate", "heldout_score", "kl", "entropy", "success", "tur
 ENDS = {
     "ended": ("done",),
     "cut": ("truncated", "turn_limit", "token_limit"),
-    "without a result": ("failed", "diverged", "time_limit"),
+    "without a result": ("failed",),
 }
 """Statuses of episodes by their end: by themselves, by a limit, or without a result."""
 PASS_RATES = ("few", "some", "most")

@@ -11,7 +11,7 @@ from typing import Any, get_args
 
 from rlhf.stages.auditing.laws import Finding, Law, close
 from rlhf.stages.auditing.run import Completions, name_of
-from rlhf.tuning.agents.contract import WITHOUT_REWARD, Status
+from rlhf.tuning.agents.contract import Status
 from rlhf.tuning.agents.rows import TrajectoryRow, TurnRow
 from rlhf.tuning.rows import CompletionRow
 
@@ -59,7 +59,7 @@ def check_returns(table: Completions, finding: Finding) -> None:
     columns = _columns(table, finding)
     for name, episode in table.episodes.items():
         rewards = [turn.reward for turn in table.turns.get(name, []) if turn.reward is not None]
-        expected = None if episode.status in WITHOUT_REWARD or not rewards else math.fsum(rewards)
+        expected = None if episode.status == "failed" or not rewards else math.fsum(rewards)
         slack = ROUNDING * max(1.0, math.fsum(map(abs, rewards)))
         case = f"{table.case(name)}: reward {episode.reward}, its turns give {expected}"
         finding.check(close(episode.reward, expected, 0.0, slack), case)
@@ -83,7 +83,7 @@ def check_faults(table: Completions, finding: Finding) -> None:
     fates = {name_of(f): f.fate for f in table.fates}
     for name, episode in table.episodes.items():
         stops = {row.stop for row in table.parts.get(name, [])[-1:]}
-        if episode.status not in WITHOUT_REWARD:
+        if episode.status != "failed":
             case = f"{table.case(name)} is {episode.status} in trajectories and failed in rollouts"
             finding.check("failed" not in stops, case)
             continue

@@ -13,13 +13,14 @@ if TYPE_CHECKING:
     from rlhf.tuning.evaluation.verdicts import Difference, Judged
 
 
-def verdicts_of(evaluation: Artifact) -> Judged:
-    """The verdicts of the judge that decides."""
+def verdicts_of(evaluation: Artifact, judge: str = "score") -> Judged:
+    """Read the verdicts of a judge; `score`: of the one that decides."""
     from rlhf.tuning.evaluation.verdicts import judged
 
     config = evaluation.manifest["config"]
+    name = config["judge"] if judge == "score" else judge
     rows = read_table(evaluation, "verdicts/", VerdictRow)
-    return judged((row for row in rows if row.judge == config["judge"]), config["samples"])
+    return judged((row for row in rows if row.judge == name), config["samples"])
 
 
 def differences(evaluations: Mapping[str, Artifact]) -> dict[str, dict[str, Difference]]:

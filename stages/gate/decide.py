@@ -17,10 +17,10 @@ PROMOTED, REFUSED, NOTHING_NEW = "promoted", "refused", "nothing new"
 
 @dataclasses.dataclass(frozen=True)
 class Check:
-    """One thing that is asked of a policy."""
+    """One requirement of a policy."""
 
     name: str
-    """The setting that asks, such as `floors.score`."""
+    """The setting that requires it, such as `floors.score`."""
     figure: float | None
     bound: float | None
     holds: bool
@@ -50,13 +50,13 @@ class Compared:
     """The largest p at which the policy counts as better."""
     clusters: int
     """Groups of problems whose difference is not `min_difference`: the test by signs is of theirs."""
-    signs: float | None = None
+    signs: float | None
     """p of the test by signs; None where `min_difference` is below 0."""
-    bound: float | None = None
+    bound: float | None
     """p of Gaffke's bound."""
 
     def can_tell(self, least: float) -> bool:
-        """Whether so few clusters could show a difference above `least` at this level at all."""
+        """Whether this number of clusters could show a difference above `least` at this level."""
         return least < 0 or 2.0**-self.clusters <= self.level
 
     @property
@@ -67,16 +67,16 @@ class Compared:
     def is_above(self, least: float) -> bool:
         """Whether the difference is shown to be above `least`.
 
-        The tests hold their level for few problems and small levels, where a bootstrap is too narrow. The interval,
-        which is what is shown, must agree.
+        The tests hold their level for few problems and small levels, where a bootstrap is too narrow. The interval
+        must agree, because readers see it.
         """
         return self.is_rare and self.low > least
 
 
 def compare(config: Config, before: Judged, after: Judged, excluded: Set[int]) -> Compared | None:
-    """after - before by problem, with interval and test; None where no problem is left.
+    """Compare after - before by problem, with interval and test; None if no problem is left.
 
-    excluded: places of problems that are left out. Raises ValueError where the two are of different problems.
+    excluded: places of problems that are left out. Raises ValueError for evaluations of different problems.
     """
     from rlhf.tuning.evaluation.margin import above_margin
     from rlhf.tuning.evaluation.permutation import sign_flip
@@ -102,21 +102,14 @@ def compare(config: Config, before: Judged, after: Judged, excluded: Set[int]) -
     return Compared(mean, low, high, sum(known), left_out, without, unscored, p, level, test.clusters, signs, bound)
 
 
-@dataclasses.dataclass(frozen=True)
-class Told:
-    """The metrics of a policy's evaluation, whose judges may have failed on some of its completions."""
-
-    low: Mapping[str, Any]
-    """A missing score counts as the lowest, for metrics that have to be large."""
-    high: Mapping[str, Any]
-    """A missing score counts as the highest, for metrics that have to be small."""
-    low_of_both: Mapping[str, Any]
-    """As `low`, of the problems of which the other policy has a score too: for bounds that follow from its figures."""
-    high_of_both: Mapping[str, Any]
+Bounded = Mapping[str, Mapping[str, Any]]
+"""By the kind of a bound (`floor`, `most`, `rise`, `fall`, `times`): the metrics of a policy's evaluation, in which a
+score that the judge did not give counts as the one that holds the bound the least. Bounds that follow from the other
+policy's figures are of the problems of which that one has a score too."""
 
 
 def figure_of(metrics: Mapping[str, Any], name: str) -> float | None:
-    """A number of an evaluation by its name, or the score of the judge of that name; None where it has none."""
+    """Return a number of an evaluation by its name, or the score of the judge of that name; None if it has none."""
     judges = metrics.get("judges") or {}
     value = judges[name].get("score") if name in judges else metrics.get(name)
     if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
@@ -126,32 +119,32 @@ def figure_of(metrics: Mapping[str, Any], name: str) -> float | None:
 
 def checks_of(
     config: Config,
-    candidate: Told,
+    candidate: Bounded,
     other: Mapping[str, Any] | None,
     compared: Compared | None,
     broken: Sequence[str],
     withdrawn: str | None,
-    left_out: int = 0,
+    left_out: int,
 ) -> list[Check]:
-    """Everything that is asked of a policy, in the order in which a reader wants it.
+    """Return the checks of a policy, in the order in which a reader wants them.
 
-    candidate, other: of the evaluations; None where there is no policy to compare with.
-    broken: violated laws of the audit. withdrawn: the rollback that removed this policy. left_out: problems that
-    the metrics exclude because a policy was trained on them.
+    other: the metrics of the policy to compare with; None without one. broken: violated laws of the audit. withdrawn:
+    the rollback that removed this policy. left_out: problems that the metrics exclude because a policy was trained on
+    them.
     """
-    found = [] if other is None else [_difference(config, compared)]
-    found += [
-        _floor(name, least, figure_of(candidate.low, name), left_out) for name, least in sorted(config.floors.items())
-    ]
+    checks = [] if other is None else [_difference(config, compared)]
+    for name, least in sorted(config.floors.items()):
+        figure = figure_of(candidate["floor"], name)
+        checks.append(_check(f"floors.{name}", name, figure, least, left_out, at_least=True))
     for name, guard in sorted(config.guards.items()):
-        found += _guard(config, name, guard, candidate, other, left_out)
+        checks += _guard(config, name, guard, candidate, other, left_out)
     if config.audit:
         said = "all laws of the audit hold" if not broken else f"{len(broken)} laws of the audit are broken: "
-        found.append(Check("audit", float(len(broken)), 0.0, not broken, said + "; ".join(broken)))
+        checks.append(Check("audit", float(len(broken)), 0.0, not broken, said + "; ".join(broken)))
     if withdrawn is not None:
-        said = f"this very policy was taken back before ({withdrawn}): `rlhf promote --force` brings it back by hand"
-        found.append(Check("rollback", None, None, False, said))
-    return found
+        said = f"this policy was rolled back before ({withdrawn}): `rlhf promote --force` promotes it by hand"
+        checks.append(Check("rollback", None, None, False, said))
+    return checks
 
 
 def _difference(config: Config, compared: Compared | None) -> Check:
@@ -164,13 +157,13 @@ def _difference(config: Config, compared: Compared | None) -> Check:
     holds = compared.is_above(config.min_difference)
     said = (
         f"{config.metric} {compared.mean:+.4f} [{compared.low:+.4f}, {compared.high:+.4f}] against {config.against} on "
-        f"{compared.problems} problems{left_out}: {_shown(config, compared)}"
+        f"{compared.problems} problems{left_out}: {_evidence(config, compared)}"
     )
     return Check("min_difference", compared.low, config.min_difference, holds, said)
 
 
-def _shown(config: Config, compared: Compared) -> str:
-    """What interval and test say of the least difference."""
+def _evidence(config: Config, compared: Compared) -> str:
+    """Say what interval and test show of the least difference."""
     least, level = f"{config.min_difference:g}", f"{compared.level:.3g}"
     choice = f" (best of {config.candidates})" if config.candidates > 1 else ""
     end = f"the lower end is {'' if compared.low > config.min_difference else 'not '}above {least}"
@@ -187,63 +180,51 @@ def _shown(config: Config, compared: Compared) -> str:
     )
 
 
-def _floor(name: str, least: float, figure: float | None, left_out: int) -> Check:
-    holds = figure is not None and figure >= least - _slack(least)
-    word = "at least" if holds else "below"
-    said = (
-        _unknown(name, left_out) if figure is None else f"{name} {figure:.4g} is {word} {least:g}{_without(left_out)}"
-    )
-    return Check(f"floors.{name}", figure, least, holds, said)
-
-
 def _guard(
-    config: Config, name: str, guard: Guard, candidate: Told, other: Mapping[str, Any] | None, left_out: int
+    config: Config, name: str, guard: Guard, candidate: Bounded, other: Mapping[str, Any] | None, left_out: int
 ) -> Iterator[Check]:
-    """A check for each bound of a guard. Without a policy to compare with, only the largest value counts."""
+    """Yield a check for each bound of a guard; without a policy to compare with, for the largest value alone."""
     before = None if other is None else figure_of(other, name)
-    bounds: list[tuple[str, float | None, str]] = []
-    if guard.most is not None:
-        bounds.append(("most", guard.most, ""))
-    for way, value in (("rise", guard.rise), ("fall", guard.fall), ("times", guard.times)):
-        if value is None or other is None:
+    for kind in ("most", "rise", "fall", "times"):
+        value = getattr(guard, kind)
+        if value is None or (kind != "most" and other is None):
             continue
-        bound = None if before is None else _bound(way, value, before)
-        shown = "none" if before is None else f"{before:.4g}"
-        bounds.append((way, bound, f" ({way} {value:g} from {shown} of {config.against})"))
-    for way, bound, of in bounds:
-        told = {"most": candidate.high, "fall": candidate.low_of_both}.get(way, candidate.high_of_both)
-        figure = figure_of(told, name)
-        if figure is None or bound is None:
-            whose = "" if figure is None else f" of {config.against}"
-            yield Check(f"guards.{name}.{way}", figure, bound, False, _unknown(name, left_out, whose))
-            continue
-        holds = figure >= bound - _slack(bound) if way == "fall" else figure <= bound + _slack(bound)
-        word = ("at least" if holds else "below") if way == "fall" else ("at most" if holds else "above")
-        said = f"{name} {figure:.4g} is {word} {bound:.4g}{of}{_without(left_out)}"
-        yield Check(f"guards.{name}.{way}", figure, bound, holds, said)
+        bound, origin = value, ""
+        if kind != "most":
+            origin = f" ({kind} {value:g} from {'none' if before is None else f'{before:.4g}'} of {config.against})"
+            bounds = {} if before is None else {"rise": before + value, "fall": before - value, "times": before * value}
+            bound = bounds.get(kind)
+        figure = figure_of(candidate[kind], name)
+        lacking = f" of {config.against}" if figure is not None else ""
+        yield _check(f"guards.{name}.{kind}", name, figure, bound, left_out, kind == "fall", origin, lacking)
 
 
-def _slack(bound: float) -> float:
-    """Rounding of a mean or of a sum of bounds: a figure at its bound has to hold in any order of the rows."""
-    return 1e-9 * max(1.0, abs(bound))
-
-
-def _bound(way: str, value: float, before: float) -> float:
-    return before * value if way == "times" else before + value if way == "rise" else before - value
-
-
-def _unknown(name: str, left_out: int, whose: str = "") -> str:
-    if left_out:
-        return f"{name}{whose} cannot be judged{_without(left_out)}: no figure of it is of the other problems alone"
-    return f"{name} has no figure in the evaluation{whose}: it may apply to none of the problems"
-
-
-def _without(left_out: int) -> str:
-    return f" without the {left_out} problem{'' if left_out == 1 else 's'} trained on" if left_out else ""
+def _check(
+    setting: str,
+    name: str,
+    figure: float | None,
+    bound: float | None,
+    left_out: int,
+    at_least: bool,
+    origin: str = "",
+    lacking: str = "",
+) -> Check:
+    """Compare a figure with its bound. origin: of the bound. lacking: whose evaluation has no figure."""
+    without = f" without the {left_out} problem{'' if left_out == 1 else 's'} trained on" if left_out else ""
+    if figure is None or bound is None:
+        said = f"{name} has no figure in the evaluation{lacking}: it may apply to none of the problems"
+        if left_out:
+            said = f"{name}{lacking} cannot be judged{without}: no figure of it is of the other problems alone"
+        return Check(setting, figure, bound, False, said)
+    # Rounding of a mean or of a sum of bounds: a figure at its bound holds in any order of the rows.
+    slack = 1e-9 * max(1.0, abs(bound))
+    holds = figure >= bound - slack if at_least else figure <= bound + slack
+    word = ("at least" if holds else "below") if at_least else ("at most" if holds else "above")
+    return Check(setting, figure, bound, holds, f"{name} {figure:.4g} is {word} {bound:.4g}{origin}{without}")
 
 
 def decision(config: Config, checks: Sequence[Check], compared: Compared | None, same: bool) -> dict[str, Any]:
-    """The decision with its figures. same: the policy is the champion already."""
+    """Return the decision with its figures. same: the policy is the champion already."""
     missed = [check.said for check in checks if not check.holds]
     made = NOTHING_NEW if same else REFUSED if missed else PROMOTED
     return {

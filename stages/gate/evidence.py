@@ -1,47 +1,44 @@
-"""What the evaluations of a policy and of the one that it is compared with say, where a judge has no score.
+"""Metrics of a policy and of the one that it is compared with, if a judge has no score of some completions.
 
-The policy gains nothing by what has none: its failed judgements, and those that do not apply to it though the other has
-a score of the problem, count as the lowest score that the judge has given to either (0 at most) where much is better,
-and as the highest (1 at least) where little is. What the judge failed on for the other is left out: it would lower the
-bars. Problems of which the other has no score at all are left out of both where the two are compared.
+A policy does not gain by a missing score. Its failed judgements, and those that do not apply although the other policy
+has a score of the problem, count as the lowest score that the judge gave to either (0 at most) for bounds from below,
+and as the highest (1 at least) for bounds from above. Failed judgements of the other policy are left out: they would
+lower the bars. Problems of which the other has no score are left out of both for bounds that compare the two.
 """
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable, Mapping, Set
+import functools
+from collections.abc import Callable, Mapping, Set
 from typing import Any
 
 from rlhf.stages.common.evaluation_metrics import READ, figures, is_of_verdicts
 from rlhf.stages.common.tables import read_table
-from rlhf.stages.gate.decide import Told
+from rlhf.stages.gate.decide import Bounded
 from rlhf.stages.sampling.episode_tables import episodes_of, summary, turns_summary
 from rlhf.stages.store.artifacts import Artifact
 from rlhf.tuning.rows import CompletionRow, VerdictRow
 
-Problem = tuple[str, int]
-"""A judge and a place."""
-
 
 class Evaluation:
-    """The tables of an evaluation without some places, read when they are needed."""
+    """The tables of an evaluation without some places."""
 
     def __init__(self, artifact: Artifact, excluded: Set[int]):
         self._artifact, self._excluded = artifact, excluded
         every = read_table(artifact, "verdicts/", VerdictRow)
         self.verdicts = [row for row in every if row.place not in excluded]
         self.left_out = len({row.place for row in every} & excluded)
-        self._rows: list[CompletionRow] | None = None
 
-    @property
-    def scored(self) -> set[Problem]:
-        """The problems of which each judge has a score."""
-        return {(row.judge, row.place) for row in self.verdicts if row.score is not None}
+    @functools.cached_property
+    def _rows(self) -> list[CompletionRow]:
+        every = read_table(self._artifact, "rollouts/", CompletionRow, READ)
+        return [row for row in every if row.place not in self._excluded]
 
     def figures(self, changed: Mapping[int, VerdictRow]) -> Mapping[str, Any]:
-        """The metrics with some verdicts in place of others, by number; those of all completions where none differs.
+        """Compute the metrics with some verdicts replaced, by number; without a change they are those of the artifact.
 
-        How many judgements failed, or do not apply, is as it was.
+        The numbers of judgements that failed, or do not apply, stay.
         """
         if not changed and not self.left_out:
             return self._artifact.metrics
@@ -49,17 +46,14 @@ class Evaluation:
             return {}
         config = self._artifact.manifest["config"]
         judges = [config["judge"], *config.get("judges", {})]
-        if self._rows is None:
-            every = read_table(self._artifact, "rollouts/", CompletionRow, READ)
-            self._rows = [row for row in every if row.place not in self._excluded]
         verdicts = [changed.get(number, row) for number, row in enumerate(self.verdicts)]
         found = figures(judges, config["samples"], self._rows, verdicts)
-        for name, judge in zip((None, *judges[1:]), judges, strict=True):
-            (found if name is None else found["judges"][name]).update(self._counts(judge))
+        for judge in judges:
+            (found if judge == judges[0] else found["judges"][judge]).update(self._counts(judge))
         if episodes := [e for e in episodes_of(self._artifact).values() if e.place not in self._excluded]:
             tools = bool((config.get("environment") or {}).get("tools"))
             found |= summary(episodes) | turns_summary(self._artifact.local("turns/"), tools, episodes)
-        # Of all problems what is of them alone stays, such as levels.
+        # Metrics of all problems alone, such as levels, stay as they are.
         rest = {} if self.left_out else self._artifact.metrics
         return {name: value for name, value in rest.items() if not is_of_verdicts(name)} | found
 
@@ -70,46 +64,35 @@ class Evaluation:
         return {"judge_failures": failures, "not_applicable": len({row.place for row in rows} - applies)}
 
 
-def told(candidate: Evaluation, other: Evaluation | None) -> tuple[Told, Mapping[str, Any] | None]:
-    """The metrics of the policy, both ways, and of the other."""
-    known = set() if other is None else other.scored
-    ends = _ends([*candidate.verdicts, *(other.verdicts if other is not None else ())])
-    lost = {
-        number: row
-        for number, row in enumerate(candidate.verdicts)
-        if row.score is None and (row.failure is not None or (row.judge, row.place) in known)
+def bounded_metrics(candidate: Evaluation, other: Evaluation | None) -> tuple[Bounded, Mapping[str, Any] | None]:
+    """Compute the metrics of the policy for each kind of bound, and those of the other policy."""
+    theirs = [] if other is None else other.verdicts
+    known = {(row.judge, row.place) for row in theirs if row.score is not None}
+    scores: dict[str, list[float]] = {row.judge: [0.0, 1.0] for row in [*candidate.verdicts, *theirs]}
+    for row in [*candidate.verdicts, *theirs]:
+        scores[row.judge] += [] if row.score is None else [row.score]
+    lost: list[tuple[int, VerdictRow]] = []
+    alone: dict[int, VerdictRow] = {}
+    for number, row in enumerate(candidate.verdicts):
+        if row.score is None and (row.failure is not None or (row.judge, row.place) in known):
+            lost.append((number, row))
+        if other is not None and (row.judge, row.place) not in known:
+            # It applies to neither of the two.
+            alone[number] = dataclasses.replace(row, score=None, failure=None)
+
+    def with_lost(end: Callable[[list[float]], float], left_out: Mapping[int, VerdictRow]) -> Mapping[str, Any]:
+        worst = {number: dataclasses.replace(row, score=end(scores[row.judge])) for number, row in lost}
+        return candidate.figures({**worst, **left_out})
+
+    high_of_both = with_lost(max, alone)
+    bounded = {
+        "floor": with_lost(min, {}),
+        "most": with_lost(max, {}),
+        "fall": with_lost(min, alone),
+        "rise": high_of_both,
+        "times": high_of_both,
     }
-
-    # They apply to neither.
-    alone = {
-        number: dataclasses.replace(row, score=None, failure=None)
-        for number, row in enumerate(candidate.verdicts)
-        if other is not None and (row.judge, row.place) not in known
-    }
-
-    def counted(end: int, without: Mapping[int, VerdictRow]) -> Mapping[str, Any]:
-        worst = {n: dataclasses.replace(row, score=ends[row.judge][end]) for n, row in lost.items()}
-        return candidate.figures({**worst, **without})
-
-    low = counted(0, {})
-    high = counted(1, {}) if lost else low
-    of_both = (counted(0, alone), counted(1, alone)) if alone else (low, high)
     if other is None:
-        return Told(low, high, *of_both), None
-    failed = {
-        number: dataclasses.replace(row, failure=None)
-        for number, row in enumerate(other.verdicts)
-        if row.failure is not None
-    }
-    return Told(low, high, *of_both), other.figures(failed)
-
-
-def _ends(verdicts: Iterable[VerdictRow]) -> dict[str, tuple[float, float]]:
-    """The lowest score of each judge, 0 at most, and the highest, 1 at least."""
-    ends: dict[str, tuple[float, float]] = {}
-    for row in verdicts:
-        low, high = ends.get(row.judge, (0.0, 1.0))
-        if row.score is not None:
-            low, high = min(low, row.score), max(high, row.score)
-        ends[row.judge] = low, high
-    return ends
+        return bounded, None
+    failed = {n: dataclasses.replace(row, failure=None) for n, row in enumerate(theirs) if row.failure is not None}
+    return bounded, other.figures(failed)

@@ -40,7 +40,7 @@ class Guard(StageConfig):
 
 
 class Gate(StageConfig):
-    """What a policy must show before a name stands for it."""
+    """Requirements of a policy before a name stands for it."""
 
     name: Annotated[str, Field(pattern=r"^[a-z][a-z0-9_.-]{0,63}$")] = CHAMPION
     """Name that a promoted policy gets; the new policy is compared with the policy of this name."""

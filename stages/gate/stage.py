@@ -1,25 +1,24 @@
 """The decision whether a run's policy becomes the champion, by evaluations on the same held-out problems.
 
-It compares the policy with the champion problem by problem, holds floors and guards, and has the run audited. What
-follows from a decision, a name that moves and an export, is done by who runs the stages.
+The stage compares the policy with the champion problem by problem, checks floors and guards, and audits the run. The
+flow then moves the name and exports the policy.
 
-    decision.json   the decision, every check with figure and bound, and the laws that are broken
+    decision.json   the decision, and every check with figure and bound
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Set
+from collections.abc import Mapping
 from typing import Any
 
-from rlhf.stages.common.tables import read_table
 from rlhf.stages.common.trained_prompts import rows_of, trained_names, was_seen
+from rlhf.stages.common.verdicts import verdicts_of
 from rlhf.stages.contract.definition import Context, Reads, Stage
-from rlhf.stages.gate.decide import Compared, checks_of, compare, decision
-from rlhf.stages.gate.evidence import Evaluation, told
+from rlhf.stages.gate.decide import checks_of, compare, decision
+from rlhf.stages.gate.evidence import Evaluation, bounded_metrics
 from rlhf.stages.gate.settings import CHAMPION, Config
 from rlhf.stages.store.artifacts import Artifact
-from rlhf.tuning.rows import VerdictRow
 
 NODE = "node_"
 """Prefix of the roles of the run's artifacts, followed by the node's name, for the audit."""
@@ -27,16 +26,20 @@ FILE = "decision.json"
 
 
 def run(ctx: Context) -> dict[str, Any]:
-    """Writes `decision.json`; returns the same."""
+    """Write `decision.json`; return the same."""
     config: Config = ctx.config
     candidate, other = ctx.inputs["candidate"], ctx.inputs.get("against")
-    trained_on = _trained_on(ctx)
-    compared = None if other is None else _compared(config, other, candidate, trained_on)
     policy, champion = ctx.inputs["policy"], ctx.inputs.get("champion")
+    trained_on = _trained_on(ctx)
+    compared = None
+    if other is not None:
+        _check_comparable(other, candidate)
+        before, after = (verdicts_of(artifact, config.metric) for artifact in (other, candidate))
+        compared = compare(config, before, after, trained_on)
     broken = _broken_laws(ctx) if config.audit else []
-    found = Evaluation(candidate, trained_on)
-    metrics, others = told(found, None if other is None else Evaluation(other, trained_on))
-    checks = checks_of(config, metrics, others, compared, broken, config.withdrawn.get(policy.digest), found.left_out)
+    own = Evaluation(candidate, trained_on)
+    metrics, others = bounded_metrics(own, None if other is None else Evaluation(other, trained_on))
+    checks = checks_of(config, metrics, others, compared, broken, config.withdrawn.get(policy.digest), own.left_out)
     same = champion is not None and champion.digest == policy.digest
     made = decision(config, checks, compared, same) | {
         "candidate": policy.digest,
@@ -57,33 +60,17 @@ def _trained_on(ctx: Context) -> set[int]:
     return {place for place, row in enumerate(rows_of(ctx.inputs["data"], "heldout")) if was_seen(row, trained)}
 
 
-def _compared(config: Config, before: Artifact, after: Artifact, excluded: Set[int]) -> Compared | None:
-    """The paired difference, without the problems that one of the policies was trained on."""
-    _check_alike(before, after)
-    return compare(config, _judged(before, config.metric), _judged(after, config.metric), excluded)
-
-
-def _check_alike(before: Artifact, after: Artifact) -> None:
-    """Raises ValueError for evaluations by different settings or judges, or on different problems."""
+def _check_comparable(before: Artifact, after: Artifact) -> None:
+    """Raise ValueError for evaluations by different settings or judges, or on different problems."""
     one, two = (artifact.manifest["key_parts"] for artifact in (before, after))
     different = [name for name in ("config", "seed") if one[name] != two[name]]
-    # A judge may have been edited between the two: each stage of a run has the code of its own moment.
-    sources = one.get("sources", {}), two.get("sources", {})
-    different += [
-        f"the code of {name}" for name in sorted({*sources[0], *sources[1]}) if len({s.get(name) for s in sources}) > 1
-    ]
+    # A judge may have been edited between the two stages.
+    codes, others = one.get("sources", {}), two.get("sources", {})
+    names = sorted({*codes, *others})
+    different += [f"the code of {name}" for name in names if codes.get(name) != others.get(name)]
     different += ["held-out problems"] if one["inputs"]["data"] != two["inputs"]["data"] else []
     if different:
         raise ValueError(f"the two evaluations differ in {', '.join(different)}: they cannot be compared in pairs")
-
-
-def _judged(evaluation: Artifact, metric: str) -> Any:
-    from rlhf.tuning.evaluation.verdicts import judged
-
-    config = evaluation.manifest["config"]
-    judge = config["judge"] if metric == "score" else metric
-    rows = read_table(evaluation, "verdicts/", VerdictRow)
-    return judged((row for row in rows if row.judge == judge), config["samples"])
 
 
 def _broken_laws(ctx: Context) -> list[str]:

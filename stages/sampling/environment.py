@@ -1,8 +1,7 @@
-"""Settings of episodes: the environment, its tools, and what bounds a trajectory."""
+"""Settings of episodes: the environment, its tools, and the limits of a trajectory."""
 
 from __future__ import annotations
 
-import hashlib
 import shlex
 from pathlib import Path
 from typing import Annotated, Literal
@@ -11,25 +10,26 @@ from pydantic import Field, model_validator
 
 from rlhf.stages.contract.definition import StageConfig, execution_setting
 from rlhf.stages.contract.sources import user_digests
+from rlhf.stages.store.disk import sha256_file
 
 ENVIRONMENT = "environment"
-"""The name, among reward functions, of what the environment gave."""
+"""Name of the environment's own reward among reward functions."""
 EPISODES = "rlhf.stages.sampling.episodes"
 """The module that plays episodes."""
 PROGRAMS = "rlhf.stages.serving.programs"
 """The module that plays episodes by a program."""
 AGENT_SECONDS = 600.0
-"""Wall-clock limit of a program's episode where none is said."""
+"""Default wall-clock limit of a program's episode."""
 PREFIXES = ("gem", "gymnasium", "textarena", "mcp")
-"""Kinds of names whose part behind the colon is no module."""
+"""Prefixes of names that are not modules."""
 FUNCTIONS = ("renderer", "parser")
-"""Arguments that may name functions: of gymnasium's environments, and of classes of one's own."""
+"""Arguments that may name functions: of gymnasium's environments, and of custom classes."""
 
 Value = str | int | float | bool
 
 
 class Environment(StageConfig):
-    """What the policy acts in: a rollout is an episode of one or many turns."""
+    """The environment of a policy: a rollout is an episode of one or many turns."""
 
     name: str | None = None
     """Built in (guess, frozenlake), gem:ID, gymnasium:ID, textarena:ID, or a custom module:Class: a text environment
@@ -42,7 +42,7 @@ class Environment(StageConfig):
     agent: list[str] = []
     """Command of a program that plays an episode by itself and speaks to the OpenAI URL in OPENAI_BASE_URL, such as
     [python, agent.py]: its calls are the trajectory. It reads its task from RLHF_TASK (JSON of the prompt's columns and
-    the seed), and its last line may be {"reward": 1.0}. Files among the words are part of the key, what they import is
+    the seed), and its last line may be {"reward": 1.0}. Files among the words are part of the key, their imports are
     not. In place of name and tools."""
     agent_grades: bool = False
     """Whether the agent's program grades its episodes: it gets the prompt's `answer`, and the key for POST
@@ -64,9 +64,6 @@ class Environment(StageConfig):
     statistic."""
     max_failed_fraction: float = execution_setting(0.1, ge=0, le=1)
     """Share of the episodes, rounded up, in which the environment may fail; more fail the stage."""
-    replay: bool = False
-    """Treatment of an episode that a kill interrupts. true: its recorded turns are replayed in a fresh environment,
-    which must give the same observations; false: it starts again with the same seeds."""
     lockstep: bool = False
     """Whether all running episodes take their turns together. Then the same episodes have the same bits on one kind of
     device, and the slowest environment sets the pace."""
@@ -77,7 +74,7 @@ class Environment(StageConfig):
     tool_seconds: Annotated[float, Field(gt=0)] = 10.0
     """Wall-clock limit of a tool's call, past which the policy reads an error."""
     episode_seconds: float | None = execution_setting(None, gt=0)
-    """Wall-clock limit of an episode, after which it has no reward; null: none, and ten minutes for an agent."""
+    """Wall-clock limit of an episode of an agent, after which it has no reward; null: ten minutes."""
     megabytes: int = execution_setting(2048, ge=16)
     """Memory limit of an environment, on top of its process's own, and of each process of an agent in total; on
     Linux."""
@@ -87,12 +84,13 @@ class Environment(StageConfig):
     @model_validator(mode="after")
     def _plays(self) -> Environment:
         if self.agent:
-            for name in ("name", "tools", "arguments", "replay", "lockstep"):
+            for name in ("name", "tools", "arguments", "lockstep"):
                 if getattr(self, name):
                     raise ValueError(f"{name} is not for an agent, a program that plays by itself: leave it out")
             return self
-        if self.agent_grades:
-            raise ValueError("agent_grades is for an agent: leave it out, or name a program as the agent")
+        for name in ("agent_grades", "episode_seconds"):
+            if getattr(self, name):
+                raise ValueError(f"{name} is for an agent: leave it out, or name a program as the agent")
         if self.name is None and not self.tools:
             raise ValueError("name and tools are both empty: name an environment, a tool, or an agent")
         if self.name is None and self.arguments:
@@ -106,7 +104,8 @@ class Environment(StageConfig):
 
 
 def modules_of(environment: Environment | None) -> tuple[str, ...]:
-    """The project's modules that play in it, which stages load by name: others have none of them in their keys."""
+    """Return the project's modules that play in it, which stages load by name: only these stages have them in their
+    keys."""
     if environment is None:
         return ()
     if environment.agent:
@@ -116,23 +115,29 @@ def modules_of(environment: Environment | None) -> tuple[str, ...]:
 
 
 def source_digests(environment: Environment) -> dict[str, str]:
-    """Hashes of the code of the user's environment and tools, of files that their settings name, and versions of
-    packages that bring them. Not of what these open by themselves, nor of a server behind a URL.
+    """Return hashes of the code of the user's environment and tools, of files that their settings name, and versions of
+    their packages; not of files that these open themselves, nor of a server behind a URL.
 
-    Raises ValueError, naming the setting, for a module that is not there; nothing is executed.
+    Raises ValueError, naming the setting, for a missing module; nothing is executed.
     """
     digests: dict[str, str] = {}
     for word in environment.agent:
         if Path(word).is_file():
-            digests[f"file:{word}"] = hashlib.sha256(Path(word).read_bytes()).hexdigest()
+            digests[f"file:{word}"] = sha256_file(Path(word))
         elif word.endswith(".py"):
             raise ValueError(f"environment.agent: there is no file {word} in {Path.cwd()}")
     for where, name in [("environment.name", environment.name), *(("environment.tools", t) for t in environment.tools)]:
-        kind = (name or "").partition(":")[0]
-        if name and ":" in name and kind not in PREFIXES:
-            digests |= user_digests(name, where)
+        kind, colon, rest = (name or "").partition(":")
+        if colon and kind not in PREFIXES:
+            digests |= user_digests(str(name), where)
         elif kind in PREFIXES:
             digests |= _package(kind)
+        if kind == "mcp" and "://" not in rest:
+            try:
+                words = shlex.split(rest)
+            except ValueError as error:
+                raise ValueError(f"environment.tools: {name!r} is not a command: {error}") from error
+            digests |= {f"environment.tools {word}": sha256_file(Path(word)) for word in words if Path(word).is_file()}
     kind, _, rest = (environment.name or "").partition(":")
     if kind == "gymnasium" and ":" in rest:
         # gymnasium imports the module of MODULE:ID, which registers the id.
@@ -141,26 +146,7 @@ def source_digests(environment: Environment) -> dict[str, str]:
         for name in FUNCTIONS:
             if isinstance(value := environment.arguments.get(name), str) and ":" in value:
                 digests |= user_digests(value, f"environment.arguments.{name}")
-    for name in environment.tools:
-        digests |= _words(name)
     return digests
-
-
-def _words(tool: str) -> dict[str, str]:
-    """Hashes of the files among the words of an MCP server's command, such as its script."""
-    kind, _, command = tool.partition(":")
-    if kind != "mcp" or "://" in command:
-        return {}
-    try:
-        words = shlex.split(command)
-    except ValueError as error:
-        raise ValueError(f"environment.tools: {tool!r} is no command: {error}") from error
-    return {f"environment.tools {word}": _hash(Path(word)) for word in words if Path(word).is_file()}
-
-
-def _hash(path: Path) -> str:
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def _package(kind: str) -> dict[str, str]:

@@ -1,4 +1,4 @@
-"""Groups of scored completions: which carry a signal, and which of those a round trains on.
+"""Groups of scored completions: those that carry a signal, and those that a round trains on.
 
 A group is the completions of one place: a prompt that a round draws twice is two groups (R21).
 """
@@ -16,9 +16,9 @@ from rlhf.tuning.agents.rows import TurnRow
 from rlhf.tuning.rows import CompletionRow, ScoreRow, by_trajectory, names_of
 
 NAMED = ("place", "sample", "part", "prompt_id", "stop", "policy")
-"""Columns of a rollout table that say what a completion is and how it ended: all that groups are told by."""
+"""Columns of a rollout table that name a completion and say how it ended."""
 TRAINED = (*NAMED, "prompt_ids", "token_ids", "logprobs")
-"""Those that an update reads."""
+"""Columns of a rollout table that an update reads."""
 OF_TURNS = ("place", "sample", "turn", "part", "start", "token_ids", "state", "reward", "terminated")
 """Columns of a table of turns that an update reads."""
 LEAST_SHARE = 0.25
@@ -31,90 +31,89 @@ class TooFewGroups(RuntimeError):
 
 @dataclasses.dataclass(frozen=True)
 class Scored:
-    """Completions and their scores, one of each in the same order."""
+    """Completions and their scores, in the same order."""
 
-    rollouts: list[CompletionRow]
-    """One row a completion; of a trajectory in several parts the last, which says how it ended."""
+    trajectories: list[list[CompletionRow]]
+    """The rows of each completion: one, or the parts of a trajectory in order."""
     scores: list[ScoreRow]
     prompts: int
-    """Places in the round's own rollouts, refills not counted."""
-    earlier: Mapping[tuple[int, int], list[CompletionRow]] = dataclasses.field(default_factory=dict)
-    """The parts before the last one of each trajectory that has several, by (place, sample)."""
+    """Places in the round's own rollouts, without refills."""
+
+    @property
+    def rollouts(self) -> list[CompletionRow]:
+        """The last row of each completion, which says how it ended."""
+        return [parts[-1] for parts in self.trajectories]
 
     @property
     def rows(self) -> list[CompletionRow]:
-        """The rows of the rollout tables, every part of a trajectory."""
-        return [part for row in self.rollouts for part in (*self.earlier.get((row.place, row.sample), ()), row)]
+        """The rows of the rollout tables."""
+        return [part for parts in self.trajectories for part in parts]
 
-    def only(self, places: Iterable[int]) -> Scored:
-        """The completions of these places."""
-        wanted = set(places)
-        kept = [i for i, row in enumerate(self.rollouts) if row.place in wanted]
-        rollouts, scores = [self.rollouts[i] for i in kept], [self.scores[i] for i in kept]
-        return dataclasses.replace(self, rollouts=rollouts, scores=scores)
+    def only(self, places: Collection[int]) -> Scored:
+        """Return the completions of these places."""
+        kept = [i for i, score in enumerate(self.scores) if score.place in places]
+        return Scored([self.trajectories[i] for i in kept], [self.scores[i] for i in kept], self.prompts)
 
     def totals(self, truncated: str) -> dict[int, list[float]]:
-        """The totals that count in each place's group; none where no completion of the place can be trained on.
+        """Return the totals that count in each place's group; none if no completion of the place can be trained on.
 
-        truncated: the update's setting of that name. With `mask` completions cut off do not count; with `mask-loss`
-        they do, beside one that has a total and is whole. Failed episodes never count.
+        truncated: the update's setting of that name. With `mask` truncated completions do not count; with `mask-loss`
+        they do if the group has a total of a whole one. Failed episodes never count.
         """
-        ended = [score for score, row in zip(self.scores, self.rollouts, strict=True) if row.stop != FAILED]
-        whole = [truncated == "keep" or row.stop != "length" for row in self.rollouts if row.stop != FAILED]
-        trainable = totals_by_place(score for score, kept in zip(ended, whole, strict=True) if kept)
-        counted = trainable if truncated == "mask" else totals_by_place(ended)
+        rollouts = self.rollouts
+        ended = [(score, row.stop) for score, row in zip(self.scores, rollouts, strict=True) if row.stop != FAILED]
+        trainable = totals_by_place(score for score, stop in ended if truncated == "keep" or stop != "length")
+        counted = trainable if truncated == "mask" else totals_by_place(score for score, _ in ended)
         # Each place has an entry, in the order of sampling.
-        return {row.place: counted[row.place] if trainable.get(row.place) else [] for row in self.rollouts}
+        return {row.place: counted[row.place] if trainable.get(row.place) else [] for row in rollouts}
 
 
-def refills(inputs: Mapping[str, Artifact]) -> int:
-    """How many refills are among the inputs of a stage."""
-    return sum(f"refill_{number}" in inputs for number in range(1, 100))
+def read_trajectories(rollouts: Artifact, columns: Collection[str] = ()) -> list[list[CompletionRow]]:
+    """Read the rows of each completion of a rollout table (`rlhf.tuning.rows.by_trajectory`).
+
+    columns: names of those to read; none: all.
+    """
+    return by_trajectory(read_table(rollouts, "rollouts/", CompletionRow, columns))
+
+
+def rollouts_of(inputs: Mapping[str, Artifact]) -> list[str]:
+    """Return the names of the rollouts among the inputs of a stage: the round's own, then its refills in order."""
+    return ["rollouts", *(name for i in range(1, 100) if (name := f"refill_{i}") in inputs)]
 
 
 def read_scored(inputs: Mapping[str, Artifact], columns: Collection[str] = ()) -> Scored:
-    """A round's rollouts with their scores, then those of its refills, from the inputs of a stage.
+    """Read a round's rollouts and scores, then those of its refills, from the inputs of a stage.
 
-    columns: those that are read of the rollout tables, `NAMED` among them; none: all of them.
-    Raises RuntimeError where a score table does not list the completions of its rollout table in their order, and where
-    two tables have a place in common.
+    columns: those of the rollout tables to read, `NAMED` among them; none: all.
+    Raises RuntimeError if a score table does not list the completions of its rollout table in their order, or if two
+    tables have a place in common.
     """
-    names = [("rollouts", "scores")]
-    names += [(f"refill_{i}", f"refill_{i}_scores") for i in range(1, refills(inputs) + 1)]
-    all_rollouts: list[CompletionRow] = []
-    all_scores: list[ScoreRow] = []
-    earlier: dict[tuple[int, int], list[CompletionRow]] = {}
-    prompts = 0
-    for of_rollouts, of_scores in names:
-        trajectories = by_trajectory(read_table(inputs[of_rollouts], "rollouts/", CompletionRow, columns))
-        rollouts = [parts[-1] for parts in trajectories]
-        earlier |= {(parts[0].place, parts[0].sample): parts[:-1] for parts in trajectories if len(parts) > 1}
-        scores = read_table(inputs[of_scores], "scores/", ScoreRow)
+    every = Scored([], [], 0)
+    for name in rollouts_of(inputs):
+        trajectories = read_trajectories(inputs[name], columns)
+        scores = read_table(inputs["scores" if name == "rollouts" else f"{name}_scores"], "scores/", ScoreRow)
+        own = Scored(trajectories, scores, len({parts[0].place for parts in trajectories}))
         # Otherwise a completion would be trained on the reward of another.
-        if names_of(rollouts) != names_of(scores):
-            raise RuntimeError(f"{of_rollouts} and {of_scores} do not list the same completions in the same order")
-        # Of the first table, which is the round's own.
-        prompts = prompts or len({row.place for row in rollouts})
-        all_rollouts += rollouts
-        all_scores += scores
-    if len(set(names_of(all_rollouts))) != len(all_rollouts):
+        if names_of(own.rollouts) != names_of(scores):
+            raise RuntimeError(f"{name} and its scores do not list the same completions in the same order")
+        every = Scored(every.trajectories + trajectories, every.scores + scores, every.prompts or own.prompts)
+    if len(set(names_of(every.scores))) != len(every.scores):
         raise RuntimeError("two completions of the round have one place and sample: they cannot be told apart (R21)")
-    return Scored(all_rollouts, all_scores, prompts, earlier)
+    return every
 
 
 def read_turns(inputs: Mapping[str, Artifact], columns: Collection[str] = ()) -> list[TurnRow] | None:
-    """The turns of a round's trajectories and those of its refills; None where they were not sampled in turns.
+    """Read the turns of a round's trajectories and those of its refills; None for completions of one turn.
 
-    columns: those that are read; none: all of them.
+    columns: names of those to read; none: all.
     """
-    names = ["rollouts", *(f"refill_{number}" for number in range(1, refills(inputs) + 1))]
     if not inputs["rollouts"].has("turns/"):
         return None
-    return [row for name in names for row in read_table(inputs[name], "turns/", TurnRow, columns)]
+    return [row for name in rollouts_of(inputs) for row in read_table(inputs[name], "turns/", TurnRow, columns)]
 
 
 def totals_by_place(scores: Iterable[ScoreRow]) -> dict[int, list[float]]:
-    """The totals of each place's completions, those of failed rewards left out."""
+    """Return the totals of each place's completions, without those of failed rewards."""
     groups: dict[int, list[float]] = {}
     for score in scores:
         totals = groups.setdefault(score.place, [])
@@ -124,7 +123,7 @@ def totals_by_place(scores: Iterable[ScoreRow]) -> dict[int, list[float]]:
 
 
 def informative_places(groups: Mapping[int, Sequence[float]]) -> list[int]:
-    """The places whose completions carry a signal (R9), in their order, by their totals.
+    """Return the places whose totals carry a signal (R9), in their order.
 
     A KL in the reward is not known before the update: a place that ties on the task has no signal here.
     """
@@ -134,10 +133,10 @@ def informative_places(groups: Mapping[int, Sequence[float]]) -> list[int]:
 
 
 def chosen_groups(scored: Scored, when_short: str, truncated: str = "keep") -> tuple[Scored, dict[str, int]]:
-    """The first informative groups, as many as the round has prompts, and counts of all prompts by fate.
+    """Choose the first informative groups, as many as the round has prompts; count all prompts by fate.
 
-    truncated: the update's setting of that name: which completions cut off count (R24).
-    Raises TooFewGroups with the histogram of pass rates where there are fewer and `when_short` is `stop`.
+    truncated: the update's setting of that name, which decides whether truncated completions count (R24).
+    Raises TooFewGroups with the histogram of pass rates if there are fewer and `when_short` is `stop`.
     """
     groups = scored.totals(truncated)
     good = informative_places(groups)
@@ -159,7 +158,7 @@ def chosen_groups(scored: Scored, when_short: str, truncated: str = "keep") -> t
 
 
 def _histogram(groups: Mapping[int, Sequence[float]]) -> list[int]:
-    """Prompts by the share of their completions that are right, as the update counts them."""
+    """Count prompts by the share of their completions that are right, as the update does."""
     import numpy as np
 
     from rlhf.tuning.algorithms.diagnostics import pass_histogram
@@ -170,8 +169,10 @@ def _histogram(groups: Mapping[int, Sequence[float]]) -> list[int]:
 
 
 def missing_prompts(groups: Mapping[int, Sequence[float]], wanted: int) -> int:
-    """How many new prompts are worth sampling, from the share that was informative so far; at most `wanted`."""
+    """Return the number of new prompts to sample, at most `wanted`.
+
+    The next prompts are expected to be informative as often as those so far.
+    """
     good = len(informative_places(groups))
-    # The next prompts are expected to be informative as often as those so far.
     share = max(good / max(len(groups), 1), LEAST_SHARE)
     return min(wanted, math.ceil(max(wanted - good, 0) / share))

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import importlib
-from collections.abc import Iterable, Sequence
-from typing import TYPE_CHECKING, Protocol
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
 
 from rlhf.stages.common.models import limits_of, load_policy, load_rounded, mesh_of
 from rlhf.stages.contract.definition import Context
@@ -13,32 +13,19 @@ from rlhf.stages.sampling.settings import NATIVE, SERVERS, EngineSettings
 from rlhf.tuning import multihost
 
 if TYPE_CHECKING:
-    from rlhf.tuning.rollout.requests import Completion, Request
-
-
-class RolloutEngine(Protocol):
-    """An engine that answers requests with the policy that it holds."""
-
-    def run(self, requests: Sequence[Request]) -> Iterable[tuple[int, list[Completion]]]:
-        """(index, completions) of each request, in the order in which they end."""
+    from rlhf.tuning.rollout.requests import Request
 
 
 def open_engine(
     ctx: Context, settings: EngineSettings, quantize: str, context: int, requests: Sequence[Request]
-) -> RolloutEngine:
-    """The engine with the stage's policy loaded.
+) -> Any:
+    """Open the engine with the stage's policy; its `run(requests)` yields (index, completions) as requests end.
 
-    context: tokens of the longest prompt with its completion. requests: the first of them, for probes of servers.
+    context: tokens of the longest prompt with its completion. requests: their first ones are probes of servers.
     """
     if not settings.in_worker:
         # By name, not by import: the code of HTTP servers must not be in the keys of rollouts without them.
-        engine: RolloutEngine = importlib.import_module(SERVERS).open_engine(ctx, settings, quantize, context, requests)
-        return engine
-    return _native(ctx, settings, quantize, context)
-
-
-def _native(ctx: Context, settings: EngineSettings, quantize: str, context: int) -> RolloutEngine:
-    """The engine of this project, in the worker."""
+        return importlib.import_module(SERVERS).open_engine(ctx, settings, quantize, context, requests)
     from rlhf.tuning.device import choose
     from rlhf.tuning.rollout.engine.placement import replicas_of, sampling_mesh
     from rlhf.tuning.rollout.engine.replicas import engine_over

@@ -1,4 +1,4 @@
-"""From rows of prompts to rows of the rollout table, for every stage that samples."""
+"""Sampling of prompts into the rollout table, for every stage that samples."""
 
 from __future__ import annotations
 
@@ -6,17 +6,17 @@ import contextlib
 import dataclasses
 import importlib
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from rlhf.stages.common.models import load_policy, load_tokenizer, stop_ids
 from rlhf.stages.common.tables import Shards, as_they_end, by_shard, publish
-from rlhf.stages.contract.definition import Context
+from rlhf.stages.contract.definition import Context, StageConfig
 from rlhf.stages.sampling.environment import EPISODES
 from rlhf.stages.sampling.native import in_one_go, open_engine, replicas_here, with_local_policy
-from rlhf.stages.sampling.settings import EngineSettings, SamplingConfig
+from rlhf.stages.sampling.settings import EngineSettings
 from rlhf.tuning import multihost
 from rlhf.tuning.columns import Numbers
 from rlhf.tuning.models.tokenizer import control_ids
@@ -32,7 +32,7 @@ SHORTEST_CONTEXT = 64
 
 @dataclasses.dataclass(frozen=True)
 class Draw:
-    """Which completions are drawn for each prompt, and how."""
+    """The completions to sample for each prompt."""
 
     samples: int
     max_tokens: int
@@ -48,59 +48,58 @@ class Draw:
 
     @property
     def sampling(self) -> Sampling:
-        """How tokens are chosen."""
         from rlhf.tuning.rollout.requests import Sampling
 
         return Sampling(self.temperature, self.top_p, self.top_k, self.min_p)
 
     @classmethod
-    def of(cls, config: SamplingConfig, samples: int, temperature: float) -> Draw:
-        """With the length, engine, rounding and stop strings of the settings."""
-        common = config.quantize, config.engine, config.stop
-        return cls(samples, config.max_tokens, temperature, config.shard_prompts, *common)
+    def of(cls, config: StageConfig, samples: int, temperature: float) -> Draw:
+        """Take all else from the settings of a stage."""
+        names = {field.name for field in dataclasses.fields(cls)} & type(config).model_fields.keys()
+        values = {name: getattr(config, name) for name in names}
+        return cls(**values | {"samples": samples, "temperature": temperature})
 
 
-def too_long(ctx: Context, prompts: Iterable[tuple[int, PromptRow]], max_tokens: int) -> list[RefusedRow]:
-    """The prompts, given by place, that are refused: their longest completion would leave the policy's positions."""
-    room, refused = room_of(ctx, max_tokens), []
-    for place, prompt in prompts:
-        length = len(prompt.prompt_ids)
-        if length > room:
-            positions = room + max_tokens
-            reason = f"{length} tokens and {max_tokens} new ones exceed the model's {positions} positions"
+def refuse_long(ctx: Context, prompts: Sequence[PromptRow], max_tokens: int) -> set[int]:
+    """Return the places of prompts whose longest completion would leave the policy's positions.
+
+    Lists them in the artifact (R16) and in the log. Raises ValueError if all are too long.
+    """
+    room = room_of(ctx, max_tokens)
+    refused = []
+    for place, prompt in enumerate(prompts):
+        if (length := len(prompt.prompt_ids)) > room:
+            reason = f"{length} tokens and {max_tokens} new ones exceed the model's {room + max_tokens} positions"
             refused.append(RefusedRow(place=place, prompt_id=prompt.id, reason=reason))
-    return refused
+    if ctx.is_primary:
+        # A prompt may be there twice.
+        for prompt_id, reason in {row.prompt_id: row.reason for row in refused}.items():
+            ctx.log(f"prompt {prompt_id} is refused: {reason}; shorten it, or rl.rollout.max_tokens")
+        write_table(ctx.out / "refused" / "part-00000.parquet", refused, RefusedRow.schema())
+    if len(refused) == len(prompts):
+        raise ValueError(f"every prompt of the round is too long, as {refused[0].prompt_id}: {refused[0].reason}")
+    return {row.place for row in refused}
 
 
 def context_of(prompt: int, completion: int) -> int:
-    """Tokens of a sequence of an engine whose longest prompt and completion have so many."""
+    """Return the length of an engine's sequences, from those of its longest prompt and completion."""
     from rlhf.tuning.shapes import bucket
 
     return bucket(prompt + completion, SHORTEST_CONTEXT)
 
 
 def room_of(ctx: Context, max_tokens: int) -> float:
-    """Tokens that a prompt may have; infinite in an environment, where nobody knows the first observation yet."""
+    """Return the tokens that a prompt may have; infinite in an environment, whose first observation is not known."""
     if ctx.config.environment is not None:
         return math.inf
     return int(load_policy(ctx, ctx.inputs["policy"])[0].max_positions) - max_tokens
 
 
-def write_refused(ctx: Context, refused: Sequence[RefusedRow]) -> None:
-    """Lists refused prompts in the artifact (R16) and in the log."""
-    if not ctx.is_primary:
-        return
-    # A prompt that is there twice is told once.
-    for prompt, reason in {row.prompt_id: row.reason for row in refused}.items():
-        ctx.log(f"prompt {prompt} is refused: {reason}; shorten it, or rl.rollout.max_tokens")
-    write_table(ctx.out / "refused" / "part-00000.parquet", refused, RefusedRow.schema())
-
-
 def sample_rows(ctx: Context, prompts: Sequence[tuple[int, PromptRow]], draw: Draw) -> list[CompletionRow]:
-    """Samples completions of (place, prompt) and leaves them as the artifact's rollout table.
+    """Sample completions of (place, prompt) and write the artifact's rollout table.
 
-    Prompts are sampled in shards, each of which outlives a kill. In an environment they are tasks, and completions
-    their trajectories. Of a process group process 0 returns the rows, and asks HTTP servers alone.
+    Prompts are sampled in shards; a kill costs the unfinished ones. In an environment prompts are tasks, and
+    completions are their trajectories. Process 0 of a group returns the rows, and asks HTTP servers alone.
     """
     if not draw.engine.in_worker and multihost.process_count() > 1:
         local = with_local_policy(ctx)
@@ -127,7 +126,7 @@ def _sampled(ctx: Context, prompts: Sequence[tuple[int, PromptRow]], draw: Draw)
 
 
 class _Sampler:
-    """Samples shards with one engine, which is opened for the first one that is missing."""
+    """Samples shards with one engine, which is opened for the first missing one."""
 
     def __init__(self, ctx: Context, draw: Draw, prompts: Sequence[PromptRow]):
         self.ctx, self.draw = ctx, draw
@@ -141,36 +140,23 @@ class _Sampler:
         self.engine: Any = None
 
     def shard(self, prompts: Sequence[tuple[int, PromptRow]]) -> list[CompletionRow]:
-        """The rows of some prompts."""
-        return self._rows(prompts, dict(self._run(prompts)))
+        """Return the rows of some prompts."""
+        [(_, rows)] = self.stream({0: prompts})
+        return rows
 
     def stream(self, missing: dict[int, Sequence[tuple[int, PromptRow]]]) -> Iterator[tuple[int, list[CompletionRow]]]:
-        """(number, rows) of shards, given by number, as the last completion of each comes."""
-        shard_of = [number for number, prompts in missing.items() for _ in prompts]
-        first = {number: shard_of.index(number) for number in missing}
-        found: dict[int, dict[int, list[Completion]]] = {number: {} for number in missing}
-        for i, completions in self._run([one for prompts in missing.values() for one in prompts]):
-            number = shard_of[i]
-            found[number][i - first[number]] = completions
-            if len(found[number]) == len(missing[number]):
-                yield number, self._rows(missing[number], found.pop(number))
-
-    def _run(self, prompts: Sequence[tuple[int, PromptRow]]) -> Iterable[tuple[int, list[Completion]]]:
-        requests = [self._request(number, prompt) for number, prompt in prompts]
+        """Yield (number, rows) of shards, given by number, when the last completion of each ends."""
+        prompts = [(number, *prompt) for number, shard in missing.items() for prompt in shard]
+        requests = [self._request(place, prompt) for _, place, prompt in prompts]
         if self.engine is None:
-            draw = self.draw
-            self.engine = open_engine(self.ctx, draw.engine, draw.quantize, self.context, requests)
-        run: Iterable[tuple[int, list[Completion]]] = self.engine.run(requests)
-        return run
-
-    def _rows(
-        self, prompts: Sequence[tuple[int, PromptRow]], completions: Mapping[int, list[Completion]]
-    ) -> list[CompletionRow]:
-        return [
-            self._row(number, prompt, sample, completion)
-            for i, (number, prompt) in enumerate(prompts)
-            for sample, completion in enumerate(completions[i])
-        ]
+            self.engine = open_engine(self.ctx, self.draw.engine, self.draw.quantize, self.context, requests)
+        found: dict[int, dict[int, list[CompletionRow]]] = {number: {} for number in missing}
+        for i, completions in self.engine.run(requests):
+            number, place, prompt = prompts[i]
+            found[number][i] = [self._row(place, prompt, sample, each) for sample, each in enumerate(completions)]
+            if len(found[number]) == len(missing[number]):
+                rows = found.pop(number)
+                yield number, [row for i in sorted(rows) for row in rows[i]]
 
     def _request(self, number: int, prompt: PromptRow) -> Request:
         from rlhf.tuning.rollout.requests import Request, stop_strings
@@ -188,7 +174,7 @@ class _Sampler:
         )
 
     def _text(self, tokens: Sequence[int]) -> str:
-        """The text without EOS and other control tokens, which is all that rewards see."""
+        """Return the text without EOS and other control tokens, as rewards see it."""
         return str(self.tokenizer.decode([t for t in tokens if t not in self.control]))
 
     def _row(self, number: int, prompt: PromptRow, sample: int, completion: Completion) -> CompletionRow:
@@ -201,7 +187,7 @@ class _Sampler:
             answer=prompt.answer,
             metadata=prompt.metadata,
             prompt_ids=prompt.prompt_ids,
-            # Flat from here on: a list has an object of its own for each token of the round.
+            # Flat arrays: a list has an object for each token of the round.
             token_ids=Numbers(np.asarray(completion.tokens, np.int32)),
             logprobs=Numbers(np.asarray(completion.logps, np.float32)),
             text=min((text.partition(s)[0] for s in self.draw.stop), key=len, default=text),

@@ -36,16 +36,9 @@ USUAL_CONTEXT = 4096
 """Tokens of a started server's context, unless the model has fewer or a round needs more."""
 
 
-@dataclasses.dataclass
-class _Started:
-    """Servers that this worker has started."""
-
-    context: int
-    servers: list[Any]
-
-
-_started: dict[str, _Started] = {}
-"""Servers by the digest of their settings; one entry at a time, because two would not fit the devices."""
+_started: dict[str, tuple[int, list[Any]]] = {}
+"""Context and servers that this worker has started, by the digest of their settings; one entry at a time, because two
+would not fit the devices."""
 _transfers: dict[Path, Any] = {}
 """The newest policy that servers read as files, by its folder here."""
 _loading = threading.Lock()
@@ -71,48 +64,47 @@ def open_engine(ctx: Context, settings: EngineSettings, quantize: str, context: 
 def end_all() -> None:
     """Ends the servers that were started here and removes their weights; a kill of the worker ends them too."""
     for name in list(_started):
-        _end(_started.pop(name))
+        _end(name)
     for place in _places:
-        # Clients of object stores have errors of their own.
+        # Each client of an object store has its own errors.
         with contextlib.suppress(Exception):
             fs, path = fsspec.core.url_to_fs(place)
             fs.rm(path, recursive=True)
 
 
-def _end(started: _Started) -> None:
-    for server in started.servers:
+def _end(name: str) -> None:
+    for server in _started.pop(name)[1]:
         server.child.end()
 
 
 def _servers(ctx: Context, settings: EngineSettings, context: int) -> list[Any]:
-    """Running servers at their URLs, or those of this worker, started where there are none that fit."""
+    """Return running servers at their URLs, or those of this worker, which are started if none fits."""
     from rlhf.tuning.rollout.servers.server import RemoteServer
 
-    key = "" if settings.key_variable is None else os.environ.get(settings.key_variable, "")
-    if settings.key_variable is not None and not key:
-        raise ValueError(f"rl.rollout.engine.key_variable: the environment has no {settings.key_variable}; export it")
-    options: dict[str, Any] = {"timeout": settings.timeout, "retries": settings.tries, "key": key}
+    key = ""
     if settings.key_variable is not None:
+        key = os.environ.get(settings.key_variable, "")
+        if not key:
+            raise ValueError(f"rl.rollout.engine.key_variable: {settings.key_variable} is not set; export it")
         for url in settings.urls:
             check_key(settings.key_variable, url)
+    options: dict[str, Any] = {"timeout": settings.timeout, "retries": settings.tries, "key": key}
     if settings.command is None:
         return [RemoteServer(url, **options) for url in settings.urls]
-    # Settings that a running server cannot change: with others it is started anew.
+    # A server restarts for other values of these settings, which a running one cannot change.
     same = {"kind", "command", "arguments", "environment", "servers", "dtype"}
     wanted = digest(settings.model_dump(mode="json", include=same) | {"adapters": settings.sync == "adapter"})
     # Ended before others start: the devices would not hold both.
-    for name in [n for n, group in _started.items() if n != wanted or group.context < context]:
-        _end(_started.pop(name))
+    for name in [n for n, (started, _) in _started.items() if n != wanted or started < context]:
+        _end(name)
     if wanted not in _started:
-        most = load_rounded(ctx, ctx.inputs["policy"], "none")[0].max_positions
-        room = min(most, max(USUAL_CONTEXT, context))
-        servers = [_server(ctx, settings, room, i, options) for i in range(settings.servers)]
-        _started[wanted] = _Started(room, servers)
-    return _started[wanted].servers
+        room = min(load_rounded(ctx, ctx.inputs["policy"], "none")[0].max_positions, max(USUAL_CONTEXT, context))
+        _started[wanted] = room, [_server(ctx, settings, room, i, options) for i in range(settings.servers)]
+    return _started[wanted][1]
 
 
 def _server(ctx: Context, settings: EngineSettings, context: int, number: int, options: dict[str, Any]) -> Any:
-    """A server that this worker starts; its output goes to a log beside its weights."""
+    """A server that this worker starts; its output goes to a log next to its weights."""
     from rlhf.tuning.rollout.servers.child import Child
     from rlhf.tuning.rollout.servers.kinds import KINDS
     from rlhf.tuning.rollout.servers.server import RemoteServer
@@ -224,8 +216,8 @@ def _folder(ctx: Context, settings: EngineSettings, artifact: Artifact, quantize
             shutil.rmtree(old)
         config, params = load_rounded(ctx, artifact, quantize)
         if choose().platform == "cpu" and settings.kind != "native" and not config.family.startswith("gemma"):
-            # vLLM's CPU kernels keep a packed copy of the LM head, which a reload renews only where the head is no tied
-            # one. Its Gemma knows tied ones alone: there the probe finds the old head, and the server is restarted.
+            # vLLM's CPU kernels keep a packed copy of the LM head, which a reload renews only if the head is not tied.
+            # Its Gemma has tied heads alone: there the probe finds the old head, and the server is restarted.
             config, params = huggingface.untied(config, params)
         base = ctx.inputs["tokenizer"]
         generation = token_ids(base) | {"eos_token_id": list(stop_ids(ctx, base))}

@@ -45,7 +45,7 @@ class EngineSettings(StageConfig):
     url: str | list[str] | None = execution_setting(None)
     """Addresses of running servers (http://host:8000); null: they are started here."""
     command: Annotated[str | list[str] | None, KeyForm(program_and_words)] = None
-    """Command that starts a server, in an environment of its own (.venv-vllm/bin/python -m
+    """Command that starts a server, in its own environment (.venv-vllm/bin/python -m
     vllm.entrypoints.openai.api_server); --model, --port and others are added. Its words are in the key of rollouts,
     but for the folder of the program."""
     environment: Annotated[dict[str, str], KeyForm(variables_by_digest)] = {}
@@ -104,7 +104,7 @@ class EngineSettings(StageConfig):
             return self
         for name in NATIVE:
             if getattr(self, name) != type(self).model_fields[name].default:
-                raise ValueError(f"{name} is of kind native in the worker; servers have arguments of their own")
+                raise ValueError(f"{name} is of kind native in the worker; give servers `arguments`")
         for url in self.urls:
             if urlsplit(url).scheme not in ("http", "https") or not urlsplit(url).hostname:
                 raise ValueError(f"url is {without_userinfo(url)!r}; expected an address such as http://host:8000")
@@ -152,7 +152,7 @@ class EngineSettings(StageConfig):
 
 
 class SamplingConfig(StageConfig):
-    """What the stages that sample a round's prompts have in common."""
+    """Settings of all stages that sample a round's prompts."""
 
     max_tokens: Annotated[int, Field(ge=1)] = 64
     """Maximum tokens of a completion, EOS included; in an environment, of a turn."""
@@ -184,7 +184,7 @@ class Rollout(SamplingConfig):
     round: Annotated[int, Field(ge=0)] = 0
     """Number of the round: its stretch of the order of prompts."""
     first: Annotated[int, Field(ge=0)] | None = None
-    """Where it begins in that order, behind rounds of other numbers of prompts; null: behind rounds of as many."""
+    """Its position in that order, after rounds of other numbers of prompts; null: after rounds of the same number."""
     order_seed: Annotated[int, Field(ge=0, lt=2**32)] | None = None
     """Seed of the order in which the rounds draw the prompts; null: from the recipe's seed."""
     prompts: Annotated[int, Field(ge=1)] = 32
@@ -196,7 +196,7 @@ class Rollout(SamplingConfig):
 
 
 def loads(config: SamplingConfig) -> tuple[str, ...]:
-    """The modules behind an engine that is not in the worker, and behind episodes, which the stage loads by name."""
+    """Return the modules that the stage loads by name, for servers and for episodes."""
     servers = () if config.engine.in_worker else (SERVERS,)
     return (*servers, *modules_of(config.environment))
 

@@ -37,13 +37,13 @@ class Reward(StageConfig):
     """Centre and scale the values of a prompt's completions, or of the round, before the weight. With batch, refills
     and ReMax's greedy completions are on the scale of the round's own rollouts."""
     batch: Literal["sample", "group", "round"] = "sample"
-    """What one call of the function gets: one completion, all of a prompt's, or all of the round's, as in TRL. A call
-    that fails costs all of its completions."""
+    """Completions of one call of the function: one, all of a prompt's, or all of the round's, as in TRL. A failed call
+    costs all of its completions."""
     on_failure: Literal["drop", "zero", "stop"] = "drop"
     """Result of a timeout, an error or NaN: the completion leaves the round, the reward is 0, or the run ends. An
     outage, such as an unreachable judge, always ends the run; the same command resumes it."""
     seconds: Annotated[float, Field(gt=0)] = 10.0
-    """Wall-clock limit of one call, after its module is imported; code_passes and judge have limits of their own."""
+    """Wall-clock limit of one call, after its module is imported; code_passes and judge have their own limits."""
     megabytes: Annotated[int, Field(ge=16)] = 2048
     """Memory limit of one call, on top of the function's own process."""
 
@@ -81,12 +81,12 @@ class Config(StageConfig):
     rewards: dict[str, Reward] = {"exact": Reward(function="exact_match")}
     """Rewards by name."""
     truncated: Literal["keep", "zero"] = "keep"
-    """What a completion cut off at max_tokens gets: its rewards, or a total of 0. Zero is refused where 0 is no low
+    """Total of a completion cut off at max_tokens: of its rewards, or 0. Zero is refused if 0 is not a low
     total: with `normalise`, under which it is the mean, a negative weight, or a reward model whose scores may be
     negative."""
     unscored: Literal["drop", "zero"] = "drop"
-    """What a completion gets to which no reward applies (each gave None, such as for a prompt without an answer): it
-    leaves the round, or a total of 0 counts against it where others have one; zero is refused as for `truncated`."""
+    """Treatment of a completion to which no reward applies (each gave None, such as for a prompt without an answer): it
+    leaves the round, or has a total of 0; zero is refused as for `truncated`."""
     max_failed_fraction: float = execution_setting(0.1, ge=0, le=1)
     """Share of the completions, rounded up, on which a reward may fail; more fail the stage."""
     shard_completions: Annotated[int, Field(ge=1)] = 256

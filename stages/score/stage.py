@@ -6,24 +6,19 @@ import json
 import math
 import textwrap
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from rlhf.stages.common.sandboxed_code import RUNS_CODE, code_can_reach, suspect_code
-from rlhf.stages.common.tables import read_table
 from rlhf.stages.contract.definition import Context, Reads, Stage
 from rlhf.stages.sampling.episode_tables import FAILED
-from rlhf.stages.sampling.groups import informative_places, totals_by_place
-from rlhf.stages.score.grouped import comparing
+from rlhf.stages.sampling.groups import informative_places, read_trajectories, totals_by_place
 from rlhf.stages.score.outcomes import Columns, outcomes_of
 from rlhf.stages.score.settings import Config, source_digests
 from rlhf.tuning.rewards.failures import MOST, tallied
 from rlhf.tuning.rewards.samples import Outcome
-from rlhf.tuning.rows import CompletionRow, ScoreRow, by_trajectory, numbers_of_groups, write_table
+from rlhf.tuning.rows import CompletionRow, ScoreRow, numbers_of_groups, write_table
 
-if TYPE_CHECKING:
-    from rlhf.tuning.rewards.totals import Part, Scale
-
-# What rewards may see of a rollout: not the log-probabilities, which are as large as the tokens.
+# Columns of a rollout that rewards see.
 SEEN = (
     "place", "sample", "part", "prompt_id", "prompt", "answer", "metadata", "prompt_ids", "token_ids", "text", "stop",
 )  # fmt: skip
@@ -36,74 +31,46 @@ REASON_WIDTH = 60
 
 
 def run(ctx: Context) -> dict[str, Any]:
-    """Writes the score table; returns means by reward and shares of failures."""
+    """Write the score table; return means by reward and shares of failures."""
     config: Config = ctx.config
-    table = read_table(ctx.inputs["rollouts"], "rollouts/", CompletionRow, SEEN)
     # A trajectory in several parts has one reward; its last part says how it ended.
-    rollouts = [parts[-1] for parts in by_trajectory(table)]
+    rollouts = [parts[-1] for parts in read_trajectories(ctx.inputs["rollouts"], SEEN)]
     names = sorted(config.rewards)
     functions = [config.rewards[name].function for name in names]
     about_code = code_can_reach(ctx, functions)
     columns = outcomes_of(ctx, names, rollouts)
     if not ctx.is_primary:
         return {}
-    scales = _scales(ctx, columns)
-    rows = with_totals(config, rollouts, columns, scales)
+    rows = with_totals(ctx, rollouts, columns)
     write_table(ctx.out / "scores" / "part-00000.parquet", rows, ScoreRow.schema(names))
-    compared = comparing(ctx, columns, rollouts)
     if RUNS_CODE in functions:
         values = [[outcome.value for outcome in columns[name]] for name in names]
         about_code["suspect_code"] = suspect_code(functions, values, [row.text for row in rollouts])
-    return summarise(rows, columns) | ({"alike": compared} if compared else {}) | about_code
+    return summarise(rows, columns) | about_code
 
 
-def _parts(config: Config) -> list[Part]:
-    from rlhf.tuning.rewards.totals import Part
+def with_totals(ctx: Context, rollouts: Sequence[CompletionRow], columns: Columns) -> list[ScoreRow]:
+    """Return the score table, in the order of the rollouts: shaped rewards, their weighted sum and the failures.
 
-    return [Part(name, **reward.part) for name, reward in sorted(config.rewards.items())]
-
-
-def _shaped(columns: Columns, parts: Sequence[Part]) -> Columns:
-    """The outcomes with shaped values."""
-    from rlhf.tuning.rewards.totals import shaped
-
-    def one(outcome: Outcome, part: Part) -> Outcome:
-        return outcome if outcome.value is None else Outcome(shaped(outcome.value, part), outcome.failure)
-
-    return {part.name: [one(outcome, part) for outcome in columns[part.name]] for part in parts}
-
-
-def _scales(ctx: Context, columns: Columns) -> dict[str, Scale]:
-    """Mean and deviation of the rewards that are normalised over the round.
-
-    Those of the round's own scores are written to `scale.json`, where refills and greedy completions find them.
+    `scale.json` receives the mean and deviation of rewards that are normalised over the round, for the scores of its
+    refills and greedy completions.
     """
-    from rlhf.tuning.rewards.totals import scales_of
+    from rlhf.tuning.rewards.totals import Part, scales_of, shaped, totals
 
     config: Config = ctx.config
+    parts = [Part(name, **reward.part) for name, reward in sorted(config.rewards.items())]
+    values = [
+        [o if o.value is None else Outcome(shaped(o.value, part), o.failure) for o in columns[part.name]]
+        for part in parts
+    ]
     if config.round_scale:
-        kept = json.loads(ctx.inputs["scale"].local(SCALE).read_bytes())
-        return {name: (mean, deviation) for name, (mean, deviation) in kept.items()}
-    parts = _parts(config)
-    scales = scales_of(list(_shaped(columns, parts).values()), parts, config.unscored)
-    if scales:
+        scales = json.loads(ctx.inputs["scale"].local(SCALE).read_bytes())
+    elif scales := scales_of(values, parts, config.unscored):
         (ctx.out / SCALE).write_text(json.dumps(scales, sort_keys=True) + "\n")
-    return scales
-
-
-def with_totals(
-    config: Config, rollouts: Sequence[CompletionRow], columns: Columns, scales: Mapping[str, Scale]
-) -> list[ScoreRow]:
-    """The score table: shaped rewards, their weighted sum and the failures, in the order of the rollouts."""
-    from rlhf.tuning.rewards.totals import totals
-
-    parts = _parts(config)
-    values = _shaped(columns, parts)
-    sums, failures = totals(list(values.values()), parts, numbers_of_groups(rollouts), config.unscored, scales)
+    sums, failures = totals(values, parts, numbers_of_groups(rollouts), config.unscored, scales)
     rows = []
     for i, (row, total) in enumerate(zip(rollouts, sums.tolist(), strict=True)):
-        rewards = {name: column[i].value for name, column in values.items()}
-        # The total is NaN where a reward failed and its `on_failure` is `drop`, or where none applies.
+        # The total is NaN if a reward failed and its `on_failure` is `drop`, or if none applies.
         kept = None
         if math.isfinite(total) and row.stop != FAILED:
             kept = 0.0 if config.truncated == "zero" and row.stop == "length" else total
@@ -112,7 +79,7 @@ def with_totals(
                 place=row.place,
                 sample=row.sample,
                 prompt_id=row.prompt_id,
-                rewards=rewards,
+                rewards={part.name: column[i].value for part, column in zip(parts, values, strict=True)},
                 total=kept,
                 failure=NO_END if row.stop == FAILED else failures[i],
             )
@@ -121,10 +88,10 @@ def with_totals(
 
 
 def summarise(rows: Sequence[ScoreRow], columns: Columns) -> dict[str, Any]:
-    """Means by reward; shares of completions that failed, to which nothing applies, and of groups that all tie.
+    """Return means by reward, and shares of failed and unscored completions and of groups that tie.
 
-    `failures` counts the commonest reasons, each behind the name of its reward. What has no number is None: without a
-    scored group no share of them ties.
+    `failures` counts the commonest reasons, each after the name of its reward. Without a scored group their share is
+    None.
     """
     import numpy as np
 
@@ -148,26 +115,17 @@ def summarise(rows: Sequence[ScoreRow], columns: Columns) -> dict[str, Any]:
     return metrics
 
 
-def _total(metrics: Mapping[str, Any]) -> str:
-    """The mean total, also where there is none: a line without it would hide that."""
-    return f"reward {_number(metrics.get('reward'))}"
-
-
-def _by_name(metrics: Mapping[str, Any]) -> str:
-    """The mean of each reward by its name, where there are several: of one alone the total is told."""
+def _means(metrics: Mapping[str, Any]) -> str:
+    """Format the mean total, and the mean of each reward if there are several."""
     prefix = "reward_"
     means = {k.removeprefix(prefix): v for k, v in sorted(metrics.items()) if k.startswith(prefix)}
-    if len(means) == 1:
-        return ""
-    return "  ".join(f"{name} {_number(value)}" for name, value in means.items())
-
-
-def _number(value: float | None) -> str:
-    return "none" if value is None else f"{value:.3f}"
+    shown = {"reward": metrics.get("reward")} | (means if len(means) > 1 else {})
+    # A line without the mean would hide that there is none.
+    return "  ".join(f"{name} {'none' if value is None else f'{value:.3f}'}" for name, value in shown.items())
 
 
 def _failed(metrics: Mapping[str, Any]) -> str:
-    """The shares without a reward, where there are any, and the commonest reason."""
+    """Format the shares without a reward that are above 0, and the commonest reason."""
     shown = []
     if failed := metrics.get("failed"):
         reason = textwrap.shorten(next(iter(metrics.get("failures") or {}), ""), REASON_WIDTH, placeholder=" …")
@@ -196,5 +154,5 @@ STAGE = Stage(
         "scorers": Reads("scorer_*", when=lambda c, _: bool(c.ready)),
         "scale": Reads("scale", (SCALE,), when=lambda c, _: c.round_scale),
     },
-    headline=(_total, _by_name, _failed, "zero-var {zero_variance:.2f}"),
+    headline=(_means, _failed, "zero-var {zero_variance:.2f}"),
 )

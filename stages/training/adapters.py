@@ -50,6 +50,8 @@ def fit(
     task = dataclasses.replace(task, flops=_flops(task, model, role, config))
     if config.lora is None:
         return training.fit(ctx, task, params, config, frozen)
+    import jax
+
     from rlhf.tuning.device import choose
     from rlhf.tuning.models.lora import join, merge, over, tune, tuned_graph
     from rlhf.tuning.models.peft import save_adapter
@@ -68,14 +70,17 @@ def fit(
     )
     trained, metrics = training.fit(ctx, adapted, trainable, config, (base, frozen))
     save_adapter(ctx.out / ADAPTER, trained, lora, name_of(ctx.inputs["policy" if "policy" in ctx.inputs else "base"]))
-    return merge(model, role, params, trained, lora), metrics | sizes(trained, base)
+    return merge(model, role, params, trained, lora), metrics | {
+        "trained_parameters": sum(x.size for x in jax.tree.leaves(trained)),
+        "frozen_bytes": sum(x.nbytes for x in jax.tree.leaves(base)),
+    }
 
 
 def _flops(task: Task, model: Any, role: Role, config: Any) -> Callable[[list[Any]], float]:
     """FLOPs of a step on groups: forward and backward through the policy, and the task's other computations."""
     from rlhf.tuning.training.speed import ADAPTER, FULL, forward_flops
 
-    # A frozen kernel gets no gradient of its own.
+    # A frozen kernel has no gradient.
     times = FULL if config.lora is None else ADAPTER
     return lambda groups: times * forward_flops(model, groups, head=role == "decoder") + task.flops(groups)
 
@@ -101,13 +106,3 @@ def based(ctx: Context, digest: str, role: Role, load: Callable[[], tuple[Any, A
         # Only the frozen half is used, which no seed changes.
         frozen = remember(ctx, name, tune(model, role, params, lora, seed=0, dtype=dtype)[1])
     return Base(tuned_graph(model, role, lora), frozen)
-
-
-def sizes(trainable: Any, frozen: Any) -> dict[str, int]:
-    """Metrics of the manifest: number of trained parameters, bytes of frozen ones."""
-    import jax
-
-    return {
-        "trained_parameters": sum(x.size for x in jax.tree.leaves(trainable)),
-        "frozen_bytes": sum(x.nbytes for x in jax.tree.leaves(frozen)),
-    }

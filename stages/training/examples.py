@@ -19,19 +19,13 @@ if TYPE_CHECKING:
 class Table:
     """Rows of a part of the data, in file order: examples, and other columns by name."""
 
-    def __init__(self, ctx: Context, data: Artifact, part: str):
+    def __init__(self, data: Artifact, part: str):
         from rlhf.tuning.data.flat import FOLDER, completions_of
-        from rlhf.tuning.data.reading import map_examples, read_examples
+        from rlhf.tuning.data.reading import map_examples
 
         self._data, self._part = data, part
-        if data.has(f"{part}/{FOLDER}/"):
-            # Of a remote store these arrays are fetched whole, and kept for the next start: the examples of a step are
-            # anywhere in them, so ranges would be a request for each.
-            self.examples: Examples = map_examples(data.local(f"{part}/{FOLDER}/"), completions_of(part))
-        else:
-            # Data of a version that wrote none.
-            ctx.work.mkdir(parents=True, exist_ok=True)
-            self.examples = read_examples(table_paths(data, part), completions_of(part), ctx.work)
+        # A remote store's arrays are fetched whole: the examples of a step are anywhere in them.
+        self.examples: Examples = map_examples(data.local(f"{part}/{FOLDER}/"), completions_of(part))
         # All rows; `only` narrows them.
         self._count = len(self.examples)
         self._rows: Sequence[int] = range(self._count)
@@ -62,7 +56,7 @@ class Table:
         return [values[row] for row in self._rows]
 
     def groups(self) -> list[str]:
-        """The group of each row; where the data names none, its prompt is the group."""
+        """Return the group of each row; its prompt if the data names none."""
         import numpy as np
 
         groups = self.column("group")
@@ -73,11 +67,10 @@ class Table:
 
 
 def train_and_heldout(ctx: Context, data: Artifact, part: str, fraction: float, most: int = 0) -> tuple[Table, Table]:
-    """The rows of `part` to train on and those to measure on: of held-out groups where the data has such, else a share.
+    """Return the rows of `part` to train on and those to measure on: the data's held-out rows, else a share.
 
-    The share is drawn by group, at random by the stage's seed: completions of one prompt are on one side (R22). Of more
-    than `most` held-out rows as many are drawn, by group too; 0: all are measured on. Raises ValueError where nothing
-    is left to train on.
+    The share is drawn by group, at random by the stage's seed: completions of one prompt are on one side (R22). At most
+    `most` held-out rows are drawn, by group too; 0: all. Raises ValueError if nothing is left to train on.
     """
     train, held = _divided(ctx, data, part, fraction)
     for table in (train, held):
@@ -88,7 +81,7 @@ def train_and_heldout(ctx: Context, data: Artifact, part: str, fraction: float, 
 
 
 def _check_ids(ctx: Context, part: str, table: Table) -> None:
-    """Raises ValueError for a token that the model has no row for: JAX would take the last row."""
+    """Raise ValueError for a token without a row in the model: JAX would take the last row."""
     base = ctx.inputs["tokenizer"]
     rows, largest = vocabulary(base), int(table.examples.tokens.max(initial=0))
     if largest >= rows:
@@ -100,9 +93,9 @@ def _check_ids(ctx: Context, part: str, table: Table) -> None:
 
 
 def _divided(ctx: Context, data: Artifact, part: str, fraction: float) -> tuple[Table, Table]:
-    table = Table(ctx, data, part)
+    table = Table(data, part)
     if data.has(f"heldout_{part}/"):
-        return table, Table(ctx, data, f"heldout_{part}")
+        return table, Table(data, f"heldout_{part}")
     held = whole_groups(table.groups(), int(len(table) * fraction), ctx.seed, "heldout")
     if len(held) == len(table):
         raise ValueError(

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable
-from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any
 
 from rlhf.stages.common.settings import Fitted
@@ -52,11 +51,11 @@ class Task:
 
 
 def fit(ctx: Context, task: Task, params: Any, config: Fitted, frozen: Any = None) -> tuple[Any, dict[str, Any]]:
-    """Trains a copy of `params`; resumes from the newest checkpoint in `ctx.work`.
+    """Train a copy of `params`; resume from the newest checkpoint in `ctx.work`.
 
     `frozen` is passed to the loss unchanged. Returns the parameters and the manifest's metrics: those of the last step,
-    and `heldout_NAME` of what the task measures, after training and as `heldout_NAME_before` before it. Raises
-    ValueError where there are no examples.
+    and `heldout_NAME` of the task's measurement, after training and as `heldout_NAME_before` before it.
+    Raises ValueError without examples.
     """
     from rlhf.tuning import multihost
     from rlhf.tuning.training.checkpoint import Checkpoints
@@ -139,7 +138,7 @@ class _Loop:
         return numbered([self.task.examples[i] for i in self.steps[step]])
 
     def resume(self, checkpoints: Checkpoints) -> int:
-        """Takes the newest checkpoint's state, or makes the first one; the number of the first step to train."""
+        """Restore the newest checkpoint, or initialise the state; return the number of the first step to train."""
         from rlhf.tuning.mesh import init_state, own_params, state_shapes
         from rlhf.tuning.training.speed import Meter
 
@@ -148,13 +147,13 @@ class _Loop:
             # A copy: the step donates its arrays, and those of the worker's memory are needed again.
             params = own_params(self.start, self.mesh)
             self.state = params, init_state(self.optimizer, params, self.mesh)
-        # The clock of the steps starts here: reading a checkpoint is no part of the first one.
+        # The clock of the steps starts after a checkpoint is read.
         self.meter = Meter(self.dtype)
         if restored is None:
             return 0
         self.state, position = restored
         first: int = position["step"]
-        # The log of a resumed stage has the steps before the kill too.
+        # The log of a resumed stage has the earlier steps too.
         self.lines = position["lines"]
         for line in self.lines:
             self.ctx.metrics_line(**line)
@@ -162,9 +161,9 @@ class _Loop:
         return first
 
     def train(self, step: int, measure: bool) -> None:
-        """One optimizer step, and its line of metrics; with `measure` those on the held-out examples after it."""
+        """Run one optimizer step and write its line of metrics, with `measure` those on the held-out examples too."""
         task, groups = self.task, self.groups(step)
-        before = self.measured_before(groups) if step == 0 else {}
+        before = {f"{name}_before": value for name, value in self.measured().items()} if step == 0 else {}
         if task.sample is not None:
             # With the parameters of this step: on policy.
             groups = task.sample(self.state[0], step, groups)
@@ -180,7 +179,7 @@ class _Loop:
         self.ctx.progress(step + 1, self.total, "step", loss=self.last["loss"], **self.meter.rates())
 
     def stalled(self, every: int, patience: int) -> bool:
-        """Whether the last `patience` of the measurements each `every` steps are not below the least before them.
+        """Whether the last `patience` measurements, one each `every` steps, are not below the least before them.
 
         Raises ValueError without held-out examples.
         """
@@ -191,24 +190,15 @@ class _Loop:
         return len(losses) > patience and bool(min(losses[-patience:]) >= min(losses[:-patience]))
 
     def measured(self) -> dict[str, float]:
-        """Metrics on the held-out examples with the parameters of now; none where there are no such examples."""
+        """Compute the metrics on the held-out examples with the current parameters; none without such examples."""
         if self.task.measure is None:
             return {}
         found = {f"heldout_{k}": float(v) for k, v in self.task.measure(self.state[0]).items()}
         self.meter.skip()
         return found
 
-    def measured_before(self, groups: list[Group]) -> dict[str, float]:
-        """As `measured`, of the start; the first step, on these examples, compiles beside it where it needs nothing
-        else."""
-        alone = self.task.measure is None or self.task.sample is not None or self.task.columns is not None
-        step = nullcontext() if alone else self.step_fn.compiling(*self.state, self.batches(0, groups), self.frozen)
-        with step:
-            return {f"{name}_before": value for name, value in self.measured().items()}
-
     def heldout(self) -> dict[str, float]:
-        """Metrics on the held-out examples, at the end and, as `NAME_before`, at the start."""
-        # A resumed stage has the lines of before the kill too.
+        """Return the metrics on the held-out examples, at the end and, as `NAME_before`, at the start."""
         first, last = self.lines[0], self.lines[-1]
         before = {k: v for k, v in first.items() if k.startswith("heldout_") and k.endswith("_before")}
         return {k: v for k, v in last.items() if k.startswith("heldout_")} | before

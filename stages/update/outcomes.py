@@ -1,4 +1,4 @@
-"""What an update did with each completion of its round: trained, or left out for a reason (R16, R24)."""
+"""The fate of each completion of a round in its update: trained, or left out for a reason (R16, R24)."""
 
 from __future__ import annotations
 
@@ -15,7 +15,6 @@ if TYPE_CHECKING:
 
 FATES = "fates"
 """The folder of an update that holds the table."""
-FAILED = {"failed": "its episode failed"}
 VARIED = "the totals of other groups vary more (keep_most_varied)"
 TIED = "the rewards of its group are equal"
 COUNTED = f"{TIED}: it counts in denominators, KL and entropy alone"
@@ -25,11 +24,11 @@ NO_BASELINE = "the greedy completion of its prompt, the baseline, has no reward"
 def fates_of(
     sampled: Scored, chosen: Scored, result: RoundResult, truncated: str, greedy_N: np.ndarray | None = None
 ) -> list[FateRow]:
-    """One row for each completion, in the order of sampling.
+    """Return one row for each completion, in the order of sampling.
 
-    sampled: all of the round and its refills. chosen: those that the round takes, in the order of the result's arrays.
-    truncated: the setting of that name. greedy_N: where it is the baseline, the reward of the greedy completion of the
-    prompt of each that is chosen, NaN without one.
+    sampled: all of the round and its refills. chosen: those that the round trains on, in the order of the result's
+    arrays. truncated: the setting of that name. greedy_N: the baseline of each chosen completion if it is the reward of
+    its prompt's greedy completion, NaN without one.
     """
     numbers = {(row.place, row.sample): number for number, row in enumerate(chosen.rollouts)}
     teaching = {row.place for row, signal in zip(chosen.rollouts, result.signal_N, strict=True) if signal}
@@ -38,7 +37,8 @@ def fates_of(
         if number is not None and result.trained_N[number]:
             return "trained", None if result.signal_N[number] else COUNTED
         if score.total is None or rollout.stop == "failed":
-            return "failed", score.failure or FAILED.get(rollout.stop, "no reward applies to it")
+            reason = "its episode failed" if rollout.stop == "failed" else "no reward applies to it"
+            return "failed", score.failure or reason
         if number is None:
             return "spare", f"{TIED}, or the round has as many groups as it wants without it"
         if result.filtered_N[number]:

@@ -19,8 +19,8 @@ class CriticSettings(Trained, core.CriticSettings):  # type: ignore[misc]
 
 
 class Config(Trained, core.RoundSettings):  # type: ignore[misc]
-    """The update of one round. What is left out is as the algorithm's authors have it, but for the differences that
-    docs/rl.md lists."""
+    """The update of one round. Defaults are those of the algorithm's authors, but for the differences that docs/rl.md
+    lists."""
 
     algorithm_arguments: dict[str, str | int | float | bool] = {}
     optimizer: Optimizer = Optimizer(learning_rate=core.RoundSettings.optimizer.learning_rate)
@@ -77,7 +77,7 @@ class Config(Trained, core.RoundSettings):  # type: ignore[misc]
             return self
         registry.check_aggregation(entry.ratio, self.aggregation)
         if self.algorithm_arguments:
-            raise ValueError(f"algorithm_arguments are for an algorithm of one's own; {self.algorithm} takes none")
+            raise ValueError(f"algorithm_arguments are for a custom algorithm; {self.algorithm} takes none")
         if self.truncated == "mask-loss" and self.algorithm not in registry.GROUP_BASELINE:
             raise ValueError(
                 f"truncated mask-loss keeps a reward in the baseline of its group, and {self.algorithm} has none of "
@@ -85,7 +85,7 @@ class Config(Trained, core.RoundSettings):  # type: ignore[misc]
             )
         if self.truncated == "mask-loss" and self.kl_in_reward > 0:
             raise ValueError(
-                "truncated mask-loss counts a reward whose KL is not known, beside others that have theirs taken off: "
+                "truncated mask-loss counts a reward whose KL is not known, next to others without theirs: "
                 "set kl_in_reward to 0, or use mask"
             )
         if self.algorithm == "gigpo" and self.normalisation == "batch-std":
@@ -100,7 +100,7 @@ class Config(Trained, core.RoundSettings):  # type: ignore[misc]
         return self
 
     def _by_sampler(self) -> None:
-        """Raises ValueError for what needs the trainer's log-probabilities before the first step."""
+        """Raise ValueError for settings that need the trainer's log-probabilities before the first step."""
         defaults = {name: field.default for name, field in type(self).model_fields.items()}
         defaults |= registry.presets(self.algorithm)
         for name in ("correction", "importance_min", "importance_max"):
@@ -118,7 +118,7 @@ class Config(Trained, core.RoundSettings):  # type: ignore[misc]
         if registry.find(self.algorithm) is None:
             raise ValueError(
                 "old_logps: sampler leaves nothing but the loss's own ratio to correct for the sampler, and an "
-                "algorithm of one's own need not have one: let old_logps be trainer"
+                "custom algorithm need not have one: let old_logps be trainer"
             )
 
     @property
@@ -141,7 +141,7 @@ def on_policy(update: dict[str, Any] | Config) -> bool:
 
 
 def _name(values: dict[str, Any]) -> Any:
-    """The algorithm of settings as written: the field's default where they leave it out."""
+    """Return the algorithm of settings as written, by default the field's."""
     return values.get("algorithm", core.RoundSettings.algorithm)
 
 

@@ -20,10 +20,9 @@ from rlhf.stages.common.settings import stored_as
 from rlhf.stages.common.tables import read_table
 from rlhf.stages.contract.definition import Context, Reads, Stage
 from rlhf.stages.contract.sources import user_digests
-from rlhf.stages.sampling.groups import OF_TURNS, TRAINED, Scored, chosen_groups, read_scored, read_turns, refills
+from rlhf.stages.sampling.groups import OF_TURNS, TRAINED, Scored, chosen_groups, read_scored, read_turns
 from rlhf.stages.store.artifacts import Artifact
 from rlhf.stages.training.adapters import lora_config, name_of
-from rlhf.stages.update import replay_tolerance
 from rlhf.stages.update import state as states
 from rlhf.stages.update.no_signal import check_idle, idle_metrics
 from rlhf.stages.update.outcomes import FATES, fates_of
@@ -33,7 +32,6 @@ from rlhf.tuning.rows import FateRow, ScoreRow, write_table
 
 if TYPE_CHECKING:
     from rlhf.tuning.algorithms.diagnostics import Coefficients
-    from rlhf.tuning.algorithms.round_data import RoundData
 
 
 def source_digests(config: Config) -> dict[str, str]:
@@ -47,12 +45,12 @@ def loads(config: Config) -> tuple[str, ...]:
 
 
 def run(ctx: Context) -> dict[str, Any]:
-    """Writes `policy.json`, and the adapter and state where they are stored; returns the round's metrics."""
+    """Write `policy.json`, and the adapter and state if they are stored; return the round's metrics."""
     from rlhf.tuning.models.peft import save_adapter
 
     state, metrics = _advance(ctx, None, first=True)
     # Here and not in `_advance`, which also replays rounds that have been committed.
-    check_idle(metrics, ctx.config.max_idle_rounds, ctx.inputs["scores"].metrics.get("alike", ()))
+    check_idle(metrics, ctx.config.max_idle_rounds)
     content = {"fingerprint": states.fingerprint_of(state), "round": ctx.config.round}
     if ctx.config.kl_target is not None or ctx.config.entropy_target is not None:
         assert state.coefficients is not None
@@ -61,7 +59,8 @@ def run(ctx: Context) -> dict[str, Any]:
     if ctx.config.lora is not None:
         below = name_of(states.start_of(ctx.config, ctx.inputs["policy"]))
         save_adapter(ctx.out / ADAPTER, state.adapter, lora_config(ctx.config.lora), below)
-    if _stores(ctx.config):
+    # An adapter is small.
+    if ctx.config.store_state or ctx.config.lora is not None:
         metrics["checkpoint_bytes"] = states.save(ctx, state)
     elif ctx.config.store_weights:
         states.save_weights(ctx, state)
@@ -75,29 +74,28 @@ def restore(ctx: Context, artifact: Artifact) -> tuple[Any, Any]:
 
 
 def _advance(ctx: Context, before: State | None, first: bool = False) -> tuple[State, dict[str, Any]]:
-    """The state after this round, and the round's metrics. For the first time, and not in a replay, it also writes the
-    table `fates/` and, of a policy that is not stored, its probes.
+    """Return the state after this round, and the round's metrics; write the table `fates/`, but not in a replay.
 
-    before: the state of the parent; None: it is looked for.
+    before: the state of the parent; None: it is loaded or replayed.
     """
+    from rlhf.tuning.algorithms.round_data import RoundData
     from rlhf.tuning.algorithms.rounds import run_round
-    from rlhf.tuning.models.probes import probes
     from rlhf.tuning.precision import exact_forward
 
     config: Config = ctx.config
     parent = ctx.inputs["policy"]
     sampled, chosen, refills = _rollouts(ctx)
-    data = _round_data(ctx, chosen)
+    greedy = read_table(ctx.inputs["greedy_scores"], "scores/", ScoreRow) if config.needs_greedy else None
+    data = RoundData.from_rows(chosen.rows, chosen.scores, greedy, read_turns(ctx.inputs, OF_TURNS))
     # A first round, or one with another adapter, begins with new optimizers.
     if states.continues(config, parent):
         state = states.on_mesh(ctx, before or states.state_after(ctx, parent, _advance))
     else:
         state = states.fresh(ctx, *load_policy(ctx, parent))
-    probed = probes(state.params) if first and not _stores(config) else None
     # The step donates the arrays that it is given: the parent's trainer state leaves the memory.
     ctx.memory.pop(f"{TRAINER}{parent.digest}", None)
     if parent.stage == NAME:
-        # The last round's policy is not read again; a copy beside the new one would only fill the memory.
+        # The last round's policy is not read again; a copy next to the new one would only fill the memory.
         ctx.memory.pop(f"decoder:{parent.digest}", None)
     reference = None
     if config.needs_reference:
@@ -128,18 +126,11 @@ def _advance(ctx: Context, before: State | None, first: bool = False) -> tuple[S
     else:
         state.adapter = result.policy.params
         _, state.params = states.merged(ctx, state.adapter)
-    if probed is not None:
-        replay_tolerance.record(ctx, probed, state.params)
     if first:
         rows = fates_of(sampled, chosen, result, config.truncated, data.greedy_N)
         write_table(ctx.out / FATES / "part-00000.parquet", rows, FateRow.schema())
     idle = idle_metrics(data, result.metrics, config, parent)
     return state, result.metrics | refills | idle | {"seconds_update": round(time.monotonic() - started, 2)}
-
-
-def _stores(config: Config) -> bool:
-    """Whether `state/` is written: an adapter is small."""
-    return config.store_state or config.lora is not None
 
 
 def _coefficients(config: Config, parent: Artifact) -> Coefficients | None:
@@ -154,27 +145,20 @@ def _coefficients(config: Config, parent: Artifact) -> Coefficients | None:
 
 
 def _rollouts(ctx: Context) -> tuple[Scored, Scored, dict[str, Any]]:
-    """All of the round's scored rollouts, those of its refills behind them; what the round takes of them; counts."""
+    """Return all scored rollouts of the round and its refills, those that the round trains on, and counts."""
     import pyarrow as pa
 
     config: Config = ctx.config
     scored = read_scored(ctx.inputs, TRAINED)
-    # Decoding took more than the table again beside the rows, which Arrow's pool would keep for a next table.
+    # Decoding took more than the size of the table, which Arrow's pool would keep.
     pa.default_memory_pool().release_unused()
     digest = ctx.inputs["policy"].digest
     wrong = [] if config.off_policy else [row for row in scored.rows if row.policy != digest]
     if wrong:
         raise RuntimeError(f"rollouts come from policy {wrong[0].policy[:12]}, the update starts at {digest[:12]}")
-    if not refills(ctx.inputs):
+    if "refill_1" not in ctx.inputs:
         return scored, scored, {}
     return scored, *chosen_groups(scored, config.short_of_groups, config.truncated)
-
-
-def _round_data(ctx: Context, chosen: Scored) -> RoundData:
-    from rlhf.tuning.algorithms.round_data import RoundData
-
-    greedy = read_table(ctx.inputs["greedy_scores"], "scores/", ScoreRow) if ctx.config.needs_greedy else None
-    return RoundData.from_rows(chosen.rows, chosen.scores, greedy, read_turns(ctx.inputs, OF_TURNS))
 
 
 STAGE = Stage(

@@ -1,10 +1,10 @@
-"""The state that one round's update passes to the next: its content, its places, and its replay.
+"""The state that one round's update passes to the next: its content, where it is kept, and its replay.
 
     after a round     in the worker's memory: `decoder:DIGEST` and `trainer:DIGEST`
     checkpoint_every  stored below `state/`: the model and the learners' arrays
     between           rebuilt: the round is replayed from its parent, rollouts and scores
 
-A rebuilt policy must have the fingerprint that `policy.json` recorded, or be as near to it as `near` is told.
+A rebuilt policy must have the fingerprint that `policy.json` recorded.
 """
 
 from __future__ import annotations
@@ -22,7 +22,6 @@ from rlhf.stages.contract.definition import Context
 from rlhf.stages.store.artifacts import Artifact
 from rlhf.stages.store.work import is_chunk
 from rlhf.stages.training.adapters import based, lora_config
-from rlhf.stages.update import replay_tolerance
 from rlhf.stages.update.settings import Config
 
 if TYPE_CHECKING:
@@ -59,11 +58,11 @@ class State:
 
     @property
     def trainer(self) -> tuple[Any, Any, Any, Any]:
-        """What a round needs beside the dense parameters. Checkpoints number its leaves: the order is their format."""
+        """The arrays of a round but for the dense parameters. Checkpoints depend on the order of its leaves."""
         return (self.opt_state, self.critic, self.critic_opt, self.adapter)
 
     def learners(self, bases: tuple[Base | None, Base | None]) -> tuple[Learner, Learner | None]:
-        """Policy and critic as a round trains them, over what is frozen below their adapters."""
+        """Return policy and critic as a round trains them, over the frozen parameters below their adapters."""
         from rlhf.tuning.algorithms.learner import Learner
 
         policy = Learner(self.params if self.adapter is None else self.adapter, self.opt_state, bases[0])
@@ -71,7 +70,7 @@ class State:
 
 
 def fingerprint_of(state: State) -> str:
-    """The fingerprint of a policy: of its parameters and, where there is one, of the adapter among them."""
+    """Return the fingerprint of a policy: of its parameters and of its adapter, if it has one."""
     from rlhf.tuning.models.identity import fingerprint
 
     dense = fingerprint(state.params)
@@ -167,7 +166,7 @@ def fresh(ctx: Context, config: DecoderConfig, params: Any) -> State:
     plain, mesh = _plain(ctx.config), mesh_of(ctx)
 
     def trainable(role: Role, model: DecoderConfig, weights: Any) -> Any:
-        # What is trained is donated; all else stays shared with what the worker keeps.
+        # Trained arrays are donated; the worker's memory shares all others.
         own = weights if plain is None else tune(model, role, weights, plain, seed=ctx.seed)[0]
         return own_params(own, mesh)
 
@@ -189,7 +188,7 @@ def _plain(config: Config) -> LoraConfig | None:
 
 
 def trainer_shapes(ctx: Context, config: DecoderConfig) -> tuple[Any, Any, Any, Any]:
-    """Shapes and places of what `State.trainer` of a policy of this config holds."""
+    """Return the shapes and shardings of `State.trainer` of a policy of this config."""
     from rlhf.tuning.mesh import state_shapes
     from rlhf.tuning.models.decoder import abstract_decoder
     from rlhf.tuning.models.huggingface import read_config, scalar_head_shapes
@@ -218,7 +217,7 @@ def _critic_start(ctx: Context, config: DecoderConfig, params: Any) -> tuple[Dec
 
 
 def continues(config: Config, artifact: Artifact) -> bool:
-    """Whether an update of `config` goes on with the trainer of `artifact`, and not afresh from its policy."""
+    """Whether an update of `config` continues with the trainer of `artifact`; else it starts from its policy."""
     # As JSON: the manifest holds settings in that form.
     return artifact.stage == NAME and artifact.manifest["config"].get("lora") == config.model_dump(mode="json")["lora"]
 
@@ -238,7 +237,7 @@ def start_of(config: Config, policy: Artifact) -> Artifact:
 
 
 def bases(ctx: Context) -> tuple[Base | None, Base | None]:
-    """What is frozen under the adapters of policy and critic; None where all parameters are trained."""
+    """Return the frozen parameters below the adapters of policy and critic; None if all parameters are trained."""
     config: Config = ctx.config
     if config.lora is None:
         return None, None
@@ -263,7 +262,7 @@ def merged(ctx: Context, adapter: Any) -> tuple[DecoderConfig, Any]:
 
 
 def input_of(artifact: Artifact, name: str) -> Artifact:
-    """The input of this name that `artifact` was made from. Raises RuntimeError where it is not stored any more."""
+    """Return an input of `artifact` by name. Raises RuntimeError if it is not stored any more."""
     ref = artifact.manifest["inputs"][name]
     stored = artifact.store.with_digest(ref["stage"], ref["key"], ref["digest"])
     if stored is None:
@@ -290,43 +289,33 @@ def _load(own: Context, artifact: Artifact) -> State:
 def _replay(ctx: Context, own: Context, artifact: Artifact, advance: Advance, parent: State | None) -> State:
     """Train `artifact` again from its parent's state in the context `own`.
 
-    Raises ReplayDiffers for other bits that are further off than the environment allows (`near`).
+    Raises ReplayDiffers for other bits than the recorded ones, and for devices that cannot give them.
     """
     name = artifact.manifest["config"]["round"]
+    ways = (
+        f"`rlhf run RECIPE --force round-{name:03d}.update` computes it again here, and rl.checkpoint_every: 1 stores "
+        "every policy"
+    )
     ctx.log(f"replaying the update of round {name} from its stored rollouts")
     try:
         mesh_of(own)
     except ValueError as e:
-        if replay_tolerance.tolerance() == 0:
-            raise ReplayDiffers(
-                f"{artifact.url} is not stored and was trained on other devices ({e}): on these a replay has other "
-                f"bits. {replay_tolerance.TOLERANCE}=0.05 takes one within 0.05 of what the round moved, and "
-                "rl.checkpoint_every: 1 stores every policy"
-            ) from None
-        own = here_of(ctx, own)
+        raise ReplayDiffers(
+            f"{artifact.url} is not stored and was trained on other devices ({e}), whose replay has other bits: {ways}"
+        ) from None
     try:
         state, _ = advance(own, parent)
     finally:
-        # The replay writes metrics to a folder of its own, below the work folder.
+        # The replay writes its metrics to a folder below the work folder.
         own.close()
     wanted = json.loads(artifact.local("policy.json").read_bytes())["fingerprint"]
     rebuilt = fingerprint_of(state)
-    if rebuilt == wanted:
-        return state
-    differs = (
-        f"replaying {artifact.url} gave policy {rebuilt[:12]}, recorded is {wanted[:12]}: other hardware or "
-        f"libraries than {artifact.manifest['device']} with jax {artifact.manifest['versions']['jax']}, or in another "
-        "worker with other devices (`workers: null` makes it by one that has them all)"
-    )
-    found = replay_tolerance.off(artifact, state.params)
-    if found is None or found > replay_tolerance.tolerance():
+    if rebuilt != wanted:
         raise ReplayDiffers(
-            f"{differs}; {replay_tolerance.told(found)}. {replay_tolerance.TOLERANCE}=0.05 takes a policy within 0.05 "
-            f"of what the round moved, `rlhf run RECIPE --force round-{name:03d}.update` makes it again here, and "
-            "rl.checkpoint_every: 1 stores every policy"
+            f"replaying {artifact.url} gave policy {rebuilt[:12]}, recorded is {wanted[:12]}: other hardware or "
+            f"libraries than {artifact.manifest['device']} with jax {artifact.manifest['versions']['jax']}, or another "
+            f"worker with other devices (`workers: null` uses one with all of them); {ways}"
         )
-    ctx.log(f"{differs}; {replay_tolerance.told(found)}, which {replay_tolerance.TOLERANCE} allows")
-    replay_tolerance.remember(ctx.memory, artifact.digest, found)
     return state
 
 
@@ -334,20 +323,17 @@ def _context_of(ctx: Context, artifact: Artifact) -> Context:
     """The context in which `artifact` was made, within the worker of `ctx`."""
     inputs = {name: input_of(artifact, name) for name in artifact.manifest["inputs"]}
     config = Config.model_validate_json(json.dumps(artifact.manifest["config"]))
+    seed, out = artifact.manifest["seed"], ctx.work / "replay"
     return dataclasses.replace(
-        ctx, config=config, inputs=inputs, seed=artifact.manifest["seed"], out=ctx.work / "replay", progress=_silent
+        ctx, config=config, inputs=inputs, seed=seed, out=out, progress=lambda *counts, **metrics: None
     )
 
 
 def here_of(ctx: Context, own: Context) -> Context:
-    """The context `own` on the mesh of `ctx`: devices change no value of what is stored."""
+    """Return the context `own` on the mesh of `ctx`: devices do not change stored values."""
     mesh = ctx.config.compute.mesh if hasattr(ctx.config, "compute") else Mesh()
     compute = own.config.compute.model_copy(update={"mesh": mesh})
     return dataclasses.replace(own, config=own.config.model_copy(update={"compute": compute}))
-
-
-def _silent(done: int, total: int, unit: str, **metrics: float) -> None:
-    pass
 
 
 def remember_policy(ctx: Context, state: State, name: str) -> tuple[DecoderConfig, Any]:

@@ -18,7 +18,7 @@ from rlhf.tuning.processor import instructions
 
 VARIABLES = (
     "JAX_THREEFRY_PARTITIONABLE", "JAX_DEFAULT_PRNG_IMPL", "JAX_ENABLE_X64", "JAX_DEFAULT_MATMUL_PRECISION",
-    "JAX_DEFAULT_DTYPE_BITS", "JAX_NUMPY_DTYPE_PROMOTION", "JAX_DISABLE_JIT", "RLHF_REPLAY_TOLERANCE",
+    "JAX_DEFAULT_DTYPE_BITS", "JAX_NUMPY_DTYPE_PROMOTION", "JAX_DISABLE_JIT",
 )  # fmt: skip
 """Environment variables that change results on any device."""
 FLAGS = "XLA_FLAGS"

@@ -20,17 +20,16 @@ def manifest_of(
     config: StageConfig,
     inputs: dict[str, Artifact],
     metrics: dict[str, Any],
-    memory: dict[str, Any],
     started: float,
 ) -> dict[str, Any]:
     """The manifest without its files.
 
-    memory: of the worker. started: seconds since 1970.
+    started: seconds since 1970.
     """
     from rlhf.stages.contract.fingerprint import library_versions
     from rlhf.stages.store.keys import published
 
-    manifest = {
+    return {
         "stage": request.stage,
         "key": request.key,
         "key_parts": request.key_parts,
@@ -46,12 +45,6 @@ def manifest_of(
         "started": datetime.datetime.fromtimestamp(started, datetime.UTC).isoformat(),
         "seconds": round(time.time() - started, 3),
     }
-    # Policies that were replayed here with other bits than recorded, and how far off
-    # (`rlhf.stages.update.replay_tolerance`).
-    near = {n: memory["near"][a.digest] for n, a in inputs.items() if a.digest in memory.get("near", {})}
-    if near:
-        manifest["near"] = near
-    return manifest
 
 
 def _device() -> str:

@@ -148,7 +148,7 @@ def _run(request: Request, stage: Stage, config: StageConfig, memory: dict[str, 
             loaded_code.check_after(request, read)
         finally:
             context.close()
-        manifest = manifest_of(request, config, inputs, metrics, memory, started)
+        manifest = manifest_of(request, config, inputs, metrics, started)
         files = files_of(out)
         committed = store.commit(out, manifest, replace=bool(request.force), files=files, check=still_ours)
     except BaseException as e:

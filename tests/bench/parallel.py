@@ -53,12 +53,11 @@ def length(prompts: list[str], completions: list[str], **_: Any) -> list[float]:
 def episodes(count: int) -> list[Any]:
     """Rewards of the turns of each episode, or the kind of its fault."""
     from rlhf.tuning.agents.contract import Fault, Spec, Task
-    from rlhf.tuning.agents.processes import EnvironmentLimits, Environments
+    from rlhf.tuning.agents.processes import Environments
 
-    limits = EnvironmentLimits(reset_seconds=60.0, step_seconds=STEP_SECONDS)
     found: dict[Any, Any] = {}
     left = iter(range(count))
-    with Environments(Spec("tests.bench.parallel:Game"), limits, 64) as environments:
+    with Environments(Spec("tests.bench.parallel:Game", step_seconds=STEP_SECONDS)) as environments:
         for key in itertools.islice(left, 64):
             environments.open(key, Task(key))
         while len(found) < count:

@@ -1,4 +1,4 @@
-"""What an episode is made of: a text environment, the turns that it is played in, and how it may end.
+"""Parts of an episode: a text environment, its turns, and its ends.
 
     task, seed --reset--> observation --policy--> text --step--> observation, reward --policy--> text ...
 
@@ -18,29 +18,26 @@ from rlhf.tuning.chat import Message
 Observation = str | Sequence[Message]
 """A text is one message of the user; messages stand as they are."""
 
-Status = Literal["done", "truncated", "turn_limit", "token_limit", "time_limit", "failed", "diverged"]
+Status = Literal["done", "truncated", "turn_limit", "token_limit", "failed"]
 """How an episode ended:
 
     done         the environment said `terminated`, or an agent with tools answered without a call
-    truncated    the environment said `truncated`: a limit of its own
+    truncated    the environment said `truncated`, for its own limit
     turn_limit   the policy had all its turns
     token_limit  the next turn would have left the trajectory's tokens, or the positions of the model
-    time_limit   the wall clock of the episode ended: of no use for statistics, since it depends on the machine
-    failed       reset or step raised, ran out of time or lost its process, again after a retry: reward null (R9)
-    diverged     a replay of recorded actions met another observation: begun again, or reward null
+    failed       reset or step raised, ran out of time or lost its process in each try: no result of the policy, reward
+                 null (R9)
 """
 LIMITS: frozenset[str] = frozenset({"truncated", "turn_limit", "token_limit"})
 """Ends that are cuts: the episode might have gone on, so its value may be bootstrapped (Pardo et al., 2018)."""
-WITHOUT_REWARD: frozenset[str] = frozenset({"failed", "diverged", "time_limit"})
-"""Ends that say nothing of the policy: such a trajectory leaves every statistic."""
 
 
 class TextEnvironment(Protocol):
     """gymnasium's tuple with text; both methods may be coroutines.
 
-    `info` may hold what the trajectory keeps: `state` (what the environment is like now, for GiGPO's anchors: any
-    JSON value or text), `action` (what was understood of the text), `valid` (False: a fault of the policy's, such as
-    a move that there is not), `calls` (tool calls with their results), `success` (true or false, of the last step).
+    The trajectory keeps these entries of `info`: `state` (of the environment, for GiGPO's anchors: any JSON value or
+    text), `action` (as understood from the text), `valid` (False: a fault of the policy, such as an invalid move),
+    `calls` (tool calls with their results), `success` (true or false, of the last step).
     """
 
     def reset(self, *, seed: int) -> tuple[Observation, dict[str, Any]]:
@@ -52,7 +49,7 @@ class TextEnvironment(Protocol):
 
 @dataclasses.dataclass(frozen=True)
 class Spec:
-    """Which environment an episode is played in; JSON by `vars`, for the processes that make it."""
+    """The environment of an episode and its limits; JSON by `vars`, for the processes that make it."""
 
     name: str | None = None
     """Built in (`guess`, ...), `gem:ID`, `gymnasium:ID`, `textarena:ID`, or `module:Class`; None: tools alone."""
@@ -63,14 +60,20 @@ class Spec:
     tool_arguments: Mapping[str, Mapping[str, Any]] = dataclasses.field(default_factory=dict)
     """Keyword arguments of tools that the policy does not choose (the limits of `python`), by the tool's name."""
     tool_format: str = "hermes"
-    """One of `rlhf.tuning.chat.calls.FORMATS` but `auto`, which is resolved where the template is known."""
+    """One of `rlhf.tuning.chat.calls.FORMATS` but `auto`, which the stage resolves by the template."""
     tool_seconds: float = 10.0
-    """Wall-clock limit of one tool call: past it the policy is told so, which is no failure of the environment."""
+    """Wall-clock limit of one tool call: the policy reads an error, which is not a failure of the environment."""
+    reset_seconds: float = 60.0
+    """Wall-clock limit of the first observation: constructor and reset."""
+    step_seconds: float = 30.0
+    """Wall-clock limit of a step, tool calls included."""
+    megabytes: int = 1024
+    """Memory limit of an episode's process, on top of what it shares with its parent."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Task:
-    """What one episode begins from. Episodes of one task are the group that GRPO compares."""
+    """The start of an episode. Episodes of one task are the group that GRPO compares."""
 
     seed: int
     """For `reset(seed=...)`: ours, so that an episode alone equals the same one among others (R15)."""
@@ -81,7 +84,7 @@ class Task:
 
 @dataclasses.dataclass(frozen=True)
 class Observed:
-    """What a reset or a step gave. After a reset, reward is None and both flags are False."""
+    """The answer to a reset or a step. After a reset, reward is None and both flags are False."""
 
     observation: Observation | None
     """None after a reset that adds nothing to the task's prompt, and after the last turn of a tool episode."""
@@ -96,11 +99,11 @@ class Observed:
 
 @dataclasses.dataclass(frozen=True)
 class Fault:
-    """An environment that gave no answer: a failure of its own, never of the policy."""
+    """A failure of the environment, never of the policy."""
 
     kind: Literal["error", "timeout", "crash"]
     message: str
-    """With what was called (`reset`, `step 3`) and the last line of the traceback, or the limit."""
+    """With the request (`reset`, `step 3`) and the last line of the traceback, or the limit."""
     seconds: float = 0.0
 
 
@@ -110,7 +113,7 @@ def success_of(value: Any) -> bool | None:
         return None
     if isinstance(value, bool | int | float) and value in (0, 1):
         return bool(value)
-    raise ValueError(f'info["success"] is {repr(value)[:100]}: expected true or false, or none where it is not known')
+    raise ValueError(f'info["success"] is {repr(value)[:100]}: expected true or false, or none if it is not known')
 
 
 def calls_of(value: Any) -> list[Mapping[str, Any]] | None:

@@ -25,24 +25,24 @@ from rlhf.tuning.parallel.messages import ADDRESS, plain
 class Episode:
     """An environment and the requests that it answers."""
 
-    def __init__(self, spec: Mapping[str, Any], step_seconds: float) -> None:
-        self._spec, self._step_seconds = Spec(**spec), step_seconds
+    def __init__(self, spec: Mapping[str, Any]) -> None:
+        self._spec = Spec(**spec)
         self._environment: Any = None
 
     @staticmethod
-    def load(spec: Mapping[str, Any], step_seconds: float) -> None:
+    def load(spec: Mapping[str, Any]) -> None:
         """Import the environment and its tools, in the process that episodes are forked from."""
         # Each episode seeds its generator.
         importlib.import_module("numpy")
         adapters.load(Spec(**spec))
 
     def __call__(self, request: Mapping[str, Any]) -> Any:
-        """Answer a request. Raises what the environment raises, and TypeError for an answer of no known form."""
+        """Answer a request. Raises the errors of the environment, and TypeError for an answer of an unknown form."""
         start = time.monotonic()
         if self._environment is None:
             if request["do"] == "reset":
                 seed_all(request["seed"])
-            self._environment = adapters.make(self._spec, step_seconds=self._step_seconds)
+            self._environment = adapters.make(self._spec)
         environment = self._environment
         if request["do"] == "schemas":
             return environment.schemas
@@ -57,10 +57,10 @@ class Episode:
         info = dict(info or {})
         if "state" in info:
             info["state"] = state(info["state"])
+        info = writable(info)
         if "success" in info:
-            # As JSON has it: numpy's flags are not Python's.
-            info["success"] = success_of(json.loads(json.dumps(info["success"], default=plain)))
-        return {**found, "info": writable(info), "seconds": time.monotonic() - start}
+            info["success"] = success_of(info["success"])
+        return {**found, "info": info, "seconds": time.monotonic() - start}
 
     def close(self) -> None:
         """Close the environment, if it has been made."""
@@ -88,7 +88,7 @@ def state(value: Any) -> Any:
         found = plain(part)
         if isinstance(found, str) and ADDRESS in str(part):
             raise TypeError(
-                f'info["state"] holds an object of type {found}, which has no text of its own: expected numbers, text, '
+                f'info["state"] holds an object of type {found}, which has no text: expected numbers, text, '
                 "lists and dicts of these, or an object with __str__"
             )
         return found
@@ -97,17 +97,17 @@ def state(value: Any) -> Any:
 
 
 def observed(value: Any, opening: bool = False) -> str | Sequence[Any] | None:
-    """An observation as the contract has it.
+    """Check and convert an observation.
 
     opening: it is that of a reset, which may hold examples of the assistant's.
 
-    Raises TypeError for what is neither text nor messages, ValueError for a message without role or text, and for one
-    of the assistant behind the opening.
+    Raises TypeError unless it is text or messages; ValueError for a message without role or text, and for one of the
+    assistant after the opening.
     """
     if value is None or isinstance(value, str):
         return writable(value)
     if isinstance(value, Sequence) and all(isinstance(m, Mapping) and "role" in m for m in value):
-        return [writable({**m, "content": _content(number, m, opening)}) for number, m in enumerate(value, start=1)]
+        return list(writable([{**m, "content": _content(i, m, opening)} for i, m in enumerate(value, start=1)]))
     raise TypeError(
         f"the observation is a {type(value).__name__}: expected text, messages with `role` and `content`, or None. "
         "Arguments `renderer: module:function` make text of it"
@@ -115,7 +115,7 @@ def observed(value: Any, opening: bool = False) -> str | Sequence[Any] | None:
 
 
 def _content(number: int, message: Mapping[str, Any], opening: bool) -> str:
-    """The text of a message; that of parts, as OpenAI's API has them, is theirs together."""
+    """Return the text of a message, or of its parts together, as in OpenAI's API."""
     role = message["role"]
     if not isinstance(role, str) or (role == "assistant" and not opening):
         raise ValueError(
@@ -138,18 +138,12 @@ def _is_text(part: Any) -> bool:
 
 
 def writable(value: Any) -> Any:
-    """A value whose texts UTF-8 has bytes for: halves of surrogate pairs, as of odd file names, become `?`."""
-    if isinstance(value, str):
-        return value.encode("utf-8", "replace").decode()
-    if isinstance(value, Mapping):
-        return {writable(key): writable(one) for key, one in value.items()}
-    if isinstance(value, list | tuple):
-        return [writable(one) for one in value]
-    return value
+    """Convert a value to JSON that UTF-8 can encode: halves of surrogate pairs, as of odd file names, become `?`."""
+    return json.loads(json.dumps(value, ensure_ascii=False, default=plain).encode("utf-8", "replace"))
 
 
 def finite(value: Any) -> float:
-    """A reward. Raises TypeError or ValueError for what is no finite number."""
+    """Return a reward as a float. Raises TypeError or ValueError unless it is a finite number."""
     if isinstance(value, str | bytes) or value is None:
         raise TypeError(f"the reward is {value!r}: expected a number")
     number = float(value)

@@ -25,18 +25,6 @@ class EnvironmentRefused(ValueError):
     """An environment that cannot be made at all: the same would happen to each episode."""
 
 
-@dataclasses.dataclass(frozen=True)
-class EnvironmentLimits:
-    """Limits of an environment's process."""
-
-    reset_seconds: float = 60.0
-    """Wall-clock time from the request of an episode to its first observation: constructor and reset."""
-    step_seconds: float = 30.0
-    """Wall-clock time of a step, tool calls included."""
-    megabytes: int = 1024
-    """Memory of an episode's process on top of what it shares with the one that it is forked from."""
-
-
 @dataclasses.dataclass
 class _Open:
     """An episode's process."""
@@ -54,23 +42,19 @@ class Environments:
     """Episodes of one environment. Not for several threads.
 
     Args:
-        spec: which environment.
-        limits: of each episode's process.
-        most: the most episodes at once; a further `open` is an error of the caller's.
+        spec: which environment, and the limits of each episode's process.
     """
 
-    def __init__(self, spec: Spec, limits: EnvironmentLimits, most: int) -> None:
-        if spec.tools and spec.tool_seconds >= limits.step_seconds:
+    def __init__(self, spec: Spec) -> None:
+        if spec.tools and spec.tool_seconds >= spec.step_seconds:
             raise ValueError(
-                f"step_seconds is {limits.step_seconds:g} and tool_seconds {spec.tool_seconds:g}: expected the longer "
+                f"step_seconds is {spec.step_seconds:g} and tool_seconds {spec.tool_seconds:g}: expected the longer "
                 "one for the step, else a slow tool ends the episode in place of an answer to the policy"
             )
-        self._name, self._limits, self._most = spec.name or ", ".join(spec.tools), limits, most
+        self._spec, self._name = spec, spec.name or ", ".join(spec.tools)
         self._episodes: dict[Hashable, _Open] = {}
         self._sessions = itertools.count()
-        self._schemas: list[dict[str, Any]] | None = None
-        arguments = {"spec": vars(spec), "step_seconds": limits.step_seconds}
-        self._pool = Pool(f"{Episode.__module__}:{Episode.__name__}", arguments)
+        self._pool = Pool(f"{Episode.__module__}:{Episode.__name__}", {"spec": vars(spec)})
 
     def __enter__(self) -> Environments:
         return self
@@ -79,36 +63,28 @@ class Environments:
         self.close()
 
     def schemas(self) -> list[dict[str, Any]]:
-        """Return the schemas of the tools, as chat templates take them. Raises EnvironmentRefused.
+        """Return the schemas of the tools, as chat templates take them; only without open episodes.
 
-        Only without open episodes.
+        Raises EnvironmentRefused.
         """
-        if self._schemas is None:
-            if self._episodes:
-                raise ValueError("ask for the schemas before the first episode is open")
-            self._episodes[None] = _Open(next(self._sessions))
-            self._ask(None, "schemas", {"do": "schemas"})
-            while not (found := self._pool.poll(float("inf"))):
-                pass
-            self.discard(None)
-            [(_, result)] = found
-            if result.failure is not None:
-                raise EnvironmentRefused(f"environment {self._name}: {result.failure.message}")
-            self._schemas = list(result.value)
-        return self._schemas
+        self._episodes[None] = _Open(next(self._sessions))
+        self._ask(None, "schemas", {"do": "schemas"})
+        while not (found := self._pool.poll(float("inf"))):
+            pass
+        self.discard(None)
+        [(_, result)] = found
+        if result.failure is not None:
+            raise EnvironmentRefused(f"environment {self._name}: {result.failure.message}")
+        return list(result.value)
 
     def open(self, key: Hashable, task: Task) -> None:
         """Start an episode; `poll` returns its first observation, or a Fault. Raises EnvironmentRefused."""
-        if key in self._episodes:
-            raise ValueError(f"the episode {key!r} is open already: discard it first")
-        if len(self._episodes) >= self._most:
-            raise ValueError(f"{self._most} episodes are open, which is the most: discard one first")
         self._episodes[key] = _Open(next(self._sessions))
         self._ask(key, "reset", {"do": "reset", "seed": task.seed, "row": dict(task.row)})
 
     def step(self, key: Hashable, text: str) -> None:
         """Give an episode the policy's text; `poll` returns the answer."""
-        episode = self._at_rest(key)
+        episode = self._episodes[key]
         episode.steps += 1
         self._ask(key, f"step {episode.steps}", {"do": "step", "text": text})
 
@@ -117,15 +93,14 @@ class Environments:
 
         `poll` returns it as a step with `truncated`, without an observation; other environments answer 0.
         """
-        self._at_rest(key)
         self._ask(key, "finish", {"do": "finish"})
 
-    def poll(self, seconds: float) -> list[tuple[Hashable, Observed | Fault]]:
+    def poll(self, seconds: float) -> list[tuple[Any, Observed | Fault]]:
         """Return the answers since the last call; wait up to `seconds` for the first, and not if none is under way.
 
         An episode with a Fault is over; its key may be opened again.
         """
-        found: list[tuple[Hashable, Observed | Fault]] = []
+        found: list[tuple[Any, Observed | Fault]] = []
         for job, result in self._pool.poll(seconds):
             key = job.label
             episode = self._episodes[key]
@@ -151,26 +126,18 @@ class Environments:
         self._episodes.clear()
         self._pool.close()
 
-    def _at_rest(self, key: Hashable) -> _Open:
-        if key not in self._episodes:
-            raise ValueError(f"no episode {key!r} is open")
-        episode = self._episodes[key]
-        if episode.request:
-            raise ValueError(f"the episode {key!r} has not answered {episode.request} yet")
-        return episode
-
     def _ask(self, key: Hashable, name: str, request: dict[str, Any]) -> None:
         episode = self._episodes[key]
         episode.request, episode.asked = name, time.monotonic()
-        seconds = self._limits.step_seconds if episode.steps else self._limits.reset_seconds
+        seconds = self._spec.step_seconds if episode.steps else self._spec.reset_seconds
         try:
             self._pool.wait_until_ready()
         except Refused as error:
             raise EnvironmentRefused(f"environment {self._name}: {error}") from error
-        self._pool.submit(Job(request, seconds, self._limits.megabytes, episode.session, key))
+        self._pool.submit(Job(request, seconds, self._spec.megabytes, episode.session, key))
 
 
 def _fault(episode: _Open, failure: Failure) -> Fault:
     kinds: dict[str, Literal["error", "timeout"]] = {"error": "error", "refused": "error", "timeout": "timeout"}
-    reason = f"{episode.request}: {failure.message}"
-    return Fault(kinds.get(failure.kind, "crash"), reason, time.monotonic() - episode.asked)
+    reason, seconds = f"{episode.request}: {failure.message}", time.monotonic() - episode.asked
+    return Fault(kinds.get(failure.kind, "crash"), reason, seconds)

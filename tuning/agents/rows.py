@@ -1,8 +1,8 @@
-"""Tables of trajectories. The rollout table beside them is their view for rewards and trainer.
+"""Tables of trajectories. The rollout table is their view for rewards and trainer.
 
     trajectories/   a row an episode            named (place, sample), as completions are (R21)
     turns/          a row a turn of an episode
-    rollouts/       a row an episode (`CompletionRow`): prompt_ids are the first context, token_ids all behind it up to
+    rollouts/       a row an episode (`CompletionRow`): prompt_ids are the first context, token_ids all after it up to
                     the last sampled token, logprobs NaN on every token that was not sampled
 
         prompt_ids          token_ids
@@ -37,16 +37,16 @@ class TurnRow(Row):
     start: Number
     """Tokens of the trajectory before the turn's own: `token_ids[start:start + len]` of its row are the sampled ids."""
     token_ids: Ids
-    """Sampled ids, the end of the turn included where it was sampled."""
+    """Sampled ids, with the end of the turn if it was sampled."""
     logprobs: Reals
     text: Text
     """The sampled text without control tokens."""
     stop: Text
-    """`eos`, or `length` where the limit of a turn cut it off."""
+    """`eos`, or `length` if the limit of a turn cut it off."""
     state: Text | None = None
-    """sha256 of the state in which the policy chose, where the environment tells it (GiGPO's anchor)."""
+    """sha256 of the state in which the policy chose, if the environment reports it (GiGPO's anchor)."""
     action: Text | None = None
-    """What the environment understood, as JSON or text."""
+    """The action that the environment understood, as JSON or text."""
     valid: Flag = True
     """False: the policy's own fault, such as a malformed call."""
     calls: Text | None = None
@@ -56,7 +56,7 @@ class TurnRow(Row):
     observation_ids: Ids = dataclasses.field(default_factory=list)
     """Ids that stand between this turn's and the next one's; empty after the last turn."""
     reward: Real | None = None
-    """The environment's for this turn; None where it failed."""
+    """The environment's for this turn; None if it failed."""
     terminated: Flag = False
     truncated: Flag = False
     policy: Text = ""
@@ -75,12 +75,12 @@ class TrajectoryRow(Row):
     status: Text
     """`rlhf.tuning.agents.contract.Status`."""
     reason: Text | None = None
-    """In words, where it failed."""
+    """In words, if it failed."""
     turns: Index
     reward: Real | None = None
-    """Sum of the turns' rewards; None where the status says nothing of the policy."""
+    """Sum of the turns' rewards; None if the status is not a result of the policy."""
     success: Flag | None = None
-    """`info["success"]` of the last step where the environment tells it, else whether the environment ended the episode
+    """`info["success"]` of the last step if the environment reports it, else whether the environment ended the episode
     (status done) with a positive reward of the last turn."""
     success_guessed: Flag = False
     """Whether `success` is that guess, because `info` does not hold it."""

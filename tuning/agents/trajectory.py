@@ -1,7 +1,4 @@
-"""Episodes to play, the turns that they get, and their rows.
-
-Imports no JAX: the stage reads and writes these on the host.
-"""
+"""Episodes, their turns, and the rows of their tables. Imports no JAX."""
 
 from __future__ import annotations
 
@@ -12,7 +9,7 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
-from rlhf.tuning.agents.contract import LIMITS, WITHOUT_REWARD, Status, Task, success_of
+from rlhf.tuning.agents.contract import LIMITS, Status, Task
 from rlhf.tuning.agents.rows import TrajectoryRow, TurnRow
 from rlhf.tuning.chat import Message
 from rlhf.tuning.rows import CompletionRow, PromptRow
@@ -20,34 +17,32 @@ from rlhf.tuning.rows import CompletionRow, PromptRow
 
 @dataclasses.dataclass(frozen=True)
 class Rules:
-    """What bounds an episode."""
+    """Limits of an episode."""
 
     turns: int
     """Turns of the policy."""
     turn_tokens: int
-    """Sampled tokens of a turn; a turn that is cut off there is what the environment gets."""
+    """Sampled tokens of a turn; the environment gets a turn that is cut off."""
     tokens: int
     """All tokens of a trajectory, its first context included."""
     observation_tokens: int
     """Tokens of an observation's text; a longer one is cut with a visible mark."""
     live: int
-    """Episodes under way at a time: no more than the engine has slots."""
+    """Episodes that run at a time: at most the slots of the engine."""
     tries: int = 2
-    """How often an episode is begun whose environment fails."""
-    episode_seconds: float | None = None
-    """Wall clock of one try."""
+    """Starts of an episode whose environment fails."""
     lockstep: bool = False
-    """Whether all episodes under way take their turns together."""
+    """Whether all running episodes take their turns together."""
     rewarded: bool = True
-    """Whether the environment rewards; tools alone do not, and their turns have no reward in place of 0."""
+    """Whether the environment rewards; turns with tools alone have no reward."""
 
 
 @dataclasses.dataclass
 class Turn:
-    """What the policy said, and what came back."""
+    """A turn of the policy and the environment's answer."""
 
     start: int
-    """Tokens behind the first context of its part before it."""
+    """Tokens between the first context of its part and the turn."""
     token_ids: list[int]
     logprobs: list[float]
     text: str
@@ -78,10 +73,6 @@ class Episode:
     task: Task
     messages: Sequence[Message] = ()
     """Before the first observation: the system's message, and of a task with a prompt the user's."""
-    recorded: Sequence[Turn] = ()
-    """Turns of an earlier try that a kill ended, to be replayed."""
-    began: Sequence[int] = ()
-    """The first context that they were sampled behind."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -98,21 +89,21 @@ class Ended:
     seconds: float
     """In the environment, of the last try."""
     forks: list[list[int]] = dataclasses.field(default_factory=list)
-    """First contexts of the parts behind the first one, of an agent whose calls do not all extend one another."""
+    """First contexts of the further parts, of an agent with calls that do not all extend one another."""
 
     @property
     def reward(self) -> float | None:
-        """Sum of the turns' rewards; None where there is none, or the status says nothing of the policy."""
+        """Sum of the turns' rewards; None without any, or if the status is no result of the policy."""
         rewards = [turn.reward for turn in self.turns if turn.reward is not None]
-        if self.status in WITHOUT_REWARD or not rewards:
+        if self.status == "failed" or not rewards:
             return None
         return math.fsum(rewards)
 
     @property
     def success(self) -> bool | None:
-        """What the environment says in `info["success"]`, else a guess: whether it ended the episode itself, with a
-        positive reward of the last turn. The sum would count what is paid for steps and form."""
-        if self.status in WITHOUT_REWARD:
+        """The environment's `info["success"]`, else a guess: whether the environment ended the episode with a positive
+        reward of the last turn. The sum would count rewards of steps and form."""
+        if self.status == "failed":
             return None
         if self.success_guessed:
             return self.status == "done" and (self.turns[-1].reward or 0.0) > 0
@@ -120,30 +111,28 @@ class Ended:
 
     @property
     def success_guessed(self) -> bool:
-        """Whether `success` is a guess: the environment has rewarded, and said nothing of success."""
+        """Whether `success` is a guess: the environment has rewarded without `info["success"]`."""
         return self.reward is not None and all(turn.success is None for turn in self.turns)
 
 
 def completion_rows(ended: Ended, prompt: PromptRow, policy: str, seed: int, temperature: float) -> list[CompletionRow]:
-    """The trajectory as the trainer sees it, a row a part: all ids behind the part's context, holes where nothing was
-    sampled.
+    """Return the trajectory as the trainer sees it, a row for each part: all ids after the part's context.
 
-    A row ends with its last sampled token: nothing is trained behind it.
+    Log-probabilities are NaN where nothing was sampled. A row ends with its last sampled token: nothing is trained
+    after it.
     """
-    # A last turn without its end token is a cut, whatever its reader made of it.
+    # A last turn without its end token is a cut, even if the environment took it for an answer.
     unfinished = bool(ended.turns) and ended.turns[-1].stop == "length"
-    cut = "length" if ended.status in LIMITS or unfinished else "eos"
+    stop = "length" if ended.status in LIMITS or unfinished else "eos"
     rows: list[CompletionRow] = []
     for part, context in enumerate([ended.context, *ended.forks]):
-        turns = _of_part(ended, part)
+        turns = [turn for turn in ended.turns if turn.part == part]
         ids: list[int] = []
         logprobs: list[float] = []
-        for number, turn in enumerate(turns):
-            ids += turn.token_ids
-            logprobs += turn.logprobs
-            if number + 1 < len(turns):
-                ids += turn.observation_ids
-                logprobs += [math.nan] * len(turn.observation_ids)
+        for number, turn in enumerate(turns, start=1):
+            observed = turn.observation_ids if number < len(turns) else []
+            ids += [*turn.token_ids, *observed]
+            logprobs += [*turn.logprobs, *[math.nan] * len(observed)]
         rows.append(
             CompletionRow(
                 place=ended.episode.place,
@@ -158,7 +147,7 @@ def completion_rows(ended: Ended, prompt: PromptRow, policy: str, seed: int, tem
                 token_ids=ids,
                 logprobs=logprobs,
                 text=turns[-1].text if turns else "",
-                stop="failed" if ended.status in WITHOUT_REWARD else cut,
+                stop="failed" if ended.status == "failed" else stop,
                 policy=policy,
                 seed=seed,
                 temperature=temperature,
@@ -167,33 +156,26 @@ def completion_rows(ended: Ended, prompt: PromptRow, policy: str, seed: int, tem
     return rows
 
 
-def _of_part(ended: Ended, part: int) -> list[Turn]:
-    return [turn for turn in ended.turns if turn.part == part]
+def _last_turns(ended: Ended) -> dict[int, int]:
+    """Return the number of the last turn of each part."""
+    return {turn.part: number for number, turn in enumerate(ended.turns)}
 
 
 def turn_rows(ended: Ended, policy: str) -> list[TurnRow]:
-    """The rows of its turns."""
-    last = {turn.part: number for number, turn in enumerate(ended.turns)}
+    """Return the rows of the turns."""
+    last = _last_turns(ended)
+    same = ("part", "start", "token_ids", "logprobs", "text", "stop", "valid", "reward", "terminated", "truncated")
     return [
         TurnRow(
             place=ended.episode.place,
             sample=ended.episode.sample,
             turn=number,
-            part=turn.part,
-            start=turn.start,
-            token_ids=turn.token_ids,
-            logprobs=turn.logprobs,
-            text=turn.text,
-            stop=turn.stop,
+            **{name: getattr(turn, name) for name in same},
             state=None if turn.state is None else hashlib.sha256(_json(turn.state).encode()).hexdigest(),
             action=None if turn.action is None else _json(turn.action),
-            valid=turn.valid,
             calls=None if turn.calls is None else _json(turn.calls),
             observation=None if not turn.observation else _json(turn.observation),
             observation_ids=turn.observation_ids if number != last[turn.part] else [],
-            reward=turn.reward,
-            terminated=turn.terminated,
-            truncated=turn.truncated,
             policy=policy,
         )
         for number, turn in enumerate(ended.turns)
@@ -201,8 +183,9 @@ def turn_rows(ended: Ended, policy: str) -> list[TurnRow]:
 
 
 def trajectory_row(ended: Ended) -> TrajectoryRow:
-    """The row of the episode."""
-    between = [turn for part in range(1 + len(ended.forks)) for turn in _of_part(ended, part)[:-1]]
+    """Return the row of the episode."""
+    last = _last_turns(ended)
+    observed = [turn.observation_ids for i, turn in enumerate(ended.turns) if i != last[turn.part]]
     return TrajectoryRow(
         place=ended.episode.place,
         sample=ended.episode.sample,
@@ -215,25 +198,22 @@ def trajectory_row(ended: Ended) -> TrajectoryRow:
         success=ended.success,
         success_guessed=ended.success_guessed,
         sampled_tokens=sum(len(turn.token_ids) for turn in ended.turns),
-        observed_tokens=len(ended.context)
-        + sum(map(len, ended.forks))
-        + sum(len(turn.observation_ids) for turn in between),
+        observed_tokens=sum(map(len, [ended.context, *ended.forks, *observed])),
         tries=ended.tries,
         conversation=_json(ended.conversation),
     )
 
 
 def to_line(ended: Ended) -> str:
-    """One line of a journal, from which `from_line` makes the same again."""
+    """Write an episode as a line of a journal: [place, sample, values of `from_values`]."""
     kept = {f.name: getattr(ended, f.name) for f in dataclasses.fields(ended) if f.name != "episode"}
     kept["turns"] = [vars(turn) for turn in ended.turns]
     return json.dumps([ended.episode.place, ended.episode.sample, kept])
 
 
-def from_line(values: dict[str, Any], episode: Episode) -> Ended:
-    """The episode that a line of a journal holds. Raises ValueError for a success that is no flag."""
-    turns = [Turn(**(turn | {"success": success_of(turn["success"])})) for turn in values["turns"]]
-    return Ended(episode, **(values | {"turns": turns}))
+def from_values(values: dict[str, Any], episode: Episode) -> Ended:
+    """Read the values of a line of a journal."""
+    return Ended(episode, **(values | {"turns": [Turn(**turn) for turn in values["turns"]]}))
 
 
 def _json(value: Any) -> str:

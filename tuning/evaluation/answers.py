@@ -49,7 +49,7 @@ FORMS: dict[str, Callable[[str, Mapping[str, Any]], str | None]] = {
 def answer_of(judge: str, arguments: Mapping[str, Any], text: str) -> str | None:
     """The answer that the function `judge` with these arguments finds in a completion.
 
-    None where there is none, or none within SECONDS.
+    None without an answer within SECONDS.
     """
     try:
         return FORMS.get(judge, _text)(text, arguments)
@@ -69,7 +69,7 @@ def answers_of(
     """`answer_of` of each sample; answers of one of the `problems` [N] that the judge takes for equal are equal.
 
     seconds: limit of the comparisons, for each sample of a problem. Where they take longer, or fail, forms are compared
-    as text. Raises Outage where the comparing process cannot run.
+    as text. Raises Outage if the comparing process cannot run.
     """
     forms = [
         answer_of(judge, arguments, begun(s.completion, None if arguments.get("extract") else s.metadata))
@@ -99,7 +99,7 @@ def answers_of(
 
 
 def _votes(forms: Sequence[str], outcomes: Sequence[Outcome]) -> dict[str, str | None]:
-    """The vote of each form of a problem: the first form that is equal; its own where the comparison failed."""
+    """The vote of each form of a problem: the first form that is equal; its own if the comparison failed."""
     if any(outcome.failure is not None for outcome in outcomes):
         return {form: form for form in forms}
     return {
@@ -109,7 +109,7 @@ def _votes(forms: Sequence[str], outcomes: Sequence[Outcome]) -> dict[str, str |
 
 
 EQUALS = f"{__name__}:equal_expressions"
-"""The function that compares, which runs where it can be killed (R20)."""
+"""The function that compares, which runs in a process that can be killed (R20)."""
 
 
 def equal_expressions(
@@ -121,7 +121,7 @@ def equal_expressions(
 ) -> list[float | None]:
     """For each completion of a problem the number of the first whose mathematical answer math-verify takes for equal.
 
-    None where it reads no answer. Equality holds in either order of the two: of an equation x = 1 and a value 1 one is
+    None if it reads no answer. Equality holds in either order of the two: of an equation x = 1 and a value 1 one is
     the reference.
     """
     texts = map(begun, completions, metadata or [{}] * len(completions))

@@ -13,7 +13,7 @@ from __future__ import annotations
 import numpy as np
 
 from rlhf.tuning.evaluation.permutation import CHUNK, draws_for
-from rlhf.tuning.evaluation.statistics import Clusters, by_cluster, problem_means, scored_names
+from rlhf.tuning.evaluation.statistics import Clusters, by_cluster, paired_gaps
 
 
 def above_margin(
@@ -22,16 +22,13 @@ def above_margin(
     """p of a one-sided test whether the mean of b - a is above `least`, by Gaffke's bound over clusters.
 
     Arrays and clusters are as of `statistics.paired_difference`. level: the smallest relevant p; fewer draws are made
-    where it is large. p is (1 + b) / (1 + B) for b of B draws whose mean is not above. A problem can lose 1, or the
-    largest difference that was seen where that is more. Raises ValueError where no problem has a score on both sides.
+    if it is large. p is (1 + b) / (1 + B) for b of B draws whose mean is not above. A problem can lose 1, or the
+    largest difference that was seen if that is more. Raises ValueError if no problem has a score on both sides.
     """
-    gaps = problem_means(b_PS) - problem_means(a_PS)
-    known = np.isfinite(gaps)
-    if not known.any():
-        raise ValueError("a difference needs at least one problem that has a score on both sides")
-    sums, sizes = by_cluster(gaps[known], scored_names(clusters, known))
+    gaps, names = paired_gaps(a_PS, b_PS, clusters)
+    sums, sizes = by_cluster(gaps, names)
     size = sizes.mean()
-    worst = -max(1.0, float(np.abs(gaps[known]).max())) * size
+    worst = -max(1.0, float(np.abs(gaps).max())) * size
     # Spacings are exponential numbers over their sum; those of equal clusters are added up, to a gamma number.
     kinds, counts = np.unique(np.stack([np.append(sums, worst), np.append(sizes, size)]), axis=1, return_counts=True)
     draws = draws_for(level)

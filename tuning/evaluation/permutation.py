@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 from scipy.special import gammaln
 
-from rlhf.tuning.evaluation.statistics import Clusters, by_cluster, problem_means, scored_names
+from rlhf.tuning.evaluation.statistics import Clusters, by_cluster, paired_gaps
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -27,7 +27,7 @@ _FEWEST = 9_999
 _HITS = 50
 """Choices of signs expected at the level: its p is known to a seventh."""
 _EXACT = 1 << 20
-"""Sums whose probabilities are added up; where there are more, signs are drawn."""
+"""Sums whose probabilities are added up; if there are more, signs are drawn."""
 CHUNK = 1 << 22
 """Numbers drawn at a time."""
 _DIGITS = 10
@@ -55,11 +55,8 @@ def sign_flip(
     drawn, and p is (1 + b) / (1 + B) for b of B sums as large, which holds the level for any B (Phipson and Smyth,
     Statistical Applications in Genetics and Molecular Biology 9, 2010).
     """
-    gaps = problem_means(b_PS) - problem_means(a_PS)
-    known = np.isfinite(gaps)
-    if not known.any():
-        raise ValueError("a difference needs at least one problem that has a score on both sides")
-    sums, _ = by_cluster(gaps[known] - least, scored_names(clusters, known))
+    gaps, names = paired_gaps(a_PS, b_PS, clusters)
+    sums, _ = by_cluster(gaps - least, names)
     scale = max(1.0, float(np.abs(sums).max()))
     # Sums of equal scores are equal up to rounding.
     sums = np.round(sums / scale, _DIGITS)
@@ -73,12 +70,12 @@ def sign_flip(
 
 
 def draws_for(level: float) -> int:
-    """Random draws that tell a p of about `level`, within what is affordable."""
+    """Return the number of random draws that resolve a p of about `level`, between two bounds."""
     return min(FLIPS, max(_FEWEST, math.ceil(_HITS / level)))
 
 
 def _exact(sizes: np.ndarray, counts: Sequence[int] | np.ndarray, seen: float) -> float | None:
-    """The probability of a sum of at least `seen`; None where there are too many sums."""
+    """The probability of a sum of at least `seen`; None if there are too many sums."""
     sums: np.ndarray = np.zeros(1)
     chances: np.ndarray = np.ones(1)
     for size, count in zip(sizes, counts, strict=True):

@@ -13,6 +13,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Hashable, Sequence
 from statistics import NormalDist
+from typing import Any
 
 import numpy as np
 from scipy.special import stdtrit
@@ -28,7 +29,7 @@ Clusters = Sequence[Hashable] | None
 
 
 def problem_means(correct_PS: np.ndarray) -> np.ndarray:
-    """Mean over the samples of each problem, [problems]; NaN where none has a score."""
+    """Mean over the samples of each problem, [problems]; NaN if none has a score."""
     scores = np.asarray(correct_PS, np.float64)
     counts = np.isfinite(scores).sum(axis=1)
     return np.where(counts > 0, np.nansum(scores, axis=1) / np.maximum(counts, 1), np.nan)
@@ -52,7 +53,7 @@ def mean_interval(
     if np.ptp(values) == 0 and 0 <= mean <= 1:
         return mean, *wilson(mean, len(set(names)), _z(confidence))
     if len(set(names)) == 1 or (np.ptp(values) > 0 and len(set(names)) < FEW):
-        # What scores can be: from 0 to 1, unless they themselves go beyond.
+        # Scores are from 0 to 1, unless they themselves go beyond.
         return mean, *_few(values, names, confidence, (min(0.0, float(values.min())), max(1.0, float(values.max()))))
     return mean, *_bootstrap(values, names, confidence, seed)
 
@@ -75,13 +76,9 @@ def paired_difference(
     one cluster always holds 0. Raises ValueError without a problem.
     """
     # Differences are resampled, not each side: the difficulty that a problem has for both cancels.
-    gaps = problem_means(b_PS) - problem_means(a_PS)
-    known = np.isfinite(gaps)
-    values, names = gaps[known], scored_names(clusters, known)
-    if len(values) == 0:
-        raise ValueError("a difference needs at least one problem that has a score on both sides")
+    values, names = paired_gaps(a_PS, b_PS, clusters)
     mean, count = float(values.mean()), len(set(names))
-    # What a difference can be: a whole point, unless one is larger.
+    # A difference is at most a whole point, unless one is larger.
     most = max(1.0, float(np.abs(values).max()))
     # Equal differences of scores are equal up to rounding.
     alike = np.ptp(values) == 0 and mean in (-1.0, 0.0, 1.0) if count >= FEW else np.ptp(values) < 1e-9 * most
@@ -91,6 +88,15 @@ def paired_difference(
     if count < FEW:
         return mean, *_few(values, names, confidence, (-most, most))
     return mean, *_bootstrap(values, names, confidence, seed)
+
+
+def paired_gaps(a_PS: np.ndarray, b_PS: np.ndarray, clusters: Clusters) -> tuple[np.ndarray, list[Hashable]]:
+    """Return b - a of each problem that has a score on both sides, and its cluster. Raises ValueError without one."""
+    gaps = problem_means(b_PS) - problem_means(a_PS)
+    known = np.isfinite(gaps)
+    if not known.any():
+        raise ValueError("a difference needs at least one problem that has a score on both sides")
+    return gaps[known], scored_names(clusters, known)
 
 
 def _z(confidence: float) -> float:
@@ -113,7 +119,7 @@ def by_cluster(values: np.ndarray, names: Sequence[Hashable]) -> tuple[np.ndarra
 def _few(
     values: np.ndarray, names: Sequence[Hashable], confidence: float, possible: tuple[float, float]
 ) -> tuple[float, float]:
-    """Student's interval of the mean of `values` with clusters - 1 degrees of freedom, within what is `possible`.
+    """Student's interval of the mean of `values` with clusters - 1 degrees of freedom, within the `possible` range.
 
     The mean weighs clusters by their shares w of the problems: its variance is sum(w^2) s^2, s^2 the variance of the
     means of clusters, and at least that of independent problems, since a few means may agree by chance. One cluster has
@@ -145,7 +151,7 @@ def pass_at_k(correct_PS: np.ndarray, k: int) -> float:
     """Unbiased pass@k (Chen et al., arXiv:2107.03374): mean over problems of 1 - C(n - c, k) / C(n, k).
 
     Above 0.5 counts as right; problems with fewer than k scores are left out. Raises ValueError unless
-    1 <= k <= n samples, and where no problem has k scores.
+    1 <= k <= n samples, and if no problem has k scores.
     """
     scores = np.asarray(correct_PS, np.float64)
     if not 1 <= k <= scores.shape[1]:
@@ -167,7 +173,7 @@ def majority(correct_PS: np.ndarray, answers_PS: Sequence[Sequence[Hashable | No
 
     answers_PS: [problems, samples]; None, no answer, does not vote, and a problem without votes scores 0. Of answers
     that are equally common each counts with an equal share, which is the mean over breaking the tie at random. Raises
-    ValueError where no problem has a score.
+    ValueError if no problem has a score.
     """
     shares = []
     for scores, answers in zip(np.asarray(correct_PS, np.float64), answers_PS, strict=True):
@@ -194,6 +200,11 @@ def constant_baseline(answers: Sequence[str]) -> tuple[str, float]:
         raise ValueError("a constant answer needs at least one problem that has an answer")
     answer, count = Counter(answers).most_common(1)[0]
     return answer, count / len(answers)
+
+
+def win_rate(good: Any, bad: Any) -> float:
+    """Return the share of pairs of arrays in which `good` is above `bad`; a tie is half: constant scores give 0.5."""
+    return float(((good > bad) + 0.5 * (good == bad)).mean())
 
 
 def calibration_error(gaps: np.ndarray, bins: int = 10) -> float:

@@ -8,27 +8,29 @@ from typing import Any
 
 import numpy as np
 
-from rlhf.tuning.evaluation.statistics import majority, mean_interval, paired_difference, pass_at_k, problem_means
+from rlhf.tuning.evaluation.statistics import (
+    majority,
+    mean_interval,
+    paired_difference,
+    paired_gaps,
+    pass_at_k,
+    problem_means,
+)
 from rlhf.tuning.rows import VerdictRow
 
 
 @dataclasses.dataclass(frozen=True)
 class Judged:
-    """What one judge says of each completion of each problem, problems in the order of their places."""
+    """Verdicts of one judge on each completion of each problem, problems in the order of their places."""
 
     places: list[int]
     groups: list[str]
     """The group of each problem: problems of one group are resampled together."""
     correct_PS: np.ndarray
-    """Scores, [problems, samples]: 0 where the judge failed, NaN where it does not apply."""
+    """Scores, [problems, samples]: 0 if the judge failed, NaN if it does not apply."""
     answers_PS: list[list[str | None]]
     failed_PS: np.ndarray
     """Where the judge failed, [problems, samples]."""
-
-    @property
-    def failures(self) -> int:
-        """Judgements that failed."""
-        return int(self.failed_PS.sum())
 
     @property
     def problems(self) -> int:
@@ -47,7 +49,10 @@ class Judged:
 
     def score(self) -> dict[str, Any]:
         """The mean score with its interval, and how many judgements failed or problems have none."""
-        found: dict[str, Any] = {"judge_failures": self.failures, "not_applicable": len(self.places) - self.problems}
+        found: dict[str, Any] = {
+            "judge_failures": int(self.failed_PS.sum()),
+            "not_applicable": len(self.places) - self.problems,
+        }
         if self.problems:
             mean, low, high = mean_interval(self.correct_PS, clusters=self.groups)
             found |= {"score": mean, "score_low": low, "score_high": high}
@@ -72,7 +77,7 @@ def judged(verdicts: Iterable[VerdictRow], samples: int) -> Judged:
 
 
 def score_of(verdict: VerdictRow) -> float:
-    """0 where the judge failed: a policy must not gain by breaking its judge. NaN where it does not apply."""
+    """Return 0 if the judge failed: a policy must not gain by breaking its judge; NaN if it does not apply."""
     if verdict.score is not None:
         return verdict.score
     return 0.0 if verdict.failure is not None else float("nan")
@@ -111,16 +116,15 @@ class Difference:
 
 
 def difference(before: Judged, after: Judged) -> Difference:
-    """after - before by problem (R21: joined by place). Raises ValueError where they share no problem."""
+    """Compare after - before by problem, joined by place (R21). Raises ValueError if they share no problem."""
     rows = {place: i for i, place in enumerate(before.places)}
-    shared: Sequence[tuple[int, int]] = [(rows[p], j) for j, p in enumerate(after.places) if p in rows]
-    first, second = [i for i, _ in shared], [j for _, j in shared]
-    groups = [after.groups[j] for j in second]
-    if any(before.groups[i] != group for i, group in zip(first, groups, strict=True)):
+    shared = [(rows[place], j) for j, place in enumerate(after.places) if place in rows]
+    old, new = before.at([i for i, _ in shared]), after.at([j for _, j in shared])
+    if old.groups != new.groups:
         raise ValueError("the two evaluations are of different problems: evaluate both policies on the same data")
-    old_PS, new_PS = before.correct_PS[first], after.correct_PS[second]
-    mean, low, high = paired_difference(old_PS, new_PS, clusters=groups)
-    return Difference(mean, low, high, int(np.isfinite(problem_means(new_PS) - problem_means(old_PS)).sum()))
+    mean, low, high = paired_difference(old.correct_PS, new.correct_PS, clusters=new.groups)
+    gaps, _ = paired_gaps(old.correct_PS, new.correct_PS, None)
+    return Difference(mean, low, high, len(gaps))
 
 
 def without_gain(before: Judged, after: Judged) -> tuple[np.ndarray, np.ndarray, int]:

@@ -43,9 +43,7 @@ def moments(store: Path, stage: str, rng: random.Random) -> list[Moment]:
         found += [(f"has checkpoint {step}", some(work, f"*/checkpoints/{step}"))] * 3
         found += [(f"writes checkpoint {step}", some(work, f"*/checkpoints/{step}*"))] * 2
     if stage == "score":
-        found += [("has scores", some(work, "*/*.jsonl"))] * 3
-        count = rng.randint(1, 7)
-        found += [(f"has {count} shards", some(work, "*/scores-*/*.parquet", count))] * 2
+        found += [("has scores", some(work, "*/*.jsonl"))] * 5
     if stage == "prepare":
         found += [("has pieces", some(work, "*/pieces/*"))] * 3
     return found

@@ -45,16 +45,6 @@ def test_a_reward_model_that_does_not_move_is_named(scores, titles):
     assert [w.title for w in round_warnings(record, series)] == titles
 
 
-def test_a_reward_that_compares_and_is_called_alone_is_told_its_setting():
-    scores = [{"alike": ["rank", "style"]}, {"alike": ["rank"]}]
-    record = {"nodes": {f"round-{i:03d}.score": {"metrics": {"reward": 0.0} | m} for i, m in enumerate(scores)}}
-    (warning,) = run_warnings(record, {}, {}, {})
-    assert warning.title == "Reward without a difference"
-    assert "“rank” gave all" in warning.text and "rl.score.rewards.rank.batch: group" in warning.text
-    record["nodes"]["round-002.score"] = {"metrics": {"reward": 1.0}}
-    assert run_warnings(record, {}, {}, {}) == []
-
-
 def test_rewarded_code_that_may_deceive_its_tests_is_counted():
     record = {"nodes": {f"round-{i:03d}.score": {"metrics": {"suspect_code": i}} for i in range(3)}}
     assert [w.text[:1] for w in run_warnings(record, {}, {}, {}) if w.title == "Suspect code"] == ["3"]

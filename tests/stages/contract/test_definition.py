@@ -47,7 +47,7 @@ def test_every_role_that_a_stage_reads_is_made():
         ("score", {"reward": None, "reward_j": None, "zero_variance": None, "failed": 1.0,
                    "failures": {"j: RuntimeError: boom": 32, "j: timeout after 1 s": 1}},
          "reward none  failed 1.00 (j: RuntimeError: boom)"),
-        ("export", {"bytes": 5.4e8}, "540 MB"),
+        ("export", {"bytes": 5.4e8}, "540.0 MB"),
     ],
 )  # fmt: skip
 def test_figures_are_those_whose_metrics_are_there(name, metrics, shown):

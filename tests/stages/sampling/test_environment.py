@@ -72,7 +72,7 @@ def test_a_file_that_the_settings_name_is_in_the_key(settings, name, text, expec
     ("settings", "message"),
     [
         ({"name": "gymnasium:nomodule:X-v0"}, "environment.name: no module 'nomodule'"),
-        ({"tools": ["mcp:python 's.py"]}, "environment.tools: .* is no command"),
+        ({"tools": ["mcp:python 's.py"]}, "environment.tools: .* is not a command"),
         (
             {"name": "gymnasium:X-v0", "arguments": {"parser": "lost:f"}},
             "environment.arguments.parser: no module 'lost'",

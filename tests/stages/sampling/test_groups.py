@@ -20,7 +20,7 @@ def scored(totals, prompts):
     rollouts = [CompletionRow(**name, prompt_ids=[1], token_ids=[2], logprobs=[-1.0]) for name in names]
     every = [total for pair in totals for total in pair]
     scores = [ScoreRow(**name, total=t) for name, t in zip(names, every, strict=True)]
-    return Scored(rollouts, scores, prompts)
+    return Scored([[row] for row in rollouts], scores, prompts)
 
 
 def test_too_few_informative_groups_end_the_round_with_a_histogram():
@@ -63,7 +63,7 @@ def test_completions_that_the_update_masks_give_a_group_no_signal():
     """Places 0 and 1 differ by completions that were cut off: with `truncated: mask` refills replace them."""
     every = scored([(1, 0), (1, 0), (1, 0), (0, 1)], prompts=2)
     cut = [dataclasses.replace(row, stop="length" if row.place < 2 and row.sample else "eos") for row in every.rollouts]
-    every = dataclasses.replace(every, rollouts=cut)
+    every = dataclasses.replace(every, trajectories=[[row] for row in cut])
     assert missing_prompts(every.only([0, 1]).totals("keep"), 2) == 0
     assert missing_prompts(every.only([0, 1]).totals("mask"), 2) == 2
     taken, metrics = chosen_groups(every, "stop", "mask")
@@ -81,7 +81,7 @@ def test_a_group_that_has_nothing_to_train_on_gives_no_signal():
     # Place 0 is cut off, of 1 and 2 one sample; place 3 is whole; what is whole at place 4 has no reward.
     cut = {(0, 0), (0, 1), (1, 1), (2, 0), (4, 0)}
     rows = [dataclasses.replace(r, stop="length" if (r.place, r.sample) in cut else "eos") for r in every.rollouts]
-    every = dataclasses.replace(every, rollouts=rows)
+    every = dataclasses.replace(every, trajectories=[[row] for row in rows])
     assert missing_prompts(every.only([0, 4]).totals("mask-loss"), 2) == 2
     taken, metrics = chosen_groups(every, "stop", "mask-loss")
     assert [row.place for row in taken.rollouts] == [1, 1, 2, 2]

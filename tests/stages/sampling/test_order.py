@@ -9,7 +9,6 @@ import pytest
 from rlhf.flows.graph.build import build
 from rlhf.flows.recipe.reading import load_recipe
 from rlhf.stages.sampling.order import positions, prompts_of_refill, prompts_of_round
-from rlhf.stages.store.keys import derive_seed
 
 
 def rollouts(*sets):
@@ -80,10 +79,3 @@ def test_each_prompt_is_once_in_a_pass_where_grain_repeats_one(total):
     assert sorted(prompts_of_round(total, total, 1, 7)) == list(range(total))
     # Of what is left the last.
     assert prompts_of_refill(1, total, 0, 7, set(range(total - 1))) == [total - 1]
-
-
-def test_a_refill_whose_round_has_prompts_of_no_table_ends_with_an_error():
-    order = list(itertools.islice(positions(5, 0, derive_seed(1, "refills")), 5))
-    assert prompts_of_refill(2, 5, 0, 1, set()) == order[:2]
-    with pytest.raises(ValueError, match="prompt 5 is used, but the 5 of the data"):
-        prompts_of_refill(5, 5, 0, 1, {0, 5})

@@ -1,6 +1,5 @@
 """Reward functions of tests, in a module that their processes import at once."""
 
-import statistics
 from pathlib import Path
 
 
@@ -23,17 +22,6 @@ def flaky(prompts, completions, *, broken, text="", outage="", **_):
     if Path(broken).exists() and (not text or text in completions):
         raise RuntimeError("boom")
     return [1.0 for _ in completions]
-
-
-def constant(prompts, completions, **_):
-    """Tells nothing apart."""
-    return [0.5 for _ in completions]
-
-
-def standardised(prompts, completions, **_):
-    """Distances from the mean length in deviations, which one completion has none of."""
-    lengths = [len(c) for c in completions]
-    return [(n - statistics.mean(lengths)) / (statistics.stdev(lengths) or 1) for n in lengths]
 
 
 def relative(prompts, completions, **_):

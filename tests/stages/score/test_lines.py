@@ -33,6 +33,7 @@ def test_a_line_that_a_disk_has_changed_costs_one_score_and_is_never_taken(tmp_p
     for at in range(len(whole)):
         for bit in range(8):
             file.write_bytes(whole[:at] + bytes([whole[at] ^ (1 << bit)]) + whole[at + 1 :])
-            kept = [Journal(ctx, "reward exact", "journal-exact").get([row]) for row in rows]
+            read = Journal(ctx, "reward exact", "journal-exact")
+            kept = [read.get([row]) for row in rows]
             assert all(k in (None, [Outcome(row.place / 4)]) for k, row in zip(kept, rows, strict=True))
             assert kept.count(None) <= 2

@@ -14,7 +14,7 @@ from rlhf.stages.sampling.environment import Environment, modules_of, source_dig
 from rlhf.stages.serving.programs import play_episodes, reward_of
 from rlhf.tuning.agents.contract import Task
 from rlhf.tuning.agents.play import turn_seed
-from rlhf.tuning.agents.trajectory import Episode, completion_rows, from_line, to_line, trajectory_row, turn_rows
+from rlhf.tuning.agents.trajectory import Episode, completion_rows, from_values, to_line, trajectory_row, turn_rows
 from rlhf.tuning.rollout.engine.engine import Engine
 from rlhf.tuning.rollout.requests import Request, Sampling
 from rlhf.tuning.rollout.servers import keeper
@@ -101,7 +101,7 @@ def test_forks_are_parts_and_tables_agree(made):
     assert trajectory_row(ended).observed_tokens == observed
     assert [message["role"] for message in ended.conversation] == ["user", "assistant", "user", "assistant"]
     place, sample, values = json.loads(to_line(ended))
-    assert (place, sample, from_line(values, ended.episode)) == (1, 0, ended)
+    assert (place, sample, from_values(values, ended.episode)) == (1, 0, ended)
 
 
 @pytest.mark.parametrize("grades", [False, True])

@@ -12,6 +12,7 @@ import pyarrow.parquet as pq
 
 from rlhf.stages.contract.definition import Context
 from rlhf.tuning import multihost
+from rlhf.tuning.data.flat import write_arrays
 from rlhf.tuning.data.pipeline import SCHEMAS
 from rlhf.tuning.models.byte_tokenizer import byte_tokenizer
 
@@ -83,6 +84,7 @@ def data(folder: Path, **tables: list[dict[str, Any]]) -> Folder:
         (folder / name).mkdir(parents=True)
         table = pa.Table.from_pylist(rows, pa.schema(list(SCHEMAS[name].items())))
         pq.write_table(table, folder / name / "part-00000.parquet")
+        write_arrays(folder / name)
     return Folder(folder, str(folder))
 
 

@@ -10,7 +10,6 @@ import pytest
 from rlhf.stages.contract.definition import Context
 from rlhf.stages.store.artifacts import Store
 from rlhf.stages.training.examples import Table, train_and_heldout
-from rlhf.tuning.data.flat import write_arrays
 from rlhf.tuning.models.byte_tokenizer import byte_tokenizer
 from rlhf.tuning.models.tokenizer import save_tokenizer
 from tests.stages.training.support import Folder, data, rows_of
@@ -90,8 +89,7 @@ def test_prompts_are_read_only_where_the_data_names_no_group(tmp_path):
         for number, (row, group) in enumerate(zip(rows_of("sft", 40), groups, strict=True))
     ]
     made = data(tmp_path / "data", sft=rows)
-    write_arrays(made.local("sft"))
-    table = Table(context(tmp_path), made, "sft")
+    table = Table(made, "sft")
     tracemalloc.start()
     try:
         found, most = table.groups(), tracemalloc.get_traced_memory()[1]
@@ -104,35 +102,19 @@ def test_prompts_are_read_only_where_the_data_names_no_group(tmp_path):
     assert table.only([31, 30, 8]).groups() == ["g31", unnamed[30], "g8"]
 
 
-@pytest.mark.parametrize("part", ["sft", "preference", "labelled"])
-def test_arrays_of_tokens_are_read_in_place_of_the_tables_and_give_the_same_examples(tmp_path, part):
-    made = data(tmp_path / "data", **{part: rows_of(part, 20)})
-    decoded = Table(context(tmp_path), made, part)
-    write_arrays(made.local(part))
-    before = sorted(tmp_path.rglob("*"))
-    # The table is read for its other columns alone.
-    path = made.local(part) / "part-00000.parquet"
-    path.rename(tmp_path / "away")
-    mapped = Table(context(tmp_path), made, part)
-    assert list(mapped.examples) == list(decoded.examples)
-    (tmp_path / "away").rename(path)
-    assert mapped.column("id") == decoded.column("id") and sorted(tmp_path.rglob("*")) == before
-
-
 def test_of_a_remote_store_the_arrays_are_fetched_once_and_the_tables_when_a_column_is_asked_for(tmp_path, s3):
     made = data(tmp_path / "data", preference=rows_of("preference", 20))
-    expected = list(Table(context(tmp_path), made, "preference").examples)
-    write_arrays(made.local("preference"))
+    expected = list(Table(made, "preference").examples)
     store = Store(f"{s3}/arrays", scratch=tmp_path / "scratch")
     stored = store.commit(made.path, {"stage": "prepare", "key": "k", "inputs": {}, "config": {}, "metrics": {}})
 
     def fetched():
         return {path.name: path.stat().st_ino for path in (tmp_path / "scratch").rglob("*") if path.is_file()}
 
-    table = Table(context(tmp_path), stored, "preference")
+    table = Table(stored, "preference")
     first = fetched()
     assert list(table.examples) == expected and set(first) == {"tokens.npy", "offsets.npy"}
-    assert list(Table(context(tmp_path), stored, "preference").examples) == expected and fetched() == first
+    assert list(Table(stored, "preference").examples) == expected and fetched() == first
     assert table.column("margin") == [None] * 20 and set(fetched()) == {*first, "part-00000.parquet"}
 
 

@@ -33,11 +33,8 @@ def parent(name="sft", **metrics):
         ({"truncated_N": SOME}, NOTHING, "mask", r"0 of 4 have no reward, 3 were cut off and masked\)"),
         # What has no reward and was cut off too is told once.
         ({"truncated_N": SOME, "valid_N": LAST}, NOTHING, "keep", r"\(3 of 4 have no reward, 0 were cut off\)"),
-        ({}, NOTHING | {"steps": 2}, "keep", "score alike .*; its steps followed KL alone"),
-        # No group ties for an algorithm with a baseline of its own.
-        ({}, NOTHING | {"steps": 2, "tied": 0}, "keep", "score alike .*; its steps followed KL alone"),
-        # A critic learns from rewards that tie.
-        ({}, NOTHING | {"value_loss": 0.1}, "keep", "score alike .*; its critic learned, and the policy stayed"),
+        # No group ties for an algorithm with a baseline of its own: its steps are for KL and entropy.
+        ({}, NOTHING | {"steps": 2, "tied": 0}, "keep", "score alike .*; its steps had other terms alone"),
         ({}, {"steps": 2, "skipped": 2, "informative": 2}, "keep", "gradients of all 2 steps were not finite"),
     ],
 )
@@ -49,40 +46,13 @@ def test_a_round_that_teaches_nothing_says_why(changed, metrics, truncated, reas
     assert stage("update").figures(found) == f"taught nothing: {found['idle']}"
 
 
-@pytest.mark.parametrize(
-    ("settings", "followed"),
-    [
-        ({"kl_coef": 0.1, "entropy_coef": 0.1}, "KL and entropy"),
-        ({"kl_coef": 0.0, "entropy_target": 1.0}, "entropy"),
-        ({"algorithm": "rloo"}, "KL"),
-        ({"algorithm": "reinforce-pp", "kl_in_reward": 0.1, "entropy_coef": 0.1}, "entropy"),
-        ({"algorithm": "ppo", "entropy_coef": 0.1}, "entropy"),
-        ({"normalisation": "batch-std", "kl_coef": 0.0, "kl_in_reward": 0.1, "entropy_coef": 0.1}, "entropy"),
-    ],
-)
-def test_what_its_steps_followed_is_what_has_a_weight(settings, followed):
-    found = idle_metrics(DATA, NOTHING | {"steps": 2}, Config(**settings), parent())
-    assert found["idle"].endswith(f"; its steps followed {followed} alone")
-
-
-def test_what_an_algorithm_of_ones_own_follows_is_not_guessed():
-    found = idle_metrics(DATA, NOTHING | {"steps": 2}, Config(algorithm="mine:f"), parent())
-    assert found["idle"].endswith("; its steps followed what mine:f makes of them")
-
-
 def test_without_any_reward_the_advice_is_of_rewards_and_not_of_samples():
     found = idle_metrics(dataclasses.replace(DATA, valid_N=NO), NOTHING, Config(), parent())
     with pytest.raises(
-        IdleRounds, match="each reward returned None for it, or failed. A built-in reward has none wh"
+        IdleRounds, match="each reward returned None for it, or failed. A built-in reward has none fo"
     ) as e:
         check_idle(found, 1)
     assert "easier prompts" not in str(e.value)
-
-
-def test_a_reward_that_tells_no_completions_apart_is_named_where_rounds_end():
-    found = idle_metrics(DATA, NOTHING, Config(), parent())
-    with pytest.raises(IdleRounds, match=r"“rank” gave .* needs rl.score.rewards.rank.batch: group\. Read"):
-        check_idle(found, 1, ["rank"])
 
 
 def test_rounds_in_a_row_are_counted_and_one_that_trains_begins_anew():

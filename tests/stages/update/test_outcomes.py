@@ -33,7 +33,7 @@ def scored(prompts):
         ScoreRow(**name, total=total, failure=None if total is not None else "exact: boom")
         for name, total in zip(names, totals, strict=True)
     ]
-    return Scored(rollouts, scores, prompts)
+    return Scored([[row] for row in rollouts], scores, prompts)
 
 
 def result(taken, settings, greedy_N=None):
@@ -82,8 +82,10 @@ def test_groups_of_little_variety_are_called_filtered():
 
 def test_a_failed_episode_has_failed_whatever_its_reward():
     every = scored(prompts=5)
-    rollouts = [dataclasses.replace(r, stop="failed") if (r.place, r.sample) == (0, 1) else r for r in every.rollouts]
-    every, how = dataclasses.replace(every, rollouts=rollouts), RoundSettings.of("grpo", tied_groups="drop")
+    trajectories = [
+        [dataclasses.replace(r, stop="failed") if (r.place, r.sample) == (0, 1) else r] for r in every.rollouts
+    ]
+    every, how = dataclasses.replace(every, trajectories=trajectories), RoundSettings.of("grpo", tied_groups="drop")
     rows = fates_of(every, every, result(every, how), "keep")
     assert (rows[0].fate, rows[1].fate, rows[1].reason) == ("tied", "failed", "its episode failed")
     taken, _ = chosen_groups(every, "train")

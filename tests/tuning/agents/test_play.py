@@ -1,14 +1,13 @@
 """Episodes over a real engine; environments answer in the test's own process, at once or never."""
 
 import itertools
-import json
 import time
 
 import pytest
 
 from rlhf.tuning.agents.contract import Observed, Task
 from rlhf.tuning.agents.play import Player
-from rlhf.tuning.agents.trajectory import Episode, Rules, Turn, completion_rows, from_line, to_line, trajectory_row
+from rlhf.tuning.agents.trajectory import Episode, Rules, completion_rows
 from rlhf.tuning.chat.renderer import Renderer
 from rlhf.tuning.models.byte_tokenizer import byte_tokenizer
 from rlhf.tuning.rollout.engine.engine import Engine
@@ -41,8 +40,8 @@ class Ids:
 class Rooms:
     """Environments that answer a step with what `step` says; None: never."""
 
-    def __init__(self, step=lambda key: Observed("on", 0.0), first="begin", late=0.0):
-        self._step, self._first, self._late = step, first, late
+    def __init__(self, step=lambda key: Observed("on", 0.0), first="begin"):
+        self._step, self._first = step, first
         self._answers = {}
 
     def open(self, key, task):
@@ -56,8 +55,7 @@ class Rooms:
         self._answers[key] = Observed(None, 0.0, truncated=True)
 
     def poll(self, seconds):
-        begin = any(answer.reward is None for answer in self._answers.values())
-        time.sleep(self._late if self._answers and not begin else min(seconds, 0.01))
+        time.sleep(min(seconds, 0.01))
         found, self._answers = list(self._answers.items()), {}
         return found
 
@@ -77,18 +75,21 @@ def words():
     return Ids()
 
 
-def played(engine, words, rooms, count=2, **rules):
-    settings = {"turns": 3, "turn_tokens": 4, "tokens": 90, "observation_tokens": 20, "live": SLOTS, **rules}
-    player = Player(engine, rooms, words, Rules(**settings), tuple(EOS), Sampling(1.0), 0)
+def rules(**more):
+    return Rules(**{"turns": 3, "turn_tokens": 4, "tokens": 90, "observation_tokens": 20, "live": SLOTS} | more)
+
+
+def played(engine, words, rooms, count=2):
+    player = Player(engine, rooms, words, rules(), tuple(EOS), Sampling(1.0), 0)
     return sorted(player.play([Episode(i, 0, f"e{i}", Task(i)) for i in range(count)]), key=lambda e: e.episode.place)
 
 
 @pytest.mark.parametrize("lockstep", [False, True])
-def test_episodes_out_of_time_leave_no_slot_taken(engine, words, lockstep):
-    """Their limit passes with an answer: the next turn is submitted, and cancelled before the engine's next step."""
-    played(engine, words, Rooms())
-    ended = played(engine, words, Rooms(late=0.12), count=4, episode_seconds=0.1, lockstep=lockstep)
-    assert {e.status for e in ended} == {"time_limit"}
+def test_episodes_that_are_left_leave_no_slot_taken(engine, words, lockstep):
+    player = Player(engine, Rooms(), words, rules(lockstep=lockstep), tuple(EOS), Sampling(1.0), 0)
+    playing = player.play([Episode(i, 0, f"e{i}", Task(i)) for i in range(4)])
+    next(playing)
+    playing.close()
     while not engine.idle:
         engine.step()
     assert engine._pool.taken == 0
@@ -103,51 +104,6 @@ def test_an_episode_whose_last_turn_has_no_end_token_was_cut_off(engine, words):
         [row] = completion_rows(e, PromptRow(id="task", prompt_ids=[1], prompt="p"), "digest", 0, 1.0)
         stops.setdefault(e.turns[-1].stop, set()).add(row.stop)
     assert stops == {"length": {"length"}, "eos": {"eos"}}
-
-
-class Killed(BaseException):
-    pass
-
-
-def replayed(engine, words, first="begin", second="on"):
-    """(the episode as it ends undisturbed, the same one that goes on from its record behind a kill in turn 2)."""
-    settings = Rules(turns=3, turn_tokens=4, tokens=90, observation_tokens=20, live=SLOTS)
-
-    def player(rooms, **more):
-        return Player(engine, rooms, words, settings, tuple(EOS), Sampling(1.0), 0, **more)
-
-    [whole] = player(Rooms(lambda key: Observed("on", 0.5))).play([Episode(0, 0, "e", Task(0))])
-    lines = []
-
-    def said(episode, number, turn, context):
-        lines.append(json.dumps([number, vars(turn), list(context)]))
-        if number == 1:
-            raise Killed
-
-    with pytest.raises(Killed):
-        list(player(Rooms(lambda key: Observed("on", 0.5)), said=said).play([Episode(0, 0, "e", Task(0))]))
-    read = [json.loads(line) for line in lines]
-    turns = {number: Turn(**values) for number, values, _ in read}
-    episode = Episode(0, 0, "e", Task(0), (), [turns[n] for n in sorted(turns)], read[0][2])
-    sampled = []
-    rooms = Rooms(lambda key: Observed(second if key[2] == 1 else "on", 0.5))
-    rooms.open = lambda key, task: rooms._answers.update({key: Observed(first if key[2] == 1 else "begin")})
-    [ended] = player(rooms, said=lambda e, number, turn, _: sampled.append((number, turn.observation))).play([episode])
-    return whole, ended, [number for number, observation in sampled if observation is None]
-
-
-def test_a_replay_plays_the_recorded_turns_and_samples_the_others(engine, words):
-    whole, ended, sampled = replayed(engine, words)
-    assert (ended.turns, ended.context, ended.status, ended.tries) == (whole.turns, whole.context, whole.status, 1)
-    assert sampled == [2]
-
-
-@pytest.mark.parametrize("other", [{"first": "another beginning"}, {"second": "another answer"}])
-def test_a_replay_that_meets_another_observation_is_begun_again(engine, words, other):
-    """Of the reset as of a step: the recorded turns were sampled behind what was seen then."""
-    whole, ended, sampled = replayed(engine, words, **other)
-    assert (ended.turns, ended.context, ended.status, ended.tries) == (whole.turns, whole.context, whole.status, 2)
-    assert sampled == [0, 1, 2]
 
 
 PARTS = [{"role": "user", "content": [{"type": "text", "text": "won"}]}]
@@ -183,15 +139,3 @@ def test_what_an_environment_has_under_the_name_of_calls_and_is_none_is_left_out
         return ended.turns[0].calls
 
     assert kept(calls) is None and kept([{"name": "add"}]) == [{"name": "add"}]
-
-
-def test_a_success_of_an_older_journal_is_a_flag_or_the_line_is_none(engine, words):
-    [ended] = played(engine, words, Rooms(lambda key: Observed("", 1.0, True, info={"success": True})), count=1)
-    assert trajectory_row(ended).success is True
-    _, _, values = json.loads(to_line(ended))
-    for said in (1, 1.0, True):
-        values["turns"][0]["success"] = said
-        assert from_line(values, ended.episode).success is True
-    values["turns"][0]["success"] = "yes"
-    with pytest.raises(ValueError, match="success.*'yes'"):
-        from_line(values, ended.episode)

@@ -1,5 +1,6 @@
 """An environment's process costs at most its own episode (what processes do: `tests/tuning/parallel`)."""
 
+import dataclasses
 import json
 import re
 
@@ -8,10 +9,14 @@ import pytest
 
 from rlhf.tuning.agents.contract import Fault, Observed, Spec, Task
 from rlhf.tuning.agents.episode import state
-from rlhf.tuning.agents.processes import EnvironmentLimits, EnvironmentRefused, Environments
+from rlhf.tuning.agents.processes import EnvironmentRefused, Environments
 
 OWN = "tests.tuning.agents.own_environments"
-LIMITS = EnvironmentLimits(reset_seconds=20.0, step_seconds=20.0, megabytes=256)
+LIMITS = {"reset_seconds": 20.0, "step_seconds": 20.0, "megabytes": 256}
+
+
+def rooms(spec, **limits):
+    return Environments(dataclasses.replace(spec, **LIMITS | limits))
 
 
 def gathered(environments, keys):
@@ -28,7 +33,7 @@ def one(environments, key="one"):
 
 @pytest.fixture(scope="module")
 def faulty():
-    with Environments(Spec(f"{OWN}:Faulty"), LIMITS, 64) as environments:
+    with rooms(Spec(f"{OWN}:Faulty")) as environments:
         yield environments
 
 
@@ -47,7 +52,7 @@ def test_an_episode_alone_equals_the_same_one_among_others():
     def transcript(answers):
         return [(a.observation, a.reward, a.terminated, dict(a.info)) for a in answers[7]]
 
-    with Environments(Spec(f"{OWN}:Dice"), LIMITS, 32) as environments:
+    with rooms(Spec(f"{OWN}:Dice")) as environments:
         alone, among = {7: []}, {seed: [] for seed in range(31)}
         for answers in (alone, among):
             for seed in answers:
@@ -85,21 +90,19 @@ def test_a_failing_step_is_a_fault_that_says_why(begun, action, kind, reason):
 
 
 def test_reset_and_step_have_limits_of_their_own():
-    spec, limits = Spec(f"{OWN}:Faulty"), EnvironmentLimits(reset_seconds=20.0, step_seconds=0.15)
-    with Environments(spec, limits, 2) as environments:
+    with rooms(Spec(f"{OWN}:Faulty"), step_seconds=0.15) as environments:
         environments.open("one", Task(1))
         one(environments)
         environments.step("one", "spin in c")
         fault = one(environments)
         assert fault.kind == "timeout" and fault.message == "step 1: no answer within 0.15 s" and fault.seconds >= 0.15
-    spec, limits = Spec(spec.name, {"at_reset": "sleep"}), EnvironmentLimits(reset_seconds=0.2, step_seconds=20.0)
-    with Environments(spec, limits, 2) as environments:
+    with rooms(Spec(f"{OWN}:Faulty", {"at_reset": "sleep"}), reset_seconds=0.2) as environments:
         environments.open("one", Task(1))
         assert one(environments).message == "reset: no answer within 0.2 s"
 
 
 def test_an_environment_is_closed_after_its_own_end(tmp_path):
-    with Environments(Spec(f"{OWN}:Faulty", {"closed": str(tmp_path / "closed")}), LIMITS, 2) as environments:
+    with rooms(Spec(f"{OWN}:Faulty", {"closed": str(tmp_path / "closed")})) as environments:
         environments.open("one", Task(1))
         one(environments)
         environments.step("one", "end")
@@ -112,7 +115,7 @@ def test_an_environment_is_closed_after_its_own_end(tmp_path):
 
 def test_a_cut_episode_is_asked_for_its_last_reward():
     spec = Spec(f"{OWN}:Counter", tools=[f"{OWN}:stall"], tool_seconds=0.1)
-    with Environments(spec, LIMITS, 1) as environments:
+    with rooms(spec) as environments:
         assert [s["function"]["name"] for s in environments.schemas()] == ["add", "wait", "stall"]
         environments.open("one", Task(1, {"start": 3}))
         first = one(environments)
@@ -128,7 +131,7 @@ def test_a_cut_episode_is_asked_for_its_last_reward():
         assert (last.observation, last.reward, last.terminated, last.truncated) == (None, 0.5, False, True)
     broken = Spec(f"{OWN}:Counter", tools=[f"{OWN}:untold"])
     with (
-        Environments(broken, LIMITS, 1) as environments,
+        rooms(broken) as environments,
         pytest.raises(EnvironmentRefused, match="tool untold: no doc"),
     ):
         environments.schemas()
@@ -144,24 +147,17 @@ def test_a_cut_episode_is_asked_for_its_last_reward():
     ],
 )
 def test_an_unknown_environment_is_refused_with_its_reason(spec, reason):
-    with Environments(spec, LIMITS, 1) as environments, pytest.raises(EnvironmentRefused, match=reason):
+    with rooms(spec) as environments, pytest.raises(EnvironmentRefused, match=reason):
         environments.open("one", Task(1))
 
 
-def test_errors_of_the_caller_are_refused(begun):
-    with pytest.raises(ValueError, match="is open already"):
-        begun.open("one", Task(1))
-    with pytest.raises(ValueError, match="no episode 'none' is open"):
-        begun.step("none", "")
-    begun.step("one", "sleep")
-    with pytest.raises(ValueError, match="has not answered step 1 yet"):
-        begun.step("one", "")
+def test_tools_may_not_be_slower_than_a_step():
     with pytest.raises(ValueError, match="expected the longer one for the step"):
-        Environments(Spec(tools=["calculator"], tool_seconds=30.0), LIMITS, 1)
+        rooms(Spec(tools=["calculator"], tool_seconds=30.0))
 
 
 def test_answers_at_the_edge_of_the_contract_are_made_whole_or_are_errors_of_the_environment():
-    with Environments(Spec(f"{OWN}:Odd"), LIMITS, 16) as environments:
+    with rooms(Spec(f"{OWN}:Odd")) as environments:
         names = ["surrogate", "parts", "one", "real", "numpy", "assistant", "none", "image", "word", "many"]
         for name in names:
             environments.open(name, Task(1))

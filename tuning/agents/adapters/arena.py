@@ -5,29 +5,26 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from rlhf.tuning.agents.adapters.step_environment import Result
+from rlhf.tuning.agents.adapters.step_environment import Adapted, Result
 
 
-class Arena:
+class Arena(Adapted):
     """A game of TextArena's registry for one player.
 
-    One of several is refused: seats have rewards and private observations of their own, which one trajectory does not.
+    Games of several players are refused: each seat has its own rewards and private observations, and a trajectory has
+    one seat.
     """
 
     def __init__(self, name: str, arguments: Mapping[str, Any]) -> None:
         self._name, self._arguments = name, dict(arguments)
         self._game: Any = None
 
-    @property
-    def schemas(self) -> list[Mapping[str, Any]]:
-        return []
-
     def reset(self, *, seed: int, row: Mapping[str, Any]) -> tuple[Any, Mapping[str, Any]]:
-        """Makes the game and begins it. Raises ValueError for a game of several players."""
+        """Make the game and begin it. Raises ValueError for a game of several players."""
         import textarena
 
         self._game = textarena.make(self._name, **self._arguments)
-        # A game says how many it is for by refusing the others.
+        # A game refuses other numbers of players.
         try:
             self._game.reset(num_players=1, seed=seed)
         except (AssertionError, ValueError) as error:
@@ -38,22 +35,14 @@ class Arena:
         return self._observed(), {}
 
     def step(self, text: str) -> Result:
-        """Gives the game a move."""
         done, info = self._game.step(text)
-        told = dict(info or {})
+        info = dict(info or {})
         if not done:
-            return self._observed(), 0.0, False, False, told
+            return self._observed(), 0.0, False, False, info
         rewards, game_info = self._game.close()
         own = (game_info or {}).get(0, {})
         reason = own.get("reason") if isinstance(own, Mapping) else None
-        return reason, float((rewards or {}).get(0, 0.0)), True, False, {**told, "reason": reason}
-
-    def finish(self) -> Result:
-        """A game that is cut has no reward."""
-        return None, 0.0, False, True, {}
-
-    def close(self) -> None:
-        """A game is closed with its last step."""
+        return reason, float((rewards or {}).get(0, 0.0)), True, False, {**info, "reason": reason}
 
     def _observed(self) -> str:
         return str(self._game.get_observation()[1])

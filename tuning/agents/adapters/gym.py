@@ -2,28 +2,26 @@
 
 Arguments of the recipe that are not the environment's own:
 
-    renderer   module:function of (environment, observation) -> text; else what render_mode `ansi` shows, else the
+    renderer   module:function of (environment, observation) -> text; by default the text of render_mode `ansi`, or the
                observation as JSON
-    parser     module:function of (text, environment) -> action, or None where the text holds none; else the last
+    parser     module:function of (text, environment) -> action, or None for a text without one; by default the last
                action in the text, by its number or its name
-    actions    names of the actions in order, where the environment does not tell them
+    actions    names of the actions in order, if the environment has no `get_action_meanings`
     options    for `reset`
 """
 
 from __future__ import annotations
 
-import enum
+import contextlib
 import importlib
 import json
 import re
-import sys
 from collections.abc import Callable, Mapping
 from typing import Any
 
 from rlhf.tuning.agents.adapters.step_environment import (
     Result,
     Stepped,
-    first_of,
     number,
     reset_arguments,
     result_of,
@@ -33,21 +31,21 @@ from rlhf.tuning.allowed import check_module
 from rlhf.tuning.names import function_of
 
 OWN = ("renderer", "parser", "actions", "options")
-# A coloured piece of a text: a terminal's way to mark a place, which is brackets here.
+# A coloured piece of a text marks a place on a terminal; brackets mark it here.
 _COLOURED = re.compile(r"\x1b\[[0-9;]+m(.*?)\x1b\[0m", re.DOTALL)
 _COLOUR = re.compile(r"\x1b\[[0-9;]*m")
 
 
 def text_actions(arguments: Mapping[str, Any], name: str) -> bool:
-    """Whether an argument of a class of one's own is the adapter's: a class may have arguments of these names too."""
+    """Whether an argument of a custom class is the adapter's: the class may have arguments of these names too."""
     value = arguments.get(name)
     return isinstance(value, list) if name == "actions" else isinstance(value, str) and ":" in value
 
 
 def made(name: str, arguments: Mapping[str, Any]) -> Any:
-    """The environment of gymnasium's registry, ID or MODULE:ID, with `ansi` where it has that.
+    """Make an environment of gymnasium's registry, ID or MODULE:ID, with `ansi` if it has that.
 
-    Raises what gymnasium.make raises, and NotAllowed.
+    Raises the errors of gymnasium.make, and NotAllowed.
     """
     import gymnasium
     from gymnasium.envs.registration import load_env_creator
@@ -66,7 +64,7 @@ def made(name: str, arguments: Mapping[str, Any]) -> Any:
 
 
 class Gym(Stepped):
-    """An environment whose actions are no text."""
+    """An environment with actions that are not text."""
 
     def __init__(
         self, make: Callable[[Mapping[str, Any], Mapping[str, Any]], Any], arguments: Mapping[str, Any]
@@ -74,126 +72,104 @@ class Gym(Stepped):
         own = {name: arguments[name] for name in OWN if name in arguments}
         rest = {name: value for name, value in arguments.items() if name not in OWN}
         super().__init__(lambda row: make(row, rest))
-        self._at: dict[str, Any] = {}
-        self._options = own.get("options")
-        self._names: list[str] | None = own.get("actions")
+        self._state: dict[str, Any] = {}
+        self._options, self._names = own.get("options"), own.get("actions")
         self._render: Callable[..., Any] = function_of(own["renderer"]) if "renderer" in own else shown
         self._parse: Callable[..., Any] | None = function_of(own["parser"]) if "parser" in own else None
 
     def reset(self, *, seed: int, row: Mapping[str, Any]) -> tuple[Any, Mapping[str, Any]]:
-        """Makes the environment and begins its episode."""
         self.environment = self._make(row)
+        self._actions = Actions(self.environment, self._names)
+        if self._parse is None:
+            self._actions.check()
         method = self.environment.reset
         given = reset_arguments(method, seed, row)
         if self._options is not None:
             given["options"] = self._options
         value = self.wait(method(**given))
-        raw = value[0] if isinstance(value, tuple) else value
-        if self._parse is None:
-            self._parse = parser_of(self.environment, self._names)
-        _, info = first_of((None, value[1])) if isinstance(value, tuple) else (None, {})
-        return self._render(self.environment, raw), self._told({**_state(raw), **info})
+        raw, info = value if isinstance(value, tuple) else (value, {})
+        return self._render(self.environment, raw), self._with_state(raw, info or {})
 
     def step(self, text: str) -> Result:
-        """Steps with the action in a text; without one nothing happens but an answer that says so."""
-        assert self._parse is not None
-        action = self._parse(text, self.environment)
+        """Step with the action in a text; answer a text without one, which changes nothing."""
+        action = self._actions.parse(text) if self._parse is None else self._parse(text, self.environment)
         if action is None:
-            # Nothing has moved: the next turn begins where this one did.
-            told = {"valid": False, **self._at}
-            return f"No action found. {expected(self.environment, self._names)}", 0.0, False, False, told
+            answer = f"No action found. {self._actions.expected}"
+            return answer, 0.0, False, False, {"valid": False, **self._state}
         value = self.wait(self.environment.step(action))
-        if not isinstance(value, tuple) or len(value) not in (4, 5):
-            # Raises the TypeError that says what is expected.
-            return result_of(value, self.environment)
-        raw = value[0]
-        _, reward, terminated, truncated, info = result_of((None, *value[1:]), self.environment)
-        told = {"action": _named(action, self.environment, self._names), "valid": True, **_state(raw), **info}
-        self._told(told)
-        return self._render(self.environment, raw), reward, terminated, truncated, told
+        # The observation need not be JSON: the renderer reads it.
+        raw, *rest = value if isinstance(value, tuple) and len(value) in (4, 5) else (None,)
+        _, reward, terminated, truncated, info = result_of((None, *rest) if rest else value, self.environment)
+        info = self._with_state(raw, {"action": self._actions.named(action), "valid": True, **info})
+        return self._render(self.environment, raw), reward, terminated, truncated, info
 
-    def _told(self, info: dict[str, Any]) -> dict[str, Any]:
-        """The same info; its state is kept for turns without an action."""
-        self._at = {"state": info["state"]} if "state" in info else {}
-        return info
+    def _with_state(self, observation: Any, info: Mapping[str, Any]) -> dict[str, Any]:
+        """Return the info with the observation as the state for anchors, unless the environment has another.
+
+        Turns without an action have the same state.
+        """
+        with contextlib.suppress(TypeError):
+            info = {"state": json.loads(json.dumps(observation, default=number)), **info}
+        self._state = {"state": info["state"]} if "state" in info else {}
+        return dict(info)
 
 
 def shown(environment: Any, observation: Any) -> str:
-    """What the environment renders as text, else the observation as JSON."""
+    """Return the text that the environment renders, else the observation as JSON."""
     if getattr(environment, "render_mode", None) == "ansi" and isinstance(text := environment.render(), str):
         return _COLOUR.sub("", _COLOURED.sub(r"[\1]", text)).strip("\n")
     return str(worded(observation))
 
 
-def names_of(environment: Any, given: list[str] | None) -> list[str]:
-    """Names of the actions in order; empty where nobody tells them."""
-    space = getattr(environment, "action_space", None)
-    count = int(getattr(space, "n", 0))
-    if given:
-        return [str(name) for name in given]
-    inner = getattr(environment, "unwrapped", environment)
-    if callable(meanings := getattr(inner, "get_action_meanings", None)):
-        return [str(name) for name in meanings()]
-    actions = getattr(inner, "actions", None)
-    if isinstance(actions, type) and issubclass(actions, enum.IntEnum):
-        return [member.name for member in sorted(actions)][:count]
-    # gymnasium's own games have constants for them, such as LEFT, DOWN, RIGHT and UP.
-    constants = vars(sys.modules[type(inner).__module__])
-    named = {v: k.lower() for k, v in constants.items() if k.isupper() and isinstance(v, int) and v < count}
-    return [named[n] for n in range(count)] if sorted(named) == list(range(count)) and count else []
+class Actions:
+    """The actions of an environment's space, by number and by name."""
 
+    def __init__(self, environment: Any, names: list[str] | None) -> None:
+        space = getattr(environment, "action_space", None)
+        self._space = space
+        self._count, self._start = int(getattr(space, "n", 0)), int(getattr(space, "start", 0))
+        meanings = getattr(getattr(environment, "unwrapped", environment), "get_action_meanings", list)
+        self._names = [str(name) for name in names or meanings()] if hasattr(space, "n") else []
+        # The longest first: of `up left` and `up` the whole one is meant.
+        listed = sorted((re.escape(name) for name in self._names), key=len, reverse=True)
+        self._pattern = re.compile(rf"(?<![\w.-])(?:{'|'.join([*listed, r'-?[0-9]+'])})(?![\w-])", re.IGNORECASE)
 
-def parser_of(environment: Any, given: list[str] | None) -> Callable[[str, Any], Any]:
-    """The parser of a space of actions. Raises ValueError where it needs one of the user's."""
-    space: Any = getattr(environment, "action_space", None)
-    if type(space).__name__ == "Text" or space is None:
-        return lambda text, _: text
-    if not hasattr(space, "n"):
-        raise ValueError(
-            f"actions of {type(environment).__name__} are {space}: an argument `parser: module:function` is needed, "
-            "which makes an action of (text, environment)"
-        )
-    start, count = int(getattr(space, "start", 0)), int(space.n)
-    names = [name.lower() for name in names_of(environment, given)]
-    if names and len(names) != count:
-        raise ValueError(f"actions has {len(names)} names: expected {count}")
-    # The longest first: of `up left` and `up` the whole one is meant.
-    listed = sorted((re.escape(name) for name in names), key=len, reverse=True)
-    pattern = re.compile(rf"(?<![\w.-])(?:{'|'.join([*listed, r'-?[0-9]+'])})(?![\w-])", re.IGNORECASE)
+    @property
+    def _is_text(self) -> bool:
+        return self._space is None or type(self._space).__name__ == "Text"
 
-    def parse(text: str, _: Any) -> int | None:
-        found = pattern.findall(text)
+    def check(self) -> None:
+        """Raise ValueError if `parse` cannot read an action, or `actions` has another number of names."""
+        if not self._is_text and not hasattr(self._space, "n"):
+            raise ValueError(
+                f"the environment's actions are {self._space}: an argument `parser: module:function` is needed, which "
+                "makes an action of (text, environment)"
+            )
+        if self._names and len(self._names) != self._count:
+            raise ValueError(f"actions has {len(self._names)} names: expected {self._count}")
+
+    def parse(self, text: str) -> Any:
+        """Return the last action in the text; None without one."""
+        if self._is_text:
+            return text
+        found = self._pattern.findall(text)
         if not found:
             return None
-        last = found[-1].lower()
+        last, names = found[-1].lower(), [name.lower() for name in self._names]
         # More digits are no action anywhere, and Python refuses very long ones.
-        number = start + names.index(last) if last in names else int(last[:9])
-        return number if start <= number < start + count else None
+        number = self._start + names.index(last) if last in names else int(last[:9])
+        return number if self._start <= number < self._start + self._count else None
 
-    return parse
+    @property
+    def expected(self) -> str:
+        """The answers that a policy may give, in words."""
+        if self._names:
+            return f"Answer with one of: {', '.join(self._names)}."
+        if hasattr(self._space, "n"):
+            return f"Answer with a number from {self._start} to {self._start + self._count - 1}."
+        return "Answer with an action."
 
-
-def expected(environment: Any, given: list[str] | None) -> str:
-    """What the policy may answer, in words."""
-    space: Any = getattr(environment, "action_space", None)
-    names = names_of(environment, given) if hasattr(space, "n") else []
-    if names:
-        return f"Answer with one of: {', '.join(names)}."
-    if hasattr(space, "n"):
-        start = int(getattr(space, "start", 0))
-        return f"Answer with a number from {start} to {start + int(space.n) - 1}."
-    return "Answer with an action."
-
-
-def _named(action: Any, environment: Any, given: list[str] | None) -> Any:
-    names = names_of(environment, given) if isinstance(action, int) else []
-    start = int(getattr(getattr(environment, "action_space", None), "start", 0))
-    return names[action - start] if names and 0 <= action - start < len(names) else action
-
-
-def _state(observation: Any) -> dict[str, Any]:
-    """The observation as the state for anchors, unless the environment tells another."""
-    try:
-        return {"state": json.loads(json.dumps(observation, default=number))}
-    except TypeError:
-        return {}
+    def named(self, action: Any) -> Any:
+        """Return the name of an action; the action itself without one."""
+        place = action - self._start if isinstance(action, int) else -1
+        return self._names[place] if 0 <= place < len(self._names) else action

@@ -1,7 +1,7 @@
 """Environments with `reset` and `step`: gymnasium's tuple of five, the older one of four, and objects with the same.
 
 5-tuple   (observation, reward, terminated, truncated, info)    gymnasium, GEM
-4-tuple   (observation, reward, done, info)                     Tunix, rLLM, RAGEN
+4-tuple   (observation, reward, done, info)                     gym, Tunix, rLLM, RAGEN
 object    .state or .observation, .reward, .terminated and .truncated or .done, .info    GRL, OpenEnv
 mapping   observations, reward, done, metadata                  SkyRL
 """
@@ -18,7 +18,7 @@ Result = tuple[Any, float, bool, bool, dict[str, Any]]
 
 
 class Waiting:
-    """Calls functions, and awaits what coroutine functions return; one event loop for all of an episode."""
+    """Awaits the values of coroutine functions; one event loop for an episode."""
 
     def __init__(self) -> None:
         self._runner = asyncio.Runner()
@@ -36,7 +36,34 @@ class Waiting:
         self._runner.close()
 
 
-class Stepped:
+class Adapted:
+    """An environment of one episode, as its process plays it; this one has nothing but its tools.
+
+    A turn without a call ends its episode.
+    """
+
+    functions: Sequence[Callable[..., Any]] = ()
+    """Its own tools."""
+    schemas: Sequence[Mapping[str, Any]] = ()
+    """Schemas of all its tools."""
+
+    def reset(self, *, seed: int, row: Mapping[str, Any]) -> tuple[Any, Mapping[str, Any]]:
+        """Begin an episode; return the first observation and info."""
+        return None, {}
+
+    def step(self, text: str) -> Result:
+        """Return (observation, reward, terminated, truncated, info) after a turn's text."""
+        return None, 0.0, True, False, {}
+
+    def finish(self) -> Result:
+        """Return the last reward of an episode that is cut."""
+        return None, 0.0, False, True, {}
+
+    def close(self) -> None:
+        """Close what is open."""
+
+
+class Stepped(Adapted):
     """An environment that is stepped with the policy's text."""
 
     def __init__(self, make: Callable[[Mapping[str, Any]], Any]) -> None:
@@ -45,33 +72,23 @@ class Stepped:
         self.wait = Waiting()
         self.environment: Any = None
 
-    @property
-    def schemas(self) -> list[Mapping[str, Any]]:
-        return []
-
     def reset(self, *, seed: int, row: Mapping[str, Any]) -> tuple[Any, Mapping[str, Any]]:
-        """Makes the environment and begins its episode."""
+        """Make the environment and begin its episode."""
         self.environment = self._make(row)
         method = self.environment.reset
         return first_of(self.wait(method(**reset_arguments(method, seed, row))))
 
     def step(self, text: str) -> Result:
-        """Gives the environment a text."""
         return result_of(self.wait(self.environment.step(text)), self.environment)
 
-    def finish(self) -> Result:
-        """An episode that is cut has had its rewards step by step."""
-        return None, 0.0, False, True, {}
-
     def close(self) -> None:
-        """Closes the environment, where it can be closed."""
         if callable(close := getattr(self.environment, "close", None)):
             self.wait(close())
         self.wait.close()
 
 
 def reset_arguments(method: Callable[..., Any], seed: int, row: Mapping[str, Any]) -> dict[str, Any]:
-    """What a `reset` takes of seed and row, by its parameters' names."""
+    """Return the arguments of a `reset` among seed and row, by its parameters' names."""
     try:
         parameters = inspect.signature(method).parameters
     except ValueError:
@@ -83,7 +100,7 @@ def reset_arguments(method: Callable[..., Any], seed: int, row: Mapping[str, Any
 
 
 def first_of(value: Any) -> tuple[Any, Mapping[str, Any]]:
-    """(observation, info) of what a `reset` has returned."""
+    """Return (observation, info) of a reset's value."""
     if isinstance(value, tuple) and len(value) == 2 and isinstance(value[1], Mapping | None):
         return worded(value[0]), dict(value[1] or {})
     if (found := _attribute(value, "state", "observation")) is not None:
@@ -92,12 +109,14 @@ def first_of(value: Any) -> tuple[Any, Mapping[str, Any]]:
 
 
 def result_of(value: Any, environment: Any) -> Result:
-    """The tuple of five of what a `step` has returned. Raises TypeError for anything else."""
+    """Return gymnasium's tuple of five for a step's value. Raises TypeError for an unknown form."""
     if isinstance(value, tuple) and len(value) == 5:
         observation, reward, terminated, truncated, info = value
     elif isinstance(value, tuple) and len(value) == 4:
-        observation, reward, terminated, info = value
-        truncated = False
+        observation, reward, done, info = value
+        # gymnasium's predecessor marks a limit of time so.
+        truncated = bool((info or {}).get("TimeLimit.truncated"))
+        terminated = done and not truncated
     elif isinstance(value, Mapping) and "reward" in value and "done" in value:
         observation = value.get("observations", value.get("observation"))
         reward, terminated, truncated, info = value["reward"], value["done"], False, value.get("metadata")
@@ -107,17 +126,18 @@ def result_of(value: Any, environment: Any) -> Result:
         terminated = _attribute(value, "terminated", "done")
         info = getattr(value, "info", None)
     else:
+        form = f"a tuple of {len(value)}" if isinstance(value, tuple) else f"a {type(value).__name__}"
         raise TypeError(
-            f"{type(environment).__name__}.step returned {_shown(value)}: expected "
+            f"{type(environment).__name__}.step returned {form}: expected "
             "(observation, reward, terminated, truncated, info)"
         )
-    # OpenEnv's clients give None where a step has no reward.
+    # OpenEnv's clients give None for a step without a reward.
     reward = 0.0 if reward is None and not isinstance(value, tuple) else reward
     return worded(observation), reward, bool(terminated), bool(truncated), dict(info or {})
 
 
 def worded(observation: Any) -> Any:
-    """An observation as the policy reads it: text and messages as they are, JSON of numbers, lists and mappings."""
+    """Return an observation as the policy reads it: text and messages unchanged, all else as JSON."""
     if observation is None or isinstance(observation, str):
         return observation
     listed = isinstance(observation, Sequence) and not isinstance(observation, bytes)
@@ -127,21 +147,15 @@ def worded(observation: Any) -> Any:
 
 
 def number(value: Any) -> Any:
-    """A number or an array of numpy as JSON has it. Raises TypeError for other objects."""
-    # An object's own text may hold its address, which is another one in each process.
+    """Convert numbers and arrays of numpy for JSON. Raises TypeError for other objects."""
+    # An object's text may hold its address, which differs by process.
     if callable(method := getattr(value, "tolist", None)):
         return method()
     raise TypeError(
-        f"the observation holds a {type(value).__name__}: expected text, messages, or what JSON has; an argument "
+        f"the observation holds a {type(value).__name__}: expected text, messages, or JSON values; an argument "
         "`renderer: module:function` makes text of it"
     )
 
 
 def _attribute(value: Any, *names: str) -> Any:
     return next((getattr(value, name) for name in names if hasattr(value, name)), None)
-
-
-def _shown(value: Any) -> str:
-    if isinstance(value, tuple):
-        return f"a tuple of {len(value)}"
-    return f"a {type(value).__name__}"

@@ -1,7 +1,4 @@
-"""Episodes with tools: a turn with calls is answered by messages of role `tool`, one for each call.
-
-Without an environment beside the tools, a turn without a call is the policy's answer and ends the episode.
-"""
+"""Episodes with tools: messages of role `tool` answer a turn with calls, one for each call."""
 
 from __future__ import annotations
 
@@ -12,8 +9,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from rlhf.tuning.agents import tools
-from rlhf.tuning.agents.adapters.arena import Arena
-from rlhf.tuning.agents.adapters.step_environment import Result, Stepped, Waiting
+from rlhf.tuning.agents.adapters.step_environment import Adapted, Result, Waiting
 from rlhf.tuning.agents.contract import Spec
 from rlhf.tuning.chat import calls
 
@@ -23,7 +19,7 @@ NO_TOOLS = frozenset({"reset", "get_reward", "close"})
 """Public methods of TRL's environment classes that are no tools."""
 
 
-class Methods:
+class Methods(Adapted):
     """TRL's environment class: `reset(**row) -> text or None`, public methods are tools, `get_reward()` at the end.
 
     Without `get_reward` the attribute `reward` is it, which TRL's examples read in their reward functions.
@@ -35,11 +31,10 @@ class Methods:
         self._wait = Waiting()
         self._environment: Any = None
 
-    @property
-    def functions(self) -> list[Callable[..., Any]]:
-        """Its tools, in the order of their names: those of the class, since reset makes the object with its task."""
-        members = inspect.getmembers_static(self._target, _is_method)
-        return [self._tool(name) for name, _ in members if not name.startswith("_") and name not in NO_TOOLS]
+        # Of the class, in the order of their names: reset makes the object with its task.
+        members = inspect.getmembers_static(target, lambda m: inspect.isfunction(m) or isinstance(m, classmethod))
+        names = (name for name, _ in members if not name.startswith("_") and name not in NO_TOOLS)
+        self.functions = [self._tool(name) for name in names]
 
     def _tool(self, name: str) -> Callable[..., Any]:
         method = getattr(self._target, name)
@@ -54,7 +49,7 @@ class Methods:
         return call
 
     def reset(self, *, seed: int, row: Mapping[str, Any]) -> tuple[Any, Mapping[str, Any]]:
-        """Begins an episode; a text that it returns joins the task's prompt."""
+        """Begin an episode; a text that the object's `reset` returns joins the task's prompt."""
         method = getattr(self._made(row), "reset", None)
         if method is None:
             return None, {}
@@ -66,19 +61,24 @@ class Methods:
             given["seed"] = seed
         return self._wait(method(**given)), {"joins_prompt": True}
 
-    def reward(self) -> tuple[float, dict[str, Any]]:
-        """The reward of the episode so far, and its parts, where it has some."""
+    def step(self, text: str) -> Result:
+        return self._rewarded(terminated=True)
+
+    def finish(self) -> Result:
+        return self._rewarded(terminated=False)
+
+    def _rewarded(self, terminated: bool) -> Result:
+        """Return the reward of the episode so far, and its parts if it has some."""
         environment = self._made()
         if hasattr(environment, "get_reward"):
             value = self._wait(environment.get_reward())
         else:
             value = getattr(environment, "reward", 0.0)
         if isinstance(value, Mapping):
-            return float(sum(value.values())), {"reward": dict(value)}
-        return (0.0 if value is None else value), {}
+            return None, float(sum(value.values())), terminated, not terminated, {"reward": dict(value)}
+        return None, 0.0 if value is None else value, terminated, not terminated, {}
 
     def close(self) -> None:
-        """Closes the environment, where it can be closed."""
         if callable(close := getattr(self._environment, "close", None)):
             self._wait(close())
         self._wait.close()
@@ -89,50 +89,31 @@ class Methods:
         return self._environment
 
 
-def _is_method(member: Any) -> bool:
-    return inspect.isfunction(member) or isinstance(member, classmethod)
+class Tooled(Adapted):
+    """Tools of a recipe, with or without an environment."""
 
-
-class Tooled:
-    """Tools, with or without an environment."""
-
-    def __init__(self, spec: Spec, inner: Stepped | Methods | Arena | None, step_seconds: float | None) -> None:
-        self._inner = inner
-        self._format = spec.tool_format
-        self._seconds = None if step_seconds is None else SHARE * step_seconds
+    def __init__(self, spec: Spec, inner: Adapted) -> None:
+        self._inner, self._format = inner, spec.tool_format
+        # The tool calls of a turn share the time of the step, so that slow ones do not end the episode.
+        self._seconds = SHARE * spec.step_seconds
         self._open = contextlib.ExitStack()
-        methods = inner.functions if isinstance(inner, Methods) else []
-        self._table = self._open.enter_context(tools.opened(spec, methods))
-
-    @property
-    def schemas(self) -> list[Mapping[str, Any]]:
-        return self._table.schemas
+        self._table = self._open.enter_context(tools.opened(spec, inner.functions))
+        self.schemas = self._table.schemas
 
     def reset(self, *, seed: int, row: Mapping[str, Any]) -> tuple[Any, Mapping[str, Any]]:
-        """Begins the environment's episode, if there is one."""
-        return (None, {}) if self._inner is None else self._inner.reset(seed=seed, row=row)
+        return self._inner.reset(seed=seed, row=row)
 
     def step(self, text: str) -> Result:
-        """Makes the calls in a text; gives one without calls to the environment, or ends the episode."""
+        """Run the calls in a text; give a text without calls to the environment."""
         parsed = calls.parse(text, self._format, self.schemas)
         if parsed.calls or parsed.errors:
-            messages, told = self._table.run(parsed.calls, parsed.errors, self._seconds)
-            return messages, 0.0, False, False, {"calls": told, "valid": not parsed.errors}
-        if isinstance(self._inner, Methods):
-            reward, info = self._inner.reward()
-            return None, reward, True, False, info
-        return (None, 0.0, True, False, {}) if self._inner is None else self._inner.step(text)
+            messages, results = self._table.run(parsed.calls, parsed.errors, self._seconds)
+            return messages, 0.0, False, False, {"calls": results, "valid": not parsed.errors}
+        return self._inner.step(text)
 
     def finish(self) -> Result:
-        """The reward of an episode that is cut."""
-        if isinstance(self._inner, Methods):
-            reward, info = self._inner.reward()
-            return None, reward, False, True, info
-        return (None, 0.0, False, True, {}) if self._inner is None else self._inner.finish()
+        return self._inner.finish()
 
     def close(self) -> None:
-        """Closes the environment and the tools."""
-        if self._inner is not None:
-            self._inner.close()
+        self._inner.close()
         self._open.close()
-        self._table.close()

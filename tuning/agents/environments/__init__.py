@@ -4,7 +4,7 @@ A module of this package has
 
     ENVIRONMENT    the class of a text environment (`rlhf.tuning.agents.contract`); None where tools alone make the
     episode records(seed=0, transcripts=..., prompts=..., heldout=..., **arguments)    raw records: a data source by its
-    name levels(tasks, turns=None, **arguments)    what a learnt policy's success on these tasks is compared with
+    name levels(tasks, turns=None, **arguments)    success without learning on these tasks
 
 `arguments` are those of the class. Nothing draws from a global generator: a seed alone makes an episode.
 """

@@ -1,7 +1,7 @@
 """Products of two two-digit numbers, with a calculator: an episode of tools alone, whose prompts come from the data.
 
-A small model does not multiply in its head, and copies what a tool answers. The transcripts show the tool in a tenth of
-the episodes: RL has to find out that calls pay.
+A small model does not multiply in its head, and copies the answer of a tool. A tenth of the transcripts uses the tool:
+RL has to find out that calls pay.
 """
 
 from __future__ import annotations
@@ -20,6 +20,8 @@ from rlhf.tuning.chat.calls import Call, instructions, render
 
 ENVIRONMENT = None
 TOOLS = ("calculator",)
+FORMAT = "hermes"
+"""Form of the calls in transcripts."""
 LOW, HIGH = 10, 99
 _PAIRS = (HIGH - LOW + 1) * (HIGH - LOW + 2) // 2
 
@@ -32,7 +34,6 @@ def records(
     prompts: int = 256,
     heldout: int = 128,
     calls: float = 0.1,
-    tool_format: str = "hermes",
 ) -> Iterator[RawRecord]:
     """Transcripts for SFT, and problems with their answers; no two records hold the same two numbers.
 
@@ -41,26 +42,24 @@ def records(
 
     Args:
         seed: which problems. transcripts, prompts, heldout: how many, 4095 in all at most.
-        calls: share of the transcripts that call the tool. tool_format: hermes or llama.
+        calls: share of the transcripts that call the tool.
     Raises:
-        ValueError: more problems than there are, or a share outside 0..1, or another format.
+        ValueError: more problems than there are, or a share outside 0..1.
     """
     if min(transcripts, prompts, heldout) < 0 or transcripts + prompts + heldout > _PAIRS:
         asked = f"{transcripts} + {prompts} + {heldout}"
         raise ValueError(f"transcripts, prompts and heldout must add up to {_PAIRS} pairs at most, got {asked}")
     if not 0 <= calls <= 1:
         raise ValueError(f"argument calls must be in 0..1, got {calls}")
-    if tool_format not in ("hermes", "llama"):
-        raise ValueError(f"argument tool_format must be hermes or llama, got {tool_format!r}")
     rng = random.Random(f"calculator:{seed}")
     pairs = [(a, b) for a in range(LOW, HIGH + 1) for b in range(a, HIGH + 1)]
     drawn = [pair if rng.random() < 0.5 else pair[::-1] for pair in rng.sample(pairs, transcripts + prompts + heldout)]
     shown, trained = drawn[:transcripts], drawn[transcripts : transcripts + prompts]
     called = round(calls * transcripts)
-    told = instructions([schema_of(make())], tool_format) if transcripts else ""
+    system = instructions([schema_of(make())], FORMAT) if transcripts else ""
     return iter(
         [
-            *(_transcript(pair, number < called, told, tool_format) for number, pair in enumerate(shown)),
+            *(_transcript(pair, number < called, system) for number, pair in enumerate(shown)),
             *(_problem(pair, "prompts") for pair in trained),
             *(_problem(pair, "heldout") for pair in drawn[transcripts + prompts :]),
         ]
@@ -84,13 +83,13 @@ def _problem(pair: tuple[int, int], split: str) -> RawRecord:
     }
 
 
-def _transcript(pair: tuple[int, int], calls: bool, told: str, tool_format: str) -> RawRecord:
+def _transcript(pair: tuple[int, int], calls: bool, system: str) -> RawRecord:
     a, b = pair
-    messages: list[Message] = [{"role": "system", "content": told}, {"role": "user", "content": question(pair)}]
+    messages: list[Message] = [{"role": "system", "content": system}, {"role": "user", "content": question(pair)}]
     if calls:
         call = Call("calculator", {"expression": f"{a} * {b}"})
         messages += [
-            {"role": "assistant", "content": render([call], tool_format)},
+            {"role": "assistant", "content": render([call], FORMAT)},
             {"role": "user", "content": f"<tool_response>\n{a * b}\n</tool_response>"},
         ]
     return {
@@ -106,8 +105,8 @@ def levels(tasks: Sequence[Task], turns: int | None = None) -> Levels:
     """Exact levels over exactly these tasks' answers (`row["answer"]`).
 
     Random: a number drawn from those that a product can be, 100 to 9801, without the tool. Blind: the answer that is
-    commonest among the tasks. What the policy itself multiplies without the tool is no property of the tasks: it is in
-    the first evaluation. One turn is too few to read a result; then nothing is said of the optimum.
+    commonest among the tasks. The first evaluation shows how often the policy multiplies without the
+    tool. One turn is too few to read a result; then nothing is said of the optimum.
 
     Raises ValueError without tasks, or for one without an answer.
     """

@@ -87,7 +87,7 @@ class FrozenLake:
         return dataclasses.replace(lake, at=self.moved(lake.at, move))
 
     def distance(self, lake: Lake) -> int:
-        """Moves to the goal on the shortest path; more than an episode has where there is none."""
+        """Moves to the goal on the shortest path; more than an episode has if there is no path."""
         reached = {lake.at} - set(lake.holes)
         for steps in range(self.limit + 1):
             if lake.goal in reached:
@@ -165,8 +165,16 @@ def records(
     Raises ValueError for arguments that do not fit.
     """
     game = FrozenLake(rows, columns, holes, moves)
-    instance = lambda number: json.dumps(vars(game.lake(number)))  # noqa: E731
-    return records_of("frozenlake", game, seed, transcripts, prompts, heldout, instance, skilled)
+    return records_of(
+        "frozenlake",
+        game,
+        seed,
+        transcripts,
+        prompts,
+        heldout,
+        lambda number: json.dumps(vars(game.lake(number))),
+        skilled,
+    )
 
 
 def levels(tasks: Sequence[Task], turns: int | None = None, **arguments: Any) -> Levels:

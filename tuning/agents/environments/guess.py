@@ -1,7 +1,7 @@
 """A number to guess, in a few turns; the environment says whether it is higher or lower.
 
-The least that shows whether a policy uses what it observes: on numbers 1 to 7 in three turns random play succeeds in
-37 % of the episodes, the best fixed guesses in 43 %, and halving the interval in all.
+The smallest game that shows whether a policy uses its observations: on numbers 1 to 7 in three turns random play
+succeeds in 37 % of the episodes, the best fixed guesses in 43 %, and halving the interval in all.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ class Guess:
         return [str(number) for number in range(1, self.high + 1)]
 
     def best(self) -> list[str]:
-        """The guess that halves what is left."""
+        """The guess that halves the interval."""
         return [str((self._low + self._high) // 2)]
 
     def step(self, action: str) -> tuple[str, float, bool, bool, dict[str, Any]]:
@@ -78,7 +78,7 @@ class Guess:
         return "correct"
 
     def _state(self) -> dict[str, int]:
-        """What is known: equal in all episodes in which the same numbers are still possible."""
+        """Return the possible numbers and turns: equal in all episodes with the same ones."""
         return {"low": self._low, "high": self._high, "left": self._left}
 
 

@@ -1,7 +1,7 @@
 """Records of a game: tasks by seed, and transcripts that teach SFT the form of a turn.
 
 Transcripts are of random play, and in a chosen share of perfect play. A base model of 135M parameters that has seen
-nothing but random moves explores for hours; from a minority of good episodes RL finds out what pays.
+nothing but random moves explores for hours; from a minority of good episodes RL learns which moves pay.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ RawRecord = Mapping[str, Any]
 """A record as `rlhf.tuning.data.records` reads it."""
 
 HELDOUT = 4
-"""One instance in so many is held out, by the hash of its name."""
+"""One in four instances is held out, by the hash of its name."""
 _SEEDS = 1_000_000
 """Seeds of tasks that belong to one seed of the data; transcripts begin in the middle."""
 _SEARCHED = 20_000
@@ -46,8 +46,8 @@ def records(
     Args:
         seed: of the data; another one gives other seeds of tasks. transcripts, prompts, heldout: how many.
         instance: what an episode's seed stands for (a map): training and held-out tasks share none, and the tasks of
-            one are a group. None: tasks are numbered one after another, the held-out ones behind the others, and each
-            is a group of its own.
+            one are a group. None: tasks are numbered one after another, the held-out ones after the others, and each
+            is its own group.
         skilled: share of the transcripts that are of perfect play, one move a turn.
     Raises:
         ValueError: a negative count, a share outside 0..1, or no instance is left for a side.
@@ -66,13 +66,13 @@ def records(
     else:
         trained, held = (_side(instance, first, side) for side in (False, True))
         played = _side(instance, middle, False)
-    # Lists first: what is wrong is said before any record is written.
+    # Lists first: errors are raised before any record is written.
     sides = {"prompts": list(itertools.islice(trained, prompts)), "heldout": list(itertools.islice(held, heldout))}
     shown = list(itertools.islice(played, transcripts))
     chosen = set(random.Random(f"{name}:skilled:{seed}").sample(shown, round(skilled * len(shown))))
 
     def grouped(record: RawRecord, number: int) -> RawRecord:
-        # Tasks of one map are one problem told twice: whoever counts problems counts it once.
+        # Tasks of one map are one problem, which statistics count once.
         return record if instance is None else {**record, "group": f"{name}:{instance(number)}"}
 
     return itertools.chain(
@@ -81,15 +81,14 @@ def records(
     )
 
 
-def task(name: str, seed: int, split: str | None = None) -> RawRecord:
-    """A task: its prompt is a name for people, since the environment's first observation is what the policy reads."""
-    where = {} if split is None else {"split": split}
+def task(name: str, seed: int, split: str) -> RawRecord:
+    """A task: its prompt is a name for people, since the policy reads the environment's first observation."""
     return {
         "id": f"{name}-{seed}",
         "prompt": f"{name} {seed}",
         "group": f"{name}-{seed}",
         "metadata": {"task": name, "seed": seed},
-        **where,
+        "split": split,
     }
 
 

@@ -1,4 +1,4 @@
-"""What an environment's success is without learning, and at best: what a learnt policy is compared with."""
+"""Reference levels of an environment: success without learning, and at best."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ class Levels:
     """Of uniformly random valid actions."""
     blind: float
     """Of the best policy that sees no observation: one sequence of actions for all tasks, fitted to these tasks. A
-    policy uses what it observes where it is above."""
+    policy above it uses its observations."""
     optimal: float | None
-    """Of the best policy that sees everything that the environment tells; None where it is not computed."""
+    """Of the best policy that uses all observations; None if it is not computed."""
     exact: bool = True
     """False: `blind` is a lower bound, the best that a bounded search found."""
 

@@ -1,8 +1,8 @@
-"""Tools that a policy may call: built-in ones, functions of one's own, methods of environments, MCP servers.
+"""Tools that a policy may call: built-in ones, custom functions, methods of environments, MCP servers.
 
 A tool is a function with type hints and a docstring in Google's style, as in TRL
-(`rlhf.tuning.agents.tools.schemas`). What goes wrong in a call is the policy's to read: an unknown name, bad arguments,
-an exception and too long a time are answers that begin with `error:`, and the call is marked as failed.
+(`rlhf.tuning.agents.tools.schemas`). The policy reads the error of a call: the answer to an unknown name, bad
+arguments, an exception or a timeout begins with `error:`, and the call is marked as failed.
 """
 
 from __future__ import annotations
@@ -27,19 +27,16 @@ from rlhf.tuning.chat.calls import Call
 from rlhf.tuning.names import function_of, nearest
 from rlhf.tuning.parallel.messages import plain
 
-BUILT_IN: Mapping[str, Callable[..., Callable[..., Any]]] = {
-    "calculator": calculator.make,
-    "python": python.make,
-}
-"""By name: what makes the tool's function of its `tool_arguments`."""
+BUILT_IN: Mapping[str, Callable[..., Callable[..., Any]]] = {"calculator": calculator.make, "python": python.make}
+"""By name: the factory of the tool's function, with its `tool_arguments`."""
 RESULT_CHARACTERS = 2**20
-"""Of the result of a call: tables and journals keep it."""
+"""Longest result of a call, which tables and journals keep."""
 ERROR = "error: "
-"""How an answer begins whose call has failed."""
+"""Start of the answer to a failed call."""
 
 
 class Overtime(BaseException):
-    """A tool call has passed its time. No Exception: tools that catch those must not catch it."""
+    """A tool call took too long. Not an Exception, which a tool may catch."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -49,8 +46,6 @@ class Tool:
     schema: Mapping[str, Any]
     function: Callable[..., Any]
     """Of keyword arguments; may be a coroutine function."""
-    checked: bool = True
-    """Whether arguments are compared with the function's signature before the call."""
 
     @property
     def name(self) -> str:
@@ -58,7 +53,7 @@ class Tool:
 
 
 def load(spec: Spec) -> None:
-    """Imports what the tools need, for the process that episodes are forked from. Raises ValueError."""
+    """Import the tools' modules, in the process that episodes are forked from. Raises ValueError."""
     for name in spec.tools:
         if name.startswith(mcp.PREFIX):
             mcp.load()
@@ -68,13 +63,13 @@ def load(spec: Spec) -> None:
 
 @contextlib.contextmanager
 def opened(spec: Spec, methods: Sequence[Callable[..., Any]] = ()) -> Iterator[Table]:
-    """The tools of a spec and further functions, with MCP servers that run meanwhile. Raises ValueError."""
+    """Open the tools of a spec and further functions, with their MCP servers. Raises ValueError."""
     tools = [Tool(schema_of(method), method) for method in methods]
     with contextlib.ExitStack() as stack:
         for name in spec.tools:
             if name.startswith(mcp.PREFIX):
                 server = stack.enter_context(mcp.connected(name.removeprefix(mcp.PREFIX), spec.tool_seconds))
-                tools += [_bound(schema, call, spec) for schema, call in server]
+                tools += [_fixed(schema, call, spec) for schema, call in server]
             elif name in BUILT_IN:
                 try:
                     function = BUILT_IN[name](**spec.tool_arguments.get(name, {}))
@@ -83,10 +78,9 @@ def opened(spec: Spec, methods: Sequence[Callable[..., Any]] = ()) -> Iterator[T
                 tools.append(Tool(schema_of(function), function))
             else:
                 function = function_of(_known(name))
-                given = dict(spec.tool_arguments.get(function.__name__, {}))
-                schema = schema_of(function, list(given))
-                tools.append(Tool(schema, _with(function, given)))
-        yield Table(tools, spec)
+                hidden = list(spec.tool_arguments.get(function.__name__, {}))
+                tools.append(_fixed(schema_of(function, hidden), function, spec))
+        yield stack.enter_context(contextlib.closing(Table(tools, spec)))
 
 
 def _known(name: str) -> str:
@@ -95,40 +89,34 @@ def _known(name: str) -> str:
     return name
 
 
-def _bound(schema: Mapping[str, Any], call: Callable[..., Any], spec: Spec) -> Tool:
-    """A server's tool, without the parameters that the recipe gives."""
-    given = dict(spec.tool_arguments.get(schema["function"]["name"], {}))
+def _fixed(schema: Mapping[str, Any], function: Callable[..., Any], spec: Spec) -> Tool:
+    """Return a tool without the parameters that the recipe sets."""
+    fixed = dict(spec.tool_arguments.get(schema["function"]["name"], {}))
+    if not fixed:
+        return Tool(schema, function)
     own = copy.deepcopy(dict(schema))
     parameters = own["function"]["parameters"]
-    parameters["properties"] = {n: v for n, v in parameters.get("properties", {}).items() if n not in given}
-    parameters["required"] = [n for n in parameters.get("required", ()) if n not in given]
-    return Tool(own, _with(call, given), checked=False)
-
-
-def _with(function: Callable[..., Any], given: Mapping[str, Any]) -> Callable[..., Any]:
-    """The function with arguments that the policy does not choose."""
-    if not given:
-        return function
+    parameters["properties"] = {n: v for n, v in parameters.get("properties", {}).items() if n not in fixed}
+    parameters["required"] = [n for n in parameters.get("required", ()) if n not in fixed]
 
     def call(**arguments: Any) -> Any:
-        clash = sorted(set(arguments) & set(given))
-        if clash:
+        if clash := sorted(set(arguments) & set(fixed)):
             raise TypeError(f"unexpected argument {clash[0]!r}")
-        _bind(function, {**arguments, **given})
-        return function(**arguments, **given)
+        _bind(function, {**arguments, **fixed})
+        return function(**arguments, **fixed)
 
-    return call
+    return Tool(own, call)
 
 
 def _bind(function: Callable[..., Any], arguments: Mapping[str, Any]) -> None:
-    """Raises TypeError where the function does not take these arguments."""
+    """Raise TypeError if the function does not take these arguments."""
     with contextlib.suppress(ValueError):
         # Functions in C may have no signature.
         inspect.signature(function).bind(**arguments)
 
 
 class Table:
-    """Tools by name. Raises ValueError for two of one name, and for arguments of tools that there are not."""
+    """Tools by name. Raises ValueError for two of one name, and for arguments of an unknown tool."""
 
     def __init__(self, tools: Sequence[Tool], spec: Spec) -> None:
         names = [tool.name for tool in tools]
@@ -152,14 +140,13 @@ class Table:
     def run(
         self, calls: Sequence[Call], errors: Sequence[str], seconds: float | None = None
     ) -> tuple[list[Message], list[dict[str, Any]]]:
-        """Makes the calls of one turn in order, in `seconds` altogether.
+        """Run the calls of one turn in order, in `seconds` altogether.
 
-        Returns:
-            messages of role `tool`, one for each call and each error; and the calls with `result` and `failed`.
+        Returns messages of role `tool`, one for each call and each error; and the calls with `result` and `failed`.
         """
         deadline = None if seconds is None else time.monotonic() + seconds
         messages: list[Message] = []
-        told: list[dict[str, Any]] = []
+        records: list[dict[str, Any]] = []
         for call in calls:
             limit = self._seconds if deadline is None else min(self._seconds, deadline - time.monotonic())
             result, failed = self._call(call, limit)
@@ -167,11 +154,11 @@ class Table:
                 rest = len(result) - RESULT_CHARACTERS
                 result = f"{result[:RESULT_CHARACTERS]}[... {rest} more characters are cut off]"
             messages.append({"role": "tool", "name": call.name, "content": result})
-            told.append({"name": call.name, "arguments": dict(call.arguments), "result": result, "failed": failed})
+            records.append({"name": call.name, "arguments": dict(call.arguments), "result": result, "failed": failed})
         for error in errors:
             messages.append({"role": "tool", "content": ERROR + error})
-            told.append({"name": None, "arguments": None, "result": ERROR + error, "failed": True})
-        return messages, told
+            records.append({"name": None, "arguments": None, "result": ERROR + error, "failed": True})
+        return messages, records
 
     def _call(self, call: Call, seconds: float) -> tuple[str, bool]:
         """The text of a call's result, and whether it has failed."""
@@ -182,14 +169,13 @@ class Table:
             return f"{ERROR}{call.name} was not called: the time of the turn is used up", True
         try:
             with time_limit(seconds):
-                if tool.checked:
-                    _bind(tool.function, call.arguments)
+                _bind(tool.function, call.arguments)
                 return text_of(self._value(tool.function(**call.arguments), seconds)), False
         except Overtime:
             return f"{ERROR}{call.name} took longer than {seconds:.3g} s", True
-        except ToolError as error:
+        except python.ToolError as error:
             return f"{ERROR}{error}", True
-        # A tool may raise anything, SystemExit too; which call the policy makes is its own choice.
+        # A tool may raise anything, SystemExit too.
         except BaseException as error:
             return f"{ERROR}{type(error).__name__}: {error}", True
 
@@ -211,11 +197,8 @@ class Table:
         return self._runner.run(awaited())
 
 
-ToolError = python.ToolError
-
-
 def text_of(value: Any) -> str:
-    """A tool's result as the policy reads it: text as it is, all else as JSON."""
+    """Return a tool's result as the policy reads it: text unchanged, all else as JSON."""
     return value if isinstance(value, str) else json.dumps(value, default=plain, ensure_ascii=False)
 
 

@@ -1,6 +1,6 @@
 """Tools of an MCP server, `mcp:COMMAND` (over its standard input and output) or `mcp:URL` (package `mcp`).
 
-The client lives in a thread with an event loop of its own, so that the server goes on between calls.
+The client runs in a thread with its own event loop, so that the server keeps running between calls.
 """
 
 from __future__ import annotations
@@ -101,7 +101,7 @@ def _call(client: Any, name: str, loop: asyncio.AbstractEventLoop) -> Callable[.
 
 
 def _cause(error: BaseException) -> str:
-    """The first exception of a group, which says what has happened."""
+    """Return the first exception of a group, as text."""
     while isinstance(error, BaseExceptionGroup):
         error = error.exceptions[0]
     return f"{type(error).__name__}: {error}"

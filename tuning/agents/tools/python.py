@@ -1,6 +1,6 @@
 """The tool `python`: runs a program of the policy in the sandbox (`rlhf.tuning.rewards.sandbox`), without a network.
 
-Each call is a program of its own: no names stay from one to the next.
+Each call is a new program: names do not persist between calls.
 """
 
 from __future__ import annotations
@@ -9,8 +9,8 @@ from collections.abc import Callable
 
 from rlhf.tuning.rewards.sandbox import Isolation, code_of, refuse_gaps, run_python
 
-# What a policy reads: what was printed, the value of a last expression as in an interactive session, and of an error
-# the traceback within its own code.
+# The policy reads the printed text, the value of a last expression as in an interactive session, and for an error the
+# traceback within its own code.
 _RUNNER = """
 import ast, sys, traceback
 sys.stderr = sys.stdout
@@ -41,7 +41,7 @@ def make(seconds: float = 5.0, megabytes: int = 512, isolation: Isolation = "req
 
     Args:
         seconds, megabytes: limits of one program.
-        isolation: `required` runs no program on a machine where it can reach network, files or processes.
+        isolation: `required` runs no program on a machine on which it can reach network, files or processes.
     """
 
     def python(code: str) -> str:

@@ -1,7 +1,7 @@
 """The schema of a function for chat templates, from its type hints and its docstring in Google's style.
 
-What transformers' `get_json_schema` gives, which TRL's users know (a test compares the two); that one imports torch
-wherever torch is installed, which each process of episodes would hold. Types are pydantic's.
+It equals transformers' `get_json_schema`, which TRL's users know (a test compares the two); that function imports torch
+if it is installed, and each process of episodes would hold it. Types are pydantic's.
 """
 
 from __future__ import annotations
@@ -79,7 +79,7 @@ def type_of(hint: Any, name: str = "") -> dict[str, Any]:
 
 
 def _plain(schema: Mapping[str, Any]) -> dict[str, Any]:
-    """A schema as chat templates show it: the type first, without titles and what allows anything."""
+    """Return a schema as chat templates show it: the type first, without titles and unconstrained parts."""
     order = ("type", "items", "properties", "additionalProperties", "enum", "anyOf")
     found = {key: schema[key] for key in (*order, *sorted(set(schema) - set(order))) if key in schema}
     for key in ("title", "default"):
@@ -92,7 +92,7 @@ def _plain(schema: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _with_text(schema: dict[str, Any], text: str) -> dict[str, Any]:
-    """The schema of a parameter with what its docstring says, and the choices that it names, as transformers reads."""
+    """Return the schema of a parameter with its docstring and the choices in it, as transformers reads them."""
     if choices := _CHOICES.search(text):
         schema = {**schema, "enum": [str(choice).strip() for choice in json.loads(choices[1])]}
         text = text[: choices.start()].strip()

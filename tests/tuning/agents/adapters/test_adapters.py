@@ -8,10 +8,12 @@ import sys
 import pytest
 
 from rlhf.tuning.agents import adapters
+from rlhf.tuning.agents.adapters.step_environment import result_of
 from rlhf.tuning.agents.contract import Observed, Spec, Task
-from rlhf.tuning.agents.processes import EnvironmentLimits, Environments
+from rlhf.tuning.agents.processes import Environments
 
 OWN = "tests.tuning.agents.own_environments"
+MOVES = ["left", "down", "right", "up"]
 
 
 def package(name):
@@ -59,6 +61,12 @@ def test_the_older_tuple_of_four_gets_its_task_at_construction():
     environment, (seen, info) = begun(f"{OWN}:Older", {"bonus": 0.5}, row=row)
     assert json.loads(seen) == {"question": "2 + 2?"} and info == {"level": 1}
     assert environment.step("4") == ("", 1.5, True, False, {"right": "4"})
+
+
+@pytest.mark.parametrize("info", [{}, {"TimeLimit.truncated": True}])
+def test_a_limit_of_time_of_the_older_tuple_is_a_cut(info):
+    _, _, terminated, truncated, _ = result_of(("", 0.0, True, info), None)
+    assert (terminated, truncated) == (not info, bool(info))
 
 
 def test_objects_as_answers_of_reset_and_step_are_read_by_their_attributes():
@@ -142,7 +150,7 @@ def test_tools_alone_end_with_a_turn_without_calls():
 
 def test_built_in_environments_are_made_by_name():
     environment, (seen, _) = begun("guess")
-    assert "1" in seen and environment.schemas == []
+    assert "1" in seen and not environment.schemas
 
 
 def test_what_cannot_be_made_is_refused_by_name():
@@ -161,7 +169,7 @@ def test_what_cannot_be_made_is_refused_by_name():
 
 @package("gymnasium")
 def test_frozen_lake_of_gymnasium_is_shown_as_text_and_moved_by_names_or_numbers():
-    environment, (seen, info) = begun("gymnasium:FrozenLake-v1", {"is_slippery": False})
+    environment, (seen, info) = begun("gymnasium:FrozenLake-v1", {"is_slippery": False, "actions": MOVES})
     assert seen == "[S]FFF\nFHFH\nFFFH\nHFFG" and info["state"] == 0
     seen, reward, terminated, truncated, info = environment.step("I could go left, but right it is: Right.")
     assert seen.splitlines()[1] == "S[F]FF" and (reward, terminated, truncated) == (0.0, False, False)
@@ -202,8 +210,7 @@ def test_games_of_textarena_are_for_one_player(installed):
 
 def played(name, action):
     """An episode's first two observations are of its seed alone."""
-    limits = EnvironmentLimits(reset_seconds=60.0, step_seconds=30.0)
-    with Environments(Spec(name), limits, 8) as environments:
+    with Environments(Spec(name)) as environments:
         found = {}
         for key, seed in enumerate([1, 2, 1, 3, 4, 5]):
             environments.open(key, Task(seed))

@@ -9,7 +9,7 @@ from rlhf.tuning.agents.adapters import built_in
 from rlhf.tuning.agents.contract import Spec, Task
 from rlhf.tuning.agents.environments import BUILT_IN
 from rlhf.tuning.agents.environments.guess import Guess
-from rlhf.tuning.agents.processes import EnvironmentLimits, Environments
+from rlhf.tuning.agents.processes import Environments
 
 
 def test_each_name_has_one_class_but_for_tools():
@@ -25,7 +25,7 @@ def test_each_name_has_one_class_but_for_tools():
 
 def test_an_episode_in_a_process_is_the_one_here():
     here = Guess(high=15, guesses=2)
-    with Environments(Spec("guess", {"high": 15, "guesses": 2}), EnvironmentLimits(), 2) as environments:
+    with Environments(Spec("guess", {"high": 15, "guesses": 2})) as environments:
         for seed in (3, 4):
             environments.open(seed, Task(seed))
         found = {}

@@ -108,11 +108,6 @@ def test_perfect_play_takes_the_shortest_way():
     assert ended == [False, False, False, True]
 
 
-def test_a_share_of_perfect_play_is_a_share():
-    with pytest.raises(ValueError, match=r"argument skilled must be in 0\.\.1, got 1\.5"):
-        list(BUILT_IN["guess"].records(skilled=1.5))
-
-
 def test_guesses_cover_all_numbers_equally_and_by_chance_alone():
     records = parsed("guess", transcripts=700)
     for split in ("sft", "prompts", "heldout"):
@@ -125,18 +120,13 @@ def test_guesses_cover_all_numbers_equally_and_by_chance_alone():
         BUILT_IN["guess"].records(prompts=15)
 
 
-def test_no_map_is_both_held_out_and_trained_on():
-    shown, records = FrozenLake().lake, parsed("frozenlake", transcripts=40, prompts=40, heldout=40)
-    maps = {split: {shown(seed) for seed in seeds(of_split(records, split))} for split in ("sft", "prompts", "heldout")}
-    assert not maps["heldout"] & (maps["sft"] | maps["prompts"])
-    assert all(len(found) > 3 for found in maps.values())
-
-
 def test_too_few_maps_for_both_sides_are_an_error():
     with pytest.raises(ValueError, match="vary more"):
         records_of("guess", Guess(), 0, 1, 1, 1, lambda number: "one map")
     with pytest.raises(ValueError, match="argument heldout must be in 0"):
         BUILT_IN["frozenlake"].records(heldout=-1)
+    with pytest.raises(ValueError, match=r"argument skilled must be in 0\.\.1, got 1\.5"):
+        BUILT_IN["guess"].records(skilled=1.5)
 
 
 def test_problems_of_the_calculator_are_right_and_apart():

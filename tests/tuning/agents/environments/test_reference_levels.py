@@ -8,7 +8,6 @@ import pytest
 from rlhf.tuning.agents.contract import Task
 from rlhf.tuning.agents.environments import BUILT_IN, frozenlake
 from rlhf.tuning.agents.environments.frozenlake import FrozenLake
-from rlhf.tuning.agents.environments.guess import Guess
 
 
 def tasks(count, first=0):
@@ -26,17 +25,6 @@ def test_guess_has_the_levels_of_arithmetic():
     assert BUILT_IN["guess"].levels(tasks(7), turns=2).optimal == pytest.approx(3 / 7)
     # Tasks that hide one number more often than others are a gift to the blind.
     assert BUILT_IN["guess"].levels([*tasks(7), Task(0), Task(7), Task(14)]).blind == pytest.approx(6 / 10)
-
-
-def test_optimal_guesses_halve_what_is_left():
-    for seed in range(7):
-        environment = Guess()
-        state = environment.reset(seed=seed)[1]["state"]
-        ended = False
-        while not ended:
-            _, reward, ended, _, info = environment.step(str((state["low"] + state["high"]) // 2))
-            state = info["state"]
-        assert reward == 1.0
 
 
 def best_sequence(environment, seeds, moves, length):

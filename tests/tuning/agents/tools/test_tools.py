@@ -168,7 +168,7 @@ def test_an_mcp_server_gives_its_tools_and_ends_with_the_episode(tmp_path):
 
     (tmp_path / "server.py").write_text(SERVER)
     command = f"mcp:{sys.executable} {tmp_path / 'server.py'}"
-    spec = Spec(tools=[command], tool_arguments={"double": {"shift": 1}}, tool_seconds=5.0)
+    spec = Spec(tools=[command], tool_arguments={"double": {"shift": 1}}, tool_seconds=60.0)
     with tools.opened(spec) as table:
         schemas = {s["function"]["name"]: s["function"] for s in table.schemas}
         assert set(schemas) == {"double", "process", "sleep"} and schemas["double"]["description"]
