@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import threading
-from collections.abc import Callable, Hashable, Iterator
+from collections.abc import Callable, Hashable
 from typing import Any
 
 import jax
@@ -14,8 +13,8 @@ _log = logging.getLogger(__name__)
 
 
 def _begun(lowered: Callable[[], Any]) -> threading.Thread:
-    # Of now, as JAX keeps the program under them: its own context managers reach one thread alone, and the process may
-    # go on to other settings.
+    # The settings of now, by which JAX caches the program: its context managers reach one thread alone, and the process
+    # may change them later.
     exact: bool = jax.config.jax_enable_x64  # type: ignore[attr-defined]
     precision: str | None = jax.config.jax_default_matmul_precision  # type: ignore[attr-defined]
 
@@ -31,20 +30,6 @@ def _begun(lowered: Callable[[], Any]) -> threading.Thread:
     thread = threading.Thread(target=compile_it, name="compile", daemon=False)
     thread.start()
     return thread
-
-
-@contextlib.contextmanager
-def compiling(lowered: Callable[[], Any]) -> Iterator[None]:
-    """Compiles what `lowered` returns in a thread, beside what is done within, and waits for its end: behind it arrays
-    may be gone. Where this thread is told to exit, the process waits at its end."""
-    thread = _begun(lowered)
-    try:
-        yield
-    except Exception:
-        thread.join()
-        raise
-    else:
-        thread.join()
 
 
 class Ahead:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable
-from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any
 
 from rlhf.stages.common.settings import Fitted
@@ -164,7 +163,7 @@ class _Loop:
     def train(self, step: int, measure: bool) -> None:
         """One optimizer step, and its line of metrics; with `measure` those on the held-out examples after it."""
         task, groups = self.task, self.groups(step)
-        before = self.measured_before(groups) if step == 0 else {}
+        before = self.measured_before() if step == 0 else {}
         if task.sample is not None:
             # With the parameters of this step: on policy.
             groups = task.sample(self.state[0], step, groups)
@@ -198,13 +197,9 @@ class _Loop:
         self.meter.skip()
         return found
 
-    def measured_before(self, groups: list[Group]) -> dict[str, float]:
-        """As `measured`, of the start; the first step, on these examples, compiles beside it where it needs nothing
-        else."""
-        alone = self.task.measure is None or self.task.sample is not None or self.task.columns is not None
-        step = nullcontext() if alone else self.step_fn.compiling(*self.state, self.batches(0, groups), self.frozen)
-        with step:
-            return {f"{name}_before": value for name, value in self.measured().items()}
+    def measured_before(self) -> dict[str, float]:
+        """As `measured`, of the start."""
+        return {f"{name}_before": value for name, value in self.measured().items()}
 
     def heldout(self) -> dict[str, float]:
         """Metrics on the held-out examples, at the end and, as `NAME_before`, at the start."""
