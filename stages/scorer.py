@@ -19,7 +19,7 @@ class Config(StageConfig):
 def run(ctx: Context) -> dict[str, Any]:
     """Writes `model/` and `tokenizer/`; returns the number of parameters. Raises UnsupportedModel."""
     from rlhf.tuning.models.config import UnsupportedModel
-    from rlhf.tuning.models.huggingface import copy_scalar_head
+    from rlhf.tuning.models.huggingface import copy_decoder
     from rlhf.tuning.models.tokenizer import load_tokenizer, save_tokenizer
 
     source = ctx.config.source
@@ -27,7 +27,7 @@ def run(ctx: Context) -> dict[str, Any]:
     tokenizer = load_tokenizer(folder)
     if not tokenizer.chat_template:
         raise UnsupportedModel(f"{folder}: the tokenizer has no chat template; add the file chat_template.jinja")
-    count = copy_scalar_head(folder, ctx.out / "model", token_ids_of(folder))
+    _, count = copy_decoder(folder, ctx.out / "model", token_ids_of(folder), scalar=True)
     save_tokenizer(tokenizer, ctx.out / "tokenizer")
     ctx.log(f"{source}: a reward model of {count / 1e6:.1f} M parameters")
     return {"parameters": count}

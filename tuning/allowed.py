@@ -10,7 +10,7 @@ Where it is set, RLHF_ALLOW_KEYS lists the environment variables that a recipe m
     unset                              none
     JUDGE_KEY@api.example.org          that variable, to that host, over https; over http to this machine
 
-Whoever starts the worker sets them; no setting of a recipe reaches them. Read at each use, so that processes which a
+The user who starts the worker sets them; a recipe cannot. They are read at each use, so that processes which a
 stage starts hold to them too.
 """
 

@@ -26,8 +26,7 @@ def whole_file(path: Path) -> Iterator[Path]:
 
     The name is hidden, ends in `.part` and is unique to the call. Parents are created.
     """
-    path.parent.mkdir(parents=True, exist_ok=True)
-    partial = path.with_name(f".{path.name}.{os.getpid()}-{uuid.uuid4().hex[:8]}.part")
+    partial = _partial(path)
     try:
         yield partial
         _sync(partial)
@@ -44,8 +43,7 @@ def whole_folder(path: Path, synced: bool = True) -> Iterator[Path]:
     """Like `whole_file`, for a new folder. If `path` exists by then, it stays and the new folder is dropped.
 
     synced: whether it has to outlive a loss of power."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    partial = path.with_name(f".{path.name}.{os.getpid()}-{uuid.uuid4().hex[:8]}.part")
+    partial = _partial(path)
     partial.mkdir()
     try:
         yield partial
@@ -60,6 +58,11 @@ def whole_folder(path: Path, synced: bool = True) -> Iterator[Path]:
                 raise
     finally:
         shutil.rmtree(partial, ignore_errors=True)
+
+
+def _partial(path: Path) -> Path:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    return path.with_name(f".{path.name}.{os.getpid()}-{uuid.uuid4().hex[:8]}.part")
 
 
 def _sync(path: Path) -> None:

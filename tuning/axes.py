@@ -1,4 +1,4 @@
-"""The axes of a mesh of devices, as settings. A module of its own: engines need it without the settings of training."""
+"""The axes of a mesh of devices, as settings. A separate module: engines need it without the settings of training."""
 
 from __future__ import annotations
 

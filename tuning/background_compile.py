@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -32,17 +31,3 @@ def start(lowered: Callable[[], Any]) -> threading.Thread:
     thread = threading.Thread(target=compile_it, name="compile", daemon=False)
     thread.start()
     return thread
-
-
-@contextlib.contextmanager
-def compiling(lowered: Callable[[], Any]) -> Iterator[None]:
-    """Compiles what `lowered` returns in a thread, beside what is done within, and waits for its end: behind it arrays
-    may be gone. Where this thread is told to exit, the process waits at its end."""
-    thread = start(lowered)
-    try:
-        yield
-    except Exception:
-        thread.join()
-        raise
-    else:
-        thread.join()

@@ -63,7 +63,7 @@ def list_rows(column: pa.ChunkedArray) -> list[Numbers | None]:
     """
     rows: list[Numbers | None] = []
     for chunk in column.chunks:
-        # Of the whole buffer, and offsets into it: a slice of a table is no copy, and nulls may hide values.
+        # Of the whole buffer, and offsets into it: a slice of a table is not a copy, and nulls may hide values.
         values = _flat(chunk.values)
         ends = chunk.offsets.to_numpy().tolist()
         views = (Numbers(values[start:end]) for start, end in itertools.pairwise(ends))

@@ -27,7 +27,7 @@ class Compute:
     dtype: str = "float32"
     """Type of activations."""
     remat: str = "products"
-    """What the backward pass keeps of a layer: a name of `rlhf.tuning.models.remat`."""
+    """Results of a layer that the backward pass keeps: a name of `rlhf.tuning.models.remat`."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -51,7 +51,7 @@ class Device:
     """Sizes of prefill chunks: large ones reach the device's rate, small ones pad less."""
 
     def micro_batch(self, asked: int, shards: int = 1, adapter: bool = False) -> tuple[int, int]:
-        """Row tokens of a micro-batch over so many shards: of one of several, and of one that is all of a step.
+        """Row tokens of a micro-batch over `shards`: if a step has several, and if it has one.
 
         asked: `compute.tokens_per_micro_batch`, which is both where it is not 0. adapter: whether gradients are small.
         """

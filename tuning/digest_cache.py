@@ -49,7 +49,7 @@ def of_object(url: str, info: dict[str, Any], read: Callable[[], str]) -> str:
 
 
 def _state(place: str) -> dict[str, Any] | None:
-    """What tells one content of a file from another; None for one that is small, or is none."""
+    """Attributes that differ if a file's content does; None for a small or missing file."""
     try:
         stat = os.stat(place)
     except OSError:

@@ -1,4 +1,4 @@
-"""The errors behind an error."""
+"""The causes of an error."""
 
 from __future__ import annotations
 

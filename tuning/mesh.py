@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -40,8 +41,8 @@ def axis_sizes(axes: Axes, count: int) -> dict[str, int]:
         del sizes[CONTEXT]
     known = math.prod(s for s in sizes.values() if s > 0)
     open_axes = [name for name, s in sizes.items() if s == -1]
-    if len(open_axes) > 1 or any(s == 0 or s < -1 for s in sizes.values()):
-        raise ValueError(f"mesh {sizes}: sizes are positive, and one of them may be -1")
+    if len(open_axes) > 1:
+        raise ValueError(f"mesh {sizes}: one size may be -1")
     if open_axes:
         # Rounded down; a remainder is reported by the check below.
         sizes[open_axes[0]] = max(1, count // known)
@@ -102,9 +103,10 @@ def put_params(params: Any, mesh: Mesh | None) -> Any:
 
 def laid_out(shapes: Any, mesh: Mesh | None) -> Any:
     """Shapes of parameters, each with its place on the mesh, to restore into."""
-    if mesh is None:
-        return shapes
-    places = shardings(shapes, mesh)
+    return shapes if mesh is None else _shapes_at(shapes, shardings(shapes, mesh))
+
+
+def _shapes_at(shapes: Any, places: Any) -> Any:
     return jax.tree.map(lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s), shapes, places)
 
 
@@ -112,10 +114,7 @@ def own_params(params: Any, mesh: Mesh | None) -> Any:
     """A copy of parameters, on the mesh where there is one, for a step that donates it."""
     if mesh is None:
         return jax.tree.map(jnp.copy, params)
-    # Where an array lies as it should, each device copies its part; `put` copies the others.
-    return jax.tree.map(
-        lambda x, s: jnp.copy(x) if getattr(x, "sharding", None) == s else put(x, s), params, shardings(params, mesh)
-    )
+    return _lay(params, shardings(params, mesh), jnp.copy)
 
 
 def put_state(optimizer: optax.GradientTransformation, params: Any, state: Any, mesh: Mesh | None) -> tuple[Any, Any]:
@@ -126,8 +125,9 @@ def put_state(optimizer: optax.GradientTransformation, params: Any, state: Any, 
     return _lay(params, of_params), _lay(state, of_state)
 
 
-def _lay(tree: Any, where: Any) -> Any:
-    return jax.tree.map(lambda x, s: x if getattr(x, "sharding", None) == s else put(x, s), tree, where)
+def _lay(tree: Any, where: Any, keep: Callable[[Any], Any] = lambda x: x) -> Any:
+    """`keep` of the arrays that have their sharding, and copies of the others in their places."""
+    return jax.tree.map(lambda x, s: keep(x) if getattr(x, "sharding", None) == s else put(x, s), tree, where)
 
 
 def put_batch(batch: dict[str, Any], mesh: Mesh | None) -> dict[str, Any]:
@@ -164,8 +164,8 @@ def state_shardings(optimizer: optax.GradientTransformation, params: Any, mesh: 
     def one(path: Any, leaf: Any) -> NamedSharding:
         # Longest path first: ('mu', 'layers', 'q') -> ('layers', 'q') -> ('q',).
         ends = ((path[start:], leaf.shape) for start in range(len(path)))
-        found = next((known[end] for end in ends if end in known), everywhere)
-        return found.with_memory_kind(HOST_MEMORY) if _on_host(path) else found
+        place = next((known[end] for end in ends if end in known), everywhere)
+        return place.with_memory_kind(HOST_MEMORY) if _on_host(path) else place
 
     return of_params, jax.tree_util.tree_map_with_path(one, jax.eval_shape(optimizer.init, params))
 
@@ -177,10 +177,9 @@ def _on_host(path: Any) -> bool:
 
 def init_state(optimizer: optax.GradientTransformation, params: Any, mesh: Mesh | None) -> Any:
     """The optimizer's first state, on the mesh where there is one."""
-    if mesh is None:
-        return jax.jit(optimizer.init)(params)
     # Under jit the state is created sharded; no device ever holds all of it.
-    return jax.jit(optimizer.init, out_shardings=state_shardings(optimizer, params, mesh)[1])(params)
+    where = None if mesh is None else state_shardings(optimizer, params, mesh)[1]
+    return jax.jit(optimizer.init, out_shardings=where)(params)
 
 
 def state_shapes(optimizer: optax.GradientTransformation, params: Any, mesh: Mesh | None) -> tuple[Any, Any]:
@@ -196,7 +195,7 @@ def state_shapes(optimizer: optax.GradientTransformation, params: Any, mesh: Mes
         )
     else:
         places = state_shardings(optimizer, params, mesh)
-    return jax.tree.map(lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s), shapes, places)
+    return _shapes_at(shapes, places)
 
 
 def gather(tree: Any) -> Any:

@@ -25,7 +25,7 @@ from typing import Any, TypeVar
 T = TypeVar("T")
 
 ADDRESS, COUNT, INDEX = "JAX_COORDINATOR_ADDRESS", "JAX_NUM_PROCESSES", "JAX_PROCESS_ID"
-"""JAX's own environment variables, by which whoever starts the processes describes their group."""
+"""JAX's own environment variables, by which the launcher of the processes describes their group."""
 LONGEST_MS = 30 * 24 * 3600 * 1000
 """A stage may keep the others waiting for as long as its limits allow: a lost process ends the wait, not the clock."""
 
@@ -208,7 +208,7 @@ def to_primary(
 
 @contextlib.contextmanager
 def alone() -> Iterator[None]:
-    """Within it this process is a group of its own to all of this module: process 0 does something without the others.
+    """Within it all of this module treats this process as a group of one: process 0 works without the others.
 
     Devices stay those of all processes: what runs here must not compute over them.
     """

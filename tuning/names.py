@@ -32,11 +32,8 @@ def cache_folder(variable: str, name: str) -> Path:
 
 
 def closest(name: str, known: Iterable[str]) -> str | None:
-    """The name among `known` that `name` probably meant; None where none is similar."""
-    names = list(known)
-    # Two letters in the wrong order are half of a short name, too few for the measure of likeness.
-    swapped = (n for n in names if sorted(n) == sorted(name))
-    return next(iter(difflib.get_close_matches(name, names, 1)), None) or next(swapped, None)
+    """The name among `known` that `name` probably meant; None if none is similar."""
+    return next(iter(difflib.get_close_matches(name, list(known), 1)), None)
 
 
 def nearest(name: str, known: Iterable[str], also: str = "") -> str:
@@ -45,8 +42,7 @@ def nearest(name: str, known: Iterable[str], also: str = "") -> str:
     also: an allowed form in addition to the known names, such as `module:function`.
     """
     names = list(known)
-    near = closest(name, names)
-    if near:
+    if near := closest(name, names):
         return f"did you mean {near}?"
     listed = ", ".join([*names, *([also] if also else [])])
     return f"there are {listed}" if listed else "there are none"

@@ -1,4 +1,4 @@
-"""The types and the exactness of a process's arithmetic: what a compute dtype asks of JAX beside the activations.
+"""The types and the exactness of a process's arithmetic: the demands of a compute dtype on JAX next to the activations.
 
 dtype      weights, moments, sums   products of float32 arrays
 auto       float32                  as the device has it by default, unless it computes in float32

@@ -1,4 +1,4 @@
-"""What this machine's processor multiplies fast, told without loading JAX."""
+"""Types that this machine's processor multiplies fast, found without loading JAX."""
 
 from __future__ import annotations
 

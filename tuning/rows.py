@@ -239,7 +239,7 @@ def by_trajectory(rows: Iterable[CompletionRow]) -> list[list[CompletionRow]]:
 
 
 class OtherColumns(ValueError):
-    """A file is no table of the kind that is asked for: another version of a stage wrote it."""
+    """A file is not a table of the requested kind: another version of a stage wrote it."""
 
 
 def read_table(paths: Iterable[Path], kind: type[R], columns: Collection[str] = ()) -> list[R]:
@@ -285,12 +285,8 @@ def _rows_of(path: Path, kind: type[R], columns: Collection[str]) -> list[R]:
 
 
 def _dictionaries(table: pa.Table) -> Iterator[dict[str, Any]]:
-    values = zip(*(_values(table[name]) for name in table.column_names), strict=True)
-    return (dict(zip(table.column_names, row, strict=True)) for row in values)
-
-
-def _values(column: pa.ChunkedArray) -> Sequence[Any]:
-    return list_rows(column) if holds_numbers(column.type) else column.to_pylist()
+    values = (list_rows(c) if holds_numbers(c.type) else c.to_pylist() for c in table.columns)
+    return (dict(zip(table.column_names, row, strict=True)) for row in zip(*values, strict=True))
 
 
 @functools.cache
@@ -343,12 +339,11 @@ def from_bytes(data: bytes, kind: type[R]) -> list[R]:
 
 
 def _table(rows: Sequence[Row], schema: pa.Schema) -> pa.Table:
-    columns = {field.name: _column([vars(row)[field.name] for row in rows], field.type) for field in schema}
-    return pa.Table.from_arrays(list(columns.values()), schema=schema)
+    def column(field: pa.Field) -> pa.Array:
+        values = [vars(row)[field.name] for row in rows]
+        return list_column(values, field.type) if holds_numbers(field.type) else pa.array(values, field.type)
 
-
-def _column(values: Sequence[Any], kind: pa.DataType) -> pa.Array:
-    return list_column(values, kind) if holds_numbers(kind) else pa.array(values, kind)
+    return pa.Table.from_arrays(list(map(column, schema)), schema=schema)
 
 
 def write_arrow(path: Path, table: pa.Table) -> None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 from typing import Annotated, Literal
 
-from pydantic import BeforeValidator, Field
+from pydantic import Field
 
 from rlhf.tuning.axes import Axes
 
@@ -21,13 +21,7 @@ Moments = Literal["float32", "bfloat16", "host"]
 Remat = Literal["auto", "none", "products", "dots", "attention", "full", "offload"]
 
 
-def _renamed(dtype: object) -> object:
-    if dtype in ("mixed", "mixed-backward", "fast-backward"):
-        raise ValueError(f"{dtype} is now fast: use fast, or auto for products that are not rounded")
-    return dtype
-
-
-Dtype = Annotated[Literal["auto", "fast", "float32", "bfloat16", "float64"], BeforeValidator(_renamed)]
+Dtype = Literal["auto", "fast", "float32", "bfloat16", "float64"]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -93,7 +87,7 @@ class ComputeSettings:
     tokens_per_micro_batch: Annotated[int, Field(ge=0)] = 0
     """Row tokens of one forward and backward pass; 0: the device decides."""
     remat: Remat = "auto"
-    """What the backward pass keeps of each layer, from most memory to least; the rest is computed again. none: keep
+    """Results of each layer that the backward pass keeps, from most memory to least; it recomputes the rest. none: keep
     everything; products: results of products and of attention; dots: of products alone, without those of attention;
     attention: the output of attention; full: only the layer's input; offload: that in the host's memory. auto:
     products on CPU, full elsewhere."""

@@ -22,15 +22,17 @@ def fault(objective: Objective, completions: int) -> str | None:
     import numpy as np
 
     from rlhf.tuning.algorithms.algorithm import Scored, Terms, find
+    from rlhf.tuning.algorithms.flat import Column
 
     n = PROMPTS * completions
     totals = np.arange(n, dtype=np.float32) % 3 / 2
     groups = np.repeat(np.arange(PROMPTS), completions)
     ones = np.ones((n, TOKENS), np.float32)
-    scored = Scored(totals, groups, np.ones(n, bool), ones, 0 * ones, totals)
+    scored = Scored(totals, groups, np.ones(n, bool), Column.of(ones), Column.of(0 * ones), totals)
     try:
         algorithm = find(objective)
-        shape = np.shape(algorithm.advantages(scored))
+        found = algorithm.advantages(scored)
+        shape = (found.count, found.width) if isinstance(found, Column) else np.shape(found)
         if shape not in ((n,), (n, TOKENS)):
             return (
                 f"advantages have the shape {shape} for {n} completions of {TOKENS} tokens: expected one of each "

@@ -30,9 +30,10 @@ from rlhf.tuning.models.decoder import decoder_graph, scalar_graph
 from rlhf.tuning.models.lora import LoraConfig, over, tuned_graph
 from rlhf.tuning.models.sharding import CONTEXT, ROWS, shardings
 from rlhf.tuning.models.sharding import parts as parts_of
+from rlhf.tuning.settings import OptimizerSettings
 from rlhf.tuning.training.batch import Group, choose_rows, micro_batches
 from rlhf.tuning.training.forward import scores
-from rlhf.tuning.training.optimizers import make_optimizer, make_schedule
+from rlhf.tuning.training.optimizers import optimizer_of
 from rlhf.tuning.training.step import LossFn, counted, step_programs
 from tests.aot.cases import PROMPT, TRAINING, Case
 from tests.aot.sampling import sampling
@@ -110,9 +111,7 @@ def _packed(case: Case, mesh: Any) -> tuple[Any, float]:
     below = None
     if lora is not None:
         loss, below = over(tuned_graph(config, role, lora), loss), (placed(base, shardings(base, mesh)), None)
-    optimizer = make_optimizer(
-        make_schedule("constant", 1e-5, 0, 10), b1=0.9, b2=0.95, weight_decay=0.1, clip_norm=1.0, max_skipped=2
-    )
+    optimizer = optimizer_of(OptimizerSettings(learning_rate=1e-5, weight_decay=0.1, max_skipped=2))
     of_params, of_state = state_shardings(optimizer, trained, mesh)
     params, state = placed(trained, of_params), placed(jax.eval_shape(optimizer.init, trained), of_state)
     step = step_programs(loss, optimizer, trained, mesh)["single"]

@@ -72,26 +72,24 @@ def surrogate(case: Case, arrays: dict[str, Any], logps: jax.Array) -> tuple[jax
     name, ratio = case.param("surrogate"), case.param("ratio")
     low, high, dual = case.param("eps_low"), case.param("eps_high"), case.param("dual_clip")
     bounds = pair(case.param("log_ratio_clamp"))
-    given = (logps, old, adv, mask)
+    given = (policy.Terms(logps, old, adv, mask, clamp=bounds),)
     match name, ratio:
         case "clip", _:
-            return policy.clipped_surrogate(
-                *given, clip_low=low, clip_high=high, dual_clip=dual, ratio=RATIOS[ratio], log_ratio_clamp=bounds
-            )
+            return policy.clipped_surrogate(*given, clip_low=low, clip_high=high, dual_clip=dual, ratio=RATIOS[ratio])
         case "pg", _:
-            return policy.policy_gradient(*given, ratio=RATIOS[ratio], log_ratio_clamp=bounds)
+            return policy.policy_gradient(*given, ratio=RATIOS[ratio])
         case "reinforce", "none":
-            return policy.reinforce(logps, adv, mask)
+            return policy.reinforce(*given)[0], {}
         case "cispo", "token":
             limits = {"weight_min": case.param("weight_min"), "weight_max": case.param("weight_max")}
-            return policy.cispo(*given, **limits, log_ratio_clamp=bounds)
+            return policy.cispo(*given, **limits)
         case "sapo", "token":
             taus = {name: case.param(name) for name in ("tau_pos", "tau_neg")}
-            return policy_variants.sapo(*given, **taus, log_ratio_clamp=bounds)
+            return policy_variants.sapo(*given, **taus)
         case (("dppo_tv" | "dppo_kl"), "token"):
             return policy_variants.dppo(
                 *given, divergence=name.removeprefix("dppo_"), limit_low=case.param("div_low"),
-                limit_high=case.param("div_high"), ratio_max=case.param("ratio_max"), log_ratio_clamp=bounds,
+                limit_high=case.param("div_high"), ratio_max=case.param("ratio_max"),
             )  # fmt: skip
         case "geo_mean", "sequence":
             return policy_variants.gmpo(*given, clip_low=low, clip_high=high, row_eps=case.param("row_eps", 0.0))
@@ -207,9 +205,8 @@ def microbatch(case: Case) -> dict[str, Any]:
         part: dict[str, Any], counts: Counts, mode: str = MODES[mode], constant: float | None = norm
     ) -> jax.Array:
         losses, _ = policy.clipped_surrogate(
-            part["logps"], part["old_logps"], part["advantages"], part["mask"], clip_low=case.param("eps_low"),
-            clip_high=case.param("eps_high"), dual_clip=case.param("dual_clip"),
-            log_ratio_clamp=pair(case.param("log_ratio_clamp")),
+            policy.Terms(*(part[name] for name in names), clamp=pair(case.param("log_ratio_clamp"))),
+            clip_low=case.param("eps_low"), clip_high=case.param("eps_high"), dual_clip=case.param("dual_clip"),
         )  # fmt: skip
         constant = constant if mode == "constant" else None
         return aggregate(losses, part["mask"], mode, **counts._asdict(), constant=constant)

@@ -119,7 +119,7 @@ def smollm(folder: Path) -> Model:
     checkpoint = GGUFCheckpoint(file)
     values = checkpoint.config()
     config = from_hugging_face(values, str(path))
-    params = params_from_tensors(config, checkpoint.tensors(), str(path))
+    params = params_from_tensors(config, {name: checkpoint.read(name) for name in checkpoint.shapes})
     tokenizer = tokenizer_from_gguf(file)
     ids = {k: values[k] for k in ("bos_token_id", "eos_token_id", "pad_token_id")}
     policies = {"first": params, "second": noisy(params, 1), "third": noisy(params, 2)}

@@ -138,7 +138,8 @@ def test_a_round_is_read_without_an_object_for_each_token(tmp_path):
         read = tracemalloc.get_traced_memory()[1] / count / tokens
         scores = [ScoreRow(place=r.place, sample=r.sample, prompt_id=r.prompt_id, total=0.0) for r in rows]
         data = RoundData.from_rows(rows, scores)
-        (groups,) = data.steps(np.ones(count, bool), count)
+        every = np.ones(count, bool)
+        (groups,) = data.divided(every, every, count).groups
         packed = tracemalloc.get_traced_memory()[1] / count / tokens
     finally:
         tracemalloc.stop()

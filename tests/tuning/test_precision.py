@@ -16,7 +16,7 @@ from rlhf.tuning.compile_target import compiling_for
 from rlhf.tuning.device import choose
 from rlhf.tuning.models.decoder import decoder_graph, scalar_graph
 from rlhf.tuning.models.huggingface import load_decoder, random_params, save_decoder, scalar_head_params
-from rlhf.tuning.models.matmul import across, matmul
+from rlhf.tuning.models.matmul import matmul
 from rlhf.tuning.models.quantize import NF4, Int8, int8_decode
 from rlhf.tuning.precision import exact_forward, in_real, of_gradients, real, resolved, rounds_products, using
 from rlhf.tuning.settings import ComputeSettings
@@ -126,15 +126,6 @@ def test_every_product_with_a_weight_is_rounded_and_nothing_else_is_narrow():
     backward = Counter(kind for kind, _ in products_of_a_step("update", sft_loss, decoder_graph(BY_XLA), PARAMS))
     assert backward["bfloat16"] == 2 * (7 + 1)
     assert backward["float32"] == exact["float32"] - backward["bfloat16"]
-
-
-@pytest.mark.parametrize(("dtype", "loops"), [("float32", 0), ("bfloat16", 0), ("fast", 1)])
-def test_only_fast_products_hide_a_transposition_in_a_loop(dtype, loops):
-    """On an accelerator, whose activations are bfloat16, it would be a loop for nothing."""
-    x = jnp.ones((6, 384), "bfloat16" if dtype != "float32" else dtype)
-    with using(dtype):
-        program = jax.make_jaxpr(lambda x: across(x, x, jnp.float32))(x)
-    assert [e.primitive.name for e in program.jaxpr.eqns].count("scan") == loops
 
 
 @pytest.mark.parametrize("dtype", ["fast", "update"])

@@ -1,11 +1,11 @@
 """Group-relative advantages from sequence rewards.
 
-Axes: P prompts (groups), G completions of a prompt, B = all completions, T completion tokens.
+Axes: B completions, T completion tokens.
 
-Sequence rewards come flat, [B] with `group_ids` [B] (any integers, any order, ragged groups), or as [P, G] without
-ids; the result has the shape of the rewards. `valid` marks the samples that count: failed ones leave every
-statistic and get advantage 0. Statistics use the whole group, so compute them before filtering or sharding.
-Groups whose rewards are all equal get exactly 0; `rlhf.tuning.losses.groups` says which groups are trained on.
+Sequence rewards come as [B] with `group_ids` [B]: any integers, any order, ragged groups. `valid` marks the samples
+that count: failed ones leave every statistic and get advantage 0. Statistics use the whole group, so compute them
+before filtering or sharding. Groups whose rewards are all equal get exactly 0; `rlhf.tuning.losses.groups` says which
+groups are trained on.
 Advantages per token (GAE, whitening) are in `rlhf.tuning.losses.returns`.
 
 | function | advantage | used by |
@@ -31,25 +31,14 @@ from rlhf.tuning.losses.returns import whiten
 
 Normalisation = Literal["std", "none", "batch-std"]
 Singleton = Literal["zero", "reward"]
+Ids = jax.Array | np.ndarray
 
 
-def _flat(
-    rewards: jax.Array, group_ids: jax.Array | np.ndarray | None, valid: jax.Array | None
-) -> tuple[jax.Array, jax.Array, jax.Array]:
+def _grouped(rewards_B: jax.Array, group_ids_B: Ids, valid_B: Ids | None) -> tuple[jax.Array, jax.Array, jax.Array]:
     """Rewards [B] with 0 for invalid ones, dense group numbers [B], validity [B]."""
-    if group_ids is None:
-        if rewards.ndim != 2:
-            raise ValueError(f"rewards of shape {rewards.shape} need group_ids; only [P, G] goes without")
-        group_ids = np.repeat(np.arange(rewards.shape[0]), rewards.shape[1])
-    if isinstance(group_ids, jax.core.Tracer):
-        # Under jit the number of groups is not known: at most one a sample, which is the `size`.
-        _, groups = jnp.unique(group_ids.reshape(-1), return_inverse=True, size=group_ids.size)
-        groups = groups.reshape(-1)
-    else:
-        _, numbers = np.unique(np.asarray(group_ids).reshape(-1), return_inverse=True)
-        groups = jnp.asarray(numbers, jnp.int32)
-    keep = jnp.ones(groups.shape, bool) if valid is None else jnp.asarray(valid).reshape(-1) > 0
-    return masked(rewards.reshape(-1), keep), groups, keep
+    _, numbers = np.unique(np.asarray(group_ids_B), return_inverse=True)
+    keep = jnp.ones(rewards_B.shape, bool) if valid_B is None else jnp.asarray(valid_B) > 0
+    return masked(rewards_B, keep), jnp.asarray(numbers, jnp.int32), keep
 
 
 @jax.jit
@@ -64,7 +53,7 @@ def _group_max(x_B: jax.Array, groups_B: jax.Array, keep_B: jax.Array) -> jax.Ar
     return jax.ops.segment_max(masked(x_B, keep_B, -jnp.inf), groups_B, num_segments=x_B.shape[0])[groups_B]
 
 
-# Compiled as one: as operations of their own they take as many programs, once for each number of completions.
+# Compiled as one: separate operations would take a program each, once for each number of completions.
 @jax.jit
 def _above_least(r_B: jax.Array, groups_B: jax.Array, keep_B: jax.Array) -> tuple[jax.Array, jax.Array]:
     """Rewards less the least of their group, 0 where not kept, and whether all of the group are equal; both [B].
@@ -101,43 +90,36 @@ def _batch_std(x_B: jax.Array, keep_B: jax.Array, ddof: int) -> jax.Array:
 
 
 def group_advantages(
-    rewards: jax.Array,
-    group_ids: jax.Array | None = None,
+    rewards_B: jax.Array,
+    group_ids_B: Ids,
     *,
     normalisation: Normalisation = "std",
     ddof: int = 1,
     eps: float = 1e-4,
-    valid: jax.Array | None = None,
+    valid: Ids | None = None,
     singleton: Singleton = "zero",
 ) -> jax.Array:
-    """Group-relative advantages, shape of `rewards`: (r - mean_group) / (scale + eps).
+    """Group-relative advantages, [B]: (r - mean_group) / (scale + eps).
 
     normalisation: "std" the group's standard deviation (GRPO, arXiv:2402.03300), "batch-std" that of all rewards of
     the batch, "none" no division and no eps (Dr. GRPO, arXiv:2503.20783). A group of one gets 0, or its raw reward
     (divided by 1 + eps unless "none") with singleton="reward".
     """
-    r, groups, keep = _flat(rewards, group_ids, valid)
+    r, groups, keep = _grouped(rewards_B, group_ids_B, valid)
     advantages, std, n = _group_deviations(r, groups, keep, ddof)
     if singleton == "reward":
         # A lone sample has no spread: 1 in its place leaves the raw reward.
         advantages, std = jnp.where(n == 1, r, advantages), jnp.where(n == 1, 1, std)
-    match normalisation:
-        case "std":
-            advantages = advantages / (std + eps)
-        case "batch-std":
-            advantages = advantages / (_batch_std(r, keep, ddof) + eps)
-        case "none":
-            pass
-        case _:
-            raise ValueError(f"unknown normalisation {normalisation!r}")
-    return masked(advantages, keep).reshape(rewards.shape)
+    if normalisation != "none":
+        advantages = advantages / ((std if normalisation == "std" else _batch_std(r, keep, ddof)) + eps)
+    return masked(advantages, keep)
 
 
 def rloo_advantages(
-    rewards: jax.Array,
-    group_ids: jax.Array | None = None,
+    rewards_B: jax.Array,
+    group_ids_B: Ids,
     *,
-    valid: jax.Array | None = None,
+    valid: Ids | None = None,
     singleton: Singleton = "zero",
     reward_clip: tuple[float, float] | None = None,
 ) -> jax.Array:
@@ -145,25 +127,27 @@ def rloo_advantages(
 
     reward_clip limits the rewards before the baseline.
     """
-    r, groups, keep = _flat(rewards if reward_clip is None else jnp.clip(rewards, *reward_clip), group_ids, valid)
+    r, groups, keep = _grouped(
+        rewards_B if reward_clip is None else jnp.clip(rewards_B, *reward_clip), group_ids_B, valid
+    )
     deviation, _, n = _group_deviations(r, groups, keep, 1)
     # r - mean of the others = (r - mean) n / (n - 1): no sum of each sample's others.
     advantages = deviation * n / jnp.maximum(n - 1, 1)
     if singleton == "reward":
         advantages = jnp.where(n == 1, r, advantages)
-    return masked(advantages, keep).reshape(rewards.shape)
+    return masked(advantages, keep)
 
 
 def reinforce_pp_baseline_advantages(
     rewards_B: jax.Array,
-    group_ids_B: jax.Array,
+    group_ids_B: Ids,
     mask_BT: jax.Array,
     *,
     ddof: int = 1,
     eps: float = 1e-8,
     variance_floor: float = 0.0,
     scale: bool = True,
-    valid: jax.Array | None = None,
+    valid: Ids | None = None,
     singleton: Singleton = "zero",
 ) -> jax.Array:
     """REINFORCE++ with group baseline (arXiv:2501.03262): r - mean_group, whitened over all valid tokens, [B, T].
@@ -178,15 +162,15 @@ def reinforce_pp_baseline_advantages(
 
 def opo_advantages(
     rewards_B: jax.Array,
-    group_ids_B: jax.Array,
-    lengths_B: jax.Array,
+    group_ids_B: Ids,
+    lengths_B: Ids,
     *,
-    valid: jax.Array | None = None,
+    valid: Ids | None = None,
     singleton: Singleton = "zero",
 ) -> jax.Array:
     """OPO (arXiv:2505.23585), [B]: r minus the group's mean reward weighted by length."""
-    r, groups, keep = _flat(rewards_B, group_ids_B, valid)
-    weight = masked(lengths_B.astype(r.dtype), keep)
+    r, groups, keep = _grouped(rewards_B, group_ids_B, valid)
+    weight = masked(jnp.asarray(lengths_B, r.dtype), keep)
     above, equal = _above_least(r, groups, keep)
     baseline = _group_sum(weight * above, groups) / jnp.maximum(_group_sum(weight, groups), 1)
     # The weighted mean of equal rewards is off by its rounding: their advantage is exactly 0.
@@ -197,16 +181,16 @@ def opo_advantages(
 
 
 def passk_advantages(
-    rewards: jax.Array,
-    group_ids: jax.Array | None = None,
+    rewards_B: jax.Array,
+    group_ids_B: Ids,
     *,
     normalisation: Literal["std", "none"] = "std",
     ddof: int = 1,
     eps: float = 1e-6,
-    valid: jax.Array | None = None,
+    valid: Ids | None = None,
 ) -> jax.Array:
     """Pass@k credit (arXiv:2503.19595): the best of a group gets its lead over the second best, the others 0."""
-    r, groups, keep = _flat(rewards, group_ids, valid)
+    r, groups, keep = _grouped(rewards_B, group_ids_B, valid)
     _, std, n = _group_deviations(r, groups, keep, ddof)
     is_best = keep & (r == _group_max(r, groups, keep))
     others = keep & ~is_best
@@ -216,4 +200,4 @@ def passk_advantages(
     unique = (_group_sum(is_best.astype(r.dtype), groups) == 1) & (n > 1)
     # Each of the others could be left out and the maximum would be the same: credit 0.
     advantages = jnp.where(is_best & unique, lead, 0)
-    return (advantages / (std + eps) if normalisation == "std" else advantages).reshape(rewards.shape)
+    return advantages / (std + eps) if normalisation == "std" else advantages

@@ -6,8 +6,10 @@ Axes: N completions of the round, C completions of a micro-batch, T completion t
 from __future__ import annotations
 
 import dataclasses
+import functools
 import importlib
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -15,12 +17,12 @@ import numpy as np
 
 from rlhf.tuning.algorithms import registry
 from rlhf.tuning.algorithms.advantages import Normalisation, group_advantages
-from rlhf.tuning.algorithms.flat import Column, Dense, Flat, rows_of, sums_of_rows
+from rlhf.tuning.algorithms.flat import Column
 from rlhf.tuning.algorithms.settings import Objective
 from rlhf.tuning.algorithms.turns import Turns
 from rlhf.tuning.allowed import check_module
 from rlhf.tuning.losses.groups import informative_groups
-from rlhf.tuning.losses.policy import Metrics, Ratio, clipped_surrogate
+from rlhf.tuning.losses.policy import Metrics, Terms, clipped_surrogate
 from rlhf.tuning.losses.rewards import sequence_rewards, token_rewards
 from rlhf.tuning.precision import real
 
@@ -29,8 +31,7 @@ from rlhf.tuning.precision import real
 class Scored:
     """The scored rollouts of a round on the host: the input of `Algorithm.advantages`.
 
-    In a round the arrays [N, T] are kept without their padding. Each read creates it, so an algorithm reads those that
-    it needs once.
+    Numbers of tokens are stored without padding. Each read of a property [N, T] pads them anew.
     """
 
     totals_N: np.ndarray
@@ -39,9 +40,9 @@ class Scored:
     """Number of the prompt."""
     valid_N: np.ndarray
     """False where a reward failed: such a completion leaves every statistic (R9)."""
-    mask_NT: Dense = Dense()
+    mask: Column
     """1 on tokens of valid completions, all groups included; 0 where a completion's reward alone counts."""
-    penalty_NT: Dense = Dense()
+    penalty: Column
     """The KL to subtract from the reward, weighted; 0 without one."""
     greedy_N: np.ndarray | None = None
     """Reward of the greedy completion of the same prompt."""
@@ -50,64 +51,41 @@ class Scored:
     turn_rewards_NT: np.ndarray | None = None
     """The part of the totals that turns were given, weighted, on the last token of each; None: all are of the last."""
 
-    @property
-    def width(self) -> int:
-        """T."""
-        held = vars(self)["mask_NT"]
-        return int(held.width if isinstance(held, Column) else held.shape[1])
+    def __getitem__(self, rows: Sequence[int]) -> Scored:
+        parts: list[Any] = [x if x is None else x[rows] for x in vars(self).values()]
+        return Scored(*parts)
 
-    def some(self, ids: Sequence[int]) -> Scored:
-        """Some of the completions, with dense arrays: values of single tokens may be computed in blocks."""
-        rows = list(ids)
-        return Scored(
-            self.totals_N[rows],
-            self.groups_N[rows],
-            self.valid_N[rows],
-            rows_of(self, "mask_NT", rows),
-            rows_of(self, "penalty_NT", rows),
-            None if self.greedy_N is None else self.greedy_N[rows],
-            None if self.turns is None else self.turns.some(rows),
-            None if self.turn_rewards_NT is None else self.turn_rewards_NT[rows],
-        )
+    @property
+    def mask_NT(self) -> np.ndarray:
+        """`mask` as a new array."""
+        return self.mask.dense()
 
     @property
     def rewards_N(self) -> jax.Array:
         """One reward a completion: its total less the KL of all its tokens."""
-        # Of a row with one number, which is the sum of its numbers.
-        penalty_N1 = sums_of_rows(self, "penalty_NT")[:, None]
-        return jnp.asarray(sequence_rewards(self.totals_N, penalty_N1), real())
+        return jnp.asarray(sequence_rewards(self.totals_N, self.penalty.sums_N[:, None]), real())
 
     @property
     def rewards_NT(self) -> jax.Array:
         """Rewards per token: minus the KL on each, plus the total, or the rest of it after turns, on the last (R12)."""
         totals = jnp.asarray(self.totals_N, real())
-        penalty, mask = jnp.asarray(self.penalty_NT, real()), jnp.asarray(self.mask_NT)
+        penalty, mask = jnp.asarray(self.penalty.dense(), real()), jnp.asarray(self.mask_NT)
         if self.turn_rewards_NT is None:
             return token_rewards(totals, penalty, mask)
         of_turns = jnp.asarray(self.turn_rewards_NT, real())
         return of_turns + token_rewards(totals - of_turns.sum(-1), penalty, mask)
 
 
-@dataclasses.dataclass(frozen=True)
-class Terms:
-    """The arrays of a micro-batch that a surrogate reads, all [C, T]; `ref_CT` is None without a reference."""
-
-    logps_CT: jax.Array
-    old_CT: jax.Array
-    advantages_CT: jax.Array
-    mask_CT: jax.Array
-    ref_CT: jax.Array | None = None
-    marked_CT: jax.Array | float = 0.0
-    """1 on the tokens that `Algorithm.mark` chose."""
+Surrogate = Callable[[Terms], tuple[jax.Array, Metrics]]
 
 
 @dataclasses.dataclass(frozen=True)
 class Algorithm:
     """How scored rollouts become a loss. The objective adds importance weights, KL and entropy to the surrogate."""
 
-    advantages: Callable[[Scored], jax.Array | Flat]
-    """Of every completion [N], or of every token [N, T], without its padding where it is made by blocks of rows."""
-    surrogate: Callable[[Terms], tuple[jax.Array, Metrics]]
+    advantages: Callable[[Scored], jax.Array | Column]
+    """Of every completion [N], or of every token, as an array [N, T] or a column."""
+    surrogate: Surrogate
     """Loss of every token [C, T], 0 where masked, and sums for metrics, as in `rlhf.tuning.losses.policy`, or none."""
     keep: Callable[[Scored], np.ndarray] | None = None
     """Which completions are trained on, [N] bool; None: `informative`, and the rest as `tied_groups` says."""
@@ -152,31 +130,14 @@ def every_valid(scored: Scored) -> np.ndarray:
 
 def group_relative(normalisation: Normalisation) -> Callable[[Scored], jax.Array]:
     """Rewards against the mean of their group, [N]; statistics over whole groups, failed samples excluded (R9)."""
-
-    def advantages(scored: Scored) -> jax.Array:
-        return group_advantages(
-            scored.rewards_N,
-            jnp.asarray(scored.groups_N),
-            normalisation=normalisation,
-            valid=jnp.asarray(scored.valid_N),
-        )
-
-    return advantages
+    return lambda scored: group_advantages(
+        scored.rewards_N, scored.groups_N, normalisation=normalisation, valid=scored.valid_N
+    )
 
 
-def clipped(objective: Objective, ratio: Ratio = "token") -> Callable[[Terms], tuple[jax.Array, Metrics]]:
-    """PPO's clipped surrogate with the objective's range."""
-
-    def surrogate(t: Terms) -> tuple[jax.Array, Metrics]:
-        return clipped_surrogate(
-            t.logps_CT,
-            t.old_CT,
-            t.advantages_CT,
-            t.mask_CT,
-            clip_low=objective.clip_low,
-            clip_high=objective.clip_high,
-            dual_clip=objective.dual_clip,
-            ratio=ratio,
-        )
-
-    return surrogate
+def clipped(objective: Objective) -> Surrogate:
+    """PPO's clipped surrogate with the objective's range, and the kind of ratio that the registry names."""
+    o, ratio = objective, objective.entry.ratio if objective.entry else "token"
+    return functools.partial(
+        clipped_surrogate, clip_low=o.clip_low, clip_high=o.clip_high, dual_clip=o.dual_clip, ratio=ratio
+    )

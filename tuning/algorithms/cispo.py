@@ -8,25 +8,14 @@ Presets: `registry` (cispo).
 
 from __future__ import annotations
 
-import jax
+import functools
 
-from rlhf.tuning.algorithms.algorithm import Algorithm, Terms, group_relative
-from rlhf.tuning.algorithms.settings import Objective
-from rlhf.tuning.losses.policy import Metrics, cispo
+from rlhf.tuning.algorithms.algorithm import Algorithm, Objective, group_relative
+from rlhf.tuning.losses.policy import cispo
 
 
 def algorithm(objective: Objective) -> Algorithm:
     """CISPO with weights between 1 - clip_low and 1 + clip_high; with clip_low 1 there is no lower bound."""
-
-    def surrogate(t: Terms) -> tuple[jax.Array, Metrics]:
-        low = 1 - objective.clip_low
-        return cispo(
-            t.logps_CT,
-            t.old_CT,
-            t.advantages_CT,
-            t.mask_CT,
-            weight_max=1 + objective.clip_high,
-            weight_min=low if low > 0 else None,
-        )
-
-    return Algorithm(group_relative(objective.normalisation), surrogate)
+    low, high = 1 - objective.clip_low, 1 + objective.clip_high
+    loss = functools.partial(cispo, weight_max=high, weight_min=low if low > 0 else None)
+    return Algorithm(group_relative(objective.normalisation), loss)

@@ -32,7 +32,7 @@ def algorithm(objective: Objective) -> Algorithm:
         return losses * (1 - t.marked_CT), sums
 
     def kl_cov(t: Terms) -> tuple[jax.Array, Metrics]:
-        losses, sums = policy_gradient(t.logps_CT, t.old_CT, t.advantages_CT, t.mask_CT)
+        losses, sums = policy_gradient(t)
         z = jnp.abs(log_ratio(t.logps_CT, t.old_CT, t.mask_CT))
         # Before the first step a ratio is 1 but for rounding, whose sign would be a gradient of full size.
         return losses + t.marked_CT * jnp.where(z > ROUNDING, z, 0.0), sums
@@ -47,12 +47,15 @@ def _covariance(advantages: np.ndarray, logps: np.ndarray) -> np.ndarray:
 
 def _in_range(advantages: np.ndarray, logps: np.ndarray) -> np.ndarray:
     covariance = _covariance(advantages, logps)
-    found = np.flatnonzero((covariance > LOW) & (covariance < HIGH))
-    # At random, and the same whenever this step is made.
-    drawn = np.random.default_rng(len(logps)).permutation(found)[: max(1, int(CLIPPED * len(logps)))]
-    return np.isin(np.arange(len(logps)), drawn)
+    inside = np.flatnonzero((covariance > LOW) & (covariance < HIGH))
+    # At random, and the same whenever this step is repeated.
+    return _first(np.random.default_rng(len(logps)).permutation(inside), CLIPPED, len(logps))
 
 
 def _highest(advantages: np.ndarray, logps: np.ndarray) -> np.ndarray:
-    order = np.argsort(-_covariance(advantages, logps), kind="stable")
-    return np.isin(np.arange(len(logps)), order[: max(1, int(HELD * len(logps)))])
+    return _first(np.argsort(-_covariance(advantages, logps), kind="stable"), HELD, len(logps))
+
+
+def _first(numbers: np.ndarray, share: float, count: int) -> np.ndarray:
+    """True for the first of these tokens: this share of `count`, one at least."""
+    return np.isin(np.arange(count), numbers[: max(1, int(share * count))])

@@ -11,8 +11,7 @@ is GRPO's; `registry` (dapo) has the presets that make the difference.
 
 from __future__ import annotations
 
-from rlhf.tuning.algorithms.algorithm import Algorithm, clipped, group_relative
-from rlhf.tuning.algorithms.settings import Objective
+from rlhf.tuning.algorithms.algorithm import Algorithm, Objective, clipped, group_relative
 
 
 def algorithm(objective: Objective) -> Algorithm:

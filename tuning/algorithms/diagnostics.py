@@ -12,7 +12,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from rlhf.tuning.algorithms.algorithm import Objective
+from rlhf.tuning.algorithms.settings import Objective, RoundSettings
 from rlhf.tuning.losses.importance import RATIO_EDGES, effective_sample_size, ratio_quantile
 from rlhf.tuning.losses.kl import adaptive_kl_coef
 from rlhf.tuning.precision import real
@@ -28,14 +28,12 @@ def plain(value: Any) -> Any:
 def summarise(sums: Mapping[str, float]) -> dict[str, float]:
     """Per-token means of summed metrics, but for those of `mismatch_means`."""
     n = max(sums["n_tokens"], 1.0)
-    means = {"approx_kl": sums["approx_kl"] / n, "entropy": sums["entropy"] / n}
+    names = {"approx_kl": "approx_kl", "entropy": "entropy", "ref_kl": "kl"}
     # Present only for losses that have such a clip.
-    shares = {"clip_low": "clip_low", "clip_high": "clip_high", "dual_clip": "clip_dual"}
-    means |= {name: sums[key] / n for key, name in shares.items() if key in sums}
+    names |= {"clip_low": "clip_low", "clip_high": "clip_high", "dual_clip": "clip_dual"}
+    means = {name: sums[key] / n for key, name in names.items() if key in sums}
     if "clip_low" in sums and "clip_high" in sums:
         means["clip_fraction"] = (sums["clip_low"] + sums["clip_high"]) / n
-    if "ref_kl" in sums:
-        means["kl"] = sums["ref_kl"] / n
     return means
 
 
@@ -98,12 +96,12 @@ class Coefficients:
         values = {"kl_scale": self.kl_scale, "entropy_coef": self.entropy_weight}
         return {name: real().type(value) for name, value in values.items()}
 
-    def adapted(self, objective: Objective, settings: Any) -> dict[str, float]:
+    def adapted(self, settings: RoundSettings) -> dict[str, float]:
         """Those that adapt, by name, as metrics."""
         scale = {} if settings.kl_target is None else {"kl_scale": self.kl_scale}
-        return scale | ({} if objective.entropy_target is None else {"entropy_coef": self.entropy_weight})
+        return scale | ({} if settings.entropy_target is None else {"entropy_coef": self.entropy_weight})
 
-    def next(self, objective: Objective, settings: Any, metrics: Mapping[str, Any]) -> Coefficients:
+    def next(self, settings: RoundSettings, metrics: Mapping[str, Any]) -> Coefficients:
         """The coefficients of the next round, from this one's metrics and the settings `kl_target`, `kl_horizon` and
         `entropy_step`.
 
@@ -119,9 +117,9 @@ class Coefficients:
                 horizon=settings.kl_horizon,
                 n_steps=metrics["kept"] * metrics["completions"],
             )
-        if objective.entropy_target is not None and "entropy" in metrics:
+        if settings.entropy_target is not None and "entropy" in metrics:
             # A fixed step up or down, as the paper has it: no gain to tune.
-            below = metrics["entropy"] < objective.entropy_target
+            below = metrics["entropy"] < settings.entropy_target
             entropy = max(0.0, entropy + (settings.entropy_step if below else -settings.entropy_step))
-            bonus = metrics["entropy"] <= objective.entropy_target
+            bonus = metrics["entropy"] <= settings.entropy_target
         return Coefficients(scale, entropy, bonus)

@@ -17,25 +17,18 @@ from rlhf.tuning.losses.distillation_head import token_divergences
 from rlhf.tuning.models.config import DecoderConfig
 from rlhf.tuning.models.decoder import decoder_graph
 from rlhf.tuning.training.forward import by_completion, response_hidden
-from rlhf.tuning.training.step import LossFn
+from rlhf.tuning.training.step import Batch, LossFn, Tree
 
 
 def divergences(
     graphs: tuple[Any, Any], student: Any, teacher: Any, batch: Any, beta: float, temperature: float, compute: Compute
 ) -> jax.Array:
     """Divergence at every completion token, [C, T]; 0 where masked. `graphs`: of student and teacher."""
-    hidden, head, softcap = response_hidden(graphs[0], student, batch, compute)
-    teacher_hidden, teacher_head, teacher_softcap = response_hidden(
-        graphs[1], jax.lax.stop_gradient(teacher), batch, compute
-    )
+    both = zip(graphs, (student, jax.lax.stop_gradient(teacher)), strict=True)
+    decoders, hidden = zip(*(response_hidden(*one, batch, compute) for one in both), strict=True)
+    heads, softcaps = [d.head_weight() for d in decoders], tuple(d.config.final_softcap for d in decoders)
     values = token_divergences(
-        hidden,
-        head,
-        teacher_hidden,
-        teacher_head,
-        beta=beta,
-        temperature=temperature,
-        softcaps=(softcap, teacher_softcap),
+        hidden[0], heads[0], hidden[1], heads[1], beta=beta, temperature=temperature, softcaps=softcaps
     )
     return by_completion(batch, values)
 
@@ -43,7 +36,7 @@ def divergences(
 def distillation_loss(graphs: tuple[Any, Any], beta: float, temperature: float, compute: Compute) -> LossFn:
     """Mean divergence over the step's tokens; the teacher's parameters are the frozen ones."""
 
-    def loss(params: Any, batch: dict[str, jax.Array], frozen: Any) -> tuple[jax.Array, dict[str, jax.Array]]:
+    def loss(params: Tree, batch: Batch, frozen: Tree) -> tuple[jax.Array, Batch]:
         values = divergences(graphs, params, frozen, batch, beta, temperature, compute)
         mask = batch["mask_CT"]
         # A token mean reads no number of sequences.

@@ -12,10 +12,9 @@ presets of `rlhf.tuning.algorithms.registry`.
 
 from __future__ import annotations
 
-import jax
+import functools
 
-from rlhf.tuning.algorithms.algorithm import Algorithm, Objective, Terms, group_relative
-from rlhf.tuning.losses.policy import Metrics
+from rlhf.tuning.algorithms.algorithm import Algorithm, Objective, group_relative
 from rlhf.tuning.losses.policy_variants import dppo
 
 RATIO_MAX = 10_000.0
@@ -23,17 +22,11 @@ RATIO_MAX = 10_000.0
 
 def algorithm(objective: Objective) -> Algorithm:
     """DPPO by total variation, or as `dppo-kl` by the KL."""
-
-    def surrogate(t: Terms) -> tuple[jax.Array, Metrics]:
-        return dppo(
-            t.logps_CT,
-            t.old_CT,
-            t.advantages_CT,
-            t.mask_CT,
-            divergence="kl" if objective.algorithm == "dppo-kl" else "tv",
-            limit_low=objective.clip_low,
-            limit_high=objective.clip_high,
-            ratio_max=RATIO_MAX,
-        )
-
-    return Algorithm(group_relative(objective.normalisation), surrogate)
+    loss = functools.partial(
+        dppo,
+        divergence="kl" if objective.algorithm == "dppo-kl" else "tv",
+        limit_low=objective.clip_low,
+        limit_high=objective.clip_high,
+        ratio_max=RATIO_MAX,
+    )
+    return Algorithm(group_relative(objective.normalisation), loss)

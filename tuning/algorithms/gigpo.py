@@ -19,8 +19,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from rlhf.tuning.algorithms.advantages import group_advantages
-from rlhf.tuning.algorithms.algorithm import Algorithm, Scored, clipped
-from rlhf.tuning.algorithms.settings import Objective
+from rlhf.tuning.algorithms.algorithm import Algorithm, Objective, Scored, clipped
 from rlhf.tuning.algorithms.turns import Turns
 from rlhf.tuning.losses.groups import informative_groups
 from rlhf.tuning.precision import real
@@ -49,10 +48,10 @@ def _of_episodes(scored: Scored, objective: Objective) -> jax.Array:
     # Each trajectory as often as it has turns.
     rows = np.repeat(np.arange(len(turns_N)), turns_N)
     found = group_advantages(
-        jnp.asarray(scored.rewards_N)[rows],
-        jnp.asarray(scored.groups_N[rows]),
+        scored.rewards_N[rows],
+        scored.groups_N[rows],
         normalisation=objective.normalisation,
-        valid=jnp.asarray(scored.valid_N[rows]),
+        valid=scored.valid_N[rows],
     )
     # A failed episode may have no turn.
     return jnp.zeros(len(turns_N), found.dtype).at[rows].set(found)
@@ -65,17 +64,12 @@ def _of_turns(scored: Scored, objective: Objective) -> np.ndarray:
     rows, columns = np.nonzero(ends_NT)
     numbers = turns.number_NT[rows, columns]
     returns = _returns(scored, turns, objective.step_gamma)[rows, numbers]
-    keys: dict[tuple[int, str], int] = {}
-    groups = np.full(len(rows), -1)
-    for s, (i, u) in enumerate(zip(rows.tolist(), numbers.tolist(), strict=True)):
-        state = turns.states[i][u]
-        # Nobody else is in a state that is not told.
-        key = f"{i} {u}" if state is None else f"state {state}"
-        groups[s] = keys.setdefault((int(scored.groups_N[i]), key), len(keys))
+    states = [(i, u, turns.states[i][u]) for i, u in zip(rows.tolist(), numbers.tolist(), strict=True)]
+    # A turn without a state has nothing to compare with.
+    names = [f"{scored.groups_N[i]} {f'{i} {u}' if state is None else f'state {state}'}" for i, u, state in states]
+    groups = np.unique(names, return_inverse=True)[1]
     valid = informative_groups(returns, groups, scored.valid_N[rows])
-    found = group_advantages(
-        jnp.asarray(returns), jnp.asarray(groups), normalisation=objective.normalisation, valid=jnp.asarray(valid)
-    )
+    found = group_advantages(jnp.asarray(returns), groups, normalisation=objective.normalisation, valid=valid)
     of_turn_NU = np.zeros(turns.rewards_NU.shape, real())
     of_turn_NU[rows, numbers] = np.asarray(found)
     number_NT = np.maximum(turns.number_NT, 0)
@@ -83,7 +77,7 @@ def _of_turns(scored: Scored, objective: Objective) -> np.ndarray:
 
 
 def _with_states(scored: Scored) -> Turns:
-    """The turns. Raises ValueError where there are none, or none tells its state."""
+    """The turns. Raises ValueError if the rollouts have none, or none has a state."""
     turns = scored.turns
     if turns is None or not any(state is not None for own in turns.states for state in own):
         raise ValueError(

@@ -8,24 +8,13 @@ distances of log r from 0. Settings: the presets of `rlhf.tuning.algorithms.regi
 
 from __future__ import annotations
 
-import jax
+import functools
 
-from rlhf.tuning.algorithms.algorithm import Algorithm, Objective, Terms, group_relative
-from rlhf.tuning.losses.policy import Metrics
+from rlhf.tuning.algorithms.algorithm import Algorithm, Objective, group_relative
 from rlhf.tuning.losses.policy_variants import gmpo
 
 
 def algorithm(objective: Objective) -> Algorithm:
     """GMPO with group-relative advantages."""
-
-    def surrogate(t: Terms) -> tuple[jax.Array, Metrics]:
-        return gmpo(
-            t.logps_CT,
-            t.old_CT,
-            t.advantages_CT,
-            t.mask_CT,
-            clip_low=objective.clip_low,
-            clip_high=objective.clip_high,
-        )
-
-    return Algorithm(group_relative(objective.normalisation), surrogate)
+    loss = functools.partial(gmpo, clip_low=objective.clip_low, clip_high=objective.clip_high)
+    return Algorithm(group_relative(objective.normalisation), loss)

@@ -11,26 +11,18 @@ step (`registry`, on_policy). Settings: the presets of `registry`.
 from __future__ import annotations
 
 import jax
-import jax.numpy as jnp
 
-from rlhf.tuning.algorithms.advantages import group_advantages
-from rlhf.tuning.algorithms.algorithm import Algorithm, Objective, Scored, Terms, informative
-from rlhf.tuning.losses.policy import Metrics, log_ratio, metric_sums, reinforce
+from rlhf.tuning.algorithms.algorithm import Algorithm, Objective, Scored, group_relative, informative
+from rlhf.tuning.losses.policy import reinforce
 
 
 def algorithm(objective: Objective) -> Algorithm:
     """GPG: REINFORCE on rewards relative to the group."""
 
     def advantages(scored: Scored) -> jax.Array:
-        groups, valid = jnp.asarray(scored.groups_N), jnp.asarray(scored.valid_N)
-        centred = group_advantages(scored.rewards_N, groups, normalisation="none", valid=valid)
+        centred = group_relative("none")(scored)
         if objective.tied_groups == "drop":
             return centred
         return centred * (scored.valid_N.sum() / max(informative(scored).sum(), 1))
 
-    def surrogate(t: Terms) -> tuple[jax.Array, Metrics]:
-        losses, _ = reinforce(t.logps_CT, t.advantages_CT, t.mask_CT)
-        # The loss has no ratio; the report shows how far several steps of a round moved the policy all the same.
-        return losses, metric_sums(log_ratio(t.logps_CT, t.old_CT, t.mask_CT), t.mask_CT)
-
-    return Algorithm(advantages, surrogate)
+    return Algorithm(advantages, reinforce)

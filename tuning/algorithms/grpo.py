@@ -14,8 +14,7 @@ tokens of the step (`token-mean`). rho_it corrects for the sampler (`objective.c
 
 from __future__ import annotations
 
-from rlhf.tuning.algorithms.algorithm import Algorithm, clipped, group_relative
-from rlhf.tuning.algorithms.settings import Objective
+from rlhf.tuning.algorithms.algorithm import Algorithm, Objective, clipped, group_relative
 
 
 def algorithm(objective: Objective) -> Algorithm:

@@ -11,12 +11,9 @@ GSPO-token has the same value; each token's gradient is its own, which lets adva
 
 from __future__ import annotations
 
-from rlhf.tuning.algorithms.algorithm import Algorithm, clipped, group_relative
-from rlhf.tuning.algorithms.registry import ALGORITHMS
-from rlhf.tuning.algorithms.settings import Objective
+from rlhf.tuning.algorithms.algorithm import Algorithm, Objective, clipped, group_relative
 
 
 def algorithm(objective: Objective) -> Algorithm:
     """GSPO, or GSPO-token: they differ in the kind of ratio."""
-    ratio = ALGORITHMS[objective.algorithm].ratio
-    return Algorithm(group_relative(objective.normalisation), clipped(objective, ratio))
+    return Algorithm(group_relative(objective.normalisation), clipped(objective))

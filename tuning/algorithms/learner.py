@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
 from typing import Any
 
 from jax.sharding import Mesh
@@ -34,7 +33,7 @@ class Learner:
     """A pytree: all parameters of the model, or with a base the adapter's."""
     opt_state: Any
     base: Base | None = None
-    """What is frozen under an adapter; None: all parameters are trained."""
+    """The frozen model under an adapter; None: all parameters are trained."""
 
     @classmethod
     def start(
@@ -62,23 +61,12 @@ class Learner:
         """Parameters as the forward passes take them, the frozen ones included."""
         return self.params if self.base is None else join(self.base.graph, self.params, self.base.frozen)
 
-    def compiling(self, step: StepFn, batches: Sequence[dict[str, Any]]) -> AbstractContextManager[None]:
-        """Within it a thread compiles an optimizer step on micro-batches of such shapes."""
-        return step.compiling(self.params, self.opt_state, batches, self._frozen)
-
-    @property
-    def _frozen(self) -> Any:
-        # (frozen base, the frozen argument of the loss itself), as `lora.over` takes them.
-        return None if self.base is None else (self.base.frozen, None)
-
     def start_step(self, step: StepFn, batches: Sequence[dict[str, Any]]) -> Callable[[], Sums]:
         """Starts an optimizer step on micro-batches; a function that waits for the sums of its metrics."""
-        self.params, self.opt_state, sums = step.start(self.params, self.opt_state, batches, self._frozen)
+        # (frozen base, the frozen argument of the loss itself), as `lora.over` takes them.
+        frozen = None if self.base is None else (self.base.frozen, None)
+        self.params, self.opt_state, sums = step.start(self.params, self.opt_state, batches, frozen)
         return sums
-
-    def train(self, step: StepFn, batches: Sequence[dict[str, Any]]) -> Sums:
-        """One optimizer step on micro-batches; the sums of its metrics."""
-        return self.start_step(step, batches)()
 
 
 # Kept between rounds by their settings: a new function would be compiled again.
@@ -110,9 +98,7 @@ def _step(loss: LossFn, optimizer: OptimizerSettings, graph: Any, mesh: Mesh | N
 
 def step_flops(model: DecoderConfig, groups: Sequence[Group], policy: Learner, critic: Learner | None) -> float:
     """FLOPs of one optimizer step of all learners."""
+    learners = [policy] if critic is None else [policy, critic]
     # A critic has no LM head.
-    learners = [(policy, True)] + ([] if critic is None else [(critic, False)])
-    return sum(
-        (FULL if learner.base is None else ADAPTER) * forward_flops(model, groups, head=head)
-        for learner, head in learners
-    )
+    flops = [forward_flops(model, groups, head=learner is policy) for learner in learners]
+    return sum(f * (FULL if learner.base is None else ADAPTER) for f, learner in zip(flops, learners, strict=True))

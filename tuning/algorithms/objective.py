@@ -5,7 +5,6 @@ Axes: C completions of a micro-batch, T completion tokens.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Any
 
 import jax
@@ -18,10 +17,10 @@ from rlhf.tuning.losses.aggregate import aggregate
 from rlhf.tuning.losses.importance import gated_weights, importance_weights, log_ratio_bins, mismatch_metrics
 from rlhf.tuning.losses.kl import kl_per_token
 from rlhf.tuning.losses.masks import masked
-from rlhf.tuning.losses.policy import Metrics, log_ratio, metric_sums
+from rlhf.tuning.losses.policy import Metrics, metric_sums
 from rlhf.tuning.precision import real
 from rlhf.tuning.training.forward import logps_and_entropy
-from rlhf.tuning.training.step import LossFn
+from rlhf.tuning.training.step import Batch, LossFn, Tree
 
 
 def correction_weights(objective: Objective, old_CT: jax.Array, mu_CT: jax.Array, mask_CT: jax.Array) -> jax.Array:
@@ -31,18 +30,16 @@ def correction_weights(objective: Objective, old_CT: jax.Array, mu_CT: jax.Array
     the completion, at most max. sequence-mask: rho where the completion's geometric mean lies within [min, max],
     else 0.
     """
-    low, high = objective.importance_min, objective.importance_max
+    low, high, given = objective.importance_min, objective.importance_max, (old_CT, mu_CT, mask_CT)
     match objective.correction:
         case "none":
             return masked(jnp.ones_like(old_CT), mask_CT)
-        case "truncate":
-            return importance_weights(old_CT, mu_CT, mask_CT, weight_max=high)
-        case "mask":
-            return importance_weights(old_CT, mu_CT, mask_CT, weight_min=low, weight_max=high, outside="zero")
-        case "sequence":
-            return importance_weights(old_CT, mu_CT, mask_CT, level="sequence", weight_max=high)
         case "sequence-mask":
-            return gated_weights(old_CT, mu_CT, mask_CT, band=(low, high))
+            return gated_weights(*given, band=(low, high))
+        case "mask":
+            return importance_weights(*given, weight_min=low, weight_max=high, outside="zero")
+        case kind:
+            return importance_weights(*given, level="sequence" if kind == "sequence" else "token", weight_max=high)
 
 
 def kl_loss(objective: Objective, logps_CT: jax.Array, ref_CT: jax.Array, mask_CT: jax.Array) -> jax.Array:
@@ -68,7 +65,7 @@ def policy_loss(graph: Any, algorithm: Algorithm, objective: Objective, compute:
     The sums of sampler and trainer are of pi_old, or where that is the sampler's (`old_logps`) of pi.
     """
 
-    def loss(params: Any, batch: dict[str, jax.Array], frozen: Any) -> tuple[jax.Array, dict[str, jax.Array]]:
+    def loss(params: Tree, batch: Batch, frozen: Tree) -> tuple[jax.Array, Batch]:
         mask = batch["mask_CT"]
         logps, entropy = logps_and_entropy(graph, params, batch, objective.temperature, compute)
         # In a single update pi is pi_old: the value of a ratio is 1, and its gradient that of log pi.
@@ -109,22 +106,14 @@ def policy_loss(graph: Any, algorithm: Algorithm, objective: Objective, compute:
 
 
 def _surrogate(name: str, algorithm: Algorithm, terms: Terms) -> tuple[jax.Array, Metrics]:
-    """The surrogate's losses and sums, with the sums that every metric needs where it leaves them out.
+    """The surrogate's losses and sums, with the sums that every metric needs.
 
-    Raises ValueError for anything but losses [C, T] and a mapping of scalars.
+    Raises ValueError for losses of another shape, which would be broadcast over tokens.
     """
-    returned = algorithm.surrogate(terms)
-    if not (isinstance(returned, tuple) and len(returned) == 2 and isinstance(returned[1], Mapping)):
-        raise ValueError(f"algorithm {name!r}: the surrogate must return a pair, losses [C, T] and a dict of sums")
-    losses, sums = returned
+    losses, sums = algorithm.surrogate(terms)
     if jnp.shape(losses) != terms.mask_CT.shape:
         raise ValueError(
             f"algorithm {name!r}: the surrogate returned losses of shape {jnp.shape(losses)}, expected one of each "
             f"token, {terms.mask_CT.shape}"
         )
-    wrong = [metric for metric, value in sums.items() if jnp.ndim(value) != 0]
-    if wrong:
-        raise ValueError(
-            f"algorithm {name!r}: the metric {wrong[0]!r} of the surrogate is no scalar; return its sum over tokens"
-        )
-    return losses, metric_sums(log_ratio(terms.logps_CT, terms.old_CT, terms.mask_CT), terms.mask_CT) | dict(sums)
+    return losses, metric_sums(terms.ratios()[0], terms.mask_CT) | dict(sums)

@@ -11,8 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from rlhf.tuning.algorithms.algorithm import Algorithm, Scored, Terms, informative
-from rlhf.tuning.algorithms.settings import Objective
+from rlhf.tuning.algorithms.algorithm import Algorithm, Objective, Scored, Terms, informative
 from rlhf.tuning.losses.masks import masked
 from rlhf.tuning.losses.policy import Metrics, log_ratio, metric_sums
 from rlhf.tuning.losses.preference import dpo, sequence_logps

@@ -9,26 +9,16 @@ one step (`registry`, on_policy). Settings: `rlhf.tuning.algorithms.registry`.
 from __future__ import annotations
 
 import jax
-import jax.numpy as jnp
 
 from rlhf.tuning.algorithms.advantages import opo_advantages
-from rlhf.tuning.algorithms.algorithm import Algorithm, Objective, Scored, Terms
-from rlhf.tuning.losses.policy import Metrics, policy_gradient
+from rlhf.tuning.algorithms.algorithm import Algorithm, Objective, Scored
+from rlhf.tuning.losses.policy import policy_gradient
 
 
 def algorithm(objective: Objective) -> Algorithm:
     """OPO: the policy gradient on rewards relative to the length-weighted baseline."""
-
-    def surrogate(t: Terms) -> tuple[jax.Array, Metrics]:
-        return policy_gradient(t.logps_CT, t.old_CT, t.advantages_CT, t.mask_CT)
-
-    return Algorithm(_advantages, surrogate)
+    return Algorithm(_advantages, policy_gradient)
 
 
 def _advantages(scored: Scored) -> jax.Array:
-    return opo_advantages(
-        scored.rewards_N,
-        jnp.asarray(scored.groups_N),
-        jnp.asarray(scored.mask_NT.sum(-1)),
-        valid=jnp.asarray(scored.valid_N),
-    )
+    return opo_advantages(scored.rewards_N, scored.groups_N, scored.mask.sums_N, valid=scored.valid_N)

@@ -9,7 +9,6 @@ Presets: none; the defaults of `settings.Objective`.
 from __future__ import annotations
 
 import jax
-import jax.numpy as jnp
 
 from rlhf.tuning.algorithms.advantages import passk_advantages
 from rlhf.tuning.algorithms.algorithm import Algorithm, Objective, Scored, clipped
@@ -17,8 +16,8 @@ from rlhf.tuning.algorithms.algorithm import Algorithm, Objective, Scored, clipp
 
 def algorithm(objective: Objective) -> Algorithm:
     """Pass@k credit with PPO's clipped surrogate."""
-    return Algorithm(_advantages, clipped(objective))
 
+    def advantages(scored: Scored) -> jax.Array:
+        return passk_advantages(scored.rewards_N, scored.groups_N, valid=scored.valid_N)
 
-def _advantages(scored: Scored) -> jax.Array:
-    return passk_advantages(scored.rewards_N, jnp.asarray(scored.groups_N), valid=jnp.asarray(scored.valid_N))
+    return Algorithm(advantages, clipped(objective))

@@ -21,7 +21,7 @@ from rlhf.tuning.losses.sft import nll
 from rlhf.tuning.models.config import DecoderConfig
 from rlhf.tuning.models.decoder import decoder_graph
 from rlhf.tuning.training.forward import logps_and_entropy
-from rlhf.tuning.training.step import LossFn
+from rlhf.tuning.training.step import Batch, LossFn, Tree
 
 LARGEST_MEAN_LOGP = -1e-6
 """Bound of the mean log-probability in ORPO: at probability 1 the odds are infinite."""
@@ -63,22 +63,22 @@ def pair_losses(
     # Empty slots have length 0; their mean is masked later.
     lengths = jnp.maximum(lengths_C, 1).reshape(-1, 2).T
     means = chosen / lengths[0], rejected / lengths[1]
+    shared: dict[str, Any] = {"beta": p.beta, "label_smoothing": p.label_smoothing}
     match p.loss:
         case "orpo":
-            losses = orpo(*means, beta=p.beta, label_smoothing=p.label_smoothing, logp_max=LARGEST_MEAN_LOGP)
+            losses = orpo(*means, **shared, logp_max=LARGEST_MEAN_LOGP)
         case "simpo":
-            losses = cpo(*means, beta=p.beta, loss="simpo", gamma=p.gamma, label_smoothing=p.label_smoothing)
+            losses = cpo(*means, **shared, loss="simpo", gamma=p.gamma)
         case "cpo":
-            losses = cpo(chosen, rejected, beta=p.beta, loss="sigmoid", label_smoothing=p.label_smoothing)
+            losses = cpo(chosen, rejected, **shared, loss="sigmoid")
         case name:
             assert reference_C is not None
             losses = dpo(
                 chosen,
                 rejected,
                 *reference_C.reshape(-1, 2).T,
-                beta=p.beta,
+                **shared,
                 loss="sigmoid" if name == "dpo" else name,  # type: ignore[arg-type]
-                label_smoothing=p.label_smoothing,
                 divergence=p.divergence,
                 chosen_lengths_B=lengths[0] if p.average else None,
                 rejected_lengths_B=lengths[1] if p.average else None,
@@ -92,24 +92,24 @@ def pair_losses(
 def preference_loss(graph: Any, p: Preference, compute: Compute) -> LossFn:
     """Mean over the step's pairs. The batch has `reference_C`, the reference's `completion_logps`, where p needs it."""
 
-    def loss(params: Any, batch: dict[str, jax.Array], frozen: Any) -> tuple[jax.Array, dict[str, jax.Array]]:
+    def loss(params: Tree, batch: Batch, frozen: Tree) -> tuple[jax.Array, Batch]:
         mask = batch["mask_CT"]
         logps, _ = logps_and_entropy(graph, params, batch, 1.0, compute)
         logps_C = completion_logps(logps, mask, p.ld_alpha)
         lengths_C = jnp.sum(mask, axis=1)
         whole_C = completion_logps(logps, mask) if p.ld_alpha < 1 and p.sft_weight else None
         losses = pair_losses(p, logps_C, lengths_C, batch.get("reference_C"), whole_C)
-        # Empty slots come in pairs: one of the two tells.
+        # Empty slots come in pairs: the first of the two decides.
         valid = (lengths_C.reshape(-1, 2)[:, 0] > 0).astype(jnp.float32)
         margins = losses.chosen_rewards_B - losses.rejected_rewards_B
         chosen, rejected = logps_C.reshape(-1, 2).T
         each = {
             "losses": losses.loss_B,
             # A tie is half right: before the first step policy and reference are one.
-            "right": (margins > 0) + 0.5 * (margins == 0),
+            "accuracy": (margins > 0) + 0.5 * (margins == 0),
             "margin": margins,
-            "chosen": chosen,
-            "rejected": rejected,
+            "chosen_logps": chosen,
+            "rejected_logps": rejected,
         }
         sums = {k: jnp.sum(jnp.where(valid > 0, v, 0.0)) for k, v in each.items()}
         return mean_rows(losses.loss_B, batch["n_groups"], valid), sums | {"pairs": jnp.sum(valid)}
@@ -119,14 +119,8 @@ def preference_loss(graph: Any, p: Preference, compute: Compute) -> LossFn:
 
 def pair_summary(sums: dict[str, float]) -> dict[str, float]:
     """Metrics of a step from the sums of `preference_loss`."""
-    n = sums["pairs"]
-    return {
-        "loss": sums["losses"] / n,
-        "accuracy": sums["right"] / n,
-        "margin": sums["margin"] / n,
-        "chosen_logps": sums["chosen"] / n,
-        "rejected_logps": sums["rejected"] / n,
-    }
+    names = ("accuracy", "margin", "chosen_logps", "rejected_logps")
+    return {"loss": sums["losses"] / sums["pairs"]} | {name: sums[name] / sums["pairs"] for name in names}
 
 
 def unpaired_losses(
@@ -148,21 +142,17 @@ def unpaired_losses(
 def unpaired_loss(graph: Any, p: Preference, compute: Compute) -> LossFn:
     """Mean over the step's completions. The batch has `reference_C`, `label_C` (1: desirable) and the step's `kl`."""
 
-    def loss(params: Any, batch: dict[str, jax.Array], frozen: Any) -> tuple[jax.Array, dict[str, jax.Array]]:
+    def loss(params: Tree, batch: Batch, frozen: Tree) -> tuple[jax.Array, Batch]:
         mask, good = batch["mask_CT"], batch["label_C"] > 0
         logps, _ = logps_and_entropy(graph, params, batch, 1.0, compute)
         losses, rewards = unpaired_losses(
             p, completion_logps(logps, mask), batch["reference_C"], batch["label_C"], batch["kl"]
         )
         valid = mask.any(axis=1)
-
-        def total(x_C: jax.Array, where: jax.Array) -> jax.Array:
-            return jnp.sum(jnp.where(where, x_C, 0.0))
-
-        ones = jnp.ones_like(losses)
-        sums = {"losses": total(losses, valid), "completions": total(ones, valid), "kl": total(batch["kl"], valid)}
+        each: dict[str, Any] = {"losses": losses, "completions": 1.0, "kl": batch["kl"]}
+        sums = {name: jnp.sum(jnp.where(valid, x, 0.0)) for name, x in each.items()}
         for name, mine in {"good": valid & good, "bad": valid & ~good}.items():
-            sums |= {name: total(rewards, mine), f"n_{name}": total(ones, mine)}
+            sums |= {name: jnp.sum(jnp.where(mine, rewards, 0.0)), f"n_{name}": jnp.sum(jnp.where(mine, 1.0, 0.0))}
         return mean_rows(losses, batch["n_completions"], valid), sums
 
     return loss

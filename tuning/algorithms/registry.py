@@ -22,7 +22,7 @@ class Entry:
     module: str
     """Module below `rlhf.tuning.algorithms` with a function `algorithm(objective, **arguments)`."""
     presets: Mapping[str, Any] = dataclasses.field(default_factory=dict)
-    """What its authors use where that differs from the settings' own defaults."""
+    """Values of its authors that differ from the defaults of the settings."""
     ratio: Ratio = "token"
     groups: bool = True
     """Whether a completion is judged against the others of its prompt, so a group of equal rewards has no signal."""
@@ -127,7 +127,7 @@ def find(name: str) -> Entry | None:
 
 
 def presets(name: str) -> dict[str, Any]:
-    """What the authors of a built-in algorithm use; empty for other names."""
+    """Values of the authors of a built-in algorithm; empty for other names."""
     return dict(ALGORITHMS[name].presets) if name in ALGORITHMS else {}
 
 

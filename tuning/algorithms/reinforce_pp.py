@@ -18,31 +18,28 @@ import numpy as np
 
 from rlhf.tuning.algorithms.advantages import reinforce_pp_baseline_advantages
 from rlhf.tuning.algorithms.algorithm import Algorithm, Objective, Scored, clipped, every_valid
-from rlhf.tuning.algorithms.flat import Flat, blocks, lengths_of
-from rlhf.tuning.algorithms.whitening import whiten
+from rlhf.tuning.algorithms.flat import Column, whiten
 from rlhf.tuning.losses.returns import reward_to_go
 from rlhf.tuning.precision import real
 
 
 def algorithm(objective: Objective) -> Algorithm:
     """REINFORCE++, or with the group's mean as a baseline."""
-    if objective.algorithm == "reinforce-pp":
-        # Its baseline is the round's, so groups of equal rewards carry a signal too.
-        return Algorithm(_global, clipped(objective), keep=every_valid)
-    # Whitened over the round: a completion of a group of equal rewards is below or above the round's mean.
-    return Algorithm(_baseline, clipped(objective), keep=every_valid)
+    # Both whiten over the round, so a completion of a group of equal rewards is below or above the round's mean.
+    advantages = _global if objective.algorithm == "reinforce-pp" else _baseline
+    return Algorithm(advantages, clipped(objective), keep=every_valid)
 
 
-def _global(scored: Scored) -> Flat:
-    found = Flat.zeros(lengths_of(scored, "mask_NT"), scored.width, real())
-    for rows in blocks(found.count, found.width):
-        some = scored.some(rows)
-        found.put(rows, np.asarray(reward_to_go(some.rewards_NT, jnp.asarray(some.mask_NT))))
-    whiten(found, scored)
-    return found
+def _global(scored: Scored) -> Column:
+    returns = Column.zeros(scored.mask.lengths_N, scored.mask.width, real())
+    for rows in returns.blocks():
+        some = scored[rows]
+        returns.put(rows, np.asarray(reward_to_go(some.rewards_NT, jnp.asarray(some.mask_NT))))
+    whiten(returns, scored.mask)
+    return returns
 
 
 def _baseline(scored: Scored) -> jax.Array:
     return reinforce_pp_baseline_advantages(
-        scored.rewards_N, jnp.asarray(scored.groups_N), jnp.asarray(scored.mask_NT), valid=jnp.asarray(scored.valid_N)
+        scored.rewards_N, scored.groups_N, jnp.asarray(scored.mask_NT), valid=jnp.asarray(scored.valid_N)
     )

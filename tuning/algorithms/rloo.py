@@ -11,17 +11,15 @@ A completion is one action: its ratio is the product over its tokens, and each c
 from __future__ import annotations
 
 import jax
-import jax.numpy as jnp
 
 from rlhf.tuning.algorithms.advantages import rloo_advantages
-from rlhf.tuning.algorithms.algorithm import Algorithm, Scored, clipped
-from rlhf.tuning.algorithms.settings import Objective
+from rlhf.tuning.algorithms.algorithm import Algorithm, Objective, Scored, clipped
 
 
 def algorithm(objective: Objective) -> Algorithm:
     """RLOO with one clipped ratio a completion."""
 
     def advantages(scored: Scored) -> jax.Array:
-        return rloo_advantages(scored.rewards_N, jnp.asarray(scored.groups_N), valid=jnp.asarray(scored.valid_N))
+        return rloo_advantages(scored.rewards_N, scored.groups_N, valid=scored.valid_N)
 
-    return Algorithm(advantages, clipped(objective, "sequence-sum"))
+    return Algorithm(advantages, clipped(objective))

@@ -9,8 +9,9 @@ Axes: N completions of the round, T completion tokens.
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -27,9 +28,8 @@ OfTokens = Any
 """An array with a number for each token, which a `Group` takes as a sequence."""
 
 
-@dataclasses.dataclass(frozen=True)
-class Part:
-    """A stretch of a trajectory that has a context of its own."""
+class Part(NamedTuple):
+    """A stretch of a trajectory that has its own context."""
 
     prompt: OfTokens
     start: int
@@ -133,8 +133,7 @@ class RoundData:
 
         A turn that its limit cut off may be the answer that ends the episode.
         """
-        ended_N = None if self.turns is None else self.turns.ended_N
-        return self.truncated_N if ended_N is None else self.truncated_N & ~ended_N
+        return self.truncated_N if self.turns is None else self.truncated_N & ~self.turns.ended_N
 
     @property
     def lengths_N(self) -> np.ndarray:
@@ -164,18 +163,9 @@ class RoundData:
         """`mask_of` every completion."""
         return Column(self.mask_of, len(self.mu), self.width, np.dtype(bool))
 
-    @property
-    def mu_NT(self) -> np.ndarray:
-        """The sampler's log-probabilities as a new array [N, T]; 0 past the end."""
-        return self.sampler.dense()
-
-    @property
-    def mask_NT(self) -> np.ndarray:
-        """`mask_of` every completion as a new array, [N, T] bool."""
-        return self.sampled.dense()
-
-    def layout(self, keep_N: np.ndarray, prompts_per_step: int) -> list[list[int]]:
-        """The completions of each step: those kept of at most `prompts_per_step` places, in table order.
+    def divided(self, keep_N: np.ndarray, computed_N: np.ndarray, prompts_per_step: int) -> Division:
+        """Those kept in steps of at most `prompts_per_step` places, in table order; those outside `computed_N` add 0 to
+        the loss and are in no micro-batch.
 
         Steps are even: a last step of few groups would move the weights as far, on little evidence.
         """
@@ -183,23 +173,14 @@ class RoundData:
         # Rounded up. 9 groups in 2 steps become 4 + 5, not 8 + 1.
         count = -(-len(places) // prompts_per_step)
         bounds = [len(places) * i // count for i in range(count + 1)] if count else []
-        return [[i for place in places[a:b] for i in place] for a, b in zip(bounds, bounds[1:], strict=False)]
-
-    def divided(self, keep_N: np.ndarray, computed_N: np.ndarray, prompts_per_step: int) -> Division:
-        """Those kept in steps, as in `layout`; micro-batches have those of `computed_N`, which others add 0 to."""
-        steps = self.layout(keep_N, prompts_per_step)
+        steps = [[i for place in places[a:b] for i in place] for a, b in itertools.pairwise(bounds)]
         # A step of others alone is one of the optimizer all the same: a single completion stands for them.
         packed = [[i for i in ids if computed_N[i]] or ids[:1] for ids in steps]
         packed_N = np.isin(np.arange(len(keep_N)), [i for ids in packed for i in ids])
         rest = [[self.mask_of(i) for i in ids if not packed_N[i]] for ids in steps]
         groups = [[group for place in self._by_place(ids) for group in self._packed_together(place)] for ids in packed]
-        return Division(
-            packed_N, groups, [Counts(sum(int(mask.sum()) for mask in masks), len(masks)) for masks in rest]
-        )
-
-    def steps(self, keep_N: np.ndarray, prompts_per_step: int) -> list[list[Group]]:
-        """Those kept as the groups of each step."""
-        return self.divided(keep_N, keep_N, prompts_per_step).groups
+        unpacked = [Counts(sum(int(mask.sum()) for mask in masks), len(masks)) for masks in rest]
+        return Division(packed_N, groups, unpacked)
 
     def _by_place(self, ids: Iterable[int]) -> list[list[int]]:
         members: dict[int, list[int]] = {}
@@ -224,21 +205,18 @@ class RoundData:
         for i in members:
             if i not in self.parts:
                 of_prompt.setdefault(self.prompts[i].tobytes(), []).append(i)
-        groups = [self._group(same) for same in of_prompt.values()]
-        return groups + [self._of_part(i, part) for i in members for part in self.parts.get(i, ())]
-
-    def _group(self, members: list[int]) -> Group:
-        """The completions `members` of one prompt, with masks only where a token is left out."""
-        completions = [self.completions[i] for i in members]
-        masks: list[OfTokens] = [self.mask_of(i) for i in members]
-        complete = all(mask.all() for mask in masks)
-        return Group(self.prompts[members[0]], completions, members, None if complete else masks)
-
-    def _of_part(self, i: int, part: Part) -> Group:
-        """A part of trajectory `i`."""
-        here = slice(part.start, part.start + part.length)
-        mask: OfTokens = self.mask_of(i)[here]
-        return Group(part.prompt, [self.completions[i][here]], [i], [mask], [part.start])
+        groups = []
+        for same in of_prompt.values():
+            masks: list[OfTokens] = [self.mask_of(i) for i in same]
+            complete = all(mask.all() for mask in masks)
+            completions = [self.completions[i] for i in same]
+            groups.append(Group(self.prompts[same[0]], completions, same, None if complete else masks))
+        for i in members:
+            for prompt, start, length in self.parts.get(i, ()):
+                here = slice(start, start + length)
+                mask: OfTokens = self.mask_of(i)[here]
+                groups.append(Group(prompt, [self.completions[i][here]], [i], [mask], [start]))
+        return groups
 
 
 def _parts(rows: Sequence[CompletionRow]) -> list[Part]:

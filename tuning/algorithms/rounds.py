@@ -14,22 +14,21 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import itertools
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
 
-from rlhf.tuning.algorithms import ppo, selection
-from rlhf.tuning.algorithms.algorithm import Algorithm, Scored, find
+from rlhf.tuning.algorithms import ppo
 from rlhf.tuning.algorithms.diagnostics import Coefficients, plain
-from rlhf.tuning.algorithms.flat import Column, Flat, blocks
+from rlhf.tuning.algorithms.flat import Column
 from rlhf.tuning.algorithms.learner import Learner, critic_step, policy_step, step_flops
-from rlhf.tuning.algorithms.passes import Forward, logps_program, run_pass, values_program
 from rlhf.tuning.algorithms.round_data import RoundData
+from rlhf.tuning.algorithms.selection import Selection
 from rlhf.tuning.algorithms.settings import Objective, RoundSettings
 from rlhf.tuning.algorithms.tally import Tally
 from rlhf.tuning.device import choose
@@ -38,7 +37,8 @@ from rlhf.tuning.mesh import over_devices, put_params, row_shards
 from rlhf.tuning.models.config import DecoderConfig
 from rlhf.tuning.precision import real
 from rlhf.tuning.training.batch import Group, Packed, choose_rows, count_micro_batches, micro_batches
-from rlhf.tuning.training.prefetch import one_ahead
+from rlhf.tuning.training.completions import logps_program, run_pass, values_program
+from rlhf.tuning.training.prefetch import one_ahead, one_behind
 from rlhf.tuning.training.speed import Meter
 from rlhf.tuning.training.step import StepFn, Sums, counted
 
@@ -82,19 +82,20 @@ def run_round(
     Raises Mismatch past `settings.max_mismatch_kl`.
     """
     coefficients = coefficients or Coefficients.start(settings.objective)
-    under_way = _Round(data, settings, model, policy, critic, coefficients, progress, record)
-    of_steps = under_way.run(reference) if under_way.steps else {"steps": 0}
-    metrics = {k: plain(v) for k, v in (under_way.overview() | of_steps).items()}
+    round_ = _Round(data, settings, model, policy, critic, coefficients, progress, record)
+    of_steps = round_.run(reference) if round_.steps else {"steps": 0}
+    adapted = coefficients.adapted(settings)
+    metrics = {k: plain(v) for k, v in (round_.selection.overview(round_.keep_N) | adapted | of_steps).items()}
     return RoundResult(
         policy,
         critic,
-        coefficients.next(settings.objective, settings, metrics),
+        coefficients.next(settings, metrics),
         metrics,
         # Without a step nothing was trained, whatever was to be.
-        under_way.keep_N & bool(metrics["steps"]),
-        under_way.signal_N,
-        shared_N(under_way.trained, under_way.columns.get("advantages")),
-        under_way.filtered_N,
+        round_.keep_N & bool(metrics["steps"]),
+        round_.selection.signal_N,
+        shared_N(round_.trained, round_.columns.get("advantages")),
+        round_.selection.filtered_N,
     )
 
 
@@ -124,35 +125,25 @@ class _Round:
     def __post_init__(self) -> None:
         data, settings = self.data, self.settings
         self.objective = settings.objective
-        self.algorithm = find(self.objective)
+        self.selection = Selection.of(data, settings)
+        self.algorithm = self.selection.algorithm
         compute = settings.compute
         self.device, self.mesh = choose(compute.dtype, compute.remat), over_devices(compute.mesh)
-        self.scored, self.filtered_N = selection.scored(data, settings), selection.filtered(data, settings)
-        self.keep_N = selection.candidates(*self.of)
-        self.division = selection.divided(*self.of, self.keep_N)
+        self.keep_N = self.selection.candidates()
+        self.division = self.selection.divided(self.keep_N)
         self.lengths_N, self.width = data.lengths_N, data.width
-        self.in_loss = selection.mask_in_loss(data, self.scored.valid_N, settings)
+        self.in_loss = self.selection.scored.mask
         # By name; a micro-batch has its rows of each as `NAME_CT`.
         self.columns: dict[str, Column] = dict.fromkeys(["mu", "old"] if self.by_sampler else ["mu"], data.sampler)
         self.done = self.total_work = 0
         self.seconds: dict[str, float] = defaultdict(float)
-        # Before anything compiles beside it: it may measure the processor.
+        # Before anything compiles next to it: it may measure the processor.
         self.meter = Meter(self.device.compute.dtype)
-
-    @property
-    def of(self) -> tuple[RoundData, Scored, Algorithm, RoundSettings]:
-        """What `selection` decides by."""
-        return self.data, self.scored, self.algorithm, self.settings
 
     @property
     def steps(self) -> list[list[Group]]:
         """The groups of each optimizer step."""
         return self.division.groups
-
-    @property
-    def signal_N(self) -> np.ndarray:
-        """Completions with an advantage, [N] bool."""
-        return selection.with_signal(*self.of[1:])
 
     @property
     def by_sampler(self) -> bool:
@@ -166,13 +157,9 @@ class _Round:
         return policy_step(self.model, self.objective, optimizer, compute, self.policy.graph, self.mesh)
 
     @property
-    def trained(self) -> Trained:
-        """Tokens that take part in the loss."""
-        return Trained(self.in_loss, self.keep_N)
-
-    def overview(self) -> dict[str, Any]:
-        """Metrics of the data, of the trained completions, and of adaptive coefficients."""
-        return selection.overview(*self.of, self.keep_N) | self.coefficients.adapted(self.objective, self.settings)
+    def trained(self) -> Column:
+        """Mask of the tokens that take part in the loss."""
+        return self.in_loss.only(self.keep_N)
 
     def run(self, reference: Any) -> dict[str, Any]:
         """All of the round; the metrics of its steps."""
@@ -180,16 +167,13 @@ class _Round:
         pretrain_epochs = settings.critic.pretrain_epochs if critic is not None and settings.round == 0 else 0
         single_update = len(self.steps) * settings.epochs == 1
         # With a single update pi_old is pi: its gradient-free copy in the loss saves the pass (R4).
-        top, by_mark = self.objective.top_entropy is not None, self.algorithm.mark is not None
-        needed = not single_update or critic is not None or by_mark
+        needed = not single_update or critic is not None or self.algorithm.mark is not None
         needs_old = not self.by_sampler and (needed or self.objective.kl_in_reward > 0)
-        values_passes = int(critic is not None) + pretrain_epochs
+        passes = needs_old + (reference is not None) + (self.objective.top_entropy is not None)
         self.policy.put(settings.optimizer, self.mesh)
-        # Old and reference log-probabilities, and values: passes that the progress counts before the updates.
-        self.pack(int(needs_old) + int(reference is not None) + int(top) + values_passes)
-        with self.compiling(old=needs_old, ref=reference is not None, top=top, marked=by_mark):
-            metrics, passed = self.passes(needs_old, reference, pretrain_epochs), time.monotonic()
-        self.seconds["compile"] += time.monotonic() - passed
+        # Passes that the progress counts before the updates.
+        self.pack(passes + (critic is not None) + pretrain_epochs)
+        metrics = self.passes(needs_old, reference, pretrain_epochs)
         if not self.steps:
             return {"steps": 0}
         metrics |= self.train()
@@ -212,14 +196,6 @@ class _Round:
         count = sum(count_micro_batches(step, layout, shards) for step in self.steps)
         self.total_work = self.done + count * (passes + self.settings.epochs)
 
-    def compiling(self, **passes: bool) -> AbstractContextManager[None]:
-        """Compile the policy's step in parallel with the passes that compute its columns."""
-        if not selection.moves(*self.of) and self.objective.kl_in_reward == 0:
-            return nullcontext()
-        names = ["advantages", *(name for name, comes in passes.items() if comes)]
-        names += ["old_values", "returns"] if self.critic is not None else []
-        return self.policy.compiling(self.policy_step, self.arrays(0, names))
-
     def passes(self, needs_old: bool, reference: Any, pretrain_epochs: int) -> dict[str, Any]:
         """Compute the columns that the steps need, and the critic's metrics."""
         logps = logps_program(self.model, self.settings.temperature, self.device.compute)
@@ -230,14 +206,19 @@ class _Round:
             frozen = put_params(reference, self.mesh)
             self.columns["ref"] = self.forward(logps, frozen, "reference")
         self.penalise()
-        if self.steps and needs_old:
-            kl = mismatch_kl(self.data, self.division.packed_N, self.columns["old"])
-            check_mismatch(kl, self.settings.max_mismatch_kl)
         if not self.steps:
             return {}
-        metrics = {} if self.critic is None else self.prepare_critic(self.critic, pretrain_epochs)
-        if self.critic is None:
+        if needs_old:
+            kl = mismatch_kl(self.data, self.division.packed_N, self.columns["old"])
+            check_mismatch(kl, self.settings.max_mismatch_kl)
+        metrics: dict[str, Any] = {}
+        if (critic := self.critic) is None:
             self.ask_algorithm()
+        else:
+            critic.put(self.settings.critic.optimizer, self.mesh)
+            if pretrain_epochs:
+                metrics["value_pretrain_loss"] = self.pretrain(critic, pretrain_epochs)
+            self.judge(critic)
         self.mark()
         return metrics
 
@@ -251,62 +232,50 @@ class _Round:
             columns = [self.columns["advantages"], self.columns["old"]]
             self.columns["marked"] = marked(self.algorithm.mark, columns, self.in_loss, self.steps)
 
-    def forward(self, program: Forward, weights: Any, name: str, behind_N: np.ndarray | None = None) -> Flat:
+    def forward(self, program: Any, weights: Any, name: str, after_N: np.ndarray | None = None) -> Column:
         """The outputs [C, T] of a program as a column, 0 for completions in no step; its time counts under `name`.
 
-        behind_N: takes the last numbers of outputs [C, T + 1].
+        after_N: gets the last numbers of outputs [C, T + 1].
         """
         started = time.monotonic()
-        found = Flat.zeros(self.lengths_N, self.width, real())
-
-        def take(ids_C: np.ndarray, values_C: np.ndarray) -> None:
-            found.put(ids_C, values_C)
-            if behind_N is not None:
-                behind_N[ids_C[ids_C >= 0]] = values_C[ids_C >= 0, -1]
+        column = Column.zeros(self.lengths_N, self.width, real())
+        for ids_C, values_C in run_pass(
+            functools.partial(program, weights), map(self.pack_step, self.steps), self.mesh
+        ):
+            column.put(ids_C, values_C)
+            if after_N is not None:
+                after_N[ids_C[ids_C >= 0]] = values_C[ids_C >= 0, -1]
             self._ticked(1)
-
-        run_pass(program, weights, map(self.pack_step, self.steps), take, self.mesh)
         self.seconds[name] += time.monotonic() - started
-        return found
+        return column
 
     def _ticked(self, count: int) -> None:
         self.done += count
         self.progress(self.done, self.total_work, "micro-batch")
 
     def penalise(self) -> None:
-        """The KL to the reference inside the reward (R8), from pi_old; then what has no place in the loss leaves."""
+        """Subtract the KL to the reference from the rewards (R8), then select the completions by these."""
         if self.objective.kl_in_reward > 0:
             scale = self.coefficients.kl_scale
             penalties = token_penalties(self.objective, scale, self.columns, self.data.sampled)
-            # The mask as it is kept: one that is read is an array.
-            self.scored = dataclasses.replace(self.scored, mask_NT=self.in_loss, penalty_NT=penalties)
+            self.selection.scored = dataclasses.replace(self.selection.scored, penalty=penalties)
             before_N = self.division.packed_N
-            self.keep_N = selection.trained(*self.of)
-            self.division = selection.divided(*self.of, self.keep_N)
+            self.keep_N = self.selection.trained()
+            self.division = self.selection.divided(self.keep_N)
             if self.steps and (before_N != self.division.packed_N).any():
                 self.pack(0)
 
     def ask_algorithm(self) -> None:
         """The algorithm's advantages, of each completion or of each token."""
-        found = self.algorithm.advantages(self.scored)
-        # Those of a tied group are rounding where they are not 0.
-        if isinstance(found, Flat) or found.ndim == 2:
-            flat = found if isinstance(found, Flat) else Flat.of(np.asarray(found, real()), self.lengths_N)
-            flat.clear(~self.signal_N)
-            self.columns["advantages"] = flat
+        found, signal_N = self.algorithm.advantages(self.selection.scored), self.selection.signal_N
+        # Those of a tied group are rounding errors if they are not 0.
+        if isinstance(found, Column) or found.ndim == 2:
+            column = found if isinstance(found, Column) else Column.of(np.asarray(found, real()), self.lengths_N)
+            column.clear(~signal_N)
         else:
-            of_N = np.where(self.signal_N, np.asarray(found, real()), 0.0).astype(real())
-            row = lambda i: np.full(self.lengths_N[i], of_N[i])  # noqa: E731
-            self.columns["advantages"] = Column(row, len(of_N), self.width, of_N.dtype)
-
-    def prepare_critic(self, critic: Learner, pretrain_epochs: int) -> dict[str, Any]:
-        """Trains the critic alone where the settings ask for it, then takes advantages and returns from it."""
-        critic.put(self.settings.critic.optimizer, self.mesh)
-        metrics = {}
-        if pretrain_epochs:
-            metrics["value_pretrain_loss"] = self.pretrain(critic, pretrain_epochs)
-        self.judge(critic)
-        return metrics
+            of_N = np.where(signal_N, np.asarray(found, real()), 0.0).astype(real())
+            column = Column(lambda i: np.full(self.lengths_N[i], of_N[i]), len(of_N), self.width, of_N.dtype)
+        self.columns["advantages"] = column
 
     def pretrain(self, critic: Learner, epochs: int) -> float:
         """The critic alone, towards Monte-Carlo returns (VC-PPO, arXiv:2503.01491); its last mean loss."""
@@ -316,7 +285,7 @@ class _Round:
             # Again in each epoch: the clipped value loss needs the values that the critic has now.
             self.judge(critic, lam=1.0)
             ahead = one_ahead(map(self.arrays, range(len(self.steps))))
-            losses = [critic.train(step, arrays)["loss"] for arrays in ahead]
+            losses = [critic.start_step(step, arrays)()["loss"] for arrays in ahead]
         return float(np.mean(losses))
 
     def judge(self, critic: Learner, lam: float | None = None) -> None:
@@ -324,108 +293,91 @@ class _Round:
         program = values_program(self.model, self.device.compute)
         after_N = np.zeros(len(self.keep_N), real())
         values = self.forward(program, critic.weights, "values", after_N)
-        judged = ppo.Judged(values, after_N, self.data.unfinished_N)
-        advantages, returns = ppo.token_advantages(self.scored, judged, self.settings.critic, lam)
-        advantages.clear(~self.signal_N)
+        # A completion that ended has value 0 after its last token.
+        after_N = np.where(self.data.unfinished_N, after_N, 0.0)
+        advantages, returns = ppo.token_advantages(self.selection.scored, values, after_N, self.settings.critic, lam)
+        advantages.clear(~self.selection.signal_N)
         self.columns |= {"old_values": values, "returns": returns, "advantages": advantages}
 
-    def arrays(self, step: int, to_come: Sequence[str] = ()) -> list[dict[str, Any]]:
-        """The micro-batches of a step: tokens, counts of the whole step, coefficients, and the round's columns; zeros
-        stand for those `to_come`."""
+    def arrays(self, step: int) -> list[dict[str, Any]]:
+        """The micro-batches of a step: tokens, counts of the whole step, coefficients, and the round's columns."""
         groups, scalars = self.steps[step], self.coefficients.scalars()
         batches = self.pack_step(groups)
         return [
-            arrays | scalars | {f"{name}_CT": column for name, column in self.gathered(batch, to_come).items()}
+            arrays | scalars | {f"{name}_CT": column for name, column in self.gathered(batch).items()}
             for arrays, batch in zip(counted(groups, batches, self.division.unpacked[step]), batches, strict=True)
         ]
 
-    def gathered(self, batch: Packed, to_come: Sequence[str]) -> dict[str, np.ndarray]:
+    def gathered(self, batch: Packed) -> dict[str, np.ndarray]:
         """The rows of a micro-batch of each of the round's columns, [C, T]."""
-        columns = {name: column.gathered(batch.ids_C) for name, column in self.columns.items()}
-        if to_come:
-            return columns | dict.fromkeys(to_come, np.zeros(batch.mask_CT.shape, real()))
+        columns = {name: column.gather(batch.ids_C) for name, column in self.columns.items()}
         if self.critic is None:
-            in_loss = self.in_loss.gathered(batch.ids_C) > 0
+            in_loss = self.in_loss.gather(batch.ids_C) > 0
             columns["advantages"] = np.where(in_loss, columns["advantages"], 0.0).astype(real())
         return columns
 
     def train(self) -> dict[str, Any]:
         """All optimizer steps of the round; the metrics of policy and critic."""
         settings, critic, compute = self.settings, self.critic, self.device.compute
-        step, value_step = self.policy_step if selection.moves(*self.of) else None, None
+        step, value_step = self.policy_step if self.selection.moves() else None, None
         if critic is not None:
             value_step = critic_step(self.model, settings.critic, compute, critic.graph, self.mesh)
         tally, started, meter = Tally(self.by_sampler), time.monotonic(), self.meter
         meter.skip()
+        work = ((at, self.arrays(at[1])) for at in itertools.product(range(settings.epochs), range(len(self.steps))))
 
-        def ended(
-            at: tuple[int, int], groups: list[Group], batches: int, sums: list[Callable[[], Sums] | None]
-        ) -> None:
-            of_policy = {} if sums[0] is None else tally.add(sums[0](), self.division.unpacked[at[1]].n_tokens)
-            if self.by_sampler and at[0] == 0:
+        def steps() -> Iterator[tuple[tuple[int, int], int, Callable[[], Sums] | None, Callable[[], Sums] | None]]:
+            for at, arrays in one_ahead(work):
+                sums = None if step is None else self.policy.start_step(step, arrays)
+                # After the policy, on the same arrays: advantages are from before either moved.
+                value_sums = None if critic is None or value_step is None else critic.start_step(value_step, arrays)
+                yield at, len(arrays), sums, value_sums
+
+        for (epoch, number), batches, sums, value_sums in one_behind(steps()):
+            unpacked, groups = self.division.unpacked[number].n_tokens, self.steps[number]
+            of_policy = {} if sums is None else tally.add(sums(), unpacked)
+            if self.by_sampler and epoch == 0:
                 # Each token once, of skipped steps too.
                 check_step(of_policy, settings.max_mismatch_kl)
-            if sums[1] is not None:
-                tally.add_value(sums[1]())
+            if value_sums is not None:
+                tally.add_value(value_sums())
             size = sum(g.size for g in groups)
             tally.tokens += size
             self._ticked(batches)
             speed = meter.step(size, step_flops(self.model, groups, self.policy, critic))
-            self.record(epoch=at[0], step=at[1], **of_policy, **speed)
-
-        # The step that the device may still compute. Its sums are read when it has the next one.
-        under_way: Callable[[], None] = lambda: None  # noqa: E731
-        for at, groups, arrays in one_ahead(self.work()):
-            sums = [None if step is None else self.policy.start_step(step, arrays)]
-            # After the policy, on the same arrays: advantages are from before either moved.
-            sums.append(None if critic is None or value_step is None else critic.start_step(value_step, arrays))
-            under_way()
-            under_way = functools.partial(ended, at, groups, len(arrays), sums)
-        under_way()
+            self.record(epoch=epoch, step=number, **of_policy, **speed)
         self.seconds["train"] += time.monotonic() - started
         for name in ("old", "ref", "old_values"):
-            # No step reads them any more.
+            # No later step reads them.
             self.columns.pop(name, None)
         metrics = meter.whole() | tally.metrics()
         if critic is not None:
-            metrics |= tally.value_metrics(np.concatenate(self.trained.numbers(self.columns["returns"])))
+            metrics |= tally.value_metrics(np.concatenate(self.columns["returns"].where(self.trained)))
         return metrics
-
-    def work(self) -> Iterator[tuple[tuple[int, int], list[Group], list[dict[str, Any]]]]:
-        """((epoch, step), groups, arrays) of each optimizer step of the round."""
-        for epoch in range(self.settings.epochs):
-            for number, groups in enumerate(self.steps):
-                yield (epoch, number), groups, self.arrays(number)
 
 
 Mark = Callable[..., np.ndarray]
 """Numbers of all tokens of a step, [tokens] of each column -> 1 on those that are marked."""
 
 
-def token_penalties(objective: Objective, scale: float, columns: Mapping[str, Column], sampled: Column) -> Flat:
+def token_penalties(objective: Objective, scale: float, columns: Mapping[str, Column], sampled: Column) -> Column:
     """The KL to the reference that is subtracted from the reward of each token (R8), from pi_old, times `scale`."""
-    found = Flat.zeros(np.asarray([len(sampled.row(i)) for i in range(sampled.count)]), sampled.width, real())
+    penalties = Column.zeros(sampled.lengths_N, sampled.width, real())
     limit = None if objective.kl_clamp is None else (-objective.kl_clamp, objective.kl_clamp)
     weight, kind = objective.kl_in_reward * scale, objective.kl_in_reward_kind
-    for rows in blocks(sampled.count, sampled.width):
-        old, ref, mask = (jnp.asarray(column.gathered(rows)) for column in (columns["old"], columns["ref"], sampled))
-        found.put(rows, np.asarray(kl_penalty(old, ref, mask, coef=weight, kind=kind, value_clamp=limit)))
-    return found
+    for rows in sampled.blocks():
+        old, ref, mask = (jnp.asarray(column.gather(rows)) for column in (columns["old"], columns["ref"], sampled))
+        penalties.put(rows, np.asarray(kl_penalty(old, ref, mask, coef=weight, kind=kind, value_clamp=limit)))
+    return penalties
 
 
-def marked(mark: Mark, columns: Sequence[Column], in_loss: Column, steps: Sequence[Sequence[Group]]) -> Flat:
+def marked(mark: Mark, columns: Sequence[Column], in_loss: Column, steps: Sequence[Sequence[Group]]) -> Column:
     """1 on the tokens of each step that `mark` chooses by these columns."""
-    lengths = [len(columns[-1].row(i)) for i in range(in_loss.count)]
-    found = Flat.zeros(np.asarray(lengths), in_loss.width, real())
+    marks = Column.zeros(columns[-1].lengths_N, in_loss.width, real())
     for step in steps:
-        ids = sorted({i for group in step for i in group.ids})
-        masks = [in_loss.row(i) > 0 for i in ids]
-        numbers = [[c.row(i)[: len(m)][m] for i, m in zip(ids, masks, strict=True)] for c in columns]
-        chosen = mark(*map(np.concatenate, numbers))
-        ends = np.cumsum([m.sum() for m in masks])[:-1]
-        for i, m, of_row in zip(ids, masks, np.split(chosen, ends), strict=True):
-            found.row(i)[: len(m)][m] = of_row
-    return found
+        mask = in_loss.only(np.isin(np.arange(in_loss.count), [i for group in step for i in group.ids]))
+        marks.write(mask, mark(*(np.concatenate(column.where(mask)) for column in columns)))
+    return marks
 
 
 def highest(share: float) -> Mark:
@@ -439,14 +391,10 @@ class Mismatch(RuntimeError):
 
 def mismatch_kl(data: RoundData, keep_N: np.ndarray, old: Column) -> float:
     """Mean k3 estimate of KL(mu || pi_old) over the sampled tokens of these completions, [N] bool; 0 without any."""
-    total, count = 0.0, 0
-    # By rows: arrays of all tokens would be as large as the round.
-    for i in np.flatnonzero(keep_N).tolist():
-        log_rho = (old.row(i) - data.mu[i])[data.mask_of(i)]
-        # k3 = exp(x) - 1 - x; expm1 keeps it exact near 0, where a healthy mismatch is.
-        total += float((np.expm1(log_rho) - log_rho).sum())
-        count += len(log_rho)
-    return total / max(count, 1)
+    mask = data.sampled.only(keep_N)
+    log_rho = np.concatenate(old.where(mask)) - np.concatenate(data.sampler.where(mask))
+    # k3 = exp(x) - 1 - x; expm1 keeps it exact near 0, where a healthy mismatch is.
+    return float((np.expm1(log_rho) - log_rho).sum(dtype=np.float64)) / max(len(log_rho), 1)
 
 
 DRIFT = 10.0
@@ -455,10 +403,9 @@ policy with little entropy have moved by one, without harm; rollouts of other we
 
 
 def check_step(of_policy: Mapping[str, float], limit: float) -> None:
-    """Raises Mismatch where a step whose log pi_old is the sampler's has rollouts that are by other weights."""
-    if "mismatch_kl" in of_policy:
-        check_mismatch(of_policy["mismatch_kl"], limit)
-    elif not of_policy.get("drift_kl", 0.0) <= DRIFT * limit:
+    """Raise Mismatch if other weights sampled the rollouts of a step whose log pi_old is the sampler's."""
+    check_mismatch(of_policy.get("mismatch_kl", 0.0), limit)
+    if not of_policy.get("drift_kl", 0.0) <= DRIFT * limit:
         raise Mismatch(
             f"a step's rollouts are of another policy, or the policy has moved too far from its sampler: drift KL "
             f"{of_policy['drift_kl']:.4f} is above {DRIFT:.0f} times max_mismatch_kl {limit}; see whether all rollouts "
@@ -468,7 +415,7 @@ def check_step(of_policy: Mapping[str, float], limit: float) -> None:
 
 
 def check_mismatch(kl: float, limit: float) -> None:
-    """Raises Mismatch where `kl` exceeds `max_mismatch_kl`, or is no number."""
+    """Raise Mismatch if `kl` exceeds `max_mismatch_kl`, or is NaN."""
     if not kl <= limit:
         raise Mismatch(
             f"sampler and trainer disagree: mismatch KL {kl:.4f} is above max_mismatch_kl {limit}; compare dtypes "
@@ -477,41 +424,17 @@ def check_mismatch(kl: float, limit: float) -> None:
         )
 
 
-@dataclasses.dataclass(frozen=True)
-class Trained:
-    """The tokens of a round that take part in the loss."""
-
-    in_loss: Column
-    """1 on the tokens that may."""
-    keep_N: np.ndarray
-    """Completions that do, [N] bool."""
-
-    def mask_of(self, i: int) -> np.ndarray:
-        """True on the tokens of completion i that take part; empty where none does."""
-        return self.in_loss.row(i) if self.keep_N[i] else np.zeros(0, bool)
-
-    def numbers(self, column: Column) -> list[np.ndarray]:
-        """What a column has for them, by completion."""
-        masks = [self.mask_of(i) for i in range(len(self.keep_N))]
-        return [column.row(i)[: len(mask)][mask] for i, mask in enumerate(masks)]
-
-
-def spread(trained: Trained, advantages: Column) -> float:
+def spread(trained: Column, advantages: Column) -> float:
     """Standard deviation of the advantage over the tokens that are trained; 0 without one."""
-    of_tokens = np.concatenate(trained.numbers(advantages))
-    if not of_tokens.size:
-        # Completions without a token have no advantage.
-        return 0.0
-    # As `of_tokens.std()`, which would make a second array of all tokens.
-    of_tokens -= of_tokens.mean()
-    of_tokens *= of_tokens
-    return float(np.sqrt(of_tokens.mean()))
+    of_tokens = np.concatenate(advantages.where(trained))
+    # Completions without a token have no advantage.
+    return float(of_tokens.std()) if of_tokens.size else 0.0
 
 
-def shared_N(trained: Trained, advantages: Column | None) -> np.ndarray:
+def shared_N(trained: Column, advantages: Column | None) -> np.ndarray:
     """The advantage that the trained tokens of each completion share, [N]; NaN without one."""
-    found = np.full(len(trained.keep_N), np.nan, real())
-    for i, of_tokens in enumerate(trained.numbers(advantages) if advantages is not None else ()):
+    shared = np.full(trained.count, np.nan, real())
+    for i, of_tokens in enumerate([] if advantages is None else advantages.where(trained)):
         if len(of_tokens) and (of_tokens == of_tokens[0]).all():
-            found[i] = of_tokens[0]
-    return found
+            shared[i] = of_tokens[0]
+    return shared

@@ -8,17 +8,10 @@ sides. Settings: the presets of `rlhf.tuning.algorithms.registry`.
 
 from __future__ import annotations
 
-import jax
-
-from rlhf.tuning.algorithms.algorithm import Algorithm, Objective, Terms, group_relative
-from rlhf.tuning.losses.policy import Metrics
+from rlhf.tuning.algorithms.algorithm import Algorithm, Objective, group_relative
 from rlhf.tuning.losses.policy_variants import sapo
 
 
 def algorithm(objective: Objective) -> Algorithm:
     """SAPO with group-relative advantages."""
-
-    def surrogate(t: Terms) -> tuple[jax.Array, Metrics]:
-        return sapo(t.logps_CT, t.old_CT, t.advantages_CT, t.mask_CT)
-
-    return Algorithm(group_relative(objective.normalisation), surrogate)
+    return Algorithm(group_relative(objective.normalisation), sapo)

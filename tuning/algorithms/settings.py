@@ -18,14 +18,14 @@ from rlhf.tuning.settings import ComputeSettings, Fraction, NotNegative, Optimiz
 
 @dataclasses.dataclass(frozen=True)
 class Objective:
-    """What decides the loss of a step; hashable, so that compiled steps are kept by it."""
+    """Settings of the loss of a step; hashable, because compiled steps are cached by them."""
 
     algorithm: str = "grpo"
     """grpo, dr-grpo, dapo, gspo, gspo-token, cispo, sapo, vespo, gmpo, dppo, dppo-kl, clip-cov, kl-cov, opo, gpg,
     pass-at-k, rloo, reinforce-pp, reinforce-pp-baseline, remax, ppo, gigpo, online-dpo, or a custom
     `module:function`."""
     algorithm_arguments: Mapping[str, str | int | float | bool] = dataclasses.field(default_factory=dict, hash=False)
-    """Keyword arguments of an algorithm of one's own."""
+    """Keyword arguments of a custom algorithm."""
     temperature: Positive = 1.0
     """The rollouts' temperature; set by the recipe."""
     normalisation: Literal["std", "batch-std", "none"] = "std"
@@ -59,7 +59,7 @@ class Objective:
     """Share of the tokens of each step that get a policy gradient: those at which the policy before the round has the
     highest entropy (Wang et al., arXiv:2506.01939: 0.2). It costs one more pass; null: all tokens."""
     tied_groups: Literal["count", "drop"] = "count"
-    """What becomes of a group whose rewards are equal, so that it has no advantage. count: it stays in its step, in
+    """Treatment of a group whose rewards are equal, so that it has no advantage. count: it stays in its step, in
     the denominators of the loss, in the KL and in the entropy bonus, as in GRPO's paper, TRL, verl and Dr. GRPO; with
     kl_coef 0 and no bonus it adds 0 to the loss and takes no pass of the model. drop: it leaves the round, and steps
     are made of the other groups, as in DAPO. The total decides with the KL of kl_in_reward taken off."""
@@ -90,7 +90,7 @@ class Objective:
 
     @property
     def entry(self) -> registry.Entry | None:
-        """What is known of the algorithm; None for `module:function`. Raises ValueError for an unknown name."""
+        """The registry's entry of the algorithm; None for `module:function`. Raises ValueError for an unknown name."""
         return registry.find(self.algorithm)
 
     @property
@@ -172,7 +172,7 @@ class RoundSettings(Objective):
     old_logps: sampler of the first step; there later steps of the first epoch, whose policy has moved, stop past ten
     times as much."""
     truncated: Literal["keep", "mask", "mask-loss"] = "keep"
-    """What becomes of completions cut off at max_tokens. keep: trained on as all others. mask: they leave the loss and
+    """Treatment of completions cut off at max_tokens. keep: trained on as all others. mask: they leave the loss and
     every statistic, as a failed sample does. mask-loss: they leave the loss, but their reward counts in the baseline of
     their group, as with DAPO's overlong filtering and in TRL."""
     keep_most_varied: Annotated[float, Field(gt=0, lt=1)] | None = None

@@ -12,17 +12,17 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from rlhf.tuning.algorithms.preference import scorer
 from rlhf.tuning.device import Compute
 from rlhf.tuning.losses.aggregate import aggregate
 from rlhf.tuning.losses.preference import bradley_terry
 from rlhf.tuning.losses.sft import nll
 from rlhf.tuning.mesh import mesh_of
 from rlhf.tuning.models.config import DecoderConfig
-from rlhf.tuning.models.decoder import decoder_graph
 from rlhf.tuning.training.batch import Group
 from rlhf.tuning.training.completions import per_completion
 from rlhf.tuning.training.forward import logps_and_entropy, logps_and_leads, scores
-from rlhf.tuning.training.step import LossFn
+from rlhf.tuning.training.step import Batch, LossFn, Tree
 
 
 def sft_loss(graph: Any, compute: Compute, of_token: Any = nll, label_smoothing: float = 0.0) -> LossFn:
@@ -31,7 +31,7 @@ def sft_loss(graph: Any, compute: Compute, of_token: Any = nll, label_smoothing:
     label_smoothing e: with `nll` the cross-entropy to (1 - e) of the token and e of the whole vocabulary, evenly.
     """
 
-    def loss(params: Any, batch: dict[str, jax.Array], frozen: Any) -> tuple[jax.Array, dict[str, jax.Array]]:
+    def loss(params: Tree, batch: Batch, frozen: Tree) -> tuple[jax.Array, Batch]:
         if label_smoothing:
             logps, leads = logps_and_leads(graph, params, batch, compute)
             losses = of_token(logps) + label_smoothing * leads
@@ -57,21 +57,9 @@ def heldout_loss(model: DecoderConfig, params: Any, examples: Sequence[Group], c
 
     budget: row tokens of a micro-batch.
     """
-    logps = per_completion(lambda batch: _summed(model, compute)(params, batch), examples, budget, mesh=mesh_of(params))
-    return float(-logps.sum() / _trained_tokens(examples))
-
-
-@functools.lru_cache(maxsize=8)
-def _summed(model: DecoderConfig, compute: Compute) -> Any:
-    """A compiled (parameters, batch) -> log p of the trained tokens of each completion, [C]."""
-    graph = decoder_graph(model)
-    # Log-probabilities are 0 where masked.
-    return jax.jit(lambda params, batch: jnp.sum(logps_and_entropy(graph, params, batch, 1.0, compute)[0], axis=1))
-
-
-def _trained_tokens(examples: Sequence[Group]) -> int:
-    # Without masks all tokens of the completion count.
-    return sum(sum(g.masks[0]) if g.masks else len(g.completions[0]) for g in examples)
+    score = functools.partial(scorer(model, 1.0, compute), params)
+    logps = per_completion(score, examples, budget, mesh=mesh_of(params))
+    return float(-logps.sum() / sum(g.trained for g in examples))
 
 
 def reward_loss(graph: Any, centering: float, compute: Compute) -> LossFn:
@@ -81,7 +69,7 @@ def reward_loss(graph: Any, centering: float, compute: Compute) -> LossFn:
     holds scores near zero.
     """
 
-    def loss(params: Any, batch: dict[str, jax.Array], frozen: Any) -> tuple[jax.Array, dict[str, jax.Array]]:
+    def loss(params: Tree, batch: Batch, frozen: Tree) -> tuple[jax.Array, Batch]:
         chosen, rejected = scores(graph, params, batch, compute).reshape(-1, 2).T
         valid = batch["mask_CT"][::2, 0] > 0
         # Both completions of a pair carry its margin: the first is enough.

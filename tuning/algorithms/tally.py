@@ -14,17 +14,17 @@ from rlhf.tuning.training.step import Sums
 
 @dataclasses.dataclass
 class Tally:
-    """What the steps of policy and critic add up to. A step that was skipped trained nothing, and its sums need not be
+    """Sums over the steps of policy and critic. A step that was skipped trained nothing, and its sums need not be
     finite (R24)."""
 
     by_sampler: bool = False
-    """Whether log pi_old is the sampler's: then how far sampler and trainer are apart is told by steps before which the
-    policy has not moved (`mismatch_kl`); later ones tell by how much it has drifted from the sampler (`drift_kl`)."""
+    """Whether log pi_old is the sampler's: then only steps before the policy's first move measure the gap between
+    sampler and trainer (`mismatch_kl`); later steps measure the policy's drift from the sampler (`drift_kl`)."""
     sums: Counter[str] = dataclasses.field(default_factory=Counter)
     apart: Counter[str] = dataclasses.field(default_factory=Counter)
-    """The same, of steps that tell how far sampler and trainer are apart."""
+    """The same, of steps that measure the gap between sampler and trainer."""
     drifts: list[float] = dataclasses.field(default_factory=list)
-    """`drift_kl` of each step that tells it."""
+    """`drift_kl` of each step that measures it."""
     norms: list[float] = dataclasses.field(default_factory=list)
     """Of the gradients of each step that was not skipped."""
     skipped: int = 0

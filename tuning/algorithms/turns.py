@@ -23,9 +23,9 @@ class Turns:
     rewards_NU: np.ndarray
     """The environment's reward for each turn; 0 where there is no turn, or none that it rewarded."""
     states: Sequence[Sequence[str | None]]
-    """Hash of the state in which each turn was chosen, [N] lists by turn; None where the environment tells none."""
-    ended_N: np.ndarray | None = None
-    """Whether the environment ended the trajectory, so that nothing follows its last state; None: unknown."""
+    """Hash of the state in which each turn was chosen, [N] lists by turn; None if the environment names none."""
+    ended_N: np.ndarray
+    """Whether the environment ended the trajectory, so that nothing follows its last state."""
 
     @classmethod
     def from_rows(cls, turns: Iterable[TurnRow], trajectories: Sequence[Sequence[CompletionRow]], width: int) -> Turns:
@@ -46,11 +46,8 @@ class Turns:
         ended_N = np.asarray([any(turn.terminated for turn in own) for own in ordered], bool)
         return cls(number_NT, rewards_NU, [[turn.state for turn in own] for own in ordered], ended_N)
 
-    def some(self, ids: Sequence[int]) -> Turns:
-        """Those of some trajectories."""
-        rows = list(ids)
-        ended_N = None if self.ended_N is None else self.ended_N[rows]
-        return Turns(self.number_NT[rows], self.rewards_NU[rows], [self.states[i] for i in rows], ended_N)
+    def __getitem__(self, rows: Sequence[int]) -> Turns:
+        return Turns(self.number_NT[rows], self.rewards_NU[rows], [self.states[i] for i in rows], self.ended_N[rows])
 
     def ends_NT(self, mask_NT: np.ndarray) -> np.ndarray:
         """True on the last token of each turn that counts in the mask, [N, T] bool."""
@@ -58,7 +55,7 @@ class Turns:
         for i, mask_T in enumerate(mask_NT):
             counts = np.flatnonzero(mask_T > 0)
             number = self.number_NT[i, counts]
-            # A turn is told by its number and not by its reward, which may be 0.
+            # A turn is identified by its number and not by its reward, which may be 0.
             ends[i, counts[np.append(number[1:] != number[:-1], True)[: len(counts)]]] = True
         return ends
 

@@ -9,18 +9,10 @@ multiplies into w too. Presets: `registry` (vespo).
 
 from __future__ import annotations
 
-import jax
-
-from rlhf.tuning.algorithms.algorithm import Algorithm, Terms, group_relative
-from rlhf.tuning.algorithms.settings import Objective
-from rlhf.tuning.losses.policy import Metrics
+from rlhf.tuning.algorithms.algorithm import Algorithm, Objective, group_relative
 from rlhf.tuning.losses.policy_variants import vespo
 
 
 def algorithm(objective: Objective) -> Algorithm:
     """VESPO with group-relative advantages."""
-
-    def surrogate(t: Terms) -> tuple[jax.Array, Metrics]:
-        return vespo(t.logps_CT, t.old_CT, t.advantages_CT, t.mask_CT)
-
-    return Algorithm(group_relative(objective.normalisation), surrogate)
+    return Algorithm(group_relative(objective.normalisation), vespo)

@@ -47,42 +47,6 @@ def count(mask_BT: np.ndarray, sequences_B: np.ndarray | None = None) -> Counts:
     return Counts(int(valid_BT.sum()), int(rows_B.sum()))
 
 
-def token_weights(
-    mask_BT: jax.Array,
-    mode: Aggregation,
-    *,
-    n_tokens: Count,
-    n_sequences: Count,
-    constant: float | None = None,
-    row_eps: float = 0.0,
-    dtype: jax.typing.DTypeLike = jnp.float32,
-) -> jax.Array:
-    """Weight of every token in the aggregate, [B, T]; 0 where masked. Arguments as in `aggregate`."""
-    ones = masked(jnp.ones(mask_BT.shape, dtype), mask_BT)
-    # An empty step has the loss 0 rather than 0 / 0.
-    tokens = jnp.maximum(jnp.asarray(n_tokens, dtype), 1)
-    sequences = jnp.maximum(jnp.asarray(n_sequences, dtype), 1)
-    if mode not in ("constant", "token-sum") and constant is not None:
-        raise ValueError(f"aggregation {mode!r} takes no constant")
-    match mode:
-        case "token-mean":
-            return ones / tokens
-        case "sequence-mean-token-mean":
-            # A row is never split over micro-batches, so its own length needs no count from outside.
-            length = jnp.maximum(row_sum(ones, mask_BT), 1)
-            return ones / ((length + row_eps) * sequences)
-        case "sequence-mean-token-sum":
-            return ones / sequences
-        case "constant":
-            if constant is None:
-                raise ValueError("aggregation 'constant' needs the constant, a token budget per sequence")
-            return ones / (sequences * constant)
-        case "token-sum":
-            return ones / (1.0 if constant is None else constant)
-        case _:
-            raise ValueError(f"unknown aggregation {mode!r}; one of {get_args(Aggregation)}")
-
-
 def aggregate(
     x_BT: jax.Array,
     mask_BT: jax.Array,
@@ -102,8 +66,26 @@ def aggregate(
     """
     # Sums of many small losses lose their low bits in bfloat16.
     x_BT = x_BT.astype(jnp.promote_types(x_BT.dtype, jnp.float32))
-    weights = token_weights(
-        mask_BT, mode, n_tokens=n_tokens, n_sequences=n_sequences, constant=constant, row_eps=row_eps,
-        dtype=x_BT.dtype,
-    )  # fmt: skip
+    weights = masked(jnp.ones(mask_BT.shape, x_BT.dtype), mask_BT)
+    # An empty step has the loss 0 rather than 0 / 0.
+    tokens, sequences = (jnp.maximum(jnp.asarray(n, x_BT.dtype), 1) for n in (n_tokens, n_sequences))
+    if mode not in ("constant", "token-sum") and constant is not None:
+        raise ValueError(f"aggregation {mode!r} takes no constant")
+    match mode:
+        case "token-mean":
+            weights /= tokens
+        case "sequence-mean-token-mean":
+            # A row is never split over micro-batches, so its own length needs no count from outside.
+            length = jnp.maximum(row_sum(weights, mask_BT), 1)
+            weights /= (length + row_eps) * sequences
+        case "sequence-mean-token-sum":
+            weights /= sequences
+        case "constant":
+            if constant is None:
+                raise ValueError("aggregation 'constant' needs the constant, a token budget per sequence")
+            weights /= sequences * constant
+        case "token-sum":
+            weights /= 1.0 if constant is None else constant
+        case _:
+            raise ValueError(f"unknown aggregation {mode!r}; one of {get_args(Aggregation)}")
     return (masked(x_BT, mask_BT) * weights).sum()

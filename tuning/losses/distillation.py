@@ -12,22 +12,10 @@ from rlhf.tuning.models.sharding import HeadCut
 
 def kl_divergence(log_p: jax.Array, log_q: jax.Array) -> jax.Array:
     """KL(p || q) over the last axis from log-probabilities; terms with p = 0 count as 0."""
-    # Both logarithms are replaced where p is 0: 0 * -inf is NaN, in the gradient even behind a `where`.
+    # Both logarithms are replaced where p is 0: 0 * -inf is NaN, in the gradient even after a `where`.
     p = jnp.exp(log_p)
     finite = p > 0
     return jnp.where(finite, p * (jnp.where(finite, log_p, 0) - jnp.where(finite, log_q, 0)), 0).sum(-1)
-
-
-def _jsd(student_logps: jax.Array, teacher_logps: jax.Array, beta: float) -> jax.Array:
-    """Over the last axis; a part of the sum where the axis is a part of the vocabulary."""
-    # At both ends the formula below is 0 (and log(0) enters it), so the limits are taken: see `generalised_jsd`.
-    if beta == 0:
-        return kl_divergence(teacher_logps, student_logps)
-    if beta == 1:
-        return kl_divergence(student_logps, teacher_logps)
-    # log(beta p_teacher + (1 - beta) p_student), without leaving log space.
-    mixture = jnp.logaddexp(teacher_logps + jnp.log(beta), student_logps + jnp.log1p(-beta))
-    return beta * kl_divergence(teacher_logps, mixture) + (1 - beta) * kl_divergence(student_logps, mixture)
 
 
 def generalised_jsd(
@@ -44,7 +32,14 @@ def generalised_jsd(
     and by 1 - beta. cut: the logits are those of this device's part of the vocabulary, inside `shard_map`.
     """
     student, teacher = (_log_softmax(x / temperature, cut) for x in (student_logits, teacher_logits))
-    divergence = _jsd(student, teacher, beta)
+    # At both ends the formula is 0 and log(0) enters it, so the limits are taken.
+    if beta in (0, 1):
+        divergence = kl_divergence(*((teacher, student) if beta == 0 else (student, teacher)))
+    else:
+        # log(beta p_teacher + (1 - beta) p_student), without leaving log space.
+        mixture = jnp.logaddexp(teacher + jnp.log(beta), student + jnp.log1p(-beta))
+        divergence = beta * kl_divergence(teacher, mixture) + (1 - beta) * kl_divergence(student, mixture)
+    # A part of the sum, where the axis is a part of the vocabulary.
     return divergence if cut is None else cut.summed(divergence)
 
 

@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 
 from rlhf.tuning.losses.distillation import generalised_jsd
-from rlhf.tuning.models.matmul import factor
+from rlhf.tuning.models.matmul import factor, soft_cap
 from rlhf.tuning.models.sharding import HeadCut
 from rlhf.tuning.precision import of_gradients
 
@@ -42,49 +42,35 @@ def token_divergences(
     """
     vocabulary = min(student_head_VD.shape[0], teacher_head_VE.shape[0])
     heads = student_head_VD[:vocabulary], jax.lax.stop_gradient(teacher_head_VE[:vocabulary])
-    cuts = tuple(HeadCut.of(student_MD.shape[0], *head.shape) for head in heads)
+    cut, of_teacher = (HeadCut.of(student_MD.shape[0], *head.shape) for head in heads)
 
-    def local(student: jax.Array, head: jax.Array, teacher: jax.Array, other: jax.Array) -> jax.Array:
-        return _in_chunks(student, head, teacher, other, beta, temperature, softcaps, chunk, cuts)
+    def local(student_MD: jax.Array, head: jax.Array, teacher_ME: jax.Array, teacher_head: jax.Array) -> jax.Array:
+        """The divergences [M] of a device's positions, from its parts of the heads."""
+        # Cast once, not in each chunk; the gradient goes to the head as it is stored, which sums the chunks' parts.
+        cast = _whole(jax.lax.stop_gradient(head).astype(student_MD.dtype), cut)
+        teacher_head = _whole(teacher_head.astype(teacher_ME.dtype), of_teacher)
+        size = min(chunk, student_MD.shape[0])
 
-    if cuts[0] is not None and cuts[1] is not None:
-        of, (of_student, of_teacher) = cuts[0].of_positions, (cut.of_head for cut in cuts if cut)
-        local = jax.shard_map(local, in_specs=(of, of_student, of, of_teacher), out_specs=of, check_vma=False)
+        def chunks(x: jax.Array) -> jax.Array:
+            # Zeros fill the last chunk; their divergences are cut off at the end and get no gradient.
+            return jnp.pad(x, ((0, -x.shape[0] % size), (0, 0))).reshape(-1, size, x.shape[1])
+
+        # Without the checkpoint the backward pass would keep the logits of every chunk.
+        @jax.checkpoint
+        def one(args: tuple[jax.Array, jax.Array]) -> jax.Array:
+            student, teacher = _logits(args[0], head, cast, cut), _product("md,vd->mv", args[1], teacher_head)
+            student, teacher = map(soft_cap, (student, teacher), softcaps)
+            return generalised_jsd(student, teacher, beta, temperature, cut)
+
+        # A sequential map, not vmap: one chunk's logits of both models exist at a time.
+        divergences = jax.lax.map(one, (chunks(student_MD), chunks(teacher_ME)))
+        return divergences.reshape(-1)[: student_MD.shape[0]]
+
+    if cut is not None and of_teacher is not None:
+        of = cut.of_positions
+        specs = of, cut.of_head, of, of_teacher.of_head
+        local = jax.shard_map(local, in_specs=specs, out_specs=of, check_vma=False)
     return local(student_MD, heads[0], jax.lax.stop_gradient(teacher_ME), heads[1])
-
-
-def _in_chunks(
-    student_MD: jax.Array,
-    student_head: jax.Array,
-    teacher_ME: jax.Array,
-    teacher_head: jax.Array,
-    beta: float,
-    temperature: float,
-    softcaps: tuple[float | None, float | None],
-    chunk: int,
-    cuts: tuple[HeadCut | None, ...],
-) -> jax.Array:
-    """The divergences [M] of a device's positions, from its parts of the heads."""
-    cut, of_teacher = cuts
-    # Cast once, not in each chunk; the gradient goes to the head as it is stored, which sums the chunks' parts.
-    cast = _whole(jax.lax.stop_gradient(student_head).astype(student_MD.dtype), cut)
-    teacher_head = _whole(teacher_head.astype(teacher_ME.dtype), of_teacher)
-    size = min(chunk, student_MD.shape[0])
-
-    def chunks(x: jax.Array) -> jax.Array:
-        # Zeros fill the last chunk; their divergences are cut off at the end and get no gradient.
-        return jnp.pad(x, ((0, -x.shape[0] % size), (0, 0))).reshape(-1, size, x.shape[1])
-
-    # Without the checkpoint the backward pass would keep the logits of every chunk.
-    @jax.checkpoint
-    def one(args: tuple[jax.Array, jax.Array]) -> jax.Array:
-        student, teacher = _logits(args[0], student_head, cast, cut), _product("md,vd->mv", args[1], teacher_head)
-        logits = _capped(student, softcaps[0]), _capped(teacher, softcaps[1])
-        return generalised_jsd(*logits, beta, temperature, cut)
-
-    # A sequential map, not vmap: one chunk's logits of both models exist at a time.
-    divergences = jax.lax.map(one, (chunks(student_MD), chunks(teacher_ME)))
-    return divergences.reshape(-1)[: student_MD.shape[0]]
 
 
 def _whole(head: jax.Array, cut: HeadCut | None) -> jax.Array:
@@ -123,7 +109,3 @@ def _backward(cut: HeadCut | None, saved: Any, g_MV: jax.Array) -> tuple[jax.Arr
 
 
 _logits.defvjp(_forward, _backward)
-
-
-def _capped(logits: jax.Array, softcap: float | None) -> jax.Array:
-    return logits if softcap is None else softcap * jnp.tanh(logits / softcap)

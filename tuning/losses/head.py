@@ -10,14 +10,14 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax.custom_derivatives import SymbolicZero
 
 from rlhf.tuning.compile_target import target_platform
-from rlhf.tuning.models.matmul import across, contract, factor_type
+from rlhf.tuning.models.matmul import contract, factor_type, soft_cap
 from rlhf.tuning.models.sharding import HeadCut
 from rlhf.tuning.precision import of_gradients
 
@@ -64,7 +64,35 @@ def token_logps(
         kind = factor_type(hidden_MD.dtype.name)
     # The slope of a cap needs digits of the logits that their exponentials do not have.
     keep = softcap is None and positions * vocabulary * jnp.dtype(kind).itemsize <= kept
-    return _head(hidden_MD, weight_VD, targets_M, scale, softcap, size, kind if keep else None, cut)
+    return _head(hidden_MD, weight_VD, targets_M, _How(scale, softcap, size, kind if keep else None, cut))
+
+
+class _How(NamedTuple):
+    """The static arguments of a head."""
+
+    scale: float
+    """1 / temperature."""
+    softcap: float | None
+    size: int
+    """Tokens of a slice."""
+    keep: str | None
+    """The type in which exponentials are kept."""
+    cut: HeadCut | None
+
+    def part(self, weight_WD: jax.Array) -> jax.Array:
+        """A slice of this device's part of the head with its whole width."""
+        return weight_WD if self.cut is None else self.cut.whole(weight_WD)
+
+    def counted(self, targets: jax.Array, weight: jax.Array) -> jax.Array:
+        """Targets counted from the first token of this device's part of the vocabulary; those of others are out of
+        range."""
+        return targets if self.cut is None else targets - self.cut.first * weight.shape[0]
+
+    def logits(self, hidden: jax.Array, weight: jax.Array) -> jax.Array:
+        """Capped and scaled logits, [M, W]."""
+        z = contract(hidden, weight, 1, 1, _wide(hidden))
+        # The cap belongs to the model and the temperature to sampling: in this order.
+        return soft_cap(z, self.softcap) * self.scale
 
 
 def _slice(weight_VD: jax.Array, number: jax.Array, size: int, dtype: Any) -> tuple[jax.Array, jax.Array, jax.Array]:
@@ -104,81 +132,41 @@ def _narrow(kind: str) -> bool:
     return jnp.dtype(kind).itemsize == 2
 
 
-def _logits(hidden: jax.Array, weight: jax.Array, scale: float, softcap: float | None) -> jax.Array:
-    z = contract(hidden, weight, 1, 1, _wide(hidden))
-    # The cap belongs to the model and the temperature to sampling: in this order.
-    z = z if softcap is None else softcap * jnp.tanh(z / softcap)
-    return z * scale
-
-
 def _targeted(targets: jax.Array, start: jax.Array, fresh: jax.Array) -> jax.Array:
     """Where the slice's tokens are the targets, [M, W]."""
     return (targets[:, None] - start == jnp.arange(fresh.shape[0])) & fresh
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(3, 4, 5, 6, 7))
-def _head(
-    hidden: jax.Array,
-    weight: jax.Array,
-    targets: jax.Array,
-    scale: float,
-    softcap: float | None,
-    size: int,
-    keep: str | None,
-    cut: HeadCut | None,
-) -> tuple[jax.Array, jax.Array]:
+@functools.partial(jax.custom_vjp, nondiff_argnums=(3,))
+def _head(hidden: jax.Array, weight: jax.Array, targets: jax.Array, how: _How) -> tuple[jax.Array, jax.Array]:
     # This body runs only where no gradient is taken, so no logits are kept.
-    return _forward(hidden, weight, targets, scale, softcap, size, None, cut)[0]
+    return _forward(hidden, weight, targets, how._replace(keep=None))[0]
 
 
-def _forward(
-    hidden: jax.Array,
-    weight: jax.Array,
-    targets: jax.Array,
-    scale: float,
-    softcap: float | None,
-    size: int,
-    keep: str | None,
-    cut: HeadCut | None,
-) -> Any:
+def _forward(hidden: jax.Array, weight: jax.Array, targets: jax.Array, how: _How) -> Any:
     """((log-probabilities, entropies) [M], residuals): one pass over the slices with a running maximum."""
-
-    def local(hidden: jax.Array, weight: jax.Array, targets: jax.Array) -> Any:
-        return _sums(hidden, weight, targets, scale, softcap, size, keep, cut)
-
+    local: Callable[..., Any] = functools.partial(_sums, how=how)
+    cut = how.cut
     if cut is not None:
         of = cut.of_positions
-        local = jax.shard_map(
-            local,
-            in_specs=(of, cut.of_head, of),
-            out_specs=((of, of), (of, of, cut.of_tops, cut.of_logits)),
-            check_vma=False,
-        )
+        outs = (of, of), (of, of, cut.of_tops, cut.of_logits)
+        local = jax.shard_map(local, in_specs=(of, cut.of_head, of), out_specs=outs, check_vma=False)
     outputs, rest = local(hidden, weight, targets)
     return outputs, (hidden, weight, targets, *rest)
 
 
-def _sums(
-    hidden: jax.Array,
-    weight: jax.Array,
-    targets: jax.Array,
-    scale: float,
-    softcap: float | None,
-    size: int,
-    keep: str | None,
-    cut: HeadCut | None,
-) -> Any:
+def _sums(hidden: jax.Array, weight: jax.Array, targets: jax.Array, how: _How) -> Any:
     """((log-probabilities, entropies), (log-normalisers, mean logits, tops, kept)), the first four [M].
 
     With a type to `keep`, `tops` [slices, M] are the greatest logits up to each slice, and `kept` [slices, M, W] the
     exponentials of its logits less those; else both are None.
     """
-    targets = _counted(targets, weight, cut)
+    targets, size, keep, cut = how.counted(targets, weight), how.size, how.keep, how.cut
 
     def one(carry: Any, number: jax.Array) -> Any:
         top, total, weighted, chosen = carry
         start, part, fresh = _slice(weight, number, size, hidden.dtype)
-        z = _logits(hidden, part if cut is None else cut.whole(part), scale, softcap)
+        z = how.logits(hidden, how.part(part))
         # Repeated tokens do not change a maximum; the sums below leave them out.
         new_top = jnp.maximum(top, jnp.max(z, axis=-1))
         powers = jnp.exp(z - new_top[:, None])
@@ -207,18 +195,9 @@ def _sums(
     return (chosen - logz, logz - mean), (logz, mean, *kept)
 
 
-def _counted(targets: jax.Array, weight: jax.Array, cut: HeadCut | None) -> jax.Array:
-    """Targets counted from the first token of a device's part of the vocabulary; those of others are out of range."""
-    return targets if cut is None else targets - cut.first * weight.shape[0]
-
-
-def _backward(
-    scale: float, softcap: float | None, size: int, keep: str | None, cut: HeadCut | None, saved: Any, cotangents: Any
-) -> Any:
-    local: Callable[..., Any] = functools.partial(
-        _gradients, scale=scale, softcap=softcap, size=size, keep=keep, cut=cut
-    )
-    logz = saved[3]
+def _backward(how: _How, saved: Any, cotangents: Any) -> Any:
+    local: Callable[..., Any] = functools.partial(_gradients, how=how)
+    logz, cut = saved[3], how.cut
     # Where no gradient comes through an output, as the entropy's of most losses, nothing is computed for it.
     g_logp, g_entropy = (None if isinstance(g, SymbolicZero) else g for g in cotangents)
     g_logp = jnp.zeros_like(logz) if g_logp is None else g_logp
@@ -239,28 +218,23 @@ def _gradients(
     kept: jax.Array | None,
     g_logp: jax.Array,
     g_entropy: jax.Array | None,
-    *,
-    scale: float,
-    softcap: float | None,
-    size: int,
-    keep: str | None,
-    cut: HeadCut | None,
+    how: _How,
 ) -> tuple[jax.Array, jax.Array]:
     """Gradients of the hidden states [M, D] and of the head [V, D]."""
-    targets = _counted(targets, weight, cut)
+    targets, (scale, softcap, size, keep, cut) = how.counted(targets, weight), how
 
     def one(carry: Any, scanned: Any) -> Any:
         dhidden, dweight = carry
         number, top, stored = scanned
         start, part, fresh = _slice(weight, number, size, hidden.dtype)
-        part = part if cut is None else cut.whole(part)
+        part = how.part(part)
         of_p = g_logp[:, None]
-        # d logp = onehot - p; d entropy = -p (z - mean). Of nearly equal logits exponentials do not tell z - mean.
+        # d logp = onehot - p; d entropy = -p (z - mean). Exponentials of nearly equal logits lose z - mean.
         if keep is not None and g_entropy is None:
             e = jax.lax.bitcast_convert_type(stored, keep) if _narrow(keep) else stored
             p = e.astype(logz.dtype) * jnp.exp(top - logz)[:, None]
         else:
-            z = _logits(hidden, part, scale, softcap)
+            z = how.logits(hidden, part)
             p = jnp.exp(z - logz[:, None])
             if g_entropy is not None:
                 of_p = of_p + g_entropy[:, None] * (z - mean[:, None])
@@ -271,7 +245,7 @@ def _gradients(
             dz = dz * (1.0 - jnp.square(z / (scale * softcap)))
         # Contracts the positions: [M, W] and [M, D] to [W, D].
         with of_gradients():
-            dweight_part = across(dz.astype(hidden.dtype), hidden, _wide(hidden))
+            dweight_part = contract(dz.astype(hidden.dtype), hidden, 0, 0, _wide(hidden))
         dweight_part = dweight_part if cut is None else cut.own(dweight_part)
         dweight = jax.lax.dynamic_update_slice_in_dim(dweight, dweight_part.astype(weight.dtype), start, axis=0)
         # The last slice repeats tokens of the one before. Their rows of dweight were just written with equal values,
@@ -288,8 +262,8 @@ def _gradients(
     return dhidden.astype(hidden.dtype), dweight
 
 
-def _saved(hidden: Any, weight: Any, targets: Any, *static: Any) -> Any:
-    return _forward(hidden.value, weight.value, targets.value, *static)
+def _saved(hidden: Any, weight: Any, targets: Any, how: _How) -> Any:
+    return _forward(hidden.value, weight.value, targets.value, how)
 
 
 _head.defvjp(_saved, _backward, symbolic_zeros=True)

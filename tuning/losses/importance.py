@@ -56,7 +56,7 @@ def importance_weights(
     # The clamp comes before exp, so that a far outlier is a large finite weight rather than infinity.
     weights = jnp.exp(clamp(jnp.broadcast_to(stat, log_rho.shape), log_ratio_clamp))
     if outside == "clip":
-        weights = clamp(weights, (weight_min, weight_max)) if (weight_min, weight_max) != (None, None) else weights
+        weights = clamp(weights, (weight_min, weight_max))
     else:
         weights = masked(weights, _inside(weights, (weight_min, weight_max)))
     weights = masked(weights, mask_BT)
@@ -73,12 +73,7 @@ def importance_weights(
 
 def _inside(x: jax.Array, bounds: Clamp) -> jax.Array:
     """Where x lies within the bounds, ends included; None leaves a side open."""
-    keep = jnp.ones(x.shape, bool)
-    if bounds[0] is not None:
-        keep &= x >= bounds[0]
-    if bounds[1] is not None:
-        keep &= x <= bounds[1]
-    return keep
+    return clamp(x, bounds) == x
 
 
 def gated_weights(
@@ -118,10 +113,8 @@ def mismatch_metrics(old_logps_BT: jax.Array, rollout_logps_BT: jax.Array, mask_
     return {name: x.sum() for name, x in sums.items()}
 
 
-RATIO_EDGES = (
-    *(-2.0, -1.0, -0.7, -0.5, -0.3, -0.2, -0.15, -0.1, -0.07, -0.05, -0.03, -0.02, -0.01, -0.003, -0.001),
-    *(0.001, 0.003, 0.01, 0.02, 0.03, 0.05, 0.07, 0.1, 0.15, 0.2, 0.3, 0.5, 0.7, 1.0, 2.0),
-)
+_ABOVE = (0.001, 0.003, 0.01, 0.02, 0.03, 0.05, 0.07, 0.1, 0.15, 0.2, 0.3, 0.5, 0.7, 1.0, 2.0)
+RATIO_EDGES = (*(-edge for edge in reversed(_ABOVE)), *_ABOVE)
 """Borders of the bins in which log rho is counted: counts add up over micro-batches, quantiles do not."""
 
 

@@ -45,7 +45,7 @@ def kl_per_token(
     log_ratio_clamp limits d = ref_logps - logps, value_clamp the estimate; clamps stop the gradient outside.
     straight_through keeps the value and takes the gradient of the unclamped k2 ("k2"), or of that times the
     stop-gradient weight exp(logps - old_logps), limited to `weight_max` ("weighted-k2", for off-policy samples).
-    Raises ValueError for an unknown kind, or for "weighted-k2" without `old_logps_BT`.
+    Raises ValueError for an unknown kind.
     """
     if mask_BT is not None:
         logps_BT, ref_logps_BT = masked(logps_BT, mask_BT), masked(ref_logps_BT, mask_BT)
@@ -68,8 +68,7 @@ def kl_per_token(
     # Unclamped: a clamp would stop the gradient on the tokens that are furthest from the reference.
     surrogate = d_full**2 / 2
     if straight_through == "weighted-k2":
-        if old_logps_BT is None:
-            raise ValueError("'weighted-k2' needs old_logps")
+        assert old_logps_BT is not None
         old = old_logps_BT if mask_BT is None else masked(old_logps_BT, mask_BT)
         weight = jnp.exp(jnp.clip(jax.lax.stop_gradient(logps_BT) - old, -20, 20))
         surrogate = (weight if weight_max is None else jnp.minimum(weight, weight_max)) * surrogate

@@ -1,16 +1,14 @@
 """Policy losses of RL fine-tuning: ratios, clipped surrogates, CISPO, REINFORCE.
 
-Axes: B completions, T completion tokens. Each loss returns per-token losses [B, T], 0 where masked, and a dict of
-metric *sums* (divide by `n_tokens` after summing over the step). `rlhf.tuning.losses.aggregate.aggregate` makes a
-scalar of them. Advantages are [B] or [B, T]; `mask_BT` is 1 on tokens that count. Importance weights for the
-gap between sampler and trainer (`rlhf.tuning.losses.importance`) multiply the returned losses; KL and entropy terms
-are aggregated apart.
+Axes: B or C completions, T completion tokens. Each loss reads `Terms` and returns per-token losses [C, T], 0 where
+masked, and a dict of metric *sums* (divide by `n_tokens` after summing over the step).
+`rlhf.tuning.losses.aggregate.aggregate` makes a scalar of them. Importance weights for the gap between sampler and
+trainer (`rlhf.tuning.losses.importance`) multiply the returned losses; KL and entropy terms are aggregated apart.
 
-`old_logps` is the policy at the start of the update; with one update per batch pass `stop_gradient(logps)`.
 Losses with another trust region than the clip are in `rlhf.tuning.losses.policy_variants`.
 """
 
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -65,30 +63,45 @@ def metric_sums(z: jax.Array, mask: jax.Array, **extra: jax.Array) -> Metrics:
     return {name: jax.lax.stop_gradient(masked(x.astype(z.dtype), mask).sum()) for name, x in sums.items()}
 
 
+class Terms(NamedTuple):
+    """The arrays that a policy loss reads, all [C, T], and the limits of its log-ratios."""
+
+    logps_CT: jax.Array
+    old_CT: jax.Array
+    """The policy at the start of the update; with one update per batch `stop_gradient(logps)`."""
+    advantages_CT: jax.Array
+    """Or [C]: the same for all tokens of a completion."""
+    mask_CT: jax.Array
+    """1 on tokens that count."""
+    ref_CT: jax.Array | None = None
+    """None without a reference."""
+    marked_CT: jax.Array | float = 0.0
+    """1 on the tokens that `Algorithm.mark` chose."""
+    clamp: Clamp | None = LOG_RATIO_CLAMP
+    """Limits of log-ratios."""
+
+    def ratios(self, level: Ratio = "token") -> tuple[jax.Array, jax.Array]:
+        """Log-ratios, as in `log_ratio`, and advantages of every token, both [C, T], 0 where masked."""
+        z = log_ratio(self.logps_CT, self.old_CT, self.mask_CT, level=level, log_ratio_clamp=self.clamp)
+        return z, masked(per_token(self.advantages_CT, z), self.mask_CT)
+
+
 def clipped_surrogate(
-    logps_BT: jax.Array,
-    old_logps_BT: jax.Array,
-    advantages: jax.Array,
-    mask_BT: jax.Array,
+    t: Terms,
     *,
     clip_low: float,
     clip_high: float,
     dual_clip: float | None = None,
     ratio: Ratio = "token",
-    log_ratio_clamp: Clamp | None = LOG_RATIO_CLAMP,
 ) -> tuple[jax.Array, Metrics]:
-    """PPO's clipped objective (arXiv:1707.06347), [B, T]: max(-A r, -A clip(r, 1 - clip_low, 1 + clip_high)).
+    """PPO's clipped objective (arXiv:1707.06347), [C, T]: max(-A r, -A clip(r, 1 - clip_low, 1 + clip_high)).
 
     `clip_high > clip_low` is clip-higher (DAPO). `dual_clip` c > 1 limits the loss of tokens with A < 0 to -A c
     (arXiv:1912.09729). `ratio` as in `log_ratio`.
     Metrics: `clip_high` (A > 0, r above the range), `clip_low` (A < 0, r below), `dual_clip`, `ratio`, `ratio_sq`,
     `approx_kl`, `n_tokens`.
     """
-    # A bound of 1 or less would hold even where the policy has not moved.
-    if dual_clip is not None and dual_clip <= 1:
-        raise ValueError(f"dual_clip must be above 1, got {dual_clip}")
-    z = log_ratio(logps_BT, old_logps_BT, mask_BT, level=ratio, log_ratio_clamp=log_ratio_clamp)
-    adv = masked(per_token(advantages, z), mask_BT)
+    z, adv = t.ratios(ratio)
     r = jnp.exp(z)
     plain, clipped = -adv * r, -adv * jnp.clip(r, 1 - clip_low, 1 + clip_high)
     # The pessimistic branch: clipping removes the gradient only where the move already goes with the advantage.
@@ -98,51 +111,31 @@ def clipped_surrogate(
         cap = -adv * dual_clip
         capped = (adv < 0) & (loss > cap)
         loss = jnp.where(adv < 0, jnp.minimum(loss, cap), loss)
-    is_clipped = clipped > plain
-    sums = metric_sums(z, mask_BT, clip_high=is_clipped & (adv > 0), clip_low=is_clipped & (adv < 0), dual_clip=capped)
-    return loss, sums
+    low, high = ((clipped > plain) & side for side in (adv < 0, adv > 0))
+    return loss, metric_sums(z, t.mask_CT, clip_high=high, clip_low=low, dual_clip=capped)
 
 
-def policy_gradient(
-    logps_BT: jax.Array,
-    old_logps_BT: jax.Array,
-    advantages: jax.Array,
-    mask_BT: jax.Array,
-    *,
-    ratio: Ratio = "token",
-    log_ratio_clamp: Clamp | None = LOG_RATIO_CLAMP,
-) -> tuple[jax.Array, Metrics]:
-    """Importance-weighted policy gradient without clipping, [B, T]: -A r."""
-    z = log_ratio(logps_BT, old_logps_BT, mask_BT, level=ratio, log_ratio_clamp=log_ratio_clamp)
-    adv = masked(per_token(advantages, z), mask_BT)
-    return -adv * jnp.exp(z), metric_sums(z, mask_BT)
+def policy_gradient(t: Terms, *, ratio: Ratio = "token") -> tuple[jax.Array, Metrics]:
+    """Importance-weighted policy gradient without clipping, [C, T]: -A r."""
+    z, adv = t.ratios(ratio)
+    return -adv * jnp.exp(z), metric_sums(z, t.mask_CT)
 
 
-def reinforce(logps_BT: jax.Array, advantages: jax.Array, mask_BT: jax.Array) -> tuple[jax.Array, Metrics]:
-    """REINFORCE (Williams, 1992), [B, T]: -A log pi."""
-    logps = masked(logps_BT, mask_BT)
-    adv = masked(per_token(advantages, logps), mask_BT)
-    return -adv * logps, {"n_tokens": (mask_BT > 0).sum().astype(logps.dtype)}
+def reinforce(t: Terms) -> tuple[jax.Array, Metrics]:
+    """REINFORCE (Williams, 1992), [C, T]: -A log pi. The ratio is a metric alone."""
+    z, adv = t.ratios()
+    return -adv * masked(t.logps_CT, t.mask_CT), metric_sums(z, t.mask_CT)
 
 
-def cispo(
-    logps_BT: jax.Array,
-    old_logps_BT: jax.Array,
-    advantages: jax.Array,
-    mask_BT: jax.Array,
-    *,
-    weight_max: float,
-    weight_min: float | None = None,
-    log_ratio_clamp: Clamp | None = LOG_RATIO_CLAMP,
-) -> tuple[jax.Array, Metrics]:
-    """CISPO (arXiv:2506.13585), [B, T]: -stop_gradient(clip(r, weight_min, weight_max)) A log pi.
+def cispo(t: Terms, *, weight_max: float, weight_min: float | None = None) -> tuple[jax.Array, Metrics]:
+    """CISPO (arXiv:2506.13585), [C, T]: -stop_gradient(clip(r, weight_min, weight_max)) A log pi.
 
     The bounds are those of the weight itself, not distances from 1. Metrics as in `clipped_surrogate`: here
     `clip_high` and `clip_low` count weights that reached a bound.
     """
-    z = log_ratio(logps_BT, old_logps_BT, mask_BT, log_ratio_clamp=log_ratio_clamp)
-    adv, logps = masked(per_token(advantages, z), mask_BT), masked(logps_BT, mask_BT)
+    z, adv = t.ratios()
     r = jax.lax.stop_gradient(jnp.exp(z))
     # The gradient flows through log pi alone, so a clipped token keeps one (PPO's clip would drop it).
     weight = clamp(r, (weight_min, weight_max))
-    return -weight * adv * logps, metric_sums(z, mask_BT, clip_high=r > weight, clip_low=r < weight)
+    losses = -weight * adv * masked(t.logps_CT, t.mask_CT)
+    return losses, metric_sums(z, t.mask_CT, clip_high=r > weight, clip_low=r < weight)

@@ -5,6 +5,8 @@ per pair, [B]; average with `mean_rows` over the pairs of the whole step. The ca
 reference's log-probabilities constant (`stop_gradient`); the losses do not.
 """
 
+from __future__ import annotations
+
 from typing import Literal, NamedTuple
 
 import jax
@@ -27,6 +29,11 @@ class PairLoss(NamedTuple):
     loss_B: jax.Array
     chosen_rewards_B: jax.Array
     rejected_rewards_B: jax.Array
+
+    @classmethod
+    def of(cls, loss_B: jax.Array, beta: float, *sides_B: jax.Array) -> PairLoss:
+        """With rewards of beta times the score of each side."""
+        return cls(loss_B, *(jax.lax.stop_gradient(beta * side) for side in sides_B))
 
 
 def bradley_terry(
@@ -113,7 +120,6 @@ def dpo(
     ref_chosen = jnp.zeros_like(chosen_B) if ref_chosen_B is None else ref_chosen_B
     ref_rejected = jnp.zeros_like(rejected_B) if ref_rejected_B is None else ref_rejected_B
     x_full, y_full = chosen_B - ref_chosen, rejected_B - ref_rejected
-    rewards = jax.lax.stop_gradient(beta * x_full), jax.lax.stop_gradient(beta * y_full)
     x, y = _score(x_full, divergence), _score(y_full, divergence)
     if chosen_lengths_B is not None and rejected_lengths_B is not None:
         x, y = x / jnp.maximum(chosen_lengths_B, 1), y / jnp.maximum(rejected_lengths_B, 1)
@@ -147,7 +153,7 @@ def dpo(
             value = -log_sigmoid(z) * (1 - gate) + jnp.exp(-z) * gate
         case _:
             raise ValueError(f"unknown DPO loss {loss!r}")
-    return PairLoss(value, *rewards)
+    return PairLoss.of(value, beta, x_full, y_full)
 
 
 def ld_weights(mask_BT: jax.Array, other_mask_BT: jax.Array, alpha: float) -> jax.Array:
@@ -182,9 +188,7 @@ def orpo(
     ORPO adds the negative log-likelihood of the chosen side (`rlhf.tuning.losses.sft.nll`).
     """
     loss = beta * _smoothed(log_odds_ratio(chosen_avg_B, rejected_avg_B, logp_max=logp_max), label_smoothing)
-    return PairLoss(
-        loss, jax.lax.stop_gradient(beta * chosen_avg_B), jax.lax.stop_gradient(beta * rejected_avg_B)
-    )  # fmt: skip
+    return PairLoss.of(loss, beta, chosen_avg_B, rejected_avg_B)
 
 
 def cpo(
@@ -203,14 +207,8 @@ def cpo(
     (`rlhf.tuning.losses.sft.nll`).
     """
     z = beta * (chosen_B - rejected_B)
-    match loss:
-        case "sigmoid":
-            value = _smoothed(z, label_smoothing)
-        case "simpo":
-            value = _smoothed(z - gamma, label_smoothing)
-        case _:
-            raise ValueError(f"unknown CPO loss {loss!r}")
-    return PairLoss(value, jax.lax.stop_gradient(beta * chosen_B), jax.lax.stop_gradient(beta * rejected_B))
+    value = _smoothed(z - gamma if loss == "simpo" else z, label_smoothing)
+    return PairLoss.of(value, beta, chosen_B, rejected_B)
 
 
 def kto_reference_point(kl_logps_B: np.ndarray, ref_kl_logps_B: np.ndarray) -> float:

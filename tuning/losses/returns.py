@@ -54,6 +54,11 @@ def _backward_recursion(add_BT: jax.Array, decay_BT: jax.Array, last_B: jax.Arra
     return ys.T
 
 
+def _following(values_BT: jax.Array, mask_BT: jax.Array, last_B: jax.Array) -> jax.Array:
+    """The value after each token, [B, T]: that of the next valid one, or `last`."""
+    return jnp.concatenate([_backward_recursion(values_BT, 1 - mask_BT, last_B)[:, 1:], last_B[:, None]], -1)
+
+
 def gae(
     rewards_BT: jax.Array,
     values_BT: jax.Array,
@@ -80,9 +85,7 @@ def gae(
     last = jnp.zeros(rewards.shape[0], rewards.dtype) if bootstrap_B is None else bootstrap_B.astype(rewards.dtype)
     zero = jnp.zeros_like(last)
     if gaps == "skipped":
-        # The value that follows each token: that of the next valid one.
-        following = jnp.concatenate([_backward_recursion(values, 1 - m, last)[:, 1:], last[:, None]], -1)
-        delta = m * (rewards + gamma * following - values)
+        delta = m * (rewards + gamma * _following(values, m, last) - values)
         # A masked token passes on what comes after it: decay 1, delta 0.
         advantages = _backward_recursion(delta, m * (gamma * lam) + (1 - m), zero)
     else:
@@ -121,9 +124,8 @@ def bi_level_gae(
     values = masked(values_BT, mask_BT)
     m = (mask_BT > 0).astype(rewards.dtype)
     zero = jnp.zeros(rewards.shape[0], rewards.dtype)
-    following = jnp.concatenate([_backward_recursion(values, 1 - m, zero)[:, 1:], zero[:, None]], -1)
     inside = m * (1 - ends.astype(rewards.dtype))
-    delta = m * (rewards - values) + inside * gamma * following
+    delta = m * (rewards - values) + inside * gamma * _following(values, m, zero)
     advantages = _backward_recursion(delta, inside * (gamma * lam) + (1 - m), zero)
     return masked(advantages, mask_BT), masked(advantages + values, mask_BT)
 

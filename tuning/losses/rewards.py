@@ -23,7 +23,7 @@ Array = TypeVar("Array", jax.Array, np.ndarray)
 def terminal_rewards(scores_B: jax.Array, mask_BT: jax.Array) -> jax.Array:
     """Each row's score on its last valid token (the EOS token of a finished completion), 0 elsewhere, [B, T]."""
     valid = (mask_BT > 0).astype(jnp.int32)
-    # The running count reaches the total at the last valid token, and stays there on the masked ones behind it.
+    # The running count reaches the total at the last valid token, and stays there on the masked ones after it.
     is_last = (valid == 1) & (jnp.cumsum(valid, -1) == valid.sum(-1, keepdims=True))
     return jnp.where(is_last, scores_B[:, None], jnp.zeros((), scores_B.dtype))
 

@@ -11,7 +11,7 @@ def value_loss(
     returns_BT: jax.Array,
     mask_BT: jax.Array,
     *,
-    old_values_BT: jax.Array | None = None,
+    old_values_BT: jax.Array,
     clip: float | None = None,
     factor: float = 0.5,
 ) -> tuple[jax.Array, dict[str, jax.Array]]:
@@ -19,14 +19,12 @@ def value_loss(
 
     loss = factor * max((V - R)^2, (clip(V, V_old - c, V_old + c) - R)^2); without `clip` the first term alone.
     Returns per-token losses [B, T] (0 where masked) and sums: `value_clipped` (tokens on which the clipped
-    branch is the larger), `value_error_sq`, `n_tokens`. Raises ValueError for `clip` without `old_values_BT`.
+    branch is the larger), `value_error_sq`, `n_tokens`.
     """
     values, returns = masked(values_BT, mask_BT), masked(returns_BT, mask_BT)
     error = (values - returns) ** 2
     loss, clipped = error, jnp.zeros_like(error)
     if clip is not None:
-        if old_values_BT is None:
-            raise ValueError("clipping needs old_values")
         old = masked(old_values_BT, mask_BT)
         error_clipped = (jnp.clip(values, old - clip, old + clip) - returns) ** 2
         loss, clipped = jnp.maximum(error, error_clipped), (error_clipped > error).astype(error.dtype)

@@ -47,15 +47,8 @@ def choose(
     length, head_dim = q.shape[1], q.shape[3]
     half = q.dtype in (jnp.bfloat16, jnp.float16)
     # cuDNN has no softcap, takes heads of more than 128 on some devices only, and is not cut along a row.
-    if (
-        platform == "gpu"
-        and context == 1
-        and half
-        and softcap is None
-        and head_dim <= 128
-        and head_dim % 8 == 0
-        and length % 2 == 0
-    ):
+    suits = half and softcap is None and head_dim <= 128 and head_dim % 8 == 0 and length % 2 == 0
+    if platform == "gpu" and context == 1 and suits:
         return "cudnn"
     # Prompts that are shared make splash's mask an array of L x L.
     if platform == "tpu" and length % (LANES * context) == 0 and (not shared or length <= PLAIN_TOKENS):
@@ -107,18 +100,16 @@ def packed_attention(
             # XLA cuts this call over a mesh by itself.
             out = jax.nn.dot_product_attention(q, k, v, mask=mask, scale=spec.scale, implementation="cudnn")
             return out, cache
+        attend: Callable[..., jax.Array] = plain_attention
         if how == "splash":
-            from rlhf.tuning.models.splash import masked_attention
+            from rlhf.tuning.models import splash
 
-            def masked(q: jax.Array, k: jax.Array, v: jax.Array, mask: jax.Array) -> jax.Array:
-                return masked_attention(q, k, v, mask[:, 0], spec.scale, spec.softcap)
+            attend = splash.masked_attention
 
-            return _by_device(masked, q, k, v, mask), cache
+        def masked(q: jax.Array, k: jax.Array, v: jax.Array, mask: jax.Array) -> jax.Array:
+            return attend(q, k, v, mask[:, 0], spec.scale, spec.softcap)
 
-        def plain(q: jax.Array, k: jax.Array, v: jax.Array, mask: jax.Array) -> jax.Array:
-            return plain_attention(q, k, v, mask[:, 0], spec.scale, spec.softcap)
-
-        return _by_device(plain, q, k, v, mask), cache
+        return _by_device(masked, q, k, v, mask), cache
 
     return attention
 
@@ -170,14 +161,12 @@ def _number(q: jax.Array, k: jax.Array) -> jax.Array | None:
 
 def _blocked(q: jax.Array, k: jax.Array, v: jax.Array, segments: Segments, spec: AttentionSpec) -> jax.Array:
     def local(q: jax.Array, k: jax.Array, v: jax.Array, segments: Segments, window: Any = spec.window) -> jax.Array:
-        number = _number(q, k)
-        if number is not None:
+        if (number := _number(q, k)) is not None:
             segments = segments._replace(first=number * q.shape[1])
         return blocked_attention(q, k, v, segments, window, spec.scale, spec.softcap)
 
-    if isinstance(spec.window, jax.Array):
-        return _by_device(local, q, k, v, segments, spec.window)
-    return _by_device(local, q, k, v, segments)
+    windows = (spec.window,) if isinstance(spec.window, jax.Array) else ()
+    return _by_device(local, q, k, v, segments, *windows)
 
 
 def _segments(q: jax.Array, k: jax.Array, v: jax.Array, group_BL: jax.Array, spec: AttentionSpec) -> jax.Array:

@@ -23,6 +23,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
+from rlhf.tuning.models.matmul import soft_cap
 from rlhf.tuning.models.remat import ATTENTION, keep
 
 BLOCK = 128
@@ -78,13 +79,13 @@ def blocked_attention(
     """
     length, columns = q_BLNH.shape[1], k_BLKH.shape[1]
     of_queries = -length % BLOCK
-    # Whole blocks of queries behind any first column are columns too.
+    # Whole blocks of queries after any first column are columns too.
     of_keys = -columns % BLOCK if segments.first is None else of_queries + -(columns + of_queries) % BLOCK
 
     def pad(x: jax.Array, padding: int = of_keys, value: int = 0) -> jax.Array:
         return jnp.pad(x, [(0, 0), (0, padding)] + [(0, 0)] * (x.ndim - 2), constant_values=value) if padding else x
 
-    # Padding is a group of its own (-1), so that each of its queries sees itself and the softmax is finite.
+    # Padding is a separate group (-1), so that each of its queries sees itself and the softmax is finite.
     group, branch = pad(segments.group_BL, value=-1), pad(segments.branch_BL)
     padded = Segments(group, branch, pad(segments.positions_BL), segments.first)
     out = _attention(pad(q_BLNH, of_queries), pad(k_BLKH), pad(v_BLKH), padded, window, scale, softcap)
@@ -103,7 +104,7 @@ def plain_attention(
     q = _by_head(q_BLNH, heads)
     k, v = k_BSKH.transpose(0, 2, 1, 3), v_BSKH.transpose(0, 2, 1, 3)
     z = _logits(q.reshape(*q.shape[:2], -1, q.shape[-1]), k, q.shape[2], scale, softcap)
-    # Weights of half types sum to 1 before they are rounded: divided behind the product, the two ways through which a
+    # Weights of half types sum to 1 before they are rounded: divided after the product, the two ways through which a
     # gradient reaches the logits would be rounded apart, and what keys have in common would not cancel.
     weights = jax.nn.softmax(jnp.where(seen_BLS[:, None, None], z, -jnp.inf), axis=-1).astype(v.dtype)
     out = _dot(weights.reshape(*q.shape[:2], -1, k.shape[2]), v, 3, 2)
@@ -145,7 +146,7 @@ def _by_token(x_BKGLH: jax.Array) -> jax.Array:
 def _logits(q_rows: jax.Array, keys: jax.Array, groups: int, scale: float, softcap: float | None) -> jax.Array:
     """[B, K, G, Q, S] in at least float32."""
     z = _dot(q_rows, keys, 3, 3) * scale
-    z = z if softcap is None else softcap * jnp.tanh(z / softcap)
+    z = soft_cap(z, softcap)
     b, k, rows, s = z.shape
     return z.reshape(b, k, groups, rows // groups, s)
 
@@ -167,16 +168,8 @@ def _joined(blocks: list[jax.Array]) -> jax.Array:
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(5, 6))
-def _attention(
-    q_BLNH: jax.Array,
-    k_BLKH: jax.Array,
-    v_BLKH: jax.Array,
-    segments: Segments,
-    window: jax.Array | int | None,
-    scale: float,
-    softcap: float | None,
-) -> jax.Array:
-    return _forward(q_BLNH, k_BLKH, v_BLKH, segments, window, scale, softcap)[0]
+def _attention(*args: Any) -> jax.Array:
+    return _forward(*args)[0]
 
 
 def _forward(

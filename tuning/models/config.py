@@ -63,16 +63,6 @@ class DecoderConfig:
     final_softcap: float | None = None
     """The same for the logits of the LM head."""
 
-    def __post_init__(self) -> None:
-        for name in ("rope_layers", "sliding_layers"):
-            flags = getattr(self, name)
-            if flags and len(flags) != self.num_layers:
-                raise ValueError(f"DecoderConfig.{name} has {len(flags)} entries for {self.num_layers} layers")
-        if self.num_heads % self.num_kv_heads:
-            raise ValueError(f"num_heads {self.num_heads} is not a multiple of num_kv_heads {self.num_kv_heads}")
-        if self.activation not in ("silu", "gelu_tanh"):
-            raise ValueError(f"DecoderConfig.activation is {self.activation!r}; supported: silu, gelu_tanh")
-
     @property
     def attention_scale(self) -> float:
         """Factor of the attention logits."""

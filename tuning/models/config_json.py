@@ -16,7 +16,7 @@ from rlhf.tuning.models.config import DecoderConfig, UnsupportedModel
 from rlhf.tuning.models.families import EVERYWHERE, FAMILIES, Family
 from rlhf.tuning.models.rope import RopeScaling
 
-_LLAMA3_FIELDS: Final = ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings")
+LLAMA3_FIELDS: Final = ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings")
 
 
 _TYPES: Final[dict[str, tuple[type, str]]] = {
@@ -25,7 +25,7 @@ _TYPES: Final[dict[str, tuple[type, str]]] = {
     **dict.fromkeys(("rope_scaling", "rope_parameters"), (dict, "an object")),
     **dict.fromkeys(("layer_types", "no_rope_layers"), (list, "a list")),
 }
-"""Types of the fields that are read without a check of their own."""
+"""Types of the fields that no other check covers."""
 
 
 class _File:
@@ -79,6 +79,17 @@ class _File:
         return None if value is None else self.number(name, value)
 
 
+_SIZES: Final = {
+    "vocab_size": "vocab_size",
+    "hidden_size": "hidden_size",
+    "intermediate_size": "intermediate_size",
+    "num_hidden_layers": "num_layers",
+    "num_attention_heads": "num_heads",
+    "num_key_value_heads": "num_kv_heads",
+    "head_dim": "head_dim",
+    "max_position_embeddings": "max_positions",
+}
+"""Sizes by their names in config.json: the fields of `DecoderConfig`."""
 MOST_LAYERS = 10_000
 """Before the names of their tensors are compared with the file's."""
 
@@ -98,18 +109,15 @@ def from_hugging_face(values: Mapping[str, Any], source: str) -> DecoderConfig:
     if heads % kv_heads:
         raise file.refusal("num_key_value_heads", kv_heads, f"a divisor of num_attention_heads, {heads}")
     # A null counts as absent, as in transformers.
-    derived = values.get("head_dim", family.defaults.get("head_dim")) is None
-    head_dim = hidden // heads if derived else file.positive("head_dim")
+    default = values.get("head_dim", family.defaults.get("head_dim")) is None
+    derived = {"num_key_value_heads": kv_heads, "head_dim": hidden // heads if default else file.positive("head_dim")}
+    sizes: dict[str, Any] = {own: derived.get(name) or file.positive(name) for name, own in _SIZES.items()}
     # Families without such a bias ignore the field.
-    bias = {n: n in family.biases and n in values and file.flag(n) for n in ("attention_bias", "mlp_bias")}
-    traits: dict[str, Any] = {
-        "qkv_bias": bias["attention_bias"],
-        "output_bias": bias["attention_bias"],
-        "mlp_bias": bias["mlp_bias"],
-        **_rope(file),
-        **_windows(file, layers),
-        **_rope_layers(file, layers),
-    }
+    attention, mlp = (n in family.biases and n in values and file.flag(n) for n in ("attention_bias", "mlp_bias"))
+    traits: dict[str, Any] = {"qkv_bias": attention, "output_bias": attention, "mlp_bias": mlp}
+    traits |= _rope(file) | _windows(file, layers)
+    if "no_rope_layer_interval" in family.defaults and not all(rotates := _rope_pattern(file, layers)):
+        traits["rope_layers"] = tuple(rotates)
     if family.softcaps:
         # Gemma: logits are scaled by this size rather than the head's, embeddings by sqrt(hidden).
         traits["query_scale"] = file.number("query_pre_attn_scalar", file.read("query_pre_attn_scalar")) ** -0.5
@@ -117,16 +125,9 @@ def from_hugging_face(values: Mapping[str, Any], source: str) -> DecoderConfig:
         traits["attention_softcap"] = file.cap("attn_logit_softcapping")
         traits["final_softcap"] = file.cap("final_logit_softcapping")
     return DecoderConfig(
-        vocab_size=file.positive("vocab_size"),
-        hidden_size=hidden,
-        intermediate_size=file.positive("intermediate_size"),
-        num_layers=layers,
-        num_heads=heads,
-        num_kv_heads=kv_heads,
-        head_dim=head_dim,
+        **sizes,
         norm_eps=file.number("rms_norm_eps", values.get("rms_norm_eps", 1e-6)),
         tie_embeddings=file.flag("tie_word_embeddings"),
-        max_positions=file.positive("max_position_embeddings"),
         family=values["model_type"],
         **traits | dict(family.traits),
     )
@@ -160,7 +161,7 @@ def _rope(file: _File) -> dict[str, Any]:
 def _rope_entry(file: _File, name: str, entry: Mapping[str, Any], theta: float) -> tuple[float, RopeScaling | None]:
     """Theta and scaling of one dictionary of rotary parameters; `theta` is the default."""
     kind = entry.get("rope_type", entry.get("type", "default"))
-    required = {"default": (), "linear": ("factor",), "llama3": _LLAMA3_FIELDS}.get(kind)
+    required = {"default": (), "linear": ("factor",), "llama3": LLAMA3_FIELDS}.get(kind)
     if required is None:
         raise file.refusal(f"{name}.rope_type", kind, "default, linear or llama3")
     # transformers falls back to the model's context length for the original one.
@@ -211,7 +212,7 @@ def _sliding_layers(file: _File, layers: int) -> list[bool]:
     if file.family.windows == "pattern":
         # Gemma 2 alternates; Gemma 3 lets every n-th layer see everything.
         every = file.positive("sliding_window_pattern") if "sliding_window_pattern" in file.family.defaults else 2
-        return [(layer + 1) % every != 0 for layer in range(layers)]
+        return _but_every(every, layers)
     if file.values.get("sliding_window", file.family.defaults.get("sliding_window")) is None:
         return [False] * layers
     if "no_rope_layer_interval" in file.family.defaults:
@@ -221,22 +222,19 @@ def _sliding_layers(file: _File, layers: int) -> list[bool]:
     return [layer >= file.read("max_window_layers") for layer in range(layers)]
 
 
-def _rope_layers(file: _File, layers: int) -> dict[str, Any]:
-    if "no_rope_layer_interval" not in file.family.defaults:
-        return {}
-    rotates = _rope_pattern(file, layers)
-    return {} if all(rotates) else {"rope_layers": tuple(rotates)}
-
-
 def _rope_pattern(file: _File, layers: int) -> list[bool]:
     """Which layers of SmolLM3 have positions: as `no_rope_layers` says (1 for rotation), else all but every n-th."""
     listed = file.values.get("no_rope_layers")
     if listed is None:
-        every = file.positive("no_rope_layer_interval")
-        return [(layer + 1) % every != 0 for layer in range(layers)]
+        return _but_every(file.positive("no_rope_layer_interval"), layers)
     if len(listed) < layers or any(value not in (0, 1) for value in listed):
         raise file.refusal("no_rope_layers", listed, f"{layers} of 0 and 1")
     return [bool(value) for value in listed[:layers]]
+
+
+def _but_every(n: int, layers: int) -> list[bool]:
+    """True for all but every n-th layer."""
+    return [(layer + 1) % n != 0 for layer in range(layers)]
 
 
 def to_hugging_face(config: DecoderConfig, *, scalar: bool = False, **extra: Any) -> dict[str, Any]:
@@ -249,29 +247,21 @@ def to_hugging_face(config: DecoderConfig, *, scalar: bool = False, **extra: Any
     values: dict[str, Any] = {
         "architectures": [classes + ("ForSequenceClassification" if scalar else "ForCausalLM")],
         "model_type": config.family,
-        "vocab_size": config.vocab_size,
-        "hidden_size": config.hidden_size,
-        "intermediate_size": config.intermediate_size,
-        "num_hidden_layers": config.num_layers,
-        "num_attention_heads": config.num_heads,
-        "num_key_value_heads": config.num_kv_heads,
-        "head_dim": config.head_dim,
+        **{name: getattr(config, own) for name, own in _SIZES.items()},
         "rms_norm_eps": config.norm_eps,
         "tie_word_embeddings": config.tie_embeddings,
-        "max_position_embeddings": config.max_positions,
         "attention_dropout": 0.0,
         "torch_dtype": "float32",
     }
     values |= {name: allowed[0] for name, allowed in family.fixed.items() if allowed[0] is not None}
-    values |= {
-        name: {"attention_bias": config.output_bias, "mlp_bias": config.mlp_bias}[name] for name in family.biases
-    }
-    values |= _write_rope(config) | _write_windows(config, family)
+    biases = {"attention_bias": config.output_bias, "mlp_bias": config.mlp_bias}
+    values |= {name: biases[name] for name in family.biases} | _write_rope(config) | _write_windows(config, family)
     if "no_rope_layer_interval" in family.defaults:
         values["no_rope_layers"] = [int(r) for r in config.rope_layers] or [1] * config.num_layers
     if family.softcaps:
-        scale = config.head_dim**-0.5 if config.query_scale is None else config.query_scale
-        values["query_pre_attn_scalar"] = _tidy(scale**-2)
+        size = config.attention_scale**-2
+        # The integer that it is up to rounding: (2 ** -0.5) ** -2 is not exactly 2.
+        values["query_pre_attn_scalar"] = round(size) if abs(size - round(size)) < 1e-9 * size else size
         values["attn_logit_softcapping"] = config.attention_softcap
         values["final_logit_softcapping"] = config.final_softcap
     if scalar:
@@ -285,22 +275,15 @@ def to_hugging_face(config: DecoderConfig, *, scalar: bool = False, **extra: Any
     return values
 
 
-def _tidy(value: float) -> float | int:
-    """The integer that the value is up to rounding, else the value: (2 ** -0.5) ** -2 is not exactly 2."""
-    return round(value) if abs(value - round(value)) < 1e-9 * value else value
-
-
 def _write_rope(config: DecoderConfig) -> dict[str, Any]:
     values: dict[str, Any] = {"rope_theta": config.rope_theta}
     if config.local_rope_theta is not None:
         values["rope_local_base_freq"] = config.local_rope_theta
     scaling = config.rope_scaling
     if scaling is not None:
-        numbers = (scaling.factor, scaling.low_freq_factor, scaling.high_freq_factor, scaling.original_positions)
-        named = dict(zip(_LLAMA3_FIELDS, numbers, strict=True))
-        values["rope_scaling"] = {"rope_type": scaling.kind, "factor": scaling.factor}
-        if scaling.kind == "llama3":
-            values["rope_scaling"] |= named
+        kind, *numbers = dataclasses.astuple(scaling)
+        fields = LLAMA3_FIELDS if kind == "llama3" else LLAMA3_FIELDS[:1]
+        values["rope_scaling"] = {"rope_type": kind} | dict(zip(fields, numbers, strict=False))
     return values
 
 

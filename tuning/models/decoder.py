@@ -21,7 +21,7 @@ from flax import nnx
 
 from rlhf.tuning.models.config import DecoderConfig
 from rlhf.tuning.models.linear import Linear
-from rlhf.tuning.models.matmul import factor
+from rlhf.tuning.models.matmul import factor, soft_cap
 from rlhf.tuning.models.remat import HEADS, INPUT, MLP, RESIDUAL, keep, rematerialised
 from rlhf.tuning.models.rope import rope_tables, rotate
 from rlhf.tuning.models.sharding import INNER, STREAM, constrain, with_cut_gradients
@@ -68,11 +68,6 @@ def rms_norm(x: jax.Array, weight: jax.Array, eps: float, offset: float = 0.0) -
         return (x32 * (weight.astype(x32.dtype) + offset)).astype(x.dtype)
     # Llama rounds before the weight and Gemma after it: in bfloat16 the last bits differ.
     return x32.astype(x.dtype) * weight.astype(x.dtype)
-
-
-def soft_cap(logits: jax.Array, cap: float | None) -> jax.Array:
-    """cap * tanh(logits / cap); the logits themselves without a cap."""
-    return logits if cap is None else cap * jnp.tanh(logits / cap)
 
 
 class Layer(nnx.Module):

@@ -31,7 +31,7 @@ class Family:
     fixed: Mapping[str, tuple[Any, ...]]
     """Fields implemented in one way only, with the allowed values; the first is written."""
     defaults: Mapping[str, Any]
-    """What transformers assumes for a field that the file does not have."""
+    """Values that transformers assumes for missing fields."""
     traits: Mapping[str, Any]
     """Fields of DecoderConfig that are the same for every member."""
     biases: tuple[str, ...] = ()
@@ -42,67 +42,37 @@ class Family:
     """Reads `attn_logit_softcapping` and `final_logit_softcapping`."""
 
 
+_PLAIN: Final = {"rope_theta": 10_000.0, "tie_word_embeddings": False}
+_WINDOWED: Final = _PLAIN | {"sliding_window": 4096}
+_QWEN: Final = _WINDOWED | {"max_window_layers": 28}
+_GEMMA_DEFAULTS: Final = _WINDOWED | {"tie_word_embeddings": True, "head_dim": 256, "query_pre_attn_scalar": 256}
+_BOTH: Final = ("attention_bias", "mlp_bias")
+
 FAMILIES: Final[dict[str, Family]] = {
     "llama": Family(
         "Llama",
         _SILU | {"pretraining_tp": (1,), "rope_interleaved": (False,)},
-        {
-            "rope_theta": 10_000.0,
-            "tie_word_embeddings": False,
-            "num_key_value_heads": None,
-            "max_position_embeddings": 2048,
-        },
+        _PLAIN | {"num_key_value_heads": None, "max_position_embeddings": 2048},
         {},
-        biases=("attention_bias", "mlp_bias"),
+        biases=_BOTH,
     ),
     "smollm3": Family(
         "SmolLM3",
         _SILU,
         {"rope_theta": 2_000_000.0, "tie_word_embeddings": True, "no_rope_layer_interval": 4},
         {},
-        biases=("attention_bias", "mlp_bias"),
+        biases=_BOTH,
         windows="switch",
     ),
-    "mistral": Family(
-        "Mistral",
-        _SILU | {"layer_types": (None,)},
-        {"rope_theta": 10_000.0, "tie_word_embeddings": False, "sliding_window": 4096},
-        {},
-        windows="all",
-    ),
-    "qwen2": Family(
-        "Qwen2",
-        _SILU,
-        {"rope_theta": 10_000.0, "tie_word_embeddings": False, "sliding_window": 4096, "max_window_layers": 28},
-        {"qkv_bias": True},
-        windows="switch",
-    ),
+    "mistral": Family("Mistral", _SILU | {"layer_types": (None,)}, _WINDOWED, {}, windows="all"),
+    "qwen2": Family("Qwen2", _SILU, _QWEN, {"qkv_bias": True}, windows="switch"),
     "qwen3": Family(
-        "Qwen3",
-        _SILU,
-        {
-            "rope_theta": 10_000.0,
-            "tie_word_embeddings": False,
-            "sliding_window": 4096,
-            "max_window_layers": 28,
-            "head_dim": 128,
-        },
-        {"qk_norm": True},
-        biases=("attention_bias",),
-        windows="switch",
+        "Qwen3", _SILU, _QWEN | {"head_dim": 128}, {"qk_norm": True}, biases=("attention_bias",), windows="switch"
     ),
     "gemma2": Family(
         "Gemma2",
         _GELU,
-        {
-            "rope_theta": 10_000.0,
-            "tie_word_embeddings": True,
-            "sliding_window": 4096,
-            "head_dim": 256,
-            "query_pre_attn_scalar": 256,
-            "attn_logit_softcapping": 50.0,
-            "final_logit_softcapping": 30.0,
-        },
+        _GEMMA_DEFAULTS | {"attn_logit_softcapping": 50.0, "final_logit_softcapping": 30.0},
         _GEMMA,
         biases=("attention_bias",),
         windows="pattern",
@@ -112,15 +82,7 @@ FAMILIES: Final[dict[str, Family]] = {
         "Gemma3",
         # transformers' attention of this family does not apply the cap that its config can hold.
         _GELU | {"attn_logit_softcapping": (None,)},
-        {
-            "rope_theta": 1_000_000.0,
-            "rope_local_base_freq": 10_000.0,
-            "tie_word_embeddings": True,
-            "sliding_window": 4096,
-            "head_dim": 256,
-            "query_pre_attn_scalar": 256,
-            "sliding_window_pattern": 6,
-        },
+        _GEMMA_DEFAULTS | {"rope_theta": 1_000_000.0, "rope_local_base_freq": 10_000.0, "sliding_window_pattern": 6},
         _GEMMA | {"qk_norm": True},
         biases=("attention_bias",),
         windows="pattern",

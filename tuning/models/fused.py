@@ -45,7 +45,7 @@ def fused_attention(
 ) -> jax.Array:
     """softmax(mask(scale * q k)) v, [B, L, N, H], of float32 arrays that `suits` accepts, all columns of their rows.
 
-    window: at least 1. The gradient has none of its own.
+    window: at least 1; it has no gradient.
     """
     if isinstance(window, jax.Array):
         limit = jnp.minimum(window, jnp.asarray(_NO_WINDOW, window.dtype))
@@ -58,10 +58,8 @@ def fused_attention(
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(4, 5))
-def _attention(
-    q: jax.Array, k: jax.Array, v: jax.Array, columns: tuple[jax.Array, ...], scale: float, names: tuple[str, str]
-) -> jax.Array:
-    return _forward(q, k, v, columns, scale, names)[0]
+def _attention(*args: Any) -> jax.Array:
+    return _forward(*args)[0]
 
 
 def _forward(

@@ -9,15 +9,15 @@ Sources: the GGUF specification (ggml-org/ggml, docs/gguf.md) for the keys, and 
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Iterator
+import copy
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, TypeVar, cast
 
 import numpy as np
 import numpy.typing as npt
 
-from rlhf.tuning.models.gguf_families import ARCHITECTURES, expected_tensors, read_config
+from rlhf.tuning.models.families import FAMILIES
+from rlhf.tuning.models.gguf_families import ARCHITECTURES, PERMUTED, expected_tensors, layer_tensors, read_config
 
 if TYPE_CHECKING:
     from gguf import GGUFReader
@@ -31,11 +31,15 @@ def _reader(path: Path) -> GGUFReader:
     from gguf import GGUFReader
 
     class Reader(GGUFReader):
-        """Each string of the metadata is several views of the map: those of numpy's class for maps cost three times as
-        much as those of a plain array over the same memory."""
-
         def __setattr__(self, name: str, value: Any) -> None:
+            # Each string of the metadata is several views, which cost three times as much of numpy's class for maps.
             super().__setattr__(name, value.view(np.ndarray) if name == "data" else value)
+
+        def _get(self, offset: int, dtype: Any, count: int = 1, override_order: Any = None) -> Any:
+            # The reader would go through an array of any count, with empty values past the file's end.
+            if offset + np.dtype(dtype).itemsize * int(count) > len(self.data):
+                raise ValueError("it ends before its values do")
+            return super()._get(offset, dtype, count, override_order)
 
     return Reader(path)
 
@@ -93,7 +97,7 @@ class GGUFFile:
 class GGUFCheckpoint:
     """Weights and configuration of a GGUF model, as Hugging Face names and layout.
 
-    Names, shapes and metadata are checked on opening; tensor data is only read by `read` and `tensors`. Give an open
+    Names, shapes and metadata are checked on opening; tensor data is only read by `read`. Give an open
     `GGUFFile` in place of the path to share it with `rlhf.tuning.models.tokenizer.tokenizer_from_gguf`: opening is
     slow.
 
@@ -114,9 +118,22 @@ class GGUFCheckpoint:
         if self._file.reader.byte_order != "I":
             raise ValueError(f"{self.path}: the file's byte order is not this machine's; supported: native order")
         self._tensors = {tensor.name: tensor for tensor in self._file.reader.tensors}
-        self._config = self._read_config()
+        embedding = self._tensors.get("token_embd.weight")
+        if embedding is None:
+            raise ValueError(f"{self.path}: tensor token_embd.weight is missing; a split file must be merged first")
+        # Part of the configuration, not a weight: it must not be among the tensors that are checked and read.
+        factors = self._tensors.pop(ROPE_FACTORS, None)
+        self._config = read_config(
+            self._file,
+            self._name,
+            # GGUF dimensions are innermost first: (hidden, vocab).
+            vocab_size=int(embedding.shape[-1]),
+            tied="output.weight" not in self._tensors,
+            rope_factors=None if factors is None else np.asarray(factors.data, np.float32),
+        )
         self._layout = expected_tensors(self._name, self._config)
         self._check_tensors()
+        self._own_names = {hf_name: name for name, (hf_name, _) in self._layout.items()}
 
     def config(self) -> dict[str, Any]:
         """A new dict of values for the family's Hugging Face config class (`transformers.LlamaConfig(**config)`).
@@ -124,18 +141,16 @@ class GGUFCheckpoint:
         bos, eos and pad ids are None where the metadata has none. tie_word_embeddings is true where the file holds no
         output.weight. vocab_size is the number of embedding rows.
         """
-        config = dict(self._config)
-        config["architectures"] = list(config["architectures"])
-        return config
+        return copy.deepcopy(self._config)
 
     @property
     def shapes(self) -> dict[str, tuple[int, ...]]:
         """The shape of each tensor by its Hugging Face name: of matrices (out, in), of embeddings (vocab, hidden)."""
-        return {hf_name: tuple(shape) for hf_name, shape in (self._layout[name] for name in self._tensors)}
+        return dict(self._layout[name] for name in self._tensors)
 
     @property
     def kinds(self) -> dict[str, str]:
-        """What each tensor is read as, in the words of safetensors."""
+        """The type in which each tensor is read, by its name in safetensors."""
         return dict.fromkeys(self.shapes, "F32")
 
     @property
@@ -148,24 +163,9 @@ class GGUFCheckpoint:
 
         Raises ValueError for a quantisation that the `gguf` package cannot decode, KeyError for an unknown name.
         """
-        return self._decoded(self._own_names[name])
-
-    @functools.cached_property
-    def _own_names(self) -> dict[str, str]:
-        return {self._layout[name][0]: name for name in self._tensors}
-
-    def tensors(self) -> Iterator[tuple[str, npt.NDArray[np.float32]]]:
-        """Yield (Hugging Face parameter name, float32 array), one tensor at a time, in the file's order.
-
-        With tied embeddings no lm_head.weight is yielded. Raises as `read`.
-        """
-        for name in self._tensors:
-            yield self._layout[name][0], self._decoded(name)
-
-    def _decoded(self, name: str) -> npt.NDArray[np.float32]:
         from gguf.quants import dequantize
 
-        known = ARCHITECTURES[self._name]
+        name = self._own_names[name]
         heads = {"attn_q": self._config["num_attention_heads"], "attn_k": self._config["num_key_value_heads"]}
         tensor, (_, shape) = self._tensors[name], self._layout[name]
         try:
@@ -176,36 +176,23 @@ class GGUFCheckpoint:
                 "use a file of another quantisation, such as Q8_0 or F16"
             ) from error
         kind = name.split(".")[-2]
-        if known.permuted and kind in heads:
+        # In the file weights of norms are factors, around 1.
+        shift = FAMILIES[ARCHITECTURES[self._name]].traits.get("norm_offset")
+        if self._name in PERMUTED and kind in heads:
             data = _unpermute(data, heads[kind])
-        elif known.norm_shift and kind.endswith("norm"):
-            data = data - np.float32(known.norm_shift)
+        elif shift and kind.endswith("norm"):
+            data = data - np.float32(shift)
         elif np.may_share_memory(data, tensor.data):
             # A tensor stored as F32 comes back as a view, which is read-only and keeps the file mapped.
             data = data.copy()
         return data.reshape(shape)
-
-    def _read_config(self) -> dict[str, Any]:
-        embedding = self._tensors.get("token_embd.weight")
-        if embedding is None:
-            raise ValueError(f"{self.path}: tensor token_embd.weight is missing; a split file must be merged first")
-        # Part of the configuration, not a weight: it must not be among the tensors that are checked and yielded.
-        factors = self._tensors.pop(ROPE_FACTORS, None)
-        return read_config(
-            self._file,
-            self._name,
-            # GGUF dimensions are innermost first: (hidden, vocab).
-            vocab_size=int(embedding.shape[-1]),
-            tied="output.weight" not in self._tensors,
-            rope_factors=None if factors is None else np.asarray(factors.data, np.float32),
-        )
 
     def _check_tensors(self) -> None:
         unknown = sorted(set(self._tensors) - set(self._layout))
         if unknown:
             raise ValueError(
                 f"{self.path}: {len(unknown)} unknown tensors, first {unknown[0]}; supported for {self._name}: "
-                f"token_embd, output_norm, output, blk.N.({'|'.join(ARCHITECTURES[self._name].layer)}) for N below "
+                f"token_embd, output_norm, output, blk.N.({'|'.join(layer_tensors(self._name))}) for N below "
                 f"{self._config['num_hidden_layers']}"
             )
         missing = sorted(set(self._layout) - set(self._tensors))

@@ -9,7 +9,7 @@ import json
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import jax
 import jax.numpy as jnp
@@ -25,8 +25,11 @@ from rlhf.tuning.models.config_json import from_hugging_face, to_hugging_face
 from rlhf.tuning.models.decoder import Decoder, ScalarHead, abstract_decoder
 from rlhf.tuning.models.json_file import json_object
 from rlhf.tuning.models.mapping import SCORE, tensor_names
-from rlhf.tuning.models.tensors import INDEX, KINDS, Named, Place, Tensors, check, load_tensors
+from rlhf.tuning.models.tensors import INDEX, KINDS, Place, Tensors, check, load_tensors
 from rlhf.tuning.precision import real
+
+if TYPE_CHECKING:
+    from rlhf.tuning.models.gguf import GGUFCheckpoint
 
 SHARD_BYTES = 5_000_000_000
 """The largest file that is written, unless one tensor is larger."""
@@ -77,7 +80,7 @@ def _tensor(leaf: Any, layer: int | None, transposed: bool, dtype: Any) -> np.nd
 def read_config(folder: Path) -> DecoderConfig:
     """The decoder config of a Hugging Face folder.
 
-    Raises FileNotFoundError, ValueError for a file that is no JSON, UnsupportedModel naming the field.
+    Raises FileNotFoundError, ValueError for an invalid JSON file, UnsupportedModel naming the field.
     """
     path = folder / "config.json"
     if not path.is_file():
@@ -126,12 +129,10 @@ def load_scalar_head(folder: Path, mesh: Mesh | None = None, dtype: str | None =
 
 
 def _check_head(config: DecoderConfig, tensors: Tensors, folder: Path) -> None:
-    if SCORE not in tensors.shapes:
-        raise UnsupportedModel(f"{folder} has no {SCORE}: it is no reward model")
-    wanted = (1, config.hidden_size)
-    if tensors.shapes[SCORE] != wanted:
+    shape, wanted = tensors.shapes.get(SCORE), (1, config.hidden_size)
+    if shape != wanted:
         # Of several labels the first would be taken for the score.
-        raise UnsupportedModel(f"{folder}: {SCORE} has shape {tensors.shapes[SCORE]}, one label has {wanted}")
+        raise UnsupportedModel(f"{folder}: {SCORE} has shape {shape}, a reward model has {wanted}")
 
 
 def scalar_head_shapes(config: DecoderConfig) -> Any:
@@ -178,32 +179,28 @@ def save_decoder(
 
 
 def copy_decoder(
-    source: Path, folder: Path, token_ids: dict[str, Any], *, shard_bytes: int = SHARD_BYTES
+    source: Path, folder: Path, token_ids: dict[str, Any], *, scalar: bool = False, shard_bytes: int = SHARD_BYTES
 ) -> tuple[DecoderConfig, int]:
-    """`write_decoder` of the decoder of a model folder. Raises as `load_decoder` does.
+    """`write_decoder` of a model folder; with `scalar` of a sequence classifier of one label, with its head.
 
-    A head that differs from the embeddings is kept although config.json says that they are tied.
+    A head that differs from the embeddings is kept although config.json says that they are tied. Raises as
+    `load_decoder` and `load_scalar_head` do.
     """
     config = read_config(source)
     with Tensors(source) as tensors:
-        config = _as_stored(config, tensors)
-        return config, write_decoder(folder, config, tensors, token_ids, shard_bytes=shard_bytes)
-
-
-def copy_scalar_head(source: Path, folder: Path, token_ids: dict[str, Any]) -> int:
-    """`write_decoder` of a sequence classifier of one label, with its head. Raises as `load_scalar_head` does."""
-    config = read_config(source)
-    with Tensors(source) as tensors:
-        _check_head(config, tensors, source)
-        # Classifiers have no LM head, tied or not.
-        config = dataclasses.replace(config, tie_embeddings="lm_head.weight" not in tensors.shapes)
-        return write_decoder(folder, config, tensors, token_ids, scalar=True)
+        if scalar:
+            _check_head(config, tensors, source)
+            # Classifiers have no LM head, tied or not.
+            config = dataclasses.replace(config, tie_embeddings="lm_head.weight" not in tensors.shapes)
+        else:
+            config = _as_stored(config, tensors)
+        return config, write_decoder(folder, config, tensors, token_ids, scalar=scalar, shard_bytes=shard_bytes)
 
 
 def write_decoder(
     folder: Path,
     config: DecoderConfig,
-    tensors: Named,
+    tensors: Tensors | GGUFCheckpoint,
     token_ids: dict[str, Any],
     *,
     scalar: bool = False,
@@ -241,12 +238,19 @@ def _write(folder: Path, tensors: Sequence[Lazy], shard_bytes: int) -> None:
     # Files of an earlier model with more shards would be read along with the new ones.
     for stale in [*folder.glob("model*.safetensors"), *folder.glob(INDEX)]:
         stale.unlink()
-    shards = _shards(tensors, shard_bytes)
+    shards: list[list[Lazy]] = [[]]
+    used = 0
+    for tensor in tensors:
+        if shards[-1] and used + tensor[1] > shard_bytes:
+            shards.append([])
+            used = 0
+        shards[-1].append(tensor)
+        used += tensor[1]
     file_of: dict[str, str] = {}
     for number, shard in enumerate(shards, start=1):
         name = f"model-{number:05}-of-{len(shards):05}.safetensors" if len(shards) > 1 else "model.safetensors"
-        save_file({tensor: make() for tensor, _, make in shard}, folder / name, metadata={"format": "pt"})
-        file_of |= {tensor: name for tensor, _, _ in shard}
+        save_file({key: make() for key, _, make in shard}, folder / name, metadata={"format": "pt"})
+        file_of |= {key: name for key, _, _ in shard}
     if len(shards) > 1:
         index = {"metadata": {"total_size": sum(size for _, size, _ in tensors)}, "weight_map": file_of}
         (folder / INDEX).write_text(json.dumps(index, indent=2, sort_keys=True) + "\n")
@@ -258,19 +262,6 @@ def write_config(folder: Path, config: DecoderConfig, scalar: bool, token_ids: d
         return
     values = to_hugging_face(config, scalar=scalar, **token_ids | {"torch_dtype": dtype})
     (folder / "config.json").write_text(json.dumps(values, indent=2, sort_keys=True) + "\n")
-
-
-def _shards(tensors: Sequence[Lazy], limit: int) -> list[list[Lazy]]:
-    """The (name, bytes, maker) of each file, in order."""
-    shards: list[list[Lazy]] = [[]]
-    used = 0
-    for entry in tensors:
-        if shards[-1] and used + entry[1] > limit:
-            shards.append([])
-            used = 0
-        shards[-1].append(entry)
-        used += entry[1]
-    return shards
 
 
 def untied(config: DecoderConfig, params: Any) -> tuple[DecoderConfig, Any]:

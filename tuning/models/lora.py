@@ -17,7 +17,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from rlhf.tuning.models.config import DecoderConfig
-from rlhf.tuning.models.decoder import Decoder, ScalarHead
+from rlhf.tuning.models.decoder import Decoder, ScalarHead, decoder_graph, scalar_graph
 from rlhf.tuning.models.linear import Linear
 from rlhf.tuning.models.matmul import thin
 from rlhf.tuning.models.quantize import FORMATS
@@ -46,13 +46,6 @@ class LoraConfig:
     quantize: Literal["none", "int8", "nf4"] = "none"
     """How the frozen kernels of the layers are stored; embedding, norms and head are not quantised. The adapter then
     starts from, and is compared with, the model with the quantised kernels (`rounded`)."""
-
-    def __post_init__(self) -> None:
-        if self.rank < 1 or self.alpha <= 0:
-            raise ValueError(f"rank is {self.rank} and alpha {self.alpha}; both must be positive")
-        unknown = set(self.targets) - set(PROJECTIONS)
-        if unknown or not self.targets:
-            raise ValueError(f"targets are {self.targets}; name some of {', '.join(PROJECTIONS)}")
 
     @property
     def scale(self) -> float:
@@ -89,9 +82,8 @@ def _model(config: DecoderConfig, role: Role) -> Any:
     return {"decoder": Decoder, "scalar": ScalarHead}[role](config, rngs=nnx.Rngs(0))
 
 
-@functools.lru_cache(maxsize=16)
 def _graph(config: DecoderConfig, role: Role) -> Any:
-    return nnx.split(nnx.eval_shape(lambda: _model(config, role)))[0]
+    return decoder_graph(config) if role == "decoder" else scalar_graph(config)
 
 
 def _tuned(model: Any, lora: LoraConfig, seed: int, dtype: str) -> tuple[Any, Any, Any]:

@@ -24,14 +24,14 @@ PROJECTIONS: Final = {
     "up": "mlp.up_proj",
     "down": "mlp.down_proj",
 }
-_NORMS: Final = {
+NORMS: Final = {
     "attention_norm": "input_layernorm",
     "mlp_norm": "post_attention_layernorm",
     "q_norm": "self_attn.q_norm",
     "k_norm": "self_attn.k_norm",
 }
 # Where outputs are normalised too (Gemma), `post_attention_layernorm` is the norm of attention's output.
-_POST_NORMS: Final = _NORMS | {
+POST_NORMS: Final = NORMS | {
     "attention_post_norm": "post_attention_layernorm",
     "mlp_norm": "pre_feedforward_layernorm",
     "mlp_post_norm": "post_feedforward_layernorm",
@@ -50,7 +50,7 @@ class Names(NamedTuple):
 def tensor_names(paths: Iterable[Path], num_layers: int) -> dict[Path, Names]:
     """The tensors of each parameter of a decoder, in the order of `paths`; KeyError for an unknown one."""
     paths = list(paths)
-    norms = _POST_NORMS if ("layers", "mlp_post_norm") in paths else _NORMS
+    norms = POST_NORMS if ("layers", "mlp_post_norm") in paths else NORMS
     names: dict[Path, Names] = {}
     for path in paths:
         if path[0] != "layers":

@@ -15,9 +15,6 @@ from rlhf.tuning.cpu.kernels import build
 from rlhf.tuning.models.sharding import mesh_in_use, sum_of_products
 from rlhf.tuning.precision import of_gradients, rounds_products
 
-WIDTH = 192
-"""Columns, at most, of a block that is transposed at a time."""
-
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(2,))
 def matmul(x: jax.Array, weight: jax.Array, back: bool = False) -> jax.Array:
@@ -81,6 +78,11 @@ def factor_type(dtype: str) -> str:
     return "bfloat16" if dtype == "float32" and rounds_products() else dtype
 
 
+def soft_cap(logits: jax.Array, cap: float | None) -> jax.Array:
+    """cap * tanh(logits / cap); the logits themselves without a cap."""
+    return logits if cap is None else cap * jnp.tanh(logits / cap)
+
+
 def _forward(x: jax.Array, weight: jax.Array, back: bool) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
     out = matmul(x, weight, back)
     with of_gradients():
@@ -97,7 +99,7 @@ def _backward(back: bool, saved: tuple[jax.Array, jax.Array], g: jax.Array) -> t
     def summed(x: jax.Array, g: jax.Array) -> jax.Array:
         # Contracts all leading axes at once: [..., in], [..., out] -> [in, out].
         if rounds_products():
-            return across(x.reshape(-1, x.shape[-1]), g.reshape(-1, g.shape[-1]), accumulate)
+            return contract(x.reshape(-1, x.shape[-1]), g.reshape(-1, g.shape[-1]), 0, 0, accumulate)
         return _over_rows(x, g, accumulate)
 
     return dx, sum_of_products(summed, x, g, back).astype(weight.dtype)
@@ -139,22 +141,3 @@ def _thin_backward(saved: tuple[jax.Array, jax.Array], g: jax.Array) -> tuple[ja
 
 
 _thin.defvjp(lambda x, weight: (x @ weight, (x, weight)), _thin_backward)
-
-
-def across(x: jax.Array, y: jax.Array, kind: Any) -> jax.Array:
-    """x^T y of x [T, in] and y [T, out] in the type `kind`: a product over rows.
-
-    Where products are rounded: XLA on CPU multiplies bfloat16 only where the left operand is summed over its last axis,
-    and computes in float32 otherwise. A transposition that it can see it moves into the product, so that one is in a
-    loop.
-    """
-    size = x.shape[1]
-    width = math.gcd(size, WIDTH)
-    # XLA takes a loop of one round apart, and small blocks cost more than they save.
-    if not rounds_products() or _kernel(x, y, 0, kind) or width < 8 or width == size:
-        return contract(x, y, 0, 0, kind)
-    x, y = factor(x), factor(y)
-    blocks = jax.lax.map(
-        lambda start: jax.lax.dynamic_slice_in_dim(x, start, width, axis=1).T, jnp.arange(0, size, width)
-    )
-    return jax.lax.dot_general(blocks.reshape(size, -1), y, (((1,), (0,)), ((), ())), preferred_element_type=kind)

@@ -30,7 +30,7 @@ PRODUCTS = (HEADS, ATTENTION, RESIDUAL, MLP)
 _policies = jax.checkpoint_policies
 POLICIES: dict[str, Callable[..., Any]] = {
     "products": _policies.save_only_these_names(*PRODUCTS),
-    # By name: a policy of JAX's own does not see the products, which have a gradient of their own (`matmul`).
+    # By name: JAX's policy of dots does not see these products, which have a custom gradient (`matmul`).
     "dots": _policies.save_only_these_names(HEADS, RESIDUAL, MLP),
     "attention": _policies.save_only_these_names(ATTENTION),
     "full": _policies.nothing_saveable,
@@ -43,7 +43,7 @@ POLICIES: dict[str, Callable[..., Any]] = {
 }
 """Values that are kept in addition to a layer's input, by name; `none`, which is not listed, keeps everything."""
 NAMES = ("none", *POLICIES)
-RECOMPUTED = {"none": 0.0, "products": 0.0, "dots": 0.0, "attention": 1.0, "full": 1.0, "offload": 1.0}
+RECOMPUTED = {name: float(name in ("attention", "full", "offload")) for name in NAMES}
 """Forward passes that a backward pass repeats: of products, which are nearly all of the work."""
 
 
@@ -53,13 +53,8 @@ def keep(x: jax.Array, name: str) -> jax.Array:
 
 
 def rematerialised(layer: Callable[..., Any], name: str) -> Callable[..., Any]:
-    """The body of a scan over layers, differentiated by the policy of this name.
-
-    Raises ValueError, which lists the names, for an unknown one.
-    """
+    """The body of a scan over layers, differentiated by the policy of this name."""
     if name == "none":
         return layer
-    if name not in POLICIES:
-        raise ValueError(f"compute.remat {name!r} is unknown; there are {', '.join(NAMES)}")
     # Scans keep no common subexpressions across their bodies, so nothing needs to stop XLA from finding them.
     return jax.checkpoint(layer, policy=POLICIES[name], prevent_cse=False)

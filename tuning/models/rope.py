@@ -38,8 +38,6 @@ def frequencies(head_dim: int, theta: float, scaling: RopeScaling | None = None)
         return plain
     if scaling.kind == "linear":
         return plain / scaling.factor
-    if scaling.kind != "llama3":
-        raise ValueError(f"RopeScaling.kind is {scaling.kind!r}; supported: linear, llama3")
     # Turns of each pair within the original context, and from them the weight of the unscaled frequency.
     turns = scaling.original_positions * plain / (2 * math.pi)
     kept = (turns - scaling.low_freq_factor) / (scaling.high_freq_factor - scaling.low_freq_factor)

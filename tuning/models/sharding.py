@@ -66,10 +66,14 @@ def shardings(params: Any, mesh: Mesh) -> Any:
     return jax.tree_util.tree_map_with_path(one, params)
 
 
+def path_names(path: Any) -> tuple[str, ...]:
+    """The names in the path of a parameter: of nnx states, pure dicts and optimizer states, whose keys differ."""
+    names = (str(getattr(k, "key", getattr(k, "name", k))) for k in path)
+    return tuple(n for n in names if n != "value")
+
+
 def _of_parameter(path: Any, leaf: Any, mesh: Mesh | AbstractMesh) -> PartitionSpec:
-    # Paths of nnx states, pure dicts and optimizer states have keys of different types.
-    names = tuple(str(getattr(k, "key", getattr(k, "name", k))) for k in path)
-    rule = _rule(tuple(n for n in names if n != "value"), leaf.dtype)
+    rule = _rule(path_names(path), leaf.dtype)
     # The rule is of the last dimensions; a leading axis of layers is not sharded, since the scan slices it.
     dims = leaf.shape[len(leaf.shape) - len(rule) :]
     axes = [a if a and size % mesh.shape[a] == 0 else None for a, size in zip(rule, dims, strict=True)]
@@ -95,6 +99,11 @@ def dividing(mesh: AbstractMesh, size: int, axis: Axis) -> tuple[str, ...]:
     return names if size % parts(mesh, names) == 0 else ()
 
 
+def spec(*axes: Axis) -> PartitionSpec:
+    """The sharding over these axes, one entry for each dimension; an empty one is not sharded."""
+    return PartitionSpec(*(a or None for a in axes))
+
+
 def constrain(x: jax.Array, *axes: Axis) -> jax.Array:
     """The array, sharded over these axes, one entry for each dimension, forward and backward: so that what XLA gathers
     is parameters, never rows. A dimension that its axes do not divide evenly is not sharded.
@@ -102,8 +111,8 @@ def constrain(x: jax.Array, *axes: Axis) -> jax.Array:
     mesh = mesh_in_use()
     if mesh is None:
         return x
-    spec = PartitionSpec(*(dividing(mesh, size, a) or None for size, a in zip(x.shape, axes, strict=True)))
-    return jax.lax.with_sharding_constraint(x, spec)
+    cut = spec(*(dividing(mesh, size, a) for size, a in zip(x.shape, axes, strict=True)))
+    return jax.lax.with_sharding_constraint(x, cut)
 
 
 def with_cut_gradients(params: Any) -> Any:
@@ -150,12 +159,8 @@ def sum_of_products(product: Callable[..., jax.Array], x: jax.Array, g: jax.Arra
         others = tuple(a for a in rows + columns if not (scattered and a == FSDP))
         return jax.lax.psum(total, others) if others else total
 
-    specs = (
-        PartitionSpec(rows or None, columns or None, tuple(a for a in axes if a == TENSOR) or None)
-        for axes in (of_in, of_out)
-    )
-    out = PartitionSpec(of_in or None, of_out or None)
-    return jax.shard_map(local, in_specs=tuple(specs), out_specs=out, check_vma=False)(x, g)
+    specs = tuple(spec(rows, columns, tuple(a for a in axes if a == TENSOR)) for axes in (of_in, of_out))
+    return jax.shard_map(local, in_specs=specs, out_specs=spec(of_in, of_out), check_vma=False)(x, g)
 
 
 LARGEST_GROUP = 8
@@ -216,22 +221,22 @@ class HeadCut:
     @property
     def of_positions(self) -> PartitionSpec:
         """Of arrays [M, ...]."""
-        return PartitionSpec(self.positions or None)
+        return spec(self.positions)
 
     @property
     def of_head(self) -> PartitionSpec:
         """Of the head."""
-        return PartitionSpec(self.vocabulary or None, self.width or None)
+        return spec(self.vocabulary, self.width)
 
     @property
     def of_tops(self) -> PartitionSpec:
         """Of the greatest logits [slices, M] of slices of each device's part: M numbers a device, not a whole."""
-        return PartitionSpec(self.vocabulary or None, self.positions or None)
+        return spec(self.vocabulary, self.positions)
 
     @property
     def of_logits(self) -> PartitionSpec:
         """Of logits [slices, M, W], slices of each device's part."""
-        return PartitionSpec(None, self.positions or None, self.vocabulary or None)
+        return spec(None, self.positions, self.vocabulary)
 
     @property
     def first(self) -> jax.Array | int:
@@ -248,7 +253,7 @@ class HeadCut:
         return scattered_sum(gradient_WD, FSDP, 1) if self.width else gradient_WD
 
     def rest(self, gradient: jax.Array) -> jax.Array:
-        """What `own` has left of the sum over positions."""
+        """The rest of the sum over positions, after `own`."""
         axes = tuple(a for a in self.positions if a not in self.width)
         return jax.lax.psum(gradient, axes) if axes else gradient
 

@@ -78,7 +78,7 @@ def masked_attention(
 def _kernel(mask: Any, queries: int, keys: int, softcap: float | None, head_dim: int, parts: int = 1) -> Any:
     """The kernel for a mask; parts: equal ranges of queries, each with as many blocks of the mask in memory."""
     q, k = block(queries), block(keys)
-    # The gradients of keys and values hold four blocks of heads beside two of logits: with heads of 256, 17 MiB.
+    # The gradients of keys and values hold four blocks of heads next to two of logits: with heads of 256, 17 MiB.
     longest = LONGEST_BLOCK if head_dim <= LANES else LONGEST_BLOCK // 2
     q_back, k_back = block(queries, longest), block(keys, longest)
     sizes = splash.BlockSizes(
@@ -119,7 +119,7 @@ def _by_rows(row: Any, q: jax.Array, k: jax.Array, v: jax.Array, of_row: jax.Arr
         # Zeros add nothing to q k^T, and the extra columns of the output are cut off below.
         return jnp.moveaxis(jnp.pad(x, ((0, 0), (0, 0), (0, 0), (0, -head_dim % LANES))), 1, 2)
 
-    # The kernel has no scale of its own. A scale that is itself rounded to bfloat16 would be off by up to 0.2 %.
+    # The kernel takes no scale. A scale that is itself rounded to bfloat16 would be off by up to 0.2 %.
     scaled = (q.astype(jnp.float32) * scale).astype(q.dtype)
     out = jax.vmap(row)(heads_first(scaled), heads_first(k), heads_first(v), of_row)
     return jnp.moveaxis(out[..., :head_dim], 1, 2).astype(q.dtype)

@@ -9,22 +9,26 @@ from __future__ import annotations
 
 import collections
 import contextlib
-from collections.abc import Iterable, Mapping, Sequence
+import functools
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import jax
 import numpy as np
 from flax import nnx
 from flax.traverse_util import flatten_dict, unflatten_dict
-from jax.sharding import Mesh, Sharding
+from jax.sharding import Mesh
 from safetensors import SafetensorError, safe_open
 
 from rlhf.tuning.models.config import DecoderConfig, UnsupportedModel
 from rlhf.tuning.models.json_file import json_object
 from rlhf.tuning.models.mapping import SCORE
-from rlhf.tuning.models.sharding import shardings
+from rlhf.tuning.models.sharding import path_names, shardings
+
+if TYPE_CHECKING:
+    from rlhf.tuning.models.gguf import GGUFCheckpoint
 
 INDEX = "model.safetensors.index.json"
 KINDS = {"F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16"}
@@ -50,25 +54,6 @@ class Place(NamedTuple):
     transposed: bool = False
 
 
-class Named(Protocol):
-    """Tensors by their Hugging Face names, read one at a time."""
-
-    @property
-    def shapes(self) -> Mapping[str, tuple[int, ...]]:
-        """The shape of each."""
-
-    @property
-    def kinds(self) -> Mapping[str, str]:
-        """The type of each, as one of `KINDS`."""
-
-    @property
-    def source(self) -> str:
-        """Where they are from, for errors."""
-
-    def read(self, name: str) -> np.ndarray:
-        """One of them."""
-
-
 class Tensors:
     """The tensors of a folder, open for reading by several threads; to be used in a `with` block.
 
@@ -76,7 +61,7 @@ class Tensors:
     all `*.safetensors`.
 
     Raises FileNotFoundError naming a file that is not there, ValueError naming one that cannot be read, and
-    UnsupportedModel for a tensor of a type that is not in `KINDS`, or that two files have and no index tells apart.
+    UnsupportedModel for a tensor of a type that is not in `KINDS`, or in two files without an index.
     """
 
     def __init__(self, folder: Path):
@@ -165,44 +150,6 @@ def _opened(path: Path) -> Any:
         ) from error
 
 
-def place_tensors(
-    config: DecoderConfig,
-    tensors: Iterable[tuple[str, np.ndarray]],
-    source: str,
-    state: Any,
-    places: Mapping[str, Place],
-) -> Any:
-    """`state`, an nnx State of shapes and types, with the values that a stream of named tensors has at their `places`.
-
-    A parameter is collected on the host and goes to the device after its last tensor.
-
-    Raises UnsupportedModel for a tensor that is unknown, missing or of another shape.
-    """
-    shapes = flatten_dict(nnx.to_pure_dict(state))
-    pending = dict(places)
-    remaining = collections.Counter(place.path for place in places.values())
-    host: dict[ParamPath, np.ndarray] = {}
-    done: dict[ParamPath, jax.Array] = {}
-    for name, tensor in tensors:
-        if name not in pending:
-            _check_unused(config, name, tensor.shape, source)
-            continue
-        path, part, transposed = pending.pop(name)
-        if path not in host:
-            host[path] = _aligned(shapes[path].shape, shapes[path].dtype)
-        target = host[path][part]
-        _check_shape(name, tensor.shape, target.shape, transposed, source)
-        target[...] = tensor.T if transposed else tensor
-        remaining[path] -= 1
-        if not remaining[path]:
-            done[path] = jax.device_put(host.pop(path))
-            # A view would keep the host's copy alive.
-            del target
-    _check_missing(pending, source)
-    nnx.replace_by_pure_dict(state, unflatten_dict(done))
-    return state
-
-
 def load_tensors(
     config: DecoderConfig,
     tensors: Tensors,
@@ -225,14 +172,51 @@ def load_tensors(
     for name, place in places.items():
         parts[place.path].append((name, place))
     with ThreadPoolExecutor(THREADS, thread_name_prefix="weights") as threads:
-        done = {
-            path: _Parameter(
-                tensors, shape.shape, dtype if dtype and path[-1] in MATRICES else shape.dtype, parts[path], threads
-            ).put(where.get(path))
-            for path, shape in shapes.items()
-        }
-    nnx.replace_by_pure_dict(state, unflatten_dict(done))
+
+        def put(path: ParamPath, like: Any) -> jax.Array:
+            kind = dtype if dtype and path[-1] in MATRICES else like.dtype
+            read = functools.partial(_read, tensors, like.shape, kind, parts[path], threads)
+            # One part at a time is on the host: it has left before the next is read.
+            if mesh is None:
+                return jax.block_until_ready(jax.device_put(read(None)))
+            holders: dict[tuple[tuple[int, int], ...], list[Any]] = collections.defaultdict(list)
+            for device, index in where[path].addressable_devices_indices_map(like.shape).items():
+                holders[tuple(s.indices(size)[:2] for s, size in zip(index, like.shape, strict=True))].append(device)
+            shards = []
+            for ranges, devices in holders.items():
+                part = read(tuple(slice(*ends) for ends in ranges))
+                shards += jax.block_until_ready([jax.device_put(part, device) for device in devices])
+            return jax.make_array_from_single_device_arrays(like.shape, where[path], shards)
+
+        nnx.replace_by_pure_dict(state, unflatten_dict({path: put(path, like) for path, like in shapes.items()}))
     return state
+
+
+def _read(
+    tensors: Tensors,
+    shape: tuple[int, ...],
+    dtype: Any,
+    parts: Sequence[tuple[str, Place]],
+    threads: ThreadPoolExecutor,
+    cut: Cut | None,
+) -> np.ndarray:
+    """A part of a parameter on the host; all of it without a cut."""
+    out = _aligned(shape if cut is None else tuple(s.stop - s.start for s in cut), dtype)
+
+    def fill(entry: tuple[str, Place]) -> None:
+        name, (_, part, transposed) = entry
+        target, wanted = (out[part], None) if cut is None else (out, cut)
+        if cut is not None and part:
+            layer = part[0] - cut[0].start
+            if not 0 <= layer < len(out):
+                return
+            target, wanted = out[layer], cut[1:]
+        value = tensors.read(name, wanted[::-1] if wanted is not None and transposed else wanted)
+        target[...] = value.T if transposed else value
+
+    # The result is read for the sake of errors.
+    collections.deque(threads.map(fill, parts), maxlen=0)
+    return out
 
 
 def narrowed(params: Any, dtype: Any) -> Any:
@@ -242,100 +226,29 @@ def narrowed(params: Any, dtype: Any) -> Any:
     """
 
     def one(path: Any, leaf: jax.Array) -> jax.Array:
-        # Paths of nnx states and of pure dicts have keys of different types.
-        names = [str(getattr(k, "key", getattr(k, "name", k))) for k in path]
-        last = next(n for n in reversed(names) if n != "value")
-        return leaf.astype(dtype) if last in MATRICES and leaf.dtype != dtype else leaf
+        narrow = path_names(path)[-1] in MATRICES and leaf.dtype != dtype
+        return leaf.astype(dtype) if narrow else leaf
 
     return jax.tree_util.tree_map_with_path(one, params)
 
 
-class _Parameter:
-    """A parameter that is being read."""
-
-    def __init__(
-        self,
-        tensors: Tensors,
-        shape: tuple[int, ...],
-        dtype: Any,
-        parts: Sequence[tuple[str, Place]],
-        threads: ThreadPoolExecutor,
-    ):
-        self.tensors, self.shape, self.dtype, self.parts, self.threads = tensors, shape, dtype, parts, threads
-
-    def put(self, sharding: Sharding | None) -> jax.Array:
-        """The parameter on its devices; without a sharding on the default one."""
-        # One part at a time is on the host: it has left before the next is read.
-        if sharding is None:
-            return jax.block_until_ready(jax.device_put(self.read(None)))
-        holders: dict[tuple[tuple[int, int], ...], list[Any]] = collections.defaultdict(list)
-        for device, index in sharding.addressable_devices_indices_map(self.shape).items():
-            assert index is not None
-            holders[tuple(s.indices(size)[:2] for s, size in zip(index, self.shape, strict=True))].append(device)
-        shards = []
-        for ranges, devices in holders.items():
-            part = self.read(tuple(slice(start, stop) for start, stop in ranges))
-            shards += jax.block_until_ready([jax.device_put(part, device) for device in devices])
-        return jax.make_array_from_single_device_arrays(self.shape, sharding, shards)
-
-    def read(self, cut: Cut | None) -> np.ndarray:
-        """A part of the parameter on the host; all of it without a cut."""
-        shape = self.shape if cut is None else tuple(s.stop - s.start for s in cut)
-        out = _aligned(shape, self.dtype)
-
-        def fill(entry: tuple[str, Place]) -> None:
-            name, place = entry
-            target, wanted = (out[place.part], None) if cut is None else _within(out, place, cut)
-            if target is not None:
-                value = self.tensors.read(name, wanted if wanted is None or not place.transposed else wanted[::-1])
-                target[...] = value.T if place.transposed else value
-
-        # The result is read for the sake of errors.
-        collections.deque(self.threads.map(fill, self.parts), maxlen=0)
-        return out
-
-
-def _within(out: np.ndarray, place: Place, cut: Cut) -> tuple[np.ndarray | None, Cut]:
-    """The position of a tensor in `out` (the part `cut` of a parameter), and its part, in the parameter's order.
-
-    None: nothing of it is in the cut.
-    """
-    if not place.part:
-        return out, cut
-    (layer,) = place.part
-    inside = cut[0].start <= layer < cut[0].stop
-    return (out[layer - cut[0].start] if inside else None), cut[1:]
-
-
-def check(config: DecoderConfig, tensors: Named, state: Any, places: Mapping[str, Place]) -> None:
+def check(config: DecoderConfig, tensors: Tensors | GGUFCheckpoint, state: Any, places: Mapping[str, Place]) -> None:
     """Raises UnsupportedModel for a tensor that is unknown, missing or of another shape than its place in `state`."""
     source, shapes = tensors.source, flatten_dict(nnx.to_pure_dict(state))
     for name, shape in tensors.shapes.items():
         if name not in places:
-            _check_unused(config, name, shape, source)
+            # Some checkpoints repeat a tied head or store rotary frequencies; `load_scalar_head` reads score heads.
+            tied_copy = name == "lm_head.weight" and config.tie_embeddings
+            if not (tied_copy or name == SCORE or name.endswith("rotary_emb.inv_freq")):
+                raise UnsupportedModel(f"{source}: unexpected tensor {name} {shape}")
             continue
-        place = places[name]
-        # Of no size: only its shape is looked at.
-        parameter = np.broadcast_to(np.empty((), np.bool_), shapes[place.path].shape)
-        _check_shape(name, shape, parameter[place.part].shape, place.transposed, source)
-    _check_missing([name for name in places if name not in tensors.shapes], source)
-
-
-def _check_unused(config: DecoderConfig, name: str, shape: tuple[int, ...], source: str) -> None:
-    # Some checkpoints repeat a tied head or store rotary frequencies; `load_scalar_head` reads score heads.
-    tied_copy = name == "lm_head.weight" and config.tie_embeddings
-    if not (tied_copy or name == SCORE or name.endswith("rotary_emb.inv_freq")):
-        raise UnsupportedModel(f"{source}: unexpected tensor {name} {shape}")
-
-
-def _check_shape(name: str, shape: tuple[int, ...], target: tuple[int, ...], transposed: bool, source: str) -> None:
-    expected = target[::-1] if transposed else target
-    if expected != shape:
-        raise UnsupportedModel(f"{source}: {name} has shape {shape}, the config asks for {expected}")
-
-
-def _check_missing(names: Iterable[str], source: str) -> None:
-    missing = sorted(names)
+        path, part, transposed = places[name]
+        # An array without memory: only the shape of the part counts.
+        target = np.broadcast_to(np.False_, shapes[path].shape)[part].shape
+        expected = target[::-1] if transposed else target
+        if expected != shape:
+            raise UnsupportedModel(f"{source}: {name} has shape {shape}, the config asks for {expected}")
+    missing = sorted(name for name in places if name not in tensors.shapes)
     if missing:
         raise UnsupportedModel(f"{source}: {len(missing)} tensors missing, first {missing[0]}")
 

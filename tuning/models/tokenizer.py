@@ -13,14 +13,13 @@ import datetime
 import functools
 import inspect
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
 from rlhf.tuning.models.gguf import GGUFFile
 
 if TYPE_CHECKING:
-    from tokenizers.pre_tokenizers import PreTokenizer
     from transformers import PreTrainedTokenizerFast
 
 # tokenizer.ggml.token_type values (gguf.TokenType).
@@ -29,16 +28,6 @@ _USER_DEFINED: Final = 4
 
 # Written by transformers into tokenizer_config.json: how the tokenizer was loaded, not what it is.
 _LOAD_STATE: Final = ("is_local", "local_files_only", "name_or_path")
-
-
-def _smollm() -> PreTokenizer:
-    from tokenizers import pre_tokenizers as pre
-
-    return pre.Sequence([pre.Digits(individual_digits=True), pre.ByteLevel(add_prefix_space=False, use_regex=True)])
-
-
-# tokenizer.ggml.pre to its pre-tokenizer. A new entry needs a test against llama.cpp or the original tokenizer.json.
-_PRE_TOKENIZERS: Final[dict[str, Callable[[], PreTokenizer]]] = {"smollm": _smollm}
 
 
 def tokenizer_from_gguf(path: str | Path | GGUFFile) -> PreTrainedTokenizerFast:
@@ -53,16 +42,15 @@ def tokenizer_from_gguf(path: str | Path | GGUFFile) -> PreTrainedTokenizerFast:
     prefixes, and for metadata that is missing or inconsistent.
     """
     from tokenizers import AddedToken, Tokenizer, decoders
+    from tokenizers import pre_tokenizers as pre
     from tokenizers.models import BPE
     from transformers import PreTrainedTokenizerFast
 
     file = path if isinstance(path, GGUFFile) else GGUFFile(path)
-    model = file.require("tokenizer.ggml.model", str)
-    if model != "gpt2":
-        raise ValueError(f"{file.path}: tokenizer.ggml.model is {model!r}; supported: gpt2 (byte-level BPE)")
-    pre = file.require("tokenizer.ggml.pre", str)
-    if pre not in _PRE_TOKENIZERS:
-        raise ValueError(f"{file.path}: tokenizer.ggml.pre is {pre!r}; supported: {', '.join(_PRE_TOKENIZERS)}")
+    # Byte-level BPE. Another pre-tokenizer needs a test against llama.cpp or the original tokenizer.json.
+    for key, supported in (("model", "gpt2"), ("pre", "smollm")):
+        if (value := file.require(f"tokenizer.ggml.{key}", str)) != supported:
+            raise ValueError(f"{file.path}: tokenizer.ggml.{key} is {value!r}; supported: {supported}")
     for key in ("add_bos_token", "add_eos_token", "add_space_prefix"):
         if file.get(f"tokenizer.ggml.{key}", bool):
             raise ValueError(f"{file.path}: tokenizer.ggml.{key} is true; supported: false")
@@ -76,11 +64,13 @@ def tokenizer_from_gguf(path: str | Path | GGUFFile) -> PreTrainedTokenizerFast:
             f"{file.path}: tokenizer.ggml.tokens has {len(tokens)} entries, {len(vocabulary)} of them distinct, and "
             f"token_type has {len(types)}; all three must agree"
         )
+    pairs: Any = [tuple(line.split(" ", 1)) for line in merges]
     try:
-        core = Tokenizer(BPE(vocab=vocabulary, merges=[_merge(line) for line in merges]))
+        core = Tokenizer(BPE(vocab=vocabulary, merges=pairs))
     except Exception as error:  # tokenizers raises a bare Exception for a merge outside the vocabulary
         raise ValueError(f"{file.path}: tokenizer.ggml.merges does not fit the vocabulary ({error})") from error
-    core.pre_tokenizer = _PRE_TOKENIZERS[pre]()
+    digits, letters = pre.Digits(individual_digits=True), pre.ByteLevel(add_prefix_space=False, use_regex=True)
+    core.pre_tokenizer = pre.Sequence([digits, letters])
     core.decoder = decoders.ByteLevel()
     typed = list(zip(tokens, types, strict=True))
     core.add_special_tokens([AddedToken(token, normalized=False) for token, kind in typed if kind == _CONTROL])
@@ -122,7 +112,7 @@ def load_tokenizer(folder: str | Path) -> PreTrainedTokenizerFast:
         raise FileNotFoundError(
             f"{folder}: no tokenizer.json; give a folder written by save_tokenizer or another fast tokenizer"
         )
-    # Not AutoTokenizer: with a config.json beside it, that may pick a class that rebuilds the pre-tokenizer.
+    # Not AutoTokenizer: with a config.json next to it, that may pick a class that rebuilds the pre-tokenizer.
     tokenizer: PreTrainedTokenizerFast = PreTrainedTokenizerFast.from_pretrained(str(folder), local_files_only=True)
     return tokenizer
 
@@ -257,7 +247,7 @@ def turn_end(tokenizer: PreTrainedTokenizerFast) -> int | None:
     template writes none there, or no such turn, or is missing, it is the tokenizer's EOS, which may be None.
     """
     eos: Any = tokenizer.eos_token_id
-    return _turn_end(tokenizer, str(tokenizer.chat_template or ""), None if eos is None else int(eos))
+    return _turn_end(tokenizer, str(tokenizer.chat_template or ""), eos)
 
 
 # By template and EOS too: both can be set on a tokenizer in use.
@@ -269,9 +259,9 @@ def _turn_end(tokenizer: PreTrainedTokenizerFast, template: str, eos: int | None
     if text is None:
         # A template for prompts alone. Conversations are refused where they are rendered, with their record.
         return eos
-    _, found, behind = text.rpartition(PROBE)
+    _, found, after = text.rpartition(PROBE)
     control = control_ids(tokenizer)
-    ids = tokenizer.encode(behind, add_special_tokens=False) if found else []
+    ids = tokenizer.encode(after, add_special_tokens=False) if found else []
     return next((index for index in ids if index in control), eos)
 
 
@@ -289,8 +279,8 @@ def _probe_chat(tokenizer: PreTrainedTokenizerFast) -> str | None:
 def always_written(tokenizer: PreTrainedTokenizerFast) -> set[int]:
     """Ids of BOS and EOS, and those that the chat template writes around any text."""
     text = (_probe_chat(tokenizer) if tokenizer.chat_template else None) or ""
-    ends: list[Any] = [tokenizer.bos_token_id, tokenizer.eos_token_id]
-    return {*tokenizer.encode(text, add_special_tokens=False), *(int(index) for index in ends if index is not None)}
+    ends: set[Any] = {tokenizer.bos_token_id, tokenizer.eos_token_id} - {None}
+    return {*tokenizer.encode(text, add_special_tokens=False)} | ends
 
 
 # Plain letters, which no template trims, splits or escapes.
@@ -321,11 +311,5 @@ def eos_ids(tokenizer: PreTrainedTokenizerFast, generation_config: Mapping[str, 
     extra = [] if stop is None else list(stop) if isinstance(stop, (list, tuple)) else [stop]
     if not all(isinstance(index, int) and not isinstance(index, bool) for index in extra):
         raise ValueError(f"generation_config eos_token_id is {stop!r}; expected an int or a list of ints")
-    own: list[Any] = [tokenizer.eos_token_id, turn_end(tokenizer)]
-    return tuple(sorted({*extra, *(int(index) for index in own if index is not None)}))
-
-
-def _merge(line: str) -> tuple[str, str]:
-    # Both sides are in the byte-level alphabet, which has no space, so the single space is the separator.
-    left, _, right = line.partition(" ")
-    return left, right
+    own: set[Any] = {tokenizer.eos_token_id, turn_end(tokenizer)} - {None}
+    return tuple(sorted({*extra} | own))

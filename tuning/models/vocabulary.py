@@ -17,7 +17,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import AbstractMesh, PartitionSpec
 
-from rlhf.tuning.models.sharding import CONTEXT, FSDP, ROWS, TENSOR, dividing, mesh_in_use
+from rlhf.tuning.models.sharding import CONTEXT, FSDP, ROWS, TENSOR, dividing, mesh_in_use, spec
 
 
 def embedded(table_VD: jax.Array, tokens: jax.Array, dtype: Any) -> jax.Array:
@@ -48,11 +48,11 @@ class _Cut:
 
     @property
     def table(self) -> PartitionSpec:
-        return PartitionSpec(self.vocabulary or None, self.width or None)
+        return spec(self.vocabulary, self.width)
 
     @property
     def tokens(self) -> PartitionSpec:
-        return PartitionSpec(self.rows or None, self.length or None)
+        return spec(self.rows, self.length)
 
     def local(self, tokens_BL: jax.Array, tokens: int) -> tuple[jax.Array, jax.Array]:
         """The tokens that this device looks up, counted from its first, and which of them it has."""
@@ -96,7 +96,7 @@ def _backward(dtype: jnp.dtype, cut: _Cut, saved: Any, g_BLD: jax.Array) -> tupl
         others = tuple(a for a in (*cut.rows, *cut.length) if a not in cut.width)
         return jax.lax.psum(table, others) if others else table
 
-    specs = PartitionSpec(cut.vocabulary or None), cut.tokens, cut.tokens
+    specs = spec(cut.vocabulary), cut.tokens, cut.tokens
     by_device = jax.shard_map(local, in_specs=specs, out_specs=cut.table, check_vma=False)
     return by_device(like, tokens_BL, g_BLD), None
 

@@ -11,7 +11,7 @@ completion. The LM head sees response positions only, through `at`.
     branch         0 0 0 1 1 1 2 2 | 0 0 1 1 1 1 2 0 0        and there the prompt (0) and its own branch
 
 Where a kernel takes segments and no other mask (`Layout.prompts`), each completion has a copy of the prompt to itself
-and is a group of its own; then there are no branches.
+and is a separate group; then there are no branches.
 
 A trajectory whose contexts do not extend one another is several groups, each a part after its own prompt. Its parts
 fill one slot of [C, T], one after another, so what is summed over a completion is summed over the trajectory; they
@@ -106,7 +106,7 @@ class Packed:
     """The caller's completion index; -1 where the slot is empty."""
 
     def arrays(self) -> dict[str, np.ndarray]:
-        """What the device gets."""
+        """The arrays that the device reads."""
         named = {f.name: getattr(self, f.name) for f in dataclasses.fields(self) if f.name != "ids_C"}
         return {name: array for name, array in named.items() if array is not None}
 
@@ -147,7 +147,7 @@ def split_group(group: Group, row_tokens: int) -> list[Group]:
 
 
 def alone(groups: Sequence[Group]) -> list[Group]:
-    """Each completion as a group of its own, with its own copy of the prompt."""
+    """Split groups into single completions, each with a copy of the prompt."""
     return [group.part(i, i + 1) for group in groups for i in range(len(group.completions))]
 
 
@@ -170,7 +170,7 @@ def plan_blocks(groups: Sequence[Group], row_tokens: int, prompts: Prompts = "sh
 
 
 def _units(groups: Sequence[Group]) -> list[list[Group]]:
-    """What no two micro-batches may share: the parts of each trajectory, and every other group by itself."""
+    """Groups that must be in one micro-batch: the parts of each trajectory, and every other group by itself."""
     units: list[list[Group]] = []
     of_trajectory: dict[int, list[Group]] = {}
     for group in groups:
@@ -229,11 +229,12 @@ class Layout:
     """The most rows of a step that is one micro-batch, where that is more."""
 
     def share(self, planned: int) -> int:
-        """Rows of each micro-batch of a step of so many rows."""
+        """Rows of each micro-batch of a step with `planned` rows."""
         if self.rows < planned <= self.undivided:
             # In few sizes, so that few programs are compiled.
             return min(self.undivided, round_up(planned, max(1, self.undivided // 8)))
-        return _even(planned, self.rows)
+        # -(-a // b) is a / b rounded up. Nine rows of at most eight become 5 + 4, not 8 + 1.
+        return -(-planned // -(-planned // self.rows))
 
 
 def choose_rows(
@@ -266,38 +267,18 @@ def choose_rows(
     if tpu and least > SHARED_TOKENS:
         # Blocks of the kernel divide a row: large ones leave fewer steps.
         least = round_up(least, 4 * grain)
-    best: tuple[int, Layout] | None = None
-    for length in range(least, max(least, 512) + 1, grain):
-        layout = Layout(length, max(1, budget // length), prompts, undivided // length)
-        cost = 0
+
+    def cost(layout: Layout) -> int:
+        """The row tokens that are computed, padding included: every micro-batch of a step has the same rows."""
+        total = 0
         for groups in steps:
-            # The row tokens that are computed, padding included: every micro-batch of a step has the same rows.
-            planned = len(plan_rows(groups, length, prompts))
+            planned = len(plan_rows(groups, layout.row_tokens, prompts))
             rows = layout.share(planned)
-            cost += rows * -(-planned // rows) * length
-        if best is None or cost < best[0]:
-            best = (cost, layout)
-    assert best is not None
-    return best[1]
+            total += rows * -(-planned // rows) * layout.row_tokens
+        return total
 
-
-def _even(planned: int, most: int) -> int:
-    """Rows of each micro-batch when `planned` rows go into the fewest of at most `most` rows."""
-    # -(-a // b) is a / b rounded up. Nine rows of at most eight become 5 + 4, not 8 + 1.
-    return -(-planned // -(-planned // most))
-
-
-def pack_shards(shards: Sequence[Sequence[Sequence[Group]]], shape: Shape) -> Packed:
-    """Lays the planned rows of each shard out side by side, in arrays of the given shape for each."""
-    parts = [pack_rows(rows, shape) for rows in shards]
-    if len(parts) == 1:
-        return parts[0]
-    arrays: dict[str, Any] = {}
-    for name in (f.name for f in dataclasses.fields(Packed)):
-        of_parts = [getattr(part, name) for part in parts]
-        join = np.stack if name == "where_M" else np.concatenate
-        arrays[name] = None if of_parts[0] is None else join(of_parts)
-    return Packed(**arrays)
+    lengths = range(least, max(least, 512) + 1, grain)
+    return min((Layout(n, max(1, budget // n), prompts, undivided // n) for n in lengths), key=cost)
 
 
 def pack_rows(rows: Sequence[Sequence[Group]], shape: Shape) -> Packed:
@@ -363,7 +344,19 @@ def micro_batches(groups: Sequence[Group], *, layout: Layout, completion_tokens:
     trained = round_up(bucket(max(sum(g.trained for g in part) for part in members)), multiple)
     rows = round_up(max(layout.share(max(map(len, chunks))), *map(len, chunks)), shards) // parts
     shape = Shape(rows, layout.row_tokens, slots, completion_tokens, trained, layout.prompts == "shared")
-    return [pack_shards(chunk, shape) for chunk in cut]
+    return [_joined([pack_rows(rows, shape) for rows in chunk]) for chunk in cut]
+
+
+def _joined(parts: Sequence[Packed]) -> Packed:
+    """The shards of a micro-batch side by side."""
+    if len(parts) == 1:
+        return parts[0]
+    arrays: dict[str, Any] = {}
+    for name in (f.name for f in dataclasses.fields(Packed)):
+        of_parts = [getattr(part, name) for part in parts]
+        join = np.stack if name == "where_M" else np.concatenate
+        arrays[name] = None if of_parts[0] is None else join(of_parts)
+    return Packed(**arrays)
 
 
 def count_micro_batches(groups: Sequence[Group], layout: Layout, shards: int = 1) -> int:

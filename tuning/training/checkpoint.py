@@ -1,6 +1,6 @@
 """Trainer state on disk with Orbax: parameters, optimizer state and data position of the newest complete step.
 
-Each process of a group writes the shards of its own devices to a folder of its own, one file a shard. `committed` puts
+Each process of a group writes the shards of its own devices to a separate folder, one file a shard. `committed` puts
 these folders together: their union is the checkpoint. It restores bit for bit on any mesh and number of processes. Each
 process reads the files that hold its shards; `fetch` brings them from elsewhere.
 """
@@ -33,7 +33,7 @@ class SaveFailed(RuntimeError):
 
 
 class Checkpoints:
-    """Saves while training goes on, keeps the newest step, restores bit for bit.
+    """Saves while training continues, keeps the newest step, restores bit for bit.
 
     `committed` is called from another thread, after each save is complete and before the next begins; the step before
     is deleted when it has returned, and it is called once more then. An error of a save is raised, as SaveFailed, by
@@ -95,7 +95,7 @@ class Checkpoints:
         except Exception as error:
             raise SaveFailed(
                 f"checkpoint {self.folder / str(step)} was not saved ({type(error).__name__}: {error}); the one before "
-                "it is kept: make room or give access there, and the same command goes on from it"
+                "it is kept: make room or give access there, and the same command resumes from it"
             ) from error
 
     def restore(self, like: Any) -> tuple[Any, dict[str, Any]] | None:
@@ -121,14 +121,10 @@ class Checkpoints:
         """As `wait`, then closes the folder."""
         try:
             self.wait()
-        except SaveFailed:
-            # Orbax would raise the same error again.
+        finally:
+            # Orbax raises the error of a save again.
             with contextlib.suppress(Exception):
                 self._manager.close()
-            raise
-        else:
-            self._manager.close()
-        finally:
             self._thread.shutdown()
 
 
@@ -175,7 +171,7 @@ def _unnumbered(leaves: dict[str, Any], tree: Any) -> Any:
 
 
 def _held(leaf: Any) -> Any:
-    """An array that a save may read while training goes on.
+    """An array that a save may read while training continues.
 
     Orbax copies arrays of an accelerator to the host before it returns. It reads arrays of the CPU in place, and that
     memory is donated to the next step.
@@ -191,14 +187,12 @@ def _wanted(folder: Path, like: Any, fetch: Fetch) -> tuple[ocp.args.PyTreeResto
     saved = len([path for path in folder.glob("*") if path.name.isdigit()])
     if saved != len(wanted):
         raise ValueError(f"checkpoint {folder} has {saved} leaves, the model asks for {len(wanted)}; {_REMEDY}")
-    shapes = {
-        str(i): jax.ShapeDtypeStruct(
-            leaf.shape,
-            leaf.dtype,
-            sharding=getattr(leaf, "sharding", None) or SingleDeviceSharding(jax.local_devices()[0]),
-        )
-        for i, leaf in enumerate(wanted)
-    }
+    here = SingleDeviceSharding(jax.local_devices()[0])
+
+    def shape(leaf: Any) -> jax.ShapeDtypeStruct:
+        return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=getattr(leaf, "sharding", None) or here)
+
+    shapes = _numbered(like, shape)
     fetch([path for name, shape in shapes.items() for path in _chunks(folder, name, shape)])
     return ocp.args.PyTreeRestore(shapes, restore_args=ocp.checkpoint_utils.construct_restore_args(shapes)), tree
 

@@ -1,9 +1,12 @@
-"""One number for each completion, or for each of its tokens, by a forward pass over packed groups."""
+"""Forward passes over packed groups: numbers of each completion, or of each of its tokens.
+
+Axes: C completions of a micro-batch, T completion tokens.
+"""
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import jax
@@ -14,18 +17,49 @@ from rlhf.tuning import multihost
 from rlhf.tuning.device import Compute
 from rlhf.tuning.mesh import put_batch, row_shards, under
 from rlhf.tuning.models.config import DecoderConfig
-from rlhf.tuning.models.decoder import decoder_graph
+from rlhf.tuning.models.decoder import decoder_graph, scalar_graph
 from rlhf.tuning.precision import real
 from rlhf.tuning.shapes import bucket
-from rlhf.tuning.training.batch import Group, choose_rows, micro_batches
-from rlhf.tuning.training.forward import logps_and_entropy
+from rlhf.tuning.training.batch import Group, Packed, choose_rows, micro_batches
+from rlhf.tuning.training.forward import logps_and_entropy, values_and_last
+from rlhf.tuning.training.prefetch import one_ahead, one_behind
 
 AT_ONCE = 4096
 """Groups that are packed together: those of a large table would not all fit memory."""
+Batch = dict[str, Any]
+
+
+def run_pass(
+    forward: Callable[[Batch], jax.Array], steps: Iterable[list[Packed]], mesh: Mesh | None
+) -> Iterator[tuple[np.ndarray, np.ndarray]]:
+    """Yield the completions [C] of each micro-batch and the outputs [C, ...] of `forward`; number -1: an empty slot."""
+
+    def outputs() -> Iterator[tuple[np.ndarray, jax.Array]]:
+        for batch in (batch for step in one_ahead(steps) for batch in step):
+            with under(mesh):
+                values = forward(put_batch(batch.arrays(), mesh))
+            yield batch.ids_C, values
+
+    return ((ids_C, multihost.to_host(values)) for ids_C, values in one_behind(outputs()))
+
+
+# Kept between calls: a new function would be compiled again.
+@functools.lru_cache(maxsize=8)
+def logps_program(model: DecoderConfig, temperature: float, compute: Compute, which: int = 0) -> Any:
+    """A compiled (parameters, batch) -> log-probabilities of completion tokens, or with `which` 1 entropies, [C, T]."""
+    graph = decoder_graph(model)
+    return jax.jit(lambda params, batch: logps_and_entropy(graph, params, batch, temperature, compute)[which])
+
+
+@functools.lru_cache(maxsize=8)
+def values_program(model: DecoderConfig, compute: Compute) -> Any:
+    """A compiled (parameters, batch) -> values of a critic for each token and the state after the last, [C, T + 1]."""
+    graph = scalar_graph(model)
+    return jax.jit(lambda params, batch: values_and_last(graph, params, batch, compute))
 
 
 def per_completion(
-    forward: Callable[[dict[str, Any]], Any],
+    forward: Callable[[Batch], Any],
     groups: Sequence[Group],
     budget: int,
     *,
@@ -43,23 +77,16 @@ def per_completion(
     largest = max(g.size if whole else len(g.prompt) + max(len(c) for c in g.completions) for g in like)
     # A part of the groups is enough to choose the padding; `largest`, over all, makes sure that each fits.
     layout = choose_rows([like[:64]], budget, largest, whole)
+    # The last part may be smaller, but layout and width are those of all: few shapes.
     width = bucket(max(len(c) for g in like for c in g.completions))
     out = np.zeros(max(i for g in groups for i in g.ids) + 1, real())
-    # The last part may be smaller, but layout and width are those of all: few shapes.
-    for start in range(0, len(groups), AT_ONCE):
-        part = [groups[i] for i in range(start, min(start + AT_ONCE, len(groups)))]
-        for batch in micro_batches(part, layout=layout, completion_tokens=width, shards=row_shards(mesh)):
-            with under(mesh):
-                values_C = multihost.to_host(forward(put_batch(batch.arrays(), mesh)))
-            filled = batch.ids_C >= 0
-            out[batch.ids_C[filled]] = values_C[filled]
+    steps = (
+        micro_batches(groups[start : start + AT_ONCE], layout=layout, completion_tokens=width, shards=row_shards(mesh))
+        for start in range(0, len(groups), AT_ONCE)
+    )
+    for ids_C, values_C in run_pass(forward, steps, mesh):
+        out[ids_C[ids_C >= 0]] = values_C[ids_C >= 0]
     return out
-
-
-@functools.lru_cache(maxsize=8)
-def _forward(model: DecoderConfig, temperature: float, compute: Compute) -> Any:
-    graph = decoder_graph(model)
-    return jax.jit(lambda params, batch: logps_and_entropy(graph, params, batch, temperature, compute)[0])
 
 
 def token_logps(
@@ -76,10 +103,9 @@ def token_logps(
     """
     groups = [Group(list(prompt), [list(tokens)], [i]) for i, (prompt, tokens) in enumerate(pairs)]
     layout, width = choose_rows([groups], budget), bucket(max(len(tokens) for _, tokens in pairs))
-    logps: dict[int, list[float]] = {}
-    for batch in micro_batches(groups, layout=layout, completion_tokens=width):
-        logps_CT = multihost.to_host(_forward(model, temperature, compute)(params, batch.arrays()))
-        for i, row in zip(batch.ids_C.tolist(), logps_CT, strict=True):
-            if i >= 0:
-                logps[i] = row[: len(pairs[i][1])].tolist()
-    return [logps[i] for i in range(len(pairs))]
+    steps = [micro_batches(groups, layout=layout, completion_tokens=width)]
+    program = functools.partial(logps_program(model, temperature, compute), params)
+    rows = {
+        i: row for ids_C, logps_CT in run_pass(program, steps, None) for i, row in zip(ids_C, logps_CT, strict=True)
+    }
+    return [rows[i][: len(tokens)].tolist() for i, (_, tokens) in enumerate(pairs)]

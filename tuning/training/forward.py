@@ -9,14 +9,13 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import PartitionSpec
 
 from rlhf.tuning.device import Compute
 from rlhf.tuning.losses.head import token_logps
 from rlhf.tuning.models.attention import packed_attention
 from rlhf.tuning.models.decoder import Decoder
 from rlhf.tuning.models.lora import assemble
-from rlhf.tuning.models.sharding import CONTEXT, ROWS, constrain, dividing, mesh_in_use, parts
+from rlhf.tuning.models.sharding import CONTEXT, ROWS, constrain, dividing, mesh_in_use, parts, spec
 
 Batch = dict[str, jax.Array]
 
@@ -59,7 +58,7 @@ def _states(batch: Batch, hidden: jax.Array, index: jax.Array) -> jax.Array:
         whole = constrain(hidden_BLD, ROWS, None, None)
         return _taken(batch, whole.reshape(hidden.shape), index)
     each = length // parts(mesh, columns)
-    # Devices along `context` divide what they have found, if they can: each goes on with its part.
+    # Devices along `context` divide the states, if they can: each continues with its part.
     divides = index.shape[0] // _shards(batch) % parts(mesh, columns) == 0
 
     def local(hidden_BLD: jax.Array, index: jax.Array) -> jax.Array:
@@ -72,8 +71,8 @@ def _states(batch: Batch, hidden: jax.Array, index: jax.Array) -> jax.Array:
             return jax.lax.psum_scatter(found, columns, scatter_dimension=0, tiled=True)
         return jax.lax.psum(found, columns)
 
-    given = PartitionSpec(shards or None, columns), PartitionSpec(shards or None)
-    out = PartitionSpec((shards + columns if divides else shards) or None)
+    given = spec(shards, columns), spec(shards)
+    out = spec(shards + columns if divides else shards)
     return jax.shard_map(local, in_specs=given, out_specs=out, check_vma=False)(hidden_BLD, index)
 
 
@@ -82,32 +81,13 @@ def logps_and_entropy(
 ) -> tuple[jax.Array, jax.Array]:
     """Log-probability of each completion token and entropy at its position, both [C, T], 0 where masked, in at least
     float32."""
-    decoder = assemble(graph, params)
-    hidden = _states(batch, _hidden(decoder, batch, compute), masked_tokens(batch, "at_CT"))
-    logps, entropy = _logps_and_entropy(decoder, batch, hidden, temperature)
-    return by_completion(batch, logps), by_completion(batch, entropy)
-
-
-def logps_and_leads(graph: Any, params: Any, batch: Batch, compute: Compute) -> tuple[jax.Array, jax.Array]:
-    """Log-probability of each completion token, and its lead over the mean log-probability of the vocabulary; both
-    [C, T], 0 where masked. Raises ValueError for logits with a soft cap, whose mean is not that of the head's rows."""
-    decoder = assemble(graph, params)
-    if decoder.config.final_softcap is not None:
-        raise ValueError("label smoothing needs logits without final_logit_softcapping: set label_smoothing to 0")
-    hidden = _states(batch, _hidden(decoder, batch, compute), masked_tokens(batch, "at_CT"))
-    wide = jnp.promote_types(hidden.dtype, jnp.float32)
-    weight = decoder.head_weight().astype(wide)
-    # Normalisers cancel: the lead is a difference of logits, the hidden state times a difference of rows of the head.
-    rows = weight[masked_tokens(batch, "targets_CT")] - weight.mean(axis=0)
-    leads = jnp.sum(hidden.astype(wide) * rows, axis=-1)
-    return by_completion(batch, _logps_and_entropy(decoder, batch, hidden, 1.0)[0]), by_completion(batch, leads)
+    return _logps_and_entropy(batch, *response_hidden(graph, params, batch, compute), temperature)
 
 
 def _logps_and_entropy(
-    decoder: Decoder, batch: Batch, hidden: jax.Array, temperature: float
+    batch: Batch, decoder: Decoder, hidden: jax.Array, temperature: float
 ) -> tuple[jax.Array, jax.Array]:
-    """Of the M tokens with a mask of 1, from the hidden states that predict them."""
-    return token_logps(
+    logps, entropy = token_logps(
         hidden,
         masked_tokens(batch, "targets_CT"),
         decoder.head_weight(),
@@ -115,15 +95,27 @@ def _logps_and_entropy(
         softcap=decoder.config.final_softcap,
         shards=_shards(batch),
     )
+    return by_completion(batch, logps), by_completion(batch, entropy)
 
 
-def response_hidden(
-    graph: Any, params: Any, batch: Batch, compute: Compute
-) -> tuple[jax.Array, jax.Array, float | None]:
-    """Hidden states that predict the M tokens with a mask of 1, [M, D], and the head: its weight [V, D] and softcap."""
-    decoder = assemble(graph, params)
-    hidden = _states(batch, _hidden(decoder, batch, compute), masked_tokens(batch, "at_CT"))
-    return hidden, decoder.head_weight(), decoder.config.final_softcap
+def logps_and_leads(graph: Any, params: Any, batch: Batch, compute: Compute) -> tuple[jax.Array, jax.Array]:
+    """Log-probability of each completion token, and its lead over the mean log-probability of the vocabulary; both
+    [C, T], 0 where masked. Raises ValueError for logits with a soft cap, whose mean is not that of the head's rows."""
+    decoder, hidden = response_hidden(graph, params, batch, compute)
+    if decoder.config.final_softcap is not None:
+        raise ValueError("label smoothing needs logits without final_logit_softcapping: set label_smoothing to 0")
+    wide = jnp.promote_types(hidden.dtype, jnp.float32)
+    weight = decoder.head_weight().astype(wide)
+    # Normalisers cancel: the lead is a difference of logits, the hidden state times a difference of rows of the head.
+    rows = weight[masked_tokens(batch, "targets_CT")] - weight.mean(axis=0)
+    leads = jnp.sum(hidden.astype(wide) * rows, axis=-1)
+    return _logps_and_entropy(batch, decoder, hidden, 1.0)[0], by_completion(batch, leads)
+
+
+def response_hidden(graph: Any, params: Any, batch: Batch, compute: Compute) -> tuple[Decoder, jax.Array]:
+    """The decoder, and the hidden states that predict the M tokens with a mask of 1, [M, D]."""
+    decoder: Decoder = assemble(graph, params)
+    return decoder, _states(batch, _hidden(decoder, batch, compute), masked_tokens(batch, "at_CT"))
 
 
 def masked_tokens(batch: Batch, name: str) -> jax.Array:
@@ -148,21 +140,22 @@ def by_completion(batch: Batch, values_M: jax.Array) -> jax.Array:
 
 def values(graph: Any, params: Any, batch: Batch, compute: Compute) -> jax.Array:
     """Critic values [C, T] of the states in which each completion token was chosen, 0 where masked."""
-    model = assemble(graph, params)
-    hidden = _hidden(model.decoder, batch, compute)
-    return jnp.where(batch["mask_CT"] > 0, model.scores(_states(batch, hidden, batch["at_CT"])), 0.0)
+    return jnp.where(batch["mask_CT"] > 0, _scores(graph, params, batch, compute, "at_CT")[0], 0.0)
 
 
 def values_and_last(graph: Any, params: Any, batch: Batch, compute: Compute) -> jax.Array:
     """Critic values [C, T + 1]: before each completion token as in `values`, then of the state after the last one."""
-    model = assemble(graph, params)
-    hidden = _hidden(model.decoder, batch, compute)
-    before = jnp.where(batch["mask_CT"] > 0, model.scores(_states(batch, hidden, batch["at_CT"])), 0.0)
-    return jnp.concatenate([before, model.scores(_states(batch, hidden, batch["last_C"]))[:, None]], axis=1)
+    before, last = _scores(graph, params, batch, compute, "at_CT", "last_C")
+    return jnp.concatenate([jnp.where(batch["mask_CT"] > 0, before, 0.0), last[:, None]], axis=1)
 
 
 def scores(graph: Any, params: Any, batch: Batch, compute: Compute) -> jax.Array:
     """Reward-model scores [C], read at the recorded last token (R12)."""
+    return _scores(graph, params, batch, compute, "last_C")[0]
+
+
+def _scores(graph: Any, params: Any, batch: Batch, compute: Compute, *where: str) -> list[jax.Array]:
+    """Outputs of a scalar head at the positions that arrays of the batch hold."""
     model = assemble(graph, params)
     hidden = _hidden(model.decoder, batch, compute)
-    return model.scores(_states(batch, hidden, batch["last_C"]))
+    return [model.scores(_states(batch, hidden, batch[name])) for name in where]

@@ -43,7 +43,7 @@ def _clip_by_matrix(limit: float) -> optax.GradientTransformation:
     """Scales the update of each matrix down to a root mean square of `limit` (Shazeer and Stern, 2018, section 6)."""
 
     def one(path: Any, x: jax.Array) -> jax.Array:
-        # Layers are stacked: each has a matrix, or a vector, of its own.
+        # Layers are stacked: each has one matrix or vector.
         axes = tuple(range(1 if "layers" in jax.tree_util.keystr(path) else 0, x.ndim))
         rms = jnp.sqrt(jnp.mean(jnp.square(x), axis=axes, keepdims=True))
         return x / jnp.maximum(1.0, rms / limit)
@@ -92,20 +92,16 @@ SCHEDULES: dict[str, Callable[[float, float, int], optax.Schedule]] = {
 """Schedules by name, of (peak, end, steps after the warm-up)."""
 
 
-def make_schedule(
-    kind: str, learning_rate: float, warmup_steps: int, total_steps: int, end: float = 0.0
-) -> optax.Schedule:
-    """A linear warm-up over `warmup_steps`, then one of SCHEDULES down to `end` at `total_steps`.
-
-    Raises ValueError, which lists the schedules, for an unknown one.
-    """
-    after = max(1, total_steps - warmup_steps)
-    body = _named(SCHEDULES, "schedule", kind)(learning_rate, end, after)
-    if warmup_steps > 0:
+def schedule_of(settings: OptimizerSettings, total_steps: int = 1) -> optax.Schedule:
+    """A linear warm-up, then the schedule's decay; `total_steps` is the end of a schedule without `decay_steps`."""
+    s, peak = settings, settings.learning_rate
+    after = max(1, (s.decay_steps or total_steps) - s.warmup_steps)
+    body = SCHEDULES[s.schedule](peak, peak * s.end_fraction, after)
+    if s.warmup_steps > 0:
         # From 1 / (warm-up + 1) of the peak, not from 0: the first step moves the weights too.
-        warmup = optax.linear_schedule(learning_rate / (warmup_steps + 1), learning_rate, warmup_steps)
-        body = optax.join_schedules([warmup, body], [warmup_steps])
-    # Of a count that is an integer optax makes a rate in float32, whatever the type of the weights.
+        warmup = optax.linear_schedule(peak / (s.warmup_steps + 1), peak, s.warmup_steps)
+        body = optax.join_schedules([warmup, body], [s.warmup_steps])
+    # Optax makes a float32 rate of a count that is an integer, whatever the type of the weights.
     return lambda count: body(jnp.asarray(count, real()))
 
 
@@ -124,61 +120,24 @@ def _is_kernel(path: Any, leaf: Any) -> bool:
     return "layers" in jax.tree_util.keystr(path) and _is_matrix(path, leaf)
 
 
-def make_optimizer(
-    schedule: optax.Schedule,
-    *,
-    name: str = "adamw",
-    b1: float,
-    b2: float,
-    eps: float = 1e-8,
-    weight_decay: float,
-    decay_all: bool = False,
-    clip_norm: float | None,
-    max_skipped: int,
-    moments: str = "float32",
-) -> optax.GradientTransformation:
-    """One of OPTIMIZERS after clipping by global norm; a step with non-finite gradients is skipped and counted.
+def optimizer_of(settings: OptimizerSettings, total_steps: int = 1) -> optax.GradientTransformation:
+    """The optimizer of some settings; `total_steps` as in `schedule_of`.
 
-    `weight_decay` times the learning rate shrinks what `decays` names, or with `decay_all` all parameters. Raises
-    ValueError, which lists the optimizers, for an unknown one. `moments` says how they are kept (`training.moments`);
-    raises ValueError where they cannot be.
+    Gradients are clipped by global norm; a step with non-finite ones is skipped and counted. `weight_decay` times the
+    learning rate shrinks what `decays` names, or with `decay: all` all parameters. Raises ValueError for
+    `moments: host` without host memory.
     """
-    clip = optax.identity() if clip_norm is None else optax.clip_by_global_norm(clip_norm)
-    rule = _named(OPTIMIZERS, "optimizer", name)(b1, b2, eps)
-    # Behind the rule and before the learning rate: decoupled, and scheduled with it.
-    decay, rate = (
-        optax.add_decayed_weights(weight_decay, None if decay_all else decays),
-        optax.scale_by_learning_rate(schedule),
-    )
+    s = settings
+    clip = optax.identity() if s.clip_norm is None else optax.clip_by_global_norm(s.clip_norm)
+    rule = OPTIMIZERS[s.name](s.beta1, s.beta2, s.epsilon)
+    # After the rule and before the learning rate: decoupled, and scheduled with it.
+    decay = optax.add_decayed_weights(s.weight_decay, None if s.decay == "all" else decays)
+    rate = optax.scale_by_learning_rate(schedule_of(s, total_steps))
     # optax would apply the update after more than this. `make_step` stops at `max_skipped` + 1, which it may read when
     # one step more has started.
-    max_errors = max_skipped + 2
-    if moments == "host":
+    max_errors = s.max_skipped + 2
+    if s.moments == "host":
         check_host_memory("optimizer.moments host", memory_kinds())
         return on_host(clip, optax.chain(rule, decay, rate), max_errors)
-    chain = optax.chain(clip, rounded(rule) if moments == "bfloat16" else rule, decay, rate)
+    chain = optax.chain(clip, rounded(rule) if s.moments == "bfloat16" else rule, decay, rate)
     return optax.apply_if_finite(chain, max_consecutive_errors=max_errors)
-
-
-def optimizer_of(settings: OptimizerSettings, total_steps: int = 1) -> optax.GradientTransformation:
-    """The optimizer that settings describe; `total_steps` is the end of a schedule that names none."""
-    s = settings
-    end = s.learning_rate * s.end_fraction
-    return make_optimizer(
-        make_schedule(s.schedule, s.learning_rate, s.warmup_steps, s.decay_steps or total_steps, end),
-        name=s.name,
-        b1=s.beta1,
-        b2=s.beta2,
-        eps=s.epsilon,
-        weight_decay=s.weight_decay,
-        decay_all=s.decay == "all",
-        clip_norm=s.clip_norm,
-        max_skipped=s.max_skipped,
-        moments=s.moments,
-    )
-
-
-def _named(table: dict[str, Any], what: str, name: str) -> Any:
-    if name not in table:
-        raise ValueError(f"{what} {name!r} is unknown; there are {', '.join(table)}")
-    return table[name]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, TypeVar
@@ -32,3 +33,8 @@ def one_ahead(items: Iterable[Item]) -> Iterator[Item]:
         while (item := coming.result()) is not end:
             coming = pool.submit(take)
             yield item
+
+
+def one_behind(started: Iterable[Item]) -> Iterator[Item]:
+    """Yield each item after the next one has started: the device computes while the caller reads the result."""
+    return (item for item, _ in itertools.pairwise(itertools.chain(started, [None])))  # type: ignore[misc]

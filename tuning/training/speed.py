@@ -103,7 +103,7 @@ class Meter:
         return {"seconds": seconds} | rates
 
     def skip(self) -> None:
-        """What was done since the last step, such as a measurement, is no part of the next one."""
+        """Leave the time since the last step, such as that of a measurement, out of the next one."""
         self._last = time.monotonic()
 
     def rates(self) -> dict[str, float]:

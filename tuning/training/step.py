@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import jax
@@ -20,8 +19,6 @@ import numpy as np
 import optax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from rlhf.tuning import background_compile
-from rlhf.tuning.compile_target import target_platform
 from rlhf.tuning.losses.aggregate import Counts, count
 from rlhf.tuning.mesh import put_batch, state_shardings, under
 from rlhf.tuning.models.sharding import with_cut_gradients
@@ -45,9 +42,6 @@ class StepFn:
 
     start: Start
     """The same, which waits for nothing: the host may prepare the next step before it reads the sums of this one."""
-    compiling: Callable[[Tree, Tree, Sequence[dict[str, Any]], Tree], AbstractContextManager[None]]
-    """Within it a thread compiles what a step on such batches takes longest to compile: their values do not matter.
-    Nothing within may donate the arrays."""
 
     def __call__(
         self, params: Tree, opt_state: Tree, batches: Sequence[dict[str, Any]], frozen: Tree = None
@@ -75,27 +69,11 @@ class NonFinite(RuntimeError):
     """Gradients stayed non-finite for too many steps in a row."""
 
 
-@dataclasses.dataclass(frozen=True)
-class _Part:
-    """A program of the step."""
+def step_programs(
+    loss_fn: LossFn, optimizer: optax.GradientTransformation, params: Tree, mesh: Mesh | None
+) -> dict[str, Callable[..., Any]]:
+    """A step's programs `single`, `zeros`, `add` and `apply`, which compile when called; `params` may be shapes."""
 
-    function: Callable[..., Any]
-    donates: tuple[int, ...]
-    """Numbers of its donated arguments."""
-    outputs: str | tuple[str, ...]
-    """Where its outputs are on a mesh: as `params`, as the optimizer's `state`, or on `all` devices."""
-
-    def compiled(self, optimizer: optax.GradientTransformation, params: Tree, mesh: Mesh | None) -> Callable[..., Any]:
-        if mesh is None:
-            return jax.jit(self.function, donate_argnums=self.donates)
-        of_params, of_state = state_shardings(optimizer, params, mesh)
-        places = {"params": of_params, "state": of_state, "all": NamedSharding(mesh, PartitionSpec())}
-        # Explicit, not inferred: donation needs outputs where the inputs were, and the next step takes them from there.
-        outs = places[self.outputs] if isinstance(self.outputs, str) else tuple(places[o] for o in self.outputs)
-        return jax.jit(self.function, donate_argnums=self.donates, out_shardings=outs)
-
-
-def _parts(loss_fn: LossFn, optimizer: optax.GradientTransformation) -> dict[str, _Part]:
     def loss(params: Tree, batch: Batch, frozen: Tree) -> tuple[jax.Array, Batch]:
         return loss_fn(with_cut_gradients(params), batch, frozen)
 
@@ -117,19 +95,22 @@ def _parts(loss_fn: LossFn, optimizer: optax.GradientTransformation) -> dict[str
     def zeros(params: Tree) -> Tree:
         return jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), params)
 
+    of_params, of_state, all_ = None, None, None
+    if mesh is not None:
+        of_params, of_state = state_shardings(optimizer, params, mesh)
+        all_ = NamedSharding(mesh, PartitionSpec())
+
+    def program(function: Callable[..., Any], donates: tuple[int, ...], outputs: Tree) -> Callable[..., Any]:
+        # Explicit, not inferred: donation needs outputs where the inputs were, and the next step takes them from there.
+        where = {} if mesh is None else {"out_shardings": outputs}
+        return jax.jit(function, donate_argnums=donates, **where)
+
     return {
-        "single": _Part(single, (0, 1), ("params", "state", "all", "all")),
-        "zeros": _Part(zeros, (), "params"),
-        "add": _Part(add, (0,), ("params", "all")),
-        "apply": _Part(apply, (0, 1), ("params", "state", "all")),
+        "single": program(single, (0, 1), (of_params, of_state, all_, all_)),
+        "zeros": program(zeros, (), of_params),
+        "add": program(add, (0,), (of_params, all_)),
+        "apply": program(apply, (0, 1), (of_params, of_state, all_)),
     }
-
-
-def step_programs(
-    loss_fn: LossFn, optimizer: optax.GradientTransformation, params: Tree, mesh: Mesh | None
-) -> dict[str, Callable[..., Any]]:
-    """A step's programs `single`, `zeros`, `add` and `apply`, which compile when called; `params` may be shapes."""
-    return {name: part.compiled(optimizer, params, mesh) for name, part in _parts(loss_fn, optimizer).items()}
 
 
 def make_step(
@@ -147,24 +128,6 @@ def make_step(
         if not programs:
             programs.update(step_programs(loss_fn, optimizer, params, mesh))
         return programs[name]
-
-    def compiling(
-        params: Tree, opt_state: Tree, batches: Sequence[dict[str, Any]], frozen: Tree
-    ) -> AbstractContextManager[None]:
-        # Processes that compile in different orders may wait for each other. A GPU's compiler times kernels on the
-        # device, and would choose others beside a pass.
-        if jax.process_count() > 1 or target_platform() == "gpu":
-            return nullcontext()
-        name, batch = "add" if len(batches) > 1 else "single", put_batch(batches[0], mesh)
-        # Gradients are as parameters are.
-        given = (params, params if name == "add" else opt_state, batch, frozen)
-        made = program(name, params)
-
-        def lowered() -> Any:
-            with under(mesh):
-                return made.lower(*given)  # type: ignore[attr-defined]
-
-        return background_compile.compiling(lowered)
 
     def start(
         params: Tree, opt_state: Tree, batches: Sequence[dict[str, Any]], frozen: Tree
@@ -197,7 +160,7 @@ def make_step(
 
         return params, opt_state, read
 
-    return StepFn(start, compiling)
+    return StepFn(start)
 
 
 def copy(tree: Tree) -> Tree:

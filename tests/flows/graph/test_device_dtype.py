@@ -8,7 +8,6 @@ import pytest
 
 from rlhf.flows.graph.build import build
 from rlhf.flows.graph.keying import key_of, key_parts
-from rlhf.flows.recipe.model import RecipeError
 from rlhf.flows.recipe.reading import load_recipe
 from rlhf.stages.store.keys import SHOWN
 from rlhf.stages.worker import device_dtype
@@ -80,9 +79,3 @@ def test_a_dumped_recipe_is_the_same_recipe():
     dumped = json.dumps(recipe.model_dump(mode="json", context=SHOWN))
     assert type(recipe).model_validate_json(dumped, context=SHOWN) == recipe
     assert recipe.sft is not None and recipe.sft.compute.dtype == "fast"
-
-
-@pytest.mark.parametrize("name", ["mixed", "mixed-backward", "fast-backward"])
-def test_an_old_name_of_fast_is_an_error_that_says_the_new_one(name):
-    with pytest.raises(RecipeError, match=f"rl.update.compute.dtype: {name} is now fast: use fast, or auto"):
-        load_recipe("smoke", sets=[f"rl.update.compute.dtype={name}"])

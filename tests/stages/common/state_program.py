@@ -26,15 +26,14 @@ from rlhf.tuning.axes import Axes
 from rlhf.tuning.mesh import init_state, make_mesh, put_params, state_shapes
 from rlhf.tuning.models.huggingface import load_decoder, save_decoder
 from rlhf.tuning.models.identity import fingerprint
+from rlhf.tuning.settings import OptimizerSettings
 from rlhf.tuning.training.checkpoint import Checkpoints, load_tree, save_tree
-from rlhf.tuning.training.optimizers import make_optimizer, make_schedule
+from rlhf.tuning.training.optimizers import optimizer_of
 from rlhf.tuning.training.step import make_step
 from tests.tuning.tiny import CONFIG, PARAMS
 
 KEY = "k" * 64
-OPTIMIZER = make_optimizer(
-    make_schedule("constant", 1e-2, 0, 10), b1=0.9, b2=0.95, weight_decay=0.1, clip_norm=1.0, max_skipped=2
-)
+OPTIMIZER = optimizer_of(OptimizerSettings(learning_rate=1e-2, weight_decay=0.1, max_skipped=2))
 
 
 def pull(params, batch, frozen):

@@ -6,10 +6,9 @@ import numpy as np
 import pytest
 
 from rlhf.stages.sampling.groups import Scored, TooFewGroups, chosen_groups, missing_prompts
-from rlhf.tuning.algorithms import selection
-from rlhf.tuning.algorithms.algorithm import find
 from rlhf.tuning.algorithms.diagnostics import pass_histogram
 from rlhf.tuning.algorithms.round_data import RoundData
+from rlhf.tuning.algorithms.selection import Selection
 from rlhf.tuning.algorithms.settings import RoundSettings
 from rlhf.tuning.rows import CompletionRow, ScoreRow
 
@@ -71,7 +70,7 @@ def test_completions_that_the_update_masks_give_a_group_no_signal():
     assert metrics == {"prompts_sampled": 4, "prompts_without_signal": 2, "prompts_to_spare": 0}
     settings = RoundSettings.of("dapo", truncated="mask")
     data = RoundData.from_rows(taken.rollouts, taken.scores)
-    assert selection.trained(data, selection.scored(data, settings), find(settings.objective), settings).all()
+    assert Selection.of(data, settings).trained().all()
     assert {row.place for row in chosen_groups(every, "stop")[0].rollouts} == {0, 1}
 
 
@@ -88,5 +87,5 @@ def test_a_group_that_has_nothing_to_train_on_gives_no_signal():
     assert metrics == {"prompts_sampled": 5, "prompts_without_signal": 2, "prompts_to_spare": 1}
     settings = RoundSettings.of("dapo", truncated="mask-loss")
     data = RoundData.from_rows(taken.rollouts, taken.scores)
-    trained = selection.trained(data, selection.scored(data, settings), find(settings.objective), settings)
+    trained = Selection.of(data, settings).trained()
     assert trained.tolist() == [True, False, False, True]

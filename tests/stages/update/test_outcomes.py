@@ -8,10 +8,9 @@ import pytest
 
 from rlhf.stages.sampling.groups import Scored, chosen_groups
 from rlhf.stages.update.outcomes import NO_BASELINE, fates_of
-from rlhf.tuning.algorithms import selection
-from rlhf.tuning.algorithms.algorithm import find
 from rlhf.tuning.algorithms.round_data import RoundData
 from rlhf.tuning.algorithms.rounds import RoundResult
+from rlhf.tuning.algorithms.selection import Selection
 from rlhf.tuning.algorithms.settings import RoundSettings
 from rlhf.tuning.rows import CompletionRow, FateRow, ScoreRow, names_of, read_table, write_table
 
@@ -39,11 +38,10 @@ def scored(prompts):
 def result(taken, settings, greedy_N=None):
     """What a round on these would return of its completions."""
     data = dataclasses.replace(RoundData.from_rows(taken.rollouts, taken.scores), greedy_N=greedy_N)
-    algorithm, found = find(settings.objective), selection.scored(data, settings)
-    trained_N = selection.trained(data, found, algorithm, settings)
-    signal_N = selection.with_signal(found, algorithm, settings)
+    chosen = Selection.of(data, settings)
+    trained_N, signal_N = chosen.trained(), chosen.signal_N
     advantages_N = np.where(np.arange(len(trained_N)) == 8, np.nan, np.arange(len(trained_N)))
-    filtered_N = selection.filtered(data, settings)
+    filtered_N = chosen.filtered_N
     return RoundResult(None, None, None, {}, trained_N, signal_N, advantages_N, filtered_N)
 
 

@@ -10,6 +10,7 @@ import pytest
 from rlhf.tuning.algorithms import ppo, registry
 from rlhf.tuning.algorithms.algorithm import Algorithm, Scored, Terms, find, group_relative, informative
 from rlhf.tuning.algorithms.diagnostics import Coefficients, mismatch_means
+from rlhf.tuning.algorithms.flat import Column
 from rlhf.tuning.algorithms.objective import correction_weights, kl_loss
 from rlhf.tuning.algorithms.registry import ALGORITHMS
 from rlhf.tuning.algorithms.settings import CriticSettings, Objective, RoundSettings
@@ -43,15 +44,15 @@ def right_share(tokens_CT):
 def turns_of(tokens_CT):
     """Each token is a turn, in a state that all completions of a prompt share."""
     numbers = np.broadcast_to(np.arange(T), (P * G, T))
-    return Turns(numbers, right_tokens(tokens_CT) / T, [["a", "b", "c"]] * (P * G))
+    return Turns(numbers, right_tokens(tokens_CT) / T, [["a", "b", "c"]] * (P * G), GROUPS < 0)
 
 
 def advantages_of(algorithm, objective, scored):
     if objective.algorithm == "ppo":
         zeros = np.zeros((P * G, T), np.float32)
-        judged = ppo.Judged(zeros, zeros[:, 0], zeros[:, 0] > 0)
-        return ppo.token_advantages(scored, judged, CriticSettings())[0].dense()
-    found = np.asarray(algorithm.advantages(scored))
+        return ppo.token_advantages(scored, Column.of(zeros), zeros[:, 0], CriticSettings())[0].dense()
+    found = algorithm.advantages(scored)
+    found = found.dense() if isinstance(found, Column) else np.asarray(found)
     return np.broadcast_to(found if found.ndim == 2 else found[:, None], (P * G, T))
 
 
@@ -80,7 +81,9 @@ def test_an_algorithm_teaches_a_table_of_logits(name):
         shares.append(totals.mean())
         greedy = right_share(jnp.argmax(table, -1)[GROUPS])
         everything = totals > -1
-        scored = Scored(totals, GROUPS, everything, np.asarray(MASK), np.zeros((P * G, T), np.float32), greedy)
+        scored = Scored(
+            totals, GROUPS, everything, Column.of(np.asarray(MASK)), Column.of(np.asarray(0 * MASK)), greedy
+        )
         if registry.ALGORITHMS[name].turns:
             scored = replace(scored, turns=turns_of(tokens), turn_rewards_NT=right_tokens(tokens) / T)
         keep = (algorithm.keep or algorithm.signal or informative)(scored)
@@ -100,7 +103,8 @@ def of_the_user(objective, scale):
 def test_an_algorithm_of_the_user():
     own = f"{__name__}:of_the_user"
     config = settings(own, algorithm_arguments={"scale": 2.0}, dual_clip=3.0)
-    scored = Scored(np.asarray([1.0, 0.0]), np.zeros(2, int), np.ones(2, bool), np.ones((2, 1)), np.zeros((2, 1)))
+    ones = np.ones((2, 1))
+    scored = Scored(np.asarray([1.0, 0.0]), np.zeros(2, int), np.ones(2, bool), Column.of(ones), Column.of(0 * ones))
     np.testing.assert_allclose(find(config.objective).advantages(scored), [1.0, -1.0])
     with pytest.raises(ValueError, match="returned int, not an Algorithm"):
         find(Objective(algorithm=f"{__name__}:no_algorithm"))
@@ -162,40 +166,39 @@ def test_quantiles_of_the_ratio_come_from_counts_that_add_up():
 
 def test_coefficients_follow_their_targets():
     config = settings("grpo", kl_target=0.1, kl_horizon=100.0, entropy_target=1.0, entropy_step=0.25)
-    objective = config.objective
-    high = Coefficients().next(objective, config, {"kl": 1.0, "entropy": 0.5, "completions": 20, "kept": 0.5})
+    high = Coefficients().next(config, {"kl": 1.0, "entropy": 0.5, "completions": 20, "kept": 0.5})
     assert (high.kl_scale, high.entropy_coef) == (pytest.approx(1.02), 0.25)
-    low = high.next(objective, config, {"kl": 0.0, "entropy": 2.0, "completions": 10, "kept": 1.0})
+    low = high.next(config, {"kl": 0.0, "entropy": 2.0, "completions": 10, "kept": 1.0})
     assert low.kl_scale < high.kl_scale and low.entropy_coef == 0.0
-    assert low.next(objective, config, {"kl": 0.1, "entropy": 2.0, "completions": 10, "kept": 1.0}).entropy_coef == 0.0
+    assert low.next(config, {"kl": 0.1, "entropy": 2.0, "completions": 10, "kept": 1.0}).entropy_coef == 0.0
     plain = settings("grpo")
-    assert Coefficients().next(plain.objective, plain, {"kl": 1.0, "completions": 10, "kept": 1.0}) == Coefficients()
+    assert Coefficients().next(plain, {"kl": 1.0, "completions": 10, "kept": 1.0}) == Coefficients()
 
 
 SCORED = Scored(
     np.asarray([1.0, 0.0], np.float32), np.zeros(2, int), np.ones(2, bool),
-    np.asarray([[1, 1, 1], [1, 1, 0]], np.float32), np.zeros((2, 3), np.float32),
+    Column.of(np.asarray([[1, 1, 1], [1, 1, 0]], np.float32)), Column.of(np.zeros((2, 3), np.float32)),
 )  # fmt: skip
-VALUES = np.asarray([[0.5, 0.5, 0.5], [0.2, 0.2, 0.0]], np.float32)
+VALUES = Column.of(np.asarray([[0.5, 0.5, 0.5], [0.2, 0.2, 0.0]], np.float32))
 
 
 def test_a_truncated_completion_goes_on_with_the_value_of_its_last_state():
-    judged = ppo.Judged(VALUES, np.asarray([9.0, 0.7], np.float32), np.asarray([False, True]))
-    plain = ppo.token_advantages(SCORED, judged, CriticSettings(), lam=1.0)[1].dense()
+    after = np.asarray([0.0, 0.7])
+    plain = ppo.token_advantages(SCORED, VALUES, after, CriticSettings(), lam=1.0)[1].dense()
     np.testing.assert_allclose(plain, [[1, 1, 1], [0, 0, 0]], atol=1e-6)
-    more = ppo.token_advantages(SCORED, judged, CriticSettings(bootstrap_truncated=True), lam=1.0)[1].dense()
+    more = ppo.token_advantages(SCORED, VALUES, after, CriticSettings(bootstrap_truncated=True), lam=1.0)[1].dense()
     np.testing.assert_allclose(more, [[1, 1, 1], [0.7, 0.7, 0]], atol=1e-6)
 
 
 def test_the_kl_in_the_reward_lies_on_every_token_and_the_score_on_the_last():
-    scored = replace(SCORED, penalty_NT=np.asarray([[0.1, 0.2, 0.3], [0.1, 0.1, 0.0]], np.float32))
+    scored = replace(SCORED, penalty=Column.of(np.asarray([[0.1, 0.2, 0.3], [0.1, 0.1, 0.0]], np.float32)))
     np.testing.assert_allclose(scored.rewards_NT, [[-0.1, -0.2, 0.7], [-0.1, -0.1, 0.0]], atol=1e-6)
     np.testing.assert_allclose(scored.rewards_N, [0.4, -0.2], atol=1e-6)
 
 
 def test_whitened_rewards_have_spread_one_and_keep_their_mean():
-    judged = ppo.Judged(np.zeros((2, 3), np.float32), np.zeros(2, np.float32), np.zeros(2, bool))
-    returns = ppo.token_advantages(SCORED, judged, CriticSettings(whiten_rewards=True), lam=1.0)[1].dense()
+    values, critic = Column.of(np.zeros((2, 3), np.float32)), CriticSettings(whiten_rewards=True)
+    returns = ppo.token_advantages(SCORED, values, np.zeros(2), critic, lam=1.0)[1].dense()
     rewards = np.asarray([returns[0, 0] - returns[0, 1], returns[0, 1] - returns[0, 2], returns[0, 2]])
     rewards = np.concatenate([rewards, [returns[1, 0] - returns[1, 1], returns[1, 1]]])
     np.testing.assert_allclose([rewards.mean(), rewards.std(ddof=1)], [0.2, 1.0], rtol=1e-5)

@@ -1,22 +1,24 @@
 """Presets against their authors' code: the weight of a token in the loss, trust regions, and the entropy bonus."""
 
 import dataclasses
+import functools
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from rlhf.tuning.algorithms import rounds, selection
+from rlhf.tuning.algorithms import rounds
 from rlhf.tuning.algorithms.algorithm import Terms, find
 from rlhf.tuning.algorithms.diagnostics import Coefficients
-from rlhf.tuning.algorithms.flat import Flat
+from rlhf.tuning.algorithms.flat import Column
 from rlhf.tuning.algorithms.learner import Learner
 from rlhf.tuning.algorithms.registry import presets
 from rlhf.tuning.algorithms.round_data import RoundData
 from rlhf.tuning.algorithms.rounds import run_round
+from rlhf.tuning.algorithms.selection import Selection
 from rlhf.tuning.algorithms.settings import RoundSettings
-from rlhf.tuning.losses.aggregate import token_weights
+from rlhf.tuning.losses.aggregate import aggregate
 from rlhf.tuning.settings import OptimizerSettings
 from rlhf.tuning.training.batch import Group, choose_rows, micro_batches
 from rlhf.tuning.training.step import copy, counted
@@ -43,17 +45,19 @@ def weights(config, rewards=REWARDS):
     mu = [np.full(n, -1.0) for n in LENGTHS]
     no = np.zeros(P * G, bool)
     data = RoundData([[int(g)] for g in GROUPS], completions, mu, GROUPS, rewards.reshape(-1), ~no, no)
-    algorithm, scored = find(config.objective), selection.scored(data, config)
-    of = data, scored, algorithm, config
-    division = selection.divided(*of, selection.trained(*of))
+    chosen = Selection.of(data, config)
+    division = chosen.divided(chosen.trained())
     layout = choose_rows(division.groups, 512)
-    advantages, found = np.asarray(algorithm.advantages(scored)), np.zeros(P * G)
+    advantages, found = np.asarray(chosen.algorithm.advantages(chosen.scored)), np.zeros(P * G)
     for groups, unpacked in zip(division.groups, division.unpacked, strict=True):
         packed = micro_batches(groups, layout=layout, completion_tokens=MOST)
         for batch, arrays in zip(packed, counted(groups, packed, unpacked), strict=True):
             mask = jnp.asarray(batch.mask_CT)
             counts = {"n_tokens": arrays["n_tokens"], "n_sequences": arrays["n_completions"]}
-            of_tokens = token_weights(mask, config.aggregation, constant=config.constant, **counts)
+            reduce = functools.partial(
+                aggregate, mask_BT=mask, mode=config.aggregation, constant=config.constant, **counts
+            )
+            of_tokens = jax.grad(reduce)(jnp.zeros(mask.shape))
             of_completion = np.asarray(of_tokens).max(-1) * batch.gather(advantages)
             found[batch.ids_C[batch.ids_C >= 0]] = of_completion[batch.ids_C >= 0]
     return found, division
@@ -164,7 +168,7 @@ def test_the_entropy_bonus_is_off_above_its_target():
     for entropy in (2.0, 2.0, 0.1, 0.2, 2.0):
         found.append(float(now.scalars()["entropy_coef"]))
         kept.append(now.entropy_coef)
-        now = now.next(config.objective, config, {"entropy": entropy})
+        now = now.next(config, {"entropy": entropy})
     np.testing.assert_allclose(found, [0, 0, 0, 0.004, 0.003], atol=1e-8)
     np.testing.assert_allclose(kept, [0.005, 0.004, 0.003, 0.004, 0.003], atol=1e-8)
     assert Coefficients.start(of_preset("grpo", entropy_coef=0.005).objective).entropy_weight == 0.005
@@ -218,9 +222,9 @@ def test_kl_cov_and_clip_cov_are_the_authors():
 
 def test_the_tokens_of_highest_entropy_are_those_of_the_whole_step():
     """TRL get_high_entropy_mask: entropy >= quantile(all tokens, 1 - share); no micro-batch decides."""
-    entropy = Flat.of(np.random.default_rng(2).random((4, 6)), np.full(4, 6))
+    entropy = Column.of(np.random.default_rng(2).random((4, 6)))
     steps = [[Group([1], [[2] * 6] * 2, [0, 3])], [Group([1], [[2] * 6] * 2, [1, 2])]]
-    found = rounds.marked(rounds.highest(0.2), [entropy], Flat.of(MASK, np.full(4, 6)), steps).dense()
+    found = rounds.marked(rounds.highest(0.2), [entropy], Column.of(MASK), steps).dense()
     for ids in ([0, 3], [1, 2]):
         of_step = entropy.dense()[ids][MASK[ids]]
         wanted = (entropy.dense()[ids] >= np.quantile(of_step, 0.8)) & MASK[ids]

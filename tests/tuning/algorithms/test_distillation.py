@@ -41,7 +41,7 @@ def test_both_heads_read_the_tokens_of_the_mask_alone(by_token):
     rows = bucket(tokens)
     assert tokens == sum(map(len, RAGGED)) and 3 * rows < slots
     heads = [
-        jax.eval_shape(lambda b, p=params: response_hidden(GRAPH, p, b, Compute())[0], batch.arrays())
+        jax.eval_shape(lambda b, p=params: response_hidden(GRAPH, p, b, Compute())[1], batch.arrays())
         for params in (PARAMS, TEACHER)
     ]
     assert [hidden.shape for hidden in heads] == [(rows, CONFIG.hidden_size)] * 2

@@ -8,11 +8,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from rlhf.tuning.algorithms import selection
 from rlhf.tuning.algorithms.algorithm import Scored
-from rlhf.tuning.algorithms.flat import ROWS_AT_ONCE, Flat, blocks
+from rlhf.tuning.algorithms.flat import ROWS_AT_ONCE, Column
 from rlhf.tuning.algorithms.round_data import RoundData
-from rlhf.tuning.algorithms.rounds import Trained, shared_N, spread
+from rlhf.tuning.algorithms.rounds import shared_N, spread
+from rlhf.tuning.algorithms.selection import Selection
 from rlhf.tuning.algorithms.settings import RoundSettings
 from rlhf.tuning.losses.masks import sampled_mask
 from rlhf.tuning.losses.rewards import kl_penalty, sequence_rewards
@@ -39,14 +39,14 @@ def made_up(count, longest, seed=0):
 
 def test_a_column_reads_as_the_array_that_it_is_of():
     x_NT = padded()
-    column = Flat.of(x_NT + 7 * (x_NT == 0), LENGTHS)
-    assert column.values.size == LENGTHS.sum()
+    column = Column.of(x_NT + 7 * (x_NT == 0), LENGTHS)
+    assert column.lengths_N.tolist() == LENGTHS.tolist()
     np.testing.assert_array_equal(column.dense(), x_NT)
-    np.testing.assert_array_equal(column.gathered([2, -1, 0]), [x_NT[2], np.zeros(WIDTH), x_NT[0]])
+    np.testing.assert_array_equal(column.gather([2, -1, 0]), [x_NT[2], np.zeros(WIDTH), x_NT[0]])
 
 
 def test_what_a_pass_puts_back_has_neither_padding_nor_empty_slots():
-    x_NT, column = padded(), Flat.zeros(LENGTHS, WIDTH, np.float64)
+    x_NT, column = padded(), Column.zeros(LENGTHS, WIDTH, np.float64)
     column.put(np.asarray([2, -1, 3]), np.stack([x_NT[2] + 9 * (x_NT[2] == 0), np.full(WIDTH, 9.0), x_NT[3]]))
     np.testing.assert_array_equal(column.dense(), np.where([[0], [0], [1], [1]], x_NT, 0.0))
 
@@ -54,13 +54,13 @@ def test_what_a_pass_puts_back_has_neither_padding_nor_empty_slots():
 @pytest.mark.parametrize("truncated", ["keep", "mask", "mask-loss"])
 def test_the_mask_of_a_round_is_that_of_padded_log_probabilities(truncated):
     data = made_up(12, 9)
-    found = selection.scored(data, RoundSettings.of("grpo", truncated=truncated))
+    found = Selection.of(data, RoundSettings.of("grpo", truncated=truncated)).scored
     mu_NT = np.zeros((12, 12), np.float32)
     for i, mu in enumerate(data.mu):
         mu_NT[i, : len(mu)] = mu
     expected = sampled_mask(np.asarray([len(mu) for mu in data.mu]), mu_NT)
-    np.testing.assert_array_equal(data.mu_NT, mu_NT)
-    np.testing.assert_array_equal(data.mask_NT, expected)
+    np.testing.assert_array_equal(data.sampler.dense(), mu_NT)
+    np.testing.assert_array_equal(data.sampled.dense(), expected)
     in_loss = data.valid_N & (~data.truncated_N if truncated != "keep" else True)
     np.testing.assert_array_equal(found.mask_NT, expected & in_loss[:, None])
     assert found.mask_NT.dtype == np.float32
@@ -68,11 +68,11 @@ def test_the_mask_of_a_round_is_that_of_padded_log_probabilities(truncated):
 
 def test_an_algorithm_of_ones_own_reads_arrays_whatever_the_round_keeps():
     data = made_up(12, 9)
-    kept = selection.scored(data, RoundSettings.of("grpo"))
-    penalty = Flat.of(0.1 * data.mask_NT.astype(np.float32), data.lengths_N)
-    kept = dataclasses.replace(kept, penalty_NT=penalty)
-    plain = Scored(kept.totals_N, kept.groups_N, kept.valid_N, kept.mask_NT, penalty.dense())
-    for name in ("mask_NT", "penalty_NT", "rewards_N", "rewards_NT"):
+    kept = Selection.of(data, RoundSettings.of("grpo")).scored
+    penalty = Column.of(0.1 * data.sampled.dense().astype(np.float32), data.lengths_N)
+    kept = dataclasses.replace(kept, penalty=penalty)
+    plain = Scored(kept.totals_N, kept.groups_N, kept.valid_N, Column.of(kept.mask_NT), Column.of(penalty.dense()))
+    for name in ("mask_NT", "rewards_N", "rewards_NT"):
         np.testing.assert_array_equal(getattr(kept, name), getattr(plain, name))
     assert isinstance(kept.mask_NT, np.ndarray) and kept.mask_NT.shape == (12, data.width)
 
@@ -81,14 +81,14 @@ def test_rewards_less_their_kl_do_not_depend_on_the_blocks():
     """Sums of rows as of the whole array, bit for bit; so is the KL of blocks of rows."""
     count = 2 * ROWS_AT_ONCE + 37
     lengths = np.random.default_rng(1).integers(0, 25, count)
-    old, ref = (Flat.of(padded(seed, lengths, 24).astype(np.float32), lengths) for seed in (2, 3))
-    mask = Flat.of(np.ones((count, 24), bool), lengths)
+    old, ref = (Column.of(padded(seed, lengths, 24).astype(np.float32), lengths) for seed in (2, 3))
+    mask = Column.of(np.ones((count, 24), bool), lengths)
 
     def of(rows):
-        return np.asarray(kl_penalty(*(jnp.asarray(c.gathered(rows)) for c in (old, ref, mask)), coef=0.1, kind="k3"))
+        return np.asarray(kl_penalty(*(jnp.asarray(c.gather(rows)) for c in (old, ref, mask)), coef=0.1, kind="k3"))
 
-    whole_NT, by_blocks = of(range(count)), Flat.zeros(lengths, 24, np.float32)
-    for rows in blocks(count):
+    whole_NT, by_blocks = of(range(count)), Column.zeros(lengths, 24, np.float32)
+    for rows in mask.blocks():
         by_blocks.put(rows, of(rows))
     np.testing.assert_array_equal(by_blocks.dense(), whole_NT)
     totals = np.random.default_rng(4).random(count).astype(np.float32)
@@ -102,17 +102,17 @@ def test_the_advantages_of_trained_tokens_are_those_of_dense_arrays(by_token):
     with jax.enable_x64(True):
         mask_NT, keep_N = padded(5) > -0.5, np.asarray([True, True, True, False])
         mask_NT &= np.arange(WIDTH) < LENGTHS[:, None]
-        trained = Trained(Flat.of(mask_NT, LENGTHS), keep_N)
+        trained = Column.of(mask_NT, LENGTHS).only(keep_N)
         given_NT = padded(6) if by_token else np.repeat(np.arange(4.0)[:, None], WIDTH, 1)
         given_NT[0] = 2.5
-        advantages = Flat.of(given_NT, LENGTHS)
+        advantages = Column.of(given_NT, LENGTHS)
         kept_NT = mask_NT & keep_N[:, None]
         assert kept_NT[0].any() and kept_NT[2].sum() > 1 and not kept_NT[3].any()
         assert spread(trained, advantages) == given_NT[kept_NT].std()
         np.testing.assert_array_equal(shared_N(trained, advantages), [2.5, np.nan, np.nan if by_token else 2.0, np.nan])
-    of_all = Trained(Flat.of(np.ones((1, 5000), bool), np.asarray([5000])), np.ones(1, bool))
+    of_all = Column.of(np.ones((1, 5000), bool))
     numbers = np.random.default_rng(7).normal(size=(1, 5000)).astype(np.float32)
-    assert spread(of_all, Flat.of(numbers, np.asarray([5000]))) == float(numbers.std())
+    assert spread(of_all, Column.of(numbers)) == float(numbers.std())
     assert np.isnan(shared_N(trained, None)).all()
 
 
@@ -126,11 +126,9 @@ def test_a_round_holds_no_padded_array():
     data = RoundData([[1]] * count, tokens, mu, np.arange(count) // 4, totals, ones, ~ones)
     tracemalloc.start()
     try:
-        found = selection.scored(data, RoundSettings.of("grpo"))
-        keep_N = np.asarray(found.valid_N)
-        data.steps(keep_N, 32)
-        column = Flat.zeros(data.lengths_N, data.width, np.float32)
-        spread(Trained(selection.mask_in_loss(data, keep_N, RoundSettings.of("grpo")), keep_N), column)
+        found = Selection.of(data, RoundSettings.of("grpo"))
+        found.divided(found.candidates())
+        spread(found.scored.mask, Column.zeros(data.lengths_N, data.width, np.float32))
         peak = tracemalloc.get_traced_memory()[1]
     finally:
         tracemalloc.stop()

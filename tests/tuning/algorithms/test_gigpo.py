@@ -6,9 +6,10 @@ import jax
 import numpy as np
 import pytest
 
-from rlhf.tuning.algorithms import selection
 from rlhf.tuning.algorithms.algorithm import Scored, find
+from rlhf.tuning.algorithms.flat import Column
 from rlhf.tuning.algorithms.round_data import RoundData
+from rlhf.tuning.algorithms.selection import Selection
 from rlhf.tuning.algorithms.turns import Turns
 from rlhf.tuning.losses.groups import most_varied_groups
 from tests.tuning.algorithms.support import settings
@@ -23,7 +24,7 @@ def float64():
 
 def scored(config, change=lambda rollouts, scores, turns: (rollouts, scores, turns)):
     rollouts, scores, turns = change(*tables(at=(2,)))
-    return selection.scored(RoundData.from_rows(rollouts, scores, turns=turns), config), turns
+    return Selection.of(RoundData.from_rows(rollouts, scores, turns=turns), config), turns
 
 
 def compared(values, normalisation):
@@ -36,7 +37,8 @@ def compared(values, normalisation):
 @pytest.mark.parametrize("normalisation", ["none", "std"])
 def test_advantages_are_those_of_a_plain_loop(normalisation):
     config = settings("gigpo", normalisation=normalisation, step_gamma=0.6, step_advantage_w=0.7)
-    found, turns = scored(config)
+    chosen, turns = scored(config)
+    found = chosen.scored
     names = sorted({(t.place, t.sample) for t in turns})
     totals = dict(zip(names, found.totals_N.tolist(), strict=True))
     returns, states = {}, {}
@@ -70,8 +72,10 @@ def test_without_states_that_meet_a_trajectory_weighs_by_its_turns_in_the_mean_o
     numbers_NT = np.asarray([[u if u < count else -1 for u in range(8)] for count in counts])
     states = [[f"{i} {u}" for u in range(count)] for i, count in enumerate(counts)]
     mask_NT = (numbers_NT >= 0).astype(float)
-    found = Scored(rewards, np.zeros(4, int), np.ones(4, bool), mask_NT, 0 * mask_NT)
-    found = dataclasses.replace(found, turns=Turns(numbers_NT, 0 * mask_NT, states), turn_rewards_NT=0 * mask_NT)
+    found = Scored(rewards, np.zeros(4, int), np.ones(4, bool), Column.of(mask_NT), Column.of(0 * mask_NT))
+    found = dataclasses.replace(
+        found, turns=Turns(numbers_NT, 0 * mask_NT, states, rewards < 0), turn_rewards_NT=0 * mask_NT
+    )
     advantages = np.asarray(find(settings("gigpo").objective).advantages(found))
     expected = rewards - np.repeat(rewards, counts).mean()
     np.testing.assert_allclose(advantages[:, 0], expected, atol=1e-12)
@@ -84,14 +88,12 @@ def test_a_group_that_ties_on_the_whole_may_differ_by_when_it_earned():
 
     config = settings("gigpo", kl_coef=0.0)
     found, _ = scored(config, tied)
-    assert selection.with_signal(found, find(config.objective), config).all()
-    grpo = settings("grpo", kl_coef=0.0)
-    assert not selection.with_signal(found, find(grpo.objective), grpo).any()
+    assert found.signal_N.all()
+    assert not scored(settings("grpo", kl_coef=0.0), tied)[0].signal_N.any()
     # Where states do not meet either, nothing is left to learn.
-    alone = dataclasses.replace(
-        found, turns=dataclasses.replace(found.turns, states=[[f"{i} {u}" for u in range(3)] for i in range(6)])
-    )
-    assert not selection.with_signal(alone, find(config.objective), config).any()
+    states = [[f"{i} {u}" for u in range(3)] for i in range(6)]
+    found.scored = dataclasses.replace(found.scored, turns=dataclasses.replace(found.scored.turns, states=states))
+    assert not found.signal_N.any()
 
 
 def test_states_are_asked_for_by_name():
@@ -101,7 +103,7 @@ def test_states_are_asked_for_by_name():
     config = settings("gigpo")
     found, _ = scored(config, blind)
     with pytest.raises(ValueError, match="the rollouts have no states: sample them from an environment whose `info`"):
-        find(config.objective).advantages(found)
+        find(config.objective).advantages(found.scored)
 
 
 def test_the_most_varied_groups_stay_and_of_equal_ones_the_first():
@@ -119,10 +121,10 @@ def test_filtered_groups_leave_whitening_too():
     rollouts, scores, _ = tables()
     data = RoundData.from_rows(rollouts, scores)
     config = settings("reinforce-pp-baseline", keep_most_varied=0.4, kl_coef=0.0)
-    found = selection.scored(data, config)
+    found = Selection.of(data, config).scored
     assert found.valid_N.tolist() == [True] * 3 + [False] * 3
     first = RoundData.from_rows(rollouts[:3], scores[:3])
-    alone = selection.scored(first, settings("reinforce-pp-baseline", kl_coef=0.0))
+    alone = Selection.of(first, settings("reinforce-pp-baseline", kl_coef=0.0)).scored
     algorithm = find(config.objective)
     width = alone.mask_NT.shape[1]
     np.testing.assert_array_equal(algorithm.advantages(found)[:3, :width], algorithm.advantages(alone))

@@ -8,11 +8,12 @@ import jax
 import numpy as np
 import pytest
 
-from rlhf.tuning.algorithms import selection
-from rlhf.tuning.algorithms.algorithm import Scored, find, group_relative, informative
+from rlhf.tuning.algorithms.algorithm import Scored, group_relative, informative
+from rlhf.tuning.algorithms.flat import Column
 from rlhf.tuning.algorithms.learner import Learner
 from rlhf.tuning.algorithms.round_data import RoundData
 from rlhf.tuning.algorithms.rounds import Mismatch, run_round
+from rlhf.tuning.algorithms.selection import Selection
 from rlhf.tuning.algorithms.settings import CriticSettings
 from rlhf.tuning.models.huggingface import scalar_head_params
 from rlhf.tuning.settings import OptimizerSettings
@@ -48,7 +49,7 @@ def test_groups_without_variance_and_failed_samples_leave_the_update():
     totals = np.asarray([1, 1, 1, 0, 1, np.nan, 0.5, np.nan], np.float32)
     groups = np.asarray([0, 0, 1, 1, 2, 2, 3, 3])
     valid = np.isfinite(totals)
-    scored = Scored(np.where(valid, totals, 0), groups, valid, np.ones((8, 1)), np.zeros((8, 1)))
+    scored = Scored(np.where(valid, totals, 0), groups, valid, Column.of(np.ones((8, 1))), Column.of(np.zeros((8, 1))))
     assert informative(scored).tolist() == [False, False, True, True, False, False, False, False]
     found = group_relative("std")(scored)
     assert found[5] == 0 and np.isfinite(found).all() and found[2] == -found[3] > 0
@@ -147,8 +148,9 @@ def test_a_round_of_empty_completions_has_numbers_for_metrics():
 def test_steps_are_even():
     ones = np.ones(9, np.float32)
     data = RoundData([[1]] * 9, [[2]] * 9, [[0.0]] * 9, np.arange(9), ones, ones > 0, ones < 0)
-    assert [len(s) for s in data.steps(np.ones(9, bool), 8)] == [4, 5]
-    assert data.steps(np.zeros(9, bool), 8) == []
+    every, none = np.ones(9, bool), np.zeros(9, bool)
+    assert [len(s) for s in data.divided(every, every, 8).groups] == [4, 5]
+    assert data.divided(none, none, 8).groups == []
 
 
 @pytest.mark.parametrize(
@@ -172,9 +174,7 @@ def test_a_round_counts_the_groups_that_the_task_tells_apart_before_any_kl(chang
         data = RoundData([[1]] * 8, [[2]] * 8, [[0.0]] * 8, groups, totals.astype(np.float32), alone, cut)
         if config.needs_greedy:
             data = dataclasses.replace(data, greedy_N=np.zeros(8, np.float32))
-        found = selection.scored(data, config)
-        count = selection.informative_count(data, found, find(config.objective), config)
-        assert (count > 0) == expected
+        assert (Selection.of(data, config).informative_count() > 0) == expected
 
 
 @pytest.mark.slow

@@ -6,10 +6,12 @@ import jax
 import numpy as np
 import pytest
 
-from rlhf.tuning.algorithms import ppo, selection
+from rlhf.tuning.algorithms import ppo
 from rlhf.tuning.algorithms.algorithm import find
+from rlhf.tuning.algorithms.flat import Column
 from rlhf.tuning.algorithms.registry import ALGORITHMS, presets
 from rlhf.tuning.algorithms.round_data import RoundData
+from rlhf.tuning.algorithms.selection import Selection
 from rlhf.tuning.algorithms.settings import CriticSettings, RoundSettings
 from rlhf.tuning.algorithms.turns import Turns
 
@@ -52,26 +54,28 @@ def only(data, keep):
 
 def token_turns(data):
     """Each token is a turn, in a state that many share."""
-    numbers = np.cumsum(data.mask_NT, -1) - 1
+    mask_NT = data.sampled.dense()
+    numbers = np.cumsum(mask_NT, -1) - 1
     states = [[str(token % 3) for token in tokens] for tokens in data.completions]
-    return Turns(np.where(data.mask_NT, numbers, -1), np.zeros(data.mask_NT.shape, np.float32), states)
+    return Turns(np.where(mask_NT, numbers, -1), np.zeros(mask_NT.shape, np.float32), states, mask_NT[:, 0] < 0)
 
 
 def taken(data, config):
     """(which are trained on, advantages [N, T], groups of the steps as tokens) with a KL that differs by completion."""
-    algorithm, found = find(config.objective), selection.scored(data, config)
+    chosen = Selection.of(data, config)
+    found = chosen.scored
     lengths = np.asarray([len(c) for c in data.completions])
     penalty = 0.01 * lengths[:, None] * found.mask_NT if config.kl_in_reward else 0.0 * found.mask_NT
-    found = dataclasses.replace(found, penalty_NT=penalty)
-    keep = selection.trained(data, found, algorithm, config)
+    chosen.scored = found = dataclasses.replace(found, penalty=Column.of(penalty))
+    keep = chosen.trained()
     if config.needs_critic:
-        values = 0.3 * found.mask_NT * lengths[:, None]
-        judged = ppo.Judged(values, 0.0 * lengths, data.truncated_N)
-        advantages = ppo.token_advantages(found, judged, CriticSettings(lam=0.9))[0].dense()
+        values = Column.of(0.3 * found.mask_NT * lengths[:, None])
+        advantages = ppo.token_advantages(found, values, 0.0 * lengths, CriticSettings(lam=0.9))[0].dense()
     else:
-        advantages = np.asarray(algorithm.advantages(found))
+        advantages = chosen.algorithm.advantages(found)
+        advantages = advantages.dense() if isinstance(advantages, Column) else np.asarray(advantages)
     advantages = advantages if advantages.ndim == 2 else advantages[:, None] * found.mask_NT
-    groups = [group for step in data.steps(keep, 2) for group in step]
+    groups = [group for step in data.divided(keep, keep, 2).groups for group in step]
     steps = [(group.prompt.tolist(), [tokens.tolist() for tokens in group.completions]) for group in groups]
     return keep, advantages, steps
 

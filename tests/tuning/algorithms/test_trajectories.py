@@ -8,11 +8,13 @@ import pytest
 
 from rlhf.tuning.agents.contract import Task
 from rlhf.tuning.agents.trajectory import Ended, Episode, Turn, completion_rows, turn_rows
-from rlhf.tuning.algorithms import ppo, selection
-from rlhf.tuning.algorithms.algorithm import Scored, find
+from rlhf.tuning.algorithms import ppo
+from rlhf.tuning.algorithms.algorithm import Scored
+from rlhf.tuning.algorithms.flat import Column
 from rlhf.tuning.algorithms.learner import Learner
 from rlhf.tuning.algorithms.round_data import RoundData
 from rlhf.tuning.algorithms.rounds import run_round
+from rlhf.tuning.algorithms.selection import Selection
 from rlhf.tuning.algorithms.settings import CriticSettings
 from rlhf.tuning.models import huggingface
 from rlhf.tuning.models.config import tiny
@@ -58,7 +60,8 @@ def trained(config, rollouts, scores, turns):
 def test_members_of_a_group_are_packed_behind_their_own_contexts():
     rollouts, scores, _ = tables()
     data = RoundData.from_rows(rollouts, scores)
-    ((*groups,),) = data.steps(np.ones(len(scores), bool), 2)
+    every = np.ones(len(scores), bool)
+    ((*groups,),) = data.divided(every, every, 2).groups
     packed = {i: (list(g.prompt), list(c)) for g in groups for i, c in zip(g.ids, g.completions, strict=True)}
     assert packed == {i: (row.prompt_ids, row.token_ids) for i, row in enumerate(rollouts)}
     # One prompt of place 0 is computed once; statistics stay those of the place.
@@ -69,7 +72,7 @@ def test_members_of_a_group_are_packed_behind_their_own_contexts():
 def candidates(config, rollouts, scores, turns=None):
     """Which completions a round would train on, before anything is computed."""
     data = RoundData.from_rows(rollouts, scores, turns=turns)
-    return selection.candidates(data, selection.scored(data, config), find(config.objective), config)
+    return Selection.of(data, config).candidates()
 
 
 def test_a_pair_behind_two_contexts_is_refused_by_name():
@@ -120,8 +123,8 @@ def test_what_an_observation_holds_is_context_alone():
     rollouts, scores, turns = tables()
     data = RoundData.from_rows(rollouts, scores, turns=turns)
     lengths = [sum(len(t.token_ids) for t in turns if (t.place, t.sample) == (r.place, r.sample)) for r in rollouts]
-    assert data.mask_NT.sum(-1).tolist() == lengths
-    assert ((data.turns.number_NT >= 0) == data.mask_NT).all()
+    assert data.sampled.sums_N.tolist() == lengths
+    assert ((data.turns.number_NT >= 0) == data.sampled.dense()).all()
     assert data.truncated_N.tolist() == [False] * 4 + [True, False]
 
 
@@ -136,10 +139,11 @@ def test_an_episode_that_ends_with_a_turn_at_its_limit_is_truncated_and_has_no_v
         rows, scores = completion_rows(ended, prompt, "p", 0, 1.0), [ScoreRow(place=0, prompt_id="guess-1", total=1.0)]
         data = RoundData.from_rows(rows, scores, turns=turn_rows(ended, "p"))
         assert data.truncated_N.tolist() == [True] and data.unfinished_N.tolist() == [not terminated]
-        scored = Scored(np.ones(1), np.zeros(1, int), np.ones(1, bool), np.ones((1, 3)), np.zeros((1, 3)))
-        judged = ppo.Judged(np.zeros((1, 3)), np.asarray([0.8]), data.unfinished_N)
+        zeros = np.zeros((1, 3))
+        scored = Scored(np.ones(1), np.zeros(1, int), np.ones(1, bool), Column.of(zeros + 1), Column.of(zeros))
+        after = 0.8 * data.unfinished_N
         critic = CriticSettings(SLOW, bootstrap_truncated=True, lam=1.0)
-        found.append(ppo.token_advantages(scored, judged, critic)[1].gathered([0])[0].tolist())
+        found.append(ppo.token_advantages(scored, Column.of(zeros), after, critic)[1].gather([0])[0].tolist())
     np.testing.assert_allclose(found, [[1, 1, 1], [1.8, 1.8, 1.8]], rtol=1e-6)
 
 
@@ -163,7 +167,7 @@ def test_turn_rewards_and_what_is_left_of_the_total_add_up():
     config = settings("ppo", environment_weight=0.5)
     for at in ((), (1,), (1, 2)):
         rollouts, scores, turns = tables(at)
-        found = selection.scored(RoundData.from_rows(rollouts, scores, turns=turns), config)
+        found = Selection.of(RoundData.from_rows(rollouts, scores, turns=turns), config).scored
         rewards = np.asarray(found.rewards_NT)
         np.testing.assert_allclose(rewards.sum(-1), TOTALS, atol=1e-12)
         ends = found.turns.ends_NT(found.mask_NT)
@@ -171,7 +175,7 @@ def test_turn_rewards_and_what_is_left_of_the_total_add_up():
         # Turn 1 of the first trajectory has 1 token, and half of 0.1 on it.
         assert rewards[0][ends[0]].tolist() == pytest.approx([0.0, 0.05, 1.0 - 0.05])
         # By the trajectory, the total is on its last token.
-        whole = selection.scored(RoundData.from_rows(rollouts, scores, turns=turns), settings("reinforce-pp"))
+        whole = Selection.of(RoundData.from_rows(rollouts, scores, turns=turns), settings("reinforce-pp")).scored
         assert (np.count_nonzero(whole.rewards_NT, -1) <= 1).all()
 
 
@@ -180,7 +184,7 @@ def test_a_failed_episode_leaves_everything_and_a_limit_goes_on():
     rollouts[0] = dataclasses.replace(rollouts[0], stop="failed")
     data = RoundData.from_rows(rollouts, scores, turns=turns)
     assert data.valid_N.tolist() == [False] + [True] * 5
-    found = selection.scored(data, settings("ppo"))
+    found = Selection.of(data, settings("ppo")).scored
     assert found.mask_NT[0].sum() == 0 == np.abs(found.turn_rewards_NT[0]).sum()
 
 
@@ -208,10 +212,9 @@ def test_turns_are_asked_for_by_name():
     rollouts, scores, _ = tables()
     data = RoundData.from_rows(rollouts, scores)
     with pytest.raises(ValueError, match="credit: turn needs turns"):
-        selection.scored(data, settings("ppo", credit="turn"))
-    found = selection.scored(data, settings("ppo"))
-    judged = ppo.Judged(found.mask_NT, found.mask_NT[:, 0], data.truncated_N)
+        Selection.of(data, settings("ppo", credit="turn"))
+    found = Selection.of(data, settings("ppo")).scored
     with pytest.raises(ValueError, match="bi_level_gae needs turns"):
-        ppo.token_advantages(found, judged, CriticSettings(SLOW, bi_level_gae=True))
+        ppo.token_advantages(found, found.mask, found.mask_NT[:, 0], CriticSettings(SLOW, bi_level_gae=True))
     with pytest.raises(ValueError, match="the rollouts have no turns"):
         candidates(settings("gigpo", tied_groups="drop"), rollouts, scores)

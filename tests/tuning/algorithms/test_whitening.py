@@ -7,9 +7,8 @@ import pytest
 
 from rlhf.tuning.algorithms import flat, ppo
 from rlhf.tuning.algorithms.algorithm import Scored, find
-from rlhf.tuning.algorithms.flat import Column, Flat
+from rlhf.tuning.algorithms.flat import Column, whiten
 from rlhf.tuning.algorithms.settings import CriticSettings, RoundSettings
-from rlhf.tuning.algorithms.whitening import whiten
 from rlhf.tuning.losses import returns
 from rlhf.tuning.losses.rewards import token_rewards
 from rlhf.tuning.precision import real
@@ -25,12 +24,12 @@ def small_blocks(monkeypatch):
 
 
 def kept(x_NT, lengths_N):
-    return Flat.of(x_NT.astype(real()), lengths_N)
+    return Column.of(x_NT.astype(real()), lengths_N)
 
 
 @pytest.fixture
 def drawn():
-    """A round as `run_round` has it, and the same as arrays: (scored, judged, mask, values, penalty)."""
+    """A round as `run_round` has it, and the same as arrays: (scored, values, after, mask, values, penalty)."""
     rng = np.random.default_rng(0)
     lengths_N = rng.integers(0, T + 1, N)
     inside_NT = np.arange(T) < lengths_N[:, None]
@@ -44,12 +43,12 @@ def drawn():
 
     mask = Column(row, N, T, np.dtype(real()))
     scored = Scored(totals_N, np.arange(N) // 2, np.ones(N, bool), mask, kept(penalty_NT, lengths_N))
-    return scored, ppo.Judged(kept(values_NT, lengths_N), after_N, cut_N), mask_NT, values_NT, penalty_NT
+    return scored, kept(values_NT, lengths_N), np.where(cut_N, after_N, 0.0), mask_NT, values_NT, penalty_NT
 
 
 @pytest.mark.parametrize("changes", [{}, {"whiten_rewards": True}, {"bootstrap_truncated": True, "gamma": 0.9}])
 def test_a_critics_advantages_are_those_of_the_padded_round(drawn, changes, monkeypatch):
-    scored, judged, mask_NT, values_NT, penalty_NT = drawn
+    scored, values, after_N, mask_NT, values_NT, penalty_NT = drawn
     critic, most = CriticSettings(**changes), []
 
     def seen(rewards_CT, *arguments, **settings):
@@ -57,13 +56,13 @@ def test_a_critics_advantages_are_those_of_the_padded_round(drawn, changes, monk
         return returns.gae(rewards_CT, *arguments, **settings)
 
     monkeypatch.setattr(ppo, "gae", seen)
-    advantages, found = ppo.token_advantages(scored, judged, critic)
+    advantages, found = ppo.token_advantages(scored, values, after_N, critic)
     # Nothing of the size of the padded round.
     assert max(most) == 3 and sum(most) == N
     mask = jnp.asarray(mask_NT, real())
     rewards = token_rewards(jnp.asarray(scored.totals_N), jnp.asarray(penalty_NT), mask)
     rewards = returns.whiten(rewards, mask, shift_mean=False) if critic.whiten_rewards else rewards
-    after = jnp.asarray(np.where(judged.truncated_N, judged.after_N, 0.0)) if critic.bootstrap_truncated else None
+    after = jnp.asarray(after_N) if critic.bootstrap_truncated else None
     raw, plain = returns.gae(rewards, jnp.asarray(values_NT), mask, critic.gamma, critic.lam, bootstrap_B=after)
     assert advantages.dtype == np.float64
     np.testing.assert_allclose(found.dense(), plain, rtol=1e-12, atol=1e-12)
@@ -71,7 +70,7 @@ def test_a_critics_advantages_are_those_of_the_padded_round(drawn, changes, monk
 
 
 def test_whitened_rewards_to_go_are_those_of_the_padded_round(drawn):
-    scored, _, mask_NT, _, penalty_NT = drawn
+    scored, *_, mask_NT, _, penalty_NT = drawn
     found = find(RoundSettings.of("reinforce-pp").objective).advantages(scored)
     mask = jnp.asarray(mask_NT, real())
     rewards = token_rewards(jnp.asarray(scored.totals_N), jnp.asarray(penalty_NT), mask)
@@ -85,13 +84,12 @@ def test_numbers_that_are_equal_or_far_from_zero_or_none_are_whitened_alike(shif
     for x_NT in (np.full((N, T), 1e6), 1e6 + np.arange(N * T).reshape(N, T) / 1e3):
         for mask in (mask_NT, np.zeros_like(mask_NT)):
             found = kept(x_NT, np.full(N, T))
-            whiten(found, Scored(np.zeros(N), np.arange(N), np.ones(N, bool), mask, 0.0 * mask), shift_mean=shift_mean)
+            whiten(found, Column.of(mask), shift_mean=shift_mean)
             expected = returns.whiten(jnp.asarray(x_NT), jnp.asarray(mask), shift_mean=shift_mean)
             np.testing.assert_allclose(found.dense(), expected, rtol=1e-9, atol=1e-9)
 
 
 def test_blocks_have_no_more_rows_and_tokens_than_may_be_padded_at_once(monkeypatch):
     monkeypatch.setattr(flat, "TOKENS_AT_ONCE", 20)
-    assert [len(rows) for rows in flat.blocks(7)] == [3, 3, 1]
-    assert [len(rows) for rows in flat.blocks(5, 10)] == [2, 2, 1]
-    assert [len(rows) for rows in flat.blocks(2, 100)] == [1, 1]
+    for count, width, sizes in ((7, 1, [3, 3, 1]), (5, 10, [2, 2, 1]), (2, 100, [1, 1])):
+        assert [len(rows) for rows in Column.of(np.zeros((count, width))).blocks()] == sizes

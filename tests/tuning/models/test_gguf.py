@@ -122,6 +122,10 @@ def write_tiny(
     return path
 
 
+def read_all(checkpoint: GGUFCheckpoint) -> dict[str, np.ndarray]:
+    return {name: checkpoint.read(name) for name in checkpoint.shapes}
+
+
 def test_smollm2_config(smollm2: GGUFCheckpoint) -> None:
     config = smollm2.config()
     expected = {
@@ -167,7 +171,7 @@ def test_smollm2_likelihood(smollm2: GGUFCheckpoint, smollm2_file: GGUFFile, one
 
     from rlhf.tuning.models.tokenizer import tokenizer_from_gguf
 
-    state = {name: torch.from_numpy(array) for name, array in smollm2.tensors()}
+    state = {name: torch.from_numpy(array) for name, array in read_all(smollm2).items()}
     assert sum(tensor.numel() for tensor in state.values()) == 134_515_008
     config = LlamaConfig(**smollm2.config())
     assert config.rope_parameters["rope_theta"] == 100000.0
@@ -194,7 +198,7 @@ def test_tiny_float32_is_exact(tmp_path: Path) -> None:
     config = checkpoint.config()
     assert not config["tie_word_embeddings"]
     assert (config["rope_theta"], config["rms_norm_eps"], config["pad_token_id"]) == (5e5, 1e-6, None)
-    read = dict(checkpoint.tensors())
+    read = read_all(checkpoint)
     weights = tiny_weights()
     assert read.keys() == weights.keys()
     for name, weight in weights.items():
@@ -206,7 +210,7 @@ def test_tiny_float32_is_exact(tmp_path: Path) -> None:
 def test_tiny_quantised_is_close(tmp_path: Path, dtype: str, tolerance: float) -> None:
     path = write_tiny(tmp_path / "m.gguf", dtype=gguf.GGMLQuantizationType[dtype])
     weights = tiny_weights()
-    for name, array in GGUFCheckpoint(path).tensors():
+    for name, array in read_all(GGUFCheckpoint(path)).items():
         assert array.dtype == np.float32
         np.testing.assert_allclose(array, weights[name], atol=tolerance, err_msg=name)
 
@@ -216,7 +220,7 @@ def test_without_output_the_embeddings_are_tied(tmp_path: Path) -> None:
     del tensors["output.weight"]
     checkpoint = GGUFCheckpoint(write_tiny(tmp_path / "m.gguf", tensors))
     assert checkpoint.config()["tie_word_embeddings"] is True
-    assert "lm_head.weight" not in dict(checkpoint.tensors())
+    assert "lm_head.weight" not in checkpoint.shapes
 
 
 def test_absent_keys_take_the_default(tmp_path: Path) -> None:
@@ -280,8 +284,11 @@ def test_not_a_gguf_file(tmp_path: Path) -> None:
     whole = write_tiny(tmp_path / "m.gguf").read_bytes()
     field = struct.pack("<Q", 3) + b"a.b" + struct.pack("<I", 9) + struct.pack("<IQ", 9, 1) * 5000
     nested = b"GGUF" + struct.pack("<IQQ", 3, 0, 1) + field + struct.pack("<IQI", 4, 1, 7)
+    # A count of values that no file could hold.
+    endless = b"GGUF" + struct.pack("<IQQQ", 3, 0, 1, 3) + b"a.b" + struct.pack("<IIQ", 9, 4, 2**60)
     contents = {
         "nested": nested,
+        "endless": endless,
         "empty": b"",
         "text": b"this is a text file" * 20,
         "head": whole[:300],
@@ -384,7 +391,7 @@ def test_every_family_is_read_as_it_was(name: str, tmp_path: Path) -> None:
     config, weights = write_family(tmp_path / "m.gguf", name)
     checkpoint = GGUFCheckpoint(tmp_path / "m.gguf")
     assert from_hugging_face(checkpoint.config(), "m.gguf") == config
-    read = dict(checkpoint.tensors())
+    read = read_all(checkpoint)
     assert read.keys() == weights.keys()
     for key, weight in weights.items():
         # Adding one to a norm and taking it away again rounds.

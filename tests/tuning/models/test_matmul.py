@@ -11,7 +11,7 @@ import pytest
 from jax.sharding import AbstractMesh, AxisType
 
 from rlhf.tuning.cpu import kernels
-from rlhf.tuning.models.matmul import across, contract, matmul, thin
+from rlhf.tuning.models.matmul import contract, matmul, thin
 from rlhf.tuning.precision import ROUNDED
 from rlhf.tuning.processor import multiplies_bfloat16
 from tests.tuning.compilers import compiler_for
@@ -150,7 +150,7 @@ def test_each_kernel_lies_beside_a_module_of_its_name_whose_key_holds_it():
 
 def test_what_xla_cuts_over_a_mesh_is_left_to_it():
     with jax.sharding.use_abstract_mesh(AbstractMesh((2,), ("fsdp",), axis_types=(AxisType.Auto,))):
-        assert calls(lambda x, y: across(x, y, jnp.float32), *factors(256, 256, 192, (0, 0))) == 0
+        assert calls(lambda x, y: contract(x, y, 0, 0, jnp.float32), *factors(256, 256, 192, (0, 0))) == 0
 
 
 @pytest.mark.parametrize("sizes", [(24, 8), (8, 24)])

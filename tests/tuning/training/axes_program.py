@@ -23,8 +23,9 @@ from rlhf.tuning.models.config import tiny
 from rlhf.tuning.models.decoder import decoder_graph
 from rlhf.tuning.models.huggingface import random_params
 from rlhf.tuning.precision import use
+from rlhf.tuning.settings import OptimizerSettings
 from rlhf.tuning.training.batch import Group, Layout, micro_batches
-from rlhf.tuning.training.optimizers import make_optimizer, make_schedule
+from rlhf.tuning.training.optimizers import optimizer_of
 from rlhf.tuning.training.step import counted, make_step
 from tests.tuning.tiny import ragged_groups
 
@@ -100,9 +101,7 @@ def cases(dtype):
 
 def steps(case, mesh, dtype):
     """Losses and gradient norms of two steps, and the parameters after them."""
-    optimizer = make_optimizer(
-        make_schedule("constant", 1e-2, 0, 10), b1=0.9, b2=0.95, weight_decay=0.1, clip_norm=1.0, max_skipped=2
-    )
+    optimizer = optimizer_of(OptimizerSettings(learning_rate=1e-2, weight_decay=0.1, max_skipped=2))
     params = own_params(random_params(case.model, 3), mesh)
     state, step = init_state(optimizer, params, mesh), make_step(case.loss, optimizer, 2, mesh)
     frozen, found = put_params(case.frozen, mesh), []

@@ -21,10 +21,11 @@ from rlhf.tuning.mesh import gather, init_state, make_mesh, put_params, row_shar
 from rlhf.tuning.models.decoder import decoder_graph
 from rlhf.tuning.models.identity import fingerprint
 from rlhf.tuning.models.lora import LoraConfig, tune
+from rlhf.tuning.settings import OptimizerSettings
 from rlhf.tuning.training.batch import Layout, micro_batches
 from rlhf.tuning.training.checkpoint import Checkpoints
 from rlhf.tuning.training.forward import logps_and_entropy
-from rlhf.tuning.training.optimizers import make_optimizer, make_schedule
+from rlhf.tuning.training.optimizers import optimizer_of
 from rlhf.tuning.training.step import copy, make_step
 from tests.tuning.models import support as adapters
 from tests.tuning.tiny import CONFIG, PARAMS, ragged_groups
@@ -49,9 +50,7 @@ def batches(shards, rows):
 
 
 def optimizer():
-    return make_optimizer(
-        make_schedule("constant", 1e-2, 0, 10), b1=0.9, b2=0.95, weight_decay=0.1, clip_norm=1.0, max_skipped=2
-    )
+    return optimizer_of(OptimizerSettings(learning_rate=1e-2, weight_decay=0.1, max_skipped=2))
 
 
 class Run:
@@ -74,10 +73,7 @@ class Run:
 
 def other_rules(name):
     """Steps of another optimizer on a mesh and without one: the largest gap, and whether moments lie as parameters."""
-    rule = make_optimizer(
-        make_schedule("constant", 1e-2, 0, 10), name=name, b1=0.9, b2=0.95, weight_decay=0.1, clip_norm=1.0,
-        max_skipped=2,
-    )  # fmt: skip
+    rule = optimizer_of(OptimizerSettings(learning_rate=1e-2, weight_decay=0.1, max_skipped=2, name=name))
 
     def pull(params, batch, frozen):
         return sum(jnp.sum(jnp.sin(3 * x) * batch["weight"]) for x in jax.tree.leaves(params)), {}

@@ -64,7 +64,7 @@ def test_a_copy_that_fails_is_told_by_the_next_save_and_the_checkpoint_stays(tmp
 
     checkpoints = Checkpoints(tmp_path / "c", no_room)
     checkpoints.save(4, fresh(), {"step": 4})
-    with pytest.raises(SaveFailed, match=r"c/4 was not saved \(OSError: No space left on device\).*goes on from it"):
+    with pytest.raises(SaveFailed, match=r"c/4 was not saved \(OSError: No space left on device\).*resumes from it"):
         checkpoints.save(5, fresh(), {"step": 5})
     checkpoints.close()
     assert restored(tmp_path / "c")[1] == {"step": 4}

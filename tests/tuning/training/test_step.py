@@ -9,10 +9,11 @@ import pytest
 from rlhf.tuning.device import Compute
 from rlhf.tuning.models.decoder import decoder_graph
 from rlhf.tuning.models.identity import fingerprint
+from rlhf.tuning.settings import OptimizerSettings
 from rlhf.tuning.training.batch import Layout, micro_batches
 from rlhf.tuning.training.checkpoint import Checkpoints
 from rlhf.tuning.training.forward import logps_and_entropy
-from rlhf.tuning.training.optimizers import make_optimizer, make_schedule
+from rlhf.tuning.training.optimizers import optimizer_of
 from rlhf.tuning.training.step import NonFinite, copy, make_step
 from tests.tuning.tiny import CONFIG, PARAMS, ragged_groups
 
@@ -25,9 +26,7 @@ def loss_fn(params, batch, frozen):
 
 
 def optimizer():
-    return make_optimizer(
-        make_schedule("constant", 1e-2, 0, 10), b1=0.9, b2=0.95, weight_decay=0.1, clip_norm=1.0, max_skipped=2
-    )
+    return optimizer_of(OptimizerSettings(learning_rate=1e-2, weight_decay=0.1, max_skipped=2))
 
 
 def batches_of(layout):
@@ -77,19 +76,6 @@ def test_a_non_finite_step_changes_nothing_and_too_many_stop():
             params, state, _ = step(params, state, [batch | {"poison": np.float32("inf")}])
 
 
-@pytest.mark.parametrize("layout, program", [(Layout(64, 100), "single"), (Layout(64, 1), "add")])
-def test_a_step_compiles_in_a_thread_and_not_again(layout, program, compiled):
-    opt, params, batches = optimizer(), copy(PARAMS), batches_of(layout)
-    step = make_step(loss_fn, opt, max_skipped=2)
-    state = opt.init(params)
-    with step.compiling(params, state, [{k: np.zeros_like(v) for k, v in b.items()} for b in batches], None):
-        pass
-    step(params, state, batches)
-    assert compiled(program).count("compile") == 1
-    # Of this size: sums of metrics are added by small programs of the same name.
-    assert len(compiled(program, "97,64")) == 1
-
-
 def test_the_sums_of_a_step_may_be_read_when_the_next_one_has_started():
     opt, batches = optimizer(), batches_of(Layout(64, 3))
     step = make_step(loss_fn, opt, 2)
@@ -111,10 +97,7 @@ def test_a_step_that_has_started_when_too_many_are_found_out_changes_nothing(mom
     def poisoned(params, batch, frozen):
         return jnp.sum(params["w"] * batch["poison"]), {}
 
-    opt = make_optimizer(
-        make_schedule("constant", 1e-2, 0, 10), b1=0.9, b2=0.95, weight_decay=0.1, clip_norm=1.0, max_skipped=1,
-        moments=moments,
-    )  # fmt: skip
+    opt = optimizer_of(OptimizerSettings(learning_rate=1e-2, weight_decay=0.1, max_skipped=1, moments=moments))
     params = {"w": jnp.arange(4.0)}
     state, step, waiting = jax.jit(opt.init)(params), make_step(poisoned, opt, 1), []
     for _ in range(3):

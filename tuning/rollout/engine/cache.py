@@ -18,7 +18,8 @@ import jax.numpy as jnp
 
 from rlhf.tuning.compile_target import target_platform
 from rlhf.tuning.models.config import DecoderConfig
-from rlhf.tuning.models.decoder import AttentionSpec, soft_cap
+from rlhf.tuning.models.decoder import AttentionSpec
+from rlhf.tuning.models.matmul import soft_cap
 from rlhf.tuning.precision import item_bytes
 from rlhf.tuning.rollout.engine.arrays import Array
 

@@ -22,9 +22,9 @@ import numpy as np
 from flax import nnx
 
 from rlhf.tuning.compile_target import target_platform
-from rlhf.tuning.models.decoder import Attention, AttentionSpec, Decoder, Layer, by_layer, rms_norm, soft_cap
+from rlhf.tuning.models.decoder import Attention, AttentionSpec, Decoder, Layer, by_layer, rms_norm
 from rlhf.tuning.models.linear import Linear
-from rlhf.tuning.models.matmul import factor
+from rlhf.tuning.models.matmul import factor, soft_cap
 from rlhf.tuning.models.quantize import Int8
 from rlhf.tuning.models.rope import rope_tables
 from rlhf.tuning.rollout.engine.cache import Stack
