@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import re
 import shlex
-from collections.abc import Callable
 from contextvars import ContextVar
-from functools import partial
 from typing import Any
 
 from coolname import generate_slug
@@ -15,9 +13,8 @@ from prefect import flow, get_run_logger, runtime, task
 from prefect.cache_policies import NO_CACHE
 from prefect.client.orchestration import get_client
 from prefect.states import Cancelled, Completed, Failed, State
-from prefect.task_runners import ThreadPoolTaskRunner
 
-from rlhf.flows.graph.build import Node, select, with_inputs
+from rlhf.flows.graph.build import select, with_inputs
 from rlhf.flows.graph.policy_refs import Standing
 from rlhf.flows.orchestration.cancellation import Cancellation, give_up_soon, send_events
 from rlhf.flows.orchestration.prefect_artifacts import (
@@ -32,14 +29,11 @@ from rlhf.flows.orchestration.prefect_artifacts import (
 from rlhf.flows.recipe.model import Recipe, RecipeError
 from rlhf.flows.recipe.overrides import recipe_parameters, values_of
 from rlhf.flows.recipe.reading import load_recipe
-from rlhf.flows.recipe.workers import ALL
 from rlhf.flows.records import DECIDED, REFUSED
-from rlhf.flows.running.checks import check, try_algorithm
+from rlhf.flows.running.checks import check
 from rlhf.flows.running.closing import close, evaluations_of, status_after, status_at_end, summary
-from rlhf.flows.running.gating import stages_of
-from rlhf.flows.running.limits import RunTooLong
-from rlhf.flows.running.overlap import run_overlapped
-from rlhf.flows.running.session import Session
+from rlhf.flows.running.overlap import run_stages
+from rlhf.flows.running.session import RunTooLong, Session
 from rlhf.stages.contract.registry import stage as find_stage
 from rlhf.stages.store import runs
 from rlhf.stages.store.artifacts import ArtifactError, Store
@@ -57,8 +51,6 @@ _sessions: dict[str, Session] = {}
 # The arguments of a flow are serialised for the UI too. Under `rlhf run` the recipe, with its --set options, is
 # resolved before the flow starts: the flow takes it from here, and its arguments only show it.
 _resolved: ContextVar[tuple[Recipe, Standing | None] | None] = ContextVar("resolved", default=None)
-# As many as a recipe may name: else a setting of Prefect decides how many stages are made beside each other.
-_AT_A_TIME: Any = ThreadPoolTaskRunner(max_workers=len(ALL))
 # The errors that ended runs of this command: their states do not reach a server that is gone.
 _errors: dict[str, BaseException] = {}
 EXPECTED = (RecipeError, ArtifactError, RegistryError, StageFailed, WorkerDied, RunTooLong, OSError)
@@ -104,7 +96,6 @@ def is_dead_worker(task: Any, task_run: Any, state: State[Any]) -> bool:
     description="Data, SFT, distillation, preference, reward model, RL, evaluation, export; cached and resumable.",
     validate_parameters=True,
     persist_result=False,
-    task_runner=_AT_A_TIME,
 )
 @recipe_parameters
 def rlhf_pipeline(
@@ -132,7 +123,6 @@ def rlhf_pipeline(
         resolved, standing = from_command or (load_recipe(recipe, values_of(fields) | dict.fromkeys(skip or [])), None)
         if from_command is None:
             check(resolved)
-            try_algorithm(resolved)
         name = free_name(resolved, run_name)
         session = Session(resolved, reporter, name, None, standing)
     except EXPECTED as e:
@@ -179,11 +169,11 @@ def _run(session: Session, force: list[str], only: list[str]) -> State[Any]:
         session.force = select(session.nodes, force)
         chosen = with_inputs(session.nodes, select(session.nodes, only)) if only else None
         task = stage_task.with_options(retries=recipe.retries, retry_condition_fn=is_dead_worker)
-        if recipe.workers is None:
-            for node in stages_of(session, chosen):
-                task(session.name, node.name, node.stage, return_state=True).result(raise_on_failure=True)
-        else:
-            run_overlapped(session, chosen, partial(_begin, session, task))
+        run_stages(
+            session,
+            chosen,
+            lambda n: task(session.name, n.name, n.stage, return_state=True).result(raise_on_failure=True),
+        )
     except BaseException as raised:
         e = _own(raised)
         close(session, status_after(e), e)
@@ -230,17 +220,6 @@ def _failed(session: Session, error: Exception) -> State[Any]:
     name = "TimedOut" if isinstance(error, RunTooLong) else "Failed"
     said = without_userinfo(said).rstrip(".")
     return Failed(name=name, message=f"run {session.name}: {said}. Type: {_command(session)}", data=error)
-
-
-def _begin(session: Session, task: Any, node: Node, ended: Callable[[], None]) -> Callable[[], None]:
-    """Begins a node as a task in a thread of its own."""
-    future = task.submit(session.name, node.name, node.stage)
-    future.add_done_callback(lambda _: ended())
-
-    def result() -> None:
-        future.result(raise_on_failure=True)
-
-    return result
 
 
 def _own(error: BaseException) -> BaseException:

@@ -6,7 +6,8 @@ import re
 
 from rlhf.flows.cli.shared import err, usage_error
 from rlhf.flows.recipe.model import Recipe, RecipeError
-from rlhf.flows.recipe.reading import added, load_recipe
+from rlhf.flows.recipe.reading import load_recipe
+from rlhf.flows.running.checks import check
 from rlhf.flows.running.recipe_warnings import of_recipe
 
 
@@ -14,8 +15,6 @@ def read_recipe(name: str, sets: list[str] | None) -> Recipe:
     """The recipe with its `--set` options, checked as far as that works without running it; else a usage error."""
     try:
         recipe = load_recipe(name, sets=sets)
-        for line in added(name, sets or []):
-            err.print(line)
         check(recipe)
         for line in of_recipe(recipe):
             err.print(f"! {line}")
@@ -30,12 +29,3 @@ def _with_option(message: str, sets: list[str]) -> str:
     """A message that begins with a setting's place, with the option that set it."""
     places = [item.partition("=")[0] for item in sets]
     return f"--set {message}" if any(re.match(rf"{re.escape(place)}[.:\s]", message) for place in places) else message
-
-
-def check(recipe: Recipe) -> None:
-    """Raises RecipeError for what the recipe names and is not there, or cannot be called as it says."""
-    from rlhf.flows.running.checks import check as check_names
-    from rlhf.flows.running.checks import try_algorithm
-
-    check_names(recipe)
-    try_algorithm(recipe)

@@ -149,7 +149,7 @@ def _past_the_gate(store: str, record: dict[str, Any]) -> dict[str, Any]:
     from rlhf.flows.graph.policy_refs import recorded
     from rlhf.flows.running.naming import free_name
 
-    recipe = checked(record["recipe"] | {"store": store, "gate": None}, Path(record["name"]), None, set())
+    recipe = checked(record["recipe"] | {"store": store, "gate": None}, Path(record["name"]))
     standing = dataclasses.replace(recorded(record), champion=None)
     nodes = {n.name: n for n in build(recipe, standing)}
     name = free_name(Store(store), recipe.name)

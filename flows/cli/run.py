@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from rlhf.flows.cli.checks import check, read_recipe
+from rlhf.flows.cli.checks import read_recipe
 from rlhf.flows.cli.shared import (
     AsJson,
     NoPrefect,
@@ -26,6 +26,7 @@ from rlhf.flows.cli.shared import (
 from rlhf.flows.recipe.model import Recipe, RecipeError
 from rlhf.flows.recipe.reading import checked
 from rlhf.flows.records import candidates, find_run, finished_nodes
+from rlhf.flows.running.checks import check
 from rlhf.stages.store.artifacts import Store
 
 if TYPE_CHECKING:
@@ -205,7 +206,7 @@ def rerun(
 
     record = record_of(store, run_name)
     # The record has the address that the store had when the run was made; it may have moved since.
-    found = checked(record["recipe"], Path(f"run {record['name']}"), None, set())
+    found = checked(record["recipe"], Path(f"run {record['name']}"))
     recipe = found.model_copy(update={"store": store})
     standing = recorded(record)
     nodes = {n.name: n for n in build(recipe, standing)}
@@ -248,15 +249,15 @@ def rescore(
     unless --set says otherwise.
     """
     from rlhf.flows.cli.launch import launch
-    from rlhf.flows.recipe.rescore import blamed_on_options, loosened, not_kept, rescored
+    from rlhf.flows.recipe.rescore import loosened, rescored
 
     try:
         record = _sampled(store, run_name)
         recipe = rescored(record, reward or [], sets or [], store)
         check(recipe)
     except RecipeError as e:
-        raise usage_error(blamed_on_options(str(e), reward or [], sets or [])) from e
-    for line in [*not_kept(record, recipe, reward or []), *loosened(record, recipe, sets or [])]:
+        raise usage_error(str(e)) from e
+    for line in loosened(record, recipe, sets or []):
         out.print(line)
     launch(recipe, no_prefect, name=name)
 

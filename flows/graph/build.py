@@ -12,7 +12,8 @@ from pydantic import ValidationError
 
 from rlhf.flows.graph.policy_refs import Standing, standing_of
 from rlhf.flows.recipe.fork import Fork
-from rlhf.flows.recipe.model import RL, Recipe, RecipeError, policies_of, training_sections
+from rlhf.flows.recipe.model import Recipe, RecipeError, policies_of, training_sections
+from rlhf.flows.recipe.rl import RL
 from rlhf.stages.common.settings import stored_as
 from rlhf.stages.contract.definition import Reads, StageConfig
 from rlhf.stages.contract.registry import by_section
@@ -29,7 +30,7 @@ from rlhf.stages.select import EVALUATION, POLICY
 from rlhf.stages.select import Config as SelectConfig
 from rlhf.stages.start import Config as StartConfig
 from rlhf.stages.store.artifacts import Store
-from rlhf.stages.store.keys import SHOWN, derive_seed
+from rlhf.stages.store.keys import derive_seed
 from rlhf.stages.worker.device_dtype import settled
 
 T = TypeVar("T")
@@ -148,13 +149,10 @@ def _shared(nodes: list[Node], fork: Fork) -> list[Node]:
 
 
 def settings_by_round(recipe: Recipe) -> list[RL]:
-    """The settings of each round of RL: of those before a fork, the ones that they were made with."""
+    """Return the settings of each round of RL; rounds before a fork have those that they were made with."""
     assert recipe.rl is not None
-    found: list[RL] = []
-    for part in recipe.fork.earlier if recipe.fork is not None else ():
-        rl = RL.model_validate_json(json.dumps(part.rl), context=SHOWN)
-        found += [rl] * (part.until - len(found))
-    return found + [recipe.rl] * (recipe.rl.rounds - len(found))
+    shared = recipe.fork.shared_rounds() if recipe.fork is not None else []
+    return shared + [recipe.rl] * (recipe.rl.rounds - len(shared))
 
 
 def _evaluate(recipe: Recipe) -> StageConfig:

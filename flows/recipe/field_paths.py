@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import json
 import types
 import typing
 from collections.abc import Iterator, Sequence
 from typing import Annotated, Any
 
 import yaml
-from pydantic import BaseModel, ConfigDict, TypeAdapter, ValidationError
+from pydantic import BaseModel
 
 from rlhf.flows.recipe.model import Recipe
 from rlhf.stages.common.settings import Trained
@@ -118,20 +117,6 @@ def _in_common(known: str, place: Sequence[str]) -> int:
     """How many parts of two places are the same from their beginning on; `*` is any."""
     parts = known.split(".")
     return next((i for i, (a, b) in enumerate(zip(parts, place, strict=False)) if a not in (b, "*")), len(parts))
-
-
-def takes(place: Sequence[str], value: Any) -> bool:
-    """Whether the field at `place` allows a value by itself; false where there is no such field."""
-    model = _model_at(place[:-1]) if place else None
-    if model is None or place[-1] not in model.model_fields:
-        return False
-    field = model.model_fields[place[-1]]
-    bounded: Any = Annotated[(field.annotation, *field.metadata)] if field.metadata else field.annotation
-    try:
-        TypeAdapter(bounded, config=ConfigDict(strict=True)).validate_json(json.dumps(value))
-    except ValidationError:
-        return False
-    return True
 
 
 def _model_at(place: Sequence[str]) -> Any:

@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import json
-import math
 from collections.abc import Iterator, Mapping
 from typing import Annotated, Any, get_args
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from rlhf.flows.recipe.fork import Fork, check_fork
-from rlhf.flows.recipe.gate import BASE, Data, Name, check_gated
+from rlhf.flows.recipe.gate import BASE, Data, Name, check_gate
 from rlhf.flows.recipe.retention import Retention
+from rlhf.flows.recipe.rl import RL, shape_of
 from rlhf.flows.recipe.workers import Workers
 from rlhf.stages.base import Config as BaseConfig
 from rlhf.stages.common.settings import Dtype
@@ -27,34 +26,10 @@ from rlhf.stages.prepare.settings import Verifier
 from rlhf.stages.reward import Config as RewardConfig
 from rlhf.stages.rollout import Config as RolloutConfig
 from rlhf.stages.sampling.environment import ENVIRONMENT, Environment
-from rlhf.stages.score.settings import Config as ScoreConfig
 from rlhf.stages.score.settings import Reward
 from rlhf.stages.sft import Config as SFTConfig
-from rlhf.stages.store.keys import SHOWN
 from rlhf.stages.update.settings import Config as UpdateConfig
-from rlhf.stages.update.settings import aggregation_of, needs_groups, on_policy
-
-
-def environment_weight(score: Any) -> float:
-    """The weight of the environment's rewards in the totals of settings of the stage score, as written."""
-    rewards = score.get("rewards") if isinstance(score, dict) else None
-    parts = rewards.values() if isinstance(rewards, dict) else ()
-    weights = [p.get("weight", 1.0) for p in parts if isinstance(p, dict) and p.get("function") == "environment"]
-    return float(sum(weights)) if all(isinstance(w, int | float) for w in weights) else 0.0
-
-
-def shape_of(score: ScoreConfig) -> str | None:
-    """The setting by which the total counts something else than the sum of an environment's rewards; None if none."""
-    for name, reward in score.rewards.items():
-        if reward.function != ENVIRONMENT or not reward.weight:
-            continue
-        if score.truncated == "zero":
-            return "truncated: zero"
-        shapes = {"clip": reward.clip, "squash": reward.squash, "normalise": reward.normalise}
-        if said := [shape for shape, value in shapes.items() if value not in (None, "none")]:
-            return f"rewards.{name}.{said[0]}"
-    return None
-
+from rlhf.stages.update.settings import aggregation_of
 
 Seconds = Annotated[float, Field(gt=0)]
 
@@ -109,6 +84,16 @@ class RecipeError(ValueError):
     """An invalid recipe; the message has the place and the remedy."""
 
 
+def _turn_settings(update: UpdateConfig) -> list[str]:
+    """Return the settings of an update that give credit to the turns of an episode."""
+    wanted = {
+        f"algorithm: {update.algorithm}": update.entry is not None and update.entry.turns,
+        "credit: turn": update.credit == "turn",
+        "critic.bi_level_gae": update.critic.bi_level_gae,
+    }
+    return [name for name, value in wanted.items() if value]
+
+
 def trained_sections() -> set[str]:
     """Sections of a recipe that train a model of the run: a policy, or the reward model."""
     # The first word: rl.update is in the section rl.
@@ -130,127 +115,6 @@ def training_sections(recipe: Recipe) -> list[str]:
 def policies_of(recipe: Recipe) -> list[str]:
     """Names of the policies of a run, in the order of their training."""
     return ["base", *(name for name in training_sections(recipe) if name != "reward")]
-
-
-class RL(StageConfig):
-    """Rounds of rollouts, scores and policy updates."""
-
-    rounds: Annotated[int, Field(ge=1, le=10_000)] = 10
-    """Number of rounds."""
-    rollout: RolloutConfig = RolloutConfig()
-    """Sampling of each round."""
-    score: ScoreConfig = ScoreConfig()
-    """Rewards of each round."""
-    update: UpdateConfig = UpdateConfig()
-    """The policy update of each round."""
-    checkpoint_every: Annotated[int, Field(ge=1)] = 5
-    """Rounds between stored weights; policies between them are rebuilt from their rollouts when a stage needs them."""
-    reference_every: Annotated[int, Field(ge=1)] | None = None
-    """Rounds after which the reference of the KL becomes the current policy (ProRL, TR-DPO's hard update); null: it
-    stays the policy before the first round."""
-    staleness: Annotated[int, Field(ge=0)] = 0
-    """Rounds by which the sampling policy lags; importance weights correct for it."""
-    refills: Annotated[int, Field(ge=0, le=20)] = 0
-    """Maximum passes in which a round samples other prompts in place of groups with equal rewards (dynamic
-    sampling)."""
-    rollouts_from: str | None = None
-    """Name of a run whose rollouts are scored and trained on again; nothing is sampled."""
-
-    @model_validator(mode="before")
-    @classmethod
-    def _from_the_rollouts(cls, values: Any) -> Any:
-        """Fills in the update's settings that follow from the rollouts, so that a dumped recipe can be read again."""
-        if not isinstance(values, dict):
-            return values
-        rollout, update = values.get("rollout", {}), values.get("update", {})
-        if not isinstance(rollout, dict) or not isinstance(update, dict):
-            return values
-        # Where a recipe gives both, `_possible` checks that they agree.
-        derived = {"temperature": rollout["temperature"]} if "temperature" in rollout else {}
-        prompts, step = rollout.get("prompts"), UpdateConfig.model_fields["prompts_per_step"].default
-        if on_policy(update):
-            prompts, step = rollout.get("prompts", RolloutConfig.model_fields["prompts"].default), math.inf
-        if isinstance(prompts, int) and 0 < prompts < step:
-            derived["prompts_per_step"] = prompts
-        if aggregation_of(update) == "constant" and update.get("constant") is None:
-            update = {k: v for k, v in update.items() if k != "constant"}
-            # The budget of Dr. GRPO's constant is the longest completion.
-            derived["constant"] = rollout.get("max_tokens", RolloutConfig.model_fields["max_tokens"].default)
-        derived["environment_weight"] = environment_weight(values.get("score"))
-        return values | {"update": derived | update} if derived else values
-
-    @model_validator(mode="after")
-    def _possible(self) -> RL:
-        if self.update.temperature != self.rollout.temperature:
-            raise ValueError(
-                f"update.temperature {self.update.temperature} differs from rollout.temperature "
-                f"{self.rollout.temperature}: ratios need one temperature; leave the former out"
-            )
-        weight = environment_weight(self.score.model_dump())
-        if self.update.environment_weight != weight:
-            raise ValueError(
-                f"update.environment_weight {self.update.environment_weight} differs from the weight {weight} that "
-                "score.rewards gives to the environment's rewards: leave the former out"
-            )
-        if self.update.prompts_per_step > self.rollout.prompts:
-            raise ValueError(
-                f"update.prompts_per_step {self.update.prompts_per_step} is above rollout.prompts "
-                f"{self.rollout.prompts}: an optimizer step has prompts of one round; lower the former, or raise the "
-                "latter"
-            )
-        if on_policy(self.update) and (self.update.epochs, self.update.prompts_per_step) != (1, self.rollout.prompts):
-            raise ValueError(
-                f"update.algorithm {self.update.algorithm} takes one optimizer step a round: no clip bounds later "
-                f"steps, and update.epochs {self.update.epochs} with update.prompts_per_step "
-                f"{self.update.prompts_per_step} of rollout.prompts {self.rollout.prompts} make several; set epochs to "
-                f"1 and prompts_per_step to {self.rollout.prompts}"
-            )
-        counted = {"rollout.round": self.rollout.round, "update.round": self.update.round}
-        for name, number in (counted | {"rollout.first": self.rollout.first}).items():
-            if number:
-                raise ValueError(f"{name} is counted by the pipeline: leave it out")
-        if self.update.store_state:
-            raise ValueError("update.store_state follows from rl.checkpoint_every: leave it out")
-        entry = self.update.entry
-        if entry is not None and entry.groups and self.rollout.completions == 1:
-            raise ValueError(
-                f"rollout.completions is 1, and {self.update.algorithm} compares the completions of a prompt: each "
-                "would teach nothing; use 2 or more"
-            )
-        if self.reference_every is not None and not self.update.needs_reference:
-            raise ValueError(
-                "reference_every moves the reference of the KL, and update.kl_coef and update.kl_in_reward are 0: give "
-                "one of them a value, or leave reference_every out"
-            )
-        if self.refills and not needs_groups(self.update.algorithm):
-            raise ValueError(
-                f"refills replace groups whose completions score alike, and {self.update.algorithm} learns from those "
-                "too: leave refills out"
-            )
-        if self.score.round_scale:
-            raise ValueError("score.round_scale is said by the pipeline: leave it out")
-        for name, reward in self.score.rewards.items():
-            self._comparable(name, reward)
-        return self
-
-    def _comparable(self, name: str, reward: Reward) -> None:
-        """Raises ValueError where sampled completions and those scored apart from them would have other rewards."""
-        where = f"score.rewards.{name}"
-        if self.update.needs_greedy and reward.normalise == "group":
-            raise ValueError(
-                f"{where}.normalise: group centres by a group's own mean, and {self.update.algorithm} by the reward of "
-                "a greedy completion, which has no group: use none or batch"
-            )
-        if self.update.needs_greedy and reward.batch != "sample":
-            raise ValueError(
-                f"{where}.batch: {reward.batch}: the greedy completion, whose reward is the baseline of "
-                f"{self.update.algorithm}, is scored without the others: use batch: sample"
-            )
-        if self.refills and reward.batch == "round":
-            raise ValueError(
-                f"{where}.batch: round: refills are sampled after the round is scored, and a call cannot get both: use "
-                "batch: group or sample, or leave rl.refills out"
-            )
 
 
 class Recipe(BaseModel):
@@ -369,25 +233,19 @@ class Recipe(BaseModel):
 
     @model_validator(mode="after")
     def _credited_as_rewarded(self) -> Recipe:
-        """Rewards of turns count on their turns only if their sum is the total."""
+        """Credit rewards of turns to their turns only if the total is their sum."""
         if self.environment is None or self.rl is None or (shape := shape_of(self.rl.score)) is None:
             return self
         update = self.rl.update
         if not update.credits_turns:
             return self
-        by_turns = {
-            "credit: turn": update.credit == "turn",
-            f"algorithm: {update.algorithm}": update.entry is not None and update.entry.turns,
-            "critic.bi_level_gae": update.critic.bi_level_gae,
-        }
-        if said := [name for name, wanted in by_turns.items() if wanted]:
+        if said := _turn_settings(update):
             raise ValueError(
-                f"rl.update.{said[0]} counts rewards on the turns that earned them, as the environment gave them, and "
-                f"rl.score.{shape} changes their sum: the last token would get the difference. Leave that out, or say "
-                "rl.update.credit: trajectory"
+                f"rl.update.{said[0]} credits rewards to the turns that earned them, and rl.score.{shape} changes "
+                "their sum: the last token would get the difference. Remove it, or set rl.update.credit: trajectory"
             )
-        found = self.rl.model_copy(update={"update": update.model_copy(update={"credit": "trajectory"})})
-        object.__setattr__(self, "rl", found)
+        changed = self.rl.model_copy(update={"update": update.model_copy(update={"credit": "trajectory"})})
+        object.__setattr__(self, "rl", changed)
         return self
 
     @model_validator(mode="after")
@@ -402,7 +260,8 @@ class Recipe(BaseModel):
                 if getattr(self.settings(section), name, plain) != plain:
                     raise ValueError(f"{section}.{name} has no meaning with this section environment: leave it out")
         if self.environment is None:
-            self._needs_no_turns()
+            if self.rl is not None and (said := _turn_settings(self.rl.update)):
+                raise ValueError(f"rl.update.{said[0]} needs the turns of episodes: add the section environment")
             rewards = self.rl.score.rewards if self.rl is not None else {}
             named = [f"rl.score.rewards.{n}" for n, r in rewards.items() if r.function == ENVIRONMENT]
             named += ["evaluate.judge"] if self.evaluate is not None and self.evaluate.judge == ENVIRONMENT else []
@@ -410,29 +269,18 @@ class Recipe(BaseModel):
                 raise ValueError(f"{named[0]} asks an environment, but the section environment is null")
         return self
 
-    def _needs_no_turns(self) -> None:
-        """Raises ValueError for settings of the update that rollouts without turns give no meaning."""
-        if self.rl is None:
-            return
-        update = self.rl.update
-        needs = {
-            f"algorithm: {update.algorithm}": update.entry is not None and update.entry.turns,
-            "credit: turn": update.credit == "turn",
-            "critic.bi_level_gae": update.critic.bi_level_gae,
-        }
-        if said := [name for name, wanted in needs.items() if wanted]:
-            raise ValueError(f"rl.update.{said[0]} needs the turns of episodes: add the section environment")
-
     @model_validator(mode="after")
-    def _gated_by_what_is_there(self) -> Recipe:
-        check_gated(self, policies_of(self))
-        return self
-
-    @model_validator(mode="after")
-    def _forked_where_it_can_be(self) -> Recipe:
+    def _continues_as_it_can(self) -> Recipe:
+        since = self.data.new_since
+        if since is not None and self.start_from != since:
+            raise ValueError(
+                f"data.new_since is {since}, and start_from is {self.start_from}: prompts that {since} was trained on "
+                f"are left out, so the policy has to start from it; set start_from: {since}"
+            )
+        if self.gate is not None:
+            check_gate(self.gate, self.evaluate, self.environment is not None, policies_of(self))
         if self.fork is not None:
-            parts = [RL.model_validate_json(json.dumps(part.rl), context=SHOWN) for part in self.fork.earlier]
-            check_fork(self.fork, self.rl, parts[-1] if parts else None)
+            check_fork(self.fork, self.rl)
         return self
 
     def _data_parts(self) -> list[str]:

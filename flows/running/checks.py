@@ -11,7 +11,6 @@ from collections.abc import Collection, Iterator, Mapping
 from typing import Any, NamedTuple
 
 from rlhf.flows.graph.build import Node, nodes_of
-from rlhf.flows.graph.keying import Codes, key_parts
 from rlhf.flows.graph.reuse import Records, taken_artifact
 from rlhf.flows.recipe.model import Recipe, RecipeError
 from rlhf.flows.running.allowed import check_allowed
@@ -22,9 +21,8 @@ from rlhf.stages.contract.registry import stage
 from rlhf.stages.contract.sources import built_in_parameters, check_imports, is_own_source
 from rlhf.stages.score.settings import COMPUTED
 from rlhf.stages.scorer import Config as ScorerConfig
-from rlhf.stages.store.artifacts import Artifact, ArtifactError, Store
+from rlhf.stages.store.artifacts import ArtifactError, Store
 from rlhf.stages.tools.environments import check as check_environment
-from rlhf.stages.worker.client import StageFailed
 
 REWARD_COLUMNS = ("prompts", "completions", "completion_ids", "answer", "metadata")
 """What every reward function is called with, beside the entries of the record's metadata."""
@@ -80,6 +78,7 @@ def check(recipe: Recipe) -> None:
                 signatures.check_required(parameters, arguments, f"{where}_args", function, ["seed"])
     except ValueError as e:
         raise RecipeError(str(e)) from e
+    _try_algorithm(recipe)
 
 
 def _check_lengths(recipe: Recipe) -> None:
@@ -119,18 +118,6 @@ def _rewards(recipe: Recipe) -> Iterator[Called]:
             at = f"evaluate.judges.{name}"
             if judge.function not in COMPUTED:
                 yield Called(judge.function, judge.arguments, f"{at}.function", f"{at}.arguments")
-
-
-def as_it_is(node: Node, inputs: Mapping[str, Artifact]) -> tuple[dict[str, str], dict[str, Any]]:
-    """(files of the code, parts of the key) of a node, both of one moment. Raises StageFailed where a file was edited
-    during the run and cannot be read any more."""
-    codes: Codes = {}
-    try:
-        parts = key_parts(node, inputs, codes)
-    except (ValueError, SyntaxError, FileNotFoundError) as e:
-        raise StageFailed(f"{node.name}: {e}") from e
-    (code,) = codes.values()
-    return code.files, parts
 
 
 def check_columns(recipe: Recipe, metrics: Mapping[str, Any], stages: Collection[str]) -> None:
@@ -251,7 +238,7 @@ def _sources(recipe: Recipe) -> Iterator[tuple[str, str, Collection[str]]]:
             yield "data.source", source.source, source.source_args
 
 
-def try_algorithm(recipe: Recipe) -> None:
+def _try_algorithm(recipe: Recipe) -> None:
     """Has an algorithm of one's own made and called once on small numbers, in a process of its own.
 
     Raises RecipeError with the line of the error. An algorithm of the library needs no try.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import threading
 from collections import ChainMap
 from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
@@ -13,12 +14,11 @@ from rlhf.flows.recipe.model import Recipe, RecipeError
 from rlhf.flows.recipe.workers import Workers
 from rlhf.flows.running.cluster import Cluster
 from rlhf.flows.running.cluster_role import RoleWorkers
-from rlhf.flows.running.worker_lock import Turn
 from rlhf.stages.contract.registry import stage
 from rlhf.stages.worker.client import Worker
 from rlhf.stages.worker.devices import confined, device_kind
 from rlhf.stages.worker.group import local_group
-from rlhf.stages.worker.protocol import Log, Report, Request
+from rlhf.stages.worker.protocol import Report, Request
 
 POLICY = "policy"
 """The input that is the policy which a stage samples from, trains or exports."""
@@ -71,7 +71,7 @@ class Crew:
                 self._workers[name] = local_group(settings.hosts, place, *limits, own)
             else:
                 self._workers[name] = Worker(place, *limits, own[0])
-        self._turns = {name: Turn() for name in self._workers}
+        self._locks = {name: threading.Lock() for name in self._workers}
 
     @property
     def names(self) -> list[str]:
@@ -95,12 +95,16 @@ class Crew:
     def run(
         self, node: Node, request: Request, on_event: Callable[[Report], None], check_time: Callable[[], None]
     ) -> dict[str, Any]:
-        """Has a node's worker make it, as soon as that is free; raises as `Worker.run` does."""
+        """Have a node's worker make it, as soon as that is free; raises as `Worker.run` does."""
         name = self.of(node)
-        # Stages are begun where no other has their worker; an input that has to be made again may find it at work.
-        with self._turns[name].of_stage(check_time, lambda line: on_event(Log(line))):
+        # It is busy if a damaged input has to be recomputed while the worker makes another stage.
+        while not self._locks[name].acquire(timeout=1.0):
+            check_time()
+        try:
             self._take_current_code(name)
             return self._workers[name].run(request, on_event, check_time)
+        finally:
+            self._locks[name].release()
 
     def _take_current_code(self, name: str) -> None:
         """Restart a worker of this host whose requests would run earlier code on the nodes of the cluster."""

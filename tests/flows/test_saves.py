@@ -64,9 +64,9 @@ def test_what_a_run_has_found_is_in_its_record_however_long_it_reads_data_or_inp
         raise KeyboardInterrupt
 
     if waits == "sources":
-        monkeypatch.setattr("rlhf.flows.running.session.as_it_is", wait)
+        monkeypatch.setattr("rlhf.flows.running.session.key_now", wait)
     else:
-        monkeypatch.setattr(run._whole, "ensure", wait)
+        monkeypatch.setattr(run.inputs, "ensure", wait)
     thread = threading.Thread(target=lambda: pytest.raises(KeyboardInterrupt, run.run_node, "sft"))
     thread.start()
     place, seen = Store(str(store)), set()

@@ -98,7 +98,7 @@ def test_a_file_without_a_name_has_that_of_the_file_and_one_without_settings_is_
         ("name: Not A Name\n", "mine.yaml:1: name: String should match pattern"),
         ("- a\n- b\n", "mine.yaml: a recipe is a mapping of sections, found list"),
         ("sft: [1\n", "mine.yaml:2: not YAML: "),
-        ("sft: {epochs: 1}\nseed: 1\nsft: {epochs: 2}\n", "the key 'sft' is there twice"),
+        ("sft: {epochs: 1}\nseed: 1\nsft: {epochs: 2}\n", "the key 'sft' appears twice"),
         ("data: {source_args: {day: 2026-01-01}}\n", "mine.yaml:1: '2026-01-01' is a timestamp"),
     ],
 )
@@ -113,9 +113,9 @@ def test_names_of_other_libraries_stand_for_settings_that_exist():
             assert any(f".{place}".endswith(f".{end}") for place in places), f"{name}: there is no setting {end}"
 
 
-def test_a_mistake_of_the_file_is_not_blamed_on_an_option(recipe):
-    file = recipe("rl:\n  rollout: {round: 3}\n")
-    assert "mine.yaml:1: rl: rollout.round is counted" in refused(file, sets=["rl.update.clip_high=0.3"])
+def test_a_mistake_between_a_file_and_an_option_names_both(recipe):
+    text = refused(recipe("rl:\n  rollout: {completions: 1}\n"), sets=["rl.update.clip_high=0.3"])
+    assert "mine.yaml:1 with --set rl.update.clip_high: rl: rollout.completions is 1" in text
 
 
 @pytest.mark.parametrize("sections", ["name: mine\n", "name: mine\nbase: {}\ndata: {}\n"])
@@ -193,14 +193,14 @@ def test_all_mistakes_are_told_at_once(recipe):
             "rl: {refills: 1, score: {rewards: {a: {function: exact_match, batch: round}}}}\n",
             "score.rewards.a.batch: round: refills are sampled after the round is scored",
         ),
-        ("rl: {score: {round_scale: true}}\n", "score.round_scale is said by the pipeline: leave it out"),
+        ("rl: {score: {round_scale: true}}\n", "score.round_scale is set by the pipeline: leave it out"),
         ("rl: {score: {rewards: {}}}\n", "rewards is empty: name at least one reward"),
         ("rl: {rollout: {prompts: 8}, update: {prompts_per_step: 9}}\n", "update.prompts_per_step 9 is above rollout"),
         ("rl: {update: {clip_low: 2}}\n", "rl.update.clip_low: Input should be less than or equal to 1 (found 2)"),
         ("sft: {decay_steps: 2}\n", "sft.optimizer: decay_steps 2 is the step at which the schedule ends"),
         ("sft: {compute: {mesh: {data: 0}}}\n", "sft.compute.mesh.data: an axis has 1 or more devices, or -1"),
         ("sft: {compute: {mesh: {tensor: -1}}}\n", "sft.compute.mesh: fsdp and tensor are -1, and one axis"),
-        ("rl: {rollout: {round: 3}}\n", "rollout.round is counted by the pipeline: leave it out"),
+        ("rl: {rollout: {round: 3}}\n", "rollout.round is set by the pipeline: leave it out"),
         ("rl: {update: {store_state: true}}\n", "update.store_state follows from rl.checkpoint_every: leave it out"),
     ],
 )
@@ -300,33 +300,10 @@ def test_merge_keeps_what_it_is_given():
 
 
 @pytest.mark.parametrize(
-    ("text", "message"),
-    [
-        (
-            "data:\n  fields:\n    answer: {from: answer, pattern: #### (.*)}\n",
-            "; in line 3 a # begins a comment: put a value that has one in quotes",
-        ),
-        (
-            "data:\n  fields:\n    answer:\n      from: answer\n      pattern: #### (.*)\n",
-            "mine.yaml:5: data.fields.answer.pattern: expected a valid string, not null: leave it out for its default "
-            "(a # begins a comment: put a value that has one in quotes)",
-        ),
-    ],
-)
-def test_a_value_that_yaml_takes_for_a_comment_is_told(recipe, text, message):
-    assert message in refused(recipe(text))
-    assert "mine.yaml: the file holds no settings" in refused(recipe("# nothing yet\n"))
-    assert "comment" not in refused(recipe("sft:\n  epochs: null  # none\n"))
-    assert "comment" not in refused(recipe("sft: {epochs: 2}  # two\nrl: {a: [}\n"))
-    assert "comment" not in refused(recipe("sft: # the model\n  epochs: 1\nrl: {a: [1, 2\n"))
-    assert "comment" not in refused(recipe("sft: # a list\n- a\nrl: {a: [1, 2\n"))
-
-
-@pytest.mark.parametrize(
     ("sets", "message"),
     [
         (["sft.epoch=2"], "--set sft.epoch: unknown key; did you mean epochs?"),
-        (["sft=null", "rl=null"], "--set rl, sft: sft, distill, preference, rl are all null: nothing would be trained"),
+        (["sft=null", "rl=null"], ": sft, distill, preference, rl are all null: nothing would be trained"),
         (["data.source=/no/such/file.jsonl"], "--set data.source: source '/no/such/file.jsonl': no such file"),
         (["data.source=adition"], "--set data.source: unknown source 'adition' (did you mean 'addition'?)"),
         (["base.source=/no/such/model.gguf"], "--set base.source: /no/such/model.gguf does not exist"),
@@ -346,7 +323,7 @@ def test_a_value_that_yaml_takes_for_a_comment_is_told(recipe, text, message):
 def test_a_recipe_that_cannot_run_ends_with_status_2_and_no_work(rlhf_here, tmp_path, verb, sets, message):
     words = [w for item in [*sets, f"store={tmp_path / 'store'}"] for w in ("--set", item)]
     done = rlhf_here(verb, "smoke", *(["--no-prefect"] if verb == "run" else []), *words, code=2)
-    assert f"error: {message}" in done.stderr or message in done.stderr
+    assert message in done.stderr
     assert done.stderr.startswith("error: ")
     assert "Traceback" not in done.stderr
     assert not (tmp_path / "store").exists()
