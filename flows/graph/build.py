@@ -31,7 +31,7 @@ from rlhf.stages.select import Config as SelectConfig
 from rlhf.stages.start import Config as StartConfig
 from rlhf.stages.store.artifacts import Store
 from rlhf.stages.store.keys import derive_seed
-from rlhf.stages.worker.device_dtype import settled
+from rlhf.stages.worker.devices import with_dtype
 
 T = TypeVar("T")
 # What the role `tokenizer` offers of the base: special ids are in the two configs.
@@ -198,7 +198,7 @@ class _Graph:
         """
         definition = find_stage(stage)
         workers = self.recipe.workers
-        config = settled(config, far=workers is not None and workers.cluster is not None)
+        config = with_dtype(config, far=workers is not None and workers.cluster is not None)
         available = {**self.roles, **(roles or {})}
         inputs: dict[str, Input] = {}
         for input_name, reads in definition.inputs(config, self.recipe.data.splits).items():

@@ -118,10 +118,6 @@ class Workers(BaseModel):
         """Whether the role's workers run on the cluster."""
         return self.cluster is not None and (name != DATA or self.data is not None)
 
-    def settings(self, name: str) -> WorkerSettings:
-        """The settings of a role. Raises KeyError for one that the run does not have."""
-        return {str(work): found for work, found in self.named.items()}[name]
-
     def of(self, work: Work) -> Work:
         """The role that runs the stages of this kind of work."""
         return work if work in self.named else TRAIN

@@ -109,9 +109,6 @@ def last_lines(log: Path) -> str:
 class Worker:
     """A worker process that is started by the first request and stays warm until `close`."""
 
-    elsewhere = False
-    """Whether its log is on another host."""
-
     def __init__(
         self,
         log: Path,

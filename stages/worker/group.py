@@ -62,6 +62,10 @@ class Member(Protocol):
     def close(self) -> None: ...
 
 
+Start = Callable[[Callable[[str], None], Callable[[], None]], Sequence[Member]]
+"""(log, check_time) -> the members of a new group."""
+
+
 class _Ended(KeyboardInterrupt):
     """The group ends a member, as Ctrl-C does: without a word."""
 
@@ -69,23 +73,15 @@ class _Ended(KeyboardInterrupt):
 class ProcessGroup:
     """The processes of one role. The first request starts them, and they stay warm until `close` or a failure."""
 
-    elsewhere = False
-    """Whether its log is on another host."""
+    def __init__(self, start: Start, log: Path, stall_seconds: float | None = None):
+        """start: makes the members of a new group, without limits for a lack of progress.
 
-    def __init__(self, start: Callable[[], Sequence[Member]], log: Path, stall_seconds: float | None = None):
-        """start: makes the members of a new group, without a limit of their own for a lack of progress.
-
-        log: the file of the output of process 0. stall_seconds: how long all members together may report nothing;
-        while one compiles, `client.COMPILING` times as long.
+        log: the file of the output of process 0. stall_seconds: time that all members together may report nothing;
+        `client.COMPILING` times as long while one compiles.
         """
         self.log, self.stall_seconds, self.starts = log, stall_seconds, 0
         self._start, self._members = start, list[Member]()
         self._logs = [log]
-
-    @property
-    def pid(self) -> int | None:
-        """The process id of process 0; None while no group runs."""
-        return self._members[0].pid if self._members else None
 
     @property
     def logs(self) -> list[Path]:
@@ -97,7 +93,7 @@ class ProcessGroup:
     ) -> dict[str, Any]:
         """Runs one stage on all processes and returns the manifest; raises as `Worker.run`, and names the process."""
         if not self._members:
-            self._members = list(self._start())
+            self._members = list(self._start(lambda line: on_event(Log(line)), check_time or any_time))
             self._logs = [log for member in self._members for log in member.logs]
             self.starts += 1
         at_work = _AtWork(self._members, request)
@@ -165,11 +161,6 @@ class ProcessGroup:
             member.write_stacks()
         names = ", ".join(member.where for member in self._members)
         raise WorkerDied(f"the process group ({names}) {cause} in stage {request.stage}\n{last_lines(self.log)}")
-
-    def kill(self) -> None:
-        """Ends all processes at once; the stage can resume from the work folder."""
-        for member in self._members:
-            member.kill()
 
     def leave(self) -> None:
         """Has all processes leave; `close` waits for that."""
@@ -259,7 +250,7 @@ def local_group(
 ) -> ProcessGroup:
     """A group of `count` processes of this machine. variables: of each one's environment, or of all where it is one."""
 
-    def start() -> list[Worker]:
+    def start(log_line: object, check_time: object) -> list[Worker]:
         with socket.create_server(("127.0.0.1", 0)) as server:
             address = f"127.0.0.1:{server.getsockname()[1]}"
         members = []

@@ -11,8 +11,6 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import os
-from collections.abc import Iterator
 from typing import Any, TypeAlias
 
 
@@ -53,27 +51,6 @@ class Request:
     def parse(cls, line: str | bytes) -> Request:
         """The inverse of `line`. Raises TypeError for missing or unknown fields."""
         return cls(**json.loads(line))
-
-
-class Lines:
-    """The lines that come through a pipe; of those without an end nothing."""
-
-    def __init__(self, pipe: int):
-        self._pipe, self._arrived = pipe, bytearray()
-
-    def __iter__(self) -> Iterator[bytes]:
-        while (line := self._next()) is not None:
-            yield line
-
-    def _next(self) -> bytes | None:
-        while (end := self._arrived.find(b"\n")) < 0:
-            chunk = os.read(self._pipe, 1 << 16)
-            if not chunk:
-                return None
-            self._arrived += chunk
-        line = bytes(self._arrived[:end])
-        del self._arrived[: end + 1]
-        return line
 
 
 @dataclasses.dataclass(frozen=True)

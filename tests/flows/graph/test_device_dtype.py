@@ -11,7 +11,7 @@ from rlhf.flows.graph.keying import key_of, key_parts
 from rlhf.flows.recipe.model import RecipeError
 from rlhf.flows.recipe.reading import load_recipe
 from rlhf.stages.store.keys import SHOWN
-from rlhf.stages.worker import device_dtype
+from rlhf.stages.worker import devices
 
 COMPUTED = {"sft", "reward", "round-000.rollout", "round-000.score", "round-000.update", "evaluate.base"}
 
@@ -21,8 +21,8 @@ def machine(monkeypatch):
     """Makes this machine another one: whether its processor multiplies bfloat16, and the kind of its devices."""
 
     def become(multiplies: bool, kind: str = "cpu:cpu") -> None:
-        monkeypatch.setattr(device_dtype, "multiplies_bfloat16", lambda: multiplies)
-        monkeypatch.setattr(device_dtype, "device_kind", lambda: kind)
+        monkeypatch.setattr(devices, "multiplies_bfloat16", lambda: multiplies)
+        monkeypatch.setattr(devices, "device_kind", lambda: kind)
 
     return become
 
