@@ -245,11 +245,11 @@ def rescore(
 ) -> None:
     """Score a run's rollouts by other rewards and train on them again. No rollouts are sampled.
 
-    The policies drift from those that sampled: rl.update.max_mismatch_kl is at least 1.0 and short_of_groups is train,
-    unless --set says otherwise.
+    The policies drift from those that sampled: unless --set says otherwise, rl.update.max_mismatch_kl is at least 1.0,
+    short_of_groups is train, and old_logps is trainer.
     """
     from rlhf.flows.cli.launch import launch
-    from rlhf.flows.recipe.rescore import loosened, rescored
+    from rlhf.flows.recipe.rescore import rescored
 
     try:
         record = _sampled(store, run_name)
@@ -257,8 +257,6 @@ def rescore(
         check(recipe)
     except RecipeError as e:
         raise usage_error(str(e)) from e
-    for line in loosened(record, recipe, sets or []):
-        out.print(line)
     launch(recipe, no_prefect, name=name)
 
 

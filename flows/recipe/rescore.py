@@ -19,8 +19,6 @@ MISMATCH = 1.0
 """Limit of the mean KL between sampler and trainer for rescored rounds, unless it is set."""
 SAMPLED = ("rollout", "refill", "greedy")
 """Stages whose artifacts a rescored run reuses."""
-LOOSENED = ("max_mismatch_kl", "short_of_groups", "old_logps")
-"""Settings of rl.update that do not suit rounds that train on rollouts of another policy."""
 
 
 def rescored(record: dict[str, Any], rewards: list[str], sets: list[str], store: str) -> Recipe:
@@ -59,17 +57,6 @@ def _has_all(store: Store, source: str, record: dict[str, Any]) -> bool:
     there = (runs.read(store, source) or {"nodes": {}})["nodes"]
     taken = {name: entry.get("digest") for name, entry in record["nodes"].items() if entry["stage"] in SAMPLED}
     return all(there.get(name, {}).get("digest") == digest for name, digest in taken.items())
-
-
-def loosened(record: dict[str, Any], recipe: Recipe, sets: list[str]) -> list[str]:
-    """Return a line for each setting of rl.update that rescoring has changed and no `--set` names."""
-    before, now = (record["recipe"]["rl"]["update"], recipe.model_dump(mode="json")["rl"]["update"])
-    return [
-        f"rl.update.{name} is {now[name]}, and was {before[name]} in {record['name']}: the policies drift from those "
-        f"that sampled (--set rl.update.{name}={before[name]} keeps it)"
-        for name in LOOSENED
-        if name in before and before[name] != now[name] and not any(s.startswith(f"rl.update.{name}=") for s in sets)
-    ]
 
 
 def _all_named(rewards: list[str]) -> dict[str, dict[str, Any]]:

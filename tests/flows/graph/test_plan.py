@@ -169,7 +169,7 @@ def test_work_in_progress_is_told(store):
     entry = Store(str(store)).read_json("runs", "first", "run.json")["nodes"]["sft"]
     shutil.rmtree(store / "artifacts" / "sft")
     (store / "work" / "sft" / entry["key"] / "checkpoints").mkdir(parents=True)
-    assert any("goes on from work in progress" in r for r in planned(store)["sft"].reasons)
+    assert any("resumes from work in progress" in r for r in planned(store)["sft"].reasons)
 
 
 def test_a_failed_try_does_not_hide_what_changed(store):
