@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
 from typing import Annotated, Any, get_args
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
@@ -13,8 +12,7 @@ from rlhf.flows.recipe.retention import Retention
 from rlhf.flows.recipe.rl import RL, shape_of
 from rlhf.flows.recipe.workers import Workers
 from rlhf.stages.base import Config as BaseConfig
-from rlhf.stages.common.settings import Dtype
-from rlhf.stages.contract.definition import StageConfig
+from rlhf.stages.contract.definition import Reads
 from rlhf.stages.contract.registry import by_section
 from rlhf.stages.distill import POLICIES
 from rlhf.stages.distill import Config as DistillConfig
@@ -47,37 +45,6 @@ class Limits(BaseModel):
     says; null: any."""
     run_seconds: Seconds | None = None
     """Time that a whole run may take, waits and retries included, before it fails; null: any."""
-
-
-class Defaults(StageConfig):
-    """Of the sections' `compute`."""
-
-    dtype: Dtype = "auto"
-    """As `compute.dtype` of a section."""
-
-
-def sections() -> Iterator[str]:
-    """Those with a `compute`, by dotted name."""
-    return (name for name, stage in by_section().items() if "compute" in stage.config.model_fields)
-
-
-def filled(values: Mapping[str, Any], defaults: Mapping[str, Any]) -> dict[str, Any]:
-    """A recipe as written, whose sections say what the section `compute` says. defaults: of the sections left out."""
-    compute = values.get("compute")
-    found = dict(values)
-    if not isinstance(compute, dict) or "dtype" not in compute:
-        return found
-    for section in sections():
-        first, _, second = section.partition(".")
-        written = found.get(first, {} if defaults.get(first) is not None else None)
-        if not isinstance(written, dict):
-            continue
-        inner = written.get(second, {}) if second else written
-        own = inner.get("compute", {}) if isinstance(inner, dict) else None
-        if isinstance(own, dict):
-            inner = inner | {"compute": {"dtype": compute["dtype"]} | own}
-            found[first] = written | {second: inner} if second else inner
-    return found
 
 
 class RecipeError(ValueError):
@@ -134,8 +101,6 @@ class Recipe(BaseModel):
     """Retries of a stage after its worker dies."""
     limits: Limits = Limits()
     """Time limits of a run, of a stage, and of a stage that reports nothing."""
-    compute: Defaults = Defaults()
-    """Default `compute.dtype` of the sections that set none."""
     workers: Workers | None = None
     """Workers that run stages concurrently; null: one worker runs them one after another."""
     retention: Retention | None = None
@@ -176,14 +141,6 @@ class Recipe(BaseModel):
 
     @model_validator(mode="before")
     @classmethod
-    def _computed_as_said(cls, values: Any) -> Any:
-        """Fills in the type of sections that name none."""
-        if not isinstance(values, dict):
-            return values
-        return filled(values, {name: field.default for name, field in cls.model_fields.items()})
-
-    @model_validator(mode="before")
-    @classmethod
     def _budget_of_episodes(cls, values: Any) -> Any:
         """Fills in Dr. GRPO's constant where episodes have many turns: the section rl knows those of one turn alone."""
         environment, rl = (values.get(name) for name in ("environment", "rl")) if isinstance(values, dict) else (0, 0)
@@ -204,7 +161,7 @@ class Recipe(BaseModel):
         derived: dict[str, Any] = {}
         if "splits" not in self.data.model_fields_set:
             # A held-out part of another split comes with both, and a fraction that the recipe names is held out.
-            read = {part.removesuffix("/") for part in self._data_parts()}
+            read = {part.removesuffix("/") for reads in self._data_reads() for part in reads.parts}
             held = "heldout_fraction" in self.data.model_fields_set and self.data.heldout_fraction > 0
             wanted = read | ({"heldout"} if held or any(p.startswith("heldout") for p in read) else set())
             derived["splits"] = [s for s in self.data.splits if s in wanted] or self.data.splits
@@ -283,14 +240,13 @@ class Recipe(BaseModel):
             check_fork(self.fork, self.rl)
         return self
 
-    def _data_parts(self) -> list[str]:
-        """The parts of the prepared data that the sections read."""
-        parts: list[str] = []
+    def _data_reads(self) -> list[Reads]:
+        """Return the inputs of sections that are parts of the prepared data."""
+        found: list[Reads] = []
         for section, stage in by_section().items():
-            settings = self.settings(section)
-            reads = stage.inputs(settings, self.data.splits).values() if settings is not None else ()
-            parts += [part for one in reads if one.role == "data" for part in one.parts]
-        return parts
+            if (settings := self.settings(section)) is not None:
+                found += stage.inputs(settings, self.data.splits).values()
+        return [reads for reads in found if reads.role == "data"]
 
     @model_validator(mode="after")
     def _possible(self) -> Recipe:
@@ -314,10 +270,8 @@ class Recipe(BaseModel):
                     "rl.update.algorithm is ppo, whose critic starts from the reward model: add reward, or set "
                     "rl.update.critic.start: policy"
                 )
-        for section, stage in by_section().items():
-            settings = self.settings(section)
-            for reads in stage.inputs(settings, self.data.splits).values() if settings is not None else ():
-                # The first part names the split, as in `sft/`.
-                if reads.role == "data" and (split := reads.parts[0].rstrip("/")) not in self.data.splits:
-                    raise ValueError(f"data.splits lacks {split!r}, which a later section reads")
+        for reads in self._data_reads():
+            # The first part names the split, as in `sft/`.
+            if (split := reads.parts[0].rstrip("/")) not in self.data.splits:
+                raise ValueError(f"data.splits lacks {split!r}, which a later section reads")
         return self

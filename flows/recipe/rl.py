@@ -71,7 +71,10 @@ class RL(StageConfig):
         if not isinstance(rollout, dict) or not isinstance(update, dict):
             return values
         # Where a recipe gives both, `_possible` checks that they agree.
-        derived = {"temperature": rollout["temperature"]} if "temperature" in rollout else {}
+        temperature, tokens = rollout.get("temperature"), rollout.get("max_tokens")
+        derived: dict[str, Any] = {"environment_weight": environment_weight(values.get("score"))}
+        if isinstance(temperature, int | float) and temperature > 0:
+            derived["temperature"] = temperature
         prompts, step = rollout.get("prompts"), UpdateConfig.model_fields["prompts_per_step"].default
         if on_policy(update):
             prompts, step = rollout.get("prompts", RolloutConfig.model_fields["prompts"].default), math.inf
@@ -80,9 +83,8 @@ class RL(StageConfig):
         if aggregation_of(update) == "constant" and update.get("constant") is None:
             update = {k: v for k, v in update.items() if k != "constant"}
             # The budget of Dr. GRPO's constant is the longest completion.
-            derived["constant"] = rollout.get("max_tokens", RolloutConfig.model_fields["max_tokens"].default)
-        derived["environment_weight"] = environment_weight(values.get("score"))
-        return values | {"update": derived | update} if derived else values
+            derived["constant"] = RolloutConfig.model_fields["max_tokens"].default if tokens is None else tokens
+        return values | {"update": derived | update}
 
     @model_validator(mode="after")
     def _possible(self) -> RL:

@@ -21,27 +21,11 @@ def settled(mistakes: Iterable[Mistake], values: Any) -> list[Mistake]:
     for number, mistake in enumerate(mistakes):
         place, union = _place(mistake, values)
         groups.setdefault(number if union is None else union, []).append(_in_yaml({**mistake, "loc": place}))
-    found = [m for key, group in groups.items() for m in (group if isinstance(key, int) else _of_meant_form(group))]
-    written = [m for m in found if _is_written(m["loc"], values)]
-    # A value that a section takes over from another is reported only where it is written.
-    return [m for m in found if m in written or not any(_is_same(m, other) for other in written)]
+    return [m for key, group in groups.items() for m in (group if isinstance(key, int) else _of_meant_form(group))]
 
 
 def _is_in(part: Any, values: Any) -> bool:
     return part in values if isinstance(values, dict) else isinstance(values, list) and part in range(len(values))
-
-
-def _is_written(place: Iterable[Any], values: Any) -> bool:
-    for part in place:
-        if not _is_in(part, values):
-            return False
-        values = values[part]
-    return True
-
-
-def _is_same(one: Mistake, other: Mistake) -> bool:
-    """Whether two settings with one name have the same mistake."""
-    return all(one.get(k) == other.get(k) for k in ("msg", "input")) and one["loc"][-1:] == other["loc"][-1:]
 
 
 def _place(mistake: Mistake, values: Any) -> tuple[Place, Place | None]:

@@ -3,7 +3,7 @@
 nothing new   no row of the data is new, or the policy is the champion: the run ends without an error
 refused       nothing is exported, and the name keeps its policy
 promoted      after the last stage the name moves, if it still has the policy that the run compared with; else the run
-              evaluates the new champion and decides again
+              fails, and the same command compares with the new champion
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import Any
 
 from rlhf.flows.graph.build import TOKENIZER, Node
 from rlhf.flows.graph.keying import key_of, key_parts
-from rlhf.flows.graph.policy_refs import Held, standing_of
+from rlhf.flows.graph.policy_refs import Held
 from rlhf.flows.records import refusal_of
 from rlhf.flows.running.checks import check_columns
 from rlhf.flows.running.session import Session
@@ -21,42 +21,25 @@ from rlhf.stages.gate.decide import NOTHING_NEW, PROMOTED, REFUSED
 from rlhf.stages.store import registry
 from rlhf.stages.store.artifacts import Artifact, ArtifactError
 
-DECISIONS = 5
-"""How often a run decides if other runs move the name meanwhile."""
-
 
 def stages_of(session: Session, chosen: Collection[str] | None = None) -> Iterator[Node]:
     """Yield the nodes to make, one after another; the caller makes each before it asks for the next.
 
     chosen: names of nodes, with the inputs of each; None: all. Only a run of all nodes moves the name.
-    Raises ArtifactError if a policy cannot be used with this base, or if other runs keep moving the name.
+    Raises ArtifactError if a policy cannot be used with this base, or if another run has moved the name meanwhile.
     """
-    for agenda in agendas(session, chosen):
-        while (node := next(agenda.ready(), None)) is not None:
-            yield node
-            agenda.made(node)
-
-
-def agendas(session: Session, chosen: Collection[str] | None = None) -> Iterator[Agenda]:
-    """Yield agendas, each of which the caller works off before it asks for the next.
-
-    A second agenda follows if the name has another policy when the run is about to move it. Parameters and errors are
-    those of `stages_of`.
-    """
-    for _ in range(DECISIONS):
-        yield Agenda(session, chosen)
-        if chosen is not None or _carried_out(session):
-            return
-        session.line("the champion has changed: this run compares with the new one and decides again")
-        session.rebuild(standing_of(session.recipe, session.store, session.name))
-    raise ArtifactError(f"the champion changed after each of {DECISIONS} decisions: look at `rlhf champions`")
+    agenda = Agenda(session, chosen)
+    while (node := next(agenda.ready(), None)) is not None:
+        yield node
+        agenda.made(node)
+    agenda.promote()
 
 
 class Agenda:
     """The nodes that are still to make."""
 
     def __init__(self, session: Session, chosen: Collection[str] | None):
-        self._session = session
+        self._session, self._is_whole = session, chosen is None
         self._left = {
             name: node
             for name, node in session.nodes.items()
@@ -101,6 +84,34 @@ class Agenda:
                     _leave_out(session, left)
                     del self._left[left.name]
 
+    def promote(self) -> None:
+        """Move the name if the gate decided so and the run is whole.
+
+        Raises ArtifactError if the name has another policy than the run compared with.
+        """
+        session = self._session
+        decision, gate = session.record.get("decision"), session.recipe.gate
+        whole = self._is_whole and session.made.keys() == session.nodes.keys()
+        if gate is None or decision is None or decision["decision"] != PROMOTED or not whole:
+            return
+        store, seen = session.store, session.standing.champion
+        current = registry.current(store, gate.name)
+        ref = registry.trained_ref(store, current.policy) if current is not None else None
+        if current is not None and ref is not None and ref[2] == decision["candidate"]:
+            # By this run, before it was killed, or by another run of the same recipe.
+            session.decide(decision | {"entry": current.number})
+            return
+        try:
+            number = 0 if seen is None else seen.number
+            reason = _reason(session, decision, seen)
+            entry = registry.promote(store, gate.name, _policy(session), reason, expected=number)
+        except registry.Moved as e:
+            raise ArtifactError(
+                f"{gate.name} has another policy than run {session.name} compared with: the same command compares with "
+                "the new one, and reuses all other stages"
+            ) from e
+        session.decide(decision | {"entry": entry.number})
+
 
 def _decides(node: Node) -> bool:
     """Whether a node's result determines if the nodes after it are made."""
@@ -131,28 +142,6 @@ def _check_tokenizers(session: Session) -> None:
                 "its base model is gone: the two cannot be compared on the same prompts; use another name (gate.name, "
                 "start_from), or that base"
             )
-
-
-def _carried_out(session: Session) -> bool:
-    """Move the name if the run decided so; False if the name has another policy than the run compared with."""
-    decision, gate = session.record.get("decision"), session.recipe.gate
-    whole = session.made.keys() == session.nodes.keys()
-    if gate is None or decision is None or decision["decision"] != PROMOTED or not whole:
-        return True
-    store, seen = session.store, session.standing.champion
-    current = registry.current(store, gate.name)
-    ref = registry.trained_ref(store, current.policy) if current is not None else None
-    if current is not None and ref is not None and ref[2] == decision["candidate"]:
-        # This run, before it was killed, or another run of the same recipe.
-        session.decide(decision | {"entry": current.number})
-        return True
-    try:
-        number = 0 if seen is None else seen.number
-        entry = registry.promote(store, gate.name, _policy(session), _reason(session, decision, seen), expected=number)
-    except registry.Moved:
-        return False
-    session.decide(decision | {"entry": entry.number})
-    return True
 
 
 def _policy(session: Session) -> registry.Policy:

@@ -10,7 +10,7 @@ from collections.abc import Callable, Collection
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 
 from rlhf.flows.graph.build import Node
-from rlhf.flows.running.gating import Agenda, agendas, stages_of
+from rlhf.flows.running.gating import Agenda, stages_of
 from rlhf.flows.running.session import Session
 
 Make = Callable[[Node], object]
@@ -35,8 +35,10 @@ def run_stages(session: Session, chosen: Collection[str] | None, make: Make) -> 
         began.append(None)
         error: BaseException | None = None
         try:
-            for agenda in agendas(session, chosen) if not over else ():
+            if not over:
+                agenda = Agenda(session, chosen)
                 _run_overlapped(session, agenda, make)
+                agenda.promote()
         except BaseException as e:
             error = e
         results.append(error)

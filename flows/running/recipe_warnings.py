@@ -1,26 +1,27 @@
-"""What a recipe's settings amount to where that is rarely meant, though it can be: a line each, and the run goes on."""
+"""Warnings about settings with effects that are rarely intended."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from typing import Any
 
-from rlhf.flows.recipe.model import RL, Recipe, RecipeError
+from rlhf.flows.recipe.model import Recipe, RecipeError
+from rlhf.flows.recipe.rl import RL
 from rlhf.flows.running.checks import check_columns, unanswered
 from rlhf.stages.prepare.preview import faults
 
 
 def of_recipe(recipe: Recipe) -> list[str]:
-    """Remarks on settings, and on the first records of data sources."""
+    """Return warnings about settings and about the first records of data sources."""
     rl, lines = recipe.rl, list(faults(recipe.data))
-    # What is scored again was sampled by another run.
+    # Rescored rollouts were sampled by another run.
     if rl is None or rl.rollouts_from is not None:
         return lines
     return [*lines, *_of_staleness(rl), *_of_ratios(rl)]
 
 
 def _of_ratios(rl: RL) -> list[str]:
-    """Of ratios to a sampler that is known to be older than the policy that a round begins with."""
+    """Warn of ratios to a sampler that is older than the policy that a round begins with."""
     if not rl.staleness or rl.update.old_logps == "trainer":
         return []
     return [
@@ -42,11 +43,11 @@ def _of_staleness(rl: RL) -> list[str]:
 
 
 def of_data(recipe: Recipe, metrics: Mapping[str, Any]) -> list[str]:
-    """Remarks on settings and the data, of which `metrics` are those of the artifact of `prepare`."""
+    """Return warnings about settings and the data. metrics: of the artifact of `prepare`."""
     rl, there = recipe.rl, metrics.get("rows", {}).get("prompts", 0)
     lines = [message for message, is_error in unanswered(recipe, metrics) if not is_error]
     try:
-        # A run of a part of the recipe may not come to it.
+        # A run of a part of the recipe may not reach these stages.
         check_columns(recipe, metrics, ("score", "evaluate"))
     except RecipeError as e:
         lines.append(f"a run of the whole recipe ends after prepare: {e}")

@@ -12,14 +12,15 @@ import time
 from collections.abc import Collection, Mapping
 from contextlib import nullcontext, suppress
 from functools import partial
-from typing import Any, Protocol
+from typing import Any
 
-from rlhf.flows.graph.build import Node, build, in_order, with_inputs
+from rlhf.flows.graph.build import Node, build, in_order
 from rlhf.flows.graph.keying import key_now
 from rlhf.flows.graph.policy_refs import Standing, promoted_by, standing_of
 from rlhf.flows.graph.reuse import Records, check_point, taken_artifact
 from rlhf.flows.recipe.model import Recipe
 from rlhf.flows.records import log_of
+from rlhf.flows.report.console import ConsoleReporter
 from rlhf.flows.report.formats import duration
 from rlhf.flows.running.crew import Crew, read_elsewhere
 from rlhf.flows.running.input_check import InputCheck
@@ -50,24 +51,13 @@ class RunTooLong(RuntimeError):
     """A run has taken longer than `limits.run_seconds`; finished stages are kept."""
 
 
-class Reporter(Protocol):
-    """Receives the progress of a run, from a thread for each running stage."""
-
-    def stage_started(self, node: Node) -> None: ...
-    def progress(self, node: Node, event: Progress) -> None: ...
-    def compiling(self, node: Node) -> None: ...
-    def line(self, text: str) -> None: ...
-    def stage_ended(self, node: Node, state: str, manifest: dict[str, Any], seconds: float) -> None: ...
-    def run_ended(self) -> None: ...
-
-
 class Session:
     """A run in progress. Several threads may each run a node."""
 
     def __init__(
         self,
         recipe: Recipe,
-        reporter: Reporter,
+        reporter: ConsoleReporter,
         name: str | None = None,
         force: set[str] | None = None,
         standing: Standing | None = None,
@@ -101,7 +91,9 @@ class Session:
         unfinished = before(self.store, recipe, name) if name is not None else None
         # A resumed run starts from the same policy as before.
         self.standing = standing or standing_of(recipe, self.store, self.name if unfinished is not None else None)
-        self._build()
+        self.nodes = {n.name: n for n in build(recipe, self.standing)}
+        self._places = {name: place for place, name in enumerate(self.nodes)}
+        self._read_elsewhere = read_elsewhere(recipe.workers, self.nodes)
         log = log_of(self.store, self.name)
         self.crew = Crew(recipe, self.name, log)
         earlier = {} if unfinished is None else entries_of(self.store, self.name)
@@ -157,26 +149,6 @@ class Session:
                 f"same command resumes (with --name {self.name} under this name), and --set limits.run_seconds=null "
                 "removes the limit"
             )
-
-    def _build(self) -> None:
-        self.nodes = {n.name: n for n in build(self.recipe, self.standing)}
-        self._places = {name: place for place, name in enumerate(self.nodes)}
-        self._read_elsewhere = read_elsewhere(self.recipe.workers, self.nodes)
-
-    def rebuild(self, standing: Standing) -> None:
-        """Build the graph for the current policies of names; nodes that do not depend on them stay made."""
-        before, self.standing = self.nodes, standing
-        self._build()
-        changed = {name for name, node in self.nodes.items() if node != before.get(name)}
-        # An export waits for the decision and does not read it, and another entry of the name may have the same
-        # policy: both are recomputed.
-        changed |= {name for name, node in self.nodes.items() if node.stage in ("export", "gate")}
-        for name in list(self.made):
-            if name not in self.nodes or with_inputs(self.nodes, {name}) & changed:
-                del self.made[name], self.record["nodes"][name]
-        self.record["standing"] = standing.as_json()
-        self.record.pop("decision", None)
-        self.save()
 
     def decide(self, decision: dict[str, Any]) -> None:
         """Record the decision about the run's policy."""

@@ -217,5 +217,5 @@ def test_what_a_key_says_and_the_worker_does_not_have_is_refused(session, monkey
         parts[name] = values if isinstance(values, str) else parts[name] | values
     before = run.store.all_keys()
     with pytest.raises(StageFailed, match=case.message):
-        run._make(node, run.made, "k" * 64, parts, files, None, {"key": "k" * 64})
+        run._make(node, run._request(node, run.made, "k" * 64, parts, files, None))
     assert run.store.all_keys() == before

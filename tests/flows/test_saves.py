@@ -116,13 +116,14 @@ def test_a_stage_is_on_disk_as_running_before_its_work_begins(run, store):
 
     class Interrupted(ConsoleReporter):
         def stage_started(self, node):
+            nodes.update(place.read_json("runs", "again", "run.json")["nodes"])
             raise KeyboardInterrupt
 
+    nodes = {}
     run.run_node("base")
     run.reporter, run.force = Interrupted(), {"prepare"}
     with pytest.raises(KeyboardInterrupt):
         run.run_node("prepare")
-    nodes = place.read_json("runs", "again", "run.json")["nodes"]
     assert {name: entry["state"] for name, entry in nodes.items()} == {"base": "hit", "prepare": "running"}
 
 

@@ -1,4 +1,4 @@
-"""The type that a recipe computes in: said once, or by section, and settled before it is in a key."""
+"""The type that a section computes in is settled before it is in a key."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ from rlhf.stages.store.keys import SHOWN
 from rlhf.stages.worker import devices
 
 COMPUTED = {"sft", "reward", "round-000.rollout", "round-000.score", "round-000.update", "evaluate.base"}
+FAST = [f"{s}.compute.dtype=fast" for s in ("sft", "reward", "rl.rollout", "rl.score", "rl.update", "evaluate")]
 
 
 @pytest.fixture
@@ -32,19 +33,6 @@ def types(*sets: str) -> dict[str, str]:
     return {n.name: n.config.compute.dtype for n in nodes if n.name in COMPUTED}
 
 
-def test_what_a_recipe_says_once_is_of_every_section_that_says_nothing(machine):
-    machine(True)
-    assert types() == dict.fromkeys(COMPUTED, "auto")
-    assert types("compute.dtype=float32") == dict.fromkeys(COMPUTED, "float32")
-    own = types("compute.dtype=float32", "sft.compute.dtype=fast", "rl.update.compute.remat=full")
-    assert own == dict.fromkeys(COMPUTED, "float32") | {"sft": "fast"}
-
-
-def test_a_section_that_is_left_out_stays_out():
-    recipe = load_recipe("smoke", sets=["compute.dtype=float32", "reward=null", "rl=null"])
-    assert recipe.reward is None and recipe.rl is None and recipe.preference is None
-
-
 @pytest.mark.parametrize(
     ("multiplies", "kind", "expected"),
     [
@@ -55,13 +43,13 @@ def test_a_section_that_is_left_out_stays_out():
 )
 def test_fast_stays_where_the_processor_computes_and_multiplies_bfloat16(machine, multiplies, kind, expected):
     machine(multiplies, kind)
-    assert types("compute.dtype=fast") == dict.fromkeys(COMPUTED, expected)
+    assert types(*FAST) == dict.fromkeys(COMPUTED, expected)
 
 
 def test_fast_is_auto_where_hosts_that_nobody_here_knows_compute_some_of_it(machine):
     machine(True)
-    assert set(types("compute.dtype=fast", "workers.train={}").values()) == {"fast"}
-    assert set(types("compute.dtype=fast", "workers.train={}", "workers.cluster=auto").values()) == {"auto"}
+    assert set(types(*FAST, "workers.train={}").values()) == {"fast"}
+    assert set(types(*FAST, "workers.train={}", "workers.cluster=auto").values()) == {"auto"}
 
 
 def test_results_of_two_processors_share_no_key_where_they_compute_otherwise(machine):
@@ -70,13 +58,13 @@ def test_results_of_two_processors_share_no_key_where_they_compute_otherwise(mac
         return key_of(key_parts(nodes["sft"], {}, partial=True))
 
     machine(True)
-    fast = key("compute.dtype=fast")
+    fast = key(*FAST)
     machine(False)
-    assert key("compute.dtype=fast") == key() != fast
+    assert key(*FAST) == key() != fast
 
 
 def test_a_dumped_recipe_is_the_same_recipe():
-    recipe = load_recipe("smoke", sets=["compute.dtype=fast", "evaluate.compute.dtype=float32"])
+    recipe = load_recipe("smoke", sets=["sft.compute.dtype=fast"])
     dumped = json.dumps(recipe.model_dump(mode="json", context=SHOWN))
     assert type(recipe).model_validate_json(dumped, context=SHOWN) == recipe
     assert recipe.sft is not None and recipe.sft.compute.dtype == "fast"
