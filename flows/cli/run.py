@@ -146,7 +146,7 @@ def plan(
         nearest = next((p.nearest for p in nodes if p.nearest), "")
         against = f"  (nearest: run {nearest})" if nearest else ""
         out.print(f"{first.state:<6} {label}{count}{against}")
-        for reason in _reasons(nodes):
+        for reason in first.reasons if first.state == "miss" else ():
             out.print(f"         {reason}")
     for line in rows_by_source(sources) if sources else ():
         out.print(f"  {line}")
@@ -157,7 +157,7 @@ def plan(
     total = f"{counts['hit']} hit, {counts['miss']} miss, {counts['waits']} wait for a miss before them{guess}"
     out.print(total)
     if counts["waits"]:
-        out.print("A waiting stage runs again only if its input changes or something listed under it does.")
+        out.print("A waiting stage runs again only if its inputs, settings or code have changed.")
 
 
 def _expected(planned: list[Planned]) -> tuple[list[float], int]:
@@ -170,13 +170,6 @@ def _expected(planned: list[Planned]) -> tuple[list[float], int]:
     todo = [p for p in planned if p.state != "hit"]
     found = [p.seconds if p.seconds is not None else fmean(times[p.node.stage]) for p in todo if p.node.stage in times]
     return found, len(todo) - len(found)
-
-
-def _reasons(nodes: list[Planned]) -> list[str]:
-    """The reasons that a line of the plan has below it, each once: of nodes that wait, what differs besides inputs."""
-    if nodes[0].state == "miss":
-        return nodes[0].reasons
-    return list(dict.fromkeys(reason for p in nodes for reason in p.reasons[1:]))
 
 
 def _as_json(planned: Planned) -> dict[str, Any]:

@@ -58,15 +58,6 @@ def reasons_of(
     return [*_described(store, node, artifact.manifest["key_parts"], parts), *begun], name
 
 
-def beside_inputs(store: Store, node: Node, artifact: Artifact, parts: dict[str, Any]) -> list[str]:
-    """Return how an artifact of a node differs from the parts of its key that are known before its inputs."""
-    old: dict[str, Any] = artifact.manifest["key_parts"]
-    waiting = node.inputs.keys() - parts["inputs"].keys()
-    now = [f"input {name} ({node.inputs[name].node}) {FATES['new']}" for name in sorted(waiting - old["inputs"].keys())]
-    known = {name: digest for name, digest in old["inputs"].items() if name not in waiting}
-    return [*_described(store, node, old | {"inputs": known}, parts), *now]
-
-
 def _nearest(
     store: Store, node: Node, parts: dict[str, Any], entries: Sequence[tuple[Record, Record]]
 ) -> tuple[Record, Artifact] | None:

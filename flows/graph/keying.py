@@ -24,13 +24,10 @@ def code_of(node: Node) -> Code:
     return reached(stage.module, *stage.loads(node.config))
 
 
-def key_parts(
-    node: Node, made: Mapping[str, Artifact], codes: Codes | None = None, *, partial: bool = False
-) -> dict[str, Any]:
+def key_parts(node: Node, made: Mapping[str, Artifact], codes: Codes | None = None) -> dict[str, Any]:
     """Return everything that the node's key is derived from.
 
-    made: the artifacts of its inputs. codes: a cache for several nodes whose code is read at one moment. partial:
-    leave out inputs that `made` lacks; these parts do not give a key.
+    made: the artifacts of its inputs. codes: a cache for several nodes whose code is read at one moment.
     """
     stage = find_stage(node.stage)
     modules = (stage.module, *stage.loads(node.config))
@@ -47,9 +44,7 @@ def key_parts(
         "code": code.modules,
         "imports": code.imports,
         "config": config_content(node.config),
-        "inputs": {
-            name: made[i.node].part_digest(i.parts) for name, i in node.inputs.items() if not partial or i.node in made
-        },
+        "inputs": {name: made[i.node].part_digest(i.parts) for name, i in node.inputs.items()},
         "seed": node.seed,
         "sources": stage.sources(node.config),
         "versions": library_versions(stage.libraries),

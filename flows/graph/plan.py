@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from rlhf.flows.graph.build import Node, nodes_of
-from rlhf.flows.graph.changes import beside_inputs, reasons_of
+from rlhf.flows.graph.changes import reasons_of
 from rlhf.flows.graph.keying import Codes, key_of, key_parts
 from rlhf.flows.graph.reuse import Records, check_point, taken_artifact
 from rlhf.flows.recipe.model import Recipe
@@ -24,7 +24,7 @@ class Planned:
     state: str
     """`hit`, `miss`, or `waits` for an input that is a miss: a hit if that comes out equal and nothing else differs."""
     reasons: list[str]
-    """Reasons for a miss; for a waiting node its missing inputs and other differences."""
+    """Reasons for a miss; for a waiting node its missing inputs."""
     seconds: float | None
     """The time that it took last time."""
     nearest: str = ""
@@ -49,8 +49,7 @@ def plan(recipe: Recipe, force: set[str] | None = None) -> list[Planned]:
             before = latest_with(runs, recipe.name, node.name)
             seconds = before.get("made_seconds") if before else None
             if waiting:
-                differs, nearest = _beside_inputs(store, recipe.name, node, artifacts, codes, runs, known)
-                planned.append(Planned(node, "waits", [f"after {', '.join(waiting)}", *differs], seconds, nearest))
+                planned.append(Planned(node, "waits", [f"after {', '.join(waiting)}"], seconds))
                 continue
             parts = key_parts(node, artifacts, codes)
             key = key_of(parts)
@@ -65,28 +64,6 @@ def plan(recipe: Recipe, force: set[str] | None = None) -> list[Planned]:
         artifacts[node.name] = artifact
         planned.append(Planned(node, "hit", [], artifact.manifest["seconds"], metrics=artifact.metrics))
     return planned
-
-
-def _beside_inputs(
-    store: Store,
-    recipe: str,
-    node: Node,
-    made: Mapping[str, Artifact],
-    codes: Codes,
-    runs: Sequence[Mapping[str, Any]],
-    known: Mapping[tuple[str, str], Artifact],
-) -> tuple[list[str], str]:
-    """Return how a waiting node differs from its newest artifact in the recipe's runs, except for inputs that it waits
-    for, and that run. Empty without such an artifact, or if a remote store would have to be asked for it."""
-    for record in reversed(runs):
-        entry = record["nodes"].get(node.name, {})
-        if record["recipe"]["name"] == recipe and "digest" in entry and entry["stage"] == node.stage:
-            place = node.stage, entry["key"]
-            artifact = known.get(place) or (store.get(*place) if store.is_local else None)
-            if artifact is not None:
-                differs = beside_inputs(store, node, artifact, key_parts(node, made, codes, partial=True))
-                return differs, str(record["name"]) if differs else ""
-    return [], ""
 
 
 def _known(store: Store, recipe: str, runs: Sequence[Mapping[str, Any]]) -> dict[tuple[str, str], Artifact]:

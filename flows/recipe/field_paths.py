@@ -71,7 +71,7 @@ def models_in(kind: Any) -> list[tuple[str, type[BaseModel]]]:
 def hint(place: Sequence[str]) -> str:
     """Return a suggestion for an unknown setting: the nearest name in its section, or in any section.
 
-    Of several settings with that name it is the one whose place shares most with the wrong place.
+    Of several settings with that name it is the one in the same section of the recipe, then the one least deep.
     """
     fields = fields_at(place[:-1])
     places = list(_every_place(Recipe, ""))
@@ -85,7 +85,7 @@ def hint(place: Sequence[str]) -> str:
     same = [p for p in places if f".{p}".endswith(tuple(f".{end}" for end in ends.split()))]
     if not same:
         return nearest(place[-1], fields)
-    return f"did you mean {max(same, key=lambda p: (_in_common(p, place), -p.count('.')))}?"
+    return f"did you mean {min(same, key=lambda p: (not p.startswith(f'{place[0]}.'), p.count('.')))}?"
 
 
 def _every_place(model: type[BaseModel], above: str) -> Iterator[str]:
@@ -96,12 +96,6 @@ def _every_place(model: type[BaseModel], above: str) -> Iterator[str]:
         yield f"{above}{field.alias or name}"
         for key, one in models_in(field.annotation):
             yield from _every_place(one, f"{above}{name}{key}.")
-
-
-def _in_common(known: str, place: Sequence[str]) -> int:
-    """Return the number of equal parts at the beginning of two places; `*` equals any."""
-    parts = known.split(".")
-    return next((i for i, (a, b) in enumerate(zip(parts, place, strict=False)) if a not in (b, "*")), len(parts))
 
 
 def _model_at(place: Sequence[str]) -> Any:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 from typing import Annotated, Any
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import BaseModel, ConfigDict, Field
 
 from rlhf.flows.recipe.rl import RL
 from rlhf.stages.common.settings import Optimizer
@@ -57,15 +57,6 @@ class Fork(BaseModel):
             rl = RL.model_validate_json(json.dumps(part.rl), context=SHOWN)
             found += [rl] * (part.until - len(found))
         return found
-
-    @model_validator(mode="after")
-    def _in_order(self) -> Fork:
-        ends = [part.until for part in self.earlier]
-        if ends != sorted(set(ends)):
-            raise ValueError(f"earlier: the rounds end at {', '.join(map(str, ends))}: expected rising numbers")
-        if ends and self.node != f"round-{ends[-1] - 1:03d}.update":
-            raise ValueError(f"node: {self.node} is not the update before round {ends[-1]}, where earlier ends")
-        return self
 
 
 def check_fork(fork: Fork, rl: RL | None) -> None:

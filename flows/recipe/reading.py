@@ -122,8 +122,6 @@ def checked(values: dict[str, Any], path: Path, node: yaml.Node | None = None, o
         return Recipe.model_validate_json(json.dumps(values))
     except ValidationError as e:
         raise RecipeError("\n".join(_explain(path, node, options, m) for m in settled(e.errors(), values))) from e
-    except TypeError as e:
-        raise RecipeError(f"{path}: {e}") from e
 
 
 def _explain(path: Path, node: Any, options: Collection[str], error: Any) -> str:

@@ -59,8 +59,7 @@ def read_text(path: Path) -> str:
     try:
         return content.decode()
     except UnicodeDecodeError as error:
-        line = content.count(b"\n", 0, error.start) + 1
-        raise Unusable(f"line {line} is not UTF-8 ({error.reason} at byte {error.start})") from error
+        raise Unusable(f"the file is not UTF-8: {error.reason} at byte {error.start}") from error
 
 
 def parse(text: str) -> tuple[yaml.Node | None, Any]:

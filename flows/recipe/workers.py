@@ -48,8 +48,6 @@ class WorkerSettings(BaseModel):
     def _possible(self) -> WorkerSettings:
         if self.tpu is not None and (self.gpus is not None or self.hosts != 1):
             raise ValueError("tpu determines the number of hosts and their devices: leave hosts and gpus out")
-        if (self.gpus or self.tpu) and self.device is not None and self.device.startswith("cpu:"):
-            raise ValueError(f"device is {self.device}, and the role reserves accelerators: name their kind")
         if (count := len(self.devices or ())) % self.hosts:
             raise ValueError(f"{count} devices cannot be divided among {self.hosts} processes (hosts)")
         return self

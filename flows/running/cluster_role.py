@@ -150,16 +150,13 @@ class RoleWorkers(ProcessGroup):
         wait_seconds = self._cluster.recipe.workers.wait_seconds
         placement = self._placement = reserve(self._role, self._settings, wait_seconds, log, check_time)
         actors: list[Any] = []
-        lost = (
-            f"a node of role {self._role} left the cluster while its workers started; `ray start "
-            f"--address={self._cluster.gcs}` on it joins it again"
-        )
+        rejoin = f"`ray start --address={self._cluster.gcs}` on a lost node joins it again"
 
         def check() -> None:
             check_time()
             # Ray would wait without a report until the cluster has another node for the actor.
             if not placement.is_whole():
-                raise WorkerDied(lost)
+                raise WorkerDied(f"a node of role {self._role} left the cluster while its workers started; {rejoin}")
 
         try:
             runtime_env = self._cluster.runtime_env()
@@ -172,16 +169,12 @@ class RoleWorkers(ProcessGroup):
                 variables = group | self._cluster.variables(runtime_env)
                 _answer(member.actor.set_environment.remote(variables), check)
         except BaseException as e:
-            is_whole = True
-            with contextlib.suppress(Exception):
-                is_whole = placement.is_whole()
             for actor in actors:
                 with contextlib.suppress(Exception):
                     ray.kill(actor)
             self.close()
             if isinstance(e, ray.exceptions.RayError):
-                left = "" if is_whole else f"\n  {lost}"
-                raise WorkerDied(f"the workers of role {self._role} did not start ({_cause(e)}){left}") from e
+                raise WorkerDied(f"the workers of role {self._role} did not start ({_cause(e)})\n  {rejoin}") from e
             raise
         log(f"role {self._role} runs on {', '.join(member.where for member in members)}")
         return members

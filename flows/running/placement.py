@@ -46,11 +46,38 @@ def reserve(
     wait_seconds: for resources that no node has; for those in use it waits without limit. Raises StageFailed with the
     missing resources.
     """
-    wait = _Wait(role, settings, wait_seconds, log, check_time)
-    placement = _reserve_slice(settings, wait) if settings.tpu is not None else _reserve_bundles(settings)
+    reported, lacking_since = -math.inf, math.inf
+
+    def look() -> None:
+        """Report the wait; raises StageFailed if the cluster has lacked the resources for too long."""
+        import ray
+
+        nonlocal reported, lacking_since
+        check_time()
+        now, bundle = time.monotonic(), settings.bundle()
+        nodes = [node for node in ray.nodes() if node["Alive"]]
+        fits = sum(min(int(n["Resources"].get(name, 0) // amount) for name, amount in bundle.items()) for n in nodes)
+        lacking = settings.tpu is not None or fits < settings.hosts
+        lacking_since = min(lacking_since, now) if lacking else math.inf
+        needs = f"a TPU slice {settings.tpu}" if settings.tpu else _shown(bundle)
+        needs = f"{settings.hosts} hosts with {needs} each" if settings.hosts > 1 else needs
+        needs += f"; nodes: {', '.join(map(_shown_node, nodes))}"
+        if now - lacking_since >= wait_seconds:
+            raise StageFailed(
+                f"role {role} needs {needs}. No such resources within {wait_seconds:g} s (workers.wait_seconds): start "
+                f"nodes that have them, or change workers.{role}"
+            )
+        if now - reported >= REPORT_SECONDS:
+            reported = now
+            which = "the cluster does not have" if lacking else "others use"
+            gcs = ray.get_runtime_context().gcs_address
+            join = f"; `ray start --address={gcs}` on a host adds it" if lacking else ""
+            log(f"role {role} waits for resources that {which}: {needs}{join}")
+
+    placement = _reserve_slice(settings, role, look) if settings.tpu is not None else _reserve_bundles(settings)
     try:
         while not placement.group.wait(WAIT_SECONDS):
-            wait.look()
+            look()
     except BaseException:
         placement.release()
         raise
@@ -65,7 +92,7 @@ def _reserve_bundles(settings: WorkerSettings) -> Placement:
     return Placement(group, bundles, functools.partial(remove_placement_group, group))
 
 
-def _reserve_slice(settings: WorkerSettings, wait: _Wait) -> Placement:
+def _reserve_slice(settings: WorkerSettings, role: str, look: Callable[[], None]) -> Placement:
     from ray.util.tpu import slice_placement_group
 
     version, _, topology = str(settings.tpu).partition(":")
@@ -80,52 +107,9 @@ def _reserve_slice(settings: WorkerSettings, wait: _Wait) -> Placement:
             )
             return Placement(found.placement_group, [dict(found.bundle_resources)] * found.num_bundles, found.shutdown)
         except ValueError as e:
-            raise StageFailed(f"workers.{wait.role}.tpu: {e}") from e
+            raise StageFailed(f"workers.{role}.tpu: {e}") from e
         except (TimeoutError, RuntimeError):
-            wait.look()
-
-
-class _Wait:
-    """The wait of one role for its resources."""
-
-    def __init__(
-        self,
-        role: str,
-        settings: WorkerSettings,
-        seconds: float,
-        log: Callable[[str], None],
-        check_time: Callable[[], None],
-    ):
-        self.role, self._settings, self._seconds = role, settings, seconds
-        self._log, self._check_time = log, check_time
-        self._reported = -math.inf
-        self._lacking_since = math.inf
-
-    def look(self) -> None:
-        """Report the wait; raises StageFailed if the cluster has lacked the resources for too long."""
-        import ray
-
-        self._check_time()
-        now, settings = time.monotonic(), self._settings
-        nodes = [node for node in ray.nodes() if node["Alive"]]
-        bundle = settings.bundle()
-        fits = sum(min(int(n["Resources"].get(name, 0) // amount) for name, amount in bundle.items()) for n in nodes)
-        lacking = settings.tpu is not None or fits < settings.hosts
-        self._lacking_since = min(self._lacking_since, now) if lacking else math.inf
-        needs = f"a TPU slice {settings.tpu}" if settings.tpu else _shown(bundle)
-        needs = f"{settings.hosts} hosts with {needs} each" if settings.hosts > 1 else needs
-        needs += f"; nodes: {', '.join(map(_shown_node, nodes))}"
-        if now - self._lacking_since >= self._seconds:
-            raise StageFailed(
-                f"role {self.role} needs {needs}. No such resources within {self._seconds:g} s "
-                f"(workers.wait_seconds): start nodes that have them, or change workers.{self.role}"
-            )
-        if now - self._reported >= REPORT_SECONDS:
-            self._reported = now
-            which = "the cluster does not have" if lacking else "others use"
-            gcs = ray.get_runtime_context().gcs_address
-            join = f"; `ray start --address={gcs}` on a host adds it" if lacking else ""
-            self._log(f"role {self.role} waits for resources that {which}: {needs}{join}")
+            look()
 
 
 def _shown(resources: Mapping[str, float]) -> str:
