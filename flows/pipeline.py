@@ -58,7 +58,7 @@ EXPECTED = (RecipeError, ArtifactError, RegistryError, StageFailed, WorkerDied, 
 
 
 @task(name="stage", task_run_name="{node}", cache_policy=NO_CACHE, persist_result=False, retry_delay_seconds=1)
-def stage_task(run: str, node: str, stage: str) -> State[Any]:
+def stage_task(run: str, node: str) -> State[Any]:
     """Make or read one artifact; a hit ends in the state Cached."""
     session = _sessions[run]
     attempt = runtime.task_run.run_count
@@ -76,7 +76,7 @@ def stage_task(run: str, node: str, stage: str) -> State[Any]:
     assert isinstance(reporter, PrefectReporter)
     with errors_logged():
         show_artifact(reporter.display, node, artifact)
-    return Completed(message=find_stage(stage).figures(artifact.metrics) or "made", data=result)
+    return Completed(message=find_stage(artifact.stage).figures(artifact.metrics) or "made", data=result)
 
 
 def is_dead_worker(task: Any, task_run: Any, state: State[Any]) -> bool:
@@ -163,9 +163,7 @@ def _run(session: Session, force: list[str], only: list[str]) -> State[Any]:
         chosen = with_inputs(session.nodes, select(session.nodes, only)) if only else None
         task = stage_task.with_options(retries=recipe.retries, retry_condition_fn=is_dead_worker)
         run_stages(
-            session,
-            chosen,
-            lambda n: task(session.name, n.name, n.stage, return_state=True).result(raise_on_failure=True),
+            session, chosen, lambda node: task(session.name, node, return_state=True).result(raise_on_failure=True)
         )
     except BaseException as raised:
         e = _own(raised)

@@ -13,8 +13,8 @@ from rlhf.flows.graph.build import Node
 from rlhf.flows.running.gating import Agenda, stages_of
 from rlhf.flows.running.session import Session
 
-Make = Callable[[Node], object]
-"""Makes a node, and raises its error."""
+Make = Callable[[str], object]
+"""Makes the node of a name, and raises its error."""
 
 
 def run_stages(session: Session, chosen: Collection[str] | None, make: Make) -> None:
@@ -26,7 +26,7 @@ def run_stages(session: Session, chosen: Collection[str] | None, make: Make) -> 
     session.chosen = chosen
     if session.recipe.workers is None:
         for node in stages_of(session, chosen):
-            make(node)
+            make(node.name)
         return
     began, over, results = list[None](), list[None](), list[BaseException | None]()
     changed = queue.SimpleQueue[None]()
@@ -74,7 +74,7 @@ def _run_overlapped(session: Session, agenda: Agenda, make: Make) -> None:
             while True:
                 for node in agenda.ready() if first is None else ():
                     if (worker := session.crew.of(node)) not in at_work:
-                        at_work[worker] = node, pool.submit(contextvars.copy_context().run, make, node)
+                        at_work[worker] = node, pool.submit(contextvars.copy_context().run, make, node.name)
                 if not at_work:
                     break
                 done, _ = wait([future for _, future in at_work.values()], return_when=FIRST_COMPLETED)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 from rlhf.flows.graph.policy_refs import Standing
 from rlhf.flows.recipe.model import Recipe
 from rlhf.flows.report.console import ConsoleReporter
@@ -28,7 +30,7 @@ def run_plain(
     session = Session(recipe, reporter, name, force, standing)
     reporter.console.print(f"run {session.name}  store {session.store.shown}")
     try:
-        run_stages(session, only, lambda node: session.run_node(node.name, recipe.retries))
+        run_stages(session, only, partial(session.run_node, retries=recipe.retries))
     except BaseException as e:
         close(session, status_after(e), e)
         raise

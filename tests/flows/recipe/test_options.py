@@ -45,7 +45,6 @@ def test_set_opens_a_section_that_is_null(recipe):
     [
         ("rl.score.rewards.digit.weight=2", "rl.score.rewards.digit.function: Field required"),
         ("sft.epoch=2", "--set sft.epoch: unknown key; did you mean epochs?"),
-        ("sft={epoch: 2}", "--set sft.epoch: unknown key; did you mean epochs?"),
         # No setting of its section is near: the nearest of any section, by its whole place.
         (
             "rl.update.learing_rate=1",
@@ -70,18 +69,13 @@ def test_set_opens_a_section_that_is_null(recipe):
             "rl.score.rewards={exact: {weight: 0}, digits: {weight: 0}, model: {weight: 0}}",
             "rewards.exact.weight, rewards.digits.weight, rewards.model.weight 0: every total would be 0",
         ),
-        ("environment={agent: 3}", "--set environment.agent: Input should be a list (found 3)"),
-        ("sft.epochs=two", "--set sft.epochs: Input should be a valid integer (found 'two')"),
         ("rl.update.algorithm=gropo", "--set rl.update.algorithm: rl.update: no algorithm 'gropo'; did you mean grpo?"),
         ("rl.rollout.completions=1", "--set rl.rollout.completions: rl: rollout.completions is 1, and grpo compares"),
         ("rl.update.kl_coef=null", "--set rl.update.kl_coef: expected a valid number, not null: leave it out for"),
         ("rl.update.algorithm=online-dpo", "Leave it out, or set it to 0.0"),
         ("sft.learning_rate=-1", "--set sft.learning_rate: Input should be greater than 0 (found -1)"),
-        ("rl.update.learning_rate=abc", "--set rl.update.learning_rate: Input should be a valid number (found 'abc')"),
-        ("rl.update.critic.beta1=2", "--set rl.update.critic.beta1: Input should be less than"),
         ("sft.decay_steps=2", "--set sft.decay_steps: sft.optimizer: decay_steps has no meaning with"),
         ("sft.epochs", "--set sft.epochs: expected a.b=value"),
-        ("=2", "--set =2: expected a.b=value"),
         ("sft=[1", "--set sft=[1: the value cannot be read: not YAML"),
         (
             "data.source_args.day=2026-01-01",

@@ -5,7 +5,6 @@ from __future__ import annotations
 import threading
 import types
 
-from rlhf.flows.graph.build import Node
 from rlhf.flows.recipe.reading import load_recipe
 from rlhf.flows.running.session import Session
 
@@ -29,20 +28,20 @@ class Told:
         self.at_work: dict[str, tuple[threading.Event, list[BaseException]]] = {}
         self.changed = threading.Condition()
 
-    def make(self, node: Node) -> None:
+    def make(self, name: str) -> None:
         go, errors = threading.Event(), list[BaseException]()
         with self.changed:
-            self.order.append(node.name)
-            self.at_work[node.name] = go, errors
+            self.order.append(name)
+            self.at_work[name] = go, errors
             self.changed.notify_all()
         while not go.wait(0.02):
             if self.session.is_stopped:
-                errors.append(InterruptedError(node.name))
+                errors.append(InterruptedError(name))
                 break
         if not errors:
-            self.session.made[node.name] = NOTHING  # type: ignore[assignment]
+            self.session.made[name] = NOTHING  # type: ignore[assignment]
         with self.changed:
-            del self.at_work[node.name]
+            del self.at_work[name]
             self.changed.notify_all()
         if errors:
             raise errors[0]

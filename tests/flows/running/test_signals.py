@@ -10,7 +10,6 @@ import threading
 from collections import Counter
 from typing import Any
 
-from rlhf.flows.graph.build import Node
 from rlhf.flows.running.overlap import run_stages
 from rlhf.flows.running.session import Session
 from tests.flows.lines import Lines
@@ -34,7 +33,7 @@ def test_a_signal_at_any_moment_ends_a_run_and_loses_no_running_stage(tmp_path, 
             signal.setitimer(signal.ITIMER_REAL, 0.02 + 0.004 * number)
             try:
                 armed = True
-                run_stages(session, None, lambda node, session=session: session.run_node(node.name))
+                run_stages(session, None, session.run_node)
                 armed = False
                 ends["whole"] += 1
             except KeyboardInterrupt:
@@ -63,10 +62,10 @@ def test_a_signal_is_what_a_run_ends_with_and_no_stage_is_left(tmp_path):
             armed, struck = False, True
             raise KeyboardInterrupt
 
-    def make(node: Node) -> None:
-        live.add(node.name)
-        session.made[node.name] = NOTHING  # type: ignore[assignment]
-        live.discard(node.name)
+    def make(name: str) -> None:
+        live.add(name)
+        session.made[name] = NOTHING  # type: ignore[assignment]
+        live.discard(name)
 
     before, ends = signal.signal(signal.SIGALRM, strike), Counter[str]()
     # Python ignores what is raised in a finalizer: those of other tests' garbage do not run here.
