@@ -1,4 +1,4 @@
-"""The graph of a recipe: nodes, their inputs, and the keys that follow."""
+"""The graph of a recipe: nodes and their inputs."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ TOKENIZER = ("tokenizer/", "model/config.json", "model/generation_config.json")
 
 @dataclasses.dataclass(frozen=True)
 class Input:
-    """An input of a node: another node's artifact, or parts of it by path prefix."""
+    """An input of a node: the artifact of another node, or parts of it by path prefix."""
 
     node: str
     parts: tuple[str, ...] = ("",)
@@ -56,24 +56,24 @@ class Node:
     inputs: Mapping[str, Input]
     seed: int
     taken: str | None = None
-    """A run whose artifact of this name is used instead of making one."""
+    """A run whose artifact of this name is reused."""
     shared: str | None = None
-    """A run that this one is a fork of, whose artifact of this name is used where that run has it."""
+    """The run that this one is a fork of, whose artifact of this name is reused if it exists."""
     digest: str | None = None
-    """The digest that the artifact must have, of the node that a fork goes on from; None: any."""
+    """The digest that the artifact of a fork's last shared node must have; None: any."""
     device: str | None = None
-    """The kind of device that it is computed on, where that is not this host's."""
+    """The kind of device that computes it, if it differs from this host's."""
     held: tuple[str, str, str] | None = None
-    """(stage, key, digest) of an artifact of the store that is used as it is: the champion's policy."""
+    """(stage, key, digest) of an artifact of the store that is reused: the champion's policy."""
 
 
 def nodes_of(recipe: Recipe) -> list[Node]:
-    """`build` with the policies that names stand for now."""
+    """Return the nodes of a recipe with the current policies of names."""
     return build(recipe, standing_of(recipe, Store(recipe.store)))
 
 
 def build(recipe: Recipe, standing: Standing = Standing()) -> list[Node]:  # noqa: B008 (frozen)
-    """The nodes of a recipe in an order in which they can run."""
+    """Return the nodes of a recipe in an order in which they can run."""
     graph = _Graph(recipe)
     base = graph.add("base", "base", recipe.base)
     graph.roles |= {"base": base, "policy": base, "tokenizer": Input(base.node, TOKENIZER)}
@@ -102,7 +102,7 @@ def build(recipe: Recipe, standing: Standing = Standing()) -> list[Node]:  # noq
 
 
 def _evaluated(graph: _Graph, policies: dict[str, Input], standing: Standing) -> None:
-    """The evaluations of a run's policies and, where there is a gate, of the champion, and the decision."""
+    """Add the evaluations of a run's policies and of the champion, and the gate, if there is one."""
     recipe, champion = graph.recipe, standing.champion
     judged = dict(policies)
     if champion is not None:
@@ -120,10 +120,14 @@ def _evaluated(graph: _Graph, policies: dict[str, Input], standing: Standing) ->
     if gate is None:
         return
     against = CHAMPION if champion is not None else None if gate.first == PROMOTE else gate.first
-    told: dict[str, Any] = {"against": against, "candidates": graph.candidates, "withdrawn": dict(standing.withdrawn)}
-    told["rollouts_from"] = recipe.rl.rollouts_from if recipe.rl is not None else None
+    derived: dict[str, Any] = {
+        "against": against,
+        "candidates": graph.candidates,
+        "withdrawn": dict(standing.withdrawn),
+    }
+    derived["rollouts_from"] = recipe.rl.rollouts_from if recipe.rl is not None else None
     try:
-        settings = GateConfig(**{name: getattr(gate, name) for name in Gate.model_fields}, **told)
+        settings = GateConfig(**{name: getattr(gate, name) for name in Gate.model_fields}, **derived)
     except ValidationError as e:
         raise RecipeError(e.errors()[0]["msg"].removeprefix("Value error, ")) from e
     roles = {f"{NODE}{node.name}": Input(node.name) for node in graph.nodes if node.name != CHAMPION}
@@ -133,7 +137,7 @@ def _evaluated(graph: _Graph, policies: dict[str, Input], standing: Standing) ->
 
 
 def _shared(nodes: list[Node], fork: Fork) -> list[Node]:
-    """The nodes, of which those up to the fork are its run's. Raises RecipeError where the fork's node is not there."""
+    """Return the nodes, with those up to the fork shared. Raises RecipeError if the fork's node does not exist."""
     by_name = {node.name: node for node in nodes}
     if fork.node not in by_name:
         raise RecipeError(f"fork.node: this recipe has no {fork.node}: leave the sections before the fork as they are")
@@ -142,7 +146,7 @@ def _shared(nodes: list[Node], fork: Fork) -> list[Node]:
     for node in nodes:
         digest = fork.digest if node.name == fork.node else None
         run = fork.run if node.name in shared else None
-        # Rollouts that the fork's run has taken are in its record too.
+        # The record of the fork's run has its reused rollouts too.
         taken = node.taken if run is None else None
         found.append(dataclasses.replace(node, shared=run, digest=digest, taken=taken))
     return found
@@ -264,8 +268,7 @@ def _rounds(graph: _Graph, section: str, policies: Policies) -> None:
     drawn = [0, *itertools.accumulate(rl.rollout.prompts for rl in settings_of)]
     refilled = [0, *itertools.accumulate(rl.refills * rl.rollout.prompts for rl in settings_of)]
     for i, rl in enumerate(settings_of):
-        # Round i needs its rollouts now. Those of the `staleness` rounds behind it come from policies that are
-        # there already.
+        # Round i needs its rollouts now. The policies for those of the next `staleness` rounds are there already.
         while (number := len(sampled)) < len(settings_of) and number - settings_of[number].staleness <= i:
             # trained[k] is the policy before round k.
             policy = trained[max(0, number - settings_of[number].staleness)]
@@ -308,8 +311,8 @@ def _judged(recipe: Recipe, number: int) -> bool:
 def _scored(graph: _Graph, number: int, rl: RL, policy: Input, drawn: int, refilled: int) -> dict[str, Input]:
     """A round's rollouts, scores, refills and baselines by the roles that they have for the update.
 
-    rl: the settings of the round. drawn, refilled: prompts of the rounds before, and of their refills: the round's
-    stretch of either order is behind.
+    rl: the settings of the round. drawn, refilled: numbers of prompts of earlier rounds and of their refills, after
+    which the round begins in either order.
     """
     name = f"round-{number:03d}"
     # The first update turns the base into the quantised one; until then the sampler has to round it.
@@ -317,10 +320,10 @@ def _scored(graph: _Graph, number: int, rl: RL, policy: Input, drawn: int, refil
     # One order for all rounds (R22); the seeds of sampling differ by round.
     order = rl.rollout.order_seed
     order = derive_seed(graph.recipe.seed, "order of prompts") if order is None else order
-    told = {"round": number, "quantize": quantize, "order_seed": order, "environment": _environment(graph.recipe)}
+    change = {"round": number, "quantize": quantize, "order_seed": order, "environment": _environment(graph.recipe)}
     if drawn != number * rl.rollout.prompts:
-        told["first"] = drawn
-    sampling = rl.rollout.model_copy(update=told)
+        change["first"] = drawn
+    sampling = rl.rollout.model_copy(update=change)
 
     def scored(rollouts: Input, place: str) -> Input:
         first = f"{name}.score"
@@ -392,7 +395,7 @@ def with_inputs(nodes: Mapping[str, Node], names: set[str]) -> set[str]:
 
 
 def in_order(found: dict[str, T], name: str, value: T, places: Mapping[str, int]) -> dict[str, T]:
-    """What is there by node, with one more: in the order of the graph, in which it is read, whatever was made first."""
+    """Return the values by node with one more, in the order of the graph."""
     last = next(reversed(found), None)
     found[name] = value
     if last is None or last == name or places.get(last, -1) <= places.get(name, -1):

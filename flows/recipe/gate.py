@@ -42,7 +42,7 @@ def check_gate(gate: Gate, evaluate: EvaluateConfig | None, has_environment: boo
     judges = ["score", *evaluate.judges]
     if gate.metric not in judges:
         raise ValueError(f"gate.metric {gate.metric!r} has no value for each problem; {nearest(gate.metric, judges)}")
-    # An environment adds metrics of its own to an evaluation.
+    # An environment adds other metrics to an evaluation.
     known = metrics_of(evaluate)
     for section in ("floors", "guards") if not has_environment else ():
         for name in getattr(gate, section):

@@ -112,7 +112,7 @@ class Recipe(BaseModel):
     data: Data = Data()
     """Data preparation."""
     start_from: Name = BASE
-    """What is trained: `base`, or the policy of a name of the registry, such as champion; base while it has none."""
+    """The policy to train: `base`, or that of a name of the registry, such as champion; base while it has none."""
     sft: SFTConfig | None = SFTConfig()
     """Supervised fine-tuning; null: later stages start from the base model."""
     distill: DistillConfig | None = None

@@ -43,8 +43,8 @@ def find_recipe(name: str) -> Path:
     if path.name == name and built_in.is_file():
         return built_in
     names = sorted(p.stem for p in RECIPES.glob("*.yaml"))
-    beside = [file for suffix in (".yaml", ".yml") if Path(file := f"{name}{suffix}").is_file()]
-    near = beside or difflib.get_close_matches(name, names, 1)
+    files = [file for suffix in (".yaml", ".yml") if Path(file := f"{name}{suffix}").is_file()]
+    near = files or difflib.get_close_matches(name, names, 1)
     hint = f"; did you mean {near[0]}?" if near else ""
     raise RecipeError(f"no recipe {name!r}; built in are {', '.join(names)}{hint}")
 

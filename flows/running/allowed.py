@@ -71,4 +71,4 @@ def _values(value: Any, place: str, name: str) -> Iterator[tuple[str, str, Any]]
         yield place, name, value
     parts = value if isinstance(value, Mapping) else dict(enumerate(value)) if isinstance(value, list) else {}
     for key, part in parts.items():
-        yield from _values(part, f"{place}.{key}" if place else key, key if isinstance(key, str) else name)
+        yield from _values(part, f"{place}.{key}" if place else str(key), key if isinstance(key, str) else name)

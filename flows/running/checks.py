@@ -133,7 +133,7 @@ def check_columns(recipe: Recipe, metrics: Mapping[str, Any], stages: Collection
             has = f"have {', '.join(there)}" if there else "have none"
             raise RecipeError(
                 f"{called.at}: {called.function} takes {', '.join(missing)}, which is no column of the data: rows of "
-                f"{split} {has} beside {', '.join(REWARD_COLUMNS[2:])}. Name a field of the records in data.fields "
+                f"{split} {has} and {', '.join(REWARD_COLUMNS[2:])}. Name a field of the records in data.fields "
                 f"(or data.extra_fields: metadata), give the parameter a default, or a value in {called.arguments_at}"
             )
 

@@ -38,7 +38,7 @@ def _files(folder: Path) -> Iterator[tuple[str, Path]]:
         if total > LARGEST:
             raise ValueError(
                 f"{folder} has more than {LARGEST >> 20} MiB of Python modules, which travel to the cluster's nodes: "
-                "start the run in the folder of its own modules"
+                "start the run in a folder with its modules only"
             )
         yield file.relative_to(folder).as_posix(), file
 

@@ -54,7 +54,7 @@ def before(store: Store, recipe: Recipe, name: str) -> dict[str, Any] | None:
         how = "finished" if status == "finished" else f"at its end ({status})"
         raise RecipeError(f"run {name} is {how} (`rlhf show {name}`): {other}")
     if status == "running":
-        unseen = f" (if it was killed there, this command goes on {SILENT_MINUTES} minutes after its last sign of life)"
+        unseen = f" (if it was killed, this command resumes it {SILENT_MINUTES} minutes after its last sign of life)"
         raise RecipeError(
             f"run {name} is running (process {record['pid']} on {record['host']}): wait for it"
             f"{unseen if is_gone(record['process']) is None else ''}, or {other}"
