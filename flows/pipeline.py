@@ -30,7 +30,7 @@ from rlhf.flows.recipe.model import Recipe, RecipeError
 from rlhf.flows.recipe.overrides import recipe_parameters, values_of
 from rlhf.flows.recipe.reading import load_recipe
 from rlhf.flows.records import DECIDED, REFUSED
-from rlhf.flows.running.checks import check
+from rlhf.flows.running.checks import check, try_algorithm
 from rlhf.flows.running.closing import close, evaluations_of, status_after, status_at_end, summary
 from rlhf.flows.running.overlap import run_stages
 from rlhf.flows.running.session import RunTooLong, Session
@@ -117,6 +117,7 @@ def rlhf_pipeline(
         resolved, standing = from_command or (load_recipe(recipe, values_of(fields) | dict.fromkeys(skip or [])), None)
         if from_command is None:
             check(resolved)
+            try_algorithm(resolved)
         name = free_name(resolved, run_name)
         session = Session(resolved, reporter, name, None, standing)
     except EXPECTED as e:

@@ -7,7 +7,6 @@ import re
 from rlhf.flows.cli.shared import err, usage_error
 from rlhf.flows.recipe.model import Recipe, RecipeError
 from rlhf.flows.recipe.reading import load_recipe
-from rlhf.flows.running.checks import check
 from rlhf.flows.running.recipe_warnings import of_recipe
 
 
@@ -29,3 +28,12 @@ def _with_option(message: str, sets: list[str]) -> str:
     """A message that begins with a setting's place, with the option that set it."""
     places = [item.partition("=")[0] for item in sets]
     return f"--set {message}" if any(re.match(rf"{re.escape(place)}[.:\s]", message) for place in places) else message
+
+
+def check(recipe: Recipe) -> None:
+    """Raises RecipeError for a missing part of a recipe, or a function that cannot be called as it says."""
+    from rlhf.flows.running.checks import check as check_names
+    from rlhf.flows.running.checks import try_algorithm
+
+    check_names(recipe)
+    try_algorithm(recipe)

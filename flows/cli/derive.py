@@ -7,9 +7,9 @@ from typing import Annotated, Any
 
 import typer
 
+from rlhf.flows.cli.checks import check
 from rlhf.flows.cli.run import RunTitle
 from rlhf.flows.cli.shared import AsJson, NoPrefect, Sets, StoreUrl, group, out, print_json, record_of, usage_error
-from rlhf.flows.running.checks import check
 from rlhf.stages.store.artifacts import Store
 
 commands = group()

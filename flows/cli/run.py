@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from rlhf.flows.cli.checks import read_recipe
+from rlhf.flows.cli.checks import check, read_recipe
 from rlhf.flows.cli.shared import (
     AsJson,
     NoPrefect,
@@ -26,7 +26,6 @@ from rlhf.flows.cli.shared import (
 from rlhf.flows.recipe.model import Recipe, RecipeError
 from rlhf.flows.recipe.reading import checked
 from rlhf.flows.records import candidates, find_run, finished_nodes
-from rlhf.flows.running.checks import check
 from rlhf.stages.store.artifacts import Store
 
 if TYPE_CHECKING:

@@ -33,7 +33,7 @@ TRY_SECONDS = 120
 def check(recipe: Recipe) -> None:
     """Raises RecipeError for a missing model, data, rollouts, reward, judge, algorithm, environment or tool.
 
-    Functions and classes are looked up in their modules' text, with their arguments. Only a custom algorithm is called.
+    Functions and classes are looked up in their modules' text, with their arguments; nothing of the user's is executed.
     """
     check_allowed(recipe)
     # Nodes of one stage in several rounds have the same sources; each base model has others.
@@ -77,7 +77,6 @@ def check(recipe: Recipe) -> None:
                 signatures.check_required(parameters, arguments, f"{where}_args", function, ["seed"])
     except ValueError as e:
         raise RecipeError(str(e)) from e
-    _try_algorithm(recipe)
 
 
 def _check_lengths(recipe: Recipe) -> None:
@@ -232,7 +231,7 @@ def _sources(recipe: Recipe) -> Iterator[tuple[str, str, Collection[str]]]:
             yield "data.source", source.source, source.source_args
 
 
-def _try_algorithm(recipe: Recipe) -> None:
+def try_algorithm(recipe: Recipe) -> None:
     """Call a custom algorithm once, in another process. Raises RecipeError with the line of its error."""
     if recipe.rl is None or recipe.rl.update.entry is not None:
         return
