@@ -50,7 +50,7 @@ def reasons_of(
         return ["was not finished last time", *begun], ""
     entries = [(record, e) for record, e in entries if record["recipe"]["name"] == recipe and "digest" in e]
     if (found := _nearest(store, node, parts, entries)) is None:
-        return ["changed; the artifact to compare with is gone" if entries else "never made by this recipe", *begun], ""
+        return ["changed; the artifact to compare with is gone" if entries else "never made", *begun], ""
     record, artifact = found
     # The run that made it, if its record is still there; others have only read it.
     made = str(artifact.manifest.get("run"))
