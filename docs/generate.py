@@ -21,7 +21,8 @@ from typer.core import TyperArgument, TyperGroup
 from rlhf.flows.cli.app import app
 from rlhf.flows.cli.settings import kind_of
 from rlhf.flows.recipe.field_paths import is_managed, models_in
-from rlhf.flows.recipe.model import RL, Recipe
+from rlhf.flows.recipe.model import Recipe
+from rlhf.flows.recipe.rl import RL
 from rlhf.stages.contract.field_docs import field_docs
 from rlhf.tuning.agents.rows import TrajectoryRow, TurnRow
 from rlhf.tuning.data.schema import LabelledRow, PairRow, SftRow

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import re
 import shlex
-from collections.abc import Callable
 from contextvars import ContextVar
-from functools import partial
 from typing import Any
 
 from coolname import generate_slug
@@ -15,9 +13,8 @@ from prefect import flow, get_run_logger, runtime, task
 from prefect.cache_policies import NO_CACHE
 from prefect.client.orchestration import get_client
 from prefect.states import Cancelled, Completed, Failed, State
-from prefect.task_runners import ThreadPoolTaskRunner
 
-from rlhf.flows.graph.build import Node, select, with_inputs
+from rlhf.flows.graph.build import select, with_inputs
 from rlhf.flows.graph.policy_refs import Standing
 from rlhf.flows.orchestration.cancellation import Cancellation, give_up_soon, send_events
 from rlhf.flows.orchestration.prefect_artifacts import (
@@ -32,14 +29,11 @@ from rlhf.flows.orchestration.prefect_artifacts import (
 from rlhf.flows.recipe.model import Recipe, RecipeError
 from rlhf.flows.recipe.overrides import recipe_parameters, values_of
 from rlhf.flows.recipe.reading import load_recipe
-from rlhf.flows.recipe.workers import ALL
 from rlhf.flows.records import DECIDED, REFUSED
 from rlhf.flows.running.checks import check, try_algorithm
 from rlhf.flows.running.closing import close, evaluations_of, status_after, status_at_end, summary
-from rlhf.flows.running.gating import stages_of
-from rlhf.flows.running.limits import RunTooLong
-from rlhf.flows.running.overlap import run_overlapped
-from rlhf.flows.running.session import Session
+from rlhf.flows.running.overlap import run_stages
+from rlhf.flows.running.session import RunTooLong, Session
 from rlhf.stages.contract.registry import stage as find_stage
 from rlhf.stages.store import runs
 from rlhf.stages.store.artifacts import ArtifactError, Store
@@ -49,7 +43,7 @@ from rlhf.stages.worker.client import StageFailed, WorkerDied
 
 NAME = "rlhf-pipeline"
 SHOWN_SECONDS = 10.0
-"""At the end of a run, for what is shown to reach a server that answers."""
+"""Time at the end of a run for calls that show something in Prefect."""
 
 # Prefect serialises the arguments of a task, and a session holds a process and open pipes. A task therefore gets the
 # session's name and looks it up here; it runs in the process of its flow.
@@ -57,8 +51,6 @@ _sessions: dict[str, Session] = {}
 # The arguments of a flow are serialised for the UI too. Under `rlhf run` the recipe, with its --set options, is
 # resolved before the flow starts: the flow takes it from here, and its arguments only show it.
 _resolved: ContextVar[tuple[Recipe, Standing | None] | None] = ContextVar("resolved", default=None)
-# As many as a recipe may name: else a setting of Prefect decides how many stages are made beside each other.
-_AT_A_TIME: Any = ThreadPoolTaskRunner(max_workers=len(ALL))
 # The errors that ended runs of this command: their states do not reach a server that is gone.
 _errors: dict[str, BaseException] = {}
 EXPECTED = (RecipeError, ArtifactError, RegistryError, StageFailed, WorkerDied, RunTooLong, OSError)
@@ -66,8 +58,8 @@ EXPECTED = (RecipeError, ArtifactError, RegistryError, StageFailed, WorkerDied, 
 
 
 @task(name="stage", task_run_name="{node}", cache_policy=NO_CACHE, persist_result=False, retry_delay_seconds=1)
-def stage_task(run: str, node: str, stage: str) -> State[Any]:
-    """Makes or reads one artifact; a hit ends in the state Cached."""
+def stage_task(run: str, node: str) -> State[Any]:
+    """Make or read one artifact; a hit ends in the state Cached."""
     session = _sessions[run]
     attempt = runtime.task_run.run_count
     if attempt > 1:
@@ -84,18 +76,12 @@ def stage_task(run: str, node: str, stage: str) -> State[Any]:
     assert isinstance(reporter, PrefectReporter)
     with errors_logged():
         show_artifact(reporter.display, node, artifact)
-    return Completed(message=find_stage(stage).figures(artifact.metrics) or "made", data=result)
+    return Completed(message=find_stage(artifact.stage).figures(artifact.metrics) or "made", data=result)
 
 
 def is_dead_worker(task: Any, task_run: Any, state: State[Any]) -> bool:
     """Whether another attempt may help: after the death of a worker, not after an error that a stage raised."""
-    try:
-        state.result(raise_on_failure=True)
-    except WorkerDied:
-        return True
-    except BaseException:
-        return False
-    return False
+    return isinstance(state.result(raise_on_failure=False), WorkerDied)
 
 
 # Prefect names a deployment's entrypoint after the function: it has to be the name of the flow.
@@ -104,7 +90,6 @@ def is_dead_worker(task: Any, task_run: Any, state: State[Any]) -> bool:
     description="Data, SFT, distillation, preference, reward model, RL, evaluation, export; cached and resumable.",
     validate_parameters=True,
     persist_result=False,
-    task_runner=_AT_A_TIME,
 )
 @recipe_parameters
 def rlhf_pipeline(
@@ -115,15 +100,15 @@ def rlhf_pipeline(
     skip: list[str] | None = None,
     **fields: Any,
 ) -> State[Any]:
-    """Runs a recipe. Fields of the recipe may be given too; what is left out stays as the recipe says.
+    """Runs a recipe. Fields of the recipe may be set too; others keep the values of the recipe.
 
-    With a gate it ends in a state called Promoted, Refused or Nothing new, each of the type Completed.
+    With a gate it ends in a state with the name Promoted, Refused or Nothing new, and the type Completed.
 
     Args:
         recipe: A built-in recipe's name or the path of a YAML file.
-        run_name: Name of the run; chosen where empty.
-        force: Stages or nodes (round-003.update) to make again although they are cached.
-        only: Stages or nodes to run, with what they need before them; empty runs all.
+        run_name: Name of the run; generated if empty.
+        force: Stages or nodes (round-003.update) to recompute although they are cached.
+        only: Stages or nodes to run, with their inputs; empty runs all.
         skip: Sections of the recipe to leave out.
     """
     from_command = _resolved.get()
@@ -151,20 +136,19 @@ def rlhf_pipeline(
 
 
 def free_name(recipe: Recipe, wanted: str | None) -> str:
-    """The run's name: the wanted one, else the flow run's. Later attempts of one flow run are numbered."""
+    """Return the run's name: the wanted one, else the flow run's. Later attempts of one flow run are numbered."""
     shown, attempt = str(runtime.flow_run.name), runtime.flow_run.run_count
     name = wanted or (shown if shown.startswith(f"{recipe.name}-") else f"{recipe.name}-{shown}")
     if attempt > 1:
         return f"{name}-{attempt}"
-    # Prefect draws two words for each flow run and does not look whether it had them before.
+    # Prefect draws two words for each flow run, which earlier runs may have.
     if wanted is None and runs.exists(Store(recipe.store), name):
         name = f"{name}-{str(runtime.flow_run.id)[-8:]}"
     return name
 
 
 def _run(session: Session, force: list[str], only: list[str]) -> State[Any]:
-    """Runs the session's nodes as tasks, one after the other or, where the recipe names workers, beside each other;
-    returns the flow's state, with the run's name, status and scores."""
+    """Run the session's nodes as tasks; return the flow's state, with the run's name, status and scores."""
     recipe, reporter = session.recipe, session.reporter
     assert isinstance(reporter, PrefectReporter)
     _sessions[session.name] = session
@@ -178,11 +162,9 @@ def _run(session: Session, force: list[str], only: list[str]) -> State[Any]:
         session.force = select(session.nodes, force)
         chosen = with_inputs(session.nodes, select(session.nodes, only)) if only else None
         task = stage_task.with_options(retries=recipe.retries, retry_condition_fn=is_dead_worker)
-        if recipe.workers is None:
-            for node in stages_of(session, chosen):
-                task(session.name, node.name, node.stage, return_state=True).result(raise_on_failure=True)
-        else:
-            run_overlapped(session, chosen, partial(_begin, session, task))
+        run_stages(
+            session, chosen, lambda node: task(session.name, node, return_state=True).result(raise_on_failure=True)
+        )
     except BaseException as raised:
         e = _own(raised)
         close(session, status_after(e), e)
@@ -213,14 +195,14 @@ def _run(session: Session, force: list[str], only: list[str]) -> State[Any]:
 
 
 def _command(session: Session, command: str = "") -> str:
-    """A command that a person can type on the run's machine, or anywhere where the store is remote."""
+    """Return a command that a person can type on the run's machine, or anywhere if the store is remote."""
     store = session.store
     words = ["rlhf", command or "show", *([] if command else [session.name])]
     return shlex.join([*words, "--store", store.root if store.is_local else store.shown])
 
 
 def _failed(session: Session, error: Exception) -> State[Any]:
-    """The flow's last state after an error; alerts forward its message."""
+    """Return the flow's last state after an error; alerts forward its message."""
     said = str(error)
     if not isinstance(error, EXPECTED):
         get_run_logger().error("the run ended with an unexpected error", exc_info=error)
@@ -231,19 +213,8 @@ def _failed(session: Session, error: Exception) -> State[Any]:
     return Failed(name=name, message=f"run {session.name}: {said}. Type: {_command(session)}", data=error)
 
 
-def _begin(session: Session, task: Any, node: Node, ended: Callable[[], None]) -> Callable[[], None]:
-    """Begins a node as a task in a thread of its own."""
-    future = task.submit(session.name, node.name, node.stage)
-    future.add_done_callback(lambda _: ended())
-
-    def result() -> None:
-        future.result(raise_on_failure=True)
-
-    return result
-
-
 def _own(error: BaseException) -> BaseException:
-    """The run's own error, where Prefect's client raised another one because it could not report it to the server."""
+    """Return the run's own error if Prefect's client raised another because it could not report it to the server."""
     found: BaseException | None = error if isinstance(error, TransportError) else None
     while found is not None and not isinstance(found, StageFailed | WorkerDied | RunTooLong | KeyboardInterrupt):
         found = found.__context__
@@ -258,7 +229,7 @@ def run_recipe(
     only: set[str] | None,
     standing: Standing | None = None,
 ) -> str:
-    """Runs the flow in this process for the command line; returns the run's status."""
+    """Run the flow in this process for the command line; return the run's status."""
     name = name or f"{recipe.name}-{generate_slug(2)}"
     values = recipe.model_dump(mode="json", exclude_unset=True, exclude_none=True, exclude={"name", "description"})
     shown = published(values)
@@ -279,11 +250,11 @@ def run_recipe(
         send_events()
     wait_until_recorded(state.state_details.flow_run_id)
     if state.is_cancelling() or state.is_cancelled():
-        # It may have come to its end before it took notice.
+        # It may have ended before it noticed.
         status = runs.head(Store(recipe.store), name)["status"]  # type: ignore[index]
         ended: State[Any] | None = None if status == "interrupted" else Completed(name=DECIDED.get(status))
         if ended or state.is_cancelling():
-            # Somebody cancelled it after the last look: the server took no other end.
+            # Somebody cancelled it after the last question: the server accepts no other state.
             with errors_logged(), get_client(sync_client=True) as client:
                 client.set_flow_run_state(state.state_details.flow_run_id, ended or Cancelled(), force=True)
         if ended:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import datetime
 import logging
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -15,58 +15,55 @@ from rlhf.stages.store.manifests import is_inside
 from rlhf.tuning.names import closest
 
 SILENT_MINUTES = 10
-"""After so long without a sign of life a run of a process that this host cannot see (another host or container) counts
-as killed. Signs are the saves of its record and, while it makes an artifact, the beats of that lease."""
+"""Time without a sign of life after which a run on another host or in another container counts as killed. Signs are the
+saves of its record and, while it makes an artifact, the beats of that lease."""
 
 
 NEEDED = {"name": str, "status": str, "started": str, "recipe": dict, "nodes": dict}
-"""What each record has, with its type."""
+"""Fields of each record, with their types."""
 PARTIAL = "partial"
-"""The status of a run that was told to make a part of its recipe, and has: it is not the newest finished one."""
+"""The status of a run that has made a part of its recipe, as its command asked."""
 
 
 REFUSED, NOTHING_NEW = "refused", "nothing new"
 DECIDED = {"promoted": "Promoted", REFUSED: "Refused", NOTHING_NEW: "Nothing new"}
-"""Prefect's name of a run's last state, by the decision of its gate; without one it is `Completed`."""
+"""Prefect's name of a run's last state by the decision of its gate; `Completed` without a gate."""
 LISTED = 8
-"""Names of runs that an error lists at most."""
+"""Maximum number of runs that an error lists."""
 WHOLE = ("finished", REFUSED, NOTHING_NEW)
-"""The statuses of a run that has come to its end: its policy is made, its gate has refused it, or there was nothing."""
+"""The statuses of a run that has reached its end: finished, refused by its gate, or without new data."""
 
 
 class UnknownRun(KeyError):
-    """No run of that name; the message has the nearest one."""
+    """A name without a run; the message has the nearest one."""
 
     def __str__(self) -> str:
         return str(self.args[0])
 
 
 def log_of(store: Store, name: str) -> Path:
-    """Where this machine has the log of a run's worker: in a store that is a folder, else in its scratch folder."""
+    """Return the log of a run's worker on this machine: in a local store, else in the scratch folder."""
     return Path(store.root if store.is_local else store.scratch, "runs", name, "worker.log")
 
 
 def all_runs(store: Store) -> list[dict[str, Any]]:
-    """Every run's record, oldest first. Raises ArtifactError for one that cannot be read."""
-    return _sorted(store, lambda name: _record(store, name))
+    """Return every run's record, oldest first. Raises ArtifactError for an unreadable one."""
+    found = runs.in_parallel(store, lambda name: _record(store, name), runs.names(store))
+    return sorted(filter(None, found), key=lambda record: record["started"])
 
 
 def readable_runs(store: Store) -> list[dict[str, Any]]:
-    """As `all_runs`, without those that cannot be read, which are told: they do not hide the others."""
+    """Return every readable run's record, oldest first, with a warning for each other one."""
 
-    def readable(name: str) -> dict[str, Any] | None:
+    def read(name: str) -> dict[str, Any] | None:
         try:
             return _record(store, name)
         except ArtifactError as error:
             logging.getLogger("rlhf").warning("run %s is left out: %s", name, error)
             return None
 
-    return _sorted(store, readable)
-
-
-def _sorted(store: Store, read: Callable[[str], dict[str, Any] | None]) -> list[dict[str, Any]]:
     found = runs.in_parallel(store, read, runs.names(store))
-    return sorted((record for record in found if record is not None), key=lambda r: r["started"])
+    return sorted(filter(None, found), key=lambda record: record["started"])
 
 
 def _record(store: Store, name: str) -> dict[str, Any] | None:
@@ -75,26 +72,25 @@ def _record(store: Store, name: str) -> dict[str, Any] | None:
         return None
     fits = isinstance(record, dict) and NEEDED.items() <= {n: type(record.get(n)) for n in NEEDED}.items()
     if not fits or (record["status"] == "running" and not isinstance(record.get("process"), dict)):
-        place = store.address(runs.FOLDER, name, runs.HEAD)
-        raise ArtifactError(f"{place} is no record of a run; move it away")
+        raise ArtifactError(f"{store.address(runs.FOLDER, name, runs.HEAD)} is not a record of a run; move it away")
     return record
 
 
 def status_of(record: dict[str, Any], store: Store, boot: float | None = None) -> str:
-    """One of `WHOLE`, `running`, `partial`, `interrupted` (by Ctrl-C), `failed`, or `killed`: ended without a word.
+    """Return one of `WHOLE`, `running`, `partial`, `interrupted` (by Ctrl-C), `failed` or `killed`.
 
-    boot: when this host has booted, in seconds since 1970; None: what the system says.
+    boot: the time of this host's boot in seconds since 1970; None: as the system reports it.
     """
     if record["status"] != "running":
         return record["status"]
     gone = is_gone(record["process"])
-    return (
-        "killed" if gone or (gone is None and _silent(record, store, booted() if boot is None else boot)) else "running"
-    )
+    if gone is None:
+        gone = _is_silent(record, store, booted() if boot is None else boot)
+    return "killed" if gone else "running"
 
 
 def summary_of(record: dict[str, Any], store: Store) -> dict[str, Any]:
-    """A run in a few values, as `--json` has it."""
+    """Return a run in a few values, for `--json`."""
     states = [e.get("state") for e in record["nodes"].values()]
     scores = {
         name.removeprefix("evaluate."): entry["metrics"].get("score")
@@ -115,7 +111,7 @@ def summary_of(record: dict[str, Any], store: Store) -> dict[str, Any]:
     }
 
 
-def _silent(record: dict[str, Any], store: Store, boot: float) -> bool:
+def _is_silent(record: dict[str, Any], store: Store, boot: float) -> bool:
     """Whether a run whose process this host cannot see has ended, by its signs of life."""
     if any(e["state"] == "running" and beats(store, e["stage"], e["key"]) for e in record["nodes"].values()):
         return False
@@ -128,8 +124,10 @@ def _silent(record: dict[str, Any], store: Store, boot: float) -> bool:
 
 
 def sign_of(record: dict[str, Any], store: Store) -> str:
-    """The last sign of life of a run that seems killed, if this host cannot see its process and it was silent for less
-    than a day, which no clock is wrong by: its save and the beats of what it makes; else empty."""
+    """Return the last sign of life of a run that seems killed: its save, and the beats of artifacts that it makes.
+
+    Empty if this host sees its process, or if it was silent for more than a day, which no clock is wrong by.
+    """
     saved = record.get("saved", record["started"])
     silence = datetime.datetime.now(datetime.UTC) - datetime.datetime.fromisoformat(saved)
     if is_gone(record["process"]) is not None or abs(silence) > datetime.timedelta(days=1):
@@ -139,49 +137,49 @@ def sign_of(record: dict[str, Any], store: Store) -> str:
 
 
 def candidates(store: Store, name: str | None) -> list[dict[str, Any]]:
-    """The records that a name stands for, newest first: the run of that name, else the runs of the recipe of that name,
-    else the one run whose name alone begins so. All runs where `name` is None or `latest`.
+    """Return the records that a name may mean, newest first: the run of that name, else the runs of that recipe, else
+    the only run whose name begins with it. All runs if `name` is None or `latest`.
 
-    Raises UnknownRun where there is none, or several begin so.
+    Raises UnknownRun if there is none, or several names begin with it.
     """
-    if name is not None and name != "latest":
-        record = runs.read(store, name) if is_inside(name) else None
-        if record is not None:
-            return [record]
+    if name == "latest":
+        name = None
+    if name is not None and is_inside(name) and (record := runs.read(store, name)) is not None:
+        return [record]
     records = readable_runs(store)[::-1]
-    if name is None or name == "latest":
+    if name is None:
         if not records:
             raise UnknownRun(f"no runs in {store.shown}; `rlhf run demo` makes one")
         return records
     of_recipe = [r for r in records if r["recipe"]["name"] == name]
     begun = [r for r in records if r["name"].startswith(name)]
-    if len(begun) > 1 and not of_recipe:
+    if of_recipe or len(begun) == 1:
+        return of_recipe or begun
+    if begun:
         raise UnknownRun(f"several runs in {store.shown} begin with {name!r}: {_listed(begun)}")
-    if not of_recipe and not begun:
-        near = closest(name, [r["name"] for r in records])
-        hint = f"did you mean {near}?" if near else f"there are {_listed(records)}" if records else "there are none"
-        raise UnknownRun(f"no run or recipe {name!r} in {store.shown}; {hint}")
-    return of_recipe or begun
+    near = closest(name, [r["name"] for r in records])
+    hint = f"did you mean {near}?" if near else f"there are {_listed(records)}" if records else "there are none"
+    raise UnknownRun(f"no run or recipe {name!r} in {store.shown}; {hint}")
 
 
 def _listed(records: list[dict[str, Any]]) -> str:
-    """The names of the newest runs. records: the newest first."""
+    """Return the names of the newest runs. records: the newest first."""
     more = f" and {len(records) - LISTED} older (`rlhf runs`)" if len(records) > LISTED else ""
     return ", ".join(r["name"] for r in reversed(records[:LISTED])) + more
 
 
 def find_run(store: Store, name: str | None) -> dict[str, Any]:
-    """The newest of the records that a name stands for (`candidates`). Raises UnknownRun where there is none."""
+    """Return the newest of the records that a name may mean (`candidates`). Raises UnknownRun without one."""
     return candidates(store, name)[0]
 
 
 def whole_first(records: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
-    """The records, with those of runs of a part of their recipe behind the others."""
+    """Return the records, with runs of a part of their recipe after the others."""
     return sorted(records, key=lambda record: record["status"] == PARTIAL)
 
 
 def latest_with(runs: list[dict[str, Any]], recipe: str, node: str) -> dict[str, Any] | None:
-    """The newest entry of a node in the runs of a recipe that made or read it, or else that tried to.
+    """Return the newest entry of a node in a recipe's runs that made or read it, else in those that tried to.
 
     runs: oldest first.
     """
@@ -196,11 +194,11 @@ def latest_with(runs: list[dict[str, Any]], recipe: str, node: str) -> dict[str,
 
 
 def finished_nodes(record: dict[str, Any]) -> set[str]:
-    """Names of a run's nodes that have an artifact."""
+    """Return the names of a run's nodes that have an artifact."""
     return {name for name, entry in record["nodes"].items() if "digest" in entry}
 
 
 def refusal_of(record: Mapping[str, Any]) -> str | None:
-    """Why the gate of a run has refused its policy; None where it has not."""
+    """Return why the gate of a run refused its policy; None if it did not."""
     decision = record.get("decision") or {}
     return "; ".join(decision["reasons"]) if decision.get("decision") == REFUSED else None

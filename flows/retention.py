@@ -1,8 +1,7 @@
-"""Which runs of a store are kept, and what each of them holds: the roots of a garbage collection."""
+"""The roots of a garbage collection: the runs of a store that are kept, and the artifacts of each."""
 
 from __future__ import annotations
 
-import dataclasses
 import datetime
 import math
 from collections import defaultdict
@@ -17,81 +16,53 @@ from rlhf.stages.store.registry import referenced
 
 
 def roots_of(store: Store, retention: Retention, recipe: str | None = None) -> Roots:
-    """What holds the artifacts of a store at this moment.
+    """Return everything that keeps artifacts of a store at this moment.
 
-    recipe: the name of the recipe whose runs may go; None: of any.
-    Raises ArtifactError for a record that cannot be read: nothing is collected past it.
+    recipe: the recipe whose runs may go; None: any. Raises ArtifactError for an unreadable record, because its
+    artifacts are unknown.
     """
-    # The pins and the registry first: a name that is given meanwhile is that of a run or artifact of before.
+    # The pins and the registry first: a name that is given meanwhile belongs to an older run or artifact.
     pinned = pins(store)
     named = {text for run, _, _, digest in referenced(store) for text in (run, digest)}
-    records = all_runs(store)
-    status = {record["name"]: status_of(record, store) for record in records}
-    why: dict[str, str] = {}
-    for name, rank in _ranks(records, status).items():
-        if rank < retention.keep:
-            why[name] = f"one of the newest {retention.keep}"
-    for record in records:
-        name = record["name"]
-        if recipe not in (None, record["recipe"]["name"]):
-            why[name] = "of another recipe"
-        if retention.keep_days is not None and _age(record) < datetime.timedelta(days=retention.keep_days):
-            why[name] = f"of the last {retention.keep_days:g} days"
-        if name in pinned:
-            why[name] = f"pinned{': ' if pinned[name].get('note') else ''}{pinned[name].get('note', '')}"
-        if name in named:
-            why[name] = "named by the registry"
-        if status[name] == "running":
-            why[name] = "running"
-    runs = tuple(
-        dataclasses.replace(
-            _run(record, why.get(record["name"], ""), status[record["name"]] == "running"),
-            sign=sign_of(record, store) if status[record["name"]] == "killed" else "",
-        )
-        for record in records
-    )
-    # With the sources of those that stay.
-    return Roots(runs, frozenset(named)).since(math.inf)
+    newer: dict[tuple[str, str], int] = defaultdict(int)
+    found = []
+    for record in reversed(all_runs(store)):
+        name, of, status = record["name"], record["recipe"]["name"], status_of(record, store)
+        # Counted separately among finished, refused and unfinished runs, and those without new data.
+        kind = of, status if status in WHOLE else ""
+        newer[kind] += 1
+        note = pinned.get(name, {}).get("note")
+        age = datetime.datetime.now(datetime.UTC) - datetime.datetime.fromisoformat(record["started"])
+        days = retention.keep_days
+        reasons = {
+            "running": status == "running",
+            "named by the registry": name in named,
+            f"pinned: {note}" if note else "pinned": name in pinned,
+            f"of the last {days or 0:g} days": days is not None and age < datetime.timedelta(days=days),
+            "of another recipe": recipe not in (None, of),
+            f"one of the newest {retention.keep}": newer[kind] <= retention.keep,
+        }
+        why = next((reason for reason, holds in reasons.items() if holds), "")
+        found.append(_run(record, why, status == "running", sign_of(record, store) if status == "killed" else ""))
+    # With the runs that those which stay refer to.
+    return Roots(tuple(found[::-1]), frozenset(named)).since(math.inf)
 
 
-def _ranks(records: list[dict[str, Any]], status: dict[str, str]) -> dict[str, int]:
-    """How many newer runs of its recipe each run has, among those that ended alike: finished, refused, with
-    nothing new, or not at all."""
-    counts: dict[tuple[str, str], int] = defaultdict(int)
-    ranks = {}
-    for record in reversed(records):
-        ended = status[record["name"]]
-        kind = record["recipe"]["name"], ended if ended in WHOLE else ""
-        ranks[record["name"]] = counts[kind]
-        counts[kind] += 1
-    return ranks
-
-
-def _sources(record: dict[str, Any]) -> dict[str, str]:
-    """The runs whose rollouts a run takes, and that it is a fork of: its plan reads their records."""
-    recipe, name = record["recipe"], record["name"]
-    sources: dict[str | None, str] = {
+def _run(record: dict[str, Any], why: str, running: bool, sign: str) -> Run:
+    entries, recipe, name = record["nodes"].values(), record["recipe"], record["name"]
+    # The plan of a run reads the records of the runs whose rollouts it reuses, and from which it forks.
+    sources = {
         (recipe.get("rl") or {}).get("rollouts_from"): f"its rollouts are those of {name}",
         (recipe.get("fork") or {}).get("run"): f"{name} is a fork of it",
     }
-    return {source: reason for source, reason in sources.items() if source is not None}
-
-
-def _age(record: dict[str, Any]) -> datetime.timedelta:
-    return datetime.datetime.now(datetime.UTC) - datetime.datetime.fromisoformat(record["started"])
-
-
-def _run(record: dict[str, Any], why: str, running: bool) -> Run:
-    entries = record["nodes"].values()
-    begun = {(e["stage"], e["key"]) for e in entries if "digest" not in e}
+    ended = record.get("ended") or record.get("saved") or record["started"]
     return Run(
-        name=record["name"],
+        name=name,
         why=why,
         active=running,
         refs=tuple((e["stage"], e["key"], e.get("digest", "")) for e in entries),
-        pending=frozenset(begun),
-        ended=datetime.datetime.fromisoformat(
-            record.get("ended") or record.get("saved") or record["started"]
-        ).timestamp(),
-        sources=_sources(record),
+        pending=frozenset((e["stage"], e["key"]) for e in entries if "digest" not in e),
+        ended=datetime.datetime.fromisoformat(ended).timestamp(),
+        sources={source: reason for source, reason in sources.items() if source is not None},
+        sign=sign,
     )

@@ -6,7 +6,7 @@ import re
 
 from rlhf.flows.cli.shared import err, usage_error
 from rlhf.flows.recipe.model import Recipe, RecipeError
-from rlhf.flows.recipe.reading import added, load_recipe
+from rlhf.flows.recipe.reading import load_recipe
 from rlhf.flows.running.recipe_warnings import of_recipe
 
 
@@ -14,8 +14,6 @@ def read_recipe(name: str, sets: list[str] | None) -> Recipe:
     """Return the recipe with its `--set` options, checked without running it; exit after an error."""
     try:
         recipe = load_recipe(name, sets=sets)
-        for line in added(name, sets or []):
-            err.print(line)
         check(recipe)
         for line in of_recipe(recipe):
             err.print(f"! {line}")

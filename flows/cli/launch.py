@@ -42,9 +42,9 @@ def launch(
 
     wait: first wait for the end of a run of this name in another process.
     """
-    from rlhf.flows.running.limits import RunTooLong
     from rlhf.flows.running.naming import before, wait_until_ended
     from rlhf.flows.running.plain import run_plain
+    from rlhf.flows.running.session import RunTooLong
     from rlhf.stages.store.artifacts import ArtifactError, Store
     from rlhf.stages.store.disk import disk_fault
     from rlhf.stages.store.readonly import refuse

@@ -127,9 +127,7 @@ def plan(
         count = f" ({len(group)} nodes)" if len(group) > 1 else ""
         nearest = next((f"  (nearest: run {p.nearest})" for p in group if p.nearest), "")
         out.print(f"{group[0].state:<6} {label}{count}{nearest}")
-        # The first reason of a waiting node is the miss that it waits for.
-        reasons = group[0].reasons if group[0].state == "miss" else [r for p in group for r in p.reasons[1:]]
-        for reason in dict.fromkeys(reasons):
+        for reason in group[0].reasons if group[0].state == "miss" else ():
             out.print(f"         {reason}")
     for line in [*(f"  {row}" for row in rows_by_source(sources)), *(f"! {remark}" for remark in remarks)]:
         out.print(line)
@@ -137,7 +135,7 @@ def plan(
     guess = f"; about {sum(known):.0f} s by earlier times of such stages, without start-up{more}" if known else ""
     out.print(f"{counts['hit']} hit, {counts['miss']} miss, {counts['waits']} wait for an earlier miss{guess}")
     if counts["waits"]:
-        out.print("A waiting stage runs only if its input or a listed reason changes its key.")
+        out.print("A waiting stage runs again only if its inputs, settings or code have changed.")
 
 
 def _expected(planned: list[Planned]) -> tuple[list[float], int]:
@@ -168,7 +166,7 @@ def rerun(
 
     record = record_of(store, run_name)
     # The store may have moved since the run.
-    recipe = checked(record["recipe"] | {"store": store}, Path(f"run {record['name']}"), None, set())
+    recipe = checked(record["recipe"] | {"store": store}, Path(f"run {record['name']}"))
     standing = recorded(record)
     nodes = {n.name: n for n in build(recipe, standing)}
     if not stage:
@@ -199,20 +197,18 @@ def rescore(
 ) -> None:
     """Score a run's rollouts by other rewards, and train on them. Samples nothing.
 
-    The policies drift from those that sampled: rl.update.max_mismatch_kl is at least 1.0 and short_of_groups is train,
-    unless --set changes them.
+    The policies drift from those that sampled: unless --set says otherwise, rl.update.max_mismatch_kl is at least 1.0,
+    short_of_groups is train, and old_logps is trainer.
     """
     from rlhf.flows.cli.launch import launch
-    from rlhf.flows.recipe.rescore import blamed_on_options, loosened, not_kept, rescored
+    from rlhf.flows.recipe.rescore import rescored
 
     try:
         record = _sampled(store, run_name)
         recipe = rescored(record, reward or [], sets or [], store)
         check(recipe)
     except RecipeError as e:
-        raise usage_error(blamed_on_options(str(e), reward or [], sets or [])) from e
-    for line in [*not_kept(record, recipe, reward or []), *loosened(record, recipe, sets or [])]:
-        out.print(line)
+        raise usage_error(str(e)) from e
     launch(recipe, no_prefect, name=name)
 
 

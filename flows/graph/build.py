@@ -1,4 +1,4 @@
-"""The graph of a recipe: nodes, their inputs, and the keys that follow."""
+"""The graph of a recipe: nodes and their inputs."""
 
 from __future__ import annotations
 
@@ -12,7 +12,8 @@ from pydantic import ValidationError
 
 from rlhf.flows.graph.policy_refs import Standing, standing_of
 from rlhf.flows.recipe.fork import Fork
-from rlhf.flows.recipe.model import RL, Recipe, RecipeError, policies_of, training_sections
+from rlhf.flows.recipe.model import Recipe, RecipeError, policies_of, training_sections
+from rlhf.flows.recipe.rl import RL
 from rlhf.stages.common.settings import stored_as
 from rlhf.stages.contract.definition import Reads, StageConfig
 from rlhf.stages.contract.registry import by_section
@@ -29,8 +30,8 @@ from rlhf.stages.select import EVALUATION, POLICY
 from rlhf.stages.select import Config as SelectConfig
 from rlhf.stages.start import Config as StartConfig
 from rlhf.stages.store.artifacts import Store
-from rlhf.stages.store.keys import SHOWN, derive_seed
-from rlhf.stages.worker.device_dtype import settled
+from rlhf.stages.store.keys import derive_seed
+from rlhf.stages.worker.devices import with_dtype
 
 T = TypeVar("T")
 # What the role `tokenizer` offers of the base: special ids are in the two configs.
@@ -39,7 +40,7 @@ TOKENIZER = ("tokenizer/", "model/config.json", "model/generation_config.json")
 
 @dataclasses.dataclass(frozen=True)
 class Input:
-    """An input of a node: another node's artifact, or parts of it by path prefix."""
+    """An input of a node: the artifact of another node, or parts of it by path prefix."""
 
     node: str
     parts: tuple[str, ...] = ("",)
@@ -55,24 +56,24 @@ class Node:
     inputs: Mapping[str, Input]
     seed: int
     taken: str | None = None
-    """A run whose artifact of this name is used instead of making one."""
+    """A run whose artifact of this name is reused."""
     shared: str | None = None
-    """A run that this one is a fork of, whose artifact of this name is used where that run has it."""
+    """The run that this one is a fork of, whose artifact of this name is reused if it exists."""
     digest: str | None = None
-    """The digest that the artifact must have, of the node that a fork goes on from; None: any."""
+    """The digest that the artifact of a fork's last shared node must have; None: any."""
     device: str | None = None
-    """The kind of device that it is computed on, where that is not this host's."""
+    """The kind of device that computes it, if it differs from this host's."""
     held: tuple[str, str, str] | None = None
-    """(stage, key, digest) of an artifact of the store that is used as it is: the champion's policy."""
+    """(stage, key, digest) of an artifact of the store that is reused: the champion's policy."""
 
 
 def nodes_of(recipe: Recipe) -> list[Node]:
-    """`build` with the policies that names stand for now."""
+    """Return the nodes of a recipe with the current policies of names."""
     return build(recipe, standing_of(recipe, Store(recipe.store)))
 
 
 def build(recipe: Recipe, standing: Standing = Standing()) -> list[Node]:  # noqa: B008 (frozen)
-    """The nodes of a recipe in an order in which they can run."""
+    """Return the nodes of a recipe in an order in which they can run."""
     graph = _Graph(recipe)
     base = graph.add("base", "base", recipe.base)
     graph.roles |= {"base": base, "policy": base, "tokenizer": Input(base.node, TOKENIZER)}
@@ -101,7 +102,7 @@ def build(recipe: Recipe, standing: Standing = Standing()) -> list[Node]:  # noq
 
 
 def _evaluated(graph: _Graph, policies: dict[str, Input], standing: Standing) -> None:
-    """The evaluations of a run's policies and, where there is a gate, of the champion, and the decision."""
+    """Add the evaluations of a run's policies and of the champion, and the gate, if there is one."""
     recipe, champion = graph.recipe, standing.champion
     judged = dict(policies)
     if champion is not None:
@@ -119,10 +120,14 @@ def _evaluated(graph: _Graph, policies: dict[str, Input], standing: Standing) ->
     if gate is None:
         return
     against = CHAMPION if champion is not None else None if gate.first == PROMOTE else gate.first
-    told: dict[str, Any] = {"against": against, "candidates": graph.candidates, "withdrawn": dict(standing.withdrawn)}
-    told["rollouts_from"] = recipe.rl.rollouts_from if recipe.rl is not None else None
+    derived: dict[str, Any] = {
+        "against": against,
+        "candidates": graph.candidates,
+        "withdrawn": dict(standing.withdrawn),
+    }
+    derived["rollouts_from"] = recipe.rl.rollouts_from if recipe.rl is not None else None
     try:
-        settings = GateConfig(**{name: getattr(gate, name) for name in Gate.model_fields}, **told)
+        settings = GateConfig(**{name: getattr(gate, name) for name in Gate.model_fields}, **derived)
     except ValidationError as e:
         raise RecipeError(e.errors()[0]["msg"].removeprefix("Value error, ")) from e
     roles = {f"{NODE}{node.name}": Input(node.name) for node in graph.nodes if node.name != CHAMPION}
@@ -132,7 +137,7 @@ def _evaluated(graph: _Graph, policies: dict[str, Input], standing: Standing) ->
 
 
 def _shared(nodes: list[Node], fork: Fork) -> list[Node]:
-    """The nodes, of which those up to the fork are its run's. Raises RecipeError where the fork's node is not there."""
+    """Return the nodes, with those up to the fork shared. Raises RecipeError if the fork's node does not exist."""
     by_name = {node.name: node for node in nodes}
     if fork.node not in by_name:
         raise RecipeError(f"fork.node: this recipe has no {fork.node}: leave the sections before the fork as they are")
@@ -141,20 +146,17 @@ def _shared(nodes: list[Node], fork: Fork) -> list[Node]:
     for node in nodes:
         digest = fork.digest if node.name == fork.node else None
         run = fork.run if node.name in shared else None
-        # Rollouts that the fork's run has taken are in its record too.
+        # The record of the fork's run has its reused rollouts too.
         taken = node.taken if run is None else None
         found.append(dataclasses.replace(node, shared=run, digest=digest, taken=taken))
     return found
 
 
 def settings_by_round(recipe: Recipe) -> list[RL]:
-    """The settings of each round of RL: of those before a fork, the ones that they were made with."""
+    """Return the settings of each round of RL; rounds before a fork have those that they were made with."""
     assert recipe.rl is not None
-    found: list[RL] = []
-    for part in recipe.fork.earlier if recipe.fork is not None else ():
-        rl = RL.model_validate_json(json.dumps(part.rl), context=SHOWN)
-        found += [rl] * (part.until - len(found))
-    return found + [recipe.rl] * (recipe.rl.rounds - len(found))
+    shared = recipe.fork.shared_rounds() if recipe.fork is not None else []
+    return shared + [recipe.rl] * (recipe.rl.rounds - len(shared))
 
 
 def _evaluate(recipe: Recipe) -> StageConfig:
@@ -200,7 +202,7 @@ class _Graph:
         """
         definition = find_stage(stage)
         workers = self.recipe.workers
-        config = settled(config, far=workers is not None and workers.cluster is not None)
+        config = with_dtype(config, far=workers is not None and workers.cluster is not None)
         available = {**self.roles, **(roles or {})}
         inputs: dict[str, Input] = {}
         for input_name, reads in definition.inputs(config, self.recipe.data.splits).items():
@@ -269,8 +271,7 @@ def _rounds(graph: _Graph, section: str, policies: Policies) -> None:
     drawn = [0, *itertools.accumulate(rl.rollout.prompts for rl in settings_of)]
     refilled = [0, *itertools.accumulate(rl.refills * rl.rollout.prompts for rl in settings_of)]
     for i, rl in enumerate(settings_of):
-        # Round i needs its rollouts now. Those of the `staleness` rounds behind it come from policies that are
-        # there already.
+        # Round i needs its rollouts now. The policies for those of the next `staleness` rounds are there already.
         while (number := len(sampled)) < len(settings_of) and number - settings_of[number].staleness <= i:
             # trained[k] is the policy before round k.
             policy = trained[max(0, number - settings_of[number].staleness)]
@@ -314,8 +315,8 @@ def _judged(recipe: Recipe, number: int) -> bool:
 def _scored(graph: _Graph, number: int, rl: RL, policy: Input, drawn: int, refilled: int) -> dict[str, Input]:
     """A round's rollouts, scores, refills and baselines by the roles that they have for the update.
 
-    rl: the settings of the round. drawn, refilled: prompts of the rounds before, and of their refills: the round's
-    stretch of either order is behind.
+    rl: the settings of the round. drawn, refilled: numbers of prompts of earlier rounds and of their refills, after
+    which the round begins in either order.
     """
     name = f"round-{number:03d}"
     # The first update turns the base into the quantised one; until then the sampler has to round it.
@@ -323,10 +324,10 @@ def _scored(graph: _Graph, number: int, rl: RL, policy: Input, drawn: int, refil
     # One order for all rounds (R22); the seeds of sampling differ by round.
     order = rl.rollout.order_seed
     order = derive_seed(graph.recipe.seed, "order of prompts") if order is None else order
-    told = {"round": number, "quantize": quantize, "order_seed": order, "environment": _environment(graph.recipe)}
+    change = {"round": number, "quantize": quantize, "order_seed": order, "environment": _environment(graph.recipe)}
     if drawn != number * rl.rollout.prompts:
-        told["first"] = drawn
-    sampling = rl.rollout.model_copy(update=told)
+        change["first"] = drawn
+    sampling = rl.rollout.model_copy(update=change)
 
     def scored(rollouts: Input, place: str) -> Input:
         first = f"{name}.score"
@@ -392,7 +393,7 @@ def with_inputs(nodes: Mapping[str, Node], names: set[str]) -> set[str]:
 
 
 def in_order(found: dict[str, T], name: str, value: T, places: Mapping[str, int]) -> dict[str, T]:
-    """What is there by node, with one more: in the order of the graph, in which it is read, whatever was made first."""
+    """Return the values by node with one more, in the order of the graph."""
     last = next(reversed(found), None)
     found[name] = value
     if last is None or last == name or places.get(last, -1) <= places.get(name, -1):

@@ -17,16 +17,14 @@ from rlhf.stages.store.artifacts import Artifact, Store
 from rlhf.stages.store.keys import differences
 
 MOST_COMPARED = 20
-"""Artifacts of a node that are compared, the newest: each is a manifest to read."""
-FAR = 8
-"""Differences from which on an artifact of another recipe is no comparison."""
+"""Number of newest artifacts of a node that are compared; each is a manifest to read."""
 LONGEST = 200
-"""Characters of an error that are shown."""
+"""Shown characters of an error."""
 MOST_LINES = 8
-"""Changed lines of a module that are shown."""
+"""Shown changed lines of a module."""
 
 FATES = {"new": "is read now and was not before", "gone": "is read no more"}
-"""Of inputs that only one of two keys has."""
+"""Descriptions of inputs that only one of two keys has."""
 
 Record = Mapping[str, Any]
 
@@ -34,12 +32,12 @@ Record = Mapping[str, Any]
 def reasons_of(
     store: Store, recipe: str, node: Node, parts: dict[str, Any], key: str, runs: Sequence[Record]
 ) -> tuple[list[str], str]:
-    """Why a node is a miss, a line for each part of its key that differs, and the run that it is compared with.
+    """Return why a node is a miss, a line for each part of its key that differs, and the run that it is compared with.
 
     runs: records, oldest first.
     """
     work = store.scratch / "work" / node.stage / key
-    begun = [f"goes on from work in progress ({work})"] if work.exists() and any(work.iterdir()) else []
+    begun = [f"resumes from work in progress ({work})"] if work.exists() and any(work.iterdir()) else []
     entries = [(r, e) for r in reversed(runs) if (e := r["nodes"].get(node.name)) and e["stage"] == node.stage]
     same = [e for _, e in entries if e["key"] == key]
     if same:
@@ -47,73 +45,37 @@ def reasons_of(
         if any("digest" in e for e in same):
             return ["its artifact is gone or damaged", *begun], ""
         if same[0].get("state") == "failed":
-            return [f"failed last time: {_first_line(same[0].get('error', ''))}"], ""
+            error = str(same[0].get("error", "")).partition("\n")[0]
+            return [f"failed last time: {error[:LONGEST]}"], ""
         return ["was not finished last time", *begun], ""
-    found, others = _nearest(store, recipe, node, parts, entries)
-    if found is None:
-        ours = any(r["recipe"]["name"] == recipe and "digest" in e for r, e in entries)
-        never = others or "never made"
-        return ["changed; the artifact that would say what is gone" if ours else never, *begun], ""
+    entries = [(record, e) for record, e in entries if record["recipe"]["name"] == recipe and "digest" in e]
+    if (found := _nearest(store, node, parts, entries)) is None:
+        return ["changed; the artifact to compare with is gone" if entries else "never made", *begun], ""
     record, artifact = found
-    # The run that made it, where it is still known: others have only read it.
+    # The run that made it, if its record is still there; others have only read it.
     made = str(artifact.manifest.get("run"))
     name = made if any(r["name"] == made for r in runs) else str(record["name"])
-    return [*_told(store, node, artifact.manifest["key_parts"], parts), *begun], name
-
-
-def beside_inputs(store: Store, node: Node, artifact: Artifact, parts: dict[str, Any]) -> list[str]:
-    """What differs between an artifact of a node and the parts of its key that are known before its inputs are, a line
-    for each."""
-    old: dict[str, Any] = artifact.manifest["key_parts"]
-    waiting = node.inputs.keys() - parts["inputs"].keys()
-    now = [f"input {name} ({node.inputs[name].node}) {FATES['new']}" for name in sorted(waiting - old["inputs"].keys())]
-    known = {name: digest for name, digest in old["inputs"].items() if name not in waiting}
-    return [*_told(store, node, old | {"inputs": known}, parts), *now]
-
-
-def _first_line(error: str) -> str:
-    """The error of a record's entry without the names of the classes around it, cut to a line."""
-    text = error.partition("\n")[0]
-    while (parts := text.partition(": "))[0].isidentifier() and parts[0][:1].isupper() and parts[2]:
-        text = parts[2]
-    return text if len(text) <= LONGEST else f"{text[:LONGEST]}..."
+    return [*_described(store, node, artifact.manifest["key_parts"], parts), *begun], name
 
 
 def _nearest(
-    store: Store, recipe: str, node: Node, parts: dict[str, Any], entries: Sequence[tuple[Record, Record]]
-) -> tuple[tuple[Record, Artifact] | None, str]:
-    """The artifact, of those that runs made of this node, from which the fewest parts of the key differ; and what is
-    to say where there is none but others, whose many differences say nothing or which are gone."""
-    keys: set[str] = set()
-    others = ""
-    found: list[tuple[int, bool, int, Record, Artifact]] = []
-    for age, (record, entry) in enumerate(entries):
-        if "digest" not in entry or entry["key"] in keys or len(keys) == MOST_COMPARED:
-            continue
-        keys.add(entry["key"])
-        artifact = store.get(node.stage, entry["key"])
-        if artifact is not None:
-            lines = differences(*_moves_left_out(artifact.manifest["key_parts"], parts))
-            other = record["recipe"]["name"] != recipe
-            if not other or (len(lines) <= FAR and not any(map(_is_of_data, lines))):
-                # Of equals the recipe's own, then the newest.
-                found.append((len(lines), other, age, record, artifact))
-            else:
-                # Of other recipes, or of other data.
-                others = "made before, with much else different"
-        else:
-            others = others or "made before; the artifact that would say what is different is gone"
-    best = min(found, key=lambda f: f[:3], default=None)
-    return best and best[3:], others
+    store: Store, node: Node, parts: dict[str, Any], entries: Sequence[tuple[Record, Record]]
+) -> tuple[Record, Artifact] | None:
+    """Return the record and artifact of this node with the fewest differences in the key, the newest of equal ones."""
+    newest: dict[str, Record] = {}
+    for record, entry in entries:
+        newest.setdefault(entry["key"], record)
+    found = []
+    for key, record in list(newest.items())[:MOST_COMPARED]:
+        if artifact := store.get(node.stage, key):
+            count = len(differences(*_moves_left_out(artifact.manifest["key_parts"], parts)))
+            found.append((count, record, artifact))
+    best = min(found, key=lambda one: one[0], default=None)
+    return best and best[1:]
 
 
-def _is_of_data(line: str) -> bool:
-    """Whether a difference is one of data or weights that are read: another recipe's then say nothing of these."""
-    return line.startswith(("sources.source ", "config.source"))
-
-
-def _told(store: Store, node: Node, old: dict[str, Any], new: dict[str, Any]) -> list[str]:
-    """The differences between the parts of two keys, in words."""
+def _described(store: Store, node: Node, old: dict[str, Any], new: dict[str, Any]) -> list[str]:
+    """Return the differences between the parts of two keys, in words."""
     texts: dict[str, dict[str, str]] | None = None
     lines: list[str] = []
     reached: list[str] = []
@@ -122,7 +84,7 @@ def _told(store: Store, node: Node, old: dict[str, Any], new: dict[str, Any]) ->
         section, _, rest = line.partition(".")
         place, _, change = rest.partition(": ")
         if line.startswith("seed: "):
-            # A stage's own is derived: its digits say nothing.
+            # The seed of a stage is derived; its digits are meaningless.
             lines.append("seed: another, which follows from the recipe's `seed`")
         elif section == "inputs":
             source = node.inputs[place].node if place in node.inputs else ""
@@ -148,21 +110,21 @@ def _told(store: Store, node: Node, old: dict[str, Any], new: dict[str, Any]) ->
 
 
 def as_read(data: Mapping[str, Any]) -> dict[str, Any]:
-    """The settings of data without those of a single source where several stand in their place."""
+    """Return the settings of data without those of a single source if `sources` replaces them."""
     return {name: value for name, value in data.items() if not (data.get("sources") and name in ALONE)}
 
 
 def setting(stage: str, rest: str) -> str:
-    """A setting's change with its place in the recipe, where the environment has a section of its own."""
+    """Return a setting's change with its place in the recipe, which has a section for the environment."""
     if rest.startswith(("environment.", "environment:")):
         return rest
     return f"{find_stage(stage).section or stage}.{rest}"
 
 
 def changed_lines(before: Mapping[str, str] | None, path: Path | None) -> list[str]:
-    """The file of a module, with the lines that are new and gone; empty where its old or its new text is not there.
+    """Return the new and removed lines of a module's file; empty if its old or new text is missing.
 
-    before: `file` and `text` as they were.
+    before: the old `file` and `text`.
     """
     if path is None or before is None:
         return []
@@ -170,7 +132,7 @@ def changed_lines(before: Mapping[str, str] | None, path: Path | None) -> list[s
 
 
 def lines_between(old_text: str, new_text: str, name: str) -> list[str]:
-    """The lines of a file that are new and gone, with their numbers; at most `MOST_LINES`, and how many more there are.
+    """Return at most `MOST_LINES` new and removed lines of a file with their numbers, and the number of further ones.
 
     name: of the file.
     """
@@ -185,11 +147,11 @@ def lines_between(old_text: str, new_text: str, name: str) -> list[str]:
 
 
 _FILE = re.compile(r"(?:(source) (\d+): )?(file \d+): (.*)", re.DOTALL)
-"""What `rlhf.stages.prepare` and `rlhf.stages.base` call the files that they read."""
+"""The names of files in keys of `rlhf.stages.prepare` and `rlhf.stages.base`."""
 
 
 def _named(node: Node, kind: str | None, number: str, file: str) -> str:
-    """A file of a source, by the setting's value: `data.source data/*.jsonl: file 2`; of a single file that alone."""
+    """Return the name of a source's file, such as `data.source data/*.jsonl: file 2`, or just that of a single file."""
     if kind is None or not hasattr(node.config, "all_sources"):
         return file
     source = node.config.all_sources()[int(number) - 1].source
@@ -197,12 +159,12 @@ def _named(node: Node, kind: str | None, number: str, file: str) -> str:
 
 
 def _fate(change: str, else_: str = "changed") -> str:
-    """What became of a module or file, from a line of `differences`."""
+    """Return the state of a module or file by a line of `differences`."""
     return next((word for word in ("new", "gone") if change.startswith(word)), else_)
 
 
 def _moves_left_out(old: dict[str, Any], new: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
-    """The parts of two keys without the modules whose content is in both, under any name."""
+    """Return the parts of two keys without modules whose content is in both, under any name."""
     both = set(old["code"].values()) & set(new["code"].values())
     codes = [{name: content for name, content in p["code"].items() if content not in both} for p in (old, new)]
     # A module that changed has changed links too; links say something only where no module changed.

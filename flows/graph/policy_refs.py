@@ -1,7 +1,7 @@
-"""The policies that names stand for during a run: its start, and the policy that its gate compares with.
+"""The policies of names during a run: the policy that it starts from, and the one that its gate compares with.
 
-It is read from the registry once, at the start of a run, and kept in its record: a run that goes on, that is rerun,
-forked or scored again starts from what it started from.
+A run reads them from the registry once, at its start, and keeps them in its record. A resumed, rerun, forked or
+rescored run starts from the same policy.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from rlhf.stages.store.artifacts import Store
 
 @dataclasses.dataclass(frozen=True)
 class Held:
-    """The policy that a name stands for."""
+    """The policy of a name."""
 
     name: str
     number: int
@@ -28,7 +28,7 @@ class Held:
     stage: str
     key: str
     digest: str
-    """The artifact of the policy as it was trained, also where the name stands for an export of it."""
+    """The artifact of the trained policy, also if the name has its export."""
     base: str
     """Key of the base model, which has the tokenizer."""
     base_digest: str
@@ -36,14 +36,14 @@ class Held:
 
 @dataclasses.dataclass(frozen=True)
 class Standing:
-    """What a run finds in the registry."""
+    """The policies that a run finds in the registry."""
 
     start: Held | None = None
     """The policy that training starts from; None: the base model."""
     champion: Held | None = None
     """The policy that the gate compares with; None: the name has none yet."""
     withdrawn: Mapping[str, str] = dataclasses.field(default_factory=dict)
-    """Digests of policies that were rolled back, with the entry of the history."""
+    """Digests of policies that were rolled back, with the entry in the history."""
 
     def as_json(self) -> dict[str, Any]:
         """For the run's record."""
@@ -51,10 +51,10 @@ class Standing:
 
 
 def standing_of(recipe: Recipe, store: Store, run: str | None = None) -> Standing:
-    """What the recipe's names stand for now.
+    """Return the current policies of the recipe's names.
 
-    run: an unfinished run of this recipe that goes on: it starts from what it started from.
-    Raises RecipeError for a history that cannot be read, and where the policy of a name is gone.
+    run: an unfinished run of this recipe that is resumed: it starts from the same policy as before.
+    Raises RecipeError for an unreadable history, and if the policy of a name is gone.
     """
     if recipe.gate is None and recipe.start_from == BASE:
         return Standing()
@@ -62,20 +62,22 @@ def standing_of(recipe: Recipe, store: Store, run: str | None = None) -> Standin
     rl = recipe.rl
     source = begun or _recorded(store, recipe.fork.run if recipe.fork else rl.rollouts_from if rl else None)
     try:
-        # A recipe that names the base starts from it, whatever the run did whose rollouts it takes.
-        start = None if recipe.start_from == BASE else source.start if source is not None else _start(recipe, store)
+        # A recipe that names the base starts from it, also if the run with its rollouts did not.
+        start = None
+        if recipe.start_from != BASE:
+            start = source.start if source is not None else _held(store, recipe.start_from, "start_from")
         champion = _held(store, recipe.gate.name, "gate.name") if recipe.gate is not None else None
         taken_back = registry.withdrawn(store, recipe.gate.name) if recipe.gate is not None else {}
     except registry.RegistryError as e:
         raise RecipeError(f"the names of policies in {store.shown} cannot be read: {e}") from e
-    if begun is not None and champion is not None and _has_promoted(store, run, champion):
-        # It has promoted its policy and was killed behind that: it has decided about the champion of before.
+    if begun and champion and champion.run == run and promoted_by(runs.head(store, run)) == champion.digest:
+        # The run was killed after its promotion: it has decided about the earlier champion.
         champion = begun.champion
     return Standing(start, champion, taken_back)
 
 
 def recorded(record: Mapping[str, Any]) -> Standing:
-    """What a run has found, by its record."""
+    """Return the policies that a run has found, by its record."""
     value = record.get("standing")
     if not value:
         return Standing()
@@ -85,30 +87,20 @@ def recorded(record: Mapping[str, Any]) -> Standing:
 
 def _recorded(store: Store, run: str | None) -> Standing | None:
     record = runs.head(store, run) if run is not None else None
-    # A run that found no champion started from none, whatever the name stands for since.
+    # A run that found no champion started without one, also if the name has one since.
     return recorded(record) if record else None
 
 
-def _has_promoted(store: Store, run: str | None, champion: Held) -> bool:
-    """Whether the run itself has decided for this champion, who may be one of its policies by hand too."""
-    record = runs.head(store, run) if champion.run == run and run is not None else None
-    return promoted_by(record) == champion.digest
-
-
 def promoted_by(record: Mapping[str, Any] | None) -> str | None:
-    """The digest of the policy that the gate of a run has decided to promote, in this try or one before it."""
+    """Return the digest of the policy that the gate of a run decided to promote, in this try or an earlier one."""
     decision = (record or {}).get("decision") or {}
     if decision.get("decision") == PROMOTED:
         return str(decision.get("candidate"))
     return (record or {}).get("promoted")
 
 
-def _start(recipe: Recipe, store: Store) -> Held | None:
-    return None if recipe.start_from == BASE else _held(store, recipe.start_from, "start_from")
-
-
 def _held(store: Store, name: str, where: str) -> Held | None:
-    """The policy of a name; None where it has none. Raises RecipeError where it is gone."""
+    """Return the policy of a name; None without one. Raises RecipeError if it is gone."""
     entry = registry.current(store, name)
     if entry is None:
         return None

@@ -1,4 +1,4 @@
-"""Artifacts that a run takes from another regardless of their keys: rollouts, and the part before a fork."""
+"""Artifacts of other runs that a run reuses regardless of their keys: rollouts, and stages before a fork."""
 
 from __future__ import annotations
 
@@ -16,24 +16,22 @@ from rlhf.stages.store.artifacts import Artifact, ArtifactError, Store
 from rlhf.stages.store.keys import SHOWN, config_content, differences
 
 MOST = 3
-"""Differences that a message lists."""
+"""Maximum number of differences in a message."""
 FOLLOWS = frozenset({"number", "order_seed", "quantize", "start", "truncated"})
-"""Settings of sampling that a recipe gives elsewhere (seed, rl.update, rl.refills): rollouts that are taken are what
-they are, whatever these say."""
+"""Settings of sampling that follow from others (seed, rl.update, rl.refills): reused rollouts may differ in them."""
 
 
 Records = dict[str, Mapping[str, Any]]
-"""Entries of the nodes of runs, by run, that were read before."""
+"""A cache of the entries of the nodes of runs, by run."""
 
 
 def taken_artifact(store: Store, node: Node, known: Records | None = None) -> Artifact | None:
-    """The artifact that the node takes from another run; None where it is to be found or made by its key.
+    """Return the artifact that the node reuses from another run; None if it has its own key.
 
-    What a fork shares and its run no longer has is made again by its own settings. Raises ArtifactError for rollouts
-    that the run or store has not, for a champion that is gone, and for settings that differ from those that the
-    artifact was made with: another temperature of rollouts, which ratios are computed at, is not theirs.
+    A stage before a fork that the other run no longer has is recomputed. Raises ArtifactError for rollouts or a
+    champion that are gone, and for settings that differ from those of the artifact, such as the temperature.
 
-    known: for several nodes, so that the record of a run is read once.
+    known: a cache for several nodes.
     """
     if node.held is not None:
         held = store.with_digest(*node.held)
@@ -44,19 +42,17 @@ def taken_artifact(store: Store, node: Node, known: Records | None = None) -> Ar
     if run is None:
         return None
     entry = _entry(store, run, node.name, {} if known is None else known)
-    # What that run had, also where it was made again since.
+    # By digest: the key may have been recomputed since.
     artifact = store.with_digest(entry["stage"], entry["key"], entry["digest"]) if "digest" in entry else None
     if node.taken is not None and artifact is None:
         raise ArtifactError(f"rl.rollouts_from: run {run} has no finished {node.name} in {store.shown}")
-    if artifact is not None and node.taken is not None:
-        _check_sampling(node, artifact)
-    elif artifact is not None:
+    if artifact is not None:
         _check_settings(node, artifact)
     return artifact
 
 
 def _entry(store: Store, run: str, node: str, known: Records) -> Mapping[str, Any]:
-    """The entry of a node in the record of a run; empty where it has none."""
+    """Return the entry of a node in the record of a run, or an empty one."""
     if run not in known:
         known[run] = (runs.read(store, run) or {"nodes": {}})["nodes"]
     found: Mapping[str, Any] = known[run].get(node, {})
@@ -64,49 +60,40 @@ def _entry(store: Store, run: str, node: str, known: Records) -> Mapping[str, An
 
 
 def check_point(node: Node, artifact: Artifact) -> None:
-    """Raises ArtifactError where a fork would go on from another artifact than the one that its recipe names."""
+    """Raises ArtifactError if a fork would continue from another artifact than its recipe names."""
     if node.digest not in (None, artifact.digest):
         wanted = str(node.digest)[:12]
         raise ArtifactError(
-            f"fork.digest: {node.name} is {artifact.digest[:12]} here, and the fork goes on from {wanted} of run "
+            f"fork.digest: {node.name} is {artifact.digest[:12]} here, and the fork continues from {wanted} of run "
             f"{node.shared}, which is not in this store: use the store that has it, or fork again"
         )
 
 
-def _check_sampling(node: Node, artifact: Artifact) -> None:
-    """Raises ArtifactError where a recipe asks for other rollouts than those that it takes."""
-    old, new = _of_sampling(_settings_of(node, artifact)), _of_sampling(config_content(node.config))
-    if changed := differences(old, new):
-        raise ArtifactError(
-            f"{_listed([setting(node.stage, line) for line in changed])}: the rollouts are those of run "
-            f"{node.taken}, sampled as they are; leave the setting as it was, or sample anew (`rlhf run`)"
-        )
-
-
-def _of_sampling(settings: dict[str, Any]) -> dict[str, Any]:
-    return {name: value for name, value in settings.items() if name not in FOLLOWS}
-
-
-def _listed(lines: list[str]) -> str:
-    more = f" and {len(lines) - MOST} more" if len(lines) > MOST else ""
-    return f"{'; '.join(lines[:MOST])}{more}"
-
-
 def _check_settings(node: Node, artifact: Artifact) -> None:
-    """Raises ArtifactError where a stage before a fork would be made with other settings than it was."""
-    changed = differences(_settings_of(node, artifact), config_content(node.config))
-    lines = [setting(node.stage, line) for line in changed]
-    if artifact.manifest["seed"] != node.seed:
+    """Raises ArtifactError if the recipe asks for other settings than those of the artifact that it reuses."""
+    old, new = _settings_of(node, artifact), config_content(node.config)
+    if node.taken is not None:
+        old, new = ({name: value for name, value in s.items() if name not in FOLLOWS} for s in (old, new))
+    lines = [setting(node.stage, line) for line in differences(old, new)]
+    if node.taken is None and artifact.manifest["seed"] != node.seed:
         lines.append("seed: another")
-    if lines:
+    if not lines:
+        return
+    more = f" and {len(lines) - MOST} more" if len(lines) > MOST else ""
+    said = f"{'; '.join(lines[:MOST])}{more}"
+    if node.taken is not None:
         raise ArtifactError(
-            f"{_listed(lines)}: {node.name} is before the fork of run {node.shared} and is shared as it "
-            "is; leave it, fork at an earlier stage, or run the recipe from its beginning (`rlhf run`)"
+            f"{said}: the rollouts are those of run {node.taken}, sampled as they are; leave the setting as it was, or "
+            "sample again (`rlhf run`)"
         )
+    raise ArtifactError(
+        f"{said}: {node.name} is before the fork of run {node.shared} and is shared as it is; leave the setting, fork "
+        "at an earlier stage, or run the recipe from its beginning (`rlhf run`)"
+    )
 
 
 def _settings_of(node: Node, artifact: Artifact) -> dict[str, Any]:
-    """The settings that an artifact was made with, those included that its version did not have, by their defaults."""
+    """Return the settings of an artifact, with defaults for settings that are newer than it."""
     config = find_stage(node.stage).config
     try:
         return config_content(config.model_validate_json(json.dumps(artifact.manifest["config"]), context=SHOWN))

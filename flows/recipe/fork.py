@@ -1,25 +1,26 @@
-"""The section `fork` of a recipe: which stage of which run it goes on from, and how the rounds before it were made.
+"""The section `fork` of a recipe: the stage of another run from which this run continues.
 
-The rounds of before keep the settings that they were made with, so that their keys, and what follows from them, are
-theirs. `rlhf.flows.running.forking` writes the section from a run's record.
+Rounds before the fork keep their settings, so that their keys are those of the other run.
+`rlhf.flows.running.forking` writes the section from a run's record.
 """
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Annotated, Any
+import json
+from typing import Annotated, Any
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import BaseModel, ConfigDict, Field
 
-if TYPE_CHECKING:
-    from rlhf.flows.recipe.model import RL
-    from rlhf.stages.common.settings import Optimizer
+from rlhf.flows.recipe.rl import RL
+from rlhf.stages.common.settings import Optimizer
+from rlhf.stages.store.keys import SHOWN
 
 KEPT = ("name", "moments", "decay")
-"""Settings of an optimizer that decide which moments there are: those of before go on only under the same."""
+"""Settings of an optimizer that determine its moments: they cannot change at a fork."""
 
 
 class Earlier(BaseModel):
-    """Rounds of before the fork that were made with the same settings."""
+    """Rounds before the fork with the same settings."""
 
     # In a list, where Prefect's form shows the model itself.
     model_config = ConfigDict(extra="forbid", strict=True, frozen=True, use_attribute_docstrings=True)
@@ -31,7 +32,7 @@ class Earlier(BaseModel):
 
 
 class Fork(BaseModel):
-    """A stage of another run that this one goes on from; `rlhf fork` writes it."""
+    """The stage of another run from which this one continues; `rlhf fork` writes it."""
 
     model_config = ConfigDict(extra="forbid", strict=True, frozen=True)
 
@@ -49,21 +50,18 @@ class Fork(BaseModel):
         """The first round that is not shared."""
         return self.earlier[-1].until if self.earlier else 0
 
-    @model_validator(mode="after")
-    def _in_order(self) -> Fork:
-        ends = [part.until for part in self.earlier]
-        if ends != sorted(set(ends)):
-            raise ValueError(f"earlier: the rounds end at {', '.join(map(str, ends))}: expected rising numbers")
-        if ends and self.node != f"round-{ends[-1] - 1:03d}.update":
-            raise ValueError(f"node: {self.node} is not the update before round {ends[-1]}, where earlier ends")
-        return self
+    def shared_rounds(self) -> list[RL]:
+        """Return the settings of each shared round."""
+        found: list[RL] = []
+        for part in self.earlier:
+            rl = RL.model_validate_json(json.dumps(part.rl), context=SHOWN)
+            found += [rl] * (part.until - len(found))
+        return found
 
 
-def check_fork(fork: Fork, rl: RL | None, before: RL | None) -> None:
-    """Raises ValueError for settings after a fork that cannot continue the rounds before it.
-
-    before: the settings of the last round that is shared; None where none is.
-    """
+def check_fork(fork: Fork, rl: RL | None) -> None:
+    """Raises ValueError for settings of `rl` that cannot continue the rounds before the fork."""
+    before = next(reversed(fork.shared_rounds()), None)
     if before is None:
         return
     if rl is None:

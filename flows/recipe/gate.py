@@ -1,19 +1,16 @@
-"""What a recipe says of a champion: the section `gate`, the policy that training starts from, and new data."""
+"""Settings of a recipe that name a champion: the gate, the policy that training starts from, and new data."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 from pydantic import Field
 
 from rlhf.stages.contract.definition import execution_setting
-from rlhf.stages.gate.settings import PROMOTE
+from rlhf.stages.evaluate import Config as EvaluateConfig
+from rlhf.stages.gate.settings import PROMOTE, Gate
 from rlhf.stages.prepare.settings import Config as DataConfig
 from rlhf.tuning.names import nearest
-
-if TYPE_CHECKING:
-    from rlhf.flows.recipe.model import Recipe
-    from rlhf.stages.evaluate import Config as EvaluateConfig
 
 BASE = "base"
 """`start_from`: the model of the section base."""
@@ -21,7 +18,7 @@ Name = Annotated[str, Field(pattern=r"^[a-z][a-z0-9_.-]{0,63}$")]
 
 
 class Data(DataConfig):
-    """Data preparation, and which of it a run trains on."""
+    """Data preparation, and the part of it that a run trains on."""
 
     new_since: Name | None = execution_setting(None)
     """A name of the registry, such as champion: train only on prompts that neither its policy nor those before it were
@@ -32,31 +29,22 @@ class Data(DataConfig):
         return DataConfig(**{name: getattr(self, name) for name in DataConfig.model_fields})
 
 
-def check_gated(recipe: Recipe, labels: list[str]) -> None:
-    """Raises ValueError for a gate that could not decide, and for new data without what it is new to.
+def check_gate(gate: Gate, evaluate: EvaluateConfig | None, has_environment: bool, labels: list[str]) -> None:
+    """Raises ValueError for a gate that could not decide.
 
-    labels: names of the policies that the run evaluates, the one that it decides about last.
+    labels: names of the policies that the run evaluates; the gate decides about the last one.
     """
-    since = recipe.data.new_since
-    if since is not None and recipe.start_from != since:
-        raise ValueError(
-            f"data.new_since is {since}, and start_from is {recipe.start_from}: prompts that {since} was trained on "
-            f"are left out, so the policy has to start from it; set start_from: {since}"
-        )
-    gate = recipe.gate
-    if gate is None:
-        return
-    if recipe.evaluate is None:
+    if evaluate is None:
         raise ValueError("gate decides by evaluations, and the section evaluate is null: give it, or leave gate out")
     if gate.first not in (PROMOTE, *labels[:-1]):
         others = ", ".join([PROMOTE, *labels[:-1]])
         raise ValueError(f"gate.first {gate.first!r}: expected an earlier policy of the run, or promote: {others}")
-    judges = ["score", *recipe.evaluate.judges]
+    judges = ["score", *evaluate.judges]
     if gate.metric not in judges:
         raise ValueError(f"gate.metric {gate.metric!r} has no value for each problem; {nearest(gate.metric, judges)}")
-    # What the metrics of episodes are, their environment says.
-    known = metrics_of(recipe.evaluate)
-    for section in ("floors", "guards") if recipe.environment is None else ():
+    # An environment adds other metrics to an evaluation.
+    known = metrics_of(evaluate)
+    for section in ("floors", "guards") if not has_environment else ():
         for name in getattr(gate, section):
             if name not in known:
                 raise ValueError(f"gate.{section}.{name} is no metric of an evaluation; {nearest(name, known)}")

@@ -36,7 +36,7 @@ def _no_default(schema: dict[str, Any]) -> None:
 
 @functools.cache
 def partial(model: type[BaseModel]) -> type[BaseModel]:
-    """A closed, strict model of the same fields, none of them required."""
+    """Return a closed, strict model of the same fields, none of them required."""
     fields: dict[str, Any] = {}
     for name, field in model.model_fields.items():
         if not is_managed(model, name):
@@ -54,7 +54,7 @@ def partial(model: type[BaseModel]) -> type[BaseModel]:
 
 
 def _partial_type(kind: Any) -> Any:
-    """`kind` with every model in it made partial."""
+    """Return the type `kind` with partial models."""
     if isinstance(kind, type) and issubclass(kind, BaseModel):
         return partial(kind)
     origin, arguments = typing.get_origin(kind), typing.get_args(kind)
@@ -66,7 +66,7 @@ def _partial_type(kind: Any) -> Any:
 
 
 class _WithoutSecrets:
-    """Has the server refuse a run with a secret among its parameters before it stores them."""
+    """Makes the server refuse a run with a secret among its parameters before it stores them."""
 
     def __init__(self, parameter: str):
         self._parameter = parameter
@@ -88,7 +88,7 @@ class _WithoutSecrets:
 
 
 def parameter(name: str) -> Any:
-    """The type of the flow's parameter for one field of the recipe."""
+    """Return the type of the flow's parameter for one field of the recipe."""
     field = Recipe.model_fields[name]
     kind = _partial_type(field.annotation) | None
     bounded: Any = Annotated[(kind, *field.metadata)] if field.metadata else kind
@@ -114,7 +114,7 @@ def _explain(parameter: str, error: Any) -> str:
 
 
 def values_of(parameters: Mapping[str, Any]) -> dict[str, Any]:
-    """The values to merge into a recipe: of each parameter only what was set."""
+    """Return the values to merge into a recipe: the set fields of each parameter."""
     return {
         name: value.model_dump(mode="json", exclude_unset=True) if isinstance(value, BaseModel) else value
         for name, value in parameters.items()
@@ -123,7 +123,7 @@ def values_of(parameters: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def recipe_parameters(function: Callable[P, R]) -> Callable[P, R]:
-    """Gives a flow one optional parameter for each field of the recipe, in place of its `**fields`.
+    """Give a flow one optional parameter for each field of the recipe, in place of its `**fields`.
 
     Prefect reads a flow's schema from its signature, and the descriptions from the `Args` of its docstring. The
     parameter `skip` may name the sections that can be null.
@@ -142,7 +142,7 @@ def recipe_parameters(function: Callable[P, R]) -> Callable[P, R]:
     described = vars(with_fields)
     described["__signature__"] = signature.replace(parameters=[*own, *more])
     with_fields.__annotations__ = {p.name: p.annotation for p in (*own, *more)}
-    # A line each: what follows a line break would be read as another parameter.
+    # A line each: Prefect would read text after a line break as another parameter.
     lines = [f"    {name}: {' '.join(field_docs(Recipe).get(name, '').split())}" for name in fields]
     with_fields.__doc__ = "\n".join([inspect.getdoc(function) or "", *lines])
     return with_fields

@@ -1,7 +1,7 @@
-"""Keys and passwords in a recipe's values, which records, manifests and reports would hold: refused with the place.
+"""Refuses keys and passwords in a recipe's values, which records, manifests and reports would hold.
 
-What has a place of its own is no mistake: user and password in a URL, and variables of `engine.environment`, are left
-out of what is written (`rlhf.stages.store.keys.published`).
+User and password in a URL and the variables of `engine.environment` are allowed, because they are not written
+(`rlhf.stages.store.keys.published`).
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ NAMES = re.compile(
     r"|bearer(_token)?|auth(orization|_token|_key)",
     re.IGNORECASE,
 )
-"""Names that say of a text that it is secret. A bare `token` or `key` may be anything."""
+"""Names of secrets. A bare `token` or `key` may be anything."""
 VARIABLE = r"[A-Z_][A-Z0-9_]*"
-"""What `key_variable` names. Anything else there is the key itself, which is the commonest slip."""
+"""An environment variable for `key_variable`. Any other text there is usually the key itself."""
 _TEXT = r"(?i)://[^/@\s]*@|[?&]([\w.-]*(signature|token|secret|passw|credential|api[-_]?key|accesskey)[\w.-]*|sig|auth|key)="
 """Texts with user and password or with a signature in a URL, as `rlhf.stages.store.keys.without_userinfo` removes
 them."""
@@ -49,7 +49,7 @@ def without_secrets(place: str) -> dict[str, Any]:
 
 
 def _is_secret(name: str, value: str) -> bool:
-    """Whether a text under a name is a secret: by the name alone, or if a name such as hf_token has a drawn text."""
+    """Whether a text is a secret, by its name, or by a name such as hf_token and a text that looks random."""
     name = name.replace("-", "_")
     variable = name.lower().endswith("_variable") or "_" not in name
     if name == "key_variable" and not re.fullmatch(VARIABLE, value):
@@ -59,7 +59,7 @@ def _is_secret(name: str, value: str) -> bool:
 
 
 def secrets_in(values: Any, place: tuple[str, ...] = ()) -> Iterator[str]:
-    """Places of texts that their names say are secrets."""
+    """Yield the places of texts with names of secrets."""
     if isinstance(values, Mapping):
         if place[-2:] == ("engine", "environment"):
             return

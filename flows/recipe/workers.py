@@ -48,8 +48,6 @@ class WorkerSettings(BaseModel):
     def _possible(self) -> WorkerSettings:
         if self.tpu is not None and (self.gpus is not None or self.hosts != 1):
             raise ValueError("tpu determines the number of hosts and their devices: leave hosts and gpus out")
-        if (self.gpus or self.tpu) and self.device is not None and self.device.startswith("cpu:"):
-            raise ValueError(f"device is {self.device}, and the role reserves accelerators: name their kind")
         if (count := len(self.devices or ())) % self.hosts:
             raise ValueError(f"{count} devices cannot be divided among {self.hosts} processes (hosts)")
         return self
@@ -117,10 +115,6 @@ class Workers(BaseModel):
     def on_cluster(self, name: str) -> bool:
         """Whether the role's workers run on the cluster."""
         return self.cluster is not None and (name != DATA or self.data is not None)
-
-    def settings(self, name: str) -> WorkerSettings:
-        """The settings of a role. Raises KeyError for one that the run does not have."""
-        return {str(work): found for work, found in self.named.items()}[name]
 
     def of(self, work: Work) -> Work:
         """The role that runs the stages of this kind of work."""

@@ -1,6 +1,6 @@
-"""Checks of a recipe that need files, code and the store: before a run of it is recorded.
+"""Checks of a recipe that need files, code and the store, before a run of it is recorded.
 
-A run would find out when it comes to that stage, after minutes or hours of work.
+Without them a run would fail at the stage concerned, after minutes or hours of work.
 """
 
 from __future__ import annotations
@@ -11,7 +11,6 @@ from collections.abc import Collection, Iterator, Mapping
 from typing import Any, NamedTuple
 
 from rlhf.flows.graph.build import Node, nodes_of
-from rlhf.flows.graph.keying import Codes, key_parts
 from rlhf.flows.graph.reuse import Records, taken_artifact
 from rlhf.flows.recipe.model import Recipe, RecipeError
 from rlhf.flows.running.allowed import check_allowed
@@ -22,24 +21,22 @@ from rlhf.stages.contract.registry import stage
 from rlhf.stages.contract.sources import built_in_parameters, is_own_source
 from rlhf.stages.score.settings import COMPUTED
 from rlhf.stages.scorer import Config as ScorerConfig
-from rlhf.stages.store.artifacts import Artifact, ArtifactError, Store
+from rlhf.stages.store.artifacts import ArtifactError, Store
 from rlhf.stages.tools.environments import check as check_environment
-from rlhf.stages.worker.client import StageFailed
 
 REWARD_COLUMNS = ("prompts", "completions", "completion_ids", "answer", "metadata")
-"""What every reward function is called with, beside the entries of the record's metadata."""
+"""Arguments of every reward function, in addition to the entries of the record's metadata."""
 TRY_SECONDS = 120
-"""Longest that a try of an algorithm of one's own may take; most of it is the import of JAX."""
+"""Time limit of a trial call of a custom algorithm; most of it is the import of JAX."""
 
 
 def check(recipe: Recipe) -> None:
-    """Raises RecipeError for a model, data, rollouts, a reward, a judge, an algorithm, an environment or a tool that is
-    not there.
+    """Raises RecipeError for a missing model, data, rollouts, reward, judge, algorithm, environment or tool.
 
     Functions and classes are looked up in their modules' text, with their arguments; nothing of the user's is executed.
     """
     check_allowed(recipe)
-    # Nodes of one stage in several rounds have the same sources; each base model has its own.
+    # Nodes of one stage in several rounds have the same sources; each base model has others.
     nodes: dict[str, Node] = {}
     store, known = Store(recipe.store), Records()
     every = nodes_of(recipe)
@@ -83,7 +80,7 @@ def check(recipe: Recipe) -> None:
 
 
 def _check_lengths(recipe: Recipe) -> None:
-    """Raises RecipeError for completions that fill all positions of the model, so that every prompt is refused."""
+    """Raises RecipeError for completions that fill all positions of the model, which leaves no room for prompts."""
     most = positions(recipe.base.source)
     for section in ("rl.rollout", "distill", "evaluate"):
         settings = recipe.settings(section)
@@ -105,39 +102,22 @@ class Called(NamedTuple):
 
 
 def _rewards(recipe: Recipe) -> Iterator[Called]:
-    """Every reward and every judge."""
-    for name, reward in recipe.rl.score.rewards.items() if recipe.rl is not None else ():
-        at = f"rl.score.rewards.{name}"
-        if reward.function not in COMPUTED:
-            yield Called(reward.function, reward.arguments, f"{at}.function", f"{at}.arguments")
-    if recipe.evaluate is not None:
-        if recipe.evaluate.judge not in COMPUTED:
-            yield Called(
-                recipe.evaluate.judge, recipe.evaluate.judge_arguments, "evaluate.judge", "evaluate.judge_arguments"
-            )
-        for name, judge in recipe.evaluate.judges.items():
-            at = f"evaluate.judges.{name}"
-            if judge.function not in COMPUTED:
-                yield Called(judge.function, judge.arguments, f"{at}.function", f"{at}.arguments")
-
-
-def as_it_is(node: Node, inputs: Mapping[str, Artifact]) -> tuple[dict[str, str], dict[str, Any]]:
-    """(files of the code, parts of the key) of a node, both of one moment. Raises StageFailed where a file was edited
-    during the run and cannot be read any more."""
-    codes: Codes = {}
-    try:
-        parts = key_parts(node, inputs, codes)
-    except (ValueError, SyntaxError, FileNotFoundError) as e:
-        raise StageFailed(f"{node.name}: {e}") from e
-    (code,) = codes.values()
-    return code.files, parts
+    """Yield every reward and every judge that is a function."""
+    rewards = recipe.rl.score.rewards if recipe.rl is not None else {}
+    named: dict[str, Any] = {f"rl.score.rewards.{name}": reward for name, reward in rewards.items()}
+    found = []
+    if (evaluate := recipe.evaluate) is not None:
+        found.append(Called(evaluate.judge, evaluate.judge_arguments, "evaluate.judge", "evaluate.judge_arguments"))
+        named |= {f"evaluate.judges.{name}": judge for name, judge in evaluate.judges.items()}
+    found += [Called(one.function, one.arguments, f"{at}.function", f"{at}.arguments") for at, one in named.items()]
+    yield from (called for called in found if called.function not in COMPUTED)
 
 
 def check_columns(recipe: Recipe, metrics: Mapping[str, Any], stages: Collection[str]) -> None:
-    """Raises RecipeError for a reward or a judge of one's own with a parameter that neither the recipe nor the data
-    gives, and for prompts without the answers that rewards compare with, before anything is sampled for it.
+    """Raises RecipeError for a custom reward or judge with a parameter that neither the recipe nor the data gives, and
+    for prompts without the answers that rewards compare with.
 
-    metrics: of the artifact of `prepare`. stages: those still to make; of others nothing is asked.
+    metrics: of the artifact of `prepare`. stages: those still to make; others are not checked.
     """
     columns = metrics.get("columns", {})
     for message, is_error in unanswered(recipe, metrics, stages):
@@ -152,14 +132,14 @@ def check_columns(recipe: Recipe, metrics: Mapping[str, Any], stages: Collection
             has = f"have {', '.join(there)}" if there else "have none"
             raise RecipeError(
                 f"{called.at}: {called.function} takes {', '.join(missing)}, which is no column of the data: rows of "
-                f"{split} {has} beside {', '.join(REWARD_COLUMNS[2:])}. Name a field of the records in data.fields "
+                f"{split} {has} and {', '.join(REWARD_COLUMNS[2:])}. Name a field of the records in data.fields "
                 f"(or data.extra_fields: metadata), give the parameter a default, or a value in {called.arguments_at}"
             )
 
 
 def _calls(recipe: Recipe, stages: Collection[str]) -> Iterator[tuple[Called, str, signatures.Parameters]]:
-    """The rewards and judges that stages still to make call, the output whose rows each gets, and its parameters."""
-    # Rollouts that are taken have metadata of their own; an environment adds to it.
+    """Yield the rewards and judges that these stages call, the split whose rows each gets, and its parameters."""
+    # Reused rollouts have other metadata; an environment adds to it.
     taken = recipe.rl is not None and recipe.rl.rollouts_from is not None
     for called in _rewards(recipe) if recipe.environment is None else ():
         split, calls = ("prompts", "score") if called.at.startswith("rl.") else ("heldout", "evaluate")
@@ -177,9 +157,9 @@ def _calls(recipe: Recipe, stages: Collection[str]) -> Iterator[tuple[Called, st
 def unanswered(
     recipe: Recipe, metrics: Mapping[str, Any], stages: Collection[str] = ("score", "evaluate")
 ) -> Iterator[tuple[str, bool]]:
-    """(message, whether no run can go on) for each reward and judge that compares with answers which rows lack.
+    """Yield (message, whether it ends a run) for each reward and judge that compares with answers which rows lack.
 
-    Of prompts some may lack it if another reward judges them, and of held-out problems, which are left out then.
+    Some prompts may lack it if another reward judges them, and some held-out problems, which are left out then.
     """
     readers = [(called, split) for called, split, p in _calls(recipe, stages) if "answer" in p.required]
     alone = recipe.rl is not None and [s for _, s in readers].count("prompts") == len(recipe.rl.score.rewards)
@@ -204,19 +184,19 @@ def unanswered(
 def _check_reward(called: Called) -> None:
     parameters = built_in_parameters(called.function)
     if parameters is not None:
-        # Of a function of one's own a parameter may be a column of the data.
+        # A parameter of a custom function may be a column of the data.
         signatures.check_required(parameters, called.arguments, called.arguments_at, called.function, REWARD_COLUMNS)
     else:
         parameters = signatures.of_name(called.function, called.at)
         if parameters is not None:
             _check_call(parameters, called)
-        # Else a stage would find out when everything before it is made.
+        # Else the stage would fail, after all stages before it.
     if parameters is not None:
         signatures.check_arguments(parameters, called.arguments, called.arguments_at, called.function, REWARD_COLUMNS)
 
 
 def _check_call(parameters: signatures.Parameters, called: Called) -> None:
-    """Raises ValueError where prompts and completions cannot be the first two arguments of a function of one's own."""
+    """Raises ValueError if prompts and completions cannot be the first two arguments of a custom function."""
     how = "it is called with prompts and completions, and by name with columns of the data"
     if parameters.is_async:
         raise ValueError(f"{called.at}: {called.function} is `async def`: it is called, and not awaited; write `def`")
@@ -228,7 +208,7 @@ def _check_call(parameters: signatures.Parameters, called: Called) -> None:
 
 
 def _check_algorithm(recipe: Recipe) -> None:
-    """An algorithm of one's own: its factory's parameters."""
+    """Raises ValueError for wrong parameters of the factory of a custom algorithm."""
     if recipe.rl is None or recipe.rl.update.entry is not None:
         return
     update = recipe.rl.update
@@ -244,17 +224,14 @@ def _check_algorithm(recipe: Recipe) -> None:
 
 
 def _sources(recipe: Recipe) -> Iterator[tuple[str, str, Collection[str]]]:
-    """(place in the recipe, function, names of its arguments) of every data source that is a function of one's own."""
+    """Yield (place in the recipe, function, names of its arguments) of every data source that is a custom function."""
     for source in recipe.data.all_sources():
         if is_own_source(source.source):
             yield "data.source", source.source, source.source_args
 
 
 def try_algorithm(recipe: Recipe) -> None:
-    """Has an algorithm of one's own made and called once on small numbers, in a process of its own.
-
-    Raises RecipeError with the line of the error. An algorithm of the library needs no try.
-    """
+    """Call a custom algorithm once, in another process. Raises RecipeError with the line of its error."""
     if recipe.rl is None or recipe.rl.update.entry is not None:
         return
     settings = recipe.rl.update.model_dump_json()

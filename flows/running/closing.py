@@ -1,4 +1,4 @@
-"""The end of a run: its record closed, its report written, its evaluations shown."""
+"""The end of a run: closes its record, writes its report, and prints its evaluations."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 
 def evaluations_of(session: Session) -> dict[str, dict[str, Any]]:
-    """Metrics of the evaluated policies by label (base, sft, rl)."""
+    """Return the metrics of the evaluated policies by label (base, sft, rl)."""
     return {label: artifact.metrics for label, artifact in _evaluated(session).items()}
 
 
@@ -28,7 +28,7 @@ def _evaluated(session: Session) -> dict[str, Artifact]:
 
 
 def status_after(error: BaseException) -> str:
-    """The status of a run that this error has ended: `failed`, or `interrupted` by Ctrl-C, a signal or a cancellation.
+    """Return the status of a run that an error ended: `failed`, or `interrupted` by Ctrl-C, a signal or a cancellation.
 
     Prefect's exception for SIGTERM is not an Exception, as KeyboardInterrupt is not.
     """
@@ -36,7 +36,7 @@ def status_after(error: BaseException) -> str:
 
 
 def status_at_end(session: Session) -> str:
-    """`finished`, what the gate has ended it with, or `partial` where a run was told to do a part of its recipe."""
+    """Return `finished`, the decision of the gate that ended the run, or `partial` for a part of a recipe."""
     decided = session.record.get("decision", {}).get("decision")
     if decided in (REFUSED, NOTHING_NEW):
         return str(decided)
@@ -44,78 +44,66 @@ def status_at_end(session: Session) -> str:
 
 
 def _differences(session: Session) -> dict[str, dict[str, Difference]]:
-    """Paired differences of the evaluated policies; none where a table cannot be read."""
-    # Here and not above: tables load NumPy and Arrow, which the commands that only look do without.
+    """Return paired differences of the evaluated policies; empty if a table cannot be read."""
+    # Imported here: tables load NumPy and Arrow, which commands that only read records do not need.
     from rlhf.stages.common.verdicts import differences
 
     try:
         return differences(_evaluated(session))
     except (ArtifactError, OSError, KeyError, ValueError) as e:
-        # All artifacts are in the store by now: a table about them must not turn a finished run into a failed one.
-        session.reporter.line(f"the policies could not be compared ({type(e).__name__}: {e})")
+        # All artifacts are in the store by now: a table must not turn a finished run into a failed one.
+        session.line(f"the policies could not be compared ({type(e).__name__}: {e})")
         return {}
 
 
 def close(session: Session, status: str, error: BaseException | None = None) -> str | None:
-    """Ends a session and writes its report. Returns the report's path or URL; None where there is none.
+    """End a session and write its report. Returns the report's path or URL; None if there is none.
 
-    error: ended the run; the record has it where it is of no stage.
+    error: ended the run; the record has it if it did not end a stage.
     """
-    if isinstance(error, Exception) and not any("error" in e for e in session.record["nodes"].values()):
+    nodes, recipe, store = session.record["nodes"].values(), session.recipe, session.store
+    if isinstance(error, Exception) and not any("error" in e for e in nodes):
         session.record["error"] = without_userinfo(f"{type(error).__name__}: {error}")
     session.finish(status)
     session.reporter.run_ended()
-    _note(session, status)
+    states = [entry["state"] for entry in nodes]
+    entry: dict[str, Any] = {"made": states.count("made"), "cached": states.count("hit")} | session.command
+    entry |= {"run": session.name, "recipe": recipe.name, "outcome": status, "forced": sorted(session.force) or None}
+    if failed := audit_log.append(store, "run", **entry):
+        session.line(f"the trail has no entry of this run: {failed}")
     if not session.made:
         return None
-    if status in WHOLE:
-        _collect(session)
+    # All artifacts are in the store by now: an error below must not turn a finished run into a failed one.
     try:
-        return write_report(session.store, session.name)
+        if status in WHOLE:
+            _collect(session)
     except Exception as e:
-        # All artifacts are in the store by now: a page about them must not turn a finished run into a failed one.
-        session.reporter.line(f"the report could not be written ({type(e).__name__}: {e}); `rlhf report` tries again")
+        session.line(f"the garbage collection ended early ({type(e).__name__}: {e}); `rlhf gc` tries again")
+    try:
+        return write_report(store, session.name)
+    except Exception as e:
+        session.line(f"the report could not be written ({type(e).__name__}: {e}); `rlhf report` tries again")
         return None
-
-
-def _note(session: Session, status: str) -> None:
-    """Adds the run to the store's trail."""
-    states = [entry["state"] for entry in session.record["nodes"].values()]
-    more: dict[str, Any] = {"made": states.count("made"), "cached": states.count("hit")} | session.command
-    forced = sorted(session.force) or None
-    recipe = session.recipe.name
-    entry = more | {"run": session.name, "recipe": recipe, "outcome": status, "forced": forced}
-    failed = audit_log.append(session.store, "run", **entry)
-    if failed:
-        session.reporter.line(f"the trail has no entry of this run: {failed}")
 
 
 def _collect(session: Session) -> None:
-    """Frees what the older runs of the recipe have left, where it says how many of them stay."""
-    recipe, store = session.recipe, session.store
-    retention = recipe.retention
+    """Free the artifacts of older runs of the recipe, if its section `retention` says how many runs to keep."""
+    retention = session.recipe.retention
     if retention is None:
         return
-    # The run that has just finished is the newest of them.
-    kept = retention.model_copy(update={"keep": max(1, retention.keep)})
-    # Here and not above: most recipes collect nothing.
+    # Imported here because most recipes collect nothing.
     from rlhf.flows.retention import roots_of
     from rlhf.stages.store.collect import Limits, collect
 
-    try:
-        done = collect(store, lambda: roots_of(store, kept, recipe.name), Limits())
-    except Exception as e:
-        # All artifacts are in the store by now: what could not be freed must not turn a finished run into a failed one.
-        session.reporter.line(f"nothing more was collected ({type(e).__name__}: {e}); `rlhf gc` tries again")
-        return
+    # The run that has just finished is the newest of them.
+    kept = retention.model_copy(update={"keep": max(1, retention.keep)})
+    done = collect(session.store, lambda: roots_of(session.store, kept, session.recipe.name), Limits())
     if done.runs or done.garbage or done.freed:
-        session.reporter.line(
-            f"collected {len(done.runs)} runs and {len(done.garbage)} artifacts, {done.freed:,} bytes"
-        )
+        session.line(f"collected {len(done.runs)} runs and {len(done.garbage)} artifacts, {done.freed:,} bytes")
 
 
 def summary(session: Session, reporter: ConsoleReporter, report: str | None) -> None:
-    """Prints the evaluations, and where the exported model and the report are."""
+    """Print the evaluations, and the places of the exported model and the report."""
     evaluations = evaluations_of(session)
     if evaluations:
         reporter.console.print(closing_table(evaluations))

@@ -1,8 +1,8 @@
 """The workers of one role on a Ray cluster: an actor on each of its hosts, and the process group of their workers.
 
 A role holds a placement group with one bundle for each host. Actors (`rlhf.stages.worker.ray_actor`) are not detached:
-Ray ends them with the process of the run, and their worker processes end with them. An actor or node that is lost is a
-worker that died: the stage is tried again, by new actors.
+Ray ends them with the process of the run, and their worker processes end with them. A lost actor or node counts as a
+dead worker: new actors repeat the stage.
 """
 
 from __future__ import annotations
@@ -15,12 +15,12 @@ from typing import Any
 
 from rlhf.flows.recipe.workers import WorkerSettings
 from rlhf.flows.running.cluster import AUTH_MODE, LOOPBACK, Cluster
-from rlhf.flows.running.placement import Placement, place
+from rlhf.flows.running.placement import Placement, reserve
 from rlhf.stages.worker import host_compat
 from rlhf.stages.worker.client import RESUMES, StageFailed, WorkerDied, any_time
 from rlhf.stages.worker.devices import device_kind
 from rlhf.stages.worker.group import ProcessGroup, log_of_process
-from rlhf.stages.worker.protocol import Done, Log, Report, Request
+from rlhf.stages.worker.protocol import Done, Report, Request
 from rlhf.tuning import multihost
 
 WAIT_SECONDS = 1.0
@@ -32,8 +32,8 @@ class ClusterWorker:
     """A worker on one host of the cluster: a member of a process group."""
 
     def __init__(self, cluster: Cluster, actor: Any, about: dict[str, Any], log: Path):
-        """about: what the actor says of its host. log: the run's own copy of the worker's log."""
-        self.log, self._cluster, self._actor, self._about = log, cluster, actor, about
+        """about: the description of the host by its actor. log: the run's copy of the worker's log."""
+        self.log, self._cluster, self.actor, self.about = log, cluster, actor, about
         self._number = self._copied = 0
         self._leaving: Any = None
 
@@ -45,17 +45,17 @@ class ClusterWorker:
     @property
     def pid(self) -> int | None:
         """The process of the actor, on its host."""
-        return int(self._about["pid"])
+        return int(self.about["pid"])
 
     @property
     def where(self) -> str:
         """The node, for messages."""
-        return f"node {self._about['host']} ({self._about['address']}, {self._about['node'][:8]})"
+        return f"node {self.about['host']} ({self.about['address']}, {self.about['node'][:8]})"
 
     def run(
         self, request: Request, on_event: Callable[[Report], None], check_time: Callable[[], None] = any_time
     ) -> dict[str, Any]:
-        """Runs one stage and returns its manifest; as `Worker.run`, with the same errors."""
+        """Run one stage and return its manifest; as `Worker.run`, with the same errors."""
         import ray
 
         store = self._cluster.store
@@ -63,7 +63,7 @@ class ClusterWorker:
         self._number += 1
         read = 0
         try:
-            _answer(self._actor.begin.remote(self._number, sent), check_time)
+            _answer(self.actor.begin.remote(self._number, sent), check_time)
             while True:
                 events = self._poll(read, check_time)
                 read += len(events)
@@ -72,31 +72,28 @@ class ClusterWorker:
                         case Done(manifest):
                             return manifest
                         case Exception():
-                            raise self._shown(event)
+                            text = str(event).replace(self.about["log"], str(self.log))
+                            raise type(event)(f"{text}\n  on {self.where}")
                         case report:
                             on_event(report)
         except ray.exceptions.RayError as e:
             raise WorkerDied(self._obituary(request, e)) from e
 
     def _poll(self, read: int, check_time: Callable[[], None] = any_time) -> list[Any]:
-        """The next events; the log that came with them is appended to the run's copy."""
-        events, text = _answer(self._actor.poll.remote(self._number, read, self._copied), check_time)
+        """Return the next events, and append the log that came with them to the run's copy."""
+        events, text = _answer(self.actor.poll.remote(self._number, read, self._copied), check_time)
         if text:
             self._copied += len(text)
             with self.log.open("ab") as log:
                 log.write(text)
         return list(events)
 
-    def _shown(self, error: Exception) -> Exception:
-        """The error of the host with the run's own names."""
-        return type(error)(f"{str(error).replace(self._about['log'], str(self.log))}\n  on {self.where}")
-
     def _obituary(self, request: Request, error: Exception) -> str:
         import ray
 
         cause = f"its actor ended ({_cause(error)})"
         with contextlib.suppress(Exception):
-            if not any(node["NodeID"] == self._about["node"] and node["Alive"] for node in ray.nodes()):
+            if not any(node["NodeID"] == self.about["node"] and node["Alive"] for node in ray.nodes()):
                 cause = f"the node left the cluster; `ray start --address={self._cluster.gcs}` on it joins it again"
         return f"the worker on {self.where} was lost in stage {request.stage}: {cause}\n{RESUMES}\n  log: {self.log}"
 
@@ -105,7 +102,7 @@ class ClusterWorker:
         import ray
 
         with contextlib.suppress(Exception):
-            ray.get(self._actor.write_stacks.remote(), timeout=STOP_SECONDS)
+            ray.get(self.actor.write_stacks.remote(), timeout=STOP_SECONDS)
             self._poll(0)
 
     def kill(self) -> None:
@@ -113,12 +110,12 @@ class ClusterWorker:
         import ray
 
         with contextlib.suppress(Exception):
-            ray.kill(self._actor)
+            ray.kill(self.actor)
 
     def leave(self) -> None:
         """Starts the end of the worker."""
         with contextlib.suppress(Exception):
-            self._leaving = self._leaving or self._actor.close.remote()
+            self._leaving = self._leaving or self.actor.close.remote()
 
     def close(self) -> None:
         """Ends the worker, then the actor."""
@@ -133,75 +130,54 @@ class ClusterWorker:
 class RoleWorkers(ProcessGroup):
     """The workers of a role on the cluster: reserved and started for a stage, and again after a failure."""
 
-    elsewhere = True
-
     def __init__(self, cluster: Cluster, role: str, settings: WorkerSettings, log: Path):
-        super().__init__(self._started, log, cluster.recipe.limits.stall_seconds)
+        super().__init__(self._start_members, log, cluster.recipe.limits.stall_seconds)
         self._cluster, self._role, self._settings = cluster, role, settings
         self._placement: Placement | None = None
-        self._tell: Callable[[str], None] = print
-        self._check_time: Callable[[], None] = any_time
-
-    def run(
-        self, request: Request, on_event: Callable[[Report], None], check_time: Callable[[], None] | None = None
-    ) -> dict[str, Any]:
-        """As `ProcessGroup.run`; the first stage waits for the role's resources."""
-        self._tell = lambda line: on_event(Log(line))
-        self._check_time = check_time or any_time
-        return super().run(request, on_event, check_time)
 
     def close(self) -> None:
-        """Ends the workers, and returns their resources to the cluster."""
+        """End the workers, and return their resources to the cluster."""
         super().close()
         placement, self._placement = self._placement, None
         if placement is not None:
             with contextlib.suppress(Exception):
                 placement.release()
 
-    def _started(self) -> list[ClusterWorker]:
+    def _start_members(self, log: Callable[[str], None], check_time: Callable[[], None]) -> list[ClusterWorker]:
         import ray
 
         assert self._cluster.recipe.workers is not None
         wait_seconds = self._cluster.recipe.workers.wait_seconds
-        placement = place(self._role, self._settings, wait_seconds, self._tell, self._check_time)
-        self._placement = placement
+        placement = self._placement = reserve(self._role, self._settings, wait_seconds, log, check_time)
         actors: list[Any] = []
+        rejoin = f"`ray start --address={self._cluster.gcs}` on a lost node joins it again"
 
         def check() -> None:
-            self._check_time()
-            # Ray would wait in silence until the cluster has another node for the actor.
+            check_time()
+            # Ray would wait without a report until the cluster has another node for the actor.
             if not placement.is_whole():
-                raise WorkerDied(self._left())
+                raise WorkerDied(f"a node of role {self._role} left the cluster while its workers started; {rejoin}")
 
         try:
             runtime_env = self._cluster.runtime_env()
             actors = self._actors(placement, runtime_env)
             members = self._described(actors, check)
-            address = members[0]._about["address"]
-            port = _answer(members[0]._actor.free_port.remote(address), check)
+            address = members[0].about["address"]
+            port = _answer(members[0].actor.free_port.remote(address), check)
             for number, member in enumerate(members):
                 group = multihost.variables(f"{address}:{port}", len(members), number) if len(members) > 1 else {}
                 variables = group | self._cluster.variables(runtime_env)
-                _answer(member._actor.set_environment.remote(variables), check)
+                _answer(member.actor.set_environment.remote(variables), check)
         except BaseException as e:
-            whole: bool | None = None
-            with contextlib.suppress(Exception):
-                whole = placement.is_whole()
             for actor in actors:
                 with contextlib.suppress(Exception):
                     ray.kill(actor)
             self.close()
             if isinstance(e, ray.exceptions.RayError):
-                cause = _cause(e)
-                left = f"\n  {self._left()}" if whole is False else ""
-                raise WorkerDied(f"the workers of role {self._role} did not start ({cause}){left}") from e
+                raise WorkerDied(f"the workers of role {self._role} did not start ({_cause(e)})\n  {rejoin}") from e
             raise
-        self._tell(f"role {self._role} runs on {', '.join(member.where for member in members)}")
+        log(f"role {self._role} runs on {', '.join(member.where for member in members)}")
         return members
-
-    def _left(self) -> str:
-        again = f"`ray start --address={self._cluster.gcs}` on it joins it again"
-        return f"a node of role {self._role} left the cluster while its workers started; {again}"
 
     def _actors(self, placement: Placement, runtime_env: dict[str, Any]) -> list[Any]:
         import ray
@@ -226,11 +202,11 @@ class RoleWorkers(ProcessGroup):
         ]
 
     def _described(self, actors: list[Any], check: Callable[[], None]) -> list[ClusterWorker]:
-        """The members in the order of their processes, each of which the run accepts."""
+        """Return the members in the order of their processes, after checks of each host."""
         import ray
 
         kind = self._settings.device or device_kind()
-        # A folder of the same name on a node may be another one: the run's own is in its store alone.
+        # Another folder may have the store's name on a node: only the run's store has the run's record.
         record = self._cluster.store.join("runs", self._cluster.run)
         found = [(actor, _answer(actor.describe.remote(kind, record), check)) for actor in actors]
         # A TPU numbers its hosts, and JAX numbers processes as the TPU does.
@@ -247,12 +223,14 @@ class RoleWorkers(ProcessGroup):
         return members
 
     def _check(self, member: ClusterWorker, own: dict[str, str], same_kind: bool) -> None:
-        """Raises StageFailed for a node that would compute other bits than a host with these properties, or is open to
-        others. same_kind: whether that host has the same kind of device."""
-        about, role, store = member._about, self._role, self._cluster.store
+        """Raises StageFailed for a node that accepts commands without a token, or would compute other bits.
+
+        own: properties of the host that it is compared with. same_kind: whether both have one kind of device.
+        """
+        about, role, store = member.about, self._role, self._cluster.store
         if not about["token"] and about["address"] not in LOOPBACK:
             raise StageFailed(
-                f"{member.where} runs Ray without token authentication, so that whoever reaches its ports runs code "
+                f"{member.where} runs Ray without token authentication, so anybody who reaches its ports runs code "
                 f"there: start Ray on every host with {AUTH_MODE}=token"
             )
         if store.is_local and not about["store"]:
@@ -266,13 +244,13 @@ class RoleWorkers(ProcessGroup):
 
 
 def _cause(error: Exception) -> str:
-    """An error of Ray in one line: what raised it, where the text ends with a traceback, else its first line."""
+    """Return an error of Ray in one line: the last line of a traceback, else the first line."""
     lines = str(error).strip().splitlines() or [type(error).__name__]
     return lines[-1 if any(line.startswith("Traceback") or "ray::" in line for line in lines) else 0].strip()
 
 
 def _answer(call: Any, check_time: Callable[[], None]) -> Any:
-    """The result of a call; `check_time` is called every second."""
+    """Return the result of a call; `check_time` is called every second."""
     import ray
 
     while not ray.wait([call], timeout=WAIT_SECONDS)[0]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib.util
 import sys
 import zipfile
@@ -37,32 +38,27 @@ def _files(folder: Path) -> Iterator[tuple[str, Path]]:
         if total > LARGEST:
             raise ValueError(
                 f"{folder} has more than {LARGEST >> 20} MiB of Python modules, which travel to the cluster's nodes: "
-                "start the run in the folder of its own modules"
+                "start the run in a folder with its modules only"
             )
         yield file.relative_to(folder).as_posix(), file
 
 
 def _user_files(folder: Path) -> Iterator[Path]:
-    """The sources of modules that Python would import from the folder: a file named as another module stays out."""
+    """Yield the sources of modules that Python would import from the folder, not of names that other modules have."""
     for entry in sorted(folder.iterdir()):
         name = entry.stem if entry.suffix == ".py" else entry.name
-        if (
-            not name.isidentifier()
-            or name == "rlhf"
-            or name in sys.stdlib_module_names
-            or (entry / "pyvenv.cfg").exists()
-        ):
+        known = not name.isidentifier() or name == "rlhf" or name in sys.stdlib_module_names
+        if known or (entry / "pyvenv.cfg").exists():
             continue
-        files = [entry] if entry.suffix == ".py" else sorted(entry.rglob("*.py")) if entry.is_dir() else []
+        files = [entry] if entry.suffix == ".py" else sorted(entry.rglob("*.py"))
         if files and _is_imported_from(folder, name):
             yield from (file for file in files if not _is_left_out(file.relative_to(folder)))
 
 
 def _is_imported_from(folder: Path, name: str) -> bool:
-    try:
+    spec = None
+    with contextlib.suppress(ImportError, ValueError):
         spec = importlib.util.find_spec(name)
-    except (ImportError, ValueError):
-        return False
     places = [*(spec.submodule_search_locations or []), spec.origin] if spec is not None else []
     return any(place and Path(place).absolute().is_relative_to(folder) for place in places)
 

@@ -3,137 +3,91 @@
 from __future__ import annotations
 
 import contextlib
-from collections import ChainMap
+import threading
 from collections.abc import Callable, Collection
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from rlhf.flows.graph.build import Node
 from rlhf.flows.recipe.model import Recipe, RecipeError
 from rlhf.flows.recipe.workers import Workers
 from rlhf.flows.running.cluster import Cluster
 from rlhf.flows.running.cluster_role import RoleWorkers
-from rlhf.flows.running.worker_lock import Turn
 from rlhf.stages.contract.registry import stage
 from rlhf.stages.worker.client import Worker
 from rlhf.stages.worker.devices import confined, device_kind
-from rlhf.stages.worker.group import local_group
-from rlhf.stages.worker.protocol import Log, Report, Request
+from rlhf.stages.worker.group import ProcessGroup, local_group
+from rlhf.stages.worker.protocol import Report, Request
 
 """The input that is the policy which a stage samples from, trains or exports."""
 ONLY = ""
-"""The name of the worker of a run that has one."""
-
-
-class Maker(Protocol):
-    """A worker of this host (`rlhf.stages.worker.client.Worker`), or the workers of a role on a cluster."""
-
-    log: Path
-    starts: int
-    elsewhere: bool
-
-    @property
-    def logs(self) -> list[Path]: ...
-
-    def run(
-        self, request: Request, on_event: Callable[[Report], None], check_time: Callable[[], None]
-    ) -> dict[str, Any]: ...
-    def leave(self) -> None: ...
-    def close(self) -> None: ...
+"""The name of the worker of a run that has a single one."""
 
 
 class Crew:
-    """Workers by name. Each makes one stage at a time, and is started for its first."""
+    """Workers by name. Each makes one stage at a time, and starts with its first stage."""
 
     def __init__(self, recipe: Recipe, run: str, log: Path):
-        """log: file of a worker's output; those of several are next to it, with their names (`log_of_worker`).
+        """log: file of a worker's output; several workers have files next to it (`log_of_worker`).
 
-        Raises RecipeError where the cluster that the recipe names cannot be reached.
+        Raises RecipeError if the recipe's cluster cannot be reached.
         """
-        self._settings = recipe.workers
-        self._workers: dict[str, Maker] = {}
-        self._cluster = Cluster(recipe, run) if recipe.workers is not None and recipe.workers.cluster else None
-        self._shared: dict[str, str] = {}
-        """Variables of the cluster, with the code as it is when a stage begins."""
-        self._code: dict[str, dict[str, str]] = {}
-        """The variables with which each worker of this host has begun its last stage."""
+        workers = self._settings = recipe.workers
         limits = (recipe.limits.stall_seconds, recipe.limits.stage_seconds)
-        for name, variables in _variables(recipe.workers).items():
-            place = log_of_worker(log, name)
-            own = [ChainMap(one, self._shared) for one in variables]
-            settings = None if recipe.workers is None else recipe.workers.settings(name)
-            if settings is None or recipe.workers is None:
-                self._workers[name] = Worker(place, *limits, own[0])
-            elif self._cluster is not None and recipe.workers.on_cluster(name):
-                self._workers[name] = RoleWorkers(self._cluster, name, settings, place)
-            elif settings.hosts > 1:
-                self._workers[name] = local_group(settings.hosts, place, *limits, own)
+        self._workers: dict[str, Worker | ProcessGroup] = {}
+        self._cluster = Cluster(recipe, run) if workers is not None and workers.cluster else None
+        if workers is None:
+            self._workers[ONLY] = Worker(log, *limits)
+        for name, settings in workers.named.items() if workers is not None else ():
+            path = log_of_worker(log, name)
+            if self._cluster is not None and workers is not None and workers.on_cluster(name):
+                self._workers[name] = RoleWorkers(self._cluster, name, settings, path)
+                continue
+            shares = settings.shares
+            variables = [{}] if shares is None else [confined(share, device_kind()) for share in shares]
+            if settings.hosts > 1:
+                self._workers[name] = local_group(settings.hosts, path, *limits, variables)
             else:
-                self._workers[name] = Worker(place, *limits, own[0])
-        self._turns = {name: Turn() for name in self._workers}
+                self._workers[name] = Worker(path, *limits, variables[0])
+        self._locks = {name: threading.Lock() for name in self._workers}
 
     @property
     def names(self) -> list[str]:
-        """The names of the workers; `ONLY` alone where there is one."""
+        """The names of the workers."""
         return list(self._workers)
 
     @property
     def starts(self) -> int:
-        """How often workers were started."""
+        """The number of starts of workers."""
         return sum(worker.starts for worker in self._workers.values())
 
     @property
     def logs(self) -> list[Path]:
-        """The files of their output; those of workers that were not started do not exist."""
+        """The files of their output; those of workers that did not start do not exist."""
         return [log for worker in self._workers.values() for log in worker.logs]
 
     def of(self, node: Node) -> str:
-        """The name of the worker that makes a node."""
+        """Return the name of the worker that makes a node."""
         return worker_of(self._settings, node)
 
     def run(
         self, node: Node, request: Request, on_event: Callable[[Report], None], check_time: Callable[[], None]
     ) -> dict[str, Any]:
-        """Has a node's worker make it, as soon as that is free; raises as `Worker.run` does."""
+        """Have a node's worker make it, as soon as that is free; raises as `Worker.run` does."""
         name = self.of(node)
-        # Stages are begun where no other has their worker; an input that has to be made again may find it at work.
-        with self._turns[name].of_stage(check_time, lambda line: on_event(Log(line))):
-            self._take_current_code(name)
+        # It is busy if a damaged input has to be recomputed while the worker makes another stage.
+        while not self._locks[name].acquire(timeout=1.0):
+            check_time()
+        try:
             return self._workers[name].run(request, on_event, check_time)
-
-    def _take_current_code(self, name: str) -> None:
-        """Restart a worker of this host whose requests would run earlier code on the nodes of the cluster."""
-        worker = self._workers[name]
-        if self._cluster is None or worker.elsewhere:
-            return
-        current = self._current_code()
-        if self._code.get(name, current) != current:
-            worker.close()
-        self._code[name] = current
-
-    def _current_code(self) -> dict[str, str]:
-        """The variables of the cluster for the code as it is now, which processes that start from now on get."""
-        if self._cluster is not None:
-            self._shared.update(self._cluster.variables(self._cluster.runtime_env()))
-        return dict(self._shared)
-
-    def is_elsewhere(self, node: Node) -> bool:
-        """Whether a node's worker is on another host, or may be."""
-        return self._workers[self.of(node)].elsewhere
-
-    def here(self, name: str) -> Worker:
-        """A worker of this host, with the variables for the code as it is now."""
-        worker = self._workers[name]
-        self._current_code()
-        assert isinstance(worker, Worker)
-        return worker
+        finally:
+            self._locks[name].release()
 
     def finish(self) -> None:
-        """Ends the workers, all of them also where one does not end well, of which the first is raised."""
-        if len(self._workers) > 1:
-            # They leave beside each other.
-            for worker in self._workers.values():
-                worker.leave()
+        """End all workers; if several do not end well, the first error is raised."""
+        # They leave concurrently.
+        for worker in self._workers.values():
+            worker.leave()
         with contextlib.ExitStack() as ends:
             if self._cluster is not None:
                 ends.callback(self._cluster.close)
@@ -142,58 +96,44 @@ class Crew:
 
 
 def worker_of(workers: Workers | None, node: Node) -> str:
-    """The name of the worker that makes a node: `ONLY` where one makes all."""
+    """Return the name of the worker that makes a node: `ONLY` if a run has a single one."""
     return ONLY if workers is None else workers.of(stage(node.stage).work)
 
 
 def log_of_worker(log: Path, name: str) -> Path:
-    """The file of a worker's output: `log` itself where a run has one worker."""
+    """Return the file of a worker's output: `log` itself if a run has a single worker."""
     return log if name == ONLY else log.with_name(f"{log.stem}-{name}{log.suffix}")
 
 
 def check_workers(recipe: Recipe, nodes: Collection[Node]) -> None:
-    """Raises RecipeError where this machine cannot have the recipe's workers, or one lacks devices for its stages."""
+    """Raises RecipeError if this machine lacks the devices of the recipe's workers, or a worker those of its stages."""
     workers = recipe.workers
     if workers is None:
         return
     kind = device_kind()
-    for name, settings in workers.named.items():
-        if workers.on_cluster(name):
-            continue
-        here = [n for n in workers.named if not workers.on_cluster(n)]
-        if settings.devices is None and len(here) > 1 and not kind.startswith("cpu"):
+    on_cpu = kind.startswith("cpu")
+    here = {name: settings for name, settings in workers.named.items() if not workers.on_cluster(name)}
+    for name, settings in here.items():
+        at = f"workers.{name}.devices"
+        if settings.devices is None and len(here) > 1 and not on_cpu:
             raise RecipeError(
-                f"workers.{name}.devices: this machine has {kind}, and two workers cannot have all of them: say which "
-                "this one has, such as [0, 1], or [] for none"
+                f"{at}: this machine has {kind}, and two workers cannot have all of them: list the devices of this "
+                "worker, such as [0, 1], or [] for none"
             )
-        if settings.hosts > 1 and not settings.devices and not kind.startswith("cpu"):
+        if settings.hosts > 1 and not settings.devices and not on_cpu:
             raise RecipeError(
-                f"workers.{name}.devices: the {settings.hosts} processes of this worker share this machine's {kind}: "
-                "list the devices that they divide, such as [0, 1]"
+                f"{at}: the {settings.hosts} processes of this worker share this machine's {kind}: list the devices "
+                "that they divide, such as [0, 1]"
             )
-        if settings.devices:
-            try:
-                for share in settings.shares or ():
-                    confined(share, kind)
-            except ValueError as e:
-                raise RecipeError(f"workers.{name}.devices: {e}") from e
-    if kind.startswith("cpu"):
-        return
-    for node in nodes:
+        try:
+            for share in (settings.devices and settings.shares) or ():
+                confined(share, kind)
+        except ValueError as e:
+            raise RecipeError(f"{at}: {e}") from e
+    for node in nodes if not on_cpu else ():
         name = workers.of(stage(node.stage).work)
         if workers.named[name].devices == [] and stage(node.stage).computes(node.config):
             raise RecipeError(
-                f"workers.{name}.devices is [], and {node.name} computes on one: give it a device, or leave "
-                f"workers.{name} out"
+                f"workers.{name}.devices is [], and {node.name} computes on a device: list one, or remove "
+                f"workers.{name}"
             )
-
-
-def _variables(workers: Workers | None) -> dict[str, list[dict[str, str]]]:
-    """The variables of the environment of each worker's processes by its name; none for all of them together."""
-    if workers is None:
-        return {ONLY: [{}]}
-    found: dict[str, list[dict[str, str]]] = {}
-    for name, settings in workers.named.items():
-        shares = settings.shares
-        found[name] = [{}] if shares is None else [confined(share, device_kind()) for share in shares]
-    return found

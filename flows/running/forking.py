@@ -1,4 +1,4 @@
-"""A run gone on from with other settings: what is before the fork is shared, what is behind it is new."""
+"""Continues a run with other settings: stages before the fork are shared, those after it are new."""
 
 from __future__ import annotations
 
@@ -16,23 +16,23 @@ from rlhf.flows.recipe.reading import checked, with_sets
 from rlhf.stages.update.settings import Config as UpdateConfig
 
 FOLLOWS = ("temperature", "environment_weight")
-"""Settings of the update that follow from others, and have to agree with them."""
+"""Settings of the update that are derived from others."""
 
 
 def forked(record: dict[str, Any], at: str, sets: list[str], store: str) -> Recipe:
-    """The recipe of a run's record that goes on from the stage `at` of the run, with `sets` behind it.
+    """Return the recipe of a run's record that continues from the stage `at`, with the changes of `sets`.
 
-    at: `round=N`, the first round that is new, or the name of a stage or node, the last that is shared.
-    Raises RecipeError where the run has not got so far, or cannot be gone on from with these settings.
+    at: `round=N`, the first new round, or the name of a stage or node, the last shared one.
+    Raises RecipeError if the run has not reached it, or cannot continue with these settings.
     """
     name = record["name"]
     values = copy.deepcopy(record["recipe"])
-    recipe = checked(values, Path(f"run {name}"), None, set())
-    number = _round(at)
-    if number is None:
-        node, earlier = _node(recipe, at), []
-    else:
+    recipe = checked(values, Path(f"run {name}"))
+    if match := re.fullmatch(r"round=(\d+)", at):
+        number = int(match[1])
         node, earlier = _before(recipe, number), _earlier(values, number)
+    else:
+        node, earlier = _node(recipe, at), []
     entry = record["nodes"].get(node, {})
     if "digest" not in entry:
         done = ", ".join(n for n, e in record["nodes"].items() if "digest" in e and not n.startswith("evaluate."))
@@ -40,28 +40,21 @@ def forked(record: dict[str, Any], at: str, sets: list[str], store: str) -> Reci
     values["fork"] = {"run": name, "node": node, "digest": entry["digest"], "earlier": earlier}
     if values.get("rl"):
         values["rl"]["update"] = _as_written(values["rl"]["update"])
-    values, places = with_sets(values, sets)
-    return checked(values | {"store": store}, Path(f"run {name}"), None, places)
-
-
-def _round(at: str) -> int | None:
-    """N of `round=N`; None for the name of a stage."""
-    found = re.fullmatch(r"round=(\d+)", at)
-    return int(found[1]) if found else None
+    values, options = with_sets(values, sets)
+    return checked(values | {"store": store}, Path(f"run {name}"), options=options)
 
 
 def _node(recipe: Recipe, at: str) -> str:
-    """The node of this name, or the one node of the stage of this name."""
-    nodes = build(recipe)
+    """Return the node of this name, or the only node of the stage of this name."""
+    nodes = [n for n in build(recipe) if not n.name.startswith(("round-", "evaluate", "export", "select"))]
     found = [n.name for n in nodes if at in (n.name, n.stage)]
-    if len(found) == 1 and not found[0].startswith("round-"):
-        return found[0]
-    single = ", ".join(n.name for n in nodes if not n.name.startswith(("round-", "evaluate", "export", "select")))
-    raise RecipeError(f"--at {at}: expected round=N, or one of {single}")
+    if len(found) != 1:
+        raise RecipeError(f"--at {at}: expected round=N, or one of {', '.join(n.name for n in nodes)}")
+    return found[0]
 
 
 def _before(recipe: Recipe, number: int) -> str:
-    """The node with the policy that round `number` starts from."""
+    """Return the node with the policy that round `number` starts from."""
     if recipe.rl is None or number >= recipe.rl.rounds:
         has = "no rounds of RL" if recipe.rl is None else f"rounds 0 to {recipe.rl.rounds - 1}"
         raise RecipeError(f"--at round={number}: the run's recipe has {has}")
@@ -72,7 +65,7 @@ def _before(recipe: Recipe, number: int) -> str:
 
 
 def _earlier(values: dict[str, Any], number: int) -> list[dict[str, Any]]:
-    """The settings of the rounds before `number`, those of a run that is a fork itself included."""
+    """Return the settings of the rounds before `number`, also of a run that is a fork itself."""
     fork = values.get("fork") or {"earlier": []}
     parts: list[dict[str, Any]] = []
     for part in [*fork["earlier"], {"until": values["rl"]["rounds"], "rl": values["rl"]}]:
@@ -82,9 +75,9 @@ def _earlier(values: dict[str, Any], number: int) -> list[dict[str, Any]]:
 
 
 def _as_written(update: dict[str, Any]) -> dict[str, Any]:
-    """The settings of an update without those that are its algorithm's own or follow from others.
+    """Return the settings of an update without its algorithm's defaults and derived settings.
 
-    A record has them all, and another algorithm or temperature brings its own.
+    A record has them all, and another algorithm or temperature brings other ones.
     """
     try:
         plain = UpdateConfig.model_validate_json(json.dumps({"algorithm": update["algorithm"]})).model_dump(mode="json")

@@ -1,4 +1,4 @@
-"""Artifacts whose bytes are those that were committed: what a run looks at before a stage reads them."""
+"""Checks that the inputs of a stage have the bytes that were committed."""
 
 from __future__ import annotations
 
@@ -10,48 +10,43 @@ from rlhf.stages.store.artifacts import Artifact, ArtifactError, Store
 from rlhf.stages.store.damage import set_aside
 
 
-class Whole:
-    """What a run knows to be whole. A disk may change bytes where no size tells it; of a remote store they are checked
-    as they arrive."""
+class InputCheck:
+    """The artifacts that a run has checked. A disk may change bytes and keep the size; bytes from a remote store are
+    checked on arrival."""
 
-    def __init__(self, store: Store, tell: Callable[[str], None], check_time: Callable[[], None]):
-        """check_time: called by a thread that waits for another's look, every second; what it raises ends the wait."""
-        self._store, self._tell, self._check_time = store, tell, check_time
-        self._digests: set[str] = set()
+    def __init__(self, store: Store, log: Callable[[str], None], check_time: Callable[[], None]):
+        """check_time: called each second by a thread that waits for another thread's check; it may raise."""
+        self._store, self._log, self._check_time = store, log, check_time
+        self.checked: set[str] = set()
+        """Digests of artifacts whose bytes are right."""
         self._lock = threading.Lock()
-        self._looks = defaultdict[str, threading.RLock](threading.RLock)
-        """By digest: one thread makes a damaged artifact again. It waits for looks at what that one is made of at most,
-        so that no two wait for each other."""
-
-    def add(self, digest: str) -> None:
-        """Notes that an artifact was committed by this run."""
-        self._digests.add(digest)
+        self._checks = defaultdict[str, threading.RLock](threading.RLock)
+        """By digest. While a thread recomputes an artifact it waits only for checks of that artifact's inputs, so two
+        threads never wait for each other."""
 
     def ensure(
-        self, name: str, artifact: Artifact, made: Callable[[], Mapping[str, Artifact]], again: Callable[[], object]
+        self, name: str, artifact: Artifact, made: Callable[[], Mapping[str, Artifact]], recompute: Callable[[], object]
     ) -> None:
-        """Has a node's artifact made again where it is damaged, which is told.
+        """Recompute the artifact of a node if it is damaged, with a warning.
 
-        made: the artifacts of nodes by now: where the node's is another one, another thread has made it again.
-        again: makes it.
+        made: the current artifacts of nodes; if the node's is another one, another thread has recomputed it.
         """
-        if not self._store.is_local or artifact.digest in self._digests:
+        if not self._store.is_local or artifact.digest in self.checked:
             return
         with self._lock:
-            look = self._looks[artifact.digest]
-        while not look.acquire(timeout=1.0):
+            check = self._checks[artifact.digest]
+        while not check.acquire(timeout=1.0):
             self._check_time()
         try:
-            if artifact.digest in self._digests or made()[name].digest != artifact.digest:
+            if artifact.digest in self.checked or made()[name].digest != artifact.digest:
                 return
-            fault = self._store.verify(artifact)
-            if fault is not None:
-                moved = set_aside(self._store, artifact.stage, artifact.key, self._tell, self._check_time)
-                self._tell(f"! {name}: {moved or fault}; computed again")
-                again()
-                # One that another run has recorded is not computed again here.
+            if fault := self._store.verify(artifact):
+                moved = set_aside(self._store, artifact.stage, artifact.key, self._log, self._check_time)
+                self._log(f"! {name}: {moved or fault}; computed again")
+                recompute()
+                # An artifact that another run has recorded is not computed again.
                 if moved is None and (fault := self._store.verify(made()[name])):
                     raise ArtifactError(f"{name}: {made()[name].url} is damaged ({fault})")
-            self._digests.add(artifact.digest)
+            self.checked.add(artifact.digest)
         finally:
-            look.release()
+            check.release()

@@ -1,4 +1,4 @@
-"""Names of runs: which are free, and which belong to a run that the same command goes on with."""
+"""Names of runs: which are free, and which belong to a run that the same command resumes."""
 
 from __future__ import annotations
 
@@ -19,19 +19,19 @@ from rlhf.stages.store.keys import differences, published
 from rlhf.stages.store.leases import is_gone
 from rlhf.tuning.retries import retried
 
-# The address of a store may have changed; retries, time limits, which worker makes what and what is collected later
-# decide nothing of what a run makes; what is computed on another kind of device has another key.
+# A store may have moved. Retries, limits, workers and retention do not change artifacts, and another kind of device has
+# other keys.
 FREE = ("store", "retries", "limits", "workers", "retention")
 MOST = 5
-"""Differences that a message lists."""
-LOOK_SECONDS, TELL_SECONDS = 2.0, 60.0
-"""Between looks at a run that is waited for, and between lines about it."""
+"""Maximum number of differences in a message."""
+LOOK_SECONDS = 2.0
+"""Time between two readings of the record of a run that this one waits for."""
 LOOKS = 6
-"""At a store that is away: for about a minute."""
+"""Tries to read a store that is away: for about a minute."""
 
 
 def free_name(store: Store, recipe: str) -> str:
-    """`recipe` with two words behind it, of which the store has no run."""
+    """Return `recipe` with two words that no run of the store has."""
     while True:
         name = f"{recipe}-{generate_slug(2)}"
         if not runs.exists(store, name):
@@ -39,9 +39,9 @@ def free_name(store: Store, recipe: str) -> str:
 
 
 def before(store: Store, recipe: Recipe, name: str) -> dict[str, Any] | None:
-    """The record of the unfinished run `name` of this recipe, with which a run of that name goes on; None without one.
+    """Return the record of the unfinished run `name` of this recipe, which a new run resumes; None without one.
 
-    Raises RecipeError where the name is no name, or belongs to a run that is finished, still running, or of another
+    Raises RecipeError if the name is not valid, or belongs to a run that is finished, still running, or of another
     recipe: runs never overwrite each other.
     """
     _check(name)
@@ -54,7 +54,7 @@ def before(store: Store, recipe: Recipe, name: str) -> dict[str, Any] | None:
         how = "finished" if status == "finished" else f"at its end ({status})"
         raise RecipeError(f"run {name} is {how} (`rlhf show {name}`): {other}")
     if status == "running":
-        unseen = f" (if it was killed there, this command goes on {SILENT_MINUTES} minutes after its last sign of life)"
+        unseen = f" (if it was killed, this command resumes it {SILENT_MINUTES} minutes after its last sign of life)"
         raise RecipeError(
             f"run {name} is running (process {record['pid']} on {record['host']}): wait for it"
             f"{unseen if is_gone(record['process']) is None else ''}, or {other}"
@@ -67,7 +67,7 @@ def before(store: Store, recipe: Recipe, name: str) -> dict[str, Any] | None:
 
 
 def entries_of(store: Store, name: str) -> dict[str, Any]:
-    """Return the entries of a run that goes on, for which a collection keeps what they name."""
+    """Return the entries of a resumed run, whose artifacts a garbage collection keeps."""
     found: dict[str, Any] = {}
     with contextlib.suppress(ArtifactError):
         found = (runs.read(store, name) or {"nodes": {}})["nodes"]
@@ -78,36 +78,28 @@ def entries_of(store: Store, name: str) -> dict[str, Any]:
     return found
 
 
-def wait_until_ended(store: Store, name: str, told: Callable[[str], None]) -> None:
-    """Waits while another process has the run of this name at work, and says so at once and each minute.
-
-    Raises RecipeError where the name is no name.
-    """
+def wait_until_ended(store: Store, name: str, log: Callable[[str], None]) -> None:
+    """Wait while another process runs the run of this name, and report that once. Raises RecipeError for a bad name."""
     _check(name)
-    silent = TELL_SECONDS
+    reported = False
 
-    def look() -> Any:
-        found = runs.head(store, name)
-        return found if found is not None and status_of(found, store) == "running" else None
+    def look() -> dict[str, Any] | None:
+        record = runs.head(store, name)
+        return record if record is not None and status_of(record, store) == "running" else None
 
-    while True:
-        # A store may be away for a moment in hours.
-        record = retried(look, tries=LOOKS, first_seconds=LOOK_SECONDS, passing=_may_pass)
-        if record is None:
-            return
-        if silent >= TELL_SECONDS:
+    # A remote store may be away for a moment in hours of waiting; an unreadable record stays unreadable.
+    while (record := retried(look, tries=LOOKS, first_seconds=LOOK_SECONDS, passing=_may_pass)) is not None:
+        if not reported:
+            reported = True
             unseen = is_gone(record["process"]) is None
-            told(
+            log(
                 f"run {name} is running (process {record['pid']} on {record['host']}): waiting until it has ended"
                 f"{f', or has given no sign of life for {SILENT_MINUTES} minutes' if unseen else ''}"
             )
-            silent = 0.0
         time.sleep(LOOK_SECONDS)
-        silent += LOOK_SECONDS
 
 
 def _may_pass(error: Exception) -> bool:
-    """Whether another look may succeed; a record that cannot be read stays so."""
     return not isinstance(error, ArtifactError)
 
 
@@ -117,9 +109,9 @@ def _check(name: str) -> None:
 
 
 def _changes(record: dict[str, Any], recipe: Recipe) -> list[str]:
-    """The differences between a record's recipe and this one, a line each.
+    """Return the differences between a record's recipe and this one, a line each.
 
-    Only settings that one of the two gives count: a default may be new, or another one, since the record was written.
+    Only settings that one of the two sets count, because defaults may have changed since the record was written.
     """
     old, new = record["recipe"], recipe.model_dump(mode="json")
     before = _numbered(record.get("given", old))
@@ -129,12 +121,12 @@ def _changes(record: dict[str, Any], recipe: Recipe) -> list[str]:
 
 
 def _numbered(value: Any) -> Any:
-    """The same with mappings for lists of sections, as `merge` lays one on a list."""
+    """Return the value with mappings in place of lists of sections, as `merge` takes them."""
     if isinstance(value, list) and value and isinstance(value[0], dict):
         value = {str(number): item for number, item in enumerate(value)}
     return {name: _numbered(item) for name, item in value.items()} if isinstance(value, dict) else value
 
 
 def _compared(values: dict[str, Any]) -> dict[str, Any]:
-    # A record holds no secrets: they are left out of the comparison.
+    # Records have no secrets, so the comparison has none.
     return {k: v for k, v in published(values).items() if k not in FREE}

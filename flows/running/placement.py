@@ -1,4 +1,4 @@
-"""Reserves the resources of a role on a Ray cluster, and reports the reason where a role has to wait for them."""
+"""Reserves the resources of a role on a Ray cluster, and reports why a role waits for them."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from typing import Any
 from rlhf.flows.recipe.workers import WorkerSettings
 from rlhf.stages.worker.client import StageFailed
 
-LOOK_SECONDS = 1.0
+WAIT_SECONDS = 1.0
 REPORT_SECONDS = 60.0
-"""How often a role that waits reports it."""
+"""Time between two reports of a role that waits."""
 SLICE_SECONDS = 20.0
-"""How long one attempt to reserve a TPU slice takes."""
+"""Time of one attempt to reserve a TPU slice."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -28,52 +28,74 @@ class Placement:
     release: Callable[[], None]
 
     def is_whole(self) -> bool:
-        """Whether no node of it was lost since it was reserved."""
+        """Whether the cluster still has all nodes of the reservation."""
         from ray.util import placement_group_table
 
         return bool(placement_group_table(self.group)["state"] == "CREATED")
 
 
-def place(
+def reserve(
     role: str,
     settings: WorkerSettings,
     wait_seconds: float,
-    tell: Callable[[str], None],
+    log: Callable[[str], None],
     check_time: Callable[[], None],
 ) -> Placement:
-    """Reserves a role's resources, each bundle on a node of its own where the cluster has that many.
+    """Reserve a role's resources, each bundle on another node if the cluster has that many.
 
-    wait_seconds: for resources that no node has; for those in use it waits without limit. Raises StageFailed, naming
-    what is missing.
+    wait_seconds: for resources that no node has; for those in use it waits without limit. Raises StageFailed with the
+    missing resources.
     """
-    wait = _Wait(role, settings, wait_seconds, tell, check_time)
-    if settings.tpu is not None:
-        return _place_slice(settings, wait)
+    reported, lacking_since = -math.inf, math.inf
+
+    def look() -> None:
+        """Report the wait; raises StageFailed if the cluster has lacked the resources for too long."""
+        import ray
+
+        nonlocal reported, lacking_since
+        check_time()
+        now, bundle = time.monotonic(), settings.bundle()
+        nodes = [node for node in ray.nodes() if node["Alive"]]
+        fits = sum(min(int(n["Resources"].get(name, 0) // amount) for name, amount in bundle.items()) for n in nodes)
+        lacking = settings.tpu is not None or fits < settings.hosts
+        lacking_since = min(lacking_since, now) if lacking else math.inf
+        needs = f"a TPU slice {settings.tpu}" if settings.tpu else _shown(bundle)
+        needs = f"{settings.hosts} hosts with {needs} each" if settings.hosts > 1 else needs
+        needs += f"; nodes: {', '.join(map(_shown_node, nodes))}"
+        if now - lacking_since >= wait_seconds:
+            raise StageFailed(
+                f"role {role} needs {needs}. No such resources within {wait_seconds:g} s (workers.wait_seconds): start "
+                f"nodes that have them, or change workers.{role}"
+            )
+        if now - reported >= REPORT_SECONDS:
+            reported = now
+            which = "the cluster does not have" if lacking else "others use"
+            gcs = ray.get_runtime_context().gcs_address
+            join = f"; `ray start --address={gcs}` on a host adds it" if lacking else ""
+            log(f"role {role} waits for resources that {which}: {needs}{join}")
+
+    placement = _reserve_slice(settings, role, look) if settings.tpu is not None else _reserve_bundles(settings)
+    try:
+        while not placement.group.wait(WAIT_SECONDS):
+            look()
+    except BaseException:
+        placement.release()
+        raise
+    return placement
+
+
+def _reserve_bundles(settings: WorkerSettings) -> Placement:
     from ray.util.placement_group import placement_group, remove_placement_group
 
     bundles = [settings.bundle()] * settings.hosts
-    while True:
-        # Fewer nodes than hosts may have the resources of all of them, as a node with eight GPUs for two processes.
-        spread = wait.spread()
-        group = placement_group(bundles, strategy="STRICT_SPREAD" if spread else "PACK")
-        try:
-            while not group.wait(LOOK_SECONDS):
-                wait.look()
-                if wait.spread() != spread:
-                    break
-            else:
-                return Placement(group, bundles, functools.partial(remove_placement_group, group))
-        except BaseException:
-            remove_placement_group(group)
-            raise
-        remove_placement_group(group)
+    group = placement_group(bundles, strategy="SPREAD")
+    return Placement(group, bundles, functools.partial(remove_placement_group, group))
 
 
-def _place_slice(settings: WorkerSettings, wait: _Wait) -> Placement:
+def _reserve_slice(settings: WorkerSettings, role: str, look: Callable[[], None]) -> Placement:
     from ray.util.tpu import slice_placement_group
 
-    assert settings.tpu is not None
-    version, _, topology = settings.tpu.partition(":")
+    version, _, topology = str(settings.tpu).partition(":")
     while True:
         try:
             found = slice_placement_group(
@@ -83,98 +105,19 @@ def _place_slice(settings: WorkerSettings, wait: _Wait) -> Placement:
                 strategy="STRICT_SPREAD",
                 head_reservation_timeout_s=SLICE_SECONDS,
             )
-            break
+            return Placement(found.placement_group, [dict(found.bundle_resources)] * found.num_bundles, found.shutdown)
         except ValueError as e:
-            raise StageFailed(f"workers.{wait.role}.tpu: {e}") from e
+            raise StageFailed(f"workers.{role}.tpu: {e}") from e
         except (TimeoutError, RuntimeError):
-            wait.look()
-    try:
-        while not found.placement_group.wait(LOOK_SECONDS):
-            wait.look()
-    except BaseException:
-        found.shutdown()
-        raise
-    return Placement(found.placement_group, [dict(found.bundle_resources)] * found.num_bundles, found.shutdown)
-
-
-class _Wait:
-    """The wait of one role for its resources."""
-
-    def __init__(
-        self,
-        role: str,
-        settings: WorkerSettings,
-        seconds: float,
-        tell: Callable[[str], None],
-        check_time: Callable[[], None],
-    ):
-        self.role, self._settings, self._seconds = role, settings, seconds
-        self._tell, self._check_time = tell, check_time
-        self._reported = -math.inf
-        self._lacking_since: float | None = None
-
-    def spread(self) -> bool:
-        """Whether each bundle is placed on a node of its own."""
-        fits = _fits(self._settings)
-        return len(fits) >= self._settings.hosts or sum(fits.values()) < self._settings.hosts
-
-    def look(self) -> None:
-        """Reports the wait, and ends it with StageFailed when the cluster does not have the resources for too long."""
-        self._check_time()
-        now = time.monotonic()
-        lacking = self._settings.tpu is not None or sum(_fits(self._settings).values()) < self._settings.hosts
-        self._lacking_since = (self._lacking_since or now) if lacking else None
-        needs = f"{self._needs()}; nodes: {_shown_nodes()}"
-        if self._lacking_since is not None and now - self._lacking_since >= self._seconds:
-            raise StageFailed(
-                f"role {self.role} needs {needs}. No such resources within {self._seconds:g} s "
-                f"(workers.wait_seconds): start nodes that have them, or change workers.{self.role}"
-            )
-        if now - self._reported >= REPORT_SECONDS:
-            self._reported = now
-            which = "the cluster does not have" if lacking else "others use"
-            join = f"; `ray start --address={_gcs()}` on a host adds it" if lacking else ""
-            self._tell(f"role {self.role} waits for resources that {which}: {needs}{join}")
-
-    def _needs(self) -> str:
-        settings = self._settings
-        if settings.tpu is not None:
-            return f"a TPU slice {settings.tpu}"
-        hosts = f"{settings.hosts} hosts with " if settings.hosts > 1 else ""
-        return f"{hosts}{_shown(settings.bundle())}{' each' if hosts else ''}"
-
-
-def _gcs() -> str:
-    import ray
-
-    return str(ray.get_runtime_context().gcs_address)
-
-
-def _nodes() -> list[dict[str, Any]]:
-    import ray
-
-    return [node for node in ray.nodes() if node["Alive"]]
-
-
-def _fits(settings: WorkerSettings) -> dict[str, int]:
-    """By node how many bundles its resources are enough for, in use or not; nodes without enough are left out."""
-    found = {}
-    for node in _nodes():
-        count = min(int(node["Resources"].get(name, 0) // amount) for name, amount in settings.bundle().items())
-        if count:
-            found[node["NodeID"]] = count
-    return found
+            look()
 
 
 def _shown(resources: Mapping[str, float]) -> str:
     return "{" + ", ".join(f"{name}: {amount:g}" for name, amount in resources.items()) + "}"
 
 
-def _shown_nodes() -> str:
-    """Name, address and resources of each node, without what Ray adds by itself."""
+def _shown_node(node: Mapping[str, Any]) -> str:
+    """Return name, address and resources of a node, without the resources that Ray adds."""
     hidden = ("memory", "object_store_memory")
-    return ", ".join(
-        f"{node['NodeManagerHostname']} ({node['NodeManagerAddress']}) "
-        + _shown({n: a for n, a in sorted(node["Resources"].items()) if n not in hidden and not n.startswith("node:")})
-        for node in _nodes()
-    )
+    own = {n: a for n, a in sorted(node["Resources"].items()) if n not in hidden and not n.startswith("node:")}
+    return f"{node['NodeManagerHostname']} ({node['NodeManagerAddress']}) {_shown(own)}"

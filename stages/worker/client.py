@@ -1,4 +1,4 @@
-"""The parent's side of the worker: starts it when first needed, sends requests, and reports its death."""
+"""The parent's side of the worker: starts it for the first request, sends requests, and reports its death."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from collections import deque
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any
+from typing import Any, NoReturn
 
 from rlhf.stages.common.xla_flags import with_flags
 from rlhf.stages.worker import interpreter
@@ -25,41 +25,40 @@ from rlhf.tuning import multihost
 # A worker sends a heartbeat every two seconds: after this time without one it counts as stopped.
 SILENCE_SECONDS = 600.0
 LONGEST_BEAT_SECONDS = 60.0
-"""A wait for a heartbeat counts as this long at most: after Ctrl-Z and `fg` a worker that was stopped with its parent,
-for hours perhaps, is well."""
+"""Maximum that a wait for a heartbeat counts: Ctrl-Z may have stopped parent and worker for hours until `fg`."""
 PIPE_BYTES = 1 << 16
-"""Of a request sent in one go."""
+"""Bytes of a request that are sent at a time."""
 STACK_SECONDS = 1.0
 """Time that a worker has to write the stacks of its threads before it is ended."""
 COMPILING = 3
-"""A compilation may be silent so many times longer than a stage: some take an hour, and none tells how far it is."""
+"""Factor of `limits.stall_seconds` for compilations: some take an hour, and none reports progress."""
 WAIT_SECONDS = 1.0
-"""How long one wait for an event is."""
+"""Time of one wait for an event."""
 RESUMES = "  finished stages, shards and checkpoints are kept; the same command goes on from there"
 LOG_LINES = 8
-"""Lines of its log that the error of a dead worker has."""
+"""Lines of the log in the error of a dead worker."""
 # For glibc's allocator: transparent huge pages by madvise.
 HUGE_PAGES = "glibc.malloc.hugetlb=1"
 
 
 def worker_environment(group: bool = False) -> dict[str, str]:
-    """The environment of a process that computes: flags of XLA for its devices, and large arrays on huge pages.
+    """Return the environment of a process that computes: flags of XLA for its devices, and large arrays on huge pages.
 
     group: whether the process is one of a process group.
 
-    A train step allocates and frees gigabytes; on pages of 4 KiB the kernel spends a quarter of it on page faults.
-    Linux with glibc 2.35 and newer; other systems ignore the setting. What the user has set stays.
+    A train step allocates and frees gigabytes; with pages of 4 KiB a quarter of its time goes to page faults. Systems
+    other than glibc 2.35 and newer ignore the setting. Variables of the user stay.
     """
     platform = ""
-    # Where JAX finds no device the process itself says so.
+    # If JAX finds no device, the process itself reports it.
     with contextlib.suppress(RuntimeError):
         platform = device_kind().partition(":")[0]
     environment = with_flags(os.environ, platform, group)
-    # A scheduler may have described a group to the flow's process: its workers are in none.
-    # A stage asks nothing of Prefect: the keys of its server are the flow's alone.
+    # A scheduler may have described a group to the flow's process, of which its workers are not a part.
+    # Stages do not use Prefect: only the flow gets the keys of its server.
     for name in (multihost.ADDRESS, multihost.COUNT, multihost.INDEX, "PREFECT_API_AUTH_STRING", "PREFECT_API_KEY"):
         environment.pop(name, None)
-    # Else transformers says in each process that torch, which nothing here needs, is not installed.
+    # Else transformers reports in each process that torch, which is not needed, is not installed.
     environment.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")
     tunables = environment.get("GLIBC_TUNABLES", "")
     if "glibc.malloc.hugetlb" not in tunables:
@@ -72,11 +71,11 @@ class StageFailed(RuntimeError):
 
 
 class StageOutage(StageFailed):
-    """A service, a disk or the machine failed the stage: the same request may succeed when that is over."""
+    """A service, a disk or the machine failed the stage: the same request may succeed later."""
 
 
 class CodeChanged(StageFailed):
-    """Code was edited while the run goes on: a fresh worker has to load it, and the stage gets another key."""
+    """Code was edited during the run: a fresh worker has to load it, and the stage gets another key."""
 
 
 class WorkerDied(RuntimeError):
@@ -84,21 +83,37 @@ class WorkerDied(RuntimeError):
 
 
 def any_time() -> None:
-    """A run without a limit."""
+    """The check of a run without a time limit."""
 
 
-def stall(limit: float | None, still: float, compiling: float) -> str | None:
-    """How a worker that has reported nothing for so many seconds, still or compiling, is ended; None within `limit`."""
-    if limit is None or still + compiling / COMPILING <= limit:
-        return None
-    what = f"made no progress for {limit:g} s (`limits.stall_seconds`)"
-    if compiling > still:
-        what = f"compiled for {COMPILING * limit:g} s ({COMPILING} times `limits.stall_seconds`)"
-    return f"{what}, and was ended"
+class Stall:
+    """The time since a worker's last report."""
+
+    def __init__(self, limit: float | None):
+        self._limit = limit
+        self._still = self._compiling = 0.0
+
+    def add(self, event: object, seconds: float) -> str | None:
+        """Count the seconds of a wait for an event; return the reason to end the worker, or None."""
+        seconds = min(seconds, LONGEST_BEAT_SECONDS)
+        match event:
+            # A stage that hangs between compilations has both kinds: only a report ends the count.
+            case Heartbeat(compiling=True):
+                self._compiling += seconds
+            case Heartbeat():
+                self._still += seconds
+            case _:
+                self._still = self._compiling = 0.0
+        if self._limit is None or self._still + self._compiling / COMPILING <= self._limit:
+            return None
+        what = f"made no progress for {self._limit:g} s (`limits.stall_seconds`)"
+        if self._compiling > self._still:
+            what = f"compiled for {COMPILING * self._limit:g} s ({COMPILING} times `limits.stall_seconds`)"
+        return f"{what}, and was ended"
 
 
 def last_lines(log: Path) -> str:
-    """The end of a worker's log, as the last part of an error."""
+    """Return the end of a worker's log, as the last part of an error."""
     tail = ""
     if log.exists():
         with log.open(errors="replace") as f:
@@ -109,9 +124,6 @@ def last_lines(log: Path) -> str:
 class Worker:
     """A worker process that is started by the first request and stays warm until `close`."""
 
-    elsewhere = False
-    """Whether its log is on another host."""
-
     def __init__(
         self,
         log: Path,
@@ -119,9 +131,8 @@ class Worker:
         stage_seconds: float | None = None,
         variables: Mapping[str, str] = MappingProxyType({}),
     ):
-        """log: file of its output. stall_seconds: how long a stage may report nothing; while it
-        compiles, `COMPILING` times as long. stage_seconds: how long a stage may take.
-        variables: of its environment, beside those of this process."""
+        """log: file of its output. stall_seconds: time that a stage may report nothing, `COMPILING` times as long while
+        it compiles. stage_seconds: time that a stage may take. variables: further variables of its environment."""
         self.log = log
         self.variables = variables
         self.stall_seconds = stall_seconds
@@ -168,7 +179,7 @@ class Worker:
         # The worker has these ends. An event pipe still open for writing here would hide its death.
         os.close(request_read)
         os.close(event_write)
-        # A request may be larger than the pipe: it is sent as the worker reads, beside waiting for events.
+        # A request may be larger than the pipe: it is sent while waiting for events.
         os.set_blocking(request_write, False)
         self._requests = request_write
         self._events = event_read
@@ -176,40 +187,29 @@ class Worker:
         self.starts += 1
 
     def run(
-        self,
-        request: Request,
-        on_event: Callable[[Report], None],
-        check_time: Callable[[], None] | None = None,
+        self, request: Request, on_event: Callable[[Report], None], check_time: Callable[[], None] = any_time
     ) -> dict[str, Any]:
-        """Runs one stage and returns its manifest.
+        """Run one stage and return its manifest.
 
         on_event: called with each progress report, log line and heartbeat of a compilation. check_time: called every
         second; what it raises ends the worker, whose log gets the stacks, and is raised. Raises StageFailed with
-        the stage's own error (StageOutage where it is one), CodeChanged where the worker has other code than the
-        request's key says (it is ended then), WorkerDied when the process ends, sends nothing for SILENCE_SECONDS,
-        has nothing to report for `stall_seconds`, or takes longer than `stage_seconds`.
+        the stage's error (StageOutage for an outage), CodeChanged if the worker has other code than the request's key
+        says (it is ended then), and WorkerDied if the process ends, sends nothing for SILENCE_SECONDS, reports nothing
+        for `stall_seconds`, or takes longer than `stage_seconds`.
         """
-        self._check_time, self._busy = check_time or any_time, 0.0
+        self._check_time, self._busy = check_time, 0.0
         if self._process is None or self._process.poll() is not None:
             self.close()
             # The kernel ends it with the thread that starts it.
             in_lasting_thread(self._start)
         try:
             self._unsent = request.line().encode()
-            still = compiling = 0.0
+            stall = Stall(self.stall_seconds)
             while True:
-                waiting_since = time.monotonic()
+                since = time.monotonic()
                 event = self._next_event()
-                waited = min(time.monotonic() - waiting_since, LONGEST_BEAT_SECONDS)
-                match event:
-                    # A stage that hangs in what it does between compilations has both: only a report ends the count.
-                    case Heartbeat(compiling=True):
-                        compiling += waited
-                    case Heartbeat():
-                        still += waited
-                    case _:
-                        still = compiling = 0.0
-                self._end_if_hung(still, compiling)
+                if (cause := stall.add(event, time.monotonic() - since)) is not None:
+                    self._end(cause)
                 match event:
                     case Done(manifest):
                         return manifest
@@ -231,16 +231,20 @@ class Worker:
             raise
 
     def _next_event(self) -> Event:
-        """Waits for an event. Raises EOFError where the worker has ended, or is silent for too long and was killed."""
-        # Counted in waits: a clock would count the time in which both processes were stopped.
-        waits = 0.0
+        """Wait for an event. Raises EOFError if the worker has ended, or was silent for too long and was killed."""
+        silent = 0.0
         self._end_if_late()
         while b"\n" not in self._buffer:
             since = time.monotonic()
             sending = [self._requests] if self._unsent else []
             ready, writable, _ = select.select([self._events], sending, [], WAIT_SECONDS)
-            self._busy += min(time.monotonic() - since, LONGEST_BEAT_SECONDS)
+            waited = time.monotonic() - since
+            self._busy += min(waited, LONGEST_BEAT_SECONDS)
             self._end_if_late()
+            # A clock would count the time in which both processes were stopped.
+            silent = 0.0 if ready or writable else silent + min(waited, WAIT_SECONDS)
+            if silent >= SILENCE_SECONDS:
+                self._end(f"sent nothing for {SILENCE_SECONDS:g} s, and was ended")
             if writable:
                 sent = os.write(self._requests, self._unsent[:PIPE_BYTES])
                 self._unsent = self._unsent[sent:]
@@ -250,22 +254,11 @@ class Worker:
                 if not chunk:
                     raise EOFError
                 self._buffer += chunk
-                waits = 0.0
-            elif writable:
-                waits = 0.0
-            elif (waits := waits + WAIT_SECONDS) >= SILENCE_SECONDS:
-                self._end(f"sent nothing for {SILENCE_SECONDS:g} s, and was ended")
         line, self._buffer = self._buffer.split(b"\n", 1)
         return parse_event(line)
 
-    def _end_if_hung(self, still: float, compiling: float) -> None:
-        """Ends a worker that lives and does not move; its log gets the stacks of its threads. Raises EOFError."""
-        if (cause := stall(self.stall_seconds, still, compiling)) is not None:
-            self.write_stacks()
-            self._end(cause)
-
     def _end_if_late(self) -> None:
-        """Ends a worker whose stage has had its time, or whose run has. Raises EOFError, or what `check_time` does."""
+        """End a worker whose stage or run has passed its limit. Raises EOFError, or the error of `check_time`."""
         try:
             self._check_time()
         except KeyboardInterrupt:
@@ -274,22 +267,23 @@ class Worker:
             self.write_stacks()
             raise
         if self.stage_seconds is not None and self._busy > self.stage_seconds:
-            self.write_stacks()
             self._end(f"took longer than {self.stage_seconds:g} s (`limits.stage_seconds`), and was ended")
 
     def write_stacks(self) -> None:
-        """Has the worker write the stacks of its threads to its log."""
+        """Have the worker write the stacks of its threads to its log."""
         if self._process is not None and self._process.poll() is None:
             self._process.send_signal(signal.SIGUSR1)
             time.sleep(STACK_SECONDS)
 
-    def _end(self, cause: str) -> None:
+    def _end(self, cause: str) -> NoReturn:
+        """End a worker that lives and does not make progress; its log gets the stacks of its threads."""
+        self.write_stacks()
         self._cause = cause
         self.kill()
         raise EOFError
 
     def _obituary(self, request: Request) -> str:
-        """What ended the worker, what is kept, and the last lines of its log."""
+        """Return the cause of the worker's end, what is kept, and the last lines of its log."""
         assert self._process is not None
         try:
             code = self._process.wait(timeout=10)
@@ -305,20 +299,20 @@ class Worker:
         return f"{who} {cause} in stage {request.stage}\n{last_lines(self.log)}"
 
     def kill(self) -> None:
-        """Ends the worker at once; its stage can resume from the work folder."""
+        """End the worker at once; its stage can resume from the work folder."""
         if self._process is not None and self._process.poll() is None:
             self._process.kill()
             self._process.wait()
 
     def leave(self) -> None:
-        """Has the worker leave, which it does when its request pipe closes; `close` waits for that."""
+        """Close the request pipe, which ends the worker; `close` waits for that."""
         for pipe in (self._requests, self._events):
             if pipe >= 0:
                 os.close(pipe)
         self._requests = self._events = -1
 
     def close(self) -> None:
-        """Ends the worker."""
+        """End the worker."""
         self.leave()
         if self._process is None:
             return

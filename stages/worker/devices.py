@@ -1,7 +1,7 @@
-"""The kind of device that a worker computes on, told without loading JAX: it is in the keys of what is computed.
+"""The kind of device that a worker computes on, which is part of keys, found without loading JAX.
 
-Where JAX has no plugin for an accelerator it computes on the processor. Elsewhere JAX is asked once, in a process of
-its own, and the answer is kept in a file for as long as nothing changes that it may follow from.
+Without a plugin for an accelerator JAX computes on the processor. With one, another process asks JAX once, and a file
+keeps the answer while the devices, versions and variables that it depends on stay the same.
 """
 
 from __future__ import annotations
@@ -14,30 +14,34 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any, TypeVar
 
+from rlhf.stages.contract.definition import StageConfig
 from rlhf.stages.store.leases import host_scope
 from rlhf.tuning.atomic import whole_file
 from rlhf.tuning.names import cache_folder
+from rlhf.tuning.processor import multiplies_bfloat16
 
+C = TypeVar("C", bound=StageConfig)
 CPU = "cpu:cpu"
 VARIABLES = ("JAX_PLATFORMS", "CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES", "TPU_CHIPS")
 """Environment variables that choose a device."""
 DEVICE_FILES = ("nvidia[0-9]*", "accel*", "kfd", "vfio/*")
 ONE_CHIP = {"TPU_PROCESS_BOUNDS": "1,1,1", "TPU_CHIPS_PER_PROCESS_BOUNDS": "1,1,1", "TPU_VISIBLE_CHIPS": "0"}
-"""Of a slice of several hosts all have to ask at once, unless each asks for a chip alone."""
+"""On a slice of several hosts, all of them have to ask at the same time, unless each asks for one chip."""
 TPU_BOUNDS = {1: "1,1,1", 2: "1,2,1", 4: "2,2,1", 8: "2,4,1"}
-"""How so many chips of a host lie, which libtpu is told of a process that has not all of them."""
+"""The layout of a number of chips of a host, which libtpu needs in a process that has only these."""
 GPU_VARIABLES = ("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES")
 _ASK = "import jax; d = jax.devices()[0]; print(f'{d.platform}:{d.device_kind}')"
 
 
 @functools.cache
 def device_kind() -> str:
-    """Platform and kind of this machine's first device, as `gpu:NVIDIA H100 80GB HBM3` or `cpu:cpu`.
+    """Return platform and kind of this machine's first device, such as `gpu:NVIDIA H100 80GB HBM3` or `cpu:cpu`.
 
-    Raises RuntimeError, with the end of its output, where JAX cannot say.
+    Raises RuntimeError with the end of JAX's output if it finds no device.
     """
     plugins = _plugins()
     if not plugins or os.environ.get("JAX_PLATFORMS") == "cpu":
@@ -58,18 +62,29 @@ def device_kind() -> str:
     return kind
 
 
-def confined(devices: Sequence[int], kind: str, environment: Mapping[str, str] = os.environ) -> dict[str, str]:
-    """The variables by which a process has these accelerators of its host alone; with none of them the processor.
+def with_dtype(config: C, far: bool) -> C:
+    """Return the settings with a dtype that means the same on every machine, because it is part of the key.
 
-    devices: their numbers; where a variable leaves this process some of them already, places among those.
-    kind: of the host's devices (`device_kind`). Raises ValueError, with what to do, for devices that there cannot be.
+    far: whether workers on other hosts, whose processors are unknown here, make nodes of the run.
+    """
+    compute: Any = getattr(config, "compute", None)
+    if compute is None or compute.dtype != "fast" or not far and device_kind() == CPU and multiplies_bfloat16():
+        return config
+    return config.model_copy(update={"compute": compute.model_copy(update={"dtype": "auto"})})
+
+
+def confined(devices: Sequence[int], kind: str, environment: Mapping[str, str] = os.environ) -> dict[str, str]:
+    """Return the variables that limit a process to these accelerators of its host; without any, to the processor.
+
+    devices: their numbers, or indices into the list of a variable that already limits this process.
+    kind: of the host's devices (`device_kind`). Raises ValueError, with the remedy, for devices that cannot exist.
     """
     if not devices:
         return {"JAX_PLATFORMS": "cpu"}
     platform = kind.partition(":")[0]
     if platform == "tpu":
         if len(devices) not in TPU_BOUNDS:
-            raise ValueError(f"{len(devices)} chips of a TPU are no part of a host: give it {_any_of(TPU_BOUNDS)}")
+            raise ValueError(f"{len(devices)} chips of a TPU are not a part of a host: give it 1, 2, 4 or 8")
         bounds = {"TPU_PROCESS_BOUNDS": "1,1,1", "TPU_CHIPS_PER_PROCESS_BOUNDS": TPU_BOUNDS[len(devices)]}
         return bounds | {"TPU_VISIBLE_CHIPS": ",".join(map(str, devices))}
     if platform != "gpu":
@@ -85,19 +100,14 @@ def confined(devices: Sequence[int], kind: str, environment: Mapping[str, str] =
     return found
 
 
-def _any_of(numbers: Iterable[int]) -> str:
-    *first, last = map(str, numbers)
-    return f"{', '.join(first)} or {last}"
-
-
 def forget() -> None:
-    """Has JAX asked again next time: a worker has found another device."""
+    """Forget the answer, because a worker has found another device."""
     if plugins := _plugins():
         _remembered(plugins).unlink(missing_ok=True)
 
 
 def _plugins() -> dict[str, str]:
-    """Versions of what JAX may load for an accelerator, by name."""
+    """Return the versions of JAX's plugins for accelerators, by name."""
     found = {e.name: e.dist.version if e.dist else "" for e in importlib.metadata.entry_points(group="jax_plugins")}
     for name in ("jax_plugins", "libtpu"):
         if importlib.util.find_spec(name) is not None:
@@ -106,7 +116,7 @@ def _plugins() -> dict[str, str]:
 
 
 def _remembered(plugins: dict[str, str]) -> Path:
-    """The file with the answer; its name holds all that the answer may follow from."""
+    """Return the file with the answer; its name hashes everything that the answer depends on."""
     devices = sorted(str(p) for pattern in DEVICE_FILES for p in Path("/dev").glob(pattern))
     facts = [host_scope(), sys.executable, importlib.metadata.version("jaxlib"), plugins, devices]
     facts.append({n: os.environ.get(n) for n in VARIABLES})

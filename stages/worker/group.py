@@ -12,6 +12,7 @@ collective. The next request starts a new group, which resumes from checkpoints 
 from __future__ import annotations
 
 import contextlib
+import math
 import queue
 import re
 import socket
@@ -22,26 +23,25 @@ from pathlib import Path
 from typing import Any, NoReturn, Protocol
 
 from rlhf.stages.worker.client import (
-    LONGEST_BEAT_SECONDS,
     RESUMES,
     WAIT_SECONDS,
     CodeChanged,
     StageFailed,
+    Stall,
     Worker,
     WorkerDied,
     any_time,
     last_lines,
-    stall,
 )
 from rlhf.stages.worker.protocol import Done, Heartbeat, Log, Progress, Report, Request
 from rlhf.tuning import multihost
 
 GRACE_SECONDS = 3.0
-"""After the first failure of a member: another one may be its cause."""
+"""Time after the first failure of a member in which another one may report the cause."""
 CONNECTION = re.compile(r"JaxRuntimeError: .*(Gloo|NCCL|[Cc]oordination service|UNAVAILABLE|DEADLINE_EXCEEDED|ABORTED)")
-"""In an error of a process that has lost another one, whose end may be noticed later."""
+"""Errors of a process that has lost another one, whose end may be noticed later."""
 COMPILING_SECONDS = 5.0
-"""After a heartbeat that says so a member counts as compiling for this long; beats come every two seconds."""
+"""Time that a member counts as compiling after such a heartbeat; beats come every two seconds."""
 
 
 class Member(Protocol):
@@ -62,30 +62,26 @@ class Member(Protocol):
     def close(self) -> None: ...
 
 
+Start = Callable[[Callable[[str], None], Callable[[], None]], Sequence[Member]]
+"""(log, check_time) -> the members of a new group."""
+
+
 class _Ended(KeyboardInterrupt):
-    """The group ends a member, as Ctrl-C does: without a word."""
+    """Ends a member as Ctrl-C does, without a message."""
 
 
 class ProcessGroup:
     """The processes of one role. The first request starts them, and they stay warm until `close` or a failure."""
 
-    elsewhere = False
-    """Whether its log is on another host."""
+    def __init__(self, start: Start, log: Path, stall_seconds: float | None = None):
+        """start: makes the members of a new group, without limits for a lack of progress.
 
-    def __init__(self, start: Callable[[], Sequence[Member]], log: Path, stall_seconds: float | None = None):
-        """start: makes the members of a new group, without a limit of their own for a lack of progress.
-
-        log: the file of the output of process 0. stall_seconds: how long all members together may report nothing;
-        while one compiles, `client.COMPILING` times as long.
+        log: the file of the output of process 0. stall_seconds: time that all members together may report nothing;
+        `client.COMPILING` times as long while one compiles.
         """
         self.log, self.stall_seconds, self.starts = log, stall_seconds, 0
         self._start, self._members = start, list[Member]()
         self._logs = [log]
-
-    @property
-    def pid(self) -> int | None:
-        """The process id of process 0; None while no group runs."""
-        return self._members[0].pid if self._members else None
 
     @property
     def logs(self) -> list[Path]:
@@ -93,65 +89,105 @@ class ProcessGroup:
         return self._logs
 
     def run(
-        self, request: Request, on_event: Callable[[Report], None], check_time: Callable[[], None] | None = None
+        self, request: Request, on_event: Callable[[Report], None], check_time: Callable[[], None] = any_time
     ) -> dict[str, Any]:
-        """Runs one stage on all processes and returns the manifest; raises as `Worker.run`, and names the process."""
+        """Run one stage on all processes and return the manifest; raises as `Worker.run`, and names the process."""
         if not self._members:
-            self._members = list(self._start())
+            self._members = list(self._start(lambda line: on_event(Log(line)), check_time))
             self._logs = [log for member in self._members for log in member.logs]
             self.starts += 1
-        at_work = _AtWork(self._members, request)
-        try:
-            return self._manifest(at_work, on_event, check_time or any_time)
-        except BaseException:
-            at_work.end()
-            self.close()
-            raise
+        over, events = threading.Event(), queue.SimpleQueue[tuple[int, Report | Done | BaseException]]()
 
-    def _manifest(
-        self, at_work: _AtWork, on_event: Callable[[Report], None], check_time: Callable[[], None]
-    ) -> dict[str, Any]:
-        still = compiling = 0.0
-        while len(at_work.made) + len(at_work.errors) < len(self._members):
-            since = time.monotonic()
-            report = at_work.next_report()
-            check_time()
-            if at_work.errors and time.monotonic() > at_work.failed + GRACE_SECONDS:
-                break
-            if report is not None and report[0] == 0:
-                on_event(report[1])
-            if report is not None and isinstance(report[1], Progress | Log):
-                still = compiling = 0.0
-                continue
-            waited = min(time.monotonic() - since, LONGEST_BEAT_SECONDS)
-            if at_work.is_compiling:
-                compiling += waited
-            else:
-                still += waited
-            if (cause := stall(self.stall_seconds, still, compiling)) is not None:
-                self._end_stalled(at_work.request, cause)
-        if 0 not in at_work.made:
-            self._raise(at_work.errors)
-        if at_work.errors:
-            # The artifact is committed; the next request needs a whole group.
-            number, error = next(iter(at_work.errors.items()))
+        def check_over() -> None:
+            if over.is_set():
+                raise _Ended
+
+        def work(number: int, member: Member) -> None:
+            try:
+                manifest = member.run(request, lambda report: events.put((number, report)), check_over)
+                events.put((number, Done(manifest)))
+            except BaseException as e:
+                events.put((number, e))
+
+        threads = [threading.Thread(target=work, args=item, daemon=True) for item in enumerate(self._members)]
+        for thread in threads:
+            thread.start()
+        try:
+            made, errors = self._results(request, events, on_event, check_time)
+            if 0 not in made:
+                self._raise(errors)
+            if not errors:
+                return made[0]
+            number, error = next(iter(errors.items()))
             on_event(Log(f"{self._named(number)} failed after the artifact was committed: {error}"))
-            at_work.end()
-            self.close()
-        return at_work.made[0]
+        except BaseException:
+            self._end(over, threads)
+            raise
+        # The next request needs a whole group.
+        self._end(over, threads)
+        return made[0]
+
+    def _results(
+        self,
+        request: Request,
+        events: queue.SimpleQueue[tuple[int, Report | Done | BaseException]],
+        on_event: Callable[[Report], None],
+        check_time: Callable[[], None],
+    ) -> tuple[dict[int, dict[str, Any]], dict[int, BaseException]]:
+        """Return manifests and errors by process; errors in the order of arrival."""
+        made, errors = dict[int, dict[str, Any]](), dict[int, BaseException]()
+        stall, failed, compiling = Stall(self.stall_seconds), math.inf, -math.inf
+        while len(made) + len(errors) < len(self._members):
+            since = time.monotonic()
+            number, event = 0, None
+            with contextlib.suppress(queue.Empty):
+                number, event = events.get(timeout=WAIT_SECONDS)
+            check_time()
+            now = time.monotonic()
+            match event:
+                case Done(manifest):
+                    made[number] = manifest
+                case BaseException():
+                    errors[number], failed = event, min(failed, now)
+                case Heartbeat():
+                    compiling = now
+                    if number == 0:
+                        on_event(event)
+                case Progress() | Log() if number == 0:
+                    on_event(event)
+            if now > failed + GRACE_SECONDS:
+                break
+            is_report = isinstance(event, Progress | Log)
+            beat = event if is_report else Heartbeat(compiling=now - compiling < COMPILING_SECONDS)
+            if (cause := stall.add(beat, now - since)) is not None:
+                for member in self._members:
+                    member.write_stacks()
+                names = ", ".join(member.where for member in self._members)
+                raise WorkerDied(
+                    f"the process group ({names}) {cause} in stage {request.stage}\n{last_lines(self.log)}"
+                )
+        return made, errors
+
+    def _end(self, over: threading.Event, threads: Sequence[threading.Thread]) -> None:
+        over.set()
+        for member in self._members:
+            member.kill()
+        for thread in threads:
+            thread.join()
+        self.close()
 
     def _named(self, number: int) -> str:
         return f"process {number} of {len(self._members)} ({self._members[number].where})"
 
     def _raise(self, errors: Mapping[int, BaseException]) -> NoReturn:
-        """Raises the error that is the cause of the others: a death, then an edit, then the error of process 0."""
+        """Raise the error that caused the others: a death, then an edit, then the error of process 0."""
 
         def order(number: int) -> tuple[bool, bool, bool, bool]:
             error = errors[number]
             lost = CONNECTION.search(str(error)) is not None
             return not isinstance(error, WorkerDied), not isinstance(error, CodeChanged), lost, number != 0
 
-        # Of equal ones the first: the order of a mapping is that of arrival.
+        # The first of equal ones, in the order of arrival.
         number = min(errors, key=order)
         error = errors[number]
         if isinstance(error, StageFailed) and CONNECTION.search(str(error)):
@@ -160,94 +196,18 @@ class ProcessGroup:
             raise type(error)(f"{self._named(number)}: {error}") from error
         raise error
 
-    def _end_stalled(self, request: Request, cause: str) -> NoReturn:
-        for member in self._members:
-            member.write_stacks()
-        names = ", ".join(member.where for member in self._members)
-        raise WorkerDied(f"the process group ({names}) {cause} in stage {request.stage}\n{last_lines(self.log)}")
-
-    def kill(self) -> None:
-        """Ends all processes at once; the stage can resume from the work folder."""
-        for member in self._members:
-            member.kill()
-
     def leave(self) -> None:
-        """Has all processes leave; `close` waits for that."""
+        """Close the request pipes of all processes; `close` waits for their end."""
         for member in self._members:
             member.leave()
 
     def close(self) -> None:
-        """Ends all processes."""
+        """End all processes."""
         self.leave()
         with contextlib.ExitStack() as ends:
             for member in self._members:
                 ends.callback(member.close)
         self._members = []
-
-
-class _AtWork:
-    """A request that all members run, each in a thread."""
-
-    def __init__(self, members: Sequence[Member], request: Request):
-        self.request = request
-        self.made: dict[int, dict[str, Any]] = {}
-        self.errors: dict[int, BaseException] = {}
-        """By process, in the order of arrival."""
-        self.failed = 0.0
-        """When the first one failed, by `time.monotonic`."""
-        self._members = members
-        self._reports: queue.SimpleQueue[tuple[int, Report | Done | BaseException]] = queue.SimpleQueue()
-        self._compiling: dict[int, float] = {}
-        self._over = threading.Event()
-        self._threads = [
-            threading.Thread(target=self._run, args=[number], name=f"process-{number}", daemon=True)
-            for number in range(len(members))
-        ]
-        for thread in self._threads:
-            thread.start()
-
-    def _run(self, number: int) -> None:
-        def check_time() -> None:
-            if self._over.is_set():
-                raise _Ended
-
-        try:
-            made = self._members[number].run(
-                self.request, lambda report: self._reports.put((number, report)), check_time
-            )
-            self._reports.put((number, Done(made)))
-        except BaseException as e:
-            self._reports.put((number, e))
-
-    def next_report(self) -> tuple[int, Report] | None:
-        """A report and the number of its process; None after WAIT_SECONDS without one, and after an end."""
-        try:
-            number, found = self._reports.get(timeout=WAIT_SECONDS)
-        except queue.Empty:
-            return None
-        if isinstance(found, Done):
-            self.made[number] = found.manifest
-            return None
-        if isinstance(found, BaseException):
-            self.failed = self.failed or time.monotonic()
-            self.errors[number] = found
-            return None
-        if isinstance(found, Heartbeat):
-            self._compiling[number] = time.monotonic()
-        return number, found
-
-    @property
-    def is_compiling(self) -> bool:
-        """Whether a member compiles."""
-        return any(time.monotonic() - at < COMPILING_SECONDS for at in self._compiling.values())
-
-    def end(self) -> None:
-        """Ends the processes at once, and waits for the threads."""
-        self._over.set()
-        for member in self._members:
-            member.kill()
-        for thread in self._threads:
-            thread.join()
 
 
 def local_group(
@@ -257,9 +217,9 @@ def local_group(
     stage_seconds: float | None = None,
     variables: Sequence[Mapping[str, str]] = ({},),
 ) -> ProcessGroup:
-    """A group of `count` processes of this machine. variables: of each one's environment, or of all where it is one."""
+    """Return a group of `count` processes of this machine. variables: of each environment, or one for all."""
 
-    def start() -> list[Worker]:
+    def start(log_line: object, check_time: object) -> list[Worker]:
         with socket.create_server(("127.0.0.1", 0)) as server:
             address = f"127.0.0.1:{server.getsockname()[1]}"
         members = []
@@ -272,5 +232,5 @@ def local_group(
 
 
 def log_of_process(log: Path, number: int) -> Path:
-    """The file of the output of a group's process: `log` itself for process 0."""
+    """Return the file of the output of a group's process: `log` itself for process 0."""
     return log if number == 0 else log.with_name(f"{log.stem}-{number}{log.suffix}")

@@ -30,7 +30,7 @@ ABSENT = "not set"
 
 
 def variables(environment: Mapping[str, str] = os.environ) -> dict[str, str]:
-    """The environment variables that are set and change what a stage computes, for its key."""
+    """Return the environment variables that are set and change what a stage computes, for its key."""
     found = {n: environment[n] for n in (*VARIABLES, *OF_DEVICES) if n in environment}
     if FLAGS in found:
         # XLA takes the name of a file of flags, too.
@@ -41,20 +41,20 @@ def variables(environment: Mapping[str, str] = os.environ) -> dict[str, str]:
 
 
 def properties(kind: str, environment: Mapping[str, str] = os.environ) -> dict[str, str]:
-    """The properties of this host by name. kind: of device that it computes on, PLATFORM:KIND."""
-    found = {name: environment[name] for name in (*VARIABLES, *OF_DEVICES) if name in environment}
+    """Return the properties of this host by name. kind: of device that it computes on, PLATFORM:KIND."""
+    found = variables(environment)
     found["Python"] = f"{sys.implementation.name} {sys.version_info.major}.{sys.version_info.minor}"
     if kind == CPU:
-        # Own kernels are compiled for the processor where there is a compiler; XLA does their work elsewhere.
+        # With a compiler, the project's kernels are compiled for the processor; without one XLA does their work.
         found["processor"] = f"{platform.machine()} {instructions()}".strip()
         found["C compiler"] = "present" if shutil.which(environment.get("CC") or "cc") else "missing"
     return found
 
 
 def difference(here: Mapping[str, str], there: Mapping[str, str], same_kind: bool) -> str | None:
-    """A sentence that names the first property that differs between the run's host (`here`) and a node (`there`).
+    """Return a sentence about the first property that differs between the run's host (`here`) and a node (`there`).
 
-    same_kind: whether both have the same kind of device. None where all that matters is equal.
+    same_kind: whether both have the same kind of device. None if all of them are equal.
     """
     for name in sorted((here.keys() | there.keys()) - set(() if same_kind else OF_DEVICES)):
         one, other = here.get(name, ABSENT), there.get(name, ABSENT)

@@ -1,4 +1,4 @@
-"""How a Python process of this project is started, and a record of the code that it imports.
+"""Starts Python processes of this project, and records the code that they import.
 
 `python -m` puts the current folder first, where a file `random.py` or a folder `rlhf` would be imported in place of
 what was meant. Processes start without it (`-P`) and take over the path of the process that starts them, so that what
@@ -33,14 +33,14 @@ _digests: dict[str, str] = {}
 
 
 def command(module: str, *arguments: str) -> list[str]:
-    """The command that calls `main` of a module of this project in another process, which has this one's path."""
-    # An empty entry is the current folder of whoever reads it.
+    """Return the command that calls `main` of a module in another process with the path of this one."""
+    # An empty entry is the current folder of the process that reads it.
     path = [entry or os.getcwd() for entry in sys.path]
     return [sys.executable, "-P", "-c", _START, json.dumps(path), module, *arguments]
 
 
 def end_of(code: int) -> str:
-    """How a process has ended, by its exit status as `subprocess` gives it."""
+    """Return how a process has ended, by its exit status from `subprocess`."""
     if code >= 0:
         return f"exited with status {code}"
     # Most signals of real time have no name.
@@ -49,7 +49,7 @@ def end_of(code: int) -> str:
 
 
 def add_current_folder() -> None:
-    """Makes a user's modules in the current folder importable, behind everything else.
+    """Make a user's modules in the current folder importable, after everything else.
 
     The project comes before it: a user's folder called `rlhf` would win against it in processes that this one starts.
     """

@@ -1,6 +1,6 @@
-"""Whether this process has the code, packages and device that the key of a request names (R26).
+"""Checks that this process has the code, packages and device of a request's key (R26).
 
-A module counts as it was imported, whatever its file holds by now (`rlhf.stages.worker.interpreter.record`). Reward
+A module counts as it was imported, even if its file has changed (`rlhf.stages.worker.interpreter.record`). Reward
 functions and readers of data run in children of this process, which may import a module later than it does: for those
 the file must be the same at the end too.
 """
@@ -26,7 +26,7 @@ USER_CODE = ("module:", "reached from ")
 used."""
 
 _asked: dict[str, str] = {}
-"""Digests of modules by name in the requests so far: what children have loaded is one of these."""
+"""Digests of modules by name in earlier requests, which children may have loaded."""
 
 
 class CodeDiffers(RuntimeError):
@@ -57,10 +57,10 @@ def check_before(request: Request) -> None:
 
 
 def check_after(request: Request, sources: Mapping[str, str]) -> None:
-    """Raises CodeDiffers where code was edited while the stage ran, so that it may have loaded either.
+    """Raises CodeDiffers if code was edited while the stage ran, which may have loaded either version.
 
-    sources: what the stage read from outside, as it is now. Raises DataDiffers, naming the file, where data changed,
-    and RuntimeError where packages or the device are not those of the key.
+    sources: current digests of the files and functions that the stage read. Raises DataDiffers with the file if data
+    changed, and RuntimeError if packages or the device are not those of the key.
     """
     loaded = interpreter.recorded()
     for name, digest in request.files.items():
@@ -98,14 +98,13 @@ def _file_of(name: str, config: Mapping[str, Any]) -> str:
 
 
 def check_elsewhere(request: Request, sources: Mapping[str, str], there: str) -> None:
-    """Of a process on another host than the one that has made the key: raises RuntimeError, naming the module, where
-    its files are other code, also such as nothing has loaded yet.
+    """Raises RuntimeError, with the module, if this host has other code than the host that derived the key.
 
-    sources: what the stage reads from outside, as it is here. there: the other one, as `on the lead`.
+    sources: digests of the files and functions that the stage reads, on this host. there: the other host, for messages.
     """
     for name, digest in request.files.items():
         found = _on_disk(name)
-        # What lies beside a module is under its name with a suffix, which no import finds.
+        # Files next to a module have its name with a suffix, which no import finds.
         if found != digest and (found is not None or not name.endswith((".c", ".h", ".html.j2"))):
             raise RuntimeError(f"module {name} {_differs(found, there)}: give all hosts the same project")
     wanted = request.key_parts.get("sources", {})
@@ -128,8 +127,8 @@ def _check_packages(request: Request, how: str) -> None:
             found = "absent"
         if found != version:
             raise RuntimeError(
-                f"package {name} was {version} when the run began, {how} {found}: start the run again, and what "
-                "depends on it is made again"
+                f"package {name} was {version} when the run began, {how} {found}: start the run again; it "
+                "recomputes the stages that depend on it"
             )
 
 

@@ -1,4 +1,4 @@
-"""The end of a worker with the process that has started it.
+"""Ends a worker together with the process that has started it.
 
 The kernel can end a process with its parent (`PR_SET_PDEATHSIG` of prctl(2)), and takes the end of the thread that
 started it for the parent's death. Threads that run stages come and go, so workers are started from a thread that lives
@@ -21,7 +21,7 @@ PARENT_SECONDS = 0.5
 
 
 def die_with_parent(parent: int) -> None:
-    """Ends this process when its parent dies: a thread polls for that, and on Linux the kernel signals it too, also
+    """End this process when its parent dies: a thread polls for that, and on Linux the kernel signals it too, also
     while no thread of Python can run. It takes the end of the thread that started this process for the parent's death
     (`in_lasting_thread`)."""
     if sys.platform == "linux":
@@ -39,7 +39,7 @@ def die_with_parent(parent: int) -> None:
 
 
 def in_lasting_thread(action: Callable[[], None]) -> None:
-    """Runs an action in that thread; what it raises is raised here. An interrupted caller leaves when it has ended."""
+    """Run an action in that thread, and raise its error. An interrupted caller waits for its end."""
     done, errors = threading.Event(), list[BaseException]()
 
     def run() -> None:
@@ -53,7 +53,7 @@ def in_lasting_thread(action: Callable[[], None]) -> None:
     try:
         done.wait()
     except BaseException:
-        # What it starts is there to be ended.
+        # The caller has to end the process that it starts.
         done.wait()
         raise
     if errors:
@@ -62,7 +62,7 @@ def in_lasting_thread(action: Callable[[], None]) -> None:
 
 @functools.cache
 def _actions(process: int) -> queue.SimpleQueue[Callable[[], None]]:
-    """What the thread of this process is to do: a forked one has none of its parent's threads."""
+    """Return the queue of the thread of this process; a forked process needs another thread."""
     actions = queue.SimpleQueue[Callable[[], None]]()
 
     def work() -> None:

@@ -1,7 +1,7 @@
 """The worker: the process that holds the devices and runs stages, one request at a time.
 
-Requests and events (`rlhf.stages.worker.protocol`) travel over two pipes whose descriptors are given on the command
-line. stdout and stderr of a stage are the worker's log. The worker ends when its parent does.
+Requests and events (`rlhf.stages.worker.protocol`) travel over two pipes, whose descriptors the command line has.
+stdout and stderr of a stage are the worker's log. The worker ends when its parent does.
 """
 
 from __future__ import annotations
@@ -15,54 +15,43 @@ import logging
 import os
 import shutil
 import signal
+import socket
 import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable
-from pathlib import Path
+from collections.abc import Callable, Iterable, Iterator
 from types import FrameType
-from typing import TYPE_CHECKING, Any, TextIO
+from typing import Any, TextIO
 
 from rlhf.stages.common.compilation import configure_jax, use_precision
+from rlhf.stages.contract.definition import Context, Stage, StageConfig
+from rlhf.stages.contract.error_location import place_of
+from rlhf.stages.contract.fingerprint import library_versions
+from rlhf.stages.contract.registry import stage as find_stage
+from rlhf.stages.store import leases
+from rlhf.stages.store.artifacts import Artifact, Store, content_digest
+from rlhf.stages.store.disk import check_room, disk_fault
+from rlhf.stages.store.keys import published, without_userinfo
+from rlhf.stages.store.transfers import files_of
+from rlhf.stages.store.work import OUT, WorkFolder
 from rlhf.stages.worker import loaded_code
 from rlhf.stages.worker.interpreter import escape_output
-from rlhf.stages.worker.manifest import manifest_of
 from rlhf.stages.worker.parent_death import die_with_parent
-from rlhf.stages.worker.protocol import (
-    Changed,
-    Done,
-    Event,
-    Heartbeat,
-    Lines,
-    Log,
-    Progress,
-    Request,
-    event_line,
-)
+from rlhf.stages.worker.protocol import Changed, Done, Event, Failed, Heartbeat, Log, Progress, Request, event_line
 from rlhf.tuning import multihost
 
-if TYPE_CHECKING:
-    from rlhf.stages.contract.definition import Context, Stage, StageConfig
-    from rlhf.stages.store.artifacts import Artifact, Store
-
-
-from collections.abc import Iterator
-
-from rlhf.stages.contract.definition import Context
-from rlhf.stages.contract.error_location import place_of
-from rlhf.stages.worker.loaded_code import DataDiffers
-from rlhf.stages.worker.protocol import Failed
-
 HEARTBEAT_SECONDS = 2.0
+FOLDER = "logs/tensorboard"
+"""The folder in which TensorBoard's plugin looks for traces; logs are not content of an artifact."""
 
-# Modules of JAX that are on the stack only while a program is made, in each version that this project supports.
+# Modules of JAX that are on the stack only while a program is compiled, in each version that this project supports.
 _COMPILING = tuple(
     os.path.join("jax", "_src", *path)
     for path in (("compiler.py",), ("interpreters", "partial_eval.py"), ("interpreters", "mlir.py"))
 )
 WRITES_MODELS = ("sft", "distill", "preference", "reward", "export")
-"""Stages whose artifact is a model; an update may be one, or what a replay makes it of."""
+"""Stages whose artifact is a model, always."""
 
 
 class Events:
@@ -73,7 +62,7 @@ class Events:
         self._lock = threading.Lock()
 
     def send(self, event: Event) -> None:
-        """Writes one event; it is sent when this returns."""
+        """Write one event; it is sent when this returns."""
         with self._lock:
             self._stream.write(event_line(event))
             self._stream.flush()
@@ -91,142 +80,61 @@ def is_compiling() -> bool:
 
 
 def run_request(request: Request, memory: dict[str, Any], events: Events) -> dict[str, Any]:
-    """Runs one stage and commits its artifact; returns the manifest, empty where process 0 of a group runs it alone."""
-    stage, config = settings_of(request)
-    if stage.processes(config) == "all":
-        return _run(request, stage, config, memory, events)
-    if not multihost.is_primary():
+    """Run one stage, commit its artifact and return the manifest.
+
+    It is empty in the other processes of a group for a stage that process 0 runs alone.
+    """
+    stage = find_stage(request.stage)
+    # Through JSON: strict models take lists and numbers as JSON has them.
+    config = stage.config.model_validate_json(json.dumps(request.config))
+    is_common = stage.processes(config) == "all"
+    if not is_common and not multihost.is_primary():
         return {}
-    with multihost.alone():
-        return _run(request, stage, config, memory, events)
-
-
-def _run(request: Request, stage: Stage, config: StageConfig, memory: dict[str, Any], events: Events) -> dict[str, Any]:
-    from rlhf.stages.store.artifacts import Store, content_digest
-    from rlhf.stages.store.disk import check_room
-    from rlhf.stages.store.leases import check
-    from rlhf.stages.store.transfers import files_of
-    from rlhf.stages.store.work import OUT, WorkFolder
-
     store = Store(request.store)
-    if request.elsewhere:
-        # First: a fresh process of this host would have no other code.
-        loaded_code.check_elsewhere(request, stage.sources(config), "where the run is")
-    loaded_code.check_before(request)
-    use_precision(config, memory)
-    forget_unless_equal(memory)
-    inputs = inputs_of(store, request)
-    if request.stage in WRITES_MODELS:
-        # The model that a stage makes is as large as the one that it begins with: known before hours of work.
-        check_room(
-            store.scratch, max((sum(f["size"] for f in a.manifest["files"]) for a in inputs.values()), default=0)
-        )
+    with contextlib.nullcontext() if is_common else multihost.alone():
+        if request.elsewhere:
+            # First: a fresh process of this host would have the same code.
+            loaded_code.check_elsewhere(request, stage.sources(config), "where the run is")
+        loaded_code.check_before(request)
+        use_precision(config, memory)
+        forget_unless_equal(memory)
+        inputs = inputs_of(store, request)
+        if request.stage in WRITES_MODELS:
+            # The model is as large as the one that the stage begins with: known before hours of work.
+            sizes = (sum(f["size"] for f in a.manifest["files"]) for a in inputs.values())
+            check_room(store.scratch, max(sizes, default=0))
+        return _make(request, stage, config, store, inputs, memory, events).manifest
+
+
+def _make(
+    request: Request,
+    stage: Stage,
+    config: StageConfig,
+    store: Store,
+    inputs: dict[str, Artifact],
+    memory: dict[str, Any],
+    events: Events,
+) -> Artifact:
     # A forced run starts from nothing: partial work of an unforced one must not leak into it.
     work_key = f"{request.key}-{request.force}" if request.force else request.key
     folder = WorkFolder(store, request.stage, work_key)
     work = folder.open()
-    # Output of killed tries: what can be used again is beside it.
+    # Output of killed tries; reusable work is next to it.
     for left in work.glob(f"{OUT}*"):
         shutil.rmtree(left, ignore_errors=True)
-    # Of each holder of the lease its own: one that another has taken over from may go on later.
+    # Each holder of the lease has its own: a process that lost the lease may continue later.
     out = work / f"{OUT}.{(request.lease or 'none')[:8]}"
     out.mkdir(parents=True)
 
-    def still_ours() -> None:
+    def check_lease() -> None:
         if request.lease is not None:
-            check(store, request.stage, request.key, request.lease)
-
-    started = time.time()
-    context = _context(request, config, inputs, out, work, memory, events)
-    context.saved, context.fetch = folder.save, folder.fetch
-    try:
-        try:
-            with profiled(context):
-                metrics = stage.run(context)
-            # Files of data are on the host of process 0, which has read them.
-            read = stage.sources(config) if multihost.is_primary() else request.key_parts.get("sources", {})
-            loaded_code.check_after(request, read)
-        finally:
-            context.close()
-        manifest = manifest_of(request, config, inputs, metrics, started)
-        files = files_of(out)
-        committed = store.commit(out, manifest, replace=bool(request.force), files=files, check=still_ours)
-    except BaseException as e:
-        # Else the next request would take it for its own.
-        name_new(memory, None)
-        # Whoever has taken over may have removed what it was about to read: that is the error then.
-        with contextlib.suppress(OSError):
-            still_ours()
-        if isinstance(e, loaded_code.SourceDiffers):
-            # Were the edit undone, the next try would go on with it.
-            folder.drop()
-            stage.tidied(context)
-        raise
-    # Another process may have committed the key meanwhile: its artifact stays, and is not what is in memory here.
-    ours = multihost.from_primary(lambda: committed.digest == content_digest(files))
-    name_new(memory, committed.digest if ours else None)
-    folder.drop()
-    stage.tidied(context)
-    return committed.manifest
-
-
-def settings_of(request: Request) -> tuple[Stage, StageConfig]:
-    """The stage of a request, and its settings."""
-    from rlhf.stages.contract.registry import stage as find_stage
-
-    stage = find_stage(request.stage)
-    # Through JSON: strict models take lists and numbers as JSON has them.
-    return stage, stage.config.model_validate_json(json.dumps(request.config))
-
-
-def name_new(memory: dict[str, Any], digest: str | None) -> None:
-    """Names what a stage left in memory as `...:new` by the digest of its artifact; drops it where that is None."""
-    for name in [n for n in memory if n.endswith(":new")]:
-        value = memory.pop(name)
-        if digest is not None:
-            memory[name.removesuffix("new") + digest] = value
-
-
-def forget_unless_equal(memory: dict[str, Any]) -> None:
-    """Drops what is in memory unless all processes of the group keep the same values on devices, in the same order.
-
-    The processes compute with these values together, and the order decides which of them leaves first.
-    """
-    from rlhf.stages.common.models import bytes_by_device
-
-    kept = multihost.gather([name for name, value in memory.items() if bytes_by_device(value)])
-    if any(names != kept[0] for names in kept):
-        memory.clear()
-
-
-def inputs_of(store: Store, request: Request) -> dict[str, Artifact]:
-    """The artifacts behind a request's inputs. Raises RuntimeError, naming the input, that is gone."""
-    inputs = {}
-    for name, (stage, key, digest) in request.inputs.items():
-        artifact = store.with_digest(stage, key, digest)
-        if artifact is None:
-            place = f"input {name} ({stage}/{key[:12]}) with digest {digest[:12]}"
-            raise RuntimeError(f"{place} is gone from {store.shown}, or another replaced it; run again")
-        inputs[name] = artifact
-    return inputs
-
-
-def _context(
-    request: Request,
-    config: StageConfig,
-    inputs: dict[str, Artifact],
-    out: Path,
-    work: Path,
-    memory: dict[str, Any],
-    events: Events,
-) -> Context:
-    """The stage's context, whose progress and log lines become events."""
-    from rlhf.stages.contract.definition import Context
+            leases.check(store, request.stage, request.key, request.lease)
 
     def progress(done: int, total: int, unit: str, **metrics: float) -> None:
         events.send(Progress(done, total, unit, {k: float(v) for k, v in metrics.items()}))
 
-    return Context(
+    started = time.time()
+    context = Context(
         config=config,
         inputs=inputs,
         out=out,
@@ -238,19 +146,104 @@ def _context(
         is_primary=multihost.is_primary(),
         name=f"{request.run}.{request.stage}",
     )
+    context.saved, context.fetch = folder.save, folder.fetch
+    try:
+        try:
+            with profiled(context):
+                metrics = stage.run(context)
+            # Files of data are on the host of process 0, which has read them.
+            read = stage.sources(config) if multihost.is_primary() else request.key_parts.get("sources", {})
+            loaded_code.check_after(request, read)
+        finally:
+            context.close()
+        manifest = _manifest(request, config, inputs, metrics, started)
+        files = files_of(out)
+        committed = store.commit(out, manifest, replace=bool(request.force), files=files, check=check_lease)
+    except BaseException as e:
+        # Else the next request would take it for its own.
+        name_new(memory, None)
+        # A process that took over may have removed files that the stage was about to read: that is the error then.
+        with contextlib.suppress(OSError):
+            check_lease()
+        if isinstance(e, loaded_code.SourceDiffers):
+            # If the edit were undone, the next try would resume from this work.
+            folder.drop()
+            stage.tidied(context)
+        raise
+    # If another process has committed the key meanwhile, its artifact stays, and memory has other values.
+    ours = multihost.from_primary(lambda: committed.digest == content_digest(files))
+    name_new(memory, committed.digest if ours else None)
+    folder.drop()
+    stage.tidied(context)
+    return committed
 
 
-def _begin(request: Request) -> None:
-    """A line of the log that says what is made from here on (`rlhf logs --node NODE`)."""
-    now = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
-    with contextlib.suppress(OSError):
-        # The log's disk may be full: that fails no stage.
-        print(f"---- {request.node or request.stage} ({request.stage} {request.key[:12]}) {now} ----", flush=True)
+def name_new(memory: dict[str, Any], digest: str | None) -> None:
+    """Name the values that a stage left in memory as `...:new` by the digest of its artifact; drop them if None."""
+    for name in [n for n in memory if n.endswith(":new")]:
+        value = memory.pop(name)
+        if digest is not None:
+            memory[name.removesuffix("new") + digest] = value
+
+
+def forget_unless_equal(memory: dict[str, Any]) -> None:
+    """Clear the memory unless all processes of the group keep the same values on devices, in the same order.
+
+    The processes compute with these values together, and the order determines which of them leaves first.
+    """
+    from rlhf.stages.common.models import bytes_by_device
+
+    kept = multihost.gather([name for name, value in memory.items() if bytes_by_device(value)])
+    if any(names != kept[0] for names in kept):
+        memory.clear()
+
+
+def inputs_of(store: Store, request: Request) -> dict[str, Artifact]:
+    """Return the artifacts of a request's inputs. Raises RuntimeError with the name of an input that is gone."""
+    inputs = {}
+    for name, (stage, key, digest) in request.inputs.items():
+        artifact = store.with_digest(stage, key, digest)
+        if artifact is None:
+            place = f"input {name} ({stage}/{key[:12]}) with digest {digest[:12]}"
+            raise RuntimeError(f"{place} is gone from {store.shown}, or another replaced it; run again")
+        inputs[name] = artifact
+    return inputs
+
+
+def _manifest(
+    request: Request,
+    config: StageConfig,
+    inputs: dict[str, Artifact],
+    metrics: dict[str, Any],
+    started: float,
+) -> dict[str, Any]:
+    """Return the manifest without its files. started: seconds since 1970."""
+    jax = sys.modules.get("jax")
+    device = "none"
+    if jax is not None:
+        first = jax.devices()[0]
+        device = f"{first.platform}:{first.device_kind} x{jax.device_count()}"
+    return {
+        "stage": request.stage,
+        "key": request.key,
+        "key_parts": request.key_parts,
+        "config": published(config.model_dump(mode="json")),
+        "inputs": {n: {"stage": a.stage, "key": a.key, "digest": a.digest} for n, a in inputs.items()},
+        "seed": request.seed,
+        "versions": library_versions(),
+        "python": sys.version.split()[0],
+        "device": device,
+        "host": socket.gethostname(),
+        "run": request.run,
+        "metrics": metrics,
+        "started": datetime.datetime.fromtimestamp(started, datetime.UTC).isoformat(),
+        "seconds": round(time.time() - started, 3),
+    }
 
 
 def heartbeat(events: Events, compiling: Callable[[], bool]) -> None:
-    """Says that this process lives, every HEARTBEAT_SECONDS, until nobody reads it."""
-    # A run that ends closes the pipe a moment before this process has left: no error.
+    """Report every HEARTBEAT_SECONDS that this process lives, until the pipe closes."""
+    # A run that ends closes the pipe a moment before this process has left: not an error.
     with contextlib.suppress(BrokenPipeError):
         while True:
             time.sleep(HEARTBEAT_SECONDS)
@@ -258,6 +251,7 @@ def heartbeat(events: Events, compiling: Callable[[], bool]) -> None:
 
 
 def main() -> None:
+    """Serve requests until the parent closes the pipe."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--requests", type=int, required=True)
     parser.add_argument("--events", type=int, required=True)
@@ -267,11 +261,9 @@ def main() -> None:
     escape_output()
     # Ctrl-C goes to the whole foreground group; the parent decides when the worker ends.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    # Beam says on import that Google's client for BigQuery is not there: as the last line of a log it misleads.
+    # Beam reports on import that Google's client for BigQuery is missing: as the last line of a log it misleads.
     logging.getLogger().addFilter(lambda record: not record.getMessage().startswith("apitools not found"))
-    requests = Lines(args.requests)
     events = Events(os.fdopen(args.events, "w"))
-    memory: dict[str, Any] = {}
 
     # The parent sends this signal before it ends a process that makes no progress.
     faulthandler.register(signal.SIGUSR1, all_threads=True)
@@ -279,7 +271,7 @@ def main() -> None:
     status = 1
     try:
         _join()
-        _serve(requests, memory, events)
+        _serve(os.fdopen(args.requests, "rb"), {}, events)
         status = 0
     except BaseException:
         if multihost.process_count() > 1:
@@ -295,26 +287,31 @@ def main() -> None:
 
 
 def _join() -> None:
-    """Sets JAX up, over all processes of the group where the environment describes one."""
+    """Set JAX up, over all processes of the group if the environment describes one."""
     multihost.initialize()
     configure_jax()
     if multihost.process_count() > 1:
         from rlhf.tuning.device import memory_bytes
 
-        # Kept from now on: all processes go by the least memory that one has.
+        # Cached from now on: all processes use the least memory of any of them.
         memory_bytes()
 
 
-def _serve(requests: Lines, memory: dict[str, Any], events: Events) -> None:
-    """Runs what is requested until the pipe closes."""
-    for line in requests:
+def _serve(lines: Iterable[bytes], memory: dict[str, Any], events: Events) -> None:
+    for line in lines:
+        if not line.endswith(b"\n"):
+            # The parent has died in the middle of a request.
+            return
         request = Request.parse(line)
-        _begin(request)
+        now = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
+        with contextlib.suppress(OSError):
+            # `rlhf logs --node NODE` finds this line. The log's disk may be full, which fails no stage.
+            print(f"---- {request.node or request.stage} ({request.stage} {request.key[:12]}) {now} ----", flush=True)
         try:
             try:
                 made = run_request(request, memory, events)
             finally:
-                # Before the flow learns of it: it may end this process at once.
+                # Before the parent gets the event: it may end this process at once.
                 with contextlib.suppress(OSError):
                     sys.stdout.flush()
             events.send(Done(made))
@@ -327,43 +324,36 @@ def _serve(requests: Lines, memory: dict[str, Any], events: Events) -> None:
                 raise
 
 
-if __name__ == "__main__":
-    main()
-
-
 def failure_of(error: BaseException, store: str) -> Failed:
-    """The event of an error. Its traceback goes to the log.
+    """Return the event of an error, and write its traceback to the log.
 
-    store: the store's URL; a fault of a disk that names no file is that of its scratch folder.
+    store: the store's URL; a fault of a disk that names no file is attributed to its scratch folder.
     """
-    from rlhf.stages.store.artifacts import Store
-    from rlhf.stages.store.disk import disk_fault
-    from rlhf.stages.store.keys import without_userinfo
     from rlhf.tuning.rewards.failures import kind_of
 
     # Errors of files and services name their URLs.
-    told: str = without_userinfo(traceback.format_exc())
+    trace: str = without_userinfo(traceback.format_exc())
     with contextlib.suppress(OSError):
-        # The log may lie on the disk that is full: what has failed is told all the same.
-        print(told, file=sys.stderr, flush=True)
+        # The log may be on the full disk; the error is reported nevertheless.
+        print(trace, file=sys.stderr, flush=True)
     text: Any = f"{place_of(error)}{type(error).__name__}: {error}"
-    outage = kind_of(error) != "sample" or isinstance(error, DataDiffers)
+    outage = kind_of(error) != "sample" or isinstance(error, loaded_code.DataDiffers)
     full = disk_fault(error, Store(store).scratch) if isinstance(error, Exception) else None
     if full is not None:
         text, outage = full.strerror if full is error else f"{full.strerror} ({text})", True
-    return Failed(without_userinfo(str(text)), told, outage)
-
-
-FOLDER = "logs/tensorboard"
-"""Where TensorBoard's plugin looks for traces; logs are no content of an artifact."""
+    return Failed(without_userinfo(str(text)), trace, outage)
 
 
 @contextlib.contextmanager
 def profiled(ctx: Context) -> Iterator[None]:
-    """Traces the stage in the block while its progress is in the stretch of its settings, if they have one."""
+    """Trace the stage in the block while its progress is in the interval of `compute.profile`, if it has one."""
+    interval = getattr(getattr(ctx.config, "compute", None), "profile", None)
+    if interval is None:
+        yield
+        return
     import jax
 
-    first, last = getattr(getattr(ctx.config, "compute", None), "profile", None) or (0, 0)
+    first, last = interval
     report, running, ended = ctx.progress, False, False
     options = jax.profiler.ProfileOptions()
     # Python's own calls would make a trace of gigabytes.
@@ -371,8 +361,8 @@ def profiled(ctx: Context) -> Iterator[None]:
 
     def reached(done: int) -> None:
         nonlocal running, ended
-        # Progress may leap over the stretch: then what follows its start is traced.
-        if not running and not ended and first <= done and last > 0:
+        # Progress may leap over the interval: then the trace begins after it.
+        if not running and not ended and first <= done:
             running = True
             folder = str(ctx.out / FOLDER)
             jax.profiler.start_trace(folder, create_perfetto_trace=True, profiler_options=options)
@@ -392,3 +382,7 @@ def profiled(ctx: Context) -> Iterator[None]:
     finally:
         if running:
             reached(last)
+
+
+if __name__ == "__main__":
+    main()

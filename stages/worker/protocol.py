@@ -11,23 +11,21 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import os
-from collections.abc import Iterator
 from typing import Any, TypeAlias
 
 
 @dataclasses.dataclass(frozen=True)
 class Request:
-    """One artifact to make."""
+    """A request to make one artifact."""
 
     stage: str
     key: str
     key_parts: dict[str, Any]
-    """What the key was derived from; the manifest keeps it, so that `rlhf plan` can say what changed."""
+    """The parts from which the key was derived; the manifest keeps them, so that `rlhf plan` can explain a miss."""
     config: dict[str, Any]
     """The stage's settings as JSON."""
     inputs: dict[str, tuple[str, str, str]]
-    """(stage, key, digest) of the artifact behind each input: the key's is of this content and no other."""
+    """(stage, key, digest) of the artifact of each input, whose content must have this digest."""
     seed: int
     store: str
     """Folder or URL of the store that holds the inputs and gets the artifact."""
@@ -35,43 +33,22 @@ class Request:
     files: dict[str, str] = dataclasses.field(default_factory=dict)
     """SHA-256 of the source of each of this project's modules in `key_parts`, as it was when the key was made."""
     node: str = ""
-    """What the run calls it; the log has it."""
+    """The node's name in the run, for the log."""
     lease: str | None = None
     """The token of the lease under which it is made; None: nobody else can make it."""
     force: str | None = None
     """Set to the run's name where an artifact with this key is replaced: a retry in that run resumes its own work."""
     elsewhere: bool = False
-    """Whether the run is on another host, whose code the key has."""
+    """Whether the run is on another host, from whose code the key was derived."""
 
     def line(self) -> str:
-        """The request as it travels."""
+        """Return the request as a line of JSON."""
         return json.dumps(dataclasses.asdict(self)) + "\n"
 
     @classmethod
     def parse(cls, line: str | bytes) -> Request:
         """The inverse of `line`. Raises TypeError for missing or unknown fields."""
         return cls(**json.loads(line))
-
-
-class Lines:
-    """The lines that come through a pipe; of those without an end nothing."""
-
-    def __init__(self, pipe: int):
-        self._pipe, self._arrived = pipe, bytearray()
-
-    def __iter__(self) -> Iterator[bytes]:
-        while (line := self._next()) is not None:
-            yield line
-
-    def _next(self) -> bytes | None:
-        while (end := self._arrived.find(b"\n")) < 0:
-            chunk = os.read(self._pipe, 1 << 16)
-            if not chunk:
-                return None
-            self._arrived += chunk
-        line = bytes(self._arrived[:end])
-        del self._arrived[: end + 1]
-        return line
 
 
 @dataclasses.dataclass(frozen=True)
@@ -122,7 +99,7 @@ class Changed:
     """Nothing is committed: the code that this process has loaded is not the one that the request's key names."""
 
     what: str
-    """What changed, and when."""
+    """The change and its time."""
 
 
 Report: TypeAlias = Progress | Log | Heartbeat
@@ -135,7 +112,7 @@ _EVENTS: dict[str, type[Event]] = {
 
 
 def event_line(event: Event) -> str:
-    """The event as it travels: its fields beside `event`, the name of its kind."""
+    """Return the event as a line of JSON: its fields, and its kind as `event`."""
     return json.dumps({"event": type(event).__name__.lower()} | dataclasses.asdict(event)) + "\n"
 
 

@@ -12,10 +12,10 @@ from typer.testing import CliRunner
 
 from rlhf.flows.cli.app import app
 from rlhf.flows.graph.build import Input, Node
-from rlhf.flows.graph.keying import code_of, key_of, key_parts
+from rlhf.flows.graph.keying import code_of, key_now, key_of, key_parts
 from rlhf.flows.recipe.model import RecipeError
 from rlhf.flows.recipe.reading import load_recipe
-from rlhf.flows.running.checks import as_it_is, check_columns
+from rlhf.flows.running.checks import check_columns
 from rlhf.flows.running.crew import ONLY
 from rlhf.flows.running.session import Session
 from rlhf.stages.contract.registry import stage
@@ -140,7 +140,7 @@ def test_the_files_of_a_request_are_those_of_its_key(session, monkeypatch):
         return code_of(node)
 
     monkeypatch.setattr("rlhf.flows.graph.keying.code_of", once)
-    files, parts = as_it_is(run.nodes["score"], run.made)
+    _, parts, files = key_now(run.nodes["score"], run.made)
     assert len(looks) == 1 and files == code_of(run.nodes["score"]).files
     assert parts == key_parts(run.nodes["score"], run.made)
 
@@ -217,5 +217,5 @@ def test_what_a_key_says_and_the_worker_does_not_have_is_refused(session, monkey
         parts[name] = values if isinstance(values, str) else parts[name] | values
     before = run.store.all_keys()
     with pytest.raises(StageFailed, match=case.message):
-        run._make(node, run.made, "k" * 64, parts, files, None, {"key": "k" * 64})
+        run._make(node, run._request(node, run.made, "k" * 64, parts, files, None))
     assert run.store.all_keys() == before

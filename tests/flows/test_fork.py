@@ -10,7 +10,6 @@ import pytest
 
 from rlhf.flows.graph.build import build
 from rlhf.flows.graph.reuse import taken_artifact
-from rlhf.flows.recipe.fork import Fork
 from rlhf.flows.recipe.model import Recipe, RecipeError
 from rlhf.flows.recipe.reading import load_recipe
 from rlhf.flows.running.forking import forked
@@ -137,16 +136,6 @@ def test_a_run_that_has_not_got_so_far_is_no_place_for_a_fork():
     del record["nodes"]["round-001.update"]["digest"]
     with pytest.raises(RecipeError, match="run first has no finished round-001.update; finished are base, prepare"):
         forked(record, "round=2", [], ".rlhf")
-
-
-@pytest.mark.parametrize(
-    ("node", "untils", "message"),
-    [("round-002.update", [2], "not the update before round 2"), ("round-000.update", [2, 1], "expected rising")],
-)
-def test_a_fork_written_by_hand_is_checked(node, untils, message):
-    earlier = [{"until": n, "rl": {}} for n in untils]
-    with pytest.raises(ValueError, match=message):
-        Fork.model_validate({"run": "first", "node": node, "digest": DIGEST, "earlier": earlier})
 
 
 def test_a_fork_shares_artifacts_and_its_recipe_can_be_planned_rerun_and_audited(rlhf, store, record, tmp_path):

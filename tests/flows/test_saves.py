@@ -64,9 +64,9 @@ def test_what_a_run_has_found_is_in_its_record_however_long_it_reads_data_or_inp
         raise KeyboardInterrupt
 
     if waits == "sources":
-        monkeypatch.setattr("rlhf.flows.running.session.as_it_is", wait)
+        monkeypatch.setattr("rlhf.flows.running.session.key_now", wait)
     else:
-        monkeypatch.setattr(run._whole, "ensure", wait)
+        monkeypatch.setattr(run.inputs, "ensure", wait)
     thread = threading.Thread(target=lambda: pytest.raises(KeyboardInterrupt, run.run_node, "sft"))
     thread.start()
     place, seen = Store(str(store)), set()
@@ -116,13 +116,14 @@ def test_a_stage_is_on_disk_as_running_before_its_work_begins(run, store):
 
     class Interrupted(ConsoleReporter):
         def stage_started(self, node):
+            nodes.update(place.read_json("runs", "again", "run.json")["nodes"])
             raise KeyboardInterrupt
 
+    nodes = {}
     run.run_node("base")
     run.reporter, run.force = Interrupted(), {"prepare"}
     with pytest.raises(KeyboardInterrupt):
         run.run_node("prepare")
-    nodes = place.read_json("runs", "again", "run.json")["nodes"]
     assert {name: entry["state"] for name, entry in nodes.items()} == {"base": "hit", "prepare": "running"}
 
 

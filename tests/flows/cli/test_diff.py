@@ -11,7 +11,7 @@ from typer.testing import CliRunner
 from rlhf.flows.cli.app import app
 from rlhf.flows.cli.derive import _metric_lines
 from rlhf.flows.graph.build import nodes_of
-from rlhf.flows.graph.changes import _told
+from rlhf.flows.graph.changes import _described
 from rlhf.stages.contract.source_archive import modules_of
 from rlhf.stages.store.artifacts import Artifact, Store
 from rlhf.stages.store.keys import digest
@@ -67,10 +67,10 @@ def test_the_default_of_a_source_that_stands_for_no_data_is_no_difference(tmp_pa
     records = [store.read_json("runs", name, "run.json") for name in ("several", "single")]
     parts = [{"config": record["recipe"]["data"], "code": {}} for record in records]
     (node,) = [node for node in nodes_of(recipe_of(store.url)) if node.name == "prepare"]
-    assert not any("addition" in line for line in _told(store, node, *parts))
+    assert not any("addition" in line for line in _described(store, node, *parts))
 
 
-def test_settings_code_stages_and_metrics_that_differ_are_told(place):
+def test_settings_code_stages_and_metrics_that_differ_are_described(place):
     found = json.loads(diff(place, "demo-a", "demo-b", "--json"))
     assert [run["name"] for run in found["runs"]] == ["demo-a", "demo-b"]
     assert found["settings"] == ["retries: 0 -> 1", "seed: 0 -> 1"]
@@ -128,11 +128,11 @@ def test_judges_that_differ_are_said_and_nothing_is_compared(place):
     assert "evaluate.sft: 0.400 -> 0.400; no paired" in told and "evaluate.rl: 0.825 -> 0.825, +" in told
 
 
-def test_a_run_that_is_not_there_is_told(place):
+def test_a_run_that_is_not_there_is_described(place):
     assert diff(place, "demo-a", "demo-z", code=2) == ""
 
 
-def test_two_names_of_one_run_are_told(place):
+def test_two_names_of_one_run_are_described(place):
     newest = "demo-b"
     done = CliRunner().invoke(app, ["diff", "demo", newest, "--store", place.url])
     assert done.exit_code == 2

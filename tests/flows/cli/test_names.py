@@ -112,13 +112,12 @@ def test_a_command_may_wait_for_a_run_of_its_name_whose_process_cannot_be_seen(s
 
     monkeypatch.setattr(naming, "status_of", status_away_once)
     monkeypatch.setattr(naming.time, "sleep", pause)
-    monkeypatch.setattr(naming, "TELL_SECONDS", 2 * naming.LOOK_SECONDS)
     naming.wait_until_ended(place, "k1", told.append)
-    assert len(looks) == 5 and len(told) == 2
+    assert len(looks) == 5 and len(told) == 1
     assert re.search(r"k1 is running \(process \d+ on .*: waiting until .*no sign of life for 10 minutes", told[0])
     assert before(place, recipe, "k1")["name"] == "k1"
     naming.wait_until_ended(place, "free", told.append)
-    assert len(told) == 2
+    assert len(told) == 1
 
     # A record that is no JSON stays so, and is told at once.
     looks.clear()

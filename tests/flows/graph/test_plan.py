@@ -59,26 +59,6 @@ def test_an_input_that_is_read_no_more_has_no_other_content(smoke_store):
     assert without.reasons == ["rl.update.kl_coef: 0.01 -> 0.0", "input reference is read no more"]
 
 
-def test_an_input_that_is_read_only_now_is_told_of_a_stage_that_waits_for_it(smoke_store):
-    told = planned(smoke_store, "rl.refills=1")["round-000.update"]
-    assert told.state == "waits"
-    assert any(line.endswith("is read now and was not before") for line in told.reasons), told.reasons
-
-
-def test_what_differs_in_a_stage_that_waits_is_told_with_what_it_waits_for(rlhf_here, smoke_store):
-    sets = ["data.seed=3", "evaluate.max_tokens=9", "rl.update.kl_coef=0.1"]
-    found = planned(smoke_store, *sets)
-    assert found["prepare"].state == "miss"
-    own = {name: p.reasons[1:] for name, p in found.items() if p.state == "waits"}
-    updates = {f"round-00{i}.update": ["rl.update.kl_coef: 0.01 -> 0.1"] for i in range(3)}
-    judged = {f"evaluate.{name}": ["evaluate.max_tokens: 8 -> 9"] for name in ("base", "sft", "rl")}
-    assert {name: told for name, told in own.items() if told} == updates | judged
-    assert {found[name].nearest for name in updates | judged} == {"first"} and found["sft"].nearest == ""
-    text = rlhf_here("plan", "smoke", "--store", smoke_store, *[word for s in sets for word in ("--set", s)]).stdout
-    assert text.count("rl.update.kl_coef: 0.01 -> 0.1") == 1 and "waits  sft\nwaits  reward\n" in text
-    assert "A waiting stage runs again only if its input changes or something listed under it does." in text
-
-
 def test_the_time_of_a_plan_grows_with_rounds_that_were_never_made(rlhf_here, smoke_store):
     def expected(rounds: int, *sets: str) -> dict:
         command = ["plan", "smoke", "--store", smoke_store, "--json", "--set", f"rl.rounds={rounds}", *sets]
@@ -169,7 +149,7 @@ def test_work_in_progress_is_told(store):
     entry = Store(str(store)).read_json("runs", "first", "run.json")["nodes"]["sft"]
     shutil.rmtree(store / "artifacts" / "sft")
     (store / "work" / "sft" / entry["key"] / "checkpoints").mkdir(parents=True)
-    assert any("goes on from work in progress" in r for r in planned(store)["sft"].reasons)
+    assert any("resumes from work in progress" in r for r in planned(store)["sft"].reasons)
 
 
 def test_a_failed_try_does_not_hide_what_changed(store):

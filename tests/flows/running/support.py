@@ -1,12 +1,10 @@
-"""Nodes that are made when a test says so, in place of stages."""
+"""Nodes that a test makes when it wants to, in place of stages."""
 
 from __future__ import annotations
 
 import threading
 import types
-from collections.abc import Callable
 
-from rlhf.flows.graph.build import Node
 from rlhf.flows.recipe.reading import load_recipe
 from rlhf.flows.running.session import Session
 
@@ -27,42 +25,33 @@ class Told:
 
     def __init__(self, session: Session):
         self.session, self.order = session, list[str]()
-        self.at_work: dict[str, tuple[threading.Event, list[Exception]]] = {}
+        self.at_work: dict[str, tuple[threading.Event, list[BaseException]]] = {}
         self.changed = threading.Condition()
 
-    def begin(self, node: Node, ended: Callable[[], None]) -> Callable[[], None]:
-        go, errors = threading.Event(), list[Exception]()
+    def make(self, name: str) -> None:
+        go, errors = threading.Event(), list[BaseException]()
         with self.changed:
-            self.order.append(node.name)
-            self.at_work[node.name] = go, errors
+            self.order.append(name)
+            self.at_work[name] = go, errors
             self.changed.notify_all()
-
-        def work() -> None:
-            while not go.wait(0.02):
-                if self.session._stopped.is_set():
-                    errors.append(InterruptedError(node.name))
-                    break
-            if not errors:
-                self.session.made[node.name] = NOTHING  # type: ignore[assignment]
-            with self.changed:
-                del self.at_work[node.name]
-                self.changed.notify_all()
-            ended()
-
-        threading.Thread(target=work, daemon=True).start()
-
-        def result() -> None:
-            if errors:
-                raise errors[0]
-
-        return result
+        while not go.wait(0.02):
+            if self.session.is_stopped:
+                errors.append(InterruptedError(name))
+                break
+        if not errors:
+            self.session.made[name] = NOTHING  # type: ignore[assignment]
+        with self.changed:
+            del self.at_work[name]
+            self.changed.notify_all()
+        if errors:
+            raise errors[0]
 
     def until(self, *names: str) -> None:
         """Waits until exactly these are at work."""
         with self.changed:
             assert self.changed.wait_for(lambda: set(self.at_work) == set(names), 20), (names, list(self.at_work))
 
-    def end(self, name: str, error: Exception | None = None) -> None:
+    def end(self, name: str, error: BaseException | None = None) -> None:
         go, errors = self.at_work[name]
         if error is not None:
             errors.append(error)

@@ -30,8 +30,8 @@ def test_workers_that_there_cannot_be_are_refused_by_name(monkeypatch, tmp_path)
     both = ["workers.train={devices: [0]}", "workers.sample={}"]
     assert "workers.sample.devices: this machine has gpu:NVIDIA" in refused(gpu, *both)
     none = ["workers.train={devices: [0]}", "workers.score={devices: []}"]
-    assert "workers.score.devices is [], and round-000.score computes on one" in refused(gpu, *none)
-    assert "3 chips of a TPU are no part of a host: give it 1, 2, 4 or 8" in refused(
+    assert "workers.score.devices is [], and round-000.score computes on a device" in refused(gpu, *none)
+    assert "3 chips of a TPU are not a part of a host: give it 1, 2, 4 or 8" in refused(
         "tpu:TPU v5 lite", "workers.train={devices: [0, 1, 2]}"
     )
     assert "the 2 processes of this worker share this machine's gpu" in refused(gpu, "workers.train={hosts: 2}")

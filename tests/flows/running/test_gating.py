@@ -12,6 +12,7 @@ from rlhf.flows.report.console import ConsoleReporter
 from rlhf.flows.running.gating import stages_of
 from rlhf.flows.running.session import Session
 from rlhf.stages.store import registry
+from rlhf.stages.store.artifacts import ArtifactError
 from rlhf.stages.store.registry import Policy
 from tests.stages.gate.support import Lab
 
@@ -61,19 +62,26 @@ def night(tmp_path):
     return Night(tmp_path)
 
 
-def test_the_name_at_another_entry_of_the_same_policy_is_decided_about_again(night):
+@pytest.mark.parametrize("by_hand", [("other", "before"), ("late",)], ids=["another entry", "its own policy"])
+def test_a_name_that_moved_meanwhile_ends_the_run_and_the_same_command_decides_again(night, by_hand):
     night.promote("before", night.one)
     session, asked = night.made(night.session("late")), []
-    for node in stages_of(session):
+    with pytest.raises(ArtifactError, match="champion has another policy than run late compared with"):
+        for node in stages_of(session):
+            asked.append(node.name)
+            for run in by_hand:
+                night.promote(run, night.one if run == "before" else night.two)
+            night.decides(session)
+    assert asked == ["gate"]
+    session.finish("failed")
+    again = night.made(night.session("late"))
+    for node in stages_of(again):
         asked.append(node.name)
-        if len(asked) == 1:
-            # By hand, at the same moment.
-            night.promote("other", night.two)
-            night.promote("before", night.one)
-        night.decides(session)
-    assert asked == ["gate", "gate"] and night.champion() == (4, "late")
-    assert session.record["decision"]["entry"] == 4 and session.standing.champion.number == 3
-    session.finish("finished")
+        night.decides(again)
+    number = 2 + len(by_hand)
+    assert asked == ["gate", "gate"] and night.champion() == (number, "late")
+    assert again.record["decision"]["entry"] == number and again.standing.champion.number == number - 1
+    again.finish("finished")
 
 
 def test_a_part_of_a_recipe_moves_no_name_also_where_it_has_made_every_stage(night):
@@ -86,24 +94,6 @@ def test_a_part_of_a_recipe_moves_no_name_also_where_it_has_made_every_stage(nig
     for _ in stages_of(session):
         night.decides(session)
     assert night.champion() == (1, "part")
-    session.finish("finished")
-
-
-def test_a_run_decides_again_where_a_policy_of_its_own_was_promoted_by_hand(night):
-    night.promote("before", night.one)
-    session, asked = night.made(night.session("late")), []
-    for node in stages_of(session):
-        asked.append(node.name)
-        if node.name != "gate":
-            session.made[node.name] = night.two
-            session.record["nodes"][node.name] = {"stage": node.stage, "state": "made"}
-            continue
-        if len(asked) == 1:
-            # `rlhf promote late --node sft`, while its rounds are under way.
-            night.promote("late", night.two)
-        night.decides(session)
-    assert asked == ["gate", "champion", "evaluate.champion", "gate"]
-    assert session.standing.champion.number == 2 and night.champion() == (3, "late")
     session.finish("finished")
 
 

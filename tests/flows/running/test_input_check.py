@@ -12,7 +12,7 @@ import pytest
 
 from rlhf.flows.recipe.reading import load_recipe
 from rlhf.flows.running import crew, input_check
-from rlhf.flows.running.input_check import Whole
+from rlhf.flows.running.input_check import InputCheck
 from rlhf.flows.running.session import Session
 from rlhf.stages.store.artifacts import Artifact
 from rlhf.stages.worker.client import StageFailed
@@ -36,7 +36,7 @@ def test_a_key_and_its_request_have_the_inputs_of_one_moment(tmp_path, smoke_sto
     files = [file | {"sha256": "0" * 64} for file in base.manifest["files"]]
     other = Artifact(session.store, base.manifest | {"files": files, "digest": "0" * 64})
     mending, requests = threading.Event(), []
-    real = session._made_or_read
+    real = session._make_or_read
 
     def made_or_read(name, begun):
         if name != "base":
@@ -51,7 +51,7 @@ def test_a_key_and_its_request_have_the_inputs_of_one_moment(tmp_path, smoke_sto
         requests.append((node.name, request.key_parts["inputs"], request.inputs))
         raise StageFailed(node.name)
 
-    monkeypatch.setattr(session, "_made_or_read", made_or_read)
+    monkeypatch.setattr(session, "_make_or_read", made_or_read)
     monkeypatch.setattr(session.store, "verify", lambda a: "flipped" if a.digest == base.digest else None)
     monkeypatch.setattr(input_check, "set_aside", lambda *_: "aside")
     monkeypatch.setattr(crew.Crew, "run", run)
@@ -102,7 +102,7 @@ def artifact(digest):
 
 def test_a_look_at_one_artifact_waits_for_no_look_at_another():
     disk, told = Disk(), list[str]()
-    looks = Whole(disk, told.append, lambda: None)
+    looks = InputCheck(disk, told.append, lambda: None)
     slow = look(looks, artifact("a"), {"n": artifact("a")})
     disk.may_end["b"].set()
     fast = look(looks, artifact("b"), {"n": artifact("b")})
@@ -125,7 +125,7 @@ def test_two_threads_that_find_the_same_damage_make_it_again_once_and_a_stopped_
         times.append(1)
         made["n"] = artifact("c")
 
-    looks = Whole(disk, told.append, check)
+    looks = InputCheck(disk, told.append, check)
     monkeypatch.setattr(input_check, "set_aside", lambda *_: "aside")
     first, second = (look(looks, artifact("a"), made, again) for _ in range(2))
     disk.may_end["a"].set()

@@ -13,15 +13,14 @@ from collections.abc import Callable, Iterator
 import psutil
 import pytest
 
-from rlhf.flows.graph.build import Node
-from rlhf.flows.running.overlap import run_overlapped
+from rlhf.flows.running.overlap import run_stages
 from rlhf.flows.running.plain import run_plain
 from rlhf.flows.running.session import Session
 from rlhf.stages.store import runs
 from rlhf.stages.store.artifacts import Store
 from rlhf.stages.worker.client import StageFailed
 from tests.flows.lines import Lines
-from tests.flows.running.support import ALL, EXACT, NOTHING, Told, recipe
+from tests.flows.running.support import ALL, EXACT, Told, recipe
 from tests.support import RLHF, write_files
 
 
@@ -40,7 +39,7 @@ def told(tmp_path) -> Iterator[Callable[..., tuple[Told, threading.Thread, list[
 
         def run() -> None:
             try:
-                run_overlapped(session, set(session.nodes), found.begin)
+                run_stages(session, set(session.nodes), found.make)
             except BaseException as e:
                 raised.append(e)
 
@@ -110,7 +109,10 @@ def test_after_an_error_nothing_is_begun_what_is_at_work_ends_and_the_first_erro
     assert [str(e) for e in raised] == ["sft: no"]
     assert found.order == ["base", "prepare", "sft", "evaluate.base"]
     lines = found.session.reporter.lines
-    assert lines == ["sft: no\n  nothing more is begun; what is at work may end: evaluate.base", "evaluate.base: no"]
+    assert lines == [
+        "sft: no\n  no further stage begins; running stages may finish: evaluate.base",
+        "evaluate.base: no",
+    ]
 
 
 def test_what_ends_the_run_itself_ends_what_is_at_work(told, monkeypatch):
@@ -120,35 +122,10 @@ def test_what_ends_the_run_itself_ends_what_is_at_work(told, monkeypatch):
         found.end(name)
     found.until("sft", "evaluate.base")
     # As Ctrl-C, which is raised in the thread that waits.
-    found.end("sft", KeyboardInterrupt())  # type: ignore[arg-type]
+    found.end("sft", KeyboardInterrupt())
     thread.join(20)
     assert [type(e) for e in raised] == [KeyboardInterrupt]
     assert found.at_work == {}
-
-
-def test_a_stage_that_cannot_begin_has_failed_and_what_is_at_work_may_end(tmp_path):
-    session = Session(recipe(tmp_path, *ALL), Lines(), "told")
-    found, errors, refused = Told(session), list[str](), threading.Event()
-    session.made |= {"base": NOTHING, "prepare": NOTHING}  # type: ignore[dict-item]
-
-    def begin(node: Node, ended: Callable[[], None]) -> Callable[[], None]:
-        if node.name == "evaluate.base":
-            refused.set()
-            raise RuntimeError("can't start new thread")
-        return found.begin(node, ended)
-
-    def run() -> None:
-        try:
-            run_overlapped(session, None, begin)
-        except RuntimeError as e:
-            errors.append(str(e))
-
-    thread = threading.Thread(target=run, daemon=True)
-    thread.start()
-    assert refused.wait(20)  # with sft made before, others could begin in its place
-    found.end("sft")
-    thread.join(20)
-    assert errors == ["can't start new thread"] and found.order == ["sft"] and not session._stopped.is_set()
 
 
 @pytest.mark.parametrize(
