@@ -61,8 +61,10 @@ def launch(
         # Early: Prefect takes seconds to start.
         if name is not None and (begun := before(Store(recipe.store), recipe, name)) is not None:
             err.print(f"run {name} continues (try {begun.get('tries', 1) + 1}); finished stages are reused")
-        run = run_plain if no_prefect else run_with_prefect
-        status = run(recipe, name=name, force=force, only=only, standing=standing)
+        plain = no_prefect or not (force or only or standing) and _is_cached(recipe)
+        status = (run_plain if plain else run_with_prefect)(
+            recipe, name=name, force=force, only=only, standing=standing
+        )
     except (ArtifactError, RegistryError, RunTooLong) as e:
         err.print(f"failed: {e}")
         raise typer.Exit(1) from e
@@ -78,6 +80,14 @@ def launch(
         raise typer.Exit(130) from e
     if status == REFUSED:
         raise typer.Exit(GATE)
+
+
+def _is_cached(recipe: Recipe) -> bool:
+    """Return whether a private Prefect server would see cached stages alone; it takes ten seconds to start and end."""
+    from rlhf.flows.graph.plan import plan
+    from rlhf.flows.orchestration.server import may_be_set
+
+    return not may_be_set() and all(planned.state == "hit" for planned in plan(recipe))
 
 
 def recompute(
