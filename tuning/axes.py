@@ -10,7 +10,7 @@ from pydantic import AfterValidator, Field
 
 def _some(count: int) -> int:
     if not count:
-        raise ValueError("an axis has 1 or more devices, or -1 for what the others leave")
+        raise ValueError("an axis has 1 or more devices, or -1 for the devices that the others leave")
     return count
 
 

@@ -19,7 +19,7 @@ import pyarrow as pa
 class Numbers(Sequence[Any]):
     """The numbers of one row: a view of an array, [n], that reads like a list and equals one with the same numbers.
 
-    Python objects are made of what is iterated or indexed, and for that moment alone. `np.asarray` copies nothing.
+    Python objects exist only while values are iterated or indexed. `np.asarray` copies nothing.
     """
 
     __slots__ = ("array",)

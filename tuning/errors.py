@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 
 def with_causes(error: BaseException, suppressed: bool = False) -> Iterator[BaseException]:
-    """An error, what it was raised from or under, and so on, each once.
+    """Yield an error, the errors that it was raised from or under, and so on, each once.
 
     suppressed: also what `from None` leaves out of a traceback.
     """

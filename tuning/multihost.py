@@ -210,7 +210,7 @@ def to_primary(
 def alone() -> Iterator[None]:
     """Within it all of this module treats this process as a group of one: process 0 works without the others.
 
-    Devices stay those of all processes: what runs here must not compute over them.
+    Devices stay those of all processes: code in this context must not compute over them.
     """
     before = _group.index, _group.count
     _group.index, _group.count = 0, 1

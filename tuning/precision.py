@@ -8,7 +8,7 @@ bfloat16   float32                  as the device has it by default
 float32    float32                  exact: accelerators by default round their inputs to TF32 or bfloat16
 float64    float64                  exact; on CPU alone, for checks
 
-`fast` is what a TPU does with float32 by default. XLA on CPU has no such product of float32 arrays: the model's
+`fast` is a TPU's default for float32. XLA on CPU has no such product of float32 arrays: the model's
 products round their inputs themselves (`rlhf.tuning.models.matmul.factor`), and processors with AVX512_BF16 or AMX
 multiply these sooner.
 

@@ -9,7 +9,7 @@ def round_up(value: int, multiple: int) -> int:
 
 
 def power_of_two(value: int) -> int:
-    """The smallest power of two that is at least `value`: for what costs little where it is padding."""
+    """Return the smallest power of two that is at least `value`, for sizes whose padding costs little."""
     return 1 << max(value - 1, 0).bit_length()
 
 

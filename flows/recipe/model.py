@@ -178,7 +178,7 @@ class Recipe(BaseModel):
 
     @model_validator(mode="after")
     def _rewarded_by_the_environment(self) -> Recipe:
-        """An environment that rewards is what decides where the recipe names no reward or judge."""
+        """An environment with rewards decides if the recipe names no reward or judge."""
         if self.environment is not None and self.environment.has_reward:
             if self.rl is not None and "rewards" not in self.rl.score.model_fields_set:
                 score = self.rl.score.model_copy(update={"rewards": {ENVIRONMENT: Reward(function=ENVIRONMENT)}})

@@ -49,7 +49,7 @@ def before(store: Store, recipe: Recipe, name: str) -> dict[str, Any] | None:
     if record is None:
         return None
     status = status_of(record, store)
-    other = f"choose another --name, or none; what {name} has made is reused"
+    other = f"choose another --name, or none; the artifacts of {name} are reused"
     if status in WHOLE:
         how = "finished" if status == "finished" else f"at its end ({status})"
         raise RecipeError(f"run {name} is {how} (`rlhf show {name}`): {other}")

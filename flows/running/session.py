@@ -74,7 +74,7 @@ class Session:
         self.inputs = InputCheck(self.store, self.line, self.check)
         self._began = time.monotonic()
         self._at: dict[str, str] = {}
-        """The stages that the run is at, by node: each with what it waits for."""
+        """The current stages by node, each with the reason that it waits."""
         self._stopped = threading.Event()
         self._lock = threading.RLock()
         """Of the record and of `made`."""

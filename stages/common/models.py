@@ -80,7 +80,7 @@ def recall(ctx: Context, name: str) -> Any | None:
 
 
 def cached(ctx: Context, name: str, load: Callable[[], Any]) -> Any:
-    """Return the cached value of this name, or what `load` returns, which is then cached."""
+    """Return the cached value of this name, or the value of `load`, which is then cached."""
     value = recall(ctx, name)
     return remember(ctx, name, load()) if value is None else value
 

@@ -113,7 +113,7 @@ Figure = str | Callable[[Mapping[str, Any]], str]
 class Stage:
     """The definition of a stage; each stage's module ends with one, called STAGE.
 
-    `run`, `config` and what they import are in the key. The fields from `section` on are not: they place the stage
+    `run`, `config` and their imports are in the key. The fields from `section` on are not: they place the stage
     in a run and describe it (`rlhf.stages.contract.fingerprint.DESCRIPTION`).
     """
 

@@ -59,7 +59,7 @@ def of_name(name: str, where: str, kind: str = "function") -> Parameters | None:
     """Return the parameters of `module:function`, or those of the constructor of `module:Class`.
 
     None if the tree does not show them: a decorated function, the result of a call, a class without its own `__init__`.
-    kind: what the name should be, in words. Raise ValueError, naming `where`, for a name that its module does not
+    kind: the expected kind of object, in words. Raise ValueError, naming `where`, for a name that its module does not
     define.
     """
     module, _, function = name.partition(":")

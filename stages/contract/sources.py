@@ -13,7 +13,7 @@ from rlhf.tuning.names import closest, nearest
 
 
 def function_digests(name: str, where: str) -> dict[str, str]:
-    """Hashes of the code behind a reward function: for `module:function` its module and the modules beside it.
+    """Return hashes of a reward function's code: for `module:function` its module and the modules next to it.
 
     Empty for a built-in, whose code the stage reaches by import. Raises ValueError, naming `where`,
     for a function that is not there; nothing is executed.
@@ -44,7 +44,7 @@ def is_own_source(name: str) -> bool:
 
 
 def user_digests(name: str, where: str) -> dict[str, str]:
-    """Hashes of the code behind a user's `module:function`: of each of the user's modules, and of all that they reach;
+    """Return hashes of a user's `module:function`: of each of the user's modules, and of all that they reach;
     and the versions of the packages that they import.
 
     Raises ValueError, naming `where`, for a module that is not there; nothing is executed.
@@ -58,7 +58,7 @@ def user_digests(name: str, where: str) -> dict[str, str]:
 
 
 def user_code(name: str, where: str) -> Code:
-    """The code behind a user's `module:function`. Raises as `user_digests`."""
+    """Return the code of a user's `module:function`. Raises as `user_digests`."""
     module = name.partition(":")[0]
     if module.endswith(".py") or "/" in module:
         dotted = module.removesuffix(".py").removeprefix("./").replace("/", ".")
@@ -87,7 +87,7 @@ def user_code(name: str, where: str) -> Code:
 
 def data_digests(source: str, where: str) -> dict[str, str]:
     """Digests of a source of records: of files and tasks as `rlhf.tuning.data.tasks` has them, of a user's function by
-    all the code that it reaches; environments likewise. What that function opens by itself is not seen."""
+    all the code that it reaches; environments likewise. Files that the function opens by itself are not seen."""
     from rlhf.tuning.data import files, tasks
 
     if source in tasks.PLAYED:

@@ -5,7 +5,7 @@ Outputs, each as `<name>/part-00000-of-0000N.parquet`, sorted by id within a sha
     sft                 completions to imitate; turns of conversations and documents among them
     preference          a chosen and a rejected completion
     labelled            a completion and whether it is good
-    prompts, heldout    prompts to sample from, with what a verifier needs
+    prompts, heldout    prompts to sample from, with the verifier's answers
     heldout_sft         as sft, of held-out groups; only where they have completions
     heldout_preference  as preference; only where they have pairs
     heldout_labelled    likewise

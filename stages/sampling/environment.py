@@ -116,7 +116,7 @@ def modules_of(environment: Environment | None) -> tuple[str, ...]:
 
 def source_digests(environment: Environment) -> dict[str, str]:
     """Return hashes of the code of the user's environment and tools, of files that their settings name, and versions of
-    their packages; not of files that these open themselves, nor of a server behind a URL.
+    their packages; not of files that these open themselves, nor of the server at a URL.
 
     Raises ValueError, naming the setting, for a missing module; nothing is executed.
     """

@@ -98,7 +98,7 @@ def read_scored(inputs: Mapping[str, Artifact], columns: Collection[str] = ()) -
             raise RuntimeError(f"{name} and its scores do not list the same completions in the same order")
         every = Scored(every.trajectories + trajectories, every.scores + scores, every.prompts or own.prompts)
     if len(set(names_of(every.scores))) != len(every.scores):
-        raise RuntimeError("two completions of the round have one place and sample: they cannot be told apart (R21)")
+        raise RuntimeError("two completions of the round have the same place and sample (R21)")
     return every
 
 

@@ -234,7 +234,7 @@ class Store:
         """Raise ArtifactError if a disk has changed bytes of an artifact; a remote store's are checked at download."""
         if self.is_local and (fault := self.verify(artifact)):
             raise ArtifactError(
-                f"{artifact.url} is damaged ({fault}): run the command that made it again, or restore a backup"
+                f"{artifact.url} is damaged ({fault}): repeat the command that made it, or restore a backup"
             )
 
     def set_aside(self, stage: str, key: str) -> str:

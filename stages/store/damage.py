@@ -9,7 +9,7 @@ from rlhf.stages.store.leases import lease
 
 
 def fault_of(store: Store, stage: str, key: str) -> tuple[Artifact | None, str | None]:
-    """Return the artifact of a key and what is wrong with it, by the checksums of all files."""
+    """Return the artifact of a key and its damage, by the checksums of all files."""
     artifact, fault = store.examine(stage, key)
     return artifact, fault if artifact is None or fault is not None else store.verify(artifact)
 

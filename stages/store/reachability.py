@@ -1,7 +1,7 @@
-"""The artifacts of a store that kept runs reach, through the inputs of what they made.
+"""The artifacts of a store that kept runs reach, through the inputs of their artifacts.
 
 An artifact stays with everything that it was made from. A policy between two stored rounds can therefore be replayed
-from its parent, rollouts and scores, down to the nearest stored state, and what a kept run reads is a hit.
+from its parent, rollouts and scores, down to the nearest stored state, and inputs of a kept run are hits.
 """
 
 from __future__ import annotations

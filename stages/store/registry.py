@@ -37,7 +37,7 @@ class Moved(RegistryError):
 
 @dataclasses.dataclass(frozen=True)
 class Policy:
-    """The policy behind a name: its artifact and its run."""
+    """The policy of a name: its artifact and its run."""
 
     run: str
     node: str
@@ -48,7 +48,7 @@ class Policy:
     """Key of the base model, which has the tokenizer."""
     base_digest: str
     trained: str = ""
-    """Digest of the policy behind an export; empty: the artifact itself was trained."""
+    """Digest of the exported policy; empty: the artifact itself was trained."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -146,7 +146,7 @@ def rollback(store: Store, name: str, to: int | None, reason: str) -> Entry:
 
 
 def trained_ref(store: Store, policy: Policy) -> tuple[str, str, str] | None:
-    """Return (stage, key, digest) of the trained policy, for an export that behind it; None if it is gone."""
+    """Return (stage, key, digest) of the trained policy, for an export that of its policy; None if it is gone."""
     artifact = store.with_digest(policy.stage, policy.key, policy.digest)
     if artifact is None or policy.stage != "export":
         return None if artifact is None else (policy.stage, policy.key, policy.digest)

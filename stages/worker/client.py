@@ -283,7 +283,7 @@ class Worker:
         raise EOFError
 
     def _obituary(self, request: Request) -> str:
-        """Return the cause of the worker's end, what is kept, and the last lines of its log."""
+        """Return the cause of the worker's end, the kept work, and the last lines of its log."""
         assert self._process is not None
         try:
             code = self._process.wait(timeout=10)

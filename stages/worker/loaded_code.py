@@ -38,7 +38,7 @@ class DataDiffers(RuntimeError):
 
 
 class SourceDiffers(CodeDiffers):
-    """A user's code was edited while a stage ran, so that what is unfinished may be of either."""
+    """A user's code was edited while a stage ran, so that unfinished work may be of either version."""
 
 
 def check_before(request: Request) -> None:

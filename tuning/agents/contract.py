@@ -68,7 +68,7 @@ class Spec:
     step_seconds: float = 30.0
     """Wall-clock limit of a step, tool calls included."""
     megabytes: int = 1024
-    """Memory limit of an episode's process, on top of what it shares with its parent."""
+    """Memory limit of an episode's process, in addition to the memory that it shares with its parent."""
 
 
 @dataclasses.dataclass(frozen=True)

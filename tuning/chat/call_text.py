@@ -1,9 +1,9 @@
-"""Readers of tool calls: what stands in a text, before it is compared with the tools' schemas.
+"""Readers of tool calls in a text, before they are compared with the tools' schemas.
 
     hermes   <tool_call>                                            Qwen 2.5 and 3, Hermes, SmolLM3
              {"name": "add", "arguments": {"a": 1}}
              </tool_call>
-    llama    {"name": "add", "parameters": {"a": 1}}; {...}         Llama 3.1 and later, also behind <|python_tag|>
+    llama    {"name": "add", "parameters": {"a": 1}}; {...}         Llama 3.1 and later, also after <|python_tag|>
     gemma    <start_function_call>call:add{a:1}<end_function_call>  FunctionGemma; text is <escape>text<escape>
              ```tool_code                                           Gemma 3
              add(a=1)
@@ -46,9 +46,9 @@ class Written:
 
 
 Found = list[Written | str]
-"""Calls, and what is wrong with those that cannot be read, in the order of the text."""
+"""Calls, and the fault of each unreadable one, in the order of the text."""
 Reader = Callable[[str], tuple[Found, str]]
-"""text -> what was found, and the content beside it."""
+"""text -> calls and faults, and the remaining content."""
 
 
 def _scanned(
@@ -80,7 +80,7 @@ def _tagged(text: str, start: re.Match[str]) -> tuple[Found, int]:
     else:
         if closed := re.compile(rf"\s*{CLOSE}").match(text, end):
             return [_call(value, ("arguments",), form)], closed.end()
-        fault = f"has text behind its JSON object; expected {CLOSE} there"
+        fault = f"has text after its JSON object; expected {CLOSE} there"
     close, following = text.find(CLOSE, end), text.find(OPEN, end)
     if close < 0 or 0 <= following < close:
         return [f"has no closing {CLOSE}"], following if following >= 0 else len(text)
@@ -88,7 +88,7 @@ def _tagged(text: str, start: re.Match[str]) -> tuple[Found, int]:
 
 
 def llama(text: str) -> tuple[Found, str]:
-    """JSON objects behind `<|python_tag|>`, or at the beginning of the text; more than one with `;` between them."""
+    """JSON objects after `<|python_tag|>`, or at the beginning of the text; more than one with `;` between them."""
     before, tag, calls = text.partition(PYTHON_TAG)
     if not tag:
         before, calls = "", text
@@ -124,7 +124,7 @@ def _fenced(text: str, start: re.Match[str]) -> tuple[Found, int]:
     """The Python calls of a fence: a call a line, as it stands or in `print`."""
     close = text.find("```", start.end())
     if close < 0:
-        return ["has no closing ``` behind its ```tool_code"], len(text)
+        return ["has no closing ``` after its ```tool_code"], len(text)
     end = close + len("```")
     form = "expected calls such as name(argument=1), a line each"
     try:

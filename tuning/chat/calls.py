@@ -1,6 +1,6 @@
-"""Tool calls in a policy's text: how each family of models writes them, and what is wrong with one.
+"""Tool calls in a policy's text: the syntax of each family of models, and the fault of a malformed call.
 
-Nothing here raises for what a policy wrote: a malformed call is an error text that the policy reads in its next turn.
+Nothing here raises for a policy's text: a malformed call is an error text that the policy reads in its next turn.
 Processes of environments import this module, so it loads neither JAX nor a tokenizer.
 """
 
@@ -38,9 +38,9 @@ class Parsed:
     calls: list[Call]
     """Calls that the tools' schemas accept, in the order of the text."""
     errors: list[str]
-    """For the policy: what is wrong with each other call, and what was expected."""
+    """The fault of each other call and the expected form, for the policy to read."""
     content: str
-    """The text beside the calls, stripped."""
+    """The text outside the calls, stripped."""
 
 
 def call_of(call: Mapping[str, Any]) -> Call:
@@ -167,7 +167,7 @@ def _function(tool: Schema) -> Mapping[str, Any]:
 
 
 def _checked(written: Written, functions: Mapping[str, Mapping[str, Any]]) -> Call | str:
-    """The call, or what is wrong with it for the policy."""
+    """Return the call, or its fault for the policy to read."""
     function = functions.get(written.name)
     if function is None:
         return f"There is no tool {shown(written.name)}. The tools are: {', '.join(functions) or 'none'}."

@@ -46,7 +46,7 @@ class Renderer(Template):
         return self.plain_ids(messages)
 
     def suffix(self, messages: Sequence[Message], ended: bool) -> list[int]:
-        """Token ids behind a turn's sampled ids, up to and with the next header of the assistant's turn.
+        """Token ids after a turn's sampled ids, up to and with the next header of the assistant's turn.
 
         `ended`: the sampled ids end in the end of the turn, or in another token that stops; else the suffix begins
         with the end.
@@ -125,7 +125,7 @@ class Renderer(Template):
         self._end = self._plain.anchor
         if self._end not in turn.rpartition(PROBE)[2]:
             raise self._refused(
-                "it writes no control token behind an assistant's turn", "let it write {{ eos_token }} there"
+                "it writes no control token after an assistant's turn", "let it write {{ eos_token }} there"
             )
         self._check_header(turn[len(before) : turn.rindex(PROBE)])
 
@@ -141,12 +141,12 @@ class Renderer(Template):
     # Text
 
     def _behind(self, messages: Sequence[Message], header: bool) -> tuple[str, str]:
-        """(end of the turn, all behind it) where the messages follow an assistant's turn."""
+        """Return (end of the turn, all text after it) of messages that follow an assistant's turn."""
         opening = self._opened([QUESTION])
         return self._cut(self.write([*opening, ANSWER, *messages], header), PROBE, len(self.write(opening)))[1:]
 
     def _cut(self, text: str, answer: str, start: int) -> tuple[str, str, str]:
-        """(before an assistant's text, its end, all behind it), from `start` on."""
+        """Return (text before an assistant's, its end, all text after it), from `start` on."""
         where = text.find(answer, start)
         end = text.find(self._end, where + len(answer)) + len(self._end)
         if where < 0 or end < len(self._end):
@@ -189,7 +189,7 @@ class Renderer(Template):
                 start = suffix
                 if not rest.startswith(start):
                     raise self._refused(
-                        f"behind turn {number} of a conversation it writes {rest[:60]!r}, and behind another one "
+                        f"after turn {number} of a conversation it writes {rest[:60]!r}, and after another one "
                         f"{start[:60]!r}, for the same messages",
                         do,
                     )
@@ -197,7 +197,7 @@ class Renderer(Template):
                 raise self._refused("its generation prompt changes the text before it", do)
 
     def _trials(self) -> Iterator[tuple[list[Message], list[list[Message]]]]:
-        """Openings, and what the environment answers in three turns."""
+        """Openings, and the environment's answers in three turns."""
         odd = ["", "\n", " naïve 世界 {{ x }}\n\n", f"a{self._end}b {self._header} c"]
         users: list[list[Message]] = [[{"role": "user", "content": text}] for text in ["Hot", *odd]]
         result: list[Message] = [{"role": "tool", "name": "lookup", "content": "{}"}]

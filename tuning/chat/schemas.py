@@ -23,7 +23,7 @@ MOST_NODES = 500
 DEEPEST = 32
 """Levels of objects and lists in it."""
 MOST_STEPS = 30_000
-"""Of a comparison: keywords, with the sizes of what they compare. About a second."""
+"""Of a comparison: keywords, with the sizes of the compared values. About a second."""
 MOST_PATTERN_STEPS = 1000
 """Of a search, for which the pattern is compiled: RE2 repeats a part up to a thousand times."""
 

@@ -1,4 +1,4 @@
-"""One chat template: what it can write, and conversations as it writes them.
+"""One chat template: its abilities, and its rendering of conversations.
 
 Data, episodes and the server render with this class, so one conversation has one text (R31). A template that writes
 calls and tools gets them as they are. For one that does not, calls and results are written into the text of messages,

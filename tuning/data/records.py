@@ -7,7 +7,7 @@ A raw record is a JSON object. A number as `id`, `answer` or `group` is its JSON
     completion  str, optional: the wanted (for a pair: the preferred) answer of the assistant.
     rejected    str or list of str, optional: answers that lose against `completion`.
     label       bool, optional: whether `completion` is a good answer, if there is no other to compare it with.
-    answer      str or number, optional: what a verifier compares with.
+    answer      str or number, optional: the verifier's reference.
     margin      float, optional: how much better `completion` is than `rejected`.
     tools       list of objects, optional: the functions that the chat template describes to the assistant.
     chat_template_kwargs  object, optional: values that the chat template reads, such as {"enable_thinking": false}.
@@ -142,7 +142,7 @@ def parse_record(
         raw: the object; fields that are None count as absent.
         source: file or task, and `number` the record's number in it (from 1), for error messages.
         mapper: gives the source's fields the names of this layout.
-        extra: what to do with unknown fields: "error", or "metadata" to move them into `metadata`.
+        extra: treatment of unknown fields: "error", or "metadata" to move them into `metadata`.
         layout: one of `rlhf.tuning.data.layouts.LAYOUTS`, or "auto" to detect it from the fields.
     Raises:
         RecordError: the first field that is wrong.

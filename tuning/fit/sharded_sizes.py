@@ -1,4 +1,4 @@
-"""Shapes of models and of what is trained, and their bytes on one device."""
+"""Shapes of models and of trained parameters, and their bytes on one device."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def shapes_of(config: DecoderConfig, role: Role) -> Any:
 
 
 def trees(config: DecoderConfig, role: Role, lora: LoraConfig | None, dtype: str) -> tuple[Any, Any]:
-    """(shapes of what is trained, shapes of what is frozen under it or None)."""
+    """Return (shapes of trained parameters, shapes of the frozen ones under them or None)."""
     dense = shapes_of(config, role)
     if lora is None:
         return dense, None

@@ -26,7 +26,7 @@ class Caller:
 
     @staticmethod
     def load(function: str) -> None:
-        """Import the function, and what a built-in imports when it is called."""
+        """Import the function, and the modules that a built-in imports when it is called."""
         find(function)
         for name in LOADS.get(function, ()):
             importlib.import_module(name)

@@ -1,8 +1,8 @@
 """Runs one program in a world of its own: a script, started by `rlhf.tuning.rewards.sandbox` in an isolated Python.
 
     this script      new namespaces; waits for `init` and kills it after the time limit
-      init           process 1 of a new process namespace: a private root folder; what outlives it, the kernel kills;
-                     ends all where they take too much memory together
+      init           process 1 of a new process namespace: a private root folder; the kernel kills processes that
+                     outlive it; ends all if they take too much memory together
         program      limits of processor time, memory, files and processes; nobody's, without privileges; system calls
                      that programs do not need are refused
 

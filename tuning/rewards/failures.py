@@ -93,7 +93,7 @@ class Streak:
 
 
 def kind_of(error: BaseException) -> Kind:
-    """Whose fault an exception of a reward function is: the worst of it and of what caused it."""
+    """Return whose fault an exception of a reward function is: the worst of it and its causes."""
     kinds = {_kind(each) for each in with_causes(error)}
     return "outage" if "outage" in kinds else "refusal" if "refusal" in kinds else "sample"
 
@@ -141,12 +141,12 @@ def check_failures(
     Args:
         outcomes: of each reward by name, one for each sample.
         max_failed_fraction: share of the samples, rounded up to whole ones, that each reward may fail on.
-        setting: how that limit is called in a recipe. what: how what gives the outcomes is.
+        setting: how that limit is called in a recipe. what: the source of the outcomes, as it is called.
         functions: the function of each reward, where its name says little.
-        kept: what an outage leaves for the next try of the caller's stage.
+        kept: the work that an outage leaves for the next try of the caller's stage.
     Raises:
         Outage: there is an outage among the outcomes, however few.
-        TooManyFailures: what fails on so many samples is not their fault.
+        TooManyFailures: a failure on this many samples is not their fault.
     """
     named = {name: f" ({function})" for name, function in (functions or {}).items() if function != name}
     for name, column in outcomes.items():

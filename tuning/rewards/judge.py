@@ -1,4 +1,4 @@
-"""A language model as the judge, behind an endpoint that speaks OpenAI's chat completions (vLLM, SGLang, llama.cpp)."""
+"""A language model as the judge, at an endpoint that speaks OpenAI's chat completions (vLLM, SGLang, llama.cpp)."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ def judge(
     that double.
 
     Raises JudgeFailed for a reply without a number in the range, with one out of another than `high` (3/5 where 10 is
-    best) or with `high` behind other numbers in its last line (2 on a scale of 1 to 10), and for a request that the
+    best) or with `high` after other numbers in its last line (2 on a scale of 1 to 10), and for a request that the
     server refuses as such (400), which is the sample's failure; Outage for a server that cannot be reached, stays busy
     or silent, or does not know the key; Refusal for another error status.
     """

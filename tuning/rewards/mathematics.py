@@ -42,7 +42,7 @@ _FORMS = (
     (r"√\s*(\w+|\([^()]*\))", r"\\sqrt{\1}"),
     (r"(?<=[A-Za-z\d)])\*\*(?=[A-Za-z\d(-])", "^"),
 )
-"""Forms of plain text and of programming languages, and what math-verify reads."""
+"""Forms of plain text and of programming languages, and the forms that math-verify reads."""
 _RETRACTION = re.compile(r"[.:;!?](?=\s)|\b(?:no|not|wait|wrong)\b", re.IGNORECASE)
 """Between two boxes: the second replaces the first, and does not add to it."""
 _WORD = r"(?<![\\A-Za-z])(?!pi\b)[A-Za-z]{2,}(?![a-z]*\()"

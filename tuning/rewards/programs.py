@@ -60,7 +60,7 @@ def _tests(node: ast.ClassDef) -> list[ast.FunctionDef | ast.AsyncFunctionDef]:
 
 
 def _call(node: ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef, entry_point: str | None) -> str:
-    """A program that runs a test which is only defined; empty for what is no test."""
+    """Return a program that runs a test which is only defined; empty for other code."""
     if isinstance(node, ast.ClassDef):
         tests = _tests(node) if node.name.startswith("Test") else []
         if tests and any(getattr(one, "name", "") in _SET_UP for one in node.body):

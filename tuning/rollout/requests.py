@@ -1,4 +1,4 @@
-"""Requests to an engine and what it returns: token ids in, token ids out. Imports no JAX, for clients of servers."""
+"""Requests to an engine and its results: token ids in, token ids out. Imports no JAX, for clients of servers."""
 
 from __future__ import annotations
 

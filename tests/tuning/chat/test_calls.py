@@ -69,7 +69,7 @@ FAULTS = [
     ("hermes", '<tool_call>{"name": "add", "arguments": {"a": 1, "b": 2}</tool_call>', ["not valid JSON", "expected"]),
     ("hermes", H.removesuffix("</tool_call>"), ["no closing </tool_call>"]),
     ("hermes", '<tool_call>{"name": "add"', ["no closing </tool_call>"]),
-    ("hermes", H.replace("\n</", "} </"), ["text behind its JSON object"]),
+    ("hermes", H.replace("\n</", "} </"), ["text after its JSON object"]),
     ("hermes", '<tool_call>["add"]</tool_call>', ["a list", "expected"]),
     ("hermes", '<tool_call>{"arguments": {}}</tool_call>', ["no name"]),
     ("hermes", H.replace("arguments", "parameters"), ["keys 'name, parameters'", '"arguments"']),

@@ -204,7 +204,7 @@ REFUSED = {
     "leaves out an earlier turn of the assistant": t.CHATML.replace(
         "{% for m in messages %}", "{% for m in messages if m.role == 'user' or m in messages[-2:] %}"),
     "no message of the role user": t.CHATML.replace("in messages %}", "in messages if m.role != 'user' %}"),
-    "no control token behind an assistant's turn": "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}",
+    "no control token after an assistant's turn": "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}",
     "its generation prompt is ''": t.CHATML.partition("{% if add")[0],
 }  # fmt: skip
 

@@ -329,7 +329,7 @@ class Engine(Batches):
         if prefixed == "one" and self._by_kernel["attention"]:
             # The kernel takes any number in one program.
             prefixed = "many"
-        start = {"none": "from the start", "one": "behind a prefix", "many": "behind prefixes"}[prefixed]
+        start = {"none": "from the start", "one": "after a prefix", "many": "after prefixes"}[prefixed]
         graph, weights = self._use("prefill", f"chunk={size}", start)
         self._pool.cache = programs.prefill(
             graph, weights, self._pool.cache, chunk, prefixed=prefixed, **self._program_options

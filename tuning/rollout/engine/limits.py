@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 
 FREE_SHARE = 0.75
-"""Share of what weights leave free that a stage gives to keys and values; programs need the rest, for logits first."""
+"""Share of the free memory that a stage gives to keys and values; programs need the rest, for logits first."""
 
 
 @dataclasses.dataclass(frozen=True)

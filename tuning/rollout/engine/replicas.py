@@ -72,7 +72,7 @@ class Replicas(Batches):
         self._queue: collections.deque[Group] = collections.deque()
         """Groups of which no run has been dealt, in the order of arrival."""
         self._groups: list[Group] = [collections.deque() for _ in self._engines]
-        """Of each engine, what is left of the group that it has begun."""
+        """The rest of the group that each engine has begun."""
         self._dealt: list[dict[int, int]] = [{} for _ in self._engines]
         """Of each engine, its own number of a run to the number of the request."""
         self._kept: dict[int, tuple[int, int]] = {}

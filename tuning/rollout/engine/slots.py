@@ -101,7 +101,7 @@ SMALLEST_PREFIX = 16
 
 
 def longest_prefix(slots: list[Slot], run: Run) -> tuple[Slot | None, int]:
-    """The slot that holds the longest prefix of what `run` must have cached, and its length in tokens."""
+    """The slot that holds the longest prefix of the tokens that `run` must have cached, and its length in tokens."""
     request = run.request
     wanted = np.asarray(request.prompt[:-1], np.int64)
     best, most = None, 0

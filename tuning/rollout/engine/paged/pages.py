@@ -96,7 +96,7 @@ class Pages:
                 self._free.append(page)
 
     def forget(self) -> None:
-        """Drops all names: what pages hold was computed with other weights."""
+        """Drop all names: the pages hold values of other weights."""
         self._free += self._kept
         self._kept.clear()
         self._names.clear()

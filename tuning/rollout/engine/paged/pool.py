@@ -1,4 +1,4 @@
-"""The sequences of an engine with pages: which are seated, which pages each has, and what each is fed next.
+"""The sequences of an engine with pages: which are seated, the pages of each, and the next tokens of each.
 
 Memory is by tokens that are held, not by the longest that could be. So it may run out while sequences grow: then
 the one that was seated last gives its pages up, waits, and is fed its prompt and its tokens so far again. The one that
@@ -95,7 +95,7 @@ class PagedPool(Pool):
 
     @property
     def taken(self) -> int:
-        """Seats. None is kept for an ended request: what it has cached is found by its blocks."""
+        """Seats. None is kept for an ended request: its cache is found by its blocks."""
         return len(self.seats)
 
     @property
@@ -105,7 +105,7 @@ class PagedPool(Pool):
 
     @property
     def wanted(self) -> int:
-        """Pages that are made: for all seats at the longest context, or what memory allows."""
+        """Pages that are made: for all seats at the longest context, or as many as memory allows."""
         return 1 + min(self._affordable_pages, self.most_seats * self.table_width)
 
     def leave(self, slot: Slot, keep: bool = True) -> Run:
@@ -125,7 +125,7 @@ class PagedPool(Pool):
         """Nothing: no seat is kept for an ended request."""
 
     def admit(self, waiting: collections.deque[Run]) -> None:
-        """Seats waiting runs, in order, while there are seats and pages for what they begin with."""
+        """Seats waiting runs, in order, while there are seats and pages for their first tokens."""
         for seat in self.seats:
             self.name_blocks(seat)
         if not waiting:
@@ -173,7 +173,7 @@ class PagedPool(Pool):
         return planned
 
     def decoding(self, steps: int) -> list[Seat]:
-        """Seats with nothing of a prompt to feed, and pages for a run of `steps` or for what is left of theirs."""
+        """Seats with nothing of a prompt to feed, and pages for a run of `steps` or for the rest of theirs."""
         planned = []
         for seat in list(self.seats):
             if seat.run is None or seat.pending > 1:
@@ -258,7 +258,7 @@ class PagedPool(Pool):
         return make(self._config, self.wanted, self._size, self._kv, self._kernel)
 
     def _next_name(self, seat: Seat) -> BlockName | None:
-        """The name of the block that a seat begins next; None within a block, and for what others cannot have.
+        """The name of the block that a seat begins next; None within a block, and for blocks that others cannot share.
 
         Its last token is never found: it has to be fed, for the next one.
         """
