@@ -75,7 +75,7 @@ def test_a_run_whose_process_cannot_be_seen_lives_by_its_signs(store, host, minu
     if goes_on:
         assert before(place, recipe, "k1")["name"] == "k1"
     else:
-        with pytest.raises(RecipeError, match=r"k1 is running .*if it was killed there, .* 10 minutes after"):
+        with pytest.raises(RecipeError, match=r"k1 is running .*if it was killed, .* 10 minutes after"):
             before(place, recipe, "k1")
 
 
@@ -205,7 +205,7 @@ def test_rescore_takes_the_newest_run_with_all_rollouts_and_leaves_no_victim(sto
     # Stops before anything is made: no reward of that name.
     done = invoked("rescore", "--reward", "mine=nonesuch", "--no-prefect", "--store", store)
     assert "rollouts of run first" in done.stdout
-    assert "error: --reward mine=nonesuch: no reward function 'nonesuch'; there are" in done.stderr
+    assert "error: rl.score.rewards.mine.function: no reward function 'nonesuch'; there are" in done.stderr
     assert {p.name for p in (store / "runs").iterdir()} == runs
 
 
