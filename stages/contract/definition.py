@@ -178,7 +178,10 @@ class Stage:
 def _shown(figure: Figure, metrics: Mapping[str, Any]) -> str:
     """Return the figure as text; empty if one of its metrics is missing."""
     if callable(figure):
-        return figure(metrics)
+        try:
+            return figure(metrics)
+        except KeyError:
+            return ""
     names = [name for _, name, _, _ in string.Formatter().parse(figure) if name]
     if any(metrics.get(n) is None for n in names):
         return ""

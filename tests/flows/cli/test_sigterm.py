@@ -70,10 +70,12 @@ def test_signals_that_come_together_are_one_interruption_and_do_not_end_its_reco
 
 
 def test_a_signal_during_the_start_is_recorded_too(tmp_path, monkeypatch):
-    def interrupted(store):
+    def interrupted(saver, soon=False):
+        monkeypatch.undo()
+        saver.save(soon)
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("rlhf.flows.running.session.keep_room", interrupted)
+    monkeypatch.setattr("rlhf.flows.running.record_writer.Saver.save", interrupted)
     recipe = load_recipe("smoke", sets=[f"store={tmp_path}"])
     with pytest.raises(KeyboardInterrupt):
         Session(recipe, ConsoleReporter(), "early")
