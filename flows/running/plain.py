@@ -29,6 +29,7 @@ def run_plain(
     reporter = ConsoleReporter()
     session = Session(recipe, reporter, name, force, standing)
     try:
+        reporter.console.print(f"run {session.name}  store {session.store.shown}")
         run_stages(session, only, partial(session.run_node, retries=recipe.retries))
     except BaseException as e:
         close(session, status_after(e), e)

@@ -3,14 +3,11 @@ behind a commit is removed."""
 
 from __future__ import annotations
 
-import json
-import os
 import shutil
 
 from rlhf.flows.recipe.reading import load_recipe
 from rlhf.flows.report.console import ConsoleReporter
 from rlhf.flows.running.session import Session
-from rlhf.stages.store import leases
 from rlhf.stages.store.artifacts import Store
 
 
@@ -37,19 +34,13 @@ def test_a_changed_byte_in_an_input_is_found_before_a_stage_reads_it(store, reco
     assert "! base: " in out and "model.safetensors has checksum" in out and "computed again" in out
 
 
-def test_work_and_lease_that_a_kill_has_left_behind_a_commit_are_removed(store, record):
+def test_work_that_a_kill_just_after_a_commit_has_left_is_removed(store, record):
     nodes = record(store, "first")["nodes"]
-    dead = json.loads(leases._record("token")) | {"started": 1.0}
-    others = {"base": dead, "prepare": dead | {"pid": os.getpid(), "started": leases._started(os.getpid())}}
-    for stage, holder in others.items():
-        key = nodes[stage]["key"]
-        (store / "work" / stage / key / "checkpoints").mkdir(parents=True)
-        (store / "leases").mkdir(exist_ok=True)
-        (store / "leases" / f"{stage}-{key}.json").write_text(json.dumps(holder))
+    others = ("base", "prepare")
+    for stage in others:
+        (store / "work" / stage / nodes[stage]["key"] / "checkpoints").mkdir(parents=True)
     run = Session(load_recipe("smoke", sets=[f"store={store}"]), ConsoleReporter(), "again")
     for stage in others:
         assert run.run_node(stage)[0] == "hit"
         assert not (store / "work" / stage / nodes[stage]["key"]).exists()
     run.finish("failed")
-    # The lease of one who lives is his.
-    assert [path.name.partition("-")[0] for path in (store / "leases").iterdir()] == ["prepare"]
