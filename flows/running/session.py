@@ -33,6 +33,7 @@ from rlhf.stages.store.artifacts import Artifact, Store
 from rlhf.stages.store.disk import disk_fault
 from rlhf.stages.store.keys import published, without_userinfo
 from rlhf.stages.store.leases import lease, this_process
+from rlhf.stages.store.reserve import keep_room, with_room
 from rlhf.stages.store.work import WorkFolder
 from rlhf.stages.worker.client import CodeChanged, StageFailed, WorkerDied
 from rlhf.stages.worker.protocol import Heartbeat, Log, Progress, Report, Request
@@ -120,6 +121,7 @@ class Session:
             self.record["standing"] = self.standing.as_json()
         self._saver = Saver(self.store, self.record, self._lock)
         self.save()
+        keep_room(self.store)
 
     def line(self, text: str) -> None:
         """Report a line."""
@@ -330,7 +332,7 @@ class Session:
     def _save_if_possible(self) -> None:
         """Write the record; a failure is reported, because it must not hide the error of the stage or the run."""
         try:
-            self.save()
+            with_room(self.store, self.save)
         except Exception as error:
             fault = disk_fault(error, self.store.scratch) or error
             self.line(f"the record of run {self.name} could not be written: {fault}")

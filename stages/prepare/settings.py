@@ -27,6 +27,9 @@ ALONE = ("source", "source_args", "rename", "fields", "layout")
 class FieldSettings(StageConfig):
     """Names and values of fields of a source."""
 
+    # In a list, where Prefect's form shows the model itself.
+    model_config = ConfigDict(use_attribute_docstrings=True)
+
     rename: dict[str, str | None] = Field(default_factory=dict)
     """Field names of the source mapped to those of the record layout, such as {question: prompt}; null drops a
     field."""
@@ -58,8 +61,8 @@ class SourceSettings(FieldSettings):
 class DataSource(SourceSettings):
     """One of several sources."""
 
-    # In a list, where Prefect's form shows the model itself. `for` is a word of Python.
-    model_config = ConfigDict(use_attribute_docstrings=True, serialize_by_alias=True)
+    # `for` is a word of Python.
+    model_config = ConfigDict(serialize_by_alias=True)
 
     weight: Annotated[float, Field(ge=0, le=100)] = 1.0
     """Number of times that each training record is used: 0.5 keeps half of them, chosen by a hash; 2 uses each

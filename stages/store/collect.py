@@ -28,6 +28,7 @@ from rlhf.stages.store.json_schemas import COMMITTED
 from rlhf.stages.store.leases import unless_held
 from rlhf.stages.store.orphans import Residue, residues
 from rlhf.stages.store.reachability import Roots, Version, reach, versions
+from rlhf.stages.store.reserve import keep_room, with_room
 
 SETTLE_SECONDS = 10.0
 """Longer than a run takes from finding an artifact to naming it in its record."""
@@ -96,6 +97,12 @@ def collect(store: Store, read: Callable[[], Roots], limits: Limits) -> Survey:
     read: returns what runs, pins and the registry keep now; called more than once.
     """
     readonly.refuse(store.shown)
+    done = with_room(store, lambda: _collected(store, read, limits))
+    keep_room(store)
+    return done
+
+
+def _collected(store: Store, read: Callable[[], Roots], limits: Limits) -> Survey:
     roots = read()
     first = survey(store, roots, limits)
     signs = {run.name: run.sign for run in roots.runs if run.sign}

@@ -63,7 +63,7 @@ def test_a_run_that_is_refused_between_two_stages_shows_why(store, tmp_path, mon
     assert shown["status"] == "failed" and why in shown["error"] and shown["log"] is None
     page = (store / "runs" / "asks" / "report.html").read_text()
     assert "mine_asks:f takes level" in page and "Everything came from the store" not in page
-    assert "the error if one ended it" in rlhf_here("logs", "asks", "--store", store, code=2).stderr
+    assert "type `rlhf show asks`" in rlhf_here("logs", "asks", "--store", store, code=2).stderr
     # A part of the recipe, in which nothing is scored, is made and says what ends the whole.
     assert run_plain(load_recipe("smoke", sets=sets), name="part", only={"base", "prepare"}) == "partial"
     assert f"! a run of the whole recipe ends after prepare: {why}" in capsys.readouterr().out

@@ -259,7 +259,7 @@ def test_a_process_that_counted_as_killed_leaves_the_record_to_the_try_that_went
     other.run_node("base")
     other.finish("finished")
     whole = place.read_json(*HEAD)
-    with pytest.raises(ArtifactError, match="goes on with it"):
+    with pytest.raises(ArtifactError, match="has resumed it"):
         cut.save()
     cut.finish("failed")
     assert place.read_json(*HEAD) == whole and whole["tries"] == 2

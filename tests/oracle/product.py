@@ -17,6 +17,7 @@ import jax.numpy as jnp
 from rlhf.stages.contract.definition import Context
 from rlhf.stages.store.artifacts import Artifact, Store
 from rlhf.tuning.agents.rows import TurnRow
+from rlhf.tuning.data.flat import write_arrays
 from rlhf.tuning.data.pipeline import SCHEMAS
 from rlhf.tuning.models import huggingface
 from rlhf.tuning.models.config import tiny
@@ -98,6 +99,7 @@ class Product:
         for name, rows in tables.items():
             table = pa.Table.from_pylist(list(rows), pa.schema(list(SCHEMAS[name].items())))
             write_arrow(made / name / "part-00000.parquet", table)
+            write_arrays(made / name)
         return self.commit("prepare", made)
 
     def run(

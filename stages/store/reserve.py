@@ -1,0 +1,36 @@
+"""Space that a store reserves on a local disk, for a collection or the last record of a run when the disk is full."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Callable
+from typing import TypeVar
+
+from rlhf.stages.store.artifacts import Store
+from rlhf.stages.store.disk import FULL, disk_fault
+
+BYTES = 2**20
+"""More than a collection or a record needs at a time."""
+T = TypeVar("T")
+
+
+def keep_room(store: Store) -> None:
+    """Write the file that is given up on a full disk, unless it exists."""
+    if store.is_local:
+        with contextlib.suppress(OSError), open(store.join("room"), "xb") as room:
+            # Zeros take no room on some file systems.
+            room.write(os.urandom(BYTES))
+
+
+def with_room(store: Store, action: Callable[[], T]) -> T:
+    """Run an action; on a full disk give up the reserved file and run it once more."""
+    try:
+        return action()
+    except OSError as error:
+        fault = disk_fault(error, store.scratch)
+        if fault is None or fault.errno not in FULL:
+            raise
+    with contextlib.suppress(OSError):
+        os.remove(store.join("room"))
+    return action()
