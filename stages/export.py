@@ -90,5 +90,5 @@ STAGE = Stage(
     section="export",
     title="export",
     reads={"policy": Reads("policy"), "tokenizer": Reads("tokenizer")},
-    headline=(lambda metrics: f"{metrics['bytes'] / 1e6:.3g} MB",),
+    headline=(lambda metrics: f"{metrics['bytes'] / 1e6:.1f} MB",),
 )

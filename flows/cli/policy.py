@@ -114,7 +114,7 @@ def export(
     if force and record["nodes"].get(node, {}).get("state") == REFUSED:
         recipe = checked(record["recipe"] | {"store": store, "gate": None}, Path(record["name"]), None, set())
         record = recompute(recipe, {"export"}, dataclasses.replace(recorded(record), champion=None), True)
-    if record["nodes"][node]["stage"] != "export":
+    if record["nodes"].get(node, {"stage": "export"})["stage"] != "export":
         raise usage_error(f"{run_name} is {node} of {record['name']}, not an exported folder: name a run")
     artifact = artifact_of(Store(store), record, node)
     folder = artifact.local()

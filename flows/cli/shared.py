@@ -99,7 +99,7 @@ RunName = Annotated[
 ]
 NodeName = Annotated[str, typer.Option("--node", help="Which policy: export, sft, base or round-003.update.")]
 NoPrefect = Annotated[bool, typer.Option("--no-prefect", help="Run the stages without Prefect: no server, no UI.")]
-AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON document, with the keys of docs/operations.md.")]
+AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON document (docs/reference/json.md).")]
 
 
 def print_json(value: Any) -> None:

@@ -110,10 +110,12 @@ class PrivateServer:
                 self._watcher.start()
                 return
             time.sleep(PAUSE_SECONDS)
+        code = self._process.poll()
+        how = f"gave no answer within {START_SECONDS:g} s" if code is None else f"exited with status {code}"
         self.stop()
         self._log.seek(0)
-        output = self._log.read().decode(errors="replace").strip()[-2000:]
-        raise ServerFailed(f"Prefect's local server did not start:\n{output}\nadd --no-prefect to run without it")
+        output = self._log.read().decode(errors="replace").strip()[-2000:] or "(it printed nothing)"
+        raise ServerFailed(f"Prefect's local server {how}:\n{output}\nadd --no-prefect to run without it")
 
     def stop(self) -> None:
         """End the server; kill it after five seconds."""

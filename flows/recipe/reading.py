@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 import json
+import re
 from collections.abc import Collection
 from pathlib import Path
 from typing import Any
@@ -65,7 +66,8 @@ def load_recipe(name: str, overrides: dict[str, Any] | None = None, sets: list[s
         raise RecipeError(f"{path}: the file holds no settings; `name: {path.stem}` alone takes all defaults")
     if not isinstance(values, dict):
         raise RecipeError(f"{path}: a recipe is a mapping of sections, found {type(values).__name__}")
-    values.setdefault("name", path.stem)
+    # Names of runs and stores have small letters, digits and hyphens alone.
+    values.setdefault("name", re.sub(r"[^a-z0-9]+", "-", path.stem.lower()).strip("-") or "recipe")
     values, options = with_sets(merge(values, overrides or {}), sets or [])
     return checked(values, path, node, options)
 

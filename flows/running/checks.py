@@ -129,10 +129,9 @@ def check_columns(recipe: Recipe, metrics: Mapping[str, Any], stages: Collection
             continue
         given = (*parameters.texts, *REWARD_COLUMNS[2:], *called.arguments, *there)
         if missing := [name for name in parameters.required if name not in given]:
-            has = f"have {', '.join(there)}" if there else "have none"
             raise RecipeError(
-                f"{called.at}: {called.function} takes {', '.join(missing)}, which is no column of the data: rows of "
-                f"{split} {has} and {', '.join(REWARD_COLUMNS[2:])}. Name a field of the records in data.fields "
+                f"{called.at}: {called.function} takes {', '.join(missing)}, and {split} has no such column: its "
+                f"columns are {', '.join([*there, *REWARD_COLUMNS[2:]])}. Name a field of the records in data.fields "
                 f"(or data.extra_fields: metadata), give the parameter a default, or a value in {called.arguments_at}"
             )
 

@@ -117,7 +117,7 @@ class Config(Trained, core.RoundSettings):  # type: ignore[misc]
             )
         if registry.find(self.algorithm) is None:
             raise ValueError(
-                "old_logps: sampler leaves nothing but the loss's own ratio to correct for the sampler, and an "
+                "old_logps: sampler leaves nothing but the loss's own ratio to correct for the sampler, and a "
                 "custom algorithm need not have one: let old_logps be trainer"
             )
 

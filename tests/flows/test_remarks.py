@@ -89,9 +89,9 @@ def test_a_reward_that_takes_a_column_the_data_lacks_ends_the_run_before_anythin
         assert list(session.made) == ["base", "prepare"]
         message = str(e.value)
         assert message.startswith(
-            "rl.score.rewards.mine.function: mine_columns:right takes solution, which is no column"
+            "rl.score.rewards.mine.function: mine_columns:right takes solution, and prompts has no such column"
         )
-        assert "rows of prompts have task and completion_ids, answer, metadata" in message
+        assert "its columns are task, completion_ids, answer, metadata" in message
     done = CliRunner().invoke(app, ["plan", "smoke", "--store", str(store), "--set", sets[0]])
     assert done.exit_code == 0 and "miss   round-000.score" in done.stdout
     ends = "! a run of the whole recipe ends after prepare: rl.score.rewards.mine.function: mine_columns:right takes"

@@ -139,7 +139,10 @@ def test_a_private_server_that_dies_at_its_start_is_not_waited_for(tmp_path, mon
     monkeypatch.setenv("PREFECT_HOME", str(tmp_path / "home"))
     server = PrivateServer()
     began = time.monotonic()
-    with pytest.raises(ServerFailed, match="(?s)did not start:\n.*Error: .*\nadd --no-prefect to run without it$"):
+    with pytest.raises(
+        ServerFailed,
+        match="(?s)exited with status 1:\n.*Error: .*\nadd --no-prefect to run without it$",
+    ):
         server.wait()
     assert time.monotonic() - began < START_SECONDS
     assert servers() == []

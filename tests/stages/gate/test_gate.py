@@ -275,7 +275,7 @@ def test_a_champion_whose_training_is_not_known_is_an_error(lab):
     old = lab.evaluation(lab.policy("one", before), tonight, BAD)
     new = lab.evaluation(lab.policy("two", tonight), tonight, GOOD)
     lab.store.set_aside(before.stage, before.key)
-    with pytest.raises(ArtifactError, match="not known what the policy was trained on"):
+    with pytest.raises(ArtifactError, match="its data .prepare/"):
         lab.decide(new, old)
 
 

@@ -44,7 +44,7 @@ def sets(**values):
         ([*URL, *sets(sync="restart")], "sync restart is for servers that are started here"),
         (
             [*URL, *sets(quantization="int8")],
-            "native in the worker; servers have arguments of their own",
+            "is of kind native in the worker; give servers `arguments`",
         ),
         ([*URL, *sets(kv_cache_dtype="int8")], "kv_cache_dtype is of kind native"),
         ([*URL, *sets(cache="paged")], "cache is of kind native"),

@@ -73,7 +73,7 @@ def test_every_name_has_a_config_and_what_it_needs():
         ({"importance_max": 1.5, "old_logps": "sampler"}, "importance_max is of weights between the trainer's"),
         ({"algorithm": "ppo", "old_logps": "sampler"}, "rounding of the sampler would be rewarded"),
         ({"algorithm": "gpg", "old_logps": "sampler"}, "old_logps has no meaning with algorithm gpg"),
-        ({"algorithm": "a_module:own", "old_logps": "sampler"}, "an algorithm of one's own need not have one"),
+        ({"algorithm": "a_module:own", "old_logps": "sampler"}, "a custom algorithm need not have one"),
         ({"algorithm": "online-dpo", "old_logps": "sampler"}, "old_logps has no meaning with algorithm online-dpo"),
     ],
 )  # fmt: skip
