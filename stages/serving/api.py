@@ -71,7 +71,7 @@ def _joined(content: Any) -> Any:
 
 
 def _few(values: Any) -> Any:
-    """Refuse a mapping that is too large, before each of its values is checked: errors of all of them take gigabytes."""
+    """Refuse a mapping that is too large before its values are checked: errors of all of them take gigabytes."""
     if isinstance(values, dict) and len(values) > MOST_VALUES:
         raise ValueError(f"{len(values)} values; at most {MOST_VALUES}")
     return values
