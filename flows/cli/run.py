@@ -174,7 +174,9 @@ def rerun(
         raise usage_error(f"--stage is missing; use one of {', '.join(stages)}")
     chosen = select(nodes, stage)
     after = recompute(recipe, chosen, standing, no_prefect, force=chosen)["nodes"]
-    changed = sorted(n for n in chosen if record["nodes"].get(n, {}).get("digest") != after[n]["digest"])
+    before, now = ({n: run.get(n, {}).get("digest") for n in chosen} for run in (record["nodes"], after))
+    # A gate may leave nodes out.
+    changed = sorted(n for n in chosen if now[n] not in (None, before[n]))
     if changed:
         out.print(f"{', '.join(changed)}: new output; `rlhf run` recomputes later stages")
     else:

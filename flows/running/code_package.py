@@ -28,6 +28,8 @@ def write_package(path: Path, folder: Path) -> None:
 
 
 def _files(folder: Path) -> Iterator[tuple[str, Path]]:
+    # Else Python would prefer a `rlhf` that is installed on the node.
+    yield "rlhf/__init__.py", PROJECT / "rlhf" / "__init__.py"
     for name in PACKAGES:
         for file in (PROJECT / name).rglob("*"):
             if file.is_file() and not _is_left_out(file.relative_to(PROJECT)):

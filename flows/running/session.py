@@ -84,10 +84,13 @@ class Session:
             with nullcontext() if name is None else lease(self.store, runs.FOLDER, name, self.line):
                 self._begin(name, standing)
         except BaseException as e:
-            # After a signal during the start: a record without an end would count as killed.
-            if not isinstance(e, Exception) and hasattr(self, "_saver"):
-                self.record |= {"status": "interrupted", "ended": now()}
-                self.save()
+            if hasattr(self, "_saver"):
+                # It would show signs of life of a run that has not begun.
+                self._saver.end()
+                # After a signal during the start: a record without an end would count as killed.
+                if not isinstance(e, Exception):
+                    self.record |= {"status": "interrupted", "ended": now()}
+                    self.save()
             raise
 
     def _begin(self, name: str | None, standing: Standing | None) -> None:

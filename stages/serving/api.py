@@ -33,6 +33,8 @@ TOP_LOGPROBS = 5
 """Most probable tokens that an answer can show at each position."""
 MOST_SAMPLES = 1024
 """Samples of all prompts of a request."""
+MOST_VALUES = 64
+"""Values for the chat template."""
 
 T = TypeVar("T")
 Many = Annotated[list[T], Field(fail_fast=True)]
@@ -66,6 +68,13 @@ def _joined(content: Any) -> Any:
             case _:
                 raise ValueError("this model reads text: expected parts of type 'text' with a string in `text`")
     return "".join(texts)
+
+
+def _few(values: Any) -> Any:
+    """Refuse a mapping that is too large before its values are checked: errors of all of them take gigabytes."""
+    if isinstance(values, dict) and len(values) > MOST_VALUES:
+        raise ValueError(f"{len(values)} values; at most {MOST_VALUES}")
+    return values
 
 
 def _tool_named(choice: Any) -> Any:
@@ -193,7 +202,7 @@ class ChatRequest(Asked):
     tool_choice: Annotated[str, BeforeValidator(_tool_named)] = "auto"
     """`none`, `auto`, `required`, or the name of a tool."""
     parallel_tool_calls: bool = True
-    chat_template_kwargs: Annotated[dict[str, str | float | bool], Field(max_length=64)] = {}
+    chat_template_kwargs: Annotated[dict[str, str | float | bool], BeforeValidator(_few)] = {}
     """Values that the chat template reads, such as {"enable_thinking": false}."""
 
     @model_validator(mode="after")

@@ -143,6 +143,9 @@ class Server:
         offer = Offer(asked.schemas, self.renderer.form, asked.tool_choice, asked.parallel_tool_calls)
         limit = asked.max_completion_tokens or asked.max_tokens
         job = Job(asked, [], limit, lambda text, i: Spoken(text, offer, job.prompts[i], top), session)
+        # Each takes a token, and the check of a rendering takes the square of their number.
+        if len(asked.messages) > self._context:
+            raise ContextFull(f"{len(asked.messages)} messages; the context is {self._context} tokens: send fewer")
         self._check_length(sum(message.size for message in asked.messages))
         start = self.renderer.call_start(offer)
         if session is None:

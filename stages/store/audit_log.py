@@ -25,8 +25,8 @@ from rlhf.stages.store.pins import who
 
 FOLDER = "trail"
 PROJECT = Path(__file__).resolve().parents[2]
-_NAMES = re.compile(r"""(?<=[\s\[,])--?([\w-]+)|([\w.-]+)["']?\s*[=:]""")
-"""Names of values in an argument: options in a list, and names before a colon or an equals sign."""
+_NAMES = re.compile(r"""(?<=[\s\[,"'])--?([\w-]+)|([\w.-]+)["']?\s*[=:]|[\[,]\s*["']?([\w-]+)(?=["']?\s*,)""")
+"""Names of values in an argument: options, names before a colon or an equals sign, and items of lists before others."""
 _HIDES = re.compile(r"\b(Bearer|Basic|Token)\s+[^\s,}\"']|engine\b.*\benvironment\b", re.IGNORECASE)
 """Headers with a secret, and variables of an engine, of which any may be a secret."""
 
@@ -78,7 +78,7 @@ def without_secrets(command: Sequence[str]) -> str:
         option = words[-1] if words and words[-1].startswith("--") else ""
         if _is_secret(option) and not word.startswith("--"):
             words.append(HIDDEN)
-        elif _HIDES.search(word) or any(_is_secret(option or name) for option, name in _NAMES.findall(word)):
+        elif _HIDES.search(word) or any(map(_is_secret, map("".join, _NAMES.findall(word)))):
             name = re.match(r"(--set=)?[^=\s]+=", word)
             words.append(f"{name[0] if name else ''}{HIDDEN}")
         else:

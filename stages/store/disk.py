@@ -7,10 +7,13 @@ import errno
 import functools
 import hashlib
 import os
+import re
 import shutil
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
+
+from safetensors import SafetensorError
 
 from rlhf.tuning.atomic import whole_file
 from rlhf.tuning.errors import with_causes
@@ -140,6 +143,8 @@ def umask() -> int:
 
 FULL = (errno.ENOSPC, errno.EDQUOT)
 FAULTS = (*FULL, errno.EIO, errno.ESTALE)
+_TEXTS = {number: re.compile(rf"{re.escape(os.strerror(number))}( [(\[]os.error.*)?$") for number in FULL}
+"""The ends of errors of safetensors and tensorstore, which write files and raise no OSError."""
 AGAIN = "and run the same command again: it continues with the finished parts"
 
 
@@ -159,7 +164,11 @@ def disk_fault(error: BaseException, folder: Path) -> DiskFault | None:
         place = Path(os.fsdecode(name)) if isinstance(name, str | bytes) else None
         # Clients of services also raise EIO, without the name of a file. A URL names a file of a service.
         known = FULL if place is None else FAULTS
-        if isinstance(cause, OSError) and number in known and "://" not in str(name):
+        is_fault = isinstance(cause, OSError) and number in known and "://" not in str(name)
+        if type(cause) in (RuntimeError, ValueError, SafetensorError) and "://" not in str(cause):
+            number = next((n for n, text in _TEXTS.items() if text.search(str(cause))), 0)
+            is_fault = number in FULL
+        if is_fault:
             place = place or folder
             remedy = _room(place) if number in FULL else f"{place} failed. Check its disk, {AGAIN}"
             return DiskFault(number, f"{os.strerror(number)}: {remedy}")

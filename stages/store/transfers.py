@@ -85,8 +85,10 @@ def bring(artifact: Artifact, wanted: Callable[[str], bool]) -> None:
     A file gets its name when it is complete. Raise ArtifactError for one that differs from its checksum in the store.
     """
 
+    folder = artifact.downloads
+
     def one(f: dict[str, Any]) -> None:
-        target = artifact.downloads / f["path"]
+        target = folder / f["path"]
         if disk.is_whole(target, f["sha256"]):
             return
         with whole_file(target) as partial:

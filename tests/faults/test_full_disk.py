@@ -29,7 +29,7 @@ def test_a_run_on_a_full_disk_says_so_and_goes_on_when_there_is_room(tmp_path: P
     before, _, after = (done.stdout + done.stderr).partition("ROOM")
     full, rest = done.stderr, after
     assert "failed: sft: No space left on device: the disk of" in full, before + full
-    assert f"{place}" in full and "give the same command again" in full
+    assert f"{place}" in full and "run the same command again" in full
     assert "Traceback" not in full
     assert "status 1" in before
     assert " failed" in before and "killed" not in before

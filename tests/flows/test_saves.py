@@ -49,6 +49,18 @@ def test_a_run_that_makes_nothing_writes_its_record_at_its_two_ends(run, store):
     assert record == run.record and {e["state"] for e in record["nodes"].values()} == {"hit"}
 
 
+def test_a_run_that_could_not_begin_shows_no_signs_of_life(store, monkeypatch):
+    def fail(self, soon=False):
+        raise OSError("the disk is full")
+
+    ended = []
+    monkeypatch.setattr(record_writer.Saver, "save", fail)
+    monkeypatch.setattr(record_writer.Saver, "end", ended.append)
+    with pytest.raises(OSError):
+        Session(load_recipe("smoke", sets=[f"store={store}"]), ConsoleReporter(), "again")
+    assert len(ended) == 1
+
+
 @pytest.mark.parametrize("waits", ["sources", "bytes"])
 def test_what_a_run_has_found_is_in_its_record_however_long_it_reads_data_or_inputs(store, monkeypatch, waits):
     """A collection waits ten seconds for that; ten minutes of silence are the end of a run to another host."""

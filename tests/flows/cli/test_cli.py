@@ -163,6 +163,17 @@ def test_rerun_of_a_stage_that_had_no_output_says_so(rlhf_here, store, record, m
     assert "evaluate.rl: new output; `rlhf run` recomputes later stages" in out and "same" not in out
 
 
+def test_rerun_of_a_stage_that_the_gate_leaves_out_ends_well(rlhf_here, store, record, monkeypatch):
+    first, place = record(store, "first"), Store(str(store))
+
+    def launch(recipe, no_prefect, name, **_):
+        nodes = first["nodes"] | {"export": {"stage": "export", "state": "refused"}}
+        place.write_json(first | {"name": name, "nodes": nodes}, "runs", name, "run.json")
+
+    monkeypatch.setattr("rlhf.flows.cli.launch.launch", launch)
+    assert "export: new" not in rlhf_here("rerun", "first", "--stage", "export", "--store", store).stdout
+
+
 @pytest.mark.parametrize("command", ["runs", "metrics", "champions", "gc", "show", "history", "verify"])
 def test_a_store_that_is_not_there_is_named_and_no_empty_one(rlhf_here, tmp_path, s3, command):
     for url in (str(tmp_path / "none"), "s3://nosuchbucket/x"):

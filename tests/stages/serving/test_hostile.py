@@ -180,6 +180,13 @@ def test_conversations_that_nobody_can_answer_are_refused(url, case):
     assert answer.json()["error"]["message"]
 
 
+def test_more_messages_than_tokens_of_context_are_refused_before_they_are_rendered(url):
+    asked = {"messages": [{"role": "user", "content": ""}] * 300}
+    answer = httpx.post(f"{url}/v1/chat/completions", json=asked, timeout=60)
+    assert answer.status_code == 400, answer.text
+    assert answer.json()["error"]["message"].startswith("300 messages; the context is 200 tokens"), answer.text
+
+
 BODIES = {
     "nothing": b"",
     "no JSON": b"{",
@@ -306,6 +313,10 @@ LARGE = {
     "values of the template": lambda: {
         "messages": USER,
         "chat_template_kwargs": {f"f{i}": 1 for i in range(300_000)},
+    },
+    "wrong values of the template": lambda: {
+        "messages": USER,
+        "chat_template_kwargs": {f"f{i}": None for i in range(250_000)},
     },
     "a text without an end": lambda: b"[" * 2**17 + b'["' + rb"\"" * 1_900_000,
     "fields of a message": lambda: {"max_tokens": 1, "messages": [USER[0] | {f"f{i}": 1 for i in range(300_000)}]},

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 import s3fs.errors
 from botocore.exceptions import ClientError
+from safetensors import SafetensorError
 
 from rlhf.stages.store.disk import DiskFault, check_room, disk_fault
 from tests.support import can_mount
@@ -40,6 +41,8 @@ def full(name=None, number=errno.ENOSPC):
         full("/tmp/a/b", errno.EDQUOT),
         raised(RuntimeError("the save failed"), full("/tmp/a/b")),
         OSError(errno.ENOSPC, "Error writing bytes to file"),
+        SafetensorError("Error while serializing: I/O error: No space left on device (os error 28)"),
+        ValueError("RESOURCE_EXHAUSTED: Failed to write 9 bytes: No space left on device [os_error_code='28']"),
     ],
 )
 def test_a_full_disk_is_found_among_the_causes_of_an_error(error):
@@ -63,6 +66,7 @@ def test_a_disk_that_fails_is_named_with_its_remedy(number):
         OSError(errno.EACCES, "x"),
         full("s3://bucket/key"),
         RuntimeError("Error code: 500 - {'error': {'message': '[Errno 28] No space left on device'}}"),
+        ValueError("s3://bucket/key: No space left on device [os_error_code='28']"),
     ],
 )
 def test_other_errors_and_full_disks_of_services_are_none(error):

@@ -241,7 +241,9 @@ class Fleet:
         """Start the child on the policy's folder, wait until it is healthy, and name its weights."""
         server.start(policy.folder())
         server.wait(self._options.start_seconds)
-        self._kind.label(server, policy)
+        # A version without names of weights still has those of its start.
+        with contextlib.suppress(ServerRefused):
+            self._kind.label(server, policy)
         server.given = policy.weights
 
     def _prove(self, server: RemoteServer, policy: Policy) -> float:

@@ -4,12 +4,13 @@ import contextlib
 import http.server
 import json
 import threading
+from unittest.mock import Mock
 
 import pytest
 
 from rlhf.tuning.rollout.requests import RefusedRequest, Request, Sampling
 from rlhf.tuning.rollout.servers.fleet import Fleet, Options
-from rlhf.tuning.rollout.servers.protocol import Policy
+from rlhf.tuning.rollout.servers.protocol import Policy, ServerRefused
 from rlhf.tuning.rollout.servers.server import RemoteServer
 from rlhf.tuning.rollout.servers.streaming import Turns
 from rlhf.tuning.rollout.servers.vllm import VLLM
@@ -74,6 +75,13 @@ def test_prompts_of_a_server_that_answers_nonsense_go_to_the_other(fault):
         fleet.load(POLICY)
         done = dict(fleet.run(requests))
     assert {tuple(c.tokens) for found in done.values() for c in found} == {tuple(IDS)} and len(done) == 6
+
+
+def test_a_server_that_takes_no_names_of_weights_has_those_of_its_start():
+    server = Mock()
+    server.post.side_effect = ServerRefused("/update_weight_version answered 404")
+    Fleet(VLLM(), [server], Options())._start(server, POLICY)
+    assert server.given == "D"
 
 
 def test_turns_of_a_prompt_stay_on_one_server_and_prompts_are_on_all(monkeypatch):
