@@ -96,11 +96,11 @@ def load_decoder(folder: Path, mesh: Mesh | None = None, dtype: str | None = Non
     """
     config = read_config(folder)
     with Tensors(folder) as tensors:
-        config = _as_stored(config, tensors)
+        config = as_stored(config, tensors)
         return config, load_tensors(config, tensors, abstract_decoder(config)[1], _places(config), mesh, dtype)
 
 
-def _as_stored(config: DecoderConfig, tensors: Tensors) -> DecoderConfig:
+def as_stored(config: DecoderConfig, tensors: Tensors) -> DecoderConfig:
     """The config, untied if the files hold an LM head that differs from the embeddings.
 
     transformers 5 and vLLM read such folders in this way too.
@@ -193,7 +193,7 @@ def copy_decoder(
             # Classifiers have no LM head, tied or not.
             config = dataclasses.replace(config, tie_embeddings="lm_head.weight" not in tensors.shapes)
         else:
-            config = _as_stored(config, tensors)
+            config = as_stored(config, tensors)
         return config, write_decoder(folder, config, tensors, token_ids, scalar=scalar, shard_bytes=shard_bytes)
 
 

@@ -25,7 +25,8 @@ class Weights:
     ) -> None:
         """Arguments as of `Engine`; `rolled` as of `decoders.lay_out`."""
         self._config, self.quantized = config, quantization == "int8"
-        self._place = place
+        self.place = place
+        """Where they are."""
         self.dtype = dtype
         """Type of the matrices of layers, unless they are quantised."""
         self._graph = decoder_graph(config)
@@ -69,10 +70,10 @@ class Weights:
         # Dropped before the new weights are laid out: memory need not hold both.
         self.drop()
         graph, state = self.laid_out(params)
-        if isinstance(self._place, Mesh):
-            state = put_weights(state, self._place)
-        elif self._place is not None:
-            state = jax.device_put(state, self._place)
+        if isinstance(self.place, Mesh):
+            state = put_weights(state, self.place)
+        elif self.place is not None:
+            state = jax.device_put(state, self.place)
         self.use(graph, state)
 
     def use(self, graph: Graph, state: nnx.State) -> None:
