@@ -101,5 +101,5 @@ def test_two_processes_train_one_model(found, tmp_path):
 def test_a_mesh_that_does_not_fit_the_devices_is_refused():
     with pytest.raises(ValueError, match="asks for 3 devices, there are 1"):
         make_mesh(Axes(3, 1, 1))
-    with pytest.raises(ValueError, match="one of them may be -1"):
+    with pytest.raises(ValueError, match="one size may be -1"):
         make_mesh(Axes(-1, -1, 1))
