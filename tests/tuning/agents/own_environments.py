@@ -8,6 +8,7 @@ import ctypes
 import os
 import random
 import time
+import types
 from typing import Literal
 
 import numpy as np
@@ -287,6 +288,22 @@ def untold(thing):
 def first_letter(text, environment):
     """A parser."""
     return {"l": 0, "d": 1, "r": 2, "u": 3}.get(text[:1])
+
+
+class Walk:
+    """Makes its actions in the reset, and steps to a mapping or an object, as OpenEnv's clients do."""
+
+    def __init__(self, form):
+        self.form, self.place = form, 0
+
+    def reset(self, *, seed):
+        self.action_space = types.SimpleNamespace(n=2)
+        return 0
+
+    def step(self, action):
+        self.place += 1 if action else -1
+        values = {"observation": self.place, "reward": 0.5, "done": False}
+        return values if self.form == "mapping" else types.SimpleNamespace(**values)
 
 
 def seen(environment, observation):

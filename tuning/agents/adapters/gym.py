@@ -13,18 +13,20 @@ Arguments of the recipe that are not the environment's own:
 from __future__ import annotations
 
 import contextlib
+import enum
 import importlib
 import json
 import re
-from collections.abc import Callable, Mapping
+import sys
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from rlhf.tuning.agents.adapters.step_environment import (
     Result,
     Stepped,
     number,
+    parts_of,
     reset_arguments,
-    result_of,
     worded,
 )
 from rlhf.tuning.allowed import check_module
@@ -79,14 +81,15 @@ class Gym(Stepped):
 
     def reset(self, *, seed: int, row: Mapping[str, Any]) -> tuple[Any, Mapping[str, Any]]:
         self.environment = self._make(row)
-        self._actions = Actions(self.environment, self._names)
-        if self._parse is None:
-            self._actions.check()
         method = self.environment.reset
         given = reset_arguments(method, seed, row)
         if self._options is not None:
             given["options"] = self._options
         value = self.wait(method(**given))
+        # A reset may make the space of actions.
+        self._actions = Actions(self.environment, self._names)
+        if self._parse is None:
+            self._actions.check()
         raw, info = value if isinstance(value, tuple) else (value, {})
         return self._render(self.environment, raw), self._with_state(raw, info or {})
 
@@ -98,8 +101,7 @@ class Gym(Stepped):
             return answer, 0.0, False, False, {"valid": False, **self._state}
         value = self.wait(self.environment.step(action))
         # The observation need not be JSON: the renderer reads it.
-        raw, *rest = value if isinstance(value, tuple) and len(value) in (4, 5) else (None,)
-        _, reward, terminated, truncated, info = result_of((None, *rest) if rest else value, self.environment)
+        raw, reward, terminated, truncated, info = parts_of(value, self.environment)
         info = self._with_state(raw, {"action": self._actions.named(action), "valid": True, **info})
         return self._render(self.environment, raw), reward, terminated, truncated, info
 
@@ -128,8 +130,9 @@ class Actions:
         space = getattr(environment, "action_space", None)
         self._space = space
         self._count, self._start = int(getattr(space, "n", 0)), int(getattr(space, "start", 0))
-        meanings = getattr(getattr(environment, "unwrapped", environment), "get_action_meanings", list)
-        self._names = [str(name) for name in names or meanings()] if hasattr(space, "n") else []
+        self._names = (
+            [str(name) for name in names or _names_of(environment, self._count)] if hasattr(space, "n") else []
+        )
         # The longest first: of `up left` and `up` the whole one is meant.
         listed = sorted((re.escape(name) for name in self._names), key=len, reverse=True)
         self._pattern = re.compile(rf"(?<![\w.-])(?:{'|'.join([*listed, r'-?[0-9]+'])})(?![\w-])", re.IGNORECASE)
@@ -173,3 +176,17 @@ class Actions:
         """Return the name of an action; the action itself without one."""
         place = action - self._start if isinstance(action, int) else -1
         return self._names[place] if 0 <= place < len(self._names) else action
+
+
+def _names_of(environment: Any, count: int) -> Sequence[Any]:
+    """Return the names of `count` actions in order; none if the environment has none."""
+    inner = getattr(environment, "unwrapped", environment)
+    if callable(meanings := getattr(inner, "get_action_meanings", None)):
+        return list(meanings())
+    enumeration = getattr(inner, "actions", None)
+    if isinstance(enumeration, type) and issubclass(enumeration, enum.IntEnum):
+        return [member.name for member in sorted(enumeration)][:count]
+    # gymnasium's own games have constants for them, such as LEFT, DOWN, RIGHT and UP.
+    constants = vars(sys.modules[type(inner).__module__])
+    named = {v: k.lower() for k, v in constants.items() if k.isupper() and isinstance(v, int) and v < count}
+    return [named[n] for n in range(count)] if sorted(named) == list(range(count)) else []

@@ -109,7 +109,13 @@ def first_of(value: Any) -> tuple[Any, Mapping[str, Any]]:
 
 
 def result_of(value: Any, environment: Any) -> Result:
-    """Return gymnasium's tuple of five for a step's value. Raises TypeError for an unknown form."""
+    """Return gymnasium's tuple of five for a step's value, its observation as the policy reads it."""
+    observation, *rest = parts_of(value, environment)
+    return worded(observation), *rest  # type: ignore[return-value]
+
+
+def parts_of(value: Any, environment: Any) -> Result:
+    """Return the same tuple with the observation as it is. Raises TypeError for an unknown form."""
     if isinstance(value, tuple) and len(value) == 5:
         observation, reward, terminated, truncated, info = value
     elif isinstance(value, tuple) and len(value) == 4:
@@ -133,7 +139,7 @@ def result_of(value: Any, environment: Any) -> Result:
         )
     # OpenEnv's clients give None for a step without a reward.
     reward = 0.0 if reward is None and not isinstance(value, tuple) else reward
-    return worded(observation), reward, bool(terminated), bool(truncated), dict(info or {})
+    return observation, reward, bool(terminated), bool(truncated), dict(info or {})
 
 
 def worded(observation: Any) -> Any:

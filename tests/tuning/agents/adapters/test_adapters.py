@@ -13,7 +13,6 @@ from rlhf.tuning.agents.contract import Observed, Spec, Task
 from rlhf.tuning.agents.processes import Environments
 
 OWN = "tests.tuning.agents.own_environments"
-MOVES = ["left", "down", "right", "up"]
 
 
 def package(name):
@@ -169,7 +168,7 @@ def test_what_cannot_be_made_is_refused_by_name():
 
 @package("gymnasium")
 def test_frozen_lake_of_gymnasium_is_shown_as_text_and_moved_by_names_or_numbers():
-    environment, (seen, info) = begun("gymnasium:FrozenLake-v1", {"is_slippery": False, "actions": MOVES})
+    environment, (seen, info) = begun("gymnasium:FrozenLake-v1", {"is_slippery": False})
     assert seen == "[S]FFF\nFHFH\nFFFH\nHFFG" and info["state"] == 0
     seen, reward, terminated, truncated, info = environment.step("I could go left, but right it is: Right.")
     assert seen.splitlines()[1] == "S[F]FF" and (reward, terminated, truncated) == (0.0, False, False)
@@ -191,6 +190,16 @@ def test_a_renderer_and_a_parser_of_ones_own_stand_between():
     assert len(json.loads(seen)) == 4 and environment.step("East!")[4]["action"] == "east"
     with pytest.raises(ValueError, match="an argument `parser: module:function` is needed"):
         begun("gymnasium:Pendulum-v1")
+
+
+@pytest.mark.parametrize("form", ["mapping", "object"])
+def test_a_step_that_is_no_tuple_is_rendered_and_its_actions_may_come_with_the_reset(form):
+    arguments = {"form": form, "renderer": f"{OWN}:seen", "actions": ["west", "east"]}
+    environment, (seen, _) = begun(f"{OWN}:Walk", arguments)
+    assert seen == "square 0"
+    seen, reward, terminated, truncated, info = environment.step("East!")
+    assert (seen, reward, terminated, truncated) == ("square 1", 0.5, False, False)
+    assert info == {"action": "east", "valid": True, "state": 1}
 
 
 @pytest.mark.slow
