@@ -55,7 +55,7 @@ def test_a_run_that_could_not_begin_shows_no_signs_of_life(store, monkeypatch):
 
     ended = []
     monkeypatch.setattr(record_writer.Saver, "save", fail)
-    monkeypatch.setattr(record_writer.Saver, "end", ended.append)
+    monkeypatch.setattr(record_writer.Saver, "end", lambda self: ended.append(self))
     with pytest.raises(OSError):
         Session(load_recipe("smoke", sets=[f"store={store}"]), ConsoleReporter(), "again")
     assert len(ended) == 1
