@@ -31,6 +31,7 @@ def test_the_loss_of_sft_falls():
     assert losses[-1] < 0.1
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["rl_loop", "sft"])
 def test_an_example_is_short_and_loads_no_stage(name):
     file = EXAMPLES / f"{name}.py"

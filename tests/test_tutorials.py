@@ -72,6 +72,7 @@ def programs_of(block: Block, model: Path | None, smaller: list[str]) -> list[li
     return commands
 
 
+@pytest.mark.slow
 def test_the_first_tutorial_reads_a_run(tmp_path, smoke_store):
     """Its run is `make demo`: here the run of a tiny model."""
     shutil.copytree(smoke_store, tmp_path / ".rlhf")

@@ -43,6 +43,7 @@ def texts(are_docstrings: bool) -> str:
     return "\n".join(found)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", LIMITS)
 def test_overused_words_become_rarer(kind):
     text = pages() if kind == "pages" else texts(kind == "docstrings")

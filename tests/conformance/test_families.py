@@ -209,6 +209,7 @@ def test_a_saved_folder_loads_back_bitwise_and_in_transformers(family, tmp_path)
     np.testing.assert_allclose(again, first, atol=EXACT)
 
 
+@pytest.mark.slow
 def test_greedy_rollouts_equal_transformers_generate(family):
     draw = np.random.default_rng(5).integers
     prompts = [draw(3, VOCAB, n).tolist() for n in (3, 9, 14)]
@@ -225,6 +226,7 @@ def test_greedy_rollouts_equal_transformers_generate(family):
         assert [c.tokens for c in completions] == [expected] * 2
 
 
+@pytest.mark.slow
 def test_sampler_trainer_and_transformers_agree_on_logprobs(family):
     temperature = 0.7
     draw = np.random.default_rng(6).integers

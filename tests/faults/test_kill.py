@@ -204,6 +204,7 @@ def test_the_whole_run_is_killed(store, undisturbed, moment):
     check(second, undisturbed)
 
 
+@pytest.mark.slow
 def test_the_flow_alone_is_killed(store, undisturbed):
     """Its worker leaves at once, without being asked; nothing goes on computing for nobody."""
     place = store("base", "prepare", "sft", "reward")

@@ -5,12 +5,15 @@ from __future__ import annotations
 
 import shutil
 
+import pytest
+
 from rlhf.flows.recipe.reading import load_recipe
 from rlhf.flows.report.console import ConsoleReporter
 from rlhf.flows.running.session import Session
 from rlhf.stages.store.artifacts import Store
 
 
+@pytest.mark.slow
 def test_a_changed_byte_in_an_input_is_found_before_a_stage_reads_it(store, record, capsys):
     nodes = record(store, "first")["nodes"]
     place = Store(str(store))

@@ -68,6 +68,7 @@ def session(tmp_path_factory):
         run.crew._workers[ONLY].close()
 
 
+@pytest.mark.slow
 def test_a_reward_that_is_edited_is_what_the_next_score_is_made_by(session):
     run, lines, folder = session
     _, first = run.run_node("score")

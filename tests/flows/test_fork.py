@@ -138,6 +138,7 @@ def test_a_run_that_has_not_got_so_far_is_no_place_for_a_fork():
         forked(record, "round=2", [], ".rlhf")
 
 
+@pytest.mark.slow
 def test_a_fork_shares_artifacts_and_its_recipe_can_be_planned_rerun_and_audited(rlhf, store, record, tmp_path):
     options = ["--store", store, "--set", "rl.update.optimizer.learning_rate=0.007", "--set", "evaluate=null"]
     out = rlhf("fork", "smoke", "--at", "round=2", *options, "--no-prefect", "--name", "forked").stdout

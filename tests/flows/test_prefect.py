@@ -101,6 +101,7 @@ def record(folder: Path, name: str) -> dict[str, Any]:
     return found
 
 
+@pytest.mark.slow
 def test_the_deployment_is_listed_with_its_schedule(prefect: Prefect) -> None:
     assert f"{FLOW}/default" in prefect.command("deployment", "ls")
     found = prefect.get(f"/deployments/name/{FLOW}/default")
@@ -124,6 +125,7 @@ def test_the_form_describes_every_field_of_the_recipe(prefect: Prefect) -> None:
     assert all(m["additionalProperties"] is False for m in models.values())
 
 
+@pytest.mark.slow
 def test_a_deployment_runs_every_stage(prefect: Prefect, made: dict[str, Any], folder: Path) -> None:
     assert made["state_name"] == "Completed", made["state"]
     tasks = prefect.task_runs(made)
@@ -140,6 +142,7 @@ def test_a_killed_worker_is_a_retry_of_the_task(prefect: Prefect, made: dict[str
     assert record(folder / "store", "smoke-made")["worker_starts"] == 2
 
 
+@pytest.mark.slow
 def test_a_run_that_would_overlap_waits_for_the_one_before_it(prefect: Prefect, made: dict[str, Any]) -> None:
     waited = prefect.ended("smoke-too-many", 180)
     assert waited["state_type"] == "COMPLETED", waited["state"]
@@ -169,6 +172,7 @@ def test_a_name_that_is_taken_is_made_another_one_in_the_store_and_in_prefect(ca
     assert cached["name"] == f"smoke-made-{cached['id'][-8:]}"
 
 
+@pytest.mark.slow
 def test_a_wrong_parameter_is_refused_before_there_is_a_run(prefect: Prefect, made: dict[str, Any]) -> None:
     # The server's own scheduler may add runs at any time.
     asked = {"tags": {"is_null_": True}}
@@ -187,6 +191,7 @@ def test_a_wrong_parameter_is_refused_before_there_is_a_run(prefect: Prefect, ma
     assert prefect.post("/flow_runs/count", flow_runs=asked) == before
 
 
+@pytest.mark.slow
 def test_cancelling_a_run_ends_its_stage_worker(
     prefect: Prefect, made: Any, worker: psutil.Process, folder: Path
 ) -> None:
@@ -217,6 +222,7 @@ def test_the_page_of_a_cached_run_says_so(prefect: Prefect, cached: dict[str, An
     raise AssertionError(text)
 
 
+@pytest.mark.slow
 def test_rlhf_run_needs_no_server_and_is_quiet(made: dict[str, Any], folder: Path) -> None:
     home = folder / "fresh"
     env = {k: v for k, v in os.environ.items() if not k.startswith("PREFECT")} | {"PREFECT_HOME": str(home)}

@@ -88,6 +88,7 @@ def test_a_run_whose_judge_is_down_goes_on_when_it_is_up_and_ends_where_rounds_t
     assert through["round-000.update"]["state"] == "hit"
 
 
+@pytest.mark.slow
 def test_what_cannot_be_scored_again_is_said(rlhf, store):
     options = ["--no-prefect", "--store", store]
     assert "nothing would change: name a --reward" in rlhf("rescore", "first", *options, code=2).stderr

@@ -59,6 +59,7 @@ def test_names_that_only_sound_like_secrets_are_settings():
         load_recipe("smoke", sets=[f"data.source_args.{pair}"])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "parameters",
     [

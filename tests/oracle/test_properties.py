@@ -76,6 +76,7 @@ def check(product: Product, recipe: dict[str, Any], drawn: list[Drawn]) -> None:
     check_round(f"{recipe}", product, recipe, drawn)
 
 
+@pytest.mark.slow
 @settings(max_examples=12, **COMMONLY)
 @given(table=st.integers(1, 9), prompts=st.integers(1, 12), rounds_=st.integers(1, 4), seed=st.integers(0, 2**31 - 1))
 def test_each_prompt_is_drawn_once_a_pass(table: int, prompts: int, rounds_: int, seed: int) -> None:
@@ -120,6 +121,7 @@ def test_refills_draw_each_prompt_once_too(
     assert len(set(one)) == len(one) == table - table % size
 
 
+@pytest.mark.slow
 @settings(max_examples=4, **COMMONLY)
 @given(drawn=rounds())
 def test_tables(product: Product, drawn: list[Drawn]) -> None:

@@ -128,6 +128,7 @@ def test_every_product_with_a_weight_is_rounded_and_nothing_else_is_narrow():
     assert backward["float32"] == exact["float32"] - backward["bfloat16"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", ["fast", "update"])
 def test_a_fast_step_is_near_the_exact_one_and_its_weights_stay_float32(dtype):
     (packed,) = micro_batches(ragged_groups(count=2), layout=Layout(64, 4), completion_tokens=8)

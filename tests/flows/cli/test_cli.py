@@ -39,6 +39,7 @@ def test_help_names_every_verb(rlhf):
         assert "--help" in shown.output
 
 
+@pytest.mark.slow
 def test_the_first_run_makes_everything_with_one_worker(smoke_store, record):
     first = record(smoke_store, "first")
     assert set(state(first).values()) == {"made"}
@@ -132,6 +133,7 @@ def test_plan_config_prints_a_recipe_that_reads_back_with_presets_and_defaults(t
     assert values["sft"]["optimizer"]["beta2"] == 0.95
 
 
+@pytest.mark.slow
 def test_rerun_makes_one_stage_again_and_that_stage_alone(rlhf, store, record):
     # Another run that has begun meanwhile is not what is compared.
     later = record(store, "first") | {"name": "later", "started": "2999-01-01T00:00:00+00:00", "nodes": {}}
@@ -198,6 +200,7 @@ def test_a_store_that_does_not_answer_is_named_in_one_line(rlhf_here, s3, monkey
     assert closed in error and error.count("\n") == 1
 
 
+@pytest.mark.slow
 def test_a_part_of_a_recipe_is_made_and_the_same_command_goes_on_with_it(rlhf, rlhf_here, store, record):
     options = ["run", "smoke", "--no-prefect", "--name", "part", "--store", store]
     out = rlhf(*options, "--only", "sft").stdout
@@ -231,6 +234,7 @@ def test_rerun_says_what_there_is(rlhf_here, smoke_store):
     )
 
 
+@pytest.mark.slow
 def test_a_stage_that_fails_ends_with_status_1_and_what_was_done_is_kept(rlhf, rlhf_here, store, record):
     sets = ["--set", f"store={store}", "--set", "reward.optimizer.learning_rate=1e30", "--set", "rl=null"]
     sets += ["--set", "reward.optimizer.clip_norm=1e30"]

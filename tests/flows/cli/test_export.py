@@ -12,6 +12,7 @@ from safetensors.numpy import load_file
 from tests.support import write_files
 
 
+@pytest.mark.slow
 def test_export_shows_and_copies_a_folder_that_others_can_load(rlhf, smoke_store, tmp_path):
     folder = Path(rlhf("export", "--store", smoke_store).stdout.strip())
     assert (folder / "model.safetensors").is_file()

@@ -80,6 +80,7 @@ def test_a_stage_without_room_shows_settings_that_make_some(tmp_path):
     assert "with --set sft.optimizer.moments=host --set sft.lora.rank=16: unknown, held 1" in output
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [

@@ -12,6 +12,7 @@ from rlhf.flows.cli.app import app
 from tests.support import write_files
 
 
+@pytest.mark.slow
 def test_every_command_that_changes_a_store_is_in_its_history(rlhf, store):
     def do(*arguments, code=0):
         done = CliRunner().invoke(app, [*map(str, arguments), "--store", str(store)])

@@ -42,6 +42,7 @@ def test_what_looks_works_and_a_damaged_artifact_is_told_not_moved(look, rlhf):
     assert "the report was not written" in look("audit", "first", code=1).stderr
 
 
+@pytest.mark.slow
 def test_what_would_change_it_is_refused(look, rlhf):
     for command in (["run", "smoke", "--no-prefect"], ["run", "smoke"], ["pin", "first"], ["report", "first"]):
         assert "RLHF_READ_ONLY is set: unset it to change a store" in look(*command, code=2, command=rlhf).stderr

@@ -171,6 +171,7 @@ def project(tmp_path_factory):
     return folder
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("file", "old", "new", "expected"),
     [
@@ -195,6 +196,7 @@ def test_an_edit_of_the_code_is_named_and_a_remark_is_none(smoke_store, project,
     assert expected in out
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("edit", "expected"),
     [

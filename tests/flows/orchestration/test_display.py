@@ -97,6 +97,7 @@ def test_after_a_call_that_was_not_answered_there_is_none_for_a_while(monkeypatc
     assert made == [] and "not shown in Prefect: ReadTimeout" in caplog.text
 
 
+@pytest.mark.slow
 def test_a_run_is_not_begun_on_a_server_that_hangs(rlhf, tmp_path, monkeypatch):
     monkeypatch.setenv("PREFECT_HOME", str(tmp_path / "home"))
     with hanging() as url:

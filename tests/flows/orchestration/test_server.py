@@ -163,6 +163,7 @@ def test_requests_to_this_machine_take_no_proxy_and_others_as_before(monkeypatch
     assert os.environ.get("NO_PROXY") == os.environ.get("no_proxy") or given == {"NO_PROXY": "*"}
 
 
+@pytest.mark.slow
 def test_a_server_of_ones_own_that_is_not_there_is_told_in_a_sentence(rlhf, tmp_path, monkeypatch):
     with socket.create_server(("127.0.0.1", 0)) as free:
         url = f"http://127.0.0.1:{free.getsockname()[1]}/api"

@@ -245,6 +245,7 @@ class Night(Maker):
         return found | ({"score": 0.5 + self.days / 10} if "rl" in node.name else {})
 
 
+@pytest.mark.slow
 def test_the_runs_of_the_recipe_have_a_row_each_and_a_chart_over_those_that_ended(tmp_path):
     store = Store(str(tmp_path / "store"))
     for days in range(4):

@@ -62,6 +62,7 @@ def no_worker_is_left(seconds: float = 20) -> bool:
     return not workers()
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(400)
 def test_a_lost_node_is_named_and_the_run_resumes_with_the_artifacts_of_a_local_one(cluster, tmp_path):
     local = Run(tmp_path / "local", "--only", "sft", *sets(LOCAL[:1]))
@@ -79,6 +80,7 @@ def test_a_lost_node_is_named_and_the_run_resumes_with_the_artifacts_of_a_local_
     assert "---- sft (sft " in log.read_text()
 
 
+@pytest.mark.slow
 def test_resources_that_no_node_has_are_named_with_the_nodes(cluster, tmp_path):
     roles = ["workers.train={gpus: 2}", "workers.wait_seconds=3"]
     text = on(cluster, tmp_path / "store", "--only", "sft", roles=roles).ends(1)
@@ -86,6 +88,7 @@ def test_resources_that_no_node_has_are_named_with_the_nodes(cluster, tmp_path):
     assert "No such resources within 3 s (workers.wait_seconds)" in text
 
 
+@pytest.mark.slow
 def test_a_node_that_would_compute_other_bits_is_refused_before_its_first_stage(cluster, tmp_path):
     environment = cluster.environment | {"JAX_DEFAULT_MATMUL_PRECISION": "highest"}
     run = Run(tmp_path / "store", "--cluster", cluster.address, "--only", "sft", *sets(TRAIN), environment=environment)
@@ -100,6 +103,7 @@ def test_an_address_that_nobody_answers_is_refused_within_seconds(tmp_path):
     assert "workers.cluster: no connection to Ray at 127.0.0.1:9 (ConnectionRefusedError" in run.ends(2, 60)
 
 
+@pytest.mark.slow
 def test_workers_end_with_the_driver_of_their_run(cluster, tmp_path):
     run = on(cluster, tmp_path / "store", "--only", "sft", roles=TRAIN)
     run.until("role train runs on node")

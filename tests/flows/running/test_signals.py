@@ -10,12 +10,15 @@ import threading
 from collections import Counter
 from typing import Any
 
+import pytest
+
 from rlhf.flows.running.overlap import run_stages
 from rlhf.flows.running.session import Session
 from tests.flows.lines import Lines
 from tests.flows.running.support import ALL, NOTHING, recipe
 
 
+@pytest.mark.slow
 def test_a_signal_at_any_moment_ends_a_run_and_loses_no_running_stage(tmp_path, smoke_store):
     shutil.copytree(smoke_store, tmp_path / "store")
     ends, armed = Counter[str](), False

@@ -89,6 +89,7 @@ other_place, other_policy = change(1, place=plus(1)), change(policy="0" * 64)
 other_prompt, other_verdict = change(prompt_ids=lambda ids: ids[:-1]), change(score=1.0)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "node, part, edit, law",
     [

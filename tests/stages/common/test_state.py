@@ -87,6 +87,7 @@ def check(group: Group, url: str, tmp_path: Path, restores: list[tuple[int, str]
     assert len(digests) == len({axes for _, axes in restores})
 
 
+@pytest.mark.slow
 def test_a_killed_group_is_resumed_by_one_process_from_a_remote_store(group, s3, tmp_path):
     check(group, f"{s3}/{uuid.uuid4().hex}", tmp_path, [(1, "1,2,1")])
 

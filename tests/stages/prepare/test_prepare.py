@@ -51,6 +51,7 @@ def test_addition(run, base):
     assert json.dumps(metrics)
 
 
+@pytest.mark.slow
 def test_bytes_do_not_depend_on_workers_chunks_or_reruns(run, pairs, tmp_path):
     source = write(tmp_path / "data.jsonl", [*pairs, *pairs[:5], {"prompt": 3}, {"prompt": "x " * 600}])
     settings = {"source": source, "shards": 3, "near_duplicates": 0.9}
@@ -213,6 +214,7 @@ def test_prompts_without_a_completion_are_prompts_whatever_share_feeds_sft(run, 
     assert not found["sft"] & found["prompts"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "extra, settings, message",
     [

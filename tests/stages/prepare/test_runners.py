@@ -26,6 +26,7 @@ def settings(pairs, tmp_path, monkeypatch):
     return sources | {"shards": 3, "near_duplicates": 0.9, "chunk_megabytes": 0.0005} | RULES
 
 
+@pytest.mark.slow
 def test_workers_of_a_job_service_write_the_bytes_of_this_machine_also_after_it_died(
     run, settings, tmp_path, s3, capsys
 ):
@@ -68,6 +69,7 @@ def test_a_cluster_without_its_workers_is_a_stage_that_makes_no_progress(setting
     worker.close()
 
 
+@pytest.mark.slow
 def test_processes_of_this_machine_open_no_ports_and_end_with_the_stage(settings, tmp_path):
     worker = Worker(tmp_path / "worker.log")
     ask = request(tmp_path, **settings, workers=2)

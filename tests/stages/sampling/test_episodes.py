@@ -69,6 +69,7 @@ def made(inputs):
     return dict(zip(("metrics", "artifact"), played(inputs, "played"), strict=True))
 
 
+@pytest.mark.slow
 def test_an_episode_begins_with_the_messages_of_its_prompt(inputs):
     asked = [{"role": "system", "content": "Answer in French."}, {"role": "user", "content": "What is 2+2?"}]
     task = {"id": "a", "prompt_ids": ids("asked", end=False), "prompt": "system: ...", "answer": None}
@@ -92,6 +93,7 @@ def test_a_prompt_with_values_of_its_own_for_the_template_is_refused(inputs):
         played({**inputs, "data": made}, "with-options")
 
 
+@pytest.mark.slow
 def test_every_task_has_its_episodes_and_each_has_an_end(made):
     episodes = rows(made["artifact"], "trajectories", TrajectoryRow)
     assert names_of(episodes) == [(place, sample) for place in range(TASKS) for sample in range(SAMPLES)]
@@ -170,6 +172,7 @@ def test_in_lockstep_they_have_the_same_bits_each_time(inputs):
     assert repr(rows(first, "rollouts", CompletionRow)) == repr(rows(second, "rollouts", CompletionRow))
 
 
+@pytest.mark.slow
 def test_an_environment_that_fails_leaves_the_statistics_and_too_many_end_the_stage(inputs):
     flaky = Environment(name="tests.stages.sampling.games:Flaky", turns=2, max_tokens=300, processes=4)
     with pytest.raises(

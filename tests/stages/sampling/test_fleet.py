@@ -29,6 +29,7 @@ from tests.stages.sampling.http_server import VERSION, State, serve
 from tests.stages.sampling.support import GREEDY, STOPS, TOKENIZER, remote, requests_of, run, same, trainer
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("kind", "way", "path"),
     [

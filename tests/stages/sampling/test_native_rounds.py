@@ -70,6 +70,7 @@ def engine_at(url, folder, **changes):
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("name", "scheme"), [("trained", ""), ("served", "file://")])
 def test_a_round_by_a_native_server_has_the_rows_of_the_trainer(inputs, url, name, scheme):
     folder, memory, served, trained, prompts = inputs

@@ -60,6 +60,7 @@ def rows_of(prompts, texts):
     ]  # fmt: skip
 
 
+@pytest.mark.slow
 def test_its_scores_are_those_of_transformers(folder, tmp_path, monkeypatch):
     from transformers import AutoModelForSequenceClassification, AutoTokenizer
 

@@ -127,6 +127,7 @@ def test_a_stage_that_failures_have_ended_goes_on_when_their_cause_is_gone(tmp_p
     assert finished == (error is Outage)
 
 
+@pytest.mark.slow
 def test_scoring_makes_no_object_for_each_token(tmp_path, rollouts):
     """A list of a completion's ids takes 36 bytes of a token."""
     reward = {"short": Reward(function="length_at_most", arguments={"tokens": 4096})}

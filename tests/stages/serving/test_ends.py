@@ -25,6 +25,7 @@ from tests.stages.serving.support import CONFIG, CONTEXT, LIMITS, STOPS, TOKENIZ
 SAID = {"prompt": "ab", "max_tokens": 2, "temperature": 0}
 
 
+@pytest.mark.slow
 def test_an_answer_that_takes_too_long_ends_with_its_reason(live):
     url, end = serving(Server(live, TOKENIZER, "tiny", STOPS, CONTEXT), ServeOptions(request_seconds=0.3))
     try:

@@ -87,6 +87,7 @@ def test_a_signal_ends_a_server_whose_engine_hangs(start, number):
     assert process.returncode == 0 and said.startswith("[")
 
 
+@pytest.mark.slow
 def test_a_request_that_is_under_way_at_sigterm_gets_its_answer(start):
     port = free_port()
     process, url = start(str(port), "answers"), f"http://127.0.0.1:{port}"

@@ -47,6 +47,7 @@ def post(url, path="completions", **fields):
     return httpx.post(f"{url}/v1/{path}", content=text, headers={"content-type": "application/json"}, timeout=60)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("field", NUMBERS)
 def test_numbers_that_no_engine_computes_with_are_refused_by_field(url, field):
     for value in NUMBERS[field]:

@@ -57,6 +57,7 @@ def hold(url: str, folder: Path, seconds: float = 60) -> subprocess.Popen[str]:
     return process
 
 
+@pytest.mark.slow
 def test_many_at_once_do_the_work_once(url, tmp_path):
     count = 4 if url.startswith("s3") else 6
     outs = [finish(p) for p in [python(MAKER, url, tmp_path, 4) for _ in range(count)]]
@@ -65,6 +66,7 @@ def test_many_at_once_do_the_work_once(url, tmp_path):
     assert Store(url).fs.find(Store(url).join("leases")) == []
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("reaped", [True, False], ids=["reaped", "zombie"])
 def test_a_holder_that_was_killed_here_is_replaced_at_once(url, tmp_path, reaped):
     holder = hold(url, tmp_path)

@@ -11,6 +11,7 @@ from rlhf.stages import reward
 from tests.stages.training.support import data, perform, rows_of, settings
 
 
+@pytest.mark.slow
 def test_margins_ask_for_a_gap(base, memory, tmp_path):
     rows = [r | {"margin": 2.0} for r in rows_of("preference", 8)]
     inputs = {

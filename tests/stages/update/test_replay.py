@@ -27,6 +27,7 @@ def other(tmp_path_factory):
     return rounds, rounds.commit("update", ctx.out, said, inputs)
 
 
+@pytest.mark.slow
 def test_policies_that_are_not_stored_are_replayed_in_a_loop_from_the_oldest(tmp_path, monkeypatch):
     """However many there are: nested calls would end at Python's limit of recursion."""
     rounds = Rounds(tmp_path)

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import dataclasses
 
+import pytest
+
 from rlhf.stages.worker import interpreter
 from rlhf.stages.worker.protocol import Done
 from rlhf.stages.worker.ray_actor import HostWorker
 from tests.stages.worker.support import request
 
 
+@pytest.mark.slow
 def test_calls_that_arrive_twice_or_late_change_nothing(tmp_path, monkeypatch):
     monkeypatch.setattr(interpreter, "PROJECT", tmp_path)
     worker = HostWorker("host", None)

@@ -16,6 +16,7 @@ from rlhf.stages.worker.client import Worker, WorkerDied
 from tests.stages.worker.support import ignore, request
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("compiles", "cause"),
     [

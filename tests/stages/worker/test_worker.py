@@ -69,6 +69,7 @@ def warm(tmp_path_factory):
     worker.close()
 
 
+@pytest.mark.slow
 def test_it_starts_with_the_first_request_and_makes_an_artifact(warm, tmp_path):
     events: list[Report] = []
     manifest = warm.run(request(tmp_path), events.append)
@@ -204,6 +205,7 @@ def test_a_try_whose_lease_was_taken_over_says_so_and_has_an_output_folder_of_it
     assert (WorkFolder(Store(str(tmp_path)), "base", "k" * 64).path / "out.abcdefgh").is_dir()
 
 
+@pytest.mark.slow
 def test_a_worker_that_is_killed_at_work_says_how_it_died_and_what_is_left(doomed, tmp_path):
     killed: list[int] = []
 
@@ -230,6 +232,7 @@ def test_a_worker_that_is_killed_at_work_says_how_it_died_and_what_is_left(doome
     assert doomed.pid != killed[0]
 
 
+@pytest.mark.slow
 def test_a_worker_that_was_killed_while_idle_is_replaced_in_silence(worker, tmp_path):
     starts = worker.starts
     os.kill(worker.pid, signal.SIGKILL)
@@ -246,6 +249,7 @@ def test_a_worker_that_falls_silent_is_ended(worker, tmp_path, monkeypatch):
     assert "memory" not in str(e.value)
 
 
+@pytest.mark.slow
 def test_an_interrupted_request_ends_it(worker, tmp_path):
     def interrupt(event: Report) -> None:
         raise KeyboardInterrupt
@@ -255,6 +259,7 @@ def test_an_interrupted_request_ends_it(worker, tmp_path):
     assert not psutil.pid_exists(worker.pid)
 
 
+@pytest.mark.slow
 def test_closing_ends_it_and_leaves_no_descriptors(tmp_path):
     before = len(os.listdir("/proc/self/fd"))
     worker = Worker(tmp_path / "worker.log")
@@ -301,6 +306,7 @@ def test_it_is_gone_two_seconds_after_its_parent_is_killed(tmp_path, started_in)
     parent.communicate()
 
 
+@pytest.mark.slow
 def test_it_outlives_the_thread_that_started_it(tmp_path):
     parent = python(PARENT, tmp_path, Path(__file__).parents[3], "thread", stdin=subprocess.PIPE)
     parent.stdout.readline()

@@ -56,6 +56,7 @@ def advantages_of(algorithm, objective, scored):
     return np.broadcast_to(found if found.ndim == 2 else found[:, None], (P * G, T))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ALGORITHMS)
 def test_an_algorithm_teaches_a_table_of_logits(name):
     objective = settings(name).objective

@@ -111,6 +111,7 @@ def test_gpg_does_not_depend_on_the_zero_of_the_rewards(ties):
         np.testing.assert_allclose(weights(config)[0], CENTRED / LENGTHS[informative].sum(), rtol=1e-5)
 
 
+@pytest.mark.slow
 def test_a_kl_without_a_weight_is_the_limit_of_one_with_little():
     """Also in a step of ties alone, where momentum moves the weights."""
     rows, scores = rollouts(PARAMS, 0)

@@ -44,6 +44,7 @@ def test_micro_batches_and_packing_change_nothing(name):
         assert max(difference(found, wanted)) < 1e-6
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("correction", ["none", "truncate"])
 def test_with_one_update_only_the_current_policy_is_differentiated(correction):
     """Without `old_CT` the gradient is that of -rho A log pi, with rho a constant (R4)."""

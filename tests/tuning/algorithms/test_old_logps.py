@@ -51,6 +51,7 @@ def passes_of(monkeypatch):
     return names
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("algorithm", "options"),
     [

@@ -80,6 +80,7 @@ def taken(data, config):
     return keep, advantages, steps
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ALGORITHMS)
 def test_a_masked_completion_might_as_well_not_be_there(name, rows):
     keep, advantages, steps = taken(rows, settings(name, truncated="mask"))

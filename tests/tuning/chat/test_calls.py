@@ -164,6 +164,7 @@ JSON = st.recursive(
 NAMES = st.from_regex(r"[A-Za-z_][A-Za-z0-9_.-]{0,8}", fullmatch=True)
 
 
+@pytest.mark.slow
 @settings(max_examples=30, deadline=None, database=None, derandomize=True)
 @given(st.lists(st.tuples(NAMES, st.dictionaries(NAMES, JSON, max_size=3)), min_size=1, max_size=3))
 @example([("class", {"from": "```\n</tool_call><escape>", "a-b": {"<tool_call>": [True, 1, 1.0, None]}})])

@@ -77,6 +77,7 @@ def outcome(plan, data, **how):
         return counts, letters(Path(folder)), output
 
 
+@pytest.mark.slow
 @FEW
 @given(lines)
 def test_every_line_has_one_fate_and_cuts_change_nothing(plan, data):
@@ -111,6 +112,7 @@ def content_of(output):
 ORDERS = st.lists(good, min_size=1, max_size=20), st.randoms(use_true_random=False)
 
 
+@pytest.mark.slow
 @FEW
 @given(*ORDERS)
 def test_the_order_of_the_records_changes_no_row(plan, data, random):
@@ -132,6 +134,7 @@ def check_order(plan, data, random):
     assert counts["kept"] <= len({json.dumps(r, sort_keys=True) for r in data})
 
 
+@pytest.mark.slow
 def test_a_record_of_many_megabytes_and_one_nested_too_deep(plan, tmp_path):
     huge = {"prompt": "p", "completion": "c" * 9_000_000, "split": "sft"}
     deep = b'{"prompt": ' + b"[" * 200_000

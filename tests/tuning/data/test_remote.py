@@ -107,6 +107,7 @@ def prepared(plan, source, folder, local):
     }
 
 
+@pytest.mark.slow
 def test_faults_lose_nothing_and_show_nothing_unfinished(bucket, plan, tmp_path):
     app, url = bucket
     lines = "".join(json.dumps(r) + "\n" for r in RECORDS).encode()

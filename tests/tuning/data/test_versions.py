@@ -42,6 +42,7 @@ def test_workers_compare_before_they_build_a_step():
         pickle.loads(pickle.dumps(pipeline.Apply("Validate", Plan(tokenizer="", splits=(), versions=there))))
 
 
+@pytest.mark.slow
 def test_an_image_of_another_commit_makes_no_rows(plan, tmp_path):
     old = tmp_path / "old"
     packages = copy_project(old)

@@ -60,6 +60,7 @@ def test_an_engine_has_the_sequences_and_bytes_that_are_said(cache, room, sample
     assert min(samples, engine.slots_for(context)) == min(samples, found.shape["slots"])
 
 
+@pytest.mark.slow
 def test_layers_that_are_compiled_one_by_one_add_as_much_each(monkeypatch):
     """Two and four of six layers give the peak of all six."""
     on, model = machine("cpu"), dataclasses.replace(MODEL, num_layers=6)

@@ -42,6 +42,7 @@ def compositions(n: int) -> list[list[int]]:
     return cuts
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mode", MODES)
 def test_every_split_gives_the_full_batch(mode: str) -> None:
     loss_fn = LOSSES["clip"]
@@ -77,6 +78,7 @@ def test_counts_and_metric_sums_add_up_over_parts() -> None:
         np.testing.assert_allclose(total, cut[0][name] + cut[1][name], rtol=1e-12)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("junk", [np.nan, np.inf, -np.inf])
 @pytest.mark.parametrize("name", LOSSES)
 def test_masked_junk_changes_nothing(name: str, junk: float) -> None:

@@ -88,6 +88,7 @@ def test_gae_over_holes_is_that_of_a_plain_loop() -> None:
     np.testing.assert_allclose(found, wanted, rtol=1e-12, atol=1e-12)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("name", LOSSES)
 def test_holes_change_no_loss_and_no_gradient(name: str, mode: str) -> None:

@@ -19,6 +19,7 @@ def found():
     return json.loads(done.stdout.splitlines()[-1])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mesh", ["tensor", "all"])
 def test_values_and_gradients_are_those_of_one_device(found, mesh):
     # Sums of some hundreds of terms of up to some tens.

@@ -109,6 +109,7 @@ def test_masks_are_not_held_over_the_layers():
     assert max(masks) == q.shape[0] * q.shape[2] * BLOCK * length
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("common", "softcap"), [(30.0, None), (300.0, None), (30.0, 50.0)])
 @pytest.mark.parametrize("form", ["whole rows", "blocks"])
 def test_in_bfloat16_what_keys_have_in_common_does_not_disturb_the_gradient_of_queries(form, common, softcap):

@@ -60,6 +60,7 @@ def value_and_gradients(attention, q, k, v, g):
     return out, *back(g)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("window", [None, 17])
 @pytest.mark.parametrize("size", SIZES)
 def test_values_and_gradients_are_those_of_the_formula(size, window):
@@ -167,6 +168,7 @@ def test_rows_have_the_same_bits_whatever_lies_beside_them():
         assert np.array_equal(a[3:4], b)
 
 
+@pytest.mark.slow
 def test_as_many_threads_as_a_machine_may_have_compute_the_same():
     """How a gradient is divided follows from XLA's threads: where they are few heads are whole, else they are not."""
     threads = "1" if len(os.sched_getaffinity(0)) >= 10 else "16"

@@ -384,6 +384,7 @@ def write_family(path: Path, name: str) -> tuple[Any, dict[str, np.ndarray]]:
     return config, weights
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", WRITTEN)
 def test_every_family_is_read_as_it_was(name: str, tmp_path: Path) -> None:
     from rlhf.tuning.models.config_json import from_hugging_face

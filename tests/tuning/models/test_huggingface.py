@@ -64,6 +64,7 @@ def forward(graph, params, tokens):
     return hidden @ decoder.head_weight().T
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("tied", [True, False])
 def test_logits_and_gradients_equal_transformers(tied, tmp_path):
     model = transformers_model(tied)

@@ -96,6 +96,7 @@ def test_merged_and_unmerged_agree(lora):
             np.testing.assert_allclose(after[name], before[name] + gain, atol=1e-6)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ONE_AND_SLOW)
 def test_the_gradient_is_that_of_the_merged_weights_by_the_chain_rule(kind):
     lora = LoraConfig(rank=4, alpha=6.0, quantize=kind)
@@ -113,6 +114,7 @@ def test_the_gradient_is_that_of_the_merged_weights_by_the_chain_rule(kind):
         np.testing.assert_allclose(mine[name]["adapter"]["b"], want_b, atol=1e-5)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ONE_AND_SLOW)
 def test_training_lowers_the_loss_and_leaves_the_base_as_it_is(kind):
     lora = LoraConfig(rank=4, quantize=kind)
@@ -182,6 +184,7 @@ def test_shapes_are_known_without_making_arrays():
     assert [name for name, _ in linears(model)] == sorted(PROJECTIONS)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["none", "int8", "nf4"])
 def test_what_an_adapter_starts_from_is_the_model_of_the_stored_kernels(kind):
     lora = LoraConfig(rank=2, quantize=kind)
@@ -193,6 +196,7 @@ def test_what_an_adapter_starts_from_is_the_model_of_the_stored_kernels(kind):
     np.testing.assert_allclose(logps(lora, trainable, frozen), logps(None, start, None), atol=1e-5)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ONE_AND_SLOW)
 def test_in_fast_products_an_adapter_is_rounded_with_its_kernel_as_what_is_merged(kind):
     lora = LoraConfig(rank=4, alpha=6.0, quantize=kind)

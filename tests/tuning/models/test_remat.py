@@ -33,6 +33,7 @@ def differentiated(remat):
         return jax.tree.map(np.asarray, jax.jit(jax.value_and_grad(loss), static_argnums=1)(wide(), remat))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("remat", [name for name in NAMES if name != "products"])
 def test_every_policy_has_the_same_loss_and_gradient(remat):
     (value, gradient), (wanted, theirs) = differentiated(remat), differentiated("products")

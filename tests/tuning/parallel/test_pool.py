@@ -89,6 +89,7 @@ def pool(request):
         yield pool
 
 
+@pytest.mark.slow
 def test_what_a_job_does_to_its_process_costs_that_job(pool):
     jobs = {
         "echo": ("echo", {"text": "\udcff", "list": [1, 0.1]}),
@@ -277,6 +278,7 @@ print(threading.active_count())
     assert process.communicate()[0].split() == ["set()", "1"]
 
 
+@pytest.mark.slow
 def test_a_node_that_is_removed_costs_its_sessions_and_no_job(cluster, monkeypatch):
     monkeypatch.setenv(CLUSTER, cluster.address)
     node = cluster.add_node(**SMALL)
@@ -310,6 +312,7 @@ def test_children_get_proxies_without_their_passwords(monkeypatch):
     assert clean_environment()["HTTPS_PROXY"] == "http://user:s3cr@et@proxy:3128"
 
 
+@pytest.mark.slow
 def test_the_time_of_a_large_job_begins_when_its_child_has_read_it():
     # It takes seconds to travel.
     numbers = [7] * 6_000_000

@@ -101,6 +101,7 @@ def test_no_text_runs_as_a_program_in_the_verifier_of_a_task(task, tmp_path):
     assert not path.exists()
 
 
+@pytest.mark.slow
 def test_right_answers_of_integrals_are_paid_in_all_forms():
     records = list(reasoning_gym("intermediate_integration", size=25, seed=3))
     given = {"answer": [r["answer"] for r in records], "metadata": [r["metadata"] for r in records]}

@@ -35,6 +35,7 @@ def gaps(dtype, loss, meshes):
     return result(start(8, dtype, loss, meshes, program=AXES, flags=QUICK))
 
 
+@pytest.mark.slow
 def test_steps_are_those_of_one_device_where_rows_width_and_vocabulary_are_cut_at_once():
     found = gaps("float64", "sft", "fsdp tensor context")
     assert max(found["sft fsdp tensor context"]) < 1e-10

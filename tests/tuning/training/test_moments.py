@@ -69,6 +69,7 @@ def test_a_second_moment_moves_where_the_nearest_value_would_hold_it():
     assert float(found.astype(jnp.float32).mean()) == pytest.approx(wanted, rel=2e-3)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["adamw", "muon", "adafactor", *SLOW])
 def test_every_rule_goes_down_with_moments_in_bfloat16(name):
     _, state, loss = run(name, "bfloat16", 8)

@@ -32,6 +32,7 @@ def tokens_of(completions):
     return [(c.tokens, c.stop) for c in completions]
 
 
+@pytest.mark.slow
 def test_a_hundred_mixed_requests_get_what_each_gets_alone():
     requests = requests_of(100)
     together, alone = loaded(), loaded(Limits(slots=3, context=128, steps=8))
@@ -51,6 +52,7 @@ def test_a_hundred_mixed_requests_get_what_each_gets_alone():
             np.testing.assert_allclose(found[i][s].logps, completion.logps, atol=1e-4)
 
 
+@pytest.mark.slow
 def test_shapes_come_from_two_ladders_whatever_is_asked_for():
     before = programs.decode._cache_size(), programs.prefill._cache_size()
     engine = loaded(Limits(slots=8, context=300, steps=2, chunks=(8, 16)))
@@ -179,6 +181,7 @@ def test_a_refused_request_is_named_and_the_others_go_on():
     assert len(finished(engine)) == sum(r.samples for r in good)
 
 
+@pytest.mark.slow
 def test_a_thousand_requests_stay_within_the_memory_for_the_cache():
     budget = 600_000
     engine = loaded(Limits(slots=64, context=128, steps=4, cache_bytes=budget))
@@ -237,6 +240,7 @@ def test_smaller_types_stay_near_the_exact_policy(options, gap):
         assert 0 < gaps.mean() < gap
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kernels", [True, False])
 def test_in_fast_products_the_sampler_rounds_as_the_trainer_does(kernels, monkeypatch):
     """What is left is the order of sums, of which few change how an activation is rounded."""

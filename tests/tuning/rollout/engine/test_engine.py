@@ -35,6 +35,7 @@ def test_recorded_logprobs_equal_the_trainers_at_the_same_temperature(temperatur
             np.testing.assert_allclose(completion.logps, expected, atol=1e-5)
 
 
+@pytest.mark.slow
 def test_a_sample_depends_on_seed_and_counter_only():
     together = generate()
     alone = generate([PROMPTS[3]], counters=[3])

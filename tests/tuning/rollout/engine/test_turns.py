@@ -60,6 +60,7 @@ def test_a_turn_goes_on_in_the_slot_of_the_last_one_and_only_its_observation_is_
     np.testing.assert_allclose(answer.logps, trainer_logps(ids, answer.tokens, 1.0), atol=1e-5)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kernel", ["kernels", "no kernels", "sliding window"])
 def test_turns_of_many_episodes_are_prefilled_together(kernel, monkeypatch):
     config = CONFIG
@@ -88,6 +89,7 @@ def test_turns_of_many_episodes_are_prefilled_together(kernel, monkeypatch):
         np.testing.assert_allclose(answer.logps, expected, atol=2e-5)
 
 
+@pytest.mark.slow
 def test_turns_that_go_on_together_take_no_memory_for_slots_that_do_not(monkeypatch):
     monkeypatch.setattr(attention, "suits", lambda *_: False)
     monkeypatch.setattr(products, "suits", lambda *_: False)

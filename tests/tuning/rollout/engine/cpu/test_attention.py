@@ -89,6 +89,7 @@ def attend_plainly(spec, q, far, near, length, t):
     return cache.attend(q, parts, spec)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kv", ["float32", "bfloat16", "int8"])
 @pytest.mark.parametrize(
     ("group", "size", "capacity", "softcap", "window"),
@@ -216,6 +217,7 @@ def test_what_a_compiler_says_against_the_source_is_told(cache_folder, tmp_path,
     assert "no-such-option" in caplog.text
 
 
+@pytest.mark.slow
 def test_a_library_is_stored_with_what_jax_stores_and_built_again_where_it_is_damaged(cache_folder):
     name, _ = kernels.built("float32", "cc")
     (stored,) = (cache_folder / "kernels").iterdir()
@@ -232,6 +234,7 @@ def test_a_library_is_stored_with_what_jax_stores_and_built_again_where_it_is_da
     assert damaged.stat().st_size == stored.stat().st_size
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("fault", ["a file in place of the folder", "a full disk"])
 def test_a_folder_that_takes_no_files_is_done_without(cache_folder, monkeypatch, fault):
     def full(*_):

@@ -61,6 +61,7 @@ def exact(*operands):
 KINDS = ["float32", "bfloat16", "int8"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("kind", "rows"),
     [("float32", n) for n in (1, 2, 3, 4, 32, 47, 101)] + [(kind, n) for kind in KINDS[1:] for n in (1, 5, 101)],

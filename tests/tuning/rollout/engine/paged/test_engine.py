@@ -55,6 +55,7 @@ def expected():
     return requests, [completions[i] for i in range(len(requests))]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("pages", [PLENTY, 5])
 def test_mixed_requests_get_from_pages_what_they_get_from_slots(pages):
     """Four pages are for one sequence of the longest: others wait."""
