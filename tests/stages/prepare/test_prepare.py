@@ -174,6 +174,25 @@ def test_a_pattern_that_takes_a_part_of_a_number_is_an_error_of_the_record(run, 
     assert "1,207" in [row["answer"] for name in settings["splits"] for row in rows(out, name)]
 
 
+def test_a_renamed_field_that_no_record_has_is_refused_before_its_neighbour_stands_for_it(run, tmp_path):
+    records = [{"prompt": f"{i}?", "answer": "wrong", "gold": f"{i}"} for i in range(30)]
+    # Some records may lack it.
+    records += [{"prompt": f"{i}!"} for i in range(30)]
+    settings = {"extra_fields": "metadata", "splits": ["prompts"], "chunk_megabytes": 0.0005}
+    one = {"source": write(tmp_path / "data.jsonl", records)}
+    run(Config(**one, rename={"gold": "answer", "answer": "guess", "more": None, "query": "guess"}, **settings))
+    other = {
+        "source": write(tmp_path / "other.jsonl", [{"prompt": "Other?", "gold": "1"}]),
+        "rename": {"gold": "answer"},
+    }
+    for config, place in (
+        (Config(**one, rename={"glod": "answer"}, **settings), "data.rename"),
+        (Config(sources=[other, one | {"rename": {"glod": "answer"}}], **settings), "data.sources.1.rename"),
+    ):
+        with pytest.raises(PrepareError, match=rf"{place} names `glod`, which no record of .*data\.jsonl has"):
+            run(config)
+
+
 @pytest.mark.parametrize(
     ("record", "splits", "told", "remedy"),
     [
