@@ -204,7 +204,7 @@ def _planned(ctx: Context) -> tuple[list[Part], Plan, str]:
         signatures=config.near_duplicates is not None,
     )
     # Blocks of another size would overlap.
-    return parts, plan, f"{scratch}/pieces-{part_bytes}"
+    return parts, plan, f"{scratch}/pieces/{part_bytes}"
 
 
 def _scratch(ctx: Context, config: Config) -> str:

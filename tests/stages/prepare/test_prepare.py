@@ -10,7 +10,9 @@ import pytest
 
 from rlhf.stages.prepare import stage as prepare
 from rlhf.stages.prepare.stage import Config, PrepareError
+from rlhf.stages.store.artifacts import Store
 from rlhf.stages.store.keys import config_content, digest
+from rlhf.stages.store.work import WorkFolder
 from rlhf.tuning.data.merge import Fates
 from rlhf.tuning.models.tokenizer import load_tokenizer
 from tests.stages.prepare.support import SYSTEM, digests, rows, write
@@ -172,6 +174,17 @@ def test_a_pattern_that_takes_a_part_of_a_number_is_an_error_of_the_record(run, 
     taken["pattern"] = r"#### ([\d,]+)"
     _, out = run(Config(source=source, **settings))
     assert "1,207" in [row["answer"] for name in settings["splits"] for row in rows(out, name)]
+
+
+def test_the_next_try_keeps_the_finished_pieces_of_a_try_that_ended(run, tmp_path, capsys):
+    source = write(tmp_path / "data.jsonl", [{"prompt": f"{i}?", "answer": "1"} for i in range(30)])
+    folder = WorkFolder(Store(str(tmp_path / "store")), "prepare", "d" * 64)
+    missing = Config(source=source, splits=["prompts", "preference"])
+    with pytest.raises(PrepareError, match="no rows for `preference`"):
+        run(missing, folder.open())
+    with pytest.raises(PrepareError, match="no rows for `preference`"):
+        run(missing, folder.open())
+    assert "resumed: 1 of 1 parts of the data are finished" in capsys.readouterr().out
 
 
 def test_a_renamed_field_that_no_record_has_is_refused_before_its_neighbour_stands_for_it(run, tmp_path):
