@@ -102,6 +102,7 @@ def run(ctx: Context) -> dict[str, Any]:
     if not read:
         raise PrepareError(f"{', '.join(s.source for s in config.all_sources())}: there are no records in it")
     dead = _write_dead(ctx, config, pieces, receipts, read)
+    _check_renamed(config, receipts.values())
     _check_decided(config, receipts.values())
 
     numbers = range(len(config.all_sources()))
@@ -203,7 +204,7 @@ def _planned(ctx: Context) -> tuple[list[Part], Plan, str]:
         signatures=config.near_duplicates is not None,
     )
     # Blocks of another size would overlap.
-    return parts, plan, f"{scratch}/pieces-{part_bytes}"
+    return parts, plan, f"{scratch}/pieces/{part_bytes}"
 
 
 def _scratch(ctx: Context, config: Config) -> str:
@@ -277,6 +278,22 @@ def _run_blocks(ctx: Context, config: Config, parts: list[Part], plan: Plan, fol
         )
     ctx.progress(len(blocks), len(blocks), "block")
     return {name: receipts[name] for name in sorted(blocks)}
+
+
+def _check_renamed(config: Config, receipts: Iterable[Receipt]) -> None:
+    """Raise PrepareError for a source whose `rename` names a field that none of its records has."""
+    from rlhf.tuning.data.fields import misnamed
+
+    found: dict[int, set[str]] = {}
+    for receipt in receipts:
+        found.setdefault(receipt["source"], set()).update(receipt["renamed"])
+    for number, source in enumerate(config.all_sources()):
+        if number in found and (name := misnamed(source.rename, found[number])) is not None:
+            place = f"data.sources.{number}.rename" if config.sources else "data.rename"
+            raise PrepareError(
+                f"{place} names `{name}`, which no record of {source.source} has; the file's name is first, as in "
+                "{question: prompt}"
+            )
 
 
 def _check_decided(config: Config, receipts: Iterable[Receipt]) -> None:

@@ -130,6 +130,8 @@ class Block:
     dead: list[dict[str, Any]] = dataclasses.field(default_factory=list)
     counts: dict[str, Counts] = dataclasses.field(default_factory=dict)
     """Counts by step."""
+    renamed: list[str] = dataclasses.field(default_factory=list)
+    """Fields of its records that `rename` of their source names."""
 
     def alive(self) -> list[Entry]:
         """Return the entries that no step has dropped."""

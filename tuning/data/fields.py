@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
 import regex
@@ -50,9 +50,12 @@ class Mapper:
         if twice:
             raise ValueError(f"fields.{twice[0]}: rename gives {twice[0]!r} too; leave one of them out")
         self.read = {name for field in self.fields.values() for name in field.reads} - STAY
+        self.found: set[str] = set()
+        """Fields of the mapped records that `rename` names."""
 
     def __call__(self, raw: Mapping[str, Any]) -> Raw:
         """Return the record with its new fields. Raises LayoutError if a field cannot be computed."""
+        self.found |= raw.keys() & self.rename.keys()
         present = {name: value for name, value in raw.items() if value is not None}
         computed = {name: field(present) for name, field in self.fields.items()}
         kept: Raw = {}
@@ -66,6 +69,12 @@ class Mapper:
                 raise LayoutError(name, expected, "two")
             kept[name] = value
         return kept | computed
+
+
+def misnamed(rename: Mapping[str, str | None], found: Collection[str]) -> str | None:
+    """Return a field that `rename` names and no record has; None if each new name has one of its fields."""
+    given = {rename[old] for old in found} | {None}
+    return next((old for old, new in sorted(rename.items()) if new not in given), None)
 
 
 class _Field:

@@ -156,6 +156,7 @@ class Write(beam.DoFn):
             "dead": len(block.dead),
             "reasons": [letter["reason"] for letter in block.dead[:3]],
             "counts": block.counts,
+            "renamed": block.renamed,
             "sums": sums,
         }
         # Last: a block with a receipt has all its pieces.

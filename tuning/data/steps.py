@@ -70,6 +70,7 @@ def validate(plan: Plan) -> Step:
     def step(block: Block) -> Counts:
         part, bad, layouts = block.part, {}, Counter[str]()
         mapper, layout = mappers[part.source], plan.sources[part.source].layout
+        mapper.found = set()
         for entry in block.entries:
             try:
                 entry.record = parse_line(
@@ -87,6 +88,7 @@ def validate(plan: Plan) -> Step:
                     "or escape it"
                 )
         block.bury(bad, "validate")
+        block.renamed = sorted(mapper.found)
         return {"dead": len(bad), **layouts}
 
     return step

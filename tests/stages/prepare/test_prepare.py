@@ -10,7 +10,9 @@ import pytest
 
 from rlhf.stages.prepare import stage as prepare
 from rlhf.stages.prepare.stage import Config, PrepareError
+from rlhf.stages.store.artifacts import Store
 from rlhf.stages.store.keys import config_content, digest
+from rlhf.stages.store.work import WorkFolder
 from rlhf.tuning.data.merge import Fates
 from rlhf.tuning.models.tokenizer import load_tokenizer
 from tests.stages.prepare.support import SYSTEM, digests, rows, write
@@ -173,6 +175,36 @@ def test_a_pattern_that_takes_a_part_of_a_number_is_an_error_of_the_record(run, 
     taken["pattern"] = r"#### ([\d,]+)"
     _, out = run(Config(source=source, **settings))
     assert "1,207" in [row["answer"] for name in settings["splits"] for row in rows(out, name)]
+
+
+def test_the_next_try_keeps_the_finished_pieces_of_a_try_that_ended(run, tmp_path, capsys):
+    source = write(tmp_path / "data.jsonl", [{"prompt": f"{i}?", "answer": "1"} for i in range(30)])
+    folder = WorkFolder(Store(str(tmp_path / "store")), "prepare", "d" * 64)
+    missing = Config(source=source, splits=["prompts", "preference"])
+    with pytest.raises(PrepareError, match="no rows for `preference`"):
+        run(missing, folder.open())
+    with pytest.raises(PrepareError, match="no rows for `preference`"):
+        run(missing, folder.open())
+    assert "resumed: 1 of 1 parts of the data are finished" in capsys.readouterr().out
+
+
+def test_a_renamed_field_that_no_record_has_is_refused_before_its_neighbour_stands_for_it(run, tmp_path):
+    records = [{"prompt": f"{i}?", "answer": "wrong", "gold": f"{i}"} for i in range(30)]
+    # Some records may lack it.
+    records += [{"prompt": f"{i}!"} for i in range(30)]
+    settings = {"extra_fields": "metadata", "splits": ["prompts"], "chunk_megabytes": 0.0005}
+    one = {"source": write(tmp_path / "data.jsonl", records)}
+    run(Config(**one, rename={"gold": "answer", "answer": "guess", "more": None, "query": "guess"}, **settings))
+    other = {
+        "source": write(tmp_path / "other.jsonl", [{"prompt": "Other?", "gold": "1"}]),
+        "rename": {"gold": "answer"},
+    }
+    for config, place in (
+        (Config(**one, rename={"glod": "answer"}, **settings), "data.rename"),
+        (Config(sources=[other, one | {"rename": {"glod": "answer"}}], **settings), "data.sources.1.rename"),
+    ):
+        with pytest.raises(PrepareError, match=rf"{place} names `glod`, which no record of .*data\.jsonl has"):
+            run(config)
 
 
 @pytest.mark.parametrize(

@@ -57,7 +57,7 @@ def test_what_workers_share_goes_behind_the_commit_and_nothing_else(prepare, s3,
     begun_by_others(scratch)
     with pytest.raises(PrepareError, match="1 of 51 records"):
         prepare(scratch, max_dead_fraction=0)
-    assert [name for name in shared(scratch) if name.startswith(f"{KEY}/pieces-")]
+    assert [name for name in shared(scratch) if name.startswith(f"{KEY}/pieces/")]
     assert "resumed: 1 of 1 parts of the data are finished" in lines(prepare(scratch))
     assert shared(scratch) == {"others/pieces/x"}
     assert Store(str(tmp_path / "store")).get("prepare", KEY) is not None
