@@ -299,8 +299,8 @@ def unedited(tree):
         ),
         (
             "tuning/rollout/engine/engine.py",
-            "\ndef ",
-            "\nX = 1\n\n\ndef ",
+            "\nclass ",
+            "\nX = 1\n\n\nclass ",
             {"distill", "rollout", "refill", "greedy", "evaluate"},
         ),
         # Engines over HTTP are loaded by name, by those rollouts alone that use them.
