@@ -146,7 +146,7 @@ def test_tables_of_other_completions_are_refused(made, inputs):
     with pytest.raises(RuntimeError, match="do not list the same completions"):
         read_scored(given)
     twice = {"refill_1": made["rollouts"], "refill_1_scores": made["scores"]}
-    with pytest.raises(RuntimeError, match="one place and sample"):
+    with pytest.raises(RuntimeError, match="the same place and sample"):
         read_scored({"rollouts": made["rollouts"], "scores": made["scores"], **twice})
 
 

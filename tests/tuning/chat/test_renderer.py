@@ -197,7 +197,7 @@ REFUSED = {
     "an assistant's turn does not follow the text of the messages": t.CHATML.replace(
         "{{ m.content }}", "{{ m.content }}{% if loop.last %}!{% endif %}"),
     "writes the first messages otherwise when more follow": "{{ messages[5:] | length }}" + t.CHATML,
-    "behind turn 2 of a conversation": t.CHATML.replace(
+    "after turn 2 of a conversation": t.CHATML.replace(
         "{{ m.role }}", "{{ m.role }}{% if m.role == 'user' %} {{ loop.index }}{% endif %}"),
     "for the same messages": t.CHATML.replace(
         "{{ m.content }}", "{% if 'tool_call' in messages[loop.index0 - 1].content %}!{% endif %}{{ m.content }}"),
