@@ -18,7 +18,7 @@ from rlhf.flows.running.crew import check_workers
 from rlhf.stages.base import positions
 from rlhf.stages.contract import signatures
 from rlhf.stages.contract.registry import stage
-from rlhf.stages.contract.sources import built_in_parameters, is_own_source
+from rlhf.stages.contract.sources import built_in_parameters, check_imports, is_own_source
 from rlhf.stages.score.settings import COMPUTED
 from rlhf.stages.scorer import Config as ScorerConfig
 from rlhf.stages.store.artifacts import ArtifactError, Store
@@ -190,6 +190,7 @@ def _check_reward(called: Called) -> None:
         if parameters is not None:
             _check_call(parameters, called)
         # Else the stage would fail, after all stages before it.
+        check_imports(called.function.partition(":")[0], called.at)
     if parameters is not None:
         signatures.check_arguments(parameters, called.arguments, called.arguments_at, called.function, REWARD_COLUMNS)
 

@@ -327,7 +327,9 @@ class Session:
             try:
                 # A worker that did not start has no log.
                 if path.exists():
-                    self.store.write_bytes(path.read_bytes()[-LOG_BYTES:], "runs", self.name, path.name)
+                    with path.open("rb") as log:
+                        log.seek(max(0, path.stat().st_size - LOG_BYTES))
+                        self.store.write_bytes(log.read(LOG_BYTES), "runs", self.name, path.name)
             except Exception as e:
                 # A log must not turn a finished run into a failed one.
                 self.line(f"the worker's log stays on this machine ({type(e).__name__}: {e})")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import hashlib
 import json
 import sys
@@ -83,6 +84,35 @@ def user_code(name: str, where: str) -> Code:
     if module not in code.modules:
         raise ValueError(f"{where}: no module {module!r} can be imported from {Path.cwd()}")
     return code
+
+
+def check_imports(module: str, where: str) -> None:
+    """Raise ValueError for a module with an import at its top that cannot be found; its stage would fail hours later.
+
+    Imports inside functions and `try` may be missing. Modules that change the import path are not checked.
+    """
+    parts = module.split(".")
+    files = [signatures.source_file(".".join(parts[: i + 1])) for i in range(len(parts))]
+    trees = [ast.parse(path.read_bytes(), filename=str(path)) for path in files if path is not None]
+    path = files[-1]
+    named = {node.id for tree in trees for node in ast.walk(tree) if isinstance(node, ast.Name)}
+    if path is None or named & {"sys", "site", "importlib"}:
+        return
+    for statement in trees[-1].body:
+        match statement:
+            case ast.Import():
+                names = [alias.name for alias in statement.names]
+            case ast.ImportFrom(level=0, module=str(name)):
+                names = [name]
+            case _:
+                continue
+        for name in names:
+            package = name.split(".")[0]
+            if package not in sys.modules and find_spec(package) is None:
+                raise ValueError(
+                    f"{where}: {path}, line {statement.lineno}: no module {package!r} can be imported; install it, or "
+                    "import it in the function, or under `try`, where it may be missing"
+                )
 
 
 def data_digests(source: str, where: str) -> dict[str, str]:

@@ -71,7 +71,9 @@ MINE = "rl.score.rewards={mine: {function: 'own_code:%s', arguments: %s}}"
 def own(tmp_path, monkeypatch):
     write_files(tmp_path, **{"own_code.py": CODE})
     write_files(tmp_path, **{"own_env.py": ENVIRONMENTS, "helpers.py": HELPERS})
-    write_files(tmp_path, **{"code.py": REWARD})
+    write_files(tmp_path, **{"code.py": REWARD, "lacking.py": f"import json\nimport nowhere.inside\n{REWARD}"})
+    write_files(tmp_path, **{"placing.py": f"import sys\nsys.path.insert(0, 'there')\nimport nowhere\n{REWARD}"})
+    write_files(tmp_path, **{"trying.py": f"try:\n    import nowhere\nexcept ImportError:\n    pass\n{REWARD}"})
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.chdir(tmp_path)
     return tmp_path
@@ -88,6 +90,7 @@ def test_a_file_that_a_package_of_this_project_hides_is_named(tmp_path, monkeypa
     ("sets", "message"),
     [
         ([MINE % ("vowls", "{}")], "mine.function: own_code.py has no function 'vowls'; did you mean vowels?"),
+        (["rl.score.rewards={j: {function: 'lacking:right'}}"], "lacking.py, line 2: no module 'nowhere' can be im"),
         ([MINE % ("vowels", "{scal: 2}")], "own_code:vowels takes no argument 'scal'; did you mean scale?"),
         ([MINE % ("vowels", "{prompts: 2}")], "the pipeline itself passes prompts to own_code:vowels"),
         ([MINE % ("borrowed", "{y: 2}")], "own_code:borrowed takes no argument 'y'"),
@@ -119,6 +122,8 @@ def test_what_cannot_be_called_is_refused_before_any_work(own, sets, message):
         [MINE % ("open_ended", "{anything: 2.0}")],
         [MINE % ("of_any", "{}")],
         [MINE % ("borrowed", "{x: 2}")],
+        ["rl.score.rewards={j: {function: 'trying:right'}}"],
+        ["rl.score.rewards={j: {function: 'placing:right'}}"],
         ["rl.update={algorithm: 'own_code:algorithm', algorithm_arguments: {decay: 1.0}}"],
         ["data={source: 'own_code:problems', source_args: {size: 3}}"],
     ],
