@@ -54,7 +54,7 @@ test-vllm: $(VENV)/.ready-dev $(VLLM_VENV)/.ready
 $(VLLM_VENV)/.ready: infra/vllm.sh
 	infra/vllm.sh $(VLLM_VENV) $(PYTHON)
 
-# What the accelerator of this machine computes, against float64; its packages go into .venv before (docs/infra.md).
+# What the accelerator of this machine computes, against float64; its packages go into .venv before (docs/guides/infra.md).
 test-device: $(VENV)/.ready-dev
 	$(BIN)/pytest -m device --numprocesses=0 -s $(ARGS)
 

@@ -43,9 +43,14 @@ NAVIGATION = {
         "json",
         "compiled-programs",
     ],
-    "Background": ["rules", "decisions/README", "glossary", "benchmarks", "devices", "not-here"],
+    "Explanation": ["rules", "decisions/README", "glossary", "benchmarks", "devices", "not-here"],
 }
-FOLDERS = {"Tutorials": "docs/tutorials", "Guides": "docs", "Reference": "docs/reference", "Background": "docs"}
+FOLDERS = {
+    "Tutorials": "docs/tutorials",
+    "Guides": "docs/guides",
+    "Reference": "docs/reference",
+    "Explanation": "docs/explanation",
+}
 PROJECT = ["docs/README", "examples/README", "CONTRIBUTING", "CHANGELOG"]
 
 
@@ -57,7 +62,7 @@ def add_navigation(app: Sphinx, name: str, source: list[str]) -> None:
         source[0] += "".join(toctree(pages, f":caption: {title}\n") for title, pages in parts.items())
         packages = [":glob:\n", "/flows/**\n/stages/**\n/tuning/**\n/tests/**"]
         source[0] += toctree([packages[1]], f":caption: Packages\n{packages[0]}")
-    if name == "docs/decisions/README":
+    if name == "docs/explanation/decisions/README":
         source[0] += toctree(["*"], ":glob:\n")
     # GitHub's fences have more words than a language: `sh no-run`, `yaml file=mine.yaml`.
     source[0] = re.sub(r"^(\s*```\w+) [^\n]*$", r"\1", source[0], flags=re.MULTILINE)

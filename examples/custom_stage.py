@@ -7,7 +7,7 @@ temporary folder; the store stays as it is:
     python examples/custom_stage.py .rlhf RUN
 
 To make it a stage of every run, move the file to `stages/filter.py`, and give it a field of the recipe and a node of
-the graph: docs/a-stage.md. Then it is cached, planned, resumed and reported as every other stage.
+the graph: docs/guides/a-stage.md. Then it is cached, planned, resumed and reported as every other stage.
 """
 
 from __future__ import annotations

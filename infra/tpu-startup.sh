@@ -32,7 +32,7 @@ fi
 # The devices of a TPU belong to root on some images.
 if compgen -G '/dev/vfio/*' > /dev/null; then chown rlhf /dev/vfio/*; fi
 if compgen -G '/dev/accel*' > /dev/null; then chown rlhf /dev/accel*; fi
-# The hosts of a slice are the nodes of a Ray cluster (docs/cluster.md). An endpoint is NAME:NUMBER:ADDRESS.
+# The hosts of a slice are the nodes of a Ray cluster (docs/guides/cluster.md). An endpoint is NAME:NUMBER:ADDRESS.
 cluster=() environment=()
 IFS=, read -ra hosts <<< "$(meta worker-network-endpoints || true)"
 if [ "${#hosts[@]}" -gt 1 ]; then

@@ -77,8 +77,8 @@ def test_a_custom_stage_runs_on_a_finished_run(smoke_store, tmp_path):
 
 
 def test_the_custom_stage_is_that_of_the_page():
-    """docs/a-stage.md gives it a field and a node."""
-    page = (ROOT / "docs" / "a-stage.md").read_text()
+    """docs/guides/a-stage.md gives it a field and a node."""
+    page = (ROOT / "docs" / "guides" / "a-stage.md").read_text()
     for part in (r"^def run\(ctx.+?^    return", r"^STAGE = Stage\(.+?^\)"):
         example = re.search(part, (EXAMPLES / "custom_stage.py").read_text(), re.MULTILINE | re.DOTALL)
         assert example is not None

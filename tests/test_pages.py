@@ -29,7 +29,7 @@ from rlhf.tuning.rewards.functions import BUILT_IN
 from tests.pages import PACKAGES, PAGES, ROOT, Block, blocks_of, commands_of, text_of
 from tests.support import copy_project
 
-RULES = ROOT / "docs" / "rules.md"
+RULES = ROOT / "docs" / "explanation" / "rules.md"
 OPTIMIZERS = get_args(Optimizer.model_fields["name"].annotation)
 
 ROOMS = (*PACKAGES, "tests")
@@ -156,13 +156,13 @@ def test_every_shell_block_runs_or_says_that_it_does_not():
 
 
 def test_what_a_recipe_may_name_is_on_a_page():
-    rl, recipes = (text_of(Path(f"docs/{name}.md")) for name in ("rl", "recipes"))
+    rl, recipes = (text_of(Path(f"docs/guides/{name}.md")) for name in ("rl", "recipes"))
     for name in (*ALGORITHMS, *BUILT_IN):
-        assert re.search(rf"(?<![\w-]){name}(?![\w-])", rl), f"docs/rl.md does not name {name}"
+        assert re.search(rf"(?<![\w-]){name}(?![\w-])", rl), f"docs/guides/rl.md does not name {name}"
     for name in (path.stem for path in RECIPES.glob("*.yaml")):
-        assert f"| `{name}` |" in recipes, f"docs/recipes.md does not name {name}"
+        assert f"| `{name}` |" in recipes, f"docs/guides/recipes.md does not name {name}"
     for name in OPTIMIZERS:
-        assert re.search(rf"\b{name}\b", recipes), f"docs/recipes.md does not name the optimizer {name}"
+        assert re.search(rf"\b{name}\b", recipes), f"docs/guides/recipes.md does not name the optimizer {name}"
 
 
 def test_rules_that_the_code_cites_are_there():

@@ -59,7 +59,7 @@ PATTERNS |= {"maj_at_n": r"maj_at_\d+"}
 
 
 def test_every_metric_of_a_run_is_on_a_page(smoke_store):
-    names = named_on(REFERENCE / "metrics.md", ROOT / "docs" / "evaluation.md")
+    names = named_on(REFERENCE / "metrics.md", ROOT / "docs" / "guides" / "evaluation.md")
     patterns = [pattern for name, pattern in PATTERNS.items() if name in names]
     # Settings of the evaluation, and what its page describes in words.
     names |= {"problems", "samples", "mean_length"}
@@ -97,7 +97,7 @@ SECTIONS = (
 def test_settings_that_stand_for_those_of_another_library_exist(page):
     places = [f".{setting.place}" for setting in every_setting()]
     # The middle column of each table.
-    rows = re.findall(r"^\| .*? \| (.*?) \|", (ROOT / "docs" / page).read_text(), re.MULTILINE)
+    rows = re.findall(r"^\| .*? \| (.*?) \|", (ROOT / "docs" / "guides" / page).read_text(), re.MULTILINE)
     named = {name for row in rows for name in re.findall(rf"`((?:{SECTIONS})\.[\w.]+)", row)}
     assert len(named) > 20
     for name in named:

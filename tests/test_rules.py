@@ -1,4 +1,4 @@
-"""The rules of the numeric core (`docs/rules.md`), and the tests that hold each of them."""
+"""The rules of the numeric core (`docs/explanation/rules.md`), and the tests that hold each of them."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import re
 
 from tests.support import ROOT
 
-RULES = ROOT / "docs" / "rules.md"
+RULES = ROOT / "docs" / "explanation" / "rules.md"
 
 HELD = {
     "R1": [

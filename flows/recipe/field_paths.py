@@ -80,7 +80,7 @@ def hint(place: Sequence[str]) -> str:
     if place[-1] not in {*names, *SYNONYMS} and closest(place[-1], fields):
         return nearest(place[-1], fields)
     if SYNONYMS.get(place[-1]) == "":
-        return "docs/not-here.md says what to use"
+        return "docs/explanation/not-here.md says what to use"
     ends = SYNONYMS.get(place[-1]) or closest(place[-1], names) or ""
     same = [p for p in places if f".{p}".endswith(tuple(f".{end}" for end in ends.split()))]
     if not same:

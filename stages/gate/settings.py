@@ -47,8 +47,8 @@ class Gate(StageConfig):
     metric: str = "score"
     """Metric to compare, problem by problem: `score`, or a name of `evaluate.judges`; the higher the better."""
     min_difference: Figure = 0.0
-    """The difference, new policy minus champion, must be significantly above this value: by two tests (docs/gates.md),
-    and by the lower end of its interval."""
+    """The difference, new policy minus champion, must be significantly above this value: by two tests
+    (docs/guides/gates.md), and by the lower end of its interval."""
     confidence: Annotated[float, Field(gt=0, lt=1)] = 0.95
     """Confidence level of the interval. The test's level is (1 - confidence) / 2, divided by N if the policy was chosen
     among N on the same problems (Bonferroni)."""

@@ -1,7 +1,7 @@
 """ASGI middleware of a server: keys, the check of `Host`, and limits on the number, size and time of requests.
 
 FastAPI's dependencies do not fit: they run after the routes have been matched, and have no limit of time on a stream.
-Slow clients and the number of connections are a proxy's job (docs/serving.md).
+Slow clients and the number of connections are a proxy's job (docs/guides/serving.md).
 """
 
 from __future__ import annotations

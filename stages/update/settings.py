@@ -19,8 +19,8 @@ class CriticSettings(Trained, core.CriticSettings):  # type: ignore[misc]
 
 
 class Config(Trained, core.RoundSettings):  # type: ignore[misc]
-    """The update of one round. Defaults are those of the algorithm's authors, but for the differences that docs/rl.md
-    lists."""
+    """The update of one round. Defaults are those of the algorithm's authors; docs/guides/rl.md lists the
+    differences."""
 
     algorithm_arguments: dict[str, str | int | float | bool] = {}
     optimizer: Optimizer = Optimizer(learning_rate=core.RoundSettings.optimizer.learning_rate)

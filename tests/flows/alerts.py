@@ -69,7 +69,7 @@ def block(prefect: Prefect, receiver: Receiver) -> str:
 
 
 def install(prefect: Prefect, receiver: Receiver, folder: Path) -> None:
-    """Creates the automations, as docs/operations.md says."""
+    """Creates the automations, as docs/guides/operations.md says."""
     file = folder / "alerts.yaml"
     file.write_text(FILE.read_text().replace("BLOCK_ID", block(prefect, receiver)))
     prefect.command("automation", "create", "--from-file", str(file))

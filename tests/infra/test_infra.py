@@ -190,7 +190,7 @@ def test_prefects_api_asks_for_a_key_and_lets_no_web_page_in(monkeypatch: pytest
     server = named("Deployment")["prefect"]["spec"]["template"]["spec"]["containers"][0]["env"]
     assert "PREFECT_SERVER_API_AUTH_STRING" in {one["name"] for one in server}
     for page in ("prefect.md", "infra.md"):
-        assert "PREFECT_SERVER_API_AUTH_STRING=" in (ROOT / "docs" / page).read_text()
+        assert "PREFECT_SERVER_API_AUTH_STRING=" in (ROOT / "docs" / "guides" / page).read_text()
 
 
 def test_runs_get_no_more_of_a_store_and_a_cloud_than_they_need() -> None:
@@ -224,7 +224,7 @@ def test_runs_get_no_more_of_a_store_and_a_cloud_than_they_need() -> None:
 def test_the_hosts_of_a_slice_and_later_machines_run_one_commit() -> None:
     assert 'git checkout --quiet --detach "$commit"' in (INFRA / "tpu-startup.sh").read_text()
     for page in ("infra.md", "cluster.md"):
-        assert "rlhf-commit=" in (ROOT / "docs" / page).read_text()
+        assert "rlhf-commit=" in (ROOT / "docs" / "guides" / page).read_text()
 
 
 @pytest.fixture(scope="module")

@@ -55,7 +55,8 @@ _FEW, _SHALLOW = 2**22, 64
 
 def _kernel(x: jax.Array, y: jax.Array, of_x: int, kind: Any) -> str | None:
     """The kernel's name where one is made for such a product: XLA writes the rounded and transposed factors to memory
-    first, and reaches a quarter of a matrix unit's rate, a half of vectors' in some products (`docs/benchmarks.md`)."""
+    first, and reaches a quarter of a matrix unit's rate, a half of vectors' in some products
+    (`docs/explanation/benchmarks.md`)."""
     depth = x.shape[of_x]
     whole = kind == jnp.float32 and {x.dtype.name, y.dtype.name} <= {"float32", "bfloat16"}
     few = depth < _SHALLOW or x.size * y.size <= _FEW * depth

@@ -70,7 +70,10 @@ def test_a_file_without_a_name_has_that_of_the_file_and_one_without_settings_is_
         ),
         ("rl: {update: {loss_type: dapo}}\n", "rl.update.loss_type: unknown key; did you mean rl.update.algorithm?"),
         ("preference: {loss_type: ipo}\n", "preference.loss_type: unknown key; did you mean preference.loss?"),
-        ("sft: {lora: {lora_dropout: 0.1}}\n", "sft.lora.lora_dropout: unknown key; docs/not-here.md says what to use"),
+        (
+            "sft: {lora: {lora_dropout: 0.1}}\n",
+            "sft.lora.lora_dropout: unknown key; docs/explanation/not-here.md says what to use",
+        ),
         ("sft:\n  epochs: two\n", "mine.yaml:2: sft.epochs: Input should be a valid integer (found 'two')"),
         ("sft: 3\n", "mine.yaml:1: sft: Input should be a mapping (found 3)"),
         ("seed: true\n", "mine.yaml:1: seed: Input should be a valid integer"),
@@ -107,7 +110,7 @@ def test_a_mistake_between_a_file_and_an_option_names_both(recipe):
 
 @pytest.mark.parametrize("sections", ["name: mine\n", "name: mine\nbase: {}\ndata: {}\n"])
 def test_sections_that_are_left_out_run_or_not_as_the_page_says(recipe, sections):
-    """docs/recipes.md and README.md: some sections run only where they are given; null is not run."""
+    """docs/guides/recipes.md and README.md: some sections run only where they are given; null is not run."""
     left_out = load_recipe(recipe(sections))
     assert {n for n in Recipe.model_fields if left_out.settings(n) is None} == {
         "distill", "environment", "fork", "gate", "preference", "retention", "reward", "workers"

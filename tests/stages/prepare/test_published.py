@@ -1,4 +1,4 @@
-"""Public data sets go through the recipes of docs/data.md in the layouts in which they are published."""
+"""Public data sets go through the recipes of docs/guides/data.md in the layouts in which they are published."""
 
 import gzip
 import json
@@ -17,7 +17,7 @@ from rlhf.tuning.models.byte_tokenizer import byte_tokenizer
 from rlhf.tuning.models.tokenizer import save_tokenizer
 from rlhf.tuning.rewards.functions import BUILT_IN
 
-PAGE = Path(__file__).parents[3] / "docs" / "data.md"
+PAGE = Path(__file__).parents[3] / "docs" / "guides" / "data.md"
 
 
 class Base:

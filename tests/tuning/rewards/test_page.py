@@ -1,4 +1,4 @@
-"""docs/rewards.md lists each built-in reward function with all that a recipe may give it."""
+"""docs/guides/rewards.md lists each built-in reward function with all that a recipe may give it."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from pathlib import Path
 
 from rlhf.tuning.rewards.functions import BUILT_IN
 
-PAGE = Path(__file__).parents[3] / "docs" / "rewards.md"
+PAGE = Path(__file__).parents[3] / "docs" / "guides" / "rewards.md"
 DATA = {"answer", "metadata", "completion_ids"}
 """Columns that the pipeline gives."""
 ELSEWHERE = {"judge"}
