@@ -132,7 +132,8 @@ def _random(seed: int) -> Model:
 def _from_gguf(path: Path, model: Path) -> tuple[DecoderConfig, int, Any]:
     """Writes the folder of a GGUF file, a file of weights at a time; its config, number of parameters and tokenizer."""
     from rlhf.tuning.models.config_json import from_hugging_face
-    from rlhf.tuning.models.gguf import GGUFCheckpoint, GGUFFile
+    from rlhf.tuning.models.gguf import GGUFCheckpoint
+    from rlhf.tuning.models.gguf_file import GGUFFile
     from rlhf.tuning.models.huggingface import write_decoder
     from rlhf.tuning.models.tokenizer import tokenizer_from_gguf
 

@@ -1,11 +1,13 @@
 """The tests mirror the packages, share support modules and no tests, and test the core with the core alone."""
 
 import ast
+import graphlib
 from collections.abc import Iterator
 from functools import cache
 from importlib.util import resolve_name
 from pathlib import Path
 
+import grimp
 import pytest
 
 TESTS = Path(__file__).parent
@@ -72,3 +74,9 @@ def test_tests_of_the_core_import_the_core_alone():
 def test_each_test_file_opens_with_its_property():
     openings = {name: ast.get_docstring(trees()[name]) or "" for name in FILES if is_test(name)}
     assert openings and [name for name, text in openings.items() if not text.partition("\n")[0].strip()] == []
+
+
+def test_no_imports_form_a_circle():
+    graph = grimp.build_graph("rlhf")
+    imports = {module: graph.find_modules_directly_imported_by(module) for module in graph.modules}
+    graphlib.TopologicalSorter(imports).prepare()

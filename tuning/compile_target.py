@@ -12,6 +12,9 @@ import jax
 
 Platform = Literal["cpu", "gpu", "tpu"]
 
+LANES = 128
+"""Width of a TPU's vectors: the kernels' blocks and head sizes are multiples of it."""
+
 # JAX's own context, not a ContextVar: it is part of the keys of compiled functions, so that what was traced for one
 # platform is not taken for another.
 _target = jax.make_user_context(None)

@@ -150,8 +150,8 @@ def batch_spec(name: str, shape: tuple[int, ...], mesh: Mesh | AbstractMesh) -> 
 
 
 def state_shardings(optimizer: optax.GradientTransformation, params: Any, mesh: Mesh) -> tuple[Any, Any]:
-    """Shardings of parameters and optimizer state: moments like their parameters, the rest replicated; what a
-    `HostState` has on the host is in its memory.
+    """Shardings of parameters and optimizer state: moments like their parameters, the rest replicated; arrays that a
+    `HostState` has on the host are in its memory.
 
     A moment is a leaf of the state whose shape is a parameter's and whose path ends in that parameter's path. The
     factors of Adafactor have other shapes, so they are replicated.

@@ -121,7 +121,7 @@ def using(dtype: str) -> Iterator[None]:
 
 
 def without_float64(function: Callable[P, R]) -> Callable[P, R]:
-    """The function in float32 also where this process computes in float64: what samples has no use for more.
+    """The function in float32 also where this process computes in float64: sampling has no use for more.
 
     It holds for the calling thread alone.
     """

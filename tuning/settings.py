@@ -71,7 +71,7 @@ RULE_DEFAULTS: dict[str, dict[str, float]] = {
     "lion": {"beta2": 0.99},
     "muon": {"beta1": 0.95},
 }
-"""What a rule's authors use where it differs from the field's default."""
+"""Settings of a rule's authors that differ from the field's default."""
 
 
 @dataclasses.dataclass(frozen=True)

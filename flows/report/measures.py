@@ -69,7 +69,7 @@ MEASURES = (
     Measure("clip_high", "update", "Clipped above", "share", "tokens with a gain past the range", least=0.05),
     Measure("clip_low", "update", "Clipped below", "share", "tokens with a loss past the range", least=0.05),
     Measure("effective_sample_size", "update", "Effective sample size", "share",
-            "what the weights between sampler and trainer leave", True),
+            "tokens that count after the weights between sampler and trainer", True),
     Measure("ratio_p99", "update", "Ratio, 99 %", "ratio", "trainer to sampler, 99 % of the tokens below", least=0.1),
     Measure("ratio_p01", "update", "Ratio, 1 %", "ratio", "trainer to sampler, 1 % of the tokens below", least=0.1),
     Measure("advantage_spread", "update", "Advantage spread", "std", "over the tokens trained on", least=0.1),

@@ -10,7 +10,7 @@ from typing import Any
 from rlhf.tuning.rows import CompletionRow, VerdictRow
 
 READ = ("place", "sample", "token_ids", "stop")
-"""What they need of a completion."""
+"""The fields of a completion that they read."""
 
 _OF_VERDICTS = ("score", "score_low", "score_high", "score_of_ended", "answered", "judges")
 _NAMES = (

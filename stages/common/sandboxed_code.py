@@ -12,7 +12,7 @@ RUNS_CODE = "code_passes"
 
 
 def code_can_reach(ctx: Context, functions: Iterable[str]) -> dict[str, Any]:
-    """What of this machine that code can reach, as a metric and a warning in the log; empty where none is run."""
+    """The parts of this machine that code can reach, as a metric and a warning in the log; empty where none is run."""
     if RUNS_CODE not in functions:
         return {}
     from rlhf.tuning.rewards.sandbox import gaps

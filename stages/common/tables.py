@@ -80,7 +80,7 @@ class Shards(Generic[R]):
     size: int
     """Items of a shard."""
     unit: str
-    """What an item is, for the progress."""
+    """The name of an item in progress lines."""
 
 
 def by_shard(

@@ -16,7 +16,7 @@ import os
 import shutil
 import uuid
 import warnings
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +28,7 @@ from rlhf.stages.store.keys import digest, without_userinfo
 from rlhf.stages.store.manifests import ArtifactError as ArtifactError
 from rlhf.stages.store.manifests import is_inside, strange, with_checksum
 from rlhf.tuning import multihost
-from rlhf.tuning.atomic import is_partial
+from rlhf.tuning.atomic import is_partial, whole_file
 from rlhf.tuning.extras import remedy
 from rlhf.tuning.names import cache_folder
 
@@ -103,13 +103,28 @@ class Artifact:
             raise ArtifactError(f"{self.url} has no {part!r}; it holds {[f['path'] for f in self.manifest['files']]}")
         if self.store.is_local:
             return Path(self.path, part)
-        transfers.bring(self, lambda path: path.startswith(part) and wanted(path))
+        self._download(lambda path: path.startswith(part) and wanted(path))
         return self.downloads / part
 
     def fetch(self, paths: Iterable[Path]) -> None:
         """Download files of the artifact from a remote store to their paths below `local`."""
         if not self.store.is_local:
-            transfers.bring(self, {path.relative_to(self.downloads).as_posix() for path in paths}.__contains__)
+            self._download({path.relative_to(self.downloads).as_posix() for path in paths}.__contains__)
+
+    def _download(self, wanted: Callable[[str], bool]) -> None:
+        """Download the wanted files that are not here whole, several at a time. A file gets its name when complete."""
+
+        def one(f: dict[str, Any]) -> None:
+            target = folder / f["path"]
+            if disk.is_whole(target, f["sha256"]):
+                return
+            with whole_file(target) as partial:
+                if not disk.fetched(self.store.fs, f"{self.path}/{f['path']}", partial, f["sha256"]):
+                    raise ArtifactError(f"{self.url}/{f['path']} differs from its checksum; run `rlhf verify`")
+            disk.note_whole(target, f["sha256"])
+
+        folder = self.downloads
+        transfers.each(one, [f for f in self.manifest["files"] if wanted(f["path"])])
 
     @property
     def downloads(self) -> Path:
@@ -130,7 +145,7 @@ class Store:
             self.fs, root = fsspec.core.url_to_fs(url, **options)
         except ImportError as e:
             raise ArtifactError(f"the store {self.shown}: {remedy(url, e)}") from e
-        self.is_local = "file" in (self.fs.protocol if isinstance(self.fs.protocol, tuple) else (self.fs.protocol,))
+        self.is_local = transfers.is_local(self.fs)
         self.root = os.path.abspath(root) if self.is_local else root.rstrip("/")
         name = hashlib.sha256(url.encode()).hexdigest()[:12]
         self.read_only = readonly.asked() or (self.is_local and readonly.unwritable(self.root))
@@ -251,10 +266,22 @@ class Store:
         # The manifest goes first: without it nothing reads the half-moved folder as whole.
         moves = {f"{place}/{MANIFEST}": f"{target}/{MANIFEST}"}
         moves |= {path: target + path[len(folder) :] for path in self.fs.find(folder)}
-        transfers.move(self, moves)
+        self._move(moves)
         if self.is_local:
             shutil.rmtree(folder, ignore_errors=True)
         return self.address(*aside)
+
+    def _move(self, moves: Mapping[str, str]) -> None:
+        """Move files in this order; skip a file that another process has moved."""
+        for path, target in moves.items():
+            self.fs.makedirs(target.rpartition("/")[0], exist_ok=True)
+            with contextlib.suppress(FileNotFoundError):
+                if self.is_local:
+                    os.replace(path, target)
+                else:
+                    # To `fs.mv` a `[` or `*` is a pattern.
+                    self.fs.cp_file(path, target)
+                    self.fs.rm_file(path)
 
     def all_keys(self) -> list[tuple[str, str]]:
         """Return (stage, key) of all artifacts of the store."""
@@ -325,10 +352,40 @@ class Store:
 
         kept: dict[str, Any] | None = multihost.from_primary(existing)
         if kept is None:
-            name = transfers.place(self, folder, stage, key)
+            name = self._place(folder, stage, key)
             kept = multihost.from_primary(written)
         shutil.rmtree(folder, ignore_errors=True)
         return Artifact(self, kept)
+
+    def _place(self, folder: Path, stage: str, key: str) -> str:
+        """Upload the files of the group's folders into a new folder of the store; return its name.
+
+        Two commits of one key have separate folders, and neither contains files of a killed commit.
+        """
+        parent = Path(self.join("artifacts", stage))
+
+        def renamed() -> str:
+            name = f"{key}.{uuid.uuid4().hex[:8]}"
+            if self.is_local:
+                # Before the rename: after a loss of power a manifest must not be there without them.
+                disk.shared_and_synced(folder)
+                parent.mkdir(parents=True, exist_ok=True)
+                try:
+                    # Fails if the folder has files already.
+                    os.rename(folder, parent / key)
+                    name = key
+                except OSError:
+                    os.rename(folder, parent / name)
+                disk.sync_folders(p for p in (parent, *parent.parents) if p.is_relative_to(self.root))
+            return name
+
+        name: str = multihost.from_primary(renamed)
+        if not self.is_local or not multihost.is_primary():
+            if self.is_local:
+                disk.shared_and_synced(folder)
+            transfers.send(self.fs, folder, self.join("artifacts", stage, name))
+        multihost.barrier()
+        return name
 
     def remove(self, path: str) -> None:
         """Remove one file; raise FileNotFoundError if there is none and the file system reports that."""

@@ -1,4 +1,4 @@
-"""What the JSON files of a store must hold: whoever may write to it, and a disk that fails, may leave other JSON."""
+"""Schemas of the JSON files of a store: whoever may write to it, and a disk that fails, may leave other JSON."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ PARTED: TypeAdapter[Any] = TypeAdapter(Parted)
 
 
 def misfit(value: Any, form: TypeAdapter[Any]) -> str | None:
-    """What of a value does not have a form, by its place; None where all has."""
+    """Return the first part of a value that does not fit the schema, with its place; None if all fits."""
     try:
         form.validate_python(value, strict=True)
     except ValidationError as error:

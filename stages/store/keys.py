@@ -24,7 +24,7 @@ EXECUTION: dict[str, Any] = {"execution": True}
 
 
 HIDDEN = "***"
-"""What stands in records for the value of a variable."""
+"""The text that records have in place of a variable's value."""
 SHOWN = "shown"
 """The context in which settings from a record are validated only to be shown: hidden values may be missing."""
 # User and password of a URL.

@@ -234,7 +234,7 @@ class WorkFolder:
         channel = f"work/{self._key}/{self._name(unit)}"
         seal = json.dumps(transfers.joined(unit, self._sums(unit), channel)).encode()
         if self._is_copy:
-            transfers.send(self._store, unit, self._there(unit))
+            transfers.send(self._store.fs, unit, self._there(unit))
         multihost.barrier(channel)
         if multihost.is_primary() and not self._store.is_local:
             self._store.fs.pipe_file(f"{self._markers}/{self._name(unit)}", seal)
@@ -248,7 +248,7 @@ class WorkFolder:
         for unit in self._units():
             if self._mark_of(unit).exists():
                 continue
-            transfers.send(self._store, unit, self._there(unit))
+            transfers.send(self._store.fs, unit, self._there(unit))
             self._store.fs.pipe_file(f"{self._markers}/{self._name(unit)}", self._seal_of(unit).read_bytes())
             self._mark(unit)
         for mark in list((self.path / MIRRORED / CHECKPOINTS).glob("*")):

@@ -27,7 +27,8 @@ from rlhf.tuning.models.byte_tokenizer import byte_tokenizer
 from rlhf.tuning.models.config import DecoderConfig, tiny
 from rlhf.tuning.models.config_json import from_hugging_face
 from rlhf.tuning.models.decoder import decoder_graph, scalar_graph
-from rlhf.tuning.models.gguf import GGUFCheckpoint, GGUFFile
+from rlhf.tuning.models.gguf import GGUFCheckpoint
+from rlhf.tuning.models.gguf_file import GGUFFile
 from rlhf.tuning.models.huggingface import read_config
 from rlhf.tuning.precision import item_bytes
 from rlhf.tuning.rollout.engine.placement import sampling_axes

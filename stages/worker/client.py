@@ -192,7 +192,7 @@ class Worker:
         """Run one stage and return its manifest.
 
         on_event: called with each progress report, log line and heartbeat of a compilation. check_time: called every
-        second; what it raises ends the worker, whose log gets the stacks, and is raised. Raises StageFailed with
+        second; an exception of it ends the worker, whose log gets the stacks, and is raised. Raises StageFailed with
         the stage's error (StageOutage for an outage), CodeChanged if the worker has other code than the request's key
         says (it is ended then), and WorkerDied if the process ends, sends nothing for SILENCE_SECONDS, reports nothing
         for `stall_seconds`, or takes longer than `stage_seconds`.

@@ -1,8 +1,8 @@
 """Starts Python processes of this project, and records the code that they import.
 
-`python -m` puts the current folder first, where a file `random.py` or a folder `rlhf` would be imported in place of
-what was meant. Processes start without it (`-P`) and take over the path of the process that starts them, so that what
-one hashes is what the other runs. Nothing of the project is imported here: the record begins before it.
+`python -m` puts the current folder first, where a file `random.py` or a folder `rlhf` would be imported in place of the
+intended module. Processes start without it (`-P`) and take over the path of the process that starts them, so that one
+hashes the code that the other runs. Nothing of the project is imported here: the record begins before it.
 """
 
 from __future__ import annotations

@@ -16,7 +16,8 @@ from rlhf.stages.base import Config as BaseConfig
 from rlhf.stages.common.model_source import locate
 from rlhf.tuning.device import Compute
 from rlhf.tuning.models.config_json import from_hugging_face
-from rlhf.tuning.models.gguf import GGUFCheckpoint, GGUFFile
+from rlhf.tuning.models.gguf import GGUFCheckpoint
+from rlhf.tuning.models.gguf_file import GGUFFile
 from rlhf.tuning.models.huggingface import save_decoder, untied
 from rlhf.tuning.models.tokenizer import save_tokenizer, tokenizer_from_gguf
 from rlhf.tuning.rollout.requests import Request, Sampling

@@ -1,4 +1,4 @@
-"""What an algorithm is: advantages of scored rollouts, and a loss of each token. The train step knows neither.
+"""The interface of an algorithm: advantages of scored rollouts, and a loss of each token. The train step knows neither.
 
 Axes: N completions of the round, C completions of a micro-batch, T completion tokens.
 """

@@ -8,8 +8,8 @@ the same state. No critic.
 
 Equation 3 of the paper has the mean over trajectories, the authors' code that over turns
 (`compute_mean_std_cross_steps`, on by default). With `normalisation: std` both advantages are divided by the spread of
-what they are compared with. A state that no other turn of
-the group met has AS 0. Settings: `settings.Objective`; presets: `registry` (gigpo).
+the values that they are compared with. A state that no other turn of the group met has AS 0. Settings:
+`settings.Objective`; presets: `registry` (gigpo).
 """
 
 from __future__ import annotations

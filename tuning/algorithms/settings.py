@@ -216,7 +216,7 @@ LOSS_DEFAULTS: dict[str, dict[str, float | bool]] = {
     "cpo": {"sft_weight": 1.0},
     "exo-pair": {"label_smoothing": 0.001},
 }
-"""What the authors of a preference loss use where it differs from the field's default."""
+"""Settings of a preference loss's authors that differ from the field's default."""
 
 LOSS_USES: dict[str, tuple[str, ...]] = {
     "gamma": ("simpo",),

@@ -54,7 +54,7 @@ Reader = Callable[[str], tuple[Found, str]]
 def _scanned(
     text: str, opening: re.Pattern[str], read: Callable[[str, re.Match[str]], tuple[Found, int]]
 ) -> tuple[Found, str]:
-    """What `read` finds at each opening, and the text between; it returns where the text goes on."""
+    """The calls that `read` finds at each opening, and the text between; it returns where the text goes on."""
     found: Found = []
     content: list[str] = []
     position = 0

@@ -33,7 +33,7 @@ class Call:
 
 @dataclasses.dataclass(frozen=True)
 class Parsed:
-    """What a turn's text holds."""
+    """The parts of a turn's text."""
 
     calls: list[Call]
     """Calls that the tools' schemas accept, in the order of the text."""
@@ -191,7 +191,7 @@ def _checked(written: Written, functions: Mapping[str, Mapping[str, Any]]) -> Ca
 def _fault(
     arguments: Mapping[str, Any], parameters: Mapping[str, Any], properties: Mapping[str, Any], tool: str
 ) -> str | None:
-    """What is wrong with the arguments, in words."""
+    """The fault of the arguments, in words."""
     if missing := [name for name in parameters.get("required", ()) if name not in arguments]:
         return f"missing argument {', '.join(missing)}; parameters are {_signature(parameters, properties)}"
     # JSON Schema lets a schema that says nothing of other names take them; a function does not.

@@ -76,7 +76,7 @@ class Renderer(Template):
         return list(observation)
 
     def text(self, ids: Sequence[int]) -> str:
-        """What a turn says: its tokens without control tokens."""
+        """The tokens of a turn without control tokens."""
         control = control_ids(self.tokenizer)
         return str(self.tokenizer.decode([index for index in ids if index not in control]))
 
@@ -130,7 +130,7 @@ class Renderer(Template):
         self._check_header(turn[len(before) : turn.rindex(PROBE)])
 
     def _check_header(self, written: str) -> None:
-        """What stands before an assistant's text is the generation prompt, but for marks of thoughts."""
+        """The text before an assistant's turn is the generation prompt, but for marks of thoughts."""
         short, long = sorted((written, self._header), key=len)
         if not long.startswith(short) or self._plain.holds_control(long[len(short) :]):
             raise self._refused(

@@ -45,7 +45,7 @@ class TemplateRefused(ValueError):
 
 @dataclasses.dataclass(frozen=True)
 class Abilities:
-    """What a template writes beyond messages of a user and an assistant who alternate."""
+    """Abilities of a template beyond messages of a user and an assistant who alternate."""
 
     system: bool
     alternates: bool

@@ -20,7 +20,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
-from rlhf.tuning.compile_target import target_platform
+from rlhf.tuning.compile_target import LANES, target_platform
 from rlhf.tuning.models import fused
 from rlhf.tuning.models.blocked import Segments, blocked_attention, plain_attention, visible
 from rlhf.tuning.models.decoder import Attention, AttentionSpec
@@ -32,8 +32,6 @@ PLAIN_TOKENS = 1024
 """The longest row whose logits [B, N, L, L], or mask [B, L, L], are held in memory at once."""
 PLAIN_TOKENS_CPU = 255
 """The longest row for which blocks are no faster on a CPU; two blocks skip a quarter of the logits."""
-LANES = 128
-"""Splash's rows, blocks and head sizes are multiples of it."""
 
 
 def choose(

@@ -16,8 +16,8 @@ class UnsupportedModel(ValueError):
 
 @dataclasses.dataclass(frozen=True)
 class DecoderConfig:
-    """A decoder with RMSNorm, rotary positions, grouped-query attention and a gated MLP; what follows
-    `max_positions` is off in the plain Llama."""
+    """A decoder with RMSNorm, rotary positions, grouped-query attention and a gated MLP; the fields after
+    `max_positions` are off in the plain Llama."""
 
     vocab_size: int
     hidden_size: int

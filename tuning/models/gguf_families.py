@@ -8,15 +8,13 @@ the window pattern and local theta of Gemma 3. All else about a family is in `fa
 from __future__ import annotations
 
 import dataclasses
-from typing import TYPE_CHECKING, Any, Final
+from typing import Any, Final
 
 import numpy as np
 
 from rlhf.tuning.models.families import FAMILIES
+from rlhf.tuning.models.gguf_file import GGUFFile
 from rlhf.tuning.models.mapping import NORMS, POST_NORMS, PROJECTIONS
-
-if TYPE_CHECKING:
-    from rlhf.tuning.models.gguf import GGUFFile
 
 Values = dict[str, Any]
 

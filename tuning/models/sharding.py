@@ -105,9 +105,8 @@ def spec(*axes: Axis) -> PartitionSpec:
 
 
 def constrain(x: jax.Array, *axes: Axis) -> jax.Array:
-    """The array, sharded over these axes, one entry for each dimension, forward and backward: so that what XLA gathers
-    is parameters, never rows. A dimension that its axes do not divide evenly is not sharded.
-    """
+    """The array, sharded over these axes, one entry for each dimension, forward and backward: so that XLA gathers
+    parameters, never rows. A dimension that its axes do not divide evenly is not sharded."""
     mesh = mesh_in_use()
     if mesh is None:
         return x

@@ -16,8 +16,7 @@ import jax.numpy as jnp
 from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_kernel as splash
 from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_mask as masks
 
-from rlhf.tuning.compile_target import target_platform
-from rlhf.tuning.models.attention import LANES
+from rlhf.tuning.compile_target import LANES, target_platform
 from rlhf.tuning.models.remat import ATTENTION
 
 LONGEST_BLOCK = 1024

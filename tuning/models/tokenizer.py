@@ -17,7 +17,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
-from rlhf.tuning.models.gguf import GGUFFile
+from rlhf.tuning.models.gguf_file import GGUFFile
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
@@ -198,8 +198,8 @@ def render(
     `header`: whether the text ends in the header of the assistant's turn. `options`: values that the template reads,
     such as `enable_thinking`. The template's clock (`strftime_now`) reads the tokenizer's date.
 
-    Raises ValueError without messages, without a chat template, and for an option with a reserved name; what a
-    template raises, such as jinja2.TemplateError, passes.
+    Raises ValueError without messages, without a chat template, and for an option with a reserved name; errors of a
+    template, such as jinja2.TemplateError, pass.
     """
     if not messages:
         raise ValueError("messages is empty; give at least one message with role and content")

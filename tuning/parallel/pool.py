@@ -66,7 +66,7 @@ class Job:
     session: int | None = None
     """The session; None: any child."""
     label: Any = None
-    """What the caller knows it by."""
+    """The caller's name for it."""
 
 
 @dataclasses.dataclass(frozen=True)

@@ -75,7 +75,7 @@ CHECKS: dict[str, Check] = {
 
 
 def unreadable(name: str, answer: str | None, metadata: Mapping[str, Any]) -> str | None:
-    """What the reward `name` expects in place of this answer; None where it can read it, or does not apply."""
+    """The form of answer that the reward `name` expects; None if it can read this one, or does not apply."""
     return CHECKS[name](answer, metadata) if name in CHECKS else None
 
 

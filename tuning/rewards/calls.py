@@ -98,7 +98,8 @@ def _score_of(function: Any, arguments: Mapping[str, Any], sample: Sample) -> An
 
 
 def _outcomes(values: Any, count: int) -> list[Outcome]:
-    """What a function returned as outcomes. Raises TypeError for anything but `count` numbers and None."""
+    """Convert the return value of a function to outcomes. Raises TypeError for anything but `count` numbers and
+    None."""
     # The characters of a text, the keys of a mapping and the members of a set would be taken for rewards.
     if not isinstance(values, Iterable) or isinstance(values, str | bytes | Mapping | Set):
         one = f"{values!r:.60} in place of a list: it gets lists of prompts and completions"

@@ -7,8 +7,8 @@
                      that programs do not need are refused
 
 The root has the system's libraries and Python's, for reading, and a small memory disk to write on: no home folder, no
-data, no other processes, no network. Where the kernel gives no such namespaces the program runs without, and what is
-missing is told; strays are then found as descendants of this script. It imports the standard library alone.
+data, no other processes, no network. Where the kernel gives no such namespaces the program runs without, and names
+those that are missing; strays are then found as descendants of this script. It imports the standard library alone.
 """
 
 from __future__ import annotations

@@ -47,7 +47,8 @@ _OF_PACKAGES = {
 
 
 class Outage(RuntimeError):
-    """What gives a reward cannot be used at present. A reward function may raise it: it is no verdict on a sample."""
+    """The source of a reward cannot be used at present. A reward function may raise it: it is no verdict on a
+    sample."""
 
 
 class Refusal(Outage):
@@ -134,7 +135,7 @@ def check_failures(
     setting: str = "max_failed_fraction",
     what: str = "reward",
     functions: Mapping[str, str] | None = None,
-    kept: str = "what was scored is kept",
+    kept: str = "finished scores are kept",
 ) -> None:
     """Ends a stage whose rewards failed: on any outage, and where a reward failed on too many samples.
 

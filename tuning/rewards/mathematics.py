@@ -54,7 +54,7 @@ logging.getLogger("math_verify").setLevel(logging.ERROR)
 
 @functools.lru_cache(64)
 def expressions(answer: str) -> list[Any]:
-    """What math-verify reads in a reference answer; empty where it is not a mathematical expression.
+    """The values that math-verify reads in a reference answer; empty if it is not a mathematical expression.
 
     LaTeX is read between delimiters only, which bare answers lack.
     """

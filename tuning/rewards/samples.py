@@ -62,7 +62,7 @@ class Outcome:
 
 
 LARGEST = 1e30
-"""What a reward may be at most, either way: totals, their squares within a group, and tables are float32."""
+"""The largest magnitude of a reward: totals, their squares within a group, and tables are float32."""
 
 
 def outcome_of(value: float | None) -> Outcome:

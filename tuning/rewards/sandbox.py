@@ -242,7 +242,8 @@ def _handed_over(data: bytes) -> Iterator[int]:
 
 @functools.cache
 def gaps() -> tuple[str, ...]:
-    """What of this machine the code can reach: `network`, `files`, `processes`, `system calls`, `memory of many
+    """The parts of this machine that the code can reach: `network`, `files`, `processes`, `system calls`, `memory of
+    many
     processes`; empty where it is kept from all.
 
     Raises Outage where no program runs.

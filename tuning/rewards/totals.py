@@ -134,7 +134,7 @@ def _values(column: Sequence[Outcome]) -> np.ndarray:
 def _weighted(
     column: Sequence[Outcome], part: Part, groups_B: Sequence[int], dropped_B: np.ndarray, scale: Scale | None
 ) -> np.ndarray:
-    """What one reward adds to the totals, [B] float64."""
+    """The contribution of one reward to the totals, [B] float64."""
     values_B = _values(column)
     # A failure that counts as 0 enters the statistics. A dropped sample enters none, those of a reward which has a
     # value for it included (R24).

@@ -78,8 +78,8 @@ OPTIMIZERS: dict[str, Rule] = {
     "adafactor": _adafactor,
     "muon": _muon,
 }
-"""Rules by name, of (b1, b2, eps): the decay of the first moment or the momentum, of the second moment, and what is
-added to its root. Adafactor (Shazeer and Stern, 2018) keeps the learning rate as it is, unscaled by the parameter's
+"""Rules by name, of (b1, b2, eps): the decay of the first moment or the momentum, of the second moment, and the summand
+of its root. Adafactor (Shazeer and Stern, 2018) keeps the learning rate as it is, unscaled by the parameter's
 norm; Muon (Jordan et al., 2024) moves kernels of layers, and Adam with 0.9 and b2 all else."""
 
 SCHEDULES: dict[str, Callable[[float, float, int], optax.Schedule]] = {

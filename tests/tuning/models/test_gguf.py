@@ -13,7 +13,8 @@ import gguf
 import numpy as np
 import pytest
 
-from rlhf.tuning.models.gguf import GGUFCheckpoint, GGUFFile
+from rlhf.tuning.models.gguf import GGUFCheckpoint
+from rlhf.tuning.models.gguf_file import GGUFFile
 from rlhf.tuning.models.positions import positions_of
 from tests.tuning.models.named import tensors_from_params
 

@@ -45,9 +45,9 @@ def records(
 
     Args:
         seed: of the data; another one gives other seeds of tasks. transcripts, prompts, heldout: how many.
-        instance: what an episode's seed stands for (a map): training and held-out tasks share none, and the tasks of
-            one are a group. None: tasks are numbered one after another, the held-out ones after the others, and each
-            is its own group.
+        instance: the thing that an episode's seed stands for (a map): training and held-out tasks share none, and the
+            tasks of one are a group. None: tasks are numbered one after another, the held-out ones after the others,
+            and each is its own group.
         skilled: share of the transcripts that are of perfect play, one move a turn.
     Raises:
         ValueError: a negative count, a share outside 0..1, or no instance is left for a side.

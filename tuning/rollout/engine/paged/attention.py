@@ -15,6 +15,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
+from rlhf.tuning.compile_target import LANES
 from rlhf.tuning.models.config import DecoderConfig
 from rlhf.tuning.models.decoder import AttentionSpec
 from rlhf.tuning.rollout.engine.arrays import Array
@@ -22,8 +23,6 @@ from rlhf.tuning.rollout.engine.cache import KV, attend, within_window
 
 Kernel = Literal["tpu"]
 """The kernel for TPUs; None: `gathered`."""
-LANES = 128
-"""The head size that the kernel takes; smaller ones are padded with zeros."""
 KEYS = 512
 """Keys that the kernel reads at a time, at most."""
 WINDOW = 64
