@@ -61,7 +61,7 @@ def test_shapes_come_from_two_ladders_whatever_is_asked_for():
     list(engine.run([Request([1] * 280, 20)]))
     slots, tokens = ("slots=1", "slots=4", "slots=8"), ("tokens=160", "tokens=320")
     decodes = {f"decode {a} {b}" for a in slots for b in tokens}
-    starts = ("behind prefixes", "behind a prefix", "from the start")
+    starts = ("after prefixes", "after a prefix", "from the start")
     chunks = ("chunk=8", "chunk=16")
     prefills = {f"prefill {a} {b} {c} {d}" for a in slots for b in tokens for c in chunks for d in starts}
     used = set(engine.programs)
