@@ -96,7 +96,7 @@ def test_images_install_the_versions_that_are_tested() -> None:
     assert set(pins("requirements-gpu.txt")).isdisjoint(tested) and "libtpu" in pins("requirements-tpu.txt")
 
 
-def test_the_compose_file_fits_its_schema_and_what_it_names_is_there() -> None:
+def test_the_compose_file_fits_its_schema_and_what_it_names_is_there(tmp_path: Path) -> None:
     file = INFRA / "compose" / "compose.yaml"
     succeeds(TOOLS / "check-jsonschema", "--builtin-schema", "vendor.compose-spec", file)
     content = yaml.safe_load(file.read_text())
@@ -107,6 +107,12 @@ def test_the_compose_file_fits_its_schema_and_what_it_names_is_there() -> None:
         assert set(service.get("depends_on", {})) <= set(content["services"])
         assert "mem_limit" in service and ("healthcheck" in service or "ports" not in service)
     assert {"cpu", "cuda", "tpu"} <= set(targets)
+    shutil.copy(INFRA / "compose-secrets.sh", tmp_path)
+    (tmp_path / "compose").mkdir()
+    succeeds(tmp_path / "compose-secrets.sh")
+    assert {f"secrets/{p.name}" for p in (tmp_path / "compose" / "secrets").iterdir()} == {
+        secret["file"] for secret in content["secrets"].values()
+    }
     assert all(port.startswith("127.0.0.1:") for s in content["services"].values() for port in s.get("ports", []))
     succeeds("git", "check-ignore", "infra/compose/secrets/postgres")
 
@@ -231,7 +237,11 @@ def test_the_hosts_of_a_slice_and_later_machines_run_one_commit() -> None:
 def prefect(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Prefect]:
     with prefect_server(tmp_path_factory.mktemp("prefect")) as server:
         for name, kind in POOLS.items():
-            template = ["--base-job-template", str(INFRA / "kubernetes" / "job.json")] if kind == "kubernetes" else []
+            template = (
+                ["--base-job-template", str(INFRA / "kubernetes" / "job.json"), "--overwrite"]
+                if kind == "kubernetes"
+                else []
+            )
             server.command("work-pool", "create", name, "--type", kind, *template)
         server.command("deploy", "--all")
         yield server
