@@ -32,7 +32,7 @@ from tests.tuning.models.named import params_from_tensors
 
 VERSION = "0.32.0"
 ENVIRONMENT = {"VLLM_CPU_KVCACHE_SPACE": "1"}
-OPTIONS = Options(tolerance=2e-3)
+OPTIONS = Options(seeds=True, tolerance=2e-3)
 SETTINGS = {
     "base.source": BaseConfig().source,
     "data.source": "addition",

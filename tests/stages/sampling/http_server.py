@@ -154,6 +154,7 @@ def main() -> None:
     parser.add_argument("--port", type=int, required=True)
     parser.add_argument("--host", required=True)
     parser.add_argument("--max-model-len", type=int, required=True)
+    parser.add_argument("--seed", type=int, required=True)
     parser.add_argument("--pids", type=Path)
     parser.add_argument("--port-file", type=Path)
     for name in ("--dtype", "--logprobs-mode", "--served-model-name"):

@@ -22,7 +22,7 @@ PARAMS = {
     for name, seed in {"first": 3, "second": 4}.items()
 }
 STOPS = (TOKENIZER.eos_token_id, 97)
-OPTIONS = Options(tolerance=1e-3, wait_seconds=3.0, start_seconds=120.0)
+OPTIONS = Options(seeds=True, tolerance=1e-3, wait_seconds=3.0, start_seconds=120.0)
 
 
 def requests_of(count, temperature=1.0, samples=2, max_tokens=12):

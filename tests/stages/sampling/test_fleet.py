@@ -191,7 +191,7 @@ def test_a_server_that_fails_at_everything_is_given_up(proxy, policy):
     probes = [r.counter for r in policy("first").probe]
     passed = {sample_seed(48, 7, counter) for counter in probes}
     place, bodies = proxy(lambda number, body: body["seed"] not in passed, 500)
-    engine = remote(RemoteServer(place, retries=1), concurrency=3, tries=3)
+    engine = remote(RemoteServer(place, retries=1), concurrency=3, tries=3, seeds=True)
     engine.load(policy("first"))
     with pytest.raises(ServerLost, match=r"was lost 3 times without an answer; the last: .* answered 500: the gateway"):
         run(engine, GREEDY)
@@ -214,6 +214,14 @@ def test_what_an_engine_would_do_otherwise_is_refused(policy):
         KINDS["sglang"].body(limited, policy("first"))
     with pytest.raises(RefusedRequest, match="stop strings"):
         KINDS["vllm"].body(Asked([1], 5, find_stop=lambda t: None), policy("first"))
+
+
+@pytest.mark.parametrize(("kind", "seeds"), [("vllm", False), ("sglang", False), ("native", True)])
+def test_requests_have_seeds_where_they_are_asked_for_or_cost_nothing(kind, seeds, policy):
+    asked = Asked([1], 5, Sampling(1.0), STOPS, seed=7, samples=2)
+    assert ("seed" in json.dumps(KINDS[kind].body(asked, policy("first")))) == seeds
+    body = json.dumps(KINDS[kind].body(asked, policy("first"), True))
+    assert "seed" in body and body == json.dumps(KINDS[kind].body(asked, policy("first"), True))
 
 
 def test_a_server_that_is_not_there(policy):
