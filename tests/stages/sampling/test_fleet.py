@@ -4,6 +4,7 @@ SGLang's side is checked against its documented schema only: it has not run agai
 `tests/faults/test_vllm.py`.
 """
 
+import asyncio
 import dataclasses
 import json
 import socket
@@ -16,6 +17,7 @@ import httpx
 import numpy as np
 import pytest
 from fastapi import FastAPI, Request, Response
+from fastapi.responses import StreamingResponse
 
 from rlhf.stages.sampling.servers import _own
 from rlhf.stages.serving.app import make_app
@@ -222,6 +224,27 @@ def test_requests_have_seeds_where_they_are_asked_for_or_cost_nothing(kind, seed
     assert ("seed" in json.dumps(KINDS[kind].body(asked, policy("first")))) == seeds
     body = json.dumps(KINDS[kind].body(asked, policy("first"), True))
     assert "seed" in body and body == json.dumps(KINDS[kind].body(asked, policy("first"), True))
+
+
+def test_an_answer_that_never_ends_is_given_up():
+    app = FastAPI()
+
+    @app.post("/v1/completions")
+    async def drip() -> StreamingResponse:
+        async def spaces():
+            while True:
+                yield b" "
+                await asyncio.sleep(0.05)
+
+        return StreamingResponse(spaces())
+
+    server, thread, place = serve(app)
+    try:
+        with pytest.raises(ServerLost, match="/v1/completions gave no whole answer within 0.5 s"):
+            RemoteServer(place, timeout=0.5).post("/v1/completions", {})
+    finally:
+        server.should_exit = server.force_exit = True
+        thread.join()
 
 
 def test_a_server_that_is_not_there(policy):
