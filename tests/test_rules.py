@@ -191,7 +191,6 @@ HELD = {
     "R29": [
         "tests/conformance/test_vectors.py::test_case",
         "tests/conformance/test_families.py::test_logits_and_gradients_equal_transformers",
-        "tests/conformance/test_update.py::test_a_round_in_float64_is_that_of_torch",
         "tests/tuning/test_precision.py::test_float32_is_exact_in_every_product_of_a_step",
         "tests/oracle/test_rl.py::test_every_algorithm",
         "tests/oracle/test_fit.py::test_sft",

@@ -15,7 +15,6 @@ from flax import nnx
 from rlhf.tuning.device import Compute
 from rlhf.tuning.models import huggingface as hf
 from rlhf.tuning.models.attention import packed_attention
-from rlhf.tuning.models.config_json import from_hugging_face, to_hugging_face
 from rlhf.tuning.models.decoder import decoder_graph, scalar_graph
 from rlhf.tuning.models.identity import fingerprint
 from rlhf.tuning.rollout.engine.engine import Engine
@@ -254,15 +253,6 @@ def test_sampler_trainer_and_transformers_agree_on_logprobs(family):
         np.testing.assert_allclose(trainer[slot, :count], theirs, atol=EXACT)
         # The engine samples in float32.
         np.testing.assert_allclose(completion.logps, theirs, atol=1e-4)
-
-
-def test_both_layouts_of_config_json_mean_the_same(family):
-    """What transformers 5 writes (`rope_parameters`) and what it was made from or release 4 would write."""
-    new = json.loads((family.folder / "config.json").read_text())
-    assert "rope_parameters" in new
-    written = to_hugging_face(family.config)
-    assert "rope_parameters" not in written
-    assert from_hugging_face(written, "old") == from_hugging_face(new, "new") == family.config
 
 
 def test_a_score_head_is_a_sequence_classifier(family, tmp_path):

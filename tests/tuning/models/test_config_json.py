@@ -77,6 +77,7 @@ def test_llama3_falls_back_to_the_models_context():
     [
         ("mamba", {}, "here/config.json: model_type is 'mamba', supported is llama, smollm3, mistral"),
         ("llama", {"hidden_act": "gelu"}, "here/config.json: hidden_act is 'gelu'"),
+        ("llama", {"pretraining_tp": 2}, "pretraining_tp is 2"),
         ("gemma2", {"hidden_activation": "gelu"}, "hidden_activation is 'gelu'"),
         ("llama", {"attention_dropout": 0.1}, "attention_dropout is 0.1"),
         ("llama", {"quantization_config": {"bits": 4}}, "quantization_config is"),
