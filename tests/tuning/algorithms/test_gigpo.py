@@ -2,7 +2,6 @@
 
 import dataclasses
 
-import jax
 import numpy as np
 import pytest
 
@@ -15,11 +14,7 @@ from rlhf.tuning.losses.groups import most_varied_groups
 from tests.tuning.algorithms.support import settings
 from tests.tuning.algorithms.trajectories import tables
 
-
-@pytest.fixture(autouse=True)
-def float64():
-    with jax.enable_x64(True):
-        yield
+pytestmark = pytest.mark.usefixtures("float64")
 
 
 def scored(config, change=lambda rollouts, scores, turns: (rollouts, scores, turns)):

@@ -1,6 +1,5 @@
 """Global normalisers, masked junk and the dual clip of the policy, KL and value losses."""
 
-from collections.abc import Iterator
 from itertools import product
 
 import jax
@@ -27,10 +26,7 @@ DATA = {
 }
 
 
-@pytest.fixture(autouse=True)
-def float64() -> Iterator[None]:
-    with jax.enable_x64(True):
-        yield
+pytestmark = pytest.mark.usefixtures("float64")
 
 
 def compositions(n: int) -> list[list[int]]:

@@ -1,7 +1,5 @@
 """KL estimators against the exact KL of a small categorical, by summing over every token."""
 
-from collections.abc import Iterator
-
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -13,10 +11,7 @@ LOGITS = np.array([0.3, -1.2, 0.8, 0.1, -0.4])
 REF = np.array([-0.5, 0.4, 0.2, 0.9, -1.0])
 
 
-@pytest.fixture(autouse=True)
-def float64() -> Iterator[None]:
-    with jax.enable_x64(True):
-        yield
+pytestmark = pytest.mark.usefixtures("float64")
 
 
 def exact(logits: jax.Array) -> jax.Array:

@@ -1,7 +1,5 @@
 """Advantages over holes: against plain loops at gamma and lambda below 1, and equal to those without the holes."""
 
-from collections.abc import Iterator
-
 import jax
 import numpy as np
 import pytest
@@ -33,10 +31,7 @@ REWARDS[0, 5] = 0.0
 NUMBERS = {"gamma": 0.9, "lam": 0.8, "high_gamma": 0.7, "high_lam": 0.6}
 
 
-@pytest.fixture(autouse=True)
-def float64() -> Iterator[None]:
-    with jax.enable_x64(True):
-        yield
+pytestmark = pytest.mark.usefixtures("float64")
 
 
 def compact(x_BT: np.ndarray) -> np.ndarray:

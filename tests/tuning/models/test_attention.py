@@ -1,10 +1,7 @@
 """Implementations of attention agree, forward and backward; long rows never hold all their logits."""
 
 import dataclasses
-import json
 import re
-import subprocess
-import sys
 
 import jax
 import jax.numpy as jnp
@@ -20,8 +17,8 @@ from rlhf.tuning.models.config import tiny
 from rlhf.tuning.models.decoder import UNLIMITED, AttentionSpec, abstract_decoder
 from rlhf.tuning.models.splash import block
 from tests.aot.shapes import abstract_mesh
-from tests.support import with_devices
 from tests.tuning.models.rows import LENGTH, alone, packed
+from tests.tuning.programs import printed
 
 
 def qkv(length: int = LENGTH, head_dim: int = 16):
@@ -80,9 +77,7 @@ def test_implementations_agree(implementation, softcap, window):
 
 @pytest.mark.slow
 def test_every_implementation_is_the_same_on_a_mesh():
-    environment = with_devices(8)
-    command = [sys.executable, "-m", "tests.tuning.models.mesh_program"]
-    gaps = json.loads(subprocess.run(command, env=environment, capture_output=True, check=True).stdout)
+    gaps = printed("models.mesh_program")
     assert len(gaps) == 24
     assert {name: gap for name, gap in gaps.items() if gap > 1e-4} == {}
 

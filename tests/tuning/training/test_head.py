@@ -16,13 +16,6 @@ def naive(hidden, targets, weight, temperature, softcap=None):
     return jnp.take_along_axis(logp, targets[:, None], -1)[:, 0], entropy
 
 
-@pytest.fixture
-def float64():
-    """Parity is of formulas: a float32 tolerance would hide a wrong one."""
-    with jax.enable_x64(True):
-        yield
-
-
 @pytest.mark.usefixtures("float64")
 @pytest.mark.parametrize("kept", [0, 10**6])
 @pytest.mark.parametrize("elements", [1, 5 * 128, 10**6])

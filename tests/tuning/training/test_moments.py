@@ -1,9 +1,5 @@
 """Moments in half of the memory or in the host's: what is stored and computed, and that a run resumes bit for bit."""
 
-import json
-import subprocess
-import sys
-
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -16,7 +12,8 @@ from rlhf.tuning.training.checkpoint import Checkpoints
 from rlhf.tuning.training.moments import rounded, stochastically_rounded
 from rlhf.tuning.training.optimizers import OPTIMIZERS, optimizer_of
 from rlhf.tuning.training.step import NonFinite, make_step
-from tests.support import QUICK, with_devices
+from tests.support import QUICK
+from tests.tuning.programs import printed
 from tests.tuning.training.descent import distance, noise, normal, settings
 
 KEY = jax.random.key(0)
@@ -120,11 +117,7 @@ def test_a_step_that_is_not_finite_leaves_moments_on_the_host_as_they_were():
 
 
 def test_a_mesh_draws_the_same_and_keeps_its_parts_on_the_host():
-    environment = with_devices(4, QUICK)
-    command = [sys.executable, "-m", "tests.tuning.training.moments_program"]
-    done = subprocess.run(command, capture_output=True, text=True, env=environment)
-    assert done.returncode == 0, done.stderr[-3000:]
-    found = json.loads(done.stdout.splitlines()[-1])
+    found = printed("training.moments_program", devices=4, flags=QUICK)
     assert found["four"] == found["one"]
     assert found["on_host"] and found["share"] == 0.25 and found["restored"]
 
