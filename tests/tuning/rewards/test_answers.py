@@ -53,12 +53,7 @@ def test_readable(name, answer, metadata):
         ),
         ("number_match", "Natalia sold 48/2 = 24 clips.", {}, "one number, got 'Natalia"),
         ("math_equal", "$", {}, "a mathematical expression, got '$'"),
-        (
-            "code_passes",
-            "assert f(2) == ",
-            {},
-            "tests in Python that can fail",
-        ),
+        ("code_passes", "assert f(2) == ", {}, "tests in Python that can fail"),
         ("code_passes", None, {"tests": [{"input": "1"}]}, "tests as programs or as {input, output}"),
         ("code_passes", None, {"tests": "f(1)"}, "a list of tests in metadata.tests"),
     ],
