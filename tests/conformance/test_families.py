@@ -38,19 +38,10 @@ LLAMA3 = {
 SLIDING, FULL = "sliding_attention", "full_attention"
 # A size that no default gives; heads of 10 are not hidden / heads, and 6 query heads share 2 key-value heads.
 SIZES = {
-    "vocab_size": VOCAB,
-    "hidden_size": 24,
-    "intermediate_size": 40,
-    "num_hidden_layers": 4,
-    "num_attention_heads": 6,
-    "num_key_value_heads": 2,
-    "head_dim": 10,
-    "max_position_embeddings": 64,
-    "rms_norm_eps": 1e-4,
-    "pad_token_id": 0,
-    "bos_token_id": 1,
-    "eos_token_id": 2,
-}
+    "vocab_size": VOCAB, "hidden_size": 24, "intermediate_size": 40, "num_hidden_layers": 4, "num_attention_heads": 6,
+    "num_key_value_heads": 2, "head_dim": 10, "max_position_embeddings": 64, "rms_norm_eps": 1e-4, "pad_token_id": 0,
+    "bos_token_id": 1, "eos_token_id": 2,
+}  # fmt: skip
 FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "llama3": ("Llama", {"rope_theta": 5e3, "rope_scaling": LLAMA3, "tie_word_embeddings": True}),
     "llama_biased": (

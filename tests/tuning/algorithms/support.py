@@ -46,12 +46,22 @@ def rollouts(params, seed):
     return rows, scores_of(rows, [sum(t % 2 == 0 for t in r.token_ids) / len(r.token_ids) for r in rows])
 
 
-def play(config, rounds, reference=None):
-    """Trains through several rounds: (mean reward before each, metrics of each)."""
-    policy, critic = Learner.start(copy(PARAMS), config.optimizer), None
+def learners(config):
+    """The policy at its start, and the critic where the settings need one."""
+    critic = None
     if config.needs_critic:
         critic = Learner.start(scalar_head_params(CONFIG, copy(PARAMS)), config.critic.optimizer)
-    rewards, metrics = [], []
+    return Learner.start(copy(PARAMS), config.optimizer), critic
+
+
+def trained(config, data, **options):
+    """A round from that start."""
+    return run_round(data, config, CONFIG, *learners(config), **options)
+
+
+def play(config, rounds, reference=None):
+    """Trains through several rounds: (mean reward before each, metrics of each)."""
+    (policy, critic), rewards, metrics = learners(config), [], []
     for r in range(rounds):
         rows, scores = rollouts(policy.params, r)
         rewards.append(np.mean([s.total for s in scores]))

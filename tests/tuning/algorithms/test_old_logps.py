@@ -13,8 +13,8 @@ from rlhf.tuning.algorithms.round_data import RoundData
 from rlhf.tuning.algorithms.rounds import Mismatch, check_step, run_round
 from rlhf.tuning.algorithms.tally import Tally
 from rlhf.tuning.losses.importance import RATIO_EDGES
-from rlhf.tuning.models.huggingface import scalar_head_params
 from rlhf.tuning.training.step import copy
+from tests.tuning.algorithms import support
 from tests.tuning.algorithms.support import rollouts, settings
 from tests.tuning.tiny import CONFIG, PARAMS
 
@@ -33,11 +33,7 @@ def shifted(by, rows=None):
 
 def trained(config, rows=None, **options):
     sampled_rows, scores = sampled()
-    critic = None
-    if config.needs_critic:
-        critic = Learner.start(scalar_head_params(CONFIG, copy(PARAMS)), config.critic.optimizer)
-    start = Learner.start(copy(PARAMS), config.optimizer)
-    return run_round(RoundData.from_rows(rows or sampled_rows, scores), config, CONFIG, start, critic, **options)
+    return support.trained(config, RoundData.from_rows(rows or sampled_rows, scores), **options)
 
 
 def passes_of(monkeypatch):

@@ -31,16 +31,10 @@ def plan(tmp_path_factory):
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=core, eos_token="</s>", pad_token="</s>")
     tokenizer.chat_template = TEMPLATE
     return plan_of(
-        tmp_path_factory.mktemp("tokenizer"),
-        tokenizer,
-        splits=("sft", "preference", "prompts", "heldout"),
-        heldout_fraction=0.25,
-        sft_fraction=0.5,
-        prompts_all=False,
-        max_prompt_tokens=100,
-        max_completion_tokens=50,
+        tmp_path_factory.mktemp("tokenizer"), tokenizer, splits=("sft", "preference", "prompts", "heldout"),
+        heldout_fraction=0.25, sft_fraction=0.5, prompts_all=False, max_prompt_tokens=100, max_completion_tokens=50,
         shards=2,
-    )
+    )  # fmt: skip
 
 
 def decoded(plan, ids):

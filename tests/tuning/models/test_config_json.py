@@ -7,14 +7,9 @@ from rlhf.tuning.models.config_json import from_hugging_face, to_hugging_face
 from rlhf.tuning.models.rope import RopeScaling
 
 SIZES = {
-    "vocab_size": 61,
-    "hidden_size": 48,
-    "intermediate_size": 40,
-    "num_hidden_layers": 7,
-    "num_attention_heads": 6,
-    "num_key_value_heads": 2,
-    "max_position_embeddings": 64,
-}
+    "vocab_size": 61, "hidden_size": 48, "intermediate_size": 40, "num_hidden_layers": 7, "num_attention_heads": 6,
+    "num_key_value_heads": 2, "max_position_embeddings": 64,
+}  # fmt: skip
 CLASSES = {
     "llama": "Llama", "smollm3": "SmolLM3", "mistral": "Mistral", "qwen2": "Qwen2", "qwen3": "Qwen3",
     "gemma2": "Gemma2", "gemma3_text": "Gemma3Text",

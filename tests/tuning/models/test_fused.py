@@ -24,15 +24,10 @@ pytestmark = pytest.mark.skipif(
 )
 
 SIZES = {
-    "two heads": (2, 40, 2, 2, 16),
-    "the model's": (2, 130, 9, 3, 64),
-    "one block": (1, 64, 3, 3, 64),
-    "a token more": (1, 65, 3, 1, 64),
-    "one token": (2, 1, 2, 1, 16),
-    "wide heads": (1, 200, 8, 1, 128),
-    "many that share": (1, 150, 40, 2, 80),
-    "long": (1, 700, 3, 1, 32),
-}
+    "two heads": (2, 40, 2, 2, 16), "the model's": (2, 130, 9, 3, 64), "one block": (1, 64, 3, 3, 64),
+    "a token more": (1, 65, 3, 1, 64), "one token": (2, 1, 2, 1, 16), "wide heads": (1, 200, 8, 1, 128),
+    "many that share": (1, 150, 40, 2, 80), "long": (1, 700, 3, 1, 32),
+}  # fmt: skip
 """Rows, tokens, query heads, key-value heads, their size."""
 
 

@@ -26,18 +26,16 @@ torch = pytest.importorskip("torch", reason="parity needs torch")
 
 def config(tied: bool) -> DecoderConfig:
     return DecoderConfig(
-        vocab_size=101,
-        hidden_size=48,
-        intermediate_size=80,
-        num_layers=3,
-        num_heads=6,
-        num_kv_heads=2,
-        head_dim=16,
-        rope_theta=5000.0,
-        norm_eps=1e-4,
-        tie_embeddings=tied,
-        max_positions=128,
-    )
+        vocab_size=101, hidden_size=48, intermediate_size=80, num_layers=3, num_heads=6, num_kv_heads=2, head_dim=16,
+        rope_theta=5000.0, norm_eps=1e-4, tie_embeddings=tied, max_positions=128,
+    )  # fmt: skip
+
+
+def saved(folder, tied=True, **options):
+    """The parameters of a model that is written to the folder."""
+    params = hf.random_params(config(tied), 1)
+    hf.save_decoder(folder, config(tied), params, {}, **options)
+    return params
 
 
 TOKENS = np.random.default_rng(0).integers(0, 101, (2, 17))
@@ -86,8 +84,7 @@ def test_missing_and_foreign_tensors_are_named(tmp_path):
 def test_another_type_is_saved_rounded_once_and_loads_in_transformers(tmp_path):
     from transformers import AutoModelForCausalLM
 
-    params = hf.random_params(config(False), 1)
-    hf.save_decoder(tmp_path, config(False), params, {}, dtype="bfloat16")
+    params = saved(tmp_path, tied=False, dtype="bfloat16")
     _, again = hf.load_decoder(tmp_path)
     rounded = jax.tree.map(lambda x: x.astype(jnp.bfloat16).astype(jnp.float32), params)
     assert fingerprint(again) == fingerprint(rounded)
@@ -98,15 +95,14 @@ def test_another_type_is_saved_rounded_once_and_loads_in_transformers(tmp_path):
 
 
 def test_saving_again_replaces_shards_of_before(tmp_path):
-    params = hf.random_params(config(True), 1)
-    hf.save_decoder(tmp_path, config(True), params, {}, shard_bytes=30_000)
+    params = saved(tmp_path, shard_bytes=30_000)
     assert (tmp_path / tensors.INDEX).is_file()
     hf.save_decoder(tmp_path, config(True), params, {})
     assert [p.name for p in sorted(tmp_path.iterdir())] == ["config.json", "model.safetensors"]
 
 
 def test_a_shard_that_is_missing_is_named(tmp_path):
-    hf.save_decoder(tmp_path, config(True), hf.random_params(config(True), 1), {}, shard_bytes=30_000)
+    saved(tmp_path, shard_bytes=30_000)
     gone = sorted(tmp_path.glob("model-00002-*"))[0]
     gone.unlink()
     with pytest.raises(FileNotFoundError, match=f"names {gone.name}, which is not there"):
@@ -119,8 +115,7 @@ def again_with(path, **changed):
 
 
 def test_a_tensor_is_read_from_the_file_that_the_index_names(tmp_path):
-    params = hf.random_params(config(True), 1)
-    hf.save_decoder(tmp_path, config(True), params, {}, shard_bytes=30_000)
+    params = saved(tmp_path, shard_bytes=30_000)
     first = "model.layers.0.input_layernorm.weight"
     for path in tmp_path.glob("*.safetensors"):
         if first not in load_file(path):
@@ -129,7 +124,7 @@ def test_a_tensor_is_read_from_the_file_that_the_index_names(tmp_path):
 
 
 def test_a_tensor_that_two_files_have_is_refused_without_an_index(tmp_path):
-    hf.save_decoder(tmp_path, config(True), hf.random_params(config(True), 1), {}, shard_bytes=30_000)
+    saved(tmp_path, shard_bytes=30_000)
     (tmp_path / tensors.INDEX).unlink()
     hf.load_decoder(tmp_path)
     again_with(sorted(tmp_path.glob("*.safetensors"))[0], **{"model.norm.weight": np.full(48, 9, np.float32)})
@@ -146,7 +141,7 @@ def test_a_tensor_that_two_files_have_is_refused_without_an_index(tmp_path):
     ],
 )
 def test_a_file_that_was_cut_short_is_named(tmp_path, name, message):
-    hf.save_decoder(tmp_path, config(True), hf.random_params(config(True), 1), {}, shard_bytes=30_000)
+    saved(tmp_path, shard_bytes=30_000)
     path = tmp_path / name
     path.write_bytes(path.read_bytes()[:-50])
     with pytest.raises(ValueError, match=f"{name}.*{message}"):
@@ -155,7 +150,7 @@ def test_a_file_that_was_cut_short_is_named(tmp_path, name, message):
 
 @pytest.mark.parametrize("files", [None, [], {"model.norm.weight": 1}, {"model.norm.weight": "../model.safetensors"}])
 def test_an_index_names_files_of_its_folder(tmp_path, files):
-    hf.save_decoder(tmp_path / "model", config(True), hf.random_params(config(True), 1), {})
+    saved(tmp_path / "model")
     (tmp_path / "model" / "model.safetensors").rename(tmp_path / "model.safetensors")
     (tmp_path / "model" / tensors.INDEX).write_text(json.dumps({"weight_map": files}))
     with pytest.raises(ValueError, match=f"{tensors.INDEX} has no readable weight_map"):
@@ -171,22 +166,20 @@ def test_a_classifier_of_several_labels_is_no_reward_model(tmp_path):
 
 def test_files_beside_the_model_are_not_read(tmp_path):
     """Some repositories hold the weights twice, the second time under another layout's names."""
-    params = hf.random_params(config(True), 1)
-    hf.save_decoder(tmp_path, config(True), params, {})
+    params = saved(tmp_path)
     save_file({"tok_embeddings.weight": np.ones(2, np.float32)}, tmp_path / "consolidated.safetensors")
     assert fingerprint(hf.load_decoder(tmp_path)[1]) == fingerprint(params)
 
 
 def test_quantised_tensors_are_refused(tmp_path):
-    hf.save_decoder(tmp_path, config(True), hf.random_params(config(True), 1), {})
+    saved(tmp_path)
     save_file({"model.norm.weight": np.ones(48, np.int8)}, tmp_path / "model.safetensors")
     with pytest.raises(UnsupportedModel, match="model.norm.weight is of type I8"):
         hf.load_decoder(tmp_path)
 
 
 def test_parameters_land_where_the_mesh_says(tmp_path):
-    params = hf.random_params(config(False), 1)
-    hf.save_decoder(tmp_path, config(False), params, {})
+    params = saved(tmp_path, tied=False)
     mesh = make_mesh(Axes(), jax.devices()[:1])
     _, placed = hf.load_decoder(tmp_path, mesh)
     where = jax.tree.leaves(shardings(params, mesh))
@@ -195,7 +188,7 @@ def test_parameters_land_where_the_mesh_says(tmp_path):
 
 
 def test_matrices_may_be_loaded_in_the_type_of_computation(tmp_path):
-    hf.save_decoder(tmp_path, config(False), hf.random_params(config(False), 1), {})
+    saved(tmp_path, tied=False)
     _, wide = hf.load_decoder(tmp_path)
     _, narrow = hf.load_decoder(tmp_path, dtype="bfloat16")
     for path, leaf in jax.tree_util.tree_leaves_with_path(nnx.to_pure_dict(narrow)):
@@ -205,7 +198,7 @@ def test_matrices_may_be_loaded_in_the_type_of_computation(tmp_path):
 
 
 def test_loading_holds_one_parameter_on_the_host(tmp_path, monkeypatch):
-    hf.save_decoder(tmp_path, config(False), hf.random_params(config(False), 1), {}, shard_bytes=30_000)
+    saved(tmp_path, tied=False, shard_bytes=30_000)
     held, most = set(), []
 
     def aligned(shape, dtype):
@@ -226,7 +219,7 @@ def test_loading_holds_one_parameter_on_the_host(tmp_path, monkeypatch):
 
 @pytest.mark.skipif(jax.default_backend() != "cpu", reason="only memory of the host can be taken as it is")
 def test_what_is_read_is_not_copied_again_on_cpu(tmp_path, monkeypatch):
-    hf.save_decoder(tmp_path, config(False), hf.random_params(config(False), 1), {})
+    saved(tmp_path, tied=False)
     same, put = [], jax.device_put
 
     def device_put(array):
@@ -249,7 +242,7 @@ def test_a_folder_without_a_model_says_what_it_lacks(tmp_path):
 
 def test_a_copied_folder_keeps_the_type_of_each_tensor_and_drops_what_is_not_read(tmp_path):
     source, copied = tmp_path / "source", tmp_path / "copied"
-    hf.save_decoder(source, config(True), hf.random_params(config(True), 1), {}, dtype="bfloat16")
+    saved(source, dtype="bfloat16")
     with tensors.Tensors(source) as read:
         named = {name: read.read(name) for name in read.shapes}
     norms = {name: value.astype(np.float32) for name, value in named.items() if "norm" in name}
@@ -266,7 +259,7 @@ def test_a_copied_folder_keeps_the_type_of_each_tensor_and_drops_what_is_not_rea
 
 
 def test_a_folder_that_lacks_a_tensor_is_not_copied(tmp_path):
-    hf.save_decoder(tmp_path, config(True), hf.random_params(config(True), 1), {})
+    saved(tmp_path)
     values = json.loads((tmp_path / "config.json").read_text())
     (tmp_path / "config.json").write_text(json.dumps(values | {"num_hidden_layers": 4}))
     with pytest.raises(UnsupportedModel, match="9 tensors missing, first model.layers.3.input_layernorm.weight"):

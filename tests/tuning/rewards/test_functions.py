@@ -104,11 +104,6 @@ def test_each_place_where_the_package_runs_a_text_is_known():
     assert {p for p in runs if p.rpartition("/")[2] not in tasks} == others
 
 
-def test_reasoning_gym_takes_a_task_by_name():
-    (score,) = f.reasoning_gym_score(["2 + 3"], ["5"], answer=["5"], metadata=[{}], task="chain_sum")
-    assert score == 1.0
-
-
 def test_the_last_match_is_compared():
     texts = ["so <answer>3</answer>, no: <answer> 4 </answer>", "4"]
     pattern = "<answer>(.*?)</answer>"

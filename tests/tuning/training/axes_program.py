@@ -31,14 +31,9 @@ from tests.tuning.tiny import ragged_groups
 
 DTYPE = "float64"
 MESHES = {
-    "data": Axes(4, 1, 1),
-    "fsdp": Axes(1, 4, 1),
-    "tensor": Axes(1, 1, 4),
-    "context": Axes(1, 1, 1, 4),
-    "data fsdp tensor": Axes(2, 2, 2),
-    "data fsdp context": Axes(2, 2, 1, 2),
-    "fsdp tensor context": Axes(1, 2, 2, 2),
-}
+    "data": Axes(4, 1, 1), "fsdp": Axes(1, 4, 1), "tensor": Axes(1, 1, 4), "context": Axes(1, 1, 1, 4),
+    "data fsdp tensor": Axes(2, 2, 2), "data fsdp context": Axes(2, 2, 1, 2), "fsdp tensor context": Axes(1, 2, 2, 2),
+}  # fmt: skip
 """Four key-value heads or fewer: along `tensor` of 4 they are copied."""
 # Both heads of Gemma: caps on logits, tied embeddings that are scaled, and windows in some of the layers.
 GEMMA = dataclasses.replace(
