@@ -32,6 +32,7 @@ from rlhf.tuning.rollout.requests import Sampling
 from rlhf.tuning.rows import CompletionRow, ScoreRow
 from rlhf.tuning.settings import OptimizerSettings
 from rlhf.tuning.training.step import copy
+from tests.tuning.algorithms.support import rows_of, scores_of
 
 RESULTS = Path(__file__).parent / "results"
 MARGIN = 0.5
@@ -74,20 +75,12 @@ def turns_of(rows: list[CompletionRow]) -> list[TurnRow]:
     """Each token as a turn, which begins in the state that the tokens before it make."""
     return [
         TurnRow(
-            place=row.place,
-            sample=row.sample,
-            turn=t,
-            start=t,
-            token_ids=[token],
-            logprobs=[row.logprobs[t]],
-            text="",
-            stop="eos",
-            state=repr(row.token_ids[:t]),
-            reward=right_share(row.prompt_ids, [token]),
+            place=row.place, sample=row.sample, turn=t, start=t, token_ids=[token], logprobs=[row.logprobs[t]], text="",
+            stop="eos", state=repr(row.token_ids[:t]), reward=right_share(row.prompt_ids, [token]),
         )
         for row in rows
         for t, token in enumerate(row.token_ids)
-    ]
+    ]  # fmt: skip
 
 
 @dataclasses.dataclass
@@ -117,19 +110,7 @@ class Run:
             self.policy.params, prompts, samples=samples, max_tokens=TOKENS, sampling=Sampling(temperature=temperature),
             eos_ids=(EOS,), seed=seed, counters=range(len(prompts)),
         )  # fmt: skip
-        return [
-            CompletionRow(
-                place=p,
-                prompt_id=str(p),
-                sample=s,
-                prompt_ids=prompts[p],
-                token_ids=c.tokens,
-                logprobs=c.logps,
-                stop=c.stop,
-            )
-            for p, completions in enumerate(rows)
-            for s, c in enumerate(completions)
-        ]
+        return rows_of(prompts, rows)
 
     def pass_rate(self) -> float:
         rows = self.sample(self.heldout, 4, 7)
@@ -140,11 +121,7 @@ class Run:
         prompts = self.prompts[first : first + PROMPTS]
 
         def scores(rows: list[CompletionRow]) -> list[ScoreRow]:
-            shares = [right_share(r.prompt_ids, r.token_ids) for r in rows]
-            return [
-                ScoreRow(place=r.place, sample=r.sample, prompt_id=r.prompt_id, total=share)
-                for r, share in zip(rows, shares, strict=True)
-            ]
+            return scores_of(rows, [right_share(r.prompt_ids, r.token_ids) for r in rows])
 
         rows = self.sample(prompts, COMPLETIONS, 1000 * self.seed + number)
         greedy = scores(self.sample(prompts, 1, 0, 0.0)) if self.settings.needs_greedy else None
