@@ -46,7 +46,7 @@ OWN: dict[str, dict[str, Any]] = {
     # GSPO's own clip range of about 1e-4 suits long sequences and many steps; here a round takes two steps.
     "gspo": {"clip_low": 0.2, "clip_high": 0.2},
     "gspo-token": {"clip_low": 0.2, "clip_high": 0.2},
-    "ppo": {"critic": CriticSettings(OptimizerSettings(learning_rate=0.003), pretrain_epochs=2)},
+    "ppo": {"critic": CriticSettings(optimizer=OptimizerSettings(learning_rate=0.003), pretrain_epochs=2)},
     "dr-grpo": {"constant": float(TOKENS)},
     "dppo": {"constant": float(TOKENS)},
     "dppo-kl": {"constant": float(TOKENS)},

@@ -29,7 +29,7 @@ def test_grpo_raises_the_reward(normalisation):
 
 @pytest.mark.slow
 def test_ppo_raises_the_reward_and_its_critic_learns():
-    critic = CriticSettings(OptimizerSettings(learning_rate=0.01))
+    critic = CriticSettings(optimizer=OptimizerSettings(learning_rate=0.01))
     rewards, metrics = play(settings("ppo", critic=critic, kl_in_reward=0.0), 8)
     assert np.mean(rewards[-2:]) > np.mean(rewards[:2]) + 0.1
     assert metrics[-1]["value_loss"] < metrics[0]["value_loss"]
