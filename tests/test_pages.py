@@ -7,13 +7,15 @@ Fenced blocks, by language and the words behind it:
     diff file=NAME      is applied to NAME in a scratch copy of the packages
     sh                  lines run after the page's Python, in the same scratch folder
     python of=NAME      is an excerpt: its lines stand in NAME as they are
-    sh no-run           is only looked at: `rlhf run|plan RECIPE --set ...` must be a recipe that can run
+    sh no-run           is only looked at: `rlhf run|plan RECIPE --set ...` must be a recipe that can run, and
+                        `cp FROM TO` copies a file of the project into the scratch copy of the packages
 """
 
 from __future__ import annotations
 
 import os
 import re
+import shutil
 import subprocess
 import sys
 import textwrap
@@ -47,6 +49,8 @@ def scratch_copy(folder: Path, blocks: list[Block]) -> None:
     files = [b for b in blocks if b.file]
     if any(str(b.file).startswith(PACKAGES) for b in files):
         copy_project(folder)
+    for command in (c for b in blocks if b.language == "sh" for c in commands_of(b) if c[0] == "cp"):
+        shutil.copy(ROOT / command[1], folder / command[2])
     for block in files:
         place = folder / str(block.file)
         if block.language == "diff":
