@@ -1,8 +1,7 @@
-"""Public data sets go through the recipes of docs/guides/data.md in the layouts in which they are published."""
+"""Public data sets go through the recipes of examples/public in the layouts in which they are published."""
 
 import gzip
 import json
-import re
 from pathlib import Path
 
 import pyarrow as pa
@@ -17,7 +16,7 @@ from rlhf.tuning.models.byte_tokenizer import byte_tokenizer
 from rlhf.tuning.models.tokenizer import save_tokenizer
 from rlhf.tuning.rewards.functions import BUILT_IN
 
-PAGE = Path(__file__).parents[3] / "docs" / "guides" / "data.md"
+RECIPES = Path(__file__).parents[3] / "examples" / "public"
 
 
 class Base:
@@ -38,12 +37,11 @@ def base(tmp_path_factory):
 
 @pytest.fixture
 def run(base, tmp_path, monkeypatch):
-    """Prepares the data of a recipe of the page, with what is written to the folder it runs in; metrics and rows."""
+    """Prepares the data of a recipe, with the files in the folder that it runs in; metrics and rows."""
     monkeypatch.chdir(tmp_path)
 
     def run(name, sets=()):
-        [text] = re.findall(rf"^```yaml file={name}\.yaml\n(.*?)^```$", PAGE.read_text(), re.MULTILINE | re.DOTALL)
-        Path(f"{name}.yaml").write_text(text)
+        Path(f"{name}.yaml").write_text((RECIPES / f"{name}.yaml").read_text())
         config = load_recipe(f"{name}.yaml", sets=list(sets)).data
         out, work = tmp_path / "out", tmp_path / "work"
         for folder in (out, work):
