@@ -41,7 +41,7 @@ def settings_of(work: str, dtype: str = "auto") -> RoundSettings:
     values: dict[str, Any] = {"prompts_per_step": 16, "optimizer": optimizer}
     values["compute"] = ComputeSettings(dtype=dtype)
     if work == "W5":
-        return RoundSettings.of("ppo", kl_in_reward=0.04, critic=CriticSettings(optimizer), **values)
+        return RoundSettings.of("ppo", kl_in_reward=0.04, critic=CriticSettings(optimizer=optimizer), **values)
     return RoundSettings.of("grpo", kl_coef=0.04, aggregation="sequence-mean-token-mean", **values)
 
 

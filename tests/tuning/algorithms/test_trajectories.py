@@ -77,7 +77,7 @@ ROUNDS = {
     "ppo": {
         "optimizer": SLOW,
         "kl_in_reward": 0.1,
-        "critic": CriticSettings(SLOW, gamma=0.9, lam=0.8, bootstrap_truncated=True, whiten_rewards=True),
+        "critic": CriticSettings(optimizer=SLOW, gamma=0.9, lam=0.8, bootstrap_truncated=True, whiten_rewards=True),
     },
     "gigpo": {"optimizer": SLOW},
 }
@@ -111,7 +111,7 @@ def test_an_episode_that_ends_with_a_turn_at_its_limit_is_truncated_and_has_no_v
         zeros = np.zeros((1, 3))
         scored = Scored(np.ones(1), np.zeros(1, int), np.ones(1, bool), Column.of(zeros + 1), Column.of(zeros))
         after = 0.8 * data.unfinished_N
-        critic = CriticSettings(SLOW, bootstrap_truncated=True, lam=1.0)
+        critic = CriticSettings(optimizer=SLOW, bootstrap_truncated=True, lam=1.0)
         found.append(ppo.token_advantages(scored, Column.of(zeros), after, critic)[1].gather([0])[0].tolist())
     np.testing.assert_allclose(found, [[1, 1, 1], [1.8, 1.8, 1.8]], rtol=1e-6)
 
@@ -152,6 +152,6 @@ def test_turns_are_asked_for_by_name():
         Selection.of(data, settings("ppo", credit="turn"))
     found = Selection.of(data, settings("ppo")).scored
     with pytest.raises(ValueError, match="bi_level_gae needs turns"):
-        ppo.token_advantages(found, found.mask, found.mask_NT[:, 0], CriticSettings(SLOW, bi_level_gae=True))
+        ppo.token_advantages(found, found.mask, found.mask_NT[:, 0], CriticSettings(optimizer=SLOW, bi_level_gae=True))
     with pytest.raises(ValueError, match="the rollouts have no turns"):
         candidates(settings("gigpo", tied_groups="drop"), rollouts, scores)
