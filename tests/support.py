@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import os
 import shutil
+import socket
 import subprocess
 import sys
+import time
+from collections.abc import Callable
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -70,3 +73,17 @@ def finish(process: subprocess.Popen[str], timeout: float = 120) -> str:
 def can_mount() -> bool:
     """Whether a test may mount file systems in a namespace of its own."""
     return sys.platform == "linux" and subprocess.run(["unshare", "-m", "true"], capture_output=True).returncode == 0
+
+
+def until(happened: Callable[[], Any], seconds: float = 60) -> None:
+    """Waits for it."""
+    end = time.monotonic() + seconds
+    while not happened():
+        assert time.monotonic() < end, f"waited {seconds:g} s"
+        time.sleep(0.02)
+
+
+def free_port() -> int:
+    """A port of loopback that nobody listens at."""
+    with socket.create_server(("127.0.0.1", 0)) as probe:
+        return int(probe.getsockname()[1])

@@ -6,10 +6,12 @@ import json
 
 import pytest
 
+from rlhf.stages.gate import stage
 from rlhf.stages.gate.settings import FLIPS, RESAMPLES, Config, Gate, Guard
 from rlhf.stages.store.artifacts import ArtifactError
 from rlhf.tuning.evaluation import permutation, statistics
 from tests.stages.gate.support import Lab
+from tests.stages.support import context
 
 COUNT = 40
 BAD, GOOD = [[0.0, 0.0]] * COUNT, [[1.0, 1.0]] * COUNT
@@ -190,19 +192,11 @@ def test_a_run_that_breaks_a_law_is_refused(lab, sides):
 
 
 def audited(lab, config, new, old):
-    from rlhf.stages.contract.definition import Context
-    from rlhf.stages.gate import stage
-
     inputs = {
         "candidate": new, "against": old, "policy": lab.input(new, "policy"), "champion": lab.input(old, "policy"),
         "data": lab.input(new, "data"), "node_prepare": lab.input(new, "data"), "node_evaluate.rl": new,
     }  # fmt: skip
-    out = lab.folder / "audited"
-    out.mkdir()
-    ctx = Context(
-        config=config, inputs=inputs, out=out, work=out, seed=0, progress=lambda *a, **k: None, log=print, memory={}
-    )
-    return stage.run(ctx)
+    return stage.run(context(config, lab.folder / "audited", inputs=inputs))
 
 
 def test_problems_that_a_policy_was_trained_on_are_not_compared(lab):

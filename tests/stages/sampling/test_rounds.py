@@ -13,7 +13,6 @@ import pytest
 from rlhf.stages import base as base_model
 from rlhf.stages import evaluate, greedy, rollout
 from rlhf.stages.common.compilation import configure_jax
-from rlhf.stages.contract.definition import Context
 from rlhf.stages.sampling import rows as rows_module
 from rlhf.stages.sampling.groups import chosen_groups, read_scored
 from rlhf.stages.score import stage as score
@@ -23,6 +22,7 @@ from rlhf.tuning.models.tokenizer import save_tokenizer
 from rlhf.tuning.rows import CompletionRow, RefusedRow, ScoreRow, names_of, read_table
 from tests.stages.score.functions import weighed
 from tests.stages.serving.chats import tokenizer
+from tests.stages.support import context
 from tests.stages.training.support import Folder, data, ids, perform
 
 PROMPTS, COMPLETIONS = 8, 2
@@ -171,7 +171,7 @@ def test_a_text_is_without_each_control_token_whatever_its_role(tmp_path):
     save_tokenizer(made, tmp_path / "tokenizer")
     (tmp_path / "model").mkdir()
     (tmp_path / "model" / "config.json").write_text("{}")
-    ctx = Context(rollout.Config(), {"tokenizer": folder}, tmp_path, tmp_path, 0, print, print, {})
+    ctx = context(rollout.Config(), tmp_path, inputs={"tokenizer": folder})
     said = made.encode("5<|start_header_id|>user<|end_header_id|>6<|eot_id|></s>", add_special_tokens=False)
     assert rows_module._Sampler(ctx, rows_module.Draw(1, 4, 1.0, 1), [])._text(said) == "5user6"
 

@@ -11,10 +11,9 @@ import pytest
 
 from rlhf.stages.serving import answers, app
 from rlhf.stages.serving.server import Server
-from rlhf.tuning.rollout.engine.engine import Engine
-from rlhf.tuning.rollout.engine.live import EngineStopped, Live
+from rlhf.tuning.rollout.engine.live import EngineStopped
 from rlhf.tuning.rollout.requests import RefusedRequest, Request, Sampling
-from tests.stages.serving.support import CONFIG, CONTEXT, LIMITS, QUESTION, STOPS, TOKENIZER, made_tokenizer, serving
+from tests.stages.serving.support import CONTEXT, QUESTION, STOPS, living, made_tokenizer, served, serving
 
 HUGE = (3_000_000_000, 2**63, 10**30, -(2**31) - 1, -(10**30))
 NUMBERS = {
@@ -92,11 +91,7 @@ def broken(tokens):
 
 def test_a_step_that_fails_ends_its_requests_and_not_the_engine(params):
     """A search for stop strings that raises stands for any failure of a step."""
-    engine = Engine(CONFIG, limits=LIMITS, top=5)
-    engine.load(params)
-    live = Live(engine)
-    url, end = serving(Server(live, TOKENIZER, "tiny", STOPS, CONTEXT))
-    try:
+    with living(params) as live, serving(served(live)) as url:
         before = live.submit(Request([5, 6, 7], 20, seed=1)).result()[0]
         beside = live.submit(Request([5, 6], 150, seed=1))
         beside.next()
@@ -111,9 +106,6 @@ def test_a_step_that_fails_ends_its_requests_and_not_the_engine(params):
         assert (health.status_code, health.json()["status"]) == (503, "failed")
         answer = post(url)
         assert (answer.status_code, answer.json()["error"]["code"]) == (503, "engine_failed")
-    finally:
-        end()
-        live.close()
 
 
 SURROGATE = '"\\ud800"'
@@ -258,14 +250,11 @@ UNDEFINED = "{{ messages[0].nothing.at_all }}"
 def test_a_conversation_that_the_template_refuses_is_the_clients_fault(live, template, said):
     tokenizer = made_tokenizer()
     tokenizer.chat_template = template
-    url, end = serving(Server(live, tokenizer, "tiny", STOPS, CONTEXT))
-    try:
+    with serving(Server(live, tokenizer, "tiny", STOPS, CONTEXT)) as url:
         answer = httpx.post(f"{url}/v1/chat/completions", json={"messages": USER * 2}, timeout=60)
         assert answer.status_code == 400, answer.text
         assert said in answer.json()["error"]["message"]
         assert "messages" in answer.json()["error"]["message"]
-    finally:
-        end()
 
 
 def test_usual_patterns_of_tools_are_taken(url):

@@ -1,7 +1,6 @@
 """The OpenAI-compatible server answers the real `openai` client as the engine would, and refuses by name."""
 
-import threading
-import time
+from concurrent.futures import ThreadPoolExecutor
 
 import jax
 import pytest
@@ -11,6 +10,7 @@ from rlhf.tuning.rollout.engine.limits import Limits
 from rlhf.tuning.rollout.engine.live import EngineStopped, Live
 from rlhf.tuning.rollout.requests import Request
 from tests.stages.serving.support import CONFIG, CONTEXT, TOKENIZER
+from tests.support import until
 
 openai = pytest.importorskip("openai")
 CHAT = [{"role": "user", "content": "What is 2 + 2?"}]
@@ -60,19 +60,12 @@ def test_chat_goes_through_the_template_and_a_stream_is_the_answer_in_pieces(cli
 
 def test_greedy_answers_do_not_depend_on_who_else_asks(client):
     def ask(i):
-        answers[i] = (
-            client.completions.create(model="tiny", prompt=f"item {i % 3}", max_tokens=20, temperature=0)
-            .choices[0]
-            .text
-        )
+        asked = client.completions.create(model="tiny", prompt=f"item {i % 3}", max_tokens=20, temperature=0)
+        return asked.choices[0].text
 
-    answers = {}
-    threads = [threading.Thread(target=ask, args=(i,)) for i in range(9)]
-    for t in threads:
-        t.start()
-    for t in threads:
-        t.join()
-    assert [answers[i] for i in range(9)] == [answers[i % 3] for i in range(9)]
+    with ThreadPoolExecutor(9) as pool:
+        answers = list(pool.map(ask, range(9)))
+    assert answers == [answers[i % 3] for i in range(9)]
 
 
 @pytest.mark.parametrize("stop", [None, "\x00never"])
@@ -171,10 +164,7 @@ def test_a_client_that_leaves_frees_its_slots(client, live):
     )
     next(iter(stream))
     stream.close()
-    deadline = time.monotonic() + 20
-    while not live._engine.idle:
-        assert time.monotonic() < deadline
-        time.sleep(0.05)
+    until(lambda: live._engine.idle, 20)
 
 
 def test_weights_change_while_requests_run(live, params):

@@ -10,11 +10,9 @@ import openai
 import pytest
 
 from rlhf.stages.serving.api import Message
-from rlhf.stages.serving.server import Server
 from rlhf.stages.serving.sessions import Call, EvictedSession, Session, Sessions, signatures_of
 from tests.stages.serving.support import (
     ADD,
-    CONTEXT,
     QUESTION,
     RESULT,
     SAID,
@@ -22,8 +20,9 @@ from tests.stages.serving.support import (
     TOKENIZER,
     conversation,
     ids,
+    served,
     serving,
-)  # fmt: skip
+)
 
 
 @pytest.fixture
@@ -274,13 +273,11 @@ def test_readers_of_a_large_session_stop_nobody(live):
     for _ in range(20):
         call = session.open("chat", None, [7] * 10_000, messages=[], signatures=(), policy=None)
         session.keep(call, {"content": "x"}, ("assistant", "x", ()))
-    url, end = serving(Server(live, TOKENIZER, "tiny", STOPS, CONTEXT, "the-digest", sessions))
     slowest = 0.0
-    with ThreadPoolExecutor(10) as pool:
+    with serving(served(live, sessions=sessions)) as url, ThreadPoolExecutor(10) as pool:
         asked = [pool.submit(httpx.get, f"{url}/sessions/big", timeout=60) for _ in range(10)]
         while not all(one.done() for one in asked):
             start = time.monotonic()
             assert httpx.get(f"{url}/health", timeout=60).status_code == 200
             slowest = max(slowest, time.monotonic() - start)
     assert all(len(one.result().json()["turns"]) == 20 for one in asked) and slowest < 10
-    end()

@@ -10,11 +10,11 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from rlhf.stages.contract.definition import Context
 from rlhf.tuning import multihost
 from rlhf.tuning.data.flat import write_arrays
 from rlhf.tuning.data.pipeline import SCHEMAS
 from rlhf.tuning.models.byte_tokenizer import byte_tokenizer
+from tests.stages.support import context
 
 
 @dataclasses.dataclass
@@ -41,15 +41,9 @@ def perform(
     module: Any, config: Any, folder: Path, memory: dict[str, Any], seed: int = 3, **inputs: Folder
 ) -> tuple[Any, Folder]:
     """Runs a stage; returns its metrics and what it made."""
-    out, work = folder / "out", folder / "work"
-    out.mkdir(parents=True)
-    work.mkdir(exist_ok=True)
-    logs: list[str] = []
-    ctx = Context(
-        config=config, inputs=inputs, out=out, work=work, seed=seed, progress=lambda *a, **k: None, log=logs.append,
-        memory=memory, is_primary=multihost.is_primary(),
-    )  # fmt: skip
-    return module.run(ctx), Folder(out, str(folder), module.STAGE.name, {"config": config.model_dump()})
+    given = {"inputs": inputs, "seed": seed, "memory": memory, "is_primary": multihost.is_primary()}
+    ctx = context(config, folder / "out", folder / "work", **given)
+    return module.run(ctx), Folder(ctx.out, str(folder), module.STAGE.name, {"config": config.model_dump()})
 
 
 TOKENIZER = byte_tokenizer()
