@@ -10,8 +10,6 @@ Fenced blocks, by language and the words behind it:
     sh no-run           is only looked at: `rlhf run|plan RECIPE --set ...` must be a recipe that can run
 """
 
-from __future__ import annotations
-
 import os
 import re
 import subprocess

@@ -7,8 +7,6 @@ a folder, link, rename, remove. Flow and worker are one process here, so that a 
 in `tests.faults.store_life`.
 """
 
-from __future__ import annotations
-
 import argparse
 import contextlib
 import errno

@@ -1,7 +1,5 @@
 """A reporter that keeps the lines that a run says."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from rlhf.flows.graph.build import Node

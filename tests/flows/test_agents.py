@@ -1,7 +1,5 @@
 """A program that speaks to an OpenAI URL is the agent of a recipe: rounds, parts, updates and evaluation."""
 
-from __future__ import annotations
-
 import json
 import math
 from collections import Counter
@@ -47,7 +45,6 @@ def test_a_recipe_trains_on_the_calls_of_a_program(rlhf, store, record, tmp_path
     run = record(store, "agent")
     entry = run["nodes"]["round-000.rollout"]
     rollouts = Store(str(store)).get(entry["stage"], entry["key"])
-    assert rollouts is not None
     parts, turns = read_rows(rollouts, "rollouts/"), read_rows(rollouts, "turns/")
     assert Counter(row["part"] for row in parts) == {0: 8, 1: 4}
     assert {row["status"] for row in read_rows(rollouts, "trajectories/")} == {"done"}

@@ -1,20 +1,17 @@
 """Settings that are rarely meant are told of once they are known, and nothing is refused."""
 
-from __future__ import annotations
-
 import io
 
 import pytest
 from rich.console import Console
-from typer.testing import CliRunner
 
-from rlhf.flows.cli.app import app
 from rlhf.flows.recipe.model import RecipeError
 from rlhf.flows.recipe.reading import load_recipe
 from rlhf.flows.report.console import ConsoleReporter
 from rlhf.flows.running.gating import stages_of
 from rlhf.flows.running.recipe_warnings import of_data, of_recipe
 from rlhf.flows.running.session import Session
+from tests.flows.commands import typed
 
 ALL_FROM_THE_START = "every round samples from the policy that RL starts from"
 
@@ -59,8 +56,8 @@ def test_rounds_of_more_prompts_than_there_are_are_told_by_plan_and_when_the_dat
     told = "! rl.rollout.prompts is 600, and the data has 516 prompts: a round draws some of them more than once"
     options = ["--set", "rl.staleness=2", "--store", str(store)]
     for count, expected in ((600, 1), (516, 0)):
-        done = CliRunner().invoke(app, ["plan", "smoke", "--set", f"rl.rollout.prompts={count}", *options])
-        assert done.exit_code == 0 and done.stdout.count(told) == expected
+        done = typed("plan", "smoke", "--set", f"rl.rollout.prompts={count}", *options)
+        assert done.stdout.count(told) == expected
         assert f"! rl.staleness 2 with rl.rounds 3: {ALL_FROM_THE_START}" in done.stderr
     out = io.StringIO()
     recipe = load_recipe("smoke", sets=["rl.rollout.prompts=600", f"store={store}"])
@@ -92,8 +89,8 @@ def test_a_reward_that_takes_a_column_the_data_lacks_ends_the_run_before_anythin
             "rl.score.rewards.mine.function: mine_columns:right takes solution, and prompts has no such column"
         )
         assert "its columns are task, completion_ids, answer, metadata" in message
-    done = CliRunner().invoke(app, ["plan", "smoke", "--store", str(store), "--set", sets[0]])
-    assert done.exit_code == 0 and "miss   round-000.score" in done.stdout
+    done = typed("plan", "smoke", "--store", store, "--set", sets[0])
+    assert "miss   round-000.score" in done.stdout
     ends = "! a run of the whole recipe ends after prepare: rl.score.rewards.mine.function: mine_columns:right takes"
     assert ends in done.stdout
     # A part of the recipe that calls no reward is made.

@@ -1,7 +1,5 @@
 """The files of infra/ are read by the tools that read such files: schemas, linters, a real Prefect server, systemd."""
 
-from __future__ import annotations
-
 import itertools
 import json
 import re

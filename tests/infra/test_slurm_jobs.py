@@ -1,7 +1,5 @@
 """Signals, ends and restarts of the script under a real Slurm, with a short shell script in place of the run."""
 
-from __future__ import annotations
-
 import shutil
 import time
 from collections.abc import Iterator
@@ -11,11 +9,7 @@ import pytest
 
 from tests.infra.slurm import INFRA, NODES, Slurm, slurm, why_not
 
-pytestmark = [
-    pytest.mark.slow,
-    pytest.mark.timeout(600),
-    pytest.mark.skipif(bool(why_not()), reason=why_not()),
-]
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(600), pytest.mark.skipif(bool(why_not()), reason=why_not())]
 STAYS = "trap 'echo interrupted; exit 130' INT TERM; echo begun; while true; do sleep 0.2; done"
 """A run until it is interrupted."""
 

@@ -1,7 +1,5 @@
 """The context of a stage by itself, and an application on loopback."""
 
-from __future__ import annotations
-
 import contextlib
 import threading
 from collections.abc import Iterator

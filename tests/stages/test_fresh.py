@@ -1,7 +1,5 @@
 """A start brings its weights and all that it was trained on; what is new is the rest, and held-out rows stay."""
 
-from __future__ import annotations
-
 import dataclasses
 import json
 

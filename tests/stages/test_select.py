@@ -1,7 +1,5 @@
 """The choice among policies has the content of the one that is best by its evaluation, and loads as that one."""
 
-from __future__ import annotations
-
 import json
 
 import pytest

@@ -1,7 +1,5 @@
 """A scene: one store, some tries with faults, and the command that nobody disturbs, after which all must be as calm."""
 
-from __future__ import annotations
-
 import contextlib
 import dataclasses
 import io

@@ -1,7 +1,5 @@
 """Results of a storm: read, and as a page."""
 
-from __future__ import annotations
-
 import json
 from collections import defaultdict
 from collections.abc import Sequence

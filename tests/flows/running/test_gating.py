@@ -1,7 +1,5 @@
 """A name moves by a decision about the entry that it is at, made by a run of all stages, which goes on as it began."""
 
-from __future__ import annotations
-
 import json
 
 import pytest

@@ -1,7 +1,5 @@
 """A finished call is taken for the completions that it was made on, and for no others at their places."""
 
-from __future__ import annotations
-
 import dataclasses
 
 import pytest

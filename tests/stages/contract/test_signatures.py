@@ -1,7 +1,5 @@
 """Functions that a recipe names are looked up, with their arguments, without being executed."""
 
-from __future__ import annotations
-
 import pytest
 
 from rlhf.flows.recipe.model import RecipeError

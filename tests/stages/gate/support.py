@@ -1,7 +1,5 @@
 """A store with small artifacts of the form that a run leaves: data, policies and their evaluations."""
 
-from __future__ import annotations
-
 import uuid
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path

@@ -1,7 +1,5 @@
 """The gate promotes what is better on the same problems and keeps to every bound, and says what others missed."""
 
-from __future__ import annotations
-
 import json
 
 import pytest
@@ -10,17 +8,11 @@ from rlhf.stages.gate import stage
 from rlhf.stages.gate.settings import FLIPS, RESAMPLES, Config, Gate, Guard
 from rlhf.stages.store.artifacts import ArtifactError
 from rlhf.tuning.evaluation import permutation, statistics
-from tests.stages.gate.support import Lab
 from tests.stages.support import context
 
 COUNT = 40
 BAD, GOOD = [[0.0, 0.0]] * COUNT, [[1.0, 1.0]] * COUNT
 MIXED = [[1.0, 0.0]] * COUNT
-
-
-@pytest.fixture
-def lab(tmp_path):
-    return Lab(tmp_path)
 
 
 @pytest.fixture

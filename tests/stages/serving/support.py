@@ -1,7 +1,5 @@
 """A conversation with a tool that the served model is taught, and a server in a thread."""
 
-from __future__ import annotations
-
 import contextlib
 
 from rlhf.stages.serving.app import make_app

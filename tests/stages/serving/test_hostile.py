@@ -300,10 +300,7 @@ LARGE = {
     "a long call": lambda: {"messages": called(json.dumps({"a": "a b" * 1_300_000}))},
     "lists in a call": lambda: {"messages": called('{"a": [' + "[]," * 400_000 + "[]]}")},
     "many messages": lambda: {"messages": USER * 90_000},
-    "values of the template": lambda: {
-        "messages": USER,
-        "chat_template_kwargs": {f"f{i}": 1 for i in range(300_000)},
-    },
+    "values of the template": lambda: {"messages": USER, "chat_template_kwargs": {f"f{i}": 1 for i in range(300_000)}},
     "wrong values of the template": lambda: {
         "messages": USER,
         "chat_template_kwargs": {f"f{i}": None for i in range(250_000)},

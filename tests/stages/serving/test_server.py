@@ -39,15 +39,8 @@ def test_chat_goes_through_the_template_and_a_stream_is_the_answer_in_pieces(cli
     whole = client.chat.completions.create(
         model="tiny", messages=CHAT, max_completion_tokens=30, seed=7, logprobs=True, top_logprobs=2
     )
-    stream = client.chat.completions.create(
-        model="tiny",
-        messages=CHAT,
-        max_completion_tokens=30,
-        seed=7,
-        stream=True,
-        stream_options={"include_usage": True},
-    )
-    chunks = list(stream)
+    asked = {"model": "tiny", "messages": CHAT, "max_completion_tokens": 30, "seed": 7}
+    chunks = list(client.chat.completions.create(**asked, stream=True, stream_options={"include_usage": True}))
     text = "".join(c.choices[0].delta.content for c in chunks if c.choices)
     assert len(chunks) > 3
     assert text == whole.choices[0].message.content
@@ -71,15 +64,8 @@ def test_greedy_answers_do_not_depend_on_who_else_asks(client):
 @pytest.mark.parametrize("stop", [None, "\x00never"])
 def test_offsets_of_a_stream_are_those_of_the_whole_answer(client, stop):
     """Text is held back that may begin a stop string, or a character of several tokens."""
-    asked = {
-        "model": "tiny",
-        "prompt": "ab",
-        "max_tokens": 40,
-        "seed": 3,
-        "logprobs": 0,
-        "temperature": 2.0,
-        "stop": stop,
-    }
+    asked = {"model": "tiny", "prompt": "ab", "max_tokens": 40, "seed": 3, "logprobs": 0, "temperature": 2.0}
+    asked |= {"stop": stop}
     whole = client.completions.create(**asked).choices[0].logprobs
     parts = [chunk.choices[0].logprobs for chunk in client.completions.create(**asked, stream=True)]
     assert [offset for part in parts for offset in part.text_offset] == whole.text_offset

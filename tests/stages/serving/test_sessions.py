@@ -56,9 +56,8 @@ def test_an_agent_becomes_one_row_of_exact_ids(session):
     [part] = record["parts"]
     assert part["prompt_ids"] == first
     assert part["token_ids"] == [*call, *between, *answer]
-    assert [logp is None for logp in part["logprobs"]] == [False] * len(call) + [True] * len(between) + [False] * len(
-        answer
-    )
+    unknown = [False] * len(call) + [True] * len(between) + [False] * len(answer)
+    assert [logp is None for logp in part["logprobs"]] == unknown
     assert part["turns"] == [0, 1]
     assert [turn["policy"] for turn in record["turns"]] == ["the-digest"] * 2
     assert [turn["reply"]["content"] for turn in record["turns"]] == [None, SAID[1]]
@@ -69,15 +68,8 @@ def test_what_clients_change_of_an_answer_changes_no_id(session):
     path, client = session
     said = client.chat.completions.create(model="tiny", messages=[QUESTION], tools=[ADD], temperature=0)
     [call] = said.choices[0].message.tool_calls
-    copy = {
-        "role": "assistant",
-        "content": " ",
-        "refusal": None,
-        "annotations": [],
-        "tool_calls": [
-            {"id": "other", "type": "function", "function": {"name": "add", "arguments": '{"b":3,  "a":2}'}}
-        ],
-    }
+    other = {"id": "other", "type": "function", "function": {"name": "add", "arguments": '{"b":3,  "a":2}'}}
+    copy = {"role": "assistant", "content": " ", "refusal": None, "annotations": [], "tool_calls": [other]}
     result = {"role": "tool", "tool_call_id": "other", "content": [{"type": "text", "text": "5"}]}
     answer = client.chat.completions.create(model="tiny", messages=[QUESTION, copy, result], tools=[ADD], temperature=0)
     assert call.function.arguments == '{"a": 2, "b": 3}'

@@ -188,12 +188,8 @@ def test_a_policy_that_fails_while_it_is_loaded_stops_the_server(asked, monkeypa
 
     with monkeypatch.context() as patch:
         patch.setattr(jax, "device_put", full)
-        failed(
-            server.give("new"),
-            503,
-            "policy new could not be loaded, and the old one was dropped: full",
-            "engine_failed",
-        )
+        told = "policy new could not be loaded, and the old one was dropped: full"
+        failed(server.give("new"), 503, told, "engine_failed")
     assert isinstance(server.live.failure, WeightsLost)
     failed(server.client.post("/v1/completions", json=SAID), 503, "the engine has stopped", "engine_failed")
     assert server.client.get("/health").status_code == 503

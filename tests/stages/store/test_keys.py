@@ -1,7 +1,5 @@
 """Keys hold content (R17): one canonical form, every setting that can change a result, nothing else."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterator
 from pathlib import Path

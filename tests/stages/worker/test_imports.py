@@ -1,7 +1,5 @@
 """What the flow process and the stages load."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 

@@ -1,7 +1,5 @@
 """What the processes of a stage load is the code of its key."""
 
-from __future__ import annotations
-
 import pytest
 
 from rlhf.stages.contract.fingerprint import reached
