@@ -1,17 +1,14 @@
 """Settings that are rarely meant are told of once they are known, and nothing is refused."""
 
-import io
-
 import pytest
-from rich.console import Console
 
 from rlhf.flows.recipe.model import RecipeError
 from rlhf.flows.recipe.reading import load_recipe
-from rlhf.flows.report.console import ConsoleReporter
 from rlhf.flows.running.gating import stages_of
 from rlhf.flows.running.recipe_warnings import of_data, of_recipe
 from rlhf.flows.running.session import Session
 from tests.flows.commands import typed
+from tests.flows.lines import Lines
 
 ALL_FROM_THE_START = "every round samples from the policy that RL starts from"
 
@@ -59,13 +56,12 @@ def test_rounds_of_more_prompts_than_there_are_are_told_by_plan_and_when_the_dat
         done = typed("plan", "smoke", "--set", f"rl.rollout.prompts={count}", *options)
         assert done.stdout.count(told) == expected
         assert f"! rl.staleness 2 with rl.rounds 3: {ALL_FROM_THE_START}" in done.stderr
-    out = io.StringIO()
-    recipe = load_recipe("smoke", sets=["rl.rollout.prompts=600", f"store={store}"])
-    session = Session(recipe, ConsoleReporter(Console(file=out, width=80)), "many")
+    recipe, said = load_recipe("smoke", sets=["rl.rollout.prompts=600", f"store={store}"]), Lines()
+    session = Session(recipe, said, "many")
     for name in ("base", "prepare"):
         session.run_node(name)
     session.finish("finished")
-    assert out.getvalue().count(told) == 1
+    assert sum(told in line for line in said.lines) == 1
 
 
 def test_a_reward_that_takes_a_column_the_data_lacks_ends_the_run_before_anything_is_sampled(
@@ -78,7 +74,7 @@ def test_a_reward_that_takes_a_column_the_data_lacks_ends_the_run_before_anythin
     sets = ["rl.score.rewards.mine.function=mine_columns:right", f"store={store}"]
     recipe = load_recipe("smoke", sets=sets)
     for name in ("lacking", "lacking-again"):
-        session = Session(recipe, ConsoleReporter(Console(file=io.StringIO(), width=80)), name)
+        session = Session(recipe, Lines(), name)
         with pytest.raises(RecipeError) as e:
             for node in stages_of(session):
                 session.run_node(node.name)
@@ -94,12 +90,12 @@ def test_a_reward_that_takes_a_column_the_data_lacks_ends_the_run_before_anythin
     ends = "! a run of the whole recipe ends after prepare: rl.score.rewards.mine.function: mine_columns:right takes"
     assert ends in done.stdout
     # A part of the recipe that calls no reward is made.
-    session = Session(recipe, ConsoleReporter(Console(file=io.StringIO(), width=80)), "until-prepare")
+    session = Session(recipe, Lines(), "until-prepare")
     for node in stages_of(session, {"base", "prepare"}):
         session.run_node(node.name)
     session.finish("partial")
     given = load_recipe("smoke", sets=[*sets, "rl.score.rewards.mine.arguments.solution=4"])
-    session = Session(given, ConsoleReporter(Console(file=io.StringIO(), width=80)), "with-columns")
+    session = Session(given, Lines(), "with-columns")
     for node in stages_of(session):
         if node.name == "sft":
             break
