@@ -116,6 +116,10 @@ def tool(**parameters):
     return [{"type": "function", "function": {"name": "f", "parameters": parameters}}]
 
 
+def offering(**parameters):
+    return {"messages": USER, "tools": tool(**parameters)}
+
+
 def nested(depth):
     schema: dict = {"type": "string"}
     for _ in range(depth):
@@ -135,19 +139,13 @@ CHATS = {
     "arguments that are no object": {"messages": [*USER, CALLED]},
     "tools of one name": {"messages": USER, "tools": tool(type="object") * 2},
     "a name with a line": {"messages": USER, "tools": [{"type": "function", "function": {"name": "a\nb"}}]},
-    "a schema that is none": {"messages": USER, "tools": tool(type=5)},
-    "a pattern that is none": {"messages": USER, "tools": tool(properties={"a": {"pattern": "("}})},
-    "a pattern that looks ahead": {"messages": USER, "tools": tool(properties={"a": {"pattern": "^(?=a)(a+)+$"}})},
-    "a pattern that looks back": {"messages": USER, "tools": tool(properties={"a": {"pattern": r"^(a|b)*\1$"}})},
-    "a pattern of many states": {
-        "messages": USER,
-        "tools": tool(properties={"a": {"pattern": "((a{1,99}){1,99}){9}"}}),
-    },
-    "pattern properties": {"messages": USER, "tools": tool(patternProperties={"^(?!a)": {}})},
-    "another draft below": {
-        "messages": USER,
-        "tools": tool(properties={"a": {"$schema": "http://json-schema.org/schema#"}}),
-    },
+    "a schema that is none": offering(type=5),
+    "a pattern that is none": offering(properties={"a": {"pattern": "("}}),
+    "a pattern that looks ahead": offering(properties={"a": {"pattern": "^(?=a)(a+)+$"}}),
+    "a pattern that looks back": offering(properties={"a": {"pattern": r"^(a|b)*\1$"}}),
+    "a pattern of many states": offering(properties={"a": {"pattern": "((a{1,99}){1,99}){9}"}}),
+    "pattern properties": offering(patternProperties={"^(?!a)": {}}),
+    "another draft below": offering(properties={"a": {"$schema": "http://json-schema.org/schema#"}}),
     "a name as long as a book": {"messages": [*USER, {"role": "tool", "name": "n" * 10**6, "content": "a"}]},
     "a schema as deep as a well": {"messages": USER, "tools": tool(**nested(100))},
     "a choice of no tool": {"messages": USER, "tool_choice": "required"},
@@ -261,7 +259,7 @@ def test_usual_patterns_of_tools_are_taken(url):
     usual = (r"^\d{4}-\d{2}-\d{2}$", r"^[a-z]+(-[a-z]+)?$", r"^(red|green)$", r"^[\w.]+@[\w.]+$", r"^.{1,64}$")
     # Python's engine would not end; RE2 takes linear time.
     for pattern in (*usual, "^(a+)+$", "^(a|a)*$", "a?" * 500 + "a" * 500):
-        asked = {"messages": USER, "max_tokens": 1, "tools": tool(properties={"a": {"pattern": pattern}})}
+        asked = offering(properties={"a": {"pattern": pattern}}) | {"max_tokens": 1}
         answer = httpx.post(f"{url}/v1/chat/completions", json=asked, timeout=60)
         assert answer.status_code == 200 or "tokens; the context is" in answer.text, answer.text
 
@@ -270,10 +268,7 @@ DRAFT_4 = {"$schema": "http://json-schema.org/draft-04/schema#", "type": "object
 DOUBLING = {"$defs": {f"a{i}": {"allOf": [{"$ref": f"#/$defs/a{i + 1}"}] * 2} for i in range(40)} | {"a40": {}}}
 LARGE = {
     "an enum that is compared pairwise": lambda: {"messages": USER, "tools": tool(**DRAFT_4, enum=[*range(8000), "a"])},
-    "a schema of many properties": lambda: {
-        "messages": USER,
-        "tools": tool(properties={f"p{i}": {} for i in range(20_000)}),
-    },
+    "a schema of many properties": lambda: offering(properties={f"p{i}": {} for i in range(20_000)}),
     "many schemas": lambda: {
         "messages": USER,
         "tools": [

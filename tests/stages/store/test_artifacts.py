@@ -10,10 +10,12 @@ from pathlib import Path
 
 import boto3
 import pytest
+from fsspec.registry import _registry
 
 from rlhf.stages.store.artifacts import MANIFEST, Artifact, ArtifactError, Store
 from rlhf.stages.store.leases import lease
 from rlhf.stages.store.work import WorkFolder
+from rlhf.tuning.data.remote import SourceError, filesystem
 from tests.stages.store.support import fresh
 from tests.support import python, write_files
 
@@ -294,3 +296,18 @@ def test_a_file_among_folders_is_nothing_of_the_store(tmp_path):
     (tmp_path / "runs").mkdir()
     (tmp_path / "runs" / ".DS_Store").touch()
     assert Store(str(tmp_path)).read_json("runs", ".DS_Store", "run.json") is None
+
+
+def test_a_store_and_a_source_say_which_extra_to_install(monkeypatch):
+    for module in ("gcsfs", "s3fs"):
+        # As Python marks what cannot be imported.
+        monkeypatch.setitem(__import__("sys").modules, module, None)
+    for protocol in ("gs", "gcs", "s3", "s3a"):
+        # fsspec keeps the classes that it has imported.
+        monkeypatch.delitem(_registry, protocol, raising=False)
+    for url, extra in {"gs://bucket/x": "gcs", "s3://user:abc@bucket/x": "s3"}.items():
+        with pytest.raises(ArtifactError, match=rf"pip install 'rlhf-pipeline\[{extra}\]'") as error:
+            Store(url)
+        assert "abc" not in str(error.value)
+        with pytest.raises(SourceError, match=rf"pip install 'rlhf-pipeline\[{extra}\]'"):
+            filesystem(url)
