@@ -1,7 +1,5 @@
 """The examples run as their headers say: rewards rise and losses fall, and a run can be read."""
 
-from __future__ import annotations
-
 import json
 import os
 import re

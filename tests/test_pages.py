@@ -11,8 +11,6 @@ Fenced blocks, by language and the words behind it:
                         `cp FROM TO` copies a file of the project into the scratch copy of the packages
 """
 
-from __future__ import annotations
-
 import os
 import re
 import shutil

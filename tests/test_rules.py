@@ -1,7 +1,5 @@
 """The rules of the numeric core (`docs/explanation/rules.md`), and the tests that hold each of them."""
 
-from __future__ import annotations
-
 import re
 
 from tests.support import ROOT
@@ -183,9 +181,7 @@ HELD = {
         "tests/stages/sampling/test_episodes.py::test_limits_have_statuses_of_their_own",
         "tests/tuning/chat/test_renderer.py::test_sampled_ids_stay_and_all_ids_read_as_the_whole_rendering",
     ],
-    "R28": [
-        "tests/stages/auditing/test_laws.py::test_what_an_artifact_says_otherwise_breaks_a_law",
-    ],
+    "R28": ["tests/stages/auditing/test_laws.py::test_what_an_artifact_says_otherwise_breaks_a_law"],
     "R29": [
         "tests/conformance/test_vectors.py::test_case",
         "tests/conformance/test_families.py::test_logits_and_gradients_equal_transformers",

@@ -1,7 +1,5 @@
 """kill -9 at every kind of moment: the same command goes on and ends with the bits of an undisturbed run."""
 
-from __future__ import annotations
-
 import os
 import re
 import shutil
@@ -64,7 +62,6 @@ def store(undisturbed, tmp_path):
 
 def digests(store: Path, run: str = "run") -> dict[str, str]:
     record = Store(str(store)).read_json("runs", run, "run.json")
-    assert record is not None
     return {name: entry["digest"] for name, entry in record["nodes"].items()}
 
 

@@ -1,7 +1,5 @@
 """A policy of SmolLM2-135M and its neighbours for real vLLM servers on the CPU, and what tells them apart."""
 
-from __future__ import annotations
-
 import dataclasses
 import os
 from collections.abc import Sequence

@@ -1,7 +1,5 @@
 """Results of a storm: read, and as a page."""
 
-from __future__ import annotations
-
 import json
 import re
 from collections import defaultdict

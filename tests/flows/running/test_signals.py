@@ -1,7 +1,5 @@
 """A signal at any moment ends a run of several workers, is what it ends with, and leaves no stage at work."""
 
-from __future__ import annotations
-
 import gc
 import random
 import shutil

@@ -1,7 +1,6 @@
 """Two policies, requests for them, and a fleet of the servers that sample; `conftest.py` has the servers."""
 
 import dataclasses
-import time
 
 import jax
 import numpy as np
@@ -46,14 +45,6 @@ def remote(*servers, kind="vllm", **changes):
     made = Fleet(KINDS[kind], servers, dataclasses.replace(OPTIONS, **changes), lines.append)
     made.lines = lines
     return made
-
-
-def until(happened):
-    """Waits for it."""
-    deadline = time.monotonic() + 30
-    while not happened():
-        assert time.monotonic() < deadline
-        time.sleep(0.02)
 
 
 def run(engine, requests):
