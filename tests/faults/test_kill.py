@@ -11,7 +11,7 @@ import psutil
 import pytest
 
 from rlhf.flows.recipe.reading import load_recipe
-from rlhf.flows.running.plain import run_plain
+from rlhf.flows.running.runner import run_plain
 from rlhf.stages.store.artifacts import Store
 from tests.faults.support import SETTINGS as OF_FAULTS
 from tests.faults.support import Run, shards

@@ -7,7 +7,7 @@ import pytest
 from rlhf.flows.graph.build import build
 from rlhf.flows.graph.keying import key_of, key_parts
 from rlhf.flows.running.naming import before
-from rlhf.flows.running.plain import run_plain
+from rlhf.flows.running.runner import run_plain
 from rlhf.flows.running.session import RunTooLong
 from rlhf.stages.store.artifacts import Store
 from rlhf.stages.store.leases import lease

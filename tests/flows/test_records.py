@@ -9,7 +9,7 @@ import pytest
 from rlhf.flows.recipe.model import RecipeError
 from rlhf.flows.recipe.reading import load_recipe
 from rlhf.flows.records import UnknownRun, all_runs, candidates, readable_runs, status_of, whole_first
-from rlhf.flows.running.plain import run_plain
+from rlhf.flows.running.runner import run_plain
 from rlhf.stages.store.artifacts import ArtifactError, Store
 from rlhf.stages.store.leases import booted, host_scope
 from tests.support import write_files

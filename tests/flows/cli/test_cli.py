@@ -392,7 +392,7 @@ def started(monkeypatch, tmp_path):
     """The ways in which runs were started."""
     ways = []
     monkeypatch.setattr(launch, "run_with_prefect", lambda recipe, **_: ways.append("prefect"))
-    monkeypatch.setattr("rlhf.flows.running.plain.run_plain", lambda recipe, **_: ways.append("plain"))
+    monkeypatch.setattr("rlhf.flows.running.runner.run_plain", lambda recipe, **_: ways.append("plain"))
     monkeypatch.setenv("PREFECT_HOME", str(tmp_path / "no-profiles"))
     monkeypatch.delenv("PREFECT_API_URL", raising=False)
     return ways

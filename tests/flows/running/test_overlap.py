@@ -11,8 +11,7 @@ from collections.abc import Callable, Iterator
 import psutil
 import pytest
 
-from rlhf.flows.running.overlap import run_stages
-from rlhf.flows.running.plain import run_plain
+from rlhf.flows.running.runner import run_plain, run_stages
 from rlhf.flows.running.session import Session
 from rlhf.stages.store import runs
 from rlhf.stages.store.artifacts import Store

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from rlhf.flows.running.overlap import run_stages
+from rlhf.flows.running.runner import run_stages
 from rlhf.flows.running.session import Session
 from tests.flows.lines import Lines
 from tests.flows.running.support import ALL, NOTHING, recipe

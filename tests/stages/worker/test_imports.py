@@ -15,7 +15,7 @@ HEAVY = ("jax", "flax", "optax", "orbax", "grain", "torch", "prefect", "transfor
 @pytest.mark.parametrize(
     "statement",
     [
-        "import rlhf.flows.cli.app, rlhf.flows.running.session, rlhf.flows.running.plain; "
+        "import rlhf.flows.cli.app, rlhf.flows.running.session, rlhf.flows.running.runner; "
         "import rlhf.flows.graph.plan, rlhf.flows.recipe.reading",
         "from rlhf.flows.graph.plan import plan; from rlhf.flows.recipe.reading import load_recipe; "
         "plan(load_recipe('smoke', sets=['store=/nonexistent']))",
