@@ -23,7 +23,9 @@ class Connection(H11Protocol):
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
         if len(self.connections) > resource.getrlimit(resource.RLIMIT_NOFILE)[0] // 2:
-            transport.abort()
+            others: Any = self.connections - {self}
+            silent = (one for one in others if one.cycle is None and not one.transport.is_closing())
+            next(silent, self).transport.abort()
         self.loop.call_later(HEAD_SECONDS, lambda: self.cycle or transport.abort())
 
 

@@ -246,6 +246,7 @@ def test_silent_connections_leave_files_to_the_process_and_are_dropped(live, mon
             with contextlib.ExitStack() as opened:
                 for _ in range(100):
                     opened.enter_context(open(os.devnull))
+                assert httpx.get(f"{url}/health", timeout=5).status_code == 200
             time.sleep(4.0)
             assert httpx.get(f"{url}/health", timeout=5).status_code == 200
             assert len(web_connections(url)) < 10

@@ -301,3 +301,8 @@ def test_a_file_among_folders_is_nothing_of_the_store(tmp_path):
     (tmp_path / "runs").mkdir()
     (tmp_path / "runs" / ".DS_Store").touch()
     assert Store(str(tmp_path)).read_json("runs", ".DS_Store", "run.json") is None
+
+
+def test_a_folder_that_fsspec_would_read_as_a_chain_is_refused(tmp_path):
+    with pytest.raises(ArtifactError, match="rename the folder"):
+        Store(f"{tmp_path}/a::b")

@@ -2,6 +2,8 @@
 
 import errno
 import os
+import resource
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -11,6 +13,8 @@ import s3fs.errors
 from botocore.exceptions import ClientError
 from safetensors import SafetensorError
 
+from rlhf.stages.store import reserve
+from rlhf.stages.store.artifacts import Store
 from rlhf.stages.store.disk import DiskFault, check_room, disk_fault
 from tests.support import can_mount
 
@@ -104,3 +108,18 @@ def test_a_real_full_disk_is_told_and_keeps_nothing_half_written(tmp_path):
     assert "No space left on device: the disk of" in done.stdout, done.stderr
     assert str(tmp_path) in done.stdout
     assert done.stdout.splitlines()[-1] == "[]"
+
+
+def test_a_reserve_is_whole_or_not_there(tmp_path, monkeypatch):
+    store = Store(str(tmp_path))
+    _, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    before = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    try:
+        # The file system takes half of it.
+        resource.setrlimit(resource.RLIMIT_FSIZE, (reserve.BYTES // 2, hard))
+        reserve.keep_room(store)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (hard, hard))
+        signal.signal(signal.SIGXFSZ, before)
+    reserve.keep_room(store)
+    assert (tmp_path / "room").stat().st_size == reserve.BYTES

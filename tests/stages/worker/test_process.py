@@ -2,7 +2,9 @@
 
 import os
 
+from rlhf.stages.store.artifacts import Artifact
 from rlhf.stages.worker import process
+from rlhf.stages.worker.process import smallest_model
 from rlhf.stages.worker.protocol import Heartbeat, parse_event
 
 
@@ -21,3 +23,14 @@ def test_beats_end_in_silence_with_the_pipe_that_they_are_written_to(monkeypatch
 
     process.heartbeat(process.Events(os.fdopen(write, "w")), compiling)
     assert told == [False, True, False] and seen == [Heartbeat(False), Heartbeat(True)]
+
+
+def test_the_room_that_a_model_needs_is_not_that_of_data_teachers_and_moments():
+    def artifact(**sizes):
+        files = [{"path": path.replace("_", "/", 1), "size": size} for path, size in sizes.items()]
+        return Artifact(None, {"files": files})
+
+    base, teacher = artifact(model_weights=100, tokenizer_json=7), artifact(model_weights=5000)
+    data, update = artifact(sft_part=10**12), artifact(state_trainer=900)
+    assert smallest_model([data, teacher, base]) == 100
+    assert smallest_model([data, update]) == 0
