@@ -26,7 +26,11 @@ class Connection(H11Protocol):
             others: Any = self.connections - {self}
             silent = (one for one in others if one.cycle is None and not one.transport.is_closing())
             next(silent, self).transport.abort()
-        self.loop.call_later(HEAD_SECONDS, lambda: self.cycle or transport.abort())
+        self.loop.call_later(HEAD_SECONDS, self._drop_silent)
+
+    def _drop_silent(self) -> None:
+        if self.cycle is None:
+            self.transport.abort()
 
 
 class Web(uvicorn.Server):
