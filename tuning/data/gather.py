@@ -1,7 +1,7 @@
 """The pieces of all blocks, gathered by shard, a piece at a time.
 
 pieces of blocks    | rows of shards 2 0 7 ... | rows of shards 5 1 0 ... |
-files of shards     shard 0   shard 1   shard 2   ...
+folders of shards   shard 0   shard 1   shard 2   ...
 
 Not `pyarrow.dataset.write_dataset`: it holds rows by their number, however long they are, which can be all of the data.
 """
@@ -50,7 +50,7 @@ class Pieces:
 
     def read(self, output: str, shard: int, columns: list[str] | None = None) -> pa.Table:
         """Return the rows of a shard of an output or of the ledger, in no particular order."""
-        files = [str(path) for path in (self.folder / output).glob(f"{shard}.arrow")]
+        files = [str(path) for path in (self.folder / output / str(shard)).glob("*.arrow")]
         return dataset.dataset(files, _schema(output), "ipc").to_table(columns)
 
     def dead(self) -> Iterator[pa.Table]:
@@ -74,14 +74,14 @@ def gather(folder: str, blocks: Blocks, shards: int, into: Path) -> Pieces:
     options = pa.ipc.IpcWriteOptions(compression="lz4")
     for output in sorted({"ledger"} | outputs_of(blocks)):
         schema, files = _schema(output), dict[int, pa.RecordBatchFileWriter]()
-        (into / output).mkdir(parents=True)
         with contextlib.ExitStack() as opened:
             for table in tables(folder, blocks, output):
                 start, rows = 0, table.sort_by("shard")
                 for shard, count in sorted(Counter(table["shard"].to_pylist()).items()):
                     if shard not in files:
-                        path = str(into / output / f"{shard}.arrow")
-                        files[shard] = opened.enter_context(pa.ipc.new_file(path, schema, options=options))
+                        path = into / output / str(shard) / "0.arrow"
+                        path.parent.mkdir(parents=True)
+                        files[shard] = opened.enter_context(pa.ipc.new_file(str(path), schema, options=options))
                     files[shard].write_table(rows.slice(start, count).select(schema.names))
                     start += count
     return Pieces(into, shards, folder, blocks)
