@@ -168,7 +168,7 @@ def test_a_store_that_is_not_there_is_named_and_no_empty_one(rlhf_here, tmp_path
         assert f"error: no store at {url}: `rlhf run` creates one, in a bucket that exists; name another" in error
 
 
-@pytest.mark.parametrize("command", ["runs", "gc"])
+@pytest.mark.parametrize("command", [["runs"], ["gc"], ["plan", "smoke"], ["run", "smoke", "--no-prefect"]])
 def test_a_store_that_does_not_answer_is_named_in_one_line(rlhf_here, s3, monkeypatch, command):
     from s3fs import S3FileSystem
 
@@ -177,7 +177,7 @@ def test_a_store_that_does_not_answer_is_named_in_one_line(rlhf_here, s3, monkey
     monkeypatch.setenv("AWS_MAX_ATTEMPTS", "1")
     S3FileSystem.clear_instance_cache()
     try:
-        error = rlhf_here(command, "--store", "s3://bucket/x", code=2).stderr
+        error = rlhf_here(*command, "--store", "s3://bucket/x", code=2).stderr
     finally:
         S3FileSystem.clear_instance_cache()
     assert error.startswith("error: the store s3://bucket/x cannot be reached: EndpointConnectionError: ")

@@ -3,13 +3,19 @@
 import asyncio
 import contextlib
 import json
+import os
+import resource
 import socket
+import subprocess
+import sys
 import threading
 
 import httpx
+import psutil
 import pytest
 
 from rlhf.stages.serving import app as routes
+from rlhf.stages.serving import web
 from rlhf.stages.serving.app import make_app
 from rlhf.stages.serving.guard import Guard
 from rlhf.stages.serving.metrics import Metrics
@@ -181,3 +187,40 @@ def test_a_timeout_of_the_application_is_not_reported_as_the_limit_of_the_reques
     # As any other failure: the server answers 500, and its log has the place.
     with pytest.raises(TimeoutError, match="of its own"):
         asyncio.run(Guard(App(late), Metrics())(dict(SCOPE), None, send))
+
+
+FLOOD = """
+import socket, sys
+clients = []
+for _ in range(600):
+    clients.append(socket.create_connection(("127.0.0.1", int(sys.argv[1])), 5))
+print("opened", flush=True)
+sys.stdin.read()
+"""
+
+
+def test_silent_connections_leave_files_to_the_process_and_are_dropped(live, monkeypatch):
+    monkeypatch.setattr(web, "HEAD_SECONDS", 3.0)
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    with serving(served(live)) as url:
+        command = [sys.executable, "-c", FLOOD, url.rpartition(":")[2]]
+        with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as flood:
+            try:
+                resource.setrlimit(resource.RLIMIT_NOFILE, (500, hard))
+                assert flood.stdout.readline() == "opened\n"
+                with contextlib.ExitStack() as opened:
+                    for _ in range(100):
+                        opened.enter_context(open(os.devnull))
+                    assert httpx.get(f"{url}/health", timeout=60).status_code == 200
+                until(lambda: len(web_connections(url)) < 10)
+                assert httpx.get(f"{url}/health", timeout=60).status_code == 200
+            finally:
+                resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+                flood.stdin.close()
+
+
+def web_connections(url):
+    """The established connections of this process's server."""
+    port = int(url.rpartition(":")[2])
+    found = psutil.Process().net_connections("tcp")
+    return [one for one in found if one.laddr.port == port and one.status == psutil.CONN_ESTABLISHED]

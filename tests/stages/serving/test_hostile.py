@@ -301,11 +301,18 @@ LARGE = {
         "chat_template_kwargs": {f"f{i}": None for i in range(250_000)},
     },
     "a text without an end": lambda: b"[" * 2**17 + b'["' + rb"\"" * 1_900_000,
+    "fields of a tool": lambda: {"messages": USER, "tools": [tool(type="object")[0] | {"x": [0] * 1_300_000}]},
+    "a description": lambda: {"messages": USER, "tools": [described("a b" * 1_300_000)]},
     "fields of a message": lambda: {"max_tokens": 1, "messages": [USER[0] | {f"f{i}": 1 for i in range(300_000)}]},
 }
 
 UNREAD = ("objects", "fields of a message")
 """Cases whose large values reach nothing."""
+
+
+def described(text):
+    """A tool with this description."""
+    return {"type": "function", "function": {"name": "f", "description": text}}
 
 
 def called(arguments):

@@ -1,5 +1,7 @@
 """Sessions record a client's calls as ids that only grow, whatever the client sends back of them."""
 
+import contextlib
+import socket
 import sys
 import threading
 import time
@@ -7,6 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import httpx
 import openai
+import psutil
 import pytest
 
 from rlhf.stages.serving.api import Message
@@ -273,3 +276,27 @@ def test_readers_of_a_large_session_stop_nobody(live):
             assert httpx.get(f"{url}/health", timeout=60).status_code == 200
             slowest = max(slowest, time.monotonic() - start)
     assert all(len(one.result().json()["turns"]) == 20 for one in asked) and slowest < 10
+
+
+def test_readers_that_take_nothing_of_a_large_session_hold_no_request_and_little_memory(live):
+    sessions = Sessions(max_sessions=3, tokens=10**8)
+    session = sessions.of_call("big")
+    for _ in range(100):
+        call = session.open("chat", None, [7] * 10_000, messages=[], signatures=(), policy=None)
+        session.keep(call, {"content": "x"}, ("assistant", "x", ()))
+    process = psutil.Process()
+    asked = {"prompt": "ab", "max_tokens": 1}
+    with serving(served(live, sessions=sessions)) as url, contextlib.ExitStack() as open_sockets:
+        host, port = url.removeprefix("http://").split(":")
+        before = process.memory_info().rss
+        for _ in range(20):
+            client = open_sockets.enter_context(socket.socket())
+            client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+            client.connect((host, int(port)))
+            client.sendall(b"GET /sessions/big HTTP/1.1\r\nHost: localhost\r\n\r\n")
+        began = time.monotonic()
+        assert httpx.post(f"{url}/v1/completions", json=asked, timeout=120).status_code == 200
+        took = time.monotonic() - began
+        time.sleep(5.0)
+        grown = process.memory_info().rss - before
+    assert took < 60 and grown < 60e6, (took, grown)

@@ -311,3 +311,8 @@ def test_a_store_and_a_source_say_which_extra_to_install(monkeypatch):
         assert "abc" not in str(error.value)
         with pytest.raises(SourceError, match=rf"pip install 'rlhf-pipeline\[{extra}\]'"):
             filesystem(url)
+
+
+def test_a_folder_that_fsspec_would_read_as_a_chain_is_refused(tmp_path):
+    with pytest.raises(ArtifactError, match="rename the folder"):
+        Store(f"{tmp_path}/a::b")

@@ -2,6 +2,8 @@
 
 import errno
 import os
+import resource
+import signal
 from pathlib import Path
 
 import pytest
@@ -9,6 +11,8 @@ import s3fs.errors
 from botocore.exceptions import ClientError
 from safetensors import SafetensorError
 
+from rlhf.stages.store import reserve
+from rlhf.stages.store.artifacts import Store
 from rlhf.stages.store.disk import DiskFault, check_room, disk_fault
 from tests.support import can_mount, in_small_disk
 
@@ -97,3 +101,18 @@ def test_a_real_full_disk_is_told_and_keeps_nothing_half_written(tmp_path):
     said = in_small_disk(tmp_path, 2, WRITES)
     assert "No space left on device: the disk of" in said and str(tmp_path) in said
     assert said.splitlines()[-1] == "[]"
+
+
+def test_a_reserve_is_whole_or_not_there(tmp_path, monkeypatch):
+    store = Store(str(tmp_path))
+    _, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    before = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    try:
+        # The file system takes half of it.
+        resource.setrlimit(resource.RLIMIT_FSIZE, (reserve.BYTES // 2, hard))
+        reserve.keep_room(store)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (hard, hard))
+        signal.signal(signal.SIGXFSZ, before)
+    reserve.keep_room(store)
+    assert (tmp_path / "room").stat().st_size == reserve.BYTES

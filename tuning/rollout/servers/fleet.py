@@ -123,6 +123,8 @@ class Fleet:
             for server in (*self._servers[first:], *self._servers[:first])
             if server not in self._dead
         ]
+        if not tasks:
+            results.put_nowait(list(self._dead.values())[-1])
         try:
             for _ in requests:
                 result = loop.run_until_complete(results.get())
