@@ -64,7 +64,10 @@ RecipeName = Annotated[
     str, typer.Argument(metavar="RECIPE", help="A built-in recipe's name or the path of a YAML file.")
 ]
 Sets = Annotated[
-    list[str] | None, typer.Option("--set", metavar="A.B=VALUE", help="Set one field of the recipe; repeatable.")
+    list[str] | None,
+    typer.Option(
+        "--set", metavar="A.B=VALUE", help="Set one field of the recipe, or all entries of a mapping; repeatable."
+    ),
 ]
 
 

@@ -123,6 +123,16 @@ def whole(place: Sequence[str]) -> list[str]:
     return found
 
 
+def mappings_in(place: Sequence[str], value: Any) -> Iterator[Sequence[str]]:
+    """Yield the places in the value of a place that are mappings by the user's names, such as rewards."""
+    field = getattr(_model_at(place[:-1]), "model_fields", {}).get(place[-1])
+    if isinstance(value, dict) and field is not None and typing.get_origin(field.annotation) is dict:
+        yield place
+    elif isinstance(value, dict):
+        for name, inner in value.items():
+            yield from mappings_in([*place, name], inner)
+
+
 def lines_of(node: yaml.Node | None, place: Sequence[str]) -> list[int]:
     """Return the lines of the parts of `place` that the file has; a short form's `optimizer` has the line above."""
     lines: list[int] = []

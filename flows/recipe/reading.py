@@ -12,7 +12,7 @@ from typing import Any
 import yaml
 from pydantic import ValidationError
 
-from rlhf.flows.recipe.field_paths import hint, lines_of, merge, whole
+from rlhf.flows.recipe.field_paths import hint, lines_of, mappings_in, merge, whole
 from rlhf.flows.recipe.model import Recipe, RecipeError
 from rlhf.flows.recipe.secrets import secrets_in
 from rlhf.flows.recipe.text import DEEPEST, Unusable, parse, read_text, short
@@ -89,9 +89,11 @@ def with_sets(values: dict[str, Any], sets: list[str]) -> tuple[dict[str, Any], 
         except Unusable as e:
             raise RecipeError(f"--set {item}: the value cannot be read: {e}") from e
         _check_items(values, parts, item)
-        for name in reversed(parts):
-            given = {name: given}
-        values = merge(values, given)
+        # A mapping takes the place of the recipe's, or no option could take a reward away.
+        for where, part in [*((place, None) for place in mappings_in(parts, given)), (parts, given)]:
+            for name in reversed(where):
+                part = {name: part}
+            values = merge(values, part)
     return values, options
 
 

@@ -268,11 +268,16 @@ def _tool_calls(call: Call, following: Call | None) -> list[dict[str, Any]] | No
     called = (call.reply or {}).get("tool_calls")
     if not called:
         return None
-    results = [m["content"] for m in (following.messages if following else []) if m["role"] == "tool"]
-    results += [None] * len(called)
+    answers = [m for m in (following.messages if following else []) if m["role"] == "tool"]
+    ids = [one["id"] for one in called]
+    # In any order; some clients give ids of their own.
+    results = {
+        m["tool_call_id"] if m.get("tool_call_id") in ids else own: m["content"]
+        for own, m in zip(ids, answers, strict=False)
+    }
     return [
-        {"name": one["function"]["name"], "arguments": json.loads(one["function"]["arguments"]), "result": result}
-        for one, result in zip(called, results, strict=False)
+        {**one["function"], "arguments": json.loads(one["function"]["arguments"]), "result": results.get(one["id"])}
+        for one in called
     ]
 
 

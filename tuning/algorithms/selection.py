@@ -76,10 +76,11 @@ class Selection:
 
         Raises ValueError if the algorithm needs pairs after one prompt and a group has none.
         """
+        settings = self.settings
         if self.algorithm.paired:
-            self.data.check_pairs(self.settings.algorithm)
-        if self.settings.kl_in_reward > 0 and self.algorithm.keep is None:
-            # Rewards that tie now may differ by their KL, which takes a forward pass.
+            self.data.check_pairs(settings.algorithm)
+        if settings.kl_in_reward > 0 and (self.algorithm.keep is None or settings.entry is None):
+            # Rewards that tie now may differ by their KL, which takes a forward pass; so may a choice among them.
             return self.in_loss(self.scored.valid_N)
         return self.trained()
 

@@ -353,11 +353,26 @@ def batch_lines(batch: pa.RecordBatch) -> Iterator[bytes]:
     arguments of calls of different tools. Raises ValueError for a value of another type.
     """
     for i, column in enumerate(batch.columns):
-        if pa.types.is_float32(column.type):
-            # By its text, else 0.1 would have the decimals of the next double.
-            batch = batch.set_column(i, batch.field(i).name, column.cast(pa.string()).cast(pa.float64()))
+        # By its text, else 0.1 would have the decimals of the next double.
+        text, doubles = (_with_floats(column.type, kind) for kind in (pa.string(), pa.float64()))
+        if doubles != column.type:
+            batch = batch.set_column(i, batch.field(i).name, column.cast(text).cast(doubles))
     for row in batch.to_pylist(maps_as_pydicts="strict"):
         yield json.dumps(_without_nulls(row), default=_as_text).encode()
+
+
+def _with_floats(given: pa.DataType, kind: pa.DataType) -> pa.DataType:
+    """Return the type with another kind of its floats of 32 bits, in lists, maps and structs too."""
+    if pa.types.is_float32(given):
+        return kind
+    if pa.types.is_struct(given):
+        return pa.struct([field.with_type(_with_floats(field.type, kind)) for field in given])
+    if pa.types.is_map(given):
+        return pa.map_(given.key_type, _with_floats(given.item_type, kind))
+    for is_list, list_of in ((pa.types.is_list, pa.list_), (pa.types.is_large_list, pa.large_list)):
+        if is_list(given):
+            return list_of(given.value_field.with_type(_with_floats(given.value_type, kind)))
+    return given
 
 
 def _without_nulls(value: Any, within: bool = False) -> Any:

@@ -59,7 +59,7 @@ def test_refills_know_what_the_update_does_with_completions_cut_off():
 
 
 def test_baselines_and_refills_are_scored_on_the_scale_of_the_rounds_own_rollouts():
-    normed = "rl.score.rewards={exact: {normalise: batch}}"
+    normed = "rl.score.rewards.exact.normalise=batch"
     nodes = graph(normed, "rl.update={algorithm: remax}")
     assert inputs(nodes["round-001.greedy-score"])["scale"] == "round-001.score"
     assert "scale" not in inputs(nodes["round-001.score"])

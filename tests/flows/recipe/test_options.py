@@ -28,6 +28,17 @@ def test_set_reaches_every_depth():
     assert loaded.evaluate is None
 
 
+def test_set_of_a_mapping_by_names_takes_its_place_and_of_a_section_adds_to_it():
+    mine = "rl.score.rewards={mine: {function: tagged}}"
+    assert list(load_recipe("smoke", sets=[mine]).rl.score.rewards) == ["mine"]
+    arguments = "rl.score.rewards.digits.arguments={pattern: x}"
+    assert load_recipe("smoke", sets=[arguments]).rl.score.rewards["digits"].arguments == {"pattern": "x"}
+    loaded = load_recipe("smoke", sets=["data.source_args={wrong_answers: 1}", "data.source_args={}", "rl={rounds: 1}"])
+    assert loaded.data.source_args == {} and loaded.rl.rollout == load_recipe("smoke").rl.rollout
+    two = ["evaluate.judges={a: {function: tagged}}", "evaluate.judges.b.function=tagged"]
+    assert list(load_recipe("smoke", sets=two).evaluate.judges) == ["a", "b"]
+
+
 def test_set_opens_a_section_that_is_null(recipe):
     assert load_recipe(recipe("sft: null\n"), sets=["sft.epochs=2"]).sft.epochs == 2
 
@@ -58,8 +69,8 @@ def test_set_opens_a_section_that_is_null(recipe):
         ("sft.lora={targets: [q, foo]}", "--set sft.lora.targets.1: Input should be 'q', 'k', 'v', 'o',"),
         ("sft.lora={targets: foo}", "--set sft.lora.targets: Input should be 'all-linear' or a list (found 'foo')"),
         (
-            "rl.score.rewards={exact: {weight: 0}, digits: {weight: 0}, model: {weight: 0}}",
-            "rewards.exact.weight, rewards.digits.weight, rewards.model.weight 0: every total would be 0",
+            "rl.score.rewards={a: {function: tagged, weight: 0}, b: {function: tagged, weight: 0}}",
+            "rewards.a.weight, rewards.b.weight 0: every total would be 0",
         ),
         ("rl.update.algorithm=gropo", "--set rl.update.algorithm: rl.update: no algorithm 'gropo'; did you mean grpo?"),
         ("rl.rollout.completions=1", "--set rl.rollout.completions: rl: rollout.completions is 1, and grpo compares"),

@@ -11,6 +11,7 @@ import psutil
 import pytest
 
 from rlhf.stages.sampling.environment import Environment, modules_of, source_digests
+from rlhf.stages.serving import programs, sessions
 from rlhf.stages.serving.programs import play_episodes, reward_of
 from rlhf.tuning.agents.contract import Task
 from rlhf.tuning.agents.play import turn_seed
@@ -183,6 +184,23 @@ def test_an_unchanged_program_of_openais_sdk_is_an_agent(engine):
     assert [turn.token_ids for turn in ended.turns] == [call, answer]
     assert ended.turns[0].observation_ids == between
     assert ended.turns[0].calls == [{"name": "add", "arguments": {"a": 2, "b": 3}, "result": RESULT["content"]}]
+
+
+def test_results_are_those_of_the_calls_that_they_name():
+    called = [{"id": one, "function": {"name": "weather", "arguments": f'{{"city": "{one}"}}'}} for one in ("a", "b")]
+    call = sessions.Call(0, None, "chat", [1], [], (), None, reply={"tool_calls": called})
+    for given, told in (
+        (["b", "a"], ["first", "zeroth"]),
+        (["x", "y"], ["zeroth", "first"]),
+        (["b"], [None, "zeroth"]),
+    ):
+        texts = ["zeroth", "first"]
+        messages = [
+            {"role": "tool", "tool_call_id": one, "content": text} for one, text in zip(given, texts, strict=False)
+        ]
+        found = programs._tool_calls(call, sessions.Call(1, call, "chat", [2], messages, (), None))
+        assert [one["result"] for one in found] == told
+    assert found[0]["arguments"] == {"city": "a"}
 
 
 def test_the_last_line_is_the_reward_only_if_it_is_one():

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from rlhf.tuning.algorithms import ppo
-from rlhf.tuning.algorithms.algorithm import find
+from rlhf.tuning.algorithms.algorithm import Algorithm, find
 from rlhf.tuning.algorithms.flat import Column
 from rlhf.tuning.algorithms.registry import ALGORITHMS, presets
 from rlhf.tuning.algorithms.round_data import RoundData
@@ -112,6 +112,16 @@ def test_tied_groups_count_whatever_the_weight_of_the_kl(changes, stays, rows):
     tied = dataclasses.replace(rows, totals_N=np.where(GROUPS == 4, 1.0, rows.totals_N))
     assert taken(tied, settings("grpo", **changes))[0][GROUPS == 4].all() == stays
     assert not taken(tied, settings("dapo"))[0][GROUPS == 4].any()
+
+
+def best(objective):
+    keep = lambda scored: scored.rewards_N == scored.rewards_N.max()  # noqa: E731
+    return Algorithm(lambda scored: scored.totals_N, ppo.clipped(objective), keep=keep)
+
+
+def test_a_choice_of_ones_own_is_made_with_the_kl_of_every_completion(rows):
+    chosen = Selection.of(rows, RoundSettings.of(f"{__name__}:best", prompts_per_step=2, kl_in_reward=0.1))
+    assert chosen.candidates().all() and chosen.trained().sum() == 1
 
 
 def test_groups_that_tie_on_the_task_differ_by_their_kl(rows):

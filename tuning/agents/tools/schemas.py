@@ -15,7 +15,7 @@ from collections.abc import Callable, Mapping, Sequence
 from types import NoneType, UnionType
 from typing import Any
 
-from pydantic import PydanticSchemaGenerationError, TypeAdapter
+from pydantic import PydanticUserError, TypeAdapter
 
 _SECTION = re.compile(r"^(Args|Arguments|Parameters|Returns?|Raises|Yields|Examples?|Notes?):[ \t]*$", re.MULTILINE)
 _NAME = r"(\w+)(?:[ \t]*\([^)\n]*\))?:"
@@ -73,22 +73,35 @@ def type_of(hint: Any, name: str = "") -> dict[str, Any]:
         others = [kind for kind in kinds if kind is not NoneType]
         return {**type_of(typing.Union[tuple(others)], name), "nullable": True}  # noqa: UP007
     try:
-        return _plain(TypeAdapter(hint).json_schema())
-    except (PydanticSchemaGenerationError, ValueError, TypeError) as error:
+        schema = TypeAdapter(hint).json_schema()
+        return _plain(schema, schema.pop("$defs", {}))
+    except (PydanticUserError, ValueError, TypeError, RecursionError) as error:
         raise ValueError(f"tool {name}: type {hint}: expected one that JSON has") from error
 
 
-def _plain(schema: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a schema as chat templates show it: the type first, without titles and unconstrained parts."""
+def _plain(schema: Mapping[str, Any], named: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a schema as chat templates show it: the type first, without titles, references and unconstrained parts.
+
+    named: the schemas that references name. Raises RecursionError for a type that has itself as a part.
+    """
+    if "$ref" in schema:
+        schema = {**named[schema["$ref"].rpartition("/")[2]], **{k: v for k, v in schema.items() if k != "$ref"}}
     order = ("type", "items", "properties", "additionalProperties", "enum", "anyOf")
     found = {key: schema[key] for key in (*order, *sorted(set(schema) - set(order))) if key in schema}
-    for key in ("title", "default"):
+    for key in ("title", "default", "discriminator"):
         found.pop(key, None)
     if found.get("additionalProperties") is True:
         del found["additionalProperties"]
     if found.get("items") == {}:
         del found["items"]
-    return {key: _plain(value) if isinstance(value, Mapping) else value for key, value in found.items()}
+    for key, value in found.items():
+        if key == "properties":
+            found[key] = {name: _plain(one, named) for name, one in value.items()}
+        elif isinstance(value, Mapping):
+            found[key] = _plain(value, named)
+        elif isinstance(value, list):
+            found[key] = [_plain(one, named) if isinstance(one, Mapping) else one for one in value]
+    return found
 
 
 def _with_text(schema: dict[str, Any], text: str) -> dict[str, Any]:

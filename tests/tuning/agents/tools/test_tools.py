@@ -1,8 +1,10 @@
 """A tool answers its call or says what went wrong with it; no call costs more than its time."""
 
+import dataclasses
 import importlib.util
 import sys
 import time
+import typing
 
 import pytest
 
@@ -128,6 +130,28 @@ def test_a_schema_says_types_choices_and_what_may_be_left_out():
         "some": {"type": "boolean", "description": "Whether some are enough."},
     }
     assert function["return"] == {"type": "array", "items": {"type": "string"}, "description": "What was chosen."}
+
+
+@dataclasses.dataclass
+class Part:
+    title: str
+    default: int = 3
+
+
+@dataclasses.dataclass
+class Tree:
+    branches: list["Tree"]
+
+
+def test_a_schema_has_the_fields_of_classes_whatever_their_names_and_no_references():
+    fields = {"title": {"type": "string"}, "default": {"type": "integer"}}
+    part = {"type": "object", "properties": fields, "required": ["title"]}
+    assert schemas.type_of(Part) == part
+    assert schemas.type_of(list[Part]) == {"type": "array", "items": part}
+    assert schemas.type_of(Part | int) == {"anyOf": [part, {"type": "integer"}]}
+    for refused in (Tree, typing.TypedDict("Old", {"a": int}) if sys.version_info < (3, 12) else bytearray):
+        with pytest.raises(ValueError, match="expected one that JSON has"):
+            schemas.type_of(refused)
 
 
 def test_a_slow_tool_is_told_so_and_a_turn_has_time_for_all_of_its_calls():
