@@ -1,13 +1,19 @@
 """The real compiler for eight H100 takes every program, within what is committed of it; `make gpu-aot` installs it."""
 
+import dataclasses
+import json
+import os
 import subprocess
 import sys
 
 import pytest
 
 from rlhf.tuning.fit.needs import peak
+from tests.aot.__main__ import environment
+from tests.aot.account import concatenations, loops
 from tests.aot.bounds import committed
-from tests.aot.cases import CASES, SMALL_GPU
+from tests.aot.cases import CASES, SMALL_GPU, Case
+from tests.aot.sampling import CAPACITY, SLOTS
 from tests.tuning.fit.steps import elsewhere
 
 
@@ -26,3 +32,34 @@ def test_fit_has_the_peak_of_the_compiler():
     step, on = elsewhere(SMALL_GPU)
     known, needs = committed()[SMALL_GPU.name], step.needs(on)
     assert peak(needs, on) / 1e6 == pytest.approx(known["held_mb"] + known["temporary_mb"], rel=0.05)
+
+
+DECODE = Case("decode", "llama-3-8b", "h100x8")
+
+
+def compiled(case, path):
+    """(HLO, what would be committed of it) of a case that need not be among `CASES`."""
+    program = "import json, pathlib, sys; from tests.aot.cases import Case; from tests.aot.compiled import found; "
+    program += "print(json.dumps(found(Case(**json.loads(sys.argv[1])), text=pathlib.Path(sys.argv[2]))))"
+    command = [sys.executable, "-c", program, json.dumps(dataclasses.asdict(case)), str(path)]
+    done = subprocess.run(command, capture_output=True, text=True, env=os.environ | environment(case))
+    assert done.returncode == 0, done.stderr[-3000:]
+    return path.read_text(), json.loads(done.stdout.splitlines()[-1])
+
+
+@pytest.mark.aot
+@pytest.mark.timeout(1000)
+def test_a_step_of_decoding_copies_no_cache_and_has_a_known_number_of_kernels_a_layer(tmp_path):
+    two, four = (compiled(dataclasses.replace(DECODE, layers=layers), tmp_path / f"{layers}.hlo") for layers in (2, 4))
+    # Keys of one layer.
+    cached = SLOTS * CAPACITY * 8 * 128 * 2
+    assert max(concatenations(four[0])) < cached / 8
+    assert (max(loops(four[0]).values()) - max(loops(two[0]).values())) / 2 <= 22
+
+
+@pytest.mark.aot
+def test_int8_weights_take_no_more_temporary_memory_than_those_of_bfloat16():
+    of_bfloat16, of_int8 = (
+        committed()[dataclasses.replace(DECODE, int8=int8).name]["temporary_mb"] for int8 in (False, True)
+    )
+    assert of_int8 <= of_bfloat16

@@ -162,9 +162,11 @@ def attend(
     # One axis for the queries of a key head: with two, XLA on CPU copies the keys into another layout.
     q = q_RCNH.reshape(r, c, heads, n // heads, h).transpose(0, 2, 1, 3, 4).reshape(r, heads, -1, h)
     logits = []
+    # XLA for GPUs joins products that share a factor: it would copy the keys of all parts into one array.
+    apart = jax.lax.optimization_barrier if target_platform() == "gpu" else lambda q: q
     for part, mask in parts:
         k = _from_stored(part["k"], q.dtype)
-        z = jnp.einsum("rkqh,rkhs->rkqs", q, k, preferred_element_type=accumulate)
+        z = jnp.einsum("rkqh,rkhs->rkqs", apart(q) if logits else q, k, preferred_element_type=accumulate)
         if "k_scale" in part:
             z = z * part["k_scale"][:, :, None]
         z = soft_cap(z * spec.scale, spec.softcap).reshape(r, heads, c, -1, z.shape[-1])
