@@ -10,7 +10,9 @@ from tests.aot.account import Account
 
 BOUNDS = Path(__file__).with_name("bounds.json")
 PAGE = Path(__file__).parents[2] / "docs" / "reference" / "compiled-programs.md"
-HEAD = "| program, model | topology | held, temporary MB a device | FLOPs share | collectives | kernels a step | compile, CPU s |"
+HEAD = (
+    "| program, model | topology | held, temporary MB a device | FLOPs share | collectives | kernels | compile, CPU s |"
+)
 MEMORY = 1.05
 """How much more a program may hold than what is committed."""
 FLOPS, GROWTH = 1.15, 1.01

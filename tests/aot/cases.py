@@ -92,6 +92,9 @@ CASES = [
     Case("decode", "llama-3-8b", "h100x8"),
     Case("decode", "llama-3-8b", "h100x8", int8=True),
     Case("decode", "llama-3-8b", "h100x8", tensor=2),
+    Case("decode", "llama-3-8b", "h100x8", paged=True),
+    Case("mixed", "llama-3-8b", "h100x8", paged=True),
+    Case("decode", "llama-3-8b", "h100x8", tensor=2, paged=True),
     Case("sft", "qwen3-32b", "h100x8", tensor=2, lora=16),
 ]
 

@@ -49,12 +49,17 @@ def compiled(case, path):
 
 @pytest.mark.aot
 @pytest.mark.timeout(1000)
-def test_a_step_of_decoding_copies_no_cache_and_has_a_known_number_of_kernels_a_layer(tmp_path):
-    two, four = (compiled(dataclasses.replace(DECODE, layers=layers), tmp_path / f"{layers}.hlo") for layers in (2, 4))
+@pytest.mark.parametrize(("paged", "most"), [(False, 21.5), (True, 13)])
+def test_a_step_of_decoding_copies_no_cache_and_has_a_known_number_of_kernels_a_layer(paged, most, tmp_path):
+    two, four = (
+        compiled(dataclasses.replace(DECODE, layers=layers, paged=paged), tmp_path / f"{layers}.hlo")
+        for layers in (2, 4)
+    )
     # Keys of one layer.
     cached = SLOTS * CAPACITY * 8 * 128 * 2
     assert max(concatenations(four[0])) < cached / 8
-    assert (max(loops(four[0]).values()) - max(loops(two[0]).values())) / 2 <= 22
+    assert four[1]["temporary_mb"] < 200
+    assert (max(loops(four[0]).values()) - max(loops(two[0]).values())) / 2 <= most
 
 
 @pytest.mark.aot
