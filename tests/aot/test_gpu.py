@@ -59,6 +59,8 @@ def test_a_step_of_decoding_copies_no_cache_and_has_a_known_number_of_kernels_a_
     cached = SLOTS * CAPACITY * 8 * 128 * 2
     assert max(concatenations(four[0])) < cached / 8
     assert four[1]["temporary_mb"] < 200
+    # The loop of steps alone: slots get the keys and values of a run in one kernel an array.
+    assert len(loops(four[0])) == 1
     assert (max(loops(four[0]).values()) - max(loops(two[0]).values())) / 2 <= most
 
 
