@@ -1,13 +1,9 @@
 """SFT trains the tokens that the mask says, and fills its steps with whole examples."""
 
-from __future__ import annotations
-
-import json
-
 import pytest
 
 from rlhf.stages import sft
-from tests.stages.training.support import FAST, data, perform, rows_of, settings
+from tests.stages.training.support import FAST, data, lines_of, perform, rows_of, settings
 
 
 @pytest.mark.slow
@@ -20,8 +16,7 @@ def test_masked_tokens_are_not_trained(base, memory, tmp_path):
     # One token of each of 16 rows in each of 4 epochs.
     assert metrics["tokens"] == 16 * 4
     # Every trained token is the end of the turn.
-    first = json.loads((made.path / "logs" / "metrics.jsonl").read_text().splitlines()[0])
-    assert metrics["loss"] < 0.6 * first["loss"]
+    assert metrics["loss"] < 0.6 * lines_of(made)[0]["loss"]
 
 
 @pytest.mark.slow
@@ -30,14 +25,10 @@ def test_a_step_takes_the_examples_that_fit_its_tokens(base, memory, tmp_path):
     sizes = [len(r["prompt_ids"]) + len(r["completion_ids"]) for r in rows_of("sft", 40)]
     config = settings(sft, epochs=2, tokens_per_step=64)
     metrics, made = perform(sft, config, tmp_path / "sft", memory, base=base, data=table, tokenizer=base)
-    lines = [json.loads(line) for line in (made.path / "logs" / "metrics.jsonl").read_text().splitlines()]
+    lines = lines_of(made)
     assert metrics["tokens"] == sum(line["tokens"] for line in lines) > lines[-1]["tokens"]
     assert metrics["steps"] == len(lines) and sum(line["row_tokens"] for line in lines) == 2 * sum(sizes)
     assert all(line["row_tokens"] <= 64 for line in lines) and lines[0]["row_tokens"] + max(sizes) > 64
-
-
-def lines_of(made):
-    return [json.loads(line) for line in (made.path / "logs" / "metrics.jsonl").read_text().splitlines()]
 
 
 def test_the_loss_on_examples_kept_out_is_measured_before_between_and_after(base, memory, tmp_path):
