@@ -64,7 +64,7 @@ tpu: $(TPU_VENV)/.ready
 
 # The same for eight H100: JAX's plugin compiles without a driver or CUDA's toolkit.
 gpu-aot: $(TPU_VENV)/.ready-gpu
-	$(TPU_VENV)/bin/pytest -m aot --numprocesses=0 tests/aot/test_compilers.py tests/aot/test_mutations.py -k "gpu or mutations" $(ARGS)
+	$(TPU_VENV)/bin/pytest -m aot --numprocesses=0 tests/aot/test_compilers.py tests/aot/test_decoding.py tests/aot/test_mutations.py -k "gpu or mutations" $(ARGS)
 
 $(TPU_VENV)/.ready: $(REQUIREMENTS) $(DEV_REQUIREMENTS) infra/requirements-tpu.txt
 	$(PYTHON) -m venv $(TPU_VENV)

@@ -34,7 +34,7 @@ class EngineSettings(StageConfig):
     """Type of its cached keys and values, with the same effect; auto: that of computation."""
     cache: Literal["auto", "slots", "paged"] = execution_setting("auto")
     """Layout of the key-value cache: slots of equal length, or pages that completions take as they grow. auto: pages on
-    a TPU whose kernel supports the model, else slots. Samples agree up to rounding."""
+    a TPU or GPU whose kernel supports the model, else slots. Samples agree up to rounding."""
     version: str | None = None
     """The servers' version: part of the key of rollouts, and compared with the version that they report."""
     dtype: Literal["bfloat16", "float32"] = "bfloat16"

@@ -78,7 +78,7 @@ class ServeOptions(StageConfig):
     kv_cache_dtype: Literal["auto", "float32", "bfloat16", "int8"] = "auto"
     """Type of keys and values; auto: as computed."""
     cache: Literal["auto", "slots", "paged"] = "auto"
-    """Layout of keys and values: slots of equal length, or pages; auto: pages on a TPU whose kernel has the model."""
+    """Layout of keys and values: slots of equal length, or pages; auto: pages where a kernel has the model."""
 
 
 class Named(StageConfig):

@@ -66,3 +66,29 @@ def collectives(text: str) -> dict[str, list[int]]:
     for name, size in found.values():
         counted[name] = [counted[name][0] + 1, max(counted[name][1], size)]
     return dict(sorted(counted.items()))
+
+
+_INSTRUCTION = re.compile(r"^ +(?:ROOT )?%[\w.\-]+ = .*? (?P<op>[a-z][\w\-]*)\(")
+_FREE = {"parameter", "constant", "tuple", "get-tuple-element", "bitcast", "after-all", "partition-id", "replica-id"}
+_CONTROL = {"while", "conditional", "call"}
+
+
+def loops(text: str) -> dict[str, int]:
+    """Kernels of one iteration of each loop of a GPU's program, without those of loops and branches inside it.
+
+    The loop of decoding has the most: its iteration is a step.
+    """
+    bodies = set(re.findall(r"\bbody=%?([\w.\-]+)", text))
+    counted, computation = dict.fromkeys(bodies, 0), ""
+    for line in text.splitlines():
+        if start := _COMPUTATION.match(line):
+            computation = start[1]
+        elif computation in counted and (match := _INSTRUCTION.match(line)):
+            counted[computation] += match["op"] not in _FREE | _CONTROL
+    return counted
+
+
+def concatenations(text: str) -> list[int]:
+    """Bytes of the result of each concatenation in an HLO module."""
+    shapes = re.findall(r"= (\w+)\[([\d,]*)\]\S* concatenate\(", text)
+    return [BYTES[kind] * math.prod(map(int, filter(None, sizes.split(",")))) for kind, sizes in shapes]

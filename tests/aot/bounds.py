@@ -10,7 +10,9 @@ from tests.aot.account import Account
 
 BOUNDS = Path(__file__).with_name("bounds.json")
 PAGE = Path(__file__).parents[2] / "docs" / "reference" / "compiled-programs.md"
-HEAD = "| program, model | topology | held, temporary MB a device | FLOPs share | collectives | compile, CPU s |"
+HEAD = (
+    "| program, model | topology | held, temporary MB a device | FLOPs share | collectives | kernels | compile, CPU s |"
+)
 MEMORY = 1.05
 """How much more a program may hold than what is committed."""
 FLOPS, GROWTH = 1.15, 1.01
@@ -70,6 +72,8 @@ def broken(name: str, found: dict[str, Any], known: dict[str, Any] | None) -> li
     share, most = found["flops_share"], max(FLOPS, (known["flops_share"] or 0.0) * GROWTH)
     if share is not None and share > most:
         wrong.append(f"{name}: FLOPs are {share} of a device's share, at most {most:.3g} are allowed")
+    if (kernels := found.get("kernels", 0)) > (most := known.get("kernels", 0)):
+        wrong.append(f"{name}: a step of decoding has {kernels} kernels, committed are {most}")
     # Less is a change too: what compiles to nothing, or is no longer counted, holds, computes and sends nothing.
     for key in ("held_mb", "temporary_mb", "flops_share"):
         if (known[key] or 0.0) > SMALL and (found[key] or 0.0) < known[key] * LESS:
@@ -85,17 +89,18 @@ def broken(name: str, found: dict[str, Any], known: dict[str, Any] | None) -> li
 
 def table(known: dict[str, Any], names: list[str]) -> str:
     """The rows of the docs' table, for these programs."""
-    lines = [HEAD, "|---|---|---|---|---|---|"]
+    lines = [HEAD, "|---|---|---|---|---|---|---|"]
     for name in names:
         program, model, topology = name.split()
         if name not in known:
-            lines.append(f"| {program}, {model} | {topology} | not recorded | | | |")
+            lines.append(f"| {program}, {model} | {topology} | not recorded | | | | |")
             continue
         at = known[name]
         sent = ", ".join(f"{count} {kind}" for kind, (count, _) in at["collectives"].items()) or "none"
         size = f"{at['held_mb']:,.0f}, {at['temporary_mb']:,.0f}"
         share = "" if at["flops_share"] is None else f"{at['flops_share']:.2f}"
-        lines.append(f"| {program}, {model} | {topology} | {size} | {share} | {sent} | {at['compile_cpu_seconds']} |")
+        cells = [f"{program}, {model}", topology, size, share, sent, at.get("kernels") or "", at["compile_cpu_seconds"]]
+        lines.append(f"| {' | '.join(map(str, cells))} |")
     return "\n".join(lines)
 
 

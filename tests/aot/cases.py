@@ -31,13 +31,17 @@ class Case:
     completion: int = COMPLETION
     paged: bool = False
     """Whether the cache of decoding is in pages; that of a mixed step always is."""
+    int8: bool = False
+    """Whether the engine's matrices are int8."""
+    layers: int = 4
+    """Of the engine's model, whose layers are compiled one by one: bytes and FLOPs are those of so many."""
 
     @property
     def name(self) -> str:
         """PROGRAM MODEL TOPOLOGY; what differs from the usual is written behind the program."""
         marks = [self.program]
         marks += [f"{name}{size}" for name in ("data", "tensor", "context") if (size := getattr(self, name)) > 1]
-        marks += ["paged"] if self.paged else []
+        marks += [mark for mark in ("paged", "int8") if getattr(self, mark)]
         marks += [f"lora{self.lora}"] if self.lora else []
         if (self.rows, self.completion) != (ROWS_A_DEVICE, COMPLETION) and self.program in ("sft", "grpo"):
             marks.append(f"{self.rows}x{PROMPT + self.completion}")
@@ -86,7 +90,11 @@ CASES = [
     Case("move", "llama-3-8b", "h100x8", tensor=2),
     Case("prefill", "llama-3-8b", "h100x8"),
     Case("decode", "llama-3-8b", "h100x8"),
+    Case("decode", "llama-3-8b", "h100x8", int8=True),
     Case("decode", "llama-3-8b", "h100x8", tensor=2),
+    Case("decode", "llama-3-8b", "h100x8", paged=True),
+    Case("mixed", "llama-3-8b", "h100x8", paged=True),
+    Case("decode", "llama-3-8b", "h100x8", tensor=2, paged=True),
     Case("sft", "qwen3-32b", "h100x8", tensor=2, lora=16),
 ]
 

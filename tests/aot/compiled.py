@@ -8,7 +8,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from tests.aot.account import account
+from tests.aot.account import account, loops
 from tests.aot.bounds import row
 from tests.aot.cases import Case
 from tests.aot.programs import lowered
@@ -29,9 +29,11 @@ def found(case: Case, unless: str = "", text: Path | None = None) -> dict[str, A
     if digest == unless:
         return None
     compiled = program.compile(compiler_options=OPTIONS[case.platform])
+    hlo = compiled.as_text()
     if text is not None:
-        text.write_text(compiled.as_text())
-    return row(account(compiled), ideal, time.process_time() - start, digest)
+        text.write_text(hlo)
+    known = row(account(compiled), ideal, time.process_time() - start, digest)
+    return known | ({"kernels": max(loops(hlo).values())} if (case.platform, case.program) == ("gpu", "decode") else {})
 
 
 def _digest(case: Case, program: str) -> str:

@@ -27,16 +27,15 @@ SLOTS, CAPACITY, CHUNK, STEPS = 64, 2048, 1024, 64
 """Slots a device, tokens of a slot, of a prefill chunk, of a run of decoding."""
 PAGE = 64
 """Tokens of a page."""
-LAYERS = 4
-"""Of the engine's model, whose layers are compiled one by one: bytes and FLOPs are those of so many."""
 
 
 def sampling(case: Case, mesh: Any) -> tuple[Any, float]:
     """The traced program, and the FLOPs of a device, as `programs.lowered` has them."""
-    config = model_of(case, LAYERS)
+    config = model_of(case, case.layers)
     graph, replicas, parts = decoder_graph(config), mesh.shape["data"], mesh.shape["tensor"]
     # As the engine has it over a mesh.
-    layout: dict[str, Any] = {"join": parts == 1, "rolled": False, "quantization": "none", "dtype": "bfloat16"}
+    quantization = "int8" if case.int8 else "none"
+    layout: dict[str, Any] = {"join": parts == 1, "rolled": False, "quantization": quantization, "dtype": "bfloat16"}
     laid_out, shapes = abstract_weights(graph, config, **layout)
     weights = placed(shapes, shardings(shapes, mesh))
     if case.program == "move":

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import pytest
 
 from tests.aot import bounds
-from tests.aot.account import account, collectives
+from tests.aot.account import account, collectives, concatenations, loops
 from tests.aot.bounds import FLOPS, broken, row
 from tests.aot.bounds import committed as committed_bounds
 
@@ -51,6 +51,36 @@ def test_those_of_a_real_step_are_found():
         "all-to-all bf16": [2, 2 * 32 * 2048 * 512],
         "reduce-scatter f32": [5, 4 * 4096 * 14336],
     }
+
+
+DECODING = """
+%body (p: (s32[], bf16[64,128])) -> (s32[], bf16[64,128]) {
+  %p = (s32[], bf16[64,128]{1,0}) parameter(0)
+  %x = bf16[64,128]{1,0} get-tuple-element(%p), index=1
+  %keys = bf16[8,2064]{1,0} fusion(%x), kind=kInput, calls=%joined
+  %attention = (bf16[64,128]{1,0}, /*index=1*/f32[64]{0}) custom-call(%keys), custom_call_target="triton"
+  %cond = (f32[64]{0}) conditional(%attention), true_computation=%a, false_computation=%b
+  ROOT %next = (s32[], bf16[64,128]{1,0}) tuple(%p, %x)
+}
+
+%joined (x: bf16[64,128]) -> bf16[8,2064] {
+  ROOT %concatenate.1 = bf16[8,2064]{1,0} concatenate(%x, %x), dimensions={1}
+}
+
+ENTRY %main (x: bf16[64,128]) -> bf16[64,128] {
+  %while = (s32[], bf16[64,128]{1,0}) while(%x), condition=%cond, body=%body
+}
+"""
+
+
+def test_kernels_of_a_step_and_concatenations_are_counted():
+    assert loops(DECODING) == {"body": 2} and concatenations(DECODING) == [8 * 2064 * 2]
+
+
+def test_more_kernels_are_refused():
+    known = committed() | {"kernels": 100}
+    (said,) = broken(NAME, known | {"kernels": 101}, known)
+    assert said == f"{NAME}: a step of decoding has 101 kernels, committed are 100"
 
 
 def test_bytes_and_flops_are_the_compilers():

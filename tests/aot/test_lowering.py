@@ -34,12 +34,14 @@ def test_for_eight_gpus_it_lowers_without_kernels_of_a_tpu(program):
 
 @pytest.mark.parametrize("parts", [pytest.param(1, marks=pytest.mark.slow), 2])
 @pytest.mark.parametrize("program", ["decode", "mixed"])
-def test_pages_are_read_by_the_kernel_for_tpus_and_gathered_on_gpus(program, parts):
+def test_pages_are_read_by_the_kernels_of_tpus_and_of_gpus(program, parts):
     mesh = abstract_mesh(Axes(1, 1, parts), parts)
     case = Case(program, "small", "v5e:2x4", tensor=parts, paged=True)
     assert "ragged_paged_attention_kernel" in lowered(case, mesh)[0].as_text()
     on_gpu = lowered(Case(program, "small", "h100x8", tensor=parts, paged=True), mesh)[0].as_text()
-    assert "tpu_custom_call" not in on_gpu
+    assert "tpu_custom_call" not in on_gpu and "triton" in on_gpu
+    # The host takes part in each turn of such a loop: there is that of steps, or of windows of prompts.
+    assert on_gpu.count("stablehlo.while") == 1
 
 
 def test_with_tensor_and_an_adapter_it_lowers_too():

@@ -84,7 +84,21 @@ class Int8(nnx.Module):
         return int8_decode((self.codes[...], self.scale[...]), jnp.float32)
 
     def __call__(self, x: jax.Array) -> jax.Array:
-        return _matmul(int8_decode, x, (self.codes[...], self.scale[...]))
+        return _int8_matmul(x, self.codes[...], self.scale[...])
+
+
+@jax.custom_vjp
+def _int8_matmul(x: jax.Array, codes_IO: jax.Array, scale_1O: jax.Array) -> jax.Array:
+    """x [..., I] times the kernel. The scale is applied to the sums, in at least float32: bfloat16 holds the codes
+    exactly, and XLA for GPUs converts them inside the product, where it would write a scaled kernel to memory."""
+    accumulate = jnp.promote_types(x.dtype, jnp.float32)
+    return (contract(x, factor(codes_IO.astype(x.dtype)), x.ndim - 1, 0, accumulate) * scale_1O[0]).astype(x.dtype)
+
+
+_int8_matmul.defvjp(
+    lambda x, *stored: (_int8_matmul(x, *stored), stored),
+    lambda stored, g: (*_matmul_backward(int8_decode, stored, g), None),
+)
 
 
 def int8_encode(kernel_IO: jax.Array) -> tuple[jax.Array, jax.Array]:

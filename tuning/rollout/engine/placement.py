@@ -108,11 +108,12 @@ def put_cache(cache: list[dict[str, jax.Array]], place: Place) -> list[dict[str,
 def cache_shardings(cache: Any, mesh: Mesh) -> Any:
     """A sharding for each array of the caches; heads that `tensor` does not divide evenly are not sharded."""
 
-    def one(x: Any) -> NamedSharding:
-        heads = "tensor" if x.shape[2] % mesh.shape["tensor"] == 0 else None
-        return NamedSharding(mesh, PartitionSpec(None, None, heads))
+    def one(name: str, x: Any) -> NamedSharding:
+        axis = 0 if name == "by_head" else 2
+        heads = "tensor" if x.shape[axis] % mesh.shape["tensor"] == 0 else None
+        return NamedSharding(mesh, PartitionSpec(*[None] * axis, heads))
 
-    return jax.tree.map(one, cache)
+    return [{name: one(name, x) for name, x in stack.items()} for stack in cache]
 
 
 def free_bytes(place: Place) -> int | None:

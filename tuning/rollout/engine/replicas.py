@@ -366,7 +366,7 @@ def engine_at(
     **options: Any,
 ) -> Engine:
     """The engine of one place. cache: whether keys and values are in slots of equal length or in pages; auto: in pages
-    if the kernel for TPUs supports the model."""
+    if a kernel supports the model."""
     if cache == "auto":
         kv = options.get("kv_cache_dtype", "auto")
         parts = place.shape["tensor"] if isinstance(place, Mesh) else 1

@@ -1,9 +1,11 @@
 """Keys and values in pages, and attention of a ragged batch of queries over them.
 
 Axes: P pages, S tokens of a page, K key-value heads, H head size, C queries, N query heads, R sequences, W pages of the
-longest sequence. A layer's pages are one array [P, S, 2 K, H]: keys and values of a head one after the other, as JAX's
-kernel for TPUs reads them (`jax.experimental.pallas.ops.tpu.ragged_paged_attention`). On other platforms the same is
-computed by `gathered`.
+longest sequence. A layer's pages are one array: keys and values of a head one after the other, as the kernels
+of JAX read them. For TPUs, and without a kernel, it is "kv" [P, S, 2 K, H]
+(`jax.experimental.pallas.ops.tpu.ragged_paged_attention`); for GPUs "by_head" [2 K, P, S, H]
+(`jax.experimental.pallas.ops.gpu.paged_attention`, in Triton). That kernel takes one query a sequence: prompts are read
+by `gathered`, as everything is on other platforms. The program for GPUs was compiled for an H100, not run on one.
 """
 
 from __future__ import annotations
@@ -15,16 +17,20 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
-from rlhf.tuning.compile_target import LANES
+from rlhf.tuning.compile_target import LANES, target_platform
 from rlhf.tuning.models.config import DecoderConfig
 from rlhf.tuning.models.decoder import AttentionSpec
 from rlhf.tuning.rollout.engine.arrays import Array
 from rlhf.tuning.rollout.engine.cache import KV, attend, within_window
 
-Kernel = Literal["tpu"]
-"""The kernel for TPUs; None: `gathered`."""
+Kernel = Literal["tpu", "gpu"]
+"""The kernel for a platform; None: `gathered`."""
 KEYS = 512
-"""Keys that the kernel reads at a time, at most."""
+"""Keys that the kernel for TPUs reads at a time, at most."""
+TRITON_KEYS = 128
+"""Keys that the kernel for GPUs reads at a time, at most: two stages of 256 and more fill an H100's shared memory."""
+PROGRAMS = 512
+"""Programs of the kernel for GPUs, at least: where sequences and heads are fewer, each is cut into parts."""
 WINDOW = 64
 """Queries of a sequence that `gathered` computes at a time."""
 ABREAST = 8
@@ -58,7 +64,13 @@ class Ragged(NamedTuple, Generic[Array]):
 
 def kernel_for(platform: str, config: DecoderConfig, kv: str, dtype: str, parts: int = 1) -> Kernel | None:
     """The kernel that takes this model over `parts` devices, with keys and values and computation of these types."""
-    if platform != "tpu" or kv != dtype or kv not in ("bfloat16", "float32") or config.num_kv_heads % parts:
+    if kv != dtype or kv not in ("bfloat16", "float32") or config.num_kv_heads % parts:
+        return None
+    if platform == "gpu":
+        # Blocks of Triton are powers of two; the kernel has no window, and products of float32 would be in TF32.
+        takes = kv == "bfloat16" and config.head_dim in (32, 64, 128, 256)
+        return "gpu" if takes and not any(map(config.slides, range(config.num_layers))) else None
+    if platform != "tpu":
         return None
     if config.head_dim > LANES:
         # Its loads of every other row are of rows of 128 numbers.
@@ -70,13 +82,25 @@ def kernel_for(platform: str, config: DecoderConfig, kv: str, dtype: str, parts:
 
 def stored_head(config: DecoderConfig, kernel: Kernel | None) -> int:
     """Numbers of a head in a page."""
-    return LANES if kernel else config.head_dim
+    return LANES if kernel == "tpu" else config.head_dim
 
 
 def make(config: DecoderConfig, pages: int, tokens: int, kv: KV, kernel: Kernel | None) -> list[dict[str, jax.Array]]:
     """Empty pages of `tokens` tokens, for each layer."""
-    shape = pages, tokens, 2 * config.num_kv_heads, stored_head(config, kernel)
-    return [{"kv": jnp.zeros(shape, kv)} for _ in range(config.num_layers)]
+    heads, size = 2 * config.num_kv_heads, stored_head(config, kernel)
+    shape = (heads, pages, tokens, size) if kernel == "gpu" else (pages, tokens, heads, size)
+    return [{name_of(kernel): jnp.zeros(shape, kv)} for _ in range(config.num_layers)]
+
+
+def name_of(kernel: Kernel | None) -> str:
+    """The name of the array of a layer's pages, which says its layout."""
+    return "by_head" if kernel == "gpu" else "kv"
+
+
+def page_tokens(layer: dict[str, jax.Array]) -> int:
+    """S of a layer's pages."""
+    ((name, pages),) = layer.items()
+    return pages.shape[2 if name == "by_head" else 1]
 
 
 def page_bytes(config: DecoderConfig, tokens: int, kv: KV, kernel: Kernel | None) -> int:
@@ -85,12 +109,37 @@ def page_bytes(config: DecoderConfig, tokens: int, kv: KV, kernel: Kernel | None
     return numbers * tokens * jnp.dtype(kv).itemsize
 
 
-def write(pages: jax.Array, k_CKH: jax.Array, v_CKH: jax.Array, place_C: jax.Array) -> jax.Array:
-    """The pages of a layer with the keys and values of C tokens at their places."""
+def write(
+    pages: jax.Array,
+    k_CKH: jax.Array,
+    v_CKH: jax.Array,
+    place_C: jax.Array,
+    kernel: Kernel | None = None,
+    mesh: Any = None,
+) -> jax.Array:
+    """The pages of a layer with the keys and values of C tokens at their places. mesh: as of `attend_ragged`."""
+    pairs = jnp.stack([k_CKH, v_CKH], axis=2).astype(pages.dtype)
+    if kernel == "gpu":
+        if mesh is None:
+            return _write_by_head(pages, pairs, place_C)
+        by_head = PartitionSpec("tensor")
+        in_specs = by_head, PartitionSpec(None, "tensor"), PartitionSpec()
+        return jax.shard_map(_write_by_head, mesh=mesh, in_specs=in_specs, out_specs=by_head)(pages, pairs, place_C)
     count, tokens, heads, size = pages.shape
-    pairs = jnp.stack([k_CKH, v_CKH], axis=2).reshape(len(place_C), heads, -1).astype(pages.dtype)
+    pairs = pairs.reshape(len(place_C), heads, -1)
     pairs = jnp.pad(pairs, ((0, 0), (0, 0), (0, size - pairs.shape[-1])))
     return pages.reshape(count * tokens, heads, size).at[place_C].set(pairs).reshape(pages.shape)
+
+
+def _write_by_head(pages: jax.Array, pairs_CK2H: jax.Array, place_C: jax.Array) -> jax.Array:
+    heads, count, tokens, size = pages.shape
+    # One axis of rows: XLA for GPUs brings indexed axes to the front, which would copy the pages. Rows of padding are
+    # dropped, each out of range at a place of its own: places that are not unique would be written in turn.
+    padding_C = pages.size // size + jnp.arange(len(place_C), dtype=jnp.int32)
+    place_C = jnp.where(place_C < tokens, padding_C, place_C)
+    rows = jnp.arange(heads, dtype=jnp.int32)[:, None] * (count * tokens) + place_C
+    new = pairs_CK2H.transpose(1, 2, 0, 3).reshape(-1, size)
+    return pages.reshape(-1, size).at[rows.reshape(-1)].set(new, mode="drop", unique_indices=True).reshape(pages.shape)
 
 
 def attend_ragged(
@@ -109,12 +158,13 @@ def attend_ragged(
     """
     if kernel is None:
         return gathered(q_CNH, pages, ragged, spec, single=single)
-    local = functools.partial(_by_kernel, spec=spec, single=single)
+    local = functools.partial(_by_triton if kernel == "gpu" else _by_kernel, spec=spec, single=single)
     if mesh is None:
         return local(q_CNH, pages, ragged)
     heads = PartitionSpec(None, "tensor", None)
-    in_specs = heads, PartitionSpec(None, None, "tensor", None), jax.tree.map(lambda _: PartitionSpec(), ragged)
-    # Mosaic's kernels cannot be divided by the compiler, and do not say how their outputs vary over devices.
+    of_pages = PartitionSpec("tensor") if kernel == "gpu" else PartitionSpec(None, None, "tensor", None)
+    in_specs = heads, of_pages, jax.tree.map(lambda _: PartitionSpec(), ragged)
+    # Kernels cannot be divided by the compiler, and do not say how their outputs vary over devices.
     return jax.shard_map(local, mesh=mesh, in_specs=in_specs, out_specs=heads, check_vma=False)(q_CNH, pages, ragged)
 
 
@@ -142,29 +192,117 @@ def _by_kernel(
     return out[..., :size]
 
 
+def _by_triton(
+    q_CNH: jax.Array, pages: jax.Array, ragged: Ragged[jax.Array], spec: AttentionSpec, single: bool
+) -> jax.Array:
+    if single:
+        return _last_queries(q_CNH, pages, ragged.length_R, ragged.table_RW, spec)
+    # Sequences of one query by the kernel, the others by `gathered`.
+    first_R, queries_R = ragged.starts[:-1], jnp.diff(ragged.starts)
+    length_R = jnp.where(queries_R == 1, ragged.length_R, 0)
+    alone = _last_queries(q_CNH[first_R], pages, length_R, ragged.table_RW, spec)
+    out = gathered(q_CNH, pages, ragged, spec, single=False, least=2, by_head=True)
+    # Index C is out of range: such updates are dropped.
+    return out.at[jnp.where(queries_R == 1, first_R, len(q_CNH))].set(alone, mode="drop")
+
+
+def _last_queries(
+    q_RNH: jax.Array, pages: jax.Array, length_R: jax.Array, table_RW: jax.Array, spec: AttentionSpec
+) -> jax.Array:
+    """Attention of one query a sequence [R, N, H] over its `length_R` tokens; zeros where there is none.
+
+    The body is JAX's. Its call is made here, since that of `paged_attention` wants keys and values in two arrays, so
+    two writes a layer, and rounds the parts of a sequence to bfloat16 before it adds them up.
+    """
+    from jax.experimental import pallas as pl
+    from jax.experimental.pallas import triton
+    from jax.experimental.pallas.ops.gpu.paged_attention import DEFAULT_MASK_VALUE, paged_attention_kernel
+
+    rows, heads, size = q_RNH.shape
+    pairs, count, tokens, _ = pages.shape
+    k, group = pairs // 2, heads // (pairs // 2)
+    # A block of a product has 16 rows at least.
+    block = max(16, pl.next_power_of_2(group))
+    q = (q_RNH * spec.scale).astype(q_RNH.dtype).reshape(rows, k, group, size)
+    q = jnp.pad(q, ((0, 0), (0, 0), (0, block - group), (0, 0)))
+    together = max(1, min(TRITON_KEYS // tokens, pl.next_power_of_2(table_RW.shape[1])))
+    blocks = pl.cdiv(table_RW.shape[1], together)
+    parts = min(pl.next_power_of_2(blocks), pl.next_power_of_2(pl.cdiv(PROGRAMS, rows * k)), 16)
+    width = pl.cdiv(blocks, parts) * together
+    table_RW = jnp.pad(table_RW, ((0, 0), (0, parts * width - table_RW.shape[1])))
+
+    def of_pages(second: int) -> pl.BlockSpec:
+        return pl.BlockSpec((None, count, tokens, size), lambda r, k, part: (2 * k + second, 0, 0, 0))
+
+    def result(*shape: int) -> tuple[pl.BlockSpec, jax.ShapeDtypeStruct]:
+        where = pl.BlockSpec((None, None, None, *shape), lambda r, k, part: (part, r, k, *[0] * len(shape)))
+        return where, jax.ShapeDtypeStruct((parts, rows, k, *shape), jnp.float32)
+
+    out_specs, out_shape = zip(result(block, size), result(block), result(block), strict=True)
+    out, norm, most = pl.pallas_call(
+        functools.partial(
+            paged_attention_kernel,
+            num_heads=group,
+            pages_per_compute_block=together,
+            mask_value=DEFAULT_MASK_VALUE,
+            attn_logits_soft_cap=spec.softcap,
+        ),
+        grid=(rows, k, parts),
+        in_specs=[
+            pl.BlockSpec((None, None, block, size), lambda r, k, part: (r, k, 0, 0)),
+            of_pages(0),
+            None,
+            of_pages(1),
+            None,
+            pl.BlockSpec((None, width), lambda r, k, part: (r, part)),
+            pl.BlockSpec((1,), lambda r, k, part: (r,)),
+        ],
+        out_specs=out_specs,
+        out_shape=out_shape,
+        compiler_params=triton.CompilerParams(num_warps=4, num_stages=2),
+        interpret=target_platform() == "cpu",
+        name="paged_attention",
+    )(q, pages, None, pages, None, table_RW, length_R)
+    weight = jnp.exp(most - most.max(axis=0))
+    total = jnp.maximum((norm * weight).sum(axis=0), jnp.finfo(jnp.float32).tiny)
+    out = (out * weight[..., None]).sum(axis=0) / total[..., None]
+    return out[:, :, :group].reshape(q_RNH.shape).astype(q_RNH.dtype)
+
+
 def gathered(
-    q_CNH: jax.Array, pages: jax.Array, ragged: Ragged[jax.Array], spec: AttentionSpec, *, single: bool
+    q_CNH: jax.Array,
+    pages: jax.Array,
+    ragged: Ragged[jax.Array],
+    spec: AttentionSpec,
+    *,
+    single: bool,
+    least: int = 1,
+    by_head: bool = False,
 ) -> jax.Array:
     """As `attend_ragged`, by XLA on any platform: a copy of a sequence's pages for each window of its queries.
 
-    Work and memory are those of the longest sequence for each window. Padding is zeros.
+    Work and memory are those of the longest sequence for each window. Padding is zeros, and so are the queries of
+    sequences that have fewer than `least`. by_head: the layout of the pages.
     """
     count, sequences = len(q_CNH), len(ragged.length_R)
     window, abreast = (1, sequences) if single else (WINDOW, ABREAST)
     queries_R = jnp.diff(ragged.starts)
-    windows_R = jnp.where(jnp.arange(sequences) < ragged.used[0], -(-queries_R // window), 0)
+    counts_R = (jnp.arange(sequences) < ragged.used[0]) & (queries_R >= least)
+    windows_R = jnp.where(counts_R, -(-queries_R // window), 0)
     ends_R = jnp.cumsum(windows_R)
 
     def some(number: jax.Array | int, out_CNH: jax.Array) -> jax.Array:
         wanted = number * abreast + jnp.arange(abreast)
         # Windows after the last are of the last sequence, and see nothing.
-        row = jnp.minimum(jnp.searchsorted(ends_R, wanted, side="right"), sequences - 1)
+        # Compared with all: a binary search is a loop, whose every turn a GPU's host waits for.
+        row = jnp.minimum(jnp.searchsorted(ends_R, wanted, side="right", method="compare_all"), sequences - 1)
         first = (wanted - (ends_R[row] - windows_R[row])) * window
         inside_IQ = first[:, None] + jnp.arange(window)
         live_IQ = (wanted < ends_R[-1])[:, None] & (inside_IQ < queries_R[row][:, None])
         place_IQ = jnp.where(live_IQ, ragged.starts[row][:, None] + inside_IQ, count)
         position_IQ = (ragged.length_R[row] - queries_R[row])[:, None] + inside_IQ
-        found = pages[ragged.table_RW[row]]
+        table = ragged.table_RW[row]
+        found = jnp.moveaxis(pages[:, table], 0, 3) if by_head else pages[table]
         found = found.reshape(abreast, -1, *found.shape[3:])[..., : q_CNH.shape[-1]]
         layer = {"k": found[:, :, 0::2].transpose(0, 2, 3, 1), "v": found[:, :, 1::2].transpose(0, 2, 1, 3)}
         query, key = position_IQ[:, :, None], jnp.arange(found.shape[1])

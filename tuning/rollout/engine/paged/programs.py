@@ -17,7 +17,7 @@ from flax import nnx
 from rlhf.tuning.models.decoder import AttentionSpec
 from rlhf.tuning.rollout.engine.arrays import Array
 from rlhf.tuning.rollout.engine.cache import Stack
-from rlhf.tuning.rollout.engine.paged.attention import Kernel, Ragged, attend_ragged, write
+from rlhf.tuning.rollout.engine.paged.attention import Kernel, Ragged, attend_ragged, page_tokens, write
 from rlhf.tuning.rollout.engine.paged.pages import NOWHERE
 from rlhf.tuning.rollout.engine.rows import Decoded, Rows, decode_steps, nothing_decoded, sampled
 
@@ -77,7 +77,7 @@ def decode(
 ) -> tuple[list[Stack], Decoded[jax.Array]]:
     """As `decode_steps`, for sequences with pages for all tokens of the run. Live rows are in front."""
     model = nnx.merge(graph, weights)
-    count, size = len(rows.token_R), pages[0]["kv"].shape[1]
+    count, size = len(rows.token_R), page_tokens(pages[0])
     each = jnp.arange(count)
 
     def feed(token_R: jax.Array, t: jax.Array, live_R: jax.Array, pages: list[Stack]) -> Any:
@@ -133,6 +133,7 @@ def _attend(
 ) -> tuple[jax.Array, tuple[Stack, Stack, int]]:
     """Attention of one row of tokens, after their keys and values are written; `mine` is (nothing, pages, 0)."""
     nothing, layer, number = mine
-    pages = write(layer["kv"], k[0], v[0], ragged.place_C)
+    ((name, pages),) = layer.items()
+    pages = write(pages, k[0], v[0], ragged.place_C, kernel, mesh)
     out = attend_ragged(q[0], pages, ragged, spec, single=single, kernel=kernel, mesh=mesh)
-    return out[None], (nothing, {"kv": pages}, number)
+    return out[None], (nothing, {name: pages}, number)

@@ -9,7 +9,8 @@ import pytest
 from jax.experimental.pallas.ops.tpu.ragged_paged_attention import ref_ragged_paged_attention
 
 from rlhf.tuning.models.decoder import AttentionSpec
-from rlhf.tuning.rollout.engine.paged.attention import Ragged, attend_ragged, kernel_for, stored_head, write
+from rlhf.tuning.rollout.engine.paged import attention
+from rlhf.tuning.rollout.engine.paged.attention import Ragged, attend_ragged, gathered, kernel_for, stored_head, write
 from rlhf.tuning.rollout.engine.paged.pages import NOWHERE, Pages, block_name
 from tests.tuning.tiny import CONFIG
 
@@ -56,6 +57,35 @@ def test_it_is_the_formula_of_the_kernel(heads, group, size, window, softcap, qu
     np.testing.assert_allclose(found[: sum(queries)], wanted, atol=2e-6)
 
 
+@pytest.mark.parametrize(
+    ("heads", "group", "softcap", "queries", "keys"),
+    [
+        (2, 3, None, (1, 1, 1, 1), 128),
+        # A part for each page, and more parts than pages; one sequence has no query.
+        (1, 4, 3.0, (1, 70, 0, 1), 16),
+    ],
+)
+def test_the_kernel_for_gpus_is_what_is_gathered(heads, group, softcap, queries, keys, monkeypatch):
+    """In Pallas' interpreter: there is no such device here."""
+    monkeypatch.setattr(attention, "TRITON_KEYS", keys)
+    single = max(queries) == 1
+    q, pages, ragged = batch(heads, group, 32, (33, 70, 9, 80), queries)
+    spec = AttentionSpec(32**-0.5, softcap, None, jnp.zeros(()))
+    by_head = pages.transpose(2, 0, 1, 3)
+    found = jax.jit(lambda q, pages: attend_ragged(q, pages, ragged, spec, single=single, kernel="gpu"))(q, by_head)
+    wanted = gathered(q, pages, ragged, spec, single=single)
+    np.testing.assert_allclose(found[: sum(queries)], wanted[: sum(queries)], atol=2e-6)
+
+
+def test_pages_by_head_have_the_same_keys_and_values_and_drop_padding():
+    k, v = jax.random.normal(jax.random.key(0), (2, 3, 2, 8))
+    place = jnp.asarray([1, PAGE + 5, 2 * PAGE])
+    padding, other = (jnp.zeros((3, PAGE, 4, 8)).at[0].set(7.0) for _ in range(2))
+    wanted = write(other, k, v, place).at[0].set(padding[0])
+    found = write(padding.transpose(2, 0, 1, 3), k, v, place, "gpu")
+    np.testing.assert_array_equal(found, wanted.transpose(2, 0, 1, 3))
+
+
 def test_keys_and_values_of_a_head_are_neighbours_and_small_heads_are_padded():
     pages = write(
         jnp.ones((3, 4, 4, 8)), jnp.full((2, 2, 5), 2.0), jnp.full((2, 2, 5), 3.0), jnp.asarray([4 + 1, 8 + 3])
@@ -84,7 +114,23 @@ def test_the_kernel_takes_what_it_checks(heads, size, kv, dtype, parts, takes):
     kernel = kernel_for("tpu", config, kv, dtype, parts)
     assert (kernel == "tpu") == takes
     assert stored_head(config, kernel) == (128 if takes else size)
-    assert kernel_for("gpu", config, kv, dtype, parts) is None is kernel_for("cpu", config, kv, dtype, parts)
+    assert kernel_for("cpu", config, kv, dtype, parts) is None
+
+
+@pytest.mark.parametrize(
+    ("size", "kv", "parts", "window", "takes"),
+    [
+        (128, "bfloat16", 1, None, True),
+        (256, "bfloat16", 2, None, True),
+        (96, "bfloat16", 1, None, False),
+        (128, "float32", 1, None, False),
+        (128, "bfloat16", 4, None, False),
+        (128, "bfloat16", 1, 64, False),
+    ],
+)
+def test_the_kernel_for_gpus_takes_what_triton_can_cut(size, kv, parts, window, takes):
+    config = dataclasses.replace(CONFIG, num_heads=8, num_kv_heads=2, head_dim=size, sliding_window=window)
+    assert (kernel_for("gpu", config, kv, kv, parts) == "gpu") == takes
 
 
 def test_pages_are_taken_shared_found_and_forgotten():

@@ -10,6 +10,7 @@ import pytest
 from rlhf.tuning.models.huggingface import random_params
 from rlhf.tuning.rollout.engine.engine import Engine
 from rlhf.tuning.rollout.engine.limits import Limits
+from rlhf.tuning.rollout.engine.paged import engine as paged_engine
 from rlhf.tuning.rollout.engine.paged.attention import page_bytes
 from rlhf.tuning.rollout.engine.paged.engine import PagedEngine
 from rlhf.tuning.rollout.engine.replicas import engine_at
@@ -75,6 +76,20 @@ def test_mixed_requests_get_from_pages_what_they_get_from_slots(pages):
     # Nothing is held by nobody, and programs are few.
     assert engine._seats._pages.held == 0
     assert len(engine.programs) == 2
+
+
+@pytest.mark.slow
+def test_the_kernel_for_gpus_gives_the_same_samples(monkeypatch):
+    """In Pallas' interpreter, prompts and completions mixed, with pages for some at a time."""
+    requests, wanted = expected()
+    monkeypatch.setattr(paged_engine, "kernel_for", lambda *_: "gpu")
+    engine = paged(9)
+    found, _ = ended(engine, requests)
+    assert engine._seats.cache[0].keys() == {"by_head"}
+    for mine, its in zip(found, wanted, strict=True):
+        assert [(c.tokens, c.stop) for c in mine] == [(c.tokens, c.stop) for c in its]
+        for one, other in zip(mine, its, strict=True):
+            np.testing.assert_allclose(one.logps, other.logps, atol=1e-5)
 
 
 def test_a_run_that_loses_its_pages_goes_on_with_the_same_tokens():
