@@ -40,7 +40,7 @@ EXECUTION = {
     "refill": COMPUTE | ENGINE,
     "greedy": COMPUTE | ENGINE,
     "score": COMPUTE | {"workers", "max_failed_fraction", "max_concurrency"},
-    "update": COMPUTE | {"store_state", "store_weights", "max_idle_rounds"},
+    "update": COMPUTE | {"store_state", "store_weights", "max_idle_rounds", "prompt_limit", "completion_limit"},
     "evaluate": COMPUTE
     | {"workers", "max_failed_fraction", "every", "load_best_model_at_end", "metric_for_best_model"},
     "select": set(),
