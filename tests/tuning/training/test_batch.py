@@ -332,7 +332,7 @@ def _made_up(rounds, limit, longest, rng):
 @pytest.mark.parametrize("platform", ["gpu", "tpu"])
 @pytest.mark.parametrize(("limit", "longest"), [(3000, 3000), (3000, 2800), (400, 390)])
 def test_rounds_of_any_lengths_have_two_shapes_within_bounds(platform, limit, longest):
-    """Data alone gives a shape in nearly every round: 54 in 50 where no completion reaches the limit."""
+    """The data alone gives a new shape in nearly every round, each of which compiles a step and a pass."""
     shapes = set()
     with compiling_for(platform):
         for groups in _made_up(50, limit, longest, np.random.default_rng(limit)):

@@ -31,8 +31,8 @@ class Limits:
     """Tokens of a page of `cache: paged`."""
     few: bool = False
     """Whether at most `shapes.DECODE_PROGRAMS` programs decode, while context and memory do not change: in slots three
-    numbers of rows, each at two capacities; in pages three numbers of rows, and of mixed steps, which have the largest
-    chunk."""
+    numbers of rows, each at two capacities; in pages three numbers of rows, and two of mixed steps, which have the
+    largest chunk."""
 
     def rows(self, most: int) -> list[int]:
         """Numbers of rows of an engine with `few`, ascending: an eighth of the next, up to `most`."""
