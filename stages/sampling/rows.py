@@ -140,7 +140,7 @@ class _Sampler:
         longest = max((len(prompt.prompt_ids) for prompt in prompts), default=0)
         if few_shapes():
             # Of all rounds, so that their engines have one size.
-            tokens = ctx.inputs["data"].metrics["tokens"] if "data" in ctx.inputs else {}
+            tokens = ctx.inputs["data"].metrics.get("tokens", {}) if "data" in ctx.inputs else {}
             longest = int(max(longest, tokens.get("prompts", {}).get("prompt_ids", {}).get("max", 0)))
         self.context = context_of(longest, draw.max_tokens)
         self.engine: Any = None
