@@ -48,9 +48,9 @@ class Config(Trained, core.RoundSettings):  # type: ignore[misc]
     def programs(self) -> int:
         """The most programs with a pass of the model that rounds compile where `few_shapes` holds: for each row length
         a step and a pass for log-probabilities or values of each learner."""
-        passes = 2 + 2 * self.needs_critic + (self.top_entropy is not None)
         # A dense reference under an adapter has a program of its own.
-        return ROW_LENGTHS * (passes + (self.lora is not None and self.needs_reference))
+        others = 2 * self.needs_critic + (self.lora is not None and self.needs_reference)
+        return ROW_LENGTHS * (2 + others + (self.top_entropy is not None))
 
     @property
     def needs_reward_model(self) -> bool:

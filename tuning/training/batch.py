@@ -157,21 +157,19 @@ def alone(groups: Sequence[Group]) -> list[Group]:
     return [group.part(i, i + 1) for group in groups for i in range(len(group.completions))]
 
 
-def plan_rows(
-    groups: Sequence[Group], row_tokens: int, prompts: Prompts = "shared", slots: int = 0
-) -> list[list[Group]]:
-    """First-fit decreasing of groups into rows; ties keep the given order, so the plan is deterministic.
-
-    slots: the most completions of a row; 0: any number.
-    """
-    return [row for block in plan_blocks(groups, row_tokens, prompts, slots) for row in block]
+def plan_rows(groups: Sequence[Group], row_tokens: int, prompts: Prompts = "shared") -> list[list[Group]]:
+    """First-fit decreasing of groups into rows; ties keep the given order, so the plan is deterministic."""
+    return [row for block in plan_blocks(groups, row_tokens, prompts) for row in block]
 
 
 def plan_blocks(
     groups: Sequence[Group], row_tokens: int, prompts: Prompts = "shared", slots: int = 0
 ) -> list[list[list[Group]]]:
     """The rows of `plan_rows` in blocks that one micro-batch has to hold: a row each, but for the rows of a trajectory,
-    or of completions side by side, that together exceed one."""
+    or of completions side by side, that together exceed one.
+
+    slots: the most completions of a row; 0: any number.
+    """
     pieces, blocks = [], []
     # A row has room for `slots` completions of this size, so for no more of any size.
     each = row_tokens // slots if slots else 0
@@ -302,19 +300,18 @@ def choose_rows(
     # The longest prompt with one completion: no split makes a piece shorter than that.
     longest = max(len(g.prompt) + max(len(c) for c in g.completions) for groups in steps for g in groups)
     single = all(len(g.completions) == 1 for groups in steps for g in groups)
-    if bounds is not None:
-        if tpu and whole and not single:
-            longest = max(_size(alone([g])) for groups in steps for g in groups)
-        least = bounds.row_tokens(max(least, longest))
-    else:
+    if bounds is None:
         least = round_up(max(least, largest if largest <= SHARED_TOKENS else longest), grain)
+    else:
+        least = bounds.row_tokens(max(least, longest))
     prompts: Prompts = "shared"
     if tpu and (single or least > SHARED_TOKENS):
         prompts = "side by side" if whole and not single else "apart"
-    if bounds is not None:
-        return Layout(least, max(1, min(budget // least, bounds.completions)), prompts, slots=SLOTS)
     if prompts == "side by side":
         least = max(least, max(_size(alone([g])) for groups in steps for g in groups))
+    if bounds is not None:
+        least = bounds.row_tokens(least)
+        return Layout(least, max(1, min(budget // least, bounds.completions)), prompts, slots=SLOTS)
     if tpu and least > SHARED_TOKENS:
         # Blocks of the kernel divide a row: large ones leave fewer steps.
         least = round_up(least, 4 * grain)

@@ -21,6 +21,7 @@ from rlhf.tuning.training.batch import (
     first_fit,
     micro_batches,
     numbered,
+    plan_blocks,
     plan_rows,
     split_group,
 )
@@ -347,9 +348,13 @@ def test_rows_within_bounds_have_no_more_completions_than_slots():
     groups = numbered([Group([1], [[2]] * 100, range(100)), *ragged_groups(2, count=9)])
     layout = choose_rows([groups], 4096, bounds=Bounds(200))
     assert (layout.row_tokens, layout.rows) == (512, 8)
-    rows = plan_rows(groups, layout.row_tokens, layout.prompts, layout.slots)
-    assert max(sum(len(g.completions) for g in row) for row in rows) == SLOTS
+    blocks = plan_blocks(groups, layout.row_tokens, layout.prompts, layout.slots)
+    assert max(sum(len(g.completions) for g in row) for block in blocks for row in block) == SLOTS
     (batch,) = micro_batches(groups, layout=layout, completion_tokens=8)
     assert len(batch.ids_C) == 8 * SLOTS and batch.where_M.size == batch.tokens_BL.size
+    with compiling_for("tpu"):
+        pair = [Group(range(40), [range(900)] * 2, [0, 1])]
+        together = choose_rows([pair], 16384, least=1840, whole=True, bounds=Bounds(64, 1000))
+        assert (together.prompts, together.row_tokens) == ("side by side", 2048)
     # A step has no more rows than completions.
     assert choose_rows([groups[1:]], 4096, bounds=Bounds(3)).rows == 3

@@ -12,16 +12,18 @@ from rlhf.tuning.algorithms.round_data import RoundData
 from rlhf.tuning.algorithms.rounds import run_round
 from rlhf.tuning.compile_target import choosing_few_shapes, few_shapes
 from rlhf.tuning.device import choose
+from rlhf.tuning.models.huggingface import scalar_head_params
 from rlhf.tuning.rollout.engine import programs
 from rlhf.tuning.rollout.engine.limits import Limits
 from rlhf.tuning.rollout.engine.paged import programs as paged
 from rlhf.tuning.rollout.engine.replicas import engine_at
 from rlhf.tuning.rollout.requests import Request, Sampling
 from rlhf.tuning.rows import CompletionRow, ScoreRow
+from rlhf.tuning.settings import OptimizerSettings
 from rlhf.tuning.shapes import DECODE_PROGRAMS, ROW_LENGTHS
 from rlhf.tuning.training.completions import logps_program
 from rlhf.tuning.training.step import copy
-from tests.tuning.algorithms.support import settings
+from tests.tuning.algorithms.support import rollouts, settings
 from tests.tuning.tiny import CONFIG, PARAMS
 
 PROMPTS, EACH, PROMPT, COMPLETION, ROUNDS = 6, 4, 24, 72, 20
@@ -111,3 +113,28 @@ def test_rounds_of_any_size_decode_with_six_programs(cache):
         else:
             shapes |= {("decode", engine._rows_of(live)), ("mixed", engine._rows_of(live, mixed=True))}
     assert len(shapes) == {"slots": 6, "paged": 5}[cache] <= DECODE_PROGRAMS
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("algorithm", ["grpo", "ppo", "online-dpo"])
+def test_a_round_trains_the_same_with_few_shapes(algorithm):
+    # Pairs of equal rewards would teach nothing.
+    rows, scores = rollouts(PARAMS, 0)
+    config = settings(algorithm, optimizer=OptimizerSettings("sgd", learning_rate=0.1), completion_limit=COMPLETION)
+    if algorithm == "online-dpo":
+        some = [i for i, row in enumerate(rows) if row.sample < 2]
+        rows, scores = [rows[i] for i in some], [scores[i] for i in some]
+    found = []
+    for few in (False, True):
+        critic = None
+        if config.needs_critic:
+            critic = Learner.start(scalar_head_params(CONFIG, copy(PARAMS)), config.critic.optimizer)
+        policy, reference = Learner.start(copy(PARAMS), config.optimizer), PARAMS if config.needs_reference else None
+        with choosing_few_shapes(few):
+            data = RoundData.from_rows(rows, scores, widest=COMPLETION if few else 0)
+            found.append(run_round(data, config, CONFIG, policy, critic, reference=reference))
+    fitted, padded = found
+    assert fitted.metrics["grad_norm"] > 0
+    assert padded.metrics["grad_norm"] == pytest.approx(fitted.metrics["grad_norm"], rel=1e-4)
+    for one, other in zip(*(jax.tree.leaves(result.policy.params) for result in found), strict=True):
+        np.testing.assert_allclose(one, other, atol=1e-5)
