@@ -60,11 +60,11 @@ test-device: $(VENV)/.ready-dev
 
 # The programs compiled for TPUs that are not here, in an environment of its own that has their compiler.
 tpu: $(TPU_VENV)/.ready
-	$(TPU_VENV)/bin/pytest -m aot --numprocesses=0 tests/aot/test_tpu.py $(ARGS)
+	$(TPU_VENV)/bin/pytest -m aot --numprocesses=0 tests/aot/test_compilers.py -k tpu $(ARGS)
 
 # The same for eight H100: JAX's plugin compiles without a driver or CUDA's toolkit.
 gpu-aot: $(TPU_VENV)/.ready-gpu
-	$(TPU_VENV)/bin/pytest -m aot --numprocesses=0 tests/aot/test_gpu.py tests/aot/test_mutations.py $(ARGS)
+	$(TPU_VENV)/bin/pytest -m aot --numprocesses=0 tests/aot/test_compilers.py tests/aot/test_mutations.py -k "gpu or mutations" $(ARGS)
 
 $(TPU_VENV)/.ready: $(REQUIREMENTS) $(DEV_REQUIREMENTS) infra/requirements-tpu.txt
 	$(PYTHON) -m venv $(TPU_VENV)

@@ -6,7 +6,7 @@ temporary folder; the store stays as it is:
 
     python examples/custom_stage.py .rlhf RUN
 
-To make it a stage of every run, move the file to `stages/filter.py`, and give it a field of the recipe and a node of
+To make it a stage of every run, copy the file to `stages/filter.py`, and give it a field of the recipe and a node of
 the graph: docs/guides/a-stage.md. Then it is cached, planned, resumed and reported as every other stage.
 """
 

@@ -32,7 +32,7 @@ from rlhf.flows.recipe.reading import load_recipe
 from rlhf.flows.records import DECIDED, REFUSED
 from rlhf.flows.running.checks import check, try_algorithm
 from rlhf.flows.running.closing import close, evaluations_of, status_after, status_at_end, summary
-from rlhf.flows.running.overlap import run_stages
+from rlhf.flows.running.runner import run_stages
 from rlhf.flows.running.session import RunTooLong, Session
 from rlhf.stages.contract.registry import stage as find_stage
 from rlhf.stages.store import runs

@@ -1,7 +1,5 @@
 """A real browser for tests: headless Chromium from the command line, one process a look."""
 
-from __future__ import annotations
-
 import base64
 import shutil
 import subprocess

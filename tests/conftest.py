@@ -1,7 +1,5 @@
 """Fixtures of several rooms: the command line as a process, one smoke run that is made once, an S3 server."""
 
-from __future__ import annotations
-
 import fcntl
 import gc
 import json
@@ -103,7 +101,7 @@ def rlhf() -> Command:
 
     def run(*args: Any, code: int = 0, **options: Any) -> subprocess.CompletedProcess[str]:
         command = [RLHF, *map(str, args)]
-        done = subprocess.run(command, capture_output=True, text=True, timeout=300, **options)
+        done = subprocess.run(command, capture_output=True, text=True, timeout=600, **options)
         assert done.returncode == code, f"{command} ended with {done.returncode}:\n{done.stdout}\n{done.stderr}"
         return done
 
@@ -111,20 +109,12 @@ def rlhf() -> Command:
 
 
 @pytest.fixture(scope="session")
-def rlhf_here() -> Command:
+def rlhf_here() -> Callable[..., Any]:
     """As `rlhf`, without a process: for what looks or refuses, of which a process's start is most of the time."""
     # Here and not above: tests of the core load no flows.
-    from typer.testing import CliRunner
+    from tests.flows.commands import typed
 
-    from rlhf.flows.cli.app import app
-
-    def run(*args: Any, code: int = 0) -> subprocess.CompletedProcess[str]:
-        command = list(map(str, args))
-        done = CliRunner().invoke(app, command)
-        assert done.exit_code == code, f"{command} ended with {done.exit_code}:\n{done.output}\n{done.exception!r}"
-        return subprocess.CompletedProcess(command, done.exit_code, done.stdout, done.stderr)
-
-    return run
+    return typed
 
 
 @pytest.fixture

@@ -1,7 +1,5 @@
 """A run in an environment that is made of artifacts alone: real episodes of `guess` by a policy that is a script."""
 
-from __future__ import annotations
-
 import json
 import random
 import re

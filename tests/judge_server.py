@@ -1,7 +1,5 @@
 """A server of this machine that speaks as OpenAI's chat completions do, for judges."""
 
-from __future__ import annotations
-
 import contextlib
 import http.server
 import json

@@ -1,7 +1,5 @@
 """The Markdown pages of the project and their fenced blocks."""
 
-from __future__ import annotations
-
 import re
 import shlex
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Addresses at which the processes below this one listen, looked at while something runs."""
 
-from __future__ import annotations
-
 import contextlib
 import threading
 from collections.abc import Iterator

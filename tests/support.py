@@ -1,11 +1,13 @@
 """What tests of several packages share: small files, the command line, and processes of Python."""
 
-from __future__ import annotations
-
 import os
 import shutil
+import signal
+import socket
 import subprocess
 import sys
+import time
+from collections.abc import Callable
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -38,10 +40,7 @@ def with_devices(count: int, flags: str = "") -> dict[str, str]:
     if version("jaxlib").startswith("0.10."):
         # On a busy machine threads of devices reach a collective minutes apart; XLA would end the process after 40 s.
         flags += " --xla_cpu_collective_call_terminate_timeout_seconds=600 --xla_cpu_collective_timeout_seconds=600"
-    return os.environ | {
-        "XLA_FLAGS": f"--xla_force_host_platform_device_count={count} {flags}",
-        "JAX_PLATFORMS": "cpu",
-    }
+    return os.environ | {"XLA_FLAGS": f"--xla_force_host_platform_device_count={count} {flags}", "JAX_PLATFORMS": "cpu"}
 
 
 def write_files(folder: Path, **contents: str) -> Path:
@@ -70,3 +69,30 @@ def finish(process: subprocess.Popen[str], timeout: float = 120) -> str:
 def can_mount() -> bool:
     """Whether a test may mount file systems in a namespace of its own."""
     return sys.platform == "linux" and subprocess.run(["unshare", "-m", "true"], capture_output=True).returncode == 0
+
+
+def hears_ctrl_c() -> None:
+    """In a new process: a shell that runs the tests in the background lets its children ignore Ctrl-C."""
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+
+
+def in_small_disk(folder: Path, megabytes: int, code: str) -> str:
+    """What a Python process prints whose argument is `folder`, with a disk of this size mounted there."""
+    script = f"mount -t tmpfs -o size={megabytes}m none {folder} && exec {sys.executable} -c '{code}' {folder}"
+    done = subprocess.run(["unshare", "-m", "sh", "-c", script], capture_output=True, text=True, cwd=ROOT)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def until(happened: Callable[[], Any], seconds: float = 60, pause: float = 0.02) -> None:
+    """Waits for it."""
+    end = time.monotonic() + seconds
+    while not happened():
+        assert time.monotonic() < end, f"waited {seconds:g} s"
+        time.sleep(pause)
+
+
+def free_port() -> int:
+    """A port of loopback that nobody listens at."""
+    with socket.create_server(("127.0.0.1", 0)) as probe:
+        return int(probe.getsockname()[1])

@@ -1,7 +1,5 @@
 """Commands in errors, alerts and pages can be typed: `rlhf` and `prefect` have them, with these options."""
 
-from __future__ import annotations
-
 import ast
 import re
 import shlex

@@ -3,8 +3,6 @@
 Stand-ins for pip and uv write down how they are called: no test downloads anything.
 """
 
-from __future__ import annotations
-
 import os
 import signal
 import subprocess

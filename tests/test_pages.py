@@ -7,13 +7,13 @@ Fenced blocks, by language and the words behind it:
     diff file=NAME      is applied to NAME in a scratch copy of the packages
     sh                  lines run after the page's Python, in the same scratch folder
     python of=NAME      is an excerpt: its lines stand in NAME as they are
-    sh no-run           is only looked at: `rlhf run|plan RECIPE --set ...` must be a recipe that can run
+    sh no-run           is only looked at: `rlhf run|plan RECIPE --set ...` must be a recipe that can run, and
+                        `cp FROM TO` copies a file of the project into the scratch copy of the packages
 """
-
-from __future__ import annotations
 
 import os
 import re
+import shutil
 import subprocess
 import sys
 import textwrap
@@ -25,7 +25,6 @@ import pytest
 from rlhf.flows.recipe.reading import RECIPES, load_recipe
 from rlhf.stages.common.settings import Optimizer
 from rlhf.tuning.algorithms.registry import ALGORITHMS
-from rlhf.tuning.rewards.functions import BUILT_IN
 from tests.pages import PACKAGES, PAGES, ROOT, Block, blocks_of, commands_of, text_of
 from tests.support import copy_project
 
@@ -48,6 +47,8 @@ def scratch_copy(folder: Path, blocks: list[Block]) -> None:
     files = [b for b in blocks if b.file]
     if any(str(b.file).startswith(PACKAGES) for b in files):
         copy_project(folder)
+    for command in (c for b in blocks if b.language == "sh" for c in commands_of(b) if c[0] == "cp"):
+        shutil.copy(ROOT / command[1], folder / command[2])
     for block in files:
         place = folder / str(block.file)
         if block.language == "diff":
@@ -157,7 +158,7 @@ def test_every_shell_block_runs_or_says_that_it_does_not():
 
 def test_what_a_recipe_may_name_is_on_a_page():
     rl, recipes = (text_of(Path(f"docs/guides/{name}.md")) for name in ("rl", "recipes"))
-    for name in (*ALGORITHMS, *BUILT_IN):
+    for name in ALGORITHMS:
         assert re.search(rf"(?<![\w-]){name}(?![\w-])", rl), f"docs/guides/rl.md does not name {name}"
     for name in (path.stem for path in RECIPES.glob("*.yaml")):
         assert f"| `{name}` |" in recipes, f"docs/guides/recipes.md does not name {name}"

@@ -1,7 +1,5 @@
 """The pages of docs/reference: generated ones are up to date, and the others name everything that there is."""
 
-from __future__ import annotations
-
 import json
 import re
 from collections.abc import Iterator
@@ -9,11 +7,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from typer.testing import CliRunner
 
 from docs.generate import COMMAND, REFERENCE, pages
-from rlhf.flows.cli.app import app
 from rlhf.flows.cli.settings import every_setting
+from tests.flows.commands import typed
 from tests.pages import PACKAGES, ROOT
 
 
@@ -82,7 +79,7 @@ def keys_in(document: Any, place: str = "") -> Iterator[str]:
 
 @pytest.mark.parametrize("command", ["runs", "show first", "plan smoke", "gc", "audit first", "verify", "history"])
 def test_every_key_of_a_document_is_on_the_page(smoke_store, command):
-    done = CliRunner().invoke(app, [*command.split(), "--json", "--store", str(smoke_store)])
+    done = typed(*command.split(), "--json", "--store", smoke_store)
     words = set(re.findall(r"\w+", rows_below(REFERENCE / "json.md", command.partition(" ")[0])))
     found = list(keys_in(json.loads(done.stdout)))
     assert found and [key for key in found if re.split(r"\W+", key)[-1] not in words] == []

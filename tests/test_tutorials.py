@@ -1,7 +1,5 @@
 """The tutorials: their blocks run in the order of the page, in an empty folder, with a small model."""
 
-from __future__ import annotations
-
 import dataclasses
 import importlib.util
 import os

@@ -1,7 +1,5 @@
 """The wheel: it claims one import name, holds all that a run reads, and works next to a user's own `flows/`."""
 
-from __future__ import annotations
-
 import os
 import shutil
 import subprocess

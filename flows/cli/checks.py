@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 
-from rlhf.flows.cli.shared import err, usage_error
+from rlhf.flows.cli.shared import err, is_there, usage_error
 from rlhf.flows.recipe.model import Recipe, RecipeError
 from rlhf.flows.recipe.reading import load_recipe
 from rlhf.flows.running.recipe_warnings import of_recipe
@@ -14,6 +14,8 @@ def read_recipe(name: str, sets: list[str] | None) -> Recipe:
     """Return the recipe with its `--set` options, checked without running it; exit after an error."""
     try:
         recipe = load_recipe(name, sets=sets)
+        if "://" in recipe.store:
+            is_there(recipe.store)
         check(recipe)
         for line in of_recipe(recipe):
             err.print(f"! {line}")

@@ -43,7 +43,7 @@ def launch(
     wait: first wait for the end of a run of this name in another process.
     """
     from rlhf.flows.running.naming import before, wait_until_ended
-    from rlhf.flows.running.plain import run_plain
+    from rlhf.flows.running.runner import run_plain
     from rlhf.flows.running.session import RunTooLong
     from rlhf.stages.store.artifacts import ArtifactError, Store
     from rlhf.stages.store.disk import disk_fault

@@ -68,18 +68,25 @@ Sets = Annotated[
 ]
 
 
-def _existing(url: str) -> str:
-    """Return the URL of a store; exit if there is none, because a mistyped bucket looks like an empty store."""
+def is_there(url: str) -> bool:
+    """Return whether there is a store; exit if it does not answer."""
     store = Store(url)
     try:
         store.fs.info(store.root)
     except FileNotFoundError:
-        hint = "`rlhf run` creates one, in a bucket that exists; name another with --store, or mount it"
-        raise usage_error(f"no store at {store.shown}: {hint}") from None
+        return False
     except Exception as e:
         # Each client of an object store has its own errors: the endpoint is down, or credentials are missing.
         hint = "check the network and the credentials, or name another with --store"
         raise usage_error(f"the store {store.shown} cannot be reached: {type(e).__name__}: {e}; {hint}") from e
+    return True
+
+
+def _existing(url: str) -> str:
+    """Return the URL of a store; exit if there is none, because a mistyped bucket looks like an empty store."""
+    if not is_there(url):
+        hint = "`rlhf run` creates one, in a bucket that exists; name another with --store, or mount it"
+        raise usage_error(f"no store at {Store(url).shown}: {hint}")
     return url
 
 

@@ -9,6 +9,7 @@ import atexit
 import contextlib
 import dataclasses
 import functools
+import itertools
 import json
 import os
 import secrets
@@ -52,7 +53,7 @@ def open_engine(ctx: Context, settings: EngineSettings, quantize: str, context: 
     from rlhf.tuning.rollout.servers.fleet import Fleet, Options
     from rlhf.tuning.rollout.servers.kinds import KINDS
 
-    names = ("sync", "concurrency", "tries", "start_seconds", "wait_seconds", "tolerance", "version")
+    names = ("sync", "concurrency", "tries", "start_seconds", "wait_seconds", "tolerance", "version", "seeds")
     policy = _policy(ctx, settings, quantize, requests)
     servers = _servers(ctx, settings, context)
     remote = Fleet(KINDS[settings.kind], servers, Options(**{n: getattr(settings, n) for n in names}), ctx.log)
@@ -107,12 +108,15 @@ def _server(ctx: Context, settings: EngineSettings, context: int, number: int, o
     """A server that this worker starts; its output goes to a log next to its weights."""
     from rlhf.tuning.rollout.servers.child import Child
     from rlhf.tuning.rollout.servers.kinds import KINDS
+    from rlhf.tuning.rollout.servers.protocol import sample_seed
     from rlhf.tuning.rollout.servers.server import RemoteServer
 
-    kind = KINDS[settings.kind]
+    kind, starts = KINDS[settings.kind], itertools.count()
 
     def command(folder: Path, port: int) -> list[str]:
-        arguments = kind.arguments(folder, port, settings.dtype, context, settings.sync == "adapter")
+        # Servers, and starts of one, would else draw the same random numbers.
+        seed = sample_seed(31, ctx.seed, number, next(starts))
+        arguments = kind.arguments(folder, port, settings.dtype, context, settings.sync == "adapter", seed)
         return [*settings.words, *arguments, *settings.arguments]
 
     log = _place(ctx, settings) / f"{settings.kind}-{number}.log"

@@ -109,9 +109,8 @@ def make_app(
 
     @app.get("/sessions/{name}")
     async def session(name: str, http: Request) -> Any:
-        # Writing a record of millions of tokens takes seconds.
-        text = await server.in_reader(server.sessions.get(name, http.scope[OWNER]).text)
-        return Response(text, media_type="application/json")
+        # A record may have millions of tokens: it is written as the client takes it.
+        return StreamingResponse(server.sessions.get(name, http.scope[OWNER]).text(), media_type="application/json")
 
     @app.delete("/sessions/{name}")
     async def forget(name: str, http: Request) -> Any:

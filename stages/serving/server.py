@@ -20,6 +20,7 @@ from rlhf.stages.serving.metrics import Metrics
 from rlhf.stages.serving.sessions import Call, Session, Sessions, signatures_of
 from rlhf.stages.serving.settings import Named
 from rlhf.stages.serving.tools import Offer, same_call, without_thoughts
+from rlhf.tuning.chat.schemas import MOST_BYTES
 from rlhf.tuning.models.tokenizer import begins_with_bos
 
 READERS = 2
@@ -146,7 +147,9 @@ class Server:
         # Each takes a token, and the check of a rendering takes the square of their number.
         if len(asked.messages) > self._context:
             raise ContextFull(f"{len(asked.messages)} messages; the context is {self._context} tokens: send fewer")
-        self._check_length(sum(message.size for message in asked.messages))
+        # A template may leave small schemas out. A tool has further fields, of any size.
+        tools = max(0, len(json.dumps(asked.schemas)) - MOST_BYTES)
+        self._check_length(sum(message.size for message in asked.messages) + tools)
         start = self.renderer.call_start(offer)
         if session is None:
             job.prompts.append(self.renderer.context(asked) + start)

@@ -20,7 +20,7 @@ import dataclasses
 import json
 import re
 import threading
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, Literal
 
 from rlhf.stages.serving.api import Message
@@ -131,8 +131,12 @@ class Call:
 class Part:
     """A branch: consecutive calls after a first context."""
 
-    prompt_ids: list[int]
     calls: list[Call]
+
+    @property
+    def prompt_ids(self) -> list[int]:
+        """The first context."""
+        return self.calls[0].prompt_ids()
 
     def row(self) -> dict[str, Any]:
         """Return the ids after the context, with log-probabilities that are None for ids that were not sampled."""
@@ -216,14 +220,14 @@ class Session:
         for call in self.calls:
             part = of.get(call.before)
             if part is None or part.calls[-1] is not call.before:
-                part = Part(call.prompt_ids(), [])
+                part = Part([])
                 parts.append(part)
             part.calls.append(call)
             of[call] = part
         return parts
 
-    def text(self) -> str:
-        """Return the session as JSON text."""
+    def text(self) -> Iterator[str]:
+        """Yield the session as JSON text, a turn or row at a time: a call of the encoder stops every other thread."""
         names = (
             "number",
             "context_ids",
@@ -237,14 +241,16 @@ class Session:
             "policy",
         )
         with self.lock:
-            parts = self.parts()
-            of = {call: number for number, part in enumerate(parts) for call in part.calls}
-            turns = [{name: getattr(call, name) for name in names} | {"part": of[call]} for call in self.calls]
-            rows = [part.row() for part in parts]
-        head = json.dumps({"session": self.name, "reward": self.reward, "success": self.success})
-        # A turn or row at a time: a call of the encoder stops every other thread.
-        turns_text, parts_text = (", ".join(map(json.dumps, values)) for values in (turns, rows))
-        return f'{head[:-1]}, "turns": [{turns_text}], "parts": [{parts_text}]}}'
+            calls, parts = list(self.calls), self.parts()
+        of = {call: number for number, part in enumerate(parts) for call in part.calls}
+        turns = ({name: getattr(call, name) for name in names} | {"part": of[call]} for call in calls)
+        yield json.dumps({"session": self.name, "reward": self.reward, "success": self.success})[:-1]
+        for name, values in ("turns", turns), ("parts", (part.row() for part in parts)):
+            yield f', "{name}": ['
+            for number, value in enumerate(values):
+                yield f"{', ' if number else ''}{json.dumps(value)}"
+            yield "]"
+        yield "}"
 
 
 class Sessions:

@@ -2,14 +2,35 @@
 
 from __future__ import annotations
 
+import asyncio
+import resource
 import socket
 from collections.abc import Callable
 from typing import Any
 
 import uvicorn
+from uvicorn.protocols.http.h11_impl import H11Protocol
 
+HEAD_SECONDS = 10.0
+"""Time for the head of a connection's first request; uvicorn has no limit."""
 CLOSING_SECONDS = 30
 """Time for answers under way after a signal."""
+
+
+class Connection(H11Protocol):
+    """A connection whose client sends a request in time. Half of this process's files are left to others."""
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        super().connection_made(transport)
+        if len(self.connections) > resource.getrlimit(resource.RLIMIT_NOFILE)[0] // 2:
+            others: Any = self.connections - {self}
+            silent = (one for one in others if one.cycle is None and not one.transport.is_closing())
+            next(silent, self).transport.abort()
+        self.loop.call_later(HEAD_SECONDS, self._drop_silent)
+
+    def _drop_silent(self) -> None:
+        if self.cycle is None:
+            self.transport.abort()
 
 
 class Web(uvicorn.Server):
@@ -23,7 +44,7 @@ class Web(uvicorn.Server):
                 host=host,
                 port=port,
                 # Unlike httptools, h11 limits the head of a request.
-                http="h11",
+                http=Connection,
                 ws="none",
                 lifespan="off",
                 log_level="warning",

@@ -5,10 +5,12 @@ from __future__ import annotations
 import contextlib
 import os
 from collections.abc import Callable
+from pathlib import Path
 from typing import TypeVar
 
 from rlhf.stages.store.artifacts import Store
 from rlhf.stages.store.disk import FULL, disk_fault
+from rlhf.tuning.atomic import whole_file
 
 BYTES = 2**20
 """More than a collection or a record needs at a time."""
@@ -17,10 +19,11 @@ T = TypeVar("T")
 
 def keep_room(store: Store) -> None:
     """Write the file that is given up on a full disk, unless it exists."""
-    if store.is_local:
-        with contextlib.suppress(OSError), open(store.join("room"), "xb") as room:
+    if store.is_local and not os.path.exists(path := store.join("room")):
+        # Whole or not at all: a short one would be taken for a reserve.
+        with contextlib.suppress(OSError), whole_file(Path(path)) as room:
             # Zeros take no room on some file systems.
-            room.write(os.urandom(BYTES))
+            room.write_bytes(os.urandom(BYTES))
 
 
 def with_room(store: Store, action: Callable[[], T]) -> T:

@@ -5,13 +5,44 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import re
 import sys
+from pathlib import Path
 from typing import Any
 
 from rlhf.stages.contract.fingerprint import library_versions
 
 LITTLE_MEMORY = 7 * 10**9
 """Need of the demo, in bytes."""
+NVIDIA = Path("/proc/driver/nvidia/version")
+"""The file in which NVIDIA's kernel module names its version."""
+CUDA_DRIVER = 580
+"""The oldest branch of the driver with which CUDA 13 runs, by NVIDIA's table of compatible versions."""
+
+
+def nvidia_driver(file: Path = NVIDIA) -> str | None:
+    """Return the version of NVIDIA's driver, such as `580.65.06`; None without a driver."""
+    found = re.search(r"Kernel Module.*?\s(\d+(?:\.\d+)+)\s", file.read_text()) if file.exists() else None
+    return found[1] if found else None
+
+
+def warnings_of(platform: str, driver: str | None, memory_bytes: int, jax_version: str) -> list[str]:
+    """Return sentences on faults of this machine: a driver that JAX cannot use, untested versions, little memory."""
+    warnings = []
+    if memory_bytes < LITTLE_MEMORY:
+        warnings.append("less than 7 GB of memory: run smoke in place of demo")
+    if driver is not None and int(driver.partition(".")[0]) < CUDA_DRIVER:
+        warnings.append(
+            f"the NVIDIA driver {driver} is older than {CUDA_DRIVER}, which CUDA 13 needs: update the driver"
+        )
+    elif driver is not None and platform != "gpu":
+        warnings.append(
+            f"there is an NVIDIA driver ({driver}), and JAX found no GPU: install infra/requirements-gpu.txt; check "
+            "`nvidia-smi` and JAX_PLATFORMS"
+        )
+    if platform == "gpu":
+        warnings.append(f"JAX {jax_version} has not passed `make test-device` on a GPU yet: run it before a long run")
+    return warnings
 
 
 def facts_of_machine() -> dict[str, Any]:
@@ -21,7 +52,7 @@ def facts_of_machine() -> dict[str, Any]:
     from rlhf.tuning.device import choose, memory_kinds
     from rlhf.tuning.rewards.sandbox import gaps
 
-    device = choose()
+    device, driver, versions = choose(), nvidia_driver(), library_versions()
     half = device.compute.dtype == "bfloat16"
     kernels = build() if device.platform == "cpu" else None
     # XLA alone computes on several devices.
@@ -45,10 +76,9 @@ def facts_of_machine() -> dict[str, Any]:
         "rollout_rows": device.rollout_rows,
         "sandbox_gaps": list(gaps()),
         "python": sys.version.split()[0],
-        "versions": library_versions(),
-        "warnings": ["less than 7 GB of memory: run smoke in place of demo"]
-        if device.memory_bytes < LITTLE_MEMORY
-        else [],
+        "nvidia_driver": driver,
+        "versions": versions,
+        "warnings": warnings_of(device.platform, driver, device.memory_bytes, versions["jax"]),
     }
 
 
@@ -57,6 +87,7 @@ def show(facts: dict[str, Any]) -> None:
     device, several, whole = facts["device"], facts["row_tokens_per_step"], facts["row_tokens_undivided"]
     rows = [
         ("device", f"{device['platform']} ({device['kind']}) x {device['count']}, {facts['cores']} cores"),
+        ("driver", facts["nvidia_driver"]),
         ("memory", f"{facts['memory_bytes'] / 2**30:.1f} GiB"),
         ("dtype", f"{facts['dtype']} activations, float32 weights and moments"),
         ("attention", f"{facts['attention']} (XLA's for unsuitable rows or features)"),

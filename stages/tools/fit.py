@@ -19,6 +19,7 @@ from rlhf.stages.contract.registry import by_section
 from rlhf.stages.tools.fit_asks import Run, model_of
 from rlhf.tuning.fit.machines import machine
 from rlhf.tuning.fit.needs import Needs, peak
+from rlhf.tuning.fit.sampling import SERVERS, Sampled
 from rlhf.tuning.fit.training import Packed
 from rlhf.tuning.models.config import UnsupportedModel
 from rlhf.tuning.rollout.requests import RefusedRequest
@@ -57,6 +58,10 @@ def answer(question: dict[str, Any]) -> None:
         stage |= figures(run, needs)
         if stage["verdict"] == "does not fit":
             stage["remedies"] += remedies(run, section, name, stage)
+            if isinstance(of[section][name], Sampled) and all(
+                r["verdict"] == "does not fit" for r in stage["remedies"]
+            ):
+                stage["why"] = f"no host of {run.on.name} has the memory: {SERVERS}"
         print(json.dumps(found), flush=True)
 
 

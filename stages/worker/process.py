@@ -50,8 +50,8 @@ _COMPILING = tuple(
     os.path.join("jax", "_src", *path)
     for path in (("compiler.py",), ("interpreters", "partial_eval.py"), ("interpreters", "mlir.py"))
 )
-WRITES_MODELS = ("sft", "distill", "preference", "reward", "export")
-"""Stages whose artifact is a model, always."""
+WRITES_MODELS = ("sft", "distill", "preference", "reward")
+"""Stages of hours whose artifact is a model, always."""
 
 
 class Events:
@@ -100,9 +100,8 @@ def run_request(request: Request, memory: dict[str, Any], events: Events) -> dic
         forget_unless_equal(memory)
         inputs = inputs_of(store, request)
         if request.stage in WRITES_MODELS:
-            # The model is as large as the one that the stage begins with: known before hours of work.
-            sizes = (sum(f["size"] for f in a.manifest["files"]) for a in inputs.values())
-            check_room(store.scratch, max(sizes, default=0))
+            # The model is as large as one that the stage reads: known before hours of work.
+            check_room(store.scratch, smallest_model(inputs.values()))
         return _make(request, stage, config, store, inputs, memory, events).manifest
 
 
@@ -176,6 +175,13 @@ def _make(
     folder.drop()
     stage.tidied(context)
     return committed
+
+
+def smallest_model(artifacts: Iterable[Artifact]) -> int:
+    """Return the bytes of the smallest model among artifacts, without data and moments; 0 without a model."""
+    weights = ("model/", "state/model/")
+    sizes = (sum(f["size"] for f in a.manifest["files"] if f["path"].startswith(weights)) for a in artifacts)
+    return min(filter(None, sizes), default=0)
 
 
 def name_new(memory: dict[str, Any], digest: str | None) -> None:

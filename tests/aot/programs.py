@@ -44,11 +44,7 @@ CHIP = "TPU v5 lite"
 """Of a mesh without devices."""
 COMPLETIONS = {"sft": 1, "grpo": 4, "dpo": 2, "reward": 2, "score": 4}
 """Completions of a prompt."""
-COLUMNS = {
-    "grpo": ("mu_CT", "old_CT", "ref_CT", "advantages_CT"),
-    "dpo": ("reference_C",),
-    "reward": ("margin_C",),
-}
+COLUMNS = {"grpo": ("mu_CT", "old_CT", "ref_CT", "advantages_CT"), "dpo": ("reference_C",), "reward": ("margin_C",)}
 """What the loss reads beside tokens."""
 
 

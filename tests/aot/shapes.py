@@ -16,22 +16,19 @@ from rlhf.tuning.models.config_json import from_hugging_face
 from tests.aot.cases import Case
 
 _LLAMA = {
-    "model_type": "llama",
-    "vocab_size": 128256,
-    "num_key_value_heads": 8,
-    "rope_theta": 5e5,
-    "rms_norm_eps": 1e-5,
-    "max_position_embeddings": 8192,
-    "tie_word_embeddings": False,
-}
+    "model_type": "llama", "vocab_size": 128256, "num_key_value_heads": 8, "rope_theta": 5e5, "rms_norm_eps": 1e-5,
+    "max_position_embeddings": 8192, "tie_word_embeddings": False,
+}  # fmt: skip
 _QWEN3 = {
-    "model_type": "qwen3",
-    "vocab_size": 151936,
+    "model_type": "qwen3", "vocab_size": 151936, "num_key_value_heads": 8, "head_dim": 128, "rope_theta": 1e6,
+    "rms_norm_eps": 1e-6, "max_position_embeddings": 40960,
+}  # fmt: skip
+_GEMMA = {
     "num_key_value_heads": 8,
-    "head_dim": 128,
-    "rope_theta": 1e6,
+    "head_dim": 256,
     "rms_norm_eps": 1e-6,
-    "max_position_embeddings": 40960,
+    "query_pre_attn_scalar": 256,
+    "hidden_activation": "gelu_pytorch_tanh",
 }
 
 
@@ -44,54 +41,20 @@ MODELS: dict[str, dict[str, Any]] = {
     "llama-3-8b": _LLAMA | _sizes(4096, 14336, 32, 32),
     "llama-3-70b": _LLAMA | _sizes(8192, 28672, 80, 64),
     "qwen3-0.6b": _QWEN3 | _sizes(1024, 3072, 28, 16) | {"tie_word_embeddings": True},
-    "qwen3-8b": _QWEN3 | _sizes(4096, 12288, 36, 32) | {"tie_word_embeddings": False},
     "qwen3-32b": _QWEN3 | _sizes(5120, 25600, 64, 64) | {"tie_word_embeddings": False},
-    "gemma-2-9b": {
-        "model_type": "gemma2",
-        "vocab_size": 256000,
-        "num_key_value_heads": 8,
-        "head_dim": 256,
-        "rope_theta": 1e4,
-        "rms_norm_eps": 1e-6,
-        "max_position_embeddings": 8192,
-        "query_pre_attn_scalar": 256,
-        "sliding_window": 4096,
-        "hidden_activation": "gelu_pytorch_tanh",
-    }
-    | _sizes(3584, 14336, 42, 16),
     # Wide enough for the kernels of attention and for each axis to be cut, and no wider.
-    "small": {
-        "model_type": "qwen3",
-        "vocab_size": 8192,
-        "hidden_size": 512,
-        "intermediate_size": 1024,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-        "head_dim": 128,
-        "rope_theta": 1e6,
-        "rms_norm_eps": 1e-6,
-        "max_position_embeddings": 4096,
-        "tie_word_embeddings": True,
-    },
-    "gemma-3-12b": {
-        "model_type": "gemma3_text",
-        "vocab_size": 262208,
-        "hidden_size": 3840,
-        "intermediate_size": 15360,
-        "num_hidden_layers": 48,
-        "num_attention_heads": 16,
-        "num_key_value_heads": 8,
-        "head_dim": 256,
-        "rope_theta": 1e6,
-        "rope_scaling": {"factor": 8.0, "rope_type": "linear"},
-        "rms_norm_eps": 1e-6,
-        "max_position_embeddings": 131072,
-        "query_pre_attn_scalar": 256,
-        "sliding_window": 1024,
-        "sliding_window_pattern": 6,
-        "hidden_activation": "gelu_pytorch_tanh",
-    },
+    "small": _QWEN3
+    | _sizes(512, 1024, 2, 4)
+    | {"vocab_size": 8192, "num_key_value_heads": 2, "max_position_embeddings": 4096, "tie_word_embeddings": True},
+    "gemma-2-9b": _GEMMA
+    | _sizes(3584, 14336, 42, 16)
+    | {"model_type": "gemma2", "vocab_size": 256000, "rope_theta": 1e4}
+    | {"max_position_embeddings": 8192, "sliding_window": 4096},
+    "gemma-3-12b": _GEMMA
+    | _sizes(3840, 15360, 48, 16)
+    | {"model_type": "gemma3_text", "vocab_size": 262208, "rope_theta": 1e6}
+    | {"rope_scaling": {"factor": 8.0, "rope_type": "linear"}, "max_position_embeddings": 131072}
+    | {"sliding_window": 1024, "sliding_window_pattern": 6},
 }
 """Values of `config.json` by name of the model, as those of public ones are on the Hugging Face hub."""
 

@@ -29,19 +29,8 @@ def run(recipe: str, seed: int, store: str) -> dict[str, Any]:
     """One recipe from one seed, and what it reached."""
     name = f"{recipe}-{seed}"
     started = time.monotonic()
-    command = [
-        sys.executable,
-        "-m",
-        "rlhf.flows.cli.app",
-        "run",
-        recipe,
-        "--no-prefect",
-        "--store",
-        store,
-        "--name",
-        name,
-    ]
-    subprocess.run([*command, "--set", f"seed={seed}"], check=True)
+    command = [sys.executable, "-m", "rlhf.flows.cli.app", "run", recipe, "--no-prefect"]
+    subprocess.run([*command, "--store", store, "--name", name, "--set", f"seed={seed}"], check=True)
     seconds = time.monotonic() - started
     record = find_run(Store(store), name)
     metrics = {p: record["nodes"][f"evaluate.{p}"]["metrics"] for p in POLICIES}

@@ -1,16 +1,13 @@
 """Data preparation of synthetic records, compared with the same steps in `datasets.map`.
 
 `data` is this project with a process for each core, `data1` with one process, `datasets` the library. Each runs in a
-separate process and prints records a second and the peak resident size of all its processes. A million `--records`
-are about 1 GB.
+separate process and prints records a second and the peak resident size of all its processes.
 """
 
 from __future__ import annotations
 
-import argparse
 import hashlib
 import json
-import multiprocessing
 import os
 import random
 import shutil
@@ -20,6 +17,8 @@ import time
 import types
 from pathlib import Path
 from typing import Any
+
+from tests.bench.watched import memory_of
 
 RECORDS = 50_000
 SYLLABLES = ("ka", "lo", "mi", "ter", "an", "sel", "dro", "ip", "un", "ver", "tas", "qui", "ol", "en", "su", "par")
@@ -50,7 +49,7 @@ def tokenizer_folder(folder: Path) -> Path:
 
 
 class Memory:
-    """The peak resident size, in MB, of this process and its children; a page that several share counts once."""
+    """The peak resident size, in MB, of this process and all below it; a page that several share counts once."""
 
     def __enter__(self) -> Memory:
         self.peak, self.stop = 0.0, threading.Event()
@@ -59,17 +58,8 @@ class Memory:
         return self
 
     def _watch(self) -> None:
-        import psutil
-
-        me = psutil.Process()
         while not self.stop.wait(0.2):
-            total = 0
-            for process in (me, *me.children(recursive=True)):
-                try:
-                    total += process.memory_full_info().pss
-                except psutil.Error:
-                    continue
-            self.peak = max(self.peak, total / 2**20)
+            self.peak = max(self.peak, memory_of(os.getpid())[0])
 
     def __exit__(self, *_: object) -> None:
         self.stop.set()
@@ -165,7 +155,7 @@ def with_datasets(source: Path, base: Path, out: Path, workers: int) -> int:
     return rows
 
 
-def run(work: str, model: str, repeats: int, records: int = RECORDS) -> None:
+def run(work: str, model: str, repeats: int) -> None:
     """One JSON line for `work` (data, data1 or datasets); `model` is not used."""
     del model
     cores = len(os.sched_getaffinity(0))
@@ -176,7 +166,7 @@ def run(work: str, model: str, repeats: int, records: int = RECORDS) -> None:
     os.environ["PYTHONPYCACHEPREFIX"] = str(folder / "bytecode")
     try:
         base, source = tokenizer_folder(folder), folder / "data.jsonl"
-        write_records(source, records)
+        write_records(source, RECORDS)
         function = with_datasets if work == "datasets" else prepare
         # Warms caches of compiled code, which only the first run on a machine lacks; not timed.
         write_records(folder / "few.jsonl", 200)
@@ -192,27 +182,10 @@ def run(work: str, model: str, repeats: int, records: int = RECORDS) -> None:
             shutil.rmtree(out)
         best = sorted(seconds)[len(seconds) // 2]
         result = {
-            "work": work, "records": records, "megabytes": round(source.stat().st_size / 1e6), "workers": workers,
-            "rows": rows, "seconds": [round(s, 2) for s in seconds], "records_per_second": round(records / best),
+            "work": work, "records": RECORDS, "megabytes": round(source.stat().st_size / 1e6), "workers": workers,
+            "rows": rows, "seconds": [round(s, 2) for s in seconds], "records_per_second": round(RECORDS / best),
             "peak_memory_mb": round(peak), "load": round(os.getloadavg()[0], 2),
         }  # fmt: skip
         print(json.dumps(result), flush=True)
     finally:
         shutil.rmtree(folder, ignore_errors=True)
-
-
-def main() -> None:
-    parser = argparse.ArgumentParser(prog="python -m tests.bench.data", description=__doc__)
-    parser.add_argument("works", nargs="*", default=["data", "data1", "datasets"])
-    parser.add_argument("--records", type=int, default=RECORDS)
-    parser.add_argument("--repeats", type=int, default=1)
-    args = parser.parse_args()
-    for work in args.works:
-        # A separate process each, so that peak memory is measured for one work alone.
-        child = multiprocessing.get_context("spawn").Process(target=run, args=(work, "", args.repeats, args.records))
-        child.start()
-        child.join()
-
-
-if __name__ == "__main__":
-    main()

@@ -30,19 +30,6 @@ SHORTEST, LONGEST, MOST, SHARD = 8, 96, 50, 512
 Figures = dict[str, Any]
 
 
-class Programs:
-    """How many programs XLA has been asked for since this object exists, those of its cache among them."""
-
-    def __init__(self) -> None:
-        import jax
-
-        self.count = 0
-        jax.monitoring.register_event_duration_secs_listener(self._add)
-
-    def _add(self, event: str, seconds: float, **_: Any) -> None:
-        self.count += event == "/jax/core/compile/backend_compile_duration"
-
-
 def seconds(call: Callable[[], Any]) -> float:
     """Processor seconds of a call, in all threads and in processes that have ended."""
     before = sum(os.times()[:4])
@@ -67,7 +54,9 @@ def again(call: Callable[[], Any], repeats: int = REPEATS, times: int = 0) -> tu
 
 def measured(call: Callable[[], Any], name: str = "", repeats: int = REPEATS) -> Figures:
     """Seconds, memory and programs of a call, behind a name."""
-    programs = Programs()
+    from tests.bench.measure import Compiled
+
+    programs = Compiled()
     call()
     compiled = programs.count
     taken, above = again(call, repeats)

@@ -10,8 +10,8 @@ import math
 import re
 from collections.abc import Iterable
 
-BYTES = {"pred": 1, "s8": 1, "u8": 1, "bf16": 2, "f16": 2, "s16": 2, "u16": 2, "f64": 8, "s64": 8, "u64": 8}
-"""Bytes of an element; of the types that are not here, 4."""
+from tests.aot.account import BYTES
+
 MOVES = {"copy", "transpose", "slice", "dynamic-slice", "dynamic-update-slice", "pad", "concatenate", "broadcast"}
 MOVES |= {"reshape", "reverse", "convert", "gather", "iota"}
 FREE = {"parameter", "constant", "bitcast", "tuple", "get-tuple-element"}
@@ -146,15 +146,10 @@ def _instruction(line: str) -> Instruction | None:
     calls = re.search(r"(?:calls|to_apply)=%([\w.-]+)", attributes)
     where = re.search(r'op_name="([^"]*)"', attributes)
     return Instruction(
-        name=name,
-        opcode=opcode,
-        result=tuple(_arrays(result)),
-        operands=tuple(_NAME.findall(arguments)),
-        calls=calls[1] if calls else None,
-        attributes=attributes,
-        where=where[1] if where else "",
+        name=name, opcode=opcode, result=tuple(_arrays(result)), operands=tuple(_NAME.findall(arguments)),
+        calls=calls[1] if calls else None, attributes=attributes, where=where[1] if where else "",
         root=line.lstrip().startswith("ROOT "),
-    )
+    )  # fmt: skip
 
 
 def _arrays(text: str) -> Iterable[Array]:

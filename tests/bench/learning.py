@@ -32,6 +32,7 @@ from rlhf.tuning.rollout.requests import Sampling
 from rlhf.tuning.rows import CompletionRow, ScoreRow
 from rlhf.tuning.settings import OptimizerSettings
 from rlhf.tuning.training.step import copy
+from tests.tuning.algorithms.support import rows_of, scores_of
 
 RESULTS = Path(__file__).parent / "results"
 MARGIN = 0.5
@@ -45,7 +46,7 @@ OWN: dict[str, dict[str, Any]] = {
     # GSPO's own clip range of about 1e-4 suits long sequences and many steps; here a round takes two steps.
     "gspo": {"clip_low": 0.2, "clip_high": 0.2},
     "gspo-token": {"clip_low": 0.2, "clip_high": 0.2},
-    "ppo": {"critic": CriticSettings(OptimizerSettings(learning_rate=0.003), pretrain_epochs=2)},
+    "ppo": {"critic": CriticSettings(optimizer=OptimizerSettings(learning_rate=0.003), pretrain_epochs=2)},
     "dr-grpo": {"constant": float(TOKENS)},
     "dppo": {"constant": float(TOKENS)},
     "dppo-kl": {"constant": float(TOKENS)},
@@ -74,20 +75,12 @@ def turns_of(rows: list[CompletionRow]) -> list[TurnRow]:
     """Each token as a turn, which begins in the state that the tokens before it make."""
     return [
         TurnRow(
-            place=row.place,
-            sample=row.sample,
-            turn=t,
-            start=t,
-            token_ids=[token],
-            logprobs=[row.logprobs[t]],
-            text="",
-            stop="eos",
-            state=repr(row.token_ids[:t]),
-            reward=right_share(row.prompt_ids, [token]),
+            place=row.place, sample=row.sample, turn=t, start=t, token_ids=[token], logprobs=[row.logprobs[t]], text="",
+            stop="eos", state=repr(row.token_ids[:t]), reward=right_share(row.prompt_ids, [token]),
         )
         for row in rows
         for t, token in enumerate(row.token_ids)
-    ]
+    ]  # fmt: skip
 
 
 @dataclasses.dataclass
@@ -117,19 +110,7 @@ class Run:
             self.policy.params, prompts, samples=samples, max_tokens=TOKENS, sampling=Sampling(temperature=temperature),
             eos_ids=(EOS,), seed=seed, counters=range(len(prompts)),
         )  # fmt: skip
-        return [
-            CompletionRow(
-                place=p,
-                prompt_id=str(p),
-                sample=s,
-                prompt_ids=prompts[p],
-                token_ids=c.tokens,
-                logprobs=c.logps,
-                stop=c.stop,
-            )
-            for p, completions in enumerate(rows)
-            for s, c in enumerate(completions)
-        ]
+        return rows_of(prompts, rows)
 
     def pass_rate(self) -> float:
         rows = self.sample(self.heldout, 4, 7)
@@ -140,11 +121,7 @@ class Run:
         prompts = self.prompts[first : first + PROMPTS]
 
         def scores(rows: list[CompletionRow]) -> list[ScoreRow]:
-            shares = [right_share(r.prompt_ids, r.token_ids) for r in rows]
-            return [
-                ScoreRow(place=r.place, sample=r.sample, prompt_id=r.prompt_id, total=share)
-                for r, share in zip(rows, shares, strict=True)
-            ]
+            return scores_of(rows, [right_share(r.prompt_ids, r.token_ids) for r in rows])
 
         rows = self.sample(prompts, COMPLETIONS, 1000 * self.seed + number)
         greedy = scores(self.sample(prompts, 1, 0, 0.0)) if self.settings.needs_greedy else None

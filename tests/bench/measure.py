@@ -25,6 +25,18 @@ def peak_memory_mb() -> float:
     return peak_memory_bytes() / 2**20
 
 
+class Compiled:
+    """How many programs XLA has compiled, or read from its cache, since this object exists, and the seconds of it."""
+
+    def __init__(self) -> None:
+        self.count, self.seconds = 0, 0.0
+        jax.monitoring.register_event_duration_secs_listener(self._add)
+
+    def _add(self, event: str, seconds: float, **_: Any) -> None:
+        if event == "/jax/core/compile/backend_compile_duration":
+            self.count, self.seconds = self.count + 1, self.seconds + seconds
+
+
 def timed(function: Callable[[], Any], repeats: int) -> dict[str, Any]:
     """Seconds of the first call (compilation included), then medians of the rest, wall and CPU, and the load."""
 

@@ -31,7 +31,7 @@ TO_LEAVE = ["evaluate=null", "export=null"]
 def measured(folder: Path, name: str, sets: list[str]) -> tuple[Any, Any]:
     """The recipe and the record of a run."""
     from rlhf.flows.recipe.reading import load_recipe
-    from rlhf.flows.running.plain import run_plain
+    from rlhf.flows.running.runner import run_plain
     from rlhf.stages.store import runs
     from rlhf.stages.store.artifacts import Store
 

@@ -114,10 +114,7 @@ def breakdown(work: str, model: str, dtype: str, folder: Path) -> dict[str, Any]
         traced = time.perf_counter() - started
     programs = _programs(folder)
     hidden, inner = (int(SHAPES[model][name]) for name in ("hidden", "inner"))
-    rates = {
-        "products f32": gemm_flops(hidden, inner, "float32"),
-        "products bf16": gemm_flops(hidden, inner, "fast"),
-    }
+    rates = {"products f32": gemm_flops(hidden, inner, "float32"), "products bf16": gemm_flops(hidden, inner, "fast")}
     bandwidth = memory_bandwidth()
     events = list(_events(traces))
     rows = _by_operation(events, programs)

@@ -22,7 +22,6 @@ from rlhf.tuning.models.huggingface import random_params, scalar_head_params
 from rlhf.tuning.models.lora import Base, LoraConfig, merge, tune, tuned_graph
 from rlhf.tuning.rollout.engine.engine import Engine
 from rlhf.tuning.rollout.requests import Sampling
-from rlhf.tuning.rows import CompletionRow, ScoreRow
 from rlhf.tuning.settings import ComputeSettings, OptimizerSettings
 from rlhf.tuning.training.batch import Group
 from rlhf.tuning.training.speed import forward_flops
@@ -30,6 +29,7 @@ from rlhf.tuning.training.step import copy
 from tests.bench import inputs
 from tests.bench.measure import emit, gemm_flops, peak_memory_mb, timed
 from tests.bench.training import config_of
+from tests.tuning.algorithms.support import rows_of, scores_of
 
 NEW_TOKENS = 64
 LORA = LoraConfig(rank=16, alpha=32.0)
@@ -41,7 +41,7 @@ def settings_of(work: str, dtype: str = "auto") -> RoundSettings:
     values: dict[str, Any] = {"prompts_per_step": 16, "optimizer": optimizer}
     values["compute"] = ComputeSettings(dtype=dtype)
     if work == "W5":
-        return RoundSettings.of("ppo", kl_in_reward=0.04, critic=CriticSettings(optimizer), **values)
+        return RoundSettings.of("ppo", kl_in_reward=0.04, critic=CriticSettings(optimizer=optimizer), **values)
     return RoundSettings.of("grpo", kl_coef=0.04, aggregation="sequence-mean-token-mean", **values)
 
 
@@ -79,20 +79,11 @@ class Steps:
             eos_ids=(), seed=self.number, counters=range(self.count),
         )  # fmt: skip
         self.phases["rollout"].append(time.perf_counter() - started)
-        rows = [
-            CompletionRow(
-                place=p, sample=s, prompt_id=str(p), prompt_ids=self.prompts[p], token_ids=c.tokens, logprobs=c.logps
-            )
-            for p, completions in enumerate(found)
-            for s, c in enumerate(completions)
-        ]
+        rows = rows_of(self.prompts, found)
         assert all(len(r.token_ids) == NEW_TOKENS for r in rows)
         # Groups of equal rewards would leave the step; a thousandth of the place tells them apart.
-        scores = [
-            ScoreRow(place=r.place, sample=r.sample, prompt_id=r.prompt_id, total=len(set(r.token_ids)) + 1e-3 * i)
-            for i, r in enumerate(rows)
-        ]
-        data = RoundData.from_rows(rows, scores)
+        totals = [len(set(r.token_ids)) + 1e-3 * i for i, r in enumerate(rows)]
+        data = RoundData.from_rows(rows, scores_of(rows, totals))
         metrics = run_round(
             data, self.settings, self.config, self.learner, self.critic, reference=self.reference
         ).metrics

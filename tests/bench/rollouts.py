@@ -29,7 +29,7 @@ from rlhf.tuning.rollout.requests import Request
 from rlhf.tuning.shapes import bucket
 from rlhf.tuning.training.speed import measured_peak, rate
 from tests.bench import inputs
-from tests.bench.measure import emit, memory_bandwidth, peak_memory_mb, timed
+from tests.bench.measure import Compiled, emit, memory_bandwidth, peak_memory_mb, timed
 from tests.bench.training import config_of
 
 GEMM_ROWS = 32
@@ -74,7 +74,7 @@ def run(work: str, model: str, repeats: int, dtype: str = "auto") -> None:
     context = bucket(max(len(r.prompt) + r.max_tokens for r in requests), 64)
     quantization: Quantization = "int8" if work.endswith("int8") else "none"
     engine = Engine(config, kind, Limits(slots=slots, context=context), quantization=quantization)
-    compiled = _CompileTime()
+    compiled = Compiled()
 
     def once() -> Any:
         return sum(len(c.tokens) for _, found in engine.run(requests) for c in found)
@@ -95,21 +95,11 @@ def run(work: str, model: str, repeats: int, dtype: str = "auto") -> None:
             flops = 2.0 * (weights / jnp.dtype(engine.weights.dtype).itemsize) * tokens
             extra["share_of_gemm"] = round(flops / seconds / _gemm_flops(config), 3)
     emit(
-        work,
-        model,
-        **found,
-        dtype=dtype,
-        tokens=tokens,
-        tokens_per_s=round(tokens / seconds, 1),
-        load_s=round(load, 3),
-        first_token_s=round(first, 3),
-        since_start_s=round(time.perf_counter() - started, 1),
-        compile_s=round(compiled.seconds, 2),
-        peak_memory_mb=round(peak_memory_mb()),
-        cache_mb=round(engine.cache_bytes / 2**20),
-        programs=engine.programs,
-        **extra,
-    )
+        work, model, **found, dtype=dtype, tokens=tokens, tokens_per_s=round(tokens / seconds, 1),
+        load_s=round(load, 3), first_token_s=round(first, 3), since_start_s=round(time.perf_counter() - started, 1),
+        compile_s=round(compiled.seconds, 2), peak_memory_mb=round(peak_memory_mb()),
+        cache_mb=round(engine.cache_bytes / 2**20), programs=engine.programs, **extra,
+    )  # fmt: skip
 
 
 def _first_token(engine: Engine, params: Any, requests: Sequence[Request]) -> float:
@@ -126,15 +116,3 @@ def _first_token(engine: Engine, params: Any, requests: Sequence[Request]) -> fl
         engine.cancel(number)
     engine.step()
     return seconds
-
-
-class _CompileTime:
-    """Seconds that XLA has spent compiling since this object exists."""
-
-    def __init__(self) -> None:
-        self.seconds = 0.0
-        jax.monitoring.register_event_duration_secs_listener(self._add)
-
-    def _add(self, event: str, seconds: float, **_: Any) -> None:
-        if event == "/jax/core/compile/backend_compile_duration":
-            self.seconds += seconds

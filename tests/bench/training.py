@@ -28,18 +28,10 @@ from tests.bench.measure import emit, gemm_flops, peak_memory_mb, timed
 def config_of(model: str) -> DecoderConfig:
     s = inputs.SHAPES[model]
     return DecoderConfig(
-        vocab_size=s["vocabulary"],
-        hidden_size=s["hidden"],
-        intermediate_size=s["inner"],
-        num_layers=s["layers"],
-        num_heads=s["heads"],
-        num_kv_heads=s["kv_heads"],
-        head_dim=s["head_dim"],
-        rope_theta=s["theta"],
-        norm_eps=1e-5,
-        tie_embeddings=True,
-        max_positions=8192,
-    )
+        vocab_size=s["vocabulary"], hidden_size=s["hidden"], intermediate_size=s["inner"], num_layers=s["layers"],
+        num_heads=s["heads"], num_kv_heads=s["kv_heads"], head_dim=s["head_dim"], rope_theta=s["theta"],
+        norm_eps=1e-5, tie_embeddings=True, max_positions=8192,
+    )  # fmt: skip
 
 
 def optimizer() -> Any:

@@ -56,7 +56,7 @@ def watched(command: Sequence[str], below: Path, folder: Path, kind: Callable[[s
     process = subprocess.Popen(command, env=os.environ | more)
     resident, anonymous = 0.0, 0.0
     while process.poll() is None:
-        now = _memory(process.pid)
+        now = memory_of(process.pid)
         resident, anonymous = max(resident, now[0]), max(anonymous, now[1])
         time.sleep(SECONDS)
     seconds = time.monotonic() - began
@@ -69,7 +69,7 @@ def watched(command: Sequence[str], below: Path, folder: Path, kind: Callable[[s
     return Taken(dict(sorted(opens.items())), read, written, cpu, seconds, resident, anonymous)
 
 
-def _memory(pid: int) -> tuple[float, float]:
+def memory_of(pid: int) -> tuple[float, float]:
     """MB of a process and all below it: resident, and of that not of files."""
     import psutil
 

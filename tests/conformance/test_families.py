@@ -15,7 +15,6 @@ from flax import nnx
 from rlhf.tuning.device import Compute
 from rlhf.tuning.models import huggingface as hf
 from rlhf.tuning.models.attention import packed_attention
-from rlhf.tuning.models.config_json import from_hugging_face, to_hugging_face
 from rlhf.tuning.models.decoder import decoder_graph, scalar_graph
 from rlhf.tuning.models.identity import fingerprint
 from rlhf.tuning.rollout.engine.engine import Engine
@@ -39,19 +38,10 @@ LLAMA3 = {
 SLIDING, FULL = "sliding_attention", "full_attention"
 # A size that no default gives; heads of 10 are not hidden / heads, and 6 query heads share 2 key-value heads.
 SIZES = {
-    "vocab_size": VOCAB,
-    "hidden_size": 24,
-    "intermediate_size": 40,
-    "num_hidden_layers": 4,
-    "num_attention_heads": 6,
-    "num_key_value_heads": 2,
-    "head_dim": 10,
-    "max_position_embeddings": 64,
-    "rms_norm_eps": 1e-4,
-    "pad_token_id": 0,
-    "bos_token_id": 1,
-    "eos_token_id": 2,
-}
+    "vocab_size": VOCAB, "hidden_size": 24, "intermediate_size": 40, "num_hidden_layers": 4, "num_attention_heads": 6,
+    "num_key_value_heads": 2, "head_dim": 10, "max_position_embeddings": 64, "rms_norm_eps": 1e-4, "pad_token_id": 0,
+    "bos_token_id": 1, "eos_token_id": 2,
+}  # fmt: skip
 FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "llama3": ("Llama", {"rope_theta": 5e3, "rope_scaling": LLAMA3, "tie_word_embeddings": True}),
     "llama_biased": (
@@ -254,15 +244,6 @@ def test_sampler_trainer_and_transformers_agree_on_logprobs(family):
         np.testing.assert_allclose(trainer[slot, :count], theirs, atol=EXACT)
         # The engine samples in float32.
         np.testing.assert_allclose(completion.logps, theirs, atol=1e-4)
-
-
-def test_both_layouts_of_config_json_mean_the_same(family):
-    """What transformers 5 writes (`rope_parameters`) and what it was made from or release 4 would write."""
-    new = json.loads((family.folder / "config.json").read_text())
-    assert "rope_parameters" in new
-    written = to_hugging_face(family.config)
-    assert "rope_parameters" not in written
-    assert from_hugging_face(written, "old") == from_hugging_face(new, "new") == family.config
 
 
 def test_a_score_head_is_a_sequence_classifier(family, tmp_path):

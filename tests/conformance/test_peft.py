@@ -25,15 +25,9 @@ def peft():
 
 TOKENS = np.random.default_rng(0).integers(0, 101, (2, 17))
 SIZES = dict(
-    vocab_size=101,
-    hidden_size=48,
-    intermediate_size=80,
-    num_hidden_layers=2,
-    num_attention_heads=6,
-    num_key_value_heads=2,
-    max_position_embeddings=128,
-    initializer_range=0.1,
-)
+    vocab_size=101, hidden_size=48, intermediate_size=80, num_hidden_layers=2, num_attention_heads=6,
+    num_key_value_heads=2, max_position_embeddings=128, initializer_range=0.1,
+)  # fmt: skip
 
 
 def families():

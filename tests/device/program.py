@@ -26,18 +26,9 @@ from rlhf.tuning.training.forward import logps_and_entropy
 from rlhf.tuning.training.step import make_step
 
 CONFIG = DecoderConfig(
-    vocab_size=4096,
-    hidden_size=576,
-    intermediate_size=1536,
-    num_layers=6,
-    num_heads=9,
-    num_kv_heads=3,
-    head_dim=64,
-    rope_theta=1e5,
-    norm_eps=1e-5,
-    tie_embeddings=True,
-    max_positions=2048,
-)
+    vocab_size=4096, hidden_size=576, intermediate_size=1536, num_layers=6, num_heads=9, num_kv_heads=3, head_dim=64,
+    rope_theta=1e5, norm_eps=1e-5, tie_embeddings=True, max_positions=2048,
+)  # fmt: skip
 PROMPTS, SAMPLES, TOKENS = 6, 4, 48
 
 

@@ -7,8 +7,6 @@ a folder, link, rename, remove. Flow and worker are one process here, so that a 
 in `tests.faults.store_life`.
 """
 
-from __future__ import annotations
-
 import argparse
 import contextlib
 import errno
@@ -33,7 +31,7 @@ from rlhf.stages.store.artifacts import Store
 from rlhf.stages.worker.client import CodeChanged, StageFailed, StageOutage, Worker
 from rlhf.stages.worker.protocol import Report, Request
 from rlhf.tuning.atomic import is_partial
-from tests.faults.storm.ground import SETTINGS, committed, digests
+from tests.faults.storm.ground import SETTINGS, Broken, committed, digests
 from tests.faults.storm.moments import STAGES
 from tests.faults.storm.power import shim
 from tests.faults.storm.table import read
@@ -43,10 +41,6 @@ CODES = (errno.ENOSPC, errno.EIO)
 LEFT = ("leases/", "work/", "damaged/", "replaced/")
 OF_DESCRIPTORS = ("read", "write", "sync", "truncate")
 TRANSIENT = re.compile(r"^\.(.+)\.\d+-\w{8}\.part$")
-
-
-class Broken(AssertionError):
-    """What must hold after a fault does not."""
 
 
 def run_here(

@@ -7,8 +7,6 @@ digest than on the calm disk, where `rlhf verify` or `rlhf audit` find anything,
 than `--seconds`.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import os

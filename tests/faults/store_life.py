@@ -5,8 +5,6 @@ records, a pin, a name, a collection. It takes a hundredth of a second, so that 
 or one of STEP, has its turn.
 """
 
-from __future__ import annotations
-
 import hashlib
 import itertools
 import json

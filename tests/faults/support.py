@@ -1,7 +1,5 @@
 """A run of `rlhf` that a test can watch and kill."""
 
-from __future__ import annotations
-
 import itertools
 import subprocess
 import time

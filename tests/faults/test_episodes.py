@@ -1,7 +1,5 @@
 """Environments that hang, crash and are slow among 256 episodes; kill -9 in their midst."""
 
-from __future__ import annotations
-
 import dataclasses
 import json
 import math
@@ -18,8 +16,8 @@ import pytest
 from rlhf.stages.common.checked_lines import read_lines
 from rlhf.stages.sampling.environment import Environment
 from rlhf.tuning.agents.rows import TrajectoryRow
-from rlhf.tuning.rows import CompletionRow, read_table
-from tests.stages.training.support import Folder, data, ids, perform
+from rlhf.tuning.rows import CompletionRow
+from tests.stages.training.support import Folder, data, ids, perform, rows
 
 pytestmark = pytest.mark.slow
 
@@ -33,10 +31,6 @@ HOSTILE = Environment(
     max_failed_fraction=0.11,
 )
 FAILING = {number for number in range(TASKS) if number % 20 in (3, 7)}
-
-
-def rows(folder: Folder, part, kind):
-    return read_table(sorted(folder.local(part).glob("*.parquet")), kind)
 
 
 def play(folder: Path, name: str, environment: Environment):

@@ -1,7 +1,5 @@
 """A file operation that fails once costs a run no more than the same command again."""
 
-from __future__ import annotations
-
 import contextlib
 import errno
 import itertools

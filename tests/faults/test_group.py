@@ -1,7 +1,5 @@
 """A process group makes the artifacts of one process on the same mesh, also after it loses a process in any stage."""
 
-from __future__ import annotations
-
 import os
 import signal
 import time

@@ -1,7 +1,5 @@
 """kill -9 at every kind of moment: the same command goes on and ends with the bits of an undisturbed run."""
 
-from __future__ import annotations
-
 import os
 import re
 import shutil
@@ -13,7 +11,7 @@ import psutil
 import pytest
 
 from rlhf.flows.recipe.reading import load_recipe
-from rlhf.flows.running.plain import run_plain
+from rlhf.flows.running.runner import run_plain
 from rlhf.stages.store.artifacts import Store
 from tests.faults.support import SETTINGS as OF_FAULTS
 from tests.faults.support import Run, shards
@@ -64,7 +62,6 @@ def store(undisturbed, tmp_path):
 
 def digests(store: Path, run: str = "run") -> dict[str, str]:
     record = Store(str(store)).read_json("runs", run, "run.json")
-    assert record is not None
     return {name: entry["digest"] for name, entry in record["nodes"].items()}
 
 

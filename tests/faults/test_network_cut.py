@@ -1,7 +1,5 @@
 """A node of a cluster whose network is cut: two nodes in network namespaces of their own, joined by a virtual cable."""
 
-from __future__ import annotations
-
 import contextlib
 import os
 import shutil

@@ -1,7 +1,5 @@
 """A run whose store is a bucket: the same bits as on a disk, and another machine goes on where one died."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import time

@@ -1,7 +1,5 @@
 """Rounds of RL with a server that the stage starts: it and the worker are killed, and no completion is lost."""
 
-from __future__ import annotations
-
 import os
 import signal
 import sys

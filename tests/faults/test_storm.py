@@ -3,8 +3,6 @@
 Their kinds and moments are the seed's; `python -m tests.faults.storm` plays hundreds of them.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import random

@@ -3,8 +3,6 @@
 One server, started once, gets one policy after the other. Figures are printed.
 """
 
-from __future__ import annotations
-
 import os
 import signal
 import time

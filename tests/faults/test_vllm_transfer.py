@@ -3,8 +3,6 @@
 SmolLM2-135M in float32, on loopback. Figures are printed.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import functools
 import http.server

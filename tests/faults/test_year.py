@@ -3,8 +3,6 @@
 `make year` plays 365 of them.
 """
 
-from __future__ import annotations
-
 import json
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """A receiver of alerts, and the automations of infra/alerts.yaml that call it."""
 
-from __future__ import annotations
-
 import http.server
 import json
 import subprocess

@@ -1,33 +1,16 @@
 """A reporter that keeps the lines that a run says."""
 
-from __future__ import annotations
-
-from typing import Any
-
-from rlhf.flows.graph.build import Node
-from rlhf.stages.worker.protocol import Progress
-
 
 class Lines:
-    """What a run says."""
+    """What a run says; all else that a reporter is told it forgets."""
 
     def __init__(self) -> None:
         self.lines: list[str] = []
 
-    def stage_started(self, node: Node) -> None:
-        pass
-
-    def progress(self, node: Node, event: Progress) -> None:
-        pass
-
-    def compiling(self, node: Node) -> None:
-        pass
-
     def line(self, text: str) -> None:
         self.lines.append(text)
 
-    def stage_ended(self, node: Node, state: str, manifest: dict[str, Any], seconds: float) -> None:
+    def _forget(self, *_: object) -> None:
         pass
 
-    def run_ended(self) -> None:
-        pass
+    stage_started = progress = compiling = stage_ended = run_ended = _forget

@@ -1,7 +1,5 @@
 """Nights of a tiny recipe: data that grows, a policy that gets better or worse by it, and the registry between them."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Sequence
 from pathlib import Path

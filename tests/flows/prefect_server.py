@@ -1,13 +1,10 @@
 """A real Prefect server and worker for tests: own home, loopback only, ended by whoever started them."""
 
-from __future__ import annotations
-
 import contextlib
 import fcntl
 import os
 import shutil
 import signal
-import socket
 import sqlite3
 import subprocess
 import sys
@@ -17,6 +14,8 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import httpx
+
+from tests.support import free_port
 
 PROJECT = Path(__file__).resolve().parents[2]
 PYTHONPATH = os.pathsep.join(map(str, (PROJECT / "src", PROJECT)))
@@ -39,8 +38,7 @@ class Prefect:
     """A server's place and the commands that use it."""
 
     def __init__(self, folder: Path, ui: bool = False):
-        with socket.create_server(("127.0.0.1", 0)) as s:
-            self.port = s.getsockname()[1]
+        self.port = free_port()
         self.folder = folder
         self.ui = f"http://127.0.0.1:{self.port}"
         self.env = os.environ | {

@@ -1,7 +1,5 @@
 """The automations of infra/alerts.yaml call for every night that a person must know of, and for no other."""
 
-from __future__ import annotations
-
 import datetime
 import subprocess
 import uuid

@@ -1,7 +1,5 @@
 """A run that is cancelled or stopped by a signal ends as interrupted. One that nobody reads any more continues."""
 
-from __future__ import annotations
-
 import http.server
 import json
 import os

@@ -1,8 +1,6 @@
 """What a disk has changed without changing a size is made again before anything is made of it; what a kill has left
 behind a commit is removed."""
 
-from __future__ import annotations
-
 import shutil
 
 import pytest

@@ -1,16 +1,11 @@
 """Code, data and inputs that change while a run goes on: an artifact is made by what its key names (R26)."""
 
-from __future__ import annotations
-
 import dataclasses
 import json
 from pathlib import Path
-from typing import Any
 
 import pytest
-from typer.testing import CliRunner
 
-from rlhf.flows.cli.app import app
 from rlhf.flows.graph.build import Input, Node
 from rlhf.flows.graph.keying import code_of, key_now, key_of, key_parts
 from rlhf.flows.recipe.model import RecipeError
@@ -26,6 +21,7 @@ from rlhf.stages.worker.loaded_code import DataDiffers, check_after
 from rlhf.stages.worker.process import failure_of
 from rlhf.stages.worker.protocol import Request
 from rlhf.tuning.rows import CompletionRow, write_table
+from tests.flows.commands import typed
 from tests.flows.lines import Lines
 from tests.support import write_files
 
@@ -173,8 +169,7 @@ def test_a_record_of_a_run_holds_no_secret(tmp_path):
     assert "HF_TOKEN" in text
     assert "SECRET" not in text
     assert run.recipe.rl.rollout.engine.environment == {"HF_TOKEN": "SECRET"}
-    done = CliRunner().invoke(app, ["rerun", "--store", str(tmp_path), "--stage", "score"], env={"HF_TOKEN": None})
-    assert done.exit_code == 2
+    done = typed("rerun", "--store", tmp_path, "--stage", "score", env={"HF_TOKEN": None}, code=2)
     assert "environment: the value of HF_TOKEN is not recorded: export HF_TOKEN" in done.output
 
 
@@ -194,29 +189,22 @@ def test_a_file_of_data_that_changes_while_it_is_read_is_named_and_the_same_comm
         assert failure_of(e.value, str(tmp_path)).outage
 
 
-@dataclasses.dataclass
-class Case:
-    parts: dict[str, Any]
-    message: str
-
-
 @pytest.mark.parametrize(
-    "case",
+    ("changed", "message"),
     [
-        Case({"versions": {"numpy": "0.1"}}, "package numpy was 0.1 when the run began, this worker has"),
-        Case({"device": "gpu:Abacus"}, "score was to be computed on gpu:Abacus, this worker has cpu:"),
-        Case({"sources": {"file 1": "0"}}, "file 1 changed while score ran"),
+        ({"versions": {"numpy": "0.1"}}, "package numpy was 0.1 when the run began, this worker has"),
+        ({"device": "gpu:Abacus"}, "score was to be computed on gpu:Abacus, this worker has cpu:"),
+        ({"sources": {"file 1": "0"}}, "file 1 changed while score ran"),
     ],
     ids=["package", "device", "data"],
 )
-def test_what_a_key_says_and_the_worker_does_not_have_is_refused(session, monkeypatch, case):
+def test_what_a_key_says_and_the_worker_does_not_have_is_refused(session, changed, message):
     run, _, _ = session
     node = run.nodes["score"]
-    files: dict[str, str] = {}
     parts = key_parts(node, run.made)
-    for name, values in case.parts.items():
+    for name, values in changed.items():
         parts[name] = values if isinstance(values, str) else parts[name] | values
     before = run.store.all_keys()
-    with pytest.raises(StageFailed, match=case.message):
-        run._make(node, run._request(node, run.made, "k" * 64, parts, files, None))
+    with pytest.raises(StageFailed, match=message):
+        run._make(node, run._request(node, run.made, "k" * 64, parts, {}, None))
     assert run.store.all_keys() == before

@@ -1,14 +1,13 @@
-"""Whole runs in environments, with no data set: games by PPO with credit by turns, and by GiGPO."""
+"""Whole runs in environments: games by PPO with credit by turns and by GiGPO, and programs that ask an OpenAI URL."""
 
-from __future__ import annotations
-
-import subprocess
-from pathlib import Path
+import json
+import math
+from collections import Counter
 
 import pytest
 
+from rlhf.stages.common.tables import read_rows
 from rlhf.stages.store.artifacts import Store
-from tests.support import RLHF
 
 pytestmark = pytest.mark.slow
 
@@ -42,46 +41,90 @@ class Door:
 PPO = "algorithm: ppo, critic: {start: policy, bi_level_gae: true, bootstrap_truncated: true}, kl_in_reward: 0.01"
 
 
-def rlhf(folder: Path, *words: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run([RLHF, *words], cwd=folder, capture_output=True, text=True, timeout=600)
-
-
 @pytest.mark.parametrize(
     "update",
     [PPO, PPO + ", lora: {rank: 4}", "algorithm: gigpo", "algorithm: grpo, kl_coef: 0.01"],
     ids=["ppo", "ppo-lora", "gigpo", "grpo"],
 )
-def test_a_game_without_a_data_set(tmp_path, update):
+def test_a_game_without_a_data_set(rlhf, tmp_path, update):
     (tmp_path / "game.yaml").write_text(RECIPE % update)
     (tmp_path / "door.py").write_text(GAME)
-    done = rlhf(tmp_path, "run", "game.yaml", "--no-prefect", "--name", "g", "--set", f"store={tmp_path}/store")
-    assert done.returncode == 0, done.stdout + done.stderr
     store = Store(str(tmp_path / "store"))
+    on = ("--store", store.url)
+    rlhf("run", "game.yaml", "--no-prefect", "--name", "g", *on, cwd=tmp_path)
     nodes = store.read_json("runs", "g", "run.json")["nodes"]
     for number in range(2):
         entry = nodes[f"round-{number:03d}.update"]
         metrics = store.get(entry["stage"], entry["key"]).manifest["metrics"]
         assert metrics["steps"] == 2 and metrics["mismatch_kl"] < 1e-6 and metrics["grad_norm"] > 0
-    audited = rlhf(tmp_path, "audit", "g", "--store", f"{tmp_path}/store")
-    assert audited.returncode == 0, audited.stdout
-    again = rlhf(tmp_path, "rerun", "g", "--stage", "round-001.update", "--no-prefect", "--store", f"{tmp_path}/store")
-    assert "the output is the same" in again.stdout, again.stdout + again.stderr
+    rlhf("audit", "g", *on, cwd=tmp_path)
+    again = rlhf("rerun", "g", "--stage", "round-001.update", "--no-prefect", *on, cwd=tmp_path).stdout
+    assert "the output is the same" in again
 
 
-def test_a_game_is_scored_again_by_another_reward_and_by_its_own(tmp_path):
+def test_a_game_is_scored_again_by_another_reward_and_by_its_own(rlhf, tmp_path):
     (tmp_path / "game.yaml").write_text(RECIPE % "algorithm: grpo")
     (tmp_path / "door.py").write_text(GAME)
     words = ["--no-prefect", "--store", f"{tmp_path}/store"]
-    played = rlhf(tmp_path, "run", "game.yaml", "--name", "g", *words)
-    assert played.returncode == 0, played.stdout + played.stderr
+    rlhf("run", "game.yaml", "--name", "g", *words, cwd=tmp_path)
     letters = "{function: matches, arguments: {pattern: '.*[a-m].*'}}"
     for name, options in (
         ("other", ["--set", f"rl.score.rewards.letters={letters}"]),
         ("half", ["--set", "rl.score.rewards.environment.weight=0.5"]),
     ):
-        again = rlhf(tmp_path, "rescore", "g", *options, "--name", name, *words)
-        assert again.returncode == 0, again.stdout + again.stderr
+        rlhf("rescore", "g", *options, "--name", name, *words, cwd=tmp_path)
         nodes = Store(str(tmp_path / "store")).read_json("runs", name, "run.json")["nodes"]
         assert [nodes[f"round-00{i}.{part}"]["state"] for i in range(2) for part in ("rollout", "score", "update")] == [
             "hit", "made", "made", "hit", "made", "made"
         ]  # fmt: skip
+
+
+AGENT = """
+import json, os, urllib.request
+
+task = json.loads(os.environ["RLHF_TASK"])
+
+
+def say(*texts):
+    messages = [{"role": ("user", "assistant")[i % 2], "content": text} for i, text in enumerate(texts)]
+    body = json.dumps({"model": "any", "messages": messages}).encode()
+    url = os.environ["OPENAI_BASE_URL"] + "/chat/completions"
+    request = urllib.request.Request(url, body, {"content-type": "application/json"})
+    return json.load(urllib.request.urlopen(request, timeout=60))["choices"][0]["message"]["content"]
+
+
+first = say(task["prompt"])
+second = say(task["prompt"], first, "Again.")
+if task["sample"]:
+    say("Unrelated.")
+print(json.dumps({"reward": float(any(letter.isdigit() for letter in first + second))}))
+"""
+
+
+def test_a_recipe_trains_on_the_calls_of_a_program(rlhf, store, record, tmp_path):
+    (tmp_path / "agent.py").write_text(AGENT)
+    sets = [
+        "environment={agent: [python, agent.py], turns: 4, max_tokens: 300, processes: 4}",
+        "rl.score.rewards={environment: {function: environment}}",
+        "rl={rounds: 1, rollout: {prompts: 4, completions: 2, max_tokens: 8}}",
+        "evaluate.problems=2",
+    ]
+    words = [word for one in sets for word in ("--set", one)]
+    rlhf("run", "smoke", "--no-prefect", "--name", "agent", "--store", store, *words, cwd=tmp_path)
+    run = record(store, "agent")
+    entry = run["nodes"]["round-000.rollout"]
+    rollouts = Store(str(store)).get(entry["stage"], entry["key"])
+    parts, turns = read_rows(rollouts, "rollouts/"), read_rows(rollouts, "turns/")
+    assert Counter(row["part"] for row in parts) == {0: 8, 1: 4}
+    assert {row["status"] for row in read_rows(rollouts, "trajectories/")} == {"done"}
+    for row in parts:
+        mine = [t for t in turns if (t["place"], t["sample"], t["part"]) == (row["place"], row["sample"], row["part"])]
+        sampled = [token for turn in mine for token in turn["token_ids"]]
+        finite = map(math.isfinite, row["logprobs"])
+        assert [token for token, known in zip(row["token_ids"], finite, strict=True) if known] == sampled
+    metrics = run["nodes"]["round-000.update"]["metrics"]
+    # What the sampler recorded is what the trainer computes of the same ids, in every part.
+    assert metrics["mismatch_kl"] < 1e-6
+    assert json.dumps(run["nodes"]["evaluate.rl"]["metrics"])
+    rlhf("run", "smoke", "--no-prefect", "--name", "again", "--store", store, *words, cwd=tmp_path)
+    assert record(store, "again")["nodes"]["round-000.rollout"]["state"] == "hit"

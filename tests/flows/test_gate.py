@@ -4,12 +4,9 @@ Policies are better or worse by what their data teaches. Nothing moves the name 
 policy that it stands for.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import json
 import subprocess
-import time
 
 import pytest
 from rich.console import Console
@@ -22,7 +19,7 @@ from rlhf.flows.running.session import Session
 from rlhf.stages.store import registry
 from tests.flows.nights import BAD, GOOD, Nights, records, states
 from tests.flows.prefect_server import prefect_server
-from tests.support import RLHF
+from tests.support import RLHF, until, write_files
 
 
 def test_better_is_promoted_the_same_is_nothing_new_and_worse_is_refused(tmp_path, rlhf, rlhf_here, monkeypatch):
@@ -92,11 +89,8 @@ def test_a_kill_between_decision_and_promotion_costs_nothing(tmp_path, rlhf):
     nights = Nights(tmp_path, rlhf)
     with (tmp_path / "log").open("w") as log:
         process = subprocess.Popen([RLHF, *nights.arguments("k")], stdout=log, stderr=log, cwd=tmp_path)
-        deadline = time.monotonic() + 240
         # The record says so when the export begins, before the name moves.
-        while not ((nights.store.read_json("runs", "k", "run.json") or {}).get("decision")):
-            assert process.poll() is None and time.monotonic() < deadline, (tmp_path / "log").read_text()
-            time.sleep(0.002)
+        until(lambda: (nights.store.read_json("runs", "k", "run.json") or {}).get("decision"), 240, 0.002)
         process.kill()
         process.wait()
     assert nights.champion() == "none" and nights.record("k")["status"] == "running"
@@ -179,13 +173,8 @@ def test_a_champion_of_another_tokenizer_or_one_that_is_gone_is_told_before_any_
     nights = Nights(tmp_path, rlhf)
     first = nights.run("first")
     place, champion = nights.store, registry.current(nights.store, "champion").policy
-    base = tmp_path / "base"
-    base.mkdir()
-    (base / "config.json").write_text("{}")
-    (base / "tokenizer").mkdir()
-    (base / "tokenizer" / "tokenizer.json").write_text("{}")
-    (base / "model").mkdir()
-    (base / "model" / "config.json").write_text("{}")
+    files = dict.fromkeys(("config.json", "tokenizer__tokenizer.json", "model__config.json"), "{}")
+    base = write_files(tmp_path / "base", **files)
     made = place.commit(base, {"stage": "base", "key": "f" * 64, "inputs": {}, "config": {}, "metrics": {}})
     foreign = dataclasses.replace(champion, base=made.key, base_digest=made.digest)
     registry.promote(place, "foreign", foreign, "of another base")

@@ -1,26 +1,20 @@
 """A run, a stage and silence have limits of time: what passes one is ended, told, and gone on from."""
 
-from __future__ import annotations
-
 import re
 
 import pytest
 
 from rlhf.flows.graph.build import build
 from rlhf.flows.graph.keying import key_of, key_parts
-from rlhf.flows.recipe.reading import load_recipe
 from rlhf.flows.running.naming import before
-from rlhf.flows.running.plain import run_plain
+from rlhf.flows.running.runner import run_plain
 from rlhf.flows.running.session import RunTooLong
 from rlhf.stages.store.artifacts import Store
 from rlhf.stages.store.leases import lease
-from rlhf.stages.worker import interpreter
 from rlhf.stages.worker.client import WorkerDied
+from tests.flows.running.support import recipe
+from tests.stages.worker.support import workers_are
 from tests.support import write_files
-
-
-def recipe(folder, *sets):
-    return load_recipe("smoke", sets=[f"store={folder / 'store'}", *sets])
 
 
 def record(folder, name):
@@ -30,8 +24,7 @@ def record(folder, name):
 @pytest.fixture
 def hanging(monkeypatch):
     """Workers live and make nothing."""
-    real = interpreter.command
-    monkeypatch.setattr(interpreter, "command", lambda _, *arguments: real("tests.stages.worker.hanging", *arguments))
+    workers_are(monkeypatch, "hanging")
 
 
 def test_a_run_past_its_limit_fails_and_says_what_was_at_work_and_what_to_type(tmp_path, hanging):

@@ -1,7 +1,5 @@
 """The flow on a real Prefect server with a real worker: deployment, cache, retries, schedule, artifacts, UI."""
 
-from __future__ import annotations
-
 import contextlib
 import datetime
 import json

@@ -1,7 +1,5 @@
 """GSM8K as it is published: prepared, trained on and rewarded by a recipe alone; a wrong pattern ends with the data."""
 
-from __future__ import annotations
-
 import json
 
 import pyarrow.parquet as pq
@@ -31,10 +29,7 @@ def test_gsm8k_is_trained_on_for_two_rounds(rlhf, tmp_path, record):
     (tmp_path / "gsm8k").mkdir()
     for name in ("train", "test"):
         records = [
-            {
-                "question": f"Ann of {name} has {n} eggs and eats 2. How many?",
-                "answer": f"{n}-2.\n#### {n - 2}",
-            }
+            {"question": f"Ann of {name} has {n} eggs and eats 2. How many?", "answer": f"{n}-2.\n#### {n - 2}"}
             for n in range(5, 25)
         ]
         (tmp_path / "gsm8k" / f"{name}.jsonl").write_text("".join(json.dumps(r) + "\n" for r in records))
@@ -47,7 +42,6 @@ def test_gsm8k_is_trained_on_for_two_rounds(rlhf, tmp_path, record):
     assert nodes["prepare"]["metrics"]["rows"].keys() == {"prompts", "heldout"}
     for round in ("round-000", "round-001"):
         scores = Store(str(store)).get("score", nodes[f"{round}.score"]["key"])
-        assert scores is not None
         found = [r for p in scores.local("scores/").glob("*.parquet") for r in pq.read_table(p).to_pylist()]
         assert len(found) == 8 and all(r["failure"] is None for r in found)
         assert nodes[f"{round}.update"]["state"] == "made"

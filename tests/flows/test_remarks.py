@@ -1,20 +1,14 @@
 """Settings that are rarely meant are told of once they are known, and nothing is refused."""
 
-from __future__ import annotations
-
-import io
-
 import pytest
-from rich.console import Console
-from typer.testing import CliRunner
 
-from rlhf.flows.cli.app import app
 from rlhf.flows.recipe.model import RecipeError
 from rlhf.flows.recipe.reading import load_recipe
-from rlhf.flows.report.console import ConsoleReporter
 from rlhf.flows.running.gating import stages_of
 from rlhf.flows.running.recipe_warnings import of_data, of_recipe
 from rlhf.flows.running.session import Session
+from tests.flows.commands import typed
+from tests.flows.lines import Lines
 
 ALL_FROM_THE_START = "every round samples from the policy that RL starts from"
 
@@ -59,16 +53,15 @@ def test_rounds_of_more_prompts_than_there_are_are_told_by_plan_and_when_the_dat
     told = "! rl.rollout.prompts is 600, and the data has 516 prompts: a round draws some of them more than once"
     options = ["--set", "rl.staleness=2", "--store", str(store)]
     for count, expected in ((600, 1), (516, 0)):
-        done = CliRunner().invoke(app, ["plan", "smoke", "--set", f"rl.rollout.prompts={count}", *options])
-        assert done.exit_code == 0 and done.stdout.count(told) == expected
+        done = typed("plan", "smoke", "--set", f"rl.rollout.prompts={count}", *options)
+        assert done.stdout.count(told) == expected
         assert f"! rl.staleness 2 with rl.rounds 3: {ALL_FROM_THE_START}" in done.stderr
-    out = io.StringIO()
-    recipe = load_recipe("smoke", sets=["rl.rollout.prompts=600", f"store={store}"])
-    session = Session(recipe, ConsoleReporter(Console(file=out, width=80)), "many")
+    recipe, said = load_recipe("smoke", sets=["rl.rollout.prompts=600", f"store={store}"]), Lines()
+    session = Session(recipe, said, "many")
     for name in ("base", "prepare"):
         session.run_node(name)
     session.finish("finished")
-    assert out.getvalue().count(told) == 1
+    assert sum(told in line for line in said.lines) == 1
 
 
 def test_a_reward_that_takes_a_column_the_data_lacks_ends_the_run_before_anything_is_sampled(
@@ -81,7 +74,7 @@ def test_a_reward_that_takes_a_column_the_data_lacks_ends_the_run_before_anythin
     sets = ["rl.score.rewards.mine.function=mine_columns:right", f"store={store}"]
     recipe = load_recipe("smoke", sets=sets)
     for name in ("lacking", "lacking-again"):
-        session = Session(recipe, ConsoleReporter(Console(file=io.StringIO(), width=80)), name)
+        session = Session(recipe, Lines(), name)
         with pytest.raises(RecipeError) as e:
             for node in stages_of(session):
                 session.run_node(node.name)
@@ -92,17 +85,17 @@ def test_a_reward_that_takes_a_column_the_data_lacks_ends_the_run_before_anythin
             "rl.score.rewards.mine.function: mine_columns:right takes solution, and prompts has no such column"
         )
         assert "its columns are task, completion_ids, answer, metadata" in message
-    done = CliRunner().invoke(app, ["plan", "smoke", "--store", str(store), "--set", sets[0]])
-    assert done.exit_code == 0 and "miss   round-000.score" in done.stdout
+    done = typed("plan", "smoke", "--store", store, "--set", sets[0])
+    assert "miss   round-000.score" in done.stdout
     ends = "! a run of the whole recipe ends after prepare: rl.score.rewards.mine.function: mine_columns:right takes"
     assert ends in done.stdout
     # A part of the recipe that calls no reward is made.
-    session = Session(recipe, ConsoleReporter(Console(file=io.StringIO(), width=80)), "until-prepare")
+    session = Session(recipe, Lines(), "until-prepare")
     for node in stages_of(session, {"base", "prepare"}):
         session.run_node(node.name)
     session.finish("partial")
     given = load_recipe("smoke", sets=[*sets, "rl.score.rewards.mine.arguments.solution=4"])
-    session = Session(given, ConsoleReporter(Console(file=io.StringIO(), width=80)), "with-columns")
+    session = Session(given, Lines(), "with-columns")
     for node in stages_of(session):
         if node.name == "sft":
             break

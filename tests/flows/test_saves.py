@@ -1,11 +1,7 @@
 """The record of a run is written often enough to tell a kill from a run at work, and no oftener."""
 
-from __future__ import annotations
-
 import datetime
 import shutil
-import subprocess
-import sys
 import threading
 import time
 from pathlib import Path
@@ -24,16 +20,20 @@ from rlhf.stages.store import runs
 from rlhf.stages.store.artifacts import ArtifactError, Store
 from rlhf.stages.store.leases import lease, this_process
 from rlhf.stages.worker.client import StageFailed, Worker
-from tests.support import can_mount
+from tests.support import can_mount, in_small_disk
 
 HEAD = ("runs", "again", "run.json")
+
+
+def again(store: Path, **options) -> Session:
+    return Session(load_recipe("smoke", sets=[f"store={store}"]), ConsoleReporter(), "again", **options)
 
 
 @pytest.fixture
 def run(store, monkeypatch):
     """A session over a store that has everything."""
     monkeypatch.setattr(record_writer, "SAVE_SECONDS", 1e9)
-    return Session(load_recipe("smoke", sets=[f"store={store}"]), ConsoleReporter(), "again")
+    return again(store)
 
 
 def test_a_run_that_makes_nothing_writes_its_record_at_its_two_ends(run, store):
@@ -57,7 +57,7 @@ def test_a_run_that_could_not_begin_shows_no_signs_of_life(store, monkeypatch):
     monkeypatch.setattr(record_writer.Saver, "save", fail)
     monkeypatch.setattr(record_writer.Saver, "end", lambda self: ended.append(self))
     with pytest.raises(OSError):
-        Session(load_recipe("smoke", sets=[f"store={store}"]), ConsoleReporter(), "again")
+        again(store)
     assert len(ended) == 1
 
 
@@ -66,7 +66,7 @@ def test_what_a_run_has_found_is_in_its_record_however_long_it_reads_data_or_inp
     """A collection waits ten seconds for that; ten minutes of silence are the end of a run to another host."""
     monkeypatch.setattr(record_writer, "SAVE_SECONDS", 0.2)
     monkeypatch.setattr(record_writer, "SIGN_SECONDS", 0.5)
-    run, ends = Session(load_recipe("smoke", sets=[f"store={store}"]), ConsoleReporter(), "again"), threading.Event()
+    run, ends = again(store), threading.Event()
     for name in ("base", "prepare"):
         assert run.run_node(name)[0] == "hit"
     run.force = {"sft"}
@@ -224,15 +224,7 @@ except OSError:
 
 @pytest.mark.skipif(not can_mount(), reason="this machine gives no namespace of mounts")
 def test_the_record_of_a_run_that_a_full_disk_ends_says_so(tmp_path):
-    script = f"mount -t tmpfs -o size=4m none {tmp_path} && exec {sys.executable} -c '{ENDS}' {tmp_path}"
-    done = subprocess.run(
-        ["unshare", "-m", "sh", "-c", script], capture_output=True, text=True, cwd=Path(__file__).parents[2]
-    )
-    assert done.stdout.splitlines()[-1] == "failed 4000", done.stdout + done.stderr
-
-
-def again(store: Path, **options) -> Session:
-    return Session(load_recipe("smoke", sets=[f"store={store}"]), ConsoleReporter(), "again", **options)
+    assert in_small_disk(tmp_path, 4, ENDS).splitlines()[-1] == "failed 4000"
 
 
 def test_a_try_that_ends_early_keeps_what_the_tries_before_it_have_made_and_begun(store):

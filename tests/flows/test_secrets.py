@@ -141,6 +141,9 @@ def test_a_run_with_a_secret_in_every_place_writes_none_of_them(tmp_path, monkey
     threading.Thread(target=server.serve_forever, daemon=True).start()
     host = f"127.0.0.1:{server.server_port}"
     judge = f"http://{host}/v1?api_key=PLANTED-query"
+    engine = {"kind": "vllm", "version": VERSION, "dtype": "float32", "tolerance": 0.001}
+    engine["command"] = f"{sys.executable} -m tests.stages.sampling.http_server"
+    engine["environment"] = {"HF_TOKEN": "PLANTED-variable", "ORDINARY": "PLANTED-other"}
     sets = {
         "data.source": f"http://me:PLANTED-user@{host}/x.jsonl",
         "sft": "null",
@@ -148,16 +151,7 @@ def test_a_run_with_a_secret_in_every_place_writes_none_of_them(tmp_path, monkey
         "rl.rounds": 1,
         "rl.score.rewards.model": "{function: matches, arguments: {pattern: x}}",
         "rl.score.rewards": json.dumps({"j": {"function": "judge", "arguments": {"url": judge, "model": "m"}}}),
-        "rl.rollout.engine": json.dumps(
-            {
-                "kind": "vllm",
-                "version": VERSION,
-                "dtype": "float32",
-                "tolerance": 0.001,
-                "command": f"{sys.executable} -m tests.stages.sampling.http_server",
-                "environment": {"HF_TOKEN": "PLANTED-variable", "ORDINARY": "PLANTED-other"},
-            }
-        ),
+        "rl.rollout.engine": json.dumps(engine),
     }
     monkeypatch.setenv("OPENAI_API_KEY", "PLANTED-environment")
     monkeypatch.setenv("RLHF_SCRATCH", str(tmp_path / "scratch"))

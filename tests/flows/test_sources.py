@@ -3,14 +3,13 @@
 import json
 
 import pytest
-from typer.testing import CliRunner
 
-from rlhf.flows.cli.app import app
 from rlhf.flows.recipe.field_paths import fields_at, hint
 from rlhf.flows.recipe.model import RecipeError
 from rlhf.flows.recipe.reading import load_recipe
 from rlhf.flows.running.checks import check_columns
 from rlhf.flows.running.recipe_warnings import of_data, of_recipe
+from tests.flows.commands import typed
 from tests.stages.prepare.support import write
 
 CHAT = {"messages": [{"role": "user", "content": "Hello?"}, {"role": "assistant", "content": "Yes."}]}
@@ -37,15 +36,14 @@ def test_files_without_a_record_are_named_before_the_base_is_made(tmp_path):
     assert not of_recipe(load_recipe("smoke", sets=empty))
 
 
-def plan(*sets):
+def plan(*sets, code=0):
     options = [option for one in sets for option in ("--set", one)]
-    return CliRunner().invoke(app, ["plan", "smoke", "--set", "base.source=random:tiny", *options])
+    return typed("plan", "smoke", "--set", "base.source=random:tiny", *options, code=code)
 
 
 def test_a_plan_names_a_source_that_has_to_state_its_use_and_a_column_that_is_not_there(sources, tmp_path):
     store = f"store={tmp_path / 'store'}"
     done = plan(sources(), store)
-    assert done.exit_code == 0
     assert "data.sources.0 " in done.stderr and "can be used for sft, prompts" in done.stderr
     done = plan(sources("qestion", **{"for": ["sft"]}), store)
     assert "data.sources.0 " not in done.stderr
@@ -91,5 +89,5 @@ def test_settings_of_a_source_are_listed_by_the_names_that_a_recipe_has_and_no_m
     assert "for" in fields_at(["data", "sources", "0"]) and "uses" not in fields_at(["data", "sources", "0"])
     assert hint(["data", "sources", "0", "fro"]) == "did you mean for?"
     assert not {"round", "first"} & set(fields_at(["rl", "rollout"]))
-    shown = CliRunner().invoke(app, ["settings", "data.sources"]).stdout
+    shown = typed("settings", "data.sources").stdout
     assert "data.sources.*.for: " in shown and "such as [sft] or [prompts]" in shown and "uses:" not in shown

@@ -1,7 +1,5 @@
 """Recipes without RL: what was trained last is judged and exported."""
 
-from __future__ import annotations
-
 import json
 
 import pytest
@@ -31,7 +29,6 @@ def test_distillation_and_preference_in_one_run(rlhf, store, record):
     assert judged["heldout_ranking"] > judged["heldout_ranking_before"]
     assert judged["heldout_accuracy"] > 0.5 and judged["heldout_margin"] > 0
     exported = Store(str(store)).get("export", nodes["export"]["key"])
-    assert exported is not None
     made = exported.manifest["inputs"]["policy"]
     assert made["key"] == nodes["preference"]["key"]
     for text in ("held-out divergence", "held-out accuracy", "distilled", "preference"):

@@ -5,8 +5,6 @@ that is another folder on each. Processors, memory and GPUs are what the files u
 not have them.
 """
 
-from __future__ import annotations
-
 import contextlib
 import os
 import shutil

@@ -1,9 +1,6 @@
 """A run that is a job of a real Slurm of two nodes ends, whatever cuts it off, as one that nothing has disturbed."""
 
-from __future__ import annotations
-
 import os
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -11,24 +8,14 @@ import pytest
 
 from rlhf.flows.records import find_run, status_of
 from rlhf.stages.store.artifacts import Store
-from tests.infra.slurm import NODES, Slurm, slurm, why_not
+from tests.infra.slurm import NODES, Slurm, why_not
 from tests.support import with_devices
 
-pytestmark = [
-    pytest.mark.slow,
-    pytest.mark.timeout(1800),
-    pytest.mark.skipif(bool(why_not()), reason=why_not()),
-]
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(1800), pytest.mark.skipif(bool(why_not()), reason=why_not())]
 THREADS = {"NPROC": "4", "PJRT_NPROC": "4"}
 """As many threads compute on each device, however many processes there are ."""
 SECONDS = 900.0
 """In which a run of `smoke` ends on a busy machine."""
-
-
-@pytest.fixture(scope="module")
-def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Slurm]:
-    with slurm(tmp_path_factory.mktemp("slurm")) as started:
-        yield started
 
 
 class Job:

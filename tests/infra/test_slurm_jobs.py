@@ -1,29 +1,16 @@
 """Signals, ends and restarts of the script under a real Slurm, with a short shell script in place of the run."""
 
-from __future__ import annotations
-
 import shutil
 import time
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-from tests.infra.slurm import INFRA, NODES, Slurm, slurm, why_not
+from tests.infra.slurm import INFRA, NODES, Slurm, why_not
 
-pytestmark = [
-    pytest.mark.slow,
-    pytest.mark.timeout(600),
-    pytest.mark.skipif(bool(why_not()), reason=why_not()),
-]
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(600), pytest.mark.skipif(bool(why_not()), reason=why_not())]
 STAYS = "trap 'echo interrupted; exit 130' INT TERM; echo begun; while true; do sleep 0.2; done"
 """A run until it is interrupted."""
-
-
-@pytest.fixture(scope="module")
-def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Slurm]:
-    with slurm(tmp_path_factory.mktemp("slurm")) as started:
-        yield started
 
 
 class Job:

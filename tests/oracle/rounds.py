@@ -20,14 +20,9 @@ from tests.oracle.tables import Drawn, round_of
 Config = dict[str, Any]
 
 COMMON: dict[str, Any] = {
-    "compute": {"dtype": DTYPE},
-    "optimizer": {"learning_rate": 0.01},
-    "prompts_per_step": 2,
-    "temperature": 0.8,
-    "max_mismatch_kl": 1e9,
-    "off_policy": True,
-    "store_state": True,
-}
+    "compute": {"dtype": DTYPE}, "optimizer": {"learning_rate": 0.01}, "prompts_per_step": 2, "temperature": 0.8,
+    "max_mismatch_kl": 1e9, "off_policy": True, "store_state": True,
+}  # fmt: skip
 
 
 def check_round(

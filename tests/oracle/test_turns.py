@@ -22,7 +22,8 @@ CASES: dict[str, dict[str, Any]] = {
     },
     "ppo over turns": {
         "algorithm": "ppo",
-        "critic": {"gamma": 0.9, "lam": 0.8, "bi_level_gae": True, "high_level_gamma": 0.7, "pretrain_epochs": 1},
+        "critic": {"gamma": 0.9, "lam": 0.8, "bi_level_gae": True, "pretrain_epochs": 1}
+        | {"high_level_gamma": 0.7, "high_level_lam": 0.6},
     },
     "ppo over turns, cut off": {
         "algorithm": "ppo",
@@ -42,7 +43,7 @@ CASES: dict[str, dict[str, Any]] = {
         "truncated": "mask",
     },
 }
-FAST = ("ppo over turns",)
+FAST = ("ppo over turns", "gigpo")
 
 
 @pytest.mark.parametrize("case", [c if c in FAST else pytest.param(c, marks=pytest.mark.slow) for c in CASES])

@@ -10,11 +10,11 @@ from safetensors.numpy import load_file, save_file
 from rlhf.stages import base
 from rlhf.stages.base import Config, run, source_digests
 from rlhf.stages.common.model_source import HUB_FILES, SourceMissing, _state, locate, token_ids_of
-from rlhf.stages.contract.definition import Context
 from rlhf.tuning.models import huggingface
 from rlhf.tuning.models.byte_tokenizer import byte_tokenizer
 from rlhf.tuning.models.config import UnsupportedModel, tiny
 from rlhf.tuning.models.tokenizer import CHAT_DATE, load_tokenizer, render, save_tokenizer
+from tests.stages.support import context
 
 
 def test_a_hub_model_is_its_snapshot_of_that_revision(tmp_path, monkeypatch):
@@ -108,21 +108,10 @@ def imported(tmp_path):
     """Runs the stage on a folder; returns the folder it made and its log."""
 
     def run(source):
-        out, lines = tmp_path / f"out-{source.name}", []
-        out.mkdir()
-        base.run(
-            Context(
-                config=Config(source=str(source)),
-                inputs={},
-                out=out,
-                work=tmp_path,
-                seed=0,
-                progress=lambda *a, **k: None,
-                log=lines.append,
-                memory={},
-            )  # fmt: skip
-        )
-        return out, "\n".join(lines)
+        lines = []
+        ctx = context(Config(source=str(source)), tmp_path / f"out-{source.name}", tmp_path, log=lines.append)
+        base.run(ctx)
+        return ctx.out, "\n".join(lines)
 
     return run
 

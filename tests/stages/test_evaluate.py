@@ -1,7 +1,5 @@
 """An evaluation judges every completion by every judge, counts what failed apart, and fails where its judge does."""
 
-from __future__ import annotations
-
 import json
 import re
 import shutil
@@ -152,10 +150,7 @@ def test_problems_are_random_whole_groups_that_keep_their_places():
     ("values", "message"),
     [
         ({"judges": {"exact_match": {"function": "matches"}}}, "judges.exact_match has the name of the judge"),
-        (
-            {"judges": {"truncated": {"function": "matches"}}},
-            "judges.truncated has the name of a figure",
-        ),
+        ({"judges": {"truncated": {"function": "matches"}}}, "judges.truncated has the name of a figure"),
         ({"judges": {"maj_at_7": {"function": "matches"}}}, "judges.maj_at_7 has the name of a figure of evaluations"),
         ({"load_best_model_at_end": True}, "set every"),
         ({"metric_for_best_model": "accuracy"}, "'accuracy': there are score, pass_at_1, pass_at_2, maj_at_2"),

@@ -6,13 +6,13 @@ import numpy as np
 import pytest
 
 from rlhf.stages import base, export
-from rlhf.stages.contract.definition import Context
 from rlhf.stages.store.artifacts import Store
 from rlhf.tuning.models import huggingface
 from rlhf.tuning.models.byte_tokenizer import byte_tokenizer
 from rlhf.tuning.models.config import tiny
 from rlhf.tuning.models.tensors import Tensors
 from rlhf.tuning.models.tokenizer import save_tokenizer, turn_end
+from tests.stages.support import context
 
 
 @pytest.fixture
@@ -22,19 +22,7 @@ def run(tmp_path):
 
     def made(stage, settings, **inputs):
         out = tmp_path / f"{stage.__name__}-{len(list(tmp_path.iterdir()))}"
-        out.mkdir()
-        stage.run(
-            Context(
-                config=settings,
-                inputs=inputs,
-                out=out,
-                work=tmp_path,
-                seed=0,
-                progress=lambda *a, **k: None,
-                log=print,
-                memory={},
-            )  # fmt: skip
-        )
+        stage.run(context(settings, out, tmp_path, inputs=inputs))
         facts = {"seed": 0, "config": {}, "inputs": {}, "versions": {}, "device": "cpu", "metrics": {}}
         return store.commit(out, {"stage": stage.STAGE.name, "key": out.name, **facts})
 

@@ -1,7 +1,5 @@
 """A start brings its weights and all that it was trained on; what is new is the rest, and held-out rows stay."""
 
-from __future__ import annotations
-
 import dataclasses
 import json
 
@@ -9,12 +7,12 @@ import pytest
 
 from rlhf.stages import fresh
 from rlhf.stages.common.trained_prompts import FOLDER, names_of, prompts_among, trained_names, write_names
-from rlhf.stages.contract.definition import Context
 from rlhf.tuning.data.flat import FOLDER as FLAT
 from rlhf.tuning.data.reading import map_examples
 from rlhf.tuning.data.schema import SftRow
 from rlhf.tuning.rows import CompletionRow, PromptRow, read_table, write_table
 from tests.stages.gate.support import Lab, prompt
+from tests.stages.support import context
 
 
 @pytest.fixture
@@ -34,13 +32,8 @@ def renewed(lab, data, trained):
     folder = lab.folder / "start"
     write_names(folder / FOLDER, trained)
     start = lab.store.commit(folder, {"stage": "start", "key": "s", "inputs": {}, "config": {}, "metrics": {}})
-    out = lab.folder / "out"
-    out.mkdir()
-    ctx = Context(
-        config=fresh.Config(), inputs={"data": data, "start": start}, out=out, work=out, seed=0,
-        progress=lambda *a, **k: None, log=print, memory={},
-    )  # fmt: skip
-    return fresh.run(ctx), out
+    ctx = context(fresh.Config(), lab.folder / "out", inputs={"data": data, "start": start})
+    return fresh.run(ctx), ctx.out
 
 
 def test_rows_that_were_trained_on_are_left_out_and_held_out_ones_stay_as_they_are(lab):

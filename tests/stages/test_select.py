@@ -1,16 +1,14 @@
 """The choice among policies has the content of the one that is best by its evaluation, and loads as that one."""
 
-from __future__ import annotations
-
 import json
 
 import pytest
 
 from rlhf.stages import select
-from rlhf.stages.contract.definition import Context
 from rlhf.stages.store.artifacts import Store
 from rlhf.stages.update.outcomes import FATES
 from rlhf.tuning.rows import FateRow, write_table
+from tests.stages.support import context
 
 
 def commit(store, folder, stage, key, files, **manifest):
@@ -38,11 +36,7 @@ def candidates(tmp_path):
 
 def chosen(tmp_path, candidates, metric):
     store, inputs = candidates
-    ctx = Context(
-        config=select.Config(metric=metric), inputs=inputs, out=tmp_path / "out", work=tmp_path / "work", seed=0,
-        progress=lambda *a, **k: None, log=print, memory={},
-    )  # fmt: skip
-    ctx.out.mkdir()
+    ctx = context(select.Config(metric=metric), tmp_path / "out", inputs=inputs)
     metrics = select.run(ctx)
     refs = {name: {"stage": a.stage, "key": a.key, "digest": a.digest} for name, a in inputs.items()}
     return ctx, store.commit(ctx.out, {"stage": "select", "key": "s", "config": {}, "inputs": refs, "metrics": metrics})

@@ -121,7 +121,7 @@ class Objective:
         return self.entry is not None and self.entry.greedy
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class CriticSettings:
     """The critic of PPO."""
 

@@ -1,7 +1,9 @@
-"""The pieces of all blocks, gathered by shard with `pyarrow.dataset`.
+"""The pieces of all blocks, gathered by shard, a piece at a time.
 
 pieces of blocks    | rows of shards 2 0 7 ... | rows of shards 5 1 0 ... |
 folders of shards   shard 0   shard 1   shard 2   ...
+
+Not `pyarrow.dataset.write_dataset`: it holds rows by their number, however long they are, which can be all of the data.
 """
 
 from __future__ import annotations
@@ -10,6 +12,7 @@ import contextlib
 import dataclasses
 import hashlib
 import shutil
+from collections import Counter
 from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -23,8 +26,6 @@ from rlhf.tuning.data.schema import DEAD, LEDGER, ORDER, SCHEMAS, ipc_table
 
 MAX_SHARDS = 512
 """Limit of shards, whose files are open at the same time; most systems allow 1,024 open files."""
-GROUP_ROWS = 512
-"""Minimum rows of a shard that are written together."""
 AHEAD = 8
 """Pieces that are read at a time."""
 
@@ -70,21 +71,19 @@ def gather(folder: str, blocks: Blocks, shards: int, into: Path) -> Pieces:
     Raises SourceError if a file of a block is missing or damaged.
     """
     shutil.rmtree(into, ignore_errors=True)
-    options = dataset.IpcFileFormat().make_write_options(compression="lz4")
-    shard = pa.field("shard", pa.int32())
+    options = pa.ipc.IpcWriteOptions(compression="lz4")
     for output in sorted({"ledger"} | outputs_of(blocks)):
-        dataset.write_dataset(
-            (batch for table in tables(folder, blocks, output) for batch in table.to_batches()),
-            into / output,
-            basename_template="{i}.arrow",
-            format="ipc",
-            file_options=options,
-            schema=_schema(output).append(shard),
-            partitioning=dataset.partitioning(pa.schema([shard])),
-            max_partitions=MAX_SHARDS,
-            max_open_files=MAX_SHARDS,
-            min_rows_per_group=GROUP_ROWS,
-        )
+        schema, files = _schema(output), dict[int, pa.RecordBatchFileWriter]()
+        with contextlib.ExitStack() as opened:
+            for table in tables(folder, blocks, output):
+                start, rows = 0, table.sort_by("shard")
+                for shard, count in sorted(Counter(table["shard"].to_pylist()).items()):
+                    if shard not in files:
+                        path = into / output / str(shard) / "0.arrow"
+                        path.parent.mkdir(parents=True)
+                        files[shard] = opened.enter_context(pa.ipc.new_file(str(path), schema, options=options))
+                    files[shard].write_table(rows.slice(start, count).select(schema.names))
+                    start += count
     return Pieces(into, shards, folder, blocks)
 
 

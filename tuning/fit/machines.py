@@ -28,8 +28,8 @@ from rlhf.tuning.precision import resolved
 GIB = 2**30
 NODE = 8
 """GPUs of a node."""
-USABLE = {"tpu": 0.98, "gpu": 0.75}
-"""Share of the memory that programs get: a TPU reserves some, and JAX takes 0.75 of a GPU's by default
+USABLE = {"tpu": 0.98, "gpu": 0.9}
+"""Share of the memory that programs get: a TPU reserves some, and a worker sets JAX's share of a GPU
 (XLA_PYTHON_CLIENT_MEM_FRACTION)."""
 ALONE = {
     "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",
@@ -49,6 +49,8 @@ class Kind:
     memory_bytes: int
     cores: int = 1
     """TensorCores of a chip, which the name of a slice counts: a `v5p-64` has 32 chips."""
+    per_host: int = 4
+    """Devices of a host of several."""
 
 
 KINDS = {
@@ -57,10 +59,10 @@ KINDS = {
         Kind("v5e", "tpu", 16 * GIB),
         Kind("v5p", "tpu", 95 * GIB, cores=2),
         Kind("v6e", "tpu", 32 * GIB),
-        Kind("a100", "gpu", 80 * GIB),
-        Kind("h100", "gpu", 80 * GIB),
-        Kind("h200", "gpu", 141 * 10**9),
-        Kind("b200", "gpu", 180 * 10**9),
+        Kind("a100", "gpu", 80 * GIB, per_host=NODE),
+        Kind("h100", "gpu", 80 * GIB, per_host=NODE),
+        Kind("h200", "gpu", 141 * 10**9, per_host=NODE),
+        Kind("b200", "gpu", 180 * 10**9, per_host=NODE),
     )
 }
 """The kinds by name."""
@@ -81,6 +83,12 @@ class Machine:
         """Bytes of a device that programs may use."""
         share = 1.0 if self.here else USABLE[self.kind.platform]
         return int(self.kind.memory_bytes * share)
+
+    @property
+    def per_host(self) -> int:
+        """Devices of a host. Up to eight v5e or v6e chips may be those of one host."""
+        single = self.kind.name in ("v5e", "v6e") and self.count <= NODE
+        return self.count if self.here or single else min(self.count, self.kind.per_host)
 
     def choices(self, dtype: str, remat: str = "auto") -> device.Device:
         """The choices of `rlhf.tuning.device.choose` on such a device."""

@@ -32,6 +32,9 @@ from rlhf.tuning.rollout.engine.replicas import engine_at
 from rlhf.tuning.rollout.engine.rows import blank_rows
 from rlhf.tuning.settings import ComputeSettings
 
+SERVERS = "servers of vLLM may span hosts (rl.rollout.engine.kind: vllm)"
+"""The way out for a model that no host holds."""
+
 
 @dataclasses.dataclass(frozen=True)
 class Sampled:
@@ -49,10 +52,15 @@ class Sampled:
 
     def needs(self, on: Machine) -> Needs:
         """The needs of the stage. Raises RefusedRequest if the cache has room for no sequence, ValueError if the mesh
-        does not have the machine's number of devices."""
+        does not have the machine's number of devices, or an engine is on several hosts."""
         with on.compiling():
             axes = sampling_axes(self.compute.mesh, on.count)
             tensor, replicas = int(axes.tensor), int(axes.data)
+            if on.per_host % tensor:
+                raise ValueError(
+                    f"compute.mesh.tensor {tensor}: an engine is on the devices of one host, and a host of {on.name} "
+                    f"has {on.per_host}; {SERVERS}"
+                )
             mesh: Any = on.mesh(Axes(1, 1, tensor), tensor)
             dtype = on.choices(self.compute.dtype).compute.dtype
 

@@ -1,7 +1,5 @@
 """`make faults`: random faults on the recipe `smoke`, each scene of which must end as an undisturbed run does."""
 
-from __future__ import annotations
-
 import argparse
 import ctypes
 import json

@@ -1,7 +1,5 @@
 """Collections, promotions and forced stages beside a run: what it has found stays, and it ends as a calm one."""
 
-from __future__ import annotations
-
 import contextlib
 
 import psutil

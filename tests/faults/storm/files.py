@@ -1,7 +1,5 @@
 """Files that are damaged between tries, leases that are not what they seem, and a disk that is full for a while."""
 
-from __future__ import annotations
-
 import contextlib
 import json
 import os

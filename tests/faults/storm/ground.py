@@ -1,7 +1,5 @@
 """What a storm stands on: a calm run, partly made stores, and commands whose processes can be told from all others."""
 
-from __future__ import annotations
-
 import contextlib
 import hashlib
 import json

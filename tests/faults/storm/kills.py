@@ -1,11 +1,8 @@
 """Processes that are killed with signal 9, and processes that are stopped and go on later."""
 
-from __future__ import annotations
-
 import contextlib
 import os
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -18,6 +15,7 @@ from tests.faults.storm import ground as grounds
 from tests.faults.storm.ground import MARK, Broken, Command
 from tests.faults.storm.moments import ROUNDS, STAGES, choose
 from tests.faults.storm.scene import Scene
+from tests.support import free_port
 
 ALONE = ("sft", "preference", "reward", "rollout", "score", "update", "prepare")
 GONE = (*((stage,) for stage in ALONE), ROUNDS, ("evaluate", "export"))
@@ -173,8 +171,7 @@ def kill_private_server(scene: Scene) -> None:
 def kill_own_server(scene: Scene) -> None:
     """A Prefect server of one's own dies, and is started again while the run goes on, or after it."""
     strikes = Strikes(scene)
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        port = free.getsockname()[1]
+    port = free_port()
     url = f"http://127.0.0.1:{port}/api"
     # Not one of the command's processes, none of which may be left.
     server = _serve(scene, port)

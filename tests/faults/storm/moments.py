@@ -1,7 +1,5 @@
 """Moments in the life of a stage, as they can be seen from outside, in its files."""
 
-from __future__ import annotations
-
 import random
 from collections.abc import Callable
 from pathlib import Path

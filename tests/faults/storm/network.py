@@ -1,7 +1,5 @@
 """A store on an S3 API: a network that fails between, and two hosts of which each is killed."""
 
-from __future__ import annotations
-
 import contextlib
 import http.client
 import logging

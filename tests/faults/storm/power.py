@@ -1,7 +1,5 @@
 """Loss of power: what a disk was not told to keep is lost, as the log of `shim.c` tells it."""
 
-from __future__ import annotations
-
 import random
 import shutil
 import subprocess

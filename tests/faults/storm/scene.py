@@ -1,7 +1,5 @@
 """A scene: one store, some tries with faults, and the command that nobody disturbs, after which all must be as calm."""
 
-from __future__ import annotations
-
 import contextlib
 import dataclasses
 import io
@@ -209,16 +207,3 @@ class Scene:
 
 
 Play = Callable[[Scene], None]
-
-
-def rlhf_pids(run: Command) -> tuple[int, ...]:
-    """The flow's process and its worker's, where it has one."""
-    worker = run.worker()
-    return (run.process.pid, *([worker.pid] if worker else []))
-
-
-def small_folder(scene: Scene, name: str) -> Path:
-    """An empty folder of a scene."""
-    folder = scene.folder / name
-    folder.mkdir(parents=True, exist_ok=True)
-    return folder

@@ -1,14 +1,15 @@
 """Results of a storm: read, and as a page."""
 
-from __future__ import annotations
-
 import json
+import re
 from collections import defaultdict
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 CALM = "as calm"
+DAMAGE = re.compile(r" (deleted|emptied|flipped|truncated)$|: .*")
+"""The part of a fault's kind that its row of the table leaves out."""
 
 
 def read(path: Path) -> list[dict[str, Any]]:
@@ -23,37 +24,28 @@ def read(path: Path) -> list[dict[str, Any]]:
 
 
 def page(scenes: Sequence[dict[str, Any]]) -> str:
-    """A page with a table of faults by kind and place, and what the scenes that did not end well say."""
-    rows: dict[tuple[str, str], list[dict[str, Any]]] = defaultdict(list)
+    """A page with a table of faults by kind, and the scenes that did not end well."""
+    kinds: dict[str, list[dict[str, Any]]] = defaultdict(list)
     for scene in scenes:
-        # A scene's time and tries are shared by its faults.
-        share = max(1, len(scene["faults"]))
         for fault in scene["faults"]:
-            more = {"tries": scene["tries"], "seconds": scene["seconds"] / share, "well": scene["end"] == CALM}
-            rows[fault["kind"], fault["stage"]].append(fault | more)
-    faults = [fault for scene in scenes for fault in scene["faults"]]
+            kinds[DAMAGE.sub("", fault["kind"])].append(fault)
+    faults = [fault for some in kinds.values() for fault in some]
     network = sum(fault["network"] for fault in faults)
-    well = [scene for scene in scenes if scene["end"] == CALM]
+    broken = [scene for scene in scenes if scene["end"] != CALM]
     lines = [
         "# Results of the storm",
         "",
-        "Made by `make faults`.",
-        f"{len(faults) - network} faults of processes, files, disks, leases and power and {network} of the network in",
-        f"{len(scenes)} scenes; {len(well)} scenes ended with the digests of an undisturbed run, with nothing done",
-        "twice that was finished, no process left, no lease held, and `rlhf verify` and `rlhf audit` clean.",
+        f"`make faults` played {len(faults) - network} faults of processes, files, disks, leases and power",
+        f"and {network} of the network in {len(scenes)} scenes. {len(scenes) - len(broken)} scenes ended as the",
+        "[description](README.md) demands. A fault was survived by the running command (*by itself*) or by the",
+        "same command, typed again. Files are truncated, emptied, flipped or deleted.",
         "",
-        "| fault | stage | moments | count | by itself | same command | tries of its scene | seconds | as calm |",
-        "|---|---|---|---|---|---|---|---|---|",
+        "| fault | stages | count | by itself | same command |",
+        "|---|---|---|---|---|",
     ]
-    for (kind, stage), some in sorted(rows.items()):
-        moments = sorted({fault["moment"].split(",")[0] for fault in some})
-        shown = "; ".join(moments[:4]) + (f"; and {len(moments) - 4} more" if len(moments) > 4 else "")
+    for kind, some in sorted(kinds.items()):
+        stages = ", ".join(sorted({fault["stage"] for fault in some}))
         alone = sum(fault["end"] == "by itself" for fault in some)
-        tries = sum(fault["tries"] for fault in some) / len(some)
-        seconds = sum(fault["seconds"] for fault in some)
-        calm = sum(fault["well"] for fault in some)
-        lines.append(
-            f"| {kind} | {stage} | {shown} | {len(some)} | {alone} | {len(some) - alone} | {tries:.1f} | {seconds:.0f} "
-            f"| {calm} |"
-        )
+        lines.append(f"| {kind} | {stages} | {len(some)} | {alone} | {len(some) - alone} |")
+    lines += [f"\n`{scene['scene']}` (seed {scene['seed']}) is broken: {scene['end']}" for scene in broken]
     return "\n".join(lines) + "\n"

@@ -4,8 +4,6 @@ Each night is the flow `rlhf-pipeline`, as a schedule starts it: without a name.
 a clock that is a day ahead: what the nights before it have made is old by then. Prints a line per night and a summary.
 """
 
-from __future__ import annotations
-
 import argparse
 import collections
 import json

@@ -5,8 +5,6 @@ Between these there are nights with records that teach something else, nights wi
 whose worker hangs, and all the others, which have nothing new.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import random
 from collections.abc import Iterator

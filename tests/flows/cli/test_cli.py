@@ -1,42 +1,28 @@
 """The command line as people use it: real processes on the store of a real run."""
 
-from __future__ import annotations
-
 import os
 import re
 import resource
 import signal
-import socket
 import subprocess
 from pathlib import Path
 
 import psutil
 import pytest
 import yaml
-from typer.testing import CliRunner
 
-from rlhf.flows.cli.app import app
+from rlhf.flows.cli import launch
 from rlhf.flows.recipe.model import Recipe
 from rlhf.flows.recipe.reading import load_recipe
 from rlhf.flows.running.record_writer import now
 from rlhf.stages.auditing.audit import LAWS
 from rlhf.stages.store.artifacts import Store
-from tests.support import RLHF, write_files
+from tests.flows.commands import typed
+from tests.support import RLHF, free_port, write_files
 
 
 def state(record: dict, *names: str) -> dict[str, str]:
     return {name: e["state"] for name, e in record["nodes"].items() if not names or name in names}
-
-
-def test_help_names_every_verb(rlhf):
-    text = rlhf("--help").stdout
-    verbs = ["run", "plan", "settings", "rerun", "rescore", "runs", "show", "chat", "serve", "export", "verify"]
-    verbs += ["report", "doctor", "gc", "pin", "unpin", "logs", "fork", "diff", "history", "metrics"]
-    for verb in verbs:
-        assert re.search(rf"^\W*{verb}\s+\w", text, re.MULTILINE), verb
-        shown = CliRunner().invoke(app, [verb, "--help"])
-        assert shown.exit_code == 0
-        assert "--help" in shown.output
 
 
 @pytest.mark.slow
@@ -120,8 +106,7 @@ def test_plan_tells_what_a_run_would_do(rlhf_here, smoke_store):
 
 def test_plan_config_prints_a_recipe_that_reads_back_with_presets_and_defaults(tmp_path):
     sets = ["rl.update={algorithm: dapo, prompts_per_step: 4}", "export=null"]
-    shown = CliRunner().invoke(app, ["plan", "smoke", "--config", *[w for s in sets for w in ("--set", s)]])
-    assert shown.exit_code == 0
+    shown = typed("plan", "smoke", "--config", *[w for s in sets for w in ("--set", s)])
     path = tmp_path / "resolved.yaml"
     path.write_text(shown.stdout)
     resolved = load_recipe("smoke", sets=sets)
@@ -184,17 +169,16 @@ def test_a_store_that_is_not_there_is_named_and_no_empty_one(rlhf_here, tmp_path
         assert f"error: no store at {url}: `rlhf run` creates one, in a bucket that exists; name another" in error
 
 
-@pytest.mark.parametrize("command", ["runs", "gc"])
+@pytest.mark.parametrize("command", [["runs"], ["gc"], ["plan", "smoke"], ["run", "smoke", "--no-prefect"]])
 def test_a_store_that_does_not_answer_is_named_in_one_line(rlhf_here, s3, monkeypatch, command):
     from s3fs import S3FileSystem
 
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        closed = f"http://127.0.0.1:{server.getsockname()[1]}"
+    closed = f"http://127.0.0.1:{free_port()}"
     monkeypatch.setenv("AWS_ENDPOINT_URL", closed)
     monkeypatch.setenv("AWS_MAX_ATTEMPTS", "1")
     S3FileSystem.clear_instance_cache()
     try:
-        error = rlhf_here(command, "--store", "s3://bucket/x", code=2).stderr
+        error = rlhf_here(*command, "--store", "s3://bucket/x", code=2).stderr
     finally:
         S3FileSystem.clear_instance_cache()
     assert error.startswith("error: the store s3://bucket/x cannot be reached: EndpointConnectionError: ")
@@ -282,13 +266,17 @@ def test_a_run_whose_process_is_gone_is_shown_as_killed(rlhf_here, store):
     first = place.read_json("runs", "first", "run.json")
     process = subprocess.Popen(["true"])
     process.wait()
-    gone = first | {"name": "gone", "status": "running", "process": first["process"] | {"pid": process.pid}}
+    nodes = {"sft": {"stage": "sft", "state": "running", "key": "a" * 64}}
+    there = {"process": first["process"] | {"pid": process.pid}, "nodes": nodes}
+    gone = first | {"name": "gone", "status": "running"} | there
     elsewhere = gone | {"name": "elsewhere", "process": first["process"] | {"host": "another"}, "saved": now()}
     for run in (gone, elsewhere):
         place.write_json(run, "runs", run["name"], "run.json")
     lines = rlhf_here("runs", "--store", store).stdout.splitlines()
     assert "killed" in next(x for x in lines if "gone" in x)
     assert "running" in next(x for x in lines if "elsewhere" in x)
+    shown = rlhf_here("show", "gone", "--store", store).stdout
+    assert re.search(r"^  sft +killed ", shown, re.MULTILINE) and "running" not in shown
 
 
 @pytest.mark.slow
@@ -334,7 +322,6 @@ def test_a_signal_ends_a_chat_and_leaves_nobody(smoke_store):
     process = subprocess.Popen(
         [RLHF, "chat", "first", "--store", smoke_store], stdin=subprocess.PIPE, stderr=subprocess.PIPE, text=True
     )
-    assert process.stderr is not None
     while "ends the conversation" not in (line := process.stderr.readline()):
         assert line, "it ended before it began"
     family = [psutil.Process(process.pid), *psutil.Process(process.pid).children(recursive=True)]
@@ -399,3 +386,25 @@ def test_a_syntax_error_in_a_users_module_names_its_line(rlhf, smoke_store, tmp_
     env = os.environ | {"PYTHONPATH": f"{tmp_path}:{os.environ.get('PYTHONPATH', '')}"}
     done = rlhf("plan", "smoke", *sets, code=2, env=env)
     assert setting in done.stderr and "broken.py, line 1" in done.stderr
+
+
+@pytest.fixture
+def started(monkeypatch, tmp_path):
+    """The ways in which runs were started."""
+    ways = []
+    monkeypatch.setattr(launch, "run_with_prefect", lambda recipe, **_: ways.append("prefect"))
+    monkeypatch.setattr("rlhf.flows.running.runner.run_plain", lambda recipe, **_: ways.append("plain"))
+    monkeypatch.setenv("PREFECT_HOME", str(tmp_path / "no-profiles"))
+    monkeypatch.delenv("PREFECT_API_URL", raising=False)
+    return ways
+
+
+def test_a_run_that_is_cached_starts_no_private_server(smoke_store, started, monkeypatch):
+    recipe = load_recipe("smoke", sets=[f"store={smoke_store}"])
+    launch.launch(recipe, False)
+    launch.launch(recipe, False, force={"export"})
+    launch.launch(load_recipe("smoke", sets=[f"store={smoke_store}", "seed=7"]), False)
+    # A configured server shows cached runs too.
+    monkeypatch.setenv("PREFECT_API_URL", "http://127.0.0.1:4200/api")
+    launch.launch(recipe, False)
+    assert started == ["plain", "prefect", "prefect", "prefect"]

@@ -1,14 +1,10 @@
 """`rlhf diff` says what differs between two runs, and compares their policies on the prompts that both have."""
 
-from __future__ import annotations
-
 import json
 import shutil
 
 import pytest
-from typer.testing import CliRunner
 
-from rlhf.flows.cli.app import app
 from rlhf.flows.cli.derive import _metric_lines
 from rlhf.flows.graph.build import nodes_of
 from rlhf.flows.graph.changes import _described
@@ -16,6 +12,7 @@ from rlhf.stages.contract.source_archive import modules_of
 from rlhf.stages.store.artifacts import Artifact, Store
 from rlhf.stages.store.keys import digest
 from rlhf.stages.store.manifests import with_checksum
+from tests.flows.commands import typed
 from tests.flows.report.support import Maker, recipe_of
 
 
@@ -44,15 +41,12 @@ def place(tmp_path_factory) -> Store:
         kind(store, recipe, folder, name).run()
         entry = store.read_json("runs", name, "run.json")["nodes"]["round-000.score"]
         artifact = store.get("score", entry["key"])
-        assert artifact is not None
         keep_text(store, artifact, "rewards", f"def reward():\n    return {number}\n")
     return store
 
 
 def diff(place: Store, *arguments: str, code: int = 0) -> str:
-    done = CliRunner().invoke(app, ["diff", *arguments, "--store", place.url])
-    assert done.exit_code == code, done.output
-    return done.stdout
+    return typed("diff", *arguments, "--store", place.url, code=code).stdout
 
 
 def test_the_default_of_a_source_that_stands_for_no_data_is_no_difference(tmp_path):
@@ -117,7 +111,6 @@ def test_judges_that_differ_are_said_and_nothing_is_compared(place):
     record = place.read_json("runs", "demo-b", "run.json")
     entry = record["nodes"]["evaluate.sft"]
     artifact = place.get("evaluate", entry["key"])
-    assert artifact is not None
     manifest = artifact.manifest | {"config": artifact.manifest["config"] | {"judge": "digits"}}
     place.write_json(with_checksum(manifest), "artifacts", "evaluate", entry["key"], "manifest.json")
     told = diff(place, "demo-a", "demo-b")
@@ -133,10 +126,8 @@ def test_a_run_that_is_not_there_is_described(place):
 
 
 def test_two_names_of_one_run_are_described(place):
-    newest = "demo-b"
-    done = CliRunner().invoke(app, ["diff", "demo", newest, "--store", place.url])
-    assert done.exit_code == 2
-    assert f"demo and {newest} are one run: demo stands for its newest" in done.output
+    done = typed("diff", "demo", "demo-b", "--store", place.url, code=2)
+    assert "demo and demo-b are one run: demo stands for its newest" in done.output
 
 
 def test_code_that_changed_is_told_where_the_output_is_the_same(tmp_path):
@@ -146,7 +137,6 @@ def test_code_that_changed_is_told_where_the_output_is_the_same(tmp_path):
     record = store.read_json("runs", "demo-b", "run.json")
     entry = record["nodes"]["round-000.score"]
     artifact = store.get("score", entry["key"])
-    assert artifact is not None
     # Made by other code: the same files under another key.
     entry["key"] = digest("another")
     shutil.copytree(store.join("artifacts", "score", artifact.key), store.join("artifacts", "score", entry["key"]))

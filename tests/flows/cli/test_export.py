@@ -1,7 +1,5 @@
 """`rlhf export`: a folder that others load, with all that it was made from."""
 
-from __future__ import annotations
-
 import json
 import re
 from pathlib import Path

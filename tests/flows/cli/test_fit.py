@@ -5,9 +5,8 @@ import subprocess
 
 import pytest
 import yaml
-from typer.testing import CliRunner
 
-from rlhf.flows.cli.app import app
+from tests.flows.commands import typed
 
 CONFIG = {
     "model_type": "llama",
@@ -23,23 +22,17 @@ CONFIG = {
 }
 
 
-def recipe(folder, source, **sections):
+def fit(folder, *arguments, source=None, code=0, **sections):
     path = folder / "own.yaml"
-    path.write_text(yaml.safe_dump({"name": "own", "base": {"source": str(source)}} | sections))
-    return str(path)
-
-
-def fit(*arguments):
-    done = CliRunner().invoke(app, ["fit", *arguments])
-    return done.exit_code, done.output
+    path.write_text(yaml.safe_dump({"name": "own", "base": {"source": str(source or folder)}} | sections))
+    return typed("fit", path, *arguments, code=code).output
 
 
 def test_every_stage_of_a_recipe_has_its_sums_without_weights_or_a_compiler(tmp_path):
     (tmp_path / "config.json").write_text(json.dumps(CONFIG))
     rewards = {"exact": {"function": "exact_match"}, "model": {"function": "reward_model"}}
     sections = {"reward": {}, "rl": {"score": {"rewards": rewards}, "update": {"algorithm": "ppo"}}, "preference": {}}
-    code, output = fit(recipe(tmp_path, tmp_path, **sections), "--on", "b200x2", "--json")
-    assert code == 0, output
+    output = fit(tmp_path, "--on", "b200x2", "--json", **sections)
     answer = json.loads(output)
     names = [s["stage"] for s in answer["stages"]]
     assert names == ["sft", "preference", "reward", "rollout", "score", "update", "update (critic)", "evaluate"]
@@ -55,16 +48,14 @@ def test_every_stage_of_a_recipe_has_its_sums_without_weights_or_a_compiler(tmp_
 def test_this_machine_compiles_the_steps_and_fits(tmp_path):
     (tmp_path / "config.json").write_text(json.dumps(CONFIG))
     sections = {"sft": {"examples_per_step": 2}, "rl": None, "evaluate": None}
-    code, output = fit(recipe(tmp_path, tmp_path, **sections))
-    assert code == 0, output
+    output = fit(tmp_path, **sections)
     assert "sft: fits, held 0.0" in output and ", peak 0.0" in output
 
 
 def test_peaks_that_take_too_long_are_left_out(tmp_path):
     (tmp_path / "config.json").write_text(json.dumps(CONFIG | {"hidden_size": 2048, "intermediate_size": 8192}))
     sections = {"reward": {}, "preference": {}, "rl": {"update": {"algorithm": "ppo"}}}
-    code, output = fit(recipe(tmp_path, tmp_path, **sections), "--seconds", "1")
-    assert code == 0, output
+    output = fit(tmp_path, "--seconds", "1", **sections)
     assert "evaluate: unknown, held " in output
     assert "the peak is not computed within 1 s; raise --seconds" in output
 
@@ -73,8 +64,7 @@ def test_a_stage_without_room_shows_settings_that_make_some(tmp_path):
     large = {"hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 32, "vocab_size": 128256}
     (tmp_path / "config.json").write_text(json.dumps(CONFIG | large))
     sections = {"sft": {"examples_per_step": 64}, "rl": None, "evaluate": None}
-    code, output = fit(recipe(tmp_path, tmp_path, **sections), "--on", "v5e-4")
-    assert code == 0, output
+    output = fit(tmp_path, "--on", "v5e-4", **sections)
     assert output.startswith("4 x v5e, 16.8 GB can be used of each")
     assert "sft: does not fit, held 38." in output
     assert "with --set sft.optimizer.moments=host --set sft.lora.rank=16: unknown, held 1" in output
@@ -91,8 +81,8 @@ def test_a_stage_without_room_shows_settings_that_make_some(tmp_path):
 )
 def test_an_unknown_machine_or_model_is_a_usage_error(tmp_path, arguments, message, capfd):
     arguments = [a.replace("FOLDER", str(tmp_path)) for a in arguments]
-    code, _ = fit(recipe(tmp_path, "random:tiny", rl=None, evaluate=None), *arguments)
-    assert code == 2 and message in capfd.readouterr().err
+    fit(tmp_path, *arguments, source="random:tiny", rl=None, evaluate=None, code=2)
+    assert message in capfd.readouterr().err
 
 
 def test_settings_are_no_arguments_of_a_process(tmp_path, monkeypatch):
@@ -105,8 +95,7 @@ def test_settings_are_no_arguments_of_a_process(tmp_path, monkeypatch):
 
     monkeypatch.setattr(subprocess, "run", run)
     engine = {"kind": "vllm", "version": "0.32.0", "command": "vllm", "environment": {"KEY": "a-secret"}}
-    code, output = fit(recipe(tmp_path, "random:tiny", rl={"rollout": {"engine": engine}}), "--on", "v5e-4")
-    assert code == 0, output
+    output = fit(tmp_path, "--on", "v5e-4", source="random:tiny", rl={"rollout": {"engine": engine}})
     assert seen and not any("a-secret" in line for line in seen)
     assert "rollout: sampled by vllm servers, whose memory is not counted" in output
 
@@ -114,6 +103,5 @@ def test_settings_are_no_arguments_of_a_process(tmp_path, monkeypatch):
 def test_prompts_are_cut_to_half_of_the_models_positions(tmp_path):
     (tmp_path / "config.json").write_text(json.dumps(CONFIG))
     sections = {"data": {"max_prompt_tokens": 300}, "sft": None, "evaluate": None}
-    code, output = fit(recipe(tmp_path, tmp_path, **sections), "--on", "v5e-4")
-    assert code == 0, output
+    output = fit(tmp_path, "--on", "v5e-4", **sections)
     assert "prompts of 256 tokens" in output

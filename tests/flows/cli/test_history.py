@@ -1,23 +1,18 @@
 """`rlhf history` lists what has changed a store, the newest last."""
 
-from __future__ import annotations
-
 import json
 import re
 
 import pytest
-from typer.testing import CliRunner
 
-from rlhf.flows.cli.app import app
+from tests.flows.commands import typed
 from tests.support import write_files
 
 
 @pytest.mark.slow
 def test_every_command_that_changes_a_store_is_in_its_history(rlhf, store):
     def do(*arguments, code=0):
-        done = CliRunner().invoke(app, [*map(str, arguments), "--store", str(store)])
-        assert done.exit_code == code, done.output
-        return done.stdout
+        return typed(*arguments, "--store", store, code=code).stdout
 
     rlhf("rerun", "first", "--stage", "export", "--no-prefect", "--store", store)
     do("pin", "first", "--note", "of the paper")

@@ -1,19 +1,16 @@
 """Commands that look print one JSON document on standard output with `--json`."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 
 from typer.testing import CliRunner
 
 from rlhf.flows.cli.app import app
+from tests.flows.commands import typed
 
 
 def shown(store: Path, *arguments: str, code: int = 0) -> dict:
-    done = CliRunner().invoke(app, [*arguments, "--json", "--store", str(store)])
-    assert done.exit_code == code, done.output
-    return json.loads(done.stdout)
+    return json.loads(typed(*arguments, "--json", "--store", store, code=code).stdout)
 
 
 def test_names_of_policies_with_their_histories(store):
@@ -33,7 +30,7 @@ def test_what_they_say_is_what_the_text_says(store):
     # As a run leaves it that is killed.
     report.unlink()
     assert shown(store, "show", "first")["report"] is None
-    text = CliRunner().invoke(app, ["show", "first", "--store", str(store)]).stdout
+    text = typed("show", "first", "--store", store).stdout
     assert "report  none: type `rlhf report first`" in text
     laws = shown(store, "audit", "first")
     assert laws["broken"] == [] and {"holds", "no case"} == {law["state"] for law in laws["laws"]}
@@ -46,5 +43,5 @@ def test_a_damaged_artifact_is_in_the_document_and_in_the_exit_status(store):
 
 
 def test_an_error_is_no_document(store):
-    done = CliRunner().invoke(app, ["show", "frist", "--json", "--store", str(store)])
-    assert (done.exit_code, done.stdout) == (2, "") and "did you mean first?" in done.stderr
+    done = typed("show", "frist", "--json", "--store", store, code=2)
+    assert done.stdout == "" and "did you mean first?" in done.stderr

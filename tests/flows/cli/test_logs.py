@@ -1,17 +1,12 @@
 """`rlhf logs` shows what a run's worker wrote, follows it until the run ends, or says where it is."""
 
-from __future__ import annotations
-
-import functools
 import signal
 import socket
 import subprocess
 from pathlib import Path
 
 import pytest
-from typer.testing import CliRunner
 
-from rlhf.flows.cli.app import app
 from rlhf.flows.cli.logs import _lines, _Tail
 from rlhf.flows.recipe.reading import load_recipe
 from rlhf.flows.report.console import ConsoleReporter
@@ -19,7 +14,8 @@ from rlhf.flows.running.record_writer import now
 from rlhf.flows.running.session import Session
 from rlhf.stages.store.artifacts import Store
 from rlhf.stages.store.leases import this_process
-from tests.support import RLHF, write_files
+from tests.flows.commands import typed
+from tests.support import RLHF, hears_ctrl_c, write_files
 
 BEGUN = {"sft": "0" * 12, "round-000.score": "1" * 12}
 LINES = [f"---- {node} (stage {what}) now ----\nof {node}" for node, what in BEGUN.items()]
@@ -43,9 +39,7 @@ def place(tmp_path: Path) -> Store:
 
 
 def shown(place: Store, *options: str, code: int = 0) -> str:
-    done = CliRunner().invoke(app, ["logs", "first", "--store", place.url, *options])
-    assert done.exit_code == code, done.output
-    return done.output
+    return typed("logs", "first", "--store", place.url, *options, code=code).output
 
 
 def test_a_log_is_shown_whole_or_of_a_node(place):
@@ -66,7 +60,6 @@ def test_a_run_is_followed_until_it_ends(place, tmp_path):
     following = subprocess.Popen(
         [RLHF, "logs", "first", "-f", "--store", tmp_path], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
     )
-    assert following.stdout is not None
     assert [following.stdout.readline() for _ in range(4)] == [f"{x}\n" for x in "\n".join(LINES).splitlines()]
     with log.open("a") as f:
         f.write("a line\nand its end")
@@ -94,9 +87,7 @@ def test_a_character_that_is_written_in_two_parts_is_one(place, tmp_path):
 def test_ctrl_c_ends_it_quietly(place, tmp_path):
     write_record(place, "running")
     command, pipe = [RLHF, "logs", "first", "-f", "--store", tmp_path], subprocess.PIPE
-    # A shell that runs the tests in the background lets its children ignore Ctrl-C.
-    heard = functools.partial(signal.signal, signal.SIGINT, signal.SIG_DFL)
-    following = subprocess.Popen(command, stdout=pipe, stderr=pipe, text=True, preexec_fn=heard)
+    following = subprocess.Popen(command, stdout=pipe, stderr=pipe, text=True, preexec_fn=hears_ctrl_c)
     assert following.stdout is not None and following.stdout.readline()
     following.send_signal(signal.SIGINT)
     assert following.communicate(timeout=30)[1] == "" and following.returncode == 130

@@ -1,31 +1,26 @@
 """`rlhf metrics` tells the state of a store in Prometheus's format: on standard output, to a file, or to scrapers."""
 
-from __future__ import annotations
-
 import datetime
-import functools
 import signal
 import socket
 import subprocess
 import threading
-import time
 import urllib.error
 import urllib.request
 
 import pytest
 from prometheus_client import start_http_server
 from prometheus_client.parser import text_string_to_metric_families
-from typer.testing import CliRunner
 
-from rlhf.flows.cli.app import app
 from rlhf.flows.report import prometheus
 from rlhf.flows.report.prometheus import registry_of
 from rlhf.stages.store import registry
 from rlhf.stages.store.artifacts import Store
 from rlhf.stages.store.leases import this_process
 from rlhf.stages.store.registry import Policy
+from tests.flows.commands import typed
 from tests.flows.report.support import Maker, recipe_of
-from tests.support import RLHF
+from tests.support import RLHF, hears_ctrl_c, until
 
 
 @pytest.fixture(scope="module")
@@ -56,10 +51,8 @@ def samples(text: str) -> dict[tuple[str, ...], float]:
     }
 
 
-def shown(place: Store, *options: str, code: int = 0) -> str:
-    done = CliRunner().invoke(app, ["metrics", "--store", place.url, *options])
-    assert done.exit_code == code, done.output
-    return done.stdout
+def shown(place: Store, *options: str) -> str:
+    return typed("metrics", "--store", place.url, *options).stdout
 
 
 def test_runs_by_state_age_scores_seconds_hits_speed_and_bytes(place):
@@ -109,10 +102,7 @@ def test_a_file_for_node_exporter_is_written_whole(place, tmp_path):
 
 def test_a_scrape_is_answered_on_this_machine_alone_until_ctrl_c(place):
     command = [RLHF, "metrics", "--serve", "0", "--store", place.url]
-    # A shell that runs the tests in the background lets its children ignore Ctrl-C.
-    heard = functools.partial(signal.signal, signal.SIGINT, signal.SIG_DFL)
-    serving = subprocess.Popen(command, stderr=subprocess.PIPE, text=True, preexec_fn=heard)
-    assert serving.stderr is not None
+    serving = subprocess.Popen(command, stderr=subprocess.PIPE, text=True, preexec_fn=hears_ctrl_c)
     url = serving.stderr.readline().rpartition(" on ")[2].strip()
     assert url.startswith("http://127.0.0.1:")
     with urllib.request.urlopen(url, timeout=30) as answer:
@@ -146,8 +136,7 @@ def test_scrapes_of_a_slow_store_read_it_one_after_the_other_and_do_not_pile_up(
     try:
         first = threading.Thread(target=scrape)
         first.start()
-        while slow.readers < 1:
-            time.sleep(0.01)
+        until(lambda: slow.readers == 1)
         # A scrape of a store that hangs ends with an error, and reads nothing.
         monkeypatch.setattr(prometheus, "WAIT_SECONDS", 0.0)
         with pytest.raises(urllib.error.HTTPError, match="500"):
@@ -164,8 +153,7 @@ def test_scrapes_of_a_slow_store_read_it_one_after_the_other_and_do_not_pile_up(
 
 
 def test_an_address_that_is_none_or_taken_is_told(place):
-    done = CliRunner().invoke(app, ["metrics", "--store", place.url, "--serve", "localhost"])
-    assert done.exit_code == 2 and "expected PORT or HOST:PORT" in done.stderr
+    serve = ("metrics", "--store", place.url, "--serve")
+    assert "expected PORT or HOST:PORT" in typed(*serve, "localhost", code=2).stderr
     with socket.create_server(("127.0.0.1", 0)) as taken:
-        done = CliRunner().invoke(app, ["metrics", "--store", place.url, "--serve", str(taken.getsockname()[1])])
-    assert done.exit_code == 2 and "in use" in done.stderr
+        assert "in use" in typed(*serve, taken.getsockname()[1], code=2).stderr

@@ -1,7 +1,5 @@
 """Names of runs: an unfinished run goes on under its own, others stay untouched, rescoring finds rollouts."""
 
-from __future__ import annotations
-
 import datetime
 import re
 import subprocess
@@ -9,9 +7,7 @@ import time
 from pathlib import Path
 
 import pytest
-from typer.testing import CliRunner
 
-from rlhf.flows.cli.app import app
 from rlhf.flows.recipe.model import Recipe, RecipeError
 from rlhf.flows.recipe.reading import load_recipe
 from rlhf.flows.running import naming
@@ -21,6 +17,7 @@ from rlhf.stages.prepare.settings import DataSource
 from rlhf.stages.store import runs
 from rlhf.stages.store.artifacts import ArtifactError, Store
 from rlhf.stages.store.leases import host_scope, this_process
+from tests.flows.commands import typed
 
 
 def unfinished(place: Store, name: str = "k1", **changes) -> dict:
@@ -128,10 +125,10 @@ def test_a_command_may_wait_for_a_run_of_its_name_whose_process_cannot_be_seen(s
 
 
 def test_waiting_needs_the_name_for_which_it_waits(store):
-    done = invoked("run", "smoke", "--wait", "--no-prefect", "--store", store)
-    assert (done.exit_code, "--wait needs --name NAME" in done.stderr) == (2, True)
-    done = invoked("run", "smoke", "--wait", "--name", "../first", "--no-prefect", "--store", store)
-    assert (done.exit_code, "run name '../first': expected letters" in done.stderr) == (2, True)
+    done = typed("run", "smoke", "--wait", "--no-prefect", "--store", store, code=2)
+    assert "--wait needs --name NAME" in done.stderr
+    done = typed("run", "smoke", "--wait", "--name", "../first", "--no-prefect", "--store", store, code=2)
+    assert "run name '../first': expected letters" in done.stderr
 
 
 def test_a_name_of_another_run_is_refused_with_the_reason(store):
@@ -190,20 +187,15 @@ def test_a_run_of_another_version_goes_on_where_the_user_changed_no_setting(stor
     assert given["seed"] == 3 and "epochs" in given["sft"] and "label_smoothing" not in given["sft"]
 
 
-def invoked(*args: object):
-    return CliRunner().invoke(app, [str(a) for a in args])
-
-
 def test_rescore_takes_the_newest_run_with_all_rollouts_and_leaves_no_victim(store, monkeypatch):
     place = Store(str(store))
     unfinished(place)
     runs = {p.name for p in (store / "runs").iterdir()}
-    done = invoked("rescore", "k1", "--reward", "number_match", "--no-prefect", "--store", store)
-    assert done.exit_code == 2
+    done = typed("rescore", "k1", "--reward", "number_match", "--no-prefect", "--store", store, code=2)
     assert "run k1 has no finished round-001.rollout" in done.stderr and "Traceback" not in done.stderr
     assert {p.name for p in (store / "runs").iterdir()} == runs
     # Stops before anything is made: no reward of that name.
-    done = invoked("rescore", "--reward", "mine=nonesuch", "--no-prefect", "--store", store)
+    done = typed("rescore", "--reward", "mine=nonesuch", "--no-prefect", "--store", store, code=2)
     assert "rollouts of run first" in done.stdout
     assert "error: rl.score.rewards.mine.function: no reward function 'nonesuch'; there are" in done.stderr
     assert {p.name for p in (store / "runs").iterdir()} == runs
@@ -211,31 +203,31 @@ def test_rescore_takes_the_newest_run_with_all_rollouts_and_leaves_no_victim(sto
 
 def test_plan_with_rollouts_of_an_unfinished_run_is_one_line(store):
     unfinished(Store(str(store)))
-    done = invoked("plan", "smoke", "--set", "rl.rollouts_from=k1", "--store", store)
-    assert done.exit_code == 2 and done.stderr.count("\n") == 1
+    done = typed("plan", "smoke", "--set", "rl.rollouts_from=k1", "--store", store, code=2)
+    assert done.stderr.count("\n") == 1
     assert "error: --set rl.rollouts_from: run k1 has no finished round-001.rollout" in done.stderr
 
 
 def test_a_run_is_found_by_the_beginning_of_its_name(store):
-    assert invoked("show", "fir", "--store", store).stdout.startswith("first  finished")
+    assert typed("show", "fir", "--store", store).stdout.startswith("first  finished")
     unfinished(Store(str(store)), "fire")
-    assert "several runs" in invoked("show", "fir", "--store", store).stderr
+    assert "several runs" in typed("show", "fir", "--store", store, code=2).stderr
 
 
 def test_names_of_runs_are_whole_where_no_terminal_shows_them(store, monkeypatch):
     monkeypatch.setenv("COLUMNS", "80")
     name = "smoke-with-a-name-that-is-longer-than-any-that-two-words-could-ever-make"
     unfinished(Store(str(store)), name)
-    lines = invoked("runs", "--store", store).stdout.splitlines()
+    lines = typed("runs", "--store", store).stdout.splitlines()
     assert sum(name in line for line in lines) == 1 and len(lines) == 3
 
 
 def test_a_name_that_is_taken_is_told_before_prefect_starts(store):
-    done = invoked("run", "smoke", "--name", "first", "--store", store)
-    assert done.exit_code == 2 and done.stdout == ""
+    done = typed("run", "smoke", "--name", "first", "--store", store, code=2)
+    assert done.stdout == ""
     assert done.stderr.startswith("error: run first is finished") and done.stderr.count("\n") == 1
 
 
 def test_a_name_is_at_most_as_long_as_a_file_name(store):
-    done = invoked("run", "smoke", "--name", "b" * 101, "--no-prefect", "--store", store)
-    assert (done.exit_code, "dots and dashes, 100 at most" in " ".join(done.stderr.split())) == (2, True)
+    done = typed("run", "smoke", "--name", "b" * 101, "--no-prefect", "--store", store, code=2)
+    assert "dots and dashes, 100 at most" in " ".join(done.stderr.split())

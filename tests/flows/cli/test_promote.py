@@ -1,21 +1,16 @@
 """Names of policies by commands: promoted, listed, taken in place of a run, rolled back."""
 
-from __future__ import annotations
-
 import pytest
-from typer.testing import CliRunner
 
-from rlhf.flows.cli.app import app
 from rlhf.stages.serving.policy import open_policy
 from rlhf.stages.serving.settings import PolicyPlace
 from rlhf.stages.store.artifacts import Store
 from rlhf.stages.store.registry import note_decision
+from tests.flows.commands import typed
 
 
 def invoke(*args, code: int = 0) -> str:
-    done = CliRunner().invoke(app, [str(a) for a in args])
-    assert done.exit_code == code, done.output
-    return done.output
+    return typed(*args, code=code).output
 
 
 def test_a_name_is_taken_in_place_of_a_run(store):
@@ -92,8 +87,7 @@ def test_a_policy_whose_bytes_have_changed_leaves_the_store_by_no_command(store,
     path.write_bytes(whole[:-1] + bytes([whole[-1] ^ 1]))
     said = "model.safetensors has checksum"
     for command in (("export", "first", "--to", tmp_path / "out"), ("promote", "first")):
-        done = CliRunner().invoke(app, [str(a) for a in (*command, "--store", store)])
-        assert done.exit_code == 2 and said in done.stderr
+        assert said in invoke(*command, "--store", store, code=2)
     assert not (tmp_path / "out").exists()
     assert "no names in" in invoke("champions", "--store", store)
     opened = PolicyPlace(

@@ -1,7 +1,5 @@
 """With RLHF_READ_ONLY=1 commands look at a store and change nothing; those that would are refused with the reason."""
 
-from __future__ import annotations
-
 import json
 
 import pytest

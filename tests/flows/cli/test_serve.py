@@ -1,11 +1,7 @@
 """`rlhf serve` as people start it: a process of its own, asked over HTTP."""
 
-from __future__ import annotations
-
 import signal
-import socket
 import subprocess
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -13,30 +9,19 @@ from pathlib import Path
 import httpx
 import pytest
 
-from tests.support import RLHF
-
-
-def _free_port() -> int:
-    with socket.socket() as s:
-        s.bind(("127.0.0.1", 0))
-        return int(s.getsockname()[1])
+from tests.support import RLHF, free_port, hears_ctrl_c, until
 
 
 @contextmanager
 def _served(store: Path, log: Path, *options: str) -> Iterator[httpx.Client]:
     """A client of `rlhf serve`, which must end in silence at Ctrl-C."""
-    port = str(_free_port())
+    port = str(free_port())
+    command = [RLHF, "serve", "--store", str(store), "--port", port, *options]
     with log.open("w") as file:
-        server = subprocess.Popen(
-            [RLHF, "serve", "--store", str(store), "--port", port, *options],
-            stdout=file,
-            stderr=file,
-            # What is started in the background of a script ignores it.
-            preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
-        )
+        server = subprocess.Popen(command, stdout=file, stderr=file, preexec_fn=hears_ctrl_c)
     try:
         with httpx.Client(base_url=f"http://127.0.0.1:{port}", timeout=300) as client:
-            _wait(server, client, log)
+            until(lambda: answers(server, client, log), 300)
             yield client
         server.send_signal(signal.SIGINT)
         server.wait(60)
@@ -46,16 +31,12 @@ def _served(store: Path, log: Path, *options: str) -> Iterator[httpx.Client]:
         server.wait()
 
 
-def _wait(server: subprocess.Popen[bytes], client: httpx.Client, log: Path) -> None:
-    """Returns once the server answers."""
-    for _ in range(1200):
-        assert server.poll() is None, log.read_text()
-        try:
-            client.get("/health").raise_for_status()
-            return
-        except httpx.TransportError:
-            time.sleep(0.25)
-    raise AssertionError(f"no answer in five minutes:\n{log.read_text()}")
+def answers(server: subprocess.Popen[bytes], client: httpx.Client, log: Path) -> bool:
+    assert server.poll() is None, log.read_text()
+    try:
+        return client.get("/health").raise_for_status().is_success
+    except httpx.TransportError:
+        return False
 
 
 def test_only_a_name_of_the_registry_is_followed(rlhf_here, tmp_path):

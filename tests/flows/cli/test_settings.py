@@ -1,21 +1,14 @@
 """`rlhf settings`: every setting with type, default and sentence, as the models have them."""
 
-from __future__ import annotations
-
 import json
 
 import pytest
-from typer.testing import CliRunner
 
-from rlhf.flows.cli.app import app
 from rlhf.flows.cli.run import _with
 from rlhf.flows.cli.settings import every_setting
 from rlhf.flows.recipe.model import Recipe
 from rlhf.flows.recipe.reading import RECIPES, load_recipe, with_sets
-
-
-def shown(*args: str):
-    return CliRunner().invoke(app, ["settings", *args])
+from tests.flows.commands import typed
 
 
 def test_every_setting_has_a_type_a_default_and_a_sentence():
@@ -54,11 +47,11 @@ def test_every_setting_of_a_resolved_recipe_is_listed(name):
 
 
 def test_a_section_alone_and_piped_one_line_each():
-    lines = shown("rl.rollout").stdout.splitlines()
+    lines = typed("settings", "rl.rollout").stdout.splitlines()
     assert lines[0].startswith("rl.rollout: section = {...}  Sampling of each round.")
     assert all(line.startswith("rl.rollout") for line in lines)
     assert any(line.startswith("rl.rollout.completions: integer (>= 1) = 8  ") for line in lines)
-    assert "grpo" in shown("rl.update.algorithm").stdout
+    assert "grpo" in typed("settings", "rl.update.algorithm").stdout
     defaults = {s.place: s.default for s in every_setting()}
     assert json.loads(defaults["rl.rounds"]) == Recipe().rl.rounds
     # The default of a section's own, not of the class that sections share.
@@ -66,17 +59,17 @@ def test_a_section_alone_and_piped_one_line_each():
 
 
 def test_an_unknown_section_names_the_nearest():
-    done = shown("rl.updat")
-    assert done.exit_code == 2 and "did you mean rl.update?" in done.stderr
+    done = typed("settings", "rl.updat", code=2)
+    assert "did you mean rl.update?" in done.stderr
 
 
 def test_a_list_says_how_many_it_takes():
-    assert "rl.score.rewards.*.clip: list of number (2) | null = null" in shown("rl.score").output
+    assert "rl.score.rewards.*.clip: list of number (2) | null = null" in typed("settings", "rl.score").output
 
 
 def test_init_writes_the_usual_settings_with_their_comments(tmp_path):
     file = tmp_path / "mine.yaml"
-    assert CliRunner().invoke(app, ["init", str(file)]).exit_code == 0
+    typed("init", file)
     assert load_recipe(str(file)) == load_recipe(str(file), sets=["seed=0"]) == Recipe(name="mine")
     lines = file.read_text().splitlines()
     texts = " ".join(line.strip().removeprefix("# ") for line in lines)
@@ -89,8 +82,7 @@ def test_init_writes_the_usual_settings_with_their_comments(tmp_path):
 def test_init_leaves_a_file_that_is_there(tmp_path):
     file = tmp_path / "mine.yaml"
     file.write_text("seed: 1\n")
-    done = CliRunner().invoke(app, ["init", str(file)])
-    assert done.exit_code == 2 and "exists; name another file" in done.stderr
+    assert "exists; name another file" in typed("init", file, code=2).stderr
     assert file.read_text() == "seed: 1\n"
 
 

@@ -1,7 +1,5 @@
 """SIGTERM, with which pods are drained, ends a run and a rank as Ctrl-C does: at once and recorded."""
 
-from __future__ import annotations
-
 import os
 import signal
 import subprocess
@@ -14,7 +12,7 @@ from rlhf.flows.recipe.reading import load_recipe
 from rlhf.flows.report.console import ConsoleReporter
 from rlhf.flows.running.session import Session
 from rlhf.stages.store.artifacts import Store
-from tests.support import RLHF
+from tests.support import RLHF, until
 
 
 @pytest.fixture
@@ -36,11 +34,8 @@ def started(tmp_path):
 
 def children(process):
     """What a process has started, as soon as there is something."""
-    deadline = time.monotonic() + 60
-    while not (found := psutil.Process(process.pid).children(recursive=True)):
-        assert process.poll() is None and time.monotonic() < deadline
-        time.sleep(0.02)
-    return found
+    until(lambda: psutil.Process(process.pid).children(recursive=True))
+    return psutil.Process(process.pid).children(recursive=True)
 
 
 def test_sigterm_ends_a_run_without_prefect_as_interrupted(started, tmp_path):

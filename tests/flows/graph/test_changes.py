@@ -1,7 +1,5 @@
 """A miss names what differs from the nearest earlier artifact: the setting, the input, the file, the line."""
 
-from __future__ import annotations
-
 import pytest
 
 from rlhf.flows.cli.run import _folded

@@ -1,7 +1,5 @@
 """The type that a section computes in is settled before it is in a key."""
 
-from __future__ import annotations
-
 import json
 from collections import defaultdict
 from types import SimpleNamespace
@@ -36,11 +34,7 @@ def types(*sets: str) -> dict[str, str]:
 
 @pytest.mark.parametrize(
     ("multiplies", "kind", "expected"),
-    [
-        (True, "cpu:cpu", "fast"),
-        (False, "cpu:cpu", "auto"),
-        (True, "gpu:NVIDIA H100 80GB HBM3", "auto"),
-    ],
+    [(True, "cpu:cpu", "fast"), (False, "cpu:cpu", "auto"), (True, "gpu:NVIDIA H100 80GB HBM3", "auto")],
 )
 def test_fast_stays_where_the_processor_computes_and_multiplies_bfloat16(machine, multiplies, kind, expected):
     machine(multiplies, kind)

@@ -1,7 +1,5 @@
 """The graph of a gate: the champion is evaluated as the run's policies are, and the decision reads all of the run."""
 
-from __future__ import annotations
-
 import pytest
 
 from rlhf.flows.graph.build import build

@@ -1,7 +1,5 @@
 """Everything outside of the recipe that changes what is computed changes the key: each is changed here."""
 
-from __future__ import annotations
-
 from collections import defaultdict
 from types import SimpleNamespace
 

@@ -1,7 +1,5 @@
 """A run starts from what it has started from, and a recipe that names the base starts from the base."""
 
-from __future__ import annotations
-
 import pytest
 
 from rlhf.flows.graph.policy_refs import Held, Standing, standing_of

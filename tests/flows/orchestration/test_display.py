@@ -1,7 +1,5 @@
 """What is shown in Prefect costs a run nothing: neither time nor its end, also where the server hangs."""
 
-from __future__ import annotations
-
 import contextlib
 import os
 import signal
@@ -26,7 +24,7 @@ from rlhf.flows.recipe.reading import load_recipe
 from rlhf.stages.store.artifacts import Store
 from rlhf.stages.worker.protocol import Progress
 from tests.flows.prefect_server import PYTHONPATH, prefect_server, wait_for
-from tests.support import RLHF
+from tests.support import RLHF, free_port
 
 
 @contextlib.contextmanager
@@ -98,9 +96,11 @@ def test_after_a_call_that_was_not_answered_there_is_none_for_a_while(monkeypatc
 
 
 @pytest.mark.slow
-def test_a_run_is_not_begun_on_a_server_that_hangs(rlhf, tmp_path, monkeypatch):
+@pytest.mark.parametrize("there", [True, False])
+def test_a_run_is_not_begun_on_a_server_that_hangs_or_is_not_there(rlhf, tmp_path, monkeypatch, there):
     monkeypatch.setenv("PREFECT_HOME", str(tmp_path / "home"))
-    with hanging() as url:
+    gone = contextlib.nullcontext(f"http://127.0.0.1:{free_port()}/api")
+    with hanging() if there else gone as url:
         monkeypatch.setenv("PREFECT_API_URL", url)
         done = rlhf("run", "smoke", "--store", str(tmp_path / "store"), code=1)
     assert f"failed: the Prefect server at {url} cannot be reached" in done.stderr

@@ -1,6 +1,5 @@
 """What a model has written is text in Prefect's UI, whatever it looks like in Markdown."""
 
-import socket
 import uuid
 
 import pytest
@@ -8,6 +7,7 @@ from markdown_it import MarkdownIt
 from prefect.settings import PREFECT_API_URL, temporary_settings
 
 from rlhf.flows.orchestration.prefect_artifacts import _sample_line, wait_until_recorded
+from tests.support import free_port
 
 TEXTS = [
     "![x](http://evil/beacon.png)",
@@ -37,8 +37,6 @@ def test_a_completion_is_shown_as_it_was_written(text):
 
 
 def test_a_server_that_is_gone_at_the_end_of_a_run_raises_nothing_in_place_of_its_error(caplog):
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        url = f"http://127.0.0.1:{free.getsockname()[1]}/api"
-    with temporary_settings({PREFECT_API_URL: url}):
+    with temporary_settings({PREFECT_API_URL: f"http://127.0.0.1:{free_port()}/api"}):
         wait_until_recorded(uuid.uuid4())
     assert "Prefect may not have the end of this run (ConnectError: " in caplog.text

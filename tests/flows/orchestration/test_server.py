@@ -1,13 +1,10 @@
 """The private Prefect server answers for as long as the command needs it, also after its death."""
 
-from __future__ import annotations
-
 import base64
 import json
 import os
 import shutil
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -18,13 +15,7 @@ from urllib.request import proxy_bypass
 import psutil
 import pytest
 
-from rlhf.flows.orchestration.server import (
-    START_SECONDS,
-    PrivateServer,
-    ServerFailed,
-    one_at_a_time,
-    reach_directly,
-)
+from rlhf.flows.orchestration.server import START_SECONDS, PrivateServer, ServerFailed, one_at_a_time, reach_directly
 from rlhf.stages.store.artifacts import Store
 from tests.flows.prefect_server import PROJECT, PYTHONPATH, prefect_server
 from tests.support import RLHF
@@ -127,7 +118,6 @@ def test_a_lock_that_another_process_holds_is_told_with_its_holder(tmp_path):
     with one_at_a_time(path):
         command = [sys.executable, "-c", code, path]
         waiting = subprocess.Popen(command, cwd=PROJECT, stdout=subprocess.PIPE, text=True)
-        assert waiting.stdout is not None
         line = waiting.stdout.readline()
         assert path in line and f"process {os.getpid()} holds" in line
     assert waiting.stdout.read() == "held\n" and waiting.wait(timeout=60) == 0
@@ -140,8 +130,7 @@ def test_a_private_server_that_dies_at_its_start_is_not_waited_for(tmp_path, mon
     server = PrivateServer()
     began = time.monotonic()
     with pytest.raises(
-        ServerFailed,
-        match="(?s)exited with status 1:\n.*Error: .*\nadd --no-prefect to run without it$",
+        ServerFailed, match="(?s)exited with status 1:\n.*Error: .*\nadd --no-prefect to run without it$"
     ):
         server.wait()
     assert time.monotonic() - began < START_SECONDS
@@ -161,17 +150,6 @@ def test_requests_to_this_machine_take_no_proxy_and_others_as_before(monkeypatch
     assert {host: bool(proxy_bypass(host)) for host in before} == before and proxy_bypass("127.0.0.1")
     # Of two names for one list httpx too reads one.
     assert os.environ.get("NO_PROXY") == os.environ.get("no_proxy") or given == {"NO_PROXY": "*"}
-
-
-@pytest.mark.slow
-def test_a_server_of_ones_own_that_is_not_there_is_told_in_a_sentence(rlhf, tmp_path, monkeypatch):
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        url = f"http://127.0.0.1:{free.getsockname()[1]}/api"
-    monkeypatch.setenv("PREFECT_API_URL", url)
-    monkeypatch.setenv("PREFECT_HOME", str(tmp_path / "home"))
-    done = rlhf("run", "smoke", "--set", f"store={tmp_path / 'store'}", code=1)
-    assert f"failed: the Prefect server at {url} cannot be reached" in done.stderr
-    assert "Traceback" not in done.stderr
 
 
 KILLING = """

@@ -1,7 +1,5 @@
 """Every number of a recipe has bounds, or a reason to have none."""
 
-from __future__ import annotations
-
 import types
 import typing
 from collections.abc import Iterator

@@ -1,17 +1,10 @@
 """What the section data takes from the sections that read it."""
 
-from __future__ import annotations
-
 import pytest
 
-from rlhf.flows.recipe.model import Recipe, RecipeError
+from rlhf.flows.recipe.model import Recipe
 from rlhf.flows.recipe.reading import load_recipe
-
-
-def refused(name: str) -> str:
-    with pytest.raises(RecipeError) as e:
-        load_recipe(name)
-    return str(e.value)
+from tests.flows.recipe.support import refused
 
 
 @pytest.mark.parametrize(

@@ -1,7 +1,5 @@
 """What an environment settles in other sections: the longest completion, and where rewards of turns count."""
 
-from __future__ import annotations
-
 import json
 
 import pytest

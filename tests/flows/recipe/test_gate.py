@@ -1,7 +1,5 @@
 """A gate that could not decide is refused when the recipe is read, with the setting that is wrong."""
 
-from __future__ import annotations
-
 import pytest
 
 from rlhf.flows.recipe.model import RecipeError

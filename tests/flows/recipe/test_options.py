@@ -1,17 +1,9 @@
 """Options `--set`: each reaches every place of a recipe, lies over its file, and is named where it is wrong."""
 
-from __future__ import annotations
-
 import pytest
 
-from rlhf.flows.recipe.model import RecipeError
 from rlhf.flows.recipe.reading import load_recipe
-
-
-def refused(name: str, **options) -> str:
-    with pytest.raises(RecipeError) as e:
-        load_recipe(name, **options)
-    return str(e.value)
+from tests.flows.recipe.support import refused
 
 
 def test_set_reaches_every_depth():
@@ -77,10 +69,7 @@ def test_set_opens_a_section_that_is_null(recipe):
         ("sft.decay_steps=2", "--set sft.decay_steps: sft.optimizer: decay_steps has no meaning with"),
         ("sft.epochs", "--set sft.epochs: expected a.b=value"),
         ("sft=[1", "--set sft=[1: the value cannot be read: not YAML"),
-        (
-            "data.source_args.day=2026-01-01",
-            "--set data.source_args.day=2026-01-01: the value cannot be read: '2026",
-        ),
+        ("data.source_args.day=2026-01-01", "--set data.source_args.day=2026-01-01: the value cannot be read: '2026"),
         ("data.splits=[sft, prompts, heldout]", "--set data.splits: data.splits lacks"),
     ],
 )

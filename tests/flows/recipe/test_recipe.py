@@ -1,7 +1,5 @@
 """Recipes are strict: what is wrong is named with file, line and field, before any work is done."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 
@@ -10,33 +8,20 @@ import yaml
 
 from rlhf.flows.cli.settings import every_setting
 from rlhf.flows.graph.build import build
-from rlhf.flows.recipe.field_paths import SYNONYMS, merge
-from rlhf.flows.recipe.model import Recipe, RecipeError
+from rlhf.flows.recipe.field_paths import SYNONYMS
+from rlhf.flows.recipe.model import Recipe
 from rlhf.flows.recipe.reading import RECIPES, find_recipe, load_recipe
+from tests.flows.recipe.support import refused
 
 BUILT_IN = sorted(p.stem for p in RECIPES.glob("*.yaml"))
 
 
-def refused(name: str, **options) -> str:
-    with pytest.raises(RecipeError) as e:
-        load_recipe(name, **options)
-    return str(e.value)
-
-
 @pytest.mark.parametrize("name", BUILT_IN)
-def test_built_in_recipes_load(name):
+def test_a_built_in_recipe_loads_and_one_that_was_written_down_reads_back(name):
     loaded = load_recipe(name)
-    assert loaded.name == name
-    assert loaded.description
-
-
-@pytest.mark.parametrize("name", BUILT_IN)
-def test_a_recipe_that_was_written_down_reads_back(name):
-    rounds = load_recipe(name).rl is not None
-    for sets in (
-        [],
-        ["rl.rollout.temperature=0.7"] if rounds else ["preference.loss=simpo", "data.splits=[sft,preference,heldout]"],
-    ):
+    assert loaded.name == name and loaded.description
+    offline = ["preference.loss=simpo", "data.splits=[sft,preference,heldout]"]
+    for sets in ([], offline if loaded.rl is None else ["rl.rollout.temperature=0.7"]):
         loaded = load_recipe(name, sets=sets)
         assert Recipe.model_validate_json(json.dumps(loaded.model_dump(mode="json"))) == loaded
 
@@ -271,12 +256,6 @@ rl: {update: {algorithm: ppo, optimizer: {beta1: 0.8}, critic: {optimizer: {beta
     assert (rl.optimizer.learning_rate, rl.critic.optimizer.learning_rate) == (1e-6, 1e-5)
 
 
-def test_merge_keeps_what_it_is_given():
-    base = {"a": {"b": 1, "c": 2}, "d": 3}
-    assert merge(base, {"a": {"b": 9}, "d": {"e": 1}}) == {"a": {"b": 9, "c": 2}, "d": {"e": 1}}
-    assert base == {"a": {"b": 1, "c": 2}, "d": 3}
-
-
 @pytest.mark.parametrize(
     ("sets", "message"),
     [
@@ -290,10 +269,7 @@ def test_merge_keeps_what_it_is_given():
             ["rl.score.rewards.exact.function=exact_mach"],
             "--set rl.score.rewards.exact.function: no reward function 'exact_mach'; did you mean exact_match?",
         ),
-        (
-            ["rl.rollout.max_tokens=512"],
-            "--set rl.rollout.max_tokens 512 leaves no room for a prompt: random:",
-        ),
+        (["rl.rollout.max_tokens=512"], "--set rl.rollout.max_tokens 512 leaves no room for a prompt: random:"),
         (["evaluate.judge=nothing_here:f"], "--set evaluate.judge: no module 'nothing_here' can be imported"),
     ],
 )

@@ -1,7 +1,5 @@
 """`rlhf rescore` reuses the rollouts of a run, and names mistakes in its options."""
 
-from __future__ import annotations
-
 import pytest
 
 from rlhf.flows.recipe.model import RecipeError

@@ -36,8 +36,7 @@ def test_rollouts_of_an_older_policy_are_no_disagreement(worst, titles):
 
 
 @pytest.mark.parametrize(
-    ("scores", "titles"),
-    [([0.532, 0.529, 0.531], ["Flat reward model"]), ([0.5, 0.6, 0.7], []), ([0.532, 0.531], [])],
+    ("scores", "titles"), [([0.532, 0.529, 0.531], ["Flat reward model"]), ([0.5, 0.6, 0.7], []), ([0.532, 0.531], [])]
 )
 def test_a_reward_model_that_does_not_move_is_named(scores, titles):
     series = HEALTHY | {"pass_rate": [0.52, 0.7, 0.84], "reward_model": scores}

@@ -1,7 +1,5 @@
 """The console's lines: a round always has its reward, cached stages have no speed, time left leaves compilation out."""
 
-from __future__ import annotations
-
 import io
 import os
 import re
@@ -25,9 +23,13 @@ METRICS = {
 }
 
 
-def lines_of(state: str, **changes: dict) -> str:
+def reporting() -> tuple[ConsoleReporter, io.StringIO]:
     out = io.StringIO()
-    reporter = ConsoleReporter(Console(file=out, width=200, highlight=False))
+    return ConsoleReporter(Console(file=out, width=200, highlight=False)), out
+
+
+def lines_of(state: str, **changes: dict) -> str:
+    reporter, out = reporting()
     for name, metrics in (METRICS | changes).items():
         config = NODES[name].config.model_dump(mode="json")
         reporter.stage_ended(NODES[name], state, {"metrics": metrics, "config": config}, 1.0)
@@ -53,8 +55,7 @@ def test_a_reason_that_is_cut_says_so_and_no_line_is_cut():
 
 
 def test_stages_of_a_round_that_does_not_get_to_its_update_have_lines_of_their_own():
-    out = io.StringIO()
-    reporter = ConsoleReporter(Console(file=out, width=200, highlight=False))
+    reporter, out = reporting()
     for name, state in (("round-000.rollout", "hit"), ("round-000.score", "made")):
         reporter.stage_ended(NODES[name], state, {"metrics": METRICS[name], "config": {}}, 1.0)
     assert not out.getvalue()
@@ -69,8 +70,7 @@ def test_stages_of_a_round_that_does_not_get_to_its_update_have_lines_of_their_o
 def test_a_compilation_is_printed_as_often_as_progress(monkeypatch):
     now = 0.0
     monkeypatch.setattr("rlhf.flows.report.console.time.monotonic", lambda: now)
-    out = io.StringIO()
-    reporter = ConsoleReporter(Console(file=out, width=200, highlight=False))
+    reporter, out = reporting()
     reporter.stage_started(NODES["sft"])
     for now in (5.0, 12.0, 14.0, 25.0):  # noqa: B007 (the clock reads it)
         reporter.compiling(NODES["sft"])
@@ -79,8 +79,7 @@ def test_a_compilation_is_printed_as_often_as_progress(monkeypatch):
 
 
 def test_a_text_with_tags_is_printed_as_it_is():
-    out = io.StringIO()
-    reporter = ConsoleReporter(Console(file=out, width=200, highlight=False))
+    reporter, out = reporting()
     text = "log: [INST] 2 + 2 [/INST] of /data/[prod]/x [/]"
     reporter.line(text)
     reporter.stage_ended(NODES["base"], "made", {"metrics": {"parameters": 3e6, "source": "[/b]"}, "config": {}}, 1.0)
@@ -91,8 +90,7 @@ def test_time_left_is_told_from_the_second_step_on(monkeypatch):
     """The first step compiles, and would make the rest seem to take as long."""
     now = 0.0
     monkeypatch.setattr("rlhf.flows.report.console.time.monotonic", lambda: now)
-    out = io.StringIO()
-    reporter = ConsoleReporter(Console(file=out, width=200, highlight=False))
+    reporter, out = reporting()
     reporter.stage_started(NODES["sft"])
     for done, now in ((1, 50.0), (3, 70.0)):  # noqa: B007 (the clock reads it)
         reporter.progress(NODES["sft"], Progress(done, 9, "step", {}))

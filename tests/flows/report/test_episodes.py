@@ -1,7 +1,5 @@
 """Episodes in the report and on the console: what is shown, what is coloured, and what the levels say."""
 
-from __future__ import annotations
-
 import io
 import json
 import re

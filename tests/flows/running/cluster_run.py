@@ -37,7 +37,6 @@ class Run:
         self._reader.start()
 
     def _read(self) -> None:
-        assert self.process.stdout is not None
         for line in self.process.stdout:
             self.lines.append(line.rstrip())
 

@@ -3,8 +3,6 @@
 Each node has an own custom resource of its name. `remove NAME` kills a node, `add NAME` starts one.
 """
 
-from __future__ import annotations
-
 import contextlib
 import os
 import shutil
@@ -28,7 +26,6 @@ class RayCluster:
 
     def command(self, text: str) -> None:
         """Has the process remove or add a node, and waits for it."""
-        assert self._process.stdin is not None and self._process.stdout is not None
         self._process.stdin.write(f"{text}\n")
         self._process.stdin.flush()
         assert self._process.stdout.readline().strip() == f"done {text}"
@@ -56,7 +53,6 @@ def ray_cluster(folder: Path) -> Iterator[RayCluster]:
         # Ray gives a node 30 seconds to start, which a busy machine may exceed.
         for attempt in range(TRIES):
             with _process(folder / "ray.log", environment) as process:
-                assert process.stdout is not None
                 if address := process.stdout.readline().strip():
                     yield RayCluster(process, address, environment)
                     return
@@ -75,7 +71,6 @@ def _process(log: Path, environment: dict[str, str]) -> Iterator[subprocess.Pope
     try:
         yield process
     finally:
-        assert process.stdin is not None
         with contextlib.suppress(OSError):
             process.stdin.close()
         try:

@@ -1,7 +1,5 @@
 """Nodes that a test makes when it wants to, in place of stages."""
 
-from __future__ import annotations
-
 import threading
 import types
 
@@ -50,6 +48,11 @@ class Told:
         """Waits until exactly these are at work."""
         with self.changed:
             assert self.changed.wait_for(lambda: set(self.at_work) == set(names), 20), (names, list(self.at_work))
+
+    def one_by_one(self, *names: str) -> None:
+        for name in names:
+            self.until(name)
+            self.end(name)
 
     def end(self, name: str, error: BaseException | None = None) -> None:
         go, errors = self.at_work[name]

@@ -1,11 +1,8 @@
 """Runs whose roles are actors of a real Ray cluster of three nodes on this machine."""
 
-from __future__ import annotations
-
 import contextlib
 import os
 import signal
-import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -15,6 +12,7 @@ import pytest
 from rlhf.stages.store.artifacts import Store
 from tests.flows.running.cluster_run import Run, sets
 from tests.flows.running.ray_cluster import RayCluster, ray_cluster
+from tests.support import until
 
 TRAIN = ["workers.train={hosts: 2, resources: {train: 1}}"]
 ROLES = [*TRAIN, "workers.sample={resources: {sample: 1}}", "workers.score={resources: {score: 1}}"]
@@ -55,13 +53,6 @@ def workers() -> set[int]:
     return found
 
 
-def no_worker_is_left(seconds: float = 20) -> bool:
-    end = time.monotonic() + seconds
-    while workers() and time.monotonic() < end:
-        time.sleep(0.5)
-    return not workers()
-
-
 @pytest.mark.slow
 @pytest.mark.timeout(400)
 def test_a_lost_node_is_named_and_the_run_resumes_with_the_artifacts_of_a_local_one(cluster, tmp_path):
@@ -75,7 +66,7 @@ def test_a_lost_node_is_named_and_the_run_resumes_with_the_artifacts_of_a_local_
     assert "try 2 of" in run.ends()
     local.ends()
     assert run.nodes() == local.nodes()
-    assert no_worker_is_left()
+    until(lambda: not workers(), 20, 0.5)
     log = Store(str(tmp_path / "store")).scratch / "runs" / "run" / "worker-train.log"
     assert "---- sft (sft " in log.read_text()
 
@@ -107,14 +98,11 @@ def test_an_address_that_nobody_answers_is_refused_within_seconds(tmp_path):
 def test_workers_end_with_the_driver_of_their_run(cluster, tmp_path):
     run = on(cluster, tmp_path / "store", "--only", "sft", roles=TRAIN)
     run.until("role train runs on node")
-    end = time.monotonic() + 60
-    while len(workers()) < 3 and time.monotonic() < end:
-        time.sleep(0.2)
     # The data's worker here, and two of the role.
-    assert len(workers()) == 3, run.text
+    until(lambda: len(workers()) == 3, 60, 0.2)
     run.process.send_signal(signal.SIGKILL)
     run.process.wait()
-    assert no_worker_is_left(60)
+    until(lambda: not workers(), 60, 0.5)
 
 
 @pytest.mark.slow
@@ -134,12 +122,13 @@ def test_a_run_with_all_roles_on_a_cluster_makes_the_artifacts_of_a_local_one(cl
 def test_any_node_may_be_lost_in_any_stage(cluster, tmp_path, stage):
     run = on(cluster, tmp_path / "store")
     store = Store(str(tmp_path / "store"))
-    end = time.monotonic() + 400
-    while ((store.read_json("runs", "run", "run.json") or {"nodes": {}})["nodes"].get(stage) or {}).get(
-        "state"
-    ) != "running":
-        assert run.process.poll() is None and time.monotonic() < end, run.text
-        time.sleep(0.1)
+
+    def state() -> str | None:
+        assert run.process.poll() is None, run.text
+        nodes = (store.read_json("runs", "run", "run.json") or {"nodes": {}})["nodes"]
+        return nodes.get(stage, {}).get("state")
+
+    until(lambda: state() == "running", 400, 0.1)
     node = "two" if stage == "round-000.update" else "three"
     cluster.command(f"remove {node}")
     # JAX may end the other process of a group before Ray misses the node; the role then waits for another one.

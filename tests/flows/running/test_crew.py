@@ -1,18 +1,12 @@
 """Workers of a recipe: what each is asked to hand over, and which there cannot be."""
 
-from __future__ import annotations
-
 import pytest
 
 from rlhf.flows.graph.build import build
 from rlhf.flows.recipe.model import RecipeError
-from rlhf.flows.recipe.reading import load_recipe
 from rlhf.flows.running import crew
 from rlhf.flows.running.crew import check_workers
-
-
-def recipe(folder, *sets):
-    return load_recipe("smoke", sets=[f"store={folder / 'store'}", *sets])
+from tests.flows.running.support import recipe
 
 
 def test_workers_that_there_cannot_be_are_refused_by_name(monkeypatch, tmp_path):

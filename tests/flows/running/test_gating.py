@@ -1,19 +1,16 @@
 """A name moves by a decision about the entry that it is at, made by a run of all stages, which goes on as it began."""
 
-from __future__ import annotations
-
 import json
 
 import pytest
-from rich.console import Console
 
 from rlhf.flows.recipe.reading import load_recipe
-from rlhf.flows.report.console import ConsoleReporter
 from rlhf.flows.running.gating import stages_of
 from rlhf.flows.running.session import Session
 from rlhf.stages.store import registry
 from rlhf.stages.store.artifacts import ArtifactError
 from rlhf.stages.store.registry import Policy
+from tests.flows.lines import Lines
 from tests.stages.gate.support import Lab
 
 DECISION = {"decision": "promoted", "reasons": [], "checks": [], "difference": None}
@@ -33,8 +30,7 @@ class Night(Lab):
 
     def session(self, name, *sets):
         of = [f"store={self.store.url}", "gate.first=promote", "export=null", *sets]
-        console = Console(file=(self.folder / "out").open("a"))
-        return Session(load_recipe("smoke", sets=of), ConsoleReporter(console), name)
+        return Session(load_recipe("smoke", sets=of), Lines(), name)
 
     def made(self, session):
         """Gives a run its stages."""

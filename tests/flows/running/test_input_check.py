@@ -1,7 +1,5 @@
 """What a stage reads is whole: a damaged input is made again, by one thread, and keys follow what it is then."""
 
-from __future__ import annotations
-
 import contextlib
 import shutil
 import threading
@@ -10,19 +8,13 @@ import types
 
 import pytest
 
-from rlhf.flows.recipe.reading import load_recipe
 from rlhf.flows.running import crew, input_check
 from rlhf.flows.running.input_check import InputCheck
 from rlhf.flows.running.session import Session
 from rlhf.stages.store.artifacts import Artifact
 from rlhf.stages.worker.client import StageFailed
 from tests.flows.lines import Lines
-
-ALL = ["workers.train={}", "workers.sample={}", "workers.score={}", "workers.data={}"]
-
-
-def recipe(folder, *sets):
-    return load_recipe("smoke", sets=[f"store={folder / 'store'}", *sets])
+from tests.flows.running.support import ALL, recipe
 
 
 def test_a_key_and_its_request_have_the_inputs_of_one_moment(tmp_path, smoke_store, monkeypatch):

@@ -1,7 +1,5 @@
 """Stages run beside each other, as their inputs and workers allow; artifacts and records are those of one worker."""
 
-from __future__ import annotations
-
 import os
 import shutil
 import signal
@@ -13,15 +11,14 @@ from collections.abc import Callable, Iterator
 import psutil
 import pytest
 
-from rlhf.flows.running.overlap import run_stages
-from rlhf.flows.running.plain import run_plain
+from rlhf.flows.running.runner import run_plain, run_stages
 from rlhf.flows.running.session import Session
 from rlhf.stages.store import runs
 from rlhf.stages.store.artifacts import Store
 from rlhf.stages.worker.client import StageFailed
 from tests.flows.lines import Lines
 from tests.flows.running.support import ALL, EXACT, Told, recipe
-from tests.support import RLHF, write_files
+from tests.support import RLHF, hears_ctrl_c, until, write_files
 
 
 def made(record):
@@ -56,9 +53,7 @@ def told(tmp_path) -> Iterator[Callable[..., tuple[Told, threading.Thread, list[
 def test_the_next_round_is_sampled_while_this_one_is_scored_and_trained_on(told):
     found, *_ = told(*ALL, "rl.rounds=3", "rl.staleness=1", "reward=null", EXACT, "export=null")
     # The run checks the base's tokenizer before anything else begins.
-    for name in ("base", "prepare"):
-        found.until(name)
-        found.end(name)
+    found.one_by_one("base", "prepare")
     # What needs the base alone is evaluated beside the training.
     found.until("sft", "evaluate.base")
     found.end("sft")
@@ -80,26 +75,18 @@ def test_the_next_round_is_sampled_while_this_one_is_scored_and_trained_on(told)
     found.until("round-001.update", "round-002.rollout")
     for name in ("round-001.update", "round-002.rollout"):
         found.end(name)
-    for name in ("round-002.score", "round-002.update", "evaluate.rl"):
-        found.until(name)
-        found.end(name)
+    found.one_by_one("round-002.score", "round-002.update", "evaluate.rl")
 
 
 def test_without_staleness_a_round_waits_for_the_policy_before_it(told):
     found, *_ = told(*ALL[:3], "rl.rounds=2", "reward=null", EXACT, "export=null", "evaluate=null")
-    for name in ("base", "prepare", "sft", "round-000.rollout", "round-000.score", "round-000.update"):
-        found.until(name)
-        found.end(name)
-    for name in ("round-001.rollout", "round-001.score", "round-001.update"):
-        found.until(name)
-        found.end(name)
+    rounds = [f"round-00{i}.{part}" for i in range(2) for part in ("rollout", "score", "update")]
+    found.one_by_one("base", "prepare", "sft", *rounds)
 
 
 def test_after_an_error_nothing_is_begun_what_is_at_work_ends_and_the_first_error_is_raised(told):
     found, thread, raised = told(*ALL, "rl=null", "export=null")
-    for name in ("base", "prepare"):
-        found.until(name)
-        found.end(name)
+    found.one_by_one("base", "prepare")
     found.until("sft", "evaluate.base")
     found.end("sft", StageFailed("sft: no"))
     found.until("evaluate.base")
@@ -117,9 +104,7 @@ def test_after_an_error_nothing_is_begun_what_is_at_work_ends_and_the_first_erro
 
 def test_what_ends_the_run_itself_ends_what_is_at_work(told, monkeypatch):
     found, thread, raised = told(*ALL, "rl=null", "export=null")
-    for name in ("base", "prepare"):
-        found.until(name)
-        found.end(name)
+    found.one_by_one("base", "prepare")
     found.until("sft", "evaluate.base")
     # As Ctrl-C, which is raised in the thread that waits.
     found.end("sft", KeyboardInterrupt())
@@ -179,12 +164,8 @@ def test_ctrl_c_ends_all_workers_as_interrupted_and_the_same_command_goes_on_wit
     command = [RLHF, "run", "smoke", "--store", str(store), "--name", "cut"]
     command += [word for item in ALL for word in ("--set", item)]
     log = (tmp_path / "log").open("w")
-    # SIGINT is ignored by what a shell starts in the background.
-    run = subprocess.Popen(command, stdout=log, stderr=log, start_new_session=True, preexec_fn=_takes_ctrl_c)
-    deadline = time.monotonic() + 120
-    while {"sft", "evaluate.base"} - at_work(store, "cut"):
-        assert time.monotonic() < deadline and run.poll() is None, (tmp_path / "log").read_text()
-        time.sleep(0.01)
+    run = subprocess.Popen(command, stdout=log, stderr=log, start_new_session=True, preexec_fn=hears_ctrl_c)
+    until(lambda: {"sft", "evaluate.base"} <= at_work(store, "cut"), 120)
     family = psutil.Process(run.pid).children(recursive=True)
     os.kill(run.pid, signal.SIGINT)
     assert run.wait(60) == 130, (tmp_path / "log").read_text()
@@ -202,7 +183,3 @@ def test_ctrl_c_ends_all_workers_as_interrupted_and_the_same_command_goes_on_wit
 def at_work(store, name):
     found = runs.read(Store(str(store)), name) or {"nodes": {}}
     return {node for node, entry in found["nodes"].items() if entry["state"] == "running"}
-
-
-def _takes_ctrl_c() -> None:
-    signal.signal(signal.SIGINT, signal.SIG_DFL)

@@ -1,7 +1,5 @@
 """A signal at any moment ends a run of several workers, is what it ends with, and leaves no stage at work."""
 
-from __future__ import annotations
-
 import gc
 import random
 import shutil
@@ -12,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from rlhf.flows.running.overlap import run_stages
+from rlhf.flows.running.runner import run_stages
 from rlhf.flows.running.session import Session
 from tests.flows.lines import Lines
 from tests.flows.running.support import ALL, NOTHING, recipe

@@ -1,7 +1,5 @@
 """Artifacts of a run, edited after they were made."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable
 from pathlib import Path

@@ -33,12 +33,7 @@ def test_a_run_that_nothing_has_touched_keeps_every_law(run):
     # Each law has looked at something, but for those of ReMax, a choice, a fork and episodes, of
     # which there is nothing in the run.
     played = {law.name for law in trajectories.LAWS}
-    assert {name for name, v in verdicts.items() if not v.checked} == {
-        "greedy",
-        "choice",
-        "fork",
-        *played,
-    }
+    assert {name for name, v in verdicts.items() if not v.checked} == {"greedy", "choice", "fork", *played}
     assert verdicts.keys() == {law.name for law in LAWS}
     assert verdicts["fates"].checked == verdicts["scores"].checked == 96
 

@@ -1,7 +1,5 @@
 """Laws of trajectories hold in episodes that were played, and one row that says otherwise breaks its own law."""
 
-from __future__ import annotations
-
 import math
 import shutil
 from typing import Any

@@ -1,15 +1,14 @@
 """A finished call is taken for the completions that it was made on, and for no others at their places."""
 
-from __future__ import annotations
-
 import dataclasses
 
 import pytest
 
 from rlhf.stages.common.journal import Journal
-from rlhf.stages.contract.definition import Context, StageConfig
+from rlhf.stages.contract.definition import StageConfig
 from rlhf.tuning.rewards.samples import Outcome, Sample
 from rlhf.tuning.rows import CompletionRow
+from tests.stages.support import context
 
 ROW = CompletionRow(
     place=3, sample=1, prompt_id="p", prompt="2+2=", answer="4", metadata='{"level": 1}', prompt_ids=[1],
@@ -20,10 +19,7 @@ OTHER = dataclasses.replace(ROW, sample=2, text="5")
 
 @pytest.fixture
 def ctx(tmp_path):
-    return Context(
-        config=StageConfig(), inputs={}, out=tmp_path, work=tmp_path, seed=0, progress=lambda *a, **k: None,
-        log=lambda _: None, memory={},
-    )  # fmt: skip
+    return context(StageConfig(), tmp_path)
 
 
 def test_a_call_is_known_by_what_was_judged(ctx):

@@ -9,7 +9,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rlhf.stages.common import models
+from rlhf.stages.common.compilation import use_precision
 from rlhf.stages.common.models import bytes_by_device, recall, remember
+from rlhf.tuning.precision import real, using
+from rlhf.tuning.settings import ComputeSettings
 
 ROOM = 1000
 """Bytes of the device's share."""
@@ -93,3 +96,16 @@ def test_the_newest_policy_and_its_trainer_stay_until_their_successor_is_there(s
             rest = ctx.memory.keys() - {f"decoder:{newest}", f"trainer:{newest}", what}
             if what != "use" and rest:
                 assert max(bytes_by_device(ctx.memory).values()) <= ROOM
+
+
+def test_what_a_worker_keeps_leaves_with_the_type_of_weights():
+    class Config:
+        compute = ComputeSettings("float64")
+
+    memory = {"decoder:x": 1}
+    with using("float32"):
+        use_precision(None, memory)
+        assert memory
+        use_precision(Config, memory)
+        assert real() == np.float64 and not memory
+    assert real() == np.float32

@@ -1,10 +1,7 @@
 """Trainer state of a process group: each process writes and reads its shards, and any other group resumes from them."""
 
-from __future__ import annotations
-
 import json
 import shutil
-import socket
 import subprocess
 import sys
 import uuid
@@ -16,7 +13,7 @@ import pytest
 
 from rlhf.stages.store.artifacts import Store
 from rlhf.tuning import multihost
-from tests.support import QUICK, with_devices
+from tests.support import QUICK, free_port, with_devices
 
 PROGRAM = "tests.stages.common.state_program"
 Group = Callable[..., list[dict[str, Any]]]
@@ -27,9 +24,7 @@ def group(tmp_path: Path) -> Group:
     """Runs the program in processes of two devices each, and returns what each has found."""
 
     def run(count: int, store: str, axes: str, what: str) -> list[dict[str, Any]]:
-        with socket.socket() as s:
-            s.bind(("127.0.0.1", 0))
-            address = f"127.0.0.1:{s.getsockname()[1]}"
+        address = f"127.0.0.1:{free_port()}"
         command = [sys.executable, "-m", PROGRAM, store, str(tmp_path / uuid.uuid4().hex), axes, what]
         processes = [
             subprocess.Popen(

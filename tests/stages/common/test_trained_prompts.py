@@ -1,7 +1,5 @@
 """What a policy was trained on is what it has learned from, whatever was learned beside it."""
 
-from __future__ import annotations
-
 import pytest
 
 from rlhf.stages.common.trained_prompts import prompts_among, trained_names

@@ -6,8 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from rlhf.stages.common.xla_flags import FLAGS, OF_GROUPS, value_of, with_flags
+from rlhf.stages.common.xla_flags import FLAGS, GPU_MEMORY, OF_GROUPS, value_of, with_flags
 from rlhf.stages.worker.client import worker_environment
+from rlhf.tuning.fit.machines import USABLE
 
 PLATFORMS = ("gpu", "tpu")
 
@@ -39,7 +40,15 @@ def test_what_the_user_sets_stays(platform):
 def test_a_file_of_flags_stays(platform, tmp_path):
     """XLA takes what begins with no dash for the name of a file, and ends a process where there is none of the name."""
     before = {flag.variable: str(tmp_path / "flags.txt") for flag in FLAGS[platform]}
-    assert with_flags(before, platform) == before
+    after = with_flags(before, platform)
+    assert {name: after[name] for name in before} == before
+
+
+def test_jax_takes_the_share_of_a_gpus_memory_that_fit_counts_unless_the_user_says_another():
+    name, value = GPU_MEMORY
+    assert float(value) == USABLE["gpu"]
+    assert with_flags({}, "gpu")[name] == value and with_flags({name: "0.5"}, "gpu")[name] == "0.5"
+    assert name not in with_flags({}, "tpu") and name not in with_flags({}, "cpu")
 
 
 def test_cpus_that_compute_together_have_their_collectives_in_one_order(monkeypatch):

@@ -1,7 +1,5 @@
 """A process parses only what no process before it has read, and what it is told is what parsing gives."""
 
-from __future__ import annotations
-
 import json
 import os
 from pathlib import Path

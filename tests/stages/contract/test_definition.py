@@ -1,7 +1,5 @@
 """What a stage says of itself: its place in a recipe, its inputs, its figures."""
 
-from __future__ import annotations
-
 import pytest
 
 from rlhf.flows.recipe.model import Recipe

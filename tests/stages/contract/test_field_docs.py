@@ -1,16 +1,11 @@
 """What docstrings below fields say: of every setting, and of a class before its bases."""
 
-from rlhf.flows.cli.settings import every_setting
 from rlhf.flows.recipe.model import Recipe
 from rlhf.flows.recipe.overrides import partial
 from rlhf.stages.common.settings import Optimizer
 from rlhf.stages.contract.field_docs import field_docs
 from rlhf.stages.sft import Config
 from rlhf.tuning.settings import OptimizerSettings
-
-
-def test_every_setting_of_a_recipe_says_what_it_is():
-    assert [s.place for s in every_setting() if not s.text] == []
 
 
 def test_a_setting_that_stands_in_the_core_has_the_words_of_the_core():

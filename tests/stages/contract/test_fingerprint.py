@@ -1,7 +1,5 @@
 """The code part of a key: what runs, not what is written about it, and only what the stage reaches."""
 
-from __future__ import annotations
-
 import ast
 import hashlib
 import json
@@ -79,14 +77,7 @@ def test_the_modules_that_are_reached(pkg):
         ("pkg/core/__init__.py", "# nothing here", "# nothing at all"),
         ("pkg/far.py", "9", "10"),
     ],
-    ids=[
-        "comment",
-        "layout",
-        "kernel-comment",
-        "header-comment",
-        "empty-package",
-        "unreached",
-    ],
+    ids=["comment", "layout", "kernel-comment", "header-comment", "empty-package", "unreached"],
 )
 def test_what_does_not_run_changes_nothing(pkg, name, old, new):
     before = reached("pkg.stage", folder=pkg)

@@ -1,7 +1,5 @@
 """A user's code in a key: rewards, and functions that give records, with all that they import."""
 
-from __future__ import annotations
-
 from importlib.metadata import version
 
 import pytest
@@ -12,21 +10,6 @@ from rlhf.stages.contract.source_archive import keep, kept
 from rlhf.stages.contract.sources import data_digests, function_digests
 from rlhf.stages.store.artifacts import Store
 from tests.support import write_files
-
-
-def test_a_reward_function_of_the_user_is_content(tmp_path, monkeypatch):
-    (tmp_path / "myreward.py").write_text(
-        "import json\nimport myhelper\n\n\ndef f(prompts, completions, **_):\n    return [1.0]\n"
-    )
-    (tmp_path / "myhelper.py").write_text("LIMIT = 3\n")
-    (tmp_path / "other.py").write_text("LIMIT = 3\n")
-    monkeypatch.syspath_prepend(tmp_path)
-    before = function_digests("myreward:f", "here")
-    assert set(before) == {"module:myreward", "module:myhelper", "reached from myreward"}
-    (tmp_path / "other.py").write_text("LIMIT = 4\n")
-    assert function_digests("myreward:f", "here") == before
-    (tmp_path / "myhelper.py").write_text("LIMIT = 44\n")
-    assert function_digests("myreward:f", "here") != before
 
 
 def test_the_docstring_of_a_users_tool_is_content(tmp_path, monkeypatch):

@@ -1,18 +1,16 @@
 """A store with small artifacts of the form that a run leaves: data, policies and their evaluations."""
 
-from __future__ import annotations
-
 import uuid
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from rlhf.stages.contract.definition import Context
 from rlhf.stages.gate import stage
 from rlhf.stages.gate.settings import Config
 from rlhf.stages.store.artifacts import Artifact, Store
 from rlhf.tuning.data.schema import ROWS
 from rlhf.tuning.rows import CompletionRow, PromptRow, VerdictRow, write_table
+from tests.stages.support import context
 
 SETTINGS: dict[str, Any] = {"judge": "exact_match", "samples": 2, "judges": {"polite": {}}}
 
@@ -102,12 +100,7 @@ class Lab:
         inputs = {"candidate": candidate} | {role: self.input(candidate, role) for role in ("policy", "data")}
         if other is not None:
             inputs |= {"against": other, "champion": self.input(other, "policy")}
-        out = self.folder / uuid.uuid4().hex
-        out.mkdir()
-        ctx = Context(
-            config=config, inputs=inputs, out=out, work=out, seed=0, progress=lambda *a, **k: None, log=print, memory={}
-        )
-        metrics = stage.run(ctx)
+        metrics = stage.run(context(config, self.folder / uuid.uuid4().hex, inputs=inputs))
         return metrics, inputs["policy"]
 
     def input(self, artifact: Artifact, role: str) -> Artifact:

@@ -1,7 +1,5 @@
 """A policy gains nothing by what has no score, its own or the champion's, nor by losses that a sample has missed."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 
@@ -9,15 +7,10 @@ from rlhf.stages.gate.decide import compare
 from rlhf.stages.gate.settings import Config
 from rlhf.tuning.evaluation.verdicts import Judged
 from rlhf.tuning.rows import CompletionRow, VerdictRow
-from tests.stages.gate.support import SETTINGS, Lab
+from tests.stages.gate.support import SETTINGS
 
 COUNT = 60
 TIMEOUT = "took longer than 10 s"
-
-
-@pytest.fixture
-def lab(tmp_path):
-    return Lab(tmp_path)
 
 
 @pytest.fixture
@@ -26,32 +19,20 @@ def evaluated(lab):
     data = lab.data(COUNT)
 
     def make(name, decides, polite=lambda i, s: (1.0, None)):
-        verdicts, rows = [], []
+        names = [(i, {"place": i, "sample": s, "prompt_id": f"q{i}"}) for i in range(COUNT) for s in range(2)]
+        verdicts = []
         for judge, verdict in (("exact_match", decides), ("polite", polite)):
-            for i in range(COUNT):
-                for s in range(2):
-                    score, failure = verdict(i, s)
-                    verdicts.append(
-                        VerdictRow(
-                            place=i, sample=s, prompt_id=f"q{i}", group=f"g{i}", judge=judge, answer=None, score=score,
-                            failure=failure,
-                        )
-                    )  # fmt: skip
-        for i in range(COUNT):
-            for s in range(2):
-                rows.append(
-                    CompletionRow(
-                        place=i, sample=s, prompt_id=f"q{i}", prompt_ids=[1], token_ids=[2], prompt=f"q{i}",
-                        logprobs=[0.0], stop="eos",
-                    )
-                )  # fmt: skip
-        failed = sum(v.failure is not None for v in verdicts if v.judge == "exact_match")
-        of_polite = [v for v in verdicts if v.judge == "polite"]
-        known = [0.0 if v.failure else v.score for v in of_polite if v.score is not None or v.failure]
-        further = {
-            "score": sum(known) / len(known),
-            "judge_failures": sum(v.failure is not None for v in of_polite),
-        }
+            for i, name_of in names:
+                score, failure = verdict(i, name_of["sample"])
+                about = {"group": f"g{i}", "judge": judge, "answer": None}
+                verdicts.append(VerdictRow(**name_of, **about, score=score, failure=failure))
+        sampled = {"prompt_ids": [1], "token_ids": [2], "logprobs": [0.0], "stop": "eos"}
+        rows = [CompletionRow(**name_of, prompt=f"q{i}", **sampled) for i, name_of in names]
+        failed, rude = (
+            sum(v.failure is not None for v in verdicts if v.judge == judge) for judge in ("exact_match", "polite")
+        )
+        known = [v.score or 0.0 for v in verdicts if v.judge == "polite" and (v.score is not None or v.failure)]
+        further = {"score": sum(known) / len(known), "judge_failures": rude}
         metrics = {"score": 0.5, "judge_failures": failed, "judges": {"polite": further}}
         inputs = {"policy": lab.policy(name, data), "data": data}
         tables = {"verdicts": verdicts, "rollouts": rows}

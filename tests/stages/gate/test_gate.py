@@ -1,24 +1,18 @@
 """The gate promotes what is better on the same problems and keeps to every bound, and says what others missed."""
 
-from __future__ import annotations
-
 import json
 
 import pytest
 
+from rlhf.stages.gate import stage
 from rlhf.stages.gate.settings import FLIPS, RESAMPLES, Config, Gate, Guard
 from rlhf.stages.store.artifacts import ArtifactError
 from rlhf.tuning.evaluation import permutation, statistics
-from tests.stages.gate.support import Lab
+from tests.stages.support import context
 
 COUNT = 40
 BAD, GOOD = [[0.0, 0.0]] * COUNT, [[1.0, 1.0]] * COUNT
 MIXED = [[1.0, 0.0]] * COUNT
-
-
-@pytest.fixture
-def lab(tmp_path):
-    return Lab(tmp_path)
 
 
 @pytest.fixture
@@ -190,19 +184,11 @@ def test_a_run_that_breaks_a_law_is_refused(lab, sides):
 
 
 def audited(lab, config, new, old):
-    from rlhf.stages.contract.definition import Context
-    from rlhf.stages.gate import stage
-
     inputs = {
         "candidate": new, "against": old, "policy": lab.input(new, "policy"), "champion": lab.input(old, "policy"),
         "data": lab.input(new, "data"), "node_prepare": lab.input(new, "data"), "node_evaluate.rl": new,
     }  # fmt: skip
-    out = lab.folder / "audited"
-    out.mkdir()
-    ctx = Context(
-        config=config, inputs=inputs, out=out, work=out, seed=0, progress=lambda *a, **k: None, log=print, memory={}
-    )
-    return stage.run(ctx)
+    return stage.run(context(config, lab.folder / "audited", inputs=inputs))
 
 
 def test_problems_that_a_policy_was_trained_on_are_not_compared(lab):

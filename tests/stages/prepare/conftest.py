@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from rlhf.stages.contract.definition import Context
 from rlhf.stages.prepare import stage as prepare
 from rlhf.tuning.models.tokenizer import save_tokenizer, tokenizer_from_gguf
+from tests.stages.support import context
 
 
 @pytest.fixture(scope="module")
@@ -31,13 +31,8 @@ def run(base, tmp_path):
 
     def run(config, work=None, progress=lambda *args, **metrics: None):
         folder = tmp_path / f"run{next(count)}"
-        out, work = folder / "out", work or folder / "work"
-        out.mkdir(parents=True)
-        work.mkdir(parents=True, exist_ok=True)
-        context = Context(
-            config=config, inputs={"base": base}, out=out, work=work, seed=7, progress=progress, log=print, memory={}
-        )
-        return prepare.run(context), out
+        ctx = context(config, folder / "out", work or folder / "work", inputs={"base": base}, seed=7, progress=progress)
+        return prepare.run(ctx), ctx.out
 
     return run
 

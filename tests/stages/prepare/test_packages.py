@@ -12,14 +12,10 @@ from tests.tuning.data import packages
 
 OWN = "tests.tuning.data.packages"
 PACKAGES = {
-    "chain_sum": (
-        {"source": "reasoning_gym", "source_args": {"name": "chain_sum", "size": 40}},
-        {"read": 40, "dead": 0},
-    ),
-    "letter_counting": (
-        {"source": "reasoning_gym", "source_args": {"name": "letter_counting", "size": 40}},
-        {"read": 40, "dead": 0},
-    ),
+    **{
+        name: ({"source": "reasoning_gym", "source_args": {"name": name, "size": 40}}, {"read": 40, "dead": 0})
+        for name in ("chain_sum", "letter_counting")
+    },
     "critics": ({"source": "critics"}, {"read": 7272, "kept": 7272, "dead": 0}),
     "human_eval": (
         {

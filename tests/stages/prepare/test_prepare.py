@@ -2,6 +2,7 @@
 
 import gzip
 import json
+import shutil
 from collections import Counter
 from pathlib import Path
 
@@ -9,6 +10,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from rlhf.stages.prepare import stage as prepare
+from rlhf.stages.prepare.card import write_card
 from rlhf.stages.prepare.stage import Config, PrepareError
 from rlhf.stages.store.artifacts import Store
 from rlhf.stages.store.keys import config_content, digest
@@ -268,11 +270,7 @@ def test_prompts_without_a_completion_are_prompts_whatever_share_feeds_sft(run, 
         ),
         ([], {"heldout_fraction": 0.0}, "no rows for `heldout`: heldout_fraction is 0.0"),
         ([], {"sft_fraction": 1.0}, "no rows for `prompts`.*use 'all-training'"),
-        (
-            [{"promt": "x"}] * 20,
-            {},
-            r"20 of 80 .* \(max_dead_fraction is 0.1\); .*dead.parquet.*did you mean `prompt`",
-        ),
+        ([{"promt": "x"}] * 20, {}, r"20 of 80 .* \(max_dead_fraction is 0.1\); .*dead.parquet.*did you mean `prompt`"),
         (
             [{"prompt": "x " * 600}],
             {"too_long": "error"},
@@ -358,10 +356,14 @@ def test_evaluation_prompts_are_in_the_key_by_content(tmp_path):
     assert key(write(tmp_path / "renamed.jsonl", [{"prompt": "b"}]))[1] != before[1]
 
 
-def test_execution_settings_are_marked():
-    marked = {name for name, field in Config.model_fields.items() if field.json_schema_extra == {"execution": True}}
-    assert marked == {"source", "workers", "chunk_megabytes", "runner"}
-
-
 def test_a_pair_of_equal_answers_is_not_told_as_too_long():
     prepare._refuse_too_long(Config(too_long="error"), Fates(dropped_rows=Counter({"preference:equal_pair": 1})))
+
+
+def test_it_names_sources_without_what_opens_them(smoke_store, tmp_path):
+    [made] = (smoke_store / "artifacts" / "prepare").iterdir()
+    out = shutil.copytree(made, tmp_path / "out")
+    source = {"source": "https://me:SECRET@host/x.jsonl?sig=SECRET", "source_args": {"also": "s3://me:SECRET@b/x"}}
+    write_card(out, json.loads((out / "statistics.json").read_text()), Config.model_validate(source))
+    page = (out / "card.html").read_text()
+    assert "https://host/x.jsonl?sig=***" in page and "s3://b/x" in page and "SECRET" not in page

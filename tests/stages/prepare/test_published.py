@@ -1,8 +1,7 @@
-"""Public data sets go through the recipes of docs/guides/data.md in the layouts in which they are published."""
+"""Public data sets go through the recipes of examples/public in the layouts in which they are published."""
 
 import gzip
 import json
-import re
 from pathlib import Path
 
 import pyarrow as pa
@@ -10,59 +9,37 @@ import pyarrow.parquet as pq
 import pytest
 
 from rlhf.flows.recipe.reading import load_recipe
-from rlhf.stages.contract.definition import Context
 from rlhf.stages.prepare import stage as prepare
 from rlhf.stages.prepare.stage import PrepareError
 from rlhf.tuning.models.byte_tokenizer import byte_tokenizer
 from rlhf.tuning.models.tokenizer import save_tokenizer
 from rlhf.tuning.rewards.functions import BUILT_IN
+from tests.stages.training.support import Folder, perform
 
-PAGE = Path(__file__).parents[3] / "docs" / "guides" / "data.md"
-
-
-class Base:
-    """A base model of which there is the tokenizer alone."""
-
-    def __init__(self, folder: Path):
-        self.folder = folder
-        save_tokenizer(byte_tokenizer(), folder / "tokenizer")
-
-    def local(self, part=""):
-        return self.folder / part
+RECIPES = Path(__file__).parents[3] / "examples" / "public"
 
 
 @pytest.fixture(scope="module")
 def base(tmp_path_factory):
-    return Base(tmp_path_factory.mktemp("base"))
+    """A base model of which there is the tokenizer alone."""
+    folder = tmp_path_factory.mktemp("base")
+    save_tokenizer(byte_tokenizer(), folder / "tokenizer")
+    return Folder(folder, "base")
 
 
 @pytest.fixture
 def run(base, tmp_path, monkeypatch):
-    """Prepares the data of a recipe of the page, with what is written to the folder it runs in; metrics and rows."""
+    """Prepares the data of a recipe, with the files in the folder that it runs in; metrics and rows."""
     monkeypatch.chdir(tmp_path)
 
     def run(name, sets=()):
-        [text] = re.findall(rf"^```yaml file={name}\.yaml\n(.*?)^```$", PAGE.read_text(), re.MULTILINE | re.DOTALL)
-        Path(f"{name}.yaml").write_text(text)
+        Path(f"{name}.yaml").write_text((RECIPES / f"{name}.yaml").read_text())
         config = load_recipe(f"{name}.yaml", sets=list(sets)).data
-        out, work = tmp_path / "out", tmp_path / "work"
-        for folder in (out, work):
-            folder.mkdir()
-        metrics = prepare.run(
-            Context(
-                config=config,
-                inputs={"base": base},
-                out=out,
-                work=work,
-                seed=0,
-                progress=lambda *a, **k: None,
-                log=print,
-                memory={},
-            )  # fmt: skip
-        )
-        found = {f.name: [r for p in f.glob("*.parquet") for r in pq.read_table(p).to_pylist()] for f in out.iterdir()
-                 if f.is_dir() and f.name != "dead"}  # fmt: skip
-        return metrics, found
+        metrics, made = perform(prepare, config, tmp_path, {}, base=base)
+        folders = [path for path in made.path.iterdir() if path.is_dir() and path.name != "dead"]
+        return metrics, {
+            f.name: [r for p in f.glob("*.parquet") for r in pq.read_table(p).to_pylist()] for f in folders
+        }
 
     return run
 

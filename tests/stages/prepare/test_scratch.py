@@ -1,7 +1,5 @@
 """What workers share below the scratch URL goes once the data is committed; a try that fails leaves it to the next."""
 
-from __future__ import annotations
-
 import dataclasses
 import json
 

@@ -9,9 +9,11 @@ from rlhf.tuning.models.tokenizer import save_tokenizer
 from rlhf.tuning.rollout.engine.engine import Engine
 from rlhf.tuning.rollout.engine.limits import Limits
 from rlhf.tuning.rollout.servers.protocol import Policy
+from rlhf.tuning.rollout.servers.server import RemoteServer
 from rlhf.tuning.rollout.servers.transfer import Transfer, digests
-from tests.stages.sampling.http_server import State, make_app, serve
-from tests.stages.sampling.support import CONFIG, GREEDY, PARAMS, TOKENIZER, requests_of, trainer
+from tests.stages.sampling.http_server import State, make_app
+from tests.stages.sampling.support import CONFIG, GREEDY, PARAMS, TOKENIZER, remote, requests_of, trainer
+from tests.stages.support import running
 
 
 @pytest.fixture(scope="module")
@@ -66,8 +68,18 @@ def state(folders):
 
 
 @pytest.fixture
+def fleet(url, policy):
+    """Makes fleets of the server with the policy `first`."""
+
+    def make(**changes):
+        made = remote(RemoteServer(url), **changes)
+        made.load(policy("first"))
+        return made
+
+    return make
+
+
+@pytest.fixture
 def url(state):
-    server, thread, url = serve(make_app(state))
-    yield url
-    server.should_exit = True
-    thread.join()
+    with running(make_app(state)) as url:
+        yield url

@@ -4,14 +4,10 @@ A program with vLLM's arguments, so that it can be started as vLLM is: the same 
 SGLang's part answers the schema of its documentation; it stands for no run against SGLang itself.
 """
 
-from __future__ import annotations
-
 import argparse
 import asyncio
 import os
 import socket
-import threading
-import time
 from pathlib import Path
 from typing import Any
 
@@ -134,18 +130,6 @@ def make_app(state: State) -> FastAPI:
     return app
 
 
-def serve(app: Any, port: int = 0) -> tuple[Any, threading.Thread, str]:
-    """Serves an application on loopback in a thread: (server, thread, URL)."""
-    import uvicorn
-
-    server = uvicorn.Server(uvicorn.Config(app, host="127.0.0.1", port=port, log_level="error"))
-    thread = threading.Thread(target=server.run, daemon=True)
-    thread.start()
-    while not server.started:
-        time.sleep(0.02)
-    return server, thread, f"http://127.0.0.1:{server.servers[0].sockets[0].getsockname()[1]}"
-
-
 def main() -> None:
     import uvicorn
 
@@ -154,6 +138,7 @@ def main() -> None:
     parser.add_argument("--port", type=int, required=True)
     parser.add_argument("--host", required=True)
     parser.add_argument("--max-model-len", type=int, required=True)
+    parser.add_argument("--seed", type=int, required=True)
     parser.add_argument("--pids", type=Path)
     parser.add_argument("--port-file", type=Path)
     for name in ("--dtype", "--logprobs-mode", "--served-model-name"):

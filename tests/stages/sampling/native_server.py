@@ -1,7 +1,5 @@
 """`rlhf serve`'s server over a model's folder, as a program: what `rlhf.stages.serving.serve` makes of an artifact."""
 
-from __future__ import annotations
-
 import argparse
 from pathlib import Path
 from typing import Any

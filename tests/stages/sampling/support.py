@@ -1,7 +1,6 @@
 """Two policies, requests for them, and a fleet of the servers that sample; `conftest.py` has the servers."""
 
 import dataclasses
-import time
 
 import jax
 import numpy as np
@@ -22,7 +21,7 @@ PARAMS = {
     for name, seed in {"first": 3, "second": 4}.items()
 }
 STOPS = (TOKENIZER.eos_token_id, 97)
-OPTIONS = Options(tolerance=1e-3, wait_seconds=3.0, start_seconds=120.0)
+OPTIONS = Options(seeds=True, tolerance=1e-3, wait_seconds=3.0, start_seconds=120.0)
 
 
 def requests_of(count, temperature=1.0, samples=2, max_tokens=12):
@@ -46,14 +45,6 @@ def remote(*servers, kind="vllm", **changes):
     made = Fleet(KINDS[kind], servers, dataclasses.replace(OPTIONS, **changes), lines.append)
     made.lines = lines
     return made
-
-
-def until(happened):
-    """Waits for it."""
-    deadline = time.monotonic() + 30
-    while not happened():
-        assert time.monotonic() < deadline
-        time.sleep(0.02)
 
 
 def run(engine, requests):

@@ -3,7 +3,6 @@
 import os
 import signal
 import sys
-import time
 
 import psutil
 import pytest
@@ -13,38 +12,27 @@ from rlhf.tuning.rollout.servers.kinds import KINDS
 from rlhf.tuning.rollout.servers.protocol import ServerLost
 from rlhf.tuning.rollout.servers.server import RemoteServer
 from tests.stages.sampling.support import GREEDY, remote, requests_of, run, same
-from tests.support import python
+from tests.support import python, until
 
 
 @pytest.fixture
-def children(tmp_path):
-    made = []
+def child(tmp_path):
+    def command(folder, port):
+        words = ["-m", "tests.stages.sampling.http_server", "--pids", str(tmp_path / "pids-0")]
+        return [sys.executable, *words, *KINDS["vllm"].arguments(folder, port, "float32", 256, False)]
 
-    def make(number=0):
-        def command(folder, port):
-            words = [
-                sys.executable,
-                "-m",
-                "tests.stages.sampling.http_server",
-                *KINDS["vllm"].arguments(folder, port, "float32", 256, False),
-            ]
-            return [*words, "--pids", str(tmp_path / f"pids-{number}")]
-
-        made.append(Child(command, {}, tmp_path / f"server-{number}.log"))
-        return made[-1]
-
-    yield make
-    for child in made:
-        child.end()
+    made = Child(command, {}, tmp_path / "server.log")
+    yield made
+    made.end()
 
 
-def pids(tmp_path, number=0):
-    return [int(line) for line in (tmp_path / f"pids-{number}").read_text().split()]
+def pids(tmp_path, name="pids-0"):
+    return [int(line) for line in (tmp_path / name).read_text().split()]
 
 
 @pytest.mark.slow
-def test_a_started_server_that_is_killed_is_started_again_and_nothing_is_lost(children, tmp_path, policy, native):
-    child = children()
+def test_a_started_server_that_is_killed_is_started_again_and_nothing_is_lost(child, tmp_path, policy, native):
+
     engine = remote(RemoteServer(child=child), concurrency=2)
     engine.load(policy("first"))
     # Long samples, so that there is a middle.
@@ -71,9 +59,9 @@ def test_a_started_server_that_is_killed_is_started_again_and_nothing_is_lost(ch
 
 @pytest.mark.slow
 def test_the_others_take_over_from_a_lost_server_and_its_owner_keeps_nothing(
-    children, tmp_path, folders, url, policy, native
+    child, tmp_path, folders, url, policy, native
 ):
-    child = children()
+
     place = child.start(folders["first"])
     lost = RemoteServer(place)
     lost.wait(120)
@@ -105,11 +93,8 @@ time.sleep(100)
 def test_a_kill_leaves_nothing_behind(tmp_path, victim):
     """Neither the end of the owner nor that of the server leaves a process, though the server ignores SIGTERM."""
     owner = python(KEPT, tmp_path / "pids")
-    deadline = time.monotonic() + 30
-    while not (tmp_path / "pids").exists() or len((tmp_path / "pids").read_text().split()) < 2:
-        assert time.monotonic() < deadline
-        time.sleep(0.05)
-    server, below = (psutil.Process(int(p)) for p in (tmp_path / "pids").read_text().split())
+    until(lambda: (tmp_path / "pids").exists() and len(pids(tmp_path, "pids")) == 2, 30)
+    server, below = map(psutil.Process, pids(tmp_path, "pids"))
     if victim == "owner":
         owner.kill()
     else:

@@ -1,7 +1,5 @@
 """What plays an episode is in the key: the project's modules, the user's, and the files that settings name."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

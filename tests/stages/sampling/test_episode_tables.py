@@ -37,12 +37,8 @@ def test_calls_are_counted_by_episode_and_their_failures_by_call(tmp_path):
 
 def test_without_a_call_it_matters_whether_there_are_tools(tmp_path):
     write_table(tmp_path / "part-00000.parquet", [turn(0, 0)], TurnRow.schema())
-    assert turns_summary(tmp_path, True, [episode("done", 1.0)]) == {
-        "valid_turns": 1.0,
-        "calling": 0.0,
-        "failed_calls": None,
-    }
-    assert turns_summary(tmp_path, False, [episode("done", 1.0)]) == {"valid_turns": 1.0}
+    found = [turns_summary(tmp_path, tools, [episode("done", 1.0)]) for tools in (True, False)]
+    assert found == [{"valid_turns": 1.0, "calling": 0.0, "failed_calls": None}, {"valid_turns": 1.0}]
 
 
 def test_no_turns_say_nothing(tmp_path):

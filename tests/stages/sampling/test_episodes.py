@@ -1,7 +1,5 @@
 """Rollouts that are episodes: played, stored, scored, judged, and gone on with after a kill."""
 
-from __future__ import annotations
-
 import dataclasses
 import json
 import math
@@ -22,15 +20,11 @@ from rlhf.tuning.agents.rows import TrajectoryRow, TurnRow
 from rlhf.tuning.algorithms.round_data import RoundData
 from rlhf.tuning.chat.renderer import Renderer
 from rlhf.tuning.models.byte_tokenizer import byte_tokenizer
-from rlhf.tuning.rows import CompletionRow, ScoreRow, VerdictRow, names_of, read_table
-from tests.stages.training.support import Folder, data, ids, perform
+from rlhf.tuning.rows import CompletionRow, ScoreRow, VerdictRow, names_of
+from tests.stages.training.support import data, ids, perform, rows
 
 TASKS, SAMPLES = 3, 4
 GUESS = Environment(name="guess", arguments={"high": 4, "guesses": 3}, turns=3, max_tokens=400, processes=8)
-
-
-def rows(folder: Folder, part, kind):
-    return read_table(sorted(folder.local(part).glob("*.parquet")), kind)
 
 
 @pytest.fixture(scope="module")

@@ -4,18 +4,20 @@ SGLang's side is checked against its documented schema only: it has not run agai
 `tests/faults/test_vllm.py`.
 """
 
+import asyncio
+import contextlib
 import dataclasses
 import json
 import socket
 import subprocess
 import threading
-import time
 from pathlib import Path
 
 import httpx
 import numpy as np
 import pytest
 from fastapi import FastAPI, Request, Response
+from fastapi.responses import StreamingResponse
 
 from rlhf.stages.sampling.servers import _own
 from rlhf.stages.serving.app import make_app
@@ -25,8 +27,10 @@ from rlhf.tuning.rollout.requests import Request as Asked
 from rlhf.tuning.rollout.servers.kinds import KINDS
 from rlhf.tuning.rollout.servers.protocol import ServerLost, ServerRefused, StalePolicy, sample_seed
 from rlhf.tuning.rollout.servers.server import RemoteServer
-from tests.stages.sampling.http_server import VERSION, State, serve
+from tests.stages.sampling.http_server import VERSION
 from tests.stages.sampling.support import GREEDY, STOPS, TOKENIZER, remote, requests_of, run, same, trainer
+from tests.stages.support import running
+from tests.support import until
 
 
 @pytest.mark.slow
@@ -97,26 +101,18 @@ def test_log_probabilities_before_the_temperature_are_found_out(url, policy):
         remote(RemoteServer(url)).load(raw)
 
 
-def test_a_server_that_does_not_say_whose_weights_it_has_must_prove_them(folders, policy, native):
+def test_a_server_that_does_not_say_whose_weights_it_has_must_prove_them(state, policy, native):
     """`rlhf serve` of a policy that is no artifact, and servers without development endpoints."""
-    state = State(folders["first"])
-    app = make_app(Server(state.live, TOKENIZER, "policy", (), 256))
-    server, thread, url = serve(app)
-    try:
+    with running(make_app(Server(state.live, TOKENIZER, "policy", (), 256))) as url:
         engine = remote(RemoteServer(url), sync="none")
         engine.load(policy("first"))
         same(run(engine, GREEDY), native["first"])
         with pytest.raises(StalePolicy, match="does not say which policy it has, wanted is second"):
             engine.load(policy("second"))
-    finally:
-        server.should_exit = True
-        thread.join()
-        state.live.close()
 
 
-def test_answers_of_other_weights_are_thrown_away(url, state, policy, native):
-    engine = remote(RemoteServer(url), concurrency=2)
-    engine.load(policy("first"))
+def test_answers_of_other_weights_are_thrown_away(url, state, policy, fleet, native):
+    engine = fleet(concurrency=2)
     stream = engine.run(GREEDY)
     found = dict([next(stream)])
     # Somebody else's run comes by.
@@ -148,32 +144,27 @@ def test_another_version_is_refused(url, policy):
 def proxy(url):
     """Makes a proxy before the server that answers a status of its own to the requests for completions that `fails`
     picks; it is given the number of the request and its body."""
-    ends = []
+    with contextlib.ExitStack() as stack:
 
-    def make(fails, status):
-        app, bodies = FastAPI(), []
+        def make(fails, status):
+            app, bodies = FastAPI(), []
 
-        @app.api_route("/{path:path}", methods=["GET", "POST"])
-        async def forward(path: str, request: Request) -> Response:
-            body = await request.body()
-            if path == "v1/completions":
-                bodies.append(json.loads(body))
-                if fails(len(bodies), bodies[-1]):
-                    return Response("the gateway is busy", status)
-            async with httpx.AsyncClient(timeout=60, trust_env=False) as client:
-                query = f"?{request.url.query}" if request.url.query else ""
-                headers = {"content-type": "application/json"}
-                found = await client.request(request.method, f"{url}/{path}{query}", content=body, headers=headers)
-            return Response(found.content, found.status_code, media_type="application/json")
+            @app.api_route("/{path:path}", methods=["GET", "POST"])
+            async def forward(path: str, request: Request) -> Response:
+                body = await request.body()
+                if path == "v1/completions":
+                    bodies.append(json.loads(body))
+                    if fails(len(bodies), bodies[-1]):
+                        return Response("the gateway is busy", status)
+                async with httpx.AsyncClient(timeout=60, trust_env=False) as client:
+                    query = f"?{request.url.query}" if request.url.query else ""
+                    headers = {"content-type": "application/json"}
+                    found = await client.request(request.method, f"{url}/{path}{query}", content=body, headers=headers)
+                return Response(found.content, found.status_code, media_type="application/json")
 
-        server, thread, place = serve(app)
-        ends.append((server, thread))
-        return place, bodies
+            return stack.enter_context(running(app)), bodies
 
-    yield make
-    for server, thread in ends:
-        server.should_exit = True
-        thread.join()
+        yield make
 
 
 def test_a_busy_gateway_is_asked_again(proxy, policy, native):
@@ -191,16 +182,15 @@ def test_a_server_that_fails_at_everything_is_given_up(proxy, policy):
     probes = [r.counter for r in policy("first").probe]
     passed = {sample_seed(48, 7, counter) for counter in probes}
     place, bodies = proxy(lambda number, body: body["seed"] not in passed, 500)
-    engine = remote(RemoteServer(place, retries=1), concurrency=3, tries=3)
+    engine = remote(RemoteServer(place, retries=1), concurrency=3, tries=3, seeds=True)
     engine.load(policy("first"))
     with pytest.raises(ServerLost, match=r"was lost 3 times without an answer; the last: .* answered 500: the gateway"):
         run(engine, GREEDY)
     assert len(bodies) < 40
 
 
-def test_what_a_server_declines_ends_the_run_with_its_words(url, policy):
-    engine = remote(RemoteServer(url))
-    engine.load(policy("first"))
+def test_what_a_server_declines_ends_the_run_with_its_words(fleet):
+    engine = fleet()
     long = Asked([1] * 300, 5, Sampling(1.0), STOPS)
     with pytest.raises(ServerRefused, match="answered 400: .*the prompt has 300 tokens; the context is"):
         run(engine, [*GREEDY, long])
@@ -216,6 +206,30 @@ def test_what_an_engine_would_do_otherwise_is_refused(policy):
         KINDS["vllm"].body(Asked([1], 5, find_stop=lambda t: None), policy("first"))
 
 
+@pytest.mark.parametrize(("kind", "seeds"), [("vllm", False), ("sglang", False), ("native", True)])
+def test_requests_have_seeds_where_they_are_asked_for_or_cost_nothing(kind, seeds, policy):
+    asked = Asked([1], 5, Sampling(1.0), STOPS, seed=7, samples=2)
+    assert ("seed" in json.dumps(KINDS[kind].body(asked, policy("first")))) == seeds
+    body = json.dumps(KINDS[kind].body(asked, policy("first"), True))
+    assert "seed" in body and body == json.dumps(KINDS[kind].body(asked, policy("first"), True))
+
+
+def test_an_answer_that_never_ends_is_given_up():
+    app = FastAPI()
+
+    @app.post("/v1/completions")
+    async def drip() -> StreamingResponse:
+        async def spaces():
+            for _ in range(200):
+                yield b" "
+                await asyncio.sleep(0.05)
+
+        return StreamingResponse(spaces())
+
+    with running(app) as place, pytest.raises(ServerLost, match="/v1/completions gave no whole answer within 0.5 s"):
+        RemoteServer(place, timeout=0.5).post("/v1/completions", {})
+
+
 def test_a_server_that_is_not_there(policy):
     with pytest.raises(ServerLost, match="http://127.0.0.1:9/health was not well within 0.5 s"):
         remote(RemoteServer("http://127.0.0.1:9"), start_seconds=0.5).load(policy("first"))
@@ -228,17 +242,13 @@ def test_one_of_two_servers_is_enough(url, policy, native):
     assert any("going on without a server: http://127.0.0.1:9" in line for line in engine.lines)
 
 
-def test_leaving_early_ends_what_runs(url, state, policy):
-    engine = remote(RemoteServer(url), concurrency=2)
-    engine.load(policy("first"))
+def test_leaving_early_ends_what_runs(state, fleet):
+    engine = fleet(concurrency=2)
     before = threading.active_count()
     stream = engine.run(requests_of(8, samples=2, max_tokens=150))
     next(stream)
     stream.close()
-    deadline = time.monotonic() + 20
-    while not state.live._engine.idle:
-        assert time.monotonic() < deadline
-        time.sleep(0.05)
+    until(lambda: state.live._engine.idle, 20)
     # The server may have made threads for the connections; of 16 samples none has one of its own.
     assert threading.active_count() < before + 8
 

@@ -1,8 +1,8 @@
 """A round sampled by `rlhf serve`: the server reads the policy from a shared folder, and rows are the trainer's."""
 
+import contextlib
 import dataclasses
 import json
-import socket
 import subprocess
 import sys
 from types import SimpleNamespace
@@ -23,10 +23,10 @@ from rlhf.tuning.models.huggingface import load_decoder, save_decoder
 from rlhf.tuning.rollout.servers.protocol import ServerRefused
 from rlhf.tuning.rows import CompletionRow, read_table
 from rlhf.tuning.training.completions import token_logps
-from tests.stages.sampling.http_server import serve
 from tests.stages.sampling.native_server import app_over, server_over
+from tests.stages.support import running
 from tests.stages.training.support import Folder, data, ids, perform
-from tests.support import with_devices
+from tests.support import free_port, with_devices
 
 QUESTIONS = ["1+1=", "some words?", "2*3="]
 
@@ -56,18 +56,14 @@ def url(inputs):
     for path in (*served.local("model/").iterdir(), *served.local("tokenizer/").iterdir()):
         (model / path.name).write_bytes(path.read_bytes())
     server = server_over(model, "served", context=512)
-    web, thread, url = serve(app_over(server, folder / "shared"))
-    yield url
-    web.should_exit = True
-    thread.join()
-    server.live.close()
+    with contextlib.closing(server.live), running(app_over(server, folder / "shared")) as url:
+        yield url
 
 
 def engine_at(url, folder, **changes):
     version = httpx.get(f"{url}/version").json()["version"]
-    return EngineSettings(
-        **{"kind": "native", "url": url, "version": version, "dtype": "float32", "folder": folder} | changes
-    )
+    usual = {"kind": "native", "url": url, "version": version, "dtype": "float32", "folder": folder}
+    return EngineSettings(**usual | changes)
 
 
 @pytest.mark.slow
@@ -118,8 +114,7 @@ def test_process_0_of_a_group_asks_servers_with_a_policy_that_both_processes_hol
     config = rollout.Config(prompts=3, completions=2, max_tokens=6, engine=engine_at(url, str(folder / "shared")))
     given = {"policy": policy, "tokenizer": served, "data": prompts}
     metrics, made = perform(rollout, config, folder / "alone", memory, **given)
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        address = f"127.0.0.1:{server.getsockname()[1]}"
+    address = f"127.0.0.1:{free_port()}"
     asked = {
         "inputs": {name: (str(one.path), one.digest) for name, one in given.items()},
         "scratch": str(folder / "scratch"),

@@ -1,7 +1,7 @@
 """Rollouts by `rlhf serve` servers: each reads the policy by name below a root that it shares with the trainer."""
 
+import contextlib
 import dataclasses
-import socket
 import subprocess
 import sys
 import threading
@@ -12,27 +12,23 @@ import pytest
 
 from rlhf.tuning.rollout.servers.protocol import ServerRefused, StalePolicy
 from rlhf.tuning.rollout.servers.server import RemoteServer
-from tests.stages.sampling.http_server import serve
 from tests.stages.sampling.native_server import Forgetful, app_over, server_over
 from tests.stages.sampling.support import GREEDY, remote, run, same
+from tests.stages.support import running
+from tests.support import free_port
 
 
 @pytest.fixture
 def native_server(folders):
     """Makes servers in this process, with the policy `first`: (server, URL)."""
-    made = []
+    with contextlib.ExitStack() as stack:
 
-    def make(**options):
-        server = server_over(folders["first"], "first", **options)
-        web, thread, url = serve(app_over(server, folders["first"].parent))
-        made.append((server, web, thread))
-        return server, url
+        def make(**options):
+            server = server_over(folders["first"], "first", **options)
+            stack.callback(server.live.close)
+            return server, stack.enter_context(running(app_over(server, folders["first"].parent)))
 
-    yield make
-    for server, web, thread in made:
-        web.should_exit = True
-        thread.join()
-        server.live.close()
+        yield make
 
 
 def test_policies_go_to_two_servers_and_none_is_read_twice(native_server, shared, native):
@@ -109,10 +105,7 @@ def program(folders, tmp_path):
     made = []
 
     def start(port=None):
-        if port is None:
-            with socket.socket() as free:
-                free.bind(("127.0.0.1", 0))
-                port = free.getsockname()[1]
+        port = port or free_port()
         words = ["tests.stages.sampling.native_server", str(folders["first"]), "--name", "first", "--port", str(port)]
         with (tmp_path / "log").open("ab") as log:
             made.append(subprocess.Popen([sys.executable, "-m", *words], stdout=log, stderr=log))

@@ -1,7 +1,5 @@
 """A round of more prompts than there are: places tell its completions apart from the rollout to the update (R21)."""
 
-from __future__ import annotations
-
 import re
 from collections import Counter
 
@@ -13,17 +11,17 @@ import pytest
 from rlhf.stages import base as base_model
 from rlhf.stages import evaluate, greedy, rollout
 from rlhf.stages.common.compilation import configure_jax
-from rlhf.stages.contract.definition import Context
 from rlhf.stages.sampling import rows as rows_module
 from rlhf.stages.sampling.groups import chosen_groups, read_scored
 from rlhf.stages.score import stage as score
 from rlhf.stages.score.settings import Reward
 from rlhf.tuning.algorithms.round_data import RoundData
 from rlhf.tuning.models.tokenizer import save_tokenizer
-from rlhf.tuning.rows import CompletionRow, RefusedRow, ScoreRow, names_of, read_table
+from rlhf.tuning.rows import CompletionRow, RefusedRow, ScoreRow, names_of
 from tests.stages.score.functions import weighed
 from tests.stages.serving.chats import tokenizer
-from tests.stages.training.support import Folder, data, ids, perform
+from tests.stages.support import context
+from tests.stages.training.support import Folder, data, ids, perform, rows
 
 PROMPTS, COMPLETIONS = 8, 2
 QUESTIONS = ["1+1=", "some words?", "2*3=", "far too long " * 500]
@@ -31,10 +29,6 @@ QUESTIONS = ["1+1=", "some words?", "2*3=", "far too long " * 500]
 PLACES = [0, 2, 3, 4, 5, 6]
 WEIGHED = Reward(function="tests.stages.score.functions:weighed")
 REWARDS = score.Config(rewards={"v": WEIGHED}, shard_completions=4, workers=1)
-
-
-def rows(folder: Folder, part, kind):
-    return read_table(sorted(folder.local(part).glob("*.parquet")), kind)
 
 
 @pytest.fixture(scope="module")
@@ -56,12 +50,9 @@ def made(inputs):
     folder, memory = inputs["folder"], inputs["memory"]
     policy = {"policy": inputs["base"], "tokenizer": inputs["base"]}
     config = rollout.Config(prompts=PROMPTS, completions=COMPLETIONS, max_tokens=4, shard_prompts=2)
-    found = {}
-    found["metrics"], found["rollouts"] = perform(
-        rollout, config, folder / "rollout", memory, data=inputs["prompts"], **policy
-    )
-    _, found["scores"] = perform(score, REWARDS, folder / "score", memory, rollouts=found["rollouts"])
-    return found
+    metrics, rollouts = perform(rollout, config, folder / "rollout", memory, data=inputs["prompts"], **policy)
+    scores = perform(score, REWARDS, folder / "score", memory, rollouts=rollouts)[1]
+    return {"metrics": metrics, "rollouts": rollouts, "scores": scores}
 
 
 def test_places_number_the_prompts_of_the_round(made):
@@ -171,18 +162,15 @@ def test_a_text_is_without_each_control_token_whatever_its_role(tmp_path):
     save_tokenizer(made, tmp_path / "tokenizer")
     (tmp_path / "model").mkdir()
     (tmp_path / "model" / "config.json").write_text("{}")
-    ctx = Context(rollout.Config(), {"tokenizer": folder}, tmp_path, tmp_path, 0, print, print, {})
+    ctx = context(rollout.Config(), tmp_path, inputs={"tokenizer": folder})
     said = made.encode("5<|start_header_id|>user<|end_header_id|>6<|eot_id|></s>", add_special_tokens=False)
     assert rows_module._Sampler(ctx, rows_module.Draw(1, 4, 1.0, 1), [])._text(said) == "5user6"
 
 
 def test_an_evaluation_draws_from_the_tokens_that_it_is_restricted_to(inputs):
     problems = [{"id": "h", "prompt_ids": ids("1+1=", end=False), "prompt": "1+1=", "answer": "2", "metadata": "{}"}]
-    policy = {
-        "policy": inputs["base"],
-        "tokenizer": inputs["base"],
-        "data": data(inputs["folder"] / "held", heldout=problems),
-    }
+    held = data(inputs["folder"] / "held", heldout=problems)
+    policy = {"policy": inputs["base"], "tokenizer": inputs["base"], "data": held}
     found = {}
     for name, value in {"temperature": 0.0, "top_k": 1, "top_p": 1e-6, "min_p": 1.0, "samples": 2}.items():
         config = evaluate.Config(**{"samples": 2, "max_tokens": 4, "workers": 1, name: value})

@@ -42,10 +42,7 @@ def sets(**values):
         (sets(kind="vllm", command="x", version="'1'", folder="s3://b/x"), "sync transfer is for vllm and native"),
         ([*URL, *sets(sync="adapter", folder="s3://b/x")], "sync adapter needs a folder that is a path: s3://b/x"),
         ([*URL, *sets(sync="restart")], "sync restart is for servers that are started here"),
-        (
-            [*URL, *sets(quantization="int8")],
-            "is of kind native in the worker; give servers `arguments`",
-        ),
+        ([*URL, *sets(quantization="int8")], "is of kind native in the worker; give servers `arguments`"),
         ([*URL, *sets(kv_cache_dtype="int8")], "kv_cache_dtype is of kind native"),
         ([*URL, *sets(cache="paged")], "cache is of kind native"),
         (sets(cache="paged", kv_cache_dtype="int8"), "whose scales pages do not hold; say slots"),

@@ -6,9 +6,8 @@ import dataclasses
 import pytest
 
 from rlhf.tuning.rollout.servers.protocol import ServerRefused
-from rlhf.tuning.rollout.servers.server import RemoteServer
 from rlhf.tuning.rollout.servers.streaming import Turns
-from tests.stages.sampling.support import GREEDY, remote, same
+from tests.stages.sampling.support import GREEDY, same
 
 
 def ended(turns, *numbers):
@@ -18,10 +17,8 @@ def ended(turns, *numbers):
     return [found[n] for n in numbers]
 
 
-def test_turns_are_those_of_the_native_engine_in_any_order(url, policy, native):
-    fleet = remote(RemoteServer(url))
-    fleet.load(policy("first"))
-    turns = Turns(fleet, 3)
+def test_turns_are_those_of_the_native_engine_in_any_order(fleet, native):
+    turns = Turns(fleet(), 3)
     assert turns.idle and turns.slots_for(10_000) == 3
     numbers = [turns.submit(dataclasses.replace(r, samples=1, keep=True)) for r in GREEDY]
     dropped = turns.submit(dataclasses.replace(GREEDY[0], samples=1))
@@ -32,20 +29,16 @@ def test_turns_are_those_of_the_native_engine_in_any_order(url, policy, native):
     turns.release(numbers[0])
 
 
-def test_what_a_server_raises_ends_the_step(url, policy):
-    fleet = remote(RemoteServer(url))
-    fleet.load(policy("first"))
-    turns = Turns(fleet, 1)
+def test_what_a_server_raises_ends_the_step(fleet):
+    turns = Turns(fleet(), 1)
     turns.submit(dataclasses.replace(GREEDY[0], samples=1, prompt=[10**6]))
     with pytest.raises(ServerRefused, match="1000000"):
         for _ in range(1000):
             turns.step()
 
 
-def test_what_a_server_raises_for_a_cancelled_request_reaches_nobody(url, policy, native):
-    fleet = remote(RemoteServer(url))
-    fleet.load(policy("first"))
-    with contextlib.closing(Turns(fleet, 1)) as turns:
+def test_what_a_server_raises_for_a_cancelled_request_reaches_nobody(fleet, native):
+    with contextlib.closing(Turns(fleet(), 1)) as turns:
         # One at a time: the answer of the second comes behind the error of the first.
         refused = turns.submit(dataclasses.replace(GREEDY[0], samples=1, prompt=[10**6]))
         number = turns.submit(dataclasses.replace(GREEDY[0], samples=1))

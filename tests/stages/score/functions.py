@@ -29,17 +29,6 @@ def relative(prompts, completions, **_):
     return [10 * len(completions) + len(c) / max(map(len, completions)) for c in completions]
 
 
-def patient(prompts, completions, *, calls, waits, of, **_):
-    """Lengths; the file `calls` gets a line a call, of which there are to be `of` before the one on `waits` ends."""
-    import time
-
-    with Path(calls).open("a") as f:
-        f.write(" ".join(completions) + "\n")
-    while completions[0] == waits and len(Path(calls).read_text().splitlines()) < of:
-        time.sleep(0.02)
-    return [float(len(c)) for c in completions]
-
-
 def counted(prompts, completions, *, calls, fails=False, fails_on="", down="", **_):
     """Lengths; the file `calls` gets a line a call. On `down` the service is gone."""
     with Path(calls).open("a") as f:

@@ -1,8 +1,8 @@
 """What tests of scores share: a context to score in, and the table that came of it."""
 
-from rlhf.stages.contract.definition import Context
 from rlhf.stages.score.settings import Config, Reward
 from rlhf.tuning.rows import ScoreRow, read_table
+from tests.stages import support
 
 TEXTS = ["4", "5", "4 ", "boom", "4", "44"]
 """Of the completions, three a prompt."""
@@ -14,15 +14,9 @@ def context(folder, rollouts, **settings):
         "shares": Reward(function="tests.stages.score.functions:shares", weight=0.3),
     }
     config = Config(**{"rewards": rewards, "shard_completions": 3, "workers": 1, **settings})
-    out, work = folder / "out", folder / "work"
-    out.mkdir(parents=True)
-    work.mkdir(exist_ok=True)
     log = []
-    ctx = Context(
-        config=config, inputs={"rollouts": rollouts}, out=out, work=work, seed=0, log=log.append, memory={},
-        progress=lambda *a, **k: None,
-    )  # fmt: skip
-    return ctx, log
+    given = {"inputs": {"rollouts": rollouts}, "log": log.append}
+    return support.context(config, folder / "out", folder / "work", **given), log
 
 
 def table(ctx):

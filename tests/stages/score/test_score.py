@@ -79,17 +79,11 @@ def test_a_failure_has_one_cause_and_leaves_the_sums(tmp_path, rollouts):
     _, rows = table(ctx)
     assert [(r.place, r.sample, r.prompt_id) for r in rows] == [(i // 3, i % 3, f"p{i // 3}") for i in range(6)]
     assert [r.rewards["exact"] for r in rows] == [1.0, 0.0, 1.0, 0.0, 1.0, 0.0]
-    assert [r.failure for r in rows] == [
-        None,
-        None,
-        None,
-        "shares: KeyError: 'boom' (functions.py, line 9)",
-        None,
-        None,
-    ]
+    boom = "shares: KeyError: 'boom' (functions.py, line 9)"
+    assert [r.failure for r in rows] == [None] * 3 + [boom] + [None] * 2
     # The last one was cut off at max_tokens.
     assert [r.total for r in rows] == pytest.approx([1.03, 0.03, 1.06, None, 1.03, 0.0])
-    assert metrics["failed"] == 1 / 6 and metrics["failures"] == {"shares: KeyError: 'boom' (functions.py, line 9)": 1}
+    assert metrics["failed"] == 1 / 6 and metrics["failures"] == {boom: 1}
     assert metrics["reward_exact"] == 0.5
     assert metrics["zero_variance"] == 0.0
 
@@ -204,13 +198,8 @@ def test_the_reward_model_reads_the_end_of_the_turn(tmp_path):
     tokenizer.eos_token = "Z"
     end = turn_end(tokenizer)
     assert end is not None and end < 97
-    ended = [
-        ([5, 6, end], "eos"),
-        ([5, 6, 3], "eos"),
-        ([5, 6, 3], "length"),
-        ([5, 6, end], "length"),
-        ([5, 6], "string"),
-    ]
+    ended = [([5, 6, last], stop) for last, stop in ((end, "eos"), (3, "eos"), (3, "length"), (end, "length"))]
+    ended += [([5, 6], "string")]
     rows = [
         CompletionRow(
             place=0, sample=i, prompt_id="p", prompt_ids=[1], token_ids=ids, logprobs=[0.0] * 3, stop=stop, answer="4"

@@ -5,17 +5,14 @@ import numpy as np
 import optax
 import pytest
 
-from rlhf.stages.serving.server import Server
 from rlhf.stages.serving.sessions import Sessions
 from rlhf.tuning.device import Compute
 from rlhf.tuning.models.decoder import decoder_graph
 from rlhf.tuning.models.huggingface import random_params
-from rlhf.tuning.rollout.engine.engine import Engine
-from rlhf.tuning.rollout.engine.live import Live
 from rlhf.tuning.shapes import bucket
 from rlhf.tuning.training.batch import Group, choose_rows, micro_batches
 from rlhf.tuning.training.forward import logps_and_entropy
-from tests.stages.serving.support import CONFIG, CONTEXT, LIMITS, STOPS, TOKENIZER, conversation, serving
+from tests.stages.serving.support import CONFIG, conversation, living, served, serving
 
 
 @pytest.fixture(scope="session")
@@ -52,19 +49,14 @@ def params():
 
 @pytest.fixture(scope="session")
 def live(params):
-    engine = Engine(CONFIG, limits=LIMITS, top=5)
-    engine.load(params)
-    live = Live(engine)
-    yield live
-    live.close()
+    with living(params) as live:
+        yield live
 
 
 @pytest.fixture(scope="session")
 def url(live):
-    sessions = Sessions(max_sessions=3, tokens=5000)
-    url, end = serving(Server(live, TOKENIZER, "tiny", STOPS, CONTEXT, "the-digest", sessions))
-    yield url
-    end()
+    with serving(served(live, "the-digest", sessions=Sessions(max_sessions=3, tokens=5000))) as url:
+        yield url
 
 
 @pytest.fixture(scope="session")

@@ -1,16 +1,16 @@
 """A conversation with a tool that the served model is taught, and a server in a thread."""
 
-from __future__ import annotations
-
-import threading
-import time
+import contextlib
 
 from rlhf.stages.serving.app import make_app
-from rlhf.stages.serving.web import Web
+from rlhf.stages.serving.server import Server
 from rlhf.tuning.chat.renderer import Renderer
 from rlhf.tuning.models.byte_tokenizer import CHAT_TEMPLATE, byte_tokenizer
 from rlhf.tuning.models.config import tiny
+from rlhf.tuning.rollout.engine.engine import Engine
 from rlhf.tuning.rollout.engine.limits import Limits
+from rlhf.tuning.rollout.engine.live import Live
+from tests.stages.support import running
 
 CONTEXT = 200
 LIMITS = Limits(slots=4, context=CONTEXT, steps=4, chunks=(32,), prefill_chunks=1)
@@ -48,15 +48,22 @@ def conversation():
 
 
 def serving(server, options=None, keys=(), weights=None):
-    """(base URL, what ends it) of a server in a thread."""
-    web = Web(make_app(server, options, keys, weights), "127.0.0.1", 0)
-    thread = threading.Thread(target=web.run, daemon=True)
-    thread.start()
-    while not web.started:
-        time.sleep(0.02)
+    """The base URL of a server in a thread."""
+    return running(make_app(server, options, keys, weights))
 
-    def end():
-        web.should_exit = True
-        thread.join()
 
-    return web.url, end
+@contextlib.contextmanager
+def living(params, kind=Live):
+    """An engine that has these parameters, in a thread."""
+    engine = Engine(CONFIG, limits=LIMITS, top=5)
+    engine.load(params)
+    live = kind(engine)
+    try:
+        yield live
+    finally:
+        live.close()
+
+
+def served(live, digest=None, **options):
+    """A server of it."""
+    return Server(live, TOKENIZER, "tiny", STOPS, CONTEXT, digest, **options)

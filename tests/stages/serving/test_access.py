@@ -2,7 +2,6 @@
 
 import json
 import socket
-import threading
 import time
 from urllib.parse import urlsplit
 
@@ -12,10 +11,10 @@ import pytest
 from rlhf.stages.serving.access import AccessError, is_loopback, keys_of, owner_of
 from rlhf.stages.serving.guard import Guard
 from rlhf.stages.serving.metrics import Metrics
-from rlhf.stages.serving.server import Server
 from rlhf.stages.serving.settings import ServeOptions
-from rlhf.stages.serving.web import Web
-from tests.stages.serving.support import CONTEXT, STOPS, TOKENIZER, serving
+from tests.stages.serving.support import served, serving
+from tests.stages.support import running
+from tests.support import until
 
 KEY, OTHER = "k" * 24, "another-key-of-a-server"
 OPTIONS = ServeOptions(body_megabytes=20_000 / 2**20, requests=2, request_seconds=20.0)
@@ -23,9 +22,8 @@ OPTIONS = ServeOptions(body_megabytes=20_000 / 2**20, requests=2, request_second
 
 @pytest.fixture(scope="module")
 def guarded(live):
-    url, end = serving(Server(live, TOKENIZER, "tiny", STOPS, CONTEXT), OPTIONS, [KEY, OTHER])
-    yield url
-    end()
+    with serving(served(live), OPTIONS, [KEY, OTHER]) as url:
+        yield url
 
 
 @pytest.fixture(scope="module")
@@ -183,20 +181,17 @@ def test_more_requests_than_allowed_are_told_to_come_again(asked, guarded):
     slow = [socket.create_connection((place.hostname, place.port)) for _ in range(2)]
     for sock in slow:
         sock.sendall(head.encode())
-    statuses = set()
-    deadline = time.monotonic() + 10
-    while 429 not in statuses and time.monotonic() < deadline:
-        answer = asked.post("/v1/completions", json=SAID)
-        statuses.add(answer.status_code)
-    assert answer.status_code == 429 and answer.headers["retry-after"] == "1"
+    answers = []
+    until(lambda: answers.append(asked.post("/v1/completions", json=SAID)) or answers[-1].status_code == 429, 10)
+    answer = answers[-1]
+    assert answer.headers["retry-after"] == "1"
     assert answer.json()["error"]["code"] == "too_many_requests"
     ready = httpx.get(f"{guarded}/ready")
     assert (ready.status_code, ready.json()["status"]) == (503, "not ready")
     assert httpx.get(f"{guarded}/health").status_code == 200
     for sock in slow:
         sock.close()
-    while asked.post("/v1/completions", json=SAID).status_code != 200:
-        assert time.monotonic() < deadline
+    until(lambda: asked.post("/v1/completions", json=SAID).status_code == 200, 10)
 
 
 def test_a_client_that_reads_nothing_is_let_go():
@@ -211,20 +206,10 @@ def test_a_client_that_reads_nothing_is_let_go():
                 await send({"type": "http.response.body", "body": bytes(65536), "more_body": True})
 
     guard = Guard(Large(), Metrics(), ServeOptions(request_seconds=0.5))
-    web = Web(guard, "127.0.0.1", 0)
-    thread = threading.Thread(target=web.run, daemon=True)
-    thread.start()
-    while not web.started:
-        time.sleep(0.02)
-    with socket.create_connection(web.servers[0].sockets[0].getsockname()) as sock:
+    with running(guard) as url, socket.create_connection(("127.0.0.1", urlsplit(url).port)) as sock:
         sock.sendall(b"POST / HTTP/1.1\r\nhost: 127.0.0.1\r\ncontent-length: 0\r\n\r\n")
-        deadline = time.monotonic() + 20
         for busy in (1, 0):
-            while guard.busy != busy:
-                assert time.monotonic() < deadline
-                time.sleep(0.02)
-    web.should_exit = True
-    thread.join(20)
+            until(lambda busy=busy: guard.busy == busy, 20)
 
 
 def test_metrics_are_prometheus_text_and_count_what_was_asked(asked):

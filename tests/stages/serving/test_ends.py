@@ -1,15 +1,21 @@
 """Requests, engines and servers whose time is over end, each with its reason, and leave nothing that waits."""
 
 import asyncio
+import contextlib
 import json
+import os
+import resource
 import socket
+import subprocess
+import sys
 import threading
-import time
 
 import httpx
+import psutil
 import pytest
 
 from rlhf.stages.serving import app as routes
+from rlhf.stages.serving import web
 from rlhf.stages.serving.app import make_app
 from rlhf.stages.serving.guard import Guard
 from rlhf.stages.serving.metrics import Metrics
@@ -17,131 +23,101 @@ from rlhf.stages.serving.serve import end_with, main
 from rlhf.stages.serving.server import Server
 from rlhf.stages.serving.settings import PolicyPlace, Serve, ServeOptions
 from rlhf.stages.serving.web import Web
-from rlhf.tuning.rollout.engine.engine import Engine
-from rlhf.tuning.rollout.engine.live import EngineStopped, Live
+from rlhf.tuning.rollout.engine.live import EngineStopped
 from rlhf.tuning.rollout.requests import Request
-from tests.stages.serving.support import CONFIG, CONTEXT, LIMITS, STOPS, TOKENIZER, serving
+from tests.stages.serving.support import CONTEXT, STOPS, TOKENIZER, living, served, serving
+from tests.support import until
 
 SAID = {"prompt": "ab", "max_tokens": 2, "temperature": 0}
 
 
+LONG = SAID | {"max_tokens": 190, "n": 64, "ignore_eos": True, "temperature": 1}
+
+
 @pytest.mark.slow
 def test_an_answer_that_takes_too_long_ends_with_its_reason(live):
-    url, end = serving(Server(live, TOKENIZER, "tiny", STOPS, CONTEXT), ServeOptions(request_seconds=0.3))
-    try:
-        long = SAID | {"max_tokens": 190, "n": 64, "ignore_eos": True, "temperature": 1}
-        answer = httpx.post(f"{url}/v1/completions", json=long, timeout=60)
+    with serving(served(live), ServeOptions(request_seconds=0.3)) as url:
+        answer = httpx.post(f"{url}/v1/completions", json=LONG, timeout=60)
         assert (answer.status_code, answer.json()["error"]["code"]) == (504, "time_limit")
-        with httpx.stream("POST", f"{url}/v1/completions", json=long | {"stream": True}, timeout=60) as stream:
+        with httpx.stream("POST", f"{url}/v1/completions", json=LONG | {"stream": True}, timeout=60) as stream:
             lines = [line for line in stream.iter_lines() if line]
         assert json.loads(lines[-1].removeprefix("data: "))["error"]["code"] == "time_limit"
         # Its samples have left the engine.
-        deadline = time.monotonic() + 30
-        while live.open:
-            assert time.monotonic() < deadline
-            time.sleep(0.05)
+        until(lambda: not live.open, 30)
+
+
+@contextlib.contextmanager
+def hanging(live):
+    """A step that takes until the returned event, as on a device that has hung; what the call for it raises."""
+    going_on, raised = threading.Event(), []
+
+    def hang():
+        try:
+            live.look(lambda *_: going_on.wait(60))
+        except EngineStopped as e:
+            raised.append(e)
+
+    thread = threading.Thread(target=hang)
+    thread.start()
+    try:
+        until(lambda: live.step_seconds > 0.3)
+        yield going_on, raised
     finally:
-        end()
+        going_on.set()
+        thread.join(20)
 
 
 def test_a_request_whose_time_is_over_before_the_engine_has_taken_it_leaves_it_nothing(live):
-    made, going_on = [], threading.Event()
+    made = []
 
     class Watched(Server):
         def submit(self, *arguments):
             made.append(super().submit(*arguments))
             return made[-1]
 
-    url, end = serving(Watched(live, TOKENIZER, "tiny", STOPS, CONTEXT), ServeOptions(request_seconds=0.3))
-    # A step that takes longer than the request may.
-    hanging = threading.Thread(target=live.look, args=(lambda *_: going_on.wait(60),))
-    try:
-        hanging.start()
-        long = SAID | {"max_tokens": 190, "n": 64, "ignore_eos": True, "temperature": 1}
-        answer = httpx.post(f"{url}/v1/completions", json=long, timeout=60)
-        assert (answer.status_code, answer.json()["error"]["code"], made) == (504, "time_limit", [])
-        going_on.set()
-        hanging.join()
-        deadline = time.monotonic() + 30
-        while not made:
-            assert time.monotonic() < deadline
-            time.sleep(0.02)
+    watched = Watched(live, TOKENIZER, "tiny", STOPS, CONTEXT)
+    with serving(watched, ServeOptions(request_seconds=0.3)) as url:
+        with hanging(live):
+            answer = httpx.post(f"{url}/v1/completions", json=LONG, timeout=60)
+            assert (answer.status_code, answer.json()["error"]["code"], made) == (504, "time_limit", [])
+        until(lambda: made, 30)
         assert {done.stop for done in made[0][0].result()} == {"cancelled"}
-    finally:
-        going_on.set()
-        end()
 
 
 def test_an_engine_that_hangs_keeps_nobody_who_closes_it(params):
-    engine = Engine(CONFIG, limits=LIMITS)
-    engine.load(params)
-    live, going_on = Live(engine), threading.Event()
-    stopped = []
-
-    def hang():
-        try:
-            live.look(lambda *_: going_on.wait(60))
-        except EngineStopped as e:
-            stopped.append(e)
-
-    try:
+    with living(params) as live:
         stream = live.submit(Request([5, 6], 150, seed=1))
-        hanging = threading.Thread(target=hang)
-        hanging.start()
-        while live.step_seconds < 0.3:
-            time.sleep(0.01)
-        live.close(seconds=0.1)
-        with pytest.raises(EngineStopped, match="closed"):
-            stream.result()
-        hanging.join(20)
-        assert len(stopped) == 1
-    finally:
-        going_on.set()
-        live.close()
+        with hanging(live) as (_, raised):
+            live.close(seconds=0.1)
+            with pytest.raises(EngineStopped, match="closed"):
+                stream.result()
+            until(lambda: raised, 20)
 
 
 def test_health_is_that_of_the_engine(params, monkeypatch):
-    engine = Engine(CONFIG, limits=LIMITS)
-    engine.load(params)
-    live = Live(engine)
-    url, end = serving(Server(live, TOKENIZER, "tiny", STOPS, CONTEXT))
-    going_on = threading.Event()
+    monkeypatch.setattr(routes, "STALLED_SECONDS", 0.2)
+    with living(params) as live, serving(served(live)) as url:
 
-    def unwell(said):
-        for path, status in (("health", "failed"), ("ready", "not ready")):
-            answer = httpx.get(f"{url}/{path}")
-            assert (answer.status_code, answer.json()["status"]) == (503, status)
-            assert said in answer.json()["error"]
-        assert "rlhf_serve_engine_up 0.0" in httpx.get(f"{url}/metrics").text
+        def unwell(said):
+            for path, status in (("health", "failed"), ("ready", "not ready")):
+                answer = httpx.get(f"{url}/{path}")
+                assert (answer.status_code, answer.json()["status"]) == (503, status)
+                assert said in answer.json()["error"]
+            assert "rlhf_serve_engine_up 0.0" in httpx.get(f"{url}/metrics").text
 
-    try:
-        monkeypatch.setattr(routes, "STALLED_SECONDS", 0.2)
-        # What a step on a device that has hung does to the engine's thread.
-        hanging = threading.Thread(target=live.look, args=(lambda *_: going_on.wait(60),))
-        hanging.start()
-        while live.step_seconds < 0.3:
-            time.sleep(0.01)
-        unwell("has hung for")
-        going_on.set()
-        hanging.join()
+        with hanging(live):
+            unwell("has hung for")
         assert httpx.get(f"{url}/health").json() == {"status": "ok"}
         live.close()
         unwell("EngineStopped: closed")
-    finally:
-        going_on.set()
-        end()
-        live.close()
 
 
 def test_a_server_whose_engine_has_stopped_for_good_ends_for_its_supervisor(params):
-    engine = Engine(CONFIG, limits=LIMITS)
-    engine.load(params)
-    live = Live(engine)
-    web = Web(make_app(Server(live, TOKENIZER, "tiny", STOPS, CONTEXT)), "127.0.0.1", 0)
-    watch = threading.Thread(target=end_with, args=(live, web, 0.01))
-    watch.start()
-    assert not web.should_exit
-    live.close()
+    with living(params) as live:
+        web = Web(make_app(served(live)), "127.0.0.1", 0)
+        watch = threading.Thread(target=end_with, args=(live, web, 0.01))
+        watch.start()
+        assert not web.should_exit
     watch.join(20)
     assert web.should_exit
 
@@ -157,8 +133,7 @@ def test_an_address_that_is_taken_ends_the_server_before_it_loads_a_policy(monke
 
 def test_a_long_prompt_does_not_stop_the_streams_of_others(live, monkeypatch):
     """It is tokenized in a thread: the loop answers others meanwhile."""
-    server = Server(live, TOKENIZER, "tiny", STOPS, CONTEXT)
-    threads = []
+    server, threads = served(live), []
     real = server._prompt_ids
 
     def prompt_ids(*prompt, **how):
@@ -166,13 +141,10 @@ def test_a_long_prompt_does_not_stop_the_streams_of_others(live, monkeypatch):
         return real(*prompt, **how)
 
     monkeypatch.setattr(server, "_prompt_ids", prompt_ids)
-    url, end = serving(server)
-    try:
-        assert httpx.post(f"{url}/v1/completions", json=SAID, timeout=60).status_code == 200
-        assert httpx.post(f"{url}/sessions/a/v1/completions", json=SAID, timeout=60).status_code == 200
-        assert threads and all(name.startswith("reader") for name in threads)
-    finally:
-        end()
+    with serving(server) as url:
+        for place in ("", "/sessions/a"):
+            assert httpx.post(f"{url}{place}/v1/completions", json=SAID, timeout=60).status_code == 200
+    assert threads and all(name.startswith("reader") for name in threads)
 
 
 class App:
@@ -215,3 +187,40 @@ def test_a_timeout_of_the_application_is_not_reported_as_the_limit_of_the_reques
     # As any other failure: the server answers 500, and its log has the place.
     with pytest.raises(TimeoutError, match="of its own"):
         asyncio.run(Guard(App(late), Metrics())(dict(SCOPE), None, send))
+
+
+FLOOD = """
+import socket, sys
+clients = []
+for _ in range(600):
+    clients.append(socket.create_connection(("127.0.0.1", int(sys.argv[1])), 5))
+print("opened", flush=True)
+sys.stdin.read()
+"""
+
+
+def test_silent_connections_leave_files_to_the_process_and_are_dropped(live, monkeypatch):
+    monkeypatch.setattr(web, "HEAD_SECONDS", 3.0)
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    with serving(served(live)) as url:
+        command = [sys.executable, "-c", FLOOD, url.rpartition(":")[2]]
+        with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as flood:
+            try:
+                resource.setrlimit(resource.RLIMIT_NOFILE, (500, hard))
+                assert flood.stdout.readline() == "opened\n"
+                with contextlib.ExitStack() as opened:
+                    for _ in range(100):
+                        opened.enter_context(open(os.devnull))
+                    assert httpx.get(f"{url}/health", timeout=60).status_code == 200
+                until(lambda: len(web_connections(url)) < 10)
+                assert httpx.get(f"{url}/health", timeout=60).status_code == 200
+            finally:
+                resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+                flood.stdin.close()
+
+
+def web_connections(url):
+    """The established connections of this process's server."""
+    port = int(url.rpartition(":")[2])
+    found = psutil.Process().net_connections("tcp")
+    return [one for one in found if one.laddr.port == port and one.status == psutil.CONN_ESTABLISHED]

@@ -24,16 +24,21 @@ WEATHER = [user("Weather?"), call("Bern"), RESULT, bot("It is warm.")]
 USERS = "{% for m in messages if m.role != 'system' %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
 
 
-def prepared(made, folder, raw, output="sft", **settings):
-    """(rows of a raw record with their ids decoded, reasons of dead letters)."""
+def drafted(made, folder, raw, output="sft", **settings):
+    """(ids of the rows of a raw record, reasons of dead letters)."""
     save_tokenizer(made, folder)
     plan = Plan(str(folder), [output], **settings)
     entry = Entry(0, 1, b"{}", parse_record(raw, "x.jsonl", 1), [output])
     block = Block("b", SimpleNamespace(label="x.jsonl"), 0, 1, [entry])
     drafts.render(plan)(block)
     drafts.tokenize(plan)(block)
-    rows = [{name: made.decode(ids) for name, ids in one.ids.items()} for one in entry.drafts]
-    return rows, [letter["reason"] for letter in block.dead]
+    return [draft.ids for draft in entry.drafts], [letter["reason"] for letter in block.dead]
+
+
+def prepared(made, *given, **settings):
+    """The same with ids decoded."""
+    found, dead = drafted(made, *given, **settings)
+    return [{name: made.decode(ids) for name, ids in row.items()} for row in found], dead
 
 
 def as_text(messages):
@@ -67,10 +72,8 @@ def test_a_template_without_calls_gets_them_as_episodes_write_them(tmp_path):
 
 
 def test_an_answer_that_is_a_call_is_trained(tmp_path):
-    made, turn = (
-        tokenizer("qwen2_5"),
-        '<tool_call>\n{"name": "weather", "arguments": {"city": "%s"}}\n</tool_call><|im_end|>',
-    )
+    made = tokenizer("qwen2_5")
+    turn = '<tool_call>\n{"name": "weather", "arguments": {"city": "%s"}}\n</tool_call><|im_end|>'
     ask = {"prompt": [user("Weather?")], "tools": TOOLS}
     [row], _ = prepared(made, tmp_path, ask | {"completion": [call("Bern")]})
     assert row["completion_ids"] == turn % "Bern"
@@ -116,17 +119,11 @@ def test_a_first_token_is_the_one_of_the_whole_text(tmp_path):
     made = PreTrainedTokenizerFast(
         tokenizer_object=core, unk_token="<unk>", bos_token="<s>", eos_token="</s>", chat_template=template
     )
-    save_tokenizer(made, tmp_path)
     whole = made.encode("|user|\nhi</s>\n|assistant|\nHello</s>", add_special_tokens=False)
-    plan = Plan(str(tmp_path), ["sft"])
     for raw in ({"prompt": "hi", "completion": "Hello"}, {"messages": [user("hi"), bot("Hello")]}):
-        entry = Entry(0, 1, b"{}", parse_record(raw, "x", 1), ["sft"])
-        block = Block("b", SimpleNamespace(label="x"), 0, 1, [entry])
-        drafts.render(plan)(block)
-        drafts.tokenize(plan)(block)
-        [draft] = entry.drafts
-        assert draft.ids["prompt_ids"] == chat_prompt_ids(made, [user("hi")])
-        assert draft.ids["prompt_ids"] + draft.ids["completion_ids"] == whole
+        [row], _ = drafted(made, tmp_path, raw)
+        assert row["prompt_ids"] == chat_prompt_ids(made, [user("hi")])
+        assert row["prompt_ids"] + row["completion_ids"] == whole
 
 
 @pytest.mark.parametrize("template, reason", [

@@ -3,27 +3,15 @@
 import contextlib
 import re
 import signal
-import socket
 import subprocess
 import sys
 import threading
 import time
-from pathlib import Path
 
 import httpx
 import pytest
 
-ROOT = Path(__file__).parents[3]
-
-
-def started(*arguments):
-    return subprocess.Popen(
-        [sys.executable, "-m", "tests.stages.serving.hanging_server", *arguments],
-        cwd=ROOT,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.DEVNULL,
-        text=True,
-    )
+from tests.support import ROOT, free_port, until
 
 
 def ask_twice(url, key="none"):
@@ -45,20 +33,14 @@ def in_flight(url):
     return -1
 
 
-def until(process, true):
-    deadline = time.monotonic() + 60
-    while not true():
-        assert process.poll() is None and time.monotonic() < deadline
-        time.sleep(0.1)
-
-
 @pytest.fixture
 def start():
     """Starts a server with these arguments, and ends it behind the test."""
     made = []
 
     def begin(*arguments):
-        made.append(started(*arguments))
+        command = [sys.executable, "-m", "tests.stages.serving.hanging_server", *arguments]
+        made.append(subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True))
         return made[-1]
 
     yield begin
@@ -67,18 +49,13 @@ def start():
         process.communicate()
 
 
-def free_port():
-    with socket.create_server(("127.0.0.1", 0)) as probe:
-        return probe.getsockname()[1]
-
-
 @pytest.mark.parametrize("number", [pytest.param(signal.SIGINT, marks=pytest.mark.slow), signal.SIGTERM])
 def test_a_signal_ends_a_server_whose_engine_hangs(start, number):
     port = free_port()
     process, url = start(str(port)), f"http://127.0.0.1:{port}"
-    until(process, lambda: in_flight(url) == 0)
+    until(lambda: in_flight(url) == 0)
     ask_twice(url)
-    until(process, lambda: in_flight(url) == 2)
+    until(lambda: in_flight(url) == 2)
     # Into the step, and behind it.
     time.sleep(1)
     process.send_signal(number)
@@ -97,10 +74,10 @@ def test_a_request_that_is_under_way_at_sigterm_gets_its_answer(start):
         body = {"model": "tiny", "prompt": "abc", "max_tokens": 150, "n": 32, "ignore_eos": True}
         answers.append(httpx.post(f"{url}/v1/completions", json=body, timeout=120))
 
-    until(process, lambda: in_flight(url) == 0)
+    until(lambda: in_flight(url) == 0)
     asking = threading.Thread(target=ask)
     asking.start()
-    until(process, lambda: in_flight(url) == 1)
+    until(lambda: in_flight(url) == 1)
     process.send_signal(signal.SIGTERM)
     said, _ = process.communicate(timeout=60)
     asking.join(60)
@@ -111,7 +88,6 @@ def test_a_request_that_is_under_way_at_sigterm_gets_its_answer(start):
 @pytest.mark.slow
 def test_the_server_of_agents_ends_although_the_engine_hangs(start):
     process = start("agents")
-    assert process.stdout is not None
     ask_twice(process.stdout.readline().strip(), "k" * 32)
     said, _ = process.communicate(timeout=60)
     assert said.splitlines()[0] == "closed" and process.returncode == 0

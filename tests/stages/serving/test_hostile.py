@@ -11,10 +11,9 @@ import pytest
 
 from rlhf.stages.serving import answers, app
 from rlhf.stages.serving.server import Server
-from rlhf.tuning.rollout.engine.engine import Engine
-from rlhf.tuning.rollout.engine.live import EngineStopped, Live
+from rlhf.tuning.rollout.engine.live import EngineStopped
 from rlhf.tuning.rollout.requests import RefusedRequest, Request, Sampling
-from tests.stages.serving.support import CONFIG, CONTEXT, LIMITS, QUESTION, STOPS, TOKENIZER, made_tokenizer, serving
+from tests.stages.serving.support import CONTEXT, QUESTION, STOPS, living, made_tokenizer, served, serving
 
 HUGE = (3_000_000_000, 2**63, 10**30, -(2**31) - 1, -(10**30))
 NUMBERS = {
@@ -92,11 +91,7 @@ def broken(tokens):
 
 def test_a_step_that_fails_ends_its_requests_and_not_the_engine(params):
     """A search for stop strings that raises stands for any failure of a step."""
-    engine = Engine(CONFIG, limits=LIMITS, top=5)
-    engine.load(params)
-    live = Live(engine)
-    url, end = serving(Server(live, TOKENIZER, "tiny", STOPS, CONTEXT))
-    try:
+    with living(params) as live, serving(served(live)) as url:
         before = live.submit(Request([5, 6, 7], 20, seed=1)).result()[0]
         beside = live.submit(Request([5, 6], 150, seed=1))
         beside.next()
@@ -111,9 +106,6 @@ def test_a_step_that_fails_ends_its_requests_and_not_the_engine(params):
         assert (health.status_code, health.json()["status"]) == (503, "failed")
         answer = post(url)
         assert (answer.status_code, answer.json()["error"]["code"]) == (503, "engine_failed")
-    finally:
-        end()
-        live.close()
 
 
 SURROGATE = '"\\ud800"'
@@ -122,6 +114,10 @@ CALLED = {"role": "assistant", "tool_calls": [{"function": {"name": "f", "argume
 
 def tool(**parameters):
     return [{"type": "function", "function": {"name": "f", "parameters": parameters}}]
+
+
+def offering(**parameters):
+    return {"messages": USER, "tools": tool(**parameters)}
 
 
 def nested(depth):
@@ -143,19 +139,13 @@ CHATS = {
     "arguments that are no object": {"messages": [*USER, CALLED]},
     "tools of one name": {"messages": USER, "tools": tool(type="object") * 2},
     "a name with a line": {"messages": USER, "tools": [{"type": "function", "function": {"name": "a\nb"}}]},
-    "a schema that is none": {"messages": USER, "tools": tool(type=5)},
-    "a pattern that is none": {"messages": USER, "tools": tool(properties={"a": {"pattern": "("}})},
-    "a pattern that looks ahead": {"messages": USER, "tools": tool(properties={"a": {"pattern": "^(?=a)(a+)+$"}})},
-    "a pattern that looks back": {"messages": USER, "tools": tool(properties={"a": {"pattern": r"^(a|b)*\1$"}})},
-    "a pattern of many states": {
-        "messages": USER,
-        "tools": tool(properties={"a": {"pattern": "((a{1,99}){1,99}){9}"}}),
-    },
-    "pattern properties": {"messages": USER, "tools": tool(patternProperties={"^(?!a)": {}})},
-    "another draft below": {
-        "messages": USER,
-        "tools": tool(properties={"a": {"$schema": "http://json-schema.org/schema#"}}),
-    },
+    "a schema that is none": offering(type=5),
+    "a pattern that is none": offering(properties={"a": {"pattern": "("}}),
+    "a pattern that looks ahead": offering(properties={"a": {"pattern": "^(?=a)(a+)+$"}}),
+    "a pattern that looks back": offering(properties={"a": {"pattern": r"^(a|b)*\1$"}}),
+    "a pattern of many states": offering(properties={"a": {"pattern": "((a{1,99}){1,99}){9}"}}),
+    "pattern properties": offering(patternProperties={"^(?!a)": {}}),
+    "another draft below": offering(properties={"a": {"$schema": "http://json-schema.org/schema#"}}),
     "a name as long as a book": {"messages": [*USER, {"role": "tool", "name": "n" * 10**6, "content": "a"}]},
     "a schema as deep as a well": {"messages": USER, "tools": tool(**nested(100))},
     "a choice of no tool": {"messages": USER, "tool_choice": "required"},
@@ -258,21 +248,18 @@ UNDEFINED = "{{ messages[0].nothing.at_all }}"
 def test_a_conversation_that_the_template_refuses_is_the_clients_fault(live, template, said):
     tokenizer = made_tokenizer()
     tokenizer.chat_template = template
-    url, end = serving(Server(live, tokenizer, "tiny", STOPS, CONTEXT))
-    try:
+    with serving(Server(live, tokenizer, "tiny", STOPS, CONTEXT)) as url:
         answer = httpx.post(f"{url}/v1/chat/completions", json={"messages": USER * 2}, timeout=60)
         assert answer.status_code == 400, answer.text
         assert said in answer.json()["error"]["message"]
         assert "messages" in answer.json()["error"]["message"]
-    finally:
-        end()
 
 
 def test_usual_patterns_of_tools_are_taken(url):
     usual = (r"^\d{4}-\d{2}-\d{2}$", r"^[a-z]+(-[a-z]+)?$", r"^(red|green)$", r"^[\w.]+@[\w.]+$", r"^.{1,64}$")
     # Python's engine would not end; RE2 takes linear time.
     for pattern in (*usual, "^(a+)+$", "^(a|a)*$", "a?" * 500 + "a" * 500):
-        asked = {"messages": USER, "max_tokens": 1, "tools": tool(properties={"a": {"pattern": pattern}})}
+        asked = offering(properties={"a": {"pattern": pattern}}) | {"max_tokens": 1}
         answer = httpx.post(f"{url}/v1/chat/completions", json=asked, timeout=60)
         assert answer.status_code == 200 or "tokens; the context is" in answer.text, answer.text
 
@@ -281,10 +268,7 @@ DRAFT_4 = {"$schema": "http://json-schema.org/draft-04/schema#", "type": "object
 DOUBLING = {"$defs": {f"a{i}": {"allOf": [{"$ref": f"#/$defs/a{i + 1}"}] * 2} for i in range(40)} | {"a40": {}}}
 LARGE = {
     "an enum that is compared pairwise": lambda: {"messages": USER, "tools": tool(**DRAFT_4, enum=[*range(8000), "a"])},
-    "a schema of many properties": lambda: {
-        "messages": USER,
-        "tools": tool(properties={f"p{i}": {} for i in range(20_000)}),
-    },
+    "a schema of many properties": lambda: offering(properties={f"p{i}": {} for i in range(20_000)}),
     "many schemas": lambda: {
         "messages": USER,
         "tools": [
@@ -311,20 +295,24 @@ LARGE = {
     "a long call": lambda: {"messages": called(json.dumps({"a": "a b" * 1_300_000}))},
     "lists in a call": lambda: {"messages": called('{"a": [' + "[]," * 400_000 + "[]]}")},
     "many messages": lambda: {"messages": USER * 90_000},
-    "values of the template": lambda: {
-        "messages": USER,
-        "chat_template_kwargs": {f"f{i}": 1 for i in range(300_000)},
-    },
+    "values of the template": lambda: {"messages": USER, "chat_template_kwargs": {f"f{i}": 1 for i in range(300_000)}},
     "wrong values of the template": lambda: {
         "messages": USER,
         "chat_template_kwargs": {f"f{i}": None for i in range(250_000)},
     },
     "a text without an end": lambda: b"[" * 2**17 + b'["' + rb"\"" * 1_900_000,
+    "fields of a tool": lambda: {"messages": USER, "tools": [tool(type="object")[0] | {"x": [0] * 1_300_000}]},
+    "a description": lambda: {"messages": USER, "tools": [described("a b" * 1_300_000)]},
     "fields of a message": lambda: {"max_tokens": 1, "messages": [USER[0] | {f"f{i}": 1 for i in range(300_000)}]},
 }
 
 UNREAD = ("objects", "fields of a message")
 """Cases whose large values reach nothing."""
+
+
+def described(text):
+    """A tool with this description."""
+    return {"type": "function", "function": {"name": "f", "description": text}}
 
 
 def called(arguments):

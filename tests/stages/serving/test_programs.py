@@ -21,6 +21,7 @@ from rlhf.tuning.rollout.servers import keeper
 from rlhf.tuning.rollout.servers.streaming import Turns
 from rlhf.tuning.rows import PromptRow, by_trajectory
 from tests.stages.serving.support import CONFIG, LIMITS, QUESTION, RESULT, STOPS, TOKENIZER, conversation
+from tests.support import until
 
 HERE = Path(__file__).parent
 PLAIN = Environment(
@@ -139,10 +140,7 @@ def test_a_deadline_ends_a_program_with_all_that_it_started(engine, tmp_path):
     assert "took longer than 4 s" in ended.reason
     # One in the program's group, and one in a session of its own.
     assert len(started := pids.read_text().split()) == 2
-    deadline = time.monotonic() + 10
-    while any(psutil.pid_exists(int(pid)) for pid in started):
-        assert time.monotonic() < deadline
-        time.sleep(0.05)
+    until(lambda: not any(psutil.pid_exists(int(pid)) for pid in started), 10)
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="memory is limited on Linux")

@@ -15,6 +15,7 @@ from rlhf.tuning.models.tokenizer import turn_end
 from tests.stages.serving.chats import CONTROL, RESULT, TEMPLATES, THOUGHT, bot, call, tokenizer, tool, user
 
 SYSTEM = {"role": "system", "content": "Be kind."}
+AGAIN = [user("And?"), call("Rome"), RESULT, bot("Too.")]
 KINDS = {
     "one": [user("Hi"), bot("Yo {{ x }}")],
     "blanks": [user("Hi"), bot(" Yo\n")],
@@ -25,16 +26,7 @@ KINDS = {
     "call": [user("Weather?"), call("Bern")],
     "call with text": [SYSTEM, user("Weather?"), call("Bern", "I look.")],
     "result": [user("Weather?"), call("Bern"), RESULT, bot("It is warm.")],
-    "two results": [
-        user("Weather?"),
-        call("Bern"),
-        RESULT,
-        bot("Warm."),
-        user("And?"),
-        call("Rome"),
-        RESULT,
-        bot("Too."),
-    ],
+    "two results": [user("Weather?"), call("Bern"), RESULT, bot("Warm."), *AGAIN],
 }
 # Templates of models that see images: their texts are lists of parts.
 PARTS = {name: "leaves out the text of message 1" for name in ("idefics3_training", "smolvlm")}

@@ -39,11 +39,8 @@ def test_an_echo_has_the_trainers_log_probabilities(url, params, prompt):
         assert (choice["text"], choice["finish_reason"]) == (text, "length")
         assert len(found["tokens"]) == len(found["text_offset"]) == len(tokens)
         assert all(len(best) == 2 for best in found["top_logprobs"][1:])
-    assert answer["usage"] == {
-        "prompt_tokens": sum(len(ids(text)) for text in texts),
-        "completion_tokens": 0,
-        "total_tokens": sum(len(ids(text)) for text in texts),
-    }
+    count = sum(len(ids(text)) for text in texts)
+    assert answer["usage"] == {"prompt_tokens": count, "completion_tokens": 0, "total_tokens": count}
 
 
 def test_an_echo_goes_on_with_the_answer(url):
@@ -63,14 +60,8 @@ def test_a_harness_finds_sums_and_greedy_continuations(url):
     context, greedy = ids("ab"), asked(url, prompt="ab", max_tokens=4, temperature=0, return_token_ids=True)
     sampled = [token for token in greedy["choices"][0]["token_ids"] if token not in STOPS]
     for continuation, is_greedy in ((sampled, True), ([*sampled[:-1], 7], False)):
-        payload = {
-            "prompt": [[*context, *continuation]],
-            "temperature": 0,
-            "max_tokens": 1,
-            "logprobs": 1,
-            "seed": 1234,
-        }
-        [choice] = asked(url, echo=True, **payload)["choices"]
+        payload = {"temperature": 0, "max_tokens": 1, "logprobs": 1, "seed": 1234}
+        [choice] = asked(url, echo=True, prompt=[[*context, *continuation]], **payload)["choices"]
         logps = choice["logprobs"]["token_logprobs"][len(context) : -1]
         best = choice["logprobs"]["top_logprobs"][len(context) : -1]
         assert len(logps) == len(continuation)

@@ -1,7 +1,6 @@
 """The OpenAI-compatible server answers the real `openai` client as the engine would, and refuses by name."""
 
-import threading
-import time
+from concurrent.futures import ThreadPoolExecutor
 
 import jax
 import pytest
@@ -11,6 +10,7 @@ from rlhf.tuning.rollout.engine.limits import Limits
 from rlhf.tuning.rollout.engine.live import EngineStopped, Live
 from rlhf.tuning.rollout.requests import Request
 from tests.stages.serving.support import CONFIG, CONTEXT, TOKENIZER
+from tests.support import until
 
 openai = pytest.importorskip("openai")
 CHAT = [{"role": "user", "content": "What is 2 + 2?"}]
@@ -39,15 +39,8 @@ def test_chat_goes_through_the_template_and_a_stream_is_the_answer_in_pieces(cli
     whole = client.chat.completions.create(
         model="tiny", messages=CHAT, max_completion_tokens=30, seed=7, logprobs=True, top_logprobs=2
     )
-    stream = client.chat.completions.create(
-        model="tiny",
-        messages=CHAT,
-        max_completion_tokens=30,
-        seed=7,
-        stream=True,
-        stream_options={"include_usage": True},
-    )
-    chunks = list(stream)
+    asked = {"model": "tiny", "messages": CHAT, "max_completion_tokens": 30, "seed": 7}
+    chunks = list(client.chat.completions.create(**asked, stream=True, stream_options={"include_usage": True}))
     text = "".join(c.choices[0].delta.content for c in chunks if c.choices)
     assert len(chunks) > 3
     assert text == whole.choices[0].message.content
@@ -60,33 +53,19 @@ def test_chat_goes_through_the_template_and_a_stream_is_the_answer_in_pieces(cli
 
 def test_greedy_answers_do_not_depend_on_who_else_asks(client):
     def ask(i):
-        answers[i] = (
-            client.completions.create(model="tiny", prompt=f"item {i % 3}", max_tokens=20, temperature=0)
-            .choices[0]
-            .text
-        )
+        asked = client.completions.create(model="tiny", prompt=f"item {i % 3}", max_tokens=20, temperature=0)
+        return asked.choices[0].text
 
-    answers = {}
-    threads = [threading.Thread(target=ask, args=(i,)) for i in range(9)]
-    for t in threads:
-        t.start()
-    for t in threads:
-        t.join()
-    assert [answers[i] for i in range(9)] == [answers[i % 3] for i in range(9)]
+    with ThreadPoolExecutor(9) as pool:
+        answers = list(pool.map(ask, range(9)))
+    assert answers == [answers[i % 3] for i in range(9)]
 
 
 @pytest.mark.parametrize("stop", [None, "\x00never"])
 def test_offsets_of_a_stream_are_those_of_the_whole_answer(client, stop):
     """Text is held back that may begin a stop string, or a character of several tokens."""
-    asked = {
-        "model": "tiny",
-        "prompt": "ab",
-        "max_tokens": 40,
-        "seed": 3,
-        "logprobs": 0,
-        "temperature": 2.0,
-        "stop": stop,
-    }
+    asked = {"model": "tiny", "prompt": "ab", "max_tokens": 40, "seed": 3, "logprobs": 0, "temperature": 2.0}
+    asked |= {"stop": stop}
     whole = client.completions.create(**asked).choices[0].logprobs
     parts = [chunk.choices[0].logprobs for chunk in client.completions.create(**asked, stream=True)]
     assert [offset for part in parts for offset in part.text_offset] == whole.text_offset
@@ -171,10 +150,7 @@ def test_a_client_that_leaves_frees_its_slots(client, live):
     )
     next(iter(stream))
     stream.close()
-    deadline = time.monotonic() + 20
-    while not live._engine.idle:
-        assert time.monotonic() < deadline
-        time.sleep(0.05)
+    until(lambda: live._engine.idle, 20)
 
 
 def test_weights_change_while_requests_run(live, params):

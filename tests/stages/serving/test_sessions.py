@@ -1,5 +1,7 @@
 """Sessions record a client's calls as ids that only grow, whatever the client sends back of them."""
 
+import contextlib
+import socket
 import sys
 import threading
 import time
@@ -7,14 +9,13 @@ from concurrent.futures import ThreadPoolExecutor
 
 import httpx
 import openai
+import psutil
 import pytest
 
 from rlhf.stages.serving.api import Message
-from rlhf.stages.serving.server import Server
 from rlhf.stages.serving.sessions import Call, EvictedSession, Session, Sessions, signatures_of
 from tests.stages.serving.support import (
     ADD,
-    CONTEXT,
     QUESTION,
     RESULT,
     SAID,
@@ -22,8 +23,9 @@ from tests.stages.serving.support import (
     TOKENIZER,
     conversation,
     ids,
+    served,
     serving,
-)  # fmt: skip
+)
 
 
 @pytest.fixture
@@ -57,9 +59,8 @@ def test_an_agent_becomes_one_row_of_exact_ids(session):
     [part] = record["parts"]
     assert part["prompt_ids"] == first
     assert part["token_ids"] == [*call, *between, *answer]
-    assert [logp is None for logp in part["logprobs"]] == [False] * len(call) + [True] * len(between) + [False] * len(
-        answer
-    )
+    unknown = [False] * len(call) + [True] * len(between) + [False] * len(answer)
+    assert [logp is None for logp in part["logprobs"]] == unknown
     assert part["turns"] == [0, 1]
     assert [turn["policy"] for turn in record["turns"]] == ["the-digest"] * 2
     assert [turn["reply"]["content"] for turn in record["turns"]] == [None, SAID[1]]
@@ -70,15 +71,8 @@ def test_what_clients_change_of_an_answer_changes_no_id(session):
     path, client = session
     said = client.chat.completions.create(model="tiny", messages=[QUESTION], tools=[ADD], temperature=0)
     [call] = said.choices[0].message.tool_calls
-    copy = {
-        "role": "assistant",
-        "content": " ",
-        "refusal": None,
-        "annotations": [],
-        "tool_calls": [
-            {"id": "other", "type": "function", "function": {"name": "add", "arguments": '{"b":3,  "a":2}'}}
-        ],
-    }
+    other = {"id": "other", "type": "function", "function": {"name": "add", "arguments": '{"b":3,  "a":2}'}}
+    copy = {"role": "assistant", "content": " ", "refusal": None, "annotations": [], "tool_calls": [other]}
     result = {"role": "tool", "tool_call_id": "other", "content": [{"type": "text", "text": "5"}]}
     answer = client.chat.completions.create(model="tiny", messages=[QUESTION, copy, result], tools=[ADD], temperature=0)
     assert call.function.arguments == '{"a": 2, "b": 3}'
@@ -274,13 +268,35 @@ def test_readers_of_a_large_session_stop_nobody(live):
     for _ in range(20):
         call = session.open("chat", None, [7] * 10_000, messages=[], signatures=(), policy=None)
         session.keep(call, {"content": "x"}, ("assistant", "x", ()))
-    url, end = serving(Server(live, TOKENIZER, "tiny", STOPS, CONTEXT, "the-digest", sessions))
     slowest = 0.0
-    with ThreadPoolExecutor(10) as pool:
+    with serving(served(live, sessions=sessions)) as url, ThreadPoolExecutor(10) as pool:
         asked = [pool.submit(httpx.get, f"{url}/sessions/big", timeout=60) for _ in range(10)]
         while not all(one.done() for one in asked):
             start = time.monotonic()
             assert httpx.get(f"{url}/health", timeout=60).status_code == 200
             slowest = max(slowest, time.monotonic() - start)
     assert all(len(one.result().json()["turns"]) == 20 for one in asked) and slowest < 10
-    end()
+
+
+def test_readers_that_take_nothing_of_a_large_session_hold_no_request_and_little_memory(live):
+    sessions = Sessions(max_sessions=3, tokens=10**8)
+    session = sessions.of_call("big")
+    for _ in range(100):
+        call = session.open("chat", None, [7] * 10_000, messages=[], signatures=(), policy=None)
+        session.keep(call, {"content": "x"}, ("assistant", "x", ()))
+    process = psutil.Process()
+    asked = {"prompt": "ab", "max_tokens": 1}
+    with serving(served(live, sessions=sessions)) as url, contextlib.ExitStack() as open_sockets:
+        host, port = url.removeprefix("http://").split(":")
+        before = process.memory_info().rss
+        for _ in range(20):
+            client = open_sockets.enter_context(socket.socket())
+            client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+            client.connect((host, int(port)))
+            client.sendall(b"GET /sessions/big HTTP/1.1\r\nHost: localhost\r\n\r\n")
+        began = time.monotonic()
+        assert httpx.post(f"{url}/v1/completions", json=asked, timeout=120).status_code == 200
+        took = time.monotonic() - began
+        time.sleep(5.0)
+        grown = process.memory_info().rss - before
+    assert took < 60 and grown < 60e6, (took, grown)

@@ -1,5 +1,6 @@
 """Another policy of `POST /weights` answers once it is loaded; a policy that is refused leaves the old one."""
 
+import contextlib
 import dataclasses
 import json
 import shutil
@@ -19,10 +20,9 @@ from rlhf.stages.store import registry
 from rlhf.stages.store.artifacts import Store
 from rlhf.stages.store.registry import Policy
 from rlhf.tuning.models.huggingface import random_params, save_decoder
-from rlhf.tuning.rollout.engine.engine import Engine
 from rlhf.tuning.rollout.engine.live import Live, WeightsLost
 from rlhf.tuning.rollout.servers.transfer import digests
-from tests.stages.serving.support import CONFIG, CONTEXT, LIMITS, STOPS, TOKENIZER, serving
+from tests.stages.serving.support import CONFIG, CONTEXT, STOPS, TOKENIZER, living, served, serving
 
 KEY = "k" * 24
 PARAMS = {
@@ -51,13 +51,8 @@ def tokens():
     """Greedy tokens of SAID by policy."""
     found = {}
     for name, params in PARAMS.items():
-        engine = Engine(CONFIG, limits=LIMITS, top=5)
-        engine.load(params)
-        live = Live(engine)
-        url, end = serving(Server(live, TOKENIZER, "tiny", STOPS, CONTEXT))
-        found[name] = httpx.post(f"{url}/v1/completions", json=SAID, timeout=120).json()["choices"][0]["token_ids"]
-        end()
-        live.close()
+        with living(params) as live, serving(served(live)) as url:
+            found[name] = httpx.post(f"{url}/v1/completions", json=SAID, timeout=120).json()["choices"][0]["token_ids"]
     assert found["old"] != found["new"]
     return found
 
@@ -88,23 +83,18 @@ class Asked:
 
 @pytest.fixture
 def asked(root):
-    made = []
+    with contextlib.ExitStack() as stack:
 
-    def make(kind=Live, where=root, options=None):
-        engine = Engine(CONFIG, limits=LIMITS, top=5)
-        engine.load(PARAMS["old"])
-        live = kind(engine)
-        server = Server(live, TOKENIZER, "tiny", STOPS, CONTEXT, "old")
-        url, end = serving(server, options, [KEY], weights=Weights(server, where and str(where)))
-        client = httpx.Client(base_url=url, headers={"authorization": f"Bearer {KEY}"}, timeout=120)
-        made.append((client, end, live))
-        return Asked(client, live, root)
+        def make(kind=Live, where=root, options=None):
+            live = stack.enter_context(living(PARAMS["old"], kind))
+            server = served(live, "old")
+            weights = Weights(server, where and str(where))
+            url = stack.enter_context(serving(server, options, [KEY], weights=weights))
+            headers = {"authorization": f"Bearer {KEY}"}
+            client = stack.enter_context(httpx.Client(base_url=url, headers=headers, timeout=120))
+            return Asked(client, live, root)
 
-    yield make
-    for client, end, live in made:
-        client.close()
-        end()
-        live.close()
+        yield make
 
 
 def failed(answer, status, text, code=None):
@@ -198,12 +188,8 @@ def test_a_policy_that_fails_while_it_is_loaded_stops_the_server(asked, monkeypa
 
     with monkeypatch.context() as patch:
         patch.setattr(jax, "device_put", full)
-        failed(
-            server.give("new"),
-            503,
-            "policy new could not be loaded, and the old one was dropped: full",
-            "engine_failed",
-        )
+        told = "policy new could not be loaded, and the old one was dropped: full"
+        failed(server.give("new"), 503, told, "engine_failed")
     assert isinstance(server.live.failure, WeightsLost)
     failed(server.client.post("/v1/completions", json=SAID), 503, "the engine has stopped", "engine_failed")
     assert server.client.get("/health").status_code == 503
@@ -215,7 +201,7 @@ def test_weights_are_taken_with_a_key_and_only_below_a_root(asked):
 
 
 def test_a_server_of_agents_programs_has_no_route_of_weights(asked):
-    with endpoint(Server(asked().live, TOKENIZER, "tiny", STOPS, CONTEXT), KEY) as url:
+    with endpoint(served(asked().live), KEY) as url:
         headers = {"authorization": f"Bearer {KEY}"}
         assert httpx.get(f"{url}/v1/models", headers=headers).status_code == 200
         assert httpx.post(f"{url}/weights", headers=headers, json={}).status_code == 404
@@ -232,40 +218,36 @@ def test_a_server_follows_promotions_and_rollbacks_of_its_name(root, tokens, tmp
         return registry.promote(store, "champion", policy, "better")
 
     first = promoted("old", root / "run" / "old")
-    engine = Engine(CONFIG, limits=LIMITS, top=5)
-    engine.load(PARAMS["old"])
-    live = Live(engine)
-    server = Server(live, TOKENIZER, "old:export", STOPS, CONTEXT, "trained-old")
-    server.named = Named(name="champion", entry=first.number)
-    weights = Weights(server, None)
-    tries, change = [], weights.change
-    weights.change = lambda digest, folder: (tries.append(digest), change(digest, folder))
-    follower = Follower(server, weights, store, server.named, "base")
-    url, end = serving(server)
+    tries = []
+    with contextlib.ExitStack() as stack:
+        live = stack.enter_context(living(PARAMS["old"]))
+        server = Server(live, TOKENIZER, "old:export", STOPS, CONTEXT, "trained-old")
+        server.named = Named(name="champion", entry=first.number)
+        weights = Weights(server, None)
+        change = weights.change
+        weights.change = lambda digest, folder: (tries.append(digest), change(digest, folder))
+        follower = Follower(server, weights, store, server.named, "base")
+        url = stack.enter_context(serving(server))
 
-    def served():
-        """(policy by its tokens, names of models, entry in /metrics)."""
-        follower.look()
-        found = httpx.post(f"{url}/v1/completions", json=SAID | {"model": "champion"}, timeout=120).json()
-        names = [model["id"] for model in httpx.get(f"{url}/v1/models").json()["data"]]
-        line = next(line for line in httpx.get(f"{url}/metrics").text.splitlines() if "policy_info{" in line)
-        which = next(name for name, known in tokens.items() if found["choices"][0]["token_ids"] == known)
-        assert found["weight_version"] == f"trained-{which}" and f'digest="trained-{which}"' in line
-        return which, names, line.partition('entry="')[2].partition('"')[0]
+        def seen():
+            """(policy by its tokens, names of models, entry in /metrics)."""
+            follower.look()
+            found = httpx.post(f"{url}/v1/completions", json=SAID | {"model": "champion"}, timeout=120).json()
+            names = [model["id"] for model in httpx.get(f"{url}/v1/models").json()["data"]]
+            line = next(line for line in httpx.get(f"{url}/metrics").text.splitlines() if "policy_info{" in line)
+            which = next(name for name, known in tokens.items() if found["choices"][0]["token_ids"] == known)
+            assert found["weight_version"] == f"trained-{which}" and f'digest="trained-{which}"' in line
+            return which, names, line.partition('entry="')[2].partition('"')[0]
 
-    try:
-        assert served() == ("old", ["old:export", "champion"], "1")
+        assert seen() == ("old", ["old:export", "champion"], "1")
         promoted("new", root / "run" / "new")
-        assert served() == ("new", ["new:export", "champion"], "2")
+        assert seen() == ("new", ["new:export", "champion"], "2")
         registry.rollback(store, "champion", None, "worse")
-        assert served() == ("old", ["old:export", "champion"], "3")
+        assert seen() == ("old", ["old:export", "champion"], "3")
         promoted("deeper", root / "run" / "deeper")
-        assert served() == served() == ("old", ["old:export", "champion"], "3")
+        assert seen() == seen() == ("old", ["old:export", "champion"], "3")
         promoted("based", root / "run" / "new", base="another")
-        assert served() == ("old", ["old:export", "champion"], "3")
-    finally:
-        end()
-        live.close()
+        assert seen() == ("old", ["old:export", "champion"], "3")
     # A try holds back all requests: one that failed for good is not repeated.
     assert tries == ["trained-new", "trained-old", "trained-deeper"]
     said = capfd.readouterr().err

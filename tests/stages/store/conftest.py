@@ -1,7 +1,5 @@
 """Empty stores on three file systems."""
 
-from __future__ import annotations
-
 import uuid
 
 import pytest

@@ -4,8 +4,6 @@ Folders are what the names of objects imply, as on S3, and are indexed: a reques
 else the store holds.
 """
 
-from __future__ import annotations
-
 import datetime
 import io
 import threading

@@ -1,7 +1,5 @@
 """A file system in memory whose calls fail as those of a store over a network do: `disturbed://NAME`."""
 
-from __future__ import annotations
-
 import errno
 from collections import deque
 from pathlib import Path

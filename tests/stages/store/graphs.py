@@ -1,7 +1,5 @@
 """Stores of artifacts that depend on each other, made through the store's own interface from small files."""
 
-from __future__ import annotations
-
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path

@@ -1,7 +1,5 @@
 """A store as another machine sees it."""
 
-from __future__ import annotations
-
 import uuid
 from pathlib import Path
 

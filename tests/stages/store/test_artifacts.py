@@ -1,7 +1,5 @@
 """The artifact store on three file systems: an artifact is there when it is whole, and only then (R16)."""
 
-from __future__ import annotations
-
 import json
 import os
 import re
@@ -12,10 +10,12 @@ from pathlib import Path
 
 import boto3
 import pytest
+from fsspec.registry import _registry
 
 from rlhf.stages.store.artifacts import MANIFEST, Artifact, ArtifactError, Store
 from rlhf.stages.store.leases import lease
 from rlhf.stages.store.work import WorkFolder
+from rlhf.tuning.data.remote import SourceError, filesystem
 from tests.stages.store.support import fresh
 from tests.support import python, write_files
 
@@ -39,7 +39,6 @@ def damaged(store: Store) -> list[str]:
 def test_what_is_committed_is_read_back(store, tmp_path):
     made = make(store, tmp_path)
     found = store.get("sft", KEY)
-    assert found is not None
     assert found.manifest == made.manifest
     assert found.metrics == {"loss": 1.5}
     assert [f["path"] for f in found.manifest["files"]] == sorted(p.replace("__", "/") for p in FILES)
@@ -82,7 +81,6 @@ def test_a_damaged_artifact_is_set_aside_with_a_warning_and_made_again(store, tm
         assert store.fs.find(store.join("artifacts")) == []
     make(store, tmp_path)
     again = store.get("sft", KEY)
-    assert again is not None
     assert store.verify(again) is None
 
 
@@ -90,10 +88,7 @@ def test_damage_of_the_same_size_is_found_by_the_checksums(store, tmp_path):
     artifact = make(store, tmp_path)
     overwrite(store, artifact, "model/weights.bin", b"v" + b"w" * 99)
     found = store.get("sft", KEY)
-    assert found is not None
-    fault = store.verify(found)
-    assert fault is not None
-    assert fault.startswith("model/weights.bin has checksum ")
+    assert store.verify(found).startswith("model/weights.bin has checksum ")
 
 
 def test_the_digest_is_that_of_the_content_alone(store, tmp_path):
@@ -301,3 +296,23 @@ def test_a_file_among_folders_is_nothing_of_the_store(tmp_path):
     (tmp_path / "runs").mkdir()
     (tmp_path / "runs" / ".DS_Store").touch()
     assert Store(str(tmp_path)).read_json("runs", ".DS_Store", "run.json") is None
+
+
+def test_a_store_and_a_source_say_which_extra_to_install(monkeypatch):
+    for module in ("gcsfs", "s3fs"):
+        # As Python marks what cannot be imported.
+        monkeypatch.setitem(__import__("sys").modules, module, None)
+    for protocol in ("gs", "gcs", "s3", "s3a"):
+        # fsspec keeps the classes that it has imported.
+        monkeypatch.delitem(_registry, protocol, raising=False)
+    for url, extra in {"gs://bucket/x": "gcs", "s3://user:abc@bucket/x": "s3"}.items():
+        with pytest.raises(ArtifactError, match=rf"pip install 'rlhf-pipeline\[{extra}\]'") as error:
+            Store(url)
+        assert "abc" not in str(error.value)
+        with pytest.raises(SourceError, match=rf"pip install 'rlhf-pipeline\[{extra}\]'"):
+            filesystem(url)
+
+
+def test_a_folder_that_fsspec_would_read_as_a_chain_is_refused(tmp_path):
+    with pytest.raises(ArtifactError, match="rename the folder"):
+        Store(f"{tmp_path}/a::b")

@@ -1,9 +1,7 @@
 """The trail of a store only grows, says who did what with which code, and holds no secrets."""
 
-from __future__ import annotations
-
 import subprocess
-import threading
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
@@ -15,11 +13,8 @@ from tests.support import write_files
 @pytest.mark.parametrize("root", ["folder", "memory://trail"])
 def test_changes_of_many_at_once_are_all_there_in_their_order(tmp_path, root):
     store = Store(str(tmp_path) if root == "folder" else root)
-    many = [threading.Thread(target=append, args=(store, "run"), kwargs={"run": f"r{i}"}) for i in range(8)]
-    for thread in many:
-        thread.start()
-    for thread in many:
-        thread.join()
+    with ThreadPoolExecutor(8) as pool:
+        list(pool.map(lambda i: append(store, "run", run=f"r{i}"), range(8)))
     assert append(store, "pin", run="last") is None
     found = events(store)
     assert sorted(e["run"] for e in found) == sorted([*(f"r{i}" for i in range(8)), "last"])

@@ -2,8 +2,8 @@
 
 import errno
 import os
-import subprocess
-import sys
+import resource
+import signal
 from pathlib import Path
 
 import pytest
@@ -11,8 +11,10 @@ import s3fs.errors
 from botocore.exceptions import ClientError
 from safetensors import SafetensorError
 
+from rlhf.stages.store import reserve
+from rlhf.stages.store.artifacts import Store
 from rlhf.stages.store.disk import DiskFault, check_room, disk_fault
-from tests.support import can_mount
+from tests.support import can_mount, in_small_disk
 
 UNKNOWN = ClientError({"Error": {"Code": "Own", "Message": "a disk failed"}}, "PutObject")
 """An answer of S3 that s3fs does not know, and makes EIO of."""
@@ -47,7 +49,6 @@ def full(name=None, number=errno.ENOSPC):
 )
 def test_a_full_disk_is_found_among_the_causes_of_an_error(error):
     found = disk_fault(error, Path("/tmp"))
-    assert found is not None
     assert "MB left" in found.strerror and "/tmp" in found.strerror
     assert "the same command again" in found.strerror
 
@@ -97,10 +98,21 @@ print(left)
 
 @pytest.mark.skipif(not can_mount(), reason="this machine gives no namespace of mounts")
 def test_a_real_full_disk_is_told_and_keeps_nothing_half_written(tmp_path):
-    script = f"mount -t tmpfs -o size=2m none {tmp_path} && exec {sys.executable} -c '{WRITES}' {tmp_path}"
-    done = subprocess.run(
-        ["unshare", "-m", "sh", "-c", script], capture_output=True, text=True, cwd=Path(__file__).parents[3]
-    )
-    assert "No space left on device: the disk of" in done.stdout, done.stderr
-    assert str(tmp_path) in done.stdout
-    assert done.stdout.splitlines()[-1] == "[]"
+    said = in_small_disk(tmp_path, 2, WRITES)
+    assert "No space left on device: the disk of" in said and str(tmp_path) in said
+    assert said.splitlines()[-1] == "[]"
+
+
+def test_a_reserve_is_whole_or_not_there(tmp_path, monkeypatch):
+    store = Store(str(tmp_path))
+    _, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    before = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    try:
+        # The file system takes half of it.
+        resource.setrlimit(resource.RLIMIT_FSIZE, (reserve.BYTES // 2, hard))
+        reserve.keep_room(store)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (hard, hard))
+        signal.signal(signal.SIGXFSZ, before)
+    reserve.keep_room(store)
+    assert (tmp_path / "room").stat().st_size == reserve.BYTES

@@ -1,7 +1,5 @@
 """Keys hold content (R17): one canonical form, every setting that can change a result, nothing else."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterator
 from pathlib import Path
@@ -32,22 +30,13 @@ ENGINE = {
 EXECUTION = {
     "base": {"chat_template"},
     "prepare": {"source", "workers", "chunk_megabytes", "runner.name", "runner.options", "runner.scratch"},
-    "sft": FITTED,
-    "preference": FITTED,
-    "distill": FITTED,
-    "reward": FITTED,
-    "rollout": COMPUTE | ENGINE,
-    "refill": COMPUTE | ENGINE,
-    "greedy": COMPUTE | ENGINE,
+    **dict.fromkeys(("sft", "preference", "distill", "reward"), FITTED),
+    **dict.fromkeys(("rollout", "refill", "greedy"), COMPUTE | ENGINE),
     "score": COMPUTE | {"workers", "max_failed_fraction", "max_concurrency"},
     "update": COMPUTE | {"store_state", "store_weights", "max_idle_rounds", "prompt_limit", "completion_limit"},
     "evaluate": COMPUTE
     | {"workers", "max_failed_fraction", "every", "load_best_model_at_end", "metric_for_best_model"},
-    "select": set(),
-    "export": set(),
-    "gate": set(),
-    "fresh": set(),
-    "scorer": set(),
+    **dict.fromkeys(("select", "export", "gate", "fresh", "scorer"), set()),
     "start": {"stage", "key", "run"},
 }
 

@@ -1,7 +1,5 @@
 """Commits that are killed: nothing or everything is there, and with `replace` the first or the second (R16)."""
 
-from __future__ import annotations
-
 import random
 import signal
 import uuid
@@ -71,7 +69,6 @@ def test_a_commit_that_is_killed_leaves_nothing_or_everything(kind, tmp_path, re
             assert store.get("sft", KEY) is None
         commit(store.url, tmp_path, files)
         again = store.get("sft", KEY)
-        assert again is not None
         assert store.verify(again) is None
     assert 0 < halves < len(places), f"{halves} of {len(places)} kills came before the manifest was there"
 

@@ -1,7 +1,5 @@
 """Two that want the same key do the work once; the lease of a dead holder is taken over."""
 
-from __future__ import annotations
-
 import json
 import signal
 import subprocess
@@ -51,7 +49,6 @@ def record(store: Store) -> dict:
 
 def hold(url: str, folder: Path, seconds: float = 60) -> subprocess.Popen[str]:
     process = python(MAKER, url, folder, seconds)
-    assert process.stdout is not None
     line = process.stdout.readline()
     assert line == "held\n", line + (process.stderr.read() if process.stderr else "")
     return process

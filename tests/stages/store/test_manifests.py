@@ -1,7 +1,5 @@
 """What a manifest may say, and that an error of a listing is no damage."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 from pathlib import Path
@@ -28,23 +26,26 @@ def test_a_manifest_names_no_file_outside_of_its_folder(tmp_path, path):
     assert not list(tmp_path.rglob("owned"))
 
 
+@pytest.fixture
+def store(tmp_path):
+    return Store(str(tmp_path / "store"))
+
+
+@pytest.fixture
+def made(store, tmp_path):
+    return store.commit(write_files(tmp_path / "out", data="1"), {"stage": "export", "key": "k", "metrics": {}})
+
+
 @pytest.mark.parametrize("change", [{"stage": "sft"}, {"key": "other"}, {"folder": "../../x"}])
-def test_a_manifest_is_of_the_stage_and_key_that_were_asked_for(tmp_path, change):
-    store = Store(str(tmp_path / "store"))
-    made = store.commit(write_files(tmp_path / "out", data="1"), {"stage": "export", "key": "k", "metrics": {}})
+def test_a_manifest_is_of_the_stage_and_key_that_were_asked_for(store, made, change):
     store.write_json(made.manifest | change, "artifacts", "export", "k", "manifest.json")
     assert store.get("export", "k") is None
 
 
-def test_a_bit_that_a_disk_has_lost_is_found_wherever_it_is_in_a_manifest(tmp_path):
+def test_a_bit_that_a_disk_has_lost_is_found_wherever_it_is_in_a_manifest(store, tmp_path):
     """In its settings and metrics too, which are in no digest: rules, gates and replays read them."""
-    store = Store(str(tmp_path / "store"))
-    said = {
-        "stage": "export",
-        "key": "k",
-        "metrics": {"score": 0.5, "NaN": float("nan")},
-        "config": {"rows": 0, "é": 1},
-    }
+    metrics, config = {"score": 0.5, "NaN": float("nan")}, {"rows": 0, "é": 1}
+    said = {"stage": "export", "key": "k", "metrics": metrics, "config": config}
     made = store.commit(write_files(tmp_path / "out", data="1"), said)
     place = Path(store.join("artifacts", "export", "k", "manifest.json"))
     text = place.read_bytes()
@@ -63,9 +64,7 @@ def test_a_bit_that_a_disk_has_lost_is_found_wherever_it_is_in_a_manifest(tmp_pa
         assert store.get("export", "k", repair=True) is None
 
 
-def test_a_manifest_of_before_has_no_checksum(tmp_path):
-    store = Store(str(tmp_path / "store"))
-    made = store.commit(write_files(tmp_path / "out", data="1"), {"stage": "export", "key": "k", "metrics": {}})
+def test_a_manifest_of_before_has_no_checksum(store, made):
     before = {name: value for name, value in made.manifest.items() if name != "checksum"}
     store.write_json(before, "artifacts", "export", "k", "manifest.json")
     assert store.get("export", "k").manifest == before
@@ -83,9 +82,7 @@ def test_a_listing_that_fails_or_leaves_files_out_for_a_moment_is_no_damage(tmp_
 
 
 @pytest.mark.parametrize("text", ["null", "[]", "3", "{}", '{"stage": "export", "key": "k", "files": [1]}'])
-def test_json_of_another_form_is_damage_and_its_file_is_named(tmp_path, text):
-    store = Store(str(tmp_path / "store"))
-    store.commit(write_files(tmp_path / "out", data="1"), {"stage": "export", "key": "k", "metrics": {}})
+def test_json_of_another_form_is_damage_and_its_file_is_named(store, made, text):
     store.write_bytes(text.encode(), "artifacts", "export", "k", "manifest.json")
     with pytest.warns(UserWarning, match=r"export/k/manifest\.json has another form \("):
         assert store.get("export", "k", repair=True) is None

@@ -1,7 +1,5 @@
 """A name in a file of the store is no path: whoever may write to a store writes and deletes nothing outside of it."""
 
-from __future__ import annotations
-
 import contextlib
 import json
 import os
@@ -85,7 +83,6 @@ def read_all(store: Store, scratch: Path) -> None:
 
     def rolled() -> None:
         entry = registry.current(store, "champion")
-        assert entry is not None
         registry.trained_ref(store, entry.policy)
         registry.rollback(store, "champion", None, "")
 

@@ -1,7 +1,5 @@
 """A read-only store is never changed."""
 
-from __future__ import annotations
-
 import os
 
 import pytest

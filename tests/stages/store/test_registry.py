@@ -1,7 +1,5 @@
 """Names of policies: a history that only grows, whole beside others that promote, on a disk and on S3."""
 
-from __future__ import annotations
-
 import dataclasses
 import resource
 import uuid

@@ -1,7 +1,5 @@
 """The record of a run is whole at each moment, and what is written for it is in proportion to its nodes."""
 
-from __future__ import annotations
-
 import uuid
 
 import pytest

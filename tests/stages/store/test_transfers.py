@@ -1,7 +1,5 @@
 """What was damaged on its way from a store is fetched again; what is damaged in the store is said to be."""
 
-from __future__ import annotations
-
 import shutil
 import uuid
 

@@ -1,7 +1,5 @@
 """Work in progress: finished units outlive the machine, half ones are never used."""
 
-from __future__ import annotations
-
 import os
 import shutil
 from pathlib import Path
@@ -98,36 +96,28 @@ def test_what_a_kill_left_half_written_is_neither_mirrored_nor_kept(remote, tmp_
     assert not interrupted.exists()
 
 
-def _without(path: Path) -> None:
-    path.unlink()
+DAMAGE = {
+    "a file is gone": Path.unlink,
+    "all files are gone": lambda path: [file.unlink() for file in path.parent.iterdir()],
+    "cut short": lambda path: os.truncate(path, 3),
+    "other bytes": lambda path: path.write_bytes(bytes([path.read_bytes()[0] ^ 1]) + path.read_bytes()[1:]),
+    "no seal": lambda path: shutil.rmtree(path.parents[1] / ".sealed"),
+}
 
 
-def _short(path: Path) -> None:
-    os.truncate(path, 3)
-
-
-def _flipped(path: Path) -> None:
-    data = path.read_bytes()
-    path.write_bytes(bytes([data[0] ^ 1]) + data[1:])
-
-
-def _no_seal(path: Path) -> None:
-    shutil.rmtree(path.parents[1] / ".sealed")
-
-
-@pytest.mark.parametrize("damage", [_without, _short, _flipped, _no_seal])
+@pytest.mark.parametrize("damage", DAMAGE)
 def test_a_unit_that_is_not_as_it_was_saved_is_made_again_and_the_others_are_kept(tmp_path, damage):
     folder = WorkFolder(Store(str(tmp_path)), "rollout", KEY)
     work = folder.open()
     write_files(work, **{"rollouts-00000__part": "damaged later", "rollouts-00000__more": "more"})
     folder.save()
-    damage(work / "rollouts-00000" / "part")
+    DAMAGE[damage](work / "rollouts-00000" / "part")
     write_files(work, **{"rollouts-00001__part": "whole", "out__half": "h", "pieces__a": "a"})
-    if damage is not _no_seal:
+    if damage != "no seal":
         folder.save()
     again = WorkFolder(Store(str(tmp_path)), "rollout", KEY).open()
     assert not (again / "rollouts-00000").exists()
-    assert (again / "rollouts-00001").exists() == (damage is not _no_seal)
+    assert (again / "rollouts-00001").exists() == (damage != "no seal")
     assert (again / "pieces" / "a").exists() and (again / "out" / "half").exists()
     # It counts as new work: what is made again is saved again.
     write_files(again, **{"rollouts-00000__part": "made again"})
@@ -140,7 +130,7 @@ def test_a_damaged_unit_comes_from_the_remote_store_again(remote):
     work = folder.open()
     write_files(work, **{"checkpoints__3__state": "three"})
     folder.save()
-    _flipped(work / "checkpoints" / "3" / "state")
+    DAMAGE["other bytes"](work / "checkpoints" / "3" / "state")
     assert (folder.open() / "checkpoints" / "3" / "state").read_text() == "three"
 
 
@@ -169,14 +159,6 @@ def test_a_unit_that_a_transfer_has_damaged_is_made_again(remote, tmp_path, dama
     elsewhere.save()
     third = WorkFolder(fresh(remote, tmp_path / "third"), "sft", KEY).open()
     assert {p.name for p in (third / "checkpoints/5").iterdir()} == {"params", "again"}
-
-
-def test_a_unit_whose_files_are_all_gone_is_made_again(tmp_path):
-    folder = WorkFolder(Store(str(tmp_path)), "rollout", KEY)
-    write_files(folder.open(), **{"rollouts-00000__part": "gone later"})
-    folder.save()
-    (folder.path / "rollouts-00000" / "part").unlink()
-    assert not (folder.open() / "rollouts-00000").exists()
 
 
 def test_seals_of_replaced_checkpoints_are_removed(tmp_path):

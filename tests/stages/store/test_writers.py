@@ -1,7 +1,5 @@
 """Two processes that commit, replace and remove: what a third one reads meanwhile is whole or absent, never damaged."""
 
-from __future__ import annotations
-
 import os
 import warnings
 from pathlib import Path

@@ -1,15 +1,11 @@
 """Episodes leave a run as trajectories of ATIF, with all token ids, and nothing that the format does not know."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any
 
 import pytest
-from typer.testing import CliRunner
 
-from rlhf.flows.cli.app import app
 from rlhf.stages.auditing.run import AuditedRun
 from rlhf.stages.sampling.environment import Environment
 from rlhf.stages.store.artifacts import Store
@@ -17,6 +13,7 @@ from rlhf.stages.tools.episodes import trajectories, trajectory
 from rlhf.tuning.agents.rows import TrajectoryRow, TurnRow
 from rlhf.tuning.rows import CompletionRow
 from tests.episodes import FAILED, HIGH, REASON, SAMPLES, made_run
+from tests.flows.commands import typed
 
 FIELDS = {
     "trajectory": "schema_version! session_id! agent! steps! notes final_metrics continued_trajectory_ref extra",
@@ -73,9 +70,7 @@ def run(tmp_path_factory):
 def exported(run, tmp_path_factory):
     """The folder of an export of all episodes of a run."""
     folder = tmp_path_factory.mktemp("exported") / "atif"
-    done = CliRunner().invoke(app, ["episodes", "--store", run[0].root, "--atif", str(folder)])
-    assert done.exit_code == 0, done.output
-    assert f"{2 * HIGH * SAMPLES + 3 * HIGH * 2} episodes in {folder}" in done.output
+    assert f"{2 * HIGH * SAMPLES + 3 * HIGH * 2} episodes in {folder}" in listed(run, "--atif", folder)
     return folder
 
 
@@ -153,10 +148,8 @@ def test_an_episode_without_a_turn_is_a_trajectory_too():
     assert found["steps"] == [{"step_id": 1, "source": "system", "message": "failed: reset"}]
 
 
-def listed(run: tuple[Store, Any], *options: str, code: int = 0) -> str:
-    done = CliRunner().invoke(app, ["episodes", "--store", run[0].root, *options])
-    assert done.exit_code == code, done.output
-    return done.output
+def listed(run: tuple[Store, Any], *options: Any, code: int = 0) -> str:
+    return typed("episodes", "--store", run[0].root, *options, code=code).output
 
 
 def test_the_list_can_be_filtered(run, tmp_path: Path):

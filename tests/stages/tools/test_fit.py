@@ -11,6 +11,7 @@ from rlhf.stages.tools import fit
 from rlhf.stages.tools.fit_asks import Run
 from rlhf.tuning.fit.machines import machine
 from rlhf.tuning.models.config import tiny
+from tests.aot.shapes import MODELS
 
 ON = machine("v5e-4")
 MODEL = tiny(512)
@@ -118,3 +119,13 @@ def test_a_program_that_the_compiler_refuses_does_not_fit_and_says_why(monkeypat
     found = fit.figures(of, of.asks("sft")["sft"].needs(of.on))
     assert found["verdict"] == "does not fit" and found["peak"] is None
     assert found["why"] == "RESOURCE_EXHAUSTED: Ran out of memory Used 20.00G of 15.75G hbm."
+
+
+def test_a_model_that_no_host_holds_is_one_for_servers(tmp_path, capsys):
+    (tmp_path / "config.json").write_text(json.dumps(MODELS["qwen3-32b"]))
+    sections = {"data": {"max_prompt_tokens": 64, "max_completion_tokens": 64}, "rl.rollout": {"max_tokens": 64}}
+    fit.answer({"on": "v5e-64", "source": str(tmp_path), "turns": 1, "sections": sections, "seconds": 0})
+    (rollout,) = json.loads(capsys.readouterr().out.splitlines()[-1])["stages"]
+    assert rollout["verdict"] == "does not fit" and "servers of vLLM" in rollout["why"]
+    # Four chips are a host.
+    assert [remedy["set"] for remedy in rollout["remedies"]][-1] == ["rl.rollout.compute.mesh.tensor=4"]

@@ -1,7 +1,5 @@
 """Two evaluations are compared only where one and the same question was put to both policies, and judged alike."""
 
-from __future__ import annotations
-
 import json
 
 import pytest

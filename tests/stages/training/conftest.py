@@ -1,7 +1,5 @@
 """A random base model, and pairs, labels and completions for it."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

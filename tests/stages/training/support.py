@@ -1,7 +1,5 @@
 """Stages by themselves, on a model of under a million parameters and on rows that it learns at once."""
 
-from __future__ import annotations
-
 import dataclasses
 import json
 from pathlib import Path
@@ -10,11 +8,12 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from rlhf.stages.contract.definition import Context
 from rlhf.tuning import multihost
 from rlhf.tuning.data.flat import write_arrays
 from rlhf.tuning.data.pipeline import SCHEMAS
 from rlhf.tuning.models.byte_tokenizer import byte_tokenizer
+from rlhf.tuning.rows import read_table
+from tests.stages.support import context
 
 
 @dataclasses.dataclass
@@ -41,15 +40,19 @@ def perform(
     module: Any, config: Any, folder: Path, memory: dict[str, Any], seed: int = 3, **inputs: Folder
 ) -> tuple[Any, Folder]:
     """Runs a stage; returns its metrics and what it made."""
-    out, work = folder / "out", folder / "work"
-    out.mkdir(parents=True)
-    work.mkdir(exist_ok=True)
-    logs: list[str] = []
-    ctx = Context(
-        config=config, inputs=inputs, out=out, work=work, seed=seed, progress=lambda *a, **k: None, log=logs.append,
-        memory=memory, is_primary=multihost.is_primary(),
-    )  # fmt: skip
-    return module.run(ctx), Folder(out, str(folder), module.STAGE.name, {"config": config.model_dump()})
+    given = {"inputs": inputs, "seed": seed, "memory": memory, "is_primary": multihost.is_primary()}
+    ctx = context(config, folder / "out", folder / "work", **given)
+    return module.run(ctx), Folder(ctx.out, str(folder), module.STAGE.name, {"config": config.model_dump()})
+
+
+def rows(folder: Folder, part: str, kind: Any) -> list[Any]:
+    """The rows of a table."""
+    return read_table(sorted(folder.local(part).glob("*.parquet")), kind)
+
+
+def lines_of(made: Folder) -> list[dict[str, Any]]:
+    """The metrics that a stage has logged, by step."""
+    return [json.loads(line) for line in (made.path / "logs" / "metrics.jsonl").read_text().splitlines()]
 
 
 TOKENIZER = byte_tokenizer()

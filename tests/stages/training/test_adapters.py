@@ -1,7 +1,5 @@
 """Stages that train an adapter: what they keep, and that the merged model is base and adapter together."""
 
-import json
-
 import jax
 import numpy as np
 import pytest
@@ -12,7 +10,7 @@ from rlhf.stages.training.adapters import lora_config
 from rlhf.tuning.models import huggingface
 from rlhf.tuning.models.identity import fingerprint
 from rlhf.tuning.models.lora import PROJECTIONS, merge
-from tests.stages.training.support import FAST, data, perform, rows_of, settings
+from tests.stages.training.support import FAST, data, lines_of, perform, rows_of, settings
 from tests.tuning.models.adapters import load_adapter
 
 pytestmark = pytest.mark.slow
@@ -31,7 +29,7 @@ def test_sft_keeps_the_adapter_and_the_merged_model(kind, base, memory, tmp_path
     table = data(tmp_path / "data", sft=rows_of("sft", 32))
     config = settings(sft, epochs=3, optimizer=QUICK, lora=LORA | {"quantize": kind})
     metrics, made = perform(sft, config, tmp_path / "sft", memory, base=base, data=table, tokenizer=base)
-    lines = [json.loads(line) for line in (made.path / "logs" / "metrics.jsonl").read_text().splitlines()]
+    lines = lines_of(made)
     assert lines[-1]["loss"] < 0.9 * lines[0]["loss"]
     model, start = huggingface.load_decoder(base.path / "model")
     _, after = huggingface.load_decoder(made.path / "model")
@@ -39,19 +37,14 @@ def test_sft_keeps_the_adapter_and_the_merged_model(kind, base, memory, tmp_path
     assert (lora.rank, lora.scale, lora.targets) == (4, 2.0, ("q", "v", "down"))
     wanted = merge(model, "decoder", start, trained, lora_config(config.lora))
     assert fingerprint(after) == fingerprint(wanted)
-    assert (
-        metrics["trained_parameters"] == sum(x.size for x in leaves(trained)) < 0.2 * sum(x.size for x in leaves(start))
-    )
-    bytes_of_start = sum(x.nbytes for x in leaves(start))
-    assert (
-        metrics["frozen_bytes"] == bytes_of_start if kind == "none" else metrics["frozen_bytes"] < 0.6 * bytes_of_start
-    )
+    count, whole = sum(x.size for x in leaves(trained)), sum(x.nbytes for x in leaves(start))
+    assert metrics["trained_parameters"] == count < 0.2 * sum(x.size for x in leaves(start))
+    assert metrics["frozen_bytes"] == whole if kind == "none" else metrics["frozen_bytes"] < 0.6 * whole
     assert not (tmp_path / "sft" / "work" / "model").exists()
     # Another seed starts another adapter; the same one gives the same bits.
     again = perform(sft, config, tmp_path / "again", memory, base=base, data=table, tokenizer=base)[1]
-    assert (again.path / "adapter" / "adapter_model.safetensors").read_bytes() == (
-        made.path / "adapter" / "adapter_model.safetensors"
-    ).read_bytes()
+    one, two = (at.local("adapter/adapter_model.safetensors").read_bytes() for at in (made, again))
+    assert one == two
 
 
 def test_a_reward_model_trains_its_adapter_and_its_head(base, memory, judged, tmp_path):
@@ -74,7 +67,7 @@ def test_what_a_stage_computes_or_samples_on_the_way_is_of_the_tuned_model(stage
         config = settings(preference, loss="kto", beta=2.0, heldout_fraction=0.0, **values)
         metrics, made = perform(preference, config, tmp_path / "kto", memory, **inputs, reference=base)
         # The reference point is the policy's distance from where it started: 0 while the adapter is.
-        lines = [json.loads(line) for line in (made.path / "logs" / "metrics.jsonl").read_text().splitlines()]
+        lines = lines_of(made)
         assert lines[0]["kl"] == 0.0 and metrics["kl"] > 1e-3
     else:
         table = data(tmp_path / "d", sft=rows_of("sft", 32))
@@ -114,7 +107,7 @@ def test_with_quantised_kernels_the_reference_is_the_quantised_model(kind, base,
     inputs = {"policy": base, "data": judged, "tokenizer": base, "reference": base}
     config = settings(preference, optimizer=QUICK, lora=LORA | {"quantize": kind})
     metrics, made = perform(preference, config, tmp_path / "dpo", memory, **inputs)
-    lines = [json.loads(line) for line in (made.path / "logs" / "metrics.jsonl").read_text().splitlines()]
+    lines = lines_of(made)
     # Before the first step the policy is the reference: every margin is 0.
     assert metrics["heldout_loss_before"] == pytest.approx(np.log(2), rel=1e-5)
     assert lines[0]["loss"] == pytest.approx(np.log(2), rel=1e-5) and abs(lines[0]["margin"]) < 1e-5

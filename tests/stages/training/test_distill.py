@@ -1,16 +1,12 @@
 """Distillation: the policy comes nearer to its teacher, which must have the same tokens."""
 
-from __future__ import annotations
-
-import json
-
 import pytest
 
 from rlhf.stages import distill, sft
 from rlhf.stages.distill import TokenizersDiffer
 from rlhf.tuning.models.byte_tokenizer import byte_tokenizer
 from rlhf.tuning.models.tokenizer import save_tokenizer
-from tests.stages.training.support import Folder, data, perform, rows_of, settings
+from tests.stages.training.support import Folder, data, lines_of, perform, rows_of, settings
 
 
 @pytest.fixture(scope="module")
@@ -28,11 +24,10 @@ def test_distillation_lowers_the_divergence(base, memory, teacher, judged, tmp_p
     inputs = {"policy": base, "teacher": teacher, "data": judged, "tokenizer": base}
     metrics, made = perform(distill, config, tmp_path / "distill", memory, **inputs)
     assert metrics["heldout_divergence"] < 0.7 * metrics["heldout_divergence_before"]
-    lines = [json.loads(line) for line in (made.path / "logs" / "metrics.jsonl").read_text().splitlines()]
+    lines = lines_of(made)
     # A model that knows little seldom stops: its own completions are longer than those of the data.
     longest = 8 * max(len(r["completion_ids"]) for r in rows_of("sft", 32))
-    kinds = {line["tokens"] > longest for line in lines}
-    assert kinds == {True, False}
+    assert {line["tokens"] > longest for line in lines} == {True, False}
 
 
 def test_a_teacher_with_other_tokens_is_refused_by_name(base, memory, judged, tmp_path):

@@ -7,27 +7,24 @@ from collections import Counter
 import numpy as np
 import pytest
 
-from rlhf.stages.contract.definition import Context
 from rlhf.stages.store.artifacts import Store
 from rlhf.stages.training.examples import Table, train_and_heldout
 from rlhf.tuning.models.byte_tokenizer import byte_tokenizer
 from rlhf.tuning.models.tokenizer import save_tokenizer
+from tests.stages.support import context
 from tests.stages.training.support import Folder, data, rows_of
 
 
-def context(tmp_path, seed=3, rows=50_000):
+def over(tmp_path, seed=3, rows=50_000):
     base = Folder(tmp_path / "base", "base")
     base.local("model").mkdir(parents=True, exist_ok=True)
     base.local("model/config.json").write_text(json.dumps({"vocab_size": rows}))
-    return Context(
-        config=None, inputs={"tokenizer": base}, out=tmp_path, work=tmp_path / "work", seed=seed, memory={},
-        progress=lambda *a, **k: None, log=print,
-    )  # fmt: skip
+    return context(None, tmp_path, tmp_path / "work", inputs={"tokenizer": base}, seed=seed)
 
 
 def tables(tmp_path, part, rows, seed=3, fraction=0.25):
     made = data(tmp_path / part, **{part: rows})
-    return train_and_heldout(context(tmp_path, seed), made, part, fraction)
+    return train_and_heldout(over(tmp_path, seed), made, part, fraction)
 
 
 @pytest.mark.parametrize("part", ["sft", "preference", "labelled"])
@@ -64,7 +61,7 @@ def test_of_many_held_out_rows_some_whole_groups_are_measured_on(tmp_path, split
     made = data(tmp_path / "data", **splits)
 
     def measured(seed, most):
-        return train_and_heldout(context(tmp_path, seed), made, "sft", 0.5, most)
+        return train_and_heldout(over(tmp_path, seed), made, "sft", 0.5, most)
 
     train, held = measured(3, 10)
     assert len(held) == 9 and sorted(Counter(held.groups()).values()) == [3, 3, 3]
@@ -131,5 +128,5 @@ def test_a_token_that_the_model_has_no_row_for_is_refused_by_name(tmp_path, plac
     with pytest.raises(
         ValueError, match=rf"sft holds token {rows} \('<\|extra\|>'\), expected ids below .* {rows} rows"
     ):
-        train_and_heldout(context(tmp_path, rows=rows), made, "sft", 0.0)
-    assert len(train_and_heldout(context(tmp_path, rows=rows + 1), made, "sft", 0.0)[0]) == 8
+        train_and_heldout(over(tmp_path, rows=rows), made, "sft", 0.0)
+    assert len(train_and_heldout(over(tmp_path, rows=rows + 1), made, "sft", 0.0)[0]) == 8

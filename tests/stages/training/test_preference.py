@@ -1,15 +1,12 @@
-"""Preference learning: the policy comes to prefer what is chosen, whichever the loss and however rows are filled."""
+"""Preferences: the policy comes to prefer what is chosen, whichever the loss, and a reward model asks for margins."""
 
-from __future__ import annotations
-
-import json
 from typing import Any
 
 import numpy as np
 import pytest
 
 from rlhf.stages import preference, reward
-from tests.stages.training.support import data, perform, rows_of, settings
+from tests.stages.training.support import data, lines_of, perform, rows_of, settings
 
 
 @pytest.mark.parametrize("loss", ["dpo", pytest.param("orpo", marks=pytest.mark.slow)])
@@ -27,7 +24,7 @@ def test_preference_on_pairs(loss, base, memory, judged, tmp_path):
         # The policy is its reference: every pair ties.
         assert metrics["heldout_accuracy_before"] == 0.5
     assert (tmp_path / loss / "work" / "reference-logps").exists() == (loss == "dpo")
-    lines = [json.loads(line) for line in (made.path / "logs" / "metrics.jsonl").read_text().splitlines()]
+    lines = lines_of(made)
     assert {"loss", "accuracy", "margin", "chosen_logps", "rejected_logps", "grad_norm"} <= set(lines[0])
     assert all(line["seconds"] > 0 and line["tokens_per_second"] > 0 and line["mfu"] >= 0 for line in lines)
     # A tiny model is far from what the device can do, but it does work.
@@ -105,3 +102,19 @@ def test_kto_is_not_left_to_measure_on_one_prompt_or_one_label(base, memory, tmp
             ValueError, match=r"heldout_examples leaves \d completions, of \d prompts and \d kinds .*raise it"
         ):
             perform(preference, config, tmp_path / f"r{number}", memory, **inputs, labelled=found)
+
+
+@pytest.mark.slow
+def test_margins_ask_for_a_gap(base, memory, tmp_path):
+    rows = [r | {"margin": 2.0} for r in rows_of("preference", 8)]
+    table = data(tmp_path / "data", preference=rows, heldout_preference=rows[:2])
+    inputs = {"base": base, "data": table, "tokenizer": base}
+    first = {}
+    for weight in (0.0, 1.0):
+        config = settings(reward, margin_weight=weight, heldout_fraction=0.0, centering=0.0)
+        metrics, made = perform(reward, config, tmp_path / str(weight), memory, **inputs)
+        first[weight] = lines_of(made)[0]["loss"]
+        # The head starts at zero: every gap is 0, and a tie is half right.
+        assert metrics["heldout_accuracy_before"] == 0.5
+    assert first[0.0] == pytest.approx(np.log(2), rel=1e-5)
+    assert first[1.0] == pytest.approx(np.log1p(np.exp(2.0)), rel=1e-5)

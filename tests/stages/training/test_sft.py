@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import json
 
 import numpy as np
 import pytest
@@ -14,7 +13,7 @@ from rlhf.stages.training.fit import Task, fit
 from rlhf.tuning.algorithms.supervised import sft_loss, sft_summary
 from rlhf.tuning.data.reading import Examples
 from rlhf.tuning.models.decoder import decoder_graph
-from tests.stages.training.support import FAST, data, perform, rows_of, settings
+from tests.stages.training.support import FAST, data, lines_of, perform, rows_of, settings
 from tests.tuning.tiny import CONFIG, PARAMS
 
 
@@ -28,8 +27,7 @@ def test_masked_tokens_are_not_trained(base, memory, tmp_path):
     # One token of each of 16 rows in each of 4 epochs.
     assert metrics["tokens"] == 16 * 4
     # Every trained token is the end of the turn.
-    first = json.loads((made.path / "logs" / "metrics.jsonl").read_text().splitlines()[0])
-    assert metrics["loss"] < 0.6 * first["loss"]
+    assert metrics["loss"] < 0.6 * lines_of(made)[0]["loss"]
 
 
 @pytest.mark.slow
@@ -38,14 +36,10 @@ def test_a_step_takes_the_examples_that_fit_its_tokens(base, memory, tmp_path):
     sizes = [len(r["prompt_ids"]) + len(r["completion_ids"]) for r in rows_of("sft", 40)]
     config = settings(sft, epochs=2, tokens_per_step=64)
     metrics, made = perform(sft, config, tmp_path / "sft", memory, base=base, data=table, tokenizer=base)
-    lines = [json.loads(line) for line in (made.path / "logs" / "metrics.jsonl").read_text().splitlines()]
+    lines = lines_of(made)
     assert metrics["tokens"] == sum(line["tokens"] for line in lines) > lines[-1]["tokens"]
     assert metrics["steps"] == len(lines) and sum(line["row_tokens"] for line in lines) == 2 * sum(sizes)
     assert all(line["row_tokens"] <= 64 for line in lines) and lines[0]["row_tokens"] + max(sizes) > 64
-
-
-def lines_of(made):
-    return [json.loads(line) for line in (made.path / "logs" / "metrics.jsonl").read_text().splitlines()]
 
 
 def test_the_loss_on_examples_kept_out_is_measured_before_between_and_after(base, memory, tmp_path):

@@ -1,4 +1,4 @@
-"""Weights that are only read are in the type of computation, whether the worker has them already or reads them."""
+"""Weights that are only read are in the type of computation, and a fast update is exact where its sampler was."""
 
 import jax
 import numpy as np
@@ -6,6 +6,7 @@ import pytest
 from flax import nnx
 
 from rlhf.stages.common.models import load_frozen, load_policy, load_scorer
+from rlhf.tuning.precision import using
 from tests.stages.update.support import Rounds, settings
 
 
@@ -65,3 +66,20 @@ def test_the_first_step_has_no_kl_to_a_small_reference(tmp_path):
     # The policy casts its matrices where the reference has them cast: both are the same model.
     assert metrics["steps"] == 1 and abs(metrics["kl"]) < 1e-6
     assert {x.dtype.name for x in jax.tree.leaves(params)} == {"float32"}
+
+
+@pytest.mark.slow
+def test_the_forward_pass_of_a_fast_update_rounds_where_its_rollouts_did(tmp_path, monkeypatch):
+    monkeypatch.setattr("rlhf.tuning.precision.multiplies_bfloat16", lambda: True)
+    rounds = Rounds(tmp_path)
+
+    def mismatch(own, of_rollouts):
+        config = settings(0, None, compute={"dtype": own}, prompts_per_step=4, kl_coef=0.0)
+        inputs = rounds.tables(rounds.base, 0, dtype=of_rollouts) | {"policy": rounds.base, "tokenizer": rounds.base}
+        with using(own):
+            return rounds.run(config, inputs, {})[1]["mismatch_kl"]
+
+    exact, rounded = mismatch("fast", "auto"), mismatch("fast", "fast")
+    assert rounded != exact == pytest.approx(rounded, rel=0.02)
+    rounds.folder = tmp_path / "again"
+    assert mismatch("float32", "auto") == exact

@@ -50,10 +50,7 @@ def result(taken, settings, greedy_N=None):
     [
         ({"truncated": "keep", "tied_groups": "drop"}, "trained trained tied tied tied failed trained trained"),
         ({"truncated": "mask", "tied_groups": "drop"}, "trained trained tied tied tied failed tied truncated"),
-        (
-            {"truncated": "keep", "kl_coef": 0.0},
-            "trained trained trained trained trained failed trained trained",
-        ),
+        ({"truncated": "keep", "kl_coef": 0.0}, "trained trained trained trained trained failed trained trained"),
     ],
 )
 def test_a_completion_has_one_fate_and_those_that_were_not_trained_a_reason(settings, expected, tmp_path):

@@ -5,7 +5,6 @@ import json
 
 import pytest
 
-from rlhf.stages.contract.field_docs import field_docs
 from rlhf.stages.store.artifacts import Store
 from rlhf.stages.update.settings import Config
 from rlhf.stages.update.state import start_of
@@ -27,10 +26,6 @@ def test_the_stage_and_the_core_fill_in_the_same_values(name):
     assert settings(name).objective == alone.objective
     fields = [f.name for f in dataclasses.fields(RoundSettings) if f.name not in ("optimizer", "critic", "compute")]
     assert all(getattr(settings(name), n) == getattr(alone, n) for n in fields)
-
-
-def test_every_setting_has_a_description():
-    assert all(field_docs(Config).get(name) for name in Config.model_fields)
 
 
 def test_every_name_has_a_config_and_what_it_needs():

@@ -1,7 +1,5 @@
 """The kind of device is known without loading JAX, and JAX is asked once where a plugin may bring another."""
 
-from __future__ import annotations
-
 import pytest
 
 from rlhf.stages.worker import devices

@@ -25,31 +25,29 @@ def test_a_full_disk_is_known_by_what_caused_an_error(tmp_path):
     assert "No space left on device: " in failed.error
 
 
-def test_words_of_a_program_about_a_disk_are_no_fault_of_this_one(tmp_path):
-    for error in (RuntimeError("12 of 100 failed: Input/output error"), ValueError("line 3: Stale file handle")):
-        assert str(error) in failure_of(error, str(tmp_path)).error and not failure_of(error, str(tmp_path)).outage
-    own = failure_of(OSError(errno.EIO, "Input/output error", str(tmp_path / "x")), str(tmp_path))
-    assert own.outage and "check" in own.error.lower()
-
-
-def test_a_full_disk_of_a_service_is_not_told_as_this_machines(tmp_path):
-    error = RuntimeError("the judge http://10.0.0.5/v1 has answered 500: No space left on device")
+@pytest.mark.parametrize(
+    "error",
+    [
+        RuntimeError("12 of 100 failed: Input/output error"),
+        ValueError("line 3: Stale file handle"),
+        RuntimeError("the judge http://10.0.0.5/v1 has answered 500: No space left on device"),
+        ValueError("RESOURCE_EXHAUSTED: out of memory"),
+    ],
+)
+def test_what_is_no_fault_of_this_machines_disk_is_told_as_it_is(tmp_path, error):
     failed = failure_of(error, str(tmp_path))
     assert failed.error.endswith(f"{type(error).__name__}: {error}") and "MB left" not in failed.error
+    assert not failed.outage
 
 
-def test_a_full_disk_is_told_with_what_met_it(tmp_path):
+def test_a_full_disk_or_one_that_fails_is_told_with_what_met_it(tmp_path):
+    own = failure_of(OSError(errno.EIO, "Input/output error", str(tmp_path / "x")), str(tmp_path))
+    assert own.outage and "check" in own.error.lower()
     failed = failure_of(OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(tmp_path / "x")), str(tmp_path))
     assert failed.error.startswith("No space left on device: the disk of ")
     assert f"OSError: [Errno 28] No space left on device: '{tmp_path / 'x'}'" in failed.error
     told = "No space left on device: the disk of /a has 0 MB left of 1"
     assert failure_of(DiskFault(errno.ENOSPC, told), str(tmp_path)).error == told
-
-
-def test_memory_that_runs_out_is_no_full_disk(tmp_path):
-    failed = failure_of(ValueError("RESOURCE_EXHAUSTED: out of memory"), str(tmp_path))
-    assert not failed.outage
-    assert failed.error.endswith("ValueError: RESOURCE_EXHAUSTED: out of memory")
 
 
 def test_secrets_in_urls_are_not_told(tmp_path):

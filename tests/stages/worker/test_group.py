@@ -1,8 +1,6 @@
 """A process group makes what one process makes; when a member fails no process of it is left, and the next run has a
 new group."""
 
-from __future__ import annotations
-
 import json
 import os
 import threading
@@ -16,19 +14,17 @@ from rlhf.flows.graph.keying import code_of, key_of, key_parts
 from rlhf.flows.recipe.reading import load_recipe
 from rlhf.stages.contract.registry import modules, stage
 from rlhf.stages.store.artifacts import Artifact, Store
-from rlhf.stages.worker import interpreter
 from rlhf.stages.worker.client import StageFailed, WorkerDied
 from rlhf.stages.worker.group import ProcessGroup, local_group
 from rlhf.stages.worker.protocol import Log, Request
-from tests.stages.worker.support import ignore, request
+from tests.stages.worker.support import ignore, request, workers_are
 from tests.support import with_devices
 
 
 @pytest.fixture
 def group(tmp_path, monkeypatch):
     """Two processes that do what a request says (`tests.stages.worker.together`)."""
-    real = interpreter.command
-    monkeypatch.setattr(interpreter, "command", lambda _, *arguments: real("tests.stages.worker.together", *arguments))
+    workers_are(monkeypatch, "together")
     found = local_group(2, tmp_path / "worker.log", stall_seconds=60.0)
     yield found
     found.close()

@@ -1,7 +1,5 @@
 """Properties that no key contains are compared between hosts: Python, variables that change results, the processor."""
 
-from __future__ import annotations
-
 import pytest
 
 from rlhf.stages.worker import host_compat

@@ -9,19 +9,17 @@ import pytest
 
 from rlhf.stages import sft
 from rlhf.stages.common.settings import Compute
-from rlhf.stages.contract.definition import Context
 from rlhf.stages.store.keys import config_content
 from rlhf.stages.worker.process import FOLDER, profiled
+from tests.stages.support import context
 
 
 @pytest.mark.parametrize(("stretch", "inside"), [((0, 1), [0]), ((1, 3), [1, 2]), ((2, 9), [2, 3])])
 def test_the_steps_of_the_stretch_are_in_the_trace(tmp_path, stretch, inside):
     seen, log = [], []
     config = sft.Config(compute=Compute(profile=list(stretch)))
-    ctx = Context(
-        config=config, inputs={}, out=tmp_path, work=tmp_path, seed=0, memory={}, log=log.append,
-        progress=lambda done, total, unit, **metrics: seen.append((done, metrics)),
-    )  # fmt: skip
+    progress = lambda done, total, unit, **metrics: seen.append((done, metrics))  # noqa: E731
+    ctx = context(config, tmp_path, log=log.append, progress=progress)
     with profiled(ctx):
         for step in range(4):
             with jax.profiler.TraceAnnotation(f"step number {step}"):
@@ -36,10 +34,7 @@ def test_the_steps_of_the_stretch_are_in_the_trace(tmp_path, stretch, inside):
 
 def test_progress_that_leaps_over_a_stretch_is_traced_from_there(tmp_path):
     log = []
-    ctx = Context(
-        config=sft.Config(compute=Compute(profile=[10, 12])), inputs={}, out=tmp_path, work=tmp_path, seed=0, memory={},
-        log=log.append, progress=lambda *a, **k: None,
-    )  # fmt: skip
+    ctx = context(sft.Config(compute=Compute(profile=[10, 12])), tmp_path, log=log.append)
     with profiled(ctx):
         for done in (8, 16, 24):
             ctx.progress(done, 24, "prompt")

@@ -1,7 +1,5 @@
 """The actor of a host: a call that Ray repeats, or that arrives late, changes nothing."""
 
-from __future__ import annotations
-
 import dataclasses
 
 import pytest

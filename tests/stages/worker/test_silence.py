@@ -1,7 +1,5 @@
 """A worker that makes no progress, takes too long or reads nothing is ended, with its stacks in the log."""
 
-from __future__ import annotations
-
 import os
 import signal
 import subprocess
@@ -11,9 +9,20 @@ import time
 import psutil
 import pytest
 
-from rlhf.stages.worker import interpreter
+from rlhf.stages.worker import process
 from rlhf.stages.worker.client import Worker, WorkerDied
-from tests.stages.worker.support import ignore, request
+from rlhf.stages.worker.protocol import Heartbeat, parse_event
+from tests.stages.worker.support import ignore, request, workers_are
+
+
+@pytest.fixture
+def hanging(tmp_path, monkeypatch):
+    """A worker that lives, tells that it compiles and makes nothing."""
+    monkeypatch.setenv("COMPILES", "always")
+    workers_are(monkeypatch, "hanging")
+    worker = Worker(tmp_path / "worker.log")
+    yield worker
+    worker.close()
 
 
 @pytest.mark.slow
@@ -26,31 +35,14 @@ from tests.stages.worker.support import ignore, request
     ],
 )
 def test_a_worker_that_lives_and_does_not_move_is_ended_with_its_stacks_in_the_log(
-    tmp_path, monkeypatch, compiles, cause
+    tmp_path, monkeypatch, hanging, compiles, cause
 ):
-    if compiles:
-        monkeypatch.setenv("COMPILES", compiles)
-    real = interpreter.command
-    monkeypatch.setattr(
-        interpreter, "command", lambda module, *arguments: real("tests.stages.worker.hanging", *arguments)
-    )
-    worker = Worker(tmp_path / "worker.log", stall_seconds=1.0)
+    monkeypatch.setenv("COMPILES", compiles)
+    hanging.stall_seconds = 1.0
     with pytest.raises(WorkerDied, match=f"{cause}, and was ended in stage base"):
-        worker.run(request(tmp_path), ignore)
-    assert "in waits_for_ever" in (tmp_path / "worker.log").read_text()
-    assert not psutil.pid_exists(worker.pid)
-    worker.close()
-
-
-@pytest.fixture
-def hanging(tmp_path, monkeypatch):
-    """A worker that lives, tells that it compiles and makes nothing."""
-    monkeypatch.setenv("COMPILES", "always")
-    real = interpreter.command
-    monkeypatch.setattr(interpreter, "command", lambda _, *arguments: real("tests.stages.worker.hanging", *arguments))
-    worker = Worker(tmp_path / "worker.log")
-    yield worker
-    worker.close()
+        hanging.run(request(tmp_path), ignore)
+    assert "in waits_for_ever" in hanging.log.read_text()
+    assert not psutil.pid_exists(hanging.pid)
 
 
 def test_a_stage_that_takes_too_long_ends_its_worker_with_the_stacks_in_its_log(tmp_path, hanging):
@@ -77,30 +69,26 @@ def test_what_a_check_of_the_time_raises_ends_the_worker_and_is_no_death_of_it(t
     assert not psutil.pid_exists(hanging.pid)
 
 
-def test_a_request_that_the_worker_does_not_read_is_no_wait_for_ever(tmp_path, monkeypatch):
+def test_a_request_that_the_worker_does_not_read_is_no_wait_for_ever(tmp_path, monkeypatch, hanging):
     monkeypatch.setenv("DEAF", "1")
-    real = interpreter.command
-    monkeypatch.setattr(
-        interpreter, "command", lambda module, *arguments: real("tests.stages.worker.hanging", *arguments)
-    )
-    worker = Worker(tmp_path / "worker.log", stall_seconds=1.0)
+    monkeypatch.setenv("COMPILES", "")
+    hanging.stall_seconds = 1.0
     # More than a pipe holds.
     with pytest.raises(WorkerDied, match="made no progress for 1 s"):
-        worker.run(request(tmp_path, source="x" * 2**21), ignore)
-    assert not psutil.pid_exists(worker.pid)
-    worker.close()
+        hanging.run(request(tmp_path, source="x" * 2**21), ignore)
+    assert not psutil.pid_exists(hanging.pid)
 
 
 STOPPED = """
 import sys
 from pathlib import Path
-from rlhf.stages.worker import client, interpreter
-from tests.stages.worker.support import ignore, request
+import pytest
+from rlhf.stages.worker import client
+from tests.stages.worker.support import ignore, request, workers_are
 
 if __name__ == "__main__":
     folder = Path(sys.argv[1])
-    real = interpreter.command
-    interpreter.command = lambda module, *arguments: real("tests.stages.worker.hanging", *arguments)
+    workers_are(pytest.MonkeyPatch(), "hanging")
     client.LONGEST_BEAT_SECONDS = 0.5
     next_event = client.Worker._next_event
     def told(self):
@@ -126,3 +114,20 @@ def test_time_in_which_parent_and_worker_were_stopped_is_no_silence(tmp_path):
     os.killpg(parent.pid, signal.SIGCONT)
     assert parent.communicate()[0].splitlines()[-1] == "{}"
     assert parent.returncode == 0
+
+
+def test_beats_end_in_silence_with_the_pipe_that_they_are_written_to(monkeypatch):
+    """A run that ends closes it a moment before its worker has left: that is nothing for the log."""
+    monkeypatch.setattr(process, "HEARTBEAT_SECONDS", 0.0)
+    read, write = os.pipe()
+    told, seen = [], []
+
+    def compiling():
+        if len(told) == 2:
+            seen.extend(parse_event(line) for line in os.read(read, 10_000).splitlines())
+            os.close(read)
+        told.append(len(told) == 1)
+        return told[-1]
+
+    process.heartbeat(process.Events(os.fdopen(write, "w")), compiling)
+    assert told == [False, True, False] and seen == [Heartbeat(False), Heartbeat(True)]

@@ -130,10 +130,7 @@ def test_a_cut_episode_is_asked_for_its_last_reward():
         last = one(environments)
         assert (last.observation, last.reward, last.terminated, last.truncated) == (None, 0.5, False, True)
     broken = Spec(f"{OWN}:Counter", tools=[f"{OWN}:untold"])
-    with (
-        rooms(broken) as environments,
-        pytest.raises(EnvironmentRefused, match="tool untold: no doc"),
-    ):
+    with rooms(broken) as environments, pytest.raises(EnvironmentRefused, match="tool untold: no doc"):
         environments.schemas()
 
 

@@ -1,8 +1,7 @@
-"""GiGPO's advantages against plain loops over states, and the filter of groups by their variety."""
+"""GiGPO: states that do not meet, ties, and the filter of groups by their variety (its formula: the oracle)."""
 
 import dataclasses
 
-import jax
 import numpy as np
 import pytest
 
@@ -15,55 +14,12 @@ from rlhf.tuning.losses.groups import most_varied_groups
 from tests.tuning.algorithms.support import settings
 from tests.tuning.algorithms.trajectories import tables
 
-
-@pytest.fixture(autouse=True)
-def float64():
-    with jax.enable_x64(True):
-        yield
+pytestmark = pytest.mark.usefixtures("float64")
 
 
 def scored(config, change=lambda rollouts, scores, turns: (rollouts, scores, turns)):
     rollouts, scores, turns = change(*tables(at=(2,)))
     return Selection.of(RoundData.from_rows(rollouts, scores, turns=turns), config), turns
-
-
-def compared(values, normalisation):
-    deviation = np.asarray(values) - np.mean(values)
-    if len(values) < 2 or np.ptp(values) < 1e-6:
-        return 0.0 * deviation
-    return deviation / (np.std(values, ddof=1) + 1e-4) if normalisation == "std" else deviation
-
-
-@pytest.mark.parametrize("normalisation", ["none", "std"])
-def test_advantages_are_those_of_a_plain_loop(normalisation):
-    config = settings("gigpo", normalisation=normalisation, step_gamma=0.6, step_advantage_w=0.7)
-    chosen, turns = scored(config)
-    found = chosen.scored
-    names = sorted({(t.place, t.sample) for t in turns})
-    totals = dict(zip(names, found.totals_N.tolist(), strict=True))
-    returns, states = {}, {}
-    for name in names:
-        own = [t for t in turns if (t.place, t.sample) == name]
-        earned = [t.reward for t in own]
-        # The rest of the total is the last turn's.
-        earned[-1] = totals[name] - sum(earned[:-1])
-        for u in range(len(own)):
-            returns[*name, u] = sum(0.6 ** (v - u) * earned[v] for v in range(u, len(own)))
-            states.setdefault((name[0], own[u].state), []).append((*name, u))
-    of_turn, alone = {}, 0
-    for members in states.values():
-        alone += len(members) == 1
-        of_turn |= dict(zip(members, compared([returns[m] for m in members], normalisation), strict=True))
-    assert alone and len(states) > alone
-    advantages = np.asarray(find(config.objective).advantages(found))
-    for i, name in enumerate(names):
-        # verl-agent, gigpo/core_gigpo.py, episode_norm_reward, compute_mean_std_cross_steps: one score a step.
-        group = [totals[t.place, t.sample] for t in turns if t.place == name[0]]
-        episode = compared(group, normalisation)[group.index(totals[name])]
-        for t in np.flatnonzero(found.mask_NT[i]):
-            wanted = episode + 0.7 * of_turn[*name, int(found.turns.number_NT[i, t])]
-            # Rewards of turns are float32, as in their table.
-            assert advantages[i, t] == pytest.approx(wanted, rel=1e-5, abs=1e-6)
 
 
 def test_without_states_that_meet_a_trajectory_weighs_by_its_turns_in_the_mean_of_its_group():

@@ -17,7 +17,6 @@ from rlhf.tuning.algorithms.preference import (
 )
 from rlhf.tuning.algorithms.settings import LOSS_USES, REFERENCE_FREE, SUMMED, UNPAIRED, Preference
 from rlhf.tuning.device import Compute
-from rlhf.tuning.losses.preference import dpo
 from rlhf.tuning.models.config import tiny
 from rlhf.tuning.models.decoder import decoder_graph
 from rlhf.tuning.models.huggingface import random_params
@@ -57,21 +56,9 @@ def test_good_completions_rise_and_bad_ones_fall(loss):
     assert (jnp.sign(-gradient) == jnp.asarray([1, -1, 1, -1])).all()
 
 
-def test_settings_reach_the_formula():
-    plain, reference = LOGPS.reshape(-1, 2).T, REFERENCE.reshape(-1, 2).T
-    lengths = LENGTHS.reshape(-1, 2).T
-    p = of("dpo", beta=0.3, label_smoothing=0.2, divergence="js", average=True, sft_weight=0.5)
-    expected = dpo(
-        *plain, *reference, beta=0.3, label_smoothing=0.2, divergence="js",
-        chosen_lengths_B=lengths[0], rejected_lengths_B=lengths[1],
-    ).loss_B - 0.5 * plain[0] / lengths[0]  # fmt: skip
-    np.testing.assert_allclose(pair_losses(p, LOGPS, LENGTHS, REFERENCE).loss_B, expected, rtol=1e-6)
-    # SimPO as its paper writes it: beta times the gap of mean log-probabilities, less the margin gamma.
-    gap = 2.0 * (plain[0] / lengths[0] - plain[1] / lengths[1]) - 1.0
-    np.testing.assert_allclose(
-        pair_losses(of("simpo"), LOGPS, LENGTHS, None).loss_B, jnp.log1p(jnp.exp(-gap)), rtol=1e-5
-    )
-    # IPO asks for a gap of 1 / (2 beta), a token by default and a completion on request.
+def test_ipo_is_of_a_token_by_default_and_of_a_completion_on_request():
+    plain, reference, lengths = (x.reshape(-1, 2).T for x in (LOGPS, REFERENCE, LENGTHS))
+    # Its gap is 1 / (2 beta).
     for average, ratios in ((None, (plain - reference) / lengths), (False, plain - reference)):
         p = of("ipo", beta=0.25, **({} if average is None else {"average": average}))
         ipo = pair_losses(p, LOGPS, LENGTHS, REFERENCE).loss_B

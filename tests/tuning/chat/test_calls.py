@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 
 import pytest
 from hypothesis import example, given, settings
@@ -226,12 +224,3 @@ def test_a_wrong_format_or_schema_names_itself():
     # No reference of a schema is fetched.
     with pytest.raises(ValueError, match="tool add: its parameters are not a JSON schema"):
         parse(H, "hermes", [tool("add", {"a": {"$ref": "http://localhost/a.json"}, "b": {}, "exact": {}})])
-
-
-def test_processes_of_environments_load_no_numeric_library():
-    code = (
-        "import sys; from rlhf.tuning.chat.calls import parse; parse('', 'hermes', []);"
-        "print({'jax', 'numpy', 'transformers', 'tokenizers'} & {*sys.modules})"
-    )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
-    assert done.stdout.strip() == "set()"

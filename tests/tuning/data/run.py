@@ -17,12 +17,30 @@ from typing import Any
 import numpy as np
 
 from rlhf.tuning.data import files, gather, merge, pipeline
+from rlhf.tuning.data.blocks import Plan
 from rlhf.tuning.data.receipts import read_receipts
 from rlhf.tuning.data.schema import SCHEMAS, table_of, write_parquet
 from rlhf.tuning.data.steps import STEPS, wanted_steps
+from rlhf.tuning.models.byte_tokenizer import byte_tokenizer
+from rlhf.tuning.models.tokenizer import save_tokenizer
 
 NONE = np.zeros(0, "S64")
 """Contents that leave: none."""
+
+
+def plan_of(folder: Path, tokenizer: Any = None, **settings: Any) -> Plan:
+    """A plan whose tokenizer, of bytes unless another is given, is saved in the folder."""
+    save_tokenizer(tokenizer or byte_tokenizer(), folder)
+    return Plan(tokenizer=str(folder), **settings)
+
+
+def parts_of(source: Any, spool: Path, part_bytes: int = 1 << 20) -> list[files.Part]:
+    """The parts of all files of a source, whose positions follow each other."""
+    parts: list[files.Part] = []
+    for file in files.expand(str(source)):
+        position = parts[-1].position + parts[-1].count if parts else 0
+        parts += files.parts_of(file, part_bytes, str(spool), 0, position)
+    return parts
 
 
 def run(plan: Any, folder: Path, *records: Any, block_bytes: int = 1 << 20) -> list[str]:
@@ -33,7 +51,7 @@ def run(plan: Any, folder: Path, *records: Any, block_bytes: int = 1 << 20) -> l
     write = pipeline.Write(str(folder / "pieces"), plan.shards)
     steps = [(name, STEPS[name](plan)) for name in wanted_steps(plan)]
     made: list[str] = []
-    for part in files.parts_of(files.DataFile(str(path), path.name), 1 << 20, str(folder / "spool")):
+    for part in parts_of(path, folder / "spool"):
         for block in pipeline.blocks_of(part, block_bytes):
             for name, step in steps:
                 block.counts[name] = {"in": len(block.alive()), **step(block)}

@@ -5,12 +5,11 @@ import re
 import pytest
 
 from rlhf.tuning.chat.template import TemplateRefused
-from rlhf.tuning.data.blocks import Plan
 from rlhf.tuning.data.conversations import ConversationError
 from rlhf.tuning.models.byte_tokenizer import byte_tokenizer
-from rlhf.tuning.models.tokenizer import render, save_tokenizer
+from rlhf.tuning.models.tokenizer import render
 from tests.tuning.data.conversation import conversation_ids
-from tests.tuning.data.run import letters, rows
+from tests.tuning.data.run import letters, plan_of, rows
 from tests.tuning.data.run import run as send
 
 # ChatML with tools, whose assistant turns are marked.
@@ -102,11 +101,8 @@ def test_a_turn_that_the_template_leaves_out_is_refused():
 
 
 def plan_with(template, folder, **changes):
-    save_tokenizer(tokenizer_with(template), folder)
-    settings = {
-        "tokenizer": str(folder), "splits": ("sft", "labelled"), "max_prompt_tokens": 200, "max_completion_tokens": 200,
-    }  # fmt: skip
-    return Plan(**settings | changes)
+    settings = {"splits": ("sft", "labelled"), "max_prompt_tokens": 200, "max_completion_tokens": 200}
+    return plan_of(folder, tokenizer_with(template), **settings | changes)
 
 
 def run(plan, folder, *records):

@@ -5,12 +5,10 @@ import re
 import pytest
 
 from rlhf.tuning.data import fields
-from rlhf.tuning.data.blocks import Plan, SourcePlan
+from rlhf.tuning.data.blocks import SourcePlan
 from rlhf.tuning.data.fields import Mapper, boxed
 from rlhf.tuning.data.layouts import LayoutError
-from rlhf.tuning.models.byte_tokenizer import byte_tokenizer
-from rlhf.tuning.models.tokenizer import save_tokenizer
-from tests.tuning.data.run import letters, rows, run
+from tests.tuning.data.run import letters, plan_of, rows, run
 
 RECORD = {
     "question": "2+2?",
@@ -149,10 +147,8 @@ def test_a_box_that_stays_open_is_refused():
 
 
 def test_a_record_whose_answer_does_not_match_is_a_dead_letter(tmp_path):
-    save_tokenizer(byte_tokenizer(), tmp_path / "tokenizer")
-    fields = {"prompt": "question", "answer": {"from": "answer", "pattern": "#### (.*)"}}
-    source = SourcePlan(fields=fields)
-    plan = Plan(str(tmp_path / "tokenizer"), ("prompts",), (source,), verifiers=("number_match",))
+    source = SourcePlan(fields={"prompt": "question", "answer": {"from": "answer", "pattern": "#### (.*)"}})
+    plan = plan_of(tmp_path / "tokenizer", splits=("prompts",), sources=(source,), verifiers=("number_match",))
     published = [{"question": f"How many, {i}?", "answer": f"Because.\n#### {i},000"} for i in range(3)]
     bad = [{"question": "And?", "answer": "None."}, {"question": "Or?", "answer": "#### five"}]
     run(plan, tmp_path, *published, *bad)

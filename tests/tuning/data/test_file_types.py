@@ -14,13 +14,13 @@ import pytest
 from rlhf.tuning.data import files
 from rlhf.tuning.data.records import RecordError, parse_line
 from rlhf.tuning.data.remote import SourceError
+from tests.tuning.data.run import parts_of
 
 
 @pytest.fixture
 def read(tmp_path):
     def read(source):
-        parts = [p for f in files.expand(str(source)) for p in files.parts_of(f, 1 << 20, str(tmp_path / "spool"))]
-        return [json.loads(line) for part in parts for _, line in files.read_part(part)]
+        return [json.loads(line) for p in parts_of(source, tmp_path / "spool") for _, line in files.read_part(p)]
 
     return read
 
@@ -140,21 +140,6 @@ def test_a_hub_folder_with_several_configurations_is_refused_by_their_names(read
     with pytest.raises(SourceError, match=r"holds the configurations main, socratic: name one"):
         files.expand(str(tmp_path))
     assert read(tmp_path / "main") == [{}]
-
-
-def test_tools_and_calls_of_parquet_are_those_of_the_same_records_in_json(read, tmp_path):
-    def record(name, **arguments):
-        parameters = {"type": "object", "properties": {key: {"type": "string"} for key in arguments}}
-        call = {"type": "function", "function": {"name": name, "arguments": arguments}}
-        turns = [{"role": "user", "content": name}, {"role": "assistant", "content": "", "tool_calls": [call]}]
-        tool = {"type": "function", "function": {"name": name, "description": name, "parameters": parameters}}
-        return {"messages": turns, "tools": [tool]}
-
-    # Arrow gives each call the arguments of all functions, null where it has none.
-    records = [record("weather", city="Oslo"), record("add", a="1", b="2")]
-    pq.write_table(pa.Table.from_pylist(records), tmp_path / "a.parquet")
-    (tmp_path / "b.jsonl").write_text("".join(f"{json.dumps(one)}\n" for one in records))
-    assert read(tmp_path / "a.parquet") == read(tmp_path / "b.jsonl")
 
 
 @pytest.mark.parametrize(

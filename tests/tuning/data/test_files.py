@@ -14,6 +14,7 @@ import pytest
 
 from rlhf.tuning.data import files
 from rlhf.tuning.data.remote import SourceError
+from tests.tuning.data.run import parts_of
 
 ROWS = [{"prompt": f"quéstion {i}\r", "answer": None if i % 2 else str(i)} for i in range(40)]
 LINES = b"".join(json.dumps(row).encode() + b"\n" for row in ROWS)
@@ -22,10 +23,7 @@ LINES = b"".join(json.dumps(row).encode() + b"\n" for row in ROWS)
 @pytest.fixture
 def read(tmp_path):
     def read(source, part_bytes=1 << 20):
-        parts = []
-        for file in files.expand(str(source)):
-            position = parts[-1].position + parts[-1].count if parts else 0
-            parts += files.parts_of(file, part_bytes, str(tmp_path / "spool"), 0, position)
+        parts = parts_of(source, tmp_path / "spool", part_bytes)
         assert [p.position for p in parts] == [sum(p.count for p in parts[:i]) for i in range(len(parts))]
         return [(p.label, number, json.loads(line)) for p in parts for number, line in files.read_part(p)]
 

@@ -9,24 +9,17 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from rlhf.tuning.data import merge
-from rlhf.tuning.data.blocks import Plan
-from rlhf.tuning.models.byte_tokenizer import byte_tokenizer
-from rlhf.tuning.models.tokenizer import save_tokenizer
-from tests.tuning.data.run import letters, pieces, rows, run
+from tests.tuning.data.run import letters, pieces, plan_of, rows, run
 
-FEW, MANY = (
-    settings(max_examples=n, deadline=None, database=None, derandomize=True, suppress_health_check=list(HealthCheck))
-    for n in (15, 150)
+MANY = settings(
+    max_examples=150, deadline=None, database=None, derandomize=True, suppress_health_check=list(HealthCheck)
 )
 
 
 @pytest.fixture(scope="module")
 def plan(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("tokenizer")
-    tokenizer = byte_tokenizer()
-    save_tokenizer(tokenizer, folder)
-    return Plan(
-        tokenizer=str(folder),
+    return plan_of(
+        tmp_path_factory.mktemp("tokenizer"),
         splits=("sft", "preference", "labelled", "prompts", "heldout"),
         heldout_fraction=0.2,
         max_prompt_tokens=300,
@@ -78,20 +71,9 @@ def outcome(plan, data, **how):
 
 
 @pytest.mark.slow
-@FEW
-@given(lines)
-def test_every_line_has_one_fate_and_cuts_change_nothing(plan, data):
-    check_fates(plan, data)
-
-
-@pytest.mark.slow
 @MANY
 @given(lines)
-def test_every_line_of_many_files_has_one_fate(plan, data):
-    check_fates(plan, data)
-
-
-def check_fates(plan, data):
+def test_every_line_has_one_fate_and_cuts_change_nothing(plan, data):
     # Bytes may hold line ends of their own.
     expected = sum(bool(line.strip()) for line in b"\n".join(data).split(b"\n"))
     counts, dead, output = outcome(plan, data)
@@ -109,24 +91,10 @@ def content_of(output):
     return {name: sorted(found, key=str) for name, found in kept.items()}
 
 
-ORDERS = st.lists(good, min_size=1, max_size=20), st.randoms(use_true_random=False)
-
-
-@pytest.mark.slow
-@FEW
-@given(*ORDERS)
-def test_the_order_of_the_records_changes_no_row(plan, data, random):
-    check_order(plan, data, random)
-
-
 @pytest.mark.slow
 @MANY
-@given(*ORDERS)
-def test_no_order_of_many_files_changes_a_row(plan, data, random):
-    check_order(plan, data, random)
-
-
-def check_order(plan, data, random):
+@given(st.lists(good, min_size=1, max_size=20), st.randoms(use_true_random=False))
+def test_the_order_of_the_records_changes_no_row(plan, data, random):
     counts, _, output = outcome(plan, [json.dumps(r).encode() for r in data])
     shuffled = random.sample(data, len(data))
     again, _, other = outcome(plan, [json.dumps(r).encode() for r in shuffled])

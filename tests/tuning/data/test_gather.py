@@ -1,6 +1,10 @@
 """Rows of all blocks by shard: each is there once, and damaged pieces are named and computed again."""
 
 import hashlib
+import json
+import os
+import subprocess
+import sys
 
 import numpy as np
 import pyarrow as pa
@@ -9,7 +13,7 @@ import pytest
 from rlhf.tuning.data import gather
 from rlhf.tuning.data.receipts import read_receipts, write_receipt
 from rlhf.tuning.data.remote import SourceError
-from rlhf.tuning.data.schema import LEDGER, ipc_bytes
+from rlhf.tuning.data.schema import LEDGER, ipc_bytes, table_of
 
 
 def written(folder, count, shards, rows=40):
@@ -64,3 +68,29 @@ def test_a_damaged_piece_is_named_and_its_block_loses_its_receipt(tmp_path, belo
         write_receipt(folder, "b00001", {})
     piece.write_bytes(whole)
     assert len(list(gather.tables(folder, blocks, "ledger"))) == 3
+
+
+PEAK = """
+import json, resource, sys
+from pathlib import Path
+from rlhf.tuning.data import gather
+folder, blocks = Path(sys.argv[1]), json.loads(Path(sys.argv[2]).read_text())
+before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+gather.gather(str(folder), blocks, 4, folder / "out")
+print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before)
+"""
+
+
+def test_long_rows_are_not_held_in_memory(tmp_path):
+    folder, blocks = tmp_path / "pieces", {}
+    folder.mkdir()
+    for block in range(40):
+        rows = [{"shard": i % 4, "key": f"{block} {i}", "id": os.urandom(50_000).hex()} for i in range(100)]
+        data, name = ipc_bytes(table_of(rows, LEDGER)), f"b{block:05d}.ledger.arrow"
+        (folder / name).write_bytes(data)
+        blocks[name.split(".")[0]] = {name: hashlib.sha256(data).hexdigest()}
+    (tmp_path / "blocks.json").write_text(json.dumps(blocks))
+    command = [sys.executable, "-c", PEAK, str(folder), str(tmp_path / "blocks.json")]
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    # Of 400 MB.
+    assert int(done.stdout) / 1024 < 250

@@ -9,7 +9,7 @@ from rlhf.tuning.data.fields import Mapper
 from rlhf.tuning.data.layouts import LAYOUTS, detect
 from rlhf.tuning.data.records import FIELDS, RecordError, parse_record
 
-USER, BOT = {"role": "user", "content": "q"}, {"role": "assistant", "content": "a"}
+USER, BOT, OTHER = ({"role": r, "content": c} for r, c in (("user", "q"), ("assistant", "a"), ("assistant", "b")))
 CALL = {"role": "assistant", "tool_calls": [{"type": "function", "function": {"name": "f", "arguments": {"x": 1}}}]}
 
 
@@ -17,25 +17,20 @@ def parse(raw, **settings):
     return parse_record(raw, "s", 1, **settings)
 
 
+ANSWERED = {"prompt": "q", "completion": "a"}
+PAIR = ANSWERED | {"rejected": "b"}
+ABOUT = {"data_source": "d", "ability": "math", "extra_info": {"index": 3}}
 CASES = {
     "prompt only": ({"prompt": "q"}, "prompt", {"prompt": "q"}),
-    "prompt and completion": (
-        {"prompt": [USER], "completion": [BOT]},
-        "prompt-completion",
-        {"prompt": "q", "completion": "a"},
-    ),
+    "prompt and completion": ({"prompt": [USER], "completion": [BOT]}, "prompt-completion", ANSWERED),
+    "prompt of messages": ({"prompt": [USER]}, "prompt", {"prompt": "q"}),
     "messages": ({"messages": [USER, BOT]}, "messages", {"prompt": "q", "completion": "a"}),
+    "messages without an answer": ({"messages": [USER]}, "messages", {"prompt": "q"}),
+    "preference of texts": ({"prompt": "q", "chosen": "a", "rejected": "b"}, "preference", PAIR),
+    "preference with its prompt": ({"prompt": [USER], "chosen": [BOT], "rejected": [OTHER]}, "preference", PAIR),
     "prompt and answer": ({"prompt": "q", "answer": 4}, "verifiable", {"prompt": "q", "answer": "4"}),
-    "preference": (
-        {"chosen": [USER, BOT], "rejected": [USER, {"role": "assistant", "content": "b"}]},
-        "preference",
-        {"prompt": "q", "completion": "a", "rejected": "b"},
-    ),
-    "kto": (
-        {"prompt": "q", "completion": "a", "label": False},
-        "labelled",
-        {"prompt": "q", "completion": "a", "label": False},
-    ),
+    "preference": ({"chosen": [USER, BOT], "rejected": [USER, OTHER]}, "preference", PAIR),
+    "kto": (ANSWERED | {"label": False}, "labelled", ANSWERED | {"label": False}),
     "alpaca": ({"instruction": "q", "input": "", "output": "a"}, "alpaca", {"prompt": "q", "completion": "a"}),
     "alpaca with input": (
         {"instruction": "Sum.", "input": "1 2", "output": "3"},
@@ -77,30 +72,11 @@ CASES = {
         "sharegpt",
         {"messages": [USER, CALL, {"role": "tool", "content": "r"}, BOT], "tools": [{"name": "f"}]},
     ),
-    "hh": (
-        {"chosen": "\n\nHuman: q\n\nAssistant: a", "rejected": "\n\nHuman: q\n\nAssistant: b"},
-        "hh",
-        {"prompt": "q", "completion": "a", "rejected": "b"},
-    ),
+    "hh": ({"chosen": "\n\nHuman: q\n\nAssistant: a", "rejected": "\n\nHuman: q\n\nAssistant: b"}, "hh", PAIR),
     "reward spec": (
-        {
-            "data_source": "d",
-            "prompt": [USER],
-            "ability": "math",
-            "reward_model": {"style": "rule", "ground_truth": "4"},
-            "extra_info": {"index": 3},
-        },
+        ABOUT | {"prompt": [USER], "reward_model": {"style": "rule", "ground_truth": "4"}},
         "verifiable",
-        {
-            "prompt": "q",
-            "answer": "4",
-            "metadata": {
-                "data_source": "d",
-                "ability": "math",
-                "extra_info": {"index": 3},
-                "reward": {"style": "rule"},
-            },
-        },
+        {"prompt": "q", "answer": "4", "metadata": ABOUT | {"reward": {"style": "rule"}}},
     ),
     "question and answer": ({"question": "q", "answer": 4}, "verifiable", {"prompt": "q", "answer": "4"}),
 }
@@ -218,28 +194,9 @@ def test_no_value_of_any_field_is_worse_than_an_error_that_names_it():
 HUMAN = "\n\nHuman: a\n\nAssistant: b"
 VALUES = [
     *("x", "", "user", "assistant", "system", "human", "gpt", "function_call", HUMAN, "{", "[]", "\ud800", "sft"),
-    *(
-        None,
-        True,
-        5,
-        1.5,
-        float("nan"),
-        float("inf"),
-        10**400,
-        [],
-        {},
-        [5],
-        ["a", "b"],
-        [["a", "b"]],
-        [["a", 5]],
-        {"a": 1},
-    ),
-    *(
-        {"style": "rule", "ground_truth": "x"},
-        {"ground_truth": [1]},
-        {"style": None},
-        [{"role": "user", "content": "x"}],
-    ),
+    *(None, True, 5, 1.5, float("nan"), float("inf"), 10**400),
+    *([], {}, [5], ["a", "b"], [["a", "b"]], [["a", 5]], {"a": 1}),
+    *({"style": "rule", "ground_truth": "x"}, {"ground_truth": [1]}, {"style": None}, [USER]),
 ]
 ALL_FIELDS = [
     *FIELDS,

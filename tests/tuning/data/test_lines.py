@@ -14,15 +14,9 @@ from rlhf.tuning.data import lines
 from rlhf.tuning.data.lines import json_values, text_lines, whole_lines
 
 LISTS = [
-    "[]",
-    " [ ] ",
-    "[1]",
-    '[{"a": 1}, {"b": [1, 2]}]\n',
-    '{\n "a": 1\n}',
-    "[1, 23, 456]",
-    "[[[]], null, true]",
+    "[]", " [ ] ", "[1]", '[{"a": 1}, {"b": [1, 2]}]\n', '{\n "a": 1\n}', "[1, 23, 456]", "[[[]], null, true]",
     '["]"]',
-]
+]  # fmt: skip
 
 
 @pytest.mark.parametrize("text", LISTS)

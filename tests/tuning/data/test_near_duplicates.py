@@ -35,17 +35,7 @@ def test_signatures_estimate_the_similarity():
         assert estimate == pytest.approx(jaccard(base, other), abs=0.13)
     assert np.mean(near_duplicates.signature(base) == near_duplicates.signature(text(1))) == 0
     assert (near_duplicates.signature("") == 0).all()
-
-
-@pytest.mark.parametrize("order", [0, 1])
-def test_of_linked_records_the_first_by_rank_stays(order):
-    bases = [text(seed) for seed in range(30)]
-    texts = [*bases, *[changed(bases[i], 1, seed=i) for i in range(10)], bases[0].upper()]
-    ranks = np.arange(len(texts))
-    shuffled = np.random.default_rng(order).permutation(len(texts))
-    signatures = np.stack([near_duplicates.signature(texts[i]) for i in shuffled])
-    gone = near_duplicates.near_duplicates(signatures, ranks[shuffled], 0.8)
-    assert sorted(ranks[shuffled][gone]) == list(range(30, 41))
+    np.testing.assert_array_equal(near_duplicates.signature(base.upper()), near_duplicates.signature(base))
 
 
 @pytest.mark.parametrize("threshold", [0.3, 0.5, 0.6, 0.7, 0.8, 0.95])
@@ -95,12 +85,6 @@ def test_a_similarity_that_is_no_longer_found_is_refused():
     with pytest.raises(ValueError, match="near_duplicates is 0.1; expected a similarity from 0.3 to 1"):
         near_duplicates.bands_of(0.1)
     assert near_duplicates.bands_of(1.0) == (1, 128)
-
-
-def test_large_buckets_leave_one(seed=3):
-    signatures = np.repeat(near_duplicates.signature(text(seed))[None], 100, axis=0)
-    assert len(near_duplicates.near_duplicates(signatures, np.arange(100)[::-1], 1.0)) == 99
-    assert 99 not in near_duplicates.near_duplicates(signatures, np.arange(100)[::-1], 1.0)
 
 
 def test_contamination_by_word_runs():

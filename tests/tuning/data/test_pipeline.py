@@ -7,12 +7,12 @@ import pytest
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-from rlhf.tuning.data import blocks, files, merge, pipeline, steps
+from rlhf.tuning.data import blocks, merge, pipeline, steps
 from rlhf.tuning.data.receipts import read_receipts
 from rlhf.tuning.data.records import parse_record
 from rlhf.tuning.models.tokenizer import save_tokenizer
 from rlhf.tuning.rewards.functions import exact_match, tagged
-from tests.tuning.data.run import letters, pieces, rows, run
+from tests.tuning.data.run import letters, parts_of, pieces, plan_of, rows, run
 
 TEMPLATE = (
     "{% for m in messages %}{% if m.content == 'refuse' %}{{ raise_exception('no thanks') }}{% endif %}"
@@ -23,7 +23,6 @@ TEMPLATE = (
 @pytest.fixture(scope="module")
 def plan(tmp_path_factory):
     """One token a byte, and the control tokens <s> and </s>."""
-    folder = tmp_path_factory.mktemp("tokenizer")
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     core = Tokenizer(models.BPE(vocab={token: index for index, token in enumerate(alphabet)}, merges=[]))
     core.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
@@ -31,17 +30,11 @@ def plan(tmp_path_factory):
     core.add_special_tokens([AddedToken(token, special=True) for token in ("<s>", "</s>")])
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=core, eos_token="</s>", pad_token="</s>")
     tokenizer.chat_template = TEMPLATE
-    save_tokenizer(tokenizer, folder)
-    return blocks.Plan(
-        tokenizer=str(folder),
-        splits=("sft", "preference", "prompts", "heldout"),
-        heldout_fraction=0.25,
-        sft_fraction=0.5,
-        prompts_all=False,
-        max_prompt_tokens=100,
-        max_completion_tokens=50,
+    return plan_of(
+        tmp_path_factory.mktemp("tokenizer"), tokenizer, splits=("sft", "preference", "prompts", "heldout"),
+        heldout_fraction=0.25, sft_fraction=0.5, prompts_all=False, max_prompt_tokens=100, max_completion_tokens=50,
         shards=2,
-    )
+    )  # fmt: skip
 
 
 def decoded(plan, ids):
@@ -194,7 +187,7 @@ def test_ids_are_those_of_the_tokenizer_called_for_each_text(plan, tmp_path):
 def test_counters_of_beam_agree_with_receipts(plan, tmp_path):
     folder = str(tmp_path / "pieces")
     (tmp_path / "data.jsonl").write_text('{"prompt": "a"}\n{"prompt": "b"}\n{"no": 1}\n')
-    parts = list(files.parts_of(files.DataFile(str(tmp_path / "data.jsonl"), "d"), 1 << 20, str(tmp_path)))
+    parts = parts_of(tmp_path / "data.jsonl", tmp_path)
     counters = pipeline.run(parts, plan, folder)
     [receipt] = read_receipts(folder).values()
     assert counters["Write/records"] == receipt["records"] == 3
@@ -209,7 +202,7 @@ def test_a_part_is_finished_by_all_of_its_blocks(plan, tmp_path, lost):
     run(plan, tmp_path, *records, block_bytes=1_000)
     if lost is not None:
         sorted((tmp_path / "pieces").glob("*.json"))[lost].unlink()
-    parts = list(files.parts_of(files.DataFile(str(tmp_path / "data.jsonl"), "data.jsonl"), 1 << 20, str(tmp_path)))
+    parts = parts_of(tmp_path / "data.jsonl", tmp_path)
     receipts = read_receipts(str(tmp_path / "pieces"))
     todo, names = pipeline.finished(parts, receipts)
     assert (todo, names) == (([], list(receipts)) if lost is None else (parts, []))
@@ -218,7 +211,7 @@ def test_a_part_is_finished_by_all_of_its_blocks(plan, tmp_path, lost):
 @pytest.mark.parametrize("content", [b"", b"\n \n\n"])
 def test_a_file_without_records_is_finished(plan, tmp_path, content):
     (tmp_path / "data.jsonl").write_bytes(content)
-    parts = list(files.parts_of(files.DataFile(str(tmp_path / "data.jsonl"), "d"), 1 << 20, str(tmp_path)))
+    parts = parts_of(tmp_path / "data.jsonl", tmp_path)
     pipeline.run(parts, plan, str(tmp_path / "pieces"))
     assert pipeline.finished(parts, read_receipts(str(tmp_path / "pieces")))[0] == []
 

@@ -54,26 +54,6 @@ BOT = {"role": "assistant", "content": "hi"}
 RUDE = {"role": "assistant", "content": "what"}
 
 
-@pytest.mark.parametrize(
-    "raw, completion, rejected",
-    [
-        ({"prompt": "hello"}, None, ()),
-        ({"prompt": [USER]}, None, ()),
-        ({"messages": [USER]}, None, ()),
-        ({"prompt": "hello", "completion": "hi"}, "hi", ()),
-        ({"messages": [USER, BOT]}, "hi", ()),
-        ({"prompt": [USER], "completion": [BOT]}, "hi", ()),
-        ({"prompt": "hello", "chosen": "hi", "rejected": "what"}, "hi", ("what",)),
-        ({"prompt": [USER], "chosen": [BOT], "rejected": [RUDE]}, "hi", ("what",)),
-        ({"chosen": [USER, BOT], "rejected": [USER, RUDE]}, "hi", ("what",)),
-    ],
-)
-def test_layouts_of_trl(raw, completion, rejected):
-    record = parse(**raw)
-    assert record.prompt == (USER,)
-    assert (record.completion, record.rejected) == (completion, rejected)
-
-
 def test_text_of_a_conversation():
     record = parse(messages=[{"role": "system", "content": "Be kind."}, USER, BOT, USER])
     assert record.prompt_text == "system: Be kind.\nuser: hello\nassistant: hi\nuser: hello"

@@ -14,12 +14,9 @@ import fsspec
 import pytest
 
 from rlhf.tuning.data import files, gather, merge, pipeline, remote
-from rlhf.tuning.data.blocks import Plan
 from rlhf.tuning.data.receipts import read_receipts
 from rlhf.tuning.data.remote import SourceError
-from rlhf.tuning.models.byte_tokenizer import byte_tokenizer
-from rlhf.tuning.models.tokenizer import save_tokenizer
-from tests.tuning.data.run import NONE
+from tests.tuning.data.run import NONE, parts_of, plan_of
 
 BODY = b'{"error": "the server is unwell"}'
 
@@ -83,8 +80,7 @@ def bucket():
 
 @pytest.fixture
 def plan(tmp_path):
-    save_tokenizer(byte_tokenizer(), tmp_path / "tokenizer")
-    return Plan(tokenizer=str(tmp_path / "tokenizer"), splits=("sft", "prompts", "heldout"), sft_fraction=0.5, shards=2)
+    return plan_of(tmp_path / "tokenizer", splits=("sft", "prompts", "heldout"), sft_fraction=0.5, shards=2)
 
 
 RECORDS = [{"prompt": f"p{i}", "completion": "c" * (i % 50 + 1)} for i in range(400)]
@@ -92,10 +88,7 @@ RECORDS = [{"prompt": f"p{i}", "completion": "c" * (i % 50 + 1)} for i in range(
 
 def prepared(plan, source, folder, local):
     """Ids of the rows of each output, and the names of blocks, of a source whose pieces go to `folder`."""
-    parts = []
-    for file in files.expand(source):
-        position = parts[-1].position + parts[-1].count if parts else 0
-        parts += files.parts_of(file, 6000, f"{folder}/spool", 0, position)
+    parts = parts_of(source, f"{folder}/spool", 6000)
     pipeline.run(parts, plan, f"{folder}/pieces", 6000)
     receipts = read_receipts(f"{folder}/pieces")
     todo, blocks = pipeline.finished(parts, receipts)

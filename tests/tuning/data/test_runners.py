@@ -8,11 +8,9 @@ import pytest
 from apache_beam.options.pipeline_options import PipelineOptions, PortableOptions
 from apache_beam.portability.api import beam_job_api_pb2, beam_job_api_pb2_grpc
 
-from rlhf.tuning.data import files, pipeline, runners
+from rlhf.tuning.data import pipeline, runners
 from rlhf.tuning.data.blocks import Plan
-from rlhf.tuning.models.byte_tokenizer import byte_tokenizer
-from rlhf.tuning.models.tokenizer import save_tokenizer
-from tests.tuning.data.run import job_server
+from tests.tuning.data.run import job_server, parts_of, plan_of
 
 
 @pytest.mark.parametrize("given, seconds", [({}, 30 * 86_400), ({"job_server_timeout": 90}, 90)])
@@ -39,10 +37,9 @@ def waits(record):
 
 def test_a_job_ends_with_the_process_that_follows_it(tmp_path):
     """Else it would write pieces beside those of the next run."""
-    save_tokenizer(byte_tokenizer(), tmp_path / "tokenizer")
-    plan = Plan(tokenizer=str(tmp_path / "tokenizer"), splits=("sft",), rules=(f"{__name__}:waits",))
+    plan = plan_of(tmp_path / "tokenizer", splits=("sft",), rules=(f"{__name__}:waits",))
     (tmp_path / "data.jsonl").write_text('{"prompt": "p", "completion": "c"}\n')
-    parts = list(files.parts_of(files.DataFile(str(tmp_path / "data.jsonl"), "d"), 2000, str(tmp_path)))
+    parts = parts_of(tmp_path / "data.jsonl", tmp_path)
 
     def interrupt():
         if BEGUN.wait(60):

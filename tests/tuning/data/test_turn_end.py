@@ -3,11 +3,10 @@
 import pytest
 from tokenizers.processors import TemplateProcessing
 
-from rlhf.tuning.data.blocks import Plan
 from rlhf.tuning.models.byte_tokenizer import byte_tokenizer
-from rlhf.tuning.models.tokenizer import control_ids, eos_ids, save_tokenizer, turn_end
+from rlhf.tuning.models.tokenizer import control_ids, eos_ids, turn_end
 from tests.tuning.data.conversation import conversation_ids
-from tests.tuning.data.run import letters, rows, run
+from tests.tuning.data.run import letters, plan_of, rows, run
 
 END = "<turn_end>"
 
@@ -22,10 +21,8 @@ def tokenizer(template=None):
 
 @pytest.fixture(scope="module")
 def plan(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("tokenizer")
-    save_tokenizer(tokenizer(), folder)
     splits = ("sft", "preference", "labelled", "prompts", "heldout")
-    return Plan(tokenizer=str(folder), splits=splits, heldout_fraction=0.0, shards=1)
+    return plan_of(tmp_path_factory.mktemp("t"), tokenizer(), splits=splits, heldout_fraction=0.0, shards=1)
 
 
 USER, BOT = {"role": "user", "content": "u"}, {"role": "assistant", "content": "a"}
@@ -64,8 +61,7 @@ def test_a_document_begins_with_bos_where_the_tokenizer_adds_one(plan, tmp_path)
     made.backend_tokenizer.post_processor = TemplateProcessing(
         single=f"{bos} $A", special_tokens=[(bos, made.bos_token_id)]
     )
-    save_tokenizer(made, tmp_path / "tokenizer")
-    adding = Plan(tokenizer=str(tmp_path / "tokenizer"), splits=("sft",))
+    adding = plan_of(tmp_path / "tokenizer", made, splits=("sft",))
     run(adding, tmp_path, {"text": "abc"})
     [row] = rows(adding, "sft", tmp_path)
     assert made.decode(row["prompt_ids"] + row["completion_ids"]) == f"{bos}abc<|im_end|>"

@@ -5,20 +5,17 @@ import pickle
 
 import pytest
 
-from rlhf.tuning.data import files, pipeline, versions
+from rlhf.tuning.data import pipeline, versions
 from rlhf.tuning.data.blocks import Plan
 from rlhf.tuning.data.receipts import read_receipts, write_receipt
 from rlhf.tuning.data.runners import Runner
-from rlhf.tuning.models.byte_tokenizer import byte_tokenizer
-from rlhf.tuning.models.tokenizer import save_tokenizer
 from tests.support import copy_project
 from tests.tuning.data import run as by_hand
 
 
 @pytest.fixture
 def plan(tmp_path):
-    save_tokenizer(byte_tokenizer(), tmp_path / "tokenizer")
-    return Plan(tokenizer=str(tmp_path / "tokenizer"), splits=("sft",))
+    return by_hand.plan_of(tmp_path / "tokenizer", splits=("sft",))
 
 
 def other(name, value):
@@ -49,7 +46,7 @@ def test_an_image_of_another_commit_makes_no_rows(plan, tmp_path):
     drafts = old / "tuning" / "data" / "drafts.py"
     drafts.write_text(drafts.read_text() + "\n# Another commit.\n")
     (tmp_path / "data.jsonl").write_text(json.dumps({"prompt": "p", "completion": "c"}) + "\n")
-    parts = list(files.parts_of(files.DataFile(str(tmp_path / "data.jsonl"), "d"), 1 << 20, str(tmp_path)))
+    parts = by_hand.parts_of(tmp_path / "data.jsonl", tmp_path)
     with (
         by_hand.job_server(tmp_path) as (jobs, _),
         by_hand.worker_pool(tmp_path, packages) as (workers, _),

@@ -14,16 +14,23 @@ from rlhf.tuning.rewards.samples import Outcome, Sample
 
 
 @pytest.mark.parametrize(
-    ("text", "answer"),
+    ("judge", "arguments", "texts", "answer"),
     [
-        (r"So \boxed{\frac{\sqrt{3}}{2}}.", r"\frac{\sqrt{3}}{2}"),
-        (r"\boxed{1}, no: \boxed{ \sqrt{\frac{1}{\sqrt{2}}} }", r"\sqrt{\frac{1}{\sqrt{2}}}"),
-        (r"\boxed{1} then \boxed{2 {", "1"),
-        (r"\boxed{}", None),
+        ("exact_match", {}, ["7", " 7\n"], "7"),
+        ("exact_match", {"extract": "A: (.)"}, ["so A: 7", "A: 1, no, A: 7"], "7"),
+        ("exact_match", {"extract": "A: (.)"}, ["seven", ""], None),
+        ("number_match", {}, ["it is 7", "7.0", "1 + 6 = 7.00"], "7.0"),
+        ("number_match", {}, ["seven"], None),
+        ("math_equal", {}, [r"hence \boxed{\frac{1}{2}}", r"\boxed{ \frac{1}{2} }."], r"\frac{1}{2}"),
+        ("math_equal", {}, [r"So \boxed{\frac{\sqrt{3}}{2}}."], r"\frac{\sqrt{3}}{2}"),
+        ("math_equal", {}, [r"\boxed{1}, no: \boxed{ \sqrt{\frac{1}{\sqrt{2}}} }"], r"\sqrt{\frac{1}{\sqrt{2}}}"),
+        ("math_equal", {}, [r"\boxed{1} then \boxed{2 {"], "1"),
+        ("math_equal", {}, [r"\boxed{}"], None),
+        ("mine:judge", {}, ["some text "], "some text"),
     ],
 )
-def test_a_box_with_braces_of_any_depth_is_a_vote(text, answer):
-    assert answer_of("math_equal", {}, text) == answer
+def test_equal_answers_are_one_vote(judge, arguments, texts, answer):
+    assert {answer_of(judge, arguments, text) for text in texts} == {answer}
 
 
 @pytest.mark.parametrize("text", ["(3,4)", "1,200", "12-5", "it is .5", "1,2,3"])

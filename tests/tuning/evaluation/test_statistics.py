@@ -3,7 +3,6 @@
 import numpy as np
 import pytest
 
-from rlhf.tuning.evaluation.answers import answer_of
 from rlhf.tuning.evaluation.statistics import (
     calibration_error,
     constant_baseline,
@@ -137,22 +136,6 @@ def test_the_majority_decides_and_ties_are_shared():
     correct = np.asarray([[1, 1, 0, 0], [1, 0, 0, 0], [0, 0, 0, 0]])
     assert majority(correct, answers) == pytest.approx((1 + 0.25 + 0) / 3)
     assert majority(correct[:1], [["1", "1", "2", "2"]]) == 0.5
-
-
-@pytest.mark.parametrize(
-    ("judge", "arguments", "texts", "answer"),
-    [
-        ("exact_match", {}, ["7", " 7\n"], "7"),
-        ("exact_match", {"extract": "A: (.)"}, ["so A: 7", "A: 1, no, A: 7"], "7"),
-        ("exact_match", {"extract": "A: (.)"}, ["seven", ""], None),
-        ("number_match", {}, ["it is 7", "7.0", "1 + 6 = 7.00"], "7.0"),
-        ("number_match", {}, ["seven"], None),
-        ("math_equal", {}, [r"hence \boxed{\frac{1}{2}}", r"\boxed{ \frac{1}{2} }."], r"\frac{1}{2}"),
-        ("mine:judge", {}, ["some text "], "some text"),
-    ],
-)
-def test_equal_answers_are_one_vote(judge, arguments, texts, answer):
-    assert {answer_of(judge, arguments, text) for text in texts} == {answer}
 
 
 def test_constant_baseline_is_the_share_of_the_most_common_answer():

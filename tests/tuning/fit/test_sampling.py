@@ -101,3 +101,15 @@ def test_without_room_there_is_one_sequence_on_a_tpu_and_a_refusal_on_a_cpu():
     assert large.shape["slots"] >= 1 and large.held > machine("v5e-1").limit
     with pytest.raises(RefusedRequest):
         sampled(limits=dataclasses.replace(LIMITS, cache_bytes=1)).needs(machine("cpu"))
+
+
+@pytest.mark.parametrize(("name", "tensor", "per_host"), [("v5e-16", 8, 4), ("v5p-64", 8, 4), ("h100x16", 16, 8)])
+def test_an_engine_over_several_hosts_is_refused_with_the_servers_that_can(name, tensor, per_host):
+    asked = sampled(public("qwen3-32b"), 8, LIMITS, ComputeSettings(mesh=Axes(-1, 1, tensor)))
+    with pytest.raises(ValueError, match=f"a host of {name} has {per_host}; servers of vLLM"):
+        asked.needs(machine(name))
+
+
+@pytest.mark.parametrize(("name", "per_host"), [("v5e-8", 8), ("v6e-4", 4), ("h100x4", 4), ("h100x8", 8), ("cpu", 1)])
+def test_a_machine_of_one_host_has_all_devices_there(name, per_host):
+    assert machine(name).per_host == per_host

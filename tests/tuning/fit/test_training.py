@@ -2,10 +2,6 @@
 
 import dataclasses
 import json
-import os
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
 
@@ -18,8 +14,7 @@ from tests.aot.bounds import BOUNDS
 from tests.aot.cases import CASES
 from tests.aot.shapes import public
 from tests.tuning.fit.steps import asked, elsewhere
-
-ROOT = Path(__file__).parents[3]
+from tests.tuning.programs import printed
 
 
 @pytest.mark.parametrize(
@@ -32,12 +27,8 @@ ROOT = Path(__file__).parents[3]
     ],
 )
 def test_sums_and_peak_are_those_of_the_program_that_runs(model, kind, devices):
-    flags = f"--xla_backend_optimization_level=0 --xla_force_host_platform_device_count={devices}"
-    environment = os.environ | {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": flags}
-    command = [sys.executable, "-m", "tests.tuning.fit.compiled_program", model, kind]
-    done = subprocess.run(command, capture_output=True, text=True, env=environment, cwd=ROOT)
-    assert done.returncode == 0, done.stderr
-    found = json.loads(done.stdout.splitlines()[-1])
+    flags = "--xla_backend_optimization_level=0"
+    found = printed("fit.compiled_program", model, kind, devices=devices, flags=flags)
     assert found["found"] == found["measured"]
 
 

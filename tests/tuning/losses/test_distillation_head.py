@@ -11,13 +11,6 @@ from rlhf.tuning.losses.distillation_head import token_divergences
 M, D, E, V = 21, 6, 10, 33
 
 
-@pytest.fixture
-def float64():
-    """Parity is of formulas: a float32 tolerance would hide a wrong one."""
-    with jax.enable_x64(True):
-        yield
-
-
 def normal(seed, *shape):
     return np.random.default_rng(seed).normal(size=shape)
 

@@ -1,6 +1,5 @@
 """Group statistics: whole groups, failed samples left out, zero-variance groups found."""
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -18,13 +17,6 @@ ESTIMATORS = {
     "rloo": adv.rloo_advantages,
     "passk": adv.passk_advantages,
 }
-
-
-@pytest.fixture
-def float64():
-    """Parity is of formulas: a float32 tolerance would hide a wrong one."""
-    with jax.enable_x64(True):
-        yield
 
 
 @pytest.mark.usefixtures("float64")

@@ -1,14 +1,11 @@
-"""Global normalisers, masked junk and the dual clip of the policy, KL and value losses."""
-
-from collections.abc import Iterator
-from itertools import product
+"""Global normalisers and masked junk of the policy, KL and value losses."""
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from rlhf.tuning.losses import importance, policy, value
+from rlhf.tuning.losses import importance, value
 from rlhf.tuning.losses.aggregate import Counts, aggregate, count
 from rlhf.tuning.losses.kl import kl_per_token
 from rlhf.tuning.losses.masks import sampled_mask
@@ -17,6 +14,7 @@ from rlhf.tuning.losses.rewards import kl_penalty, sequence_rewards, token_rewar
 from tests.tuning.losses.surrogates import LOSSES, MODES
 
 B, T = 5, 6
+PARTS = (slice(B), slice(2), slice(2, B))
 LENGTHS = np.array([1, 6, 3, 5, 2])
 MASK = (np.arange(T)[None] < LENGTHS[:, None]).astype(np.int32)
 RANDOM = np.random.default_rng(0)
@@ -27,42 +25,7 @@ DATA = {
 }
 
 
-@pytest.fixture(autouse=True)
-def float64() -> Iterator[None]:
-    with jax.enable_x64(True):
-        yield
-
-
-def compositions(n: int) -> list[list[int]]:
-    """Every way to cut n rows into consecutive parts."""
-    cuts = []
-    for chosen in product([False, True], repeat=n - 1):
-        edges = [0, *(i + 1 for i, cut in enumerate(chosen) if cut), n]
-        cuts.append([b - a for a, b in zip(edges, edges[1:], strict=False)])
-    return cuts
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("mode", MODES)
-def test_every_split_gives_the_full_batch(mode: str) -> None:
-    loss_fn = LOSSES["clip"]
-    counts = count(MASK)
-
-    @jax.jit
-    def part(logps: jax.Array, old: jax.Array, adv: jax.Array, mask: jax.Array) -> tuple[jax.Array, jax.Array]:
-        def total(logps: jax.Array) -> jax.Array:
-            losses, _ = loss_fn(logps, old, adv, mask)
-            return aggregate(losses, mask, mode, **counts._asdict(), constant=24.0 if mode == "constant" else None)
-
-        return jax.value_and_grad(total)(logps)
-
-    arrays = [jnp.asarray(x) for x in (DATA["logps"], DATA["old"], DATA["adv"], MASK)]
-    whole, whole_grad = part(*arrays)
-    for sizes in compositions(B):
-        edges = np.cumsum(sizes)[:-1]
-        pieces = [part(*rows) for rows in zip(*(np.split(np.asarray(x), edges) for x in arrays), strict=True)]
-        np.testing.assert_allclose(sum(loss for loss, _ in pieces), whole, rtol=1e-6)
-        np.testing.assert_allclose(np.concatenate([g for _, g in pieces]), whole_grad, rtol=1e-6, atol=1e-12)
+pytestmark = pytest.mark.usefixtures("float64")
 
 
 def test_counts_and_metric_sums_add_up_over_parts() -> None:
@@ -71,11 +34,19 @@ def test_counts_and_metric_sums_add_up_over_parts() -> None:
     # A row that is marked counts although its tokens have gone; padding does not.
     assert count(np.zeros((3, T)), np.array([True, True, False])) == (0, 2)
 
-    _, sums = LOSSES["clip"](DATA["logps"], DATA["old"], DATA["adv"], jnp.asarray(MASK))
-    halves = [[jnp.asarray(x[rows]) for x in (*DATA.values(), MASK)] for rows in (slice(2), slice(2, B))]
-    cut = [LOSSES["clip"](*half)[1] for half in halves]
+    whole, *halves = ([jnp.asarray(x[rows]) for x in (*DATA.values(), MASK)] for rows in PARTS)
+    sums, *cut = (LOSSES["clip"](*part)[1] for part in (whole, *halves))
     for name, total in sums.items():
         np.testing.assert_allclose(total, cut[0][name] + cut[1][name], rtol=1e-12)
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_losses_of_parts_add_up_to_that_of_the_batch(mode: str) -> None:
+    constant = 24.0 if mode == "constant" else None
+    whole, one, other = (
+        aggregate(DATA["logps"][rows], MASK[rows], mode, **count(MASK)._asdict(), constant=constant) for rows in PARTS
+    )
+    np.testing.assert_allclose(one + other, whole, rtol=1e-12)
 
 
 @pytest.mark.slow
@@ -139,17 +110,6 @@ def test_tokens_of_infinite_sampler_logprob_leave_both_sides() -> None:
     assert count(mask).n_tokens == LENGTHS.sum() - 2
     weights = importance.importance_weights(DATA["logps"], rollout, mask)
     assert np.isfinite(weights).all() and weights[1, 2] == 0 == weights[3, 0]
-
-
-def test_dual_clip_acts_only_on_negative_advantages() -> None:
-    ratio = 10.0
-    for advantage, expected in ((-1.0, 3.0), (1.0, -1.28)):
-        losses, sums = policy.clipped_surrogate(
-            policy.Terms(jnp.log(jnp.full((1, 1), ratio)), jnp.zeros((1, 1)), jnp.array([advantage]), jnp.ones((1, 1))),
-            clip_low=0.2, clip_high=0.28, dual_clip=3.0,
-        )  # fmt: skip
-        np.testing.assert_allclose(losses[0, 0], expected)
-        assert sums["dual_clip"] == (advantage < 0)
 
 
 def test_extreme_log_ratios_stay_finite() -> None:

@@ -1,6 +1,4 @@
-"""Advantages over holes: against plain loops at gamma and lambda below 1, and equal to those without the holes."""
-
-from collections.abc import Iterator
+"""GAE over holes is that of a plain loop, and losses are those without the holes (turns: the oracle)."""
 
 import jax
 import numpy as np
@@ -9,34 +7,18 @@ import pytest
 from rlhf.tuning.losses.aggregate import aggregate, count
 from rlhf.tuning.losses.importance import gated_weights, importance_weights
 from rlhf.tuning.losses.kl import kl_per_token
-from rlhf.tuning.losses.returns import bi_level_gae, gae, whiten
+from rlhf.tuning.losses.returns import gae, whiten
 from tests.tuning.losses.surrogates import LOSSES, MODES
 
 RANDOM = np.random.default_rng(4)
-# Sampled tokens by their turn, observations between them, padding behind.
-TURNS = np.array(
-    [
-        [0, 0, -1, -1, 1, 2, -1, 3, 3, 3],
-        [-1, 0, 1, 1, -1, -1, -1, -1, -1, -1],
-        [0, 0, 0, 0, 0, -1, -1, -1, -1, -1],
-        [-1] * 10,
-    ]
-)
-MASK = TURNS >= 0
+# Sampled tokens, observations between them, padding behind.
+MASK = np.array([[c == "x" for c in row] for row in ("xx..xx.xxx", ".xxx......", "xxxxx.....", "..........")])
 B, T = MASK.shape
 REWARDS, VALUES = RANDOM.normal(size=(B, T)), RANDOM.normal(size=(B, T))
 AFTER = np.array([0.0, 0.7, 0.0, 0.3])
-ENDS = np.zeros((B, T), bool)
-ENDS[[0, 0, 0, 0, 1, 1, 2], [1, 4, 5, 9, 1, 3, 4]] = True
-# The reward of a turn in the middle is 0: it is a turn all the same.
-REWARDS[0, 5] = 0.0
-NUMBERS = {"gamma": 0.9, "lam": 0.8, "high_gamma": 0.7, "high_lam": 0.6}
 
 
-@pytest.fixture(autouse=True)
-def float64() -> Iterator[None]:
-    with jax.enable_x64(True):
-        yield
+pytestmark = pytest.mark.usefixtures("float64")
 
 
 def compact(x_BT: np.ndarray) -> np.ndarray:
@@ -45,36 +27,6 @@ def compact(x_BT: np.ndarray) -> np.ndarray:
     for b, mask_T in enumerate(MASK):
         out[b, : mask_T.sum()] = x_BT[b, mask_T]
     return out
-
-
-def loop(gamma: float, lam: float, high_gamma: float, high_lam: float) -> tuple[np.ndarray, np.ndarray]:
-    """Turns backwards, then the tokens of each turn backwards."""
-    advantages, returns = np.zeros((B, T)), np.zeros((B, T))
-    for b in range(B):
-        tokens = [[t for t in range(T) if TURNS[b, t] == k] for k in range(TURNS[b].max() + 1)]
-        of_turn, following = 0.0, AFTER[b]
-        for own in reversed(tokens):
-            end = own[-1]
-            of_turn = REWARDS[b, end] + high_gamma * following - VALUES[b, end] + high_gamma * high_lam * of_turn
-            following = VALUES[b, end]
-            a = 0.0
-            for i in reversed(range(len(own))):
-                t = own[i]
-                reward = of_turn + VALUES[b, t] if t == end else REWARDS[b, t]
-                later = 0.0 if t == end else VALUES[b, own[i + 1]]
-                a = reward + gamma * later - VALUES[b, t] + gamma * lam * a
-                advantages[b, t], returns[b, t] = a, a + VALUES[b, t]
-    return advantages, returns
-
-
-def test_turns_then_tokens_are_those_of_a_plain_loop() -> None:
-    junk = [np.where(MASK, x, np.nan) for x in (REWARDS, VALUES)]
-    found = bi_level_gae(*junk, MASK, ENDS, **NUMBERS, bootstrap_B=AFTER)
-    for got, want in zip(found, loop(**NUMBERS), strict=True):
-        np.testing.assert_allclose(got, want, rtol=1e-12, atol=1e-12)
-    # Without the boundary of the turn that earned nothing its tokens would count among the next one's.
-    merged = bi_level_gae(REWARDS, VALUES, MASK, ENDS & (REWARDS != 0), **NUMBERS, bootstrap_B=AFTER)[0]
-    assert np.abs(merged - found[0])[0, :6].max() > 0.01
 
 
 def test_gae_over_holes_is_that_of_a_plain_loop() -> None:

@@ -1,22 +1,14 @@
 """A vocabulary that is cut over devices: heads, distillation and lookups are those of one device; no table moves."""
 
-import json
-import subprocess
-import sys
-
 import pytest
 
-from tests.support import QUICK, with_devices
-
-PROGRAM = "tests.tuning.losses.vocabulary_program"
+from tests.support import QUICK
+from tests.tuning.programs import printed
 
 
 @pytest.fixture(scope="module")
 def found():
-    environment = with_devices(8, QUICK)
-    done = subprocess.run([sys.executable, "-m", PROGRAM], env=environment, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr[-3000:]
-    return json.loads(done.stdout.splitlines()[-1])
+    return printed("losses.vocabulary_program", flags=QUICK)
 
 
 @pytest.mark.slow

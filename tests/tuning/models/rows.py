@@ -3,6 +3,8 @@
 import jax.numpy as jnp
 import numpy as np
 
+from rlhf.tuning.models.blocked import Segments
+
 LENGTH = 384
 
 
@@ -18,6 +20,21 @@ def packed(length: int = LENGTH):
             column += size
     group[1], position[1] = 1, np.arange(length)
     return jnp.asarray(group), jnp.asarray(branch), jnp.asarray(position)
+
+
+def segments_of(rows, length):
+    """Columns of rows: two groups of a prompt and two branches, then padding; one group; branches of one token each."""
+    group, branch = np.ones((rows, length)), np.zeros((rows, length))
+    position = np.tile(np.arange(length), (rows, 1))
+    third = length // 3
+    if third > 4:
+        group[0] = np.repeat([1, 2, 0], [third, third, length - 2 * third])
+        branch[0, third // 2 : 3 * third // 4], branch[0, 3 * third // 4 : third] = 1, 2
+        branch[0, third + third // 3 : 2 * third] = 1
+        position[0] = np.concatenate([np.arange(third), np.arange(third), np.zeros(length - 2 * third)])
+        branch[1:, third:] = np.arange(length - third) + 1
+        position[1:, third:] = third
+    return Segments(*(jnp.asarray(x, jnp.int32) for x in (group, branch, position)))
 
 
 def alone():

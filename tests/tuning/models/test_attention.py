@@ -1,10 +1,7 @@
 """Implementations of attention agree, forward and backward; long rows never hold all their logits."""
 
 import dataclasses
-import json
 import re
-import subprocess
-import sys
 
 import jax
 import jax.numpy as jnp
@@ -20,28 +17,34 @@ from rlhf.tuning.models.config import tiny
 from rlhf.tuning.models.decoder import UNLIMITED, AttentionSpec, abstract_decoder
 from rlhf.tuning.models.splash import block
 from tests.aot.shapes import abstract_mesh
-from tests.support import with_devices
 from tests.tuning.models.rows import LENGTH, alone, packed
+from tests.tuning.programs import printed
 
 
-def qkv(length: int = LENGTH, head_dim: int = 16):
+def qkv():
     keys = jax.random.split(jax.random.key(0), 3)
-    shapes = [(2, length, n, head_dim) for n in (4, 2, 2)]
+    shapes = [(2, LENGTH, n, 16) for n in (4, 2, 2)]
     return [jax.random.normal(k, s) for k, s in zip(keys, shapes, strict=True)]
 
 
-def value_and_grads(implementation, spec, length=LENGTH, rows=None):
-    group, branch, _ = rows or packed(length)
+def value_and_grads(implementation, spec, rows):
+    group, branch, _ = rows
     attention = att.packed_attention(group, branch, implementation)
-    weight = jax.random.normal(jax.random.key(1), (2, length, 4, 16))
+    weight = jax.random.normal(jax.random.key(1), (2, LENGTH, 4, 16))
     real = (group > 0)[..., None, None]
 
     def loss(arrays):
         out = attention(*arrays, spec, None)[0]
         return jnp.sum(jnp.where(real, out * weight, 0)), jnp.where(real, out, 0)
 
-    (_, out), grads = jax.jit(jax.value_and_grad(loss, has_aux=True))(qkv(length))
-    return out, grads
+    (_, out), grads = jax.jit(jax.value_and_grad(loss, has_aux=True))(qkv())
+    return out, *grads
+
+
+def assert_plain(implementation, spec, rows):
+    """The values and gradients of the plain form."""
+    for ours, theirs in zip(*(value_and_grads(one, spec, rows) for one in (implementation, "plain")), strict=True):
+        np.testing.assert_allclose(ours, theirs, atol=1e-5)
 
 
 @pytest.mark.parametrize(
@@ -60,29 +63,19 @@ def value_and_grads(implementation, spec, length=LENGTH, rows=None):
 def test_splash_by_segments_agrees_with_the_plain_form(softcap, window, by_layer):
     window = jnp.asarray(window) if by_layer else window
     spec = AttentionSpec(0.3, softcap, window, alone()[2], by_layer)
-    out, grads = value_and_grads("splash", spec, rows=alone())
-    expected, expected_grads = value_and_grads("plain", spec, rows=alone())
-    np.testing.assert_allclose(out, expected, atol=1e-5)
-    for ours, theirs in zip(grads, expected_grads, strict=True):
-        np.testing.assert_allclose(ours, theirs, atol=1e-5)
+    assert_plain("splash", spec, alone())
 
 
 @pytest.mark.parametrize("implementation", ["blocked", "splash"])
 @pytest.mark.parametrize(("softcap", "window"), [(3.0, 20), pytest.param(None, None, marks=pytest.mark.slow)])
 def test_implementations_agree(implementation, softcap, window):
     spec = AttentionSpec(0.3, softcap, window, packed()[2])
-    out, grads = value_and_grads(implementation, spec)
-    expected, expected_grads = value_and_grads("plain", spec)
-    np.testing.assert_allclose(out, expected, atol=1e-5)
-    for ours, theirs in zip(grads, expected_grads, strict=True):
-        np.testing.assert_allclose(ours, theirs, atol=1e-5)
+    assert_plain(implementation, spec, packed())
 
 
 @pytest.mark.slow
 def test_every_implementation_is_the_same_on_a_mesh():
-    environment = with_devices(8)
-    command = [sys.executable, "-m", "tests.tuning.models.mesh_program"]
-    gaps = json.loads(subprocess.run(command, env=environment, capture_output=True, check=True).stdout)
+    gaps = printed("models.mesh_program")
     assert len(gaps) == 24
     assert {name: gap for name, gap in gaps.items() if gap > 1e-4} == {}
 
@@ -163,12 +156,18 @@ def lowered_for_tpu(mesh, length, config):
         return traced.lower(lowering_platforms=("tpu",)).as_text()
 
 
-@pytest.mark.parametrize("axes", [Axes(1, 8, 1), Axes(2, 2, 2), Axes(1, 2, 1, context=4)])
-def test_a_training_pass_lowers_for_a_tpu_of_eight_chips(axes):
+@pytest.mark.parametrize(
+    ("axes", "windows", "kernels"),
+    [
+        *((axes, {}, 3) for axes in (Axes(1, 8, 1), Axes(2, 2, 2), Axes(1, 2, 1, context=4))),
+        # Windows by layer are two kernels.
+        (Axes(1, 8, 1), {"sliding_window": 512, "sliding_layers": (True, False)}, 6),
+    ],
+)
+def test_a_training_pass_lowers_for_a_tpu_of_eight_chips(axes, windows, kernels):
     """Kernels cannot be cut by the partitioner, so each device runs its own over its rows, heads and columns."""
-    config = dataclasses.replace(tiny(97), head_dim=128)
-    text = lowered_for_tpu(abstract_mesh(axes, 8), 2048, config)
-    assert text.count("tpu_custom_call") >= 3
+    text = lowered_for_tpu(abstract_mesh(axes, 8), 2048, dataclasses.replace(tiny(97), head_dim=128, **windows))
+    assert text.count("tpu_custom_call") >= kernels
     assert not re.search(r"2048x2048xi1", text)
 
 
@@ -177,13 +176,6 @@ def test_a_kernel_that_is_not_cut_by_hand_does_not_lower(monkeypatch):
     config = dataclasses.replace(tiny(97), head_dim=128)
     with pytest.raises(NotImplementedError, match="cannot be automatically partitioned"):
         lowered_for_tpu(abstract_mesh(Axes(1, 8, 1), 8), 2048, config)
-
-
-def test_windows_by_layer_are_two_kernels_on_a_tpu():
-    config = dataclasses.replace(tiny(97), head_dim=128, sliding_window=512, sliding_layers=(True, False))
-    text = lowered_for_tpu(abstract_mesh(Axes(1, 8, 1), 8), 2048, config)
-    assert text.count("tpu_custom_call") >= 6
-    assert not re.search(r"2048x2048xi1", text)
 
 
 def test_a_model_without_windows_and_caps_does_not_compute_any():

@@ -1,5 +1,6 @@
 """Attention in blocks, and of whole rows, equals its formula, value and gradient, for every kind of mask."""
 
+import functools
 import math
 import re
 
@@ -10,35 +11,32 @@ import pytest
 
 from rlhf.tuning.models.blocked import BLOCK, SHORT, Segments, blocked_attention, plain_attention, visible
 from tests.tuning.models.formulas import attention_formula
+from tests.tuning.models.rows import segments_of
 
 
-def inputs(length, seed=0):
-    rng = np.random.default_rng(seed)
+def inputs(length):
+    rng = np.random.default_rng(0)
     q, k, v = (jnp.asarray(rng.normal(size=(2, length, n, 8)), jnp.float32) for n in (6, 2, 2))
-    # Row 0: two groups of a prompt and two branches, then padding. Row 1: one long group.
-    third = length // 3
-    group = np.stack([np.repeat([1, 2, 0], [third, third, length - 2 * third]), np.ones(length)])
-    branch = np.zeros((2, length))
-    branch[0, third // 2 : 3 * third // 4], branch[0, 3 * third // 4 : third] = 1, 2
-    branch[0, third + third // 3 : 2 * third] = 1
-    branch[1, length // 2 :] = 1
-    positions = np.stack(
-        [np.concatenate([np.arange(third), np.arange(third), np.zeros(length - 2 * third)]), np.arange(length)]
-    )
-    return q, k, v, Segments(*(jnp.asarray(x, jnp.int32) for x in (group, branch, positions)))
+    return q, k, v, segments_of(2, length)
 
 
-@pytest.mark.parametrize("length", [40, 300, pytest.param(1200, marks=pytest.mark.slow)])
+def attend(form, q, k, v, segments, window, scale, softcap):
+    if form == "blocks":
+        return blocked_attention(q, k, v, segments, window, scale, softcap)
+    return plain_attention(q, k, v, visible(segments, window, 0, q.shape[1], q.shape[1]), scale, softcap)
+
+
 @pytest.mark.parametrize(
-    "window, softcap",
-    [
-        (17, 2.0),
-        pytest.param(None, None, marks=pytest.mark.slow),
-        pytest.param(17, None, marks=pytest.mark.slow),
-        pytest.param(None, 2.0, marks=pytest.mark.slow),
+    ("form", "length", "window", "softcap"),
+    [("blocks", 40, 17, 2.0), ("blocks", 300, 17, 2.0), ("whole rows", 40, 17, 2.0), ("whole rows", 40, None, None)]
+    + [
+        pytest.param("blocks", length, window, softcap, marks=pytest.mark.slow)
+        for length in (40, 300, 1200)
+        for window, softcap in ((17, 2.0), (None, None), (17, None), (None, 2.0))
+        if (window, softcap) != (17, 2.0) or length == 1200
     ],
 )
-def test_blocks_equal_the_formula(length, window, softcap):
+def test_each_form_equals_the_formula(form, length, window, softcap):
     q, k, v, segments = inputs(length)
     g = jnp.asarray(np.random.default_rng(1).normal(size=q.shape), jnp.float32)
 
@@ -46,26 +44,9 @@ def test_blocks_equal_the_formula(length, window, softcap):
         out, back = jax.vjp(lambda q, k, v: function(q, k, v, segments, window, 0.3, softcap), q, k, v)
         return out, *back(g)
 
-    found, expected = (jax.jit(lambda f=f: of(f))() for f in (blocked_attention, attention_formula))
+    found, expected = (jax.jit(lambda f=f: of(f))() for f in (functools.partial(attend, form), attention_formula))
     for ours, theirs in zip(found, expected, strict=True):
         np.testing.assert_allclose(ours, theirs, atol=2e-5)
-
-
-@pytest.mark.parametrize("window, softcap", [(17, 2.0), (None, None)])
-def test_whole_rows_equal_the_formula(window, softcap):
-    q, k, v, segments = inputs(40)
-    g = jnp.asarray(np.random.default_rng(1).normal(size=q.shape), jnp.float32)
-
-    def whole(q, k, v):
-        return plain_attention(q, k, v, visible(segments, window, 0, 40, 40), 0.3, softcap)
-
-    def of(function):
-        out, back = jax.vjp(function, q, k, v)
-        return out, *back(g)
-
-    theirs = jax.jit(lambda: of(lambda q, k, v: attention_formula(q, k, v, segments, window, 0.3, softcap)))()
-    for ours, expected in zip(jax.jit(lambda: of(whole))(), theirs, strict=True):
-        np.testing.assert_allclose(ours, expected, atol=2e-5)
 
 
 def test_a_window_may_be_traced():
@@ -123,9 +104,7 @@ def test_in_bfloat16_what_keys_have_in_common_does_not_disturb_the_gradient_of_q
     segments = Segments(ones, 0 * ones, jnp.arange(length)[None] * ones)
 
     def ours(q):
-        if form == "blocks":
-            return blocked_attention(q, k, v, segments, None, 0.125, softcap)
-        return plain_attention(q, k, v, visible(segments, None, 0, length, length), 0.125, softcap)
+        return attend(form, q, k, v, segments, None, 0.125, softcap)
 
     found = np.asarray(jax.vjp(ours, q)[1](g)[0], np.float64)
     with jax.enable_x64():

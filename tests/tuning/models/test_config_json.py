@@ -7,14 +7,9 @@ from rlhf.tuning.models.config_json import from_hugging_face, to_hugging_face
 from rlhf.tuning.models.rope import RopeScaling
 
 SIZES = {
-    "vocab_size": 61,
-    "hidden_size": 48,
-    "intermediate_size": 40,
-    "num_hidden_layers": 7,
-    "num_attention_heads": 6,
-    "num_key_value_heads": 2,
-    "max_position_embeddings": 64,
-}
+    "vocab_size": 61, "hidden_size": 48, "intermediate_size": 40, "num_hidden_layers": 7, "num_attention_heads": 6,
+    "num_key_value_heads": 2, "max_position_embeddings": 64,
+}  # fmt: skip
 CLASSES = {
     "llama": "Llama", "smollm3": "SmolLM3", "mistral": "Mistral", "qwen2": "Qwen2", "qwen3": "Qwen3",
     "gemma2": "Gemma2", "gemma3_text": "Gemma3Text",
@@ -77,6 +72,7 @@ def test_llama3_falls_back_to_the_models_context():
     [
         ("mamba", {}, "here/config.json: model_type is 'mamba', supported is llama, smollm3, mistral"),
         ("llama", {"hidden_act": "gelu"}, "here/config.json: hidden_act is 'gelu'"),
+        ("llama", {"pretraining_tp": 2}, "pretraining_tp is 2"),
         ("gemma2", {"hidden_activation": "gelu"}, "hidden_activation is 'gelu'"),
         ("llama", {"attention_dropout": 0.1}, "attention_dropout is 0.1"),
         ("llama", {"quantization_config": {"bits": 4}}, "quantization_config is"),

@@ -17,37 +17,18 @@ from rlhf.tuning.models.blocked import Segments
 from rlhf.tuning.models.decoder import AttentionSpec
 from tests.tuning.compilers import compiler_for
 from tests.tuning.models.formulas import attention_formula
+from tests.tuning.models.rows import segments_of
 
 pytestmark = pytest.mark.skipif(
     not kernels.has_compiler() or "avx512f" not in kernels._processor(), reason="no C compiler, or no AVX-512"
 )
 
 SIZES = {
-    "two heads": (2, 40, 2, 2, 16),
-    "the model's": (2, 130, 9, 3, 64),
-    "one block": (1, 64, 3, 3, 64),
-    "a token more": (1, 65, 3, 1, 64),
-    "one token": (2, 1, 2, 1, 16),
-    "wide heads": (1, 200, 8, 1, 128),
-    "many that share": (1, 150, 40, 2, 80),
-    "long": (1, 700, 3, 1, 32),
-}
+    "two heads": (2, 40, 2, 2, 16), "the model's": (2, 130, 9, 3, 64), "one block": (1, 64, 3, 3, 64),
+    "a token more": (1, 65, 3, 1, 64), "one token": (2, 1, 2, 1, 16), "wide heads": (1, 200, 8, 1, 128),
+    "many that share": (1, 150, 40, 2, 80), "long": (1, 700, 3, 1, 32),
+}  # fmt: skip
 """Rows, tokens, query heads, key-value heads, their size."""
-
-
-def packed(rows, length):
-    """Columns of rows: two groups of a prompt and two branches, then padding; one group; branches of one token each."""
-    group, branch = np.ones((rows, length)), np.zeros((rows, length))
-    position = np.tile(np.arange(length), (rows, 1))
-    third = length // 3
-    if third > 4:
-        group[0] = np.repeat([1, 2, 0], [third, third, length - 2 * third])
-        branch[0, third // 2 : 3 * third // 4], branch[0, 3 * third // 4 : third] = 1, 2
-        branch[0, third + third // 3 : 2 * third] = 1
-        position[0] = np.concatenate([np.arange(third), np.arange(third), np.zeros(length - 2 * third)])
-        branch[1:, third:] = np.arange(length - third) + 1
-        position[1:, third:] = third
-    return Segments(*(jnp.asarray(x, jnp.int32) for x in (group, branch, position)))
 
 
 def arrays(rows, length, heads, shared, size, kind=jnp.float32):
@@ -65,7 +46,7 @@ def value_and_gradients(attention, q, k, v, g):
 @pytest.mark.parametrize("size", SIZES)
 def test_values_and_gradients_are_those_of_the_formula(size, window):
     inputs = arrays(*SIZES[size])
-    segments = packed(*inputs[0].shape[:2])
+    segments = segments_of(*inputs[0].shape[:2])
 
     def ours(q, k, v):
         return fused.fused_attention(q, k, v, segments, window, 0.3)
@@ -84,7 +65,7 @@ def test_values_and_gradients_are_those_of_the_formula(size, window):
 
 def test_a_window_may_be_traced():
     q, k, v, _ = arrays(2, 40, 4, 2, 16)
-    segments = packed(2, 40)
+    segments = segments_of(2, 40)
     run = jax.jit(lambda window: fused.fused_attention(q, k, v, segments, window, 0.3))
     for window in (1, 9, 2**31 - 1):
         np.testing.assert_allclose(run(window), attention_formula(q, k, v, segments, window, 0.3, None), atol=1e-5)
@@ -93,7 +74,7 @@ def test_a_window_may_be_traced():
 @pytest.mark.parametrize("kind", [int, np.int64, "an array"])
 def test_a_window_of_more_than_a_column_may_be_is_none(kind):
     q, k, v, _ = arrays(2, 40, 4, 2, 16)
-    segments = packed(2, 40)
+    segments = segments_of(2, 40)
     expected = fused.fused_attention(q, k, v, segments, None, 0.3)
     with jax.enable_x64():
         for window in (2**31, 2**40):
@@ -103,7 +84,7 @@ def test_a_window_of_more_than_a_column_may_be_is_none(kind):
 
 def test_large_logits_and_keys_that_nobody_sees_do_not_overflow():
     q, k, v, g = arrays(1, 70, 2, 1, 16)
-    segments = packed(1, 70)._replace(group_BL=jnp.ones((1, 70), jnp.int32))
+    segments = segments_of(1, 70)._replace(group_BL=jnp.ones((1, 70), jnp.int32))
     # The last key is seen by one query alone; its logits with the others would be infinite weights.
     q, k = 6 * q, (2 * k).at[0, -1].set(1e4)
 
@@ -116,7 +97,9 @@ def test_large_logits_and_keys_that_nobody_sees_do_not_overflow():
 
 def test_what_is_not_a_number_stays_so():
     q, k, v, _ = arrays(1, 40, 2, 1, 16)
-    segments = packed(1, 40)._replace(group_BL=jnp.ones((1, 40), jnp.int32), branch_BL=jnp.zeros((1, 40), jnp.int32))
+    segments = segments_of(1, 40)._replace(
+        group_BL=jnp.ones((1, 40), jnp.int32), branch_BL=jnp.zeros((1, 40), jnp.int32)
+    )
     out = fused.fused_attention(q, k.at[0, 20, 0, 3].set(jnp.nan), v, segments, None, 0.3)
     # Queries before it do not see it.
     assert np.isfinite(out[0, :20]).all() and np.isnan(out[0, 20:]).all()
@@ -124,7 +107,7 @@ def test_what_is_not_a_number_stays_so():
 
 def test_keys_behind_a_row_are_zeros_whatever_was_in_memory():
     q, k, v, g = arrays(1, 40, 9, 1, 64)
-    segments = packed(1, 40)
+    segments = segments_of(1, 40)
 
     @jax.jit
     def run(q, k, v, g):
@@ -156,7 +139,7 @@ def test_blocks_that_do_not_meet_are_left_out_and_others_are_not(window):
 def test_rows_have_the_same_bits_whatever_lies_beside_them():
     # A single head has its gradients of queries and of keys made apart, so that all cores have work.
     q, k, v, g = arrays(5, 150, 3, 1, 32)
-    segments = packed(5, 150)
+    segments = segments_of(5, 150)
 
     @jax.jit
     def run(q, k, v, g, segments):
@@ -181,7 +164,7 @@ def test_as_many_threads_as_a_machine_may_have_compute_the_same():
 
 def test_overflowing_logits_are_no_numbers():
     q, k, v, g = arrays(1, 40, 2, 1, 16)
-    segments = packed(1, 40)
+    segments = segments_of(1, 40)
     # The first token of a group sees only itself, by a logit of minus infinity.
     q, k = q.at[0, 0].set(1e20), k.at[0, 0].set(-1e20)
     out, dq, *_ = value_and_gradients(lambda *x: fused.fused_attention(*x, segments, None, 0.3), q, k, v, g)
@@ -212,7 +195,7 @@ def test_logits_far_below_zero_have_their_weights():
 
 def test_columns_of_all_rows_may_be_given_once():
     q, k, v, _ = arrays(2, 70, 6, 2, 16)
-    segments = packed(1, 70)
+    segments = segments_of(1, 70)
     twice = Segments(*(jnp.tile(x, (2, 1)) for x in segments[:3]))
     once = fused.fused_attention(q, k, v, segments, 9, 0.3)
     assert np.array_equal(once, fused.fused_attention(q, k, v, twice, 9, 0.3))
@@ -238,7 +221,7 @@ def test_it_is_taken_where_it_suits():
 @pytest.mark.parametrize("lacks", ["a compiler", "long vectors"])
 def test_where_there_is_no_kernel_xla_computes_the_same(lacks, monkeypatch, tmp_path):
     q, k, v, _ = arrays(1, 40, 2, 1, 16)
-    segments = packed(1, 40)
+    segments = segments_of(1, 40)
     spec = AttentionSpec(scale=0.3, softcap=None, window=None, positions_BL=segments.positions_BL)
 
     def run():

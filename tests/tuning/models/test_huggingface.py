@@ -15,8 +15,8 @@ from rlhf.tuning.models import huggingface as hf
 from rlhf.tuning.models import tensors
 from rlhf.tuning.models.attention import packed_attention
 from rlhf.tuning.models.config import DecoderConfig, UnsupportedModel
-from rlhf.tuning.models.config_json import from_hugging_face, to_hugging_face
-from rlhf.tuning.models.decoder import decoder_graph, scalar_graph
+from rlhf.tuning.models.config_json import to_hugging_face
+from rlhf.tuning.models.decoder import decoder_graph
 from rlhf.tuning.models.identity import fingerprint
 from rlhf.tuning.models.sharding import shardings
 from tests.tuning.models.named import params_from_tensors, tensors_from_params
@@ -26,31 +26,16 @@ torch = pytest.importorskip("torch", reason="parity needs torch")
 
 def config(tied: bool) -> DecoderConfig:
     return DecoderConfig(
-        vocab_size=101,
-        hidden_size=48,
-        intermediate_size=80,
-        num_layers=3,
-        num_heads=6,
-        num_kv_heads=2,
-        head_dim=16,
-        rope_theta=5000.0,
-        norm_eps=1e-4,
-        tie_embeddings=tied,
-        max_positions=128,
-    )
+        vocab_size=101, hidden_size=48, intermediate_size=80, num_layers=3, num_heads=6, num_kv_heads=2, head_dim=16,
+        rope_theta=5000.0, norm_eps=1e-4, tie_embeddings=tied, max_positions=128,
+    )  # fmt: skip
 
 
-def transformers_model(tied: bool):
-    from transformers import LlamaConfig, LlamaForCausalLM
-
-    torch.manual_seed(0)
-    torch.set_num_threads(1)
-    values = to_hugging_face(config(tied))
-    model = LlamaForCausalLM(LlamaConfig(**values | {"initializer_range": 0.3})).eval()
-    for name, p in model.named_parameters():
-        if "norm" in name:
-            torch.nn.init.uniform_(p, 0.5, 1.5)
-    return model
+def saved(folder, tied=True, **options):
+    """The parameters of a model that is written to the folder."""
+    params = hf.random_params(config(tied), 1)
+    hf.save_decoder(folder, config(tied), params, {}, **options)
+    return params
 
 
 TOKENS = np.random.default_rng(0).integers(0, 101, (2, 17))
@@ -64,48 +49,6 @@ def forward(graph, params, tokens):
     return hidden @ decoder.head_weight().T
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("tied", [True, False])
-def test_logits_and_gradients_equal_transformers(tied, tmp_path):
-    model = transformers_model(tied)
-    model.save_pretrained(tmp_path)
-    cfg, params = hf.load_decoder(tmp_path)
-    assert cfg == config(tied)
-    ids = torch.tensor(TOKENS)
-    out = model(ids, labels=ids)
-    out.loss.backward()
-    graph = decoder_graph(cfg)
-
-    def loss(p):
-        logits = forward(graph, p, jnp.asarray(TOKENS))
-        logps = jax.nn.log_softmax(logits[:, :-1])
-        picked = jnp.take_along_axis(logps, jnp.asarray(TOKENS)[:, 1:, None], -1)
-        return -picked.mean(), logits
-
-    (value, logits), grads = jax.jit(jax.value_and_grad(loss, has_aux=True))(params)
-    np.testing.assert_allclose(logits, out.logits.detach().numpy(), atol=1e-4)
-    np.testing.assert_allclose(value, out.loss.item(), rtol=1e-5)
-    theirs = {n: p.grad.numpy() for n, p in model.named_parameters()}
-    ours = tensors_from_params(nnx.to_pure_dict(grads))
-    assert ours.keys() == theirs.keys()
-    for name in theirs:
-        np.testing.assert_allclose(ours[name], theirs[name], atol=1e-4, err_msg=name)
-
-
-@pytest.mark.parametrize("tied", [True, False])
-def test_a_saved_folder_loads_back_equal_here_and_in_transformers(tied, tmp_path):
-    from transformers import AutoModelForCausalLM
-
-    params = hf.random_params(config(tied), 1)
-    hf.save_decoder(tmp_path, config(tied), params, {"eos_token_id": 2})
-    cfg, again = hf.load_decoder(tmp_path)
-    assert fingerprint(again) == fingerprint(params)
-    model = AutoModelForCausalLM.from_pretrained(tmp_path, dtype="float32")
-    with torch.no_grad():
-        theirs = model(torch.tensor(TOKENS)).logits.numpy()
-    np.testing.assert_allclose(forward(decoder_graph(cfg), params, jnp.asarray(TOKENS)), theirs, atol=1e-4)
-
-
 @pytest.mark.parametrize("tied", [True, False])
 def test_a_folder_with_a_head_of_its_own_computes_the_same(tied, tmp_path):
     params = hf.random_params(config(tied), 1)
@@ -116,27 +59,6 @@ def test_a_folder_with_a_head_of_its_own_computes_the_same(tied, tmp_path):
     np.testing.assert_array_equal(found, forward(decoder_graph(config(tied)), params, jnp.asarray(TOKENS)))
 
 
-def test_a_reward_model_folder_is_a_sequence_classifier(tmp_path):
-    from transformers import AutoModelForSequenceClassification
-
-    decoder = hf.random_params(config(True), 2)
-    score = jax.random.normal(jax.random.key(0), (48,))
-    params = hf.scalar_head_params(config(True), decoder, score)
-    hf.save_decoder(tmp_path, config(True), params, {"pad_token_id": 100})
-    cfg, again = hf.load_scalar_head(tmp_path)
-    assert fingerprint(again) == fingerprint(params)
-    model = AutoModelForSequenceClassification.from_pretrained(tmp_path, dtype="float32")
-    ids = TOKENS.copy()
-    ids[ids == 100] = 5
-    with torch.no_grad():
-        theirs = model(torch.tensor(ids)).logits[:, 0].numpy()
-    head = nnx.merge(scalar_graph(cfg), params)
-    ones = jnp.ones_like(jnp.asarray(ids))
-    positions = jnp.broadcast_to(jnp.arange(ids.shape[1]), ids.shape)
-    hidden, _ = head.decoder(jnp.asarray(ids), positions, packed_attention(ones, 0 * ones))
-    np.testing.assert_allclose(head.scores(hidden[:, -1]), theirs, atol=1e-4)
-
-
 def test_the_fingerprint_sees_one_changed_weight():
     params = hf.random_params(config(True), 1)
     changed = jax.tree.map(lambda x: x, params)
@@ -144,20 +66,6 @@ def test_the_fingerprint_sees_one_changed_weight():
     pure["norm"] = pure["norm"].at[0].add(1e-7)
     nnx.replace_by_pure_dict(changed, pure)
     assert fingerprint(changed) != fingerprint(params)
-
-
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        ({"model_type": "qwen9"}, "config.json: model_type is 'qwen9'"),
-        ({"hidden_act": "relu"}, "hidden_act is 'relu'"),
-        ({"pretraining_tp": 2}, "pretraining_tp is 2"),
-        ({"rope_scaling": {"rope_type": "yarn", "factor": 8.0}}, "config.json: rope_scaling.rope_type is 'yarn'"),
-    ],
-)
-def test_values_that_would_be_guessed_are_refused(change, message):
-    with pytest.raises(UnsupportedModel, match=message):
-        from_hugging_face(to_hugging_face(config(True)) | change, "config.json")
 
 
 def test_missing_and_foreign_tensors_are_named(tmp_path):
@@ -176,8 +84,7 @@ def test_missing_and_foreign_tensors_are_named(tmp_path):
 def test_another_type_is_saved_rounded_once_and_loads_in_transformers(tmp_path):
     from transformers import AutoModelForCausalLM
 
-    params = hf.random_params(config(False), 1)
-    hf.save_decoder(tmp_path, config(False), params, {}, dtype="bfloat16")
+    params = saved(tmp_path, tied=False, dtype="bfloat16")
     _, again = hf.load_decoder(tmp_path)
     rounded = jax.tree.map(lambda x: x.astype(jnp.bfloat16).astype(jnp.float32), params)
     assert fingerprint(again) == fingerprint(rounded)
@@ -188,15 +95,14 @@ def test_another_type_is_saved_rounded_once_and_loads_in_transformers(tmp_path):
 
 
 def test_saving_again_replaces_shards_of_before(tmp_path):
-    params = hf.random_params(config(True), 1)
-    hf.save_decoder(tmp_path, config(True), params, {}, shard_bytes=30_000)
+    params = saved(tmp_path, shard_bytes=30_000)
     assert (tmp_path / tensors.INDEX).is_file()
     hf.save_decoder(tmp_path, config(True), params, {})
     assert [p.name for p in sorted(tmp_path.iterdir())] == ["config.json", "model.safetensors"]
 
 
 def test_a_shard_that_is_missing_is_named(tmp_path):
-    hf.save_decoder(tmp_path, config(True), hf.random_params(config(True), 1), {}, shard_bytes=30_000)
+    saved(tmp_path, shard_bytes=30_000)
     gone = sorted(tmp_path.glob("model-00002-*"))[0]
     gone.unlink()
     with pytest.raises(FileNotFoundError, match=f"names {gone.name}, which is not there"):
@@ -209,8 +115,7 @@ def again_with(path, **changed):
 
 
 def test_a_tensor_is_read_from_the_file_that_the_index_names(tmp_path):
-    params = hf.random_params(config(True), 1)
-    hf.save_decoder(tmp_path, config(True), params, {}, shard_bytes=30_000)
+    params = saved(tmp_path, shard_bytes=30_000)
     first = "model.layers.0.input_layernorm.weight"
     for path in tmp_path.glob("*.safetensors"):
         if first not in load_file(path):
@@ -219,7 +124,7 @@ def test_a_tensor_is_read_from_the_file_that_the_index_names(tmp_path):
 
 
 def test_a_tensor_that_two_files_have_is_refused_without_an_index(tmp_path):
-    hf.save_decoder(tmp_path, config(True), hf.random_params(config(True), 1), {}, shard_bytes=30_000)
+    saved(tmp_path, shard_bytes=30_000)
     (tmp_path / tensors.INDEX).unlink()
     hf.load_decoder(tmp_path)
     again_with(sorted(tmp_path.glob("*.safetensors"))[0], **{"model.norm.weight": np.full(48, 9, np.float32)})
@@ -236,7 +141,7 @@ def test_a_tensor_that_two_files_have_is_refused_without_an_index(tmp_path):
     ],
 )
 def test_a_file_that_was_cut_short_is_named(tmp_path, name, message):
-    hf.save_decoder(tmp_path, config(True), hf.random_params(config(True), 1), {}, shard_bytes=30_000)
+    saved(tmp_path, shard_bytes=30_000)
     path = tmp_path / name
     path.write_bytes(path.read_bytes()[:-50])
     with pytest.raises(ValueError, match=f"{name}.*{message}"):
@@ -245,7 +150,7 @@ def test_a_file_that_was_cut_short_is_named(tmp_path, name, message):
 
 @pytest.mark.parametrize("files", [None, [], {"model.norm.weight": 1}, {"model.norm.weight": "../model.safetensors"}])
 def test_an_index_names_files_of_its_folder(tmp_path, files):
-    hf.save_decoder(tmp_path / "model", config(True), hf.random_params(config(True), 1), {})
+    saved(tmp_path / "model")
     (tmp_path / "model" / "model.safetensors").rename(tmp_path / "model.safetensors")
     (tmp_path / "model" / tensors.INDEX).write_text(json.dumps({"weight_map": files}))
     with pytest.raises(ValueError, match=f"{tensors.INDEX} has no readable weight_map"):
@@ -261,22 +166,20 @@ def test_a_classifier_of_several_labels_is_no_reward_model(tmp_path):
 
 def test_files_beside_the_model_are_not_read(tmp_path):
     """Some repositories hold the weights twice, the second time under another layout's names."""
-    params = hf.random_params(config(True), 1)
-    hf.save_decoder(tmp_path, config(True), params, {})
+    params = saved(tmp_path)
     save_file({"tok_embeddings.weight": np.ones(2, np.float32)}, tmp_path / "consolidated.safetensors")
     assert fingerprint(hf.load_decoder(tmp_path)[1]) == fingerprint(params)
 
 
 def test_quantised_tensors_are_refused(tmp_path):
-    hf.save_decoder(tmp_path, config(True), hf.random_params(config(True), 1), {})
+    saved(tmp_path)
     save_file({"model.norm.weight": np.ones(48, np.int8)}, tmp_path / "model.safetensors")
     with pytest.raises(UnsupportedModel, match="model.norm.weight is of type I8"):
         hf.load_decoder(tmp_path)
 
 
 def test_parameters_land_where_the_mesh_says(tmp_path):
-    params = hf.random_params(config(False), 1)
-    hf.save_decoder(tmp_path, config(False), params, {})
+    params = saved(tmp_path, tied=False)
     mesh = make_mesh(Axes(), jax.devices()[:1])
     _, placed = hf.load_decoder(tmp_path, mesh)
     where = jax.tree.leaves(shardings(params, mesh))
@@ -285,7 +188,7 @@ def test_parameters_land_where_the_mesh_says(tmp_path):
 
 
 def test_matrices_may_be_loaded_in_the_type_of_computation(tmp_path):
-    hf.save_decoder(tmp_path, config(False), hf.random_params(config(False), 1), {})
+    saved(tmp_path, tied=False)
     _, wide = hf.load_decoder(tmp_path)
     _, narrow = hf.load_decoder(tmp_path, dtype="bfloat16")
     for path, leaf in jax.tree_util.tree_leaves_with_path(nnx.to_pure_dict(narrow)):
@@ -295,7 +198,7 @@ def test_matrices_may_be_loaded_in_the_type_of_computation(tmp_path):
 
 
 def test_loading_holds_one_parameter_on_the_host(tmp_path, monkeypatch):
-    hf.save_decoder(tmp_path, config(False), hf.random_params(config(False), 1), {}, shard_bytes=30_000)
+    saved(tmp_path, tied=False, shard_bytes=30_000)
     held, most = set(), []
 
     def aligned(shape, dtype):
@@ -316,7 +219,7 @@ def test_loading_holds_one_parameter_on_the_host(tmp_path, monkeypatch):
 
 @pytest.mark.skipif(jax.default_backend() != "cpu", reason="only memory of the host can be taken as it is")
 def test_what_is_read_is_not_copied_again_on_cpu(tmp_path, monkeypatch):
-    hf.save_decoder(tmp_path, config(False), hf.random_params(config(False), 1), {})
+    saved(tmp_path, tied=False)
     same, put = [], jax.device_put
 
     def device_put(array):
@@ -339,7 +242,7 @@ def test_a_folder_without_a_model_says_what_it_lacks(tmp_path):
 
 def test_a_copied_folder_keeps_the_type_of_each_tensor_and_drops_what_is_not_read(tmp_path):
     source, copied = tmp_path / "source", tmp_path / "copied"
-    hf.save_decoder(source, config(True), hf.random_params(config(True), 1), {}, dtype="bfloat16")
+    saved(source, dtype="bfloat16")
     with tensors.Tensors(source) as read:
         named = {name: read.read(name) for name in read.shapes}
     norms = {name: value.astype(np.float32) for name, value in named.items() if "norm" in name}
@@ -356,7 +259,7 @@ def test_a_copied_folder_keeps_the_type_of_each_tensor_and_drops_what_is_not_rea
 
 
 def test_a_folder_that_lacks_a_tensor_is_not_copied(tmp_path):
-    hf.save_decoder(tmp_path, config(True), hf.random_params(config(True), 1), {})
+    saved(tmp_path)
     values = json.loads((tmp_path / "config.json").read_text())
     (tmp_path / "config.json").write_text(json.dumps(values | {"num_hidden_layers": 4}))
     with pytest.raises(UnsupportedModel, match="9 tensors missing, first model.layers.3.input_layernorm.weight"):

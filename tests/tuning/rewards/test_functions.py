@@ -1,4 +1,4 @@
-"""Built-in rewards: each scores what its name says, and a name that is unknown is answered with those that are."""
+"""Built-in rewards: each scores what its name says (answers: `test_verdicts.py`); unknown names are answered."""
 
 import json
 import re
@@ -12,28 +12,8 @@ from rlhf.tuning.rewards import functions as f
 from rlhf.tuning.rewards import mathematics
 
 
-def test_exact_match_is_exact_but_for_surrounding_space():
-    assert f.exact_match(["p"] * 4, ["12", " 12\n", "12.", "x"], answer=["12", "12", "12", None]) == [
-        1.0,
-        1.0,
-        0.0,
-        None,
-    ]
-
-
-def test_number_match_reads_the_last_number():
-    assert f.number_match(["p"] * 3, ["so 3 + 4 = 7.", "1,200", "none"], answer=["7", "1200", "1"]) == [1.0, 1.0, 0.0]
-
-
-@pytest.mark.parametrize(
-    ("text", "number"),
-    [
-        (".5", "0.5"), ("-.5", "-0.5"), ("1,2", "2"), ("12-5", "5"), ("x = -5", "-5"), ("$1,234.56", "1234.56"),
-        ("2,500,000 of them", "2500000"), ("1e-3", "0.001"), ("It is 7.", "7"), ("v1.5", "1.5"), ("1,2000", "2000"),
-    ],
-)  # fmt: skip
-def test_a_number_is_read_as_people_write_it(text, number):
-    assert f.number_match(["p"], [text], answer=[number]) == [1.0]
+def test_without_an_answer_a_reward_does_not_apply():
+    assert f.exact_match(["p"], ["x"], answer=[None]) == [None]
 
 
 def test_token_share_counts_tokens():
@@ -124,28 +104,11 @@ def test_each_place_where_the_package_runs_a_text_is_known():
     assert {p for p in runs if p.rpartition("/")[2] not in tasks} == others
 
 
-def test_reasoning_gym_takes_a_task_by_name():
-    (score,) = f.reasoning_gym_score(["2 + 3"], ["5"], answer=["5"], metadata=[{}], task="chain_sum")
-    assert score == 1.0
-
-
 def test_the_last_match_is_compared():
     texts = ["so <answer>3</answer>, no: <answer> 4 </answer>", "4"]
     pattern = "<answer>(.*?)</answer>"
     assert f.exact_match(["p"] * 2, texts, answer=["4", "4"], extract=pattern) == [1.0, 0.0]
     assert f.number_match(["p"] * 2, texts, answer=["4.04", "4"], extract=pattern, tolerance=0.01) == [1.0, 0.0]
-
-
-def test_mathematics_is_compared_by_value():
-    texts = ["thus $\\boxed{\\frac{1}{2}}$", "it is 0.5", "$\\frac{2}{3}$", "$\\{1, 2\\}$", "none"]
-    found = f.math_equal(["p"] * 5, texts, answer=["1/2", "\\frac{1}{2}", "1/2", "\\{2,1\\}", "7"])
-    assert found == [1.0, 1.0, 0.0, 1.0, 0.0]
-
-
-def test_tags_come_in_order_and_once():
-    good, bad = "<think>a</think>\n<answer>b</answer>", ["<answer>b</answer><think>a</think>", "x", "<think>a</think>"]
-    twice = "<think>a</think><answer>b</answer><answer>c</answer>"
-    assert f.tagged(["p"] * 5, [good, *bad, twice]) == [1.0, 0.0, 0.0, 0.0, 0.0]
 
 
 def test_an_unknown_name_lists_what_there_is():
@@ -183,8 +146,7 @@ def test_a_number_of_any_size_has_a_verdict_at_once(text, score):
 
 
 @pytest.mark.parametrize(
-    ("opening", "closing"),
-    [("{", "}"), ("(", ")"), (r"\frac{1}{", "}"), (r"\sqrt{", "}"), ("x^{", "}"), ("(", "")],
+    ("opening", "closing"), [("{", "}"), ("(", ")"), (r"\frac{1}{", "}"), (r"\sqrt{", "}"), ("x^{", "}"), ("(", "")]
 )
 def test_an_expression_nested_too_deep_is_wrong_at_once(opening, closing):
     f.math_equal(["p"], ["4"], answer=["4"])

@@ -23,6 +23,7 @@ from rlhf.tuning.rewards.functions import exact_match, number_match
 from rlhf.tuning.rewards.processes import attempt, call_seconds, evaluate
 from rlhf.tuning.rewards.samples import Sample
 from tests.judge_server import judge_server
+from tests.tuning.rewards.left import running
 
 
 class Odd(Exception):
@@ -327,12 +328,8 @@ def starts_a_session(prompts, completions, **_):
 def test_what_a_reward_starts_in_its_own_session_ends_with_its_time():
     token = f"600.{os.getpid()}"
     (found,) = attempt(f"{__name__}:starts_a_session", {}, samples(token), seconds=0.5, workers=1)
-    until = time.monotonic() + 10
-    while (alive := [p for p in psutil.process_iter(["cmdline"]) if token in (p.info["cmdline"] or [])]) and (
-        time.monotonic() < until
-    ):
-        time.sleep(0.05)
-    assert (found.failure, alive) == ("timeout after 0.5 s", [])
+    assert found.failure == "timeout after 0.5 s"
+    assert psutil.wait_procs(running(token), timeout=10)[1] == []
 
 
 def test_a_reply_without_a_number_is_the_samples_own_failure():

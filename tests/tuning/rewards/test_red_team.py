@@ -16,6 +16,7 @@ import pytest
 from rlhf.tuning.rewards.confine import CALLS
 from rlhf.tuning.rewards.sandbox import gaps, passes_test, run_python
 from tests.support import python
+from tests.tuning.rewards.left import running
 
 needs_jail = pytest.mark.skipif(bool(gaps()), reason="this machine gives no namespaces")
 
@@ -198,6 +199,8 @@ FAKES = {
     "exit": "exit()",
     "os._exit": "import os; os._exit(0)",
     "SystemExit in the function": "def add(a, b): raise SystemExit(0)",
+    "os._exit in the function": "import os\ndef add(a, b): os._exit(0)",
+    "the test's text": "def add(a, b):\n    return 3 if open(__file__).read().count('as' 'sert') else 0",
     "atexit": "import atexit, os\natexit.register(os._exit, 0)",
     "a signal": "import os, signal\nsignal.signal(15, lambda *a: os._exit(0)); os.kill(os.getpid(), 15)",
     "an alarm": "import os, signal\nsignal.signal(14, lambda *a: os._exit(0)); signal.setitimer(0, 0.01)\n"
@@ -268,8 +271,7 @@ def test_no_child_outlives_its_program(end):
     """Not by a session of its own and two forks, whether the program ends, crashes, or is out of time."""
     mark = f"rlhf-{uuid.uuid4().hex}"
     run_python(STRAY.replace("MARK", mark).replace("END", end), seconds=1.5, megabytes=256)
-    alive = [p for p in psutil.process_iter(["cmdline"]) if mark in (p.info["cmdline"] or [])]
-    assert psutil.wait_procs(alive, timeout=5)[1] == []
+    assert psutil.wait_procs(running(mark), timeout=5)[1] == []
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root becomes another user")
@@ -287,14 +289,10 @@ confine.enter_namespaces = lambda: ["network", "files", "processes"]
 os._exit(confine.main(json.loads(sys.argv[1])))
 """
     process = python(program, json.dumps(plan), cwd=tmp_path)
-
-    def sleepers():
-        return [p for p in psutil.process_iter(["cmdline"]) if token in (p.info["cmdline"] or [])[-1:]]
-
     deadline = time.monotonic() + 60
-    while not sleepers() and time.monotonic() < deadline and process.poll() is None:
+    while not running(token) and time.monotonic() < deadline and process.poll() is None:
         time.sleep(0.05)
-    left = sleepers()
+    left = running(token)
     assert left, process.communicate()
     process.kill()
     process.communicate()

@@ -10,7 +10,6 @@ import sys
 import time
 import uuid
 
-import psutil
 import pytest
 
 from rlhf.tuning.rewards.failures import Outage
@@ -18,6 +17,7 @@ from rlhf.tuning.rewards.processes import evaluate
 from rlhf.tuning.rewards.programs import runnable
 from rlhf.tuning.rewards.samples import Sample
 from rlhf.tuning.rewards.sandbox import code_of, code_passes, gaps, longest_seconds, may_deceive, run_python
+from tests.tuning.rewards.left import running
 
 ADD = "Here:\n```python\ndef add(a, b):\n    return a + b\n```\nDone."
 TEST = "assert add(1, 2) == 3"
@@ -120,20 +120,6 @@ def test_code_passes_its_tests_or_a_share_of_them():
     assert passes(ADD, [*tests, "import time; time.sleep(60)"], seconds=60) == 0.0
     assert passes("print(sum(map(int, input().split())))", [{"input": "1 2", "output": "3\n"}]) == 1.0
     assert code_passes(["p"] * 2, [ADD] * 2, answer=["assert add(2, 2) == 4", None], metadata=[{}, {}]) == [1.0, None]
-
-
-@pytest.mark.parametrize(
-    "code",
-    [
-        "exit()",
-        "import os; os._exit(0)",
-        "def add(a, b): raise SystemExit(0)",
-        "import os\ndef add(a, b): os._exit(0)",
-        "def add(a, b):\n    return 3 if open(__file__).read().count('as' 'sert') else 0",
-    ],
-)
-def test_code_that_ends_before_its_test_has_not_passed(code):
-    assert passes(code, [TEST]) == 0.0
 
 
 REPLACED = """
@@ -382,10 +368,6 @@ print(json.dumps(seen))
 """
 
 
-def sleeping(token):
-    return [p for p in psutil.process_iter(["cmdline"]) if token in (p.info["cmdline"] or [])]
-
-
 def test_nothing_of_the_caller_is_seen_and_nothing_stays(tmp_path, monkeypatch):
     monkeypatch.setenv("SECRET_OF_THE_TEST", "x")
     (tmp_path / "answers").write_text("42")
@@ -397,7 +379,7 @@ def test_nothing_of_the_caller_is_seen_and_nothing_stays(tmp_path, monkeypatch):
     seen = json.loads(out)
     assert "SECRET_OF_THE_TEST" not in seen["environment"] and seen["limited"]
     # It has left the session of the program, and ends with it all the same.
-    assert sleeping(token) == []
+    assert running(token) == []
     if "files" not in "".join(gaps()):
         # Python's own, for reading.
         assert (seen["files"], seen["written"]) == ([os.__file__], [])
@@ -455,4 +437,4 @@ def test_a_machine_that_refuses_namespaces_is_told_and_strays_end_there_too():
     )  # fmt: skip
     assert json.loads(done.stdout) == [["network", "files", "processes"], 0, [0.0, 1.0, 0.0]]
     assert f"{Outage.__name__}: on this machine the code of completions can reach: network, files" in done.stderr
-    assert sleeping(token) == []
+    assert running(token) == []

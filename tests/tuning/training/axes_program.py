@@ -1,6 +1,6 @@
 """Two optimizer steps on every mesh and without one: the gaps of losses and parameters; run by `test_mesh`.
 
-Usage: axes_program.py DTYPE LOSS,LOSS,... MESH,MESH,...
+Usage: axes_program.py LOSS
 """
 
 import dataclasses
@@ -29,15 +29,11 @@ from rlhf.tuning.training.optimizers import optimizer_of
 from rlhf.tuning.training.step import counted, make_step
 from tests.tuning.tiny import ragged_groups
 
+DTYPE = "float64"
 MESHES = {
-    "data": Axes(4, 1, 1),
-    "fsdp": Axes(1, 4, 1),
-    "tensor": Axes(1, 1, 4),
-    "context": Axes(1, 1, 1, 4),
-    "data fsdp tensor": Axes(2, 2, 2),
-    "data fsdp context": Axes(2, 2, 1, 2),
-    "fsdp tensor context": Axes(1, 2, 2, 2),
-}
+    "data": Axes(4, 1, 1), "fsdp": Axes(1, 4, 1), "tensor": Axes(1, 1, 4), "context": Axes(1, 1, 1, 4),
+    "data fsdp tensor": Axes(2, 2, 2), "data fsdp context": Axes(2, 2, 1, 2), "fsdp tensor context": Axes(1, 2, 2, 2),
+}  # fmt: skip
 """Four key-value heads or fewer: along `tensor` of 4 they are copied."""
 # Both heads of Gemma: caps on logits, tied embeddings that are scaled, and windows in some of the layers.
 GEMMA = dataclasses.replace(
@@ -62,7 +58,7 @@ class Case:
     frozen: object = None
     pairs: bool = False
 
-    def batches(self, shards, dtype):
+    def batches(self, shards):
         groups = ragged_groups(7, count=24)
         if self.pairs:
             groups = [
@@ -70,7 +66,7 @@ class Case:
             ]
         packed = micro_batches(groups, layout=self.layout, completion_tokens=8, shards=shards)
         rng, count = np.random.default_rng(5), sum(len(g.completions) for g in groups)
-        values = {n: -4.6 + 0.3 * rng.normal(size=(count, 8)).astype(dtype) for n in self.columns}
+        values = {n: -4.6 + 0.3 * rng.normal(size=(count, 8)).astype(DTYPE) for n in self.columns}
         arrays = []
         for batch, p in zip(counted(groups, packed), packed, strict=True):
             batch |= {f"{n}_CT": p.gather(x) for n, x in values.items() if n != "reference"}
@@ -79,16 +75,20 @@ class Case:
         return arrays
 
 
-def cases(dtype):
-    compute = Compute(dtype, remat="full")
+def cases():
+    compute = Compute(DTYPE, remat="full")
     gemma, llama = decoder_graph(GEMMA), decoder_graph(LLAMA)
     objective = Objective(kl_coef=0.1, entropy_coef=0.01)
+    sequences = Objective(
+        algorithm="gspo", aggregation="constant", constant=8.0, correction="mask", kl_coef=0.1, kl_kind="k3-k2"
+    )
     columns = ("mu", "old", "ref", "advantages")
     return {
         # Rows in blocks, a prompt for several completions; one micro-batch.
         "sft": Case(GEMMA, sft_loss(gemma, compute), Layout(320, 64)),
         # Short rows, several micro-batches.
         "grpo": Case(LLAMA, policy_loss(llama, find(objective), objective, compute), Layout(64, 8), columns),
+        "gspo": Case(LLAMA, policy_loss(llama, find(sequences), sequences, compute), Layout(64, 8), columns),
         "dpo": Case(
             LLAMA, preference_loss(llama, Preference(), compute), Layout(128, 64, "side by side"), ("reference",),
             pairs=True,
@@ -99,30 +99,27 @@ def cases(dtype):
     }  # fmt: skip
 
 
-def steps(case, mesh, dtype):
+def steps(case, mesh):
     """Losses and gradient norms of two steps, and the parameters after them."""
     optimizer = optimizer_of(OptimizerSettings(learning_rate=1e-2, weight_decay=0.1, max_skipped=2))
     params = own_params(random_params(case.model, 3), mesh)
     state, step = init_state(optimizer, params, mesh), make_step(case.loss, optimizer, 2, mesh)
     frozen, found = put_params(case.frozen, mesh), []
     for _ in range(2):
-        params, state, sums = step(params, state, case.batches(row_shards(mesh), dtype), frozen)
+        params, state, sums = step(params, state, case.batches(row_shards(mesh)), frozen)
         found += [sums["loss"], sums["grad_norm"]]
     return np.array(found), jax.tree.map(np.asarray, params)
 
 
-def main(dtype, losses, meshes):
-    use(dtype)
-    gaps, known = {}, cases(dtype)
-    for name in losses.split(","):
-        case = known[name]
-        wanted, params = steps(case, None, dtype)
-        for label in meshes.split(","):
-            axes = MESHES[label]
-            count = axes.data * axes.fsdp * axes.tensor * axes.context
-            found, moved = steps(case, make_mesh(axes, jax.devices()[:count]), dtype)
-            furthest = jax.tree.map(lambda a, b: float(np.abs(a - b).max()), params, moved)
-            gaps[f"{name} {label}"] = [float(np.abs(wanted - found).max()), max(jax.tree.leaves(furthest))]
+def main(name):
+    use(DTYPE)
+    gaps, case = {}, cases()[name]
+    wanted, params = steps(case, None)
+    for label, axes in MESHES.items():
+        count = axes.data * axes.fsdp * axes.tensor * axes.context
+        found, moved = steps(case, make_mesh(axes, jax.devices()[:count]))
+        furthest = jax.tree.map(lambda a, b: float(np.abs(a - b).max()), params, moved)
+        gaps[label] = [float(np.abs(wanted - found).max()), max(jax.tree.leaves(furthest))]
     print(json.dumps(gaps))
 
 

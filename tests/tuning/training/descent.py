@@ -4,7 +4,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from rlhf.tuning.mesh import init_state
 from rlhf.tuning.settings import RULE_DEFAULTS, OptimizerSettings
+from rlhf.tuning.training.step import make_step
 
 # Wide enough for Adafactor to factor its second moments.
 SHAPES = {
@@ -28,6 +30,16 @@ def distance(params, batch, frozen):
 
 def noise(step):
     return [{"noise": np.float32(1 + 0.1 * (-1) ** step)}]
+
+
+def run(optimizer, steps, state=None, start=0):
+    """(parameters, optimizer's state) after so many steps, and the losses of those from `start` on."""
+    step, target, losses = make_step(distance, optimizer, 3), normal(1), []
+    params, opt_state = state or (normal(0), init_state(optimizer, normal(0), None))
+    for i in range(start, steps):
+        params, opt_state, sums = step(params, opt_state, noise(i), target)
+        losses.append(sums["loss"])
+    return (params, opt_state), losses
 
 
 def settings(name, **values):

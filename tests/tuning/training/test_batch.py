@@ -126,13 +126,6 @@ def test_a_group_too_long_for_a_row_is_split_by_completion_and_keeps_its_prompt(
         split_group(group, 16)
 
 
-def test_rows_are_filled_and_never_overfull():
-    groups = ragged_groups(5, count=40)
-    rows = plan_rows(groups, 64)
-    assert all(sum(g.size for g in row) <= 64 for row in rows)
-    assert sum(g.size for g in groups) / (64 * len(rows)) > 0.85
-
-
 @pytest.mark.parametrize("seed", range(20))
 def test_each_thing_is_in_the_first_place_that_has_room_for_it(seed):
     rng = np.random.default_rng(seed)

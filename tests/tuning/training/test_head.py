@@ -16,13 +16,6 @@ def naive(hidden, targets, weight, temperature, softcap=None):
     return jnp.take_along_axis(logp, targets[:, None], -1)[:, 0], entropy
 
 
-@pytest.fixture
-def float64():
-    """Parity is of formulas: a float32 tolerance would hide a wrong one."""
-    with jax.enable_x64(True):
-        yield
-
-
 @pytest.mark.usefixtures("float64")
 @pytest.mark.parametrize("kept", [0, 10**6])
 @pytest.mark.parametrize("elements", [1, 5 * 128, 10**6])
@@ -47,6 +40,12 @@ def test_values_and_gradients_equal_the_naive_head(temperature, softcap, positio
     np.testing.assert_allclose(ours(hidden, weight), theirs(hidden, weight), rtol=1e-10)
     for a, b in zip(jax.grad(ours, (0, 1))(hidden, weight), jax.grad(theirs, (0, 1))(hidden, weight), strict=True):
         np.testing.assert_allclose(a, b, rtol=1e-9, atol=1e-10)
+
+
+def temporary(function, *shapes, dtype=jnp.float32):
+    """Bytes beside the arguments and results of a compiled function of arrays of these shapes."""
+    given = (jax.ShapeDtypeStruct(shape, dtype) for shape in shapes)
+    return jax.jit(function).lower(*given).compile().memory_analysis().temp_size_in_bytes
 
 
 def far_apart():
@@ -81,12 +80,11 @@ def test_gradients_by_kept_exponentials_are_those_of_logits_that_are_made_again(
 
 def test_what_is_kept_is_held_once_in_the_type_of_the_products():
     positions, vocabulary = 256, 65536
-    shapes = (jax.ShapeDtypeStruct((n, 16), jnp.bfloat16) for n in (positions, vocabulary))
 
     def loss(h, w):
         return token_logps(h, jnp.zeros(positions, jnp.int32), w, elements=2**20)[0].sum()
 
-    found = jax.jit(jax.grad(loss, (0, 1))).lower(*shapes).compile().memory_analysis().temp_size_in_bytes
+    found = temporary(jax.grad(loss, (0, 1)), (positions, 16), (vocabulary, 16), dtype=jnp.bfloat16)
     # Two bytes each, and a few slices of 4 MiB.
     kept = 2 * positions * vocabulary
     assert kept < found < 1.6 * kept
@@ -151,11 +149,7 @@ def test_peak_memory_does_not_grow_with_positions_times_vocabulary():
         def f(h, w):
             return token_logps(h, jnp.zeros(positions, jnp.int32), w, elements=2**18, kept=0)[0].sum()
 
-        shapes = (
-            jax.ShapeDtypeStruct((positions, hidden), jnp.float32),
-            jax.ShapeDtypeStruct((vocabulary, hidden), jnp.float32),
-        )
-        return jax.jit(jax.grad(f, (0, 1))).lower(*shapes).compile().memory_analysis().temp_size_in_bytes
+        return temporary(jax.grad(f, (0, 1)), (positions, hidden), (vocabulary, hidden))
 
     full = 4096 * vocabulary * 4
     assert peak(4096) < full / 4
@@ -164,13 +158,11 @@ def test_peak_memory_does_not_grow_with_positions_times_vocabulary():
 
 def test_logits_that_a_backward_pass_would_keep_are_made_in_slices_where_there_is_none():
     positions, vocabulary = 1024, 8192
-    shapes = (jax.ShapeDtypeStruct((n, 16), jnp.float32) for n in (positions, vocabulary))
 
     def scored(h, w):
         return token_logps(h, jnp.zeros(positions, jnp.int32), w, elements=2**20)[0]
 
-    found = jax.jit(scored).lower(*shapes).compile().memory_analysis().temp_size_in_bytes
-    assert found < positions * vocabulary * 4 / 2
+    assert temporary(scored, (positions, 16), (vocabulary, 16)) < positions * vocabulary * 4 / 2
 
 
 def test_a_train_step_needs_no_more_memory_for_a_larger_vocabulary():
@@ -178,16 +170,10 @@ def test_a_train_step_needs_no_more_memory_for_a_larger_vocabulary():
     hidden, positions = 128, 4096
 
     def beyond_the_embedding(vocabulary):
-        def f(h, w, targets):
-            return token_logps(h, targets, w)[0].sum()
+        def f(h, w):
+            return token_logps(h, jnp.zeros(positions, jnp.int32), w)[0].sum()
 
-        shapes = (
-            jax.ShapeDtypeStruct((positions, hidden), jnp.float32),
-            jax.ShapeDtypeStruct((vocabulary, hidden), jnp.float32),
-            jax.ShapeDtypeStruct((positions,), jnp.int32),
-        )
-        step = jax.jit(jax.value_and_grad(f, (0, 1))).lower(*shapes).compile().memory_analysis()
-        return step.temp_size_in_bytes
+        return temporary(jax.value_and_grad(f, (0, 1)), (positions, hidden), (vocabulary, hidden))
 
     small, large = beyond_the_embedding(32_000), beyond_the_embedding(262_144)
     assert large < 1.3 * small

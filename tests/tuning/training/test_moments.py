@@ -1,9 +1,5 @@
 """Moments in half of the memory or in the host's: what is stored and computed, and that a run resumes bit for bit."""
 
-import json
-import subprocess
-import sys
-
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -16,8 +12,9 @@ from rlhf.tuning.training.checkpoint import Checkpoints
 from rlhf.tuning.training.moments import rounded, stochastically_rounded
 from rlhf.tuning.training.optimizers import OPTIMIZERS, optimizer_of
 from rlhf.tuning.training.step import NonFinite, make_step
-from tests.support import QUICK, with_devices
-from tests.tuning.training.descent import distance, noise, normal, settings
+from tests.support import QUICK
+from tests.tuning.programs import printed
+from tests.tuning.training.descent import distance, noise, normal, run, settings
 
 KEY = jax.random.key(0)
 MOMENTS = {"adamw": 10, "adam": 10, "nadamw": 10, "radam": 10, "amsgrad": 15, "rmsprop": 5, "sgd": 0, "lion": 5}
@@ -26,14 +23,8 @@ MOMENTS |= {"adafactor": 3, "muon": 9}
 SLOW = [pytest.param(name, marks=pytest.mark.slow) for name in OPTIMIZERS if name not in ("adamw", "muon", "adafactor")]
 
 
-def run(name, moments, steps, state=None, start=0):
-    optimizer = optimizer_of(settings(name, moments=moments, clip_norm=100.0, weight_decay=0.0), steps)
-    step = make_step(distance, optimizer, 3)
-    target = normal(1)
-    params, opt_state = state or (normal(0), init_state(optimizer, normal(0), None))
-    for i in range(start, steps):
-        params, opt_state, sums = step(params, opt_state, noise(i), target)
-    return params, opt_state, sums["loss"]
+def with_moments(name, moments):
+    return optimizer_of(settings(name, moments=moments, clip_norm=100.0, weight_decay=0.0), 8)
 
 
 def test_rounding_is_right_in_the_mean_and_leaves_what_can_be_represented():
@@ -72,35 +63,39 @@ def test_a_second_moment_moves_where_the_nearest_value_would_hold_it():
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["adamw", "muon", "adafactor", *SLOW])
 def test_every_rule_goes_down_with_moments_in_bfloat16(name):
-    _, state, loss = run(name, "bfloat16", 8)
-    assert loss == pytest.approx(run(name, "float32", 8)[2], rel=0.02)
+    (_, state), losses = run(with_moments(name, "bfloat16"), 8)
+    assert losses[-1] == pytest.approx(run(with_moments(name, "float32"), 8)[1][-1], rel=0.02)
     assert sum(leaf.dtype == jnp.bfloat16 for leaf in jax.tree.leaves(state)) == MOMENTS[name]
 
 
 @pytest.mark.parametrize("name", ["adamw", "muon", pytest.param("adafactor", marks=pytest.mark.slow), *SLOW])
 def test_every_rule_computes_the_same_with_moments_in_the_hosts_memory(name):
     with jax.enable_x64():
-        params, state, _ = run(name, "host", 3)
-        plain, _, _ = run(name, "float32", 3)
+        (params, state), _ = run(with_moments(name, "host"), 3)
+        (plain, _), _ = run(with_moments(name, "float32"), 3)
     for a, b in zip(jax.tree.leaves(params), jax.tree.leaves(plain), strict=True):
         np.testing.assert_allclose(a, b, rtol=1e-12, atol=1e-12)
     assert sum(x.sharding.memory_kind == HOST_MEMORY for x in jax.tree.leaves(state)) == MOMENTS[name]
 
 
-@pytest.mark.parametrize("moments", ["bfloat16", "host"])
-def test_a_run_that_was_cut_goes_on_bit_for_bit(moments, tmp_path):
-    *whole, _ = run("adamw", moments, 4)
-    *half, _ = run("adamw", moments, 2)
+@pytest.mark.parametrize(
+    ("name", "moments"),
+    [("adamw", "bfloat16"), ("adamw", "host"), ("adafactor", "float32")]
+    + [pytest.param(name, "float32", marks=pytest.mark.slow) for name in ("muon", "lion")],
+)
+def test_a_run_that_was_cut_goes_on_bit_for_bit(name, moments, tmp_path):
+    optimizer = with_moments(name, moments)
+    whole, _ = run(optimizer, 4)
+    half, _ = run(optimizer, 2)
     first = Checkpoints(tmp_path / "c")
     first.save(2, half, {"step": 2})
     first.close()
     again = Checkpoints(tmp_path / "c")
-    optimizer = optimizer_of(settings("adamw", moments=moments, clip_norm=100.0))
-    restored, position = again.restore(list(state_shapes(optimizer, normal(0), None)))
+    restored, position = again.restore(tuple(state_shapes(optimizer, normal(0), None)))
     again.close()
     places = [{leaf.sharding for leaf in jax.tree.leaves(tree)} for tree in (half, restored)]
     assert places[0] == places[1]
-    *resumed, _ = run("adamw", moments, 4, restored, position["step"])
+    resumed, _ = run(optimizer, 4, restored, position["step"])
     for a, b in zip(jax.tree.leaves(whole), jax.tree.leaves(resumed), strict=True):
         np.testing.assert_array_equal(np.asarray(a), np.asarray(b))
 
@@ -120,11 +115,7 @@ def test_a_step_that_is_not_finite_leaves_moments_on_the_host_as_they_were():
 
 
 def test_a_mesh_draws_the_same_and_keeps_its_parts_on_the_host():
-    environment = with_devices(4, QUICK)
-    command = [sys.executable, "-m", "tests.tuning.training.moments_program"]
-    done = subprocess.run(command, capture_output=True, text=True, env=environment)
-    assert done.returncode == 0, done.stderr[-3000:]
-    found = json.loads(done.stdout.splitlines()[-1])
+    found = printed("training.moments_program", devices=4, flags=QUICK)
     assert found["four"] == found["one"]
     assert found["on_host"] and found["share"] == 0.25 and found["restored"]
 

@@ -7,19 +7,20 @@ A run is dealt when a slot is free for it, to the engine with the fewest. No slo
 engine decodes at most the longest run beyond its even share (Graham, 1969). Runs of one prompt go to one engine, which
 prefills it once, while the others have other prompts to begin.
 
-One loop drives all. It begins a step of each engine that has work, which JAX computes in the background, then waits for
-the one begun first; while the host reads its tokens the other devices compute. Dealing depends on
-requests and completions, never on which device was faster: a batch is sampled in the same way each time.
-Threads, which would take results as they come, could not promise that, and Python runs one of them at a time anyway.
-Threads only begin the steps, since each engine compiles its programs for its own device.
+Each engine makes its steps in a thread of its own, from the first program to the tokens on the host: JAX's client of
+GPUs runs a program in the thread that calls it, and a loop whose length the device decides blocks that thread until
+its end (XLA's `while_thunk.cc`). One loop drives all: it begins a step of each engine that has work, then waits for the
+one begun first. Dealing depends on requests and completions, never on which device was faster: a batch is sampled in
+the same way each time. A call that comes during an engine's step follows at its end.
 """
 
 from __future__ import annotations
 
 import collections
 import concurrent.futures
+import contextlib
 import dataclasses
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any, Literal, NamedTuple, TypeAlias
 
 import jax
@@ -54,6 +55,112 @@ Group: TypeAlias = collections.deque[_Queued]
 """Runs of one prompt, which one engine should get."""
 
 
+class Replica:
+    """An engine with its thread. One thread calls the methods, and uses the engine itself while `step` is None."""
+
+    def __init__(self, engine: Engine):
+        self.engine = engine
+        self.group: Group = collections.deque()
+        """The rest of the group that it has begun."""
+        self.dealt: dict[int, int] = {}
+        """The engine's own number of a run to the number of the request."""
+        self.kept: dict[int, int] = {}
+        """Number of a request with `keep` to the engine's own number."""
+        self.runs = 0
+        """Runs that the engine has, or gets at the end of its step."""
+        self.step: concurrent.futures.Future[list[Update]] | None = None
+        """The step that the engine makes, or has made."""
+        self.room = 0
+        """Further runs that it could take, as of its last step."""
+        self._calls: list[Callable[[], None]] = []
+        self._thread = concurrent.futures.ThreadPoolExecutor(1, "replica")
+
+    def begin(self, crowded: bool) -> None:
+        """Begin a step. crowded: as in `Engine.begin`."""
+
+        def step() -> list[Update]:
+            self.engine.begin(crowded)
+            return self.engine.finish()
+
+        self.step = self._thread.submit(step)
+
+    def wait(self) -> None:
+        """Wait until the engine is at no step; the updates stay here."""
+        if self.step is not None:
+            concurrent.futures.wait([self.step])
+
+    def finish(self) -> list[Update]:
+        """Wait for the step; return its updates with the numbers of the requests. Raises the error of the step."""
+        self.wait()
+        step, self.step = self.step, None
+        updates = []
+        try:
+            for update in step.result() if step is not None else []:
+                number = self.dealt[update.number] if update.completion is None else self.dealt.pop(update.number)
+                updates.append(dataclasses.replace(update, number=number))
+        finally:
+            calls, self._calls = self._calls, []
+            for call in calls:
+                call()
+            self.runs = len(self.dealt)
+        return updates
+
+    def call(self, function: Callable[[], None]) -> None:
+        """Call a function that uses the engine: now, or at the end of its step."""
+        if self.step is None:
+            function()
+        else:
+            self._calls.append(function)
+
+    def give(self, run: _Queued) -> None:
+        """Give the engine a run."""
+
+        def submit() -> None:
+            request = run.request
+            if request.after is not None:
+                request = dataclasses.replace(request, after=self.kept.pop(request.after))
+            own = self.engine.submit(request, run.sample)
+            self.dealt[own] = run.number
+            if request.keep:
+                self.kept[run.number] = own
+
+        # A run after another has a slot.
+        self.room -= run.request.after is None
+        self.runs += 1
+        self.call(submit)
+
+    def cancel(self, number: int) -> None:
+        """End a request in the engine's next step."""
+
+        def cancel() -> None:
+            for own, of in self.dealt.items():
+                if of == number:
+                    self.engine.cancel(own)
+
+        self.call(cancel)
+
+    def release(self, number: int) -> None:
+        """Give up the slot that is kept for a request."""
+        self.call(lambda: self.engine.release(self.kept.pop(number)))
+
+    def close(self, numbers: Collection[int]) -> None:
+        """End these requests; the engine is at no step."""
+        mine = [own for own, number in self.dealt.items() if number in numbers]
+        self.engine._close(mine)
+        for own in mine:
+            del self.dealt[own]
+        self.runs = len(self.dealt)
+
+    def abandon(self) -> None:
+        """Drop every request, also those of the step, and all that slots hold."""
+        self.wait()
+        self.step, self.runs = None, 0
+        self.engine.abandon()
+        held: Any
+        for held in (self.group, self.dealt, self.kept, self._calls):
+            held.clear()
+
+
 class Replicas(Batches):
     """Generates with one policy at a time, on every replica of a mesh. Not thread-safe: see `live`.
 
@@ -68,34 +175,36 @@ class Replicas(Batches):
         with its own requests. The other arguments are those of each `Engine`, slots and memory too."""
         self.config, self.mesh = config, mesh
         self._places = own_places(mesh)
-        self._engines = [engine_at(place, config, dtype, limits, **options) for place in self._places]
+        self.replicas = [Replica(engine_at(place, config, dtype, limits, **options)) for place in self._places]
         self._queue: collections.deque[Group] = collections.deque()
         """Groups of which no run has been dealt, in the order of arrival."""
-        self._groups: list[Group] = [collections.deque() for _ in self._engines]
-        """The rest of the group that each engine has begun."""
-        self._dealt: list[dict[int, int]] = [{} for _ in self._engines]
-        """Of each engine, its own number of a run to the number of the request."""
-        self._kept: dict[int, tuple[int, int]] = {}
-        """Requests with `keep`: the engine, and its own number."""
-        self._begun: collections.deque[int] = collections.deque()
+        self._kept: dict[int, Replica] = {}
+        """Requests with `keep`."""
+        self._begun: collections.deque[Replica] = collections.deque()
         self._ended: list[Update] = []
         self._submitted = 0
-        self._threads = concurrent.futures.ThreadPoolExecutor(len(self._engines), "replica")
+
+    @property
+    def engines(self) -> list[Engine]:
+        """The engine of each place."""
+        return [replica.engine for replica in self.replicas]
 
     @without_float64
     def load(self, params: nnx.State) -> None:
         """As `Engine.load`, once for all: weights are moved between devices alone, and each engine has one copy."""
-        for engine in self._engines:
+        for replica in self.replicas:
+            replica.wait()
+        for engine in self.engines:
             engine.weights.drop()
-        graph, state = self._engines[0].weights.laid_out(params)
+        graph, state = self.engines[0].weights.laid_out(params)
         state = put_weights(state, self.mesh)
-        for engine, place in zip(self._engines, self._places, strict=True):
+        for engine, place in zip(self.engines, self._places, strict=True):
             engine.use(graph, part_of(state, place))
 
     @property
     def weights_dtype(self) -> str:
         """As `Engine.weights_dtype`."""
-        return self._engines[0].weights_dtype
+        return self.engines[0].weights_dtype
 
     @property
     def loading_mesh(self) -> Mesh:
@@ -109,46 +218,45 @@ class Replicas(Batches):
     @property
     def programs(self) -> list[str]:
         """Names and shapes of the programs that the engines have used."""
-        return sorted({name for engine in self._engines for name in engine.programs})
+        return sorted({name for engine in self.engines for name in engine.programs})
 
     @property
     def context(self) -> int:
         """Tokens of the longest prompt with its completion that is taken one by one."""
-        return min(engine.context for engine in self._engines)
+        return min(engine.context for engine in self.engines)
 
     @property
     def idle(self) -> bool:
         """Whether nothing waits or runs."""
-        return not (self._waiting or self._ended or self._begun) and all(engine.idle for engine in self._engines)
+        return not (self._waiting or self._ended or self._begun) and all(engine.idle for engine in self.engines)
 
     @property
     def _waiting(self) -> bool:
-        return bool(self._queue) or any(self._groups)
+        return bool(self._queue) or any(replica.group for replica in self.replicas)
 
     @property
     def cache_bytes(self) -> int:
         """Bytes of keys and values that are held now, of all engines."""
-        return sum(engine.cache_bytes for engine in self._engines)
+        return sum(engine.cache_bytes for engine in self.engines)
 
     @property
     def steps(self) -> list[int]:
         """Decoding steps of each engine so far."""
-        return [engine.steps for engine in self._engines]
+        return [engine.steps for engine in self.engines]
 
     @property
     def size(self) -> str:
         """As `Engine.size`, with the number of replicas."""
-        return f"{len(self._engines)} replicas, each with {self._engines[0].size}"
+        return f"{len(self.replicas)} replicas, each with {self.engines[0].size}"
 
     def submit(self, request: Request) -> int:
         """As `Engine.submit`. A request `after` another goes to the engine that keeps the slot."""
         # By the engine with the least memory: any of them may get a run.
-        min(self._engines, key=lambda engine: engine.context).check(request)
+        min(self.engines, key=lambda engine: engine.context).check(request)
         self._submitted += 1
         number = self._submitted
         if request.after is not None and request.after in self._kept:
-            engine, before = self._kept.pop(request.after)
-            self._give(engine, _Queued(number, dataclasses.replace(request, after=before), 0))
+            self._give(self._kept.pop(request.after), _Queued(number, request, 0))
             return number
         # Without a slot that is kept for it, it is a request like others.
         request = dataclasses.replace(request, after=None)
@@ -158,86 +266,74 @@ class Replicas(Batches):
         return number
 
     def score(self, prompt: Sequence[int]) -> Scores:
-        """As `Engine.score`, on the engine with the fewest runs."""
-        return min(self._engines, key=lambda engine: engine.runs).score(prompt)
+        """As `Engine.score`, on the engine with the fewest runs, after its step."""
+        replica = min(self.replicas, key=lambda replica: replica.runs)
+        replica.wait()
+        return replica.engine.score(prompt)
 
     def release(self, number: int) -> None:
         """Gives up the slot that is kept for an ended request (`Request.keep`); for others it does nothing."""
         if number in self._kept:
-            engine, own = self._kept.pop(number)
-            self._engines[engine].release(own)
+            self._kept.pop(number).release(number)
 
     def slots_for(self, context: int) -> int:
         """Slots of `context` tokens, of all engines together. Raises RefusedRequest if there is memory for none."""
-        return sum(engine.slots_for(context) for engine in self._engines)
+        return sum(engine.slots_for(context) for engine in self.engines)
 
     def abandon(self) -> None:
         """Drops every request and all that slots hold; weights stay."""
-        for engine in self._engines:
-            engine.abandon()
+        for replica in self.replicas:
+            replica.abandon()
         held: Any
-        for held in (self._queue, *self._groups, *self._dealt, self._kept, self._begun, self._ended):
+        for held in (self._queue, self._kept, self._begun, self._ended):
             held.clear()
 
     def cancel(self, number: int) -> None:
         """Ends a request in a next step; the tokens so far become a completion with stop `cancelled`."""
         cancelled = Completion([], [], "cancelled")
         self._ended += [Update(number, run.sample, [], [], cancelled) for run in self._unqueue({number})]
-        for engine, dealt in zip(self._engines, self._dealt, strict=True):
-            for own, of in dealt.items():
-                if of == number:
-                    engine.cancel(own)
+        for replica in self.replicas:
+            replica.cancel(number)
 
     def step(self) -> list[Update]:
         """Deals runs, begins a step of each engine that has work, and returns the updates of the one begun first."""
         self._deal()
-        self._begin([i for i, engine in enumerate(self._engines) if i not in self._begun and not engine.idle])
-        updates, self._ended = self._ended, []
-        return updates + (self._finish(self._begun.popleft()) if self._begun else [])
-
-    def _finish(self, i: int) -> list[Update]:
-        """The updates of the step that an engine has begun, with the numbers of the requests."""
-        updates, dealt = [], self._dealt[i]
-        for update in self._engines[i].finish():
-            number = dealt[update.number] if update.completion is None else dealt.pop(update.number)
-            updates.append(dataclasses.replace(update, number=number))
-        return updates
-
-    def _begin(self, numbers: list[int]) -> None:
-        begun = [self._threads.submit(self._engines[i].begin, self._waiting) for i in numbers]
-        try:
-            for future in begun:
-                future.result()
-        finally:
-            # Also after an interrupt: the caller that catches it must find no engine at work.
-            concurrent.futures.wait(begun)
-        self._begun += numbers
+        for replica in self.replicas:
+            if replica.step is None and not replica.engine.idle:
+                replica.begin(self._waiting)
+                self._begun.append(replica)
+        updates = []
+        if self._begun:
+            # Before it leaves the list: after an interrupt the engine is still at work.
+            self._begun[0].wait()
+            updates = self._begun.popleft().finish()
+        ended, self._ended = self._ended, []
+        return ended + updates
 
     def _deal(self) -> None:
         """Gives queued runs to engines that have room, one by one to the one with the fewest."""
         if not self._waiting:
             return
-        rooms, loads = [engine.room for engine in self._engines], [engine.runs for engine in self._engines]
-        while self._waiting and (able := [i for i, room in enumerate(rooms) if room > 0]):
-            i = min(able, key=loads.__getitem__)
-            if not self._groups[i] and self._queue:
-                self._groups[i] = self._queue.popleft()
+        for replica in self.replicas:
+            if replica.step is None:
+                replica.room = replica.engine.room
+        while self._waiting and (able := [replica for replica in self.replicas if replica.room > 0]):
+            replica = min(able, key=lambda replica: replica.runs)
+            if not replica.group and self._queue:
+                replica.group = self._queue.popleft()
             # Without a new prompt it helps with another engine's.
-            group = self._groups[i] or max(self._groups, key=len)
-            self._give(i, group.popleft())
-            rooms[i] -= 1
-            loads[i] += 1
+            group = replica.group or max((other.group for other in self.replicas), key=len)
+            self._give(replica, group.popleft())
 
-    def _give(self, engine: int, run: _Queued) -> None:
-        own = self._engines[engine].submit(run.request, run.sample)
-        self._dealt[engine][own] = run.number
+    def _give(self, replica: Replica, run: _Queued) -> None:
+        replica.give(run)
         if run.request.keep:
-            self._kept[run.number] = engine, own
+            self._kept[run.number] = replica
 
     def _unqueue(self, numbers: Collection[int]) -> list[_Queued]:
         """Takes the runs of these requests out of the queue."""
         taken = []
-        for group in (*self._queue, *self._groups):
+        for group in (*self._queue, *(replica.group for replica in self.replicas)):
             mine = [run for run in group if run.number in numbers]
             for run in mine:
                 group.remove(run)
@@ -246,17 +342,17 @@ class Replicas(Batches):
         return taken
 
     def _open(self, requests: Sequence[Request]) -> None:
-        for engine in self._engines:
+        for engine in self.engines:
             engine._open(requests)
 
     def _close(self, numbers: Collection[int]) -> None:
         self._unqueue(numbers)
         self._begun.clear()
-        for engine, dealt in zip(self._engines, self._dealt, strict=True):
-            mine = [own for own, number in dealt.items() if number in numbers]
-            engine._close(mine)
-            for own in mine:
-                del dealt[own]
+        for replica in self.replicas:
+            # The error of a step has been raised, or is that of requests which end here.
+            with contextlib.suppress(Exception):
+                self._ended += replica.finish()
+            replica.close(numbers)
         self._ended = [update for update in self._ended if update.number not in numbers]
 
 

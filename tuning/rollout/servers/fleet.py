@@ -2,8 +2,8 @@
 
 A server is used after it has reported the policy's weights and its log-probabilities have agreed with the trainer's
 (R18). A lost server is waited for or restarted, and must prove its weights again; its unfinished requests go to the
-next free server. A sample's seed depends only on the request (R15); its bits also depend on the batch in which the
-server computed it.
+next free server. With `Options.seeds` a sample's seed depends only on the request (R15); its bits also depend on the
+batch in which the server computed it.
 """
 
 from __future__ import annotations
@@ -49,6 +49,8 @@ class Options:
     """Largest mean absolute difference between a server's log-probabilities and the trainer's."""
     version: str | None = None
     """The version that servers must have, if they report one."""
+    seeds: bool = False
+    """Whether each request has its own seed."""
 
 
 UNUSABLE = (ServerLost, ServerRefused, StalePolicy)
@@ -91,7 +93,10 @@ class Fleet:
 
     def check(self, request: Request) -> None:
         """Raise RefusedRequest for a request that servers of this kind cannot serve; RuntimeError without a policy."""
-        self._kind.body(request, self._loaded)
+        self._body(request, self._loaded)
+
+    def _body(self, request: Request, policy: Policy) -> dict[str, Any]:
+        return self._kind.body(request, policy, self._options.seeds)
 
     @property
     def _loaded(self) -> Policy:
@@ -105,7 +110,7 @@ class Fleet:
         Raises the error of the last server that is given up, and ServerLost for a request that lost `tries` servers.
         """
         policy = self._loaded
-        bodies = [self._kind.body(r, policy) for r in requests]
+        bodies = [self._body(r, policy) for r in requests]
         jobs: asyncio.Queue[Job] = asyncio.Queue()
         results: asyncio.Queue[tuple[int, list[Completion]] | Exception] = asyncio.Queue()
         for i, request in enumerate(requests):
@@ -118,6 +123,8 @@ class Fleet:
             for server in (*self._servers[first:], *self._servers[:first])
             if server not in self._dead
         ]
+        if not tasks:
+            results.put_nowait(list(self._dead.values())[-1])
         try:
             for _ in requests:
                 result = loop.run_until_complete(results.get())
@@ -291,7 +298,7 @@ class Fleet:
         """Return the mean absolute difference to the trainer's log-probabilities over the policy's probe."""
         pairs, theirs = [], []
         for request in policy.probe:
-            answer = server.post(self._kind.path, self._kind.body(request, policy))
+            answer = server.post(self._kind.path, self._body(request, policy))
             for completion in self._completions(policy, request, answer):
                 pairs.append((request.prompt, completion.tokens))
                 theirs += completion.logps

@@ -13,6 +13,7 @@ class Native(VLLM):
     """This project's own server."""
 
     name = "native"
+    always_seeds = True
 
     def weights(self, server: Control, policy: Policy) -> str | None:
         info = server.get("/weight_info")

@@ -29,8 +29,8 @@ class RemoteServer:
     def __init__(
         self, url: str = "", child: Child | None = None, *, timeout: float = 600.0, retries: int = 4, key: str = ""
     ):
-        """timeout: seconds without an answer. retries: of a request to a busy server. key: the bearer token."""
-        self.child, self._url, self._retries = child, url.rstrip("/"), retries
+        """timeout: seconds until an answer is whole. retries: of a request to a busy server. key: the bearer token."""
+        self.child, self._url, self._timeout, self._retries = child, url.rstrip("/"), timeout, retries
         self.options: dict[str, Any] = {
             "timeout": httpx.Timeout(timeout, connect=10.0, pool=None),
             "headers": {"Authorization": f"Bearer {key}"} if key else {},
@@ -106,7 +106,11 @@ class RemoteServer:
     async def _ask(self, client: httpx.AsyncClient, method: str, path: str, body: Any, passing: Collection[int]) -> Any:
         for attempt in range(self._retries + 1):
             try:
-                response = await client.request(method, self._url + path, json=body)
+                # httpx's limit is of each read: a server that sends a byte now and then would never end.
+                async with asyncio.timeout(self._timeout):
+                    response = await client.request(method, self._url + path, json=body)
+            except TimeoutError as e:
+                raise ServerLost(f"{self.url}{path} gave no whole answer within {self._timeout:g} s") from e
             except httpx.HTTPError as e:
                 raise ServerLost(f"{self.url}{path}: {type(e).__name__} {e}".rstrip()) from e
             if response.status_code not in passing:

@@ -29,16 +29,16 @@ class SGLang:
     name, path = "sglang", "/generate"
     counted: str | None = None
 
-    def arguments(self, folder: Path, port: int, dtype: str, context: int, adapters: bool) -> list[str]:
+    def arguments(self, folder: Path, port: int, dtype: str, context: int, adapters: bool, seed: int = 0) -> list[str]:
         arguments = ["--model-path", str(folder), "--host", "127.0.0.1", "--port", str(port)]
-        arguments += ["--dtype", dtype, "--context-length", str(context)]
+        arguments += ["--dtype", dtype, "--context-length", str(context), "--random-seed", str(seed)]
         return [*arguments, *(["--enable-lora"] if adapters else [])]
 
     def environment(self, key: str = "") -> dict[str, str]:
         # SGLang takes a key only as an argument, which every user of the machine can read.
         return {"HF_HUB_OFFLINE": "1"}
 
-    def body(self, request: Request, policy: Policy) -> dict[str, Any]:
+    def body(self, request: Request, policy: Policy, seeds: bool = False) -> dict[str, Any]:
         refuse_strings(request)
         s = request.sampling
         if s.temperature > 0 and (s.top_p < 1 or s.top_k > 0 or s.min_p > 0):
@@ -54,10 +54,13 @@ class SGLang:
             # SGLang ignores stop_token_ids too if this is set.
             "ignore_eos": not request.stop_ids,
         }
-        seeds = [sample_seed(31, request.seed, request.counter, i) for i in range(request.samples)]
+        each = [params] * request.samples
+        if seeds:
+            own = [sample_seed(31, request.seed, request.counter, i) for i in range(request.samples)]
+            each = [params | {"sampling_seed": seed} for seed in own]
         body: dict[str, Any] = {
             "input_ids": [list(request.prompt)] * request.samples,
-            "sampling_params": [params | {"sampling_seed": seed} for seed in seeds],
+            "sampling_params": each,
             "return_logprob": True,
         }
         return body | ({"lora_path": policy.digest} if policy.adapter else {})

@@ -147,11 +147,6 @@ def test_tools_alone_end_with_a_turn_without_calls():
     assert environment.step("It is 4.") == (None, 0.0, True, False, {})
 
 
-def test_built_in_environments_are_made_by_name():
-    environment, (seen, _) = begun("guess")
-    assert "1" in seen and not environment.schemas
-
-
 def test_what_cannot_be_made_is_refused_by_name():
     refused = {
         "gues": "environment 'gues': did you mean guess",

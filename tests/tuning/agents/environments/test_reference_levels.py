@@ -51,12 +51,7 @@ def test_the_blind_level_is_that_of_the_best_of_all_sequences():
 
 
 @pytest.mark.parametrize(
-    ("name", "arguments"),
-    [
-        ("guess", {}),
-        ("frozenlake", {}),
-        ("frozenlake", {"rows": 2, "moves": 8}),
-    ],
+    ("name", "arguments"), [("guess", {}), ("frozenlake", {}), ("frozenlake", {"rows": 2, "moves": 8})]
 )
 def test_random_play_reaches_the_random_level(name, arguments):
     """Four standard errors of 1000 episodes, under fixed draws."""

@@ -42,7 +42,7 @@ ENGINES = {
 
 
 def engines_of(engine):
-    return getattr(engine, "_engines", [engine])
+    return getattr(engine, "engines", [engine])
 
 
 def bytes_by_device(arrays):
@@ -139,7 +139,7 @@ def turns_stay(engine):
             for update in engine.step():
                 if update.completion:
                     (i,) = [i for i, (number, _) in last.items() if number == update.number]
-                    places.setdefault(i, []).append(engine._kept[update.number][0])
+                    places.setdefault(i, []).append(engine.replicas.index(engine._kept[update.number]))
                     last[i] = update.number, last[i][1] + update.completion.tokens
     for number, _ in last.values():
         engine.release(number)

@@ -21,20 +21,10 @@ from tests.tuning.rollout.engine.support import lowered
 from tests.tuning.tiny import CONFIG
 
 EVERYTHING = dataclasses.replace(
-    CONFIG,
-    num_layers=3,
-    qkv_bias=True,
-    output_bias=True,
-    mlp_bias=True,
-    qk_norm=True,
-    post_norms=True,
-    attention_softcap=2.0,
-    final_softcap=30.0,
-    sliding_window=4,
-    sliding_layers=(True, False, True),
-    local_rope_theta=50.0,
-    tie_embeddings=False,
-)
+    CONFIG, num_layers=3, qkv_bias=True, output_bias=True, mlp_bias=True, qk_norm=True, post_norms=True,
+    attention_softcap=2.0, final_softcap=30.0, sliding_window=4, sliding_layers=(True, False, True),
+    local_rope_theta=50.0, tie_embeddings=False,
+)  # fmt: skip
 LENGTH = 9
 
 

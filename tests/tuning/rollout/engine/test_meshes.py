@@ -1,13 +1,10 @@
 """Engines side by side on a mesh apart from the trainer's: the samples of one device, and nobody waits for another."""
 
-import json
-import subprocess
-import sys
-
 import numpy as np
 import pytest
 
-from tests.support import QUICK, with_devices
+from tests.support import QUICK
+from tests.tuning.programs import printed
 
 pytestmark = pytest.mark.slow
 
@@ -17,11 +14,7 @@ SLOTS, STEPS = 8, 4
 
 @pytest.fixture(scope="module")
 def found():
-    environment = with_devices(8, QUICK)
-    command = [sys.executable, "-m", "tests.tuning.rollout.engine.mesh_program"]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=900)
-    assert done.returncode == 0, done.stderr[-3000:]
-    return json.loads(done.stdout.splitlines()[-1])
+    return printed("rollout.engine.mesh_program", flags=QUICK, timeout=900)
 
 
 @pytest.mark.parametrize(

@@ -1,6 +1,6 @@
 """Replicas: nothing that has ended is kept, and a step that fails loses no update."""
 
-import time
+import threading
 import weakref
 
 import jax
@@ -10,7 +10,7 @@ from rlhf.tuning.axes import Axes
 from rlhf.tuning.mesh import make_mesh
 from rlhf.tuning.rollout.engine.engine import Engine
 from rlhf.tuning.rollout.engine.limits import Limits
-from rlhf.tuning.rollout.engine.replicas import Replicas
+from rlhf.tuning.rollout.engine.replicas import Replica, Replicas
 from rlhf.tuning.rollout.requests import RefusedRequest, Request
 from tests.tuning.rollout.engine.support import PARAMS
 from tests.tuning.tiny import CONFIG
@@ -18,9 +18,12 @@ from tests.tuning.tiny import CONFIG
 LIMITS = Limits(slots=1, context=32, steps=4, chunks=(32,))
 
 
-def replicas():
+def replicas(count=1):
     mesh = make_mesh(Axes(1, 1, 1), jax.local_devices()[:1])
     engine = Replicas(CONFIG, limits=LIMITS, mesh=mesh)
+    # Further engines on the same device.
+    engine._places *= count
+    engine.replicas += [Replica(Engine(CONFIG, limits=LIMITS)) for _ in range(count - 1)]
     engine.load(PARAMS)
     return engine
 
@@ -43,26 +46,58 @@ def test_a_failed_step_loses_no_update(monkeypatch):
     assert (queued, "cancelled") in [(u.number, u.completion.stop) for u in engine.step() if u.completion]
 
 
-def test_a_failed_step_is_raised_once_no_engine_is_at_work(monkeypatch):
-    engine, ended, first = replicas(), [], iter([True])
-    engine._engines *= 2
+def test_steps_of_two_engines_are_under_way_at_once(monkeypatch):
+    engine, both, begin = replicas(2), threading.Barrier(2), Engine.begin
 
-    def begin(self, crowded=False):
-        if next(first, False):
-            raise ZeroDivisionError("of the device")
-        time.sleep(0.2)
-        ended.append(self)
+    def meets(self, crowded=False):
+        # One engine after the other would never meet here.
+        both.wait(timeout=60)
+        begin(self, crowded)
 
-    monkeypatch.setattr(Engine, "begin", begin)
-    with pytest.raises(ZeroDivisionError):
-        engine._begin([0, 1])
-    assert len(ended) == 1
+    monkeypatch.setattr(Engine, "begin", meets)
+    done = dict(engine.run([Request([1, 2, i], 16, counter=i) for i in range(6)]))
+    assert [len(done[i][0].tokens) for i in range(6)] == [16] * 6
+    assert engine.steps == [48, 48]
+
+
+def test_calls_during_a_step_follow_at_its_end():
+    engine = replicas(2)
+    first, second = (engine.submit(Request([1, 2, i], 16, counter=i, keep=True)) for i in range(2))
+    # The second engine is at a step when this returns.
+    engine.step()
+    assert [replica.step is None for replica in engine.replicas] == [True, False]
+    engine.cancel(second)
+    third = engine.submit(Request([7, 8, 9], 16))
+    ended = {}
+    while not engine.idle:
+        ended |= {u.number: u.completion for u in engine.step() if u.completion}
+    assert {number: completion.stop for number, completion in ended.items()} == {
+        first: "length",
+        second: "cancelled",
+        third: "length",
+    }
+    # The slot of the first is kept, and its run continues there.
+    prompt = [1, 2, 0, *ended[first].tokens]
+    after = engine.submit(Request(prompt, 4, after=first))
+    updates = []
+    while not engine.idle:
+        updates += engine.step()
+    assert [u.number for u in updates if u.completion] == [after]
+
+
+def test_a_batch_that_its_caller_gives_up_leaves_no_engine_at_work():
+    engine = replicas(2)
+    results = engine.run([Request([1, 2, i], 4 + 12 * (i % 2), counter=i) for i in range(6)])
+    next(results)
+    results.close()
+    assert engine.idle and all(replica.step is None and not replica.dealt for replica in engine.replicas)
+    assert len(dict(engine.run([Request([1, 2, 3], 4)]))) == 1
 
 
 def test_a_request_is_refused_as_it_comes_where_any_engine_lacks_the_memory():
     engine = replicas()
     small = Engine(CONFIG, limits=Limits(slots=1, context=16, steps=4))
-    engine._engines.append(small)
+    engine.replicas.append(Replica(small))
     with pytest.raises(RefusedRequest, match="16 tokens of context"):
         engine.submit(Request([1] * 12, 12))
 

@@ -50,15 +50,10 @@ def test_a_rounded_sum_lets_no_token_without_probability_through():
 
 VOCAB = 300
 CASES = {
-    "plain": Sampling(),
-    "cold": Sampling(temperature=0.3),
-    "top_k": Sampling(top_k=7),
-    "top_k beyond the vocabulary": Sampling(top_k=1000),
-    "top_p": Sampling(top_p=0.8),
-    "min_p": Sampling(min_p=0.2),
-    "all": Sampling(0.8, top_p=0.9, top_k=40, min_p=0.05),
-    "greedy": Sampling(0.0),
-}
+    "plain": Sampling(), "cold": Sampling(temperature=0.3), "top_k": Sampling(top_k=7),
+    "top_k beyond the vocabulary": Sampling(top_k=1000), "top_p": Sampling(top_p=0.8), "min_p": Sampling(min_p=0.2),
+    "all": Sampling(0.8, top_p=0.9, top_k=40, min_p=0.05), "greedy": Sampling(0.0),
+}  # fmt: skip
 
 
 def settings(*asked):

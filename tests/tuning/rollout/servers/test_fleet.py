@@ -10,7 +10,7 @@ import pytest
 
 from rlhf.tuning.rollout.requests import RefusedRequest, Request, Sampling
 from rlhf.tuning.rollout.servers.fleet import Fleet, Options
-from rlhf.tuning.rollout.servers.protocol import Policy, ServerRefused
+from rlhf.tuning.rollout.servers.protocol import Policy, ServerLost, ServerRefused
 from rlhf.tuning.rollout.servers.server import RemoteServer
 from rlhf.tuning.rollout.servers.streaming import Turns
 from rlhf.tuning.rollout.servers.vllm import VLLM
@@ -105,3 +105,11 @@ def test_turns_of_a_prompt_stay_on_one_server_and_prompts_are_on_all(monkeypatch
             while not turns.idle:
                 ended |= {(update.number, update.sample) for update in turns.step()}
     assert len(ended) == 24 and len(used) == 6 and len({url for _, url in used}) == 2
+
+
+def test_without_any_server_left_a_later_run_ends_with_the_last_error():
+    fleet = Fleet(VLLM(), [RemoteServer("http://127.0.0.1:9", retries=0)], Options(wait_seconds=0.2))
+    fleet._policy, fleet.gaps = POLICY, {"before": 0.0}
+    for _ in range(2):
+        with pytest.raises(ServerLost, match="was not well within"):
+            list(fleet.run([Request([1], 3, Sampling(), (), seed=1, counter=1)]))

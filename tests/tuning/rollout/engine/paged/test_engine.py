@@ -30,6 +30,13 @@ def paged(pages=PLENTY, config=CONFIG, params=PARAMS, limits=LIMITS, **options):
     return engine
 
 
+def slots(config=CONFIG, params=PARAMS, **options):
+    """An engine with slots."""
+    engine = Engine(config, limits=LIMITS, **options)
+    engine.load(params)
+    return engine
+
+
 def ended(engine, requests, arriving=8):
     """Completions of requests that come some at each step, and how many runs have lost their pages."""
     waiting, number, found, lost = list(enumerate(requests)), {}, {}, 0
@@ -48,10 +55,8 @@ def ended(engine, requests, arriving=8):
 @functools.cache
 def expected():
     """What slots give for the mixed requests."""
-    engine = Engine(CONFIG, limits=LIMITS)
-    engine.load(PARAMS)
     requests = requests_of(20)
-    completions = dict(engine.run(requests))
+    completions = dict(slots().run(requests))
     return requests, [completions[i] for i in range(len(requests))]
 
 
@@ -103,9 +108,7 @@ def test_every_kind_of_attention_gives_what_slots_give(kind):
     engine = paged(config=config, params=params)
     requests = requests_of(5, seed=3, sampling=Sampling(), samples=2, max_tokens=16)
     found, _ = ended(engine, requests)
-    slots = Engine(config, limits=LIMITS)
-    slots.load(params)
-    for i, completions in slots.run(requests):
+    for i, completions in slots(config, params).run(requests):
         assert [c.tokens for c in found[i]] == [c.tokens for c in completions]
         for one, other in zip(found[i], completions, strict=True):
             np.testing.assert_allclose(one.logps, other.logps, atol=1e-5)
@@ -167,21 +170,25 @@ def test_what_old_weights_cached_is_not_used_with_new_ones():
     np.testing.assert_allclose(found[number].logps, fresh.logps, atol=1e-6)
 
 
-def test_a_cancelled_request_gives_its_pages_back_and_leaves_the_others_alone():
+@pytest.mark.parametrize("cache", ["slots", "pages"])
+def test_a_cancelled_request_keeps_what_it_has_and_leaves_the_others_alone(cache):
     requests = requests_of(6, seed=3, max_tokens=14, samples=1, stop_ids=())
     alone, _ = ended(paged(), requests)
-    engine = paged(9)
+    # The last one waits.
+    engine = paged(9) if cache == "pages" else slots()
     numbers = [engine.submit(r) for r in requests]
-    updates = engine.step() + engine.step()
+    updates = engine.step()
     engine.cancel(numbers[0])
     engine.cancel(numbers[5])
     while not engine.idle:
         updates += engine.step()
     ends = {u.number: u.completion for u in updates if u.completion}
     assert ends[numbers[0]].stop == ends[numbers[5]].stop == "cancelled"
+    kept = ends[numbers[0]].tokens
+    assert 0 < len(kept) < 14 and kept == alone[0][0].tokens[: len(kept)]
     for i in range(1, 5):
         assert ends[numbers[i]].tokens == alone[i][0].tokens
-    assert engine._seats._pages.held == 0
+    assert cache == "slots" or engine._seats._pages.held == 0
 
 
 def test_a_request_beyond_the_memory_is_refused_and_one_that_fills_it_ends():
@@ -205,9 +212,7 @@ def test_a_longer_request_than_the_tables_waits_for_those_that_run():
 
 def test_prompts_are_scored_beside_the_pages():
     prompt = list(range(3, 30))
-    engine, slots = paged(top=2), Engine(CONFIG, limits=LIMITS, top=2)
-    slots.load(PARAMS)
-    np.testing.assert_allclose(engine.score(prompt).logps, slots.score(prompt).logps, atol=1e-5)
+    np.testing.assert_allclose(paged(top=2).score(prompt).logps, slots(top=2).score(prompt).logps, atol=1e-5)
 
 
 def test_settings_choose_the_cache():

@@ -1,4 +1,4 @@
-"""Runs a graph: a stage begins as soon as its inputs are made and its worker is free."""
+"""Runs a recipe's graph: a stage begins as soon as its inputs are made and its worker is free."""
 
 from __future__ import annotations
 
@@ -8,13 +8,45 @@ import contextvars
 import queue
 from collections.abc import Callable, Collection
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
+from functools import partial
 
 from rlhf.flows.graph.build import Node
+from rlhf.flows.graph.policy_refs import Standing
+from rlhf.flows.recipe.model import Recipe
+from rlhf.flows.report.console import ConsoleReporter
+from rlhf.flows.running.closing import close, status_after, status_at_end, summary
 from rlhf.flows.running.gating import Agenda, stages_of
 from rlhf.flows.running.session import Session
 
 Make = Callable[[str], object]
 """Makes the node of a name, and raises its error."""
+
+
+def run_plain(
+    recipe: Recipe,
+    *,
+    name: str | None = None,
+    force: set[str] | None = None,
+    only: set[str] | None = None,
+    standing: Standing | None = None,
+) -> str:
+    """Run the recipe in this process and its workers, without Prefect; return the run's status.
+
+    name: of the run; generated if None. force: nodes to recompute although they are cached.
+    only: nodes to run, with the inputs of each; None runs all.
+    standing: the policies of names; None: as the registry has them now.
+    """
+    reporter = ConsoleReporter()
+    session = Session(recipe, reporter, name, force, standing)
+    try:
+        reporter.console.print(f"run {session.name}  store {session.store.shown}")
+        run_stages(session, only, partial(session.run_node, retries=recipe.retries))
+    except BaseException as e:
+        close(session, status_after(e), e)
+        raise
+    status = status_at_end(session)
+    summary(session, reporter, close(session, status))
+    return status
 
 
 def run_stages(session: Session, chosen: Collection[str] | None, make: Make) -> None:

@@ -1,4 +1,4 @@
-"""The real TPU compiler takes every program, within what is committed of it; `make tpu` installs it."""
+"""The real compilers take every program, within what is committed of it: `make tpu` and `make gpu-aot` install them."""
 
 import subprocess
 import sys
@@ -7,13 +7,18 @@ import pytest
 
 from rlhf.tuning.fit.needs import peak
 from tests.aot.bounds import PAGE, committed, table
-from tests.aot.cases import CASES, SMALL
+from tests.aot.cases import CASES, SMALL, SMALL_GPU
 from tests.tuning.fit.steps import elsewhere
+
+
+def name_of(case):
+    """Begins with the platform, which `-k` chooses."""
+    return f"{case.platform} {case.name}"
 
 
 @pytest.mark.aot
 @pytest.mark.timeout(4000)
-@pytest.mark.parametrize("case", [c for c in CASES if c.platform == "tpu"], ids=lambda case: case.name)
+@pytest.mark.parametrize("case", CASES, ids=name_of)
 def test_it_compiles_within_its_bounds(case):
     # A process each: a case leaves nothing behind.
     done = subprocess.run([sys.executable, "-m", "tests.aot", "--only", case.name], capture_output=True, text=True)
@@ -29,7 +34,8 @@ def test_the_docs_have_the_table_of_the_bounds():
 
 @pytest.mark.aot
 @pytest.mark.timeout(1000)
-def test_fit_has_the_peak_of_the_compiler():
-    step, on = elsewhere(SMALL)
-    known, needs = committed()[SMALL.name], step.needs(on)
+@pytest.mark.parametrize("case", [SMALL, SMALL_GPU], ids=name_of)
+def test_fit_has_the_peak_of_the_compiler(case):
+    step, on = elsewhere(case)
+    known, needs = committed()[case.name], step.needs(on)
     assert peak(needs, on) / 1e6 == pytest.approx(known["held_mb"] + known["temporary_mb"], rel=0.05)
