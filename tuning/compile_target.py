@@ -18,6 +18,7 @@ LANES = 128
 # JAX's own context, not a ContextVar: it is part of the keys of compiled functions, so that what was traced for one
 # platform is not taken for another.
 _target = jax.make_user_context(None)
+_few = jax.make_user_context(None)
 
 
 def target_platform() -> str:
@@ -28,4 +29,19 @@ def target_platform() -> str:
 def compiling_for(platform: Platform) -> AbstractContextManager[None]:
     """Within it this thread traces for that platform, which this process need not have."""
     context: AbstractContextManager[None] = _target(platform)
+    return context
+
+
+def few_shapes() -> bool:
+    """Whether shapes follow the limits of a recipe and not its data, so that a run compiles few programs.
+
+    True for accelerators, whose programs take minutes to compile. On a CPU, where padding costs more than that, shapes
+    follow the data.
+    """
+    return target_platform() != "cpu" if _few.value is None else _few.value
+
+
+def choosing_few_shapes(few: bool) -> AbstractContextManager[None]:
+    """Within it this thread has `few_shapes` as given, whatever the platform is."""
+    context: AbstractContextManager[None] = _few(few)
     return context

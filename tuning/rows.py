@@ -261,13 +261,19 @@ def read_rows_at(paths: Iterable[Path], kind: type[R], numbers: Sequence[int]) -
     for path in paths:
         with pq.ParquetFile(path) as file:
             _check(file.schema_arrow.names, path, kind)
-            # In batches: the table may be many times larger than what is wanted of it.
-            for batch in file.iter_batches():
-                here = wanted[(wanted >= first) & (wanted < first + batch.num_rows)]
-                some = pa.Table.from_batches([batch]).take(pa.array(here - first))
-                rows = (kind(**row) for row in _dictionaries(some))
-                found |= dict(zip(here.tolist(), rows, strict=True))
-                first += batch.num_rows
+            for group in range(file.num_row_groups):
+                end = first + file.metadata.row_group(group).num_rows
+                if not ((wanted >= first) & (wanted < end)).any():
+                    # Not decoded: a round draws some hundreds of rows of a table of any size.
+                    first = end
+                    continue
+                # In batches: a group may be many times larger than what is wanted of it.
+                for batch in file.iter_batches(row_groups=[group]):
+                    here = wanted[(wanted >= first) & (wanted < first + batch.num_rows)]
+                    some = pa.Table.from_batches([batch]).take(pa.array(here - first))
+                    rows = (kind(**row) for row in _dictionaries(some))
+                    found |= dict(zip(here.tolist(), rows, strict=True))
+                    first += batch.num_rows
     return [found[number] for number in numbers]
 
 

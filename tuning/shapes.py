@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+ROW_LENGTHS = 2
+"""The most row lengths in training of a recipe whose limits are known (`training.batch.Bounds`)."""
+DECODE_PROGRAMS = 6
+"""The most programs that decode in an engine with `Limits.few`."""
+
 
 def round_up(value: int, multiple: int) -> int:
     """The smallest multiple of `multiple` that is at least `value`."""

@@ -134,6 +134,9 @@ def plan(
     more = f" and {untimed} stages of kinds that were never computed" if untimed else ""
     guess = f"; about {sum(known):.0f} s by earlier times of such stages, without start-up{more}" if known else ""
     out.print(f"{counts['hit']} hit, {counts['miss']} miss, {counts['waits']} wait for an earlier miss{guess}")
+    if (rl := resolved.rl) is not None:
+        sampling = f" and {rl.rollout.programs} to decode" if rl.rollout.programs else ""
+        out.print(f"On an accelerator the rounds compile at most {rl.update.programs} programs to train{sampling}.")
     if counts["waits"]:
         out.print("A waiting stage runs again only if its inputs, settings or code have changed.")
 

@@ -257,7 +257,7 @@ def _rounds(graph: _Graph, section: str, policies: Policies) -> None:
         sampled from     p[0]  p[0]  p[1]  p[2]
         update of        p[0]  p[1]  p[2]  p[3]
     """
-    settings_of = settings_by_round(graph.recipe)
+    settings_of, played = settings_by_round(graph.recipe), graph.recipe.environment
     reference = graph.roles["policy"]
     trained = [reference]
     sampled: list[dict[str, Input]] = []
@@ -284,6 +284,9 @@ def _rounds(graph: _Graph, section: str, policies: Policies) -> None:
         stored = stored or (rl.reference_every is not None and (i + 1) % rl.reference_every == 0)
         change: dict[str, Any] = {"round": i, "temperature": rl.rollout.temperature, "store_state": stored}
         change["store_weights"] = apart and not stored
+        # Of an environment the limit of an episode, with its prompt.
+        change["prompt_limit"] = 0 if played else graph.recipe.data.max_prompt_tokens
+        change["completion_limit"] = (played or rl.rollout).max_tokens
         # The first round is sampled from the policy that it updates, whatever the staleness.
         if rl.rollouts_from is not None or (rl.staleness and i):
             change["off_policy"] = True

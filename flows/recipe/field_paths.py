@@ -16,7 +16,7 @@ from rlhf.stages.gate.settings import Gate
 from rlhf.tuning.names import closest, nearest
 
 # The graph sets these round by round.
-_MANAGED = {"round", "first", "store_state", "store_weights", "round_scale"}
+_MANAGED = {"round", "first", "store_state", "store_weights", "round_scale", "prompt_limit", "completion_limit"}
 
 OPTIMIZER = "optimizer"
 """The field whose settings may be written one level up."""

@@ -117,6 +117,8 @@ class RL(StageConfig):
             "update.round": self.update.round,
             "rollout.first": self.rollout.first,
             "score.round_scale": self.score.round_scale,
+            "update.prompt_limit": self.update.prompt_limit,
+            "update.completion_limit": self.update.completion_limit,
         }
         for name, value in managed.items():
             if value:

@@ -187,8 +187,9 @@ def save_model(ctx: Context, kind: Literal["decoder", "scorer"], config: Decoder
     remember(ctx, f"{kind}:new", (config, params))
 
 
-def limits_of(compute: Any, device: Device, context: int = 0, replicas: int = 1) -> Limits:
-    """The size of each engine by settings and device; `context` in tokens, where it is known beforehand."""
+def limits_of(compute: Any, device: Device, context: int = 0, replicas: int = 1, few: bool = False) -> Limits:
+    """The size of each engine by settings and device; `context` in tokens, where it is known beforehand; `few` as in
+    `Limits`."""
     # `compute` has no type: export imports this module, and an edit of training's settings must not change its key.
     from rlhf.tuning.rollout.engine.limits import FREE_SHARE, Limits
 
@@ -200,6 +201,7 @@ def limits_of(compute: Any, device: Device, context: int = 0, replicas: int = 1)
         cache_bytes=device.cache_bytes,
         cache_share=FREE_SHARE,
         chunks=device.chunk_tokens,
+        few=few,
     )
 
 

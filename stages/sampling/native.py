@@ -26,6 +26,7 @@ def open_engine(
     if not settings.in_worker:
         # By name, not by import: the code of HTTP servers must not be in the keys of rollouts without them.
         return importlib.import_module(SERVERS).open_engine(ctx, settings, quantize, context, requests)
+    from rlhf.tuning.compile_target import few_shapes
     from rlhf.tuning.device import choose
     from rlhf.tuning.rollout.engine.placement import replicas_of, sampling_mesh
     from rlhf.tuning.rollout.engine.replicas import engine_over
@@ -35,7 +36,7 @@ def open_engine(
     config, params = load_rounded(ctx, ctx.inputs["policy"], quantize)
     mesh = sampling_mesh(compute.mesh)
     # `context` is bucketed and may exceed the positions.
-    limits = limits_of(compute, device, min(context, config.max_positions), replicas_of(mesh))
+    limits = limits_of(compute, device, min(context, config.max_positions), replicas_of(mesh), few_shapes())
     types = {name: getattr(settings, name) for name in NATIVE}
     engine = engine_over(mesh, config, device.compute.dtype, limits, **types)
     engine.load(params)

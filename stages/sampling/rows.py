@@ -129,6 +129,8 @@ class _Sampler:
     """Samples shards with one engine, which is opened for the first missing one."""
 
     def __init__(self, ctx: Context, draw: Draw, prompts: Sequence[PromptRow]):
+        from rlhf.tuning.compile_target import few_shapes
+
         self.ctx, self.draw = ctx, draw
         self.tokenizer = load_tokenizer(ctx, ctx.inputs["tokenizer"])
         self.eos = stop_ids(ctx, ctx.inputs["tokenizer"])
@@ -136,6 +138,10 @@ class _Sampler:
         # The engine has the size that all prompts need, not those of a shard: its size decides how a shard is
         # computed, so a shard has the same bits whichever shards an earlier try has left.
         longest = max((len(prompt.prompt_ids) for prompt in prompts), default=0)
+        if few_shapes():
+            # Of all rounds, so that their engines have one size.
+            tokens = ctx.inputs["data"].metrics.get("tokens", {}) if "data" in ctx.inputs else {}
+            longest = int(max(longest, tokens.get("prompts", {}).get("prompt_ids", {}).get("max", 0)))
         self.context = context_of(longest, draw.max_tokens)
         self.engine: Any = None
 

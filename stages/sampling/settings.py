@@ -13,6 +13,7 @@ from rlhf.stages.common.settings import Compute
 from rlhf.stages.contract.definition import StageConfig, execution_setting
 from rlhf.stages.sampling.environment import Environment, modules_of, source_digests
 from rlhf.stages.store.keys import HIDDEN, SHOWN, KeyForm, program_and_words, variables_by_digest, without_userinfo
+from rlhf.tuning.shapes import DECODE_PROGRAMS
 
 NATIVE = ("quantization", "kv_cache_dtype", "cache")
 """Settings of the engine in the worker, and its arguments."""
@@ -173,6 +174,11 @@ class SamplingConfig(StageConfig):
     """Set by the recipe from its section environment."""
     compute: Compute = Compute()
     """How to compute."""
+
+    @property
+    def programs(self) -> int:
+        """The most programs that decode where `few_shapes` holds; 0: servers sample."""
+        return DECODE_PROGRAMS if self.engine.in_worker else 0
 
     @model_validator(mode="after")
     def _stops_here(self) -> Self:

@@ -120,7 +120,8 @@ class Run:
         (group,) = self.groups(1, 1, config.max_tokens * self.turns)
         replicas = int(sampling_axes(config.compute.mesh, self.on.count).data)
         device = self.on.choices(config.compute.dtype)
-        limits = limits_of(config.compute, device, context_of(self.prompt, len(group.completions[0])), replicas)
+        context, few = context_of(self.prompt, len(group.completions[0])), device.platform != "cpu"
+        limits = limits_of(config.compute, device, context, replicas, few)
         return Sampled(self.model, samples, limits, config.compute, options, self.kept(config))
 
     def round(self, prompts: int) -> list[Group]:

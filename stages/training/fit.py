@@ -75,6 +75,7 @@ def fit(ctx: Context, task: Task, params: Any, config: Fitted, frozen: Any = Non
                 break
             # None after the last step: the artifact follows at once.
             if (step + 1) % config.checkpoint_every == 0 and step + 1 < loop.total:
+                loop.read()
                 checkpoints.save(step + 1, loop.state, {"step": step + 1, "lines": loop.lines})
     finally:
         checkpoints.close()
@@ -89,6 +90,10 @@ def fit(ctx: Context, task: Task, params: Any, config: Fitted, frozen: Any = Non
 
 def _due(steps: int, every: int) -> bool:
     return every > 0 and steps % every == 0
+
+
+def _nothing() -> None:
+    pass
 
 
 class _Loop:
@@ -130,6 +135,8 @@ class _Loop:
         self.lines: list[dict[str, Any]] = []
         self.last: dict[str, float] = {}
         self.dtype = device.compute.dtype
+        self.read: Callable[[], None] = _nothing
+        """Waits for the last step that was started, and writes its line; called once more it does nothing."""
 
     def groups(self, step: int) -> list[Group]:
         """The examples of a step."""
@@ -161,22 +168,32 @@ class _Loop:
         return first
 
     def train(self, step: int, measure: bool) -> None:
-        """Run one optimizer step and write its line of metrics, with `measure` those on the held-out examples too."""
+        """Start one optimizer step, then read the one before while the device computes; with `measure` also this one,
+        with the metrics on the held-out examples."""
         task, groups = self.task, self.groups(step)
         before = {f"{name}_before": value for name, value in self.measured().items()} if step == 0 else {}
         if task.sample is not None:
             # With the parameters of this step: on policy.
             groups = task.sample(self.state[0], step, groups)
-        params, opt_state, sums = self.step_fn(*self.state, self.batches(step, groups), self.frozen)
+        params, opt_state, sums = self.step_fn.start(*self.state, self.batches(step, groups), self.frozen)
         self.state = params, opt_state
-        self.last = task.summary(sums)
-        tokens = sum(g.size for g in groups)
-        speed = self.meter.step(tokens, task.flops(groups))
-        line = {"step": step, "grad_norm": float(sums["grad_norm"]), "row_tokens": tokens, **self.last, **speed}
-        line |= before | (self.measured() if measure else {})
-        self.lines.append(line)
-        self.ctx.metrics_line(**line)
-        self.ctx.progress(step + 1, self.total, "step", loss=self.last["loss"], **self.meter.rates())
+        self.read()
+        tokens, flops = sum(g.size for g in groups), task.flops(groups)
+
+        def read() -> None:
+            self.read = _nothing
+            found = sums()
+            self.last = task.summary(found)
+            speed = self.meter.step(tokens, flops)
+            line = {"step": step, "grad_norm": float(found["grad_norm"]), "row_tokens": tokens, **self.last, **speed}
+            line |= before | (self.measured() if measure else {})
+            self.lines.append(line)
+            self.ctx.metrics_line(**line)
+            self.ctx.progress(step + 1, self.total, "step", loss=self.last["loss"], **self.meter.rates())
+
+        self.read = read
+        if measure:
+            read()
 
     def stalled(self, every: int, patience: int) -> bool:
         """Whether the last `patience` measurements, one each `every` steps, are not below the least before them.

@@ -10,6 +10,7 @@ from rlhf.stages.common.settings import Compute, Lora, Optimizer, Trained, refus
 from rlhf.stages.contract.definition import execution_setting
 from rlhf.tuning.algorithms import registry
 from rlhf.tuning.algorithms import settings as core
+from rlhf.tuning.shapes import ROW_LENGTHS
 
 
 class CriticSettings(Trained, core.CriticSettings):  # type: ignore[misc]
@@ -36,10 +37,20 @@ class Config(Trained, core.RoundSettings):  # type: ignore[misc]
     """Reaction if all refills leave fewer informative groups than prompts."""
     max_idle_rounds: int = execution_setting(3, ge=1)
     """The run ends after this number of rounds in a row without a step that changed the weights."""
+    prompt_limit: int = execution_setting(0, ge=0)
+    completion_limit: int = execution_setting(0, ge=0)
     store_state: bool = execution_setting(False)
     """Whether this round's weights and optimizer are stored; the recipe's checkpoint_every decides."""
     store_weights: bool = execution_setting(False)
     """Whether this round's weights are stored without the optimizer; so it is if another worker samples."""
+
+    @property
+    def programs(self) -> int:
+        """The most programs with a pass of the model that rounds compile where `few_shapes` holds: for each row length
+        a step and a pass for log-probabilities or values of each learner."""
+        # A dense reference under an adapter has a program of its own.
+        others = 2 * self.needs_critic + (self.lora is not None and self.needs_reference)
+        return ROW_LENGTHS * (2 + others + (self.top_entropy is not None))
 
     @property
     def needs_reward_model(self) -> bool:

@@ -80,13 +80,15 @@ def _advance(ctx: Context, before: State | None, first: bool = False) -> tuple[S
     """
     from rlhf.tuning.algorithms.round_data import RoundData
     from rlhf.tuning.algorithms.rounds import run_round
+    from rlhf.tuning.compile_target import few_shapes
     from rlhf.tuning.precision import exact_forward
 
     config: Config = ctx.config
     parent = ctx.inputs["policy"]
     sampled, chosen, refills = _rollouts(ctx)
     greedy = read_table(ctx.inputs["greedy_scores"], "scores/", ScoreRow) if config.needs_greedy else None
-    data = RoundData.from_rows(chosen.rows, chosen.scores, greedy, read_turns(ctx.inputs, OF_TURNS))
+    widest = config.completion_limit if few_shapes() else 0
+    data = RoundData.from_rows(chosen.rows, chosen.scores, greedy, read_turns(ctx.inputs, OF_TURNS), widest)
     # A first round, or one with another adapter, begins with new optimizers.
     if states.continues(config, parent):
         state = states.on_mesh(ctx, before or states.state_after(ctx, parent, _advance))

@@ -110,6 +110,20 @@ def test_rows_are_found_by_their_numbers_over_files(tmp_path):
         read_rows_at(paths, ScoreRow, [12])
 
 
+def test_row_groups_without_a_wanted_row_are_not_decoded(tmp_path):
+    rows = [{"place": i, "sample": 0, "prompt_id": f"p{i}"} for i in range(400)]
+    path = tmp_path / "a"
+    pq.write_table(pa.Table.from_pylist(rows), path, row_group_size=100, use_dictionary=False)
+    column = pq.read_metadata(path).row_group(2).column(2)
+    damaged = bytearray(path.read_bytes())
+    start = column.data_page_offset
+    damaged[start : start + column.total_compressed_size] = bytes(column.total_compressed_size)
+    path.write_bytes(damaged)
+    assert [row.prompt_id for row in read_rows_at([path], ScoreRow, [399, 0, 101])] == ["p399", "p0", "p101"]
+    with pytest.raises(OSError):
+        read_rows_at([path], ScoreRow, [250])
+
+
 def test_a_round_is_read_without_an_object_for_each_token(tmp_path):
     """A list of a token's id and one of its log-probability take 72 bytes of it."""
     count, tokens = 128, 4096

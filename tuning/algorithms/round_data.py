@@ -73,6 +73,8 @@ class RoundData:
     """Of trajectories in several parts, by number of the completion."""
     turns: Turns | None = None
     """Where the rollouts are of an environment."""
+    widest: int = 0
+    """Tokens for which T is wide enough in any case."""
 
     def __post_init__(self) -> None:
         # Of lists too; arrays of these types are not copied.
@@ -92,6 +94,7 @@ class RoundData:
         scores: Sequence[ScoreRow],
         greedy: Sequence[ScoreRow] | None = None,
         turns: Iterable[TurnRow] | None = None,
+        widest: int = 0,
     ) -> RoundData:
         """From the rows of the rollout and score tables; a completion whose reward or episode failed is not valid.
 
@@ -122,6 +125,7 @@ class RoundData:
             truncated_N=np.asarray([row.stop == "length" for row in last], bool),
             greedy_N=greedy_N,
             parts={i: _parts(rows) for i, rows in enumerate(trajectories) if len(rows) > 1},
+            widest=widest,
         )
         if turns is None:
             return data
@@ -143,7 +147,7 @@ class RoundData:
     @property
     def width(self) -> int:
         """T, of few sizes: a round with another longest completion uses the same programs."""
-        return bucket(max(len(c) for c in self.completions))
+        return bucket(max(self.widest, max(len(c) for c in self.completions)))
 
     def mask_of(self, i: int) -> np.ndarray:
         """True on the tokens of completion i whose sampler log-probability is finite.

@@ -31,12 +31,13 @@ from rlhf.tuning.algorithms.round_data import RoundData
 from rlhf.tuning.algorithms.selection import Selection
 from rlhf.tuning.algorithms.settings import Objective, RoundSettings
 from rlhf.tuning.algorithms.tally import Tally
+from rlhf.tuning.compile_target import few_shapes
 from rlhf.tuning.device import choose
 from rlhf.tuning.losses.rewards import kl_penalty
 from rlhf.tuning.mesh import over_devices, put_params, row_shards
 from rlhf.tuning.models.config import DecoderConfig
 from rlhf.tuning.precision import real
-from rlhf.tuning.training.batch import Group, Packed, choose_rows, count_micro_batches, micro_batches
+from rlhf.tuning.training.batch import Bounds, Group, Packed, choose_rows, count_micro_batches, micro_batches
 from rlhf.tuning.training.completions import logps_program, run_pass, values_program
 from rlhf.tuning.training.prefetch import one_ahead, one_behind
 from rlhf.tuning.training.speed import Meter
@@ -191,7 +192,12 @@ class _Round:
         budget, undivided = self.device.micro_batch(
             self.settings.compute.tokens_per_micro_batch, shards, self.policy.base is not None
         )
-        layout = choose_rows(self.steps, budget, largest_pair, self.algorithm.paired, undivided)
+        # With all completions of a prompt, whichever of them are in the loss.
+        most = self.settings.prompts_per_step * int(np.bincount(self.data.groups_N).max())
+        limits = self.settings.prompt_limit, self.settings.completion_limit
+        bounds = Bounds(most, sum(limits) if limits[1] else 0) if few_shapes() else None
+        layout = choose_rows(self.steps, budget, largest_pair, self.algorithm.paired, undivided, bounds)
+        self.divided = bounds is not None and most > layout.rows
         self.pack_step = functools.partial(micro_batches, layout=layout, completion_tokens=self.width, shards=shards)
         count = sum(count_micro_batches(step, layout, shards) for step in self.steps)
         self.total_work = self.done + count * (passes + self.settings.epochs)
@@ -285,7 +291,7 @@ class _Round:
             # Again in each epoch: the clipped value loss needs the values that the critic has now.
             self.judge(critic, lam=1.0)
             ahead = one_ahead(map(self.arrays, range(len(self.steps))))
-            losses = [critic.start_step(step, arrays)()["loss"] for arrays in ahead]
+            losses = [critic.start_step(step, arrays, self.divided)()["loss"] for arrays in ahead]
         return float(np.mean(losses))
 
     def judge(self, critic: Learner, lam: float | None = None) -> None:
@@ -328,9 +334,13 @@ class _Round:
 
         def steps() -> Iterator[tuple[tuple[int, int], int, Callable[[], Sums] | None, Callable[[], Sums] | None]]:
             for at, arrays in one_ahead(work):
-                sums = None if step is None else self.policy.start_step(step, arrays)
+                sums = None if step is None else self.policy.start_step(step, arrays, self.divided)
                 # After the policy, on the same arrays: advantages are from before either moved.
-                value_sums = None if critic is None or value_step is None else critic.start_step(value_step, arrays)
+                value_sums = (
+                    None
+                    if critic is None or value_step is None
+                    else critic.start_step(value_step, arrays, self.divided)
+                )
                 yield at, len(arrays), sums, value_sums
 
         for (epoch, number), batches, sums, value_sums in one_behind(steps()):

@@ -187,6 +187,11 @@ class RoundSettings(Objective):
     """Weight of the environment's rewards in the totals; the recipe's comes from rl.score.rewards."""
     optimizer: OptimizerSettings = OptimizerSettings(learning_rate=1e-6)
     """The policy's optimizer; its state lives through all rounds."""
+    prompt_limit: Annotated[int, Field(ge=0)] = 0
+    """Tokens of the longest prompt that the recipe allows; 0: not known."""
+    completion_limit: Annotated[int, Field(ge=0)] = 0
+    """Tokens of the longest completion that the recipe allows, of an environment with its prompt; 0: not known. On
+    accelerators shapes follow both limits, so that rounds compile few programs."""
     critic: CriticSettings = CriticSettings()
     """For PPO."""
     compute: ComputeSettings = ComputeSettings()

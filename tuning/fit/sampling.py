@@ -24,7 +24,7 @@ from rlhf.tuning.rollout.engine import programs
 from rlhf.tuning.rollout.engine.engine import Engine
 from rlhf.tuning.rollout.engine.limits import Limits
 from rlhf.tuning.rollout.engine.paged import programs as paged
-from rlhf.tuning.rollout.engine.paged.engine import PagedEngine, rows_of
+from rlhf.tuning.rollout.engine.paged.engine import PagedEngine
 from rlhf.tuning.rollout.engine.paged.pool import PagedPool
 from rlhf.tuning.rollout.engine.placement import cache_shardings, sampling_axes
 from rlhf.tuning.rollout.engine.pool import cache_room
@@ -92,9 +92,9 @@ def _shape(engine: Engine, samples: int, context: int) -> tuple[int, int, int]:
     """Sequences of the full length at once, rows of the widest batch, and tokens of a slot or pages of a sequence."""
     pool = engine._pool
     most = pool.most(context)
-    if isinstance(pool, PagedPool):
+    if isinstance(engine, PagedEngine) and isinstance(pool, PagedPool):
         # Sequences are seated while their prompts have room: more than fit at their full length.
-        return min(most, samples), rows_of(min(pool.most_seats, samples), pool.most_seats), pool.table_width
+        return min(most, samples), engine._rows_of(min(pool.most_seats, samples)), pool.table_width
     slots = min(most, pool.rows_for(samples))
     return slots, slots, pool.capacity_for(context)
 

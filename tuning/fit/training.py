@@ -13,6 +13,7 @@ import jax
 import numpy as np
 from jax.sharding import NamedSharding
 
+from rlhf.tuning.compile_target import few_shapes
 from rlhf.tuning.device import Compute
 from rlhf.tuning.fit.machines import Machine
 from rlhf.tuning.fit.needs import Needs
@@ -23,7 +24,7 @@ from rlhf.tuning.models.decoder import scalar_graph
 from rlhf.tuning.models.lora import LoraConfig, Role, over, tuned_graph
 from rlhf.tuning.settings import ComputeSettings, OptimizerSettings
 from rlhf.tuning.shapes import bucket
-from rlhf.tuning.training.batch import Group, choose_rows, micro_batches
+from rlhf.tuning.training.batch import Bounds, Group, choose_rows, micro_batches
 from rlhf.tuning.training.forward import scores
 from rlhf.tuning.training.optimizers import optimizer_of
 from rlhf.tuning.training.step import LossFn, counted, step_programs
@@ -73,7 +74,10 @@ class Packed:
         if self.make_loss is None:
             budget = undivided = self.compute.tokens_per_micro_batch or device.row_tokens_per_step
         largest = max(g.size for g in self.groups) if self.whole else 0
-        layout = choose_rows([self.groups], budget, largest, self.whole, undivided)
+        # Passes over a table have one layout for all, and no bounds.
+        bounded = few_shapes() and (self.make_loss is None or any(name.endswith("_CT") for name in self.columns))
+        bounds = Bounds(sum(len(g.completions) for g in self.groups)) if bounded else None
+        layout = choose_rows([self.groups], budget, largest, self.whole, undivided, bounds)
         width = bucket(max(len(c) for g in self.groups for c in g.completions))
         return micro_batches(self.groups, layout=layout, completion_tokens=width, shards=shards)
 

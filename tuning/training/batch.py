@@ -38,6 +38,10 @@ Prompts = Literal["shared", "apart", "side by side"]
 row or next to each other."""
 TPU_ROWS = 128
 """Rows on a TPU have a multiple of this many tokens."""
+SHORTEST = 512
+"""Tokens of the shortest rows within `Bounds`."""
+SLOTS = 32
+"""Completion slots of a row within `Bounds`. Arrays [C, T] then have at most 64 entries for each token of a row."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -126,8 +130,10 @@ def numbered(groups: Sequence[Group]) -> list[Group]:
     return renumbered
 
 
-def split_group(group: Group, row_tokens: int) -> list[Group]:
+def split_group(group: Group, row_tokens: int, each: int = 0) -> list[Group]:
     """The group in as many pieces as rows of `row_tokens` need; each piece repeats the prompt.
+
+    each: tokens that a completion takes at least, as far as room goes.
 
     Raises ValueError when one completion with its prompt exceeds a row.
     """
@@ -138,7 +144,7 @@ def split_group(group: Group, row_tokens: int) -> list[Group]:
             raise ValueError(
                 f"prompt of {len(group.prompt)} and completion of {len(completion)} tokens exceed rows of {row_tokens}"
             )
-        if used + len(completion) > row_tokens:
+        if used + len(completion) > row_tokens or (i + 1 - start) * each > row_tokens:
             pieces.append(group.part(start, i))
             start, used = i, len(group.prompt)
         used += len(completion)
@@ -156,17 +162,24 @@ def plan_rows(groups: Sequence[Group], row_tokens: int, prompts: Prompts = "shar
     return [row for block in plan_blocks(groups, row_tokens, prompts) for row in block]
 
 
-def plan_blocks(groups: Sequence[Group], row_tokens: int, prompts: Prompts = "shared") -> list[list[list[Group]]]:
+def plan_blocks(
+    groups: Sequence[Group], row_tokens: int, prompts: Prompts = "shared", slots: int = 0
+) -> list[list[list[Group]]]:
     """The rows of `plan_rows` in blocks that one micro-batch has to hold: a row each, but for the rows of a trajectory,
-    or of completions side by side, that together exceed one."""
+    or of completions side by side, that together exceed one.
+
+    slots: the most completions of a row; 0: any number.
+    """
     pieces, blocks = [], []
+    # A row has room for `slots` completions of this size, so for no more of any size.
+    each = row_tokens // slots if slots else 0
     units = _units(alone(groups) if prompts == "apart" else groups)
     for unit in [alone(unit) for unit in units] if prompts == "side by side" else units:
-        if len(unit) > 1 and _size(unit) > row_tokens:
-            blocks.append(_first_fit([[part] for part in unit], row_tokens))
+        if len(unit) > 1 and _size(unit, each) > row_tokens:
+            blocks.append(_first_fit([[part] for part in unit], row_tokens, each))
         else:
-            pieces += [unit] if len(unit) > 1 else [[piece] for piece in split_group(unit[0], row_tokens)]
-    return [[row] for row in _first_fit(pieces, row_tokens)] + blocks
+            pieces += [unit] if len(unit) > 1 else [[piece] for piece in split_group(unit[0], row_tokens, each)]
+    return [[row] for row in _first_fit(pieces, row_tokens, each)] + blocks
 
 
 def _units(groups: Sequence[Group]) -> list[list[Group]]:
@@ -183,13 +196,13 @@ def _units(groups: Sequence[Group]) -> list[list[Group]]:
     return units
 
 
-def _size(groups: Sequence[Group]) -> int:
-    return sum(g.size for g in groups)
+def _size(groups: Sequence[Group], each: int = 0) -> int:
+    return max(sum(g.size for g in groups), each * sum(len(g.completions) for g in groups))
 
 
-def _first_fit(pieces: Sequence[Sequence[Group]], row_tokens: int) -> list[list[Group]]:
+def _first_fit(pieces: Sequence[Sequence[Group]], row_tokens: int, each: int) -> list[list[Group]]:
     """Rows of pieces that are not divided."""
-    rows = first_fit([_size(piece) for piece in pieces], row_tokens)
+    rows = first_fit([_size(piece, each) for piece in pieces], row_tokens)
     return [[group for number in row for group in pieces[number]] for row in rows]
 
 
@@ -227,9 +240,14 @@ class Layout:
     prompts: Prompts = "shared"
     undivided: int = 0
     """The most rows of a step that is one micro-batch, where that is more."""
+    slots: int = 0
+    """Completion slots of each row: all micro-batches have `rows` rows, and slots and trained tokens for all that these
+    may hold. 0: the data decides."""
 
     def share(self, planned: int) -> int:
         """Rows of each micro-batch of a step with `planned` rows."""
+        if self.slots:
+            return self.rows
         if self.rows < planned <= self.undivided:
             # In few sizes, so that few programs are compiled.
             return min(self.undivided, round_up(planned, max(1, self.undivided // 8)))
@@ -237,8 +255,28 @@ class Layout:
         return -(-planned // -(-planned // self.rows))
 
 
+@dataclasses.dataclass(frozen=True)
+class Bounds:
+    """The limits that shapes follow in place of the data, so that a run compiles few programs (`few_shapes`)."""
+
+    completions: int
+    """The most completions of a step."""
+    tokens: int = 0
+    """The longest prompt with its completion; 0: not known."""
+
+    def row_tokens(self, least: int) -> int:
+        """The length of rows that hold `least` tokens: of the limit or half of it, in the steps of `bucket`."""
+        top = bucket(self.tokens, SHORTEST)
+        return next((n for n in (max(SHORTEST, top // 2), top) if self.tokens and n >= least), bucket(least, SHORTEST))
+
+
 def choose_rows(
-    steps: Sequence[Sequence[Group]], budget: int, least: int = 0, whole: bool = False, undivided: int = 0
+    steps: Sequence[Sequence[Group]],
+    budget: int,
+    least: int = 0,
+    whole: bool = False,
+    undivided: int = 0,
+    bounds: Bounds | None = None,
 ) -> Layout:
     """The row length that wastes least over some steps, with at most `budget` row tokens a micro-batch, or
     `undivided` of a step that is one, where that is more.
@@ -247,6 +285,10 @@ def choose_rows(
     ones are split by completion. Rows hold `least` tokens or more: no group of up to that size is split.
 
     whole: the completions of a group stay in neighbouring slots, as those of a pair have to.
+
+    bounds: the shape follows from it: as many rows as `budget` has room for, the last micro-batch padded, with slots
+    and trained tokens for all that they may hold. Rounds then have one of two row lengths. Callers pass it where
+    `few_shapes` says so, which is not on a CPU: its programs compile in a second, and padding is computed.
 
     On a TPU rows fit blocks of the attention kernel, and completions in rows of more than 1024 tokens have their
     prompts to themselves: there a mask for shared prompts costs more than the copies, as it has a bit for each pair of
@@ -257,13 +299,19 @@ def choose_rows(
     largest = max(_size(unit) for groups in steps for unit in _units(groups))
     # The longest prompt with one completion: no split makes a piece shorter than that.
     longest = max(len(g.prompt) + max(len(c) for c in g.completions) for groups in steps for g in groups)
-    least = round_up(max(least, largest if largest <= SHARED_TOKENS else longest), grain)
     single = all(len(g.completions) == 1 for groups in steps for g in groups)
+    if bounds is None:
+        least = round_up(max(least, largest if largest <= SHARED_TOKENS else longest), grain)
+    else:
+        least = bounds.row_tokens(max(least, longest))
     prompts: Prompts = "shared"
     if tpu and (single or least > SHARED_TOKENS):
         prompts = "side by side" if whole and not single else "apart"
     if prompts == "side by side":
         least = max(least, max(_size(alone([g])) for groups in steps for g in groups))
+    if bounds is not None:
+        least = bounds.row_tokens(least)
+        return Layout(least, max(1, min(budget // least, bounds.completions)), prompts, slots=SLOTS)
     if tpu and least > SHARED_TOKENS:
         # Blocks of the kernel divide a row: large ones leave fewer steps.
         least = round_up(least, 4 * grain)
@@ -340,9 +388,11 @@ def micro_batches(groups: Sequence[Group], *, layout: Layout, completion_tokens:
     # All micro-batches of a step share one shape, sized by the largest of them and bucketed, so few are
     # compiled.
     multiple = shards // parts
+    rows = round_up(max(layout.share(max(map(len, chunks))), *map(len, chunks)), shards) // parts
     slots = round_up(power_of_two(max(map(_slots, members))), multiple)
     trained = round_up(bucket(max(sum(g.trained for g in part) for part in members)), multiple)
-    rows = round_up(max(layout.share(max(map(len, chunks))), *map(len, chunks)), shards) // parts
+    if layout.slots:
+        slots, trained = rows * layout.slots, rows * layout.row_tokens
     shape = Shape(rows, layout.row_tokens, slots, completion_tokens, trained, layout.prompts == "shared")
     return [_joined([pack_rows(rows, shape) for rows in chunk]) for chunk in cut]
 
@@ -372,7 +422,7 @@ def _slots(groups: Sequence[Group]) -> int:
 
 def _chunks(groups: Sequence[Group], layout: Layout, shards: int) -> tuple[list[list[list[Group]]], bool]:
     """The rows of each micro-batch, and whether a completion may have several of them."""
-    blocks = plan_blocks(groups, layout.row_tokens, layout.prompts)
+    blocks = plan_blocks(groups, layout.row_tokens, layout.prompts, layout.slots)
     count = sum(map(len, blocks))
     rows = round_up(dataclasses.replace(layout, rows=max(layout.rows, shards)).share(count), shards)
     if all(len(block) == 1 for block in blocks):

@@ -14,13 +14,14 @@ import numpy as np
 from jax.sharding import Mesh
 
 from rlhf.tuning import multihost
+from rlhf.tuning.compile_target import few_shapes
 from rlhf.tuning.device import Compute
 from rlhf.tuning.mesh import put_batch, row_shards, under
 from rlhf.tuning.models.config import DecoderConfig
 from rlhf.tuning.models.decoder import decoder_graph, scalar_graph
 from rlhf.tuning.precision import real
 from rlhf.tuning.shapes import bucket
-from rlhf.tuning.training.batch import Group, Packed, choose_rows, micro_batches
+from rlhf.tuning.training.batch import Bounds, Group, Packed, choose_rows, micro_batches
 from rlhf.tuning.training.forward import logps_and_entropy, values_and_last
 from rlhf.tuning.training.prefetch import one_ahead, one_behind
 
@@ -76,7 +77,8 @@ def per_completion(
     like = like or groups
     largest = max(g.size if whole else len(g.prompt) + max(len(c) for c in g.completions) for g in like)
     # A part of the groups is enough to choose the padding; `largest`, over all, makes sure that each fits.
-    layout = choose_rows([like[:64]], budget, largest, whole)
+    bounds = Bounds(sum(len(g.completions) for g in like)) if few_shapes() else None
+    layout = choose_rows([like[:64]], budget, largest, whole, bounds=bounds)
     # The last part may be smaller, but layout and width are those of all: few shapes.
     width = bucket(max(len(c) for g in like for c in g.completions))
     out = np.zeros(max(i for g in groups for i in g.ids) + 1, real())

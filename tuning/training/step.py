@@ -32,8 +32,9 @@ LossFn = Callable[[Tree, Batch, Tree], tuple[jax.Array, Batch]]
 
 
 Sums = dict[str, float]
-Start = Callable[[Tree, Tree, Sequence[dict[str, Any]], Tree], tuple[Tree, Tree, Callable[[], Sums]]]
-"""(params, opt_state, batches, frozen) -> what they become, and a function that waits for the step's sums."""
+Start = Callable[..., tuple[Tree, Tree, Callable[[], Sums]]]
+"""(params, opt_state, batches, frozen, divided=False) -> what they become, and a function that waits for the step's
+sums. divided: whether a single micro-batch takes the programs of several, because other steps have several."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -130,11 +131,11 @@ def make_step(
         return programs[name]
 
     def start(
-        params: Tree, opt_state: Tree, batches: Sequence[dict[str, Any]], frozen: Tree
+        params: Tree, opt_state: Tree, batches: Sequence[dict[str, Any]], frozen: Tree, divided: bool = False
     ) -> tuple[Tree, Tree, Callable[[], Sums]]:
         batches = [put_batch(b, mesh) for b in batches]
         with under(mesh):
-            if len(batches) == 1:
+            if len(batches) == 1 and not divided:
                 params, opt_state, norm, sums = program("single", params)(params, opt_state, batches[0], frozen)
             else:
                 grads = program("zeros", params)(params)

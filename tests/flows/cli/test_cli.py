@@ -101,6 +101,7 @@ def test_plan_tells_what_a_run_would_do(rlhf_here, smoke_store):
         r"^miss +sft  \(nearest: run first\)\n +sft\.optimizer\.learning_rate: 0\.003 -> 0\.001$", out, re.MULTILINE
     )
     assert re.search(r"^hit +reward$", out, re.MULTILINE)
+    assert "the rounds compile at most 4 programs to train and 6 to decode" in out
 
 
 def test_plan_config_prints_a_recipe_that_reads_back_with_presets_and_defaults(tmp_path):

@@ -21,6 +21,8 @@ OF_THE_GRAPH = {
     "rl.rollout.round",
     "rl.rollout.first",
     "rl.update.round",
+    "rl.update.prompt_limit",
+    "rl.update.completion_limit",
     "rl.update.store_state",
     "rl.update.store_weights",
     "rl.score.round_scale",

@@ -108,6 +108,16 @@ def test_each_round_stores_weights_if_another_worker_samples():
     assert [(s.store_state, s.store_weights) for s in settings] == [(False, True), (True, False), (True, False)]
 
 
+def test_updates_have_the_limits_of_prompts_and_completions():
+    """Shapes on accelerators follow them; those of an episode are one."""
+    update = graph("data.max_prompt_tokens=70", "rl.rollout.max_tokens=9")["round-001.update"].config
+    assert (update.prompt_limit, update.completion_limit, update.programs) == (70, 9, 4)
+    adapter = graph("rl.update={lora: {}, top_entropy: 0.2}")["round-001.update"].config
+    assert adapter.programs == 8
+    played = graph("environment={name: guess, max_tokens: 96}")["round-001.update"].config
+    assert (played.prompt_limit, played.completion_limit) == (0, 96)
+
+
 def test_the_reference_moves_to_the_policy_of_every_so_many_rounds():
     """ProRL's reset; the policies that later rounds read are stored, not rebuilt."""
     nodes = graph("rl.rounds=5", "rl.reference_every=2", "rl.checkpoint_every=5")

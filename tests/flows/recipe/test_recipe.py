@@ -173,6 +173,7 @@ def test_all_mistakes_are_told_at_once(recipe):
         ("sft: {compute: {mesh: {data: 0}}}\n", "sft.compute.mesh.data: an axis has 1 or more devices, or -1"),
         ("sft: {compute: {mesh: {tensor: -1}}}\n", "sft.compute.mesh: fsdp and tensor are -1, and one axis"),
         ("rl: {rollout: {round: 3}}\n", "rollout.round is set by the pipeline: leave it out"),
+        ("rl: {update: {prompt_limit: 9}}\n", "update.prompt_limit is set by the pipeline: leave it out"),
         ("rl: {update: {store_state: true}}\n", "update.store_state follows from rl.checkpoint_every and workers"),
     ],
 )

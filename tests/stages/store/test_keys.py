@@ -33,7 +33,7 @@ EXECUTION = {
     **dict.fromkeys(("sft", "preference", "distill", "reward"), FITTED),
     **dict.fromkeys(("rollout", "refill", "greedy"), COMPUTE | ENGINE),
     "score": COMPUTE | {"workers", "max_failed_fraction", "max_concurrency"},
-    "update": COMPUTE | {"store_state", "store_weights", "max_idle_rounds"},
+    "update": COMPUTE | {"store_state", "store_weights", "max_idle_rounds", "prompt_limit", "completion_limit"},
     "evaluate": COMPUTE
     | {"workers", "max_failed_fraction", "every", "load_best_model_at_end", "metric_for_best_model"},
     **dict.fromkeys(("select", "export", "gate", "fresh", "scorer"), set()),

@@ -1,9 +1,20 @@
 """SFT trains the tokens that the mask says, and fills its steps with whole examples."""
 
+from __future__ import annotations
+
+import itertools
+
+import numpy as np
 import pytest
 
 from rlhf.stages import sft
+from rlhf.stages.contract.definition import Context
+from rlhf.stages.training.fit import Task, fit
+from rlhf.tuning.algorithms.supervised import sft_loss, sft_summary
+from rlhf.tuning.data.reading import Examples
+from rlhf.tuning.models.decoder import decoder_graph
 from tests.stages.training.support import FAST, data, lines_of, perform, rows_of, settings
+from tests.tuning.tiny import CONFIG, PARAMS
 
 
 @pytest.mark.slow
@@ -69,3 +80,29 @@ def test_training_ends_when_the_held_out_loss_no_longer_falls(base, memory, tmp_
     with pytest.raises(ValueError, match="early_stopping_every needs held-out examples"):
         alone = inputs | {"data": data(tmp_path / "alone", sft=rows_of("sft", 16))}
         perform(sft, config, tmp_path / "none", memory, **alone)
+
+
+def test_a_step_is_read_after_the_next_one_has_begun(tmp_path):
+    events = []
+
+    class Seen(Examples):
+        def __getitem__(self, index):
+            events.append("begun")
+            return super().__getitem__(index)
+
+    def summary(sums):
+        events.append("read")
+        return sft_summary(sums)
+
+    starts = np.arange(8)[:, None] * 6
+    table = Seen(np.arange(48, dtype=np.int32) % 90, None, starts + [0, 3], (starts + [3, 6])[:, None])
+    task = Task(lambda compute: sft_loss(decoder_graph(CONFIG), compute), table, summary)
+    lines = []
+    ctx = Context(
+        config=None, inputs={}, out=tmp_path, work=tmp_path / "work", seed=3, log=print, memory={},
+        progress=lambda done, *_, **metrics: lines.append((done, metrics["loss"])),
+    )  # fmt: skip
+    fit(ctx, task, PARAMS, settings(sft, examples_per_step=2, checkpoint_every=100))
+    # Of the four steps the first two begin before one is read; the last two are read together.
+    assert [name for name, _ in itertools.groupby(events)] == ["begun", "read"] * 3 and events.count("read") == 4
+    assert [done for done, _ in lines] == [1, 2, 3, 4] and lines[3][1] < lines[0][1]

@@ -12,6 +12,8 @@ from rlhf.tuning.models.decoder import decoder_graph, scalar_graph
 from rlhf.tuning.models.huggingface import scalar_head_params
 from rlhf.tuning.shapes import bucket
 from rlhf.tuning.training.batch import (
+    SLOTS,
+    Bounds,
     Group,
     Layout,
     choose_rows,
@@ -19,6 +21,7 @@ from rlhf.tuning.training.batch import (
     first_fit,
     micro_batches,
     numbered,
+    plan_blocks,
     plan_rows,
     split_group,
 )
@@ -42,7 +45,16 @@ def logps_by_completion(groups: list[Group], layout: Layout, shards: int = 1) ->
 
 
 @pytest.mark.parametrize(
-    "layout", [Layout(64, 2), Layout(128, 1), Layout(64, 8), Layout(64, 8, "apart"), Layout(64, 8, "side by side")]
+    "layout",
+    [
+        Layout(64, 2),
+        Layout(128, 1),
+        Layout(64, 8),
+        Layout(64, 8, "apart"),
+        Layout(64, 8, "side by side"),
+        Layout(64, 3, slots=4),
+        Layout(64, 3, "apart", slots=2),
+    ],
 )
 def test_packed_logprobs_equal_those_of_each_completion_alone(layout):
     groups = ragged_groups()
@@ -297,3 +309,45 @@ def test_a_size_that_is_asked_for_is_that_of_every_micro_batch(asked):
     assert device.row_tokens_undivided == 2 * device.row_tokens_per_step
     # An adapter's gradients are small: a step in several micro-batches holds no more for them.
     assert len(set(device.micro_batch(0, 2, adapter=True))) == 1
+
+
+def _made_up(rounds, limit, longest, rng):
+    """Steps of 16 prompts with 4 completions each, whose lengths grow from round to round."""
+    for number in range(rounds):
+        mean = np.log(limit * (0.05 + 0.4 * number / rounds))
+        groups = []
+        for _ in range(16):
+            sizes = np.minimum(longest, rng.lognormal(mean, 0.7, 4).astype(int) + 1)
+            prompt, *completions = (np.ones(n, np.int32) for n in (rng.integers(5, 500), *sizes))
+            groups.append(Group(prompt, completions, range(4)))
+        yield numbered(groups)
+
+
+@pytest.mark.parametrize("platform", ["gpu", "tpu"])
+@pytest.mark.parametrize(("limit", "longest"), [(3000, 3000), (3000, 2800), (400, 390)])
+def test_rounds_of_any_lengths_have_two_shapes_within_bounds(platform, limit, longest):
+    """The data alone gives a new shape in nearly every round, each of which compiles a step and a pass."""
+    shapes = set()
+    with compiling_for(platform):
+        for groups in _made_up(50, limit, longest, np.random.default_rng(limit)):
+            layout = choose_rows([groups], 16384, bounds=Bounds(64, 500 + limit))
+            batches = micro_batches(groups, layout=layout, completion_tokens=bucket(limit), shards=4)
+            shapes |= {tuple(array.shape for array in batch.arrays().values()) for batch in batches}
+            assert sorted(i for batch in batches for i in batch.ids_C.tolist() if i >= 0) == list(range(64))
+    assert len(shapes) == 2
+
+
+def test_rows_within_bounds_have_no_more_completions_than_slots():
+    groups = numbered([Group([1], [[2]] * 100, range(100)), *ragged_groups(2, count=9)])
+    layout = choose_rows([groups], 4096, bounds=Bounds(200))
+    assert (layout.row_tokens, layout.rows) == (512, 8)
+    blocks = plan_blocks(groups, layout.row_tokens, layout.prompts, layout.slots)
+    assert max(sum(len(g.completions) for g in row) for block in blocks for row in block) == SLOTS
+    (batch,) = micro_batches(groups, layout=layout, completion_tokens=8)
+    assert len(batch.ids_C) == 8 * SLOTS and batch.where_M.size == batch.tokens_BL.size
+    with compiling_for("tpu"):
+        pair = [Group(range(40), [range(900)] * 2, [0, 1])]
+        together = choose_rows([pair], 16384, least=1840, whole=True, bounds=Bounds(64, 1000))
+        assert (together.prompts, together.row_tokens) == ("side by side", 2048)
+    # A step has no more rows than completions.
+    assert choose_rows([groups[1:]], 4096, bounds=Bounds(3)).rows == 3

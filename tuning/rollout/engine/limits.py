@@ -29,3 +29,11 @@ class Limits:
     """Chunks between two runs of decoding, so that new prompts do not delay tokens of others; 0: no limit."""
     page_tokens: int = 64
     """Tokens of a page of `cache: paged`."""
+    few: bool = False
+    """Whether at most `shapes.DECODE_PROGRAMS` programs decode, while context and memory do not change: in slots three
+    numbers of rows, each at two capacities; in pages three numbers of rows, and two of mixed steps, which have the
+    largest chunk."""
+
+    def rows(self, most: int) -> list[int]:
+        """Numbers of rows of an engine with `few`, ascending: an eighth of the next, up to `most`."""
+        return sorted({-(-most // 64), -(-most // 8), most})

@@ -1,7 +1,7 @@
 """The slots of an engine with their memory: how many there are, how long they are, and which run gets which.
 
 Numbers of slots and of cached tokens come from two short ladders, so that few shapes are ever compiled: slots 1, 4, 8,
-16, ... up to the limit; tokens half, a quarter, ... of the longest.
+16, ... up to the limit; tokens half, a quarter, ... of the longest. With `Limits.few` they have three and two rungs.
 """
 
 from __future__ import annotations
@@ -123,6 +123,8 @@ class Pool:
         their number.
         """
         most = self._affordable_slots(self._context)
+        if self._limits.few:
+            return next((n for n in self._limits.rows(most) if n >= runs), most)
         ladder = [n for n in (1, *(2**i for i in range(2, most.bit_length()))) if n < most]
         return next((n for n in ladder if n >= runs), most)
 
@@ -304,7 +306,7 @@ class Pool:
     def _capacities(self, context: int) -> list[int]:
         """Possible capacities of a slot, ascending: each half of the next, none under 128 unless it is the only one."""
         sizes = [-(-(context + self._limits.steps) // GRAIN) * GRAIN]
-        while sizes[0] // 2 >= 128:
+        while sizes[0] // 2 >= 128 and not (self._limits.few and len(sizes) == 2):
             sizes.insert(0, -(-sizes[0] // 2 // 16) * 16)
         return sizes
 

@@ -58,8 +58,8 @@ class PagedEngine(Engine):
         fresh = sum(count for seat, count in pieces if seat.pending > 1)
         if not fresh:
             return None
-        rows = rows_of(len(pieces), self._seats.most_seats)
-        size = self._chunk_size(fresh) + rows
+        rows = self._rows_of(len(pieces), mixed=True)
+        size = (self._limits.chunks[-1] if self._limits.few else self._chunk_size(fresh)) + rows
         fed, arrays = self._fed(pieces, rows, size)
         graph, weights = self._use_paged("mixed", rows, f"chunk={size - rows}")
         self._seats.cache, decoded = mixed(graph, weights, self._seats.cache, fed, arrays, **self._paged_options)
@@ -69,6 +69,13 @@ class PagedEngine(Engine):
             # The last token counts as held once the one that it makes is known.
             seat.held += seat.between(first, first + count - (count == seat.pending))
         return decoded
+
+    def _rows_of(self, sequences: int, mixed: bool = False) -> int:
+        """Rows of a batch; a mixed step, whose chunk costs more than its rows, has none of the smallest number."""
+        most = self._seats.most_seats
+        if not self._limits.few:
+            return rows_of(sequences, most)
+        return next((n for n in self._limits.rows(most)[mixed:] if n >= sequences), max(most, sequences))
 
     def _fed(self, pieces: list[tuple[Seat, int]], count: int, size: int) -> tuple[Fed[np.ndarray], Rows[np.ndarray]]:
         """The tokens of a mixed step, and its rows."""
@@ -98,7 +105,7 @@ class PagedEngine(Engine):
         if not seats:
             return None
         self._under_way = seats
-        count = rows_of(len(seats), self._seats.most_seats)
+        count = self._rows_of(len(seats))
         rows = blank_rows(count)
         for i, seat in enumerate(seats):
             fill_row(rows, i, seat)
