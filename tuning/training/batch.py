@@ -248,11 +248,11 @@ def choose_rows(
 
     whole: the completions of a group stay in neighbouring slots, as those of a pair have to.
 
-    On a TPU rows fit blocks of the attention kernel, and completions in rows of more than 1024 tokens have their
-    prompts to themselves: there a mask for shared prompts costs more than the copies, as it has a bit for each pair of
-    tokens.
+    On a TPU rows fit blocks of the attention kernel. There and on a GPU completions in rows of more than 1024 tokens
+    have their prompts to themselves: kernels skip the tokens of other groups, and with shared prompts a TPU's needs a
+    mask of a bit for each pair of tokens and a GPU's computes those between completions too.
     """
-    tpu = target_platform() == "tpu"
+    tpu, kernels = target_platform() == "tpu", target_platform() != "cpu"
     grain = TPU_ROWS if tpu else 64
     largest = max(_size(unit) for groups in steps for unit in _units(groups))
     # The longest prompt with one completion: no split makes a piece shorter than that.
@@ -260,7 +260,7 @@ def choose_rows(
     least = round_up(max(least, largest if largest <= SHARED_TOKENS else longest), grain)
     single = all(len(g.completions) == 1 for groups in steps for g in groups)
     prompts: Prompts = "shared"
-    if tpu and (single or least > SHARED_TOKENS):
+    if kernels and (single or least > SHARED_TOKENS):
         prompts = "side by side" if whole and not single else "apart"
     if prompts == "side by side":
         least = max(least, max(_size(alone([g])) for groups in steps for g in groups))

@@ -83,7 +83,7 @@ def test_every_implementation_is_the_same_on_a_mesh():
     environment = with_devices(8)
     command = [sys.executable, "-m", "tests.tuning.models.mesh_program"]
     gaps = json.loads(subprocess.run(command, env=environment, capture_output=True, check=True).stdout)
-    assert len(gaps) == 24
+    assert len(gaps) == 27
     assert {name: gap for name, gap in gaps.items() if gap > 1e-4} == {}
 
 
@@ -106,9 +106,10 @@ def test_long_rows_never_hold_their_logits():
     [
         ("cpu", "float32", 192, 64, None, "plain"),
         ("cpu", "float32", 256, 64, None, "blocked"),
-        ("gpu", "bfloat16", 4096, 64, None, "cudnn"),
-        ("gpu", "bfloat16", 4096, 64, 50.0, "blocked"),
-        ("gpu", "bfloat16", 512, 256, None, "plain"),
+        ("gpu", "bfloat16", 4096, 64, None, "triton"),
+        ("gpu", "bfloat16", 4096, 256, 50.0, "triton"),
+        ("gpu", "bfloat16", 512, 64, None, "triton"),
+        ("gpu", "bfloat16", 4096, 512, None, "blocked"),
         ("gpu", "float32", 4096, 64, None, "blocked"),
         ("gpu", "float32", 1024, 64, None, "plain"),
         ("gpu", "bfloat16", 4097, 64, None, "blocked"),
