@@ -19,7 +19,7 @@ Axes as in `blocked`: B rows, L queries, S keys, N query heads, K key-value head
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -102,34 +102,35 @@ def _seen(limits: Any, first: jax.Array | int, keys: int) -> jax.Array:
     return ((key >= start) & (key < stop)) | ((key >= own) & (key <= column))
 
 
-def _over_keys(ranges: Any, body: Callable[[Any, Any], Any], carry: Any) -> Any:
-    """`body(keys, carry)` for each block of them within the limits of a block of queries."""
-    start, stop, own, column = ranges
+def _place() -> tuple[Any, Any, Any]:
+    """The row, the block of columns and the head of this program."""
+    return pl.program_id(1), pl.ds(pl.program_id(0) * BLOCK, BLOCK), pl.program_id(2)
+
+
+def _over_keys(refs: Sequence[Any], groups: int, body: Callable[..., Any], carry: Any) -> Any:
+    """`body(place of keys, what is seen, carry)` for each block of keys within the limits of this block of queries."""
+    b, columns, n = _place()
+    limits = [refs[0][b, i, columns] for i in range(4)]
+    start, stop, own, column = (refs[1][b, i, pl.program_id(0)] for i in range(4))
     skipped = jnp.maximum(stop, own) - stop
 
     def block(number: jax.Array, carry: Any) -> Any:
-        return body(pl.ds((number + jnp.where(number < stop, 0, skipped)) * BLOCK, BLOCK), carry)
+        first = (number + jnp.where(number < stop, 0, skipped)) * BLOCK
+        return body((b, pl.ds(first, BLOCK), n // groups), _seen(limits, first, BLOCK), carry)
 
     return jax.lax.fori_loop(start, column + 1 - skipped, block, carry)
 
 
-def _place() -> tuple[Any, Any, Any]:
-    """Columns of the block of this program, its row and its head."""
-    return pl.ds(pl.program_id(0) * BLOCK, BLOCK), pl.program_id(1), pl.program_id(2)
-
-
-def _forward_kernel(*refs: Any, scale: float, cap: float | None) -> None:
+def _forward_kernel(*refs: Any, groups: int, scale: float, cap: float | None) -> None:
     """Output and log-normaliser of a block of queries of one head, with a running maximum."""
-    limits_ref, ranges_ref, q_ref, k_ref, v_ref, out_ref, norm_ref = refs
-    columns, b, n = _place()
-    shared = n * k_ref.shape[2] // q_ref.shape[2]
-    q, limits = q_ref[b, columns, n], [limits_ref[b, i, columns] for i in range(4)]
+    q_ref, k_ref, v_ref, out_ref, norm_ref = refs[2:]
+    b, columns, n = here = _place()
+    q = q_ref[here]
 
-    def body(keys: Any, carry: Any) -> Any:
+    def body(keys: Any, seen: jax.Array, carry: Any) -> Any:
         out, top, total = carry
-        v = v_ref[b, keys, shared]
-        z = soft_cap(plgpu.dot(q, k_ref[b, keys, shared], trans_b=True) * scale, cap)
-        z = jnp.where(_seen(limits, keys.start, BLOCK), z, _LOW)
+        v = v_ref[keys]
+        z = jnp.where(seen, soft_cap(plgpu.dot(q, k_ref[keys], trans_b=True) * scale, cap), _LOW)
         higher = jnp.maximum(top, jnp.max(z, axis=1))
         e, shrink = jnp.exp(z - higher[:, None]), jnp.exp(top - higher)
         return out * shrink[:, None] + plgpu.dot(e.astype(v.dtype), v), higher, total * shrink + jnp.sum(e, axis=1)
@@ -137,73 +138,62 @@ def _forward_kernel(*refs: Any, scale: float, cap: float | None) -> None:
     zeros = jnp.zeros(BLOCK, norm_ref.dtype)
     # Until a query meets its first key, what it sums is of no keys: the first one shrinks that to nothing.
     carry = jnp.zeros(q.shape, norm_ref.dtype), zeros + _LOW, zeros
-    out, top, total = _over_keys([ranges_ref[b, i, pl.program_id(0)] for i in range(4)], body, carry)
-    out_ref[b, columns, n] = (out / total[:, None]).astype(out_ref.dtype)
+    out, top, total = _over_keys(refs, groups, body, carry)
+    out_ref[here] = (out / total[:, None]).astype(out_ref.dtype)
     norm_ref[b, n, columns] = top + jnp.log(total)
 
 
 def _of_logits(
-    of_queries: Any, k: jax.Array, v: jax.Array, seen: jax.Array, scale: float, cap: float | None
-) -> tuple[jax.Array, jax.Array]:
-    """Probabilities, and the gradient of q k, of a block [Q, S]."""
-    q, g, norm, g_dot_out = of_queries
+    refs: Sequence[Any], at: Any, k: jax.Array, v: jax.Array, seen: jax.Array, scale: float, cap: float | None
+) -> tuple[jax.Array, ...]:
+    """Queries and gradients of outputs at a place, probabilities of keys, and the gradient of q k."""
+    b, columns, n = at
+    q, g, (norm, g_dot_out) = refs[0][at], refs[1][at], (x[b, n, columns][:, None] for x in refs[2:4])
     z = soft_cap(plgpu.dot(q, k, trans_b=True) * scale, cap)
-    p = jnp.where(seen, jnp.exp(z - norm[:, None]), 0.0)
-    ds = p * (plgpu.dot(g, v, trans_b=True) - g_dot_out[:, None]) * scale
-    return p.astype(k.dtype), (ds if cap is None else ds * (1.0 - jnp.square(z / cap))).astype(k.dtype)
+    p = jnp.where(seen, jnp.exp(z - norm), 0.0)
+    ds = p * (plgpu.dot(g, v, trans_b=True) - g_dot_out) * scale
+    return q, g, p.astype(k.dtype), (ds if cap is None else ds * (1.0 - jnp.square(z / cap))).astype(k.dtype)
 
 
-def _queries_kernel(*refs: Any, **options: Any) -> None:
+def _queries_kernel(*refs: Any, groups: int, **options: Any) -> None:
     """The gradient of a block of queries of one head."""
-    limits_ref, ranges_ref, q_ref, g_ref, norm_ref, dot_ref, k_ref, v_ref, dq_ref = refs
-    columns, b, n = _place()
-    shared = n * k_ref.shape[2] // q_ref.shape[2]
-    limits = [limits_ref[b, i, columns] for i in range(4)]
-    of_queries = q_ref[b, columns, n], g_ref[b, columns, n], norm_ref[b, n, columns], dot_ref[b, n, columns]
+    k_ref, v_ref, dq_ref = refs[6:]
+    here = _place()
 
-    def body(keys: Any, dq: jax.Array) -> jax.Array:
-        k = k_ref[b, keys, shared]
-        _, ds = _of_logits(of_queries, k, v_ref[b, keys, shared], _seen(limits, keys.start, BLOCK), **options)
-        return dq + plgpu.dot(ds, k)
+    def body(keys: Any, seen: jax.Array, dq: jax.Array) -> jax.Array:
+        k = k_ref[keys]
+        return dq + plgpu.dot(_of_logits(refs[2:], here, k, v_ref[keys], seen, **options)[3], k)
 
-    zeros = jnp.zeros(of_queries[0].shape, norm_ref.dtype)
-    dq = _over_keys([ranges_ref[b, i, pl.program_id(0)] for i in range(4)], body, zeros)
-    dq_ref[b, columns, n] = dq.astype(dq_ref.dtype)
+    zeros = jnp.zeros((BLOCK, dq_ref.shape[3]), refs[4].dtype)
+    dq_ref[here] = _over_keys(refs, groups, body, zeros).astype(dq_ref.dtype)
 
 
-def _keys_kernel(*refs: Any, **options: Any) -> None:
+def _keys_kernel(*refs: Any, groups: int, **options: Any) -> None:
     """The gradients of a block of keys and values of one head, from all queries that share it."""
-    limits_ref, queries_ref, q_ref, g_ref, norm_ref, dot_ref, k_ref, v_ref, dk_ref, dv_ref = refs
-    keys, b, shared = _place()
-    k, v = k_ref[b, keys, shared], v_ref[b, keys, shared]
-    groups = q_ref.shape[2] // k_ref.shape[2]
-    first, stop = (queries_ref[b, i, pl.program_id(0)] for i in range(2))
+    k_ref, v_ref, dk_ref, dv_ref = refs[6:]
+    b, keys, shared = here = _place()
+    k, v = k_ref[here], v_ref[here]
+    first, stop = (refs[1][b, i, pl.program_id(0)] for i in range(2))
 
     def of_head(n: jax.Array, sums: Any) -> Any:
         def body(number: jax.Array, sums: Any) -> Any:
-            columns = pl.ds(number * BLOCK, BLOCK)
-            q, g, norm, dot = (
-                q_ref[b, columns, n],
-                g_ref[b, columns, n],
-                norm_ref[b, n, columns],
-                dot_ref[b, n, columns],
-            )
-            seen = _seen([limits_ref[b, i, columns] for i in range(4)], keys.start, BLOCK)
-            p, ds = _of_logits((q, g, norm, dot), k, v, seen, **options)
+            at = b, pl.ds(number * BLOCK, BLOCK), n
+            seen = _seen([refs[0][b, i, at[1]] for i in range(4)], keys.start, BLOCK)
+            q, g, p, ds = _of_logits(refs[2:], at, k, v, seen, **options)
             return sums[0] + plgpu.dot(ds, q, trans_a=True), sums[1] + plgpu.dot(p, g, trans_a=True)
 
         return jax.lax.fori_loop(first, stop, body, sums)
 
-    zeros = jnp.zeros(k.shape, norm_ref.dtype)
+    zeros = jnp.zeros(k.shape, refs[4].dtype)
     dk, dv = jax.lax.fori_loop(shared * groups, (shared + 1) * groups, of_head, (zeros, zeros))
-    dk_ref[b, keys, shared], dv_ref[b, keys, shared] = dk.astype(dk_ref.dtype), dv.astype(dv_ref.dtype)
+    dk_ref[here], dv_ref[here] = dk.astype(dk_ref.dtype), dv.astype(dv_ref.dtype)
 
 
-def _call(kernel: Any, by_block: jax.Array, arrays: tuple[jax.Array, ...], outputs: list[Any], **options: Any) -> Any:
-    """Results like `outputs` of the kernel by a program for each block, row and head of `by_block` [B, L, N, H]."""
-    b, length, n, size = by_block.shape
+def _call(kernel: Any, arrays: Sequence[jax.Array], outputs: Sequence[Any], *options: Any) -> Any:
+    """Results like `outputs` of the kernel by a program for each block, row and head of the first of them."""
+    b, length, n, size = outputs[0].shape
     return pl.pallas_call(
-        functools.partial(kernel, **options),
+        functools.partial(kernel, **dict(zip(("groups", "scale", "cap"), options, strict=True))),
         grid=(length // BLOCK, b, n),
         out_shape=[jax.ShapeDtypeStruct(x.shape, x.dtype) for x in outputs],
         # Eight, so that the sums of large heads stay in registers.
@@ -224,7 +214,7 @@ def _forward(
     b, length, n, _ = q.shape
     norm = jax.ShapeDtypeStruct((b, n, length), jnp.promote_types(q.dtype, jnp.float32))
     arrays = limits, _blocks(limits, k.shape[1])[0], q, k, v
-    out, norm = (keep(x, ATTENTION) for x in _call(_forward_kernel, q, arrays, [q, norm], scale=scale, cap=cap))
+    out, norm = (keep(x, ATTENTION) for x in _call(_forward_kernel, arrays, (q, norm), n // k.shape[2], scale, cap))
     return out, (q, k, v, limits, out, norm)
 
 
@@ -232,10 +222,9 @@ def _backward(scale: float, cap: float | None, saved: tuple[jax.Array, ...], g: 
     q, k, v, limits, out, norm = saved
     g_dot_out = jnp.einsum("blnh,blnh->bnl", g, out, preferred_element_type=norm.dtype)
     of_queries, of_keys = _blocks(limits, k.shape[1])
-    arrays = q, g, norm, g_dot_out, k, v
-    (dq,) = _call(_queries_kernel, q, (limits, of_queries, *arrays), [q], scale=scale, cap=cap)
-    dk, dv = _call(_keys_kernel, k, (limits, of_keys, *arrays), [k, v], scale=scale, cap=cap)
-    return dq, dk, dv, None
+    arrays, options = (q, g, norm, g_dot_out, k, v), (q.shape[2] // k.shape[2], scale, cap)
+    (dq,) = _call(_queries_kernel, (limits, of_queries, *arrays), (q,), *options)
+    return dq, *_call(_keys_kernel, (limits, of_keys, *arrays), (k, v), *options), None
 
 
 _attention.defvjp(_forward, _backward)

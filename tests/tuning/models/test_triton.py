@@ -1,4 +1,4 @@
-"""The kernels for GPUs agree with the plain form in Pallas' interpreter, and visit only blocks in which a key is seen."""
+"""The kernels for GPUs agree with the plain form in Pallas' interpreter, and skip blocks in which no key is seen."""
 
 import jax
 import jax.numpy as jnp
