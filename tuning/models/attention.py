@@ -84,14 +84,14 @@ def packed_attention(
             return fused.fused_attention(q, k, v, segments, spec.window, spec.scale), cache
         how = implementation or choose(q, spec.softcap, shared=branch_BL is not None, context=context)
         if how in ("blocked", "triton"):
-            attend = blocked_attention if how == "blocked" else triton.triton_attention
-            return _columns(attend, q, k, v, Segments(group_BL, branches_BL, spec.positions_BL), spec), cache
+            by_segments = blocked_attention if how == "blocked" else triton.triton_attention
+            return _columns(by_segments, q, k, v, Segments(group_BL, branches_BL, spec.positions_BL), spec), cache
         if how == "splash" and branch_BL is None:
             return _segments(q, k, v, group_BL, spec), cache
         mask = shared
         if mask is None or spec.window is not None:
             mask = mask_of(spec.positions_BL, spec.window)
-        attend = plain_attention
+        attend: Callable[..., jax.Array] = plain_attention
         if how == "splash":
             from rlhf.tuning.models import splash
 

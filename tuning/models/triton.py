@@ -212,9 +212,9 @@ def _forward(
     q: jax.Array, k: jax.Array, v: jax.Array, limits: jax.Array, scale: float, cap: float | None
 ) -> tuple[jax.Array, tuple[jax.Array, ...]]:
     b, length, n, _ = q.shape
-    norm = jax.ShapeDtypeStruct((b, n, length), jnp.promote_types(q.dtype, jnp.float32))
+    norms = jax.ShapeDtypeStruct((b, n, length), jnp.promote_types(q.dtype, jnp.float32))
     arrays = limits, _blocks(limits, k.shape[1])[0], q, k, v
-    out, norm = (keep(x, ATTENTION) for x in _call(_forward_kernel, arrays, (q, norm), n // k.shape[2], scale, cap))
+    out, norm = (keep(x, ATTENTION) for x in _call(_forward_kernel, arrays, (q, norms), n // k.shape[2], scale, cap))
     return out, (q, k, v, limits, out, norm)
 
 
