@@ -21,27 +21,7 @@ from rlhf.tuning.models.decoder import UNLIMITED, AttentionSpec, abstract_decode
 from rlhf.tuning.models.splash import block
 from tests.aot.shapes import abstract_mesh
 from tests.support import with_devices
-from tests.tuning.models.rows import LENGTH, alone, packed
-
-
-def qkv(length: int = LENGTH, head_dim: int = 16):
-    keys = jax.random.split(jax.random.key(0), 3)
-    shapes = [(2, length, n, head_dim) for n in (4, 2, 2)]
-    return [jax.random.normal(k, s) for k, s in zip(keys, shapes, strict=True)]
-
-
-def value_and_grads(implementation, spec, length=LENGTH, rows=None):
-    group, branch, _ = rows or packed(length)
-    attention = att.packed_attention(group, branch, implementation)
-    weight = jax.random.normal(jax.random.key(1), (2, length, 4, 16))
-    real = (group > 0)[..., None, None]
-
-    def loss(arrays):
-        out = attention(*arrays, spec, None)[0]
-        return jnp.sum(jnp.where(real, out * weight, 0)), jnp.where(real, out, 0)
-
-    (_, out), grads = jax.jit(jax.value_and_grad(loss, has_aux=True))(qkv(length))
-    return out, grads
+from tests.tuning.models.rows import alone, packed, value_and_grads
 
 
 @pytest.mark.parametrize(

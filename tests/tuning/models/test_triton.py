@@ -11,8 +11,7 @@ from rlhf.tuning.models.attention import packed_attention
 from rlhf.tuning.models.blocked import Segments, visible
 from rlhf.tuning.models.decoder import UNLIMITED, AttentionSpec
 from rlhf.tuning.models.remat import POLICIES
-from tests.tuning.models.rows import LENGTH, alone, packed
-from tests.tuning.models.test_attention import value_and_grads
+from tests.tuning.models.rows import LENGTH, alone, packed, value_and_grads
 
 SHARED, APART = packed(), alone()
 
