@@ -57,7 +57,7 @@ def facts_of_machine() -> dict[str, Any]:
     kernels = build() if device.platform == "cpu" else None
     # XLA alone computes on several devices.
     in_c = "a kernel in C" if kernels and kernels.fused_forward and device.count == 1 and not half else None
-    fused = {"gpu": "cuDNN" if half else None, "tpu": "splash", "cpu": in_c}.get(device.platform)
+    fused = {"gpu": "Triton" if half else None, "tpu": "splash", "cpu": in_c}.get(device.platform)
     return {
         "device": {"platform": device.platform, "kind": device.kind, "count": device.count},
         "cores": os.cpu_count(),

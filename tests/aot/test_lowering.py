@@ -27,9 +27,18 @@ def test_for_a_tpu_of_eight_chips_it_lowers_without_a_square_of_tokens(program):
 
 
 @pytest.mark.parametrize("program", QUICK)
-def test_for_eight_gpus_it_lowers_without_kernels_of_a_tpu(program):
+def test_for_eight_gpus_it_lowers_to_kernels_of_theirs_without_a_square_of_tokens(program):
     text = lowered(Case(program, "small", "h100x8"), mesh_of(program))[0].as_text()
     assert "tpu_custom_call" not in text and "cudnn" not in text
+    if program in TRAINING:
+        assert "forward_kernel" in text and not re.search(rf"{LENGTH}x{LENGTH}x", text)
+
+
+def test_shared_prompts_on_gpus_have_no_square_of_tokens_either():
+    case = Case("grpo", "small", "h100x8", completion=80)
+    text = lowered(case, mesh_of("grpo"))[0].as_text()
+    length = max(int(n) for n in re.findall(r"tensor<\d+x4x(\d+)xi32>", text))
+    assert length <= 1024 and "forward_kernel" in text and not re.search(rf"{length}x{length}x", text)
 
 
 @pytest.mark.parametrize("parts", [pytest.param(1, marks=pytest.mark.slow), 2])

@@ -21,12 +21,12 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
 from rlhf.tuning.compile_target import LANES, target_platform
-from rlhf.tuning.models import fused
+from rlhf.tuning.models import fused, triton
 from rlhf.tuning.models.blocked import Segments, blocked_attention, plain_attention, visible
 from rlhf.tuning.models.decoder import Attention, AttentionSpec
 from rlhf.tuning.models.sharding import CONTEXT, ROWS, TENSOR, dividing, mesh_in_use, parts
 
-Implementation = Literal["plain", "blocked", "cudnn", "splash"]
+Implementation = Literal["plain", "blocked", "triton", "splash"]
 
 PLAIN_TOKENS = 1024
 """The longest row whose logits [B, N, L, L], or mask [B, L, L], are held in memory at once."""
@@ -43,11 +43,10 @@ def choose(
     """
     platform = platform or target_platform()
     length, head_dim = q.shape[1], q.shape[3]
+    # Products of float32 would be of rounded numbers.
     half = q.dtype in (jnp.bfloat16, jnp.float16)
-    # cuDNN has no softcap, takes heads of more than 128 on some devices only, and is not cut along a row.
-    suits = half and softcap is None and head_dim <= 128 and head_dim % 8 == 0 and length % 2 == 0
-    if platform == "gpu" and context == 1 and suits:
-        return "cudnn"
+    if platform == "gpu" and half and head_dim <= triton.LARGEST_HEAD and length % (triton.BLOCK * context) == 0:
+        return "triton"
     # Prompts that are shared make splash's mask an array of L x L.
     if platform == "tpu" and length % (LANES * context) == 0 and (not shared or length <= PLAIN_TOKENS):
         return "splash"
@@ -64,9 +63,9 @@ def packed_attention(
     On a mesh that the caller has set (`rlhf.tuning.mesh.under`) each device has the queries of its own rows and heads,
     and where `context` cuts rows, of its own columns; keys and values of the other columns it gathers.
 
-    Tested: `fused`, `plain` and `blocked` on CPU against a formula and transformers; `splash` against them on CPU in
-    Pallas' interpreter, forward and backward, and by the compiler for TPU, on no TPU. Not run at all: `cudnn`, which
-    is the documented `jax.nn.dot_product_attention(implementation="cudnn")` with a boolean mask.
+    Tested: `fused`, `plain` and `blocked` on CPU against a formula and transformers; `splash` and `triton` against
+    them on CPU in Pallas' interpreter, forward and backward, and by the compilers for TPU and H100. Compiled, not run:
+    both on their devices.
     """
     length = group_BL.shape[1]
     branches_BL = jnp.zeros_like(group_BL) if branch_BL is None else branch_BL
@@ -84,20 +83,14 @@ def packed_attention(
             segments = Segments(group_BL, branches_BL, spec.positions_BL)
             return fused.fused_attention(q, k, v, segments, spec.window, spec.scale), cache
         how = implementation or choose(q, spec.softcap, shared=branch_BL is not None, context=context)
-        if how == "cudnn" and jax.default_backend() != "gpu":
-            # A program compiled ahead of time: cuDNN asks the GPU for what it can do.
-            how = "blocked"
-        if how == "blocked":
-            return _blocked(q, k, v, Segments(group_BL, branches_BL, spec.positions_BL), spec), cache
+        if how in ("blocked", "triton"):
+            by_segments = blocked_attention if how == "blocked" else triton.triton_attention
+            return _columns(by_segments, q, k, v, Segments(group_BL, branches_BL, spec.positions_BL), spec), cache
         if how == "splash" and branch_BL is None:
             return _segments(q, k, v, group_BL, spec), cache
         mask = shared
         if mask is None or spec.window is not None:
             mask = mask_of(spec.positions_BL, spec.window)
-        if how == "cudnn":
-            # XLA cuts this call over a mesh by itself.
-            out = jax.nn.dot_product_attention(q, k, v, mask=mask, scale=spec.scale, implementation="cudnn")
-            return out, cache
         attend: Callable[..., jax.Array] = plain_attention
         if how == "splash":
             from rlhf.tuning.models import splash
@@ -157,11 +150,15 @@ def _number(q: jax.Array, k: jax.Array) -> jax.Array | None:
     return None if q.shape[1] == k.shape[1] else jax.lax.axis_index(CONTEXT)
 
 
-def _blocked(q: jax.Array, k: jax.Array, v: jax.Array, segments: Segments, spec: AttentionSpec) -> jax.Array:
+def _columns(
+    attend: Callable[..., jax.Array], q: jax.Array, k: jax.Array, v: jax.Array, segments: Segments, spec: AttentionSpec
+) -> jax.Array:
+    """`attend` of the queries of each device, which are all of a row's columns or those from `segments.first`."""
+
     def local(q: jax.Array, k: jax.Array, v: jax.Array, segments: Segments, window: Any = spec.window) -> jax.Array:
         if (number := _number(q, k)) is not None:
             segments = segments._replace(first=number * q.shape[1])
-        return blocked_attention(q, k, v, segments, window, spec.scale, spec.softcap)
+        return attend(q, k, v, segments, window, spec.scale, spec.softcap)
 
     windows = (spec.window,) if isinstance(spec.window, jax.Array) else ()
     return _by_device(local, q, k, v, segments, *windows)

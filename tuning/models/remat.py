@@ -10,8 +10,8 @@ A outputs of attention, F feed-forward.
     full        0                  nothing (Chen et al., arXiv:1604.06174)
     offload     -D                 nothing, and its input is in the host's memory
 
-Attention without blocks, XLA's of short rows and cuDNN's, has no name: it is computed again whatever the policy but
-`none`. A CPU's kernel gives N normalisers in addition to A.
+Attention without blocks, XLA's of short rows, has no name: it is computed again whatever the policy but `none`. Kernels
+of CPUs and GPUs give N normalisers in addition to A.
 """
 
 from __future__ import annotations

@@ -290,11 +290,11 @@ def choose_rows(
     and trained tokens for all that they may hold. Rounds then have one of two row lengths. Callers pass it where
     `few_shapes` says so, which is not on a CPU: its programs compile in a second, and padding is computed.
 
-    On a TPU rows fit blocks of the attention kernel, and completions in rows of more than 1024 tokens have their
-    prompts to themselves: there a mask for shared prompts costs more than the copies, as it has a bit for each pair of
-    tokens.
+    On a TPU rows fit blocks of the attention kernel. There and on a GPU completions in rows of more than 1024 tokens
+    have their prompts to themselves: kernels skip the tokens of other groups, and with shared prompts a TPU's needs a
+    mask of a bit for each pair of tokens and a GPU's computes those between completions too.
     """
-    tpu = target_platform() == "tpu"
+    tpu, kernels = target_platform() == "tpu", target_platform() != "cpu"
     grain = TPU_ROWS if tpu else 64
     largest = max(_size(unit) for groups in steps for unit in _units(groups))
     # The longest prompt with one completion: no split makes a piece shorter than that.
@@ -305,7 +305,7 @@ def choose_rows(
     else:
         least = bounds.row_tokens(max(least, longest))
     prompts: Prompts = "shared"
-    if tpu and (single or least > SHARED_TOKENS):
+    if kernels and (single or least > SHARED_TOKENS):
         prompts = "side by side" if whole and not single else "apart"
     if prompts == "side by side":
         least = max(least, max(_size(alone([g])) for groups in steps for g in groups))

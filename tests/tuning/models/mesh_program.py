@@ -80,5 +80,8 @@ gaps["shared prompts, splash"] = gap("splash", packed(), MESHES["heads"], None, 
 gaps["windows by layer, columns, blocked"] = gap("blocked", packed(), MESHES["columns"], 20, 20)
 gaps["windows by layer, columns, splash"] = gap("splash", alone(), MESHES["columns"], 20, 20)
 gaps["shared prompts, columns, splash"] = gap("splash", packed(), MESHES["columns"], None, None)
+gaps["copies, triton"] = gap("triton", packed(), MESHES["copies"], 20, None)
+gaps["columns, triton"] = gap("triton", alone(), MESHES["columns"], None, None)
+gaps["windows by layer, columns, triton"] = gap("triton", packed(), MESHES["columns"], 20, 20)
 gaps["a sum in groups"] = gap_of_groups()
 print(json.dumps(gaps))

@@ -1,8 +1,10 @@
-"""Packed rows for tests of attention: with prompts that completions share, and without."""
+"""Packed rows for tests of attention, with prompts that completions share and without, and attention of them."""
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 
+from rlhf.tuning.models import attention as att
 from rlhf.tuning.models.blocked import Segments
 
 LENGTH = 384
@@ -47,3 +49,23 @@ def alone():
         column += size
     group[1], position[1] = 1, np.arange(LENGTH)
     return jnp.asarray(group), None, jnp.asarray(position)
+
+
+def qkv(length: int = LENGTH, head_dim: int = 16):
+    keys = jax.random.split(jax.random.key(0), 3)
+    shapes = [(2, length, n, head_dim) for n in (4, 2, 2)]
+    return [jax.random.normal(k, s) for k, s in zip(keys, shapes, strict=True)]
+
+
+def value_and_grads(implementation, spec, length=LENGTH, rows=None):
+    group, branch, _ = rows or packed(length)
+    attention = att.packed_attention(group, branch, implementation)
+    weight = jax.random.normal(jax.random.key(1), (2, length, 4, 16))
+    real = (group > 0)[..., None, None]
+
+    def loss(arrays):
+        out = attention(*arrays, spec, None)[0]
+        return jnp.sum(jnp.where(real, out * weight, 0)), jnp.where(real, out, 0)
+
+    (_, out), grads = jax.jit(jax.value_and_grad(loss, has_aux=True))(qkv(length))
+    return out, grads

@@ -204,6 +204,17 @@ def test_a_shard_has_the_rows_of_its_completions():
         np.testing.assert_allclose(sharded[number], logps, atol=1e-5)
 
 
+def test_on_a_gpu_long_completions_have_their_prompts_to_themselves():
+    """Its kernel skips the tokens of other groups, not those of other branches."""
+    short, long, one = ([Group(range(40), [range(n)] * m, range(m))] for n, m in ((100, 3), (1200, 3), (50, 1)))
+    with compiling_for("gpu"):
+        layout = choose_rows([long], 4096)
+        assert (layout.prompts, layout.row_tokens) == ("apart", 1280)
+        assert choose_rows([short], 4096).prompts == "shared"
+        assert choose_rows([one], 4096).prompts == "apart"
+        assert choose_rows([long], 4096, whole=True).prompts == "side by side"
+
+
 def test_on_a_tpu_long_completions_have_their_prompts_to_themselves():
     """One mask of L x L booleans costs more there than a copy of the prompt; rows fit the kernel's blocks."""
     short, long = ([Group(range(40), [range(n)] * 3, [0, 1, 2])] for n in (100, 1200))
