@@ -1,7 +1,7 @@
 """Data preparation of synthetic records, compared with the same steps in `datasets.map`.
 
-`data` is this project with a process for each core, `data1` with one process, `datasets` the library. Each runs in a
-separate process and prints records a second and the peak resident size of all its processes.
+`data` is this project with a process for each core, `datasets` the library. Each runs in a separate process and prints
+records a second and the peak resident size of all its processes.
 """
 
 from __future__ import annotations
@@ -156,10 +156,9 @@ def with_datasets(source: Path, base: Path, out: Path, workers: int) -> int:
 
 
 def run(work: str, model: str, repeats: int) -> None:
-    """One JSON line for `work` (data, data1 or datasets); `model` is not used."""
+    """One JSON line for `work` (data or datasets); `model` is not used."""
     del model
-    cores = len(os.sched_getaffinity(0))
-    workers = 1 if work == "data1" else cores
+    workers = len(os.sched_getaffinity(0))
     folder = Path(tempfile.mkdtemp(prefix="bench-data-"))
     # Without a bytecode cache, worker processes would compile their libraries at each start.
     os.environ.pop("PYTHONDONTWRITEBYTECODE", None)

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
-import mmap
 import os
 import statistics
 import time
@@ -72,23 +70,6 @@ def memory_bandwidth() -> float:
     """Bytes/s of reading 512 MiB once, as decoding one token at a time reads the weights; 8 GiB on an accelerator."""
     a = jnp.ones(2**27 if jax.default_backend() == "cpu" else 2**31, jnp.float32)
     return statistics.median(rate(lambda x: jnp.sum(x), a, work=float(a.nbytes)))
-
-
-def fresh_memory(pause: float, size: int = 2**30) -> float:
-    """Bytes/s of touching memory that the system has just handed over, `pause` seconds after as much was given back.
-
-    A virtual machine that returns free pages to its host gets them anew: programs that take memory in each step wait.
-    """
-    for wait in (0.0, 0.0, pause):
-        time.sleep(wait)
-        with mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS) as memory:
-            # As arrays of a worker are, where the system has such pages.
-            with contextlib.suppress(AttributeError, OSError):
-                memory.madvise(mmap.MADV_HUGEPAGE)
-            started = time.perf_counter()
-            memory[:: mmap.PAGESIZE] = bytes(size // mmap.PAGESIZE)
-            seconds = time.perf_counter() - started
-    return size / seconds
 
 
 def emit(work: str, model: str, **values: Any) -> None:

@@ -29,8 +29,6 @@ from tests.bench.inputs import SHAPES
 WORKS = ("W2", "W3", "W4", "W6")
 DTYPES = ("float32", "bfloat16", "fast")
 RESULTS = Path(__file__).parent / "results"
-PAUSE = 4.0
-"""Seconds for which memory was given back that is taken again."""
 TOP = 12
 """Operations that a piece of work lists."""
 OWN = "outside of programs"
@@ -97,7 +95,7 @@ def breakdown(work: str, model: str, dtype: str, folder: Path) -> dict[str, Any]
     """The seconds of one call by kind of operation and by operation, with their bounds."""
     import jax
 
-    from tests.bench.measure import fresh_memory, gemm_flops, memory_bandwidth
+    from tests.bench.measure import gemm_flops, memory_bandwidth
 
     function = _function(work, model, dtype)
     jax.block_until_ready(function())
@@ -131,8 +129,6 @@ def breakdown(work: str, model: str, dtype: str, folder: Path) -> dict[str, Any]
         "traced_s": round(traced, 3),
         "gemm_gflops": {k: round(v / 1e9) for k, v in rates.items()},
         "memory_gb_s": round(bandwidth / 1e9, 1),
-        # At once, and a few seconds after memory was given back, as between the programs of a step.
-        "fresh_gb_s": [round(fresh_memory(pause) / 1e9, 1) for pause in (0.0, PAUSE)],
         "kinds": [_rounded(k) for k in kinds],
         "operations": [_rounded(r) for r in rows[:TOP]],
     }
@@ -238,8 +234,7 @@ def table(found: dict[str, Any]) -> str:
     """The kinds and the longest operations of a piece of work, as a person reads them."""
     rates = ", ".join(f"{k} {v}" for k, v in found["gemm_gflops"].items())
     head = f"{found['work']} {found['dtype']}: {found['wall_s']} s, {found['traced_s']} s under the profiler"
-    fresh = f"{found['fresh_gb_s'][0]}, given back for {PAUSE:g} s {found['fresh_gb_s'][1]}"
-    lines = [f"\n{head}; GFLOP/s of large {rates}; memory {found['memory_gb_s']} GB/s, fresh {fresh}", ""]
+    lines = [f"\n{head}; GFLOP/s of large {rates}; memory {found['memory_gb_s']} GB/s", ""]
     lines += ["| what | runs | seconds | share | GFLOP | GB | bound, s |", "|---|---|---|---|---|---|---|"]
     for row in [*found["kinds"], *found["operations"]]:
         name = row["kind"] if "what" not in row else f"{re.sub('^jit_', '', row['program'])}: {row['what']}"
