@@ -28,7 +28,7 @@ from tests.bench.inputs import SHAPES
 
 WORKS = ("W2", "W3", "W4", "W6")
 DTYPES = ("float32", "bfloat16", "fast")
-RESULTS = Path(__file__).parent / "results"
+RESULTS = Path(__file__).parent / "results" / "profile.json"
 TOP = 12
 """Operations that a piece of work lists."""
 OWN = "outside of programs"
@@ -40,8 +40,7 @@ def main() -> None:
     parser.add_argument("works", nargs="*", choices=[*WORKS, []], default=[], help="all by default")
     parser.add_argument("--model", default="smol135", choices=["smol135", "tiny"])
     parser.add_argument("--dtype", nargs="+", default=["float32", "fast"], choices=DTYPES)
-    parser.add_argument("--write", action="store_true", help="write NAME.json among the results")
-    parser.add_argument("--name", default="profile", help="NAME")
+    parser.add_argument("--write", action="store_true", help=f"write {RESULTS.name}")
     parser.add_argument("--here", metavar="FOLDER", help="in this process, whose programs are dumped there")
     args = parser.parse_args()
     if args.here:
@@ -53,26 +52,8 @@ def main() -> None:
         for dtype in args.dtype:
             found.append(_in_a_process(work, args.model, dtype))
             print(table(found[-1]), flush=True)
-    print(summary(found))
     if args.write:
-        kept = json.dumps({"processor": processor(), "works": found}, indent=1) + "\n"
-        (RESULTS / f"{args.name}.json").write_text(kept)
-
-
-def summary(found: list[dict[str, Any]]) -> str:
-    """A row for each piece of work: its seconds, of each kind of operation seconds and, behind a stroke, the bound."""
-    kinds = ["products f32", "products bf16", "elementwise", "moves", OWN]
-    rows = [["work", "type", "wall", *kinds], ["---"] * (3 + len(kinds))]
-    for one in sorted(found, key=lambda one: one["work"]):
-        by_kind = {k["kind"]: k for k in one["kinds"]}
-        cells = [_cell(by_kind[k]) if k in by_kind else "" for k in kinds]
-        rows.append([one["work"], one["dtype"], f"{one['traced_s']:.1f}", *cells])
-    return "\n".join(f"| {' | '.join(row)} |" for row in rows)
-
-
-def _cell(kind: dict[str, Any]) -> str:
-    bound = f" / {kind['bound_s']:.1f}" if kind.get("bound_s") else ""
-    return f"{kind['seconds']:.1f}{bound}"
+        RESULTS.write_text(json.dumps({"processor": processor(), "works": found}, indent=1) + "\n")
 
 
 def _in_a_process(work: str, model: str, dtype: str) -> dict[str, Any]:
