@@ -2,8 +2,7 @@
 
 `python -m tests.bench.agents guess calculator` runs each recipe from three seeds by `rlhf run`, as a user would, and
 writes tests/bench/results/agents.json: held-out success before, after SFT and after RL with its interval over
-tasks, what random and blind play reach on the same tasks, success of each round's rollouts, and seconds. What is
-finished in the store is not run again.
+tasks, what random and blind play reach on the same tasks, and seconds. What is finished in the store is not run again.
 """
 
 from __future__ import annotations
@@ -18,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from rlhf.flows.records import find_run
-from rlhf.flows.report.measures import finished_rounds, round_series
+from rlhf.flows.report.measures import finished_rounds
 from rlhf.stages.store.artifacts import Store
 
 RESULTS = Path(__file__).parent / "results" / "agents.json"
@@ -34,8 +33,6 @@ def run(recipe: str, seed: int, store: str) -> dict[str, Any]:
     seconds = time.monotonic() - started
     record = find_run(Store(store), name)
     metrics = {p: record["nodes"][f"evaluate.{p}"]["metrics"] for p in POLICIES}
-    made = {n: node.get("made_seconds") or 0.0 for n, node in record["nodes"].items()}
-    series = round_series(record)
     last = metrics["rl"]
     return {
         "seed": seed,
@@ -43,12 +40,8 @@ def run(recipe: str, seed: int, store: str) -> dict[str, Any]:
         "episodes": last["samples"] * last["problems"],
         "score": {p: [round(m[k], 4) for k in ("score", "score_low", "score_high")] for p, m in metrics.items()},
         "above_blind": round(last["score"] - last["levels"]["blind"], 4),
-        # Tools alone tell no success: the reward is of the answer.
-        "success": series["success"] if any(s is not None for s in series["success"]) else series["reward"],
-        "calling": series["calling"],
         "rounds": len(finished_rounds(record)),
         "seconds": round(seconds, 1),
-        "seconds_made": round(sum(made.values()), 1),
     }
 
 

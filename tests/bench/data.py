@@ -12,13 +12,12 @@ import os
 import random
 import shutil
 import tempfile
-import threading
 import time
 import types
 from pathlib import Path
 from typing import Any
 
-from tests.bench.watched import memory_of
+from tests.bench.watched import Memory
 
 RECORDS = 50_000
 SYLLABLES = ("ka", "lo", "mi", "ter", "an", "sel", "dro", "ip", "un", "ver", "tas", "qui", "ol", "en", "su", "par")
@@ -46,24 +45,6 @@ def tokenizer_folder(folder: Path) -> Path:
     gguf = Path(spec.origin).parent / "SmolLM2-135M-Instruct.Q4_1.gguf"
     save_tokenizer(tokenizer_from_gguf(gguf), folder / "tokenizer")
     return folder
-
-
-class Memory:
-    """The peak resident size, in MB, of this process and all below it; a page that several share counts once."""
-
-    def __enter__(self) -> Memory:
-        self.peak, self.stop = 0.0, threading.Event()
-        self.thread = threading.Thread(target=self._watch, daemon=True)
-        self.thread.start()
-        return self
-
-    def _watch(self) -> None:
-        while not self.stop.wait(0.2):
-            self.peak = max(self.peak, memory_of(os.getpid())[0])
-
-    def __exit__(self, *_: object) -> None:
-        self.stop.set()
-        self.thread.join()
 
 
 def prepare(source: Path, base: Path, out: Path, workers: int, work: Path | None = None, **settings: Any) -> int:

@@ -1,4 +1,4 @@
-"""Data preparation over the number of records: opens, bytes, seconds and memory.
+"""Data preparation over the number of records: bytes, seconds and memory.
 
 `python -m tests.bench.data_scale --records 50000 500000 5000000 --write` writes records of about 200 bytes, prepares
 them by the real stage, and counts over all of its processes. A run of 1,000 records comes first: what it takes is what
@@ -9,7 +9,6 @@ or where memory still grows by a third when records fill several shards: a shard
 from __future__ import annotations
 
 import argparse
-import hashlib
 import itertools
 import json
 import os
@@ -30,26 +29,7 @@ WORDS = (9, 13)
 GROWTH, OF_MEMORY = 1.1, 1.33
 FULL_MB = 100
 """Of records that fill shards: these are of 67 MB at most."""
-LINEAR = ("opens", "read_mb", "written_mb", "processor_seconds")
-
-
-def kind(path: str) -> str:
-    """What a file below the folder of a run is."""
-    first, *rest = path.split("/")
-    if first == "out":
-        return "outputs"
-    if first == "work" and rest:
-        return {"pieces": "pieces", "gathered": "shards"}.get(rest[0], "else")
-    return {"data.jsonl": "source"}.get(first, "else")
-
-
-def digest(out: Path) -> str:
-    """Of the names and contents of all outputs but the card, which names the folder of the source."""
-    sha = hashlib.sha256()
-    for path in sorted(p for p in out.rglob("*") if p.is_file() and p.name != "card.html"):
-        with path.open("rb") as file:
-            sha.update(f"{path.relative_to(out)} {hashlib.file_digest(file, 'sha256').hexdigest()}\n".encode())
-    return sha.hexdigest()[:16]
+LINEAR = ("read_mb", "written_mb", "processor_seconds")
 
 
 def measure(folder: Path, records: int, settings: dict[str, Any]) -> dict[str, Any]:
@@ -61,12 +41,8 @@ def measure(folder: Path, records: int, settings: dict[str, Any]) -> dict[str, A
     source = place / "data.jsonl"
     data.write_records(source, records, *WORDS)
     command = [sys.executable, "-m", "tests.bench.data_scale", "--child", str(folder), json.dumps(settings)]
-    taken = watched(command, place, folder, kind)
-    found: dict[str, Any] = {"records": records, "megabytes": round(source.stat().st_size / 1e6, 1)} | settings
-    found |= {"opens": sum(taken.opens.values()), "opens_of": taken.opens}
-    found |= {"read_mb": round(taken.read_bytes / 1e6, 1), "written_mb": round(taken.written_bytes / 1e6, 1)}
-    found |= {n: round(getattr(taken, n), 1) for n in ("processor_seconds", "seconds", "memory_mb", "anonymous_mb")}
-    found |= {"digest": digest(place / "out")}
+    taken = watched(command)
+    found = {"records": records, "megabytes": round(source.stat().st_size / 1e6, 1)} | settings | taken
     shutil.rmtree(place)
     return found
 
