@@ -39,7 +39,6 @@ def run(recipe: str, seed: int, store: str) -> dict[str, Any]:
         "levels": last["levels"],
         "episodes": last["samples"] * last["problems"],
         "score": {p: [round(m[k], 4) for k in ("score", "score_low", "score_high")] for p, m in metrics.items()},
-        "above_blind": round(last["score"] - last["levels"]["blind"], 4),
         "rounds": len(finished_rounds(record)),
         "seconds": round(seconds, 1),
     }

@@ -1,13 +1,7 @@
-"""Generation: W1 (16 prompts, 64 tokens each), W1b (64 prompts, lengths that vary), shared prompts, and decoding alone.
-
-`load_s`: new weights into the engine, once a round; `first_token_s`: loading, compilation and prefill, from weights in
-memory; `since_start_s` counts from the start of the measurement.
-"""
+"""Generation: W1 (16 prompts, 64 tokens each), W1b (64, lengths that vary), shared prompts, and decoding alone."""
 
 from __future__ import annotations
 
-import time
-from collections.abc import Sequence
 from typing import Any
 
 from rlhf.tuning.device import choose
@@ -17,7 +11,7 @@ from rlhf.tuning.rollout.engine.limits import Limits
 from rlhf.tuning.rollout.requests import Request
 from rlhf.tuning.shapes import bucket
 from tests.bench import inputs
-from tests.bench.measure import Compiled, emit, memory_bandwidth, peak_memory_mb, timed
+from tests.bench.measure import emit, memory_bandwidth, peak_memory_mb, timed
 from tests.bench.training import config_of
 
 
@@ -38,24 +32,18 @@ def requests_of(work: str, vocabulary: int) -> list[Request]:
 
 def run(work: str, model: str, repeats: int, dtype: str = "auto") -> None:
     """dtype: of activations; `fast` with products as `precision.use` has set them."""
-    started = time.perf_counter()
     config = config_of(model)
-    params = random_params(config, 0)
     requests = requests_of(work, config.vocab_size)
     kind = choose(dtype).compute.dtype
     slots = 32 if work == "W1b" else min(64, sum(r.samples for r in requests))
     # As in the rollout stage, which knows all prompts of its round.
     context = bucket(max(len(r.prompt) + r.max_tokens for r in requests), 64)
     engine = Engine(config, kind, Limits(slots=slots, context=context))
-    compiled = Compiled()
+    engine.load(random_params(config, 0))
 
     def once() -> Any:
         return sum(len(c.tokens) for _, found in engine.run(requests) for c in found)
 
-    first = _first_token(engine, params, requests)
-    began = time.perf_counter()
-    engine.load(params)
-    load = time.perf_counter() - began
     found = timed(once, repeats)
     tokens = once()
     seconds = found["median_s"]
@@ -65,23 +53,6 @@ def run(work: str, model: str, repeats: int, dtype: str = "auto") -> None:
         extra["share_of_bandwidth"] = round(engine.weights.nbytes * steps / seconds / memory_bandwidth(), 3)
     emit(
         work, model, **found, dtype=dtype, tokens=tokens, tokens_per_s=round(tokens / seconds, 1),
-        load_s=round(load, 3), first_token_s=round(first, 3), since_start_s=round(time.perf_counter() - started, 1),
-        compile_s=round(compiled.seconds, 2), peak_memory_mb=round(peak_memory_mb()),
+        peak_memory_mb=round(peak_memory_mb()),
         cache_mb=round(engine.cache_bytes / 2**20), programs=engine.programs, **extra,
     )  # fmt: skip
-
-
-def _first_token(engine: Engine, params: Any, requests: Sequence[Request]) -> float:
-    """Seconds from weights in memory to the first sampled tokens, with compilation. Cancels the requests after that."""
-    start = time.perf_counter()
-    engine.prepare(requests)
-    engine.load(params)
-    for request in requests:
-        engine.submit(request)
-    while not any(update.tokens for update in engine.step()):
-        pass
-    seconds = time.perf_counter() - start
-    for number in range(1, len(requests) + 1):
-        engine.cancel(number)
-    engine.step()
-    return seconds
