@@ -42,15 +42,8 @@ def tasks(split: str) -> list[PromptRow]:
     """Seven tasks, one for each hidden number."""
     shift = {"prompts": 0, "heldout": 700}[split]
     return [
-        PromptRow(
-            id=f"{split}-{seed}",
-            prompt_ids=[1, 2],
-            prompt=f"guess {seed}",
-            metadata=json.dumps({"seed": seed}),
-            source="guess",
-            group=f"{split}-{seed}",
-        )
-        for seed in range(shift, shift + HIGH)
+        PromptRow(id=name, prompt_ids=[1, 2], prompt=f"guess {seed}", metadata=f'{{"seed": {seed}}}', group=name)
+        for seed, name in ((seed, f"{split}-{seed}") for seed in range(shift, shift + HIGH))
     ]
 
 
@@ -86,6 +79,11 @@ def play(place: int, sample: int, prompt: PromptRow, skill: float, fails: bool =
         turn.observation_ids = WORDS.suffix(turn.observation, ended=True)
         length += len(ids) + len(turn.observation_ids)
     return Ended(Episode(place, sample, prompt.id, task), context, turns, "done", None, 1, conversation, 0.1)
+
+
+def named(episode: TrajectoryRow) -> dict[str, Any]:
+    """What names a row of an episode in each table."""
+    return {"place": episode.place, "sample": episode.sample, "prompt_id": episode.prompt_id}
 
 
 def write_played(out: Path, played: Sequence[Ended], prompts: Sequence[PromptRow]) -> list[TrajectoryRow]:
@@ -130,9 +128,7 @@ class PlayedMaker(Maker):
     def make_score(self, node, out):
         rows = [
             ScoreRow(
-                place=e.place,
-                sample=e.sample,
-                prompt_id=e.prompt_id,
+                **named(e),
                 rewards={ENVIRONMENT: e.reward},
                 total=e.reward,
                 failure=None if e.reward is not None else f"{ENVIRONMENT}: {e.status}: {e.reason}",
@@ -146,9 +142,7 @@ class PlayedMaker(Maker):
     def make_update(self, node, out):
         rows = [
             FateRow(
-                place=e.place,
-                sample=e.sample,
-                prompt_id=e.prompt_id,
+                **named(e),
                 fate="trained" if e.reward is not None else "failed",
                 reason=None if e.reward is not None else "its episode failed",
                 advantage=None if e.reward is None else e.reward - 0.5,
@@ -164,9 +158,7 @@ class PlayedMaker(Maker):
         episodes = write_played(out, played, prompts)
         verdicts = [
             VerdictRow(
-                place=e.place,
-                sample=e.sample,
-                prompt_id=e.prompt_id,
+                **named(e),
                 group=e.prompt_id,
                 judge=ENVIRONMENT,
                 answer=None,

@@ -158,7 +158,7 @@ HELD = {
         "tests/stages/score/test_score.py::test_a_judge_that_is_down_and_then_up_leaves_no_trace",
         "tests/stages/score/test_score.py::test_a_stage_that_failures_have_ended_goes_on_when_their_cause_is_gone",
         "tests/tuning/rewards/test_processes.py::test_an_outage_is_no_verdict_and_the_others_are_scored",
-        "tests/tuning/rewards/test_processes.py::test_an_error_status_for_one_completion_is_its_failure_if_the_service_judges_others",
+        "tests/tuning/rewards/test_processes.py::test_a_verdict_that_lacks_is_the_samples_failure_if_the_service_judges_others",
         "tests/stages/update/test_no_signal.py::test_a_round_that_teaches_nothing_says_why",
     ],
     "R26": [

@@ -12,11 +12,10 @@ import sys
 from rlhf.stages.worker.client import worker_environment
 from tests.bench.inputs import SHAPES
 
-WORKS = dict.fromkeys(["W2", "W2lora", "W4", "W4c", "W6", "reward"], "training")
-WORKS |= dict.fromkeys(["W1", "W1b", "shared", "decode1", "decode1int8", "decode8", "decode32"], "rollouts")
-WORKS["cold"] = "cold"
-WORKS |= dict.fromkeys(["W3", "W3lora", "W5"], "rl")
-WORKS |= dict.fromkeys(["data", "data1", "datasets"], "data")
+WORKS = dict.fromkeys(["W2", "W2lora", "W4", "W6"], "training")
+WORKS |= dict.fromkeys(["W1", "W1b", "shared", "decode1", "decode8"], "rollouts")
+WORKS |= dict.fromkeys(["W3", "W5"], "rl")
+WORKS |= dict.fromkeys(["data", "datasets"], "data")
 
 
 def main() -> None:
@@ -34,7 +33,7 @@ def main() -> None:
 
         precision.use(args.dtype)
         for work in args.works:
-            dtype = {} if WORKS[work] in ("cold", "data") else {"dtype": args.dtype}
+            dtype = {} if WORKS[work] == "data" else {"dtype": args.dtype}
             import_module(f"tests.bench.{WORKS[work]}").run(work, args.model, args.repeats, **dtype)
         return
     failed = 0

@@ -15,8 +15,6 @@ import uuid
 from pathlib import Path
 from typing import Any
 
-from tests.bench.plots import over
-
 RESULTS = Path(__file__).parent / "results" / "control_plane.json"
 
 
@@ -95,16 +93,13 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--rounds", type=int, nargs="+", default=[10, 100, 1000])
     parser.add_argument("--milliseconds", type=float, default=50.0, help="of each request of the plan")
-    parser.add_argument("--write", action="store_true", help=f"write {RESULTS.name} and .png")
+    parser.add_argument("--write", action="store_true", help=f"write {RESULTS.name}")
     args = parser.parse_args()
     found = [measure(rounds, args.milliseconds) for rounds in args.rounds]
     for row in found:
         print(json.dumps(row))
     if args.write:
         RESULTS.write_text(json.dumps({"milliseconds": args.milliseconds, "rows": found}, indent=1) + "\n")
-        # What does not depend on what else the machine does.
-        shown = ("run_requests", "run_megabytes", "plan_requests")
-        over(found, "nodes", shown, RESULTS.with_suffix(".png"))
 
 
 if __name__ == "__main__":

@@ -1,7 +1,7 @@
 """Data preparation of synthetic records, compared with the same steps in `datasets.map`.
 
-`data` is this project with a process for each core, `data1` with one process, `datasets` the library. Each runs in a
-separate process and prints records a second and the peak resident size of all its processes.
+`data` is this project with a process for each core, `datasets` the library. Each runs in a separate process and prints
+records a second and the peak resident size of all its processes.
 """
 
 from __future__ import annotations
@@ -12,13 +12,12 @@ import os
 import random
 import shutil
 import tempfile
-import threading
 import time
 import types
 from pathlib import Path
 from typing import Any
 
-from tests.bench.watched import memory_of
+from tests.bench.watched import Memory
 
 RECORDS = 50_000
 SYLLABLES = ("ka", "lo", "mi", "ter", "an", "sel", "dro", "ip", "un", "ver", "tas", "qui", "ol", "en", "su", "par")
@@ -46,24 +45,6 @@ def tokenizer_folder(folder: Path) -> Path:
     gguf = Path(spec.origin).parent / "SmolLM2-135M-Instruct.Q4_1.gguf"
     save_tokenizer(tokenizer_from_gguf(gguf), folder / "tokenizer")
     return folder
-
-
-class Memory:
-    """The peak resident size, in MB, of this process and all below it; a page that several share counts once."""
-
-    def __enter__(self) -> Memory:
-        self.peak, self.stop = 0.0, threading.Event()
-        self.thread = threading.Thread(target=self._watch, daemon=True)
-        self.thread.start()
-        return self
-
-    def _watch(self) -> None:
-        while not self.stop.wait(0.2):
-            self.peak = max(self.peak, memory_of(os.getpid())[0])
-
-    def __exit__(self, *_: object) -> None:
-        self.stop.set()
-        self.thread.join()
 
 
 def prepare(source: Path, base: Path, out: Path, workers: int, work: Path | None = None, **settings: Any) -> int:
@@ -156,10 +137,9 @@ def with_datasets(source: Path, base: Path, out: Path, workers: int) -> int:
 
 
 def run(work: str, model: str, repeats: int) -> None:
-    """One JSON line for `work` (data, data1 or datasets); `model` is not used."""
+    """One JSON line for `work` (data or datasets); `model` is not used."""
     del model
-    cores = len(os.sched_getaffinity(0))
-    workers = 1 if work == "data1" else cores
+    workers = len(os.sched_getaffinity(0))
     folder = Path(tempfile.mkdtemp(prefix="bench-data-"))
     # Without a bytecode cache, worker processes would compile their libraries at each start.
     os.environ.pop("PYTHONDONTWRITEBYTECODE", None)

@@ -1,4 +1,4 @@
-"""Data preparation over the number of records: opens, bytes, seconds and memory.
+"""Data preparation over the number of records: bytes, seconds and memory.
 
 `python -m tests.bench.data_scale --records 50000 500000 5000000 --write` writes records of about 200 bytes, prepares
 them by the real stage, and counts over all of its processes. A run of 1,000 records comes first: what it takes is what
@@ -9,7 +9,6 @@ or where memory still grows by a third when records fill several shards: a shard
 from __future__ import annotations
 
 import argparse
-import hashlib
 import itertools
 import json
 import os
@@ -21,36 +20,16 @@ from pathlib import Path
 from typing import Any
 
 from tests.bench import data
-from tests.bench.plots import over
 from tests.bench.watched import watched
 
-RESULTS = Path(__file__).parent / "results"
+RESULTS = Path(__file__).parent / "results" / "data_scale.json"
 FEW = 1000
 WORDS = (9, 13)
 """Of a prompt and of a completion."""
 GROWTH, OF_MEMORY = 1.1, 1.33
 FULL_MB = 100
 """Of records that fill shards: these are of 67 MB at most."""
-LINEAR = ("opens", "read_mb", "written_mb", "processor_seconds")
-
-
-def kind(path: str) -> str:
-    """What a file below the folder of a run is."""
-    first, *rest = path.split("/")
-    if first == "out":
-        return "outputs"
-    if first == "work" and rest:
-        return {"pieces": "pieces", "gathered": "shards"}.get(rest[0], "else")
-    return {"data.jsonl": "source"}.get(first, "else")
-
-
-def digest(out: Path) -> str:
-    """Of the names and contents of all outputs but the card, which names the folder of the source."""
-    sha = hashlib.sha256()
-    for path in sorted(p for p in out.rglob("*") if p.is_file() and p.name != "card.html"):
-        with path.open("rb") as file:
-            sha.update(f"{path.relative_to(out)} {hashlib.file_digest(file, 'sha256').hexdigest()}\n".encode())
-    return sha.hexdigest()[:16]
+LINEAR = ("read_mb", "written_mb", "processor_seconds")
 
 
 def measure(folder: Path, records: int, settings: dict[str, Any]) -> dict[str, Any]:
@@ -62,12 +41,8 @@ def measure(folder: Path, records: int, settings: dict[str, Any]) -> dict[str, A
     source = place / "data.jsonl"
     data.write_records(source, records, *WORDS)
     command = [sys.executable, "-m", "tests.bench.data_scale", "--child", str(folder), json.dumps(settings)]
-    taken = watched(command, place, folder, kind)
-    found: dict[str, Any] = {"records": records, "megabytes": round(source.stat().st_size / 1e6, 1)} | settings
-    found |= {"opens": sum(taken.opens.values()), "opens_of": taken.opens}
-    found |= {"read_mb": round(taken.read_bytes / 1e6, 1), "written_mb": round(taken.written_bytes / 1e6, 1)}
-    found |= {n: round(getattr(taken, n), 1) for n in ("processor_seconds", "seconds", "memory_mb", "anonymous_mb")}
-    found |= {"digest": digest(place / "out")}
+    taken = watched(command)
+    found = {"records": records, "megabytes": round(source.stat().st_size / 1e6, 1)} | settings | taken
     shutil.rmtree(place)
     return found
 
@@ -100,7 +75,7 @@ def main() -> None:
     parser.add_argument("--records", type=int, nargs="+", default=[50_000, 500_000, 5_000_000])
     parser.add_argument("--settings", type=json.loads, default={"workers": 2}, help="more settings of the stage, JSON")
     parser.add_argument("--folder", help="where there is room for 2 KB a record; by default the temporary one")
-    parser.add_argument("--write", action="store_true", help="write data_scale.json and .png")
+    parser.add_argument("--write", action="store_true", help=f"write {RESULTS.name}")
     parser.add_argument("--child", nargs=2, metavar=("FOLDER", "SETTINGS"), help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.child:
@@ -114,8 +89,7 @@ def main() -> None:
             print(json.dumps(rows[-1]), flush=True)
     found = faults(rows)
     if args.write:
-        (RESULTS / "data_scale.json").write_text(json.dumps({"rows": rows, "faults": found}, indent=1) + "\n")
-        over(rows, "records", LINEAR, RESULTS / "data_scale.png", flat="memory_mb")
+        RESULTS.write_text(json.dumps({"rows": rows, "faults": found}, indent=1) + "\n")
     if found:
         raise SystemExit("; ".join(found))
 

@@ -18,12 +18,11 @@ import os
 import subprocess
 import sys
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from tests.bench import growth_of
-from tests.bench.plots import Panels, grid
 
 RESULTS = Path(__file__).parent / "results" / "growth.json"
 MEASURED, COUNTED = 1.5, 1.01
@@ -80,6 +79,8 @@ SERIES = {
 }  # fmt: skip
 SECONDS = 1800
 """The longest that one size may take."""
+COLUMNS = 7
+"""Of the picture."""
 QUANTITIES = tuple(dict.fromkeys(series.quantity for series in SERIES.values()))
 
 
@@ -140,16 +141,42 @@ def rounded(row: Mapping[str, Any]) -> dict[str, Any]:
     return {name: float(f"{value:.4g}") if isinstance(value, float) else value for name, value in row.items()}
 
 
-def picture(rows: Mapping[str, Sequence[Mapping[str, Any]]], path: Path) -> None:
-    """A row of panels for each series, its figures by its quantity."""
-    shown = []
+def panels(rows: Mapping[str, Sequence[Mapping[str, Any]]]) -> Iterator[tuple[str, str, list[Any], list[Any], bool]]:
+    """Of each figure: its name, its quantity, sizes and values, and whether it is meant to grow."""
     for name, found in rows.items():
         series = SERIES[name]
         # Zeros have no place on logarithmic axes.
         drawn = [row for row in found if all(row[figure] > 0 for figure in series.shown)]
-        flat = next(iter(figure for figure in series.flat if figure.endswith("mb")), "")
-        shown.append(Panels(drawn, series.count, series.shown, flat))
-    grid(shown, path)
+        flat = [figure for figure in series.flat if figure.endswith("mb")][:1]
+        for figure in (*series.shown, *flat):
+            grows = figure not in flat
+            yield figure, series.count, [row[series.count] for row in drawn], [row[figure] for row in drawn], grows
+
+
+def picture(rows: Mapping[str, Sequence[Mapping[str, Any]]], path: Path) -> None:
+    """Figures by their quantity on logarithmic axes; dotted lines are proportional to it."""
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+    from matplotlib.ticker import NullFormatter
+
+    drawn = list(panels(rows))
+    height = -(-len(drawn) // COLUMNS)
+    figure = Figure(figsize=(2.4 * COLUMNS, 2.3 * height), layout="constrained")
+    FigureCanvasAgg(figure)
+    places = figure.subplots(height, COLUMNS, squeeze=False).flat
+    for axes, (name, count, counts, values, grows) in zip(places, drawn, strict=False):
+        axes.loglog(counts, values, marker="o")
+        if grows:
+            axes.loglog(counts, [values[-1] * one / counts[-1] for one in counts], ":", color="grey")
+        else:
+            axes.set(yscale="linear", ylim=(0, 1.2 * max(values) or 1))
+        # Those of less than a decade would lie on one another.
+        axes.xaxis.set_minor_formatter(NullFormatter())
+        axes.set_title(name.replace("_", " "), fontsize=9)
+        axes.set_xlabel(count)
+    for axes in figure.axes[len(drawn) :]:
+        axes.set_axis_off()
+    figure.savefig(path, dpi=110)
 
 
 def main() -> None:

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
-import mmap
 import os
 import statistics
 import time
@@ -26,15 +24,15 @@ def peak_memory_mb() -> float:
 
 
 class Compiled:
-    """How many programs XLA has compiled, or read from its cache, since this object exists, and the seconds of it."""
+    """How many programs XLA has compiled, or read from its cache, since this object exists."""
 
     def __init__(self) -> None:
-        self.count, self.seconds = 0, 0.0
+        self.count = 0
         jax.monitoring.register_event_duration_secs_listener(self._add)
 
-    def _add(self, event: str, seconds: float, **_: Any) -> None:
+    def _add(self, event: str, *_: Any, **named: Any) -> None:
         if event == "/jax/core/compile/backend_compile_duration":
-            self.count, self.seconds = self.count + 1, self.seconds + seconds
+            self.count += 1
 
 
 def timed(function: Callable[[], Any], repeats: int) -> dict[str, Any]:
@@ -72,23 +70,6 @@ def memory_bandwidth() -> float:
     """Bytes/s of reading 512 MiB once, as decoding one token at a time reads the weights; 8 GiB on an accelerator."""
     a = jnp.ones(2**27 if jax.default_backend() == "cpu" else 2**31, jnp.float32)
     return statistics.median(rate(lambda x: jnp.sum(x), a, work=float(a.nbytes)))
-
-
-def fresh_memory(pause: float, size: int = 2**30) -> float:
-    """Bytes/s of touching memory that the system has just handed over, `pause` seconds after as much was given back.
-
-    A virtual machine that returns free pages to its host gets them anew: programs that take memory in each step wait.
-    """
-    for wait in (0.0, 0.0, pause):
-        time.sleep(wait)
-        with mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS) as memory:
-            # As arrays of a worker are, where the system has such pages.
-            with contextlib.suppress(AttributeError, OSError):
-                memory.madvise(mmap.MADV_HUGEPAGE)
-            started = time.perf_counter()
-            memory[:: mmap.PAGESIZE] = bytes(size // mmap.PAGESIZE)
-            seconds = time.perf_counter() - started
-    return size / seconds
 
 
 def emit(work: str, model: str, **values: Any) -> None:

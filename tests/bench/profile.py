@@ -28,9 +28,7 @@ from tests.bench.inputs import SHAPES
 
 WORKS = ("W2", "W3", "W4", "W6")
 DTYPES = ("float32", "bfloat16", "fast")
-RESULTS = Path(__file__).parent / "results"
-PAUSE = 4.0
-"""Seconds for which memory was given back that is taken again."""
+RESULTS = Path(__file__).parent / "results" / "profile.json"
 TOP = 12
 """Operations that a piece of work lists."""
 OWN = "outside of programs"
@@ -42,8 +40,7 @@ def main() -> None:
     parser.add_argument("works", nargs="*", choices=[*WORKS, []], default=[], help="all by default")
     parser.add_argument("--model", default="smol135", choices=["smol135", "tiny"])
     parser.add_argument("--dtype", nargs="+", default=["float32", "fast"], choices=DTYPES)
-    parser.add_argument("--write", action="store_true", help="write NAME.json among the results")
-    parser.add_argument("--name", default="profile", help="NAME")
+    parser.add_argument("--write", action="store_true", help=f"write {RESULTS.name}")
     parser.add_argument("--here", metavar="FOLDER", help="in this process, whose programs are dumped there")
     args = parser.parse_args()
     if args.here:
@@ -55,26 +52,8 @@ def main() -> None:
         for dtype in args.dtype:
             found.append(_in_a_process(work, args.model, dtype))
             print(table(found[-1]), flush=True)
-    print(summary(found))
     if args.write:
-        kept = json.dumps({"processor": processor(), "works": found}, indent=1) + "\n"
-        (RESULTS / f"{args.name}.json").write_text(kept)
-
-
-def summary(found: list[dict[str, Any]]) -> str:
-    """A row for each piece of work: its seconds, of each kind of operation seconds and, behind a stroke, the bound."""
-    kinds = ["products f32", "products bf16", "elementwise", "moves", OWN]
-    rows = [["work", "type", "wall", *kinds], ["---"] * (3 + len(kinds))]
-    for one in sorted(found, key=lambda one: one["work"]):
-        by_kind = {k["kind"]: k for k in one["kinds"]}
-        cells = [_cell(by_kind[k]) if k in by_kind else "" for k in kinds]
-        rows.append([one["work"], one["dtype"], f"{one['traced_s']:.1f}", *cells])
-    return "\n".join(f"| {' | '.join(row)} |" for row in rows)
-
-
-def _cell(kind: dict[str, Any]) -> str:
-    bound = f" / {kind['bound_s']:.1f}" if kind.get("bound_s") else ""
-    return f"{kind['seconds']:.1f}{bound}"
+        RESULTS.write_text(json.dumps({"processor": processor(), "works": found}, indent=1) + "\n")
 
 
 def _in_a_process(work: str, model: str, dtype: str) -> dict[str, Any]:
@@ -97,7 +76,7 @@ def breakdown(work: str, model: str, dtype: str, folder: Path) -> dict[str, Any]
     """The seconds of one call by kind of operation and by operation, with their bounds."""
     import jax
 
-    from tests.bench.measure import fresh_memory, gemm_flops, memory_bandwidth
+    from tests.bench.measure import gemm_flops, memory_bandwidth
 
     function = _function(work, model, dtype)
     jax.block_until_ready(function())
@@ -131,8 +110,6 @@ def breakdown(work: str, model: str, dtype: str, folder: Path) -> dict[str, Any]
         "traced_s": round(traced, 3),
         "gemm_gflops": {k: round(v / 1e9) for k, v in rates.items()},
         "memory_gb_s": round(bandwidth / 1e9, 1),
-        # At once, and a few seconds after memory was given back, as between the programs of a step.
-        "fresh_gb_s": [round(fresh_memory(pause) / 1e9, 1) for pause in (0.0, PAUSE)],
         "kinds": [_rounded(k) for k in kinds],
         "operations": [_rounded(r) for r in rows[:TOP]],
     }
@@ -238,8 +215,7 @@ def table(found: dict[str, Any]) -> str:
     """The kinds and the longest operations of a piece of work, as a person reads them."""
     rates = ", ".join(f"{k} {v}" for k, v in found["gemm_gflops"].items())
     head = f"{found['work']} {found['dtype']}: {found['wall_s']} s, {found['traced_s']} s under the profiler"
-    fresh = f"{found['fresh_gb_s'][0]}, given back for {PAUSE:g} s {found['fresh_gb_s'][1]}"
-    lines = [f"\n{head}; GFLOP/s of large {rates}; memory {found['memory_gb_s']} GB/s, fresh {fresh}", ""]
+    lines = [f"\n{head}; GFLOP/s of large {rates}; memory {found['memory_gb_s']} GB/s", ""]
     lines += ["| what | runs | seconds | share | GFLOP | GB | bound, s |", "|---|---|---|---|---|---|---|"]
     for row in [*found["kinds"], *found["operations"]]:
         name = row["kind"] if "what" not in row else f"{re.sub('^jit_', '', row['program'])}: {row['what']}"

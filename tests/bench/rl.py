@@ -1,4 +1,4 @@
-"""Steps of RL: W3 (GRPO, 4 prompts of 16 to 64 tokens x 4 completions of 64, beta 0.04), W3lora, W5 (PPO, 16 prompts).
+"""Steps of RL: W3 (GRPO, 4 prompts of 16 to 64 tokens x 4 completions of 64, beta 0.04) and W5 (PPO, 16 prompts).
 
 A step samples, computes the reference's log-probabilities and the reward, and updates; the line of results times each
 phase. Every completion has 64 tokens. The reward is the number of distinct tokens.
@@ -19,7 +19,6 @@ from rlhf.tuning.algorithms.rounds import run_round
 from rlhf.tuning.algorithms.settings import CriticSettings, RoundSettings
 from rlhf.tuning.device import choose
 from rlhf.tuning.models.huggingface import random_params, scalar_head_params
-from rlhf.tuning.models.lora import Base, LoraConfig, merge, tune, tuned_graph
 from rlhf.tuning.rollout.engine.engine import Engine
 from rlhf.tuning.rollout.requests import Sampling
 from rlhf.tuning.settings import ComputeSettings, OptimizerSettings
@@ -32,7 +31,6 @@ from tests.bench.training import config_of
 from tests.tuning.algorithms.support import rows_of, scores_of
 
 NEW_TOKENS = 64
-LORA = LoraConfig(rank=16, alpha=32.0)
 
 
 def settings_of(work: str, dtype: str = "auto") -> RoundSettings:
@@ -55,27 +53,18 @@ class Steps:
         self.count, self.samples = (16, 1) if work == "W5" else (4, 4)
         self.prompts = inputs.prompts(self.count, 16, 64, self.config.vocab_size)
         self.reference = random_params(self.config, 0)
-        base, params = None, copy(self.reference)
-        if work == "W3lora":
-            params, frozen = tune(self.config, "decoder", self.reference, LORA, seed=0, dtype=self.dtype)
-            base = Base(tuned_graph(self.config, "decoder", LORA), frozen)
-        self.learner, self.critic = Learner.start(params, self.settings.optimizer, base), None
+        self.learner, self.critic = Learner.start(copy(self.reference), self.settings.optimizer), None
         if work == "W5":
             critic = scalar_head_params(self.config, random_params(self.config, 1))
             self.critic = Learner.start(critic, self.settings.critic.optimizer)
         self.phases: dict[str, list[float]] = defaultdict(list)
         self.number = 0
 
-    def policy(self) -> Any:
-        """Dense parameters to sample from."""
-        params = self.learner.params
-        return params if self.learner.base is None else merge(self.config, "decoder", self.reference, params, LORA)
-
     def step(self) -> Any:
         started = time.perf_counter()
         # In a run the engine and its copy of the weights end with the rollout stage.
         found = Engine(self.config, self.dtype).generate(
-            self.policy(), self.prompts, samples=self.samples, max_tokens=NEW_TOKENS, sampling=Sampling(),
+            self.learner.params, self.prompts, samples=self.samples, max_tokens=NEW_TOKENS, sampling=Sampling(),
             eos_ids=(), seed=self.number, counters=range(self.count),
         )  # fmt: skip
         self.phases["rollout"].append(time.perf_counter() - started)
@@ -100,8 +89,7 @@ def run(work: str, model: str, repeats: int, dtype: str = "auto") -> None:
     found = timed(steps.step, repeats)
     tokens = steps.count * steps.samples * NEW_TOKENS
     groups = [Group(p, [[0] * NEW_TOKENS] * steps.samples, list(range(steps.samples))) for p in steps.prompts]
-    passes = {"W3": 4, "W3lora": 3, "W5": 9}[work]
-    flops = passes * forward_flops(steps.config, groups)
+    flops = {"W3": 4, "W5": 9}[work] * forward_flops(steps.config, groups)
     gemm = gemm_flops(steps.config.hidden_size, steps.config.intermediate_size, dtype)
     emit(
         work,

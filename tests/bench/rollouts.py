@@ -1,39 +1,18 @@
-"""Generation: W1 (16 prompts, 64 tokens each), W1b (64 prompts, lengths that vary), shared prompts, and decoding alone,
-with int8 weights too.
-
-`load_s`: new weights into the engine, once a round; `first_token_s`: loading, compilation and prefill, from weights in
-memory; `since_start_s` counts from the start of the measurement.
-"""
+"""Generation: W1 (16 prompts, 64 tokens each), W1b (64, lengths that vary), shared prompts, and decoding alone."""
 
 from __future__ import annotations
 
-import statistics
-import time
-from collections.abc import Sequence
-from functools import partial
 from typing import Any
 
-import jax
-import jax.numpy as jnp
-
-from rlhf.tuning.cpu import kernels
 from rlhf.tuning.device import choose
-from rlhf.tuning.models.config import DecoderConfig
 from rlhf.tuning.models.huggingface import random_params
-from rlhf.tuning.models.matmul import factor_type
-from rlhf.tuning.rollout.engine.cpu import products
-from rlhf.tuning.rollout.engine.decoders import Quantization
 from rlhf.tuning.rollout.engine.engine import Engine
 from rlhf.tuning.rollout.engine.limits import Limits
 from rlhf.tuning.rollout.requests import Request
 from rlhf.tuning.shapes import bucket
-from rlhf.tuning.training.speed import measured_peak, rate
 from tests.bench import inputs
-from tests.bench.measure import Compiled, emit, memory_bandwidth, peak_memory_mb, timed
+from tests.bench.measure import emit, memory_bandwidth, peak_memory_mb, timed
 from tests.bench.training import config_of
-
-GEMM_ROWS = 32
-"""Rows from which decoding is bound by matrix products; with fewer it is bound by memory bandwidth."""
 
 
 def requests_of(work: str, vocabulary: int) -> list[Request]:
@@ -47,72 +26,33 @@ def requests_of(work: str, vocabulary: int) -> list[Request]:
     if work == "shared":
         prompts = inputs.prompts(8, 256, 256, vocabulary)
         return [Request(p, 32, counter=i, samples=8) for i, p in enumerate(prompts)]
-    rows = int(work.removeprefix("decode").removesuffix("int8"))
+    rows = int(work.removeprefix("decode"))
     return [Request(p, 64, counter=i) for i, p in enumerate(inputs.prompts(rows, 2, 2, vocabulary))]
-
-
-def _gemm_flops(config: DecoderConfig) -> float:
-    """As `gemm_flops`, with the faster of XLA and the decoding kernel."""
-    if jax.default_backend() != "cpu":
-        return measured_peak("bfloat16")
-    x = jnp.ones((2048, config.hidden_size))
-    weight = jnp.ones((1, config.intermediate_size, config.hidden_size), factor_type("float32"))
-    by = {None, kernels.build().products if products.suits("float32") else None}
-    work = 2.0 * len(x) * weight.size
-    return max(statistics.median(rate(partial(products.product, number=0, target=k), x, weight, work=work)) for k in by)
 
 
 def run(work: str, model: str, repeats: int, dtype: str = "auto") -> None:
     """dtype: of activations; `fast` with products as `precision.use` has set them."""
-    started = time.perf_counter()
     config = config_of(model)
-    params = random_params(config, 0)
     requests = requests_of(work, config.vocab_size)
     kind = choose(dtype).compute.dtype
     slots = 32 if work == "W1b" else min(64, sum(r.samples for r in requests))
     # As in the rollout stage, which knows all prompts of its round.
     context = bucket(max(len(r.prompt) + r.max_tokens for r in requests), 64)
-    quantization: Quantization = "int8" if work.endswith("int8") else "none"
-    engine = Engine(config, kind, Limits(slots=slots, context=context), quantization=quantization)
-    compiled = Compiled()
+    engine = Engine(config, kind, Limits(slots=slots, context=context))
+    engine.load(random_params(config, 0))
 
     def once() -> Any:
         return sum(len(c.tokens) for _, found in engine.run(requests) for c in found)
 
-    first = _first_token(engine, params, requests)
-    began = time.perf_counter()
-    engine.load(params)
-    load = time.perf_counter() - began
     found = timed(once, repeats)
     tokens = once()
     seconds = found["median_s"]
     extra: dict[str, Any] = {}
     if work.startswith("decode"):
-        weights = engine.weights.nbytes
         steps = tokens / len(requests)
-        extra["share_of_bandwidth"] = round(weights * steps / seconds / memory_bandwidth(), 3)
-        if len(requests) >= GEMM_ROWS:
-            flops = 2.0 * (weights / jnp.dtype(engine.weights.dtype).itemsize) * tokens
-            extra["share_of_gemm"] = round(flops / seconds / _gemm_flops(config), 3)
+        extra["share_of_bandwidth"] = round(engine.weights.nbytes * steps / seconds / memory_bandwidth(), 3)
     emit(
         work, model, **found, dtype=dtype, tokens=tokens, tokens_per_s=round(tokens / seconds, 1),
-        load_s=round(load, 3), first_token_s=round(first, 3), since_start_s=round(time.perf_counter() - started, 1),
-        compile_s=round(compiled.seconds, 2), peak_memory_mb=round(peak_memory_mb()),
+        peak_memory_mb=round(peak_memory_mb()),
         cache_mb=round(engine.cache_bytes / 2**20), programs=engine.programs, **extra,
     )  # fmt: skip
-
-
-def _first_token(engine: Engine, params: Any, requests: Sequence[Request]) -> float:
-    """Seconds from weights in memory to the first sampled tokens, with compilation. Cancels the requests after that."""
-    start = time.perf_counter()
-    engine.prepare(requests)
-    engine.load(params)
-    for request in requests:
-        engine.submit(request)
-    while not any(update.tokens for update in engine.step()):
-        pass
-    seconds = time.perf_counter() - start
-    for number in range(1, len(requests) + 1):
-        engine.cancel(number)
-    engine.step()
-    return seconds

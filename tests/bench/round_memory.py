@@ -130,8 +130,8 @@ def perform(
     folder: Path, stage: str, name: str, memory: dict[str, Any], end: str = "", most: int = MOST
 ) -> dict[str, Any]:
     """Runs a stage on a table; its metrics. end: of the artifact's name, for one that is made again."""
-    from rlhf.stages.contract.definition import Context
     from rlhf.stages.store.artifacts import Store
+    from tests.stages.support import context
 
     store = Store(str(folder / "store"))
     base = store.get("base", "base")
@@ -140,13 +140,8 @@ def perform(
         inputs["scores"] = store.get("score", f"{name}-score")
     module, config = configs(most)[stage]
     made = f"{name}-{stage}{end}"
-    out, work = folder / made, folder / f"{made}-work"
-    out.mkdir()
-    work.mkdir()
-    ctx = Context(
-        config=config, inputs=inputs, out=out, work=work, seed=0, memory=memory,
-        progress=lambda *a, **k: None, log=lambda line: None,
-    )  # fmt: skip
+    out = folder / made
+    ctx = context(config, out, folder / f"{made}-work", inputs=inputs, memory=memory, log=lambda line: None)
     metrics = module.run(ctx)
     ctx.close()
     memory.clear()

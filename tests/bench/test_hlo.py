@@ -33,11 +33,3 @@ def test_elementwise_work_and_moves_are_told_apart():
     a = jnp.ones((64, 128), jnp.float32)
     assert {w.kind for w in module_of(lambda a: jnp.tanh(a) * 2, a).work().values()} == {"elementwise"}
     assert {w.kind for w in module_of(lambda a: jnp.copy(a.T), a).work().values()} == {"moves"}
-
-
-def test_the_type_of_products_is_that_of_the_narrower_operand():
-    a = jnp.ones((64, 128), jnp.bfloat16)
-    product = lambda a, b: jnp.matmul(a, b, preferred_element_type=jnp.float32)  # noqa: E731
-    kinds = {w.kind for w in module_of(product, a, a.T).work().values() if w.flops}
-    # A processor without products of bfloat16 has its operands converted first.
-    assert kinds <= {"products bf16", "products f32"} and kinds

@@ -1,4 +1,4 @@
-"""Train steps and scoring: W2 (SFT), W2lora, W4 and W4c (log-probabilities), W6 (DPO), and a reward-model step."""
+"""Train steps and scoring: W2 (SFT), W2lora, W4 (log-probabilities) and W6 (DPO)."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ import numpy as np
 import optax
 
 from rlhf.tuning.device import choose
-from rlhf.tuning.losses.preference import bradley_terry, dpo
+from rlhf.tuning.losses.preference import dpo
 from rlhf.tuning.models.config import DecoderConfig
-from rlhf.tuning.models.decoder import decoder_graph, scalar_graph
-from rlhf.tuning.models.huggingface import random_params, scalar_head_params
+from rlhf.tuning.models.decoder import decoder_graph
+from rlhf.tuning.models.huggingface import random_params
 from rlhf.tuning.models.lora import LoraConfig, over, tune, tuned_graph
 from rlhf.tuning.training.batch import Group, choose_rows, micro_batches
-from rlhf.tuning.training.forward import logps_and_entropy, scores
+from rlhf.tuning.training.forward import logps_and_entropy
 from rlhf.tuning.training.speed import ADAPTER, FULL, forward_flops
 from rlhf.tuning.training.step import make_step
 from tests.bench import inputs
@@ -73,8 +73,9 @@ class Measured:
     passes: int
     """Forward passes that its FLOPs are equal to."""
 
-    def flops(self, work: str) -> float:
-        return self.passes * forward_flops(self.config, self.groups, head=work != "reward")
+    @property
+    def flops(self) -> float:
+        return self.passes * forward_flops(self.config, self.groups)
 
 
 def prepared(work: str, model: str, dtype: str = "auto") -> Measured:
@@ -100,10 +101,9 @@ def prepared(work: str, model: str, dtype: str = "auto") -> Measured:
             function, times = stepper(sft_loss, trainable, batches, (frozen, None)), ADAPTER
         else:
             function = stepper(sft_loss, params, batches)
-    elif work in ("W4", "W4c"):
+    elif work == "W4":
         ids = inputs.tokens(16, 128, config.vocab_size)
-        split = 1 if work == "W4" else 64
-        groups = [Group(r[:split].tolist(), [r[split:].tolist()], [i]) for i, r in enumerate(ids)]
+        groups = [Group(r[:1].tolist(), [r[1:].tolist()], [i]) for i, r in enumerate(ids)]
         times = 1
         batches = batches_of(groups, 2048)
         program = jax.jit(lambda p, b: logps_and_entropy(graph, p, b, 1.0, compute)[0])
@@ -122,16 +122,6 @@ def prepared(work: str, model: str, dtype: str = "auto") -> Measured:
         reference = jax.tree.map(jnp.copy, params)
         step = stepper(dpo_loss, params, None)
         function = lambda: step([b | {"reference_C": program(reference, b)} for b in batches])  # noqa: E731
-    elif work == "reward":
-        groups = pair_groups(config)
-        batches = batches_of(groups)
-        head_graph = scalar_graph(config)
-
-        def reward_loss(params: Any, batch: Any, frozen: Any) -> Any:
-            chosen, rejected = scores(head_graph, params, batch, compute).reshape(-1, 2).T
-            return jnp.sum(bradley_terry(chosen, rejected)) / batch["n_groups"], {}
-
-        function = stepper(reward_loss, scalar_head_params(config, params), batches)
     else:
         raise SystemExit(f"no work {work!r}")
     return Measured(function, config, groups, times)
@@ -142,7 +132,7 @@ def run(work: str, model: str, repeats: int, dtype: str = "auto") -> None:
     found = timed(measured.function, repeats)
     peak = peak_memory_mb()
     tokens = sum(g.size for g in measured.groups)
-    flops = measured.flops(work)
+    flops = measured.flops
     gemm = gemm_flops(measured.config.hidden_size, measured.config.intermediate_size, dtype)
     emit(
         work,

@@ -1,92 +1,80 @@
-"""What a command takes with all of its processes: files opened, bytes, processor seconds and memory (Linux)."""
+"""What a command takes with all of its processes: bytes, processor seconds and memory (Linux)."""
 
 from __future__ import annotations
 
-import collections
 import ctypes
-import dataclasses
 import os
 import subprocess
+import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
-SHIM = Path(__file__).with_name("opens.c")
 SET_CHILD_SUBREAPER = 36
 SECONDS = 0.25
 """Between two looks at the memory."""
 
 
-@dataclasses.dataclass(frozen=True)
-class Taken:
-    """Of a command and all processes that it started."""
+class Memory:
+    """The peak resident size, in MB, of a process and all below it; a page that several share counts once."""
 
-    opens: Mapping[str, int]
-    """Files opened for reading and writing, by what `kind` says of their paths."""
-    read_bytes: int
-    """By system calls. Pages of mapped files are not in it."""
-    written_bytes: int
-    processor_seconds: float
-    seconds: float
-    memory_mb: float
-    """The peak of the resident size; a page that several processes share counts once."""
-    anonymous_mb: float
-    """The peak of what is no page of a file."""
+    def __init__(self, pid: int = 0):
+        """pid: this process, if it is left out."""
+        self.pid, self.peak, self.stop = pid or os.getpid(), 0.0, threading.Event()
+        self.thread = threading.Thread(target=self._watch, daemon=True)
 
+    def __enter__(self) -> Memory:
+        self.thread.start()
+        return self
 
-def shim(folder: Path) -> Path:
-    """The library that counts opens, compiled."""
-    library = folder / "opens.so"
-    subprocess.run(["cc", "-shared", "-fPIC", "-O2", "-o", str(library), str(SHIM)], check=True)
-    return library
+    def _watch(self) -> None:
+        while not self.stop.wait(SECONDS):
+            self.peak = max(self.peak, memory_of(self.pid))
+
+    def __exit__(self, *_: object) -> None:
+        self.stop.set()
+        self.thread.join()
 
 
-def watched(command: Sequence[str], below: Path, folder: Path, kind: Callable[[str], str]) -> Taken:
-    """Runs a command to its end and says what it took.
+def watched(command: Sequence[str]) -> dict[str, float]:
+    """Runs a command to its end and says what it took, with all processes that it started.
 
-    below: where opens are counted. folder: for the count itself. kind: of a path relative to `below`.
-    Raises CalledProcessError where the command fails.
+    Bytes are those of system calls, without pages of mapped files. Raises CalledProcessError where it fails.
     """
     # Processes whose parents have ended become children of this one: no process is left out.
     ctypes.CDLL(None).prctl(SET_CHILD_SUBREAPER, 1)
-    log = folder / "opens"
-    log.write_text("")
-    more = {"LD_PRELOAD": str(shim(folder)), "RLHF_OPENS": str(log), "RLHF_OPENS_BELOW": f"{below}/"}
     bytes_before, cpu_before, began = _bytes_of_children(), _cpu_of_children(), time.monotonic()
-    process = subprocess.Popen(command, env=os.environ | more)
-    resident, anonymous = 0.0, 0.0
-    while process.poll() is None:
-        now = memory_of(process.pid)
-        resident, anonymous = max(resident, now[0]), max(anonymous, now[1])
-        time.sleep(SECONDS)
-    seconds = time.monotonic() - began
-    _reap()
+    process = subprocess.Popen(command)
+    with Memory(process.pid) as memory:
+        process.wait()
+        seconds = time.monotonic() - began
+        _reap()
+        # While the thread is there: what it has read is its own.
+        read, written = (after - before for after, before in zip(_bytes_of_children(), bytes_before, strict=True))
     if process.returncode:
         raise subprocess.CalledProcessError(process.returncode, command)
-    read, written = (after - before for after, before in zip(_bytes_of_children(), bytes_before, strict=True))
-    opens = collections.Counter(kind(line[2:]) for line in log.read_text().splitlines())
     cpu = _cpu_of_children() - cpu_before
-    return Taken(dict(sorted(opens.items())), read, written, cpu, seconds, resident, anonymous)
+    found = {"read_mb": read / 1e6, "written_mb": written / 1e6, "processor_seconds": cpu, "seconds": seconds}
+    return {name: round(value, 1) for name, value in (found | {"memory_mb": memory.peak}).items()}
 
 
-def memory_of(pid: int) -> tuple[float, float]:
-    """MB of a process and all below it: resident, and of that not of files."""
+def memory_of(pid: int) -> float:
+    """MB of a process and all below it."""
     import psutil
 
-    total = [0, 0]
+    total = 0
     try:
         processes = [psutil.Process(pid), *psutil.Process(pid).children(recursive=True)]
     except psutil.Error:
-        return 0.0, 0.0
+        return 0.0
     for one in processes:
         try:
             lines = Path(f"/proc/{one.pid}/smaps_rollup").read_text().splitlines()
         except OSError:
             # It has ended meanwhile.
             continue
-        for number, name in enumerate(("Pss:", "Pss_Anon:")):
-            total[number] += sum(int(line.split()[1]) for line in lines if line.startswith(name))
-    return total[0] / 1024, total[1] / 1024
+        total += sum(int(line.split()[1]) for line in lines if line.startswith("Pss:"))
+    return total / 1024
 
 
 def _bytes_of_children() -> tuple[int, int]:

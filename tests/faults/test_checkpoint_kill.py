@@ -11,10 +11,31 @@ import pytest
 pytestmark = pytest.mark.slow
 
 KILLS = 10
+# The SFT stage on artifacts of a store, with a checkpoint after each step.
+PROGRAM = """
+import sys
+from pathlib import Path
+from rlhf.stages import sft
+from rlhf.stages.common.compilation import configure_jax
+from rlhf.stages.common.settings import Optimizer
+from rlhf.stages.store.artifacts import Store
+from tests.stages.support import context
+
+def say(*words):
+    print(*words, flush=True)
+
+configure_jax()
+url, base, data, folder = sys.argv[1:]
+base, data = Store(url).get("base", base), Store(url).get("prepare", data)
+config = sft.Config(epochs=2, examples_per_step=16, checkpoint_every=1, optimizer=Optimizer(learning_rate=1e-3))
+given = {"inputs": {"base": base, "data": data, "tokenizer": base}, "seed": 5, "log": say}
+given["progress"] = lambda done, *_, **metrics: say("step", done)
+sft.run(context(config, Path(folder, "out"), Path(folder, "work"), **given))
+"""
 
 
 def start(arguments):
-    command = [sys.executable, "-m", "tests.faults.train_program", *map(str, arguments)]
+    command = [sys.executable, "-c", PROGRAM, *map(str, arguments)]
     return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
 
 

@@ -13,6 +13,7 @@ import pytest
 from rlhf.flows.recipe.reading import load_recipe
 from rlhf.flows.running.runner import run_plain
 from rlhf.stages.store.artifacts import Store
+from tests.faults.storm.ground import digests
 from tests.faults.support import SETTINGS as OF_FAULTS
 from tests.faults.support import Run, shards
 
@@ -60,16 +61,11 @@ def store(undisturbed, tmp_path):
     return make
 
 
-def digests(store: Path, run: str = "run") -> dict[str, str]:
-    record = Store(str(store)).read_json("runs", run, "run.json")
-    return {name: entry["digest"] for name, entry in record["nodes"].items()}
-
-
 def check(run: Run, undisturbed: Path) -> None:
     """Every node of a finished run has the bits of the undisturbed one; nothing is left over."""
     assert run.record()["status"] == "finished"
-    assert digests(run.store, run.name) == digests(undisturbed)
     store = Store(str(run.store))
+    assert digests(store.url, run.name) == digests(str(undisturbed), "run")
     assert all(store.verify(a) is None for a in (store.get(*key) for key in store.all_keys()) if a is not None)
     assert store.fs.find(store.join("leases")) == []
     assert store.fs.find(store.join("damaged")) == []

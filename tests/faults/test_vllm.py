@@ -8,7 +8,6 @@ import signal
 import time
 from pathlib import Path
 
-import jax
 import numpy as np
 import psutil
 import pytest
@@ -28,6 +27,7 @@ from rlhf.tuning.rollout.servers.protocol import StalePolicy
 from rlhf.tuning.rollout.servers.server import RemoteServer
 from tests.faults.support import Run, shards
 from tests.faults.vllm_servers import ENVIRONMENT, SETTINGS, command, gap, remote, run, smollm
+from tests.tuning.models.support import moved
 
 LORA = LoraConfig(rank=8, alpha=16.0)
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(1800)]
@@ -108,10 +108,7 @@ def test_adapters_follow_the_policy(model, server):
     engine = remote(server, sync="adapter")
     for number in (1, 2):
         # The second factor starts at zero: moved, the adapter does something.
-        leaves, tree = jax.tree.flatten(trainable)
-        keys = jax.random.split(jax.random.key(number), len(leaves))
-        moved = [x + 0.02 * jax.random.normal(k, x.shape) for x, k in zip(leaves, keys, strict=True)]
-        adapter = jax.tree.unflatten(tree, moved)
+        adapter = moved(trainable, 0.02 * number)
         name = f"adapted-{number}"
         save_adapter(model.folder / name, adapter, LORA, "first")
         model.params[name] = merge(model.config, "decoder", model.params["first"], adapter, LORA)

@@ -105,14 +105,6 @@ def test_files_that_are_damaged_or_missing_leave_a_server_that_claims_no_policy(
         assert gap(model, name, requests, run(engine, requests), 0.8) < 5e-4
 
 
-def test_old_weights_under_a_new_name_are_found_out(model, pair):
-    server = RemoteServer(pair[0])
-    remote(server).load(sent(model, "first", str(model.folder)))
-    server.post("/update_weight_version", {"new_version": "second"})
-    with pytest.raises(StalePolicy, match=r"wanted is second; .* log-probabilities are [\d.]+ from the trainer's"):
-        remote(server, sync="none").load(sent(model, "second", str(model.folder)))
-
-
 def test_two_workers_of_tensor_parallelism_get_their_parts(model, tmp_path, web):
     shape = {"hidden_size": 256, "intermediate_size": 512, "num_layers": 2, "num_heads": 4, "num_kv_heads": 2}
     config = dataclasses.replace(model.config, **shape)

@@ -9,19 +9,7 @@ import sys
 
 import pytest
 
-from tests.faults.year.plan import nights
 from tests.flows.prefect_server import PROJECT
-
-
-def test_a_year_has_nights_of_every_kind():
-    year = list(nights(365))
-    ends = [night.ends for night in year]
-    assert [night.number for night in year] == list(range(365))
-    assert ends.count("failed") == 1 and ends.count("promoted") == 37 and ends.count("refused") > 60
-    # What hung is made by the next night, and is known from then on.
-    late = ends.index("failed")
-    assert year[late].hangs and ends[late + 1] == "promoted" and year[late].teaches == year[late + 1].teaches
-    assert year[late + 1].kept == year[late].kept < year[late + 2].kept
 
 
 @pytest.mark.slow

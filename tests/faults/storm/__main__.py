@@ -42,7 +42,6 @@ SCENES: dict[str, Play] = {
 }
 SELDOM = ("clocks", "hosts", "private-server", "own-server", "kill-beam", "weather")
 """Scenes of which every third round of the others has one: each takes a minute or more of waiting."""
-NETWORK = ("weather",)
 NEW_NAMESPACE = 0x00020000
 
 

@@ -4,18 +4,16 @@ import contextlib
 import os
 import signal
 import subprocess
-import sys
 import time
-import urllib.request
 from collections import Counter
 
 import psutil
 
 from tests.faults.storm import ground as grounds
-from tests.faults.storm.ground import MARK, Broken, Command
+from tests.faults.storm.ground import Broken, Command
 from tests.faults.storm.moments import ROUNDS, STAGES, choose
 from tests.faults.storm.scene import Scene
-from tests.support import free_port
+from tests.flows.prefect_server import Prefect, wait_for
 
 ALONE = ("sft", "preference", "reward", "rollout", "score", "update", "prepare")
 GONE = (*((stage,) for stage in ALONE), ROUNDS, ("evaluate", "export"))
@@ -171,11 +169,20 @@ def kill_private_server(scene: Scene) -> None:
 def kill_own_server(scene: Scene) -> None:
     """A Prefect server of one's own dies, and is started again while the run goes on, or after it."""
     strikes = Strikes(scene)
-    port = free_port()
-    url = f"http://127.0.0.1:{port}/api"
+    place = scene.folder / "server"
+    place.mkdir()
     # Not one of the command's processes, none of which may be left.
-    server = _serve(scene, port)
-    try:
+    prefect = Prefect(place)
+    url = prefect.env["PREFECT_API_URL"]
+    with contextlib.ExitStack() as stack:
+
+        def serve() -> subprocess.Popen[bytes]:
+            words = ("server", "start", "--host", "127.0.0.1", "--port", str(prefect.port))
+            process = stack.enter_context(prefect.running("server", *words))
+            wait_for(prefect.healthy, 120, "the Prefect server")
+            return process
+
+        server = serve()
         run = scene.start(prefect=True, PREFECT_API_URL=url)
         at = strikes.reach(run)
         if at is not None:
@@ -183,32 +190,11 @@ def kill_own_server(scene: Scene) -> None:
             server.wait()
             scene.struck("kill own Prefect server", *at)
             if scene.rng.random() < 0.5:
-                server = _serve(scene, port)
+                server = serve()
         scene.over(run, 900)
         if server.poll() is not None:
-            server = _serve(scene, port)
+            serve()
         scene.finish(prefect=True, PREFECT_API_URL=url)
-    finally:
-        server.kill()
-        server.wait()
-
-
-def _serve(scene: Scene, port: int) -> subprocess.Popen[bytes]:
-    """A Prefect server on loopback, once it answers."""
-    home = scene.folder / "server"
-    env = {k: v for k, v in scene.ground.environment(scene.name).items() if k != MARK}
-    env |= {"PREFECT_HOME": str(home), "PREFECT_SERVER_ANALYTICS_ENABLED": "false", "DO_NOT_TRACK": "1"}
-    env |= {"PREFECT_UI_STATIC_DIRECTORY": str(home / "ui")}
-    words = [sys.executable, "-m", "prefect", "server", "start", "--host", "127.0.0.1", "--port", str(port)]
-    with (scene.folder / "server.log").open("ab") as log:
-        server = subprocess.Popen(words, env=env, stdout=log, stderr=log)
-    deadline = time.monotonic() + 120
-    while time.monotonic() < deadline and server.poll() is None:
-        with contextlib.suppress(OSError), urllib.request.urlopen(f"http://127.0.0.1:{port}/api/health", timeout=10):
-            return server
-        time.sleep(0.3)
-    server.kill()
-    raise Broken(f"the Prefect server did not start: {(scene.folder / 'server.log').read_text()[-2000:]}")
 
 
 def rivals(scene: Scene) -> None:

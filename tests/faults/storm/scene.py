@@ -54,7 +54,6 @@ class Scene:
         self.url = str(self.store)
         self.faults: list[Fault] = []
         self.tries = 0
-        self.seconds = 0.0
         self.damaged: set[tuple[str, str]] = set()
         """Artifacts that faults have damaged or removed: they alone may be made again."""
         self.may_redo = False

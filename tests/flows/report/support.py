@@ -97,15 +97,9 @@ class Maker:
 
     def completion(self, prompt, sample, text, **more):
         a, b = 17 + prompt, 5 + sample
-        row = {
-            "place": prompt,
-            "sample": sample,
-            "prompt_id": f"p{prompt:03d}",
-            "prompt": f"{a} + 5 = ?",
-            "answer": str(a + 5),
-        }
-        row |= {"metadata": "{}", "prompt_ids": [1, 2, 3], "token_ids": [4, b], "logprobs": [-0.5, -0.1], "text": text}
-        return row | {"stop": "eos", "policy": "x", "seed": 1, "temperature": 1.0} | more
+        row = {"place": prompt, "sample": sample, "prompt_id": f"p{prompt:03d}", "prompt": f"{a} + 5 = ?"}
+        row |= {"answer": str(a + 5), "text": text, "metadata": "{}", "prompt_ids": [1, 2, 3], "token_ids": [4, b]}
+        return row | {"logprobs": [-0.5, -0.1], "stop": "eos", "policy": "x", "seed": 1, "temperature": 1.0} | more
 
     def make_rollout(self, node, out):
         # The last place has the prompt of the first.

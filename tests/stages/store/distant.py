@@ -75,15 +75,6 @@ class Distant(AbstractFileSystem):
     def cp_file(self, path1: str, path2: str, **named: Any) -> None:
         self.pipe_file(path2, self.cat_file(path1))
 
-    def mkdir(self, path: str, create_parents: bool = True, **named: Any) -> None:
-        """Nothing: a folder is there while an object is in it."""
-
-    def makedirs(self, path: str, exist_ok: bool = False) -> None:
-        """Nothing."""
-
-    def rmdir(self, path: str) -> None:
-        """Nothing."""
-
     def _told(self, path: str) -> dict[str, Any]:
         if path in self._objects:
             value, created = self._objects[path]

@@ -8,7 +8,6 @@ import pytest
 
 from rlhf.stages.store import registry
 from rlhf.stages.store.artifacts import Store
-from rlhf.stages.store.exclusive import create
 from rlhf.stages.store.registry import Policy, RegistryError
 from tests.support import finish, python
 
@@ -99,13 +98,6 @@ def test_promoters_at_once_lose_no_entry(store):
     assert store.names("registry", "champion") == [f"{e.number:06d}.json" for e in entries]
 
 
-def test_an_entry_is_never_written_again(store, tmp_path):
-    entry = registry.promote(store, "champion", stored(store, tmp_path, "a"), "better")
-    before = store.read_json("registry", "champion", "000001.json")
-    assert not create(store, store.join("registry", "champion", f"{entry.number:06d}.json"), b"{}")
-    assert store.read_json("registry", "champion", "000001.json") == before
-
-
 def test_what_is_not_possible_is_said(tmp_path):
     store = Store(str(tmp_path / "store"))
     a, b = (stored(store, tmp_path, run) for run in "ab")
@@ -137,7 +129,7 @@ def test_a_promotion_that_expects_another_entry_moves_nothing(store, tmp_path):
     assert [e.policy for e in registry.history(store, "champion")] == [a, c]
 
 
-def test_what_a_rollback_took_back_is_known_until_it_is_promoted_again(store, tmp_path):
+def test_what_a_rollback_took_back_is_known_until_it_is_promoted_or_restored(store, tmp_path):
     a, b = (trained(store, tmp_path, run) for run in "ab")
     for policy in (a, b):
         registry.promote(store, "champion", policy, "better")
@@ -147,6 +139,9 @@ def test_what_a_rollback_took_back_is_known_until_it_is_promoted_again(store, tm
     assert taken_back[0] == b.trained
     assert taken_back[1].startswith("champion entry 3 by ") and taken_back[1].endswith(": too rude")
     registry.promote(store, "champion", b, "it is polite by now")
+    assert registry.withdrawn(store, "champion") == {}
+    registry.rollback(store, "champion", None, "b looked bad")
+    registry.rollback(store, "champion", 4, "b is fine")
     assert registry.withdrawn(store, "champion") == {}
 
 
@@ -162,12 +157,3 @@ def test_a_rollback_to_an_entry_takes_back_every_policy_since(store, tmp_path):
     assert registry.withdrawn(store, "champion").keys() == {b.trained, c.trained}
     registry.rollback(store, "champion", 2, "b was fine")
     assert registry.withdrawn(store, "champion").keys() == {c.trained, d.trained}
-
-
-def test_undoing_a_rollback_takes_nothing_back(store, tmp_path):
-    a, b = (trained(store, tmp_path, run) for run in "ab")
-    for policy in (a, b):
-        registry.promote(store, "champion", policy, "better")
-    registry.rollback(store, "champion", None, "b looked bad")
-    registry.rollback(store, "champion", 2, "b is fine")
-    assert registry.withdrawn(store, "champion") == {}

@@ -102,24 +102,17 @@ class Older:
         return "", float(action == self.task["answer"]) + self.bonus, True, {"right": self.task["answer"]}
 
 
-class Output:
-    """GRL's answer of a step."""
-
-    def __init__(self, state, reward=0.0, terminated=False, truncated=False, info=None):
-        self.state, self.reward, self.terminated, self.truncated = state, reward, terminated, truncated
-        self.info = info or {}
-
-
 class Steps:
     """GRL's contract: `reset(seed)`, objects."""
 
     def reset(self, seed):
         self.place = seed
-        return Output(f"at {self.place}")
+        return types.SimpleNamespace(state=f"at {self.place}", info={})
 
     def step(self, action):
         self.place += int(action)
-        return Output(f"at {self.place}", 0.5, self.place > 9, self.place < 0, {"place": self.place})
+        flags = {"terminated": self.place > 9, "truncated": self.place < 0}
+        return types.SimpleNamespace(state=f"at {self.place}", reward=0.5, info={"place": self.place}, **flags)
 
 
 class Counter:

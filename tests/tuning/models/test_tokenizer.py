@@ -62,11 +62,8 @@ def test_special_tokens_and_limits(tokenizer: PreTrainedTokenizerFast) -> None:
     assert tokenizer.decode(list(range(17)), skip_special_tokens=True) == ""
 
 
-def test_digits_are_single_tokens(tokenizer: PreTrainedTokenizerFast) -> None:
+def test_digits_are_single_tokens_and_no_space_is_put_before_a_text(tokenizer: PreTrainedTokenizerFast) -> None:
     assert tokenizer.tokenize("in 2024 x=17") == ["in", "Ġ", "2", "0", "2", "4", "Ġx", "=", "1", "7"]
-
-
-def test_no_prefix_space(tokenizer: PreTrainedTokenizerFast) -> None:
     assert tokenizer.tokenize("the cat") == ["the", "Ġcat"]
 
 

@@ -68,6 +68,7 @@ def test_a_redirect_does_not_take_the_key_along(server, monkeypatch):
         (None, "expected a text"),
         ("11", "no number"),
         (400, "400"),
+        ("<think>\nThere are 3", "has no number"),
     ],
 )
 def test_a_verdict_that_is_none_says_why(server, reply, message):
@@ -138,12 +139,6 @@ def test_a_number_of_so_many_counts_where_the_best_is_so_many(server, reply, val
         assert ask(server[0]) == [value]
         return
     with pytest.raises(JudgeFailed, match="the judge's reply ends with (no number from 0 to )?10"):
-        ask(server[0])
-
-
-def test_a_number_in_a_thought_without_an_end_is_no_verdict(server):
-    server[2].append("<think>\nThere are 3")
-    with pytest.raises(JudgeFailed, match="has no number"):
         ask(server[0])
 
 

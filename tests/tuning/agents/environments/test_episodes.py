@@ -97,33 +97,17 @@ def test_guesses_are_answered_and_narrow_what_is_known():
     assert (text, reward, terminated, truncated, info["success"]) == ("correct", 1.0, True, False, True)
 
 
-def lake_from(at, goal, holes=(), **arguments):
-    """An environment of 2x2 cells, at the beginning of an episode with this map."""
-    lake = FrozenLake(rows=2, columns=2, holes=len(holes), moves=4, **arguments)
-    lake.reset(seed=next(s for s in range(1000) if lake.lake(s) == Lake(at, goal, holes)))
-    return lake
-
-
-def test_steps_on_the_lake_stop_at_the_border_and_end_at_the_goal():
-    lake = lake_from((1, 1), (2, 2))
-    assert (
-        lake.step("UP!")[0] == "Goal right down. Hole none." and lake.step("I go right.")[0] == "Goal down. Hole none."
-    )
-    assert lake.step("down")[:3] == ("You are at the goal.", 1.0, True)
-
-
 def test_the_policy_reads_the_way_to_the_goal_and_the_holes_next_to_its_cell():
     lake = FrozenLake(rows=2, columns=2, holes=1, moves=4)
     seed = next(s for s in range(1000) if lake.lake(s) == Lake((1, 1), (2, 2), ((1, 2),)))
     assert lake.reset(seed=seed)[0] == "Goal right down. Hole right. Answer with up, down, left or right."
-    assert lake.step("up")[0] == "Goal right down. Hole right." and lake.step("down")[0] == "Goal right. Hole none."
-    assert lake.step("right")[:3] == ("You are at the goal.", 1.0, True)
+    # The border stops a step.
+    assert lake.step("UP!")[0] == "Goal right down. Hole right." and lake.step("down")[0] == "Goal right. Hole none."
+    assert lake.step("I go right.")[:3] == ("You are at the goal.", 1.0, True)
     lake.reset(seed=seed)
     assert lake.step("right")[:3] == ("You fell into a hole.", 0.0, True)
-
-
-def test_a_lake_without_moves_left_is_lost_which_is_an_end_and_no_cut():
-    lake = lake_from((1, 1), (2, 2))
+    lake.reset(seed=seed)
+    # Without moves left it is lost, which is an end and no cut.
     assert [lake.step("up")[2:4] for _ in range(4)] == [(False, False)] * 3 + [(True, False)]
 
 
