@@ -108,7 +108,7 @@ def _place() -> tuple[Any, Any, Any]:
 
 
 def _over_keys(refs: Sequence[Any], groups: int, body: Callable[..., Any], carry: Any) -> Any:
-    """`body(place of keys, what is seen, carry)` for each block of keys within the limits of this block of queries."""
+    """`body(place of keys, mask, carry)` for each block of keys within the limits of this block of queries."""
     b, columns, n = _place()
     limits = [refs[0][b, i, columns] for i in range(4)]
     start, stop, own, column = (refs[1][b, i, pl.program_id(0)] for i in range(4))
