@@ -1,7 +1,5 @@
 """The functions of the guides compute what their docstrings say."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import numpy as np

@@ -13,8 +13,6 @@ compiled. Exit status 1 where a case is worse than committed or does not compile
 (`make tpu`, `make gpu-aot`).
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import os

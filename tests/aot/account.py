@@ -1,7 +1,5 @@
 """What a compiled program holds, computes and sends, read from the compiler's own word."""
 
-from __future__ import annotations
-
 import collections
 import dataclasses
 import math

@@ -1,7 +1,5 @@
 """What is committed of each program, and what may differ from it."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

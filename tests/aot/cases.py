@@ -1,7 +1,5 @@
 """The programs that are compiled, by name. Every kind of program, family, topology and axis is in one of them."""
 
-from __future__ import annotations
-
 import dataclasses
 from typing import Literal
 

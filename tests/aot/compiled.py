@@ -1,7 +1,5 @@
 """A case compiled in this process, whose environment is `tests.aot.__main__.environment`."""
 
-from __future__ import annotations
-
 import hashlib
 import importlib.metadata
 import time

@@ -3,8 +3,6 @@
 Models have their own widths and, in training, their own depth: a loop over layers compiles one of them.
 """
 
-from __future__ import annotations
-
 import contextlib
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """The programs of the engine, from shapes alone: prefill, decoding, and the move of weights from training to it."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import jax

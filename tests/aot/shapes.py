@@ -1,7 +1,5 @@
 """Models by their shapes, and places of shapes on a mesh."""
 
-from __future__ import annotations
-
 import dataclasses
 from typing import Any
 

@@ -3,8 +3,6 @@
 `python -m tests.bench W2 W4 --model smol135 --repeats 5`
 """
 
-from __future__ import annotations
-
 import argparse
 import subprocess
 import sys

@@ -5,8 +5,6 @@ writes tests/bench/results/agents.json: held-out success before, after SFT and a
 tasks, what random and blind play reach on the same tasks, and seconds. What is finished in the store is not run again.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import os

@@ -5,8 +5,6 @@ run with a file each, then has a run find them all (a hit each), and a plan. Req
 `--milliseconds` for the plan; the run's own are counted alone.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import tempfile

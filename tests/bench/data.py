@@ -4,8 +4,6 @@
 records a second and the peak resident size of all its processes.
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 import os

@@ -6,8 +6,6 @@ any run takes, and is subtracted. The command fails where a figure grows faster 
 or where memory still grows by a third when records fill several shards: a shard is sorted in memory.
 """
 
-from __future__ import annotations
-
 import argparse
 import itertools
 import json

@@ -7,8 +7,6 @@ more than half from one size to the next (one that is counted: by a hundredth), 
 meant to be flat. Some figures have a reason to grow faster, up to the square: they are named with it.
 """
 
-from __future__ import annotations
-
 import argparse
 import dataclasses
 import itertools

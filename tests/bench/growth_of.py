@@ -4,8 +4,6 @@ Each piece of work is called once, which compiles; seconds and memory are those 
 of 64 units, and 512 tokens where the vocabulary is not what grows.
 """
 
-from __future__ import annotations
-
 import ctypes
 import dataclasses
 import gc

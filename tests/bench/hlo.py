@@ -3,8 +3,6 @@
 Read from XLA's text of an optimised module (`compiled.as_text()`, or a file of `--xla_dump_to`).
 """
 
-from __future__ import annotations
-
 import dataclasses
 import math
 import re

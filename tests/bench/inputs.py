@@ -1,7 +1,5 @@
 """Inputs of all measurements. They need numpy alone, so that other libraries can be measured on the same ones."""
 
-from __future__ import annotations
-
 import numpy as np
 
 SHAPES = {

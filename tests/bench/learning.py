@@ -6,8 +6,6 @@ three times. The reward is the share of right tokens. The pass rate is the share
 on held-out prompts.
 """
 
-from __future__ import annotations
-
 import argparse
 import dataclasses
 import json

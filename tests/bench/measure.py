@@ -1,7 +1,5 @@
 """Timing, memory and the machine's peak rates, measured inside the benchmarked process."""
 
-from __future__ import annotations
-
 import json
 import os
 import statistics

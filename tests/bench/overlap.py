@@ -8,8 +8,6 @@ their worker made before them. The command fails where a run is more than 10 % a
 of one worker.
 """
 
-from __future__ import annotations
-
 import argparse
 import datetime
 import json

@@ -5,8 +5,6 @@ compiled anew, once under JAX's profiler. An operation's bound is the least time
 FLOPs at the rate of a large product of its type, or its bytes at the rate of memory, both measured in the same process.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import math

@@ -4,8 +4,6 @@ A step samples, computes the reference's log-probabilities and the reward, and u
 phase. Every completion has 64 tokens. The reward is the number of distinct tokens.
 """
 
-from __future__ import annotations
-
 import statistics
 import time
 from collections import defaultdict

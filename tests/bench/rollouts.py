@@ -1,7 +1,5 @@
 """Generation: W1 (16 prompts, 64 tokens each), W1b (64, lengths that vary), shared prompts, and decoding alone."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from rlhf.tuning.device import choose

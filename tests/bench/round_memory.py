@@ -5,8 +5,6 @@
 the round's. Before a measurement a small round of the same shapes compiles and loads everything.
 """
 
-from __future__ import annotations
-
 import argparse
 import gc
 import json

@@ -1,7 +1,5 @@
 """Train steps and scoring: W2 (SFT), W2lora, W4 (log-probabilities) and W6 (DPO)."""
 
-from __future__ import annotations
-
 import dataclasses
 from collections.abc import Callable
 from typing import Any

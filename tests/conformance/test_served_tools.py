@@ -1,7 +1,5 @@
 """Tools of the API under the chat templates of the families: calls, results, and contexts that only grow."""
 
-from __future__ import annotations
-
 import json
 import types
 

@@ -3,8 +3,6 @@
 `python -m tests.device.program OUT.npz DTYPE`: on the device that JAX finds, everything twice.
 """
 
-from __future__ import annotations
-
 import sys
 from pathlib import Path
 from typing import Any

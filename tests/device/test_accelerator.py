@@ -3,8 +3,6 @@
 `make test-device` runs them where there is one; with JAX_PLATFORMS=cpu they hold on a CPU as well.
 """
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

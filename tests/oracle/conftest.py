@@ -1,7 +1,5 @@
 """One store for the folder, float64 in JAX while a test of it runs, and the figures of agreement at the end."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from importlib.util import find_spec
 

@@ -1,7 +1,5 @@
 """Tables of a round of trajectories: turns that were sampled, observations between them that nobody trains on."""
 
-from __future__ import annotations
-
 import dataclasses
 from collections.abc import Sequence
 

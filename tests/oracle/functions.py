@@ -1,7 +1,5 @@
 """A reward function that does everything a reward function may do, as the text of the completion says."""
 
-from __future__ import annotations
-
 from typing import Any
 
 

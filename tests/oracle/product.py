@@ -3,8 +3,6 @@
 Nothing here computes: the second implementation is in `plain`.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import json
 from collections.abc import Mapping, Sequence

@@ -1,7 +1,5 @@
 """A round of RL on both sides, from the same tables."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any
 

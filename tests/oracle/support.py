@@ -1,7 +1,5 @@
 """How hypothesis runs here, and copies of the product that a test changes."""
 
-from __future__ import annotations
-
 import os
 import shutil
 from pathlib import Path

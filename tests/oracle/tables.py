@@ -1,7 +1,5 @@
 """Tables of a round as a test wants them: ragged groups of random tokens with any totals."""
 
-from __future__ import annotations
-
 import dataclasses
 from collections.abc import Sequence
 

@@ -1,7 +1,5 @@
 """SFT, reward models, preference learning and distillation arrive where the oracle arrives."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

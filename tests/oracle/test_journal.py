@@ -1,7 +1,5 @@
 """After an outage each completion has its own reward; where it has that of another place, the audit says so."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

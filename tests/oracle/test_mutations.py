@@ -1,7 +1,5 @@
 """The oracle finds what it is there for: each of these changes of the product, on a copy of it, makes its test fail."""
 
-from __future__ import annotations
-
 import re
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """The oracle stands alone: it imports nothing of the product, and its decoder is that of transformers and PEFT."""
 
-from __future__ import annotations
-
 import ast
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Random recipes on random tables: stage and oracle agree, or the recipe is refused when it is read."""
 
-from __future__ import annotations
-
 from collections import Counter
 from typing import Any
 

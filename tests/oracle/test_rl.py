@@ -1,7 +1,5 @@
 """Rounds of every algorithm arrive where the oracle arrives."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

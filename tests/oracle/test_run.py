@@ -1,7 +1,5 @@
 """A whole run from its recipe: the oracle walks through the store and arrives at every policy of it."""
 
-from __future__ import annotations
-
 import json
 from collections import Counter
 from collections.abc import Callable, Iterator

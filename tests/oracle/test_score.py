@@ -1,7 +1,5 @@
 """Totals of scores are the oracle's: each completion's own, whatever failed, whichever prompt came twice."""
 
-from __future__ import annotations
-
 import math
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Rounds of trajectories arrive where the oracle arrives: holes, rows apart, rewards of turns, states."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

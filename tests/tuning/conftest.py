@@ -1,7 +1,5 @@
 """Float64 for tests of formulas."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 
 import pytest

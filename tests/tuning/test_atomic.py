@@ -1,7 +1,5 @@
 """A file or folder is there whole, or not at all; nothing is left beside it."""
 
-from __future__ import annotations
-
 import os
 import sys
 

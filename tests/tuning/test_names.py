@@ -1,7 +1,5 @@
 """Mistaken names get the nearest known one; `module:function` is found, or the error says what is missing."""
 
-from __future__ import annotations
-
 import math
 
 import pytest

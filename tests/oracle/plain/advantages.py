@@ -3,8 +3,6 @@
 Rewards of tokens are [tokens]; the last one holds the score (R12).
 """
 
-from __future__ import annotations
-
 import dataclasses
 import math
 from collections.abc import Sequence

@@ -1,7 +1,5 @@
 """Stages that pass over a table of examples: SFT, reward models, preference learning, distillation."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from typing import Any
 

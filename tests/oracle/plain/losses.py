@@ -1,7 +1,5 @@
 """Losses, one completion at a time: tensors are [tokens] of that completion. `z` is log pi - log pi_old."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping
 from typing import Any

@@ -4,8 +4,6 @@ Written out, because transformers computes norms, rotary angles and softmaxes in
 weights, and takes fifteen seconds to import. `test_model` compares it with transformers and PEFT.
 """
 
-from __future__ import annotations
-
 import json
 import math
 from collections.abc import Sequence

@@ -1,7 +1,5 @@
 """Optimizer steps: clipping by global norm, a rule, decoupled weight decay, a schedule. Formulas are the papers'."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping, Sequence
 from typing import Any

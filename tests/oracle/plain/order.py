@@ -3,8 +3,6 @@
 An epoch, or a pass over the prompts, is Grain's permutation of the table under the seed plus the number of the pass.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 import grain.python as grain

@@ -1,7 +1,5 @@
 """The groups of a round with refills."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 from tests.oracle.plain import advantages

@@ -3,8 +3,6 @@
 An outcome is (value, failure): a number, or why there is none; both None where the reward does not apply.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping, Sequence
 from typing import Any

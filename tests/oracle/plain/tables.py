@@ -1,7 +1,5 @@
 """Parquet tables of an artifact, as lists of dictionaries."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Sequence
 from pathlib import Path

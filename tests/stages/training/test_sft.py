@@ -1,7 +1,5 @@
 """SFT trains the tokens that the mask says, and fills its steps with whole examples."""
 
-from __future__ import annotations
-
 import itertools
 
 import numpy as np

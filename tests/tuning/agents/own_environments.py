@@ -1,7 +1,5 @@
 """Environments and tools as a user would write them, and ones that go wrong."""
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import ctypes

@@ -1,7 +1,5 @@
 """Distillation on packed completions: what is masked costs and changes nothing."""
 
-from __future__ import annotations
-
 import jax
 import numpy as np
 import pytest

@@ -1,7 +1,5 @@
 """Chat templates of the families' structures, tokenizers with their control tokens, and schemas of tools."""
 
-from __future__ import annotations
-
 import importlib.util
 from functools import cache
 from pathlib import Path

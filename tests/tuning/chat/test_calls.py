@@ -1,7 +1,5 @@
 """Tool calls: every family's form is read with its JSON types, and a malformed call is an error text."""
 
-from __future__ import annotations
-
 import json
 
 import pytest

@@ -1,7 +1,5 @@
 """Contexts grow by token ids alone (R3, R27): what was sampled stays, and all reads as the template renders it."""
 
-from __future__ import annotations
-
 import time
 
 import pytest

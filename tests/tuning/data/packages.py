@@ -3,8 +3,6 @@
 Examples of what a user writes for data that no layout describes: a function that yields raw records.
 """
 
-from __future__ import annotations
-
 import importlib.util
 from collections.abc import Iterator
 from pathlib import Path

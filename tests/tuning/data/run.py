@@ -1,7 +1,5 @@
 """Sends records through the pipeline's steps in this process, without a runner."""
 
-from __future__ import annotations
-
 import contextlib
 import json
 import os

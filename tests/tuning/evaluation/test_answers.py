@@ -1,7 +1,5 @@
 """Votes of maj@n: what the judge reads is the vote, equals are one vote, and no pattern holds the worker."""
 
-from __future__ import annotations
-
 import time
 
 import pytest

@@ -1,7 +1,5 @@
 """A policy is told to be no worse than by a margin no oftener than the level says, however few losses are seen."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 from scipy.special import betaincc

@@ -1,7 +1,5 @@
 """The test by signs tells a difference from chance as often as its level says and no oftener, exactly where it can."""
 
-from __future__ import annotations
-
 import itertools
 
 import numpy as np

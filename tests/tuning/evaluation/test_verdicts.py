@@ -1,7 +1,5 @@
 """Verdicts of two policies are joined by problem, and their difference is resampled by group."""
 
-from __future__ import annotations
-
 import dataclasses
 
 import numpy as np

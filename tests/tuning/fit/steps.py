@@ -1,7 +1,5 @@
 """Steps of SFT and GRPO for a tiny model and one of 0.1 B, as they are asked, and as the product runs them."""
 
-from __future__ import annotations
-
 import dataclasses
 import math
 from functools import partial

@@ -1,7 +1,5 @@
 """GGUF reading: exact on a tiny file written here, and by likelihood on the real SmolLM2 file."""
 
-from __future__ import annotations
-
 import dataclasses
 import struct
 from collections.abc import Iterator

@@ -1,7 +1,5 @@
 """The identity of a policy, whatever holds its values."""
 
-from __future__ import annotations
-
 import jax.numpy as jnp
 import numpy as np
 import pytest

@@ -1,7 +1,5 @@
 """The SmolLM2 tokenizer from its GGUF file, its saved form, and the encoding of chats."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """A job costs at most itself, wherever its process is, and leaves nothing running."""
 
-from __future__ import annotations
-
 import os
 import shutil
 import signal

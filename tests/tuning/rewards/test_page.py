@@ -1,7 +1,5 @@
 """docs/guides/rewards.md lists each built-in reward function with all that a recipe may give it."""
 
-from __future__ import annotations
-
 import inspect
 import re
 from pathlib import Path
