@@ -207,9 +207,10 @@ def test_fast_products_with_a_quantised_matrix_round_what_it_stands_for():
     rng = np.random.default_rng(0)
     x, weight = (jnp.asarray(rng.normal(size=s), jnp.float32) for s in ((7, 64), (64, 20)))
     kernel = Int8(weight)
-    dense = rounded(int8_decode((kernel.codes[...], kernel.scale[...]), jnp.float32))
+    dense = int8_decode((kernel.codes[...], kernel.scale[...]), jnp.float32)
     with using("fast"):
         out, back = jax.vjp(kernel, x)
         (dx,) = back(jnp.ones_like(out))
-    np.testing.assert_allclose(out, rounded(x) @ dense, rtol=0, atol=1e-5)
-    np.testing.assert_allclose(dx, np.ones(out.shape) @ dense.T, rtol=0, atol=1e-5)
+    # Codes are exact in bfloat16, and the scale is applied to the sums; the gradient's product rounds the kernel.
+    np.testing.assert_allclose(out, rounded(x) @ dense, rtol=0, atol=5e-5)
+    np.testing.assert_allclose(dx, np.ones(out.shape) @ rounded(dense).T, rtol=0, atol=1e-5)
