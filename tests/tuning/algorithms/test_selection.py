@@ -42,7 +42,9 @@ def rows():
 
 def only(data, keep):
     kept = np.flatnonzero(keep)
-    values = {f.name: getattr(data, f.name) for f in dataclasses.fields(data) if f.name not in ("parts", "turns")}
+    values = {
+        f.name: getattr(data, f.name) for f in dataclasses.fields(data) if f.name not in ("parts", "turns", "widest")
+    }
     some = {k: v[kept] if isinstance(v, np.ndarray) else [v[i] for i in kept] for k, v in values.items()}
     found = RoundData(**some)
     return dataclasses.replace(found, turns=token_turns(found))
