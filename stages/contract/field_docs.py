@@ -13,6 +13,8 @@ import itertools
 import sys
 from collections.abc import Mapping
 
+from rlhf.tuning.python_syntax import parse
+
 
 @functools.cache
 def field_docs(cls: type) -> Mapping[str, str]:
@@ -39,5 +41,5 @@ def _classes(module: str) -> Mapping[str, ast.ClassDef]:
     """Return the classes of a module of this project by name; none for other modules, which have no settings."""
     if module.partition(".")[0] != "rlhf":
         return {}
-    tree = ast.parse(inspect.getsource(sys.modules[module]))
+    tree = parse(inspect.getsource(sys.modules[module]))
     return {node.name: node for node in tree.body if isinstance(node, ast.ClassDef)}

@@ -31,6 +31,7 @@ from typing import Any
 
 from rlhf.stages.contract import ast_cache
 from rlhf.stages.store.disk import mark_of
+from rlhf.tuning.python_syntax import parse
 
 OWN = "rlhf"
 
@@ -235,7 +236,7 @@ def _read(path: str, _changed: tuple[Any, ...], name: str, folder: Path | None, 
 
 def _parsed(path: str, sources: dict[str, bytes], name: str, is_own: Callable[[str], bool]) -> list[Any]:
     """Return content, imports and packages of a `_Module`."""
-    tree = ast.parse(sources[""], filename=path)
+    tree = parse(sources[""], filename=path)
     package = name.split(".") if Path(path).name == "__init__.py" else name.split(".")[:-1]
     neutral = _Neutral(package, is_own, name.split(".")[0] == OWN, described=name.startswith(DESCRIBED))
     tree = neutral.visit(tree)

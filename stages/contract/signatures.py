@@ -11,6 +11,7 @@ from typing import Any
 
 from rlhf.stages.contract.fingerprint import find_spec
 from rlhf.tuning.names import nearest
+from rlhf.tuning.python_syntax import parse
 
 
 @dataclasses.dataclass(frozen=True)
@@ -67,7 +68,7 @@ def of_name(name: str, where: str, kind: str = "function") -> Parameters | None:
     if path is None:
         return None
     try:
-        tree = ast.parse(path.read_bytes(), filename=str(path))
+        tree = parse(path.read_bytes(), filename=str(path))
     except SyntaxError as e:
         raise ValueError(f"{where}: {path}, line {e.lineno}: {e.msg}") from e
     bound = _bound(tree.body)

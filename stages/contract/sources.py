@@ -11,6 +11,7 @@ from pathlib import Path
 from rlhf.stages.contract import signatures
 from rlhf.stages.contract.fingerprint import OWN, Code, find_spec, library_versions, package_versions, reached
 from rlhf.tuning.names import closest, nearest
+from rlhf.tuning.python_syntax import parse
 
 
 def function_digests(name: str, where: str) -> dict[str, str]:
@@ -93,7 +94,7 @@ def check_imports(module: str, where: str) -> None:
     """
     parts = module.split(".")
     files = [signatures.source_file(".".join(parts[: i + 1])) for i in range(len(parts))]
-    trees = [ast.parse(path.read_bytes(), filename=str(path)) for path in files if path is not None]
+    trees = [parse(path.read_bytes(), filename=str(path)) for path in files if path is not None]
     path = files[-1]
     named = {node.id for tree in trees for node in ast.walk(tree) if isinstance(node, ast.Name)}
     if path is None or named & {"sys", "site", "importlib"}:

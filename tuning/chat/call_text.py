@@ -25,6 +25,8 @@ import warnings
 from collections.abc import Callable, Mapping
 from typing import Any, NoReturn
 
+from rlhf.tuning.python_syntax import parse
+
 OPEN, CLOSE = "<tool_call>", "</tool_call>"
 PYTHON_TAG = "<|python_tag|>"
 START, END, ESCAPE = "<start_function_call>", "<end_function_call>", "<escape>"
@@ -130,7 +132,7 @@ def _fenced(text: str, start: re.Match[str]) -> tuple[Found, int]:
     try:
         # An unknown escape in a string of the policy's is no matter of ours.
         with warnings.catch_warnings(action="ignore"):
-            lines = ast.parse(text[start.end() : close].strip()).body
+            lines = parse(text[start.end() : close].strip()).body
         return [_python(line) for line in lines] or [f"is empty; {form}"], end
     except SyntaxError as error:
         return [f"is not valid Python ({error.msg}); {form}"], end

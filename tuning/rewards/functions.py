@@ -15,6 +15,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from rlhf.tuning.names import function_of, nearest
+from rlhf.tuning.python_syntax import parse
 from rlhf.tuning.rewards import answers, mathematics, numbers, sandbox
 from rlhf.tuning.rewards import judge as judges
 from rlhf.tuning.rewards.judge import judge
@@ -198,7 +199,7 @@ def _only_computes(text: str) -> bool:
     import sympy
 
     try:
-        nodes = list(ast.walk(ast.parse(text, mode="eval")))
+        nodes = list(ast.walk(parse(text, mode="eval")))
     except (SyntaxError, ValueError, MemoryError, RecursionError):
         return False
     called = [getattr(node.func, "id", "") for node in nodes if isinstance(node, ast.Call) and not node.keywords]

@@ -5,6 +5,8 @@ from __future__ import annotations
 import ast
 import warnings
 
+from rlhf.tuning.python_syntax import parse
+
 _ACTS = (ast.Assert, ast.Raise, ast.Call, ast.Attribute, ast.Subscript)
 """Parts of a program without one of which it cannot fail: a list of texts, read as a program, passes for any code."""
 _FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef)
@@ -32,7 +34,7 @@ def runnable(test: str, entry_point: str | None = None) -> str:
     """
     try:
         with warnings.catch_warnings(action="ignore"):
-            tree = ast.parse(test, "<test>")
+            tree = parse(test, "<test>")
             compile(tree, "<test>", "exec", dont_inherit=True)
             main = "unittest" in test and "main(" in test
             tree = _WithoutMain().visit(tree) if main else tree

@@ -32,6 +32,7 @@ from typing import Any, BinaryIO, Literal
 
 from rlhf.tuning.allowed import NotAllowed, check_isolation
 from rlhf.tuning.parallel.children import kill
+from rlhf.tuning.python_syntax import parse
 from rlhf.tuning.rewards import confine
 from rlhf.tuning.rewards.answers import tests_of
 from rlhf.tuning.rewards.failures import Outage
@@ -139,7 +140,7 @@ def _statements(code: str, kinds: tuple[type[ast.stmt], ...]) -> list[ast.stmt]:
     """The statements of these kinds at the top of a program; none of a text that is not Python."""
     try:
         with warnings.catch_warnings(action="ignore"):
-            return [node for node in ast.parse(code).body if isinstance(node, kinds)]
+            return [node for node in parse(code).body if isinstance(node, kinds)]
     # Text with a null character, or nested too deep, is a ValueError or worse.
     except (SyntaxError, ValueError, MemoryError, RecursionError):
         return []

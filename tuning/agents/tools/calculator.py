@@ -8,6 +8,8 @@ import operator
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from rlhf.tuning.python_syntax import parse
+
 LONGEST = 300
 """Characters of an expression."""
 BITS = 4096
@@ -58,7 +60,7 @@ def value_of(expression: str) -> Number:
     if len(expression) > LONGEST:
         raise ValueError(f"the expression has {len(expression)} characters: at most {LONGEST} are allowed")
     try:
-        tree = ast.parse(expression.translate(_SIGNS).strip(), mode="eval")
+        tree = parse(expression.translate(_SIGNS).strip(), mode="eval")
     except (SyntaxError, RecursionError, MemoryError):
         raise ValueError(f"not an arithmetic expression: {expression}") from None
     return _value(tree.body)
