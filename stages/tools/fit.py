@@ -58,9 +58,8 @@ def answer(question: dict[str, Any]) -> None:
         stage |= figures(run, needs)
         if stage["verdict"] == "does not fit":
             stage["remedies"] += remedies(run, section, name, stage)
-            if isinstance(of[section][name], Sampled) and all(
-                r["verdict"] == "does not fit" for r in stage["remedies"]
-            ):
+            no_remedy = all(remedy["verdict"] == "does not fit" for remedy in stage["remedies"])
+            if isinstance(of[section][name], Sampled) and no_remedy and not run.on.here:
                 stage["why"] = f"no host of {run.on.name} has the memory: {SERVERS}"
         print(json.dumps(found), flush=True)
 

@@ -20,6 +20,7 @@ import collections
 import concurrent.futures
 import contextlib
 import dataclasses
+import threading
 from collections.abc import Callable, Collection, Sequence
 from typing import Any, Literal, NamedTuple, TypeAlias
 
@@ -73,16 +74,22 @@ class Replica:
         self.room = 0
         """Further runs that it could take, as of its last step."""
         self._calls: list[Callable[[], None]] = []
-        self._thread = concurrent.futures.ThreadPoolExecutor(1, "replica")
 
     def begin(self, crowded: bool) -> None:
         """Begin a step. crowded: as in `Engine.begin`."""
 
-        def step() -> list[Update]:
-            self.engine.begin(crowded)
-            return self.engine.finish()
+        made = concurrent.futures.Future[list[Update]]()
 
-        self.step = self._thread.submit(step)
+        def step() -> None:
+            try:
+                self.engine.begin(crowded)
+                made.set_result(self.engine.finish())
+            except BaseException as error:
+                made.set_exception(error)
+
+        # An executor's thread would be waited for at the end of the process, also if a device hangs.
+        threading.Thread(target=step, name="replica", daemon=True).start()
+        self.step = made
 
     def wait(self) -> None:
         """Wait until the engine is at no step; the updates stay here."""
@@ -347,12 +354,12 @@ class Replicas(Batches):
 
     def _close(self, numbers: Collection[int]) -> None:
         self._unqueue(numbers)
-        self._begun.clear()
         for replica in self.replicas:
             # The error of a step has been raised, or is that of requests which end here.
             with contextlib.suppress(Exception):
                 self._ended += replica.finish()
             replica.close(numbers)
+        self._begun.clear()
         self._ended = [update for update in self._ended if update.number not in numbers]
 
 

@@ -1,5 +1,7 @@
 """Replicas: nothing that has ended is kept, and a step that fails loses no update."""
 
+import subprocess
+import sys
 import threading
 import weakref
 
@@ -83,6 +85,22 @@ def test_calls_during_a_step_follow_at_its_end():
     while not engine.idle:
         updates += engine.step()
     assert [u.number for u in updates if u.completion] == [after]
+
+
+def test_a_step_that_hangs_does_not_hold_the_end_of_the_process():
+    # As a collective that a lost device never ends.
+    program = "\n".join(
+        [
+            "import threading, time",
+            "from types import SimpleNamespace",
+            "from rlhf.tuning.rollout.engine.replicas import Replica",
+            "started = threading.Event()",
+            "hang = lambda crowded: (started.set(), time.sleep(3600))",
+            "Replica(SimpleNamespace(begin=hang)).begin(False)",
+            "assert started.wait(60)",
+        ]
+    )
+    assert subprocess.run([sys.executable, "-c", program], timeout=120, check=False).returncode == 0
 
 
 def test_a_batch_that_its_caller_gives_up_leaves_no_engine_at_work():
