@@ -174,9 +174,11 @@ def plan_blocks(
     # A row has room for `slots` completions of this size, so for no more of any size.
     each = row_tokens // slots if slots else 0
     units = _units(alone(groups) if prompts == "apart" else groups)
-    for unit in [alone(unit) for unit in units] if prompts == "side by side" else units:
+    ordered = prompts == "side by side"
+    for unit in [alone(unit) for unit in units] if ordered else units:
         if len(unit) > 1 and _size(unit, each) > row_tokens:
-            blocks.append(_first_fit([[part] for part in unit], row_tokens, each))
+            fit = _in_order(unit, row_tokens, each) if ordered else _first_fit([[g] for g in unit], row_tokens, each)
+            blocks.append(fit)
         else:
             pieces += [unit] if len(unit) > 1 else [[piece] for piece in split_group(unit[0], row_tokens, each)]
     return [[row] for row in _first_fit(pieces, row_tokens, each)] + blocks
@@ -204,6 +206,16 @@ def _first_fit(pieces: Sequence[Sequence[Group]], row_tokens: int, each: int) ->
     """Rows of pieces that are not divided."""
     rows = first_fit([_size(piece, each) for piece in pieces], row_tokens)
     return [[group for number in row for group in pieces[number]] for row in rows]
+
+
+def _in_order(groups: Sequence[Group], row_tokens: int, each: int) -> list[list[Group]]:
+    """Rows of groups that keep their order: losses of pairs read the chosen completion from the first of two slots."""
+    rows: list[list[Group]] = [[]]
+    for group in groups:
+        if rows[-1] and _size([*rows[-1], group], each) > row_tokens:
+            rows.append([])
+        rows[-1].append(group)
+    return rows
 
 
 def first_fit(sizes: Sequence[int], room: int) -> list[list[int]]:

@@ -234,6 +234,26 @@ def test_on_a_tpu_long_completions_have_their_prompts_to_themselves():
     assert [b.ids_C.tolist() for b in batches] == [[0, 1, 2, -1]] * 2
 
 
+@pytest.mark.parametrize("platform", ["cpu", "gpu", "tpu"])
+def test_pairs_that_are_longer_than_those_that_chose_the_rows_keep_their_order(platform):
+    rng = np.random.default_rng(0)
+
+    def tokens(count):
+        return rng.integers(1, 90, count).tolist()
+
+    def pair(prompt, *completions):
+        return Group(tokens(prompt), [tokens(n) for n in completions], [0, 1])
+
+    early = numbered([pair(300, 400, 500), pair(200, 300, 400)])
+    # The rejected completion is the longer one, and the prompt twice with both is longer than a row.
+    late = numbered([pair(200, 300, 400), pair(1300, 100, 200), pair(1200, 150, 300)])
+    with compiling_for(platform):
+        layout = choose_rows([early], 8192, max(g.size for g in late), whole=True)
+        batches = micro_batches(late, layout=layout, completion_tokens=512)
+    slots = np.concatenate([batch.ids_C[batch.ids_C >= 0] for batch in batches]).reshape(-1, 2)
+    assert sorted(map(tuple, slots.tolist())) == [(0, 1), (2, 3), (4, 5)]
+
+
 def test_pairs_longer_than_a_row_of_others_stay_in_neighbouring_slots():
     rng = np.random.default_rng(0)
     pairs = [
