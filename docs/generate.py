@@ -218,9 +218,9 @@ def commands_page() -> str:
         "",
         "| command | |",
         "|---|---|",
-        *(f"| [`{name}`](#{name}) | {_cell(_sentence(command))} |" for name, command in group.commands.items()),
+        *(f"| [`{name}`](#{name}) | {_cell(_sentence(command))} |" for name, command in sorted(group.commands.items())),
     ]
-    for name, command in group.commands.items():
+    for name, command in sorted(group.commands.items()):
         lines += ["", f"## {name}", "", *_command(name, command)]
     return "\n".join(lines).rstrip() + "\n"
 

@@ -99,17 +99,32 @@ def _every_place(model: type[BaseModel], above: str) -> Iterator[str]:
 
 
 def _model_at(place: Sequence[str]) -> Any:
-    """Return the model of the section at `place`; None if it is not a section."""
+    """Return the model of the section at `place`, or of the entries of a mapping; None if it is neither."""
+    return _section(place)[0]
+
+
+def _section(place: Sequence[str]) -> tuple[Any, bool]:
+    """Return `_model_at` of a place, and whether the place is a mapping of such sections."""
     model: Any = Recipe
+    is_entry = False
     for name in place:
+        if is_entry:
+            # The name of an entry in a mapping of sections, such as a reward.
+            is_entry = False
+            continue
         if name not in model.model_fields:
-            continue  # the name of an entry in a mapping of sections, such as a reward
+            continue
         annotation = model.model_fields[name].annotation
-        models = [a for a in (annotation, *getattr(annotation, "__args__", ())) if hasattr(a, "model_fields")]
+        models = [a for a in (annotation, *typing.get_args(annotation)) if hasattr(a, "model_fields")]
         if not models:
-            return None
-        model = models[0]
-    return model
+            return None, False
+        model, is_entry = models[0], _is_mapping(annotation)
+    return model, is_entry
+
+
+def _is_mapping(annotation: Any) -> bool:
+    """Whether a field is a mapping by names, or may be None in place of one."""
+    return any(typing.get_origin(a) is dict for a in (annotation, *typing.get_args(annotation)))
 
 
 def whole(place: Sequence[str]) -> list[str]:
@@ -125,8 +140,9 @@ def whole(place: Sequence[str]) -> list[str]:
 
 def mappings_in(place: Sequence[str], value: Any) -> Iterator[Sequence[str]]:
     """Yield the places in the value of a place that are mappings by the user's names, such as rewards."""
-    field = getattr(_model_at(place[:-1]), "model_fields", {}).get(place[-1])
-    if isinstance(value, dict) and field is not None and typing.get_origin(field.annotation) is dict:
+    model, is_entry = _section(place[:-1])
+    field = None if is_entry else getattr(model, "model_fields", {}).get(place[-1])
+    if isinstance(value, dict) and field is not None and _is_mapping(field.annotation):
         yield place
     elif isinstance(value, dict):
         for name, inner in value.items():

@@ -52,7 +52,7 @@ OF_GROUPS: dict[str, tuple[Flag, ...]] = {
     "cpu": (Flag("XLA_FLAGS", "xla_cpu_enable_concurrency_optimized_scheduler", "false", "collectives in one order"),),
 }
 """Further flags for the processes of a group."""
-GPU_MEMORY = "XLA_PYTHON_CLIENT_MEM_FRACTION", "0.9"
+GPU_MEMORY = "XLA_CLIENT_MEM_FRACTION", "0.9"
 """The variable with the share of a GPU's memory that JAX takes, and its value: JAX's default of 0.75 leaves 20 GB of an
 H100 unused, where CUDA and its libraries need less than 3."""
 
@@ -65,7 +65,8 @@ def with_flags(environment: Mapping[str, str], platform: str, group: bool = Fals
     A variable that names a file of flags, as XLA allows, stays unchanged, because no flag can follow the name.
     """
     found = dict(environment)
-    if platform == "gpu":
+    # JAX ends with an error if both this variable and its older name are set.
+    if platform == "gpu" and "XLA_PYTHON_CLIENT_MEM_FRACTION" not in found:
         found.setdefault(*GPU_MEMORY)
     for flag in FLAGS.get(platform, ()) + (OF_GROUPS.get(platform, ()) if group else ()):
         before = found.get(flag.variable, "").strip()

@@ -63,7 +63,8 @@ class Guard:
         async def watch(message: Message) -> None:
             nonlocal status, streams
             if message["type"] == "http.response.start":
-                status, streams = message["status"], b"content-length" not in dict(message["headers"])
+                headers = dict(message["headers"])
+                status, streams = message["status"], headers.get(b"content-type", b"").startswith(b"text/event-stream")
             elif not message.get("more_body", False):
                 streams = False
             await send(message)

@@ -12,24 +12,43 @@ import uvicorn
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 HEAD_SECONDS = 10.0
-"""Time for the head of a connection's first request; uvicorn has no limit."""
+"""Time for the head of a request; uvicorn has no limit."""
 CLOSING_SECONDS = 30
 """Time for answers under way after a signal."""
 
 
 class Connection(H11Protocol):
-    """A connection whose client sends a request in time. Half of this process's files are left to others."""
+    """A connection whose client sends each request in time. Half of this process's files are left to others."""
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
-        if len(self.connections) > resource.getrlimit(resource.RLIMIT_NOFILE)[0] // 2:
-            others: Any = self.connections - {self}
-            silent = (one for one in others if one.cycle is None and not one.transport.is_closing())
-            next(silent, self).transport.abort()
-        self.loop.call_later(HEAD_SECONDS, self._drop_silent)
+        self._await_head()
+        most = resource.getrlimit(resource.RLIMIT_NOFILE)[0] // 2
+        if 0 < most < len(self.connections):
+            others: Any = self.connections
+            silent = (one for one in others if one.is_silent and not one.transport.is_closing())
+            min(silent, key=lambda one: one.since).transport.abort()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        super().connection_lost(exc)
+        self._timer.cancel()
+
+    def on_response_complete(self) -> None:
+        self._timer.cancel()
+        self._await_head()
+        super().on_response_complete()
+
+    @property
+    def is_silent(self) -> bool:
+        """Whether it waits for the head of a request."""
+        return self.cycle is None or self.cycle.response_complete
+
+    def _await_head(self) -> None:
+        self.since = self.loop.time()
+        self._timer = self.loop.call_later(HEAD_SECONDS, self._drop_silent)
 
     def _drop_silent(self) -> None:
-        if self.cycle is None:
+        if self.is_silent:
             self.transport.abort()
 
 

@@ -139,8 +139,8 @@ class Store:
 
     def __init__(self, url: str, scratch: str | Path | None = None):
         self.url = url
-        if "::" in url and "://" not in url:
-            raise ArtifactError(f"the store {url}: to fsspec :: is a chain of file systems; rename the folder")
+        if not set(url.split("::")[:-1]) <= set(fsspec.available_protocols()):
+            raise ArtifactError(f"the store {self.shown}: to fsspec :: is a chain of file systems; rename the folder")
         # Other processes write to the same store, so a cached listing would be out of date.
         options = {"use_listings_cache": False} if "://" in url and not url.startswith(("file:", "local:")) else {}
         try:

@@ -369,6 +369,8 @@ def _with_floats(given: pa.DataType, kind: pa.DataType) -> pa.DataType:
         return pa.struct([field.with_type(_with_floats(field.type, kind)) for field in given])
     if pa.types.is_map(given):
         return pa.map_(given.key_type, _with_floats(given.item_type, kind))
+    if pa.types.is_fixed_size_list(given):
+        return pa.list_(given.value_field.with_type(_with_floats(given.value_type, kind)), given.list_size)
     for is_list, list_of in ((pa.types.is_list, pa.list_), (pa.types.is_large_list, pa.large_list)):
         if is_list(given):
             return list_of(given.value_field.with_type(_with_floats(given.value_type, kind)))

@@ -13,7 +13,7 @@ import dataclasses
 import hashlib
 import shutil
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -28,6 +28,8 @@ MAX_SHARDS = 512
 """Limit of shards, whose files are open at the same time; most systems allow 1,024 open files."""
 AHEAD = 8
 """Pieces that are read at a time."""
+TOGETHER = 2**25
+"""Bytes of pieces, at least, whose rows of a shard are written as one batch: few batches, however many pieces."""
 
 Blocks = Mapping[str, Mapping[str, str]]
 """By block, in the order of records, the checksums of its files by name."""
@@ -75,7 +77,7 @@ def gather(folder: str, blocks: Blocks, shards: int, into: Path) -> Pieces:
     for output in sorted({"ledger"} | outputs_of(blocks)):
         schema, files = _schema(output), dict[int, pa.RecordBatchFileWriter]()
         with contextlib.ExitStack() as opened:
-            for table in tables(folder, blocks, output):
+            for table in _joined(tables(folder, blocks, output)):
                 start, rows = 0, table.sort_by("shard")
                 for shard, count in sorted(Counter(table["shard"].to_pylist()).items()):
                     if shard not in files:
@@ -85,6 +87,18 @@ def gather(folder: str, blocks: Blocks, shards: int, into: Path) -> Pieces:
                     files[shard].write_table(rows.slice(start, count).select(schema.names))
                     start += count
     return Pieces(into, shards, folder, blocks)
+
+
+def _joined(pieces: Iterable[pa.Table]) -> Iterator[pa.Table]:
+    """Yield tables of `TOGETHER` bytes or more, and the rest."""
+    held: list[pa.Table] = []
+    for piece in pieces:
+        held.append(piece)
+        if sum(table.nbytes for table in held) >= TOGETHER:
+            yield pa.concat_tables(held)
+            held = []
+    if held:
+        yield pa.concat_tables(held)
 
 
 def tables(folder: str, blocks: Blocks, kind: str) -> Iterator[pa.Table]:

@@ -30,7 +30,7 @@ NODE = 8
 """GPUs of a node."""
 USABLE = {"tpu": 0.98, "gpu": 0.9}
 """Share of the memory that programs get: a TPU reserves some, and a worker sets JAX's share of a GPU
-(XLA_PYTHON_CLIENT_MEM_FRACTION)."""
+(XLA_CLIENT_MEM_FRACTION)."""
 ALONE = {
     "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",
     "TPU_SKIP_MDS_QUERY": "1",

@@ -37,6 +37,10 @@ def test_set_of_a_mapping_by_names_takes_its_place_and_of_a_section_adds_to_it()
     assert loaded.data.source_args == {} and loaded.rl.rollout == load_recipe("smoke").rl.rollout
     two = ["evaluate.judges={a: {function: tagged}}", "evaluate.judges.b.function=tagged"]
     assert list(load_recipe("smoke", sets=two).evaluate.judges) == ["a", "b"]
+    # A reward with the name of a setting of rewards.
+    reward = "rl.score.rewards.arguments={function: tagged, arguments: {k: 3}}"
+    named = load_recipe("smoke", sets=[reward, "rl.score.rewards.arguments={weight: 5}"]).rl.score.rewards["arguments"]
+    assert (named.weight, named.arguments) == (5, {"k": 3})
 
 
 def test_set_opens_a_section_that_is_null(recipe):

@@ -48,6 +48,7 @@ def test_jax_takes_the_share_of_a_gpus_memory_that_fit_counts_unless_the_user_sa
     name, value = GPU_MEMORY
     assert float(value) == USABLE["gpu"]
     assert with_flags({}, "gpu")[name] == value and with_flags({name: "0.5"}, "gpu")[name] == "0.5"
+    assert name not in with_flags({"XLA_PYTHON_CLIENT_MEM_FRACTION": "0.5"}, "gpu")
     assert name not in with_flags({}, "tpu") and name not in with_flags({}, "cpu")
 
 

@@ -191,19 +191,25 @@ def test_a_timeout_of_the_application_is_not_reported_as_the_limit_of_the_reques
 
 FLOOD = """
 import socket, sys
-clients = []
+clients, first = [], sys.argv[2].encode().decode("unicode_escape").encode()
 for _ in range(600):
-    clients.append(socket.create_connection(("127.0.0.1", int(sys.argv[1])), 5))
+    clients.append(client := socket.create_connection(("127.0.0.1", int(sys.argv[1])), 5))
+    if first:
+        client.sendall(first)
+        client.recv(4096)
+        # The beginning of a second head, which stops the timer of an idle connection.
+        client.sendall(b"G")
 print("opened", flush=True)
 sys.stdin.read()
 """
 
 
-def test_silent_connections_leave_files_to_the_process_and_are_dropped(live, monkeypatch):
+@pytest.mark.parametrize("first", ["", "GET /health HTTP/1.1\\r\\nHost: localhost\\r\\n\\r\\n"], ids=["none", "one"])
+def test_silent_connections_leave_files_to_the_process_and_are_dropped(live, monkeypatch, first):
     monkeypatch.setattr(web, "HEAD_SECONDS", 3.0)
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     with serving(served(live)) as url:
-        command = [sys.executable, "-c", FLOOD, url.rpartition(":")[2]]
+        command = [sys.executable, "-c", FLOOD, url.rpartition(":")[2], first]
         with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as flood:
             try:
                 resource.setrlimit(resource.RLIMIT_NOFILE, (500, hard))

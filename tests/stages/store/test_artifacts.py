@@ -314,5 +314,7 @@ def test_a_store_and_a_source_say_which_extra_to_install(monkeypatch):
 
 
 def test_a_folder_that_fsspec_would_read_as_a_chain_is_refused(tmp_path):
-    with pytest.raises(ArtifactError, match="rename the folder"):
-        Store(f"{tmp_path}/a::b")
+    for url in (f"{tmp_path}/a::b", f"file://{tmp_path}/a::b", "memory://a::b", "s3://bucket/a::b"):
+        with pytest.raises(ArtifactError, match="rename the folder"):
+            Store(url)
+    assert Store(f"simplecache::file://{tmp_path}").names() == []

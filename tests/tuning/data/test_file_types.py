@@ -28,7 +28,7 @@ def read(tmp_path):
 @pytest.mark.parametrize("suffix", [".parquet", ".arrow"])
 def test_bytes_are_utf8_text_and_other_types_have_one_json_form(read, tmp_path, suffix):
     day = datetime.datetime(2026, 3, 1, 12, 30)
-    scores = {"x": pa.float32(), "y": pa.map_(pa.string(), pa.float32())}
+    scores = {"x": pa.float32(), "y": pa.map_(pa.string(), pa.list_(pa.float32(), 1))}
     table = pa.table(
         {
             "prompt": pa.array([b"5 + 1 =", "größer".encode()], pa.binary()),
@@ -38,7 +38,7 @@ def test_bytes_are_utf8_text_and_other_types_have_one_json_form(read, tmp_path, 
             "name": pa.ExtensionArray.from_storage(pa.uuid(), pa.array([uuid.UUID(int=1).bytes] * 2, pa.binary(16))),
             "tags": pa.array([[("k", 1)], []], pa.map_(pa.string(), pa.int64())),
             "answer": pa.array([0.1, 1e10], pa.float32()),
-            "scores": pa.array([[{"x": 0.1, "y": [("z", 0.2)]}], []], pa.list_(pa.struct(scores))),
+            "scores": pa.array([[{"x": 0.1, "y": [("z", [0.2])]}], []], pa.list_(pa.struct(scores))),
         }
     )
     path = tmp_path / f"data{suffix}"
@@ -53,7 +53,7 @@ def test_bytes_are_utf8_text_and_other_types_have_one_json_form(read, tmp_path, 
     assert (first["price"], second["price"]) == ("0.0000001", "5.0000000")
     assert first["tags"] == {"k": 1} and second["tags"] == {}
     assert (first["answer"], second["answer"]) == (0.1, 1e10)
-    assert (first["scores"], second["scores"]) == ([{"x": 0.1, "y": {"z": 0.2}}], [])
+    assert (first["scores"], second["scores"]) == ([{"x": 0.1, "y": {"z": [0.2]}}], [])
     assert suffix == ".parquet" or first["name"] == str(uuid.UUID(int=1))
 
 

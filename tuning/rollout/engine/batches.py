@@ -18,6 +18,11 @@ class Batches(abc.ABC):
     def idle(self) -> bool:
         """Whether nothing waits or runs."""
 
+    @property
+    def broken(self) -> bool:
+        """Whether one of several engines has failed twice in a row, while others may succeed."""
+        return False
+
     @abc.abstractmethod
     def load(self, params: nnx.State) -> None:
         """Samples from these parameters from now on, runs in progress too. Compiles nothing new."""

@@ -261,7 +261,7 @@ class Live:
         try:
             updates = self._engine.step()
         except Exception as e:
-            if not self._stepped:
+            if not self._stepped or self._engine.broken:
                 # The second one in a row, or the first of all: it is not the requests.
                 raise
             self._stepped = False

@@ -69,6 +69,8 @@ class Replica:
         """Number of a request with `keep` to the engine's own number."""
         self.runs = 0
         """Runs that the engine has, or gets at the end of its step."""
+        self.failures = 0
+        """Steps in a row that have failed."""
         self.step: concurrent.futures.Future[list[Update]] | None = None
         """The step that the engine makes, or has made."""
         self.room = 0
@@ -87,9 +89,10 @@ class Replica:
             except BaseException as error:
                 made.set_exception(error)
 
+        # Before the start, which an interrupt may follow at once.
+        self.step = made
         # An executor's thread would be waited for at the end of the process, also if a device hangs.
         threading.Thread(target=step, name="replica", daemon=True).start()
-        self.step = made
 
     def wait(self) -> None:
         """Wait until the engine is at no step; the updates stay here."""
@@ -101,16 +104,21 @@ class Replica:
         self.wait()
         step, self.step = self.step, None
         updates = []
-        try:
+        self.failures += 1
+        with contextlib.ExitStack() as after:
+            after.callback(self._count)
+            calls, self._calls = self._calls, []
+            # In the order of the calls, all of them, also after an error.
+            for call in reversed(calls):
+                after.callback(call)
             for update in step.result() if step is not None else []:
                 number = self.dealt[update.number] if update.completion is None else self.dealt.pop(update.number)
                 updates.append(dataclasses.replace(update, number=number))
-        finally:
-            calls, self._calls = self._calls, []
-            for call in calls:
-                call()
-            self.runs = len(self.dealt)
+            self.failures = 0
         return updates
+
+    def _count(self) -> None:
+        self.runs = len(self.dealt)
 
     def call(self, function: Callable[[], None]) -> None:
         """Call a function that uses the engine: now, or at the end of its step."""
@@ -238,6 +246,10 @@ class Replicas(Batches):
         return not (self._waiting or self._ended or self._begun) and all(engine.idle for engine in self.engines)
 
     @property
+    def broken(self) -> bool:
+        return any(replica.failures > 1 for replica in self.replicas)
+
+    @property
     def _waiting(self) -> bool:
         return bool(self._queue) or any(replica.group for replica in self.replicas)
 
@@ -354,6 +366,8 @@ class Replicas(Batches):
 
     def _close(self, numbers: Collection[int]) -> None:
         self._unqueue(numbers)
+        for replica in self.replicas:
+            replica.wait()
         for replica in self.replicas:
             # The error of a step has been raised, or is that of requests which end here.
             with contextlib.suppress(Exception):

@@ -1,5 +1,6 @@
 """Replicas: nothing that has ended is kept, and a step that fails loses no update."""
 
+import contextlib
 import subprocess
 import sys
 import threading
@@ -12,6 +13,7 @@ from rlhf.tuning.axes import Axes
 from rlhf.tuning.mesh import make_mesh
 from rlhf.tuning.rollout.engine.engine import Engine
 from rlhf.tuning.rollout.engine.limits import Limits
+from rlhf.tuning.rollout.engine.live import EngineStopped, Live
 from rlhf.tuning.rollout.engine.replicas import Replica, Replicas
 from rlhf.tuning.rollout.requests import RefusedRequest, Request
 from tests.tuning.rollout.engine.support import PARAMS
@@ -85,6 +87,30 @@ def test_calls_during_a_step_follow_at_its_end():
     while not engine.idle:
         updates += engine.step()
     assert [u.number for u in updates if u.completion] == [after]
+
+
+def test_a_server_stops_where_one_of_two_engines_fails_again_and_again(monkeypatch):
+    engine, begin = replicas(2), Engine.begin
+    broken = engine.engines[1]
+
+    def fails(self, crowded=False):
+        if self is broken:
+            raise ZeroDivisionError("of the device")
+        begin(self, crowded)
+
+    with contextlib.closing(Live(engine)) as live:
+        # The other engine succeeds between two failures.
+        live.submit(Request([1, 2, 3], 4)).result()
+        monkeypatch.setattr(Engine, "begin", fails)
+        for number in range(200):
+            with contextlib.suppress(EngineStopped):
+                streams = [live.submit(Request([number % 90, i], 4, counter=i)) for i in range(2)]
+                for stream in streams:
+                    with contextlib.suppress(EngineStopped):
+                        stream.result()
+            if live.failure is not None:
+                break
+        assert isinstance(live.failure, ZeroDivisionError) and live.failed_steps < 5
 
 
 def test_a_step_that_hangs_does_not_hold_the_end_of_the_process():
