@@ -1,4 +1,4 @@
-"""The first six minutes of a lent GPU: correctness, then decoding and attention, next to the figures expected of an H100.
+"""The first six minutes of a lent GPU: correctness, decoding and attention, next to the figures expected of an H100.
 
 `python -m tests.bench.gpu_first [E2 ...]`: each experiment in a process of its own with a limit of seconds, a line for
 each figure. With `--tiny` and JAX_PLATFORMS=cpu all of it runs on small shapes, which shows that it can run and nothing
@@ -115,7 +115,8 @@ def live(rows: int, lengths: Any) -> Any:
     """Rows that decode for a whole run, after `lengths` cached tokens."""
     return blank_rows(rows)._replace(
         live_R=np.ones(rows, bool), left_R=np.full(rows, 10**6, np.int32),
-        length_R=np.broadcast_to(lengths, rows).astype(np.int32), origin_R3=np.arange(3 * rows, dtype=np.uint32).reshape(-1, 3),
+        length_R=np.broadcast_to(lengths, rows).astype(np.int32),
+        origin_R3=np.arange(3 * rows, dtype=np.uint32).reshape(-1, 3),
     )  # fmt: skip
 
 
