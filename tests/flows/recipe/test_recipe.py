@@ -77,6 +77,8 @@ def test_a_file_without_a_name_has_that_of_the_file_and_one_without_settings_is_
         ("sft: [1\n", "mine.yaml:2: not YAML: "),
         ("sft: {epochs: 1}\nseed: 1\nsft: {epochs: 2}\n", "the key 'sft' appears twice"),
         ("data: {source_args: {day: 2026-01-01}}\n", "mine.yaml:1: '2026-01-01' is a timestamp"),
+        ("data: {source_args: {ratio: 1:30}}\n", "mine.yaml:1: 1:30 is 90 in YAML 1.1: put a text in quotes"),
+        ("data: {source_args: {code: 010}}\n", "mine.yaml:1: 010 is 8 in YAML 1.1"),
     ],
 )
 def test_what_is_wrong_is_named_with_its_place(recipe, text, message):
