@@ -1,0 +1,125 @@
+"""Servers that sleep between stages: the order of calls, failures in each phase, arrays of the worker, and GPUs."""
+
+import sys
+
+import jax
+import numpy as np
+import psutil
+import pytest
+
+from rlhf.stages.sampling import servers
+from rlhf.tuning.rollout.servers.child import Child, gpus_of_servers
+from rlhf.tuning.rollout.servers.kinds import KINDS
+from rlhf.tuning.rollout.servers.protocol import ServerLost, ServerRefused
+from rlhf.tuning.rollout.servers.server import RemoteServer
+from tests.stages.sampling.support import GREEDY, PARAMS, remote, run, same
+
+TAGS = ["weights", "kv_cache"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["vllm", "sglang"])
+def test_a_server_wakes_up_for_its_weights_gets_the_new_policy_and_then_takes_its_cache(
+    kind, url, state, policy, native
+):
+    engine = remote(RemoteServer(url), kind=kind)
+    engine.load(policy("first"))
+    state.slept.clear()
+    for name in ("second", "second", "first"):
+        engine.sleep()
+        # A second call, as after a stage that failed before it woke the server, changes nothing.
+        engine.sleep()
+        assert (state.version, state.asleep) == ("unknown", TAGS)
+        engine.load(policy(name))
+        assert state.asleep == []
+        same(run(engine, GREEDY), native[name])
+    assert state.slept == ["sleep weights kv_cache discard", "wake weights", "load", "wake kv_cache"] * 3
+
+
+def test_weights_under_an_adapter_stay_in_the_hosts_memory(url, state, policy, native):
+    engine = remote(RemoteServer(url), sync="adapter")
+    engine.load(policy("first"))
+    state.slept.clear()
+    engine.sleep()
+    engine.load(policy("first"))
+    assert state.slept == ["sleep weights kv_cache", "wake weights", "wake kv_cache"]
+    same(run(engine, GREEDY), native["first"])
+
+
+@pytest.fixture
+def child(tmp_path):
+    def command(folder, port):
+        words = ["-m", "tests.stages.sampling.http_server", "--pids", str(tmp_path / "pids")]
+        words += ["--fail", str(tmp_path / "fail")]
+        return [sys.executable, *words, *KINDS["vllm"].arguments(folder, port, "float32", 256, False)]
+
+    made = Child(command, {}, tmp_path / "server.log")
+    yield made
+    made.end()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("path", ["/sleep", "/wake_up?tags=weights", "/collective_rpc", "/wake_up?tags=kv_cache"])
+def test_a_failure_of_any_phase_leaves_a_server_that_the_next_policy_gets(path, child, tmp_path, policy, native):
+    server = RemoteServer(child=child)
+    engine = remote(server, sync="weights")
+    engine.load(policy("first"))
+    (tmp_path / "fail").write_text(path)
+    engine.sleep()
+    if path == "/sleep":
+        # Its memory is free in another way.
+        assert not child.alive
+        assert any("a server does not sleep, and is ended" in line for line in engine.lines)
+    else:
+        # With sync weights no server is started again in the same call.
+        with pytest.raises((ServerLost, ServerRefused), match="answered 500"):
+            engine.load(policy("second"))
+        assert not child.alive
+    (tmp_path / "fail").unlink()
+    engine.load(policy("second"))
+    same(run(engine, GREEDY), native["second"])
+    assert child.starts == 2
+    pids = [int(line) for line in (tmp_path / "pids").read_text().split()]
+    assert [psutil.pid_exists(pid) for pid in pids] == [False, True]
+
+
+@pytest.mark.slow
+def test_a_server_that_dies_asleep_is_started_again(child, tmp_path, policy, native):
+    engine = remote(RemoteServer(child=child))
+    engine.load(policy("first"))
+    engine.sleep()
+    psutil.Process(int((tmp_path / "pids").read_text())).kill()
+    engine.load(policy("second"))
+    same(run(engine, GREEDY), native["second"])
+    assert child.starts == 2
+
+
+def test_the_workers_arrays_leave_the_devices_and_come_back_with_their_bits():
+    shared = jax.numpy.arange(6.0)
+    opt = {"mu": jax.tree.map(lambda x: x * 0.5, PARAMS["first"]), "count": jax.numpy.int32(3), "base": shared}
+    memory = {"decoder:abc": ("config", PARAMS["first"]), "trainer:abc": opt, "decoder:b": ("config", [shared]), "t": 7}
+    names, places = list(memory), jax.tree.map(lambda x: getattr(x, "sharding", None), memory)
+    before = jax.tree.map(np.asarray, memory)
+    back = servers._off_devices(memory, "decoder:abc")
+    held = {name for name, value in memory.items() for x in jax.tree.leaves(value) if isinstance(x, jax.Array)}
+    assert held == {"decoder:abc"}
+    back()
+    assert list(memory) == names
+    assert jax.tree.map(lambda x: getattr(x, "sharding", None), memory) == places
+    assert memory["trainer:abc"]["base"] is memory["decoder:b"][1][0]
+    jax.tree.map(np.testing.assert_array_equal, before, jax.tree.map(np.asarray, memory))
+
+
+def test_gpus_are_divided_over_servers_by_the_size_of_their_parallelism():
+    eight = {"CUDA_VISIBLE_DEVICES": "0,1,2,3,4,5,6,7"}
+    assert gpus_of_servers(["vllm", "serve", "-tp", "2"], 3, eight) == [["0", "1"], ["2", "3"], ["4", "5"]]
+    for words in (
+        ["--tensor_parallel_size=2", "-dp", "2"],
+        ["--tp", "2", "--pipeline-parallel-size", "2"],
+        ["--tp-size=4"],
+    ):
+        assert gpus_of_servers(words, 2, eight) == [["0", "1", "2", "3"], ["4", "5", "6", "7"]]
+    assert gpus_of_servers([], 2, {"CUDA_VISIBLE_DEVICES": "GPU-a, GPU-b,GPU-c"}) == [["GPU-a"], ["GPU-b"]]
+    assert gpus_of_servers(["-tp", "2"], 2, {"CUDA_VISIBLE_DEVICES": ""}) == [[], []]
+    with pytest.raises(ValueError, match=r"3 servers with 4 GPUs each need 12, and there are 8 \(0, 1, 2"):
+        gpus_of_servers(["--tensor-parallel-size", "4"], 3, eight)
