@@ -6,6 +6,7 @@ from rlhf.flows.graph.build import build
 from rlhf.flows.recipe.model import RecipeError
 from rlhf.flows.running import crew
 from rlhf.flows.running.crew import check_workers
+from rlhf.stages.common.xla_flags import SHARED_GPU
 from tests.flows.running.support import recipe
 
 
@@ -29,6 +30,19 @@ def test_workers_that_there_cannot_be_are_refused_by_name(monkeypatch, tmp_path)
         "tpu:TPU v5 lite", "workers.train={devices: [0, 1, 2]}"
     )
     assert "the 2 processes of this worker share this machine's gpu" in refused(gpu, "workers.train={hosts: 2}")
+
+
+def test_workers_next_to_servers_that_sleep_return_memory(monkeypatch, tmp_path):
+    server = ["rl.rollout.engine={kind: vllm, version: '1', command: c, sleep: true}"]
+
+    def variables(*sets):
+        made = crew.Crew(recipe(tmp_path, *sets), "run", tmp_path / "log")
+        return [worker.variables for worker in made._workers.values()]
+
+    assert variables() == variables("workers.train={}") == [{}]
+    assert variables(*server) == variables(*server, "workers.train={}") == [SHARED_GPU]
+    monkeypatch.setenv("XLA_PYTHON_CLIENT_ALLOCATOR", "platform")
+    assert variables(*server) == [{"XLA_PYTHON_CLIENT_PREALLOCATE": "false"}]
 
 
 @pytest.mark.parametrize(

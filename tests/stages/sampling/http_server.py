@@ -190,6 +190,7 @@ def main() -> None:
     parser.add_argument("--pids", type=Path)
     parser.add_argument("--port-file", type=Path)
     parser.add_argument("--fail", type=Path)
+    parser.add_argument("--environment", type=Path)
     for name in ("--dtype", "--logprobs-mode", "--served-model-name"):
         parser.add_argument(name)
     args = parser.parse_args()
@@ -197,6 +198,9 @@ def main() -> None:
     if args.pids is not None:
         with args.pids.open("a") as f:
             f.write(f"{os.getpid()}\n")
+    if args.environment is not None:
+        with args.environment.open("a") as f:
+            f.write(f"{os.environ['CUDA_VISIBLE_DEVICES']}\n")
     app: Any = make_app(State(args.model, min(args.max_model_len, 256)), args.fail)
     if key := os.environ.get("VLLM_API_KEY"):
         app = Guard(app, Metrics(), keys=[key])

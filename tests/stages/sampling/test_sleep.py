@@ -7,12 +7,19 @@ import numpy as np
 import psutil
 import pytest
 
+from rlhf.stages import base as base_model
+from rlhf.stages import rollout
+from rlhf.stages.common.compilation import configure_jax
 from rlhf.stages.sampling import servers
+from rlhf.stages.sampling.settings import EngineSettings
 from rlhf.tuning.rollout.servers.child import Child, gpus_of_servers
 from rlhf.tuning.rollout.servers.kinds import KINDS
 from rlhf.tuning.rollout.servers.protocol import ServerLost, ServerRefused
 from rlhf.tuning.rollout.servers.server import RemoteServer
+from tests.stages.sampling.http_server import VERSION
 from tests.stages.sampling.support import GREEDY, PARAMS, remote, run, same
+from tests.stages.support import context
+from tests.stages.training.support import data, ids, perform
 
 TAGS = ["weights", "kv_cache"]
 
@@ -123,3 +130,48 @@ def test_gpus_are_divided_over_servers_by_the_size_of_their_parallelism():
     assert gpus_of_servers(["-tp", "2"], 2, {"CUDA_VISIBLE_DEVICES": ""}) == [[], []]
     with pytest.raises(ValueError, match=r"3 servers with 4 GPUs each need 12, and there are 8 \(0, 1, 2"):
         gpus_of_servers(["--tensor-parallel-size", "4"], 3, eight)
+
+
+@pytest.mark.slow
+def test_a_stage_starts_servers_on_their_own_gpus_and_leaves_them_asleep(tmp_path):
+    configure_jax()
+    memory: dict[str, object] = {}
+    _, base = perform(base_model, base_model.Config(source="random:tiny"), tmp_path / "base", memory)
+    table = [
+        {"id": f"p{i}", "prompt_ids": ids("1+1=", end=False), "prompt": "1+1=", "answer": "2", "metadata": "{}"}
+        for i in range(4)
+    ]
+    given = {"policy": base, "tokenizer": base, "data": data(tmp_path / "data", prompts=table)}
+    engine = EngineSettings(
+        kind="vllm",
+        version=VERSION,
+        dtype="float32",
+        command=f"{sys.executable} -m tests.stages.sampling.http_server",
+        arguments=["--environment", str(tmp_path / "gpus")],
+        environment={"CUDA_VISIBLE_DEVICES": "4,5,6,7"},
+        servers=2,
+        sleep=True,
+        folder=str(tmp_path),
+        tolerance=1e-3,
+    )
+    memory["trainer:old"] = jax.numpy.arange(3)
+    logs: list[str] = []
+    on_devices: list[bool] = []
+    try:
+        for number in range(2):
+            config = rollout.Config(
+                prompts=4, completions=2, max_tokens=4, shard_prompts=2, engine=engine, round=number
+            )
+            ctx = context(config, tmp_path / f"out-{number}", inputs=given, memory=memory, log=logs.append)
+            ctx.progress = lambda *a, **k: on_devices.append(isinstance(memory["trainer:old"], jax.Array))
+            assert rollout.run(ctx)["completions"] == 8
+            assert on_devices and not any(on_devices)
+            servers.rest()
+            assert isinstance(memory["trainer:old"], jax.Array)
+            ((_, started),) = servers._started.values()
+            assert [server.asleep for server in started] == [TAGS, TAGS]
+        assert [server.child.starts for server in started] == [1, 1]
+        assert sorted((tmp_path / "gpus").read_text().split()) == ["4", "5"]
+        assert sum("has policy" in line for line in logs) == 4
+    finally:
+        servers.end_all()
