@@ -83,10 +83,7 @@ def _memory_here() -> int:
     if limit := (device.memory_stats() or {}).get("bytes_limit"):
         return int(limit)
     if device.platform == "gpu":
-        number, size = ctypes.c_int(), ctypes.c_size_t()
-        _cuda("cuDeviceGet", ctypes.byref(number), ctypes.c_int(device.local_hardware_id))
-        _cuda("cuDeviceTotalMem_v2", ctypes.byref(size), number)
-        return int(GPU_SHARE * size.value)
+        return int(GPU_SHARE * _of_gpu("cuDeviceTotalMem_v2", device, ctypes.c_size_t()).value)
     total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     # A container's limit (cgroup v2), or the word `max`.
     with contextlib.suppress(OSError), open("/sys/fs/cgroup/memory.max") as f:
@@ -107,10 +104,16 @@ def return_memory() -> None:
             return
         # Memory is freed in the order of the stream that computes.
         (jax.device_put(0, device) + 1).block_until_ready()
-        number, pool = ctypes.c_int(), ctypes.c_void_p()
-        _cuda("cuDeviceGet", ctypes.byref(number), ctypes.c_int(device.local_hardware_id))
-        _cuda("cuDeviceGetDefaultMemPool", ctypes.byref(pool), number)
+        pool = _of_gpu("cuDeviceGetDefaultMemPool", device, ctypes.c_void_p())
         _cuda("cuMemPoolTrimTo", pool, ctypes.c_size_t(0))
+
+
+def _of_gpu(name: str, device: jax.Device, value: Any) -> Any:
+    """Return what a function of CUDA's driver writes to `value` for a GPU."""
+    number = ctypes.c_int()
+    _cuda("cuDeviceGet", ctypes.byref(number), ctypes.c_int(device.local_hardware_id))
+    _cuda(name, ctypes.byref(value), number)
+    return value
 
 
 def _cuda(name: str, *arguments: Any) -> None:

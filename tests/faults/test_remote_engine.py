@@ -23,6 +23,7 @@ SETTINGS = {
     "rl.rollout.engine.version": VERSION,
     "rl.rollout.engine.dtype": "float32",
     "rl.rollout.engine.tolerance": 0.001,
+    "rl.rollout.engine.sleep": "true",
     "rl.rollout.engine.command": f"{sys.executable} -m tests.stages.sampling.http_server",
     "reward": "null",
     "evaluate": "null",
@@ -54,7 +55,7 @@ def test_servers_and_worker_are_killed_and_every_completion_is_there(tmp_path):
     second = Run(store, "second", sets=sets)
     output = second.ends(0)
     assert "of 12 shards of rollouts were there" in output
-    # Both rounds' policies went to one server.
+    # Both rounds' policies went to one server, which slept in between.
     assert output.count("has policy") == 2
     assert len(pids(tmp_path)) == 3
     assert not any(psutil.pid_exists(p) for p in pids(tmp_path))

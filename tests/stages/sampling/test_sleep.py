@@ -53,6 +53,18 @@ def test_weights_under_an_adapter_stay_in_the_hosts_memory(url, state, policy, n
     same(run(engine, GREEDY), native["first"])
 
 
+@pytest.mark.slow
+def test_a_request_that_still_runs_does_not_wake_its_server_up(url, state, policy):
+    engine = remote(RemoteServer(url, retries=0), concurrency=1)
+    engine.load(policy("first"))
+    stream = engine.run(GREEDY)
+    next(stream)
+    engine.sleep()
+    with pytest.raises(ServerLost, match="sleeps: its stage has ended"):
+        list(stream)
+    assert state.asleep == TAGS
+
+
 @pytest.fixture
 def child(tmp_path):
     def command(folder, port):

@@ -93,12 +93,14 @@ class Fleet:
 
     def sleep(self) -> None:
         """Have the servers give their GPUs' memory back until the next `load`; a server that fails to is ended."""
+        # A request that still runs must not wake its server up again.
+        self._policy = None
         # The next policy replaces all weights but those under an adapter.
         discard = self._options.sync != "adapter"
 
         def lay(server: RemoteServer) -> None:
             with server.lock:
-                if server.asleep == TAGS or (server.child is not None and not server.child.alive):
+                if server.asleep == TAGS:
                     return
                 try:
                     if server.asleep:
@@ -247,9 +249,11 @@ class Fleet:
 
         Raises ServerLost, ServerRefused or StalePolicy.
         """
-        policy, options, began = self._policy, self._options, time.monotonic()
-        assert policy is not None
+        options, began = self._options, time.monotonic()
         with server.lock:
+            policy = self._policy
+            if policy is None:
+                raise ServerLost(f"{server.url} sleeps: its stage has ended")
             fresh = server.child is not None and not server.answers()
             if fresh:
                 self._start(server, policy)
