@@ -139,13 +139,8 @@ def _servers(ctx: Context, settings: EngineSettings, context: int) -> list[Any]:
         _end(name)
     if wanted not in _started:
         room = min(load_rounded(ctx, ctx.inputs["policy"], "none")[0].max_positions, max(USUAL_CONTEXT, context))
-        gpus = (
-            [[]]
-            if settings.servers == 1
-            else gpus_of_servers(
-                [*settings.words, *settings.arguments], settings.servers, os.environ | settings.environment
-            )
-        )
+        words = [*settings.words, *settings.arguments]
+        gpus = gpus_of_servers(words, settings.servers, os.environ | settings.environment)
         if choose().platform == "gpu" and not settings.sleep and "CUDA_VISIBLE_DEVICES" not in settings.environment:
             ctx.log(
                 "the servers and the trainer have the same GPUs: set rl.rollout.engine.sleep, or list others as "
@@ -167,7 +162,7 @@ def _server(
 
     kind, starts = KINDS[settings.kind], itertools.count()
     # Servers for CPU refuse the arguments.
-    sleeps = settings.sleep and choose().platform != "cpu"
+    sleeps = settings.sleep and choose().platform == "gpu"
 
     def command(folder: Path, port: int) -> list[str]:
         # Servers, and starts of one, would else draw the same random numbers.

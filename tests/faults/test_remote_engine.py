@@ -41,10 +41,10 @@ def test_servers_and_worker_are_killed_and_every_completion_is_there(tmp_path):
     store = tmp_path / "store"
     sets = SETTINGS | {"rl.rollout.engine.arguments": f"[--pids, {tmp_path / 'pids'}]"}
     first = Run(store, "first", sets=sets)
-    first.until(lambda: shards(store, "rollout", "rollouts") >= 2)
+    first.until(lambda: shards(store, "rollout", "rollouts") >= 2, seconds=900)
     (server,) = pids(tmp_path)
     os.kill(server, signal.SIGKILL)
-    first.until(lambda: shards(store, "rollout", "rollouts") >= 6)
+    first.until(lambda: shards(store, "rollout", "rollouts") >= 6, seconds=900)
     assert len(pids(tmp_path)) == 2
     # The server that replaced it ends with the worker (asserted there).
     first.kill_worker()

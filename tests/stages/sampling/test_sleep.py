@@ -140,6 +140,7 @@ def test_gpus_are_divided_over_servers_by_the_size_of_their_parallelism():
         assert gpus_of_servers(words, 2, eight) == [["0", "1", "2", "3"], ["4", "5", "6", "7"]]
     assert gpus_of_servers([], 2, {"CUDA_VISIBLE_DEVICES": "GPU-a, GPU-b,GPU-c"}) == [["GPU-a"], ["GPU-b"]]
     assert gpus_of_servers(["-tp", "2"], 2, {"CUDA_VISIBLE_DEVICES": ""}) == [[], []]
+    assert gpus_of_servers(["-tp", "16"], 1, eight) == [[]]
     with pytest.raises(ValueError, match=r"3 servers with 4 GPUs each need 12, and there are 8 \(0, 1, 2"):
         gpus_of_servers(["--tensor-parallel-size", "4"], 3, eight)
 

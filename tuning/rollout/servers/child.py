@@ -16,10 +16,10 @@ from rlhf.tuning.rollout.servers import keeper
 
 
 def gpus_of_servers(words: Sequence[str], servers: int, environment: Mapping[str, str] = os.environ) -> list[list[str]]:
-    """Divide the NVIDIA GPUs of an environment over several servers: neighbours each; none where there are none.
+    """Divide the NVIDIA GPUs of an environment over several servers: neighbours each.
 
     words: of their command line, whose sizes of parallelism multiply to the GPUs of one server. The result has values
-    for CUDA_VISIBLE_DEVICES. Raises ValueError if there are too few.
+    for CUDA_VISIBLE_DEVICES, none for a single server or without GPUs. Raises ValueError if there are too few.
     """
     named = environment.get("CUDA_VISIBLE_DEVICES")
     # CUDA numbers the GPUs that a container has from 0 on.
@@ -33,7 +33,7 @@ def gpus_of_servers(words: Sequence[str], servers: int, environment: Mapping[str
         )
     known, _ = parser.parse_known_args([w.replace("_", "-") if w.startswith("--") else w for w in words])
     each = math.prod(vars(known).values())
-    if not gpus:
+    if servers == 1 or not gpus:
         return [[] for _ in range(servers)]
     if len(gpus) < servers * each:
         raise ValueError(
