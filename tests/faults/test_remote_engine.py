@@ -53,7 +53,7 @@ def test_servers_and_worker_are_killed_and_every_completion_is_there(tmp_path):
     assert not any(psutil.pid_exists(p) for p in pids(tmp_path))
 
     second = Run(store, "second", sets=sets)
-    output = second.ends(0)
+    output = second.ends(0, seconds=1200)
     assert "of 12 shards of rollouts were there" in output
     # Both rounds' policies went to one server, which slept in between.
     assert output.count("has policy") == 2
