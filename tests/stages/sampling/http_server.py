@@ -35,7 +35,7 @@ VERSION = "0.0.test"
 class State:
     """A server's engine and what it says of its weights."""
 
-    def __init__(self, folder: Path, context: int = 256):
+    def __init__(self, folder: Path, context: int = 256, file: Path | None = None):
         self.config = read_config(folder)
         engine = Engine(self.config, limits=Limits(slots=8, context=context, steps=4, chunks=(32,)), top=1)
         load_folder(engine, folder)
@@ -46,8 +46,14 @@ class State:
         self.root = ""
         self.asleep: list[str] = []
         self.slept: list[str] = []
-        """What it was asked to free and take again."""
+        """Memory that it was asked to free or to take again, and loads of weights; `file` has them too."""
+        self.file = file
         self.tokenizer = load_tokenizer(folder)
+
+    def note(self, event: str) -> None:
+        self.slept.append(event)
+        if self.file is not None:
+            self.file.write_text("\n".join(self.slept))
 
     def load(self, folder: str) -> None:
         """Changes the weights."""
@@ -69,7 +75,7 @@ def make_app(state: State, fail: Path | None = None) -> FastAPI:
         elif asked in ("/collective_rpc", "/update_weights_from_disk"):
             # Weights go to memory that is there.
             assert "weights" not in state.asleep
-            state.slept.append("load")
+            state.note("load")
         return await call(request)
 
     @app.get("/version")
@@ -123,7 +129,7 @@ def make_app(state: State, fail: Path | None = None) -> FastAPI:
         return {}
 
     def release(tags: list[str], discard: bool) -> None:
-        state.slept.append(f"sleep {' '.join(tags)}{' discard' if discard else ''}")
+        state.note(f"sleep {' '.join(tags)}{' discard' if discard else ''}")
         assert not state.asleep
         if discard:
             empty = jax.tree.map(jax.numpy.zeros_like, random_params(state.config, 0))
@@ -131,7 +137,7 @@ def make_app(state: State, fail: Path | None = None) -> FastAPI:
         state.asleep = list(tags)
 
     def resume(tags: list[str]) -> None:
-        state.slept.append(f"wake {' '.join(tags)}")
+        state.note(f"wake {' '.join(tags)}")
         for tag in tags:
             state.asleep.remove(tag)
 
@@ -190,7 +196,8 @@ def main() -> None:
     parser.add_argument("--pids", type=Path)
     parser.add_argument("--port-file", type=Path)
     parser.add_argument("--fail", type=Path)
-    parser.add_argument("--environment", type=Path)
+    parser.add_argument("--gpus", type=Path)
+    parser.add_argument("--slept", type=Path)
     for name in ("--dtype", "--logprobs-mode", "--served-model-name"):
         parser.add_argument(name)
     args = parser.parse_args()
@@ -198,10 +205,10 @@ def main() -> None:
     if args.pids is not None:
         with args.pids.open("a") as f:
             f.write(f"{os.getpid()}\n")
-    if args.environment is not None:
-        with args.environment.open("a") as f:
+    if args.gpus is not None:
+        with args.gpus.open("a") as f:
             f.write(f"{os.environ['CUDA_VISIBLE_DEVICES']}\n")
-    app: Any = make_app(State(args.model, min(args.max_model_len, 256)), args.fail)
+    app: Any = make_app(State(args.model, min(args.max_model_len, 256), args.slept), args.fail)
     if key := os.environ.get("VLLM_API_KEY"):
         app = Guard(app, Metrics(), keys=[key])
     listener = socket.create_server((args.host, args.port))

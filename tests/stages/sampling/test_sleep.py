@@ -16,6 +16,7 @@ from rlhf.tuning.rollout.servers.child import Child, gpus_of_servers
 from rlhf.tuning.rollout.servers.kinds import KINDS
 from rlhf.tuning.rollout.servers.protocol import ServerLost, ServerRefused
 from rlhf.tuning.rollout.servers.server import RemoteServer
+from tests.faults.support import Run
 from tests.stages.sampling.http_server import VERSION
 from tests.stages.sampling.support import GREEDY, PARAMS, remote, run, same
 from tests.stages.support import context
@@ -160,7 +161,7 @@ def test_a_stage_starts_servers_on_their_own_gpus_and_leaves_them_asleep(tmp_pat
         version=VERSION,
         dtype="float32",
         command=f"{sys.executable} -m tests.stages.sampling.http_server",
-        arguments=["--environment", str(tmp_path / "gpus")],
+        arguments=["--gpus", str(tmp_path / "gpus")],
         environment={"CUDA_VISIBLE_DEVICES": "4,5,6,7"},
         servers=2,
         sleep=True,
@@ -188,3 +189,26 @@ def test_a_stage_starts_servers_on_their_own_gpus_and_leaves_them_asleep(tmp_pat
         assert sum("has policy" in line for line in logs) == 4
     finally:
         servers.end_all()
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1800)
+def test_the_worker_lays_its_server_to_sleep_after_each_stage(tmp_path):
+    sets = {
+        "sft": "null",
+        "rl.rounds": 2,
+        "rl.rollout.prompts": 4,
+        "rl.score.rewards.model": "{function: matches, weight: 0.1, arguments: {pattern: x}}",
+        "rl.rollout.engine.kind": "vllm",
+        "rl.rollout.engine.version": VERSION,
+        "rl.rollout.engine.dtype": "float32",
+        "rl.rollout.engine.command": f"{sys.executable} -m tests.stages.sampling.http_server",
+        "rl.rollout.engine.arguments": f"[--slept, {tmp_path / 'slept'}]",
+        "rl.rollout.engine.sleep": "true",
+        "reward": "null",
+        "evaluate": "null",
+        "export": "null",
+    }
+    Run(tmp_path / "store", "one", sets=sets).ends(0, seconds=1500)
+    asleep = "sleep weights kv_cache discard"
+    assert (tmp_path / "slept").read_text().split("\n") == [asleep, "wake weights", "load", "wake kv_cache", asleep]
