@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import dataclasses
 import functools
 import os
+from typing import Any
 
 import jax
 
@@ -18,6 +20,9 @@ HOST_MEMORY = "pinned_host"
 
 CACHE_SHARE = 0.25
 """Share of a device's memory for the keys and values that sampling caches."""
+
+GPU_SHARE = 0.9
+"""Share of a GPU's memory for JAX where its allocator has no limit; CUDA and its libraries need the rest."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -74,9 +79,11 @@ def _least_memory() -> int:
 
 
 def _memory_here() -> int:
-    stats = jax.local_devices()[0].memory_stats() or {}
-    if "bytes_limit" in stats:
-        return int(stats["bytes_limit"])
+    device = jax.local_devices()[0]
+    if limit := (device.memory_stats() or {}).get("bytes_limit"):
+        return int(limit)
+    if device.platform == "gpu":
+        return int(GPU_SHARE * _of_gpu("cuDeviceTotalMem_v2", device, ctypes.c_size_t()).value)
     total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     # A container's limit (cgroup v2), or the word `max`.
     with contextlib.suppress(OSError), open("/sys/fs/cgroup/memory.max") as f:
@@ -84,6 +91,35 @@ def _memory_here() -> int:
         total = min(total, int(limit)) if limit.isdigit() else total
     # A CPU that stands for several devices has one memory for them all.
     return total // jax.local_device_count()
+
+
+def return_memory() -> None:
+    """Give the memory of GPUs that no array uses any more to other processes.
+
+    Of JAX's allocators only `platform` and, without preallocation, `cuda_async` return memory; the latter at some later
+    synchronisation. Here its pool is emptied: XLA's `GpuCudaMallocAsyncAllocator` uses the device's default pool.
+    """
+    for device in jax.local_devices():
+        if device.platform != "gpu":
+            return
+        # Memory is freed in the order of the stream that computes.
+        (jax.device_put(0, device) + 1).block_until_ready()
+        pool = _of_gpu("cuDeviceGetDefaultMemPool", device, ctypes.c_void_p())
+        _cuda("cuMemPoolTrimTo", pool, ctypes.c_size_t(0))
+
+
+def _of_gpu(name: str, device: jax.Device, value: Any) -> Any:
+    """Return what a function of CUDA's driver writes to `value` for a GPU."""
+    number = ctypes.c_int()
+    _cuda("cuDeviceGet", ctypes.byref(number), ctypes.c_int(device.local_hardware_id))
+    _cuda(name, ctypes.byref(value), number)
+    return value
+
+
+def _cuda(name: str, *arguments: Any) -> None:
+    """Call a function of CUDA's driver, which JAX has initialised. Raises RuntimeError with the code of an error."""
+    if code := getattr(ctypes.CDLL("libcuda.so.1"), name)(*arguments):
+        raise RuntimeError(f"{name} of CUDA's driver failed with error {code}")
 
 
 def peak_memory_bytes() -> int:

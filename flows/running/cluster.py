@@ -15,6 +15,7 @@ from typing import Any
 
 from rlhf.flows.recipe.model import Recipe, RecipeError
 from rlhf.flows.running.code_package import write_package
+from rlhf.stages.common.xla_flags import SHARED_GPU
 from rlhf.stages.store.artifacts import Store
 from rlhf.tuning.allowed import RULES
 
@@ -84,7 +85,7 @@ class Cluster:
     def variables(self, runtime_env: dict[str, Any]) -> dict[str, str]:
         """The environment of workers that spread requests over the cluster."""
         rules = {name: os.environ[name] for name in RULES if name in os.environ}
-        return {ADDRESS: self.gcs, RUNTIME_ENV: json.dumps(runtime_env)} | rules
+        return {ADDRESS: self.gcs, RUNTIME_ENV: json.dumps(runtime_env)} | rules | shared_memory(self.recipe)
 
     def close(self) -> None:
         """Disconnects: Ray ends what is left of the run's actors."""
@@ -93,6 +94,13 @@ class Cluster:
         with _own_signal_handlers(), contextlib.suppress(Exception):
             ray.shutdown()
         self._folder.cleanup()
+
+
+def shared_memory(recipe: Recipe) -> dict[str, str]:
+    """Return the variables of workers whose GPUs are also those of servers that sleep; a user's own values stay."""
+    if recipe.rl is None or not recipe.rl.rollout.engine.sleep:
+        return {}
+    return {name: value for name, value in SHARED_GPU.items() if name not in os.environ}
 
 
 @contextlib.contextmanager

@@ -11,7 +11,7 @@ from typing import Any
 from rlhf.flows.graph.build import Node
 from rlhf.flows.recipe.model import Recipe, RecipeError
 from rlhf.flows.recipe.workers import Workers
-from rlhf.flows.running.cluster import Cluster
+from rlhf.flows.running.cluster import Cluster, shared_memory
 from rlhf.flows.running.cluster_role import RoleWorkers
 from rlhf.stages.contract.registry import stage
 from rlhf.stages.worker.client import Worker
@@ -34,17 +34,18 @@ class Crew:
         """
         workers = self._settings = recipe.workers
         limits = (recipe.limits.stall_seconds, recipe.limits.stage_seconds)
+        shared = shared_memory(recipe)
         self._workers: dict[str, Worker | ProcessGroup] = {}
         self._cluster = Cluster(recipe, run) if workers is not None and workers.cluster else None
         if workers is None:
-            self._workers[ONLY] = Worker(log, *limits)
+            self._workers[ONLY] = Worker(log, *limits, shared)
         for name, settings in workers.named.items() if workers is not None else ():
             path = log_of_worker(log, name)
             if self._cluster is not None and workers is not None and workers.on_cluster(name):
                 self._workers[name] = RoleWorkers(self._cluster, name, settings, path)
                 continue
             shares = settings.shares
-            variables = [{}] if shares is None else [confined(share, device_kind()) for share in shares]
+            variables = [shared] if shares is None else [confined(share, device_kind()) | shared for share in shares]
             if settings.hosts > 1:
                 self._workers[name] = local_group(settings.hosts, path, *limits, variables)
             else:

@@ -56,6 +56,11 @@ GPU_MEMORY = "XLA_CLIENT_MEM_FRACTION", "0.9"
 """The variable with the share of a GPU's memory that JAX takes, and its value: JAX's default of 0.75 leaves 20 GB of an
 H100 unused, where CUDA and its libraries need less than 3."""
 
+SHARED_GPU = {"XLA_PYTHON_CLIENT_ALLOCATOR": "cuda_async", "XLA_PYTHON_CLIENT_PREALLOCATE": "false"}
+"""Variables of a worker that shares its GPUs with servers which sleep: JAX takes memory at need, and returns it.
+
+Its default pool never shrinks. `platform` returns memory too, but waits for the device at each buffer."""
+
 
 def with_flags(environment: Mapping[str, str], platform: str, group: bool = False) -> dict[str, str]:
     """The environment with the platform's flags appended; a flag that is already set keeps its value.

@@ -44,6 +44,8 @@ _transfers: dict[Path, Any] = {}
 """The newest policy that servers read as files, by its folder here."""
 _loading = threading.Lock()
 """Held while a policy is loaded or written: servers get theirs side by side, from one copy and one folder."""
+_at_rest = contextlib.ExitStack()
+"""Ends the present stage's use of servers that sleep."""
 _places: set[str] = set()
 """Folders and URLs below which this worker stores weights for servers."""
 
@@ -57,9 +59,44 @@ def open_engine(ctx: Context, settings: EngineSettings, quantize: str, context: 
     policy = _policy(ctx, settings, quantize, requests)
     servers = _servers(ctx, settings, context)
     remote = Fleet(KINDS[settings.kind], servers, Options(**{n: getattr(settings, n) for n in names}), ctx.log)
+    if settings.sleep:
+        # Written from the devices, before the servers need their memory.
+        policy.folder()
+        _at_rest.callback(_off_devices(ctx.memory, f"decoder:{ctx.inputs['policy'].digest}"))
+        _at_rest.callback(remote.sleep)
     remote.load(policy)
     ctx.metrics_line(servers=len(remote.gaps), logprob_gap=max(remote.gaps.values()))
     return remote
+
+
+def rest() -> None:
+    """Lay servers to sleep, and move the worker's values back to the devices. The worker calls it after each stage."""
+    _at_rest.close()
+
+
+def _off_devices(memory: dict[str, Any], stays: str) -> Callable[[], None]:
+    """Move the arrays of a worker's memory to the host, but for values whose names begin with `stays`.
+
+    Returns a function that moves them back. An array that several values share stays one. Arrays on the devices of
+    several processes are not moved.
+    """
+    import jax
+
+    from rlhf.tuning.device import return_memory
+
+    values = {name: value for name, value in memory.items() if not name.startswith(stays)}
+    arrays = {id(x): x for x in jax.tree.leaves(values) if isinstance(x, jax.Array) and x.is_fully_addressable}
+    copies = jax.device_get(arrays)
+    places = [(copies[i], x.sharding) for i, x in arrays.items()]
+    memory |= jax.tree.map(lambda x: copies.get(id(x), x), values)
+    del values, arrays
+    return_memory()
+
+    def back() -> None:
+        found = {id(copy): jax.device_put(copy, place) for copy, place in places}
+        memory.update(jax.tree.map(lambda x: found.get(id(x), x), dict(memory)))
+
+    return back
 
 
 def end_all() -> None:
@@ -80,6 +117,8 @@ def _end(name: str) -> None:
 
 def _servers(ctx: Context, settings: EngineSettings, context: int) -> list[Any]:
     """Return running servers at their URLs, or those of this worker, which are started if none fits."""
+    from rlhf.tuning.device import choose
+    from rlhf.tuning.rollout.servers.child import gpus_of_servers
     from rlhf.tuning.rollout.servers.server import RemoteServer
 
     key = ""
@@ -93,36 +132,50 @@ def _servers(ctx: Context, settings: EngineSettings, context: int) -> list[Any]:
     if settings.command is None:
         return [RemoteServer(url, **options) for url in settings.urls]
     # A server restarts for other values of these settings, which a running one cannot change.
-    same = {"kind", "command", "arguments", "environment", "servers", "dtype"}
+    same = {"kind", "command", "arguments", "environment", "servers", "dtype", "sleep"}
     wanted = digest(settings.model_dump(mode="json", include=same) | {"adapters": settings.sync == "adapter"})
     # Ended before others start: the devices would not hold both.
     for name in [n for n, (started, _) in _started.items() if n != wanted or started < context]:
         _end(name)
     if wanted not in _started:
         room = min(load_rounded(ctx, ctx.inputs["policy"], "none")[0].max_positions, max(USUAL_CONTEXT, context))
-        _started[wanted] = room, [_server(ctx, settings, room, i, options) for i in range(settings.servers)]
+        words = [*settings.words, *settings.arguments]
+        gpus = gpus_of_servers(words, settings.servers, os.environ | settings.environment)
+        if choose().platform == "gpu" and not settings.sleep and "CUDA_VISIBLE_DEVICES" not in settings.environment:
+            ctx.log(
+                "the servers and the trainer have the same GPUs: set rl.rollout.engine.sleep, or list others as "
+                "CUDA_VISIBLE_DEVICES in rl.rollout.engine.environment"
+            )
+        _started[wanted] = room, [_server(ctx, settings, room, i, own, options) for i, own in enumerate(gpus)]
     return _started[wanted][1]
 
 
-def _server(ctx: Context, settings: EngineSettings, context: int, number: int, options: dict[str, Any]) -> Any:
-    """A server that this worker starts; its output goes to a log next to its weights."""
+def _server(
+    ctx: Context, settings: EngineSettings, context: int, number: int, gpus: Sequence[str], options: dict[str, Any]
+) -> Any:
+    """A server that this worker starts, on all GPUs if none is named; its output goes to a log next to its weights."""
+    from rlhf.tuning.device import choose
     from rlhf.tuning.rollout.servers.child import Child
     from rlhf.tuning.rollout.servers.kinds import KINDS
     from rlhf.tuning.rollout.servers.protocol import sample_seed
     from rlhf.tuning.rollout.servers.server import RemoteServer
 
     kind, starts = KINDS[settings.kind], itertools.count()
+    # Servers for CPU refuse the arguments.
+    sleeps = settings.sleep and choose().platform == "gpu"
 
     def command(folder: Path, port: int) -> list[str]:
         # Servers, and starts of one, would else draw the same random numbers.
         seed = sample_seed(31, ctx.seed, number, next(starts))
-        arguments = kind.arguments(folder, port, settings.dtype, context, settings.sync == "adapter", seed)
+        arguments = kind.arguments(folder, port, settings.dtype, context, settings.sync == "adapter", seed, sleeps)
         return [*settings.words, *arguments, *settings.arguments]
 
     log = _place(ctx, settings) / f"{settings.kind}-{number}.log"
     # Other users of this machine reach the port too.
     key = options["key"] or secrets.token_urlsafe(32)
     environment = kind.environment(key) | settings.environment
+    if gpus:
+        environment["CUDA_VISIBLE_DEVICES"] = ",".join(gpus)
     options = options | {"key": environment.get("VLLM_API_KEY", options["key"])}
     return RemoteServer(child=Child(command, environment, log), **options)
 

@@ -54,7 +54,11 @@ class EngineSettings(StageConfig):
     (HF_TOKEN, OPENAI_API_KEY); records have the names alone. The value `***` takes the variable of that name from
     where rlhf runs, which is how a run is repeated from its record."""
     servers: int = execution_setting(1, ge=1)
-    """Servers to start."""
+    """Servers to start. Several divide this machine's NVIDIA GPUs, or those that CUDA_VISIBLE_DEVICES in `environment`
+    lists: each gets as many as the sizes of its parallelism in `arguments` take."""
+    sleep: bool = execution_setting(False)
+    """Whether started servers give their GPUs' memory back after each stage that samples, and the trainer its moments
+    and other models while they sample: for servers on the trainer's GPUs (vLLM's sleep mode, SGLang's memory saver)."""
     sync: Literal["auto", "transfer", "weights", "adapter", "restart", "none"] = execution_setting("auto")
     """How they get a new policy: transfer, files of `folder` by vLLM's weight transfer (with this project's plugin) or
     by rlhf serve; weights, a reload of `folder`; the adapter alone; by a restart; or not from here. auto: transfer for
@@ -117,11 +121,15 @@ class EngineSettings(StageConfig):
         if self.version is None:
             found = "/server_info" if self.kind == "sglang" else "/version"
             raise ValueError(f"version is missing; a server tells it at {found} (version: '0.32.0')")
-        for name, plain in (("servers", 1), ("arguments", []), ("environment", {})):
+        for name, plain in (("servers", 1), ("arguments", []), ("environment", {}), ("sleep", False)):
             if self.command is None and getattr(self, name) != plain:
                 raise ValueError(f"{name} is of servers that are started here: say command in place of url")
         if self.command is None and self.sync == "restart":
             raise ValueError("sync restart is for servers that are started here: say command in place of url")
+        if self.sleep and self.sync not in ("auto", "weights", "adapter"):
+            raise ValueError(
+                f"a server that sleeps gets new weights when it wakes up, not by sync {self.sync}: say auto"
+            )
         if self.kind == "native" and (self.command is not None or self.sync not in ("auto", "none")):
             raise ValueError("native servers are at url, and read whole policies: leave command and sync out")
         if self.transfers and (self.command is not None or self.kind == "sglang" or self.folder is None):

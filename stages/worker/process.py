@@ -29,6 +29,7 @@ from rlhf.stages.contract.definition import Context, Stage, StageConfig
 from rlhf.stages.contract.error_location import place_of
 from rlhf.stages.contract.fingerprint import library_versions
 from rlhf.stages.contract.registry import stage as find_stage
+from rlhf.stages.sampling.settings import SERVERS
 from rlhf.stages.store import leases
 from rlhf.stages.store.artifacts import Artifact, Store, content_digest
 from rlhf.stages.store.disk import check_room, disk_fault
@@ -155,6 +156,9 @@ def _make(
             loaded_code.check_after(request, read)
         finally:
             context.close()
+            # Only stages that sample by servers load the module, and have its code in their keys.
+            if (servers := sys.modules.get(SERVERS)) is not None:
+                servers.rest()
         manifest = _manifest(request, config, inputs, metrics, started)
         files = files_of(out)
         committed = store.commit(out, manifest, replace=bool(request.force), files=files, check=check_lease)

@@ -126,6 +126,27 @@ def test_adapters_follow_the_policy(model, server):
     assert names == ["policy", "adapted-2"]
 
 
+def test_a_server_that_slept_wakes_up_with_the_next_policy(model, server):
+    """vLLM for CPU frees nothing, but keeps its state: awake in part it answers no request, and it counts as asleep."""
+    engine = remote(server)
+    engine.load(model.policy("first"))
+    starts = server.child.starts
+    requests = model.requests(8, 0.8, samples=2, tokens=24)
+    for name in ("second", "second"):
+        engine.sleep()
+        assert server.get("/is_sleeping") == {"is_sleeping": True}
+        assert server.get("/weight_info")["weight_version"] == "unknown"
+        began = time.monotonic()
+        engine.load(model.policy(name))
+        print(f"{name}: awake and in place after {time.monotonic() - began:.1f} s")
+        assert server.get("/is_sleeping") == {"is_sleeping": False}
+        assert gap(model, name, requests, run(engine, requests), 0.8) < 5e-4
+    assert server.child.starts == starts
+    log = server.child.log.read_text()
+    tags = [line.partition("with tags: ")[2][:12] for line in log.splitlines() if "wake up the engine" in line]
+    assert tags == ["['weights']", "['kv_cache']"] * 2
+
+
 def test_killed_in_the_middle_nothing_is_lost(model, server, tmp_path):
     engine = remote(server, concurrency=4)
     engine.load(model.policy("second"))

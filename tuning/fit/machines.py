@@ -28,7 +28,7 @@ from rlhf.tuning.precision import resolved
 GIB = 2**30
 NODE = 8
 """GPUs of a node."""
-USABLE = {"tpu": 0.98, "gpu": 0.9}
+USABLE = {"tpu": 0.98, "gpu": device.GPU_SHARE}
 """Share of the memory that programs get: a TPU reserves some, and a worker sets JAX's share of a GPU
 (XLA_CLIENT_MEM_FRACTION)."""
 ALONE = {

@@ -17,6 +17,7 @@ from rlhf.flows.running import crew
 from rlhf.flows.running.crew import check_workers
 from rlhf.flows.running.runner import run_plain, run_stages
 from rlhf.flows.running.session import Session
+from rlhf.stages.common.xla_flags import SHARED_GPU
 from rlhf.stages.store import runs
 from rlhf.stages.store.artifacts import Store
 from rlhf.stages.worker.client import StageFailed
@@ -209,6 +210,19 @@ def test_workers_that_there_cannot_be_are_refused_by_name(monkeypatch, tmp_path)
         "tpu:TPU v5 lite", "workers.train={devices: [0, 1, 2]}"
     )
     assert "the 2 processes of this worker share this machine's gpu" in refused(gpu, "workers.train={hosts: 2}")
+
+
+def test_workers_next_to_servers_that_sleep_return_memory(monkeypatch, tmp_path):
+    server = ["rl.rollout.engine={kind: vllm, version: '1', command: c, sleep: true}"]
+
+    def variables(*sets):
+        made = crew.Crew(recipe(tmp_path, *sets), "run", tmp_path / "log")
+        return [worker.variables for worker in made._workers.values()]
+
+    assert variables() == variables("workers.train={}") == [{}]
+    assert variables(*server) == variables(*server, "workers.train={}") == [SHARED_GPU]
+    monkeypatch.setenv("XLA_PYTHON_CLIENT_ALLOCATOR", "platform")
+    assert variables(*server) == [{"XLA_PYTHON_CLIENT_PREALLOCATE": "false"}]
 
 
 @pytest.mark.parametrize(

@@ -11,6 +11,7 @@ import socket
 from pathlib import Path
 from typing import Any
 
+import jax
 from fastapi import FastAPI, Request
 from fastapi.responses import JSONResponse
 
@@ -18,7 +19,7 @@ from rlhf.stages.serving import app as serving
 from rlhf.stages.serving.guard import Guard
 from rlhf.stages.serving.metrics import Metrics
 from rlhf.stages.serving.server import Server
-from rlhf.tuning.models.huggingface import read_config
+from rlhf.tuning.models.huggingface import random_params, read_config
 from rlhf.tuning.models.tokenizer import load_tokenizer
 from rlhf.tuning.rollout.engine.engine import Engine
 from rlhf.tuning.rollout.engine.folder import load_folder
@@ -34,28 +35,47 @@ VERSION = "0.0.test"
 class State:
     """A server's engine and what it says of its weights."""
 
-    def __init__(self, folder: Path, context: int = 256):
-        engine = Engine(read_config(folder), limits=Limits(slots=8, context=context, steps=4, chunks=(32,)), top=1)
+    def __init__(self, folder: Path, context: int = 256, file: Path | None = None):
+        self.config = read_config(folder)
+        engine = Engine(self.config, limits=Limits(slots=8, context=context, steps=4, chunks=(32,)), top=1)
         load_folder(engine, folder)
         self.live = Live(engine)
         self.version = "default"
         self.context = context
         self.calls: list[str] = []
         self.root = ""
+        self.asleep: list[str] = []
+        self.slept: list[str] = []
+        """Memory that it was asked to free or to take again, and loads of weights; `file` has them too."""
+        self.file = file
         self.tokenizer = load_tokenizer(folder)
+
+    def note(self, event: str) -> None:
+        self.slept.append(event)
+        if self.file is not None:
+            self.file.write_text("\n".join(self.slept))
 
     def load(self, folder: str) -> None:
         """Changes the weights."""
         self.live.look(lambda engine, generation: load_folder(engine, Path(folder)))
 
 
-def make_app(state: State) -> FastAPI:
-    """The web application."""
+def make_app(state: State, fail: Path | None = None) -> FastAPI:
+    """The web application. fail: a file that names the path which is answered with an error."""
     app = FastAPI()
 
     @app.middleware("http")
     async def record(request: Request, call: Any) -> Any:
         state.calls.append(request.url.path)
+        asked = request.url.path
+        if fail is not None and fail.exists() and fail.read_text() in str(request.url):
+            return JSONResponse({"error": "asked to fail"}, 500)
+        if asked in ("/v1/completions", "/generate"):
+            assert not state.asleep
+        elif asked in ("/collective_rpc", "/update_weights_from_disk"):
+            # Weights go to memory that is there.
+            assert "weights" not in state.asleep
+            state.note("load")
         return await call(request)
 
     @app.get("/version")
@@ -108,6 +128,40 @@ def make_app(state: State) -> FastAPI:
     async def nothing() -> Any:
         return {}
 
+    def release(tags: list[str], discard: bool) -> None:
+        state.note(f"sleep {' '.join(tags)}{' discard' if discard else ''}")
+        assert not state.asleep
+        if discard:
+            empty = jax.tree.map(jax.numpy.zeros_like, random_params(state.config, 0))
+            state.live.look(lambda engine, generation: engine.load(empty))
+        state.asleep = list(tags)
+
+    def resume(tags: list[str]) -> None:
+        state.note(f"wake {' '.join(tags)}")
+        for tag in tags:
+            state.asleep.remove(tag)
+
+    @app.post("/sleep")
+    async def sleep(level: int, mode: str) -> Any:
+        assert mode == "abort"
+        await asyncio.to_thread(release, ["weights", "kv_cache"], level == 2)
+        return {}
+
+    @app.post("/wake_up")
+    async def wake(tags: str) -> Any:
+        resume([tags])
+        return {}
+
+    @app.post("/release_memory_occupation")
+    async def released(body: dict[str, Any]) -> Any:
+        await asyncio.to_thread(release, body["tags"], True)
+        return None
+
+    @app.post("/resume_memory_occupation")
+    async def resumed(body: dict[str, Any]) -> Any:
+        resume(body["tags"])
+        return None
+
     @app.post("/generate")
     async def generate(body: dict[str, Any]) -> Any:
         assert body["return_logprob"]
@@ -141,6 +195,9 @@ def main() -> None:
     parser.add_argument("--seed", type=int, required=True)
     parser.add_argument("--pids", type=Path)
     parser.add_argument("--port-file", type=Path)
+    parser.add_argument("--fail", type=Path)
+    parser.add_argument("--gpus", type=Path)
+    parser.add_argument("--slept", type=Path)
     for name in ("--dtype", "--logprobs-mode", "--served-model-name"):
         parser.add_argument(name)
     args = parser.parse_args()
@@ -148,7 +205,10 @@ def main() -> None:
     if args.pids is not None:
         with args.pids.open("a") as f:
             f.write(f"{os.getpid()}\n")
-    app: Any = make_app(State(args.model, min(args.max_model_len, 256)))
+    if args.gpus is not None:
+        with args.gpus.open("a") as f:
+            f.write(f"{os.environ['CUDA_VISIBLE_DEVICES']}\n")
+    app: Any = make_app(State(args.model, min(args.max_model_len, 256), args.slept), args.fail)
     if key := os.environ.get("VLLM_API_KEY"):
         app = Guard(app, Metrics(), keys=[key])
     listener = socket.create_server((args.host, args.port))

@@ -34,6 +34,11 @@ def sets(**values):
         (sets(kind="sglang", url="http://x"), "a server tells it at /server_info"),
         ([*URL, *sets(servers=2)], "servers is of servers that are started here: say command in place of url"),
         ([*URL, *sets(arguments="[--x]")], "arguments is of servers that are started here"),
+        ([*URL, *sets(sleep="true")], "sleep is of servers that are started here: say command in place of url"),
+        (
+            sets(kind="vllm", command="x", version="'1'", sleep="true", sync="restart"),
+            "gets new weights when it wakes up, not by sync restart: say auto",
+        ),
         ([*URL, *sets(sync="transfer")], "set url, and folder to a folder or URL that they and this machine reach"),
         (
             sets(kind="sglang", url="http://x", version="'1'", folder="s3://b/x"),
@@ -74,6 +79,8 @@ def test_how_a_server_is_started_is_content_and_who_asks_and_where_it_lies_is_no
     plain = content(VLLM_SEED="1")
     assert content("b/bin/vllm serve", VLLM_SEED="1", HF_TOKEN="x", OPENAI_API_KEY="y") == plain
     assert content("a/bin/vllm serve --quantization fp8", VLLM_SEED="1") != plain != content(VLLM_SEED="2")
+    same = EngineSettings(kind="vllm", version="1", command="a", servers=2, sleep=True)
+    assert config_content(same) == config_content(EngineSettings(kind="vllm", version="1", command="a"))
     assert "hidden" not in str(content(VLLM_SEED="hidden"))
 
 

@@ -11,6 +11,7 @@ from flax import nnx
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from rlhf.tuning.axes import Axes
+from rlhf.tuning.device import memory_bytes
 from rlhf.tuning.mesh import axis_sizes, make_mesh
 from rlhf.tuning.models.sharding import shardings
 
@@ -123,7 +124,7 @@ def free_bytes(place: Place) -> int | None:
     else:
         devices = [jax.local_devices()[0] if place is None else place]
     stats = [device.memory_stats() for device in devices]
-    return min(int(one["bytes_limit"] - one["bytes_in_use"]) for one in stats) if all(stats) else None
+    return min(memory_bytes() - int(one["bytes_in_use"]) for one in stats) if all(stats) else None
 
 
 def _moved(tree: Any, where: Any) -> Any:

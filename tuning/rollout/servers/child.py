@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import argparse
 import contextlib
+import math
 import os
 import socket
 import subprocess
@@ -11,6 +13,34 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 from rlhf.tuning.rollout.servers import keeper
+
+
+def gpus_of_servers(words: Sequence[str], servers: int, environment: Mapping[str, str] = os.environ) -> list[list[str]]:
+    """Divide the NVIDIA GPUs of an environment over several servers: neighbours each.
+
+    words: of their command line, whose sizes of parallelism multiply to the GPUs of one server. The result has values
+    for CUDA_VISIBLE_DEVICES, none for a single server or without GPUs. Raises ValueError if there are too few.
+    """
+    named = environment.get("CUDA_VISIBLE_DEVICES")
+    # CUDA numbers the GPUs that a container has from 0 on.
+    numbers = map(str, range(len(list(Path("/dev").glob("nvidia[0-9]*")))))
+    gpus = list(numbers) if named is None else [part.strip() for part in named.split(",") if part.strip()]
+    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
+    for name in ("tensor", "pipeline", "data"):
+        short = f"{name[0]}p"
+        parser.add_argument(
+            f"--{name}-parallel-size", f"-{short}", f"--{short}", f"--{short}-size", type=int, default=1
+        )
+    known, _ = parser.parse_known_args([w.replace("_", "-") if w.startswith("--") else w for w in words])
+    each = math.prod(vars(known).values())
+    if servers == 1 or not gpus:
+        return [[] for _ in range(servers)]
+    if len(gpus) < servers * each:
+        raise ValueError(
+            f"{servers} servers with {each} GPUs each need {servers * each}, and there are {len(gpus)} "
+            f"({', '.join(gpus)}): set rl.rollout.engine.servers or --tensor-parallel-size in arguments"
+        )
+    return [gpus[i * each : (i + 1) * each] for i in range(servers)]
 
 
 class Child:

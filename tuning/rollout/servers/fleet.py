@@ -23,7 +23,7 @@ import numpy as np
 
 from rlhf.tuning.rollout.requests import Completion, Request
 from rlhf.tuning.rollout.servers.kinds import ServerKind
-from rlhf.tuning.rollout.servers.protocol import Policy, ServerLost, ServerRefused, StalePolicy
+from rlhf.tuning.rollout.servers.protocol import TAGS, Policy, ServerLost, ServerRefused, StalePolicy
 from rlhf.tuning.rollout.servers.server import RemoteServer
 
 Sync = Literal["auto", "transfer", "weights", "adapter", "restart", "none"]
@@ -90,6 +90,34 @@ class Fleet:
                 self._log(f"going on without a server: {error}")
         if len(self._dead) == len(self._servers):
             raise list(self._dead.values())[-1]
+
+    def sleep(self) -> None:
+        """Have the servers give their GPUs' memory back until the next `load`; a server that fails to is ended."""
+        # A request that still runs must not wake its server up again.
+        self._policy = None
+        # The next policy replaces all weights but those under an adapter.
+        discard = self._options.sync != "adapter"
+
+        def lay(server: RemoteServer) -> None:
+            with server.lock:
+                if server.asleep == TAGS:
+                    return
+                try:
+                    if server.asleep:
+                        raise ServerLost(f"{server.url} has woken up in part")
+                    self._kind.sleep(server, discard)
+                    server.asleep = list(TAGS)
+                except UNUSABLE as e:
+                    self._log(f"a server does not sleep, and is ended: {e}")
+                    server.end()
+
+        with concurrent.futures.ThreadPoolExecutor(len(self._servers)) as pool:
+            list(pool.map(lay, self._servers))
+
+    def _wake(self, server: RemoteServer, tag: str) -> None:
+        if tag in server.asleep:
+            self._kind.wake(server, tag)
+            server.asleep.remove(tag)
 
     def check(self, request: Request) -> None:
         """Raise RefusedRequest for a request that servers of this kind cannot serve; RuntimeError without a policy."""
@@ -221,17 +249,23 @@ class Fleet:
 
         Raises ServerLost, ServerRefused or StalePolicy.
         """
-        policy, options, began = self._policy, self._options, time.monotonic()
-        assert policy is not None
+        options, began = self._options, time.monotonic()
         with server.lock:
+            policy = self._policy
+            if policy is None:
+                raise ServerLost(f"{server.url} sleeps: its stage has ended")
             fresh = server.child is not None and not server.answers()
             if fresh:
                 self._start(server, policy)
             elif server.child is None:
                 server.wait(options.wait_seconds if self.gaps else options.start_seconds)
             try:
+                self._wake(server, "weights")
                 gap = self._prove(server, policy)
             except UNUSABLE as e:
+                if server.asleep:
+                    # Nobody knows which memory it has.
+                    server.end()
                 if fresh or server.child is None or options.sync not in ("auto", "restart"):
                     raise
                 if options.sync != "restart":
@@ -271,6 +305,7 @@ class Fleet:
             has = self._weights(server, policy)
         if has not in (None, policy.weights):
             raise _stale(server, policy, has, "it has loaded the policy")
+        self._wake(server, "kv_cache")
         if policy.adapter is not None:
             self._kind.adapt(server, policy, server.adapter)
             server.adapter = policy.digest

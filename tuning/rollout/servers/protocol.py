@@ -19,6 +19,9 @@ from rlhf.tuning.rollout.servers.transfer import Transfer
 ROUNDING = 0.01
 """A log-probability above 0 by at most this is rounded to 0."""
 
+TAGS = ["weights", "kv_cache"]
+"""Parts of a server's GPU memory, in the order in which it takes them again: new weights are loaded in between."""
+
 
 class ServerLost(RuntimeError):
     """A server cannot be reached, fails, or gives a malformed answer; another server, or a later try, may succeed."""

@@ -41,6 +41,8 @@ class RemoteServer:
         """Name of the adapter that it was last given."""
         self.given: str | None = None
         """Name of the dense weights that it was last given."""
+        self.asleep: list[str] = []
+        """Tags of the memory that it has given back."""
         self.lock = threading.Lock()
 
     @property
@@ -53,6 +55,12 @@ class RemoteServer:
         assert self.child is not None
         self._url = self.child.start(folder)
         self.adapter = self.given = None
+        self.asleep = []
+
+    def end(self) -> None:
+        """End the child, if it is one."""
+        if self.child is not None:
+            self.child.end()
 
     def answers(self) -> bool:
         """Return whether it is healthy now."""

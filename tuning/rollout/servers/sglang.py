@@ -12,6 +12,7 @@ from typing import Any
 
 from rlhf.tuning.rollout.requests import Completion, RefusedRequest, Request
 from rlhf.tuning.rollout.servers.protocol import (
+    TAGS,
     Control,
     Policy,
     ServerLost,
@@ -21,6 +22,7 @@ from rlhf.tuning.rollout.servers.protocol import (
     refuse_strings,
     sample_seed,
 )
+from rlhf.tuning.rollout.servers.vllm import SLEEPERS_SHARE
 
 
 class SGLang:
@@ -29,9 +31,14 @@ class SGLang:
     name, path = "sglang", "/generate"
     counted: str | None = None
 
-    def arguments(self, folder: Path, port: int, dtype: str, context: int, adapters: bool, seed: int = 0) -> list[str]:
+    def arguments(
+        self, folder: Path, port: int, dtype: str, context: int, adapters: bool, seed: int = 0, sleeps: bool = False
+    ) -> list[str]:
         arguments = ["--model-path", str(folder), "--host", "127.0.0.1", "--port", str(port)]
         arguments += ["--dtype", dtype, "--context-length", str(context), "--random-seed", str(seed)]
+        arguments += ["--enable-memory-saver", "--mem-fraction-static", SLEEPERS_SHARE] if sleeps else []
+        # Without it, released weights are lost.
+        arguments += ["--enable-weights-cpu-backup"] if sleeps and adapters else []
         return [*arguments, *(["--enable-lora"] if adapters else [])]
 
     def environment(self, key: str = "") -> dict[str, str]:
@@ -92,6 +99,14 @@ class SGLang:
         answer = server.post("/update_weights_from_disk", body)
         if not answer.get("success"):
             raise ServerRefused(f"update_weights_from_disk: {answer.get('message')}")
+
+    def sleep(self, server: Control, discard: bool) -> None:
+        if discard:
+            server.post("/update_weight_version", {"new_version": "unknown", "abort_all_requests": True})
+        server.post("/release_memory_occupation", {"tags": TAGS})
+
+    def wake(self, server: Control, tag: str) -> None:
+        server.post("/resume_memory_occupation", {"tags": [tag]})
 
     def adapt(self, server: Control, policy: Policy, previous: str | None) -> None:
         assert policy.adapter is not None

@@ -3,6 +3,9 @@
 Weights reach it by its development endpoints (VLLM_SERVER_DEV_MODE=1): a reload of a folder, or its weight transfer
 with the engine of `vllm_plugin`. It must run with `--logprobs-mode processed_logprobs`: without it,
 log-probabilities are those before the temperature.
+
+A sleeping server frees its GPUs for the trainer: level 2 discards weights, level 1 keeps them in host memory. vLLM for
+CPU refuses `--enable-sleep-mode`, and answers the calls without an effect.
 """
 
 from __future__ import annotations
@@ -24,6 +27,9 @@ from rlhf.tuning.rollout.servers.protocol import (
 )
 from rlhf.tuning.rollout.servers.transfer import Transfer
 
+SLEEPERS_SHARE = "0.6"
+"""Share of a GPU's memory for an awake server of those that sleep; the trainer's policy has to fit next to it."""
+
 
 class VLLM:
     """vLLM, and servers with the same `/v1/completions`; stateless. Methods are documented for all kinds."""
@@ -37,15 +43,18 @@ class VLLM:
     always_seeds = False
     """Whether requests have seeds also where settings ask for none: those of a kind that samples as fast with them."""
 
-    def arguments(self, folder: Path, port: int, dtype: str, context: int, adapters: bool, seed: int = 0) -> list[str]:
+    def arguments(
+        self, folder: Path, port: int, dtype: str, context: int, adapters: bool, seed: int = 0, sleeps: bool = False
+    ) -> list[str]:
         """Return the command-line arguments that make it serve a model folder on loopback.
 
         context: longest prompt with its completion. adapters: whether it must accept LoRA adapters. seed: of requests
-        without one.
+        without one. sleeps: whether it must be able to free its GPUs' memory.
         """
         arguments = ["--model", str(folder), "--served-model-name", "policy", "--host", "127.0.0.1"]
         arguments += ["--port", str(port), "--dtype", dtype, "--max-model-len", str(context)]
         arguments += ["--logprobs-mode", "processed_logprobs", "--seed", str(seed)]
+        arguments += ["--enable-sleep-mode", "--gpu-memory-utilization", SLEEPERS_SHARE] if sleeps else []
         return [*arguments, *(["--enable-lora"] if adapters else [])]
 
     def environment(self, key: str = "") -> dict[str, str]:
@@ -141,6 +150,17 @@ class VLLM:
                 server.post("/finish_weight_update")
             raise
         server.post("/finish_weight_update")
+
+    def sleep(self, server: Control, discard: bool) -> None:
+        """Make it end its requests and free its GPUs' memory. discard: without a copy of its weights on the host."""
+        if discard:
+            # It must not report weights that are gone.
+            server.post("/update_weight_version", {"new_version": "unknown"})
+        server.post(f"/sleep?level={2 if discard else 1}&mode=abort")
+
+    def wake(self, server: Control, tag: str) -> None:
+        """Make a sleeping server take memory for `weights` or `kv_cache`. Discarded weights come back as garbage."""
+        server.post(f"/wake_up?tags={tag}")
 
     def adapt(self, server: Control, policy: Policy, previous: str | None) -> None:
         """Make it load the adapter next to its dense weights, and drop the previous one."""
