@@ -62,6 +62,8 @@ def launch(
         if name is not None and (begun := before(Store(recipe.store), recipe, name)) is not None:
             err.print(f"run {name} continues (try {begun.get('tries', 1) + 1}); finished stages are reused")
         plain = no_prefect or not (force or only or standing) and _is_cached(recipe)
+        if plain and not no_prefect:
+            interrupt_at_sigterm()
         status = (run_plain if plain else run_with_prefect)(
             recipe, name=name, force=force, only=only, standing=standing
         )

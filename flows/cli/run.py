@@ -129,7 +129,8 @@ def plan(
         out.print(f"{group[0].state:<6} {label}{count}{nearest}")
         for reason in group[0].reasons if group[0].state == "miss" else ():
             out.print(f"         {reason}")
-    for line in [*(f"  {row}" for row in rows_by_source(sources)), *(f"! {remark}" for remark in remarks)]:
+    rows = rows_by_source(sources) if sources else ()
+    for line in [*(f"  {row}" for row in rows), *(f"! {remark}" for remark in remarks)]:
         out.print(line)
     more = f" and {untimed} stages of kinds that were never computed" if untimed else ""
     guess = f"; about {sum(known):.0f} s by earlier times of such stages, without start-up{more}" if known else ""

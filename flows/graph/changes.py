@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import os
 import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -15,6 +16,7 @@ from rlhf.stages.contract.source_archive import kept
 from rlhf.stages.prepare.settings import ALONE
 from rlhf.stages.store.artifacts import Artifact, Store
 from rlhf.stages.store.keys import differences
+from rlhf.stages.store.work import OUT
 
 MOST_COMPARED = 20
 """Number of newest artifacts of a node that are compared; each is a manifest to read."""
@@ -37,7 +39,7 @@ def reasons_of(
     runs: records, oldest first.
     """
     work = store.scratch / "work" / node.stage / key
-    begun = [f"resumes from work in progress ({work})"] if work.exists() and any(work.iterdir()) else []
+    begun = [f"resumes from work in progress ({work})"] if _has_kept(work) else []
     entries = [(r, e) for r in reversed(runs) if (e := r["nodes"].get(node.name)) and e["stage"] == node.stage]
     same = [e for _, e in entries if e["key"] == key]
     if same:
@@ -56,6 +58,11 @@ def reasons_of(
     made = str(artifact.manifest.get("run"))
     name = made if any(r["name"] == made for r in runs) else str(record["name"])
     return [*_described(store, node, artifact.manifest["key_parts"], parts), *begun], name
+
+
+def _has_kept(work: Path) -> bool:
+    """Whether a work folder has more than empty folders and the output of a killed try, which no other try reads."""
+    return any(files for folder, _, files in os.walk(work) if f"/{OUT}." not in folder.removeprefix(str(work)))
 
 
 def _nearest(

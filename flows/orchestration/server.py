@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import fcntl
 import os
+import re
 import secrets
 import socket
 import subprocess
@@ -31,6 +32,10 @@ RESTARTS = 10
 """The pauses between them last through an outage of minutes."""
 FIRST_PAUSE_SECONDS, LONGEST_PAUSE_SECONDS = 1.0, 60.0
 
+FILES = (".env", "prefect.toml", "pyproject.toml")
+"""Files of the current folder that Prefect reads."""
+_SERVER = re.compile(r"PREFECT_API_URL|profiles_path|^\s*\[(tool\.prefect\.)?api\]|\bapi\b.*\burl\b", re.M | re.I)
+
 
 class ServerFailed(RuntimeError):
     """The private server did not come up."""
@@ -39,7 +44,14 @@ class ServerFailed(RuntimeError):
 def may_be_set() -> bool:
     """Whether Prefect may be configured to use a server, without its import of two seconds."""
     home = Path(os.environ.get("PREFECT_HOME", "~/.prefect")).expanduser()
-    return "PREFECT_API_URL" in os.environ or (home / "profiles.toml").exists()
+    named = "PREFECT_API_URL" in os.environ or "PREFECT_PROFILES_PATH" in os.environ
+    return named or (home / "profiles.toml").exists() or any(map(_names_a_server, FILES))
+
+
+def _names_a_server(file: str) -> bool:
+    with contextlib.suppress(OSError):
+        return _SERVER.search(Path(file).read_text(errors="replace")) is not None
+    return False
 
 
 def reach_directly() -> None:

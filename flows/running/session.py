@@ -223,7 +223,7 @@ class Session:
 
             def waits(line: str) -> None:
                 self._at[name] = f" ({line})"
-                self.line(line)
+                self.line(f"{name}: {line}")
 
             with lease(self.store, node.stage, key, waits, self.check) as token:
                 # Another run that held the lease may have made it meanwhile.

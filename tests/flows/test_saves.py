@@ -162,7 +162,7 @@ def test_a_run_that_is_interrupted_while_it_waits_for_another_says_so(run, store
     class Interrupted(ConsoleReporter):
         def line(self, text):
             super().line(text)
-            if "is being made by" in text:
+            if "prepare: prepare is being made by" in text:
                 # As by Ctrl-C; a signal could meet a garbage collection, which would swallow it.
                 raise KeyboardInterrupt
 

@@ -18,6 +18,7 @@ from rlhf.flows.running.record_writer import now
 from rlhf.stages.auditing.audit import LAWS
 from rlhf.stages.store.artifacts import Store
 from tests.flows.commands import typed
+from tests.flows.prefect_server import PROJECT
 from tests.support import RLHF, free_port, write_files
 
 
@@ -96,6 +97,8 @@ def test_plan_tells_what_a_run_would_do(rlhf_here, smoke_store):
     )
     assert re.search(r"^hit +reward$", out, re.MULTILINE)
     assert "the rounds compile at most 4 programs to train and 6 to decode" in out
+    assert "rows by source" in out
+    assert "rows by source" not in rlhf_here("plan", "smoke", *sets, "--set", "data.sft_fraction=0.3").stdout
 
 
 def test_plan_config_prints_a_recipe_that_reads_back_with_presets_and_defaults(tmp_path):
@@ -390,6 +393,7 @@ def started(monkeypatch, tmp_path):
     monkeypatch.setattr("rlhf.flows.running.runner.run_plain", lambda recipe, **_: ways.append("plain"))
     monkeypatch.setenv("PREFECT_HOME", str(tmp_path / "no-profiles"))
     monkeypatch.delenv("PREFECT_API_URL", raising=False)
+    monkeypatch.delenv("PREFECT_PROFILES_PATH", raising=False)
     return ways
 
 
@@ -401,4 +405,26 @@ def test_a_run_that_is_cached_starts_no_private_server(smoke_store, started, mon
     # A configured server shows cached runs too.
     monkeypatch.setenv("PREFECT_API_URL", "http://127.0.0.1:4200/api")
     launch.launch(recipe, False)
-    assert started == ["plain", "prefect", "prefect", "prefect"]
+    monkeypatch.delenv("PREFECT_API_URL")
+    monkeypatch.setenv("PREFECT_PROFILES_PATH", "/run/secrets/profiles.toml")
+    launch.launch(recipe, False)
+    assert started == ["plain", "prefect", "prefect", "prefect", "prefect"]
+
+
+@pytest.mark.parametrize(
+    ("file", "text", "way"),
+    [
+        ("prefect.toml", (PROJECT / "prefect.toml").read_text(), "plain"),
+        ("pyproject.toml", (PROJECT / "pyproject.toml").read_text(), "plain"),
+        ("prefect.toml", '[api]\nurl = "http://127.0.0.1:4200/api"\n', "prefect"),
+        ("prefect.toml", 'api.url = "http://127.0.0.1:4200/api"\n', "prefect"),
+        ("prefect.toml", 'profiles_path = "/run/profiles.toml"\n', "prefect"),
+        ("pyproject.toml", '[tool.prefect.api]\nurl = "http://127.0.0.1:4200/api"\n', "prefect"),
+        (".env", "PREFECT_API_URL=http://127.0.0.1:4200/api\n", "prefect"),
+    ],
+)
+def test_a_server_that_a_file_names_shows_cached_runs_too(smoke_store, started, monkeypatch, tmp_path, file, text, way):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / file).write_text(text)
+    launch.launch(load_recipe("smoke", sets=[f"store={smoke_store}"]), False)
+    assert started == [way]

@@ -49,6 +49,14 @@ def test_sigterm_ends_a_run_without_prefect_as_interrupted(started, tmp_path):
     assert psutil.wait_procs(begun, timeout=10)[1] == []
 
 
+def test_sigterm_ends_a_cached_run_that_starts_no_server_as_interrupted(started, store, tmp_path):
+    run = started("run", "smoke", "--name", "drained", "--store", str(store), PREFECT_HOME=str(tmp_path))
+    until(lambda: Store(str(store)).read_json("runs", "drained", "run.json"))
+    run.terminate()
+    assert run.wait(timeout=30) == 130
+    assert Store(str(store)).read_json("runs", "drained", "run.json")["status"] == "interrupted"
+
+
 def test_signals_that_come_together_are_one_interruption_and_do_not_end_its_recording(started, tmp_path):
     """Slurm sends SIGTERM to all processes of a job, among them a script that sends Ctrl-C to the run."""
     run = started("run", "smoke", "--no-prefect", "--name", "stopped", "--store", str(tmp_path / "store"))

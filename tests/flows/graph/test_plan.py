@@ -115,7 +115,13 @@ def test_an_artifact_that_is_gone_or_damaged_is_a_miss_and_stays_where_it_is(sto
 def test_work_in_progress_is_told(store):
     entry = Store(str(store)).read_json("runs", "first", "run.json")["nodes"]["sft"]
     shutil.rmtree(store / "artifacts" / "sft")
-    (store / "work" / "sft" / entry["key"] / "checkpoints").mkdir(parents=True)
+    work = store / "work" / "sft" / entry["key"]
+    # A killed try leaves its output, which no other try reads.
+    for folder in (work / "checkpoints" / "3", work / "out.1a2b"):
+        folder.mkdir(parents=True)
+    (work / "out.1a2b" / "part").touch()
+    assert planned(store)["sft"].reasons == ["its artifact is gone or damaged"]
+    (work / "checkpoints" / "3" / "state").touch()
     assert any("resumes from work in progress" in r for r in planned(store)["sft"].reasons)
 
 
