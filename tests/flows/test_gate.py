@@ -159,16 +159,6 @@ def test_prefect_tells_the_ends_of_nights_apart(tmp_path, rlhf):
 
 
 @pytest.mark.slow
-def test_the_champion_of_a_store_on_s3(tmp_path, rlhf, s3):
-    nights = Nights(tmp_path, rlhf, store=f"{s3}/nights")
-    nights.run("one")
-    assert nights.champion() == "1 one"
-    nights.has(records(32, BAD))
-    assert nights.run("two", code=3)["status"] == "refused"
-    assert nights.champion() == "1 one" and len(registry.history(nights.store, "champion")) == 1
-
-
-@pytest.mark.slow
 def test_a_champion_of_another_tokenizer_or_one_that_is_gone_is_told_before_any_training(tmp_path, rlhf):
     nights = Nights(tmp_path, rlhf)
     first = nights.run("first")

@@ -61,12 +61,6 @@ def test_the_run_s_limit_ends_retries_too(tmp_path, hanging):
         run_plain(recipe(tmp_path, "limits={stage_seconds: 0.2, run_seconds: 3}", "retries=1000"), name="late")
 
 
-def test_the_command_of_a_run_past_its_limit_tells_it_and_fails(rlhf, tmp_path):
-    options = ["--no-prefect", "--name", "late", "--store", tmp_path, "--set", "limits.run_seconds=1e-9"]
-    done = rlhf("run", "smoke", *options, code=1)
-    assert done.stderr.startswith("failed: run late took longer") and "Traceback" not in done.stderr
-
-
 def test_no_limit_is_in_a_key_or_makes_another_run(tmp_path):
     plain, limited = recipe(tmp_path), recipe(tmp_path, "limits={stage_seconds: 60, run_seconds: 600}")
     first = [key_of(key_parts(node, {})) for node in (build(plain)[0], build(limited)[0])]

@@ -99,18 +99,6 @@ def record(folder: Path, name: str) -> dict[str, Any]:
     return found
 
 
-@pytest.mark.slow
-def test_the_deployment_is_listed_with_its_schedule(prefect: Prefect) -> None:
-    assert f"{FLOW}/default" in prefect.command("deployment", "ls")
-    found = prefect.get(f"/deployments/name/{FLOW}/default")
-    assert [s["schedule"] for s in found["schedules"]] == [{"cron": "0 2 * * *", "timezone": "UTC", "day_or": True}]
-    assert not found["schedules"][0]["active"] and not found["paused"]
-    assert found["global_concurrency_limit"]["limit"] == 1
-    assert found["concurrency_options"]["collision_strategy"] == "ENQUEUE"
-    assert found["pull_steps"] == [{"prefect.deployments.steps.set_working_directory": {"directory": str(PROJECT)}}]
-    assert found["parameters"] == {"recipe": "demo"}
-
-
 def test_the_form_describes_every_field_of_the_recipe(prefect: Prefect) -> None:
     schema = prefect.get(f"/deployments/name/{FLOW}/default")["parameter_openapi_schema"]
     sections = {"base", "data", "sft", "reward", "rl", "evaluate", "export", "seed", "store", "retries"}

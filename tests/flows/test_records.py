@@ -88,12 +88,6 @@ def test_a_name_that_stands_for_no_run_or_for_several_is_refused(four_runs, name
         candidates(four_runs, name)
 
 
-def test_the_newest_runs_are_listed_and_the_others_counted(four_runs, monkeypatch):
-    monkeypatch.setattr("rlhf.flows.records.LISTED", 2)
-    with pytest.raises(UnknownRun, match=r"; there are twin-of-demo, smoke-x and 3 older \(`rlhf runs`\)$"):
-        candidates(four_runs, "nothing-like-it")
-
-
 OF_A_RUN = '"name": "x", "started": "2026", "recipe": {}'
 
 

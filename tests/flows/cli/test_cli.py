@@ -365,10 +365,6 @@ def test_a_reward_function_in_the_current_folder_is_found(rlhf, store, record):
     assert mine["round-000.rollout"]["state"] == "hit"
     assert mine["round-000.score"]["metrics"]["reward_mine"] < 0
     assert mine["round-000.score"]["metrics"]["failed"] == 0
-    (folder / "my_rewards.py").write_text(code.replace("-float", "float"))
-    out = rlhf("plan", "smoke", *words, cwd=folder).stdout
-    assert re.search(r"^miss +round-000\.score  \(nearest: run mine\)\n +code my_rewards changed\n", out, re.MULTILINE)
-    assert "my_rewards.py:2 +     return [float(len(c)) for c in completions]" in out
 
 
 def test_an_option_that_only_the_settings_refuse_is_a_usage_error(rlhf_here, smoke_store):

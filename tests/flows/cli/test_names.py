@@ -201,13 +201,6 @@ def test_rescore_takes_the_newest_run_with_all_rollouts_and_leaves_no_victim(sto
     assert {p.name for p in (store / "runs").iterdir()} == runs
 
 
-def test_plan_with_rollouts_of_an_unfinished_run_is_one_line(store):
-    unfinished(Store(str(store)))
-    done = typed("plan", "smoke", "--set", "rl.rollouts_from=k1", "--store", store, code=2)
-    assert done.stderr.count("\n") == 1
-    assert "error: --set rl.rollouts_from: run k1 has no finished round-001.rollout" in done.stderr
-
-
 def test_names_of_runs_are_whole_where_no_terminal_shows_them(store, monkeypatch):
     monkeypatch.setenv("COLUMNS", "80")
     name = "smoke-with-a-name-that-is-longer-than-any-that-two-words-could-ever-make"

@@ -131,13 +131,6 @@ def test_a_file_of_the_data_is_named(tmp_path, monkeypatch, source, told):
     assert made.why(setting) == ([f"data.source {data / source}{told} has other content"], "before")
 
 
-def test_a_folded_line_has_its_first_and_last_round_and_their_stages():
-    rounds = [n for n in build(load_recipe("smoke")) if n.name.startswith("round-")]
-    hits = rounds[: [n.name for n in rounds].index("round-002.rollout") + 1]
-    ((label, _),) = _folded([Planned(node, "hit", [], None) for node in hits])
-    assert label == "rounds 0 to 2: rollout, score, update"
-
-
 def test_folded_lines_say_which_rounds_and_stages_they_are_about(smoke_store):
     sets = [f"store={smoke_store}", "rl.update.clip_high=0.3", "rl.refills=1"]
     planned = plan(load_recipe("smoke", sets=sets))

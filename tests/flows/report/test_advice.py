@@ -11,6 +11,7 @@ HEALTHY = {"entropy": [1.0] * 3, "kl": [0.01] * 3, "mean_length": [5.0] * 3, "ze
     ("change", "title"),
     [
         ({}, None),
+        ({"entropy": [0.9, 0.2, 0.01]}, "Entropy collapse"),
         ({"zero_variance": [0.6, 0.7, 0.8], "pass_rate": [0.0, 0.05, 0.0]}, "Dead groups"),
         ({"zero_variance": [0.95, 0.96, 1.0], "pass_rate": [0.9, 0.95, 1.0]}, "Reward saturation"),
         ({"mean_length": [5.0, 8.0, 12.0], "pass_rate": [0.4, 0.4, 0.3]}, "Length hacking"),

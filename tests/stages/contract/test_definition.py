@@ -36,9 +36,7 @@ def test_every_role_that_a_stage_reads_is_made():
 @pytest.mark.parametrize(
     ("name", "metrics", "shown"),
     [
-        ("base", {"parameters": 134_515_008}, "134.5 M parameters"),
         ("prepare", {"rows": {"sft": 3, "prompts": 4}}, "sft 3  prompts 4"),
-        ("reward", {"loss": 0.5}, "loss 0.5000"),
         ("reward", {"loss": 0.5, "heldout_accuracy": 0.75, "calibration_error": 0.1},
          "loss 0.5000  held-out accuracy 0.750  calibration error 0.100"),
         ("distill", {"loss": 1, "heldout_divergence_before": 2.0, "heldout_divergence": 1.5},
@@ -50,7 +48,6 @@ def test_every_role_that_a_stage_reads_is_made():
         ("score", {"reward": None, "reward_j": None, "zero_variance": None, "failed": 1.0,
                    "failures": {"j: RuntimeError: boom": 32, "j: timeout after 1 s": 1}},
          "reward none  failed 1.00 (j: RuntimeError: boom)"),
-        ("export", {"bytes": 5.4e8}, "540.0 MB"),
     ],
 )  # fmt: skip
 def test_figures_are_those_whose_metrics_are_there(name, metrics, shown):

@@ -274,6 +274,7 @@ def unedited(tree):
         ("stages/sft.py", "return metrics |", "return {} | metrics |", {"sft"}),
         # What a stage is called and shows, and where it stands in a run, is in no key.
         ("stages/sft.py", 'title="SFT"', 'title="Tuned"', set()),
+        ("stages/sft.py", '"""Supervised fine-tuning."""', '"""SFT."""', set()),
         ("stages/score/stage.py", '"completions": 0', '"completions": 1', {"score"}),
         (
             "tuning/settings.py",

@@ -291,15 +291,6 @@ def test_a_file_without_records_is_told_by_its_name(run, tmp_path):
         run(Config(source=write(tmp_path / "empty.jsonl", [])))
 
 
-def test_prompts_without_answers(run):
-    metrics, out = run(Config(source="words", splits=["prompts", "heldout"]))
-    assert metrics["rows"]["prompts"] + metrics["rows"]["heldout"] == metrics["records"]["read"]
-    assert metrics["constant_answer_baseline"] is None
-    assert sorted(path.name for path in out.iterdir()) == [
-        *("card.html", "dead", "heldout", "prompts", "statistics.json")
-    ]
-
-
 def test_evaluation_prompts_are_in_the_key_by_content(tmp_path):
     path = tmp_path / "evaluation.jsonl"
 

@@ -9,7 +9,6 @@ import numpy as np
 import pytest
 from pydantic import ValidationError
 
-from rlhf.stages.common import journal
 from rlhf.stages.common.journal import Journal
 from rlhf.stages.common.sandboxed_code import suspect_code
 from rlhf.stages.sampling.groups import read_scored, read_turns
@@ -234,14 +233,6 @@ def test_a_score_of_the_reward_model_that_is_not_finite_is_a_failure(tmp_path, r
     ctx.memory[f"scorer:{rollouts.digest}"] = (CONFIG, params)
     with pytest.raises(TooManyFailures, match="reward model .* failed on 6 of 6 .*not finite: nan"):
         score.run(ctx)
-
-
-def test_calls_that_take_long_are_logged_before_their_shard_ends(tmp_path, rollouts, monkeypatch):
-    monkeypatch.setattr(journal, "TELL_SECONDS", -1.0)
-    ctx, log = context(tmp_path / "a", rollouts, rewards={"exact": Reward(function="exact_match")}, shard_completions=6)
-    score.run(ctx)
-    told = [line for line in log if line.startswith("reward exact: ") and line.endswith(" calls")]
-    assert told and told == [f"reward exact: {n + 1} of {len(told)} calls" for n in range(len(told))]
 
 
 def test_where_code_is_run_the_metrics_say_what_it_can_reach(tmp_path, rollouts):

@@ -262,12 +262,17 @@ def test_calls_and_text_that_a_template_leaves_out_take_of_the_sessions_tokens()
     assert session.open("chat" + "t" * 16_000, None, [1], messages=[], signatures=(), policy=None).size == 1128
 
 
-def test_readers_of_a_large_session_stop_nobody(live):
+def with_a_large_one(calls):
     sessions = Sessions(max_sessions=3, tokens=10**8)
     session = sessions.of_call("big")
-    for _ in range(20):
+    for _ in range(calls):
         call = session.open("chat", None, [7] * 10_000, messages=[], signatures=(), policy=None)
         session.keep(call, {"content": "x"}, ("assistant", "x", ()))
+    return sessions
+
+
+def test_readers_of_a_large_session_stop_nobody(live):
+    sessions = with_a_large_one(calls=20)
     slowest = 0.0
     with serving(served(live, sessions=sessions)) as url, ThreadPoolExecutor(10) as pool:
         asked = [pool.submit(httpx.get, f"{url}/sessions/big", timeout=60) for _ in range(10)]
@@ -279,11 +284,7 @@ def test_readers_of_a_large_session_stop_nobody(live):
 
 
 def test_readers_that_take_nothing_of_a_large_session_hold_no_request_and_little_memory(live):
-    sessions = Sessions(max_sessions=3, tokens=10**8)
-    session = sessions.of_call("big")
-    for _ in range(100):
-        call = session.open("chat", None, [7] * 10_000, messages=[], signatures=(), policy=None)
-        session.keep(call, {"content": "x"}, ("assistant", "x", ()))
+    sessions = with_a_large_one(calls=100)
     process = psutil.Process()
     asked = {"prompt": "ab", "max_tokens": 1}
     with serving(served(live, sessions=sessions)) as url, contextlib.ExitStack() as open_sockets:

@@ -160,13 +160,6 @@ def test_a_place_is_found_without_a_look_at_all_of_them():
     assert 0 < Size.looks <= 4096 * 13
 
 
-def test_layout_holds_whole_groups_and_stays_in_the_budget():
-    groups = ragged_groups(6, count=10)
-    layout = choose_rows([groups], 512)
-    assert layout.row_tokens >= max(g.size for g in groups)
-    assert layout.row_tokens * layout.rows <= 512
-
-
 @pytest.mark.parametrize("value", [1, 8, 9, 12, 13, 100, 1000])
 def test_buckets_hold_their_value_and_waste_at_most_a_third(value):
     size = bucket(value)
@@ -252,22 +245,6 @@ def test_pairs_that_are_longer_than_those_that_chose_the_rows_keep_their_order(p
         batches = micro_batches(late, layout=layout, completion_tokens=512)
     slots = np.concatenate([batch.ids_C[batch.ids_C >= 0] for batch in batches]).reshape(-1, 2)
     assert sorted(map(tuple, slots.tolist())) == [(0, 1), (2, 3), (4, 5)]
-
-
-def test_pairs_longer_than_a_row_of_others_stay_in_neighbouring_slots():
-    rng = np.random.default_rng(0)
-    pairs = [
-        Group([1] * 40, [[2] * int(n), [3] * int(m)], [2 * i, 2 * i + 1])
-        for i, (n, m) in enumerate(rng.integers(300, 700, (6, 2)))
-    ]
-    largest = max(g.size for g in pairs)
-    assert largest > 1024
-    layout = choose_rows([pairs], 2048, largest)
-    batches = micro_batches(pairs, layout=layout, completion_tokens=bucket(700))
-    slots = [b.ids_C[b.ids_C >= 0].reshape(-1, 2) for b in batches]
-    assert sorted(np.concatenate(slots).tolist()) == [[2 * i, 2 * i + 1] for i in range(6)]
-    split = micro_batches(pairs, layout=choose_rows([pairs], 2048), completion_tokens=bucket(700))
-    assert any(b.ids_C[0] % 2 or b.ids_C[1] != b.ids_C[0] + 1 for b in split)
 
 
 def test_parts_of_a_trajectory_share_a_slot_and_a_micro_batch():

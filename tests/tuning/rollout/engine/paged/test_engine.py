@@ -53,6 +53,13 @@ def ended(engine, requests, arriving=8):
     return [[found[i][s] for s in range(r.samples)] for i, r in enumerate(requests)], lost
 
 
+def assert_same(found, wanted):
+    for mine, its in zip(found, wanted, strict=True):
+        assert [(c.tokens, c.stop) for c in mine] == [(c.tokens, c.stop) for c in its]
+        for one, other in zip(mine, its, strict=True):
+            np.testing.assert_allclose(one.logps, other.logps, atol=1e-5)
+
+
 @functools.cache
 def expected():
     """What slots give for the mixed requests."""
@@ -68,10 +75,7 @@ def test_mixed_requests_get_from_pages_what_they_get_from_slots(pages):
     requests, wanted = expected()
     engine = paged(pages)
     found, _ = ended(engine, requests)
-    for mine, its in zip(found, wanted, strict=True):
-        assert [(c.tokens, c.stop) for c in mine] == [(c.tokens, c.stop) for c in its]
-        for one, other in zip(mine, its, strict=True):
-            np.testing.assert_allclose(one.logps, other.logps, atol=1e-5)
+    assert_same(found, wanted)
     assert engine.cache_bytes <= pages * page_bytes(CONFIG, PAGE, "float32", None)
     # Nothing is held by nobody, and programs are few.
     assert engine._seats._pages.held == 0
@@ -86,10 +90,7 @@ def test_the_kernel_for_gpus_gives_the_same_samples(monkeypatch):
     engine = paged(9)
     found, _ = ended(engine, requests)
     assert engine._seats.cache[0].keys() == {"by_head"}
-    for mine, its in zip(found, wanted, strict=True):
-        assert [(c.tokens, c.stop) for c in mine] == [(c.tokens, c.stop) for c in its]
-        for one, other in zip(mine, its, strict=True):
-            np.testing.assert_allclose(one.logps, other.logps, atol=1e-5)
+    assert_same(found, wanted)
 
 
 def test_a_run_that_loses_its_pages_goes_on_with_the_same_tokens():
@@ -101,9 +102,8 @@ def test_a_run_that_loses_its_pages_goes_on_with_the_same_tokens():
     engine = paged(8)
     found, lost = ended(engine, requests)
     assert lost > 0 == nothing
-    for (mine,), (its,) in zip(found, wanted, strict=True):
-        assert (mine.tokens, mine.stop) == (its.tokens, its.stop) and len(mine.tokens) == 50
-        np.testing.assert_allclose(mine.logps, its.logps, atol=1e-5)
+    assert_same(found, wanted)
+    assert {len(completion.tokens) for (completion,) in found} == {50}
     assert engine._seats._pages.held == 0
 
 
@@ -123,10 +123,8 @@ def test_every_kind_of_attention_gives_what_slots_give(kind):
     engine = paged(config=config, params=params)
     requests = requests_of(5, seed=3, sampling=Sampling(), samples=2, max_tokens=16)
     found, _ = ended(engine, requests)
-    for i, completions in slots(config, params).run(requests):
-        assert [c.tokens for c in found[i]] == [c.tokens for c in completions]
-        for one, other in zip(found[i], completions, strict=True):
-            np.testing.assert_allclose(one.logps, other.logps, atol=1e-5)
+    wanted = dict(slots(config, params).run(requests))
+    assert_same(found, [wanted[i] for i in range(len(requests))])
 
 
 def fed_tokens(engine):
