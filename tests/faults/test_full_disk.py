@@ -8,7 +8,7 @@ import pytest
 from tests.support import RLHF, can_mount
 
 SCRIPT = """
-mount -t tmpfs -o size=2m none "$1" || exit 9
+mount -t tmpfs -o size=3m none "$1" || exit 9
 run() { "$2" run smoke --no-prefect --store "$1/s" --only sft --set sft.epochs=1; echo "status $?"; }
 run "$@"
 "$2" runs --store "$1/s"
