@@ -191,10 +191,10 @@ def make_room(downloads: Path, size: int) -> None:
 
     The least recently used ones go first; those that were used in the last `UNUSED_SECONDS` stay.
     """
-    # Other processes remove some too.
+    # Other processes remove some too, and begin to use others.
     with contextlib.suppress(FileNotFoundError):
-        for used, path in sorted((path.stat().st_mtime, path) for path in downloads.glob("*/*")):
-            if used < time.time() - UNUSED_SECONDS and shutil.disk_usage(downloads).free < size:
+        for path in sorted(downloads.glob("*/*"), key=lambda path: path.stat().st_mtime):
+            if path.stat().st_mtime < time.time() - UNUSED_SECONDS and shutil.disk_usage(downloads).free < size:
                 shutil.rmtree(path, ignore_errors=True)
 
 
