@@ -64,11 +64,11 @@ def write_flat(paths: Sequence[str | Path], completions: Sequence[str], folder: 
                     f"{folder}: a token id is {int(ids.min())}, expected ids from 0 on: prepare the data again"
                 )
             # Not `tofile`, whose error does not say that a disk is full.
-            tokens.write(ids)
-            masks.write(mask)
+            tokens.write(ids.data)
+            masks.write(mask.data)
             sizes.append(lengths)
             largest, masked = max(largest, int(ids.max(initial=0))), masked or has_mask
-    (folder / "offsets").write_bytes(np.cumsum(np.concatenate(sizes)))
+    (folder / "offsets").write_bytes(np.cumsum(np.concatenate(sizes)).data)
     _convert(folder / "offsets", np.int64, np.int64)
     _convert(folder / "tokens", np.int32, np.uint16 if largest < 1 << 16 else np.int32)
     if masked:
@@ -85,7 +85,7 @@ def _convert(path: Path, before: type, after: type) -> None:
     with path.open("rb") as source, path.with_suffix(".npy").open("wb") as array:
         np.lib.format.write_array_header_1_0(array, header)
         while block := source.read(_BLOCK):
-            array.write(np.frombuffer(block, before).astype(after))
+            array.write(np.frombuffer(block, before).astype(after).data)
 
 
 def load_flat(folder: Path, texts: int, mapped: bool = True) -> tuple[np.ndarray, np.ndarray | None, np.ndarray]:
