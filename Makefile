@@ -52,7 +52,7 @@ test-vllm: $(VENV)/.ready-dev $(VLLM_VENV)/.ready
 	VLLM_VENV=$(VLLM_VENV) $(BIN)/pytest -m vllm --numprocesses=0 -s $(ARGS)
 
 $(VLLM_VENV)/.ready: infra/vllm.sh
-	infra/vllm.sh $(VLLM_VENV) $(PYTHON)
+	infra/vllm.sh $(VLLM_VENV) cpu $(PYTHON)
 
 # What the accelerator of this machine computes, against float64; its packages go into .venv before (docs/guides/infra.md).
 test-device: $(VENV)/.ready-dev

@@ -29,3 +29,12 @@ compile --no-deps infra/.gpu.in -o infra/requirements-gpu-aot.txt
 # What the extra [gpu] adds to an image.
 printf 'jax-cuda13-plugin[with-cuda]==0.10.2\njax-cuda13-pjrt==0.10.2\n' > infra/.gpu.in
 compile infra/.gpu.in -o infra/requirements-gpu.txt
+# The same where the driver knows CUDA 12 alone.
+printf 'jax-cuda12-plugin[with-cuda]==0.10.2\njax-cuda12-pjrt==0.10.2\n' > infra/.gpu.in
+compile infra/.gpu.in -o infra/requirements-gpu-cuda12.txt
+# Servers, on Linux x86-64: each has an environment of its own, because both need older packages than this project. Their
+# wheels are built for CUDA 13. SGLang needs a pre-release of flash-attn-4, and glibc 2.34.
+echo "vllm==0.32.0" > infra/.vllm.in
+compile --python-platform x86_64-manylinux_2_28 infra/.vllm.in -o infra/requirements-vllm-cuda13.txt
+echo "sglang==0.5.23" > infra/.sglang.in
+compile --python-platform x86_64-manylinux_2_34 infra/.sglang.in -o infra/requirements-sglang-cuda13.txt

@@ -10,10 +10,12 @@ import textwrap
 import pytest
 
 from examples import agent, custom_stage, rl_loop, sft
+from tests.aot.shapes import MODELS
 from tests.judge_server import judge_server
 from tests.pages import ROOT
 
 EXAMPLES = ROOT / "examples"
+QWEN3_8B = EXAMPLES / "public" / "qwen3-8b.yaml"
 
 
 @pytest.mark.slow
@@ -86,3 +88,41 @@ def test_the_notebook_reads_a_run(smoke_store, tmp_path, monkeypatch):
             exec(compile("".join(cell["source"]), "read_a_run.ipynb", "exec"), names)
     assert list(names["rounds"].index) == [0, 1, 2] and len(names["first"]) == 32
     assert len(names["compared"]) == 32
+
+
+@pytest.fixture
+def gsm8k(tmp_path, monkeypatch):
+    """A folder with a few lines of GSM8K's form, and Qwen3-8B's shape without weights."""
+    monkeypatch.chdir(tmp_path)
+    lines = [json.dumps({"question": f"{n} + 2 = ?", "answer": f"A sum.\n#### {n + 2}"}) for n in range(24)]
+    (tmp_path / "train.jsonl").write_text("\n".join(lines[:16]))
+    (tmp_path / "test.jsonl").write_text("\n".join(lines[16:]))
+    shape = MODELS["qwen3-32b"] | {"hidden_size": 4096, "intermediate_size": 12288}
+    shape |= {"num_hidden_layers": 36, "num_attention_heads": 32}
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model" / "config.json").write_text(json.dumps(shape))
+    return tmp_path
+
+
+@pytest.mark.slow
+def test_the_page_of_qwen3_8b_has_the_sums_of_its_recipe(rlhf, gsm8k):
+    text = (ROOT / "docs" / "guides" / "qwen3-8b.md").read_text()
+
+    def held(on, *sets):
+        options = [word for value in ("base.source=model", *sets) for word in ("--set", value)]
+        found = rlhf("fit", str(QWEN3_8B), "--on", on, "--seconds", "1", "--json", *options, cwd=gsm8k).stdout
+        return {s["stage"]: f"{s['held'] / 1e9:.2f} GB" for s in json.loads(found)["stages"] if s["parts"]}
+
+    for stage, size in held("h100x8").items():
+        assert f"{stage}: fits, held {size}" in text
+    servers = "rl.rollout.engine={kind: vllm, version: '0.32.0', url: 'http://127.0.0.1:8004'}"
+    assert f"the update holds {held('h100x4', servers)['update']}" in text
+
+
+@pytest.mark.slow
+def test_the_recipe_of_qwen3_8b_runs_with_a_small_model(rlhf, gsm8k):
+    small = ("base.source=random:tiny", "rl.rounds=1", "rl.rollout.prompts=4", "rl.rollout.completions=2")
+    short = ("rl.update.prompts_per_step=2", "rl.rollout.max_tokens=8", "evaluate.max_tokens=8", "evaluate.problems=4")
+    options = [word for value in small + short for word in ("--set", value)]
+    assert "prepare" in rlhf("plan", str(QWEN3_8B), *options, cwd=gsm8k).stdout
+    rlhf("run", str(QWEN3_8B), "--no-prefect", *options, cwd=gsm8k)

@@ -20,11 +20,16 @@ import textwrap
 from pathlib import Path
 from typing import get_args
 
+import numpy as np
 import pytest
 
 from rlhf.flows.recipe.reading import RECIPES, load_recipe
 from rlhf.stages.common.settings import Optimizer
+from rlhf.tuning.algorithms.algorithm import Objective, Scored
+from rlhf.tuning.algorithms.algorithm import find as find_algorithm
+from rlhf.tuning.algorithms.flat import Column
 from rlhf.tuning.algorithms.registry import ALGORITHMS
+from rlhf.tuning.rewards.functions import find as find_reward
 from tests.pages import PACKAGES, PAGES, ROOT, Block, blocks_of, commands_of, text_of
 from tests.support import copy_project
 
@@ -173,3 +178,33 @@ def test_rules_that_the_code_cites_are_there():
             cited = set(re.findall(r"\(R\d+(?:, R\d+)*\)", file.read_text()))
             numbers = {n for group in cited for n in re.findall(r"R\d+", group)}
             assert numbers <= known, f"{file} cites {numbers - known}"
+
+
+@pytest.fixture
+def written(tmp_path, monkeypatch):
+    """Writes a Python file of a guide to an importable folder, and returns its module's name."""
+    monkeypatch.syspath_prepend(tmp_path)
+
+    def write(guide: str, file: str) -> str:
+        [block] = [b for b in blocks_of(Path("docs/guides") / guide) if b.file == file]
+        name = Path(file).stem
+        (tmp_path / f"{name}.py").write_text(block.text)
+        return name
+
+    return write
+
+
+def test_rewards(written):
+    shortest = find_reward(f"{written('rewards.md', 'shortest.py')}:shortest")
+    assert shortest(["?"] * 2, ["4", "so 4"], answer=["4", "4"]) == [1.0, 0.25]
+    brevity = find_reward(f"{written('extend.md', 'brevity.py')}:brevity")
+    assert brevity(["?"], ["ab"], completion_ids=[[7, 8]], tokens=8) == [0.75]
+
+
+def test_the_algorithm_compares_with_the_mean_of_the_round(written):
+    name = written("extend.md", "tuning/algorithms/round_mean.py")
+    mask = Column(np.ones((4, 2)).__getitem__, 4, 2, np.dtype(float))
+    penalty = Column.zeros(np.full(4, 2), 2, float)
+    scored = Scored(np.array([1.0, 0.0, 0.0, 1.0]), np.array([0, 0, 1, 1]), np.ones(4, bool), mask, penalty)
+    algorithm = find_algorithm(Objective(algorithm=f"{name}:algorithm"))
+    assert np.asarray(algorithm.advantages(scored)).tolist() == [0.5, -0.5, -0.5, 0.5]

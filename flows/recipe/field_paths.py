@@ -138,12 +138,13 @@ def whole(place: Sequence[str]) -> list[str]:
     return found
 
 
-def mappings_in(place: Sequence[str], value: Any) -> Iterator[Sequence[str]]:
-    """Yield the places in the value of a place that are mappings by the user's names, such as rewards."""
+def mappings_in(place: Sequence[str], value: Any) -> Iterator[tuple[Sequence[str], Any]]:
+    """Yield (place, mapping) of the mappings by the user's names in the value of a place, such as rewards."""
     model, is_entry = _section(place[:-1])
     field = None if is_entry else getattr(model, "model_fields", {}).get(place[-1])
-    if isinstance(value, dict) and field is not None and _is_mapping(field.annotation):
-        yield place
+    # An entry of a mapping may be a mapping that is no section.
+    if isinstance(value, dict) and (model is None or (field is not None and _is_mapping(field.annotation))):
+        yield place, value
     elif isinstance(value, dict):
         for name, inner in value.items():
             yield from mappings_in([*place, name], inner)

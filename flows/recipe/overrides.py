@@ -1,7 +1,8 @@
 """The recipe's fields as optional parameters of the flow, for `--param` and the form in Prefect's UI.
 
 Each section becomes a model with the same fields, descriptions and bounds, none of them required. A field that is not
-given stays as the recipe says; null is a value where the recipe allows it.
+given stays as the recipe says; null is a value where the recipe allows it. A mapping with names of the user's, such as
+rewards, takes the place of the recipe's.
 """
 
 from __future__ import annotations

@@ -5,7 +5,7 @@ from __future__ import annotations
 import difflib
 import json
 import re
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -68,8 +68,20 @@ def load_recipe(name: str, overrides: dict[str, Any] | None = None, sets: list[s
         raise RecipeError(f"{path}: a recipe is a mapping of sections, found {type(values).__name__}")
     # Names of runs and stores have small letters, digits and hyphens alone.
     values.setdefault("name", re.sub(r"[^a-z0-9]+", "-", path.stem.lower()).strip("-") or "recipe")
-    values, options = with_sets(merge(values, overrides or {}), sets or [])
+    for name, value in (overrides or {}).items():
+        # A form may send an empty mapping for a field that nobody has filled in.
+        values = _laid(values, [name], value, [place for place, mapping in mappings_in([name], value) if mapping])
+    values, options = with_sets(values, sets or [])
     return checked(values, path, node, options)
+
+
+def _laid(values: dict[str, Any], place: list[str], given: Any, replaced: list[Sequence[str]]) -> dict[str, Any]:
+    """Return the values with one more merged in at a place. Nothing stays of the mappings at the places `replaced`."""
+    for where, part in [*((mapping, None) for mapping in replaced), (place, given)]:
+        for name in reversed(where):
+            part = {name: part}
+        values = merge(values, part)
+    return values
 
 
 def with_sets(values: dict[str, Any], sets: list[str]) -> tuple[dict[str, Any], list[str]]:
@@ -90,10 +102,7 @@ def with_sets(values: dict[str, Any], sets: list[str]) -> tuple[dict[str, Any], 
             raise RecipeError(f"--set {item}: the value cannot be read: {e}") from e
         _check_items(values, parts, item)
         # A mapping takes the place of the recipe's, or no option could take a reward away.
-        for where, part in [*((place, None) for place in mappings_in(parts, given)), (parts, given)]:
-            for name in reversed(where):
-                part = {name: part}
-            values = merge(values, part)
+        values = _laid(values, parts, given, [place for place, _ in mappings_in(parts, given)])
     return values, options
 
 

@@ -6,12 +6,12 @@ and `max_mismatch_kl` limits how far the policies may drift.
 
 from __future__ import annotations
 
-import copy
 from pathlib import Path
 from typing import Any
 
 from rlhf.flows.recipe.model import Recipe, RecipeError
 from rlhf.flows.recipe.reading import checked, with_sets
+from rlhf.flows.recipe.recorded import as_written
 from rlhf.stages.store import runs
 from rlhf.stages.store.artifacts import Store
 
@@ -26,7 +26,7 @@ def rescored(record: dict[str, Any], rewards: list[str], sets: list[str], store:
 
     rewards: FUNCTION or NAME=FUNCTION; if empty, the recipe's rewards with the changes of `sets`. Raises RecipeError.
     """
-    values = copy.deepcopy(record["recipe"])
+    values = record["recipe"]
     if not values.get("rl"):
         raise RecipeError(f"run {record['name']} has no rounds of RL: there are no rollouts to score again")
     if fork := values.get("fork"):
@@ -36,14 +36,13 @@ def rescored(record: dict[str, Any], rewards: list[str], sets: list[str], store:
         )
     if not rewards and not sets:
         raise RecipeError("nothing would change: name a --reward, or --set a field of rl.score")
+    values = as_written(checked(values, Path(f"run {record['name']}")))
     rl = values["rl"]
     if rewards:
         rl["score"]["rewards"] = _all_named(rewards)
     # The rollouts of a rescored run belong to the sampling run, which may have sampled again since.
     source = rl.get("rollouts_from")
     rl["rollouts_from"] = source if source and _has_all(Store(store), source, record) else record["name"]
-    # The record has the weight of the old rewards.
-    rl["update"].pop("environment_weight", None)
     # Policies drift from those that sampled, and other rewards may leave a group without a signal.
     limit = rl["update"].get("max_mismatch_kl", MISMATCH)
     rl["update"] |= {"max_mismatch_kl": limit and max(limit, MISMATCH), "short_of_groups": "train"}

@@ -32,6 +32,9 @@ _CONTROL = re.compile(
     "[\\x00-\\x08\\x0b\\x0c\\x0e-\\x1f\\x7f-\\x84\\x86-\\x9f\\u202a-\\u202e\\u2066-\\u2069\\ud800-\\udfff]"
 )
 
+# To base 60, and to base 8.
+_ODD = re.compile(r".*:.*|[-+]?0[0-9_]+")
+
 
 class Unusable(ValueError):
     """A text that is not a recipe; `line` is None if it has none."""
@@ -102,6 +105,9 @@ def _count(node: yaml.Node, known: dict[int, int]) -> int:
         raise Unusable("a text has a control character", node.start_mark)
     if node.tag in _NUMBERS and len(text) > LONGEST:
         raise Unusable(f"a number of {len(text)} characters; {LONGEST} at most", node.start_mark)
+    if node.tag in _NUMBERS and _ODD.fullmatch(text):
+        value = _Loader("").construct_object(node)
+        raise Unusable(f"{text} is {value} in YAML 1.1: put a text in quotes", node.start_mark)
     if isinstance(node, yaml.MappingNode):
         _check_keys(node)
         parts = [value for _, value in node.value]

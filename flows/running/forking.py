@@ -3,20 +3,14 @@
 from __future__ import annotations
 
 import copy
-import json
 import re
 from pathlib import Path
 from typing import Any
 
-from pydantic import ValidationError
-
 from rlhf.flows.graph.build import Node, build
 from rlhf.flows.recipe.model import Recipe, RecipeError
 from rlhf.flows.recipe.reading import checked, with_sets
-from rlhf.stages.update.settings import Config as UpdateConfig
-
-FOLLOWS = ("temperature", "environment_weight")
-"""Settings of the update that are derived from others."""
+from rlhf.flows.recipe.recorded import as_written
 
 
 def forked(record: dict[str, Any], at: str, sets: list[str], store: str) -> Recipe:
@@ -26,7 +20,7 @@ def forked(record: dict[str, Any], at: str, sets: list[str], store: str) -> Reci
     Raises RecipeError if the run has not reached it, or cannot continue with these settings.
     """
     name = record["name"]
-    values = copy.deepcopy(record["recipe"])
+    values = record["recipe"]
     recipe = checked(values, Path(f"run {name}"))
     if match := re.fullmatch(r"round=(\d+)", at):
         number = int(match[1])
@@ -37,10 +31,8 @@ def forked(record: dict[str, Any], at: str, sets: list[str], store: str) -> Reci
     if "digest" not in entry:
         done = ", ".join(n for n, e in record["nodes"].items() if "digest" in e and not n.startswith("evaluate."))
         raise RecipeError(f"--at {at}: run {name} has no finished {node}; finished are {done or 'none'}")
-    values["fork"] = {"run": name, "node": node, "digest": entry["digest"], "earlier": earlier}
-    if values.get("rl"):
-        values["rl"]["update"] = _as_written(values["rl"]["update"])
-    values, options = with_sets(values, sets)
+    fork = {"run": name, "node": node, "digest": entry["digest"], "earlier": earlier}
+    values, options = with_sets(as_written(recipe) | {"fork": fork}, sets)
     return checked(values | {"store": store}, Path(f"run {name}"), options=options)
 
 
@@ -72,16 +64,3 @@ def _earlier(values: dict[str, Any], number: int) -> list[dict[str, Any]]:
         if not parts or parts[-1]["until"] < number:
             parts.append({"until": min(part["until"], number), "rl": copy.deepcopy(part["rl"])})
     return parts if number else []
-
-
-def _as_written(update: dict[str, Any]) -> dict[str, Any]:
-    """Return the settings of an update without its algorithm's defaults and derived settings.
-
-    A record has them all, and another algorithm or temperature brings other ones.
-    """
-    try:
-        plain = UpdateConfig.model_validate_json(json.dumps({"algorithm": update["algorithm"]})).model_dump(mode="json")
-    except ValidationError:
-        plain = {}
-    written = {k: v for k, v in update.items() if k == "algorithm" or v != plain.get(k, object())}
-    return {k: v for k, v in written.items() if k not in FOLLOWS}

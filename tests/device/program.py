@@ -28,6 +28,8 @@ CONFIG = DecoderConfig(
     rope_theta=1e5, norm_eps=1e-5, tie_embeddings=True, max_positions=2048,
 )  # fmt: skip
 PROMPTS, SAMPLES, TOKENS = 6, 4, 48
+LONG = 1100
+"""Tokens of a prompt whose completions have it to themselves in training, on a GPU and a TPU."""
 
 
 def drawn() -> Any:
@@ -56,6 +58,14 @@ def given() -> list[Group]:
     return _groups(completions)
 
 
+def given_long() -> list[Group]:
+    """One long prompt with completions that nobody sampled."""
+    rng = np.random.default_rng(3)
+    prompt = rng.integers(3, CONFIG.vocab_size, LONG).tolist()
+    completions = [rng.integers(3, CONFIG.vocab_size, TOKENS - i).tolist() for i in range(SAMPLES)]
+    return [Group(prompt, completions, list(range(SAMPLES)))]
+
+
 def _groups(completions: list[list[list[int]]]) -> list[Group]:
     return [
         Group(p, c, list(range(i * SAMPLES, (i + 1) * SAMPLES)))
@@ -64,14 +74,15 @@ def _groups(completions: list[list[list[int]]]) -> list[Group]:
 
 
 def _batches(groups: list[Group]) -> list[Any]:
-    layout = choose_rows([groups], 512, undivided=512)
+    budget = max(512, *(len(g.prompt) + TOKENS for g in groups))
+    layout = choose_rows([groups], budget, undivided=budget)
     return micro_batches(groups, layout=layout, completion_tokens=TOKENS)
 
 
 def logps(graph: Any, params: Any, compute: Compute, groups: list[Group]) -> np.ndarray:
     """[completions, TOKENS], 0 behind the end of each."""
     program = jax.jit(lambda p, b: logps_and_entropy(graph, p, b, 1.0, compute)[0])
-    found = np.zeros((PROMPTS * SAMPLES, TOKENS))
+    found = np.zeros((len(groups) * SAMPLES, TOKENS))
     for packed in _batches(groups):
         values = np.asarray(program(params, packed.arrays()), np.float64)
         for slot, number in enumerate(packed.ids_C):
@@ -110,9 +121,12 @@ def computed(dtype: str) -> dict[str, np.ndarray]:
     tokens = [[c.tokens for c in found] for found in sampled]
     after, norms = trained(graph, params, compute, given())
     leaves = {f"after/{i}": np.asarray(leaf) for i, leaf in enumerate(jax.tree.leaves(after))}
+    _, long_norms = trained(graph, params, compute, given_long())
     return leaves | {
         "logps": logps(graph, params, compute, given()),
         "norms": np.asarray(norms),
+        "long_logps": logps(graph, params, compute, given_long()),
+        "long_norms": np.asarray(long_norms),
         "tokens": np.asarray(tokens).reshape(PROMPTS * SAMPLES, TOKENS),
         "sampler": np.asarray([c.logps for found in sampled for c in found], np.float64),
         "trainer": logps(graph, params, compute, _groups(tokens)),

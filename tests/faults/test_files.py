@@ -1,4 +1,4 @@
-"""A file operation that fails once costs a run no more than the same command again."""
+"""A file operation that fails once, or a disk that is full, costs a run no more than the same command again."""
 
 import contextlib
 import errno
@@ -21,6 +21,7 @@ from rlhf.stages.store import audit_log, leases, registry
 from rlhf.stages.store.artifacts import ArtifactError, Store
 from tests.faults.files import prepared
 from tests.faults.store_life import LEFT, live, whole
+from tests.support import RLHF, can_mount
 
 PROJECT = Path(__file__).parents[2]
 SHIM = pytest.mark.skipif(sys.platform != "linux" or shutil.which("gcc") is None, reason="needs Linux and a C compiler")
@@ -98,3 +99,35 @@ def test_operations_of_a_stage_may_fail_once(tmp_path):
     )
     assert done.returncode == 0, done.stdout[-6000:] + done.stderr[-3000:]
     assert "20 trials" in done.stdout
+
+
+SCRIPT = """
+mount -t tmpfs -o size=3m none "$1" || exit 9
+run() { "$2" run smoke --no-prefect --store "$1/s" --only sft --set sft.epochs=1; echo "status $?"; }
+run "$@"
+"$2" runs --store "$1/s"
+"$2" gc --yes --grace 0 --keep 0 --store "$1/s"; echo "collected $?"
+echo ROOM
+mount -o remount,size=200m "$1"
+run "$@"
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not can_mount(), reason="this machine gives no namespace of mounts")
+def test_a_run_on_a_full_disk_says_so_and_goes_on_when_there_is_room(tmp_path: Path) -> None:
+    place = tmp_path / "disk"
+    place.mkdir()
+    command = ["unshare", "-m", "sh", "-c", SCRIPT, "sh", str(place), RLHF]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=1500)
+    before, _, after = (done.stdout + done.stderr).partition("ROOM")
+    full, rest = done.stderr, after
+    assert "failed: sft: No space left on device: the disk of" in full, before + full
+    assert f"{place}" in full and "run the same command again" in full
+    assert "Traceback" not in full
+    assert "status 1" in before
+    assert " failed" in before and "killed" not in before
+    assert "collected 0" in before
+    assert "status 0" in rest, rest
+    # What the first try had finished was there.
+    assert "base" in rest and "cached" in rest

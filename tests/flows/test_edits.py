@@ -110,24 +110,6 @@ def test_a_file_that_is_saved_half_written_fails_the_stage_with_its_line(session
     write_files(folder, **{"mine_edited.py": REWARD})
 
 
-@pytest.mark.parametrize(
-    ("split", "calls", "place"), [("prompts", "score", "rl.score.rewards"), ("heldout", "evaluate", "evaluate.judge")]
-)
-def test_a_split_that_a_comparison_cannot_judge_is_an_error_before_training(split, calls, place):
-    sets = ["rl.score.rewards.exact.function=number_match", "evaluate.judge=math_equal"]
-    recipe = load_recipe("smoke", sets=sets)
-    rows = {"prompts": 8, "heldout": 4}
-    metrics = {"columns": {"prompts": [], "heldout": []}, "rows": rows, "unanswered": dict.fromkeys(rows, 0)}
-    check_columns(recipe, metrics, ["score", "evaluate"])
-    none = metrics | {"unanswered": {split: rows[split]}}
-    with pytest.raises(
-        RecipeError, match=rf"{place}.*_(match|equal) compares with `answer`, which (.) of \2 rows of {split} do not"
-    ):
-        check_columns(recipe, none, ["score", "evaluate"])
-    # What is there already is not asked.
-    check_columns(recipe, none, [name for name in ("score", "evaluate") if name != calls])
-
-
 def test_the_files_of_a_request_are_those_of_its_key(session, monkeypatch):
     run, _, _ = session
     looks = []

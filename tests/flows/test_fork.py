@@ -12,6 +12,7 @@ from rlhf.flows.recipe.model import Recipe, RecipeError
 from rlhf.flows.recipe.reading import load_recipe
 from rlhf.flows.running.forking import forked
 from rlhf.stages.store.artifacts import Store
+from rlhf.tuning.algorithms.registry import ALGORITHMS
 
 DIGEST = "0" * 64
 
@@ -100,6 +101,34 @@ def test_a_fork_may_be_at_a_stage_before_the_rounds_and_change_the_algorithm():
     assert {n.name for n in build(fork) if n.shared} == {"base", "prepare", "sft"}
     start = forked(record_of(), "round=0", [], ".rlhf").fork
     assert start is not None and start.node == "sft" and start.earlier == []
+
+
+@pytest.mark.parametrize(
+    ("first", "change"),
+    [
+        ("rl.update.algorithm=dr-grpo", "rl.update.algorithm=dapo"),
+        ("rl.update.algorithm=dppo", "rl.update.algorithm=grpo"),
+        ("rl.update.algorithm=dr-grpo", "rl.rollout.max_tokens=12"),
+        ("preference={}", "preference.loss=simpo"),
+        ("preference={loss: ipo}", "preference.loss=dpo"),
+        ("preference={loss: orpo}", "preference.loss=exo-pair"),
+        ("preference={}", "preference.lora={rank: 2}"),
+        ("preference={}", "preference.optimizer.name=lion"),
+    ],
+)
+def test_another_choice_brings_its_own_defaults(first, change):
+    fork, wanted = forked(record_of(first), "sft", [change], ".rlhf"), load_recipe("smoke", sets=[first, change])
+    assert (fork.rl, fork.preference) == (wanted.rl, wanted.preference)
+
+
+def test_what_a_recipe_names_itself_stays_whatever_else_changes():
+    named = ["rl.update.clip_high=0.5", "preference={beta: 0.3}", "rl.update.constant=7"]
+    record = record_of("rl.update.algorithm=dr-grpo", *named)
+    fork = forked(record, "sft", ["rl.rollout.max_tokens=12", "preference.loss=simpo"], ".rlhf")
+    assert (fork.rl.update.clip_high, fork.preference.beta, fork.rl.update.constant) == (0.5, 0.3, 7)
+    for name in set(ALGORITHMS) - {"gigpo", "online-dpo"}:
+        sets = [f"rl.update.algorithm={name}", "rl.update.prompts_per_step=8"]
+        assert forked(record_of(*sets), "sft", [], ".rlhf").rl == load_recipe("smoke", sets=sets).rl
 
 
 @pytest.mark.parametrize(

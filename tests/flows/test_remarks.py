@@ -89,10 +89,6 @@ def test_a_reward_that_takes_a_column_the_data_lacks_ends_the_run_before_anythin
     assert "miss   round-000.score" in done.stdout
     ends = "! a run of the whole recipe ends after prepare: rl.score.rewards.mine.function: mine_columns:right takes"
     assert ends in done.stdout
-    # A part of the recipe that calls no reward is made.
-    session = Session(recipe, Lines(), "until-prepare")
-    for node in stages_of(session, {"base", "prepare"}):
-        session.run_node(node.name)
     session.finish("partial")
     given = load_recipe("smoke", sets=[*sets, "rl.score.rewards.mine.arguments.solution=4"])
     session = Session(given, Lines(), "with-columns")

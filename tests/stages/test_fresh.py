@@ -3,21 +3,14 @@
 import dataclasses
 import json
 
-import pytest
-
 from rlhf.stages import fresh
 from rlhf.stages.common.trained_prompts import FOLDER, names_of, prompts_among, trained_names, write_names
 from rlhf.tuning.data.flat import FOLDER as FLAT
 from rlhf.tuning.data.reading import map_examples
 from rlhf.tuning.data.schema import SftRow
 from rlhf.tuning.rows import CompletionRow, PromptRow, read_table, write_table
-from tests.stages.gate.support import Lab, prompt
+from tests.stages.gate.support import prompt
 from tests.stages.support import context
-
-
-@pytest.fixture
-def lab(tmp_path):
-    return Lab(tmp_path)
 
 
 def example(text, *turns, group="prompt:of its own"):

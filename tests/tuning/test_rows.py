@@ -1,7 +1,5 @@
 """Rows of tables: the columns on disk are those that stores have held, and what is written is read."""
 
-import dataclasses
-
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
@@ -9,7 +7,6 @@ import pytest
 from rlhf.tuning.data.schema import SCHEMAS
 from rlhf.tuning.rows import (
     CompletionRow,
-    PromptRow,
     RefusedRow,
     ScoreRow,
     VerdictRow,
@@ -95,13 +92,6 @@ def test_a_table_of_other_columns_is_refused_by_name(tmp_path, columns):
 def test_groups_are_places_in_the_order_of_their_first_rows_whatever_their_prompts():
     rows = [ScoreRow(place=place, prompt_id="same") for place in (4, 1, 4, 7, 1)]
     assert numbers_of_groups(rows) == [0, 1, 0, 2, 1]
-
-
-def test_a_completion_knows_its_prompt():
-    prompt = PromptRow(id="p", prompt_ids=[5], prompt="1 + 1", answer="2", metadata="{}")
-    columns = dataclasses.asdict(prompt)
-    given = {name: columns[name] for name in ("prompt_ids", "prompt", "answer", "metadata")}
-    assert CompletionRow(place=0, prompt_id="p", token_ids=[7], logprobs=[0.0], **given).as_prompt() == prompt
 
 
 def test_a_column_that_was_not_read_has_no_default_value(tmp_path):

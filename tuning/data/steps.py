@@ -119,7 +119,7 @@ def rules(plan: Plan) -> Step:
                     where = f"{block.part.label}, record {entry.number}"
                     bad[entry.position] = f"{where}: the rule {name} raised {type(error).__name__}: {error}"
                     break
-                if verdict is not None and verdict is not True:
+                if verdict not in (None, True):
                     entry.fate = verdict if isinstance(verdict, str) else name.rpartition(":")[2]
                     dropped[entry.fate] += 1
                     break

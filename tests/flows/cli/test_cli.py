@@ -25,15 +25,6 @@ def state(record: dict, *names: str) -> dict[str, str]:
     return {name: e["state"] for name, e in record["nodes"].items() if not names or name in names}
 
 
-@pytest.mark.slow
-def test_the_first_run_makes_everything_with_one_worker(smoke_store, record):
-    first = record(smoke_store, "first")
-    assert set(state(first).values()) == {"made"}
-    assert first["status"] == "finished"
-    assert first["worker_starts"] == 1
-    assert {"base", "prepare", "sft", "reward", "round-002.update", "evaluate.rl", "export"} <= set(first["nodes"])
-
-
 def test_the_second_run_is_all_cached_and_starts_no_worker(rlhf, store, record):
     before = resource.getrusage(resource.RUSAGE_CHILDREN)
     out = rlhf("run", "smoke", "--no-prefect", "--name", "second", "--set", f"store={store}").stdout
@@ -45,14 +36,17 @@ def test_the_second_run_is_all_cached_and_starts_no_worker(rlhf, store, record):
     assert set(state(second).values()) == {"hit"}
     assert second["status"] == "finished"
     assert out.count("cached") >= 10
-    digests = [{n: e["digest"] for n, e in record(store, name)["nodes"].items()} for name in ("first", "second")]
-    assert digests[0] == digests[1]
+    first = record(store, "first")
+    assert first["worker_starts"] == 1 and set(state(first).values()) == {"made"}
+    assert [e["digest"] for e in first["nodes"].values()] == [e["digest"] for e in second["nodes"].values()]
 
 
 def test_a_run_never_overwrites_another(rlhf_here, smoke_store):
     before = (smoke_store / "runs" / "first" / "run.json").read_bytes()
-    done = rlhf_here("run", "smoke", "--no-prefect", "--name", "first", "--set", f"store={smoke_store}", code=2)
-    assert "run first is finished" in done.stderr and "choose another --name" in done.stderr
+    for prefect in ([], ["--no-prefect"]):
+        done = rlhf_here("run", "smoke", *prefect, "--name", "first", "--store", smoke_store, code=2)
+        assert done.stdout == "" and "choose another --name" in done.stderr
+        assert done.stderr.startswith("error: run first is finished") and done.stderr.count("\n") == 1
     assert (smoke_store / "runs" / "first" / "run.json").read_bytes() == before
 
 
@@ -204,19 +198,17 @@ def test_a_part_of_a_recipe_is_made_and_the_same_command_goes_on_with_it(rlhf, r
     assert record(store, "part")["status"] == "finished"
 
 
-def test_only_names_stages_rounds_or_nodes(rlhf_here, smoke_store):
-    options = ["run", "smoke", "--no-prefect", "--store", smoke_store]
-    assert "no stage, round or node 'x'" in rlhf_here(*options, "--only", "sft,x", code=2).stderr
-    assert "a round is round-000" in rlhf_here(*options, "--only", "round-9", code=2).stderr
-
-
-def test_rerun_says_what_there_is(rlhf_here, smoke_store):
-    options = ["--no-prefect", "--store", smoke_store]
-    assert "--stage is missing; use one of base, prepare" in rlhf_here("rerun", "first", *options, code=2).stderr
-    assert (
-        "no stage, round or node 'evalute'"
-        in rlhf_here("rerun", "first", "--stage", "evalute", *options, code=2).stderr
-    )
+@pytest.mark.parametrize(
+    ("command", "told"),
+    [
+        (["run", "smoke", "--only", "sft,x"], "no stage, round or node 'x'"),
+        (["run", "smoke", "--only", "round-9"], "a round is round-000"),
+        (["rerun", "first"], "--stage is missing; use one of base, prepare"),
+        (["rerun", "first", "--stage", "evalute"], "no stage, round or node 'evalute'"),
+    ],
+)
+def test_a_part_of_a_recipe_is_stages_rounds_or_nodes(rlhf_here, smoke_store, command, told):
+    assert told in rlhf_here(*command, "--no-prefect", "--store", smoke_store, code=2).stderr
 
 
 @pytest.mark.slow
@@ -256,8 +248,10 @@ def test_the_same_command_is_advised_only_where_it_may_go_on(rlhf, tmp_path, err
     assert error[:10] in done.stderr and done.stderr.splitlines()[-1].startswith(advice)
 
 
-def test_a_store_that_cannot_be_made_is_named_with_what_helps(rlhf_here):
-    done = rlhf_here("run", "smoke", "--no-prefect", "--store", "/proc/x", code=1)
+@pytest.mark.parametrize("place", ["/proc/x", __file__], ids=["no folder", "a file"])
+def test_a_store_that_cannot_be_made_is_named_with_what_helps(rlhf_here, place):
+    done = rlhf_here("run", "smoke", "--no-prefect", "--store", place, code=1)
+    assert "failed: " in done.stderr and "Traceback" not in done.stderr
     assert "make the path writable or mount it, or name another store (--store), and run again" in done.stderr
 
 

@@ -121,10 +121,6 @@ def test_judges_that_differ_are_said_and_nothing_is_compared(place):
     assert "evaluate.sft: 0.400 -> 0.400; no paired" in told and "evaluate.rl: 0.825 -> 0.825, +" in told
 
 
-def test_a_run_that_is_not_there_is_described(place):
-    assert diff(place, "demo-a", "demo-z", code=2) == ""
-
-
 def test_two_names_of_one_run_are_described(place):
     done = typed("diff", "demo", "demo-b", "--store", place.url, code=2)
     assert "demo and demo-b are one run: demo stands for its newest" in done.output

@@ -122,20 +122,12 @@ def test_the_end_of_a_run_copies_its_log_to_a_remote_store():
     assert shown(run.store) == "of the worker\n"
 
 
-def of_several(place: Store) -> None:
-    """The logs of two workers, of three stages."""
+def test_logs_of_several_workers_have_the_worker_s_name(tmp_path):
+    place = Store(str(tmp_path))
+    write_record(place, recipe={"name": "smoke", "workers": {"train": {}, "sample": {}, "score": None, "data": {}}})
     for name, stages in {"train": (("sft", 1), ("round-000.update", 3)), "sample": (("round-000.rollout", 2),)}.items():
         lines = [f"---- {n} (stage {'0' * 12}) 2026-01-01T00:00:0{s}+00:00 ----\nof {n}\n" for n, s in stages]
         place.write_bytes("".join(lines).encode(), "runs", "first", f"worker-{name}.log")
-
-
-SEVERAL = {"name": "smoke", "workers": {"train": {}, "sample": {}, "score": None, "data": {}}}
-
-
-def test_logs_of_several_workers_have_the_worker_s_name(tmp_path):
-    place = Store(str(tmp_path))
-    write_record(place, recipe=SEVERAL)
-    of_several(place)
     assert shown(place, "--node", "round-000.r").splitlines()[1:] == ["sample | of round-000.rollout"]
     assert shown(place) == shown(place, "-f")
     assert {line for line in shown(place, "-f").splitlines() if "| of" in line} == {

@@ -208,24 +208,12 @@ def test_plan_with_rollouts_of_an_unfinished_run_is_one_line(store):
     assert "error: --set rl.rollouts_from: run k1 has no finished round-001.rollout" in done.stderr
 
 
-def test_a_run_is_found_by_the_beginning_of_its_name(store):
-    assert typed("show", "fir", "--store", store).stdout.startswith("first  finished")
-    unfinished(Store(str(store)), "fire")
-    assert "several runs" in typed("show", "fir", "--store", store, code=2).stderr
-
-
 def test_names_of_runs_are_whole_where_no_terminal_shows_them(store, monkeypatch):
     monkeypatch.setenv("COLUMNS", "80")
     name = "smoke-with-a-name-that-is-longer-than-any-that-two-words-could-ever-make"
     unfinished(Store(str(store)), name)
     lines = typed("runs", "--store", store).stdout.splitlines()
     assert sum(name in line for line in lines) == 1 and len(lines) == 3
-
-
-def test_a_name_that_is_taken_is_told_before_prefect_starts(store):
-    done = typed("run", "smoke", "--name", "first", "--store", store, code=2)
-    assert done.stdout == ""
-    assert done.stderr.startswith("error: run first is finished") and done.stderr.count("\n") == 1
 
 
 def test_a_name_is_at_most_as_long_as_a_file_name(store):

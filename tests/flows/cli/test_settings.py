@@ -52,19 +52,12 @@ def test_a_section_alone_and_piped_one_line_each():
     assert all(line.startswith("rl.rollout") for line in lines)
     assert any(line.startswith("rl.rollout.completions: integer (>= 1) = 8  ") for line in lines)
     assert "grpo" in typed("settings", "rl.update.algorithm").stdout
+    assert "rl.score.rewards.*.clip: list of number (2) | null = null" in typed("settings", "rl.score").output
+    assert "did you mean rl.update?" in typed("settings", "rl.updat", code=2).stderr
     defaults = {s.place: s.default for s in every_setting()}
     assert json.loads(defaults["rl.rounds"]) == Recipe().rl.rounds
     # The default of a section's own, not of the class that sections share.
     assert json.loads(defaults["rl.update.optimizer.learning_rate"]) == Recipe().rl.update.optimizer.learning_rate
-
-
-def test_an_unknown_section_names_the_nearest():
-    done = typed("settings", "rl.updat", code=2)
-    assert "did you mean rl.update?" in done.stderr
-
-
-def test_a_list_says_how_many_it_takes():
-    assert "rl.score.rewards.*.clip: list of number (2) | null = null" in typed("settings", "rl.score").output
 
 
 def test_init_writes_the_usual_settings_with_their_comments(tmp_path):

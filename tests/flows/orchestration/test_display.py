@@ -1,4 +1,4 @@
-"""What is shown in Prefect costs a run nothing: neither time nor its end, also where the server hangs."""
+"""What is shown in Prefect is text under a name of its own, and costs a run neither time nor its end."""
 
 import contextlib
 import os
@@ -8,18 +8,22 @@ import subprocess
 import sys
 import threading
 import time
+import uuid
 from collections.abc import Iterator
 
 import psutil
 import pytest
 from httpx import ReadError
+from markdown_it import MarkdownIt
 from prefect.settings import PREFECT_API_URL, temporary_settings
 
 from rlhf.flows.graph.build import nodes_of
 from rlhf.flows.orchestration import display as display_module
 from rlhf.flows.orchestration import prefect_artifacts
 from rlhf.flows.orchestration.display import Display
-from rlhf.flows.orchestration.prefect_artifacts import PrefectReporter
+from rlhf.flows.orchestration.prefect_artifacts import PrefectReporter, _sample_line, wait_until_recorded
+from rlhf.flows.pipeline import free_name
+from rlhf.flows.recipe.model import Recipe
 from rlhf.flows.recipe.reading import load_recipe
 from rlhf.stages.store.artifacts import Store
 from rlhf.stages.worker.protocol import Progress
@@ -177,3 +181,62 @@ def test_a_server_that_hangs_in_a_run_keeps_neither_its_stages_nor_its_limits_no
     record = store.read_json("runs", "hanging", "run.json")
     assert record is not None and record["status"] == "failed"
     assert "limits.run_seconds" in told, told
+
+
+TEXTS = [
+    "![x](http://evil/beacon.png)",
+    "[click](http://evil)",
+    "<img src=http://evil onerror=alert(1)>",
+    "<script>alert(1)</script>",
+    "http://evil.example/x",
+    "www.evil.example",
+    "<http://evil>",
+    "a | b",
+    "`code` **bold** _it_ ~~gone~~",
+    "# head\n\n| a |\n|---|\n",
+    "&lt;img&gt; &#x3c;",
+    "\\![x](http://evil)",
+    "[x]: http://evil\n\n[x]",
+]
+
+
+@pytest.mark.parametrize("text", TEXTS)
+def test_a_completion_is_shown_as_it_was_written(text):
+    line = _sample_line({"prompt": text, "text": text, "stop": "eos"})
+    table = f"| prompt | completion | stop |\n|---|---|---|\n{line}"
+    page = MarkdownIt("gfm-like", {"html": True, "linkify": False}).render(table)
+    for tag in ("<img", "<a", "<script", "<strong", "<code", "<em", "<s>", "<h1"):
+        assert tag not in page
+    assert page.count("<td>") == 3 and page.count("<tr>") == 2
+
+
+def test_a_server_that_is_gone_at_the_end_of_a_run_raises_nothing_in_place_of_its_error(caplog):
+    with temporary_settings({PREFECT_API_URL: f"http://127.0.0.1:{free_port()}/api"}):
+        wait_until_recorded(uuid.uuid4())
+    assert "Prefect may not have the end of this run (ConnectError: " in caplog.text
+
+
+@pytest.fixture
+def flow_run(monkeypatch):
+    def is_called(name: str, attempt: int = 1) -> None:
+        # Prefect's own way to say what a run is called where there is none.
+        monkeypatch.setenv("PREFECT__RUNTIME__FLOW_RUN__NAME", name)
+        monkeypatch.setenv("PREFECT__RUNTIME__FLOW_RUN__ID", "0198c0de-0000-7000-8000-00000badcafe")
+        monkeypatch.setenv("PREFECT__RUNTIME__FLOW_RUN__RUN_COUNT", str(attempt))
+
+    return is_called
+
+
+def test_a_run_is_called_as_its_flow_run_and_otherwise_where_that_is_taken(tmp_path, flow_run):
+    recipe = Recipe(name="night", store=str(tmp_path))
+    flow_run("tall-owl")
+    assert free_name(recipe, None) == "night-tall-owl"
+    Store(recipe.store).write_json(
+        {"name": "night-tall-owl", "status": "finished"}, "runs", "night-tall-owl", "run.json"
+    )
+    assert free_name(recipe, None) == "night-tall-owl-0badcafe"
+    # A name that was asked for is that of a run that goes on, or is refused.
+    assert free_name(recipe, "night-tall-owl") == "night-tall-owl"
+    flow_run("tall-owl", attempt=2)
+    # Of a second attempt the name is that of the first, which has a record.
+    assert free_name(recipe, None) == "night-tall-owl-2"

@@ -41,6 +41,15 @@ def test_set_of_a_mapping_by_names_takes_its_place_and_of_a_section_adds_to_it()
     reward = "rl.score.rewards.arguments={function: tagged, arguments: {k: 3}}"
     named = load_recipe("smoke", sets=[reward, "rl.score.rewards.arguments={weight: 5}"]).rl.score.rewards["arguments"]
     assert (named.weight, named.arguments) == (5, {"k": 3})
+    # So is an entry of a mapping without sections.
+    loaded = load_recipe("smoke", sets=["data.fields.answer={from: a, pattern: x}", "data.fields.answer={from: b}"])
+    assert loaded.data.fields == {"answer": {"from": "b"}}
+
+
+def test_a_mapping_among_the_parameters_of_a_deployment_takes_its_place_too():
+    rl = {"rounds": 1, "score": {"rewards": {"mine": {"function": "tagged"}}}}
+    loaded = load_recipe("smoke", {"rl": rl, "data": {"source_args": {}}, "evaluate": None}).rl
+    assert list(loaded.score.rewards) == ["mine"] and loaded.rollout == load_recipe("smoke").rl.rollout
 
 
 def test_set_opens_a_section_that_is_null(recipe):

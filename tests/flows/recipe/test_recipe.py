@@ -5,12 +5,14 @@ from pathlib import Path
 
 import pytest
 import yaml
+from apache_beam.options.pipeline_options import PipelineOptions
 
 from rlhf.flows.cli.settings import every_setting
 from rlhf.flows.graph.build import build
 from rlhf.flows.recipe.field_paths import SYNONYMS
 from rlhf.flows.recipe.model import Recipe
 from rlhf.flows.recipe.reading import RECIPES, find_recipe, load_recipe
+from rlhf.tuning.data import runners
 from tests.flows.recipe.support import refused
 
 BUILT_IN = sorted(p.stem for p in RECIPES.glob("*.yaml"))
@@ -75,6 +77,8 @@ def test_a_file_without_a_name_has_that_of_the_file_and_one_without_settings_is_
         ("sft: [1\n", "mine.yaml:2: not YAML: "),
         ("sft: {epochs: 1}\nseed: 1\nsft: {epochs: 2}\n", "the key 'sft' appears twice"),
         ("data: {source_args: {day: 2026-01-01}}\n", "mine.yaml:1: '2026-01-01' is a timestamp"),
+        ("data: {source_args: {ratio: 1:30}}\n", "mine.yaml:1: 1:30 is 90 in YAML 1.1: put a text in quotes"),
+        ("data: {source_args: {code: 010}}\n", "mine.yaml:1: 010 is 8 in YAML 1.1"),
     ],
 )
 def test_what_is_wrong_is_named_with_its_place(recipe, text, message):
@@ -146,8 +150,6 @@ def test_all_mistakes_are_told_at_once(recipe):
         ),
         ("data: {splits: [prompts, heldout]}\n", "data.splits lacks 'sft', which a later section reads"),
         ("rl: {update: {constant: 5.0}}\n", "aggregation `constant` and a value for `constant` go together"),
-        ("rl: {update: {algorithm: gspo, aggregation: token-mean}}\n", "ratio 'sequence' weighs a sequence once"),
-        ("rl: {update: {kl_kind: k1}}\n", "rl.update: kl_kind k1 in the loss has a gradient of zero"),
         ("rl: {update: {algorithm: remax}, refills: 2}\n", "remax learns from those too: leave refills out"),
         (
             "rl: {score: {rewards: {a: {function: exact_match, clip: [1.0, 0.0]}}}}\n",
@@ -281,3 +283,60 @@ def test_a_recipe_that_cannot_run_ends_with_status_2_and_no_work(rlhf_here, tmp_
     assert done.stderr.startswith("error: ")
     assert "Traceback" not in done.stderr
     assert not (tmp_path / "store").exists()
+
+
+@pytest.mark.parametrize(
+    ("sets", "message"),
+    [
+        (["gate={}", "evaluate=null"], "gate decides by evaluations, and the section evaluate is null"),
+        (["gate.first=rl"], "gate.first 'rl': expected an earlier policy of the run, or promote: promote, base, sft"),
+        (["gate.first=preference"], "gate.first 'preference': expected an earlier policy"),
+        (["gate.metric=pass_at_2"], "gate.metric 'pass_at_2' has no value for each problem"),
+        (["gate.floors={scoer: 0.5}"], "gate.floors.scoer is no metric of an evaluation; did you mean score?"),
+        (["gate.guards={mean_lenght: {most: 3}}"], "gate.guards.mean_lenght is no metric of an evaluation"),
+        (["gate.guards={truncated: {}}"], "a guard without a bound guards nothing"),
+        (["gate.confidence=1"], "gate.confidence"),
+        (["gate.against=base"], "gate.against: unknown key"),
+        (["gate={}", "data.new_since=champion"], "set start_from: champion"),
+        (["start_from=Best"], "start_from"),
+        (["data.runner.name=PrismRunner"], "no runner 'PrismRunner'"),
+        (["data.runner.name=FlinkRuner"], "no runner 'FlinkRuner'; did you mean FlinkRunner"),
+        (["data.runner.name=SparkRunner"], "set runner.scratch to a URL"),
+        (["data.runner.name=SparkRunner", "data.runner.scratch=/tmp/x"], "set runner.scratch to a URL"),
+        (["data.runner.options.flink_mastr=x"], "no pipeline option 'flink_mastr'; did you mean flink_master"),
+        (["data.runner.options.use_public_ips=false"], "instead of setting false, or set no_use_public_ips"),
+        (["data.runner.options.direct_num_workers=3"], "direct_num_workers follows from"),
+    ],
+)
+def test_a_gate_that_could_not_decide_and_a_runner_that_cannot_work_are_named(sets, message):
+    assert message in refused("smoke", sets=sets)
+
+
+def test_metrics_of_an_evaluation_and_its_judges_have_bounds():
+    judges = "evaluate.judges={safe: {function: matches, arguments: {pattern: a}}}"
+    bounds = ["gate.floors={safe: 0.9, pass_at_2: 0.1}", "gate.guards={mean_length: {times: 1.5}, safe: {fall: 0.01}}"]
+    recipe = load_recipe("smoke", sets=[judges, "gate.metric=safe", *bounds])
+    assert recipe.gate.guards["mean_length"].times == 1.5 and recipe.gate.metric == "safe"
+    assert load_recipe("smoke").gate is None
+
+
+EXAMPLES = sorted((Path(__file__).parents[3] / "infra" / "runners").glob("*.yaml"))
+
+
+@pytest.mark.parametrize("path", EXAMPLES, ids=lambda path: path.stem)
+def test_an_example_is_a_recipe_whose_options_beam_takes(path):
+    data = load_recipe(str(path)).data
+    runner = data.beam_runner()
+    found = PipelineOptions(runners.flags_of(runner)).get_all_options()
+    assert found["runner"] == runner.name == data.runner.name
+    for name, value in data.runner.options.items():
+        assert found[name] == value, name
+
+
+def test_there_is_an_example_of_each_cluster():
+    names = {load_recipe(str(path)).data.runner.name for path in EXAMPLES}
+    assert names == set(runners.CLUSTERS) - {"PortableRunner"}
+
+
+def test_workers_are_of_this_machine_alone():
+    assert "counts processes of this machine" in refused(str(EXAMPLES[0]), sets=["data.workers=2"])

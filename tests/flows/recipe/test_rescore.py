@@ -70,3 +70,9 @@ def test_a_rescored_run_corrects_for_the_drift_unless_an_option_says_otherwise(r
     kept = ["rl.update.max_mismatch_kl=0.02", "rl.update.short_of_groups=stop", "rl.update.old_logps=sampler"]
     update = rescored(record, ["exact_match"], kept, str(tmp_path)).rl.update
     assert (update.max_mismatch_kl, update.short_of_groups, update.old_logps) == (0.02, "stop", "sampler")
+
+
+def test_another_algorithm_brings_its_own_settings(record, tmp_path):
+    update = rescored(record, [], ["rl.update.algorithm=dapo"], str(tmp_path)).rl.update
+    wanted = load_recipe("smoke", sets=["rl.update.algorithm=dapo"]).rl.update
+    assert update == wanted.model_copy(update={"max_mismatch_kl": 1.0, "short_of_groups": "train"})

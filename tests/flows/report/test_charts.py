@@ -44,10 +44,6 @@ def lines(chart):
     return [p.attrib["d"] for p in paths]
 
 
-def texts(chart):
-    return ["".join(t.itertext()) for t in drawn(chart).iter("text")]
-
-
 def test_a_missing_value_is_a_gap_in_the_line():
     gap = chart([1.0, 2.0, None, 4.0])
     (path,) = lines(gap)

@@ -1,11 +1,13 @@
-"""Tables are read by rows and columns: what is not asked for is not kept, and the order is that of the files."""
+"""Tables are read by rows and columns, in the order of the files; of a policy, what it was trained on."""
 
 import pytest
 
 from rlhf.stages.common.tables import batches, count_rows, first_rows, read_table, rows_at
+from rlhf.stages.common.trained_prompts import prompts_among, trained_names
 from rlhf.stages.refill import unusable
 from rlhf.stages.sampling.order import prompts_of_refill
 from rlhf.tuning.rows import PromptRow, write_table
+from tests.stages.gate.support import Lab
 from tests.stages.training.support import Folder
 
 
@@ -40,3 +42,23 @@ def test_a_refill_draws_no_prompt_that_the_round_has_or_that_is_too_long(prompts
     assert (total, used) == (12, {0, 3, 9, 10, 11})
     assert sorted(prompts_of_refill(9, total, 0, 5, used)) == [1, 2, 4, 5, 6, 7, 8]
     assert unusable(prompts, set(), room=float("inf")) == (12, set())
+
+
+@pytest.fixture
+def rounds(tmp_path):
+    """Policies of two rounds, each with prompts of its own; and makes the choice of one of them."""
+    lab = Lab(tmp_path)
+    one = lab.commit("rewarded", {"policy.json": "one"}, {"data": lab.data(1, ["a", "b"])})
+    two = lab.commit("rewarded", {"policy.json": "two"}, {"data": lab.data(1, ["c"]), "policy": one})
+
+    def choice(number):
+        inputs = {"candidate_000": one, "candidate_001": two, "evaluation_000": lab.commit("evaluate", {"of": "one"})}
+        return lab.commit("select", {"policy.json": "chosen"}, inputs, metrics={"round": number})
+
+    return one, two, choice
+
+
+def test_the_best_of_several_rounds_was_trained_on_what_its_round_and_those_before_it_saw(rounds):
+    one, two, choice = rounds
+    assert trained_names(choice(0)) == trained_names(one) and prompts_among(trained_names(one)) == 2
+    assert trained_names(choice(1)) == trained_names(two) and prompts_among(trained_names(two)) == 3

@@ -1,10 +1,15 @@
-"""What a stage says of itself: its place in a recipe, its inputs, its figures."""
+"""What a stage says of itself: its place in a recipe, its inputs, its figures, and the words of its settings."""
 
 import pytest
 
 from rlhf.flows.recipe.model import Recipe
+from rlhf.flows.recipe.overrides import partial
+from rlhf.stages.common.settings import Optimizer
 from rlhf.stages.contract.definition import Stage, StageConfig
+from rlhf.stages.contract.field_docs import field_docs
 from rlhf.stages.contract.registry import by_section, modules, stage
+from rlhf.stages.sft import Config
+from rlhf.tuning.settings import OptimizerSettings
 
 # The graph itself gives these roles: other policies, the base model's tokenizer, scores of a round's other tables, the
 # scores that set their scale, the policy that a run goes on from, and what a gate compares and has audited.
@@ -54,3 +59,21 @@ def test_figures_are_those_whose_metrics_are_there(name, metrics, shown):
 
 def test_a_stage_without_a_headline_shows_nothing():
     assert Stage("x", 1, StageConfig, lambda ctx: {}).figures({"loss": 1.0}) == ""
+
+
+def test_a_setting_that_stands_in_the_core_has_the_words_of_the_core():
+    assert field_docs(Optimizer)["learning_rate"] == field_docs(OptimizerSettings)["learning_rate"]
+    assert field_docs(Config)["epochs"]
+
+
+def test_a_class_without_docstrings_has_those_of_its_base():
+    class Narrow(Config):
+        epochs: int = 1
+
+    assert field_docs(Narrow) == field_docs(Config)
+
+
+def test_every_setting_has_its_words_in_the_form_of_prefect():
+    models = partial(Recipe).model_json_schema()["$defs"]
+    fields = [(model, name, field) for model, one in models.items() for name, field in one["properties"].items()]
+    assert [(model, name) for model, name, field in fields if not field.get("description")] == []

@@ -13,7 +13,7 @@ from rlhf.flows.graph.keying import key_of
 from rlhf.stages.contract.fingerprint import INFRASTRUCTURE, Code, canonical_tree, reached
 from rlhf.stages.contract.registry import modules, stage
 from rlhf.stages.sampling.settings import SERVERS, EngineSettings
-from tests.support import PACKAGES, ROOT, copy_project
+from tests.support import PACKAGES, ROOT, copy_project, write_files
 
 STAGE = '''"""A stage."""
 import json
@@ -161,14 +161,6 @@ def test_a_module_that_moves_changes_nothing(pkg, old, new, rewrites):
     assert identity(after) == identity(before)
 
 
-def write(folder: Path, **modules: str) -> Path:
-    """Modules of a user."""
-    folder.mkdir()
-    for name, text in modules.items():
-        (folder / f"{name}.py").write_text(text)
-    return folder
-
-
 TWO_NAMES = {"defs": "LIMIT = 1\n", "strict": "LIMIT = 2\n"}
 WRAPPERS = {
     "right": "def f(x): return x\n",
@@ -204,7 +196,8 @@ WRAPPERS = {
 )
 def test_what_decides_a_users_result_is_content(tmp_path, modules, edit_of):
     first, same, edited = (
-        write(tmp_path / n, **m) for n, m in (("a", modules), ("b", modules), ("c", modules | edit_of))
+        write_files(tmp_path / n, **{f"{name}.py": text for name, text in m.items()})
+        for n, m in (("a", modules), ("b", modules), ("c", modules | edit_of))
     )
     before = identity(reached("user", folder=first))
     assert identity(reached("user", folder=same)) == before

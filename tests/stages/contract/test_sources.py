@@ -12,17 +12,6 @@ from rlhf.stages.store.artifacts import Store
 from tests.support import write_files
 
 
-def test_the_docstring_of_a_users_tool_is_content(tmp_path, monkeypatch):
-    code = (
-        'def look(word: str) -> str:\n    """Looks up.\n\n    Args:\n        word: a word.\n    """\n    return word\n'
-    )
-    monkeypatch.syspath_prepend(tmp_path)
-    write_files(tmp_path, **{"mylook.py": code})
-    before = function_digests("mylook:look", "here")
-    write_files(tmp_path, **{"mylook.py": code.replace("a word", "a name")})
-    assert function_digests("mylook:look", "here") != before
-
-
 def test_a_function_that_gives_records_is_content_with_what_it_imports(tmp_path, monkeypatch):
     write_files(tmp_path, **{"mysource.py": "from myrows import rows\n", "myrows.py": "def rows():\n    return []\n"})
     monkeypatch.syspath_prepend(tmp_path)
@@ -80,19 +69,6 @@ def test_a_helper_without_a_version_of_its_content_counts_by_that(tmp_path, monk
 def test_a_builtin_reward_needs_no_digest_of_its_own_but_the_version_of_what_it_reads_with():
     assert function_digests("contains", "here") == {}
     assert function_digests("exact_match", "here") == {"package:regex": version("regex")}
-
-
-@pytest.mark.parametrize(
-    ("name", "message"),
-    [
-        ("exact_mach", "rl.score.x: no reward function 'exact_mach'; did you mean exact_match?"),
-        ("no_such_module:f", "rl.score.x: no module 'no_such_module' can be imported"),
-    ],
-)
-def test_a_reward_function_that_is_not_there(name, message):
-    with pytest.raises(ValueError) as e:
-        function_digests(name, "rl.score.x")
-    assert message in str(e.value)
 
 
 def test_an_environment_s_records_are_in_the_key_by_the_code_that_makes_them():

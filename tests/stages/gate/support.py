@@ -52,8 +52,8 @@ class Lab:
         self,
         policy: Artifact,
         data: Artifact,
-        scores: Sequence[Sequence[float | None]],
-        polite: float = 1.0,
+        scores: Sequence[Sequence[float | str | None]],
+        polite: float | Sequence[Sequence[float | str | None]] = 1.0,
         lengths: Sequence[int] = (),
         config: Mapping[str, Any] = SETTINGS,
         sources: Mapping[str, str] = {},
@@ -61,18 +61,19 @@ class Lab:
         asked: Sequence[int] = (1,),
         **metrics: Any,
     ) -> Artifact:
-        """The evaluation of a policy whose verdicts are `scores` by problem and sample.
+        """The evaluation of a policy whose verdicts are `scores` by problem and sample; a text is why a judge failed.
 
         lengths: of the completions of each problem, 10 where it is left out; those above 50 are cut off. sources:
         digests of the user's code. metadata: of each problem, none where it is left out. asked: the tokens of
         each prompt.
         """
+        given = [[polite] * 2] * len(scores) if isinstance(polite, float) else polite
         verdicts = [
             VerdictRow(
-                place=place, sample=s, prompt_id=f"q{place}", group=f"g{place}", judge=judge, answer=None, score=value,
-                failure=None,
+                place=place, sample=s, prompt_id=f"q{place}", group=f"g{place}", judge=judge, answer=None,
+                score=None if isinstance(value, str) else value, failure=value if isinstance(value, str) else None,
             )
-            for judge, table in ((config["judge"], scores), ("polite", [[polite] * 2] * len(scores)))
+            for judge, table in ((config["judge"], scores), ("polite", given))
             for place, row in enumerate(table) for s, value in enumerate(row)
         ]  # fmt: skip
         completions = [
@@ -83,7 +84,7 @@ class Lab:
             )
             for place, length in enumerate(lengths or [10] * len(scores)) for s in range(2)
         ]  # fmt: skip
-        known = [value for row in scores for value in row if value is not None]
+        known = [value for row in scores for value in row if isinstance(value, float)]
         found = {"score": sum(known) / max(1, len(known)), "mean_length": 10.0, "truncated": 0.1}
         found |= {"judges": {"polite": {"score": polite}}} | metrics
         inputs = {"policy": policy, "data": data}

@@ -6,8 +6,6 @@ import pytest
 from rlhf.stages.gate.decide import compare
 from rlhf.stages.gate.settings import Config
 from rlhf.tuning.evaluation.verdicts import Judged
-from rlhf.tuning.rows import CompletionRow, VerdictRow
-from tests.stages.gate.support import SETTINGS
 
 COUNT = 60
 TIMEOUT = "took longer than 10 s"
@@ -19,24 +17,14 @@ def evaluated(lab):
     data = lab.data(COUNT)
 
     def make(name, decides, polite=lambda i, s: (1.0, None)):
-        names = [(i, {"place": i, "sample": s, "prompt_id": f"q{i}"}) for i in range(COUNT) for s in range(2)]
-        verdicts = []
-        for judge, verdict in (("exact_match", decides), ("polite", polite)):
-            for i, name_of in names:
-                score, failure = verdict(i, name_of["sample"])
-                about = {"group": f"g{i}", "judge": judge, "answer": None}
-                verdicts.append(VerdictRow(**name_of, **about, score=score, failure=failure))
-        sampled = {"prompt_ids": [1], "token_ids": [2], "logprobs": [0.0], "stop": "eos"}
-        rows = [CompletionRow(**name_of, prompt=f"q{i}", **sampled) for i, name_of in names]
-        failed, rude = (
-            sum(v.failure is not None for v in verdicts if v.judge == judge) for judge in ("exact_match", "polite")
-        )
-        known = [v.score or 0.0 for v in verdicts if v.judge == "polite" and (v.score is not None or v.failure)]
-        further = {"score": sum(known) / len(known), "judge_failures": rude}
-        metrics = {"score": 0.5, "judge_failures": failed, "judges": {"polite": further}}
-        inputs = {"policy": lab.policy(name, data), "data": data}
-        tables = {"verdicts": verdicts, "rollouts": rows}
-        return lab.commit("evaluate", {}, inputs, tables=tables, config=SETTINGS, sources={}, metrics=metrics)
+        tables, failed = [], []
+        for of in (decides, polite):
+            tables.append([[failure or score for score, failure in (of(i, 0), of(i, 1))] for i in range(COUNT)])
+            failed.append(sum(isinstance(value, str) for row in tables[-1] for value in row))
+        known = [0.0 if isinstance(value, str) else value for row in tables[1] for value in row if value is not None]
+        further = {"polite": {"score": sum(known) / len(known), "judge_failures": failed[1]}}
+        metrics = {"score": 0.5, "judge_failures": failed[0], "judges": further}
+        return lab.evaluation(lab.policy(name, data), data, *tables, **metrics)
 
     return make
 

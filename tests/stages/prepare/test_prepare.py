@@ -119,10 +119,12 @@ def test_records_outside_the_fraction_of_sft_are_told_with_the_setting(run, pair
     assert told in capsys.readouterr().out
 
 
-def test_every_record_is_accounted_for(run, pairs, tmp_path):
+def test_every_record_is_accounted_for(run, pairs, tmp_path, capsys):
     records = [
         *pairs,
         *pairs[:3],
+        {"prompt": "x " * 600, "completion": "1"},
+        {"prompt": "y " * 600, "completion": "1"},
         {"prompt": "Long?", "completion": "word " * 50, "split": "sft"},
         {"prompt": "Other?", "split": "prompts", "anwser": "1"},
         {"prompt": "<|im_end|>"},
@@ -135,13 +137,16 @@ def test_every_record_is_accounted_for(run, pairs, tmp_path):
         sft_fraction=1.0,
     )  # fmt: skip
     metrics, out = run(config)
-    assert metrics["records"] == {"read": 67, "kept": 60, "duplicates": 3, "dropped": 2, "dead": 2}
-    assert metrics["dropped_records"] == {"completion_too_long": 1, "no_split_wants_it": 1}
-    assert metrics["dropped_rows"] == {"sft:completion_too_long": 1}
+    assert metrics["records"] == {"read": 69, "kept": 60, "duplicates": 3, "dropped": 4, "dead": 2}
+    assert metrics["dropped_records"] == {"prompt_too_long": 2, "completion_too_long": 1, "no_split_wants_it": 1}
+    assert metrics["dropped_rows"] == {"sft:prompt_too_long": 2, "sft:completion_too_long": 1}
     assert metrics["rows"] == {"sft": 60, "preference": 60}
     assert metrics["constant_answer_baseline"] is None
     reasons = [letter["reason"] for letter in rows(out, "dead")]
     assert "did you mean `answer`" in reasons[0] and "control token '<|im_end|>'" in reasons[1]
+    line = next(line for line in capsys.readouterr().out.splitlines() if "not kept" in line)
+    assert line.startswith("not kept: 3 duplicates; 2 prompt_too_long; 1 that no split takes; 1 completion_too_long")
+    assert "; 2 dead (data.jsonl, record 67" in line and "did you mean `answer`" in line
     facts = json.loads((out / "statistics.json").read_text())
     assert facts["metrics"] == metrics and facts["steps"]["Validate"]["dead"] == 2
     card = (out / "card.html").read_text()
@@ -152,31 +157,6 @@ def test_every_record_is_accounted_for(run, pairs, tmp_path):
         "Question ",
     ):
         assert part in card, part
-
-
-def test_the_log_says_what_was_lost_and_why(run, pairs, tmp_path, capsys):
-    records = [
-        *pairs, *pairs[:2], {"prompt": "x " * 600}, {"prompt": "y " * 600}, {"prompt": "Other?", "anwser": "1"},
-        {"prompt": "One?", "completion": "word " * 50, "rejected": "no", "split": "preference"},
-    ]  # fmt: skip
-    run(Config(source=write(tmp_path / "data.jsonl", records), max_completion_tokens=20))
-    line = next(line for line in capsys.readouterr().out.splitlines() if "not kept" in line)
-    assert line.startswith(
-        "not kept: 2 duplicates; 2 prompt_too_long; 1 completion_too_long; 1 dead (data.jsonl, record 65"
-    )
-    assert "did you mean `answer`" in line
-
-
-def test_a_pattern_that_takes_a_part_of_a_number_is_an_error_of_the_record(run, tmp_path):
-    records = [{"question": f"How many, {i}?", "answer": f"So.\n#### {i * 300 + 7:,}"} for i in range(30)]
-    taken = {"from": "answer", "pattern": r"#### (\d+)"}
-    settings = {"fields": {"prompt": "question", "answer": taken}, "splits": ["prompts", "heldout"]}
-    source = write(tmp_path / "data.jsonl", records)
-    with pytest.raises(PrepareError, match=r"(?s)26 of 30 .*record 5, field `answer`: .* got '1' of '1,207'"):
-        run(Config(source=source, **settings))
-    taken["pattern"] = r"#### ([\d,]+)"
-    _, out = run(Config(source=source, **settings))
-    assert "1,207" in [row["answer"] for name in settings["splits"] for row in rows(out, name)]
 
 
 def test_the_next_try_keeps_the_finished_pieces_of_a_try_that_ended(run, tmp_path, capsys):
@@ -311,18 +291,6 @@ def test_a_file_without_records_is_told_by_its_name(run, tmp_path):
         run(Config(source=write(tmp_path / "empty.jsonl", [])))
 
 
-@pytest.mark.parametrize("count", [1, 3])
-def test_a_held_out_prompt_within_a_conversation_is_found(run, pairs, tmp_path, count):
-    turns = [
-        {"role": role, "content": text} for role, text in (("user", "2+2?"), ("assistant", "4"), ("user", "Sure?"))
-    ]
-    conversation = {"messages": [*turns, {"role": "assistant", "content": "Yes."}], "split": "sft"}
-    own = {"prompt": [{"role": "system", "content": "Be brief."}, *turns[:count]], "split": "heldout"}
-    config = Config(source=write(tmp_path / "data.jsonl", [*pairs, conversation, own]), system_prompt="Be brief.")
-    with pytest.raises(PrepareError, match="number 62 .* is held out, and record number 61 .*same `group`"):
-        run(config)
-
-
 def test_prompts_without_answers(run):
     metrics, out = run(Config(source="words", splits=["prompts", "heldout"]))
     assert metrics["rows"]["prompts"] + metrics["rows"]["heldout"] == metrics["records"]["read"]
@@ -330,18 +298,6 @@ def test_prompts_without_answers(run):
     assert sorted(path.name for path in out.iterdir()) == [
         *("card.html", "dead", "heldout", "prompts", "statistics.json")
     ]
-
-
-def test_edit_of_a_source_in_place_is_seen_and_another_name_is_not(tmp_path):
-    path = tmp_path / "data.jsonl"
-    config = Config(source=write(path, [{"prompt": "a"}]))
-    before = prepare.source_digests(config)
-    write(path, [{"prompt": "b"}])
-    edited = prepare.source_digests(config)
-    assert edited != before
-    path.touch()
-    assert prepare.source_digests(Config(source=str(path.rename(tmp_path / "other.jsonl")))) == edited
-    assert prepare.source_digests(Config()) == {"source 1: task": "addition"}
 
 
 def test_evaluation_prompts_are_in_the_key_by_content(tmp_path):
@@ -354,6 +310,7 @@ def test_evaluation_prompts_are_in_the_key_by_content(tmp_path):
     before = key(write(path, [{"prompt": "a"}]))
     assert key(str(path.rename(tmp_path / "renamed.jsonl"))) == before
     assert key(write(tmp_path / "renamed.jsonl", [{"prompt": "b"}]))[1] != before[1]
+    assert prepare.source_digests(Config()) == {"source 1: task": "addition"}
 
 
 def test_a_pair_of_equal_answers_is_not_told_as_too_long():

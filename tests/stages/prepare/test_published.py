@@ -67,10 +67,11 @@ def gsm8k(count, first=0):
     ]
 
 
-def test_gsm8k(run):
+@pytest.mark.parametrize("recipe", ["gsm8k", "qwen3-8b"])
+def test_gsm8k(run, recipe):
     Path("train.jsonl").write_bytes(lines(gsm8k(8)))
     Path("test.jsonl").write_bytes(lines(gsm8k(3, first=100)))
-    metrics, found = run("gsm8k")
+    metrics, found = run(recipe)
     assert metrics["rows"] == {"prompts": 8, "heldout": 3} and metrics["records"]["dead"] == 0
     assert sorted(row["answer"] for row in found["heldout"]) == ["1,198", "1,210", "1,222"]
     for row in found["heldout"]:

@@ -24,7 +24,7 @@ def test_a_held_out_prompt_in_another_form_is_refused_in_training_data(run, tmp_
     held, trained = ({"messages": [{"role": role, "content": f(text)} for role, text in said]} for f in (str, form))
     trained["messages"].append({"role": "assistant", "content": "x"})
     records = [held | {"split": "heldout", "group": "a"}, trained | {"split": "sft"}]
-    with pytest.raises(PrepareError, match="is held out, and record number .* has the same prompt"):
+    with pytest.raises(PrepareError, match="is held out, and record number .* has the same prompt.*same `group`"):
         run(Config(source=write(tmp_path / "data.jsonl", records), splits=["sft", "heldout"]))
 
 

@@ -119,18 +119,3 @@ def test_scores_disturb_no_request_and_none_disturbs_them(live, params):
     engine = Engine(CONFIG, limits=Limits(slots=1, context=100, chunks=(64,)), top=5)
     engine.load(params)
     np.testing.assert_allclose(engine.score(ids(TEXT)).logps, score.logps, atol=1e-5)
-
-
-@pytest.mark.parametrize(
-    ("fields", "message"),
-    [
-        ({"max_tokens": 0}, "max_tokens must be at least 1 unless echo is set"),
-        ({"echo": True, "stream": True}, "echo is not offered with stream"),
-        ({"echo": True, "max_tokens": 0, "prompt": "x" * 250}, "exceed"),
-        ({"echo": True, "max_tokens": 0, "prompt": [10**6]}, "token 1000000 is not one"),
-    ],
-)
-def test_an_echo_that_cannot_be_is_refused(url, fields, message):
-    answer = httpx.post(f"{url}/v1/completions", json={"prompt": "x", **fields}, timeout=60)
-    assert answer.status_code == 400
-    assert message in answer.json()["error"]["message"]

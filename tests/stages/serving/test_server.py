@@ -8,15 +8,15 @@ from rlhf.tuning.rollout.engine.engine import Engine
 from rlhf.tuning.rollout.engine.limits import Limits
 from rlhf.tuning.rollout.engine.live import EngineStopped, Live
 from rlhf.tuning.rollout.requests import Request
-from tests.stages.serving.support import CONFIG, CONTEXT, TOKENIZER
+from tests.stages.serving.support import ADD, CONFIG, CONTEXT, TOKENIZER
 from tests.support import until
 
 openai = pytest.importorskip("openai")
 CHAT = [{"role": "user", "content": "What is 2 + 2?"}]
 
 
-def test_it_names_its_model(client):
-    assert [m.id for m in client.models.list()] == ["tiny"]
+def of_function(**function):
+    return {"type": "function", "function": function}
 
 
 def test_a_completion_of_token_ids_is_the_engines(client, live):
@@ -90,25 +90,6 @@ def test_a_stop_string_is_not_in_the_text_and_ends_it(client):
         assert parts[-1].choices[0].finish_reason == "stop"
 
 
-@pytest.mark.parametrize(
-    ("asked", "message"),
-    [
-        ({"prompt": "x", "temperature": -1}, "temperature"),
-        ({"prompt": "x", "logit_bias": {"5": 3}}, "logit_bias is not offered"),
-        ({"prompt": "x", "extra_body": {"typo": 1}}, "typo"),
-        ({"prompt": "x" * 300}, "the prompt has 300 tokens; the context is 200"),
-        ({"prompt": [10**6]}, "token 1000000 is not one of the model's"),
-        ({"prompt": "x", "stop": ["a"] * 20}, "stop: List should have at most 16 items"),
-        ({"prompt": "x", "logprobs": 9}, "logprobs: Input should be less than or equal to 5"),
-        ({"prompt": []}, "prompt: List should have at least 1 item"),
-        ({"prompt": [[]]}, "empty prompt"),
-    ],
-)
-def test_what_cannot_be_done_is_refused_by_name(client, asked, message):
-    with pytest.raises(openai.BadRequestError, match=message):
-        client.completions.create(model="tiny", max_tokens=5, **asked)
-
-
 def test_an_answer_ends_where_the_context_does(client):
     answer = client.completions.create(
         model="tiny", prompt="x" * 100, max_tokens=10**6, extra_body={"ignore_eos": True, "return_token_ids": True}
@@ -117,22 +98,50 @@ def test_an_answer_ends_where_the_context_does(client):
 
 
 @pytest.mark.parametrize(
-    ("messages", "asked", "message"),
+    ("asked", "message"),
     [
-        ([{"role": "user"}], {}, "a message of role user needs content"),
-        ([{"role": "system", "content": None}], {}, "a message of role system needs content"),
-        ([{"role": "user", "content": "x"}], {"top_logprobs": 2}, "top_logprobs needs logprobs: true"),
+        ({"temperature": -1}, "temperature"),
+        ({"logit_bias": {"5": 3}}, "logit_bias is not offered"),
+        ({"extra_body": {"typo": 1}}, "typo"),
+        ({"prompt": "x" * 300}, "the prompt has 300 tokens; the context is 200"),
+        ({"prompt": [10**6]}, "token 1000000 is not one of the model's"),
+        ({"prompt": []}, "prompt: List should have at least 1 item"),
+        ({"prompt": [[]]}, "empty prompt"),
+        ({"prompt": ["a"] * 1025}, "at most 1024"),
+        ({"prompt": ["a"] * 9, "n": 128}, "at most 1024"),
+        ({"stop": ["a"] * 20}, "stop: List should have at most 16 items"),
+        ({"logprobs": 9}, "logprobs: Input should be less than or equal to 5"),
+        ({"max_tokens": 0}, "max_tokens must be at least 1 unless echo is set"),
+        ({"echo": True, "stream": True}, "echo is not offered with stream"),
+        ({"echo": True, "max_tokens": 0, "prompt": "x" * 250}, "exceed"),
+        ({"echo": True, "max_tokens": 0, "prompt": [10**6]}, "token 1000000 is not one"),
+        ({"messages": [{"role": "user"}]}, "a message of role user needs content"),
+        ({"messages": [{"role": "system", "content": None}]}, "a message of role system needs content"),
+        ({"messages": CHAT, "top_logprobs": 2}, "top_logprobs needs logprobs: true"),
+        ({"messages": CHAT, "tool_choice": "required"}, "'required' is not among the request's tools: none"),
+        (
+            {"messages": CHAT, "tools": [ADD], "tool_choice": of_function(name="sub")},
+            "'sub' is not among .* tools: add",
+        ),
+        ({"messages": CHAT, "tools": [ADD, ADD]}, "two have the same name"),
+        ({"messages": CHAT, "tools": [of_function(name="a b")]}, "tools.0.function.name"),
+        ({"messages": CHAT, "tools": [of_function(name="a\nb")]}, "tools.0.function.name"),
+        ({"messages": CHAT, "tools": [of_function(name="a", parameters={"type": 7})]}, "not a JSON schema"),
+        ({"messages": CHAT, "tools": [{"type": "web_search"}]}, "tools.0.type"),
     ],
 )
-def test_a_chat_that_says_nothing_or_asks_in_halves_is_refused(client, messages, asked, message):
+def test_what_cannot_be_done_is_refused_by_name(client, asked, message):
+    create = client.chat.completions.create if "messages" in asked else client.completions.create
+    more = {} if "messages" in asked else {"prompt": "x"}
     with pytest.raises(openai.BadRequestError, match=message):
-        client.chat.completions.create(model="tiny", messages=messages, max_tokens=5, **asked)
+        create(**{"model": "tiny", "max_tokens": 5} | more | asked)
 
 
 def test_an_unknown_model_role_or_route_is_answered_as_openai_does(client):
     with pytest.raises(openai.NotFoundError) as unknown:
         client.completions.create(model="gpt-4", prompt="x", max_tokens=5)
     assert unknown.value.code == "model_not_found" and "this server has tiny" in str(unknown.value)
+    assert [m.id for m in client.models.list()] == ["tiny"]
     with pytest.raises(openai.BadRequestError, match="role") as role:
         client.chat.completions.create(model="tiny", messages=[{"role": "wizard", "content": "x"}])
     with pytest.raises(openai.BadRequestError) as penalty:

@@ -249,13 +249,6 @@ def test_a_fetch_brings_what_is_asked_for_and_keeps_it(remote, tmp_path):
     assert artifact.local("model/weights.bin").read_text() == "w" * 100
 
 
-def test_a_replaced_artifact_is_fetched_again(remote, tmp_path):
-    make(remote, tmp_path)
-    assert remote.get("sft", KEY).local("config.json").read_text() == "{}"
-    make(remote, tmp_path, replace=True, **FILES | {"config.json": "[]"})
-    assert remote.get("sft", KEY).local("config.json").read_text() == "[]"
-
-
 def test_what_messages_name_of_a_remote_store_has_its_scheme(remote, tmp_path):
     artifact = make(remote, tmp_path)
     assert artifact.url.startswith(f"{remote.url}/artifacts/sft/{KEY}.")

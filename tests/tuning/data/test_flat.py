@@ -1,11 +1,11 @@
-"""Arrays of tokens: what the Parquet shards say, mapped as they are, and the same bytes however rows are divided."""
+"""Arrays of tokens: what the shards say, mapped as they are; the same bytes and lengths however rows are divided."""
 
 import tracemalloc
 
 import numpy as np
 import pytest
 
-from rlhf.tuning.data import flat
+from rlhf.tuning.data import flat, statistics
 from rlhf.tuning.data.flat import FlatError, completions_of, load_flat, write_arrays, write_flat
 from rlhf.tuning.data.reading import map_examples, read_examples
 from rlhf.tuning.data.schema import SCHEMAS, table_of, write_parquet
@@ -209,3 +209,17 @@ def test_a_disk_that_fills_meanwhile_is_named(tmp_path, rows):
     # 1000 rows have no room as they are read, 320 (3.2 MB) only as their ids are written
     # again with two bytes each (1.3 MB).
     assert "MB left" in in_small_disk(tmp_path, 4, FILLS.replace("ROWS", str(rows)))
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_lengths_of_several_files_are_told_as_numpy_tells_them(tmp_path, seed):
+    rng = np.random.default_rng(seed)
+    files = [rng.integers(0, rng.integers(1, 300), rng.integers(1, 80)) for _ in range(3)]
+    for number, lengths in enumerate([*files, []]):
+        rows = [{"prompt_ids": [1] * n, "completion_ids": [1], "prompt": "p", "completion": "c"} for n in lengths]
+        write_parquet(tmp_path / "sft" / f"part-{number}.parquet", [table_of(rows, SCHEMAS["sft"])], SCHEMAS["sft"])
+    write_arrays(tmp_path / "sft")
+    lengths = np.concatenate(files)
+    middle, high = np.percentile(lengths, [50, 95])
+    told = {"mean": round(lengths.mean(), 3), "p50": middle, "p95": high, "max": lengths.max()}
+    assert statistics.token_lengths(tmp_path, "sft")["prompt_ids"] == told

@@ -3,6 +3,7 @@
 import dataclasses
 import json
 
+import numpy as np
 import pytest
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
@@ -116,6 +117,16 @@ def test_rows_that_are_too_long_can_be_cut(plan, tmp_path):
     assert len(row["prompt_ids"]) == 100 and decoded(plan, row["prompt_ids"]).endswith("q</s><s>assistant:")
     # A completion that was cut does not end with EOS.
     assert decoded(plan, row["completion_ids"]) == "c" * 50 and row["completion"] == "c" * 60
+
+
+def decides(record):
+    return {"a": np.True_, "b": np.False_, "c": "dull"}.get(record["prompt"])
+
+
+def test_a_rule_may_answer_with_numpys_booleans(plan, tmp_path):
+    ruled = dataclasses.replace(plan, rules=(f"{__name__}:decides",))
+    run(ruled, tmp_path, *[{"prompt": prompt, "completion": "x", "split": "sft"} for prompt in "abcd"])
+    assert {row["prompt"] for row in rows(ruled, "sft", tmp_path)} == {"a", "d"}
 
 
 def test_pairs_of_equal_tokens_are_dropped(plan, tmp_path):

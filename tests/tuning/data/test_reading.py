@@ -1,11 +1,13 @@
-"""Prepared examples as training takes them: each whole, each once an epoch, and a step known by its number."""
+"""Prepared examples as training takes them: each once an epoch, in the order of Grain, and a step by its number."""
 
+import grain.python as grain
 import numpy as np
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from rlhf.tuning.data.reading import Steps, read_examples
+from rlhf.tuning.data.shuffle import shuffled
 from tests.tuning.data.run import shards
 
 IDS = st.lists(st.integers(0, 50_000), min_size=1, max_size=8)
@@ -99,3 +101,15 @@ def test_a_step_is_known_by_its_number(size):
 def test_an_example_larger_than_a_step_is_refused():
     with pytest.raises(ValueError, match="example 2 has 91 tokens, more than a step's 90: raise tokens_per_step"):
         Steps(np.asarray([3, 90, 91]), 1, 0, tokens=90)
+
+
+@pytest.mark.parametrize("count", [1, 2, 257, 65_536, 65_538])
+@pytest.mark.parametrize("seed", [0, 2**32 - 1])
+def test_the_order_is_grains(count, seed):
+    order = grain.MapDataset.range(count).shuffle(seed=seed)
+    positions = np.random.default_rng(0).permutation(count)[:500]
+    assert shuffled(positions, count, seed).tolist() == [order[int(position)] for position in positions]
+
+
+def test_each_number_comes_once_where_grain_repeats_one():
+    assert sorted(shuffled(np.arange(65_537), 65_537, 3).tolist()) == list(range(65_537))

@@ -1,4 +1,4 @@
-"""Implementations of attention agree, forward and backward; long rows never hold all their logits."""
+"""Implementations of attention agree, forward and backward, and are chosen by platform, type and length."""
 
 import dataclasses
 import re
@@ -21,37 +21,27 @@ from tests.tuning.models.rows import alone, packed, value_and_grads
 from tests.tuning.programs import printed
 
 
-def assert_plain(implementation, spec, rows):
-    """The values and gradients of the plain form."""
-    found, expected = (value_and_grads(one, spec, rows=rows) for one in (implementation, "plain"))
-    for ours, theirs in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
-        np.testing.assert_allclose(ours, theirs, atol=1e-5)
-
-
 @pytest.mark.parametrize(
-    ("softcap", "window", "by_layer"),
+    ("rows", "softcap", "window", "by_layer"),
     [
-        (None, None, None),
-        (3.0, 20, 20),
+        (alone, None, None, None),
+        (alone, 3.0, 20, 20),
+        (packed, 3.0, 20, None),
+        pytest.param(packed, None, None, None, marks=pytest.mark.slow),
         *(
-            pytest.param(softcap, window, by_layer, marks=pytest.mark.slow)
+            pytest.param(alone, softcap, window, by_layer, marks=pytest.mark.slow)
             for softcap in (None, 3.0)
             for window, by_layer in ((None, None), (20, None), (20, 20), (UNLIMITED, 20))
             if (softcap, window, by_layer) not in ((None, None, None), (3.0, 20, 20))
         ),
     ],
 )
-def test_splash_by_segments_agrees_with_the_plain_form(softcap, window, by_layer):
+def test_values_and_gradients_of_splash_are_those_of_the_plain_form(rows, softcap, window, by_layer):
     window = jnp.asarray(window) if by_layer else window
-    spec = AttentionSpec(0.3, softcap, window, alone()[2], by_layer)
-    assert_plain("splash", spec, alone())
-
-
-@pytest.mark.parametrize("implementation", ["blocked", "splash"])
-@pytest.mark.parametrize(("softcap", "window"), [(3.0, 20), pytest.param(None, None, marks=pytest.mark.slow)])
-def test_implementations_agree(implementation, softcap, window):
-    spec = AttentionSpec(0.3, softcap, window, packed()[2])
-    assert_plain(implementation, spec, packed())
+    spec = AttentionSpec(0.3, softcap, window, rows()[2], by_layer)
+    found, expected = (value_and_grads(one, spec, rows=rows()) for one in ("splash", "plain"))
+    for ours, theirs in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
+        np.testing.assert_allclose(ours, theirs, atol=1e-5)
 
 
 @pytest.mark.slow
@@ -59,20 +49,6 @@ def test_every_implementation_is_the_same_on_a_mesh():
     gaps = printed("models.mesh_program")
     assert len(gaps) == 27
     assert {name: gap for name, gap in gaps.items() if gap > 1e-4} == {}
-
-
-def test_long_rows_never_hold_their_logits():
-    """Forward and backward of a row of 4096 tokens, as `choose` picks; its logits alone would be 268 MB."""
-    length = 4096
-    group = jnp.ones((1, length), jnp.int32)
-    q, k, v = (jax.ShapeDtypeStruct((1, length, n, 16), jnp.float32) for n in (4, 2, 2))
-
-    def loss(q, k, v):
-        spec = AttentionSpec(0.25, None, 1000, jnp.arange(length)[None])
-        return att.packed_attention(group, 0 * group)(q, k, v, spec, None)[0].sum()
-
-    memory = jax.jit(jax.grad(loss, argnums=(0, 1, 2))).lower(q, k, v).compile().memory_analysis()
-    assert memory.temp_size_in_bytes < 100e6 < 4 * length * length * 4
 
 
 @pytest.mark.parametrize(
@@ -151,13 +127,6 @@ def test_a_training_pass_lowers_for_a_tpu_of_eight_chips(axes, windows, kernels)
     text = lowered_for_tpu(abstract_mesh(axes, 8), 2048, dataclasses.replace(tiny(97), head_dim=128, **windows))
     assert text.count("tpu_custom_call") >= kernels
     assert not re.search(r"2048x2048xi1", text)
-
-
-def test_a_kernel_that_is_not_cut_by_hand_does_not_lower(monkeypatch):
-    monkeypatch.setattr(att, "_by_device", lambda attend, *arrays: attend(*arrays))
-    config = dataclasses.replace(tiny(97), head_dim=128)
-    with pytest.raises(NotImplementedError, match="cannot be automatically partitioned"):
-        lowered_for_tpu(abstract_mesh(Axes(1, 8, 1), 8), 2048, config)
 
 
 def test_a_model_without_windows_and_caps_does_not_compute_any():

@@ -16,11 +16,6 @@ def kernel(*shape: int) -> jax.Array:
     return jax.random.normal(jax.random.key(0), shape) * jnp.linspace(0.5, 2.0, shape[-1])
 
 
-def bits(module, count: int) -> float:
-    stored = [v[...] for v in vars(module).values() if hasattr(v, "get_metadata")]
-    return 8 * sum(x.nbytes for x in stored) / count
-
-
 def test_the_levels_are_quantiles_of_a_normal_distribution():
     # Dettmers et al., 2023: 8 levels from 0 up and 7 down from it, the outermost at this average of two quantiles.
     offset = 0.5 * ((1 - 1 / 30) + (1 - 1 / 32))
@@ -71,8 +66,8 @@ def test_nf4_of_normal_weights_has_the_expected_mean_error():
 @pytest.mark.parametrize(("name", "most"), [("int8", 8.06), ("nf4", 4.13)])
 def test_bits_a_weight(name, most):
     w = kernel(2, 576, 1536)
-    module = FORMATS[name](w)
-    assert most - 0.07 < bits(module, w.size) < most
+    stored = [v[...] for v in vars(FORMATS[name](w)).values() if hasattr(v, "get_metadata")]
+    assert most - 0.07 < 8 * sum(x.nbytes for x in stored) / w.size < most
 
 
 @pytest.mark.parametrize("name", FORMATS)

@@ -1,5 +1,7 @@
-"""Built-in rewards: each scores what its name says (answers: `test_verdicts.py`); unknown names are answered."""
+"""Built-in rewards score what their names say, as a careful human marker would; unknown names are answered."""
 
+import inspect
+import itertools
 import json
 import re
 import time
@@ -10,6 +12,8 @@ import pytest
 from rlhf.tuning.data.tasks import reasoning_gym
 from rlhf.tuning.rewards import functions as f
 from rlhf.tuning.rewards import mathematics
+from rlhf.tuning.rewards.answers import unreadable
+from rlhf.tuning.rewards.functions import BUILT_IN
 
 
 def test_without_an_answer_a_reward_does_not_apply():
@@ -164,3 +168,54 @@ def test_a_completion_is_read_once_for_all_accepted_answers(monkeypatch):
     accepted = {"answers": [str(number) for number in range(5, 25)]}
     assert f.math_equal(["p"], [text], answer=[json.dumps(accepted["answers"])], metadata=[accepted]) == [0.0]
     assert time.process_time() - start < 1.5
+
+
+PAGE = Path(__file__).parents[3] / "docs" / "guides" / "rewards.md"
+DATA = {"answer", "metadata", "completion_ids"}
+"""Columns that the pipeline gives."""
+ELSEWHERE = {"judge"}
+"""Its arguments have a table of their own."""
+
+
+def test_the_page_lists_the_built_in_functions_with_their_arguments():
+    rows = re.findall(r"^\| `(\w+)` \|(.*)\|([^|]*)\|$", PAGE.read_text(), re.M)
+    listed = {name: set(re.findall(r"`(\w+)`", arguments)) for name, _, arguments in rows if name in BUILT_IN}
+    for name, function in BUILT_IN.items():
+        parameters = inspect.signature(function).parameters.values()
+        takes = {p.name for p in parameters if p.kind is p.KEYWORD_ONLY} - DATA
+        if name not in ELSEWHERE:
+            assert takes - listed[name] == set(), name
+    assert listed.keys() == BUILT_IN.keys()
+
+
+# Facts from public test sets and reports (`source`) and from audits of this project; `differs` says why a verdict is
+# not the published one.
+ROWS = [json.loads(line) for line in Path(__file__).with_name("verdicts.jsonl").read_text().splitlines()]
+KINDS = {key: list(rows) for key, rows in itertools.groupby(ROWS, key=lambda row: (row["reward"], row["kind"]))}
+
+
+def judged(reward, answer, completion):
+    metadata = {"opened_tag": answer} if reward == "tagged" else {}
+    if isinstance(answer, list):
+        answer, metadata = json.dumps(answer), {"answers": answer}
+    # What is judged is also accepted when data is prepared.
+    assert unreadable(reward, answer, metadata) is None
+    return BUILT_IN[reward](["?"], [completion], answer=[answer], metadata=[metadata])[0]
+
+
+@pytest.mark.parametrize("key", KINDS, ids=": ".join)
+def test_a_verifier_judges_as_a_careful_human_marker(key):
+    rows = [(row["answer"], row["completion"], row["verdict"]) for row in KINDS[key]]
+    assert [row for row in rows if judged(key[0], *row[:2]) != row[2]] == []
+
+
+def test_the_table_is_large_and_has_both_verdicts_of_each_reward():
+    verdicts = {reward: {row["verdict"] for row in ROWS if row["reward"] == reward} for reward, _ in KINDS}
+    assert len(ROWS) >= 300 and all(both == {0, 1} for both in verdicts.values())
+
+
+@pytest.mark.parametrize("name", ["number_match", "math_equal", "exact_match"])
+def test_a_thought_that_the_template_opened_and_nothing_closed_has_no_answer(name):
+    texts = ["7", "\\boxed{7}, or is it", "hm</think>7"]
+    found = BUILT_IN[name](["?"] * 3, texts, answer=["7"] * 3, metadata=[{"opened_tag": "think"}] * 3)
+    assert found == [0, 0, 1]

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 from flax import nnx
 
+from rlhf.tuning.compile_target import compiling_for
 from rlhf.tuning.cpu import kernels
 from rlhf.tuning.models.decoder import decoder_graph
 from rlhf.tuning.models.huggingface import random_params
@@ -180,3 +181,21 @@ def test_programs_copy_no_layer_and_no_cache(options):
         assert memory.alias_size_in_bytes >= held
         # Only caches have five axes. XLA on CPU writes into bfloat16 by way of float32.
         assert not re.search(r"\[(\d+,){4}\d+\]\S* convert\(", compiled.as_text()), "a whole cache is converted"
+
+
+@pytest.mark.parametrize("rolled", [False, True])
+def test_one_scatter_appends_what_a_loop_over_rows_appends(rolled):
+    rng = np.random.default_rng(0)
+
+    def filled(stacks):
+        return jax.tree.map(lambda x: jax.numpy.asarray(rng.integers(-99, 99, x.shape), x.dtype), stacks)
+
+    empty = cache.make(CONFIG, 3, 16, "int8", rolled=rolled)
+    held, new = filled(empty), filled(cache.make_like(empty, 3, 4))
+    at = np.asarray([12, 0, 5], np.int32)
+    wanted = jax.jit(cache.append)(held, new, at)
+    with compiling_for("gpu"):
+        program = jax.jit(cache.append).lower(held, new, at)
+        found = jax.jit(cache.append)(held, new, at)
+    assert "stablehlo.while" not in program.as_text()
+    jax.tree.map(np.testing.assert_array_equal, found, wanted)
