@@ -9,13 +9,14 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 from rich.filesize import decimal
 
-from rlhf.flows.cli.shared import AsJson, StoreUrl, app, out, print_json, print_table, record_of, usage_error
+from rlhf.flows.cli.shared import AsJson, StoreUrl, app, err, out, print_json, print_table, record_of, usage_error
 from rlhf.flows.cli.shared import note as note_change
 from rlhf.flows.recipe.retention import Retention
 from rlhf.flows.retention import roots_of
 from rlhf.stages.store.artifacts import Store
 from rlhf.stages.store.pins import pin as write_pin
 from rlhf.stages.store.pins import unpin as remove_pin
+from rlhf.stages.store.runs import in_parallel
 
 if TYPE_CHECKING:
     from rlhf.stages.store.collect import Survey
@@ -79,9 +80,15 @@ def pin(
     note: Annotated[str, typer.Option(help="Why it is kept.")] = "",
 ) -> None:
     """Keep a run, whatever the options of `rlhf gc`."""
-    name = record_of(store, run)["name"]
-    write_pin(Store(store), name, note)
-    note_change(Store(store), "pin", run=name, outcome="pinned", reason=note)
+    record, place = record_of(store, run), Store(store)
+    name = record["name"]
+    write_pin(place, name, note)
+    note_change(place, "pin", run=name, outcome="pinned", reason=note)
+    # After the pin: a collection that has not seen it has taken their manifests by now.
+    made = [entry for entry in record["nodes"].values() if "digest" in entry]
+    there = list(in_parallel(place, lambda e: place.with_digest(e["stage"], e["key"], e["digest"]), made))
+    if lost := there.count(None):
+        err.print(f"! {lost} of its {len(made)} artifacts are gone: a collection deletes them, or has")
     out.print(f"{name} is pinned")
 
 

@@ -105,6 +105,9 @@ def _changed(store: Store, what: str, name: str, entry: Entry) -> None:
     more = {"digest": entry.policy.digest, "reason": entry.reason, "forced": entry.forced}
     note(store, what, run=entry.policy.run, outcome=outcome, **more)
     out.print(_line(name, entry))
+    # After the entry: a collection that has not seen it has taken the manifest by now.
+    if store.with_digest(entry.policy.stage, entry.policy.key, entry.policy.digest) is None:
+        raise usage_error(f"the policy is gone: `rlhf gc` deletes it; `rlhf rollback --as {name}` returns")
     served = f"`rlhf serve {name} --follow` loads it within half a minute; without --follow restart the server"
     if len({e.policy.base for e in registry.history(store, name)[-2:]}) > 1:
         served = f"its base model differs from the previous entry's: restart the servers of {name}, also with --follow"

@@ -219,8 +219,7 @@ def _policy(ctx: Context, settings: EngineSettings, quantize: str, requests: Seq
     base, kind = below if below is not None else (artifact, quantize)
     adapter = None
     if below is not None:
-        adapter = _place(ctx, settings) / f"{ADAPTER}-{artifact.digest[:16]}"
-        shutil.copytree(artifact.local(f"{ADAPTER}/"), adapter, dirs_exist_ok=True)
+        adapter = _adapter(_place(ctx, settings), artifact)
     # Counters that no prompt has: a probe must not repeat the draw of a rollout.
     probe = [
         dataclasses.replace(r, max_tokens=min(r.max_tokens, PROBE_TOKENS), samples=1, counter=2**31 + i)
@@ -237,6 +236,15 @@ def _policy(ctx: Context, settings: EngineSettings, quantize: str, requests: Seq
         base=_name(base, kind) if below is not None else "",
         adapter=adapter,
     )
+
+
+def _adapter(place: Path, artifact: Artifact) -> Path:
+    """The policy's adapter as a folder, which replaces the folder of the policy before it."""
+    target = place / f"{ADAPTER}-{artifact.digest[:16]}"
+    for old in place.glob(f"{ADAPTER}-*"):
+        shutil.rmtree(old)
+    shutil.copytree(artifact.local(f"{ADAPTER}/"), target)
+    return target
 
 
 def _name(artifact: Artifact, quantize: str) -> str:

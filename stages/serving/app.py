@@ -86,8 +86,9 @@ def make_app(
     async def respond(kind: type[Asked], http: Request) -> Any:
         asked = await body(kind, http)
         server.check_model(asked)
-        name = http.path_params.get("name")
-        session = None if name is None else server.sessions.of_call(name, http.scope[OWNER])
+        name = http.path_params.get("name", "")
+        # Outside of sessions an agent's program would have no limits, and its samples no record.
+        session = server.sessions.of_call(name, http.scope[OWNER]) if name or server.sessions.closed else None
         return await _answer(server, await server.in_reader(server.read, asked, session), http)
 
     @app.post("/v1/completions")

@@ -348,5 +348,5 @@ def play_episodes(
                 for one in plays:
                     if live.failure is not None:
                         # Programs are not at fault.
-                        raise EngineStopped("the engine has stopped") from live.failure
+                        raise EngineStopped(f"the engine has stopped: {live.failure}") from live.failure
                     yield one

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import resource
 import signal
 import socket
 import sys
@@ -45,8 +44,6 @@ def main() -> None:
         socket.create_server((options.host, options.port), family=family).close()
     except OSError as error:
         sys.exit(f"error: cannot listen at --host {options.host} --port {options.port}: {error.strerror}")
-    _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
-    resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
     configure_jax()
     from rlhf.tuning.axes import Axes
     from rlhf.tuning.device import choose

@@ -258,7 +258,7 @@ class Sessions:
 
     def __init__(self, max_sessions: int, tokens: int, *, closed: bool = False):
         """max_sessions, tokens: limits of all sessions together. closed: whether calls begin no session."""
-        self.max_sessions, self.tokens, self._closed = max_sessions, tokens, closed
+        self.max_sessions, self.tokens, self.closed = max_sessions, tokens, closed
         self._sessions: collections.OrderedDict[tuple[int, str], Session] = collections.OrderedDict()
         self._evicted: collections.OrderedDict[tuple[int, str], None] = collections.OrderedDict()
         self._lock = threading.RLock()
@@ -278,7 +278,7 @@ class Sessions:
         UnknownSession if calls begin no session.
         """
         with self._lock:
-            if (owner, name) not in self._sessions and (owner, name) not in self._evicted and not self._closed:
+            if (owner, name) not in self._sessions and (owner, name) not in self._evicted and not self.closed:
                 if not NAME.fullmatch(name):
                     raise ValueError("a session's name is 1 to 128 letters, digits and . _ : -")
                 self.add(session := Session(name, owner=owner))

@@ -57,6 +57,8 @@ class Web(uvicorn.Server):
 
     def __init__(self, app: Any, host: str, port: int, on_end: Callable[[], Any] = lambda: None):
         """on_end: called after the last answer. `run` then waits for the threads of the application."""
+        _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
         super().__init__(
             uvicorn.Config(
                 app,

@@ -124,7 +124,14 @@ class Artifact:
             disk.note_whole(target, f["sha256"])
 
         folder = self.downloads
-        transfers.each(one, [f for f in self.manifest["files"] if wanted(f["path"])])
+        files = [f for f in self.manifest["files"] if wanted(f["path"])]
+        folder.mkdir(parents=True, exist_ok=True)
+        # The time of its last use; another user's folder may be read only.
+        with contextlib.suppress(OSError):
+            os.utime(folder)
+        missing = (f["size"] for f in files if not (folder / f["path"]).exists())
+        disk.make_room(folder.parents[1], sum(missing))
+        transfers.each(one, files)
 
     @property
     def downloads(self) -> Path:

@@ -9,6 +9,7 @@ import hashlib
 import os
 import re
 import shutil
+import time
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
@@ -145,6 +146,8 @@ FULL = (errno.ENOSPC, errno.EDQUOT)
 FAULTS = (*FULL, errno.EIO, errno.ESTALE)
 _TEXTS = {number: re.compile(rf"{re.escape(os.strerror(number))}( [(\[]os.error.*)?$") for number in FULL}
 """The ends of errors of safetensors and tensorstore, which write files and raise no OSError."""
+UNUSED_SECONDS = 3600.0
+"""Time after the last use of a download, as a stage may read its files later than it asks for them."""
 AGAIN = "and run the same command again: it continues with the finished parts"
 
 
@@ -181,6 +184,18 @@ def check_room(folder: Path, size: int) -> None:
     if free < size:
         full = os.strerror(errno.ENOSPC)
         raise DiskFault(errno.ENOSPC, f"{full}: at least {size / 1e9:.1f} GB will be written; {_room(folder)}")
+
+
+def make_room(downloads: Path, size: int) -> None:
+    """Remove downloads (two levels below a folder) until the disk has room for `size` more bytes.
+
+    The least recently used ones go first; those that were used in the last `UNUSED_SECONDS` stay.
+    """
+    # Other processes remove some too, and begin to use others.
+    with contextlib.suppress(FileNotFoundError):
+        for path in sorted(downloads.glob("*/*"), key=lambda path: path.stat().st_mtime):
+            if path.stat().st_mtime < time.time() - UNUSED_SECONDS and shutil.disk_usage(downloads).free < size:
+                shutil.rmtree(path, ignore_errors=True)
 
 
 def _room(place: Path) -> str:

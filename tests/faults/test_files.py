@@ -102,7 +102,7 @@ def test_operations_of_a_stage_may_fail_once(tmp_path):
 
 
 SCRIPT = """
-mount -t tmpfs -o size=2m none "$1" || exit 9
+mount -t tmpfs -o size=3m none "$1" || exit 9
 run() { "$2" run smoke --no-prefect --store "$1/s" --only sft --set sft.epochs=1; echo "status $?"; }
 run "$@"
 "$2" runs --store "$1/s"

@@ -24,6 +24,8 @@ FOLDER = "_flat"
 """Folder of the arrays below that of an output. Readers of Parquet folders skip names that begin with `_`."""
 DTYPES = {"tokens": (np.uint16, np.int32), "mask": (np.uint8,), "offsets": (np.int64,)}
 """Types of each array; tokens of a small vocabulary take two bytes."""
+_BLOCK = 1 << 23
+"""Bytes that are converted at a time."""
 _CHECKED = 1 << 12
 """Offsets that are checked together."""
 
@@ -61,26 +63,29 @@ def write_flat(paths: Sequence[str | Path], completions: Sequence[str], folder: 
                 raise FlatError(
                     f"{folder}: a token id is {int(ids.min())}, expected ids from 0 on: prepare the data again"
                 )
-            ids.tofile(tokens)
-            mask.tofile(masks)
+            # Not `tofile`, whose error does not say that a disk is full.
+            tokens.write(ids.data)
+            masks.write(mask.data)
             sizes.append(lengths)
             largest, masked = max(largest, int(ids.max(initial=0))), masked or has_mask
-    np.save(folder / "offsets.npy", np.cumsum(np.concatenate(sizes)))
+    (folder / "offsets").write_bytes(np.cumsum(np.concatenate(sizes)).data)
+    _convert(folder / "offsets", np.int64, np.int64)
     _convert(folder / "tokens", np.int32, np.uint16 if largest < 1 << 16 else np.int32)
     if masked:
         _convert(folder / "mask", np.uint8, np.uint8)
-    for name in ("tokens", "mask"):
+    for name in ("offsets", "tokens", "mask"):
         (folder / name).unlink()
 
 
 def _convert(path: Path, before: type, after: type) -> None:
     """Write the values of a file without header as an array of another type next to it."""
-    if count := path.stat().st_size // np.dtype(before).itemsize:
-        array = np.lib.format.open_memmap(path.with_suffix(".npy"), "w+", after, (count,))
-        array[:] = np.memmap(path, before, "r")
-    else:
-        # An empty file cannot be mapped.
-        np.save(path.with_suffix(".npy"), np.zeros(0, after))
+    count = path.stat().st_size // np.dtype(before).itemsize
+    header = {"descr": np.dtype(after).str, "fortran_order": False, "shape": (count,)}
+    # Not mapped: on a full disk a write to a mapped file ends the process.
+    with path.open("rb") as source, path.with_suffix(".npy").open("wb") as array:
+        np.lib.format.write_array_header_1_0(array, header)
+        while block := source.read(_BLOCK):
+            array.write(np.frombuffer(block, before).astype(after).data)
 
 
 def load_flat(folder: Path, texts: int, mapped: bool = True) -> tuple[np.ndarray, np.ndarray | None, np.ndarray]:

@@ -91,12 +91,13 @@ def gather(folder: str, blocks: Blocks, shards: int, into: Path) -> Pieces:
 
 def _joined(pieces: Iterable[pa.Table]) -> Iterator[pa.Table]:
     """Yield tables of `TOGETHER` bytes or more, and the rest."""
-    held: list[pa.Table] = []
+    held, size = list[pa.Table](), 0
     for piece in pieces:
         held.append(piece)
-        if sum(table.nbytes for table in held) >= TOGETHER:
+        size += piece.nbytes
+        if size >= TOGETHER:
             yield pa.concat_tables(held)
-            held = []
+            held, size = [], 0
     if held:
         yield pa.concat_tables(held)
 

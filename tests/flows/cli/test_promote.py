@@ -1,11 +1,13 @@
 """Names of policies by commands: promoted, listed, taken in place of a run, rolled back."""
 
 import pytest
+import typer
 
+from rlhf.flows.cli.promote import _changed
 from rlhf.stages.serving.policy import open_policy
 from rlhf.stages.serving.settings import PolicyPlace
 from rlhf.stages.store.artifacts import Store
-from rlhf.stages.store.registry import note_decision
+from rlhf.stages.store.registry import Policy, note_decision, promote
 from tests.flows.commands import typed
 
 
@@ -95,3 +97,15 @@ def test_a_policy_whose_bytes_have_changed_leaves_the_store_by_no_command(store,
     )
     with pytest.raises(SystemExit, match=said):
         open_policy(opened)
+
+
+def test_a_pin_or_a_name_that_comes_too_late_for_a_collection_says_so(store, capsys):
+    place, on = Store(str(store)), ("--store", store)
+    nodes = place.read_json("runs", "first", "run.json")["nodes"]
+    assert "gone" not in invoke("pin", "first", *on)
+    place.remove_folder(place.join("artifacts", "export", nodes["export"]["key"]))
+    assert f"! 1 of its {len(nodes)} artifacts are gone" in invoke("pin", "first", *on)
+    policy = Policy("first", "export", "export", nodes["export"]["key"], nodes["export"]["digest"], "b", "b")
+    with pytest.raises(typer.Exit):
+        _changed(place, "promote", "champion", promote(place, "champion", policy, ""))
+    assert "the policy is gone: `rlhf gc` deletes it" in capsys.readouterr().err

@@ -12,6 +12,7 @@ import socket
 import subprocess
 import threading
 from pathlib import Path
+from types import SimpleNamespace
 
 import httpx
 import numpy as np
@@ -19,7 +20,7 @@ import pytest
 from fastapi import FastAPI, Request, Response
 from fastapi.responses import StreamingResponse
 
-from rlhf.stages.sampling.servers import _own
+from rlhf.stages.sampling.servers import _adapter, _own
 from rlhf.stages.serving.app import make_app
 from rlhf.stages.serving.server import Server
 from rlhf.tuning.rollout.requests import RefusedRequest, Sampling
@@ -264,3 +265,15 @@ def test_the_weights_of_a_worker_in_another_container_stay(tmp_path):
         folder.mkdir()
     _own(str(tmp_path))
     assert theirs.exists() and not dead.exists()
+
+
+def test_an_adapter_takes_the_place_of_that_of_the_round_before(tmp_path):
+    """Else a thousand rounds leave a thousand of them on the disk."""
+    (tmp_path / "model-0").mkdir()
+    source = tmp_path / "from"
+    source.mkdir()
+    for digest in ("a" * 64, "b" * 64, "b" * 64):
+        (source / "adapter_config.json").write_text(digest)
+        target = _adapter(tmp_path, SimpleNamespace(digest=digest, local=lambda part: source))
+        assert (target / "adapter_config.json").read_text() == digest
+    assert sorted(path.name for path in tmp_path.iterdir()) == [f"adapter-{'b' * 16}", "from", "model-0"]

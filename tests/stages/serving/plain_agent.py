@@ -32,6 +32,20 @@ def two_turns():
     print(json.dumps({"reward": 0.25, "success": True}))
 
 
+def outside():
+    say("one")
+    statuses = []
+    for path, what in (
+        ("chat/completions", {"messages": [{"role": "user", "content": "x"}]}),
+        ("completions", {"prompt": "x"}),
+    ):
+        try:
+            post(f"../../v1/{path}", {"model": "any", "max_tokens": 4, **what})
+        except urllib.error.HTTPError as error:
+            statuses.append(error.code)
+    print(json.dumps({"reward": statuses.count(404)}))
+
+
 def fork():
     answer = say("one")
     say("other")

@@ -19,6 +19,7 @@ from rlhf.stages.serving import web
 from rlhf.stages.serving.app import make_app
 from rlhf.stages.serving.guard import Guard
 from rlhf.stages.serving.metrics import Metrics
+from rlhf.stages.serving.programs import endpoint
 from rlhf.stages.serving.serve import end_with, main
 from rlhf.stages.serving.server import Server
 from rlhf.stages.serving.settings import PolicyPlace, Serve, ServeOptions
@@ -230,3 +231,14 @@ def web_connections(url):
     port = int(url.rpartition(":")[2])
     found = psutil.Process().net_connections("tcp")
     return [one for one in found if one.laddr.port == port and one.status == psutil.CONN_ESTABLISHED]
+
+
+def test_a_server_has_all_files_that_the_system_gives(live):
+    """256 programs of episodes with their connections have more than the usual 1024."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    try:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (500, hard))
+        with endpoint(served(live), "a key"):
+            assert resource.getrlimit(resource.RLIMIT_NOFILE) == (hard, hard)
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))

@@ -17,8 +17,10 @@ from rlhf.tuning.agents.contract import Task
 from rlhf.tuning.agents.play import turn_seed
 from rlhf.tuning.agents.trajectory import Episode, completion_rows, from_values, to_line, trajectory_row, turn_rows
 from rlhf.tuning.rollout.engine.engine import Engine
+from rlhf.tuning.rollout.engine.live import EngineStopped
 from rlhf.tuning.rollout.requests import Request, Sampling
 from rlhf.tuning.rollout.servers import keeper
+from rlhf.tuning.rollout.servers.protocol import ServerLost
 from rlhf.tuning.rollout.servers.streaming import Turns
 from rlhf.tuning.rows import PromptRow, by_trajectory
 from tests.stages.serving.support import CONFIG, LIMITS, QUESTION, RESULT, STOPS, TOKENIZER, conversation
@@ -118,6 +120,30 @@ def test_a_command_of_the_policy_gets_neither_answer_nor_secrets_nor_the_key_of_
     seen = json.loads((tmp_path / "seen").read_text())
     assert (seen["statuses"], seen["opened"]) == ([403, 403], [])
     assert "gold-42" not in str(seen) and "of-the-worker" not in str(seen)
+
+
+def test_nothing_is_sampled_outside_of_a_session(engine):
+    """It would have none of an episode's limits, no record, and the engine's time of all others."""
+    [ended] = play(engine, [{"do": "outside"}], PLAIN.model_copy(update={"tries": 1}))
+    assert (ended.status, ended.reward, len(ended.turns)) == ("done", 2.0, 1)
+
+
+class Lost:
+    """Servers that are lost a moment after a request."""
+
+    def check(self, request):
+        pass
+
+    def run(self, requests):
+        # The engine has made a step by then.
+        time.sleep(0.3)
+        raise ServerLost("http://host:8000 was lost 4 times")
+
+
+def test_lost_servers_end_the_stage_and_are_named():
+    """They are no fault of programs, whose episodes would be content."""
+    with pytest.raises(EngineStopped, match="http://host:8000 was lost 4 times"):
+        play(Turns(Lost(), 4), [{"do": "two_turns"}] * 2, PLAIN.model_copy(update={"tries": 1}))
 
 
 def test_a_program_may_end_its_own_session(engine):

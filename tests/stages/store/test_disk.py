@@ -116,3 +116,39 @@ def test_a_reserve_is_whole_or_not_there(tmp_path, monkeypatch):
         signal.signal(signal.SIGXFSZ, before)
     reserve.keep_room(store)
     assert (tmp_path / "room").stat().st_size == reserve.BYTES
+
+
+DOWNLOADS = """
+import os, sys
+from pathlib import Path
+from rlhf.stages.store.artifacts import Store
+scratch = Path(sys.argv[1], "scratch")
+store = Store("memory://many", scratch=scratch)
+for number in range(5):
+    out = Path("/tmp", f"rlhf-test-{os.getpid()}-{number}")
+    (out / "model").mkdir(parents=True)
+    (out / "model" / "weights").write_bytes(os.urandom(3 * 2**20))
+    manifest = {"stage": "update", "key": f"{number:064d}", "metrics": {}}
+    artifact = store.commit(out, manifest)
+    print((artifact.local("model/") / "weights").stat().st_size)
+    print(sorted(path.name[63] for path in scratch.glob("fetched/update/*")))
+    # Hours ago.
+    for old in scratch.glob("fetched/update/*") if number != 2 else ():
+        os.utime(old, (int(old.name[:64]),) * 2)
+"""
+
+
+@pytest.mark.skipif(not can_mount(), reason="this machine gives no namespace of mounts")
+def test_downloads_make_room_for_others_and_those_in_use_stay(tmp_path):
+    """A sampler on another host than the trainer would fill its disk with the policies of the rounds before."""
+    said = in_small_disk(tmp_path, 10, DOWNLOADS).split("\n")
+    assert said[1::2][:5] == ["['0']", "['0', '1']", "['0', '1', '2']", "['1', '2', '3']", "['2', '3', '4']"]
+
+
+def test_downloads_that_are_read_only_are_used_as_they_are(tmp_path, monkeypatch):
+    store = Store("memory://read-only", scratch=tmp_path / "scratch")
+    (tmp_path / "out").mkdir()
+    (tmp_path / "out" / "weights").write_text("bytes")
+    artifact = store.commit(tmp_path / "out", {"stage": "update", "key": "1" * 64, "metrics": {}})
+    monkeypatch.setattr(os, "utime", lambda folder: os.stat("/missing"))
+    assert artifact.local("weights").read_text() == artifact.local("weights").read_text() == "bytes"

@@ -9,6 +9,7 @@ from rlhf.tuning.data import flat, statistics
 from rlhf.tuning.data.flat import FlatError, completions_of, load_flat, write_arrays, write_flat
 from rlhf.tuning.data.reading import map_examples, read_examples
 from rlhf.tuning.data.schema import SCHEMAS, table_of, write_parquet
+from tests.support import can_mount, in_small_disk
 from tests.tuning.data.run import shards
 
 
@@ -169,6 +170,45 @@ def test_an_id_below_0_is_refused(tmp_path):
     made = [{"prompt_ids": [1], "completion_ids": [-1]}]
     with pytest.raises(FlatError, match="a token id is -1, expected ids from 0 on"):
         write_flat(shards(tmp_path, made, files=1), ["completion"], tmp_path / "made")
+
+
+@pytest.mark.parametrize("output", OUTPUTS)
+@pytest.mark.parametrize("count", [0, 50])
+def test_files_are_those_that_numpy_saves(tmp_path, output, count):
+    folder = tmp_path / output
+    folder.mkdir()
+    shards(folder, rows(output, count), output)
+    write_arrays(folder)
+    written = sorted((folder / flat.FOLDER).iterdir())
+    assert {path.suffix for path in written} == {".npy"}
+    for path in written:
+        np.save(tmp_path / "saved.npy", np.load(path))
+        assert path.read_bytes() == (tmp_path / "saved.npy").read_bytes(), path
+
+
+FILLS = """
+import sys
+from pathlib import Path
+from rlhf.stages.store.disk import disk_fault
+from rlhf.tuning.data.flat import write_flat
+from rlhf.tuning.data.schema import SCHEMAS, table_of, write_parquet
+folder = Path(sys.argv[1])
+rows = [{"prompt_ids": [1] * 1000, "completion_ids": [2] * 1000} for _ in range(ROWS)]
+write_parquet(folder / "a.parquet", [table_of(rows, SCHEMAS["sft"])], SCHEMAS["sft"])
+try:
+    write_flat([folder / "a.parquet"], ["completion"], folder / "flat")
+except OSError as error:
+    print(disk_fault(error, folder).strerror)
+"""
+"""Arrays of 2000 tokens a row, on the disk of their shard."""
+
+
+@pytest.mark.skipif(not can_mount(), reason="this machine gives no namespace of mounts")
+@pytest.mark.parametrize("rows", [1000, 320])
+def test_a_disk_that_fills_meanwhile_is_named(tmp_path, rows):
+    # 1000 rows have no room as they are read, 320 (3.2 MB) only as their ids are written
+    # again with two bytes each (1.3 MB).
+    assert "MB left" in in_small_disk(tmp_path, 4, FILLS.replace("ROWS", str(rows)))
 
 
 @pytest.mark.parametrize("seed", range(3))

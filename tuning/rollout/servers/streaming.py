@@ -16,6 +16,9 @@ WAIT_SECONDS = 0.05
 class Turns:
     """An engine with one thread for each running request. Servers cache earlier turns themselves."""
 
+    broken = True
+    """As of `Batches`: a request that has failed has tried every server, and others would too."""
+
     def __init__(self, answers: Any, limit: int):
         """answers: a `Fleet`, whose methods are called by several threads. limit: requests at a time."""
         self._answers, self._limit = answers, limit
