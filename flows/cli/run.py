@@ -183,6 +183,8 @@ def rerun(
     changed = sorted(n for n in chosen if now[n] not in (None, before[n]))
     if changed:
         out.print(f"{', '.join(changed)}: new output; `rlhf run` recomputes later stages")
+    elif not any(now.values()):
+        out.print(f"the gate leaves {', '.join(chosen)} out")
     else:
         out.print("the output is the same as before; later stages need no recomputation")
 
