@@ -21,7 +21,7 @@ from rlhf.stages.common.models import (
 )
 from rlhf.stages.common.settings import Fitted, Optimizer, refuse_unused
 from rlhf.stages.contract.definition import Context, Reads, Stage
-from rlhf.stages.training.adapters import fit
+from rlhf.stages.training.adapters import fit, restore
 from rlhf.stages.training.examples import train_and_heldout
 from rlhf.stages.training.fit import Task
 from rlhf.tuning.settings import Fraction
@@ -185,6 +185,7 @@ STAGE = Stage(
     1,
     Config,
     run,
+    restore=restore,
     section="distill",
     title="distilled",
     makes="policy",

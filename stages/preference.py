@@ -18,7 +18,7 @@ from pydantic import Field, model_validator
 from rlhf.stages.common.models import load_frozen, load_policy, save_model
 from rlhf.stages.common.settings import Fitted, Optimizer, refuse_unused, stored_as, with_defaults
 from rlhf.stages.contract.definition import Context, Reads, Stage
-from rlhf.stages.training.adapters import fit
+from rlhf.stages.training.adapters import fit, restore
 from rlhf.stages.training.examples import train_and_heldout
 from rlhf.stages.training.fit import Task
 from rlhf.tuning import multihost
@@ -255,6 +255,7 @@ STAGE = Stage(
     1,
     Config,
     run,
+    restore=restore,
     section="preference",
     title="preference",
     makes="policy",

@@ -10,7 +10,7 @@ from rlhf.stages.common.models import load_policy, save_model
 from rlhf.stages.common.settings import Fitted, Optimizer
 from rlhf.stages.common.tables import write_rows
 from rlhf.stages.contract.definition import Context, Reads, Stage
-from rlhf.stages.training.adapters import fit
+from rlhf.stages.training.adapters import fit, restore
 from rlhf.stages.training.examples import Table, train_and_heldout
 from rlhf.stages.training.fit import Task
 
@@ -97,6 +97,7 @@ STAGE = Stage(
     1,
     Config,
     run,
+    restore=restore,
     section="reward",
     title="reward model",
     makes="reward",

@@ -12,7 +12,7 @@ from pydantic import Field, model_validator
 from rlhf.stages.common.models import load_policy, save_model
 from rlhf.stages.common.settings import Fitted, Optimizer, refuse_unused
 from rlhf.stages.contract.definition import Context, Reads, Stage
-from rlhf.stages.training.adapters import fit
+from rlhf.stages.training.adapters import fit, restore
 from rlhf.stages.training.examples import train_and_heldout
 from rlhf.stages.training.fit import Task
 
@@ -75,6 +75,7 @@ STAGE = Stage(
     1,
     Config,
     run,
+    restore=restore,
     section="sft",
     title="SFT",
     makes="policy",

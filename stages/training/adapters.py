@@ -1,15 +1,17 @@
 """Training of an adapter, or of all parameters, as a stage's settings have it.
 
-A stage with an adapter keeps it under `adapter/`, as PEFT loads it, next to the merged model that later stages read.
+A stage with an adapter stores it under `adapter/`, as PEFT loads it. Its manifest names the artifact with the weights
+below, and `restore` merges both.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import json
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, Literal
 
-from rlhf.stages.common.models import ADAPTER, recall, remember
+from rlhf.stages.common.models import ADAPTER, below, cached, load_policy, mesh_of, recall, remember
 from rlhf.stages.common.settings import Lora
 from rlhf.stages.contract.definition import Context
 from rlhf.stages.store.artifacts import Artifact
@@ -74,6 +76,30 @@ def fit(
         "trained_parameters": sum(x.size for x in jax.tree.leaves(trained)),
         "frozen_bytes": sum(x.nbytes for x in jax.tree.leaves(base)),
     }
+
+
+def restore(ctx: Context, artifact: Artifact) -> tuple[Any, Any]:
+    """(DecoderConfig, parameters) of an artifact with an adapter alone, merged with those of the artifact below it.
+
+    Raises RuntimeError, naming both, if that is not stored any more.
+    """
+    from rlhf.tuning.mesh import put_params
+    from rlhf.tuning.models.huggingface import scalar_head_params
+    from rlhf.tuning.models.lora import merge, trainable_shapes
+    from rlhf.tuning.models.peft import load_adapter
+
+    lora = lora_config(Lora.model_validate_json(json.dumps(artifact.manifest["config"]["lora"])))
+    role: Role = "scalar" if artifact.stage == "reward" else "decoder"
+
+    def load() -> tuple[Any, Any]:
+        config, params = load_policy(ctx, below(artifact))
+        if role == "scalar":
+            params = scalar_head_params(config, params)
+        trained = load_adapter(artifact.local(f"{ADAPTER}/"), trainable_shapes(config, role, lora))
+        params, trained = (put_params(tree, mesh_of(ctx)) for tree in (params, trained))
+        return config, merge(config, role, params, trained, lora)
+
+    return load() if role == "scalar" else cached(ctx, f"decoder:{artifact.digest}", load)
 
 
 def _flops(task: Task, model: Any, role: Role, config: Any) -> Callable[[list[Any]], float]:

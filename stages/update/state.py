@@ -191,7 +191,7 @@ def trainer_shapes(ctx: Context, config: DecoderConfig) -> tuple[Any, Any, Any, 
     """Return the shapes and shardings of `State.trainer` of a policy of this config."""
     from rlhf.tuning.mesh import state_shapes
     from rlhf.tuning.models.decoder import abstract_decoder
-    from rlhf.tuning.models.huggingface import read_config, scalar_head_shapes
+    from rlhf.tuning.models.huggingface import scalar_head_shapes
     from rlhf.tuning.models.lora import trainable_shapes
     from rlhf.tuning.training.optimizers import optimizer_of
 
@@ -201,7 +201,7 @@ def trainer_shapes(ctx: Context, config: DecoderConfig) -> tuple[Any, Any, Any, 
     critic = critic_opt = None
     if ctx.config.needs_critic:
         if ctx.config.needs_reward_model:
-            config = read_config(ctx.inputs["reward"].local("model/"))
+            config, _ = load_scorer(ctx, ctx.inputs["reward"])
         shapes = scalar_head_shapes(config) if plain is None else trainable_shapes(config, "scalar", plain)
         critic, critic_opt = state_shapes(optimizer_of(ctx.config.critic.optimizer), shapes, mesh)
     return opt_state, critic, critic_opt, None if plain is None else policy
