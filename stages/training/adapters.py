@@ -11,7 +11,7 @@ import json
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, Literal
 
-from rlhf.stages.common.models import ADAPTER, below, cached, load_policy, mesh_of, recall, remember
+from rlhf.stages.common.models import ADAPTER, below, cached, load_base, load_policy, mesh_of
 from rlhf.stages.common.settings import Lora
 from rlhf.stages.contract.definition import Context
 from rlhf.stages.store.artifacts import Artifact
@@ -91,15 +91,12 @@ def restore(ctx: Context, artifact: Artifact) -> tuple[Any, Any]:
     lora = lora_config(Lora.model_validate_json(json.dumps(artifact.manifest["config"]["lora"])))
     role: Role = "scalar" if artifact.stage == "reward" else "decoder"
 
-    def load() -> tuple[Any, Any]:
-        config, params = load_policy(ctx, below(artifact))
-        if role == "scalar":
-            params = scalar_head_params(config, params)
-        trained = load_adapter(artifact.local(f"{ADAPTER}/"), trainable_shapes(config, role, lora))
-        params, trained = (put_params(tree, mesh_of(ctx)) for tree in (params, trained))
-        return config, merge(config, role, params, trained, lora)
-
-    return load() if role == "scalar" else cached(ctx, f"decoder:{artifact.digest}", load)
+    config, params = load_base(ctx, below(artifact))
+    if role == "scalar":
+        params = scalar_head_params(config, params)
+    trained = load_adapter(artifact.local(f"{ADAPTER}/"), trainable_shapes(config, role, lora))
+    params, trained = (put_params(tree, mesh_of(ctx)) for tree in (params, trained))
+    return config, merge(config, role, params, trained, lora)
 
 
 def _flops(task: Task, model: Any, role: Role, config: Any) -> Callable[[list[Any]], float]:
@@ -116,6 +113,11 @@ def name_of(artifact: Artifact) -> str:
     return f"{artifact.stage}-{artifact.digest[:12]}"
 
 
+def load_start(ctx: Context, artifact: Artifact) -> tuple[Any, Any]:
+    """(DecoderConfig, parameters) of the policy that a stage trains, or that goes under its adapter."""
+    return (load_policy if ctx.config.lora is None else load_base)(ctx, artifact)
+
+
 def based(ctx: Context, digest: str, role: Role, load: Callable[[], tuple[Any, Any]], config: Any) -> Base:
     """The frozen part under the adapters of `config.lora`, kept in the worker's memory.
 
@@ -125,10 +127,11 @@ def based(ctx: Context, digest: str, role: Role, load: Callable[[], tuple[Any, A
     from rlhf.tuning.models.lora import Base, tune, tuned_graph
 
     lora, dtype = lora_config(config.lora), choose(config.compute.dtype).compute.dtype
-    model, params = load()
-    name = f"frozen:{digest}:{lora.quantize}:{dtype}"
-    frozen = recall(ctx, name)
-    if frozen is None:
+
+    def frozen() -> tuple[Any, Any]:
+        model, params = load()
         # Only the frozen half is used, which no seed changes.
-        frozen = remember(ctx, name, tune(model, role, params, lora, seed=0, dtype=dtype)[1])
-    return Base(tuned_graph(model, role, lora), frozen)
+        return model, tune(model, role, params, lora, seed=0, dtype=dtype)[1]
+
+    model, kept = cached(ctx, f"frozen:{digest}:{lora.quantize}:{dtype}", frozen)
+    return Base(tuned_graph(model, role, lora), kept)

@@ -3,8 +3,8 @@
 import jax
 import pytest
 
-from rlhf.stages import distill, export, preference, reward, sft, start
 from rlhf.stages import base as base_model
+from rlhf.stages import distill, export, preference, reward, sft, start
 from rlhf.stages.common.compilation import configure_jax
 from rlhf.stages.common.models import below, load_frozen, load_policy, load_scorer
 from rlhf.stages.store.artifacts import Artifact, Store
