@@ -162,7 +162,7 @@ def _policy(ctx: Context, settings: EngineSettings, quantize: str, requests: Seq
     from rlhf.tuning.rollout.servers.protocol import Policy
 
     artifact: Artifact = ctx.inputs["policy"]
-    lora = artifact.manifest["config"].get("lora") if artifact.stage == "update" else None
+    lora: Any = artifact.manifest["config"].get("lora") if artifact.stage == "update" else None
     adapts, adapter = settings.sync == "adapter" and lora is not None, None
     base, kind = (below(artifact), lora["quantize"]) if adapts else (artifact, quantize)
     if adapts:

@@ -188,7 +188,7 @@ def _preference(run: Run, config: Any) -> Asks:
     make, each = (unpaired_loss, 1) if config.unpaired else (preference_loss, 2)
     columns = ("reference_C", "label_C", "kl") if config.unpaired else ("reference_C",)
     groups = run.groups(config.examples_per_step, each, run.completion)
-    own = {"columns": columns if config.needs_reference else (), "whole": True}
+    own: dict[str, Any] = {"columns": columns if config.needs_reference else (), "whole": True}
     yield "preference", run.packed(config, groups, partial(make, run.graph, config), **own)
 
 
