@@ -13,7 +13,6 @@ from pydantic import Field, model_validator
 from rlhf.stages.common.models import (
     limits_of,
     load_frozen,
-    load_policy,
     load_tokenizer,
     mesh_of,
     save_model,
@@ -21,7 +20,7 @@ from rlhf.stages.common.models import (
 )
 from rlhf.stages.common.settings import Fitted, Optimizer, refuse_unused
 from rlhf.stages.contract.definition import Context, Reads, Stage
-from rlhf.stages.training.adapters import fit
+from rlhf.stages.training.adapters import fit, load_start, restore
 from rlhf.stages.training.examples import train_and_heldout
 from rlhf.stages.training.fit import Task
 from rlhf.tuning.settings import Fraction
@@ -87,7 +86,7 @@ def run(ctx: Context) -> dict[str, Any]:
 
     config: Config = ctx.config
     check_tokenizers(ctx)
-    model, start = load_policy(ctx, ctx.inputs["policy"])
+    model, start = load_start(ctx, ctx.inputs["policy"])
     teacher_model, teacher = load_frozen(ctx, ctx.inputs["teacher"])
     # Another stage may have loaded it on another mesh.
     teacher = put_params(teacher, mesh_of(ctx))
@@ -185,6 +184,7 @@ STAGE = Stage(
     1,
     Config,
     run,
+    restore=restore,
     section="distill",
     title="distilled",
     makes="policy",

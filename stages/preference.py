@@ -15,10 +15,10 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 from pydantic import Field, model_validator
 
-from rlhf.stages.common.models import load_frozen, load_policy, save_model
+from rlhf.stages.common.models import load_frozen, save_model
 from rlhf.stages.common.settings import Fitted, Optimizer, refuse_unused, stored_as, with_defaults
 from rlhf.stages.contract.definition import Context, Reads, Stage
-from rlhf.stages.training.adapters import fit
+from rlhf.stages.training.adapters import fit, load_start, restore
 from rlhf.stages.training.examples import train_and_heldout
 from rlhf.stages.training.fit import Task
 from rlhf.tuning import multihost
@@ -68,7 +68,7 @@ def run(ctx: Context) -> dict[str, Any]:
     from rlhf.tuning.training.completions import per_completion
 
     config: Config = ctx.config
-    model, start = load_policy(ctx, ctx.inputs["policy"])
+    model, start = load_start(ctx, ctx.inputs["policy"])
     kind = stored_as(config.lora)
     reference = load_frozen(ctx, ctx.inputs["reference"], kind)[1] if config.needs_reference else None
     device = choose(config.compute.dtype)
@@ -255,6 +255,7 @@ STAGE = Stage(
     1,
     Config,
     run,
+    restore=restore,
     section="preference",
     title="preference",
     makes="policy",

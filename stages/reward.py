@@ -6,11 +6,11 @@ from typing import Annotated, Any
 
 from pydantic import Field
 
-from rlhf.stages.common.models import load_policy, save_model
+from rlhf.stages.common.models import save_model
 from rlhf.stages.common.settings import Fitted, Optimizer
 from rlhf.stages.common.tables import write_rows
 from rlhf.stages.contract.definition import Context, Reads, Stage
-from rlhf.stages.training.adapters import fit
+from rlhf.stages.training.adapters import fit, load_start, restore
 from rlhf.stages.training.examples import Table, train_and_heldout
 from rlhf.stages.training.fit import Task
 
@@ -42,7 +42,7 @@ def run(ctx: Context) -> dict[str, Any]:
     from rlhf.tuning.precision import real
     from rlhf.tuning.rewards.learned import score_groups
 
-    config, base = load_policy(ctx, ctx.inputs["base"])
+    config, base = load_start(ctx, ctx.inputs["base"])
     train, held = train_and_heldout(
         ctx, ctx.inputs["data"], "preference", ctx.config.heldout_fraction, ctx.config.heldout_examples
     )
@@ -97,6 +97,7 @@ STAGE = Stage(
     1,
     Config,
     run,
+    restore=restore,
     section="reward",
     title="reward model",
     makes="reward",

@@ -9,10 +9,10 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, model_validator
 
-from rlhf.stages.common.models import load_policy, save_model
+from rlhf.stages.common.models import save_model
 from rlhf.stages.common.settings import Fitted, Optimizer, refuse_unused
 from rlhf.stages.contract.definition import Context, Reads, Stage
-from rlhf.stages.training.adapters import fit
+from rlhf.stages.training.adapters import fit, load_start, restore
 from rlhf.stages.training.examples import train_and_heldout
 from rlhf.stages.training.fit import Task
 
@@ -46,7 +46,7 @@ def run(ctx: Context) -> dict[str, Any]:
     from rlhf.tuning.losses.sft import dft, nll
     from rlhf.tuning.models.decoder import decoder_graph
 
-    config, base = load_policy(ctx, ctx.inputs["base"])
+    config, base = load_start(ctx, ctx.inputs["base"])
     train, held = train_and_heldout(
         ctx, ctx.inputs["data"], "sft", ctx.config.heldout_fraction, ctx.config.heldout_examples
     )
@@ -75,6 +75,7 @@ STAGE = Stage(
     1,
     Config,
     run,
+    restore=restore,
     section="sft",
     title="SFT",
     makes="policy",

@@ -102,20 +102,20 @@ def mesh_of(ctx: Context) -> Mesh | None:
 def load_policy(ctx: Context, artifact: Artifact) -> tuple[Any, Any]:
     """Return (DecoderConfig, parameters) of a base, SFT or update artifact.
 
-    The `restore` of an update's stage rebuilds a policy whose weights are not stored.
+    The `restore` of its stage merges an adapter, or rebuilds a policy whose weights are not stored.
     """
-    name = f"decoder:{artifact.digest}"
-    if (folder := _weights(artifact)) is not None:
-        from rlhf.tuning.models.huggingface import load_decoder
+    from rlhf.tuning.models.huggingface import load_decoder
 
-        return cached(ctx, name, lambda: load_decoder(artifact.local(folder), mesh_of(ctx)))
-    if (policy := recall(ctx, name)) is not None:
-        return policy
-    # By name, not by import: how a policy is restored is no part of what samples or scores it.
-    restore = stage(artifact.stage).restore
-    if restore is None:
-        raise RuntimeError(f"{artifact.url} has no folder model, and its stage cannot restore a policy")
-    return restore(ctx, artifact)
+    def load() -> tuple[Any, Any]:
+        if (folder := _weights(artifact)) is not None:
+            return load_decoder(artifact.local(folder), mesh_of(ctx))
+        # By name, not by import: how a policy is restored is no part of what samples or scores it.
+        restore = stage(artifact.stage).restore
+        if restore is None:
+            raise RuntimeError(f"{artifact.url} has no folder model, and its stage cannot restore a policy")
+        return restore(ctx, artifact)
+
+    return cached(ctx, f"decoder:{artifact.digest}", load)
 
 
 def _weights(artifact: Artifact) -> str | None:
@@ -131,7 +131,7 @@ def load_rounded(ctx: Context, artifact: Artifact, kind: str) -> tuple[Any, Any]
         return load_policy(ctx, artifact)
 
     def load() -> tuple[Any, Any]:
-        config, params = load_policy(ctx, artifact)
+        config, params = load_base(ctx, artifact)
         return config, rounded(config, "decoder", params, kind)
 
     return cached(ctx, f"decoder:{artifact.digest}:{kind}", load)
@@ -159,13 +159,32 @@ def load_frozen(ctx: Context, artifact: Artifact, kind: str = "none") -> tuple[A
     return cached(ctx, f"decoder:{artifact.digest}:{kind}:{dtype}", load)
 
 
+def load_base(ctx: Context, artifact: Artifact) -> tuple[Any, Any]:
+    """As `load_policy`, for weights that go under an adapter: matrices stay in the type of computation if the files
+    have them in it, which changes no value. One copy then serves training, the reference and merging."""
+    from rlhf.tuning.models.tensors import Tensors
+
+    folder, dtype = _weights(artifact), _smaller(ctx)
+    if folder is None or dtype is None:
+        return load_policy(ctx, artifact)
+    with Tensors(artifact.local(folder)) as tensors:
+        if any(tensors.types[name] != dtype for name, shape in tensors.shapes.items() if len(shape) > 1):
+            return load_policy(ctx, artifact)
+    policy = load_frozen(ctx, artifact)
+    # A sampler of this process may have left the same weights in the larger type.
+    ctx.memory.pop(f"decoder:{artifact.digest}", None)
+    return policy
+
+
 def _smaller(ctx: Context) -> str | None:
-    """The stage's type of computation where it is smaller than that of weights."""
+    """The stage's type of computation where it is smaller than that of weights; None without a type."""
     import jax.numpy as jnp
 
     from rlhf.tuning.device import choose
     from rlhf.tuning.precision import real
 
+    if not hasattr(ctx.config, "compute"):
+        return None
     dtype = choose(ctx.config.compute.dtype).compute.dtype
     return dtype if jnp.dtype(dtype).itemsize < real().itemsize else None
 
@@ -173,17 +192,51 @@ def _smaller(ctx: Context) -> str | None:
 def load_scorer(ctx: Context, artifact: Artifact, *, frozen: bool = False) -> tuple[Any, Any]:
     """(DecoderConfig, ScalarHead parameters) of a reward artifact; `frozen` as in `load_frozen`."""
     from rlhf.tuning.models.huggingface import load_scalar_head
+    from rlhf.tuning.models.tensors import narrowed
 
     dtype = _smaller(ctx) if frozen else None
     name = f"scorer:{artifact.digest}" if dtype is None else f"scorer:{artifact.digest}:{dtype}"
-    return cached(ctx, name, lambda: load_scalar_head(artifact.local("model/"), mesh_of(ctx), dtype))
+
+    def load() -> tuple[Any, Any]:
+        # By name, as in `load_policy`.
+        restore = None if artifact.has("model/") else stage(artifact.stage).restore
+        if restore is None:
+            return load_scalar_head(artifact.local("model/"), mesh_of(ctx), dtype)
+        config, params = restore(ctx, artifact)
+        return config, params if dtype is None else narrowed(params, dtype)
+
+    return cached(ctx, name, load)
+
+
+def below(artifact: Artifact) -> Artifact:
+    """Return the artifact under an adapter: the policy before the stage, or before the first round of its updates.
+
+    Raises RuntimeError, naming both, if it is not stored any more.
+    """
+    lora = artifact.manifest["config"]["lora"]
+    while True:
+        inputs = artifact.manifest["inputs"]
+        ref = inputs.get("policy") or inputs["base"]
+        parent = artifact.store.with_digest(ref["stage"], ref["key"], ref["digest"])
+        if parent is None:
+            raise RuntimeError(
+                f"{artifact.url} is an adapter over {ref['stage']}/{ref['key'][:12]}, which is gone from "
+                f"{artifact.store.shown}: restore it from a backup, or run the recipe again"
+            )
+        if not artifact.stage == parent.stage == "update" or parent.manifest["config"].get("lora") != lora:
+            return parent
+        artifact = parent
 
 
 def save_model(ctx: Context, kind: Literal["decoder", "scorer"], config: DecoderConfig, params: Any) -> None:
-    """Writes a trained model below `model/`, and keeps it in the worker's memory for the next stage."""
+    """Writes a trained model below `model/`, and keeps it in the worker's memory for the next stage.
+
+    A stage with `lora` stores its adapter alone (`rlhf.stages.training.adapters`).
+    """
     from rlhf.tuning.models.huggingface import save_decoder
 
-    save_decoder(ctx.out / "model", config, params, token_ids(ctx.inputs["tokenizer"]))
+    if getattr(ctx.config, "lora", None) is None:
+        save_decoder(ctx.out / "model", config, params, token_ids(ctx.inputs["tokenizer"]))
     remember(ctx, f"{kind}:new", (config, params))
 
 

@@ -22,7 +22,7 @@ from typing import Any
 
 import fsspec
 
-from rlhf.stages.common.models import ADAPTER, load_rounded, load_tokenizer, stop_ids, token_ids
+from rlhf.stages.common.models import ADAPTER, below, load_rounded, load_tokenizer, stop_ids, token_ids
 from rlhf.stages.contract.definition import Context
 from rlhf.stages.sampling.settings import EngineSettings
 from rlhf.stages.store.artifacts import Artifact
@@ -215,10 +215,10 @@ def _policy(ctx: Context, settings: EngineSettings, quantize: str, requests: Seq
     from rlhf.tuning.rollout.servers.protocol import Policy
 
     artifact: Artifact = ctx.inputs["policy"]
-    below = _below(artifact) if settings.sync == "adapter" else None
-    base, kind = below if below is not None else (artifact, quantize)
-    adapter = None
-    if below is not None:
+    lora: Any = artifact.manifest["config"].get("lora") if artifact.stage == "update" else None
+    adapts, adapter = settings.sync == "adapter" and lora is not None, None
+    base, kind = (below(artifact), lora["quantize"]) if adapts else (artifact, quantize)
+    if adapts:
         adapter = _adapter(_place(ctx, settings), artifact)
     # Counters that no prompt has: a probe must not repeat the draw of a rollout.
     probe = [
@@ -233,7 +233,7 @@ def _policy(ctx: Context, settings: EngineSettings, quantize: str, requests: Seq
         vocabulary=load_rounded(ctx, artifact, quantize)[0].vocab_size,
         transfer=functools.partial(_transfer, ctx, settings, base, kind) if settings.transfers else None,
         dtype=settings.dtype,
-        base=_name(base, kind) if below is not None else "",
+        base=_name(base, kind) if adapts else "",
         adapter=adapter,
     )
 
@@ -250,20 +250,6 @@ def _adapter(place: Path, artifact: Artifact) -> Path:
 def _name(artifact: Artifact, quantize: str) -> str:
     """The name under which servers know a policy: its digest, and how its kernels are rounded."""
     return artifact.digest if quantize == "none" else f"{artifact.digest}-{quantize}"
-
-
-def _below(artifact: Artifact) -> tuple[Artifact, str] | None:
-    """The artifact under the adapter that rounds of RL train, and how its kernels are stored; None without adapter."""
-    lora = artifact.manifest["config"].get("lora") if artifact.stage == "update" else None
-    if lora is None:
-        return None
-    while artifact.stage == "update" and artifact.manifest["config"].get("lora") == lora:
-        ref = artifact.manifest["inputs"]["policy"]
-        parent = artifact.store.with_digest(ref["stage"], ref["key"], ref["digest"])
-        if parent is None:
-            raise RuntimeError(f"{artifact.url} has an adapter over {ref['stage']}/{ref['key'][:12]}, which is gone")
-        artifact = parent
-    return artifact, lora["quantize"]
 
 
 def _folder(ctx: Context, settings: EngineSettings, artifact: Artifact, quantize: str) -> Path:

@@ -16,7 +16,7 @@ from typing import Any
 import jax
 
 from rlhf.stages.contract.registry import by_section
-from rlhf.stages.tools.fit_asks import Run, model_of
+from rlhf.stages.tools.fit_asks import Run, model_of, type_of
 from rlhf.tuning.fit.machines import machine
 from rlhf.tuning.fit.needs import Needs, peak
 from rlhf.tuning.fit.sampling import SERVERS, Sampled
@@ -71,7 +71,8 @@ def _run(question: dict[str, Any]) -> Run:
         name: by_section()[name].config.model_validate_json(json.dumps(settings)) for name, settings in given.items()
     }
     prompt = max(1, min(data["max_prompt_tokens"], model.max_positions // 2))
-    return Run(on, sections, model, prompt, data["max_completion_tokens"], question["turns"])
+    turns, stored = question["turns"], type_of(question["source"])
+    return Run(on, sections, model, prompt, data["max_completion_tokens"], turns, stored)
 
 
 def sums(run: Run, needs: Needs) -> Figures:

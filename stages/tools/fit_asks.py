@@ -6,6 +6,7 @@ import dataclasses
 import json
 from collections.abc import Callable, Iterator, Mapping
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 from rlhf.stages.common.model_source import locate, snapshot
@@ -52,6 +53,8 @@ class Run:
     completion: int
     """Tokens of a completion of the data, for SFT and pairs."""
     turns: int = 1
+    stored: str = "float32"
+    """The type of the base's files."""
 
     def asks(self, section: str) -> dict[str, Asked]:
         """The work of each stage of a section, by the stage's name."""
@@ -82,10 +85,13 @@ class Run:
         completion = [2] * max(1, min(tokens, self.model.max_positions - self.prompt))
         return [Group([1] * self.prompt, [completion] * each, range(i * each, (i + 1) * each)) for i in range(count)]
 
-    def packed(self, config: Any, groups: list[Group], make: Any, **options: Any) -> Packed:
-        """A training stage with the weights that it starts from, which the worker keeps."""
+    def packed(self, config: Any, groups: list[Group], make: Any, of_base: bool = False, **options: Any) -> Packed:
+        """A training stage with the weights that it starts from, which the worker keeps; `of_base` as in `below`."""
         lora = config.lora and lora_config(config.lora)
-        others = self.start(config) | self.reference(config) | options.pop("others", {})
+        # Without other stages that train it the policy is the base too.
+        alone = all(self.sections.get(name) in (None, config) for name in ("sft", "distill", "preference"))
+        below = self.below(config, of_base or alone)
+        others = below | self.reference(config, below) | options.pop("others", {})
         own = {"optimizer": config.optimizer, "lora": lora, "others": others}
         return Packed(self.model, groups, config.compute, make, **(own | options))
 
@@ -93,10 +99,22 @@ class Run:
         """The policy on the section's mesh, with matrices in `dtype`."""
         return {name: size(laid_out(frozen(self.model, "decoder", dtype), self.on.mesh(config.compute.mesh)))}
 
-    def reference(self, config: Any) -> dict[str, int]:
-        """The reference, unless it is the starting weights: in a smaller type, or with quantised kernels."""
+    def below(self, config: Any, of_base: bool) -> dict[str, int]:
+        """The starting weights. Under an adapter they are its frozen base if the files have that type; `of_base`: the
+        stage starts from those of the base, not from another stage's, in float32."""
         dtype = self.on.choices(config.compute.dtype).compute.dtype
-        same = item_bytes(dtype) >= 4 and (config.lora is None or config.lora.quantize == "none")
+        if config.lora is None or not of_base or self.stored != dtype or item_bytes(dtype) >= 4:
+            return self.start(config)
+        return {} if config.lora.quantize == "none" else self.start(config, dtype=dtype)
+
+    def reference(self, config: Any, below: dict[str, int]) -> dict[str, int]:
+        """The reference, unless it is the starting weights or the frozen base: in a smaller type, or quantised."""
+        dtype = self.on.choices(config.compute.dtype).compute.dtype
+        if config.lora is None:
+            same = item_bytes(dtype) >= 4
+        else:
+            same = not below or config is self.sections.get("rl.update")
+            same |= item_bytes(dtype) >= 4 and config.lora.quantize == "none"
         needed = getattr(config, "needs_reference", False) and not same
         return self.start(config, "reference", dtype) if needed else {}
 
@@ -130,34 +148,47 @@ class Run:
         return self.groups(prompts, rollout.completions, rollout.max_tokens * self.turns)
 
 
+def _at(source: str) -> Path | None:
+    """The folder or GGUF file of a model, of which config.json is enough; None for `random:tiny`."""
+    hub = source.startswith("hub:")
+    return snapshot(source.removeprefix("hub:"), ["config.json"]) if hub else locate(source)
+
+
 def model_of(source: str) -> DecoderConfig:
     """The config of a model folder, which needs no weights, a GGUF file or a model on the hub. Raises ValueError or
     FileNotFoundError, naming it."""
-    hub = source.startswith("hub:")
-    path = snapshot(source.removeprefix("hub:"), ["config.json"]) if hub else locate(source)
+    path = _at(source)
     if path is None:
         return tiny(len(byte_tokenizer()))
     return read_config(path) if path.is_dir() else from_hugging_face(GGUFCheckpoint(GGUFFile(path)).config(), str(path))
+
+
+def type_of(source: str) -> str:
+    """The type of a model's weights, as its config.json has it; a stage stores those of other models in float32."""
+    path = _at(source)
+    values = json.loads((path / "config.json").read_bytes()) if path is not None and path.is_dir() else {}
+    return str(values.get("dtype") or values.get("torch_dtype") or "float32")
 
 
 def _sft(run: Run, config: Any) -> Asks:
     (group,) = run.groups(1, 1, run.completion)
     tokens = config.tokens_per_step
     groups = run.groups(max(1, tokens // group.size) if tokens else config.examples_per_step, 1, run.completion)
-    yield "sft", run.packed(config, groups, partial(sft_loss, run.graph), whole=True)
+    yield "sft", run.packed(config, groups, partial(sft_loss, run.graph), of_base=True, whole=True)
 
 
 def _reward(run: Run, config: Any) -> Asks:
     groups = run.groups(config.examples_per_step, 2, run.completion)
     loss = partial(reward_loss, scalar_graph(run.model), config.centering)
-    yield "reward", run.packed(config, groups, loss, role="scalar", whole=True, columns=("margin_C",))
+    own: dict[str, Any] = {"role": "scalar", "whole": True, "columns": ("margin_C",)}
+    yield "reward", run.packed(config, groups, loss, of_base=True, **own)
 
 
 def _preference(run: Run, config: Any) -> Asks:
     make, each = (unpaired_loss, 1) if config.unpaired else (preference_loss, 2)
     columns = ("reference_C", "label_C", "kl") if config.unpaired else ("reference_C",)
     groups = run.groups(config.examples_per_step, each, run.completion)
-    own = {"columns": columns if config.needs_reference else (), "whole": True}
+    own: dict[str, Any] = {"columns": columns if config.needs_reference else (), "whole": True}
     yield "preference", run.packed(config, groups, partial(make, run.graph, config), **own)
 
 

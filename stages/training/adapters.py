@@ -1,15 +1,17 @@
 """Training of an adapter, or of all parameters, as a stage's settings have it.
 
-A stage with an adapter keeps it under `adapter/`, as PEFT loads it, next to the merged model that later stages read.
+A stage with an adapter stores it under `adapter/`, as PEFT loads it. Its manifest names the artifact with the weights
+below, and `restore` merges both.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import json
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, Literal
 
-from rlhf.stages.common.models import ADAPTER, recall, remember
+from rlhf.stages.common.models import ADAPTER, below, cached, load_base, load_policy, mesh_of
 from rlhf.stages.common.settings import Lora
 from rlhf.stages.contract.definition import Context
 from rlhf.stages.store.artifacts import Artifact
@@ -76,6 +78,27 @@ def fit(
     }
 
 
+def restore(ctx: Context, artifact: Artifact) -> tuple[Any, Any]:
+    """(DecoderConfig, parameters) of an artifact with an adapter alone, merged with those of the artifact below it.
+
+    Raises RuntimeError, naming both, if that is not stored any more.
+    """
+    from rlhf.tuning.mesh import put_params
+    from rlhf.tuning.models.huggingface import scalar_head_params
+    from rlhf.tuning.models.lora import merge, trainable_shapes
+    from rlhf.tuning.models.peft import load_adapter
+
+    lora = lora_config(Lora.model_validate_json(json.dumps(artifact.manifest["config"]["lora"])))
+    role: Role = "scalar" if artifact.stage == "reward" else "decoder"
+
+    config, params = load_base(ctx, below(artifact))
+    if role == "scalar":
+        params = scalar_head_params(config, params)
+    trained = load_adapter(artifact.local(f"{ADAPTER}/"), trainable_shapes(config, role, lora))
+    params, trained = (put_params(tree, mesh_of(ctx)) for tree in (params, trained))
+    return config, merge(config, role, params, trained, lora)
+
+
 def _flops(task: Task, model: Any, role: Role, config: Any) -> Callable[[list[Any]], float]:
     """FLOPs of a step on groups: forward and backward through the policy, and the task's other computations."""
     from rlhf.tuning.training.speed import ADAPTER, FULL, forward_flops
@@ -90,6 +113,11 @@ def name_of(artifact: Artifact) -> str:
     return f"{artifact.stage}-{artifact.digest[:12]}"
 
 
+def load_start(ctx: Context, artifact: Artifact) -> tuple[Any, Any]:
+    """(DecoderConfig, parameters) of the policy that a stage trains, or that goes under its adapter."""
+    return (load_policy if ctx.config.lora is None else load_base)(ctx, artifact)
+
+
 def based(ctx: Context, digest: str, role: Role, load: Callable[[], tuple[Any, Any]], config: Any) -> Base:
     """The frozen part under the adapters of `config.lora`, kept in the worker's memory.
 
@@ -99,10 +127,11 @@ def based(ctx: Context, digest: str, role: Role, load: Callable[[], tuple[Any, A
     from rlhf.tuning.models.lora import Base, tune, tuned_graph
 
     lora, dtype = lora_config(config.lora), choose(config.compute.dtype).compute.dtype
-    model, params = load()
-    name = f"frozen:{digest}:{lora.quantize}:{dtype}"
-    frozen = recall(ctx, name)
-    if frozen is None:
+
+    def frozen() -> tuple[Any, Any]:
+        model, params = load()
         # Only the frozen half is used, which no seed changes.
-        frozen = remember(ctx, name, tune(model, role, params, lora, seed=0, dtype=dtype)[1])
-    return Base(tuned_graph(model, role, lora), frozen)
+        return model, tune(model, role, params, lora, seed=0, dtype=dtype)[1]
+
+    model, kept = cached(ctx, f"frozen:{digest}:{lora.quantize}:{dtype}", frozen)
+    return Base(tuned_graph(model, role, lora), kept)

@@ -5,6 +5,7 @@ The artifact's content is `policy.json`, the fingerprint of the new policy. Weig
 
 With `lora` the rounds train one adapter over the policy before the first of them, and PPO's critic is one over the
 reward model. An adapter is small: every round keeps it, as content under `adapter/` and with its moments in `state/`.
+The frozen policy is on the devices once: without its adapter it is the reference too.
 """
 
 from __future__ import annotations
@@ -15,8 +16,7 @@ import json
 import time
 from typing import TYPE_CHECKING, Any
 
-from rlhf.stages.common.models import ADAPTER, TRAINER, load_frozen, load_policy
-from rlhf.stages.common.settings import stored_as
+from rlhf.stages.common.models import ADAPTER, TRAINER
 from rlhf.stages.common.tables import read_table
 from rlhf.stages.contract.definition import Context, Reads, Stage
 from rlhf.stages.contract.sources import user_digests
@@ -93,19 +93,16 @@ def _advance(ctx: Context, before: State | None, first: bool = False) -> tuple[S
     if states.continues(config, parent):
         state = states.on_mesh(ctx, before or states.state_after(ctx, parent, _advance))
     else:
-        state = states.fresh(ctx, *load_policy(ctx, parent))
+        state = states.fresh(ctx, *states.load_first(ctx, parent))
     # The step donates the arrays that it is given: the parent's trainer state leaves the memory.
     ctx.memory.pop(f"{TRAINER}{parent.digest}", None)
     if parent.stage == NAME:
         # The last round's policy is not read again; a copy next to the new one would only fill the memory.
         ctx.memory.pop(f"decoder:{parent.digest}", None)
-    reference = None
-    if config.needs_reference:
-        source = ctx.inputs["reference"]
-        # Rounded like the stored base, so that the KL is 0 while the adapter is. A later policy is an adapter over it.
-        reference = load_frozen(ctx, source, "none" if source.stage == NAME else stored_as(config.lora))[1]
+    bases = states.bases(ctx)
+    reference = states.reference(ctx, bases[0]) if config.needs_reference else None
     started = time.monotonic()
-    policy, critic = state.learners(states.bases(ctx))
+    policy, critic = state.learners(bases)
     fast = config.compute.dtype == "fast"
     exact = fast and ctx.inputs["rollouts"].manifest["config"]["compute"]["dtype"] != "fast"
     with exact_forward() if exact else contextlib.nullcontext():

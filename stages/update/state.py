@@ -16,12 +16,21 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from rlhf.stages.common.models import TRAINER, load_policy, load_scorer, mesh_of, recall, remember, token_ids
-from rlhf.stages.common.settings import Mesh
+from rlhf.stages.common.models import (
+    TRAINER,
+    load_base,
+    load_frozen,
+    load_scorer,
+    mesh_of,
+    recall,
+    remember,
+    token_ids,
+)
+from rlhf.stages.common.settings import Mesh, stored_as
 from rlhf.stages.contract.definition import Context
 from rlhf.stages.store.artifacts import Artifact
 from rlhf.stages.store.work import is_chunk
-from rlhf.stages.training.adapters import based, lora_config
+from rlhf.stages.training.adapters import based, load_start, lora_config
 from rlhf.stages.update.settings import Config
 
 if TYPE_CHECKING:
@@ -153,7 +162,8 @@ def on_mesh(ctx: Context, state: State) -> State:
         return x if wanted.sharding in (None, x.sharding) else jax.device_put(x, wanted.sharding)
 
     opt_state, critic, critic_opt, adapter = jax.tree.map(put, state.trainer, trainer_shapes(ctx, state.config))
-    params = put_params(state.params, mesh_of(ctx))
+    # The merged policy would only fill the memory while its adapter is trained.
+    params = None if adapter is not None else put_params(state.params, mesh_of(ctx))
     return State(state.config, params, opt_state, critic, critic_opt, adapter, state.coefficients)
 
 
@@ -174,7 +184,7 @@ def fresh(ctx: Context, config: DecoderConfig, params: Any) -> State:
     if plain is None:
         state = State(config, policy.params, policy.opt_state)
     else:
-        state = State(config, params, policy.opt_state, adapter=policy.params)
+        state = State(config, None, policy.opt_state, adapter=policy.params)
     if ctx.config.needs_critic:
         scorer = trainable("scalar", *_critic_start(ctx, config, params))
         critic = Learner.start(scorer, ctx.config.critic.optimizer, mesh=mesh)
@@ -191,7 +201,7 @@ def trainer_shapes(ctx: Context, config: DecoderConfig) -> tuple[Any, Any, Any, 
     """Return the shapes and shardings of `State.trainer` of a policy of this config."""
     from rlhf.tuning.mesh import state_shapes
     from rlhf.tuning.models.decoder import abstract_decoder
-    from rlhf.tuning.models.huggingface import read_config, scalar_head_shapes
+    from rlhf.tuning.models.huggingface import scalar_head_shapes
     from rlhf.tuning.models.lora import trainable_shapes
     from rlhf.tuning.training.optimizers import optimizer_of
 
@@ -201,7 +211,7 @@ def trainer_shapes(ctx: Context, config: DecoderConfig) -> tuple[Any, Any, Any, 
     critic = critic_opt = None
     if ctx.config.needs_critic:
         if ctx.config.needs_reward_model:
-            config = read_config(ctx.inputs["reward"].local("model/"))
+            config, _ = _scorer(ctx)
         shapes = scalar_head_shapes(config) if plain is None else trainable_shapes(config, "scalar", plain)
         critic, critic_opt = state_shapes(optimizer_of(ctx.config.critic.optimizer), shapes, mesh)
     return opt_state, critic, critic_opt, None if plain is None else policy
@@ -212,8 +222,24 @@ def _critic_start(ctx: Context, config: DecoderConfig, params: Any) -> tuple[Dec
     from rlhf.tuning.models.huggingface import scalar_head_params
 
     if ctx.config.needs_reward_model:
-        return load_scorer(ctx, ctx.inputs["reward"])
+        return _scorer(ctx)
     return config, scalar_head_params(config, params)
+
+
+def load_first(ctx: Context, artifact: Artifact) -> tuple[DecoderConfig, Any]:
+    """The policy that the rounds begin with; under an adapter frozen kernels are in the type of computation."""
+    return (load_frozen if _is_cast(ctx.config) else load_start)(ctx, artifact)
+
+
+def _scorer(ctx: Context) -> tuple[DecoderConfig, Any]:
+    """The reward model as the critic's weights, or as those under its adapter."""
+    scorer: tuple[DecoderConfig, Any] = load_scorer(ctx, ctx.inputs["reward"], frozen=_is_cast(ctx.config))
+    return scorer
+
+
+def _is_cast(config: Config) -> bool:
+    """Whether nothing reads the kernels under the adapters but products, which cast them."""
+    return config.lora is not None and config.lora.quantize == "none"
 
 
 def continues(config: Config, artifact: Artifact) -> bool:
@@ -242,12 +268,26 @@ def bases(ctx: Context) -> tuple[Base | None, Base | None]:
     if config.lora is None:
         return None, None
     start = start_of(config, ctx.inputs["policy"])
-    policy = based(ctx, start.digest, "decoder", lambda: load_policy(ctx, start), config)
+    policy = based(ctx, start.digest, "decoder", lambda: load_first(ctx, start), config)
     if not config.needs_critic:
         return policy, None
     # A critic over the policy is another frozen tree than the policy itself.
     below = ctx.inputs["reward"].digest if config.needs_reward_model else f"{start.digest}:critic"
-    return policy, based(ctx, below, "scalar", lambda: _critic_start(ctx, *load_policy(ctx, start)), config)
+    return policy, based(ctx, below, "scalar", lambda: _critic_start(ctx, *load_first(ctx, start)), config)
+
+
+def reference(ctx: Context, base: Base | None) -> Any:
+    """The parameters of the reference. A quantised base without its adapter is no second copy."""
+    from rlhf.tuning.models.lora import Tuned, tuned_graph
+
+    config, source = ctx.config, ctx.inputs["reference"]
+    # A later policy is an adapter over the stored base.
+    kind = "none" if source.stage == NAME else stored_as(config.lora)
+    if base is None or kind == "none" or source.digest != start_of(config, ctx.inputs["policy"]).digest:
+        # Rounded like the stored base, so that the KL is 0 while the adapter is.
+        return load_frozen(ctx, source, kind)[1]
+    alone = dataclasses.replace(lora_config(config.lora), targets=())
+    return Tuned(tuned_graph(load_first(ctx, source)[0], "decoder", alone), base.frozen)
 
 
 def merged(ctx: Context, adapter: Any) -> tuple[DecoderConfig, Any]:
@@ -255,7 +295,7 @@ def merged(ctx: Context, adapter: Any) -> tuple[DecoderConfig, Any]:
     from rlhf.tuning.mesh import put_params
     from rlhf.tuning.models.lora import merge
 
-    config, params = load_policy(ctx, start_of(ctx.config, ctx.inputs["policy"]))
+    config, params = load_base(ctx, start_of(ctx.config, ctx.inputs["policy"]))
     # The stage that loaded them may have another mesh than the one that trained the adapter.
     params, adapter = (put_params(tree, mesh_of(ctx)) for tree in (params, adapter))
     return config, merge(config, "decoder", params, adapter, lora_config(ctx.config.lora))
@@ -281,7 +321,7 @@ def _load(own: Context, artifact: Artifact) -> State:
         kept = recall(own, f"decoder:{artifact.digest}")
         config, params = kept or load_decoder(folder / "model", mesh_of(own))
         return State(config, params, *load_tree(folder / "trainer", trainer_shapes(own, config), artifact.fetch))
-    config, _ = load_policy(own, start_of(own.config, artifact))
+    config, _ = load_first(own, start_of(own.config, artifact))
     trainer = load_tree(folder / "trainer", trainer_shapes(own, config), artifact.fetch)
     return State(*merged(own, trainer[-1]), *trainer)
 

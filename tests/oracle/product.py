@@ -12,6 +12,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from rlhf.stages.common.models import load_policy, load_scorer
 from rlhf.stages.contract.definition import Context
 from rlhf.stages.store.artifacts import Artifact, Store
 from rlhf.tuning.agents.rows import TurnRow
@@ -123,6 +124,17 @@ class Product:
         self.memory.clear()
         content = settings.model_dump(mode="json")
         return self.commit(module.STAGE.name, ctx.out, content, inputs, seed), metrics, content
+
+    def weights(self, made: Artifact) -> Path:
+        """The folder of the weights of an artifact, as later stages have them: merged where it has an adapter alone."""
+        if made.has("model/"):
+            return made.local("model/")
+        folder = self.scratch("merged")
+        none = {"progress": lambda *a, **k: None, "log": lambda line: None}
+        ctx = Context(config=None, inputs={}, out=folder, work=folder, seed=0, memory={}, **none)
+        load = load_scorer if made.stage == "reward" else load_policy
+        huggingface.save_decoder(folder, *load(ctx, made), IDS)
+        return folder
 
     def adapter(self, settings: Mapping[str, Any], base: Artifact, role: Any, seed: int = SEED) -> Path:
         """A PEFT folder with the adapter that a stage of these settings begins with.

@@ -86,7 +86,7 @@ def test_sft(case: str, product: Product, prepared: Any) -> None:
     policy = model.load(product.base.local("model/"), adapter)
     start = policy.dense
     assert fit.sft(settings, policy, tables.read(prepared.local("sft/")), SEED) == metrics["steps"]
-    assert_same(f"sft {case}", start, policy.dense, model.weights_of(made.local("model/")))
+    assert_same(f"sft {case}", start, policy.dense, model.weights_of(product.weights(made)))
 
 
 @pytest.mark.parametrize("lora", [None, pytest.param(LORA, marks=pytest.mark.slow)])
@@ -97,7 +97,7 @@ def test_reward_model(lora: Any, product: Product, prepared: Any) -> None:
     scorer = model.load(product.base.local("model/"), adapter, fresh_head=True)
     start = scorer.dense
     fit.reward(settings, scorer, tables.read(prepared.local("preference/")), SEED)
-    found = model.weights_of(made.local("model/"))
+    found = model.weights_of(product.weights(made))
     assert_same(f"reward {'lora' if lora else ''}", start, scorer.dense, found)
 
 
@@ -125,7 +125,7 @@ def test_preference_on_pairs(case: str, product: Product, prepared: Any) -> None
     reference = None if alone else model.load(product.other.local("model/"))
     start = policy.dense
     fit.preference(settings, policy, reference, tables.read(prepared.local("preference/")), SEED)
-    assert_same(case, start, policy.dense, model.weights_of(made.local("model/")))
+    assert_same(case, start, policy.dense, model.weights_of(product.weights(made)))
 
 
 @pytest.mark.parametrize("source", slow("labelled", "data"))
@@ -140,7 +140,7 @@ def test_preference_on_labels(source: str, loss: str, product: Product, prepared
     if source == "data":
         rows = fit.apart(tables.read(prepared.local("preference/")))
     fit.labelled(settings, policy, reference, rows, SEED)
-    assert_same(f"{loss} on {source}", start, policy.dense, model.weights_of(made.local("model/")))
+    assert_same(f"{loss} on {source}", start, policy.dense, model.weights_of(product.weights(made)))
 
 
 @pytest.mark.parametrize("divergence", ["jsd", *slow("forward-kl", "reverse-kl")])
@@ -152,7 +152,7 @@ def test_distillation(divergence: str, product: Product, prepared: Any) -> None:
     policy, teacher = (model.load(a.local("model/")) for a in (product.base, product.other))
     start = policy.dense
     fit.distill(settings, policy, teacher, tables.read(prepared.local("sft/")), SEED)
-    assert_same(f"distillation {divergence}", start, policy.dense, model.weights_of(made.local("model/")))
+    assert_same(f"distillation {divergence}", start, policy.dense, model.weights_of(product.weights(made)))
 
 
 @pytest.mark.slow
@@ -173,4 +173,4 @@ def test_what_is_held_out_is_not_trained_on(product: Product) -> None:
     scorer = model.load(product.base.local("model/"), fresh_head=True)
     start = scorer.dense
     fit.reward(settings, scorer, rest, SEED)
-    assert_same("reward without what is held out", start, scorer.dense, model.weights_of(made.local("model/")))
+    assert_same("reward without what is held out", start, scorer.dense, model.weights_of(product.weights(made)))

@@ -21,6 +21,7 @@ from rlhf.tuning.models.decoder import Decoder, ScalarHead, decoder_graph, scala
 from rlhf.tuning.models.linear import Linear
 from rlhf.tuning.models.matmul import thin
 from rlhf.tuning.models.quantize import FORMATS
+from rlhf.tuning.models.tensors import narrowed
 from rlhf.tuning.precision import real
 
 PROJECTIONS = ("q", "k", "v", "o", "gate", "up", "down")
@@ -86,13 +87,13 @@ def _graph(config: DecoderConfig, role: Role) -> Any:
     return decoder_graph(config) if role == "decoder" else scalar_graph(config)
 
 
-def _tuned(model: Any, lora: LoraConfig, seed: int, dtype: str) -> tuple[Any, Any, Any]:
+def _tuned(model: Any, lora: LoraConfig, seed: int) -> tuple[Any, Any, Any]:
     """Adds adapters and stores kernels in their frozen form; returns (graph, trainable, frozen)."""
     key = jax.random.key(seed)
     for number, (name, linear) in enumerate(linears(model)):
         *layers, size_in, size_out = linear.kernel.shape
-        kernel, stored = linear.kernel[...], FORMATS.get(lora.quantize)
-        linear.kernel = nnx.Param(kernel.astype(dtype)) if stored is None else stored(kernel)
+        if lora.quantize != "none":
+            linear.kernel = FORMATS[lora.quantize](linear.kernel[...])
         if name in lora.targets:
             # The key depends on the projection's number alone, whichever projections are targets.
             shape, own = (*layers, size_in, lora.rank), jax.random.fold_in(key, number)
@@ -114,7 +115,7 @@ def _abstract(config: DecoderConfig, role: Role, lora: LoraConfig, weights: Any)
     graph: list[Any] = []
 
     def shapes() -> Any:
-        static, trainable, _ = _tuned(_model(config, role), lora, 0, "float32")
+        static, trainable, _ = _tuned(_model(config, role), lora, 0)
         graph.append(static)
         return trainable
 
@@ -133,14 +134,15 @@ def trainable_shapes(config: DecoderConfig, role: Role, lora: LoraConfig) -> Any
 
 
 def tune(
-    config: DecoderConfig, role: Role, params: Any, lora: LoraConfig, *, seed: int, dtype: str = "float32"
+    config: DecoderConfig, role: Role, params: Any, lora: LoraConfig, *, seed: int, dtype: str | None = None
 ) -> tuple[Any, Any]:
     """(trainable, frozen) of dense parameters; the tuned model equals the frozen one while B is zero.
 
-    `dtype` is the type of computation: kernels that stay dense are stored in it, since the product would cast them
-    anyway. The arrays of embedding, norms and head are shared with `params`.
+    `dtype` is the type of computation: matrices that are not quantised are stored in it, since the decoder would cast
+    them anyway; None: in their own. Arrays that are not cast are shared with `params`.
     """
-    return _tuned(nnx.merge(_graph(config, role), params), lora, seed, dtype)[1:]
+    _, trainable, frozen = _tuned(nnx.merge(_graph(config, role), params), lora, seed)
+    return trainable, frozen if dtype is None else narrowed(frozen, dtype)
 
 
 @functools.partial(jax.tree_util.register_dataclass, data_fields=("state",), meta_fields=("graph",))
@@ -181,7 +183,7 @@ def over(graph: Any, loss: Loss) -> Loss:
 
 @jax.jit
 def _merged(tuned: Tuned) -> Any:
-    """The plain model's parameters, with every adapter added to its dense kernel."""
+    """The plain model's parameters in the type of weights, with every adapter added to its dense kernel."""
     model = nnx.merge(tuned.graph, tuned.state)
     for _, linear in linears(model):
         dense = isinstance(linear.kernel, nnx.Variable)
@@ -190,7 +192,7 @@ def _merged(tuned: Tuned) -> Any:
             kernel = kernel + linear.adapter.dense()
             del linear.adapter
         linear.kernel = nnx.Param(kernel)
-    return nnx.state(model)
+    return jax.tree.map(lambda x: x.astype(real()), nnx.state(model))
 
 
 def rounded(config: DecoderConfig, role: Role, params: Any, kind: str) -> Any:
@@ -209,7 +211,8 @@ def rounded(config: DecoderConfig, role: Role, params: Any, kind: str) -> Any:
 def merge(config: DecoderConfig, role: Role, params: Any, trainable: Any, lora: LoraConfig) -> Any:
     """Dense parameters W + scale * A B, from the dense `params` given to `tune` and the trained adapter.
 
-    With quantisation W is the dequantised kernel, as in training, so the merged model is the trained one.
+    With quantisation W is the dequantised kernel, as in training, so the merged model is the trained one. Values of W
+    in a smaller type give the same bits as in the type of weights.
     """
     frozen = tune(config, role, params, lora, seed=0)[1]
     return _merged(join(tuned_graph(config, role, lora), trainable, frozen))

@@ -9,10 +9,11 @@ import json
 from pathlib import Path
 from typing import Any
 
+import jax
 import numpy as np
 from flax import nnx
-from flax.traverse_util import flatten_dict
-from safetensors.numpy import save_file
+from flax.traverse_util import flatten_dict, unflatten_dict
+from safetensors.numpy import load_file, save_file
 
 from rlhf.tuning import multihost
 from rlhf.tuning.models.lora import PROJECTIONS, LoraConfig
@@ -21,6 +22,27 @@ from rlhf.tuning.models.mapping import PROJECTIONS as MODULES
 CONFIG, TENSORS = "adapter_config.json", "adapter_model.safetensors"
 _PREFIX = "base_model.model."
 _SCORE = f"{_PREFIX}score.weight"
+
+
+def _name(path: tuple[Any, ...], layer: int) -> str:
+    """The name of a factor of a layer."""
+    return f"{_PREFIX}model.layers.{layer}.{MODULES[path[-3]]}.lora_{path[-1].upper()}.weight"
+
+
+def load_adapter(folder: Path, shapes: Any) -> Any:
+    """The trainable tree of `save_adapter`, on the host; `shapes` are those of `lora.trainable_shapes`."""
+    tensors = load_file(folder / TENSORS)
+
+    def value(path: tuple[Any, ...], like: Any) -> np.ndarray:
+        if path == ("score",):
+            return tensors[_SCORE][0].astype(like.dtype)
+        return np.stack([tensors[_name(path, i)].T for i in range(like.shape[0])], dtype=like.dtype)
+
+    flat = flatten_dict(nnx.to_pure_dict(shapes))
+    # A copy, which is filled.
+    tree = jax.tree.map(lambda x: x, shapes)
+    nnx.replace_by_pure_dict(tree, unflatten_dict({path: value(path, like) for path, like in flat.items()}))
+    return tree
 
 
 def save_adapter(folder: Path, trainable: Any, lora: LoraConfig, base: str | None = None) -> None:
@@ -33,10 +55,8 @@ def save_adapter(folder: Path, trainable: Any, lora: LoraConfig, base: str | Non
         if path == ("score",):
             tensors[_SCORE], scalar = host[None], True
             continue
-        name, factor = path[-3], path[-1].upper()
         for i, matrix in enumerate(host):
-            key = f"{_PREFIX}model.layers.{i}.{MODULES[name]}.lora_{factor}.weight"
-            tensors[key] = np.ascontiguousarray(matrix.T)
+            tensors[_name(path, i)] = np.ascontiguousarray(matrix.T)
     values = {
         "base_model_name_or_path": base,
         "bias": "none",

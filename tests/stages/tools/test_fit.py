@@ -1,5 +1,6 @@
 """The work of each stage, and settings that make room: what is said of a try is said of the recipe that has them."""
 
+import dataclasses
 import json
 
 import jax
@@ -43,6 +44,25 @@ def test_an_adapter_of_the_policy_brings_the_merged_policy_with_it():
     tried, written = rl().changed("rl.update", {"lora.rank": 16}), rl(lora={"rank": 16})
     assert parts(tried) == parts(written) and "merged policy" in parts(tried)
     assert "merged policy" in parts(tried, "rl.rollout", "rollout")
+
+
+def test_a_base_in_the_type_of_computation_is_there_once():
+    recipes = [
+        rl(lora={"rank": 16}, kl_coef=0.1),
+        run(preference={"lora": {"rank": 16}}),
+        run(sft={"lora": {"rank": 16}}),
+    ]
+    for of in recipes:
+        (section,) = of.sections.keys() - {"rl.rollout"}
+        name, small = section.removeprefix("rl."), dataclasses.replace(of, stored="bfloat16")
+        assert {"starting weights", "frozen base"} <= parts(of, section, name).keys()
+        assert not {"starting weights", "reference"} & parts(small, section, name).keys()
+        assert parts(small, section, name)["frozen base"] == parts(of, section, name)["frozen base"]
+    # After SFT the adapter is over weights in float32.
+    after = dataclasses.replace(run(sft={}, preference={"lora": {"rank": 16}}), stored="bfloat16")
+    assert "starting weights" in parts(after, "preference", "preference")
+    quantised = dataclasses.replace(rl(lora={"quantize": "nf4"}, kl_coef=0.1), stored="bfloat16")
+    assert "reference" not in parts(quantised) and "starting weights" in parts(quantised)
 
 
 def test_a_critic_has_an_optimizer_of_its_own():

@@ -25,14 +25,15 @@ def leaves(tree):
 
 
 @pytest.mark.parametrize("kind", ["none", "nf4"])
-def test_sft_keeps_the_adapter_and_the_merged_model(kind, base, memory, tmp_path):
+def test_sft_keeps_the_adapter_alone_and_hands_on_the_merged_model(kind, base, memory, tmp_path):
     table = data(tmp_path / "data", sft=rows_of("sft", 32))
     config = settings(sft, epochs=3, optimizer=QUICK, lora=LORA | {"quantize": kind})
     metrics, made = perform(sft, config, tmp_path / "sft", memory, base=base, data=table, tokenizer=base)
     lines = lines_of(made)
     assert lines[-1]["loss"] < 0.9 * lines[0]["loss"]
     model, start = huggingface.load_decoder(base.path / "model")
-    _, after = huggingface.load_decoder(made.path / "model")
+    assert not (made.path / "model").exists()
+    _, after = memory["decoder:new"]
     lora, trained = load_adapter(made.path / "adapter", model)
     assert (lora.rank, lora.scale, lora.targets) == (4, 2.0, ("q", "v", "down"))
     wanted = merge(model, "decoder", start, trained, lora_config(config.lora))
@@ -51,7 +52,7 @@ def test_a_reward_model_trains_its_adapter_and_its_head(base, memory, judged, tm
     config = settings(reward, epochs=3, optimizer=QUICK, lora=LORA)
     metrics, made = perform(reward, config, tmp_path / "reward", memory, base=base, data=judged, tokenizer=base)
     assert metrics["heldout_accuracy"] > 0.9
-    model, after = huggingface.load_scalar_head(made.path / "model")
+    model, after = memory["scorer:new"]
     lora, trained = load_adapter(made.path / "adapter", model)
     np.testing.assert_array_equal(trained["score"][...], after["score"][...])
     assert np.abs(trained["score"][...]).max() > 1e-3
@@ -84,13 +85,15 @@ def test_a_killed_stage_goes_on_with_its_adapter(base, memory, tmp_path):
     inputs = {"base": base, "data": table, "tokenizer": base}
     config = settings(sft, optimizer=QUICK, lora=LORA, checkpoint_every=2)
     whole = perform(sft, config, tmp_path / "whole", memory, **inputs)[1]
+    merged = fingerprint(memory["decoder:new"][1])
     # Checkpoints of the first try; the second finds them under `work`.
     second = tmp_path / "second"
     second.mkdir()
     (tmp_path / "whole" / "work").rename(second / "work")
     resumed = perform(sft, config, second, memory, **inputs)[1]
-    names = ["adapter/adapter_model.safetensors", "model/model.safetensors"]
-    assert [(resumed.path / n).read_bytes() for n in names] == [(whole.path / n).read_bytes() for n in names]
+    name = "adapter/adapter_model.safetensors"
+    assert (resumed.path / name).read_bytes() == (whole.path / name).read_bytes()
+    assert fingerprint(memory["decoder:new"][1]) == merged
 
 
 def test_settings_of_an_adapter():

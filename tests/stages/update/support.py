@@ -85,9 +85,9 @@ class Rounds:
         tables = self.tables(policy, config.round)
         return tables | more | {"policy": policy, "tokenizer": self.base, "reference": self.base}
 
-    def run(self, config, inputs, memory):
+    def run(self, config, inputs, memory, ctx=None):
         """Runs one update; what it made, its metrics and its dense policy."""
-        ctx = self.context(config, inputs, memory)
+        ctx = ctx or self.context(config, inputs, memory)
         metrics = update.run(ctx)
         # As the worker does: its logs are written to their end.
         ctx.close()
