@@ -25,6 +25,7 @@ def test_the_reward_of_the_rl_loop_rises():
     assert after > 0.5
 
 
+@pytest.mark.slow
 def test_the_loss_of_sft_falls():
     losses = sft.main()
     assert losses[0] > 2

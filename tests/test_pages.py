@@ -70,6 +70,7 @@ def scratch_copy(folder: Path, blocks: list[Block]) -> None:
 RUN_HERE = [p for p in PAGES if "tutorials" not in p.parts and any(map(is_executed, blocks_of(p)))]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("page", RUN_HERE, ids=str)
 def test_the_code_of_a_page_runs(page, tmp_path):
     blocks = blocks_of(page)

@@ -77,6 +77,7 @@ def keys_in(document: Any, place: str = "") -> Iterator[str]:
             yield from keys_in(value, f"{place}.{key}")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("command", ["runs", "show first", "plan smoke", "gc", "audit first", "verify", "history"])
 def test_every_key_of_a_document_is_on_the_page(smoke_store, command):
     done = typed(*command.split(), "--json", "--store", smoke_store)

@@ -35,6 +35,7 @@ def test_it_claims_one_import_name_and_has_every_file_of_the_packages(wheel):
     assert expected and expected - names == set()
 
 
+@pytest.mark.slow
 def test_it_works_next_to_a_users_own_flows_and_tuning(wheel, tmp_path):
     site, work = tmp_path / "site", tmp_path / "work"
     zipfile.ZipFile(wheel).extractall(site)

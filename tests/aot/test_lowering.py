@@ -19,6 +19,7 @@ def mesh_of(program):
     return abstract_mesh(Axes(1, 8, 1) if program in TRAINING else Axes(8, 1, 1), 8)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("program", QUICK)
 def test_for_a_tpu_of_eight_chips_it_lowers_without_a_square_of_tokens(program):
     text = lowered(Case(program, "small", "v5e:2x4", completion=COMPLETION), mesh_of(program))[0].as_text()
@@ -26,6 +27,7 @@ def test_for_a_tpu_of_eight_chips_it_lowers_without_a_square_of_tokens(program):
     assert ("tpu_custom_call" in text) == (program in TRAINING)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("program", QUICK)
 def test_for_eight_gpus_it_lowers_to_kernels_of_theirs_without_a_square_of_tokens(program):
     text = lowered(Case(program, "small", "h100x8"), mesh_of(program))[0].as_text()

@@ -90,6 +90,7 @@ def reached() -> frozenset[Node]:
     return frozenset(done)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("ops", OPS)
 def test_every_target_of_an_op_is_reached_by_a_stage(ops: str) -> None:
     module = f"tests.conformance.{ops}"

@@ -42,6 +42,7 @@ def answer(server, job, text):
     return choice.whole(done)["message"], ids
 
 
+@pytest.mark.slow
 def test_a_conversation_with_tools_only_grows_and_reads_as_the_template_writes_it(server):
     session = server.sessions.of_call("one")
     first = server.read(asked(), session)

@@ -100,6 +100,7 @@ def test_training_goes_on_from_its_checkpoint(store, undisturbed):
     assert len(lines) == second.record()["nodes"]["sft"]["metrics"]["steps"]
 
 
+@pytest.mark.slow
 def test_a_round_goes_on_from_its_shards_and_a_lost_policy_is_made_again(store, undisturbed):
     place = store("base", "prepare", "sft", "reward")
     first = Run(place, "first", sets=SETTINGS)

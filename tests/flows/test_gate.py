@@ -22,6 +22,7 @@ from tests.flows.prefect_server import prefect_server
 from tests.support import RLHF, until, write_files
 
 
+@pytest.mark.slow
 def test_better_is_promoted_the_same_is_nothing_new_and_worse_is_refused(tmp_path, rlhf, rlhf_here, monkeypatch):
     monkeypatch.chdir(tmp_path)
     nights = Nights(tmp_path, rlhf)

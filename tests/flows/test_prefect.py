@@ -99,6 +99,7 @@ def record(folder: Path, name: str) -> dict[str, Any]:
     return found
 
 
+@pytest.mark.slow
 def test_the_form_describes_every_field_of_the_recipe(prefect: Prefect) -> None:
     schema = prefect.get(f"/deployments/name/{FLOW}/default")["parameter_openapi_schema"]
     sections = {"base", "data", "sft", "reward", "rl", "evaluate", "export", "seed", "store", "retries"}
@@ -120,6 +121,7 @@ def test_a_deployment_runs_every_stage(prefect: Prefect, made: dict[str, Any], f
     assert record(folder / "store", "smoke-made")["status"] == "finished"
 
 
+@pytest.mark.slow
 def test_a_killed_worker_is_a_retry_of_the_task(prefect: Prefect, made: dict[str, Any], folder: Path) -> None:
     task = prefect.task_runs(made)["base"]
     history = prefect.get(f"/task_run_states/?task_run_id={task['id']}")
@@ -241,6 +243,7 @@ def test_each_section_of_the_form_has_a_name_of_its_own() -> None:
     assert {"data", "update", "sft"} <= {model.get("title") for model in models.values()}
 
 
+@pytest.mark.slow
 def test_parameters_are_strict_and_keep_only_what_was_said() -> None:
     from prefect.exceptions import ParameterTypeError
 

@@ -84,6 +84,7 @@ def test_nothing_is_collected_past_a_record_that_cannot_be_read(store):
         roots_of(store, Retention(keep=1))
 
 
+@pytest.mark.slow
 def test_the_command_shows_first_deletes_when_told_and_keeps_what_is_pinned(store, rlhf):
     rlhf("pin", "r3", "--store", store.root, "--note", "of the paper")
     shown = rlhf("gc", "--store", store.root, "--keep", 1, "--grace", 0, "--dry-run").stdout

@@ -139,6 +139,7 @@ def test_a_stage_is_on_disk_as_running_before_its_work_begins(run, store):
     assert {name: entry["state"] for name, entry in nodes.items()} == {"base": "hit", "prepare": "running"}
 
 
+@pytest.mark.slow
 def test_a_record_that_cannot_be_written_hides_no_error_of_a_stage(run, store, capsys):
     run.run_node("base")
     shutil.rmtree(store / "artifacts" / "prepare")

@@ -113,6 +113,7 @@ LOSSES: dict[str, dict[str, Any]] = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case", ["dpo", *slow(*list(LOSSES)[1:])])
 def test_preference_on_pairs(case: str, product: Product, prepared: Any) -> None:
     config = COMMON | {"loss": case} | LOSSES[case]
@@ -143,6 +144,7 @@ def test_preference_on_labels(source: str, loss: str, product: Product, prepared
     assert_same(f"{loss} on {source}", start, policy.dense, model.weights_of(product.weights(made)))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("divergence", ["jsd", *slow("forward-kl", "reverse-kl")])
 def test_distillation(divergence: str, product: Product, prepared: Any) -> None:
     config = COMMON | {"divergence": divergence, "on_policy": 0.0, "temperature": 1.5, "heldout_fraction": 0.0}

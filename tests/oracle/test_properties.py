@@ -92,6 +92,7 @@ def test_each_prompt_is_drawn_once_a_pass(table: int, prompts: int, rounds_: int
         assert len(one) < table or sorted(one) == list(range(table))
 
 
+@pytest.mark.slow
 @settings(max_examples=12, **COMMONLY)
 @given(
     table=st.integers(1, 12),

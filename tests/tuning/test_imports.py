@@ -23,6 +23,7 @@ def loaded(code, *arguments, of=LIBRARIES):
     return finish(python(CODE.format(code=code, names=set(of)), *arguments)).split()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "code",
     [
@@ -41,6 +42,7 @@ def test_clients_of_servers_load_no_jax():
     assert loaded(code, of=("jax", "jaxlib", "flax"))[1:] == []
 
 
+@pytest.mark.slow
 def test_a_tokenizer_is_used_without_torch_and_jax(tmp_path):
     from rlhf.tuning.models.byte_tokenizer import byte_tokenizer
     from rlhf.tuning.models.tokenizer import save_tokenizer

@@ -76,6 +76,7 @@ def test_the_score_of_a_reward_model_is_exact_in_bfloat16_too():
     assert products(jax.make_jaxpr(model.scores)(hidden).jaxpr) == [("float32", HIGHEST)]
 
 
+@pytest.mark.slow
 def test_float64_is_set_up_before_it_is_asked_for(tmp_path):
     assert real() == np.float32 and ComputeSettings("float64").dtype == "float64"
     with pytest.raises(ValueError, match="rlhf.tuning.precision.use"):
@@ -116,6 +117,7 @@ def test_fast_products_are_those_of_rounded_inputs_forward_and_back(dtype, forwa
         np.testing.assert_allclose(found, exact, rtol=0, atol=1e-5)
 
 
+@pytest.mark.slow
 def test_every_product_with_a_weight_is_rounded_and_nothing_else_is_narrow():
     found = products_of_a_step("fast", sft_loss, decoder_graph(BY_XLA), PARAMS)
     kinds = Counter(kind for kind, _ in found)
@@ -167,6 +169,7 @@ def test_a_setting_of_products_ends_with_its_block():
         assert not rounds_products()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("wrap", [Int8, NF4])
 def test_a_stored_kernel_rounds_gradients_alone_too(wrap):
     rng = np.random.default_rng(0)

@@ -26,6 +26,7 @@ def switching():
     gc.callbacks.remove(hand_over)
 
 
+@pytest.mark.slow
 def test_threads_that_parse_at_once_disturb_each_other_in_nothing(switching):
     sources = [inspect.getsource(module) for module in (ast, inspect)]
     with ThreadPoolExecutor(4) as pool:

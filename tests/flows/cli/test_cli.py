@@ -332,12 +332,14 @@ def test_chat_with_a_node_that_is_not_there(rlhf_here, smoke_store):
     assert "run first has no finished sfft; name another --node: base, prepare" in done.stderr
 
 
+@pytest.mark.slow
 def test_doctor_shows_the_device_and_versions(rlhf):
     out = rlhf("doctor").stdout
     for word in ("device", "memory", "dtype", "decoding", "micro-batch", "rollout rows", "sandbox", "jax"):
         assert re.search(rf"^{word} +\S", out, re.MULTILINE), word
 
 
+@pytest.mark.slow
 def test_a_store_that_has_moved_is_as_good_and_may_be_named_from_the_current_folder(rlhf, store, record):
     """Records hold the address that a store had; what is in it does not depend on that."""
     store.rename(store.with_name("elsewhere"))
@@ -372,6 +374,7 @@ def test_an_option_that_only_the_settings_refuse_is_a_usage_error(rlhf_here, smo
     assert "--temperature" in done.stderr and "finite" in done.stderr and "pydantic" not in done.stderr
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("setting", ["rl.update.algorithm", "rl.score.rewards.digits.function"])
 def test_a_syntax_error_in_a_users_module_names_its_line(rlhf, smoke_store, tmp_path, setting):
     (tmp_path / "broken.py").write_text("def f(:\n")

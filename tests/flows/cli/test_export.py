@@ -22,6 +22,7 @@ def test_export_shows_and_copies_a_folder_that_others_can_load(rlhf, smoke_store
     assert "is not empty" in rlhf("export", "--store", smoke_store, "--to", tmp_path / "out", code=2).stderr
 
 
+@pytest.mark.slow
 def test_a_folder_with_another_model_is_refused(rlhf_here, smoke_store, tmp_path):
     out = write_files(tmp_path / "out", **{"model.safetensors": "another"})
     done = rlhf_here("export", "--store", smoke_store, "--to", out, code=2)

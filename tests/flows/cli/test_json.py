@@ -12,6 +12,7 @@ def shown(store: Path, *arguments: str, code: int = 0) -> dict:
     return json.loads(typed(*arguments, "--json", "--store", store, code=code).stdout)
 
 
+@pytest.mark.slow
 def test_names_of_policies_with_their_histories(store):
     for reason in ("it is the first", "again"):
         typed("promote", "first", "--store", store, "--reason", reason, code=2 * (reason == "again"))
@@ -19,6 +20,7 @@ def test_names_of_policies_with_their_histories(store):
     assert entry["policy"]["run"] == "first" and entry["reason"] == "it is the first"
 
 
+@pytest.mark.slow
 def test_what_they_say_is_what_the_text_says(store):
     assert {n["state"] for n in shown(store, "plan", "smoke")["nodes"]} == {"hit"}
     assert [r["name"] for r in shown(store, "runs")["runs"]] == ["first"]

@@ -54,6 +54,7 @@ def test_the_worker_of_a_run_names_each_node_that_it_begins(rlhf, smoke_store):
     assert "round-001.update" not in text
 
 
+@pytest.mark.slow
 def test_a_run_is_followed_until_it_ends(place, tmp_path):
     write_record(place, "running")
     log = tmp_path / "runs" / "first" / "worker.log"
@@ -84,6 +85,7 @@ def test_a_character_that_is_written_in_two_parts_is_one(place, tmp_path):
     assert list(lines) == ["\ufffd"]
 
 
+@pytest.mark.slow
 def test_ctrl_c_ends_it_quietly(place, tmp_path):
     write_record(place, "running")
     command, pipe = [RLHF, "logs", "first", "-f", "--store", tmp_path], subprocess.PIPE

@@ -44,6 +44,7 @@ def test_only_a_name_of_the_registry_is_followed(rlhf_here, tmp_path):
     assert "--follow needs a promoted name; my-run has no entry" in done.stderr
 
 
+@pytest.mark.slow
 def test_a_host_that_others_reach_is_not_served_without_a_key(tmp_path):
     for options in (("--host", "0.0.0.0"), ("--api-key-file", str(tmp_path / "none"))):
         done = subprocess.run([RLHF, "serve", "--store", str(tmp_path), *options], capture_output=True, text=True)

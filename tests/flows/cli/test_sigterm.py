@@ -38,6 +38,7 @@ def children(process):
     return psutil.Process(process.pid).children(recursive=True)
 
 
+@pytest.mark.slow
 def test_sigterm_ends_a_run_without_prefect_as_interrupted(started, tmp_path):
     run = started("run", "smoke", "--no-prefect", "--name", "drained", "--store", str(tmp_path / "store"))
     begun = children(run)

@@ -68,6 +68,7 @@ def made(tmp_path, monkeypatch):
 WEIGHT = "rl.score.rewards.digits.weight=%s"
 
 
+@pytest.mark.slow
 def test_the_nearest_artifact_is_compared_and_not_the_newest(made):
     made.make("near", WEIGHT % 0.5)
     made.make("far", WEIGHT % 0.9, "rl.score.truncated=zero", "rl.score.shard_completions=9")

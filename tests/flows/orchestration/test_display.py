@@ -125,6 +125,7 @@ leave(SystemExit(3))
 """
 
 
+@pytest.mark.slow
 def test_a_command_ends_after_its_last_line_where_the_server_takes_no_events(tmp_path):
     with hanging() as url:
         env = os.environ | {"PREFECT_HOME": str(tmp_path), "PREFECT_API_URL": url, "PYTHONPATH": PYTHONPATH}

@@ -34,6 +34,7 @@ def shown(whole):
     return episodes(RunView(*whole[:2]), ROUNDS, LABELS)
 
 
+@pytest.mark.slow
 def test_each_round_shows_its_best_median_worst_and_failed_episode(shown):
     titles = [group["title"] for group in shown["groups"]]
     assert titles[:2] == ["Round 0", "Round 1"] and all(t.startswith("Held-out task heldout-") for t in titles[2:])

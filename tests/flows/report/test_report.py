@@ -40,6 +40,7 @@ def whole(tmp_path_factory):
     return store, record, write_report(store, "demo-brave-otter")
 
 
+@pytest.mark.slow
 def test_report_shows_every_section(whole):
     store, record, path = whole
     assert path == f"{store.root}/runs/demo-brave-otter/report.html"
@@ -150,6 +151,7 @@ def test_run_without_rounds_and_evaluation(tmp_path):
     assert "Failures" not in page.text
 
 
+@pytest.mark.slow
 def test_cached_run_and_artifacts_that_are_gone(tmp_path):
     store = Store(str(tmp_path / "store"))
     maker = Maker(store, recipe_of(store.url), tmp_path, "demo-again")

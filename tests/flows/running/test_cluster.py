@@ -89,6 +89,7 @@ def test_a_node_that_would_compute_other_bits_is_refused_before_its_first_stage(
     )
 
 
+@pytest.mark.slow
 def test_an_address_that_nobody_answers_is_refused_within_seconds(tmp_path):
     run = Run(tmp_path / "store", "--cluster", "127.0.0.1:9")
     assert "workers.cluster: no connection to Ray at 127.0.0.1:9 (ConnectionRefusedError" in run.ends(2, 60)

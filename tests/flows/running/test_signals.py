@@ -50,6 +50,7 @@ def test_a_signal_at_any_moment_ends_a_run_and_loses_no_running_stage(tmp_path, 
     assert ends["interrupted"]
 
 
+@pytest.mark.slow
 def test_a_signal_is_what_a_run_ends_with_and_no_stage_is_left(tmp_path):
     """At thousands of moments, also between lines of the library's locks and threads, which are Python code."""
     session, rng = Session(recipe(tmp_path, *ALL), Lines(), "struck"), random.Random(0)

@@ -77,6 +77,7 @@ steps = st.lists(
 )
 
 
+@pytest.mark.slow
 @settings(deadline=None)
 @given(steps)
 def test_the_newest_policy_and_its_trainer_stay_until_their_successor_is_there(sequence):

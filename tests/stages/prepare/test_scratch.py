@@ -48,6 +48,7 @@ def begun_by_others(scratch):
         file.write("of another preparation")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("place", ["bucket", "folder"])
 def test_what_workers_share_goes_behind_the_commit_and_nothing_else(prepare, s3, tmp_path, place):
     scratch = f"{s3}/kept" if place == "bucket" else str(tmp_path / "scratch")

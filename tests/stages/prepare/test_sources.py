@@ -29,6 +29,7 @@ def starts(out, output):
     return {row["prompt"].split()[0] for row in rows(out, output)}
 
 
+@pytest.mark.slow
 def test_each_source_feeds_the_outputs_that_it_is_for_and_its_own_share_is_held_out(run, files, capsys):
     stated = {"chats": ["sft"], "pairs": ["preference"], "math": ["prompts"]}
     metrics, out = run(Config(sources=[{"source": files[name], "for": uses} for name, uses in stated.items()]))

@@ -136,6 +136,7 @@ def test_a_group_is_a_task_and_the_environment_rewards_it(inputs, made):
     assert found.groups_N.tolist() == [place for place in range(TASKS) for _ in range(SAMPLES)]
 
 
+@pytest.mark.slow
 def test_what_a_kill_leaves_is_gone_on_with_and_is_the_same(inputs, made):
     """Half of the journal, cut off in a line: those episodes are not played again, and all tables are equal."""
     once = inputs["folder"] / "played" / "work" / "episodes.jsonl"
@@ -153,12 +154,14 @@ def test_what_a_kill_leaves_is_gone_on_with_and_is_the_same(inputs, made):
     assert len(list(read_lines(again))) == TASKS * SAMPLES
 
 
+@pytest.mark.slow
 def test_alone_is_as_among_others(inputs, made):
     """One episode at a time gives the tables of eight at a time (R15)."""
     _, artifact = played(inputs, "alone", GUESS.model_copy(update={"processes": 1}))
     assert_same(rows(artifact, "rollouts", CompletionRow), rows(made["artifact"], "rollouts", CompletionRow))
 
 
+@pytest.mark.slow
 def test_in_lockstep_they_have_the_same_bits_each_time(inputs):
     """Two makings agree in every bit, and in all but rounding with episodes that went each at its own pace."""
     together = GUESS.model_copy(update={"lockstep": True})
@@ -198,6 +201,7 @@ def test_an_evaluation_plays_the_held_out_tasks_and_tells_what_chance_reaches(in
     assert metrics["levels"] == {"random": pytest.approx(1 - 0.75**3), "blind": 1.0, "optimal": 1.0, "exact": True}
 
 
+@pytest.mark.slow
 def test_limits_have_statuses_of_their_own(inputs):
     def statuses(name, **changes):
         _, artifact = played(inputs, name, GUESS.model_copy(update=changes))

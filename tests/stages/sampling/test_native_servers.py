@@ -31,6 +31,7 @@ def native_server(folders):
         yield make
 
 
+@pytest.mark.slow
 def test_policies_go_to_two_servers_and_none_is_read_twice(native_server, shared, native):
     places = [native_server()[1] for _ in range(2)]
     engine = remote(*map(RemoteServer, places), kind="native")
@@ -51,6 +52,7 @@ def test_a_server_that_keeps_its_old_weights_under_the_new_name_is_found_out(nat
         remote(RemoteServer(url), kind="native").load(shared("second"))
 
 
+@pytest.mark.slow
 def test_answers_of_a_policy_that_somebody_else_has_given_are_thrown_away(native_server, shared, native):
     server, url = native_server()
     engine = remote(RemoteServer(url), kind="native", concurrency=2)
@@ -64,6 +66,7 @@ def test_answers_of_a_policy_that_somebody_else_has_given_are_thrown_away(native
     assert server.policy == "first"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("sync", ["auto", "none"])
 @pytest.mark.parametrize(("dtype", "computes"), [("bfloat16", "float32"), ("float32", "int8")])
 def test_a_server_that_computes_in_another_type_is_refused(native_server, shared, sync, dtype, computes):

@@ -16,6 +16,7 @@ def rollouts(*sets):
     return [n for n in nodes if n.stage == "rollout"], [n for n in nodes if n.stage == "refill"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("total", "count"), [(128, 32), (100, 32), (7, 16), (5, 5), (1, 3)])
 def test_after_any_round_of_a_run_counts_of_prompts_differ_by_at_most_one(total, count):
     nodes, _ = rollouts(f"rl.rollout.prompts={count}", "rl.update.prompts_per_step=1", "rl.rounds=12")
@@ -64,6 +65,7 @@ def test_a_position_needs_none_before_it():
     assert [next(endless) for _ in range(25)][15:] == [next(later) for _ in range(10)]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("total", [5, 1000, 65_535, 65_536, 65_538, 262_144, 262_146])
 @pytest.mark.parametrize(("seed", "lap"), [(7, 0), (2**31 - 1, 1)])
 def test_a_pass_is_the_order_that_grain_draws(total, seed, lap):
@@ -74,6 +76,7 @@ def test_a_pass_is_the_order_that_grain_draws(total, seed, lap):
         assert list(drawn) == [order[place] for place in range(start, stop)]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("total", [65_537, 262_145])
 def test_each_prompt_is_once_in_a_pass_where_grain_repeats_one(total):
     assert sorted(prompts_of_round(total, total, 1, 7)) == list(range(total))

@@ -55,6 +55,7 @@ def made(inputs):
     return {"metrics": metrics, "rollouts": rollouts, "scores": scores}
 
 
+@pytest.mark.slow
 def test_places_number_the_prompts_of_the_round(made):
     table = rows(made["rollouts"], "rollouts", CompletionRow)
     assert names_of(table) == [(place, sample) for place in PLACES for sample in range(COMPLETIONS)]

@@ -17,6 +17,7 @@ def ended(turns, *numbers):
     return [found[n] for n in numbers]
 
 
+@pytest.mark.slow
 def test_turns_are_those_of_the_native_engine_in_any_order(fleet, native):
     turns = Turns(fleet(), 3)
     assert turns.idle and turns.slots_for(10_000) == 3

@@ -126,6 +126,7 @@ def test_a_message_that_its_template_leaves_out_is_a_failure():
         rendered(Template(tokenizer), [SYSTEM[1], {"role": "assistant", "content": "4"}], None)
 
 
+@pytest.mark.slow
 def test_what_is_no_reward_model_is_refused(folder, tmp_path):
     (folder / "chat_template.jinja").unlink()
     with pytest.raises(UnsupportedModel, match="ready: the tokenizer has no chat template"):

@@ -24,6 +24,7 @@ def sentencepiece():
     return PreTrainedTokenizerFast(tokenizer_object=core, unk_token="<unk>")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("step", [1, 3])
 @pytest.mark.parametrize("make", [byte_tokenizer, smollm, sentencepiece])
 def test_a_text_in_pieces_is_the_whole_text_and_few_tokens_are_decoded_again(make, step):

@@ -3,6 +3,7 @@
 import io
 
 import jax
+import pytest
 
 from rlhf.stages.serving import chat
 from rlhf.stages.serving.chat import plain
@@ -24,6 +25,7 @@ def said(*texts):
     return [{"role": ("user", "assistant")[i % 2], "content": text} for i, text in enumerate(texts)]
 
 
+@pytest.mark.slow
 def test_answers_are_the_engines_and_become_part_of_the_next_prompt(monkeypatch, capsys):
     config = tiny(len(TOKENIZER))
     params = jax.tree.map(lambda x: x * 4 if x.ndim > 1 else x, random_params(config, 3))

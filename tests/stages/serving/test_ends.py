@@ -68,6 +68,7 @@ def hanging(live):
         thread.join(20)
 
 
+@pytest.mark.slow
 def test_a_request_whose_time_is_over_before_the_engine_has_taken_it_leaves_it_nothing(live):
     made = []
 
@@ -205,6 +206,7 @@ sys.stdin.read()
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("first", ["", "GET /health HTTP/1.1\\r\\nHost: localhost\\r\\n\\r\\n"], ids=["none", "one"])
 def test_silent_connections_leave_files_to_the_process_and_are_dropped(live, monkeypatch, first):
     monkeypatch.setattr(web, "HEAD_SECONDS", 3.0)

@@ -56,6 +56,7 @@ def test_numbers_that_no_engine_computes_with_are_refused_by_field(url, field):
     assert httpx.get(f"{url}/health").json() == {"status": "ok"}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("field", HARMLESS)
 def test_numbers_that_only_look_odd_are_answered(url, field):
     for value in HARMLESS[field]:
@@ -190,6 +191,7 @@ def test_a_field_that_the_engine_cannot_do_is_named(url, field, value):
     assert field != "top_k" or error["param"] == field
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case", BODIES)
 def test_bodies_that_are_no_request_are_refused(url, case):
     headers = {"content-type": "application/json"}

@@ -55,6 +55,7 @@ def made(engine):
     return list(zip(kinds, play(engine, [{"do": kind, "answer": "5"} for kind in kinds], temperature=HOT), strict=True))
 
 
+@pytest.mark.slow
 def test_how_programs_end_is_how_their_episodes_end(made):
     assert [(kind, e.status, e.reward, e.success, e.tries, len(e.turns)) for kind, e in made] == [
         ("two_turns", "done", 0.25, True, 1, 2),

@@ -283,6 +283,7 @@ def test_readers_of_a_large_session_stop_nobody(live):
     assert all(len(one.result().json()["turns"]) == 20 for one in asked) and slowest < 10
 
 
+@pytest.mark.slow
 def test_readers_that_take_nothing_of_a_large_session_hold_no_request_and_little_memory(live):
     sessions = with_a_large_one(calls=100)
     process = psutil.Process()

@@ -102,6 +102,7 @@ def failed(answer, status, text, code=None):
     assert text in answer.json()["error"]["message"]
 
 
+@pytest.mark.slow
 def test_a_policy_answers_once_it_is_loaded_and_may_be_given_again(asked, tokens):
     server = asked(options=ServeOptions.model_construct(requests=0))
     assert server.give("new").json() == {"policy": "new"}
@@ -161,6 +162,7 @@ def test_an_answer_that_would_be_of_two_policies_is_refused(asked):
     assert (given, again["weight_version"]) == ([200], "new")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "changes", "message"),
     [

@@ -277,6 +277,7 @@ for n in range(1, 100):
 """
 
 
+@pytest.mark.slow
 def test_a_collection_that_is_killed_at_any_moment_is_finished_by_the_next(tmp_path):
     url = tmp_path / "store"
     store = Store(str(url))

@@ -73,6 +73,7 @@ def test_a_commit_that_is_killed_leaves_nothing_or_everything(kind, tmp_path, re
     assert 0 < halves < len(places), f"{halves} of {len(places)} kills came before the manifest was there"
 
 
+@pytest.mark.slow
 def test_a_replacing_commit_that_is_killed_leaves_the_first_or_the_second(tmp_path):
     files = 20
     store = Store(str(tmp_path / "store"))

@@ -77,6 +77,7 @@ def test_a_holder_that_was_killed_here_is_replaced_at_once(url, tmp_path, reaped
     holder.wait()
 
 
+@pytest.mark.slow
 def test_several_that_see_a_dead_holder_replace_it_once(tmp_path):
     url = str(tmp_path / "store")
     holder = hold(url, tmp_path)
@@ -114,6 +115,7 @@ def taking(store: Store, told: list[str]) -> tuple[threading.Thread, threading.E
     return thread, entered
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("off", [-100.0, 0.0, 100.0], ids=["clock-behind", "clock-right", "clock-ahead"])
 def test_a_holder_on_another_host_lives_while_its_beat_changes_whatever_its_clock_says(tmp_path, off, monkeypatch):
     monkeypatch.setattr(leases, "DEAD_AFTER_SECONDS", 1.5)

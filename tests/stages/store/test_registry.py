@@ -86,6 +86,7 @@ def test_what_names_need_is_the_policy_the_one_before_it_and_their_bases(store, 
     assert policies == {"a", "b"}
 
 
+@pytest.mark.slow
 def test_promoters_at_once_lose_no_entry(store):
     # Several processes, each with its own connection to the store.
     count = 8 if store.is_local else 3

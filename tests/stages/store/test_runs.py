@@ -45,6 +45,7 @@ def parts(store: Store) -> list[str]:
     return [name for name in store.names("runs", "one") if name != runs.HEAD]
 
 
+@pytest.mark.slow
 def test_a_record_reads_back_at_each_moment_in_the_order_of_its_nodes(store):
     recorder, of = Recorder(store, "one"), record()
     assert runs.read(store, "one") is None and not runs.exists(store, "one")
@@ -63,6 +64,7 @@ def test_a_node_that_runs_is_in_the_head_and_those_behind_it_too(far):
     assert parts(far) == [] and runs.head(far, "one") == of
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("change", ["made again", "gone"])
 def test_what_is_made_again_or_gone_is_so_in_the_record_and_leaves_no_part_behind(store, change):
     recorder, of = Recorder(store, "one"), record()
@@ -78,6 +80,7 @@ def test_what_is_made_again_or_gone_is_so_in_the_record_and_leaves_no_part_behin
     assert parts(store)[0] == first and len(parts(store)) == 3
 
 
+@pytest.mark.slow
 def test_a_run_that_goes_on_has_its_own_entries_alone(store):
     grow(Recorder(store, "one"), record(), 3 * PART)
     again, of = Recorder(store, "one"), record(tries=2)

@@ -134,6 +134,7 @@ def test_a_damaged_unit_comes_from_the_remote_store_again(remote):
     assert (folder.open() / "checkpoints" / "3" / "state").read_text() == "three"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("damage", ["other bytes", "cut short", "a file is missing", "no seal"])
 def test_a_unit_that_a_transfer_has_damaged_is_made_again(remote, tmp_path, damage):
     folder = WorkFolder(remote, "sft", KEY)

@@ -40,6 +40,7 @@ def test_a_step_takes_the_examples_that_fit_its_tokens(base, memory, tmp_path):
     assert all(line["row_tokens"] <= 64 for line in lines) and lines[0]["row_tokens"] + max(sizes) > 64
 
 
+@pytest.mark.slow
 def test_the_loss_on_examples_kept_out_is_measured_before_between_and_after(base, memory, tmp_path):
     table = data(tmp_path / "data", sft=rows_of("sft", 16), heldout_sft=rows_of("sft", 8, 500))
     inputs = {"base": base, "data": table, "tokenizer": base}
@@ -80,6 +81,7 @@ def test_training_ends_when_the_held_out_loss_no_longer_falls(base, memory, tmp_
         perform(sft, config, tmp_path / "none", memory, **alone)
 
 
+@pytest.mark.slow
 def test_a_step_is_read_after_the_next_one_has_begun(tmp_path):
     events = []
 

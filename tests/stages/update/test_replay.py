@@ -47,6 +47,7 @@ def test_policies_that_are_not_stored_are_replayed_in_a_loop_from_the_oldest(tmp
     assert [number for number, _ in calls] == [0, 1, 2] and len({depth for _, depth in calls}) == 1
 
 
+@pytest.mark.slow
 def test_other_bits_are_refused_with_the_ways_out(other):
     rounds, policy = other
     ctx = rounds.context(settings(1, None), {"policy": policy, "tokenizer": rounds.base}, {})

@@ -45,6 +45,7 @@ def test_secrets_in_urls_are_not_told(tmp_path):
     assert "hunter2" not in failed.error and "host/data.jsonl" in failed.error
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="a system without a device that is always full")
 def test_an_error_arrives_where_the_log_has_no_room_for_it(tmp_path):
     full = Worker(Path("/dev/full"))

@@ -14,6 +14,7 @@ from rlhf.stages.worker.process import FOLDER, profiled
 from tests.stages.support import context
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("stretch", "inside"), [((0, 1), [0]), ((1, 3), [1, 2]), ((2, 9), [2, 3])])
 def test_the_steps_of_the_stretch_are_in_the_trace(tmp_path, stretch, inside):
     seen, log = [], []

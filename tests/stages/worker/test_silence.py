@@ -45,6 +45,7 @@ def test_a_worker_that_lives_and_does_not_move_is_ended_with_its_stacks_in_the_l
     assert not psutil.pid_exists(hanging.pid)
 
 
+@pytest.mark.slow
 def test_a_stage_that_takes_too_long_ends_its_worker_with_the_stacks_in_its_log(tmp_path, hanging):
     def limited(event):
         # From its first sign of life on: how long a start takes is the machine's.
@@ -56,6 +57,7 @@ def test_a_stage_that_takes_too_long_ends_its_worker_with_the_stacks_in_its_log(
     assert not psutil.pid_exists(hanging.pid)
 
 
+@pytest.mark.slow
 def test_what_a_check_of_the_time_raises_ends_the_worker_and_is_no_death_of_it(tmp_path, hanging):
     events = []
 

@@ -129,6 +129,7 @@ def test_a_stage_that_fails_does_not_end_it(warm, tmp_path, ask, message):
     assert (warm.pid, warm.starts) == (pid, 1)
 
 
+@pytest.mark.slow
 def test_what_a_stage_has_printed_before_it_failed_is_in_the_log_also_of_a_worker_that_is_killed(tmp_path, monkeypatch):
     write_files(
         tmp_path, **{"printing_rows.py": "def rows():\n    print('17 files opened')\n    raise ValueError(1)\n"}
@@ -233,6 +234,7 @@ def test_a_worker_that_was_killed_while_idle_is_replaced_in_silence(worker, tmp_
     assert worker.starts == starts + 1
 
 
+@pytest.mark.slow
 def test_a_worker_that_falls_silent_is_ended(worker, tmp_path, monkeypatch):
     monkeypatch.setattr(client, "SILENCE_SECONDS", 3.0)
     os.kill(worker.pid, signal.SIGSTOP)

@@ -84,6 +84,7 @@ def played(engine, words, rooms, count=2):
     return sorted(player.play([Episode(i, 0, f"e{i}", Task(i)) for i in range(count)]), key=lambda e: e.episode.place)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("lockstep", [False, True])
 def test_episodes_that_are_left_leave_no_slot_taken(engine, words, lockstep):
     player = Player(engine, Rooms(), words, rules(lockstep=lockstep), tuple(EOS), Sampling(1.0), 0)
@@ -95,6 +96,7 @@ def test_episodes_that_are_left_leave_no_slot_taken(engine, words, lockstep):
     assert engine._pool.taken == 0
 
 
+@pytest.mark.slow
 def test_an_episode_whose_last_turn_has_no_end_token_was_cut_off(engine, words):
     """The environment takes the text as it is, as tools alone do an answer: it is the first half of one."""
     ended = played(engine, words, Rooms(lambda key: Observed(None, 1.0, terminated=True)), count=24)

@@ -134,6 +134,7 @@ def test_a_cut_episode_is_asked_for_its_last_reward():
         environments.schemas()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "spec, reason",
     [

@@ -73,6 +73,7 @@ def test_the_most_varied_groups_stay_and_of_equal_ones_the_first():
     assert set(groups[most_varied_groups(rewards, groups, valid, 0.1)]) == {2}
 
 
+@pytest.mark.slow
 def test_filtered_groups_leave_whitening_too():
     rollouts, scores, _ = tables()
     data = RoundData.from_rows(rollouts, scores)

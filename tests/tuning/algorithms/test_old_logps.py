@@ -71,6 +71,7 @@ def test_where_sampler_and_trainer_agree_a_round_is_the_same_without_the_pass(al
     assert by_sampler.metrics["effective_sample_size"] == pytest.approx(1, abs=1e-5)
 
 
+@pytest.mark.slow
 def test_the_first_step_tells_the_gap_of_its_tokens_and_later_ones_none():
     steps = []
     config = settings(old_logps="sampler", epochs=2, max_mismatch_kl=1.0)
@@ -83,6 +84,7 @@ def test_the_first_step_tells_the_gap_of_its_tokens_and_later_ones_none():
     assert metrics["trained_tokens"] == 2 * sum(len(r.token_ids) for r in sampled()[0])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "by", [-1.0, np.nan], ids=["a sampler that disagrees", "log-probabilities that are no numbers"]
 )

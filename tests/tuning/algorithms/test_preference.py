@@ -37,6 +37,7 @@ def test_every_name_of_the_settings_is_known():
     assert set(LOSS_USES) < set(hints)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("loss", PAIRED)
 def test_a_step_down_the_loss_widens_the_gap(loss):
     reference = None if loss in REFERENCE_FREE else REFERENCE
@@ -76,6 +77,7 @@ def test_the_likelihood_of_a_certain_completion_has_a_gradient_under_orpo():
     assert np.isfinite(gradient).all()
 
 
+@pytest.mark.slow
 def test_every_split_into_micro_batches_gives_the_same_step():
     model = tiny(97)
     params, p = random_params(model, 0), of("dpo", beta=2.0, ld_alpha=0.5)

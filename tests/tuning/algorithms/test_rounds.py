@@ -45,6 +45,7 @@ def test_groups_without_variance_and_failed_samples_leave_the_update():
     assert found[5] == 0 and np.isfinite(found).all() and found[2] == -found[3] > 0
 
 
+@pytest.mark.slow
 def test_a_round_without_any_signal_changes_nothing():
     rows, scores = rollouts(PARAMS, 0)
     config = settings()
@@ -86,6 +87,7 @@ def test_a_round_that_ties_on_the_task_moves_no_policy_by_whitened_noise(prompts
         assert held["steps"] > 0 and held["advantage_spread"] == 0
 
 
+@pytest.mark.slow
 def test_a_round_that_ties_on_the_task_trains_on_its_kl():
     rows, scores = rollouts(PARAMS, 0)
     config = settings("rloo", prompts_per_step=6)
@@ -100,6 +102,7 @@ def test_a_round_that_ties_on_the_task_trains_on_its_kl():
     assert metrics(moved)["steps"] == 1 and metrics(moved)["advantage_spread"] > 0
 
 
+@pytest.mark.slow
 def test_a_step_that_is_skipped_adapts_nothing():
     rows, scores = rollouts(PARAMS, 0)
     config = settings(kl_coef=0.1, kl_target=0.01, prompts_per_step=6)
@@ -112,6 +115,7 @@ def test_a_step_that_is_skipped_adapts_nothing():
         np.testing.assert_array_equal(now, before)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("epochs", [1, 2])
 def test_a_sampler_that_disagrees_with_the_trainer_ends_the_round(epochs):
     rows, scores = rollouts(PARAMS, 0)
@@ -121,6 +125,7 @@ def test_a_sampler_that_disagrees_with_the_trainer_ends_the_round(epochs):
         trained(config, data)
 
 
+@pytest.mark.slow
 def test_a_round_of_empty_completions_has_numbers_for_metrics():
     rows, scores = rollouts(PARAMS, 0)
     data = RoundData.from_rows([dataclasses.replace(r, token_ids=[], logprobs=[]) for r in rows], scores)

@@ -16,6 +16,7 @@ from rlhf.tuning.training.step import counted
 from tests.tuning.tiny import CONFIG, PARAMS, ragged_groups
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("of_token", "smoothing"), [(nll, 0.1), (dft, 0.0)])
 def test_the_loss_of_a_token_is_the_published_one(of_token, smoothing):
     groups = ragged_groups()

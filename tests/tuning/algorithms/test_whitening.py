@@ -46,6 +46,7 @@ def drawn():
     return scored, kept(values_NT, lengths_N), np.where(cut_N, after_N, 0.0), mask_NT, values_NT, penalty_NT
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("changes", [{}, {"whiten_rewards": True}, {"bootstrap_truncated": True, "gamma": 0.9}])
 def test_a_critics_advantages_are_those_of_the_padded_round(drawn, changes, monkeypatch):
     scored, values, after_N, mask_NT, values_NT, penalty_NT = drawn

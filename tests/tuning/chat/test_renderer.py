@@ -72,6 +72,7 @@ def played(tokenizer, renderer, system, question, turns):
     return ids, sampled, messages
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", FAMILIES)
 @settings(max_examples=25, deadline=None, database=None, derandomize=True)
 @given(conversation=conversations(ODD), ordinary=conversations(ORDINARY))

@@ -145,6 +145,7 @@ def test_a_hub_folder_with_several_configurations_is_refused_by_their_names(read
     assert read(tmp_path / "main") == [{}]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "header",
     [

@@ -54,6 +54,7 @@ def write_all(folder):
     arrow(folder / "h.arrow", table, file=True)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("part_bytes", [1, 100, 1 << 20])
 def test_files_of_all_kinds_in_order(read, tmp_path, part_bytes):
     folder = tmp_path / "data"

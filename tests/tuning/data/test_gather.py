@@ -90,6 +90,7 @@ print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before)
 """
 
 
+@pytest.mark.slow
 def test_long_rows_are_not_held_in_memory(tmp_path):
     folder, blocks = tmp_path / "pieces", {}
     folder.mkdir()

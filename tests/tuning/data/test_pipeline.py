@@ -207,6 +207,7 @@ def test_counters_of_beam_agree_with_receipts(plan, tmp_path):
     assert receipt["counts"]["Validate"] == {"in": 3, "dead": 1, "layout prompt": 2}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("lost", [None, 0, 3, -1])
 def test_a_part_is_finished_by_all_of_its_blocks(plan, tmp_path, lost):
     records = [{"prompt": f"{i} p", "completion": "c" * 40, "split": "sft"} for i in range(200)]

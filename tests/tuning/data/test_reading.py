@@ -75,6 +75,7 @@ def test_every_example_comes_once_an_epoch_in_an_order_of_its_own(size):
     assert first not in (second, sorted(first), epochs(1)[0]) and epochs(0) == (first, second)
 
 
+@pytest.mark.slow
 @settings(**WIDE)
 @given(st.lists(st.integers(1, 30), min_size=1, max_size=60), st.integers(30, 100))
 def test_a_step_takes_the_examples_that_fit_its_tokens(sizes, most):

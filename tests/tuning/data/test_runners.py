@@ -41,6 +41,7 @@ def waits(record):
     return GO_ON.wait(60)
 
 
+@pytest.mark.slow
 def test_a_job_ends_with_the_process_that_follows_it(tmp_path):
     """Else it would write pieces beside those of the next run."""
     plan = plan_of(tmp_path / "tokenizer", splits=("sft",), rules=(f"{__name__}:waits",))

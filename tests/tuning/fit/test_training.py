@@ -36,6 +36,7 @@ BOUNDS_OF = json.loads(BOUNDS.read_text())
 STEPS = [c for c in CASES if c.program in ("sft", "grpo") and c.name in BOUNDS_OF and c.model != "small"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case", STEPS, ids=lambda case: case.name)
 def test_weights_and_moments_on_tpus_and_gpus_are_those_of_their_compilers(case):
     step, on = elsewhere(case)
@@ -44,6 +45,7 @@ def test_weights_and_moments_on_tpus_and_gpus_are_those_of_their_compilers(case)
     assert state == pytest.approx(BOUNDS_OF[case.name]["held_mb"], rel=0.001)
 
 
+@pytest.mark.slow
 def test_several_micro_batches_hold_a_tree_of_gradients():
     on, step = machine("cpu"), asked("tiny", "sft", 4)
     one, four = (

@@ -19,6 +19,7 @@ ESTIMATORS = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("float64")
 @pytest.mark.parametrize("name", ESTIMATORS)
 def test_failed_samples_leave_every_statistic(name: str) -> None:

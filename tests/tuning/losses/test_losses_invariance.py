@@ -28,6 +28,7 @@ DATA = {
 pytestmark = pytest.mark.usefixtures("float64")
 
 
+@pytest.mark.slow
 def test_counts_and_metric_sums_add_up_over_parts() -> None:
     added = Counts(*map(sum, zip(count(MASK[:2]), count(MASK[2:]), strict=True)))
     assert added == count(MASK) == (LENGTHS.sum(), B)
@@ -70,6 +71,7 @@ def test_masked_junk_changes_nothing(name: str, junk: float) -> None:
     assert np.isfinite(grad).all()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("junk", [np.nan, np.inf])
 def test_masked_junk_in_other_terms(junk: float) -> None:
     mask = jnp.asarray(MASK)
@@ -112,6 +114,7 @@ def test_tokens_of_infinite_sampler_logprob_leave_both_sides() -> None:
     assert np.isfinite(weights).all() and weights[1, 2] == 0 == weights[3, 0]
 
 
+@pytest.mark.slow
 def test_extreme_log_ratios_stay_finite() -> None:
     logps, old = jnp.array([[0.0, -1000.0]]), jnp.array([[-1000.0, 0.0]])
     for name, loss_fn in LOSSES.items():

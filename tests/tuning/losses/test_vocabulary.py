@@ -18,5 +18,6 @@ def test_values_and_gradients_are_those_of_one_device(found, mesh):
     assert found[mesh]["gap"] < 1e-10
 
 
+@pytest.mark.slow
 def test_over_tensor_alone_nothing_is_gathered(found):
     assert not [name for name in found["tensor"]["collectives"] if "gather" in name]

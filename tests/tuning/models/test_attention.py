@@ -114,6 +114,7 @@ def lowered_for_tpu(mesh, length, config):
         return traced.lower(lowering_platforms=("tpu",)).as_text()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("axes", "windows", "kernels"),
     [

@@ -49,6 +49,7 @@ def test_each_form_equals_the_formula(form, length, window, softcap):
         np.testing.assert_allclose(ours, theirs, atol=2e-5)
 
 
+@pytest.mark.slow
 def test_a_window_may_be_traced():
     q, k, v, segments = inputs(140)
     run = jax.jit(lambda w: blocked_attention(q, k, v, segments, w, 0.3, None))
@@ -57,6 +58,7 @@ def test_a_window_may_be_traced():
     assert np.isfinite(gradient(q, 9)).all()
 
 
+@pytest.mark.slow
 def test_a_long_row_needs_a_twentieth_of_the_logits_memory():
     length = 4096
     shape = jax.ShapeDtypeStruct((1, length, 4, 16), jnp.float32)

@@ -21,6 +21,7 @@ def read(family: str, **changes) -> DecoderConfig:
     return from_hugging_face(SIZES | {"model_type": family} | changes, "here/config.json")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("family", "changes"),
     [

@@ -218,6 +218,7 @@ def test_it_is_taken_where_it_suits():
             assert not fused.suits(q, k, v, None)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("lacks", ["a compiler", "long vectors"])
 def test_where_there_is_no_kernel_xla_computes_the_same(lacks, monkeypatch, tmp_path):
     q, k, v, _ = arrays(1, 40, 2, 1, 16)

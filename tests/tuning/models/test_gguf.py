@@ -120,6 +120,7 @@ def one_torch_thread() -> Iterator[None]:
     torch.set_num_threads(threads)
 
 
+@pytest.mark.slow
 def test_smollm2_likelihood(smollm2: GGUFCheckpoint, smollm2_file: GGUFFile, one_torch_thread: None) -> None:
     import torch
     from transformers import LlamaConfig, LlamaForCausalLM

@@ -49,6 +49,7 @@ def forward(graph, params, tokens):
     return hidden @ decoder.head_weight().T
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("tied", [True, False])
 def test_a_folder_with_a_head_of_its_own_computes_the_same(tied, tmp_path):
     params = hf.random_params(config(tied), 1)

@@ -110,6 +110,7 @@ def test_the_gradient_is_that_of_the_merged_weights_by_the_chain_rule(kind):
         np.testing.assert_allclose(mine[name]["adapter"]["b"], want_b, atol=1e-5)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", KINDS)
 def test_the_base_is_an_argument_of_the_program_and_not_a_constant_in_it(kind):
     lora = LoraConfig(rank=4, quantize=kind)

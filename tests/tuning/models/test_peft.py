@@ -34,6 +34,7 @@ def test_the_folder_has_the_names_and_shapes_of_peft(folder):
     assert (values["r"], values["lora_alpha"], values["base_model_name_or_path"]) == (3, 5.0, "the-base")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("role", ["decoder", "scalar"])
 def test_a_folder_holds_the_adapter_bit_for_bit(role, tmp_path):
     params = PARAMS if role == "decoder" else scalar_head_params(CONFIG, PARAMS, jnp.arange(float(CONFIG.hidden_size)))

@@ -43,6 +43,7 @@ def test_int8_errs_by_half_a_step_at_most(shape):
     assert bool(jnp.all(error <= bound * 1.0001)) and float(jnp.max(error / bound)) > 0.9
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("shape", SHAPES)
 def test_nf4_errs_by_half_a_gap_and_the_rounding_of_its_absmax_at_most(shape):
     w = kernel(*shape)
@@ -79,6 +80,7 @@ def test_a_stack_is_its_layers_and_zero_stays_zero(name):
     assert not together[1].any()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("name", FORMATS)
 def test_a_product_and_its_gradient_are_those_of_the_dense_kernel(name, dtype):

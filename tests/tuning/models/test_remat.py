@@ -62,6 +62,7 @@ def stacked(remat):
     return tuple(sum(x.size for x, h in zip(outputs, on_host, strict=True) if h == side) / tokens for side in (0, 1))
 
 
+@pytest.mark.slow
 def test_what_is_kept_of_a_token_is_what_the_table_says():
     c = CONFIG
     d, f, a = c.hidden_size, c.intermediate_size, c.num_heads * c.head_dim

@@ -86,6 +86,7 @@ def test_saved_files_are_deterministic(tokenizer: PreTrainedTokenizerFast, saved
         assert {path.name: path.read_bytes() for path in (tmp_path / folder).iterdir()} == files
 
 
+@pytest.mark.slow
 def test_loading_gives_the_same_tokenizer(tokenizer: PreTrainedTokenizerFast, saved: Path, tmp_path: Path) -> None:
     # Beside a Llama config.json, AutoTokenizer must not swap in Llama's own pre-tokenizer.
     save_tokenizer(tokenizer, tmp_path)

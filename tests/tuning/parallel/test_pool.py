@@ -111,12 +111,14 @@ def test_what_a_job_does_to_its_process_costs_that_job(pool):
     }
 
 
+@pytest.mark.slow
 def test_a_job_that_is_killed_from_outside_is_tried_three_times(pool, tmp_path):
     killed, other = results(pool, job("killed", str(tmp_path / "tries")), job("echo", 1))
     assert killed.startswith("killed: the process was killed 3 times from outside (signal 9, SIGKILL)") and other == 1
     assert (tmp_path / "tries").read_text() == "xxx"
 
 
+@pytest.mark.slow
 def test_a_session_has_a_process_of_its_own_which_ends_with_all_that_it_has_started(pool):
     assert [ask(pool, "counted", session=1), ask(pool, "counted", session=2), ask(pool, "counted", session=1)] == [
         1, 1, 2,
@@ -212,6 +214,7 @@ def test_a_copy_that_a_job_forks_answers_for_no_job():
         assert results(pool, job("fork", 0.3), job("sleep", 1.0), job("echo", 2)) == ["the job", 1.0, 2]
 
 
+@pytest.mark.slow
 def test_a_host_that_is_killed_in_the_middle_of_an_answer_is_lost():
     with Pool(TARGET, {}, processes=1) as pool:
         host = ask(pool, "where", session=1)["host"]

@@ -44,6 +44,7 @@ def logps_by_completion(groups: list[Group], layout: Layout, shards: int = 1) ->
     return found
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "layout",
     [
@@ -65,6 +66,7 @@ def test_packed_logprobs_equal_those_of_each_completion_alone(layout):
             np.testing.assert_allclose(packed[number], alone, atol=1e-5)
 
 
+@pytest.mark.slow
 def test_packed_gradient_equals_the_sum_of_unshared_gradients():
     groups = ragged_groups(1)
     graph = decoder_graph(CONFIG)
@@ -91,6 +93,7 @@ def packed_scores(params, chosen: list[Group]) -> dict[int, np.ndarray]:
     return {int(i): found[s] for s, i in enumerate(batch.ids_C) if i >= 0}
 
 
+@pytest.mark.slow
 def test_a_score_does_not_depend_on_its_neighbours(params):
     groups = ragged_groups(2)
     together, alone = packed_scores(params, groups), packed_scores(params, [groups[3]])
@@ -99,6 +102,7 @@ def test_a_score_does_not_depend_on_its_neighbours(params):
         np.testing.assert_allclose(value, together[number], atol=1e-5)
 
 
+@pytest.mark.slow
 def test_a_completion_without_tokens_is_scored_at_the_end_of_its_prompt(params):
     prompt = [5, 6, 7]
     alone = packed_scores(params, [Group(prompt, [[], [1]], [0, 1])])[0]
@@ -331,6 +335,7 @@ def _made_up(rounds, limit, longest, rng):
         yield numbered(groups)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("platform", ["gpu", "tpu"])
 @pytest.mark.parametrize(("limit", "longest"), [(3000, 3000), (3000, 2800), (400, 390)])
 def test_rounds_of_any_lengths_have_two_shapes_within_bounds(platform, limit, longest):

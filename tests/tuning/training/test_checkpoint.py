@@ -103,6 +103,7 @@ except OSError as e:
 """
 
 
+@pytest.mark.slow
 def test_a_process_whose_save_has_failed_ends_at_once(tmp_path):
     """Orbax's own threads would wait for what the save has not come to: five minutes."""
     command = [sys.executable, "-c", FAILING, str(tmp_path)]

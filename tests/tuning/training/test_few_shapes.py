@@ -98,6 +98,7 @@ def test_nothing_compiles_after_two_rounds_of_a_ragged_workload(compiled):
     assert 2 <= _sizes()[0] - before[0] <= 2 * ROW_LENGTHS
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("cache", ["slots", "paged"])
 def test_rounds_of_any_size_decode_with_six_programs(cache):
     """The ladders of a CPU give slots up to 30 of these, and pages 10."""

@@ -58,6 +58,7 @@ def far_apart():
     return hidden, weight, targets
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_gradients_by_kept_exponentials_are_those_of_logits_that_are_made_again(dtype):
     *wide, targets = far_apart()
@@ -103,6 +104,7 @@ def test_an_entropy_without_a_gradient_costs_no_product():
     assert products([0, 1]) == products([0]) + 1
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
 def test_an_entropy_near_its_maximum_has_the_gradient_of_exact_logits(dtype):
     """Where logits differ by a hundredth, a rounding of their exponentials would be a fifth of it."""
@@ -120,6 +122,7 @@ def test_an_entropy_near_its_maximum_has_the_gradient_of_exact_logits(dtype):
     assert np.linalg.norm(gradient(dtype) - exact) < 0.01 * np.linalg.norm(exact)
 
 
+@pytest.mark.slow
 def test_second_derivatives_are_right_or_refused():
     k = jax.random.split(jax.random.key(2), 3)
     hidden, weight, along = (

@@ -114,6 +114,7 @@ def test_a_step_that_is_not_finite_leaves_moments_on_the_host_as_they_were():
         step(params, state, noise(2), bad)
 
 
+@pytest.mark.slow
 def test_a_mesh_draws_the_same_and_keeps_its_parts_on_the_host():
     found = printed("training.moments_program", devices=4, flags=QUICK)
     assert found["four"] == found["one"]

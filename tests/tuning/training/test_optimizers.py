@@ -14,6 +14,7 @@ from tests.tuning.tiny import PARAMS
 from tests.tuning.training.descent import IS_SHAPE, SHAPES, normal, run, settings
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_every_rule_goes_down(name):
     _, losses = run(optimizer_of(settings(name), 12), 12)
@@ -37,6 +38,7 @@ def test_adamw_is_that_of_optax():
         np.testing.assert_array_equal(a, b)
 
 
+@pytest.mark.slow
 def test_muon_turns_kernels_into_rotations_and_leaves_the_rest_to_adam():
     optimizer = optimizer_of(settings("muon", learning_rate=1.0), 1)
     updates, _ = optimizer.update(normal(1), optimizer.init(normal(0)), normal(0))
@@ -83,6 +85,7 @@ def test_the_recipe_names_what_there_is():
     assert set(typing.get_args(hints["schedule"])) == set(SCHEDULES)
 
 
+@pytest.mark.slow
 def test_adafactor_limits_the_update_of_each_layer():
     """As of one matrix (Shazeer and Stern, 2018, section 6), not of all layers together."""
     rule = OPTIMIZERS["adafactor"](0.0, 0.95, 1e-8)

@@ -54,6 +54,7 @@ def test_every_split_into_micro_batches_gives_the_same_step(layout):
         np.testing.assert_allclose(a, b, atol=1e-6)
 
 
+@pytest.mark.slow
 def test_a_non_finite_step_changes_nothing_and_too_many_stop():
     def poisoned(params, batch, frozen):
         value, sums = loss_fn(params, batch, frozen)
@@ -75,6 +76,7 @@ def test_a_non_finite_step_changes_nothing_and_too_many_stop():
             params, state, _ = step(params, state, [batch | {"poison": np.float32("inf")}])
 
 
+@pytest.mark.slow
 def test_the_sums_of_a_step_may_be_read_when_the_next_one_has_started():
     opt, batches = optimizer(), batches_of(Layout(64, 3))
     step = make_step(loss_fn, opt, 2)

@@ -78,6 +78,7 @@ def finished(engine):
     return found
 
 
+@pytest.mark.slow
 def test_a_request_longer_than_the_slots_waits_for_those_that_run_where_memory_is_short():
     room = 960 * token_bytes(CONFIG, "float32")
     engine = loaded(Limits(slots=10, steps=4, chunks=(16,), cache_bytes=room))
@@ -95,6 +96,7 @@ def test_a_request_longer_than_the_slots_waits_for_those_that_run_where_memory_i
     assert max(held) <= room
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("context", [0, CONFIG.max_positions])
 def test_memory_for_less_than_the_context_serves_what_fits(context):
     room = 128 * token_bytes(CONFIG, "float32")
@@ -107,6 +109,7 @@ def test_memory_for_less_than_the_context_serves_what_fits(context):
     assert engine.cache_bytes <= room
 
 
+@pytest.mark.slow
 def test_a_stream_gets_its_first_token_at_once():
     engine = loaded(Limits(slots=2, context=64, steps=8))
     with pytest.raises(RefusedRequest):
@@ -118,6 +121,7 @@ def test_a_stream_gets_its_first_token_at_once():
     assert sorted(len(u.tokens) for u in engine.step()) == [1, 1]
 
 
+@pytest.mark.slow
 def test_updates_are_the_completion_in_pieces():
     engine = loaded()
     request = requests_of(1, max_tokens=20, samples=2)[0]
@@ -132,6 +136,7 @@ def test_updates_are_the_completion_in_pieces():
     assert pieces == {s: c.tokens for s, c in ends.items()}
 
 
+@pytest.mark.slow
 def test_a_stop_string_ends_a_completion_with_the_token_that_completes_it():
     request = requests_of(1, seed=4, max_tokens=20, samples=1, stop_ids=())[0]
     ((_, (whole,)),) = loaded().run([request])
@@ -149,6 +154,7 @@ def test_a_stop_string_ends_a_completion_with_the_token_that_completes_it():
     assert cut.logps == pytest.approx(whole.logps[: first + 1], abs=1e-5)
 
 
+@pytest.mark.slow
 def test_a_refused_request_is_named_and_the_others_go_on():
     engine = loaded()
     good = requests_of(2)
@@ -244,6 +250,7 @@ def test_in_fast_products_the_sampler_rounds_as_the_trainer_does(kernels, monkey
     assert np.mean(np.expm1(ratio) - ratio) < 1e-5
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("steps", [1, 3])
 def test_what_old_weights_cached_is_not_used_with_new_ones(steps):
     """Weights that change during a run: later requests, of the same prompt too, get what a fresh engine gives them."""

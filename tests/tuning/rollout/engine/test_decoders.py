@@ -117,6 +117,7 @@ def test_a_layout_is_the_trainers_decoder(config, quantization, dtype, rolled, j
             assert jnp.std(found[name] - expected) < most * jnp.std(expected)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("rolled", [False, True])
 @pytest.mark.parametrize("family", [{}, {"family": "qwen2", "qkv_bias": True, "qk_norm": True}], ids=["plain", "qkv"])
 def test_tokens_that_are_not_live_stay_zeros(family, rolled):
@@ -155,6 +156,7 @@ SMALLER = pytest.mark.parametrize(
 )
 
 
+@pytest.mark.slow
 @SMALLER
 @pytest.mark.skipif(jax.default_backend() != "cpu", reason="kernels for the CPU")
 def test_programs_of_many_layers_are_as_long_as_of_few(options):
@@ -164,6 +166,7 @@ def test_programs_of_many_layers_are_as_long_as_of_few(options):
     assert lengths[0] == lengths[1]
 
 
+@pytest.mark.slow
 @SMALLER
 @pytest.mark.skipif(jax.default_backend() != "cpu", reason="kernels for the CPU")
 def test_programs_copy_no_layer_and_no_cache(options):

@@ -44,6 +44,7 @@ def test_a_sample_depends_on_seed_and_counter_only():
     assert [c.tokens for c in generate(seed=2)[0]] != [c.tokens for c in together[0]]
 
 
+@pytest.mark.slow
 def test_completions_end_with_their_eos_or_at_the_limit():
     for completions in generate(samples=16):
         for c in completions:
@@ -53,6 +54,7 @@ def test_completions_end_with_their_eos_or_at_the_limit():
             assert c.stop == "eos" or len(c.tokens) == 10
 
 
+@pytest.mark.slow
 def test_prompts_of_many_lengths_are_scored_by_few_programs():
     engine = Engine(CONFIG, limits=Limits(slots=2, chunks=(64,), steps=16))
     engine.load(PARAMS)
@@ -64,6 +66,7 @@ def test_prompts_of_many_lengths_are_scored_by_few_programs():
     assert len(engine.programs) <= before + 2
 
 
+@pytest.mark.slow
 def test_weights_that_were_given_up_are_gone_at_once():
     engine = Engine(CONFIG, limits=Limits(slots=2))
     gc.collect()

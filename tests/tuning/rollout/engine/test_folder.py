@@ -26,6 +26,7 @@ def saved(path, config, dtype="float32"):
     return path
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("config", [CONFIG, QWEN, LLAMA], ids=["tied", "with a head", "with all biases"])
 @pytest.mark.parametrize("kind", [Engine, PagedEngine], ids=["rolled", "unrolled"])
 @pytest.mark.parametrize(
@@ -50,6 +51,7 @@ def types(engine):
     return jax.tree.map(lambda x: (x.shape, x.dtype), engine.weights.now[1])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", [Engine, PagedEngine], ids=["rolled", "unrolled"])
 def test_memory_holds_the_weights_once(tmp_path, kind, monkeypatch):
     engine, folder, read, seen = kind(CONFIG), saved(tmp_path, CONFIG), tensors._read, []

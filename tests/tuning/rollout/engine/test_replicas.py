@@ -32,6 +32,7 @@ def replicas(count=1):
     return engine
 
 
+@pytest.mark.slow
 def test_a_failed_step_loses_no_update(monkeypatch):
     engine = replicas()
     begin = Engine.begin
@@ -113,6 +114,7 @@ def test_a_server_stops_where_one_of_two_engines_fails_again_and_again(monkeypat
         assert isinstance(live.failure, ZeroDivisionError) and live.failed_steps < 5
 
 
+@pytest.mark.slow
 def test_a_step_that_hangs_does_not_hold_the_end_of_the_process():
     # As a collective that a lost device never ends.
     program = "\n".join(

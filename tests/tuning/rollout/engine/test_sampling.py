@@ -11,6 +11,7 @@ from rlhf.tuning.rollout.requests import Sampling
 torch = pytest.importorskip("torch", reason="parity needs torch")
 
 
+@pytest.mark.slow
 def test_inverse_cdf_draws_from_the_distribution():
     vocabulary, draws = 1000, 40_000
     logits = jax.random.normal(jax.random.key(0), (vocabulary,)) * 2
@@ -25,6 +26,7 @@ def test_inverse_cdf_draws_from_the_distribution():
     np.testing.assert_allclose(observed[top], expected[top], atol=4 * np.sqrt(expected[top].max() / draws))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("uniform", [0.0, 1.0 - 2**-24])
 def test_inverse_cdf_never_returns_a_token_of_no_probability(uniform):
     weights = jnp.zeros((1, 700)).at[0, jnp.asarray([5, 300, 301])].set(1 / 3)
@@ -76,6 +78,7 @@ def theirs(logits, sampling):
     return torch.log_softmax(scores[0], -1).numpy()
 
 
+@pytest.mark.slow
 def test_every_row_has_its_own_restrictions_and_they_are_those_of_transformers():
     asked = list(CASES.values())
     logits = np.random.default_rng(0).normal(size=(len(asked), VOCAB)).astype(np.float32) * 3

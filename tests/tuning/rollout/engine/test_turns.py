@@ -42,6 +42,7 @@ def held(engine):
     return {slot.kept: len(slot.held) for slot in engine._pool.slots if slot.kept is not None}
 
 
+@pytest.mark.slow
 def test_a_turn_goes_on_in_the_slot_of_the_last_one_and_only_its_observation_is_prefilled():
     under_test = engine()
     first = under_test.submit(turn(prompt(0), keep=True))

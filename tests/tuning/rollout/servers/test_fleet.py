@@ -68,6 +68,7 @@ def servers(fault):
         yield found
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(60)
 @pytest.mark.parametrize("fault", ["deep", "vocabulary", "version", "weight_info"])
 def test_prompts_of_a_server_that_answers_nonsense_go_to_the_other(fault):

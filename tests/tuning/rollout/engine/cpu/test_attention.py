@@ -188,6 +188,7 @@ def generate():
     return Engine(config).generate(params, prompts, counters=[0, 1, 2], **options)
 
 
+@pytest.mark.slow
 def test_without_a_compiler_the_engine_says_so_and_samples_the_same(monkeypatch, caplog):
     expected = generate()
     monkeypatch.setenv("CC", "no-such-compiler")

@@ -78,6 +78,7 @@ def test_it_is_the_product(rows, size, outs, kind):
     assert np.all(np.abs(by_kernel(*given) - exact(*given)) <= 4e-7 * (x @ weight.T))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize(("size", "outs"), [(70, 45), (1536, 576), (2003, 91)])
 def test_a_row_has_the_same_bits_alone_and_among_others(size, outs, kind):
@@ -112,6 +113,7 @@ def test_what_is_not_a_number_is_not_hidden():
     assert np.isnan(by_kernel(x, weight.at[49, 3].set(jnp.nan)))[:, 49].all()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("shorter_vectors", ["avx2", "sse", "no matrix unit"], indirect=True)
 @pytest.mark.parametrize("kind", KINDS)
 def test_it_is_the_product_with_shorter_vectors(shorter_vectors, kind):
@@ -124,6 +126,7 @@ def test_it_is_the_product_with_shorter_vectors(shorter_vectors, kind):
         np.testing.assert_array_equal(by_kernel(x[part], *weights, name=name), found[part])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("options", [{}, {"dtype": "bfloat16"}, {"quantization": "int8"}], ids=str)
 def test_all_products_with_weights_are_the_kernels(options):
     engine = Engine(tiny(97), limits=Limits(slots=2, chunks=(16,)), **options)

@@ -57,6 +57,7 @@ def test_it_is_the_formula_of_the_kernel(heads, group, size, window, softcap, qu
     np.testing.assert_allclose(found[: sum(queries)], wanted, atol=2e-6)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("heads", "group", "softcap", "queries", "keys"),
     [

@@ -93,6 +93,7 @@ def test_the_kernel_for_gpus_gives_the_same_samples(monkeypatch):
     assert_same(found, wanted)
 
 
+@pytest.mark.slow
 def test_a_run_that_loses_its_pages_goes_on_with_the_same_tokens():
     """Four sequences that grow to four pages each, where there are seven."""
     rng = np.random.default_rng(5)
@@ -183,6 +184,7 @@ def test_what_old_weights_cached_is_not_used_with_new_ones():
     np.testing.assert_allclose(found[number].logps, fresh.logps, atol=1e-6)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("cache", ["slots", "pages"])
 def test_a_cancelled_request_keeps_what_it_has_and_leaves_the_others_alone(cache):
     requests = requests_of(6, seed=3, max_tokens=14, samples=1, stop_ids=())
@@ -204,6 +206,7 @@ def test_a_cancelled_request_keeps_what_it_has_and_leaves_the_others_alone(cache
     assert cache == "slots" or engine._seats._pages.held == 0
 
 
+@pytest.mark.slow
 def test_a_request_beyond_the_memory_is_refused_and_one_that_fills_it_ends():
     engine = paged(5, limits=dataclasses.replace(LIMITS, context=0))
     assert engine.context == 4 * PAGE
@@ -213,6 +216,7 @@ def test_a_request_beyond_the_memory_is_refused_and_one_that_fills_it_ends():
     assert len(completion.tokens) == 24
 
 
+@pytest.mark.slow
 def test_a_longer_request_than_the_tables_waits_for_those_that_run():
     engine = paged(9, limits=dataclasses.replace(LIMITS, context=0))
     list(engine.run([Request([1, 2, 3], 8)]))
