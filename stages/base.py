@@ -93,7 +93,8 @@ def run(ctx: Context) -> dict[str, Any]:
         )
     tokenizer.save_tokenizer(tok, ctx.out / "tokenizer")
     ctx.log(f"{ctx.config.source}: {count / 1e6:.1f} M parameters, vocabulary {config.vocab_size}")
-    return {"parameters": int(count), "vocabulary": config.vocab_size, "layers": config.num_layers}
+    active = {"active_parameters": int(count) - config.idle_parameters} if config.num_experts else {}
+    return {"parameters": int(count), "vocabulary": config.vocab_size, "layers": config.num_layers} | active
 
 
 def _without_row(source: str, tok: Any, rows: int) -> list[str]:

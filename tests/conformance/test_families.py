@@ -16,6 +16,7 @@ from rlhf.tuning.device import Compute
 from rlhf.tuning.models import huggingface as hf
 from rlhf.tuning.models.attention import packed_attention
 from rlhf.tuning.models.decoder import decoder_graph, scalar_graph
+from rlhf.tuning.models.families import FAMILIES as FAMILY_TABLE
 from rlhf.tuning.models.identity import fingerprint
 from rlhf.tuning.rollout.engine.engine import Engine
 from rlhf.tuning.rollout.requests import Sampling
@@ -36,6 +37,7 @@ LLAMA3 = {
     "original_max_position_embeddings": 16,
 }
 SLIDING, FULL = "sliding_attention", "full_attention"
+EAGER = {"attn_implementation": "eager", "experts_implementation": "eager"}
 # A size that no default gives; heads of 10 are not hidden / heads, and 6 query heads share 2 key-value heads.
 SIZES = {
     "vocab_size": VOCAB, "hidden_size": 24, "intermediate_size": 40, "num_hidden_layers": 4, "num_attention_heads": 6,
@@ -67,6 +69,16 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
         {"sliding_window": WINDOW, "query_pre_attn_scalar": 13, "attention_bias": True}
         | {"rope_theta": 2e3, "rope_local_base_freq": 50.0, "rope_scaling": {"rope_type": "linear", "factor": 4.0}}
         | {"layer_types": [SLIDING, SLIDING, FULL, SLIDING], "final_logit_softcapping": 5.0},
+    ),
+    "mixtral": ("Mixtral", {"sliding_window": WINDOW, "num_local_experts": 5, "num_experts_per_tok": 2}),
+    "qwen3_moe": (
+        "Qwen3Moe",
+        {"num_experts": 7, "num_experts_per_tok": 3, "moe_intermediate_size": 11, "attention_bias": True}
+        | {"tie_word_embeddings": True},
+    ),
+    "qwen3_moe_normalised": (
+        "Qwen3Moe",
+        {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 8, "norm_topk_prob": True},
     ),
 }
 
@@ -100,7 +112,7 @@ def torch_model(name: str) -> Any:
     torch.manual_seed(len(name))
     config = getattr(transformers, f"{prefix}Config")(**SIZES | json.loads(json.dumps(changes)))
     classes = {"Gemma3Text": "Gemma3ForCausalLM"}
-    config._attn_implementation = "eager"
+    config._attn_implementation = config._experts_implementation = "eager"
     model = getattr(transformers, classes.get(prefix, f"{prefix}ForCausalLM"))(config).eval()
     for parameter_name, p in model.named_parameters():
         spread = 0.5 if "norm" in parameter_name or "bias" in parameter_name else 0.35
@@ -118,7 +130,7 @@ def case(name: str, folder: Path) -> SimpleNamespace:
 
 
 # What they switch on is on in the others too, or is small.
-RARE = ("llama_biased", "smollm3", "mistral", "qwen2", "qwen3")
+RARE = ("llama_biased", "smollm3", "mistral", "qwen2", "qwen3", "qwen3_moe_normalised")
 
 
 @pytest.fixture(params=[pytest.param(n, marks=pytest.mark.slow) if n in RARE else n for n in FAMILIES], scope="module")
@@ -140,6 +152,31 @@ def run(graph, params, tokens, positions=None, group=None, branch=None, remat="p
     return decoder.logits(hidden)
 
 
+def as_stored(config, named):
+    """Values of parameters by the names of files: transformers joins the experts of a layer, and gate and up."""
+    if not config.num_experts:
+        yield from named.items()
+        return
+    modules = FAMILY_TABLE[config.family].tensors
+    for name, value in named.items():
+        layer, _, rest = name.partition(".mlp.")
+        match rest:
+            case "experts.gate_up_proj":
+                parts = {
+                    key: value.reshape(len(value), 2, -1, value.shape[2])[:, i] for i, key in enumerate(("gate", "up"))
+                }
+            case "experts.down_proj":
+                parts = {"down": value}
+            case "gate.weight":
+                yield f"{layer}.{modules['router']}.weight", value
+                continue
+            case _:
+                yield name, value
+                continue
+        for key, experts in parts.items():
+            yield from ((f"{layer}.{modules[key].format(e)}.weight", x) for e, x in enumerate(experts))
+
+
 def test_logits_and_gradients_equal_transformers(family):
     ids = torch.tensor(TOKENS)
     family.model.zero_grad()
@@ -156,8 +193,8 @@ def test_logits_and_gradients_equal_transformers(family):
     assert theirs.std() > 0.5
     np.testing.assert_allclose(logits, theirs, atol=EXACT)
     np.testing.assert_allclose(value, out.loss.item(), rtol=EXACT)
-    expected = {n: p.grad.numpy() for n, p in family.model.named_parameters()}
-    ours = tensors_from_params(nnx.to_pure_dict(grads), np.float64)
+    expected = dict(as_stored(family.config, {n: p.grad.numpy() for n, p in family.model.named_parameters()}))
+    ours = tensors_from_params(family.config, nnx.to_pure_dict(grads), np.float64)
     assert ours.keys() == expected.keys()
     for name in expected:
         assert np.abs(expected[name]).max() > 0, f"{name} has no gradient to compare"
@@ -193,7 +230,7 @@ def test_a_saved_folder_loads_back_bitwise_and_in_transformers(family, tmp_path)
     config, params = hf.load_decoder(tmp_path)
     assert config == family.config
     assert fingerprint(params) == fingerprint(family.params)
-    model = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float64, attn_implementation="eager")
+    model = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float64, **EAGER)
     with torch.no_grad():
         again, first = (m(torch.tensor(TOKENS)).logits.numpy() for m in (model, family.model))
     np.testing.assert_allclose(again, first, atol=EXACT)
@@ -253,9 +290,7 @@ def test_a_score_head_is_a_sequence_classifier(family, tmp_path):
     hf.save_decoder(tmp_path, family.config, params, {"pad_token_id": 0})
     config, again = hf.load_scalar_head(tmp_path)
     assert fingerprint(again) == fingerprint(params)
-    model = AutoModelForSequenceClassification.from_pretrained(
-        tmp_path, dtype=torch.float64, attn_implementation="eager"
-    )
+    model = AutoModelForSequenceClassification.from_pretrained(tmp_path, dtype=torch.float64, **EAGER)
     with torch.no_grad():
         theirs = model(torch.tensor(TOKENS)).logits[:, 0].numpy()
     head = nnx.merge(scalar_graph(config), params)

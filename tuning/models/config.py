@@ -22,6 +22,7 @@ class DecoderConfig:
     vocab_size: int
     hidden_size: int
     intermediate_size: int
+    """Of the MLP, or of one expert."""
     num_layers: int
     num_heads: int
     num_kv_heads: int
@@ -62,6 +63,24 @@ class DecoderConfig:
     """Attention logits z become c * tanh(z / c) (Gemma 2)."""
     final_softcap: float | None = None
     """The same for the logits of the LM head."""
+    num_experts: int = 0
+    """Experts of every layer, in place of its MLP; 0: none."""
+    experts_per_token: int = 0
+    normalise_experts: bool = False
+    """Whether the weights of a token's experts sum to 1 (Mixtral)."""
+    router_aux: float = 0.0
+    """Weight of the load-balancing loss in SFT (`experts.balance`)."""
+
+    @property
+    def expert_type(self) -> str:
+        """Type that holds an expert's number."""
+        return "uint8" if self.num_experts <= 256 else "uint16"
+
+    @property
+    def idle_parameters(self) -> int:
+        """Those of experts that a token does not meet."""
+        idle = self.num_experts - self.experts_per_token
+        return self.num_layers * idle * 3 * self.hidden_size * self.intermediate_size
 
     @property
     def attention_scale(self) -> float:

@@ -41,6 +41,9 @@ class _File:
         if kind not in FAMILIES:
             raise self.refusal("model_type", kind, ", ".join(FAMILIES))
         self.family = FAMILIES[kind]
+        if "num_experts" in self.family.defaults and "num_local_experts" in values:
+            # As transformers 5 writes it.
+            self.values = {"num_experts": values["num_local_experts"], **values}
         for name, allowed in (EVERYWHERE | dict(self.family.fixed)).items():
             if name in values and values[name] not in allowed:
                 raise self.refusal(name, values[name], repr(allowed[0]))
@@ -90,6 +93,13 @@ _SIZES: Final = {
     "max_position_embeddings": "max_positions",
 }
 """Sizes by their names in config.json: the fields of `DecoderConfig`."""
+
+
+def _sizes(family: Family) -> dict[str, str]:
+    """Names of the family's sizes in config.json, by field of `DecoderConfig`."""
+    return {own: name for name, own in (_SIZES | dict(family.sizes)).items()}
+
+
 MOST_LAYERS = 10_000
 """Before the names of their tensors are compared with the file's."""
 
@@ -111,13 +121,15 @@ def from_hugging_face(values: Mapping[str, Any], source: str) -> DecoderConfig:
     # A null counts as absent, as in transformers.
     default = values.get("head_dim", family.defaults.get("head_dim")) is None
     derived = {"num_key_value_heads": kv_heads, "head_dim": hidden // heads if default else file.positive("head_dim")}
-    sizes: dict[str, Any] = {own: derived.get(name) or file.positive(name) for name, own in _SIZES.items()}
+    sizes: dict[str, Any] = {own: derived.get(name) or file.positive(name) for own, name in _sizes(family).items()}
     # Families without such a bias ignore the field.
     attention, mlp = (n in family.biases and n in values and file.flag(n) for n in ("attention_bias", "mlp_bias"))
     traits: dict[str, Any] = {"qkv_bias": attention, "output_bias": attention, "mlp_bias": mlp}
     traits |= _rope(file) | _windows(file, layers)
     if "no_rope_layer_interval" in family.defaults and not all(rotates := _rope_pattern(file, layers)):
         traits["rope_layers"] = tuple(rotates)
+    if family.tensors:
+        traits |= _routed(file, sizes)
     if family.softcaps:
         # Gemma: logits are scaled by this size rather than the head's, embeddings by sqrt(hidden).
         traits["query_scale"] = file.number("query_pre_attn_scalar", file.read("query_pre_attn_scalar")) ** -0.5
@@ -126,11 +138,20 @@ def from_hugging_face(values: Mapping[str, Any], source: str) -> DecoderConfig:
         traits["final_softcap"] = file.cap("final_logit_softcapping")
     return DecoderConfig(
         **sizes,
-        norm_eps=file.number("rms_norm_eps", values.get("rms_norm_eps", 1e-6)),
+        norm_eps=file.number("rms_norm_eps", values.get("rms_norm_eps", family.defaults.get("rms_norm_eps", 1e-6))),
         tie_embeddings=file.flag("tie_word_embeddings"),
         family=values["model_type"],
         **traits | dict(family.traits),
     )
+
+
+def _routed(file: _File, sizes: Mapping[str, int]) -> dict[str, Any]:
+    """How a mixture chooses experts. transformers adds the balance loss where the router's logits are put out."""
+    if sizes["experts_per_token"] > sizes["num_experts"]:
+        raise file.refusal("num_experts_per_tok", sizes["experts_per_token"], f"at most {sizes['num_experts']}")
+    aux = file.flag("output_router_logits") and file.cap("router_aux_loss_coef")
+    normalised = "norm_topk_prob" in file.family.defaults and file.flag("norm_topk_prob")
+    return {"router_aux": float(aux or 0), "normalise_experts": normalised}
 
 
 def _rope(file: _File) -> dict[str, Any]:
@@ -247,7 +268,7 @@ def to_hugging_face(config: DecoderConfig, *, scalar: bool = False, **extra: Any
     values: dict[str, Any] = {
         "architectures": [classes + ("ForSequenceClassification" if scalar else "ForCausalLM")],
         "model_type": config.family,
-        **{name: getattr(config, own) for name, own in _SIZES.items()},
+        **{name: getattr(config, own) for own, name in _sizes(family).items()},
         "rms_norm_eps": config.norm_eps,
         "tie_word_embeddings": config.tie_embeddings,
         "attention_dropout": 0.0,
@@ -258,6 +279,11 @@ def to_hugging_face(config: DecoderConfig, *, scalar: bool = False, **extra: Any
     values |= {name: biases[name] for name in family.biases} | _write_rope(config) | _write_windows(config, family)
     if "no_rope_layer_interval" in family.defaults:
         values["no_rope_layers"] = [int(r) for r in config.rope_layers] or [1] * config.num_layers
+    if family.tensors:
+        values["output_router_logits"] = config.router_aux > 0
+        values["router_aux_loss_coef"] = config.router_aux or family.defaults["router_aux_loss_coef"]
+    if "norm_topk_prob" in family.defaults:
+        values["norm_topk_prob"] = config.normalise_experts
     if family.softcaps:
         size = config.attention_scale**-2
         # The integer that it is up to rounding: (2 ** -0.5) ** -2 is not exactly 2.

@@ -20,7 +20,8 @@ import numpy as np
 from flax import nnx
 
 from rlhf.tuning.models.config import DecoderConfig
-from rlhf.tuning.models.linear import Linear
+from rlhf.tuning.models.experts import Experts, Routing, as_chosen, mixture, routed
+from rlhf.tuning.models.linear import INIT, Linear
 from rlhf.tuning.models.matmul import factor, soft_cap
 from rlhf.tuning.models.remat import HEADS, INPUT, MLP, RESIDUAL, keep, rematerialised
 from rlhf.tuning.models.rope import rope_tables, rotate
@@ -71,7 +72,7 @@ def rms_norm(x: jax.Array, weight: jax.Array, eps: float, offset: float = 0.0) -
 
 
 class Layer(nnx.Module):
-    """Attention and a gated MLP, each on a normalised residual stream and added to it."""
+    """Attention and a gated MLP or a mixture of such, each on a normalised residual stream and added to it."""
 
     def __init__(self, config: DecoderConfig, *, rngs: nnx.Rngs):
         c, d, f, h = config, config.hidden_size, config.intermediate_size, config.head_dim
@@ -87,9 +88,13 @@ class Layer(nnx.Module):
         self.v = Linear(d, c.num_kv_heads * h, bias=c.qkv_bias, rngs=rngs)
         self.o = Linear(c.num_heads * h, d, bias=c.output_bias, back=True, rngs=rngs)
         self.mlp_norm = norm(d)
-        self.gate = Linear(d, f, bias=c.mlp_bias, rngs=rngs)
-        self.up = Linear(d, f, bias=c.mlp_bias, rngs=rngs)
-        self.down = Linear(f, d, bias=c.mlp_bias, back=True, rngs=rngs)
+        if c.num_experts:
+            self.router = nnx.Param(INIT(rngs.params(), (c.num_experts, d), real()))
+            linear: Any = functools.partial(Experts, c.num_experts)
+        else:
+            linear = functools.partial(Linear, bias=c.mlp_bias)
+        self.gate, self.up = linear(d, f, rngs=rngs), linear(d, f, rngs=rngs)
+        self.down = linear(f, d, back=True, rngs=rngs)
         if c.qk_norm:
             self.q_norm, self.k_norm = norm(h), norm(h)
         if c.post_norms:
@@ -102,6 +107,7 @@ class Layer(nnx.Module):
         attention: Attention,
         spec: AttentionSpec,
         cache: Any,
+        routing: Routing = as_chosen,
     ) -> tuple[jax.Array, Any]:
         c = self.config
         rows = x_BLD.shape[:2]
@@ -117,15 +123,30 @@ class Layer(nnx.Module):
         out = self._norm(keep(out, RESIDUAL), self.attention_post_norm) if c.post_norms else out
         x_BLD = keep(x_BLD + out, RESIDUAL)
 
-        gate, up = (keep(constrain(x, *INNER), MLP) for x in self._into_mlp(self._norm(x_BLD, self.mlp_norm)))
-        out = constrain(self.down(_ACTIVATIONS[c.activation](gate) * up), *STREAM)
+        normed, activation = self._norm(x_BLD, self.mlp_norm), _ACTIVATIONS[c.activation]
+        if c.num_experts:
+            count, router = c.experts_per_token, self.router[...]
+            experts, weights, cache = routed(normed, router, count, c.normalise_experts, routing, cache)
+            into, back = self._kernels(self._before_activation), *self._kernels((self.down,))
+            out = constrain(mixture(normed, experts, weights, into, back, c.num_experts, activation), *STREAM)
+        else:
+            gate, up = (keep(constrain(x, *INNER), MLP) for x in self._into_mlp(normed))
+            out = constrain(self.down(activation(gate) * up), *STREAM)
         return x_BLD + (self._norm(keep(out, MLP), self.mlp_post_norm) if c.post_norms else out), cache
 
     def _into_heads(self, normed: jax.Array) -> Sequence[jax.Array]:
         return self.q(normed), self.k(normed), self.v(normed)
 
     def _into_mlp(self, normed: jax.Array) -> Sequence[jax.Array]:
-        return self.gate(normed), self.up(normed)
+        return [linear(normed) for linear in self._before_activation]
+
+    @property
+    def _before_activation(self) -> Sequence[Any]:
+        return self.gate, self.up
+
+    @staticmethod
+    def _kernels(modules: Sequence[Any]) -> list[Any]:
+        return [m.kernel[...] if isinstance(m.kernel, nnx.Variable) else m.kernel for m in modules]
 
     def _norm(self, x: jax.Array, weight: nnx.Param) -> jax.Array:
         return rms_norm(x, weight[...], self.config.norm_eps, self.config.norm_offset)
@@ -178,10 +199,11 @@ class Decoder(nnx.Module):
         cache: Any = None,
         dtype: Any = jnp.float32,
         remat: str = "products",
+        routing: Routing = as_chosen,
     ) -> tuple[jax.Array, Any]:
         """Hidden states after the last norm [B, L, D] in `dtype`, and the new cache (leading axis: layers).
 
-        `remat` names what a gradient keeps of each layer (`models.remat`).
+        `remat` names what a gradient keeps of each layer (`models.remat`); `routing` is read where layers have experts.
         """
         c = self.config
         x_BLD = constrain(self.embed(tokens_BL, dtype), *STREAM)
@@ -193,7 +215,7 @@ class Decoder(nnx.Module):
             layer_state, mine, layer_cache = scanned
             rope, spec = of_layer(mine)
             layer = nnx.merge(graph, with_cut_gradients(layer_state))
-            return layer(keep(x, INPUT), rope, attention, spec, layer_cache)
+            return layer(keep(x, INPUT), rope, attention, spec, layer_cache, routing)
 
         x_BLD, cache = jax.lax.scan(rematerialised(body, remat), x_BLD, (state, differs, cache))
         return rms_norm(x_BLD, self.norm[...], c.norm_eps, c.norm_offset), cache

@@ -40,6 +40,10 @@ class Family:
     """`all`: every layer where `sliding_window` is set; `switch`: with `use_sliding_window`; `pattern`: some."""
     softcaps: bool = False
     """Reads `attn_logit_softcapping` and `final_logit_softcapping`."""
+    sizes: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    """Sizes that other families lack or name differently: fields of DecoderConfig by their names in config.json."""
+    tensors: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    """Modules with names of their own, by the parameter's name in a layer; `{}` is the number of an expert."""
 
 
 _PLAIN: Final = {"rope_theta": 10_000.0, "tie_word_embeddings": False}
@@ -47,6 +51,7 @@ _WINDOWED: Final = _PLAIN | {"sliding_window": 4096}
 _QWEN: Final = _WINDOWED | {"max_window_layers": 28}
 _GEMMA_DEFAULTS: Final = _WINDOWED | {"tie_word_embeddings": True, "head_dim": 256, "query_pre_attn_scalar": 256}
 _BOTH: Final = ("attention_bias", "mlp_bias")
+_ROUTED: Final = {"router_aux_loss_coef": 0.001, "output_router_logits": False}
 
 FAMILIES: Final[dict[str, Family]] = {
     "llama": Family(
@@ -87,5 +92,38 @@ FAMILIES: Final[dict[str, Family]] = {
         biases=("attention_bias",),
         windows="pattern",
         softcaps=True,
+    ),
+    "mixtral": Family(
+        "Mixtral",
+        _SILU | {"router_jitter_noise": (0.0,)},
+        _PLAIN
+        | {"rope_theta": 1_000_000.0, "rms_norm_eps": 1e-5, "sliding_window": None}
+        | {"num_local_experts": 8, "num_experts_per_tok": 2}
+        | _ROUTED,
+        {"normalise_experts": True},
+        windows="all",
+        sizes={"num_local_experts": "num_experts", "num_experts_per_tok": "experts_per_token"},
+        tensors={
+            "router": "block_sparse_moe.gate",
+            "gate": "block_sparse_moe.experts.{}.w1",
+            "up": "block_sparse_moe.experts.{}.w3",
+            "down": "block_sparse_moe.experts.{}.w2",
+        },
+    ),
+    "qwen3_moe": Family(
+        "Qwen3Moe",
+        # Layers of one stack are alike: all of them have experts.
+        _SILU | {"decoder_sparse_step": (1,), "mlp_only_layers": ([], None), "use_sliding_window": (False, None)},
+        _PLAIN
+        | {"moe_intermediate_size": 768, "num_experts": 128, "num_experts_per_tok": 8, "norm_topk_prob": False}
+        | _ROUTED,
+        {"qk_norm": True},
+        biases=("attention_bias",),
+        sizes={
+            "moe_intermediate_size": "intermediate_size",
+            "num_experts": "num_experts",
+            "num_experts_per_tok": "experts_per_token",
+        },
+        tensors={"router": "mlp.gate"} | {name: f"mlp.experts.{{}}.{name}_proj" for name in ("gate", "up", "down")},
     ),
 }

@@ -47,9 +47,9 @@ def _places(config: DecoderConfig) -> dict[str, Place]:
     """Places in a decoder's parameters; the tensors of one parameter follow each other."""
     shapes = flatten_dict(nnx.to_pure_dict(abstract_decoder(config)[1]))
     return {
-        tensor: Place(path, (layer,) if names.stacked else (), names.transposed)
-        for path, names in tensor_names(shapes, config.num_layers).items()
-        for layer, tensor in enumerate(names.tensors)
+        tensor: Place(path, at, names.transposed)
+        for path, names in tensor_names(shapes, config).items()
+        for at, tensor in names.tensors.items()
     }
 
 
@@ -57,22 +57,23 @@ def _pure(tree: Any) -> dict[str, Any]:
     return nnx.to_pure_dict(tree) if isinstance(tree, nnx.State) else tree
 
 
-def _lazy_tensors(pure: dict[str, Any], dtype: Any, types: Mapping[str, str] | None = None) -> Iterator[Lazy]:
+def _lazy_tensors(
+    config: DecoderConfig, pure: dict[str, Any], dtype: Any, types: Mapping[str, str] | None = None
+) -> Iterator[Lazy]:
     """The tensors of parameters, of this type, or of those in `types` by their names. A tensor leaves the device when
     its maker is called."""
     flat = flatten_dict(pure)
-    layers = max((leaf.shape[0] for path, leaf in flat.items() if path[0] == "layers"), default=0)
-    for path, names in tensor_names(flat, layers).items():
-        leaf, transposed = flat[path], names.transposed
-        for layer, name in enumerate(names.tensors):
+    for path, names in tensor_names(flat, config).items():
+        leaf = flat[path]
+        for at, name in names.tensors.items():
             kind = jnp.dtype((types or {}).get(name, dtype))
             size = leaf.size // len(names.tensors) * kind.itemsize
-            yield name, size, functools.partial(_tensor, leaf, layer if names.stacked else None, transposed, kind)
+            yield name, size, functools.partial(_tensor, leaf, at, names.transposed, kind)
 
 
-def _tensor(leaf: Any, layer: int | None, transposed: bool, dtype: Any) -> np.ndarray:
+def _tensor(leaf: Any, at: tuple[int, ...], transposed: bool, dtype: Any) -> np.ndarray:
     # JAX keeps a copy on the host for as long as an array lives: here for as long as a slice or a copy does.
-    part = jnp.copy(leaf) if layer is None and isinstance(leaf, jax.Array) else leaf if layer is None else leaf[layer]
+    part = leaf[at] if at else jnp.copy(leaf) if isinstance(leaf, jax.Array) else leaf
     value = multihost.to_host(part)
     return np.ascontiguousarray((value.T if transposed else value).astype(dtype))
 
@@ -170,7 +171,7 @@ def save_decoder(
     kind = jnp.dtype(dtype or real())
     pure = _pure(params)
     scalar = "decoder" in pure
-    tensors = list(_lazy_tensors(pure["decoder"] if scalar else pure, kind, types))
+    tensors = list(_lazy_tensors(config, pure["decoder"] if scalar else pure, kind, types))
     if scalar:
         score = multihost.to_host(pure["score"])[None].astype(kind)
         tensors.append((SCORE, score.nbytes, lambda: score))

@@ -11,7 +11,7 @@ from flax import nnx
 from rlhf.tuning.models.matmul import matmul
 from rlhf.tuning.precision import real, rounds_products
 
-_INIT = nnx.initializers.normal(0.02)
+INIT = nnx.initializers.normal(0.02)
 
 
 class Linear(nnx.Module):
@@ -27,7 +27,7 @@ class Linear(nnx.Module):
     def __init__(self, size_in: int, size_out: int, *, bias: bool = False, back: bool = False, rngs: nnx.Rngs):
         # Whether it leads back into the residual stream: what a mesh cuts then is its input, else its output.
         self.back = back
-        self.kernel = nnx.Param(_INIT(rngs.params(), (size_in, size_out), real()))
+        self.kernel = nnx.Param(INIT(rngs.params(), (size_in, size_out), real()))
         if bias:
             self.bias = nnx.Param(jnp.zeros(size_out, real()))
 

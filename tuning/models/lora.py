@@ -87,6 +87,15 @@ def _graph(config: DecoderConfig, role: Role) -> Any:
     return decoder_graph(config) if role == "decoder" else scalar_graph(config)
 
 
+def refuse_experts(config: DecoderConfig, targets: tuple[str, ...] = (), quantize: str = "none") -> None:
+    """Raises ValueError for adapters and quantised kernels of experts, which have neither."""
+    named = [name for name in PROJECTIONS[4:] if name in targets]
+    if config.num_experts and named:
+        raise ValueError(f"lora.targets: {named[0]} is of experts, which have no adapters: name some of q, k, v, o")
+    if config.num_experts and quantize != "none":
+        raise ValueError(f"quantize {quantize}: the experts of this model cannot be quantised: say none")
+
+
 def _tuned(model: Any, lora: LoraConfig, seed: int) -> tuple[Any, Any, Any]:
     """Adds adapters and stores kernels in their frozen form; returns (graph, trainable, frozen)."""
     key = jax.random.key(seed)
@@ -111,6 +120,7 @@ def _tuned(model: Any, lora: LoraConfig, seed: int) -> tuple[Any, Any, Any]:
 @functools.lru_cache(maxsize=16)
 def _abstract(config: DecoderConfig, role: Role, lora: LoraConfig, weights: Any) -> tuple[Any, Any]:
     # `weights` is `real` of the call: the shapes have that type.
+    refuse_experts(config, lora.targets, lora.quantize)
     # eval_shape returns arrays alone, so the static half leaves the trace through this list.
     graph: list[Any] = []
 
@@ -141,6 +151,7 @@ def tune(
     `dtype` is the type of computation: matrices that are not quantised are stored in it, since the decoder would cast
     them anyway; None: in their own. Arrays that are not cast are shared with `params`.
     """
+    refuse_experts(config, lora.targets, lora.quantize)
     _, trainable, frozen = _tuned(nnx.merge(_graph(config, role), params), lora, seed)
     return trainable, frozen if dtype is None else narrowed(frozen, dtype)
 
@@ -202,6 +213,7 @@ def rounded(config: DecoderConfig, role: Role, params: Any, kind: str) -> Any:
     """
     if kind == "none":
         return params
+    refuse_experts(config, quantize=kind)
     model = nnx.merge(_graph(config, role), params)
     for _, linear in linears(model):
         linear.kernel = FORMATS[kind](linear.kernel[...])

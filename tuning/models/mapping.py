@@ -1,13 +1,18 @@
 """Names of decoder parameters in Hugging Face checkpoints.
 
 A parameter is a path in the decoder's tree, `("layers", "q", "kernel")` or `("norm",)`; a stacked
-parameter is one tensor per layer there. Weights of projections are (in, out) here and (out, in) there.
+parameter is one tensor per layer there, or one per expert of a layer. Weights of projections are (in, out) here and
+(out, in) there.
 """
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterable
 from typing import Final, NamedTuple
+
+from rlhf.tuning.models.config import DecoderConfig
+from rlhf.tuning.models.families import FAMILIES
 
 Path = tuple[str, ...]
 
@@ -41,25 +46,22 @@ POST_NORMS: Final = NORMS | {
 class Names(NamedTuple):
     """The tensors of one parameter."""
 
-    tensors: tuple[str, ...]
-    """One, or one per layer."""
-    stacked: bool
+    tensors: dict[tuple[int, ...], str]
+    """By their index in the parameter: (), (layer,) or (layer, expert)."""
     transposed: bool
 
 
-def tensor_names(paths: Iterable[Path], num_layers: int) -> dict[Path, Names]:
+def tensor_names(paths: Iterable[Path], config: DecoderConfig) -> dict[Path, Names]:
     """The tensors of each parameter of a decoder, in the order of `paths`; KeyError for an unknown one."""
     paths = list(paths)
     norms = POST_NORMS if ("layers", "mlp_post_norm") in paths else NORMS
+    modules = norms | PROJECTIONS | dict(FAMILIES[config.family].tensors)
     names: dict[Path, Names] = {}
     for path in paths:
-        if path[0] != "layers":
-            names[path] = Names((_TOP[path[0]],), stacked=False, transposed=False)
-            continue
-        if len(path) == 2:
-            suffix = f"{norms[path[1]]}.weight"
-        else:
-            suffix = f"{PROJECTIONS[path[1]]}.{ {'kernel': 'weight', 'bias': 'bias'}[path[2]] }"
-        tensors = tuple(f"model.layers.{layer}.{suffix}" for layer in range(num_layers))
-        names[path] = Names(tensors, stacked=True, transposed=path[-1] == "kernel")
+        name = _TOP.get(path[0], "")
+        if path[0] == "layers":
+            name = f"model.layers.{{}}.{modules[path[1]]}.{'bias' if path[-1] == 'bias' else 'weight'}"
+        sizes = (config.num_layers, config.num_experts)[: name.count("{}")]
+        tensors = {at: name.format(*at) for at in itertools.product(*map(range, sizes))}
+        names[path] = Names(tensors, transposed=path[-1] == "kernel")
     return names

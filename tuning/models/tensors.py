@@ -50,7 +50,7 @@ class Place(NamedTuple):
     path: ParamPath
     """The parameter."""
     part: tuple[Any, ...] = ()
-    """Index into the parameter, such as (layer,); all of it by default."""
+    """Index into the parameter, such as (layer,) or (layer, expert); all of it by default."""
     transposed: bool = False
 
 
@@ -161,7 +161,7 @@ def load_tensors(
     """`state`, an nnx State of shapes and types, with the values that the tensors of a folder have at their `places`.
 
     On a mesh each parameter is sharded as `models.sharding` says, and a device gets its part alone; there a part of a
-    place is a layer or nothing. With `dtype` the `MATRICES` have that type.
+    place is one index of some first axes, or nothing. With `dtype` the `MATRICES` have that type.
 
     Raises UnsupportedModel, before anything is read, for a tensor that is unknown, missing or of another shape.
     """
@@ -207,10 +207,10 @@ def _read(
         name, (_, part, transposed) = entry
         target, wanted = (out[part], None) if cut is None else (out, cut)
         if cut is not None and part:
-            layer = part[0] - cut[0].start
-            if not 0 <= layer < len(out):
+            at = tuple(i - s.start for i, s in zip(part, cut, strict=False))
+            if not all(0 <= i < n for i, n in zip(at, out.shape, strict=False)):
                 return
-            target, wanted = out[layer], cut[1:]
+            target, wanted = out[at], cut[len(at) :]
         value = tensors.read(name, wanted[::-1] if wanted is not None and transposed else wanted)
         target[...] = value.T if transposed else value
 

@@ -30,9 +30,10 @@ ADAPTER = 2
 def forward_flops(config: DecoderConfig, groups: Sequence[Group], *, head: bool = True) -> float:
     """FLOPs of a forward pass over groups; with `head` the LM head sees the tokens that count."""
     c = config
-    # Weights of a layer: q and o, k and v, and three matrices of the MLP. Each costs 2 FLOPs a token, the
-    # factor below.
-    kernels = c.hidden_size * (c.head_dim * (2 * c.num_heads + 2 * c.num_kv_heads) + 3 * c.intermediate_size)
+    # Weights of a layer that a token meets: q and o, k and v, and three matrices of the MLP, or of each of its experts
+    # with the router. Each costs 2 FLOPs a token, the factor below.
+    forward = 3 * c.intermediate_size * max(1, c.experts_per_token) + c.num_experts
+    kernels = c.hidden_size * (c.head_dim * (2 * c.num_heads + 2 * c.num_kv_heads) + forward)
     tokens = sum(g.size for g in groups)
     windows = [c.sliding_window if c.slides(layer) else None for layer in range(c.num_layers)]
     pairs = {w: sum(map(functools.partial(_pairs, window=w), groups)) for w in set(windows)}

@@ -24,5 +24,5 @@ def params_from_tensors(config, tensors):
     return load_tensors(config, Named(tensors), abstract_decoder(config)[1], hf._places(config))
 
 
-def tensors_from_params(pure, dtype=np.float32):
-    return {name: make() for name, _, make in hf._lazy_tensors(pure, dtype)}
+def tensors_from_params(config, pure, dtype=np.float32):
+    return {name: make() for name, _, make in hf._lazy_tensors(config, pure, dtype)}

@@ -12,7 +12,7 @@ SIZES = {
 }  # fmt: skip
 CLASSES = {
     "llama": "Llama", "smollm3": "SmolLM3", "mistral": "Mistral", "qwen2": "Qwen2", "qwen3": "Qwen3",
-    "gemma2": "Gemma2", "gemma3_text": "Gemma3Text",
+    "gemma2": "Gemma2", "gemma3_text": "Gemma3Text", "mixtral": "Mixtral", "qwen3_moe": "Qwen3Moe",
 }  # fmt: skip
 LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
 
@@ -29,6 +29,8 @@ def read(family: str, **changes) -> DecoderConfig:
         ("llama", {"rope_scaling": LLAMA3, "rope_theta": 5e5}),
         ("qwen2", {"use_sliding_window": True, "max_window_layers": 3}),
         ("qwen3", {"use_sliding_window": True, "max_window_layers": 3}),
+        ("mixtral", {"output_router_logits": True, "router_aux_loss_coef": 0.02, "sliding_window": 9}),
+        ("qwen3_moe", {"num_experts": 16, "norm_topk_prob": True, "output_router_logits": True}),
         ("smollm3", {"use_sliding_window": True, "sliding_window": 9}),
         ("gemma3_text", {"sliding_window_pattern": 3}),
         (
@@ -102,6 +104,12 @@ def test_llama3_falls_back_to_the_models_context():
         ("qwen3", {"layer_types": ["sliding_attention"] * 7}, "layer_types is .* without use_sliding_window"),
         ("qwen2", {"use_sliding_window": True, "sliding_window": 0, "max_window_layers": 1}, "sliding_window is 0"),
         ("mistral", {"layer_types": ["full_attention"] * 7}, "layer_types is"),
+        ("mixtral", {"router_jitter_noise": 0.1}, "router_jitter_noise is 0.1, supported is 0.0"),
+        ("mixtral", {"num_experts_per_tok": 9}, "num_experts_per_tok is 9, supported is at most 8"),
+        ("qwen3_moe", {"decoder_sparse_step": 2}, "decoder_sparse_step is 2, supported is 1"),
+        ("qwen3_moe", {"mlp_only_layers": [0]}, r"mlp_only_layers is \[0\], supported is \[\]"),
+        ("qwen3_moe", {"use_sliding_window": True}, "use_sliding_window is True, supported is False"),
+        ("qwen3_moe", {"norm_topk_prob": 1}, "norm_topk_prob is 1, supported is true or false"),
         ("smollm3", {"no_rope_layers": [1, 2, 1, 1, 1, 1, 1]}, "no_rope_layers is"),
         ("llama", {"num_key_value_heads": 4}, "num_key_value_heads is 4, supported is a divisor"),
         ("llama", {"num_hidden_layers": 10**9}, "num_hidden_layers is 1000000000, supported is at most 10000"),

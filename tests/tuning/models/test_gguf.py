@@ -302,7 +302,7 @@ def write_family(path: Path, name: str) -> tuple[Any, dict[str, np.ndarray]]:
     leaves, tree = jax.tree.flatten(params)
     rng = np.random.default_rng(1)
     params = jax.tree.unflatten(tree, [rng.normal(size=x.shape).astype(np.float32) for x in leaves])
-    weights = tensors_from_params(huggingface._pure(params))
+    weights = tensors_from_params(config, huggingface._pure(params))
     arch = next(a for a, n in gguf.MODEL_ARCH_NAMES.items() if n == architecture)
     names = gguf.get_tensor_name_map(arch, config.num_layers)
     tensors = {}

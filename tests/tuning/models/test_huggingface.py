@@ -62,7 +62,7 @@ def test_a_folder_with_a_head_of_its_own_computes_the_same(tied, tmp_path):
 
 def test_missing_and_foreign_tensors_are_named(tmp_path):
     params = hf.random_params(config(True), 1)
-    named = tensors_from_params(nnx.to_pure_dict(params))
+    named = tensors_from_params(config(True), nnx.to_pure_dict(params))
     gone = {k: v for k, v in named.items() if "layers.1.mlp.up" not in k}
     with pytest.raises(UnsupportedModel, match="1 tensors missing, first model.layers.1.mlp.up_proj.weight"):
         params_from_tensors(config(True), gone)
@@ -262,11 +262,11 @@ def test_a_folder_that_lacks_a_tensor_is_not_copied(tmp_path):
 def test_each_tensor_is_written_in_the_type_that_it_has_elsewhere(tmp_path):
     decoder = config(True)
     params = hf.random_params(decoder, 0)
-    wide = {name: "float32" for name in tensors_from_params(nnx.to_pure_dict(params)) if "norm" in name}
+    wide = {name: "float32" for name in tensors_from_params(decoder, nnx.to_pure_dict(params)) if "norm" in name}
     hf.save_decoder(tmp_path, decoder, params, {}, dtype="bfloat16", types=wide)
     with tensors.Tensors(tmp_path) as written:
         kinds = dict(written.kinds)
         assert {kinds[name] for name in wide} == {"F32"} and {k for n, k in kinds.items() if n not in wide} == {"BF16"}
-        for name, values in tensors_from_params(nnx.to_pure_dict(params)).items():
+        for name, values in tensors_from_params(decoder, nnx.to_pure_dict(params)).items():
             np.testing.assert_array_equal(written.read(name), values.astype(jnp.dtype(wide.get(name, "bfloat16"))))
     assert json.loads((tmp_path / "config.json").read_text())["torch_dtype"] == "bfloat16"

@@ -32,7 +32,8 @@ def load_folder(engine: Engine | Replicas, folder: Path) -> None:
         config = as_stored(read_config(folder), tensors)
         if config != engine.config:
             raise UnsupportedModel(f"{folder} holds another model than this engine's: {config}, not {engine.config}")
-        if isinstance(engine, Engine) and engine.weights.place is None and not engine.weights.quantized:
+        changed = engine.weights_dtype == "int8" or config.num_experts
+        if isinstance(engine, Engine) and engine.weights.place is None and not changed:
             graph, shapes = engine.weights.shapes
             places = _places(config, shapes)
             check(config, tensors, shapes, places)
@@ -50,13 +51,13 @@ def _places(config: DecoderConfig, shapes: Any) -> dict[str, Place]:
     ours, trainers = (flatten_dict(nnx.to_pure_dict(state)) for state in (shapes, abstract_decoder(config)[1]))
     joined = {part: (whole, parts) for whole, parts in JOINED.items() for part in parts}
     places = {}
-    for path, names in tensor_names(trainers, config.num_layers).items():
-        for layer, tensor in enumerate(names.tensors):
-            if not names.stacked:
+    for path, names in tensor_names(trainers, config).items():
+        for at, tensor in names.tensors.items():
+            if not at:
                 # Embedding, final norm and LM head are as in the trainer's layout.
                 places[tensor] = Place(("rest", *path), (), names.transposed)
                 continue
-            _, name, *rest = path
+            (layer,), (_, name, *rest) = at, path
             whole, parts = joined.get(name, (name, (name,)))
             start = sum(trainers["layers", part, *rest].shape[-1] for part in parts[: parts.index(name)])
             outputs = slice(start, start + trainers[path].shape[-1])

@@ -1,0 +1,58 @@
+"""A mixture on meshes of this program's devices and without one; run by `test_experts`."""
+
+import dataclasses
+import json
+import tempfile
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from rlhf.tuning.axes import Axes
+from rlhf.tuning.device import Compute
+from rlhf.tuning.mesh import make_mesh, put_batch, put_params, row_shards, under
+from rlhf.tuning.models.decoder import decoder_graph
+from rlhf.tuning.models.huggingface import load_decoder, random_params, save_decoder
+from rlhf.tuning.precision import use
+from rlhf.tuning.training.batch import Layout, micro_batches
+from rlhf.tuning.training.forward import logps_entropy_and_router
+from tests.tuning.models.mixtures import MIXTURE
+from tests.tuning.tiny import ragged_groups
+
+MESHES = {
+    "data": Axes(4, 1, 1), "fsdp": Axes(1, 4, 1), "tensor": Axes(1, 1, 4), "context": Axes(1, 1, 1, 4),
+    "data fsdp tensor": Axes(2, 2, 2), "fsdp tensor context": Axes(1, 2, 2, 2),
+}  # fmt: skip
+use("float64")
+CONFIG = dataclasses.replace(MIXTURE, normalise_experts=False)
+PARAMS = jax.tree.map(lambda x: 4 * x if x.ndim > 2 else x, random_params(CONFIG, 3))
+GROUPS = ragged_groups(7, count=24)
+
+
+def loss(params, batch):
+    logps, entropy, (aux, sums) = logps_entropy_and_router(
+        decoder_graph(CONFIG), params, batch, 1.0, Compute("float64", remat="full")
+    )
+    return jnp.sum(logps) + 0.1 * jnp.sum(entropy) + aux, sums
+
+
+def found(mesh, params):
+    (batch,) = micro_batches(GROUPS, layout=Layout(64, 16), completion_tokens=8, shards=row_shards(mesh))
+    with under(mesh):
+        return jax.jit(jax.value_and_grad(loss, has_aux=True))(params, put_batch(batch.arrays(), mesh))
+
+
+gaps, wanted = {}, found(None, PARAMS)
+for name, axes in MESHES.items():
+    mesh = make_mesh(axes, jax.devices()[: axes.data * axes.fsdp * axes.tensor * axes.context])
+    both = zip(*map(jax.tree.leaves, (found(mesh, put_params(PARAMS, mesh)), wanted)), strict=True)
+    gaps[name] = max(float(np.abs(np.asarray(a) - np.asarray(b)).max()) for a, b in both)
+with tempfile.TemporaryDirectory() as folder:
+    save_decoder(Path(folder), CONFIG, PARAMS, {}, dtype="float64")
+    mesh = make_mesh(Axes(1, 2, 2), jax.devices()[:4])
+    _, loaded = load_decoder(Path(folder), mesh)
+same = all(np.array_equal(a, b) for a, b in zip(*map(jax.tree.leaves, (loaded, PARAMS)), strict=True))
+kernel = loaded["layers"]["gate"]["kernel"][...]
+share = kernel.addressable_shards[0].data.size / kernel.size
+print(json.dumps({"gaps": gaps, "loaded": same, "share": share}))

@@ -1,0 +1,240 @@
+"""Mixtures of experts: the router, and one path of tokens to their experts and back.
+
+    probabilities    softmax over all experts, in at least float32
+    chosen           the most probable ones of each token
+    experts          those that `Routing` says: the chosen ones, or recorded ones
+    weights          the probabilities of the experts, divided by their sum if the family does
+    copies           a row for each expert of a token, sorted by expert
+    products         of each expert's rows with its matrices
+    output           rows in the order of tokens, weighted and added
+
+Axes: B rows, L tokens of a row, T tokens, D hidden, F feed-forward of an expert, E experts, X experts of a token,
+R = T X copies, I inputs, O outputs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from rlhf.tuning.compile_target import target_platform
+from rlhf.tuning.models.linear import INIT
+from rlhf.tuning.models.matmul import factor
+from rlhf.tuning.models.remat import MLP, keep
+from rlhf.tuning.models.sharding import CONTEXT, FSDP, ROWS, TENSOR, dividing, mesh_in_use, spec
+from rlhf.tuning.precision import of_gradients, real
+
+# routing(probabilities_BLE, chosen_BLX, cache of this layer) -> (experts_BLX, new cache of this layer)
+Routing = Callable[[jax.Array, jax.Array, Any], tuple[jax.Array, Any]]
+
+BLOCK = 64
+"""Rows of a product on CPU."""
+_BY_ROWS = jax.lax.RaggedDotDimensionNumbers((((0,), (0,)), ((), ())), [0], [])
+
+
+class Experts(nnx.Module):
+    """One projection of every expert. `kernel` is a parameter, or a module that stores it in another form."""
+
+    kernel: Any
+
+    def __init__(self, count: int, size_in: int, size_out: int, *, back: bool = False, rngs: nnx.Rngs):
+        self.kernel = nnx.Param(INIT(rngs.params(), (count, size_in, size_out), real()))
+
+
+def as_chosen(probs_BLE: jax.Array, chosen_BLX: jax.Array, cache: Any) -> tuple[jax.Array, Any]:
+    """The routing of a model by itself."""
+    return chosen_BLX, cache
+
+
+def counting(counted_BL: jax.Array) -> Routing:
+    """The routing of packed rows. A layer's cache is the experts to take, [B, L, X], or None; the new one has sums over
+    the counted tokens, for `balance`. A token whose recorded experts are one has no record: it takes the chosen ones.
+    """
+
+    def routing(probs: jax.Array, chosen: jax.Array, recorded: jax.Array | None) -> tuple[jax.Array, Any]:
+        experts, share = chosen, counted_BL.astype(probs.dtype)
+        if recorded is not None:
+            alike = (recorded == recorded[..., :1]).all(-1, keepdims=True) & (recorded.shape[-1] > 1)
+            experts = jnp.where(alike, chosen, recorded.astype(chosen.dtype))
+        other = (experts[..., None] != chosen[..., None, :]).all(-1)
+        hits = (experts[..., None] == jnp.arange(probs.shape[-1])).sum(-2)
+        sums = {"tokens": jnp.ones_like(share), "hits_E": hits, "probs_E": probs, "other": other.mean(-1)}
+        sums["entropy"] = -jax.scipy.special.xlogy(probs, probs).sum(-1)
+        return experts, {name: jnp.einsum("bl,bl...->...", share, x.astype(share.dtype)) for name, x in sums.items()}
+
+    return routing
+
+
+def balance(sums: dict[str, jax.Array]) -> tuple[jax.Array, dict[str, jax.Array]]:
+    """The load-balancing loss (Fedus et al., 2021, equations 4 to 6) over the tokens of all layers, as transformers has
+    it: 1 for each expert of a token where all are chosen alike. And sums of the metrics, means over layers.
+
+    sums: those of `counting`, with a leading axis of layers.
+    """
+    hits_E, probs_E = (sums[name].sum(0) / jnp.maximum(sums["tokens"].sum(), 1) for name in ("hits_E", "probs_E"))
+    means = {name: sums[name].mean() for name in ("tokens", "entropy", "other")}
+    means["busiest"] = sums["hits_E"].max(-1).mean()
+    return len(hits_E) * jnp.sum(hits_E * probs_E), {f"router_{name}": x for name, x in means.items()}
+
+
+def routed(
+    x_BLD: jax.Array, router_ED: jax.Array, count: int, normalise: bool, routing: Routing, cache: Any
+) -> tuple[jax.Array, jax.Array, Any]:
+    """(experts [B, L, X], their weights in at least float32, new cache), with `count` experts a token.
+
+    A gradient reaches the router through the weights.
+    """
+    wide = x_BLD.astype(jnp.promote_types(x_BLD.dtype, jnp.float32))
+    # Exact: a rounded probability would choose another expert than the sampler's.
+    logits = jnp.einsum("bld,ed->ble", wide, router_ED.astype(wide.dtype), precision="highest")
+    probs = jax.nn.softmax(logits)
+    experts, cache = routing(probs, jax.lax.top_k(probs, count)[1], cache)
+    weights = jnp.take_along_axis(probs, experts, axis=-1)
+    return experts, weights / weights.sum(-1, keepdims=True) if normalise else weights, cache
+
+
+def mixture(
+    x_BLD: jax.Array,
+    experts_BLX: jax.Array,
+    weights_BLX: jax.Array,
+    into: Sequence[Any],
+    back: Any,
+    count: int,
+    activation: Callable[[jax.Array], jax.Array],
+) -> jax.Array:
+    """The weighted sum of each token's experts, back(activation(gate) * up), [B, L, D] in the type of x.
+
+    into: the kernels of gate and up, or of both joined. Each kernel is an array [E, in, out], or a module with
+    `grouped(rows, sizes)`. count: E. On a mesh each device computes its own rows and columns, with kernels that it
+    gathers over `fsdp`, and its part of the feed-forward over `tensor`.
+    """
+
+    def local(x: jax.Array, experts: jax.Array, weights: jax.Array, back: Any, *into: Any) -> jax.Array:
+        flat, width = experts.reshape(-1), experts.shape[-1]
+        order = jnp.argsort(flat)
+        place, sizes = jnp.argsort(order), jnp.bincount(flat, length=count)
+        copies = permuted(jnp.repeat(x.reshape(-1, x.shape[-1]), width, axis=0), order, place)
+        inner = [keep(_product(kernel, copies, sizes), MLP) for kernel in into]
+        gate, up = inner if len(inner) == 2 else jnp.split(inner[0], 2, axis=-1)
+        out = permuted(_product(back, activation(gate) * up, sizes), place, order)
+        shares = out.reshape(*experts.shape, -1).astype(weights.dtype) * weights[..., None]
+        return shares.sum(axis=-2).astype(x.dtype)
+
+    mesh = mesh_in_use()
+    if mesh is None:
+        return local(x_BLD, experts_BLX, weights_BLX, back, *into)
+    rows, columns = dividing(mesh, x_BLD.shape[0], ROWS), dividing(mesh, x_BLD.shape[1], CONTEXT)
+    hidden, inner = dividing(mesh, back.shape[2], FSDP), dividing(mesh, back.shape[1], TENSOR)
+
+    def device(x: jax.Array, experts: jax.Array, weights: jax.Array, back: jax.Array, *into: jax.Array) -> jax.Array:
+        if hidden:
+            back = jax.lax.all_gather(back, hidden, axis=2, tiled=True)
+            into = tuple(jax.lax.all_gather(kernel, hidden, axis=1, tiled=True) for kernel in into)
+        out = local(x, experts, weights, back, *into)
+        return jax.lax.psum(out, inner) if inner else out
+
+    tokens, kernels = spec(rows, columns), (spec((), inner, hidden), *[spec((), hidden, inner)] * len(into))
+    cut = jax.shard_map(device, in_specs=(*[tokens] * 3, *kernels), out_specs=tokens, check_vma=False)
+    return cut(x_BLD, experts_BLX, weights_BLX, back, *into)
+
+
+def _product(kernel: Any, x_RI: jax.Array, sizes_E: jax.Array) -> jax.Array:
+    out: jax.Array = kernel.grouped(x_RI, sizes_E) if hasattr(kernel, "grouped") else grouped(x_RI, kernel, sizes_E)
+    return out
+
+
+@jax.custom_vjp
+def permuted(x: jax.Array, order: jax.Array, inverse: jax.Array) -> jax.Array:
+    """Rows of x in another order. Its gradient is a gather too, by the inverse."""
+    return jnp.take(x, order, axis=0, mode="clip")
+
+
+permuted.defvjp(
+    lambda x, order, inverse: (permuted(x, order, inverse), (order, inverse)),
+    lambda saved, g: (permuted(g, *saved[::-1]), None, None),
+)
+
+
+@jax.custom_vjp
+def grouped(x_RI: jax.Array, kernels_EIO: jax.Array, sizes_E: jax.Array) -> jax.Array:
+    """Products of rows, sorted by expert, with the kernel of each: [R, O] in the type of x; the kernels' gradient
+    accumulates in their own."""
+    return _by_expert(x_RI, kernels_EIO.astype(x_RI.dtype), sizes_E)
+
+
+def _by_expert(x_RI: jax.Array, kernels_EIO: jax.Array, sizes_E: jax.Array) -> jax.Array:
+    kind, x, kernels = x_RI.dtype, factor(x_RI), factor(kernels_EIO)
+    if target_platform() != "cpu":
+        return jax.lax.ragged_dot(x, kernels, sizes_E, preferred_element_type=kind)
+    # XLA on CPU multiplies every row with every kernel.
+    return in_blocks(x, sizes_E, kernels.shape[2], kind, lambda rows, expert: _dot(rows, kernels[expert], kind))
+
+
+def _dot(x: jax.Array, y: jax.Array, kind: Any) -> jax.Array:
+    return jnp.dot(x, y, preferred_element_type=kind)
+
+
+def in_blocks(
+    x_RI: jax.Array, sizes_E: jax.Array, size_out: int, kind: Any, product: Callable[[jax.Array, jax.Array], jax.Array]
+) -> jax.Array:
+    """[R, O] of `product(rows, expert)`, of blocks of rows that begin with those of one expert."""
+    count, size = len(x_RI), _block_size(x_RI, sizes_E)
+    x = jnp.pad(x_RI, ((0, size), (0, 0)))
+
+    def put(out: jax.Array, expert: jax.Array, first: jax.Array, end: jax.Array) -> jax.Array:
+        rows = jax.lax.dynamic_slice_in_dim(x, first, size)
+        # Rows of the next expert are wrong: the next block replaces them.
+        return jax.lax.dynamic_update_slice_in_dim(out, product(rows, expert), first, 0)
+
+    return _blocks(sizes_E, size, jnp.zeros((count + size, size_out), kind), put)[:count]
+
+
+def _block_size(x_RI: jax.Array, sizes_E: jax.Array) -> int:
+    return min(BLOCK, max(8, -(-len(x_RI) // len(sizes_E))))
+
+
+def _blocks(sizes_E: jax.Array, size: int, value: jax.Array, block: Callable[..., jax.Array]) -> jax.Array:
+    """The value after `block(value, expert, first row, end)` of each block of at most `size` rows of an expert."""
+    ends_E = jnp.cumsum(sizes_E)
+
+    def step(state: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
+        first, value = state
+        expert = jnp.sum(ends_E <= first)
+        end = jnp.minimum(first + size, ends_E[expert])
+        return end, block(value, expert, first, end)
+
+    start = jnp.zeros((), ends_E.dtype), value
+    return jax.lax.while_loop(lambda state: state[0] < ends_E[-1], step, start)[1]
+
+
+def _forward(x: jax.Array, kernels: jax.Array, sizes: jax.Array) -> tuple[jax.Array, tuple[jax.Array, ...]]:
+    out = grouped(x, kernels, sizes)
+    with of_gradients():
+        return out, (factor(x), kernels, sizes)
+
+
+@of_gradients()
+def _backward(saved: tuple[jax.Array, ...], g_RO: jax.Array) -> tuple[jax.Array, jax.Array, None]:
+    x_RI, kernels, sizes_E = saved
+    accumulate = jnp.promote_types(g_RO.dtype, kernels.dtype)
+    dx = _by_expert(g_RO, kernels.mT.astype(g_RO.dtype), sizes_E)
+    x, g = factor(x_RI), factor(g_RO)
+    if target_platform() != "cpu":
+        sums = jax.lax.ragged_dot_general(x, g, sizes_E, _BY_ROWS, preferred_element_type=accumulate)
+        return dx, sums.astype(kernels.dtype), None
+    size = _block_size(x, sizes_E)
+    x, g = (jnp.pad(a, ((0, size), (0, 0))) for a in (x, g))
+
+    def add(sums: jax.Array, expert: jax.Array, first: jax.Array, end: jax.Array) -> jax.Array:
+        rows, back = (jax.lax.dynamic_slice_in_dim(a, first, size) for a in (x, g))
+        own = jnp.where((first + jnp.arange(size) < end)[:, None], rows, 0)
+        return sums.at[expert].add(_dot(own.T, back, accumulate))
+
+    return dx, _blocks(sizes_E, size, jnp.zeros(kernels.shape, accumulate), add).astype(kernels.dtype), None
+
+
+grouped.defvjp(_forward, _backward)
