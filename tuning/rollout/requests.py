@@ -53,6 +53,9 @@ class Completion:
     """`eos`; `length` when `max_tokens` cut it off; `string`; `cancelled`."""
     top: list[list[tuple[int, float]]] = dataclasses.field(default_factory=list)
     """For each token the most probable ids with their log-probabilities, if the engine records them."""
+    routing: bytes | None = None
+    """With `Request.routing`, the experts of a mixture that all tokens of prompt and completion but the last took,
+    [tokens, layers, experts of a token] of `DecoderConfig.expert_type`."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -98,6 +101,8 @@ class Request:
     keep: bool = False
     """Whether the slot of its single sample stays reserved at its end, for a request `after` it or until
     `Engine.release`."""
+    routing: bool = False
+    """Whether its completions record their experts."""
 
     def __post_init__(self) -> None:
         who = f"request {self.name or self.counter}"

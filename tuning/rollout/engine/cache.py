@@ -3,22 +3,25 @@
 Axes: L layers, R slots, K key-value heads, A query heads a key-value head, H head size, S cached tokens (the
 capacity), C new tokens, N query heads. A layer's cache is {"k": [R, K, H, S], "v": [R, K, S, H]}: in this order both
 products of attention read memory front to back, without a transposed copy. In int8 there are "k_scale" and "v_scale"
-[R, K, S]; bfloat16 may be stored as its bits (`_as_stored`). Layers are in stacks, with L in front: all in
-one where a loop runs over the layers, else each layer in a stack of its own.
+[R, K, S]; of a mixture "experts" [R, S, X], those that each token took. bfloat16 may be stored as its bits
+(`_as_stored`). Layers are in stacks, with L in front: all in one where a loop runs over the layers, else each layer in
+a stack of its own.
 """
 
 from __future__ import annotations
 
 import functools
 from collections.abc import Sequence
-from typing import Generic, Literal, NamedTuple
+from typing import Any, Generic, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from rlhf.tuning.compile_target import target_platform
 from rlhf.tuning.models.config import DecoderConfig
 from rlhf.tuning.models.decoder import AttentionSpec
+from rlhf.tuning.models.experts import Routing
 from rlhf.tuning.models.matmul import soft_cap
 from rlhf.tuning.precision import item_bytes
 from rlhf.tuning.rollout.engine.arrays import Array
@@ -28,7 +31,7 @@ Layer = dict[str, jax.Array]
 Stack = dict[str, jax.Array]
 SLOT_AXIS = 1
 """The axis of a stack's arrays that counts slots."""
-TOKEN_AXIS = {"k": 4, "v": 3, "k_scale": 3, "v_scale": 3}
+TOKEN_AXIS = {"k": 4, "v": 3, "k_scale": 3, "v_scale": 3, "experts": 2}
 """The axis of each array that counts tokens."""
 WINDOW = 64
 """Most tokens that `insert` moves at a time."""
@@ -53,7 +56,8 @@ def token_bytes(config: DecoderConfig, kv: KV) -> int:
     """Bytes of one token's keys and values in all layers."""
     # int8: one byte a number, and the float32 scale of the head.
     per_head = config.head_dim + 4 if kv == "int8" else config.head_dim * item_bytes(kv)
-    return 2 * config.num_layers * config.num_kv_heads * per_head
+    experts = config.experts_per_token * np.dtype(config.expert_type).itemsize
+    return config.num_layers * (2 * config.num_kv_heads * per_head + experts)
 
 
 def make(config: DecoderConfig, slots: int, capacity: int, kv: KV, *, rolled: bool) -> list[Stack]:
@@ -66,6 +70,8 @@ def make(config: DecoderConfig, slots: int, capacity: int, kv: KV, *, rolled: bo
         arrays = {"k": jnp.zeros((*first, h, capacity), dtype), "v": jnp.zeros((*first, capacity, h), dtype)}
         if kv == "int8":
             arrays |= {name: jnp.zeros((*first, capacity), jnp.float32) for name in ("k_scale", "v_scale")}
+        if config.num_experts:
+            arrays["experts"] = jnp.zeros((layers, slots, capacity, config.experts_per_token), config.expert_type)
         return arrays
 
     return [stack(n)] if rolled else [stack(1) for _ in range(n)]
@@ -115,14 +121,32 @@ def slot_of(stack: Stack, number: jax.Array | int, slot: jax.Array) -> Layer:
 
 
 def write(stack: Stack, number: jax.Array | int, new: Layer, at: jax.Array | int) -> Stack:
-    """The stack with new tokens of one layer written from token `at` on, in all slots."""
+    """The stack with new tokens of one layer, in the arrays that `new` has, from token `at` on, in all slots."""
 
     def one(name: str, x: jax.Array) -> jax.Array:
         start: list[jax.Array | int] = [number, *[0] * (x.ndim - 1)]
         start[TOKEN_AXIS[name]] = at
         return jax.lax.dynamic_update_slice(x, new[name][None], start)
 
-    return {n: one(n, x) for n, x in stack.items()}
+    return {n: one(n, x) if n in new else x for n, x in stack.items()}
+
+
+def writing(at: jax.Array | int) -> Routing:
+    """The routing of an engine: it takes the chosen experts, and writes them to the new tokens' cache from `at` on."""
+
+    def routing(_: jax.Array, chosen: jax.Array, mine: Any) -> tuple[jax.Array, Any]:
+        far, near, number = mine
+        new = {"experts": chosen.astype(near["experts"].dtype)}
+        return chosen, (far, write(near, number, new, at), number)
+
+    return routing
+
+
+def experts_of(cache: list[Stack], slot: int, tokens: int) -> bytes:
+    """The experts of the first tokens of a slot, [tokens, layers, X] of `DecoderConfig.expert_type`, as bytes."""
+    # The number is an argument: each constant would be another program.
+    one = (jax.lax.dynamic_index_in_dim(stack["experts"], np.int32(slot), SLOT_AXIS, False) for stack in cache)
+    return np.concatenate([np.asarray(x) for x in one])[:, :tokens].swapaxes(0, 1).tobytes()
 
 
 def stored(k_RCKH: jax.Array, v_RCKH: jax.Array, kv: KV) -> Layer:

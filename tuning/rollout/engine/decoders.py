@@ -23,10 +23,12 @@ from flax import nnx
 
 from rlhf.tuning.compile_target import target_platform
 from rlhf.tuning.models.decoder import Attention, AttentionSpec, Decoder, Layer, by_layer, rms_norm
+from rlhf.tuning.models.experts import Routing, as_chosen
 from rlhf.tuning.models.linear import Linear
 from rlhf.tuning.models.matmul import factor, soft_cap
 from rlhf.tuning.models.quantize import Int8
 from rlhf.tuning.models.rope import rope_tables
+from rlhf.tuning.models.sharding import path_names
 from rlhf.tuning.rollout.engine.cache import Stack
 from rlhf.tuning.rollout.engine.cpu import products
 
@@ -34,6 +36,8 @@ Graph = nnx.GraphDef[Any]
 """The static half of a module; its other half is an `nnx.State`."""
 Quantization = Literal["none", "int8"]
 """Of the weight matrices of layers; int8 as in `quantize.Int8`."""
+Ways = tuple[Attention, Routing]
+"""How layers attend and route."""
 JOINED = {"qkv": ("q", "k", "v"), "gate_up": ("gate", "up")}
 """Projections joined into one product, in the order of their outputs."""
 _APART = {name: (name,) for name in ("q", "k", "v", "o", "gate", "up", "down")}
@@ -54,6 +58,10 @@ class JoinedLayer(Layer):
 
     def _into_mlp(self, normed: jax.Array) -> Sequence[jax.Array]:
         return jnp.split(self.gate_up(normed), 2, axis=-1)
+
+    @property
+    def _before_activation(self) -> Sequence[Any]:
+        return (self.gate_up,)
 
 
 class DecodingDecoder(nnx.Module):
@@ -86,11 +94,12 @@ class DecodingDecoder(nnx.Module):
         cache: Sequence[Stack],
         new: Sequence[Stack],
         dtype: Any,
+        routing: Routing = as_chosen,
     ) -> tuple[jax.Array, list[Stack]]:
         """Hidden states after the last norm [B, L, D], and `new` with the keys and values that attention wrote.
 
-        Attention receives and returns (a stack of `cache`, the same stack of `new`, index of the layer in both). Of its
-        result only the stack of `new` is kept.
+        Attention and routing receive and return (a stack of `cache`, the same stack of `new`, index of the layer in
+        both). Of their results only the stack of `new` is kept.
 
         Tokens that are not live are zeros in every layer (but for biases): `products` skips rows of zeros.
         """
@@ -101,11 +110,11 @@ class DecodingDecoder(nnx.Module):
             out, mine = attention(q, k, v, spec, mine)
             return jnp.where(live_BL[..., None, None], out, 0), mine
 
-        x, new = self._through_layers(x, positions_BL, of_live, cache, new)
+        x, new = self._through_layers(x, positions_BL, (of_live, routing), cache, new)
         return rms_norm(x, self.rest.norm[...], c.norm_eps, c.norm_offset), new
 
     def _through_layers(
-        self, x: jax.Array, positions: jax.Array, attention: Attention, cache: Sequence[Stack], new: Sequence[Stack]
+        self, x: jax.Array, positions: jax.Array, ways: Ways, cache: Sequence[Stack], new: Sequence[Stack]
     ) -> tuple[jax.Array, list[Stack]]:
         raise NotImplementedError
 
@@ -118,7 +127,7 @@ class UnrolledDecoder(DecodingDecoder):
         self.layers = nnx.List(layers)
 
     def _through_layers(
-        self, x: jax.Array, positions: jax.Array, attention: Attention, cache: Sequence[Stack], new: Sequence[Stack]
+        self, x: jax.Array, positions: jax.Array, ways: Ways, cache: Sequence[Stack], new: Sequence[Stack]
     ) -> tuple[jax.Array, list[Stack]]:
         c = self.config
         distinct, row_of_layer = c.frequencies()
@@ -129,7 +138,9 @@ class UnrolledDecoder(DecodingDecoder):
         @functools.partial(jax.jit, static_argnums=(0, 1, 2))
         def run(graph: Any, row: int, window: int | None, state: Any, x: jax.Array, far: Stack, near: Stack) -> Any:
             spec = AttentionSpec(c.attention_scale, c.attention_softcap, window, positions)
-            x, (_, near, _) = nnx.merge(graph, state)(x, (cos[row], sin[row]), attention, spec, (far, near, 0))
+            attention, routing = ways
+            layer = nnx.merge(graph, state)
+            x, (_, near, _) = layer(x, (cos[row], sin[row]), attention, spec, (far, near, 0), routing)
             return x, near
 
         for i, layer in enumerate(self.layers):
@@ -148,7 +159,7 @@ class RolledDecoder(DecodingDecoder):
         self.layers = layers
 
     def _through_layers(
-        self, x: jax.Array, positions: jax.Array, attention: Attention, cache: Sequence[Stack], new: Sequence[Stack]
+        self, x: jax.Array, positions: jax.Array, ways: Ways, cache: Sequence[Stack], new: Sequence[Stack]
     ) -> tuple[jax.Array, list[Stack]]:
         (far,), (near,) = cache, new
         differs, of_layer = by_layer(self.config, positions)
@@ -164,7 +175,8 @@ class RolledDecoder(DecodingDecoder):
                 if isinstance(module, products.OutIn):
                     module.number, module.target = number, self.target
             rope, spec = of_layer(differences)
-            x, (_, near, _) = layer(x, rope, attention, spec, (far, near, number))
+            attention, routing = ways
+            x, (_, near, _) = layer(x, rope, attention, spec, (far, near, number), routing)
             return x, near
 
         x, near = jax.lax.fori_loop(0, self.config.num_layers, body, (x, near))
@@ -177,7 +189,9 @@ def _prepared(
     """One layer, as (graph, state)."""
     int8 = quantization == "int8"
     # Weights that become int8 are not cast before: they would be rounded twice.
-    layer = nnx.merge(graph, jax.tree.map(lambda x: _cast(x, None if int8 else dtype), layer))
+    layer = nnx.merge(
+        graph, jax.tree_util.tree_map_with_path(functools.partial(_narrow, None if int8 else dtype), layer)
+    )
     for name, parts in (_TOGETHER if join else _APART).items():
         linears = [getattr(layer, part) for part in parts]
         whole, kernels = linears[0], [linear.kernel[...] for linear in linears]
@@ -198,6 +212,11 @@ def _prepared(
 
 def _side_by_side(weights: Sequence[jax.Array]) -> jax.Array:
     return weights[0] if len(weights) == 1 else jnp.concatenate(weights, axis=-1)
+
+
+def _narrow(dtype: str | None, path: Any, x: jax.Array) -> jax.Array:
+    # The trainer's router reads its weights as they are.
+    return x if path_names(path)[-1] == "router" else _cast(x, dtype)
 
 
 def _cast(x: jax.Array, dtype: str | None) -> jax.Array:

@@ -38,11 +38,12 @@ from jax.sharding import Mesh
 from rlhf.tuning import background_compile
 from rlhf.tuning.cpu.kernels import Kernels, build, has_compiler
 from rlhf.tuning.models.config import DecoderConfig
+from rlhf.tuning.models.lora import refuse_experts
 from rlhf.tuning.models.matmul import factor_type
 from rlhf.tuning.precision import without_float64
 from rlhf.tuning.rollout.engine import programs
 from rlhf.tuning.rollout.engine.batches import Batches
-from rlhf.tuning.rollout.engine.cache import KV
+from rlhf.tuning.rollout.engine.cache import KV, experts_of
 from rlhf.tuning.rollout.engine.cpu import attention, products
 from rlhf.tuning.rollout.engine.decoders import Graph, Quantization
 from rlhf.tuning.rollout.engine.limits import Limits
@@ -74,6 +75,7 @@ class Engine(Batches):
         """`dtype` is the type of computation (float64 samples in float32), `kv_cache_dtype` that of keys and values
         (auto: `dtype`). The `top` most probable tokens are recorded at each token. `place`: where weights and caches
         go; `Replicas` has an engine in each of several."""
+        refuse_experts(config, quantize=quantization)
         dtype = "float32" if dtype == "float64" else dtype
         self.config, self._dtype, self._top, self._place = config, dtype, top, place
         self._kv = cast(KV, dtype if kv_cache_dtype == "auto" else kv_cache_dtype)
@@ -377,6 +379,9 @@ class Engine(Batches):
         assert run is not None
         before = len(run.tokens)
         stop = slot.advance(row)
+        if stop and run.request.routing and self.config.num_experts:
+            # The last token has met no expert.
+            run.routing = experts_of(self._pool.cache, self._pool.slots.index(slot), run.prefill_tokens)
         completion = self._pool.leave(slot).completion(stop) if stop else None
         return Update(run.number, run.sample, run.tokens[before:], run.logps[before:], completion, run.top[before:])
 

@@ -111,7 +111,8 @@ def cache_shardings(cache: Any, mesh: Mesh) -> Any:
 
     def one(name: str, x: Any) -> NamedSharding:
         axis = 0 if name == "by_head" else 2
-        heads = "tensor" if x.shape[axis] % mesh.shape["tensor"] == 0 else None
+        # Experts of tokens have no heads.
+        heads = "tensor" if x.shape[axis] % mesh.shape["tensor"] == 0 and name != "experts" else None
         return NamedSharding(mesh, PartitionSpec(*[None] * axis, heads))
 
     return [{name: one(name, x) for name, x in stack.items()} for stack in cache]

@@ -38,6 +38,7 @@ from rlhf.tuning.rollout.engine.cache import (
     stored,
     within_window,
     write,
+    writing,
 )
 from rlhf.tuning.rollout.engine.cpu import attention as cpu_attention
 from rlhf.tuning.rollout.engine.rows import Decoded, Rows, decode_steps
@@ -122,7 +123,16 @@ def _forward(
         return _attend_pieces(q, new, layer_of(far, number), chunk, before_C, spec), (far, near, number)
 
     empty = make_like(cache, 1, length)
-    hidden, new = model(tokens, positions, attention, live_BL=group > 0, cache=cache, new=empty, dtype=jnp.dtype(dtype))
+    hidden, new = model(
+        tokens,
+        positions,
+        attention,
+        live_BL=group > 0,
+        cache=cache,
+        new=empty,
+        dtype=jnp.dtype(dtype),
+        routing=writing(0),
+    )
     return hidden, new
 
 
@@ -241,6 +251,7 @@ def decode(
             cache=cache,
             new=near,
             dtype=jnp.dtype(dtype),
+            routing=writing(t),
         )
         return hidden[:, 0], near
 

@@ -23,6 +23,7 @@ class Run:
     tokens: list[int] = dataclasses.field(default_factory=list)
     logps: list[float] = dataclasses.field(default_factory=list)
     top: list[list[tuple[int, float]]] = dataclasses.field(default_factory=list)
+    routing: bytes | None = None
     leader: Slot | None = None
     """The slot that prefills the same prompt; its cache is copied when it has finished."""
 
@@ -38,7 +39,7 @@ class Run:
 
     def completion(self, stop: str) -> Completion:
         """Its tokens so far as a completion that ended by `stop`."""
-        return Completion(self.tokens, self.logps, stop, self.top)
+        return Completion(self.tokens, self.logps, stop, self.top, self.routing)
 
     @property
     def next_input(self) -> int:

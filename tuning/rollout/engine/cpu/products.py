@@ -16,6 +16,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from rlhf.tuning.compile_target import target_platform
+from rlhf.tuning.models.experts import in_blocks
 from rlhf.tuning.models.matmul import factor
 from rlhf.tuning.models.quantize import Stored, int8_decode, int8_encode
 
@@ -70,15 +71,25 @@ class OutIn(nnx.Module):
     scale: Stored
 
     def __init__(self, kernels_IO: Sequence[jax.Array], *, int8: bool = False):
-        """kernels_IO: of one input, whose outputs follow each other."""
+        """kernels_IO: of one input, whose outputs follow each other; of experts [E, I, O]."""
         if int8:
             encoded = [int8_encode(kernel) for kernel in kernels_IO]
             kernels_IO = [kernel for kernel, _ in encoded]
             self.scale = Stored(jnp.concatenate([scale[0] for _, scale in encoded]))
         # XLA on CPU is slow at transposing what it makes at the same time, and at joining rows of few numbers.
-        turned = [jax.lax.optimization_barrier(kernel).T for kernel in kernels_IO]
-        self.weight = InStack(jnp.concatenate(turned))
+        turned = [jax.lax.optimization_barrier(kernel).mT for kernel in kernels_IO]
+        self.weight = InStack(jnp.concatenate(turned, axis=-2))
 
     def __call__(self, x: jax.Array) -> jax.Array:
         scale = self.scale[...] if hasattr(self, "scale") else None
         return product(x, self.weight[...], self.number, self.target, scale).astype(x.dtype)
+
+    def grouped(self, x_RI: jax.Array, sizes_E: jax.Array) -> jax.Array:
+        """Products of rows, sorted by expert, with the matrix of each (`experts.grouped`)."""
+        *_, experts, out, size = self.weight.shape
+        stack = self.weight[...].reshape(-1, out, size)
+
+        def of_one(rows: jax.Array, expert: jax.Array) -> jax.Array:
+            return product(rows, stack, self.number * experts + expert, self.target).astype(x_RI.dtype)
+
+        return in_blocks(x_RI, sizes_E, out, x_RI.dtype, of_one)

@@ -33,6 +33,8 @@ class PagedEngine(Engine):
     def _make_pool(self, rolled: bool) -> PagedPool:
         if self._kv == "int8":
             raise ValueError("the cache is paged, and kv_cache_dtype is int8: pages hold no scales; say cache: slots")
+        if self.config.num_experts:
+            raise ValueError("the cache is paged, and pages do not hold the experts of their tokens: say cache: slots")
         place = self._place
         parts = place.shape["tensor"] if isinstance(place, Mesh) else 1
         self._kernel: Kernel | None = kernel_for(target_platform(), self.config, self._kv, self._dtype, parts)
