@@ -51,7 +51,7 @@ def run(ctx: Context) -> dict[str, Any]:
         return {"prompts": 0, "completions": 0, "tokens": 0}
     # After the places of the round and of earlier refills, each of which has at most `prompts` prompts.
     places = enumerate(chosen, start=config.number * config.prompts)
-    rows = sample_rows(ctx, list(places), Draw.of(config, config.completions, config.temperature))
+    rows = sample_rows(ctx, list(places), Draw.of(config, config.completions, config.temperature, routing=True))
     return {"prompts": len(chosen), "completions": len(rows), "tokens": sum(len(r.token_ids) for r in rows)}
 
 

@@ -28,7 +28,7 @@ def run(ctx: Context) -> dict[str, Any]:
     # Places count refused prompts: the samples of a prompt do not depend on the others of the round.
     prompts = [(place, prompt) for place, prompt in enumerate(chosen) if place not in refused]
     started = time.monotonic()
-    rows = sample_rows(ctx, prompts, Draw.of(config, config.completions, config.temperature))
+    rows = sample_rows(ctx, prompts, Draw.of(config, config.completions, config.temperature, routing=True))
     seconds = time.monotonic() - started
     if not ctx.is_primary:
         return {}

@@ -58,7 +58,11 @@ def run(ctx: Context) -> dict[str, Any]:
 
     task = Task(
         make_loss=lambda compute: sft_loss(
-            decoder_graph(config), compute, {"nll": nll, "dft": dft}[ctx.config.loss], ctx.config.label_smoothing
+            decoder_graph(config),
+            compute,
+            {"nll": nll, "dft": dft}[ctx.config.loss],
+            ctx.config.label_smoothing,
+            config.router_aux,
         ),
         examples=train.examples,
         measure=measure if held else None,

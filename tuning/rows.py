@@ -121,6 +121,15 @@ class CompletionRow(Row):
     seed: Number = 0
     """With `place` and `sample`, all that its randomness depends on."""
     temperature: Real = 1.0
+    routing: Annotated[bytes, pa.large_binary()] | None = None
+    """Of a mixture that the worker sampled: the experts that each token of prompt and completion but the last one took,
+    [tokens, layers, experts of a token], as numbers of 8 bits, or 16 with more than 256 experts."""
+
+    @classmethod
+    def schema(cls, routing: bool = False) -> pa.Schema:
+        """Columns of a table, with `routing` or without it."""
+        whole = super().schema()
+        return whole if routing else whole.remove(whole.get_field_index("routing"))
 
     def as_prompt(self) -> PromptRow:
         """The prompt that it was sampled from, without its provenance."""

@@ -36,7 +36,7 @@ from rlhf.tuning.agents.trajectory import (
     trajectory_row,
     turn_rows,
 )
-from rlhf.tuning.rows import CompletionRow, PromptRow, Row, write_table
+from rlhf.tuning.rows import CompletionRow, PromptRow, write_table
 
 if TYPE_CHECKING:
     from rlhf.stages.sampling.rows import Draw
@@ -64,13 +64,14 @@ def play_rows(ctx: Context, prompts: Sequence[tuple[int, PromptRow]], draw: Draw
     policy = ctx.inputs["policy"].digest
     by_place = dict(prompts)
     trajectories = [completion_rows(e, by_place[e.episode.place], policy, ctx.seed, draw.temperature) for e in played]
-    tables: dict[str, tuple[type[Row], list[Any]]] = {
-        "rollouts": (CompletionRow, [row for parts in trajectories for row in parts]),
-        "trajectories": (TrajectoryRow, [trajectory_row(e) for e in played]),
-        "turns": (TurnRow, [row for e in played for row in turn_rows(e, policy)]),
+    rollouts = [row for parts in trajectories for row in parts]
+    tables: dict[str, tuple[Any, list[Any]]] = {
+        "rollouts": (CompletionRow.schema(any(row.routing for row in rollouts)), rollouts),
+        "trajectories": (TrajectoryRow.schema(), [trajectory_row(e) for e in played]),
+        "turns": (TurnRow.schema(), [row for e in played for row in turn_rows(e, policy)]),
     }
-    for name, (kind, rows) in tables.items():
-        write_table(ctx.out / name / "part-00000.parquet", rows, kind.schema())
+    for name, (schema, rows) in tables.items():
+        write_table(ctx.out / name / "part-00000.parquet", rows, schema)
     return [parts[-1] for parts in trajectories]
 
 

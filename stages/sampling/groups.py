@@ -17,7 +17,7 @@ from rlhf.tuning.rows import CompletionRow, ScoreRow, by_trajectory, names_of
 
 NAMED = ("place", "sample", "part", "prompt_id", "stop", "policy")
 """Columns of a rollout table that name a completion and say how it ended."""
-TRAINED = (*NAMED, "prompt_ids", "token_ids", "logprobs")
+TRAINED = (*NAMED, "prompt_ids", "token_ids", "logprobs", "routing")
 """Columns of a rollout table that an update reads."""
 OF_TURNS = ("place", "sample", "turn", "part", "start", "token_ids", "state", "reward", "terminated")
 """Columns of a table of turns that an update reads."""

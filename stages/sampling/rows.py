@@ -45,6 +45,8 @@ class Draw:
     top_p: float = 1.0
     top_k: int = 0
     min_p: float = 0.0
+    routing: bool = False
+    """Whether the experts of a mixture are recorded, for training."""
 
     @property
     def sampling(self) -> Sampling:
@@ -53,11 +55,11 @@ class Draw:
         return Sampling(self.temperature, self.top_p, self.top_k, self.min_p)
 
     @classmethod
-    def of(cls, config: StageConfig, samples: int, temperature: float) -> Draw:
+    def of(cls, config: StageConfig, samples: int, temperature: float, routing: bool = False) -> Draw:
         """Take all else from the settings of a stage."""
         names = {field.name for field in dataclasses.fields(cls)} & type(config).model_fields.keys()
         values = {name: getattr(config, name) for name in names}
-        return cls(**values | {"samples": samples, "temperature": temperature})
+        return cls(**values | {"samples": samples, "temperature": temperature, "routing": routing})
 
 
 def refuse_long(ctx: Context, prompts: Sequence[PromptRow], max_tokens: int) -> set[int]:
@@ -115,8 +117,9 @@ def _sampled(ctx: Context, prompts: Sequence[tuple[int, PromptRow]], draw: Draw)
         # By name, not by import: the code of episodes must not be in the keys of rollouts without them.
         rows: list[CompletionRow] = importlib.import_module(EPISODES).play_rows(ctx, prompts, draw)
         return rows
-    sampler = _Sampler(ctx, draw, [prompt for _, prompt in prompts])
-    shards = Shards(FOLDER, CompletionRow, CompletionRow.schema(), draw.shard_prompts, "prompts")
+    recorded = draw.routing and draw.engine.in_worker and load_policy(ctx, ctx.inputs["policy"])[0].num_experts > 0
+    sampler = _Sampler(ctx, dataclasses.replace(draw, routing=recorded), [prompt for _, prompt in prompts])
+    shards = Shards(FOLDER, CompletionRow, CompletionRow.schema(recorded), draw.shard_prompts, "prompts")
     if in_one_go(draw.engine):
         rows, files = as_they_end(ctx, shards, prompts, sampler.stream, dealt=replicas_here(ctx))
     else:
@@ -177,6 +180,7 @@ class _Sampler:
             self.draw.samples,
             stop_strings(self._text, self.draw.stop) if self.draw.stop else None,
             name=prompt.id,
+            routing=self.draw.routing,
         )
 
     def _text(self, tokens: Sequence[int]) -> str:
@@ -201,4 +205,5 @@ class _Sampler:
             policy=self.ctx.inputs["policy"].digest,
             seed=self.ctx.seed,
             temperature=self.draw.temperature,
+            routing=completion.routing,
         )

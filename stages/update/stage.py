@@ -87,13 +87,15 @@ def _advance(ctx: Context, before: State | None, first: bool = False) -> tuple[S
     parent = ctx.inputs["policy"]
     sampled, chosen, refills = _rollouts(ctx)
     greedy = read_table(ctx.inputs["greedy_scores"], "scores/", ScoreRow) if config.needs_greedy else None
-    widest = config.completion_limit if few_shapes() else 0
-    data = RoundData.from_rows(chosen.rows, chosen.scores, greedy, read_turns(ctx.inputs, OF_TURNS), widest)
     # A first round, or one with another adapter, begins with new optimizers.
     if states.continues(config, parent):
         state = states.on_mesh(ctx, before or states.state_after(ctx, parent, _advance))
     else:
         state = states.fresh(ctx, *states.load_first(ctx, parent))
+    widest = config.completion_limit if few_shapes() else 0
+    replayed = state.config if state.config.num_experts and config.routing == "replay" else None
+    turns = read_turns(ctx.inputs, OF_TURNS)
+    data = RoundData.from_rows(chosen.rows, chosen.scores, greedy, turns, widest, replayed)
     # The step donates the arrays that it is given: the parent's trainer state leaves the memory.
     ctx.memory.pop(f"{TRAINER}{parent.digest}", None)
     if parent.stage == NAME:

@@ -12,6 +12,7 @@ the composition of batches, which lockstep fixes.
 
 from __future__ import annotations
 
+import base64
 import collections
 import dataclasses
 import hashlib
@@ -57,6 +58,8 @@ class _Live:
     """The context and all ids after it."""
     turns: list[Turn] = dataclasses.field(default_factory=list)
     conversation: list[Message] = dataclasses.field(default_factory=list)
+    routing: bytes = b""
+    """`Completion.routing` of the ids, each as it was first computed."""
     state: Any = None
     request: int | None = None
     """Number of the request that samples a turn; None while the environment is asked."""
@@ -187,6 +190,7 @@ class Player:
                 name=live.episode.name,
                 after=live.kept,
                 keep=True,
+                routing=True,
             )
         )
         self._by_request[live.request], live.kept = live, live.request
@@ -203,6 +207,7 @@ class Player:
         )
         live.turns.append(turn)
         live.ids += turn.token_ids
+        live.routing += (completion.routing or b"")[len(live.routing) :]
         live.conversation.append({"role": "assistant", "content": turn.text})
         self._environments.step(live.key, turn.text)
 
@@ -245,8 +250,9 @@ class Player:
 
     def _end(self, live: _Live, status: Status, reason: str | None = None) -> None:
         self._leave(live)
+        routing, played = base64.b64encode(live.routing).decode(), (live.conversation, live.seconds)
         self._ended.append(
-            Ended(live.episode, live.context, live.turns, status, reason, live.tries, live.conversation, live.seconds)
+            Ended(live.episode, live.context, live.turns, status, reason, live.tries, *played, routing=routing)
         )
 
     def _leave(self, live: _Live) -> None:

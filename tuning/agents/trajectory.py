@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 import dataclasses
 import hashlib
 import json
@@ -90,6 +91,8 @@ class Ended:
     """In the environment, of the last try."""
     forks: list[list[int]] = dataclasses.field(default_factory=list)
     """First contexts of the further parts, of an agent with calls that do not all extend one another."""
+    routing: str = ""
+    """Of a mixture: `CompletionRow.routing` in base64, for the journal."""
 
     @property
     def reward(self) -> float | None:
@@ -151,6 +154,7 @@ def completion_rows(ended: Ended, prompt: PromptRow, policy: str, seed: int, tem
                 policy=policy,
                 seed=seed,
                 temperature=temperature,
+                routing=base64.b64decode(ended.routing) or None,
             )
         )
     return rows

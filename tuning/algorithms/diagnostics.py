@@ -32,6 +32,9 @@ def summarise(sums: Mapping[str, float]) -> dict[str, float]:
     # Present only for losses that have such a clip.
     names |= {"clip_low": "clip_low", "clip_high": "clip_high", "dual_clip": "clip_dual"}
     means = {name: sums[key] / n for key, name in names.items() if key in sums}
+    if routed := sums.get("router_tokens"):
+        names = {"busiest": "busiest_expert", "entropy": "router_entropy", "other": "router_disagreement"}
+        means |= {name: sums[f"router_{key}"] / routed for key, name in names.items()}
     if "clip_low" in sums and "clip_high" in sums:
         means["clip_fraction"] = (sums["clip_low"] + sums["clip_high"]) / n
     return means

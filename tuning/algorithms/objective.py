@@ -19,7 +19,7 @@ from rlhf.tuning.losses.kl import kl_per_token
 from rlhf.tuning.losses.masks import masked
 from rlhf.tuning.losses.policy import Metrics, metric_sums
 from rlhf.tuning.precision import real
-from rlhf.tuning.training.forward import logps_and_entropy
+from rlhf.tuning.training.forward import logps_entropy_and_router, share_of_balance
 from rlhf.tuning.training.step import Batch, LossFn, Tree
 
 
@@ -67,7 +67,7 @@ def policy_loss(graph: Any, algorithm: Algorithm, objective: Objective, compute:
 
     def loss(params: Tree, batch: Batch, frozen: Tree) -> tuple[jax.Array, Batch]:
         mask = batch["mask_CT"]
-        logps, entropy = logps_and_entropy(graph, params, batch, objective.temperature, compute)
+        logps, entropy, router = logps_entropy_and_router(graph, params, batch, objective.temperature, compute)
         # In a single update pi is pi_old: the value of a ratio is 1, and its gradient that of log pi.
         old = batch.get("old_CT", jax.lax.stop_gradient(logps))
         terms = Terms(logps, old, batch["advantages_CT"], mask, batch.get("ref_CT"), batch.get("marked_CT", 0.0))
@@ -100,6 +100,9 @@ def policy_loss(graph: Any, algorithm: Algorithm, objective: Objective, compute:
         if objective.entropy_coef > 0 or objective.entropy_target is not None:
             # A bonus: subtracted from the loss.
             value = value - batch.get("entropy_coef", objective.entropy_coef) * total(entropy)
+        if objective.router_aux > 0:
+            value = value + objective.router_aux * share_of_balance(router, batch)
+        sums |= router[1]
         return value, {k: jnp.asarray(v, real()) for k, v in sums.items()}
 
     return loss

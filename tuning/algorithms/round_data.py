@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+import math
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -20,6 +21,7 @@ from rlhf.tuning.algorithms.flat import Column
 from rlhf.tuning.algorithms.turns import Turns
 from rlhf.tuning.losses.aggregate import Counts
 from rlhf.tuning.losses.masks import sampled_mask
+from rlhf.tuning.models.config import DecoderConfig
 from rlhf.tuning.rows import CompletionRow, ScoreRow, by_trajectory, names_of, numbers_of_groups
 from rlhf.tuning.shapes import bucket
 from rlhf.tuning.training.batch import Group
@@ -75,6 +77,9 @@ class RoundData:
     """Where the rollouts are of an environment."""
     widest: int = 0
     """Tokens for which T is wide enough in any case."""
+    experts: Sequence[np.ndarray] | None = None
+    """To replay: for each completion the experts of all tokens of its prompt and its own but the last, [tokens, layers,
+    X]; none are recorded of trajectories in several parts. None: the router chooses."""
 
     def __post_init__(self) -> None:
         # Of lists too; arrays of these types are not copied.
@@ -95,12 +100,13 @@ class RoundData:
         greedy: Sequence[ScoreRow] | None = None,
         turns: Iterable[TurnRow] | None = None,
         widest: int = 0,
+        replayed: DecoderConfig | None = None,
     ) -> RoundData:
         """From the rows of the rollout and score tables; a completion whose reward or episode failed is not valid.
 
-        greedy: the scores of one greedy completion of each place. turns: those of the trajectories. Raises ValueError
-        where the two tables do not list the same completions in the same order, or one twice, and where turns are not
-        in the trajectories.
+        greedy: the scores of one greedy completion of each place. turns: those of the trajectories. replayed: a mixture
+        that takes the recorded experts. Raises ValueError where the two tables do not list the same completions in the
+        same order, or one twice, where turns are not in the trajectories, and where no experts are recorded.
         """
         trajectories = by_trajectory(rollouts)
         last = [rows[-1] for rows in trajectories]
@@ -126,6 +132,7 @@ class RoundData:
             greedy_N=greedy_N,
             parts={i: _parts(rows) for i, rows in enumerate(trajectories) if len(rows) > 1},
             widest=widest,
+            experts=None if replayed is None else [_experts(rows[0], replayed) for rows in trajectories],
         )
         if turns is None:
             return data
@@ -214,13 +221,31 @@ class RoundData:
             masks: list[OfTokens] = [self.mask_of(i) for i in same]
             complete = all(mask.all() for mask in masks)
             completions = [self.completions[i] for i in same]
-            groups.append(Group(self.prompts[same[0]], completions, same, None if complete else masks))
+            experts = self.experts and [self.experts[i] for i in same]
+            prompt = self.prompts[same[0]]
+            groups.append(Group(prompt, completions, same, None if complete else masks, experts=experts))
         for i in members:
             for prompt, start, length in self.parts.get(i, ()):
                 here = slice(start, start + length)
                 mask: OfTokens = self.mask_of(i)[here]
                 groups.append(Group(prompt, [self.completions[i][here]], [i], [mask], [start]))
         return groups
+
+
+def _experts(row: CompletionRow, model: DecoderConfig) -> np.ndarray:
+    """The recorded experts of a row."""
+    shape = len(row.prompt_ids) + len(row.token_ids) - 1, model.num_layers, model.experts_per_token
+    if row.stop == "failed":
+        # It is not trained on.
+        return np.zeros(shape, model.expert_type)
+    known = np.frombuffer(row.routing or b"", model.expert_type)
+    if known.size != math.prod(shape) or known.max(initial=0) >= model.num_experts:
+        raise ValueError(
+            f"the rollout of place {row.place}, sample {row.sample} names {known.size} experts, expected are "
+            f"{math.prod(shape)} below {model.num_experts}: servers and agents' programs record none. Let the router "
+            "choose (rl.update.routing: free), or sample in the worker"
+        )
+    return known.reshape(shape)
 
 
 def _parts(rows: Sequence[CompletionRow]) -> list[Part]:

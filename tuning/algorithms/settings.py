@@ -76,6 +76,8 @@ class Objective:
     """Lower end of the range of importance weights, for mask and sequence-mask."""
     importance_max: Annotated[float, Field(ge=1)] = 2.0
     """Upper end of the range of importance weights."""
+    router_aux: NotNegative = 0.0
+    """Weight of the load-balancing loss of a mixture of experts, of each micro-batch."""
     beta: Positive = 0.1
     """Strength of online-dpo's pull to the reference."""
     step_advantage_w: NotNegative = 1.0
@@ -161,6 +163,10 @@ class RoundSettings(Objective):
     """Prompts, with all their completions, of one optimizer step."""
     epochs: Annotated[int, Field(ge=1)] = 1
     """Passes over the round's rollouts (mu)."""
+    routing: Literal["replay", "free"] = "replay"
+    """Experts of a mixture in the passes of policy and reference: those that sampled, which the rollouts record, or
+    those that the router chooses now. Where engines round differently, routers disagree in some layer at most tokens,
+    and training has collapsed without a replay."""
     kl_target: Positive | None = None
     """KL per token towards which both KL weights adapt from round to round; null: they stay constant."""
     kl_horizon: Positive = 10000.0

@@ -21,26 +21,35 @@ from rlhf.tuning.mesh import mesh_of
 from rlhf.tuning.models.config import DecoderConfig
 from rlhf.tuning.training.batch import Group
 from rlhf.tuning.training.completions import per_completion
-from rlhf.tuning.training.forward import logps_and_entropy, logps_and_leads, scores
+from rlhf.tuning.training.forward import logps_and_leads, logps_entropy_and_router, scores, share_of_balance
 from rlhf.tuning.training.step import Batch, LossFn, Tree
 
 
-def sft_loss(graph: Any, compute: Compute, of_token: Any = nll, label_smoothing: float = 0.0) -> LossFn:
+def sft_loss(
+    graph: Any, compute: Compute, of_token: Any = nll, label_smoothing: float = 0.0, router_aux: float = 0.0
+) -> LossFn:
     """The loss `of_token`, a function of log p, of the completion tokens, mean over the tokens of the step.
 
     label_smoothing e: with `nll` the cross-entropy to (1 - e) of the token and e of the whole vocabulary, evenly.
+    router_aux: weight of the load-balancing loss of a mixture of experts, which has no label_smoothing then.
     """
+    if label_smoothing and router_aux:
+        raise ValueError(
+            "label_smoothing is not for a model with output_router_logits: set one of the two to 0 or false"
+        )
 
     def loss(params: Tree, batch: Batch, frozen: Tree) -> tuple[jax.Array, Batch]:
         if label_smoothing:
             logps, leads = logps_and_leads(graph, params, batch, compute)
             losses = of_token(logps) + label_smoothing * leads
         else:
-            logps, _ = logps_and_entropy(graph, params, batch, 1.0, compute)
+            logps, _, router = logps_entropy_and_router(graph, params, batch, 1.0, compute)
             losses = of_token(logps)
         mask, n = batch["mask_CT"], batch["n_tokens"]
         # A token mean reads no number of sequences.
         value = aggregate(losses, mask, "token-mean", n_tokens=n, n_sequences=jnp.ones(()))
+        if router_aux:
+            value = value + router_aux * share_of_balance(router, batch)
         # Log-probabilities are 0 where masked.
         return value, {"nll": -jnp.sum(logps), "tokens": jnp.sum(mask)}
 

@@ -56,12 +56,16 @@ class Group:
     starts: Sequence[int] | None = None
     """Of parts of trajectories: for each completion the tokens of its trajectory before it. The groups of a trajectory
     have its id, and no other completion. None: completions are whole."""
+    experts: Sequence[np.ndarray] | None = None
+    """For each completion the experts to take, [tokens, layers, X]: of the prompt and all its tokens but the last.
+    None: the router chooses."""
 
     def part(self, start: int, stop: int | None = None) -> Group:
         """The prompt with some of the completions."""
         masks = None if self.masks is None else self.masks[start:stop]
         starts = None if self.starts is None else self.starts[start:stop]
-        return Group(self.prompt, self.completions[start:stop], self.ids[start:stop], masks, starts)
+        experts = None if self.experts is None else self.experts[start:stop]
+        return Group(self.prompt, self.completions[start:stop], self.ids[start:stop], masks, starts, experts)
 
     @property
     def size(self) -> int:
@@ -85,6 +89,8 @@ class Shape:
     trained_tokens: int
     shared: bool = True
     """Whether the rows have branches."""
+    experts: np.ndarray | None = None
+    """Experts of some tokens, if they are recorded: an array of the axes after [B, L]."""
 
 
 @dataclasses.dataclass
@@ -108,6 +114,8 @@ class Packed:
     """Flat index of the completion's last token (R12)."""
     ids_C: np.ndarray
     """The caller's completion index; -1 where the slot is empty."""
+    experts_BL: np.ndarray | None = None
+    """Experts that were recorded, [B, L, layers, X]; zeros where none were. None where none are replayed."""
 
     def arrays(self) -> dict[str, np.ndarray]:
         """The arrays that the device reads."""
@@ -348,6 +356,7 @@ def pack_rows(rows: Sequence[Sequence[Group]], shape: Shape) -> Packed:
     at, targets, mask = np.zeros((c, t), np.int32), np.zeros((c, t), np.int32), np.zeros((c, t), np.float32)
     last, ids = np.zeros(c, np.int32), np.full(c, -1, np.int32)
     begins = np.full(c, -1)
+    experts = None if shape.experts is None else np.zeros((b, length, *shape.experts.shape[1:]), shape.experts.dtype)
     filled, of_trajectory = 0, dict[int, int]()
     for row, members in enumerate(rows):
         column = 0
@@ -355,6 +364,9 @@ def pack_rows(rows: Sequence[Sequence[Group]], shape: Shape) -> Packed:
             n = len(member.prompt)
             here = slice(column, column + n)
             tokens[row, here], positions[row, here], group[row, here] = member.prompt, np.arange(n), number
+            if experts is not None and member.experts is not None:
+                known = member.experts[0][:n]
+                experts[row, column : column + len(known)] = known
             # Flat index of the last prompt token, which every completion of the group starts from.
             prompt_end = row * length + column + n - 1
             column += n
@@ -368,6 +380,9 @@ def pack_rows(rows: Sequence[Sequence[Group]], shape: Shape) -> Packed:
                 here = slice(column, column + m)
                 tokens[row, here], positions[row, here] = completion, np.arange(n, n + m)
                 group[row, here], branch[row, here] = number, arm
+                if experts is not None and member.experts is not None:
+                    # The sampler has not fed the last token.
+                    experts[row, column : column + m - 1] = member.experts[arm - 1][n:]
                 first = row * length + column
                 # The prompt's last position predicts the first token, each token the one after it.
                 at[slot, within] = np.arange(first - 1, first + m - 1)
@@ -383,7 +398,8 @@ def pack_rows(rows: Sequence[Sequence[Group]], shape: Shape) -> Packed:
     where = np.full(shape.trained_tokens, c * t, np.int32)
     trained = np.flatnonzero(mask)
     where[: len(trained)] = trained
-    return Packed(tokens, positions, group, branch if shape.shared else None, at, targets, mask, where, last, ids)
+    branches = branch if shape.shared else None
+    return Packed(tokens, positions, group, branches, at, targets, mask, where, last, ids, experts)
 
 
 def micro_batches(groups: Sequence[Group], *, layout: Layout, completion_tokens: int, shards: int = 1) -> list[Packed]:
@@ -405,7 +421,8 @@ def micro_batches(groups: Sequence[Group], *, layout: Layout, completion_tokens:
     trained = round_up(bucket(max(sum(g.trained for g in part) for part in members)), multiple)
     if layout.slots:
         slots, trained = rows * layout.slots, rows * layout.row_tokens
-    shape = Shape(rows, layout.row_tokens, slots, completion_tokens, trained, layout.prompts == "shared")
+    experts = None if groups[0].experts is None else groups[0].experts[0]
+    shape = Shape(rows, layout.row_tokens, slots, completion_tokens, trained, layout.prompts == "shared", experts)
     return [_joined([pack_rows(rows, shape) for rows in chunk]) for chunk in cut]
 
 

@@ -14,22 +14,31 @@ from rlhf.tuning.device import Compute
 from rlhf.tuning.losses.head import token_logps
 from rlhf.tuning.models.attention import packed_attention
 from rlhf.tuning.models.decoder import Decoder
+from rlhf.tuning.models.experts import balance, counting
 from rlhf.tuning.models.lora import assemble
 from rlhf.tuning.models.sharding import CONTEXT, ROWS, constrain, dividing, mesh_in_use, parts, spec
 
 Batch = dict[str, jax.Array]
+Router = tuple[jax.Array | None, dict[str, jax.Array]]
+"""`experts.balance` of a mixture: (loss, sums for metrics); of other models (None, {})."""
 
 
-def _hidden(decoder: Decoder, batch: Batch, compute: Compute) -> jax.Array:
-    """Hidden states of all positions, [B * L, D]."""
-    hidden, _ = decoder(
+def _hidden(decoder: Decoder, batch: Batch, compute: Compute, replay: bool = False) -> tuple[jax.Array, Any]:
+    """Hidden states of all positions, [B * L, D], and of a mixture the sums of its routers (`experts.counting`).
+
+    replay: whether tokens take the experts that the batch has recorded, [B, L, layers, X], if it has any.
+    """
+    recorded = batch.get("experts_BL") if replay else None
+    hidden, sums = decoder(
         batch["tokens_BL"],
         batch["positions_BL"],
         packed_attention(batch["group_BL"], batch.get("branch_BL")),
+        cache=None if recorded is None else jnp.moveaxis(recorded, 2, 0),
         dtype=jnp.dtype(compute.dtype),
         remat=compute.remat,
+        routing=counting(batch["group_BL"] > 0),
     )
-    return hidden.reshape(-1, hidden.shape[-1])
+    return hidden.reshape(-1, hidden.shape[-1]), sums
 
 
 def _shards(batch: Batch) -> int:
@@ -81,7 +90,26 @@ def logps_and_entropy(
 ) -> tuple[jax.Array, jax.Array]:
     """Log-probability of each completion token and entropy at its position, both [C, T], 0 where masked, in at least
     float32."""
-    return _logps_and_entropy(batch, *response_hidden(graph, params, batch, compute), temperature)
+    return logps_entropy_and_router(graph, params, batch, temperature, compute)[:2]
+
+
+def logps_entropy_and_router(
+    graph: Any, params: Any, batch: Batch, temperature: float, compute: Compute
+) -> tuple[jax.Array, jax.Array, Router]:
+    """`logps_and_entropy`, and what the routers say."""
+    decoder: Decoder = assemble(graph, params)
+    every, sums = _hidden(decoder, batch, compute, replay=True)
+    hidden = _states(batch, every, masked_tokens(batch, "at_CT"))
+    router: Router = balance(sums) if decoder.config.num_experts else (None, {})
+    return *_logps_and_entropy(batch, decoder, hidden, temperature), router
+
+
+def share_of_balance(router: Router, batch: Batch) -> jax.Array:
+    """The balance loss of a micro-batch by its share of the step's tokens: the fractions that it reads are known for
+    the whole step only after its last micro-batch. Raises ValueError for a model without a router."""
+    if router[0] is None:
+        raise ValueError("router_aux is for a mixture of experts, and this model has none: set it to 0")
+    return router[0] * jnp.sum(batch["mask_CT"]) / batch["n_tokens"]
 
 
 def _logps_and_entropy(
@@ -115,7 +143,7 @@ def logps_and_leads(graph: Any, params: Any, batch: Batch, compute: Compute) -> 
 def response_hidden(graph: Any, params: Any, batch: Batch, compute: Compute) -> tuple[Decoder, jax.Array]:
     """The decoder, and the hidden states that predict the M tokens with a mask of 1, [M, D]."""
     decoder: Decoder = assemble(graph, params)
-    return decoder, _states(batch, _hidden(decoder, batch, compute), masked_tokens(batch, "at_CT"))
+    return decoder, _states(batch, _hidden(decoder, batch, compute)[0], masked_tokens(batch, "at_CT"))
 
 
 def masked_tokens(batch: Batch, name: str) -> jax.Array:
@@ -157,5 +185,5 @@ def scores(graph: Any, params: Any, batch: Batch, compute: Compute) -> jax.Array
 def _scores(graph: Any, params: Any, batch: Batch, compute: Compute, *where: str) -> list[jax.Array]:
     """Outputs of a scalar head at the positions that arrays of the batch hold."""
     model = assemble(graph, params)
-    hidden = _hidden(model.decoder, batch, compute)
+    hidden, _ = _hidden(model.decoder, batch, compute)
     return [model.scores(_states(batch, hidden, batch[name])) for name in where]
