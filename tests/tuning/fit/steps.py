@@ -27,9 +27,11 @@ from rlhf.tuning.training.optimizers import optimizer_of
 from rlhf.tuning.training.step import counted, step_programs
 from tests.aot.cases import PROMPT, Case
 from tests.aot.shapes import public
+from tests.tuning.models.mixtures import mixture
 
 MODELS = {
     "tiny": tiny(259),
+    "mixture": mixture(259),
     "0.1b": DecoderConfig(
         vocab_size=32000, hidden_size=768, intermediate_size=2048, num_layers=12, num_heads=12, num_kv_heads=4,
         head_dim=64, rope_theta=1e4, norm_eps=1e-5, tie_embeddings=True, max_positions=4096,

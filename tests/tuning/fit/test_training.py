@@ -22,6 +22,7 @@ from tests.tuning.programs import printed
     [
         ("tiny", "sft", 8),
         pytest.param("tiny", "grpo", 1, marks=pytest.mark.slow),
+        pytest.param("mixture", "grpo", 1, marks=pytest.mark.slow),
         pytest.param("0.1b", "grpo", 8, marks=pytest.mark.slow),
         pytest.param("0.1b", "sft", 1, marks=pytest.mark.slow),
     ],

@@ -7,13 +7,16 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from rlhf.tuning.axes import Axes
 from rlhf.tuning.compile_target import compiling_for
 from rlhf.tuning.models.experts import as_chosen, balance, counting, grouped, mixture, routed
 from rlhf.tuning.models.huggingface import random_params
 from rlhf.tuning.models.lora import LoraConfig, trainable_shapes, tune
 from rlhf.tuning.rollout.engine.engine import Engine
 from rlhf.tuning.rollout.engine.paged.engine import PagedEngine
+from tests.aot.shapes import abstract_mesh
 from tests.tuning.models.mixtures import MIXTURE
+from tests.tuning.models.test_attention import lowered_for_tpu
 from tests.tuning.programs import printed
 
 EXACT = 1e-12
@@ -108,6 +111,14 @@ def test_adapters_and_quantised_kernels_of_experts_are_refused_by_name():
         Engine(MIXTURE, quantization="int8")
     with pytest.raises(ValueError, match="pages do not hold the experts.*cache: slots"):
         PagedEngine(MIXTURE)
+
+
+@pytest.mark.slow
+def test_a_training_pass_lowers_for_tpu_with_grouped_products():
+    config = dataclasses.replace(MIXTURE, head_dim=128)
+    text = lowered_for_tpu(abstract_mesh(Axes(1, 2, 2, context=2), 8), 1024, config)
+    # Forward, and two gradients of each of three projections.
+    assert text.count("ragged_dot") >= 9
 
 
 @pytest.mark.slow
