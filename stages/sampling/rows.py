@@ -117,7 +117,10 @@ def _sampled(ctx: Context, prompts: Sequence[tuple[int, PromptRow]], draw: Draw)
         # By name, not by import: the code of episodes must not be in the keys of rollouts without them.
         rows: list[CompletionRow] = importlib.import_module(EPISODES).play_rows(ctx, prompts, draw)
         return rows
-    recorded = draw.routing and draw.engine.in_worker and load_policy(ctx, ctx.inputs["policy"])[0].num_experts > 0
+    recorded = draw.routing and load_policy(ctx, ctx.inputs["policy"])[0].num_experts > 0
+    if recorded and not draw.engine.in_worker:
+        ctx.log("servers record no experts: the update needs rl.update.routing: free")
+        recorded = False
     sampler = _Sampler(ctx, dataclasses.replace(draw, routing=recorded), [prompt for _, prompt in prompts])
     shards = Shards(FOLDER, CompletionRow, CompletionRow.schema(recorded), draw.shard_prompts, "prompts")
     if in_one_go(draw.engine):

@@ -15,6 +15,7 @@ import numpy as np
 from rlhf.tuning.algorithms.settings import Objective, RoundSettings
 from rlhf.tuning.losses.importance import RATIO_EDGES, effective_sample_size, ratio_quantile
 from rlhf.tuning.losses.kl import adaptive_kl_coef
+from rlhf.tuning.models.experts import router_means
 from rlhf.tuning.precision import real
 
 QUANTILES = {"ratio_p01": 0.01, "ratio_p50": 0.5, "ratio_p99": 0.99}
@@ -32,12 +33,9 @@ def summarise(sums: Mapping[str, float]) -> dict[str, float]:
     # Present only for losses that have such a clip.
     names |= {"clip_low": "clip_low", "clip_high": "clip_high", "dual_clip": "clip_dual"}
     means = {name: sums[key] / n for key, name in names.items() if key in sums}
-    if routed := sums.get("router_tokens"):
-        names = {"busiest": "busiest_expert", "entropy": "router_entropy", "other": "router_disagreement"}
-        means |= {name: sums[f"router_{key}"] / routed for key, name in names.items()}
     if "clip_low" in sums and "clip_high" in sums:
         means["clip_fraction"] = (sums["clip_low"] + sums["clip_high"]) / n
-    return means
+    return means | router_means(sums)
 
 
 def mismatch_means(sums: Mapping[str, float]) -> dict[str, float]:

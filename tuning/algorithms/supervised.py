@@ -19,9 +19,10 @@ from rlhf.tuning.losses.preference import bradley_terry
 from rlhf.tuning.losses.sft import nll
 from rlhf.tuning.mesh import mesh_of
 from rlhf.tuning.models.config import DecoderConfig
+from rlhf.tuning.models.experts import router_means
 from rlhf.tuning.training.batch import Group
 from rlhf.tuning.training.completions import per_completion
-from rlhf.tuning.training.forward import logps_and_leads, logps_entropy_and_router, scores, share_of_balance
+from rlhf.tuning.training.forward import Router, logps_and_leads, logps_entropy_and_router, scores, share_of_balance
 from rlhf.tuning.training.step import Batch, LossFn, Tree
 
 
@@ -39,6 +40,7 @@ def sft_loss(
         )
 
     def loss(params: Tree, batch: Batch, frozen: Tree) -> tuple[jax.Array, Batch]:
+        router: Router = None, {}
         if label_smoothing:
             logps, leads = logps_and_leads(graph, params, batch, compute)
             losses = of_token(logps) + label_smoothing * leads
@@ -51,14 +53,14 @@ def sft_loss(
         if router_aux:
             value = value + router_aux * share_of_balance(router, batch)
         # Log-probabilities are 0 where masked.
-        return value, {"nll": -jnp.sum(logps), "tokens": jnp.sum(mask)}
+        return value, {"nll": -jnp.sum(logps), "tokens": jnp.sum(mask)} | router[1]
 
     return loss
 
 
 def sft_summary(sums: dict[str, float]) -> dict[str, float]:
     """Metrics of a step from the sums of `sft_loss`."""
-    return {"loss": sums["nll"] / sums["tokens"], "tokens": sums["tokens"]}
+    return {"loss": sums["nll"] / sums["tokens"], "tokens": sums["tokens"]} | router_means(sums)
 
 
 def heldout_loss(model: DecoderConfig, params: Any, examples: Sequence[Group], compute: Compute, budget: int) -> float:

@@ -14,7 +14,7 @@ R = T X copies, I inputs, O outputs.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -37,7 +37,8 @@ _BY_ROWS = jax.lax.RaggedDotDimensionNumbers((((0,), (0,)), ((), ())), [0], [])
 
 
 class Experts(nnx.Module):
-    """One projection of every expert. `kernel` is a parameter, or a module that stores it in another form."""
+    """One projection of every expert, made as a `Linear`. `kernel` is a parameter, or a module that stores it in
+    another form."""
 
     kernel: Any
 
@@ -79,6 +80,13 @@ def balance(sums: dict[str, jax.Array]) -> tuple[jax.Array, dict[str, jax.Array]
     means = {name: sums[name].mean() for name in ("tokens", "entropy", "other")}
     means["busiest"] = sums["hits_E"].max(-1).mean()
     return len(hits_E) * jnp.sum(hits_E * probs_E), {f"router_{name}": x for name, x in means.items()}
+
+
+def router_means(sums: Mapping[str, float]) -> dict[str, float]:
+    """Metrics of routers from the sums of `balance`, added over micro-batches; none of a model without experts."""
+    names = {"busiest": "busiest_expert", "entropy": "router_entropy", "other": "router_disagreement"}
+    tokens = sums.get("router_tokens")
+    return {name: sums[f"router_{key}"] / tokens for key, name in names.items()} if tokens else {}
 
 
 def routed(

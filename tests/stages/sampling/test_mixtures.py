@@ -46,7 +46,7 @@ def updated(inputs, name, rollouts, **changes):
     scores = [ScoreRow(place=r.place, sample=r.sample, prompt_id=r.prompt_id, total=float(r.sample % 2)) for r in every]
     made = folder / f"scores of {name}"
     (made / "scores").mkdir(parents=True)
-    write_table(made / "scores" / "a.parquet", scores, ScoreRow.schema())
+    write_table(made / "scores" / "a.parquet", scores, ScoreRow.schema(["even"]))
     more = {"rollouts": rollouts, "scores": Folder(made, name), "reference": given["policy"]}
     config = update.Config(prompts_per_step=4, optimizer={"learning_rate": 1e-3}, **changes)
     metrics, policy = perform(update, config, folder / f"update {name}", {}, **given | more)

@@ -15,6 +15,7 @@ from rlhf.tuning.models.lora import LoraConfig, trainable_shapes, tune
 from rlhf.tuning.rollout.engine.engine import Engine
 from rlhf.tuning.rollout.engine.paged.engine import PagedEngine
 from tests.aot.shapes import abstract_mesh
+from tests.support import QUICK
 from tests.tuning.models.mixtures import MIXTURE
 from tests.tuning.models.test_attention import lowered_for_tpu
 from tests.tuning.programs import printed
@@ -123,6 +124,6 @@ def test_a_training_pass_lowers_for_tpu_with_grouped_products():
 
 @pytest.mark.slow
 def test_a_mixture_computes_the_same_on_every_mesh_and_loads_onto_it():
-    found = printed("models.mixture_program")
+    found = printed("models.mixture_program", flags=QUICK)
     assert {name: gap for name, gap in found["gaps"].items() if gap > 1e-10} == {}
     assert found["loaded"] and found["share"] == 0.25
