@@ -100,8 +100,8 @@ def _sizes(family: Family) -> dict[str, str]:
     return {own: name for name, own in (_SIZES | dict(family.sizes)).items()}
 
 
-MOST_LAYERS = 10_000
-"""Before the names of their tensors are compared with the file's."""
+MOST_LAYERS, MOST_EXPERTS = 10_000, 100_000
+"""Before the names of their tensors are compared with the file's; experts of all layers."""
 
 
 def from_hugging_face(values: Mapping[str, Any], source: str) -> DecoderConfig:
@@ -149,6 +149,9 @@ def _routed(file: _File, sizes: Mapping[str, int]) -> dict[str, Any]:
     """How a mixture chooses experts. transformers adds the balance loss where the router's logits are put out."""
     if sizes["experts_per_token"] > sizes["num_experts"]:
         raise file.refusal("num_experts_per_tok", sizes["experts_per_token"], f"at most {sizes['num_experts']}")
+    most = MOST_EXPERTS // sizes["num_layers"]
+    if sizes["num_experts"] > most:
+        raise file.refusal(_sizes(file.family)["num_experts"], sizes["num_experts"], f"at most {most} of a layer")
     aux = file.flag("output_router_logits") and file.cap("router_aux_loss_coef")
     normalised = "norm_topk_prob" in file.family.defaults and file.flag("norm_topk_prob")
     return {"router_aux": float(aux or 0), "normalise_experts": normalised}

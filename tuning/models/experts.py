@@ -124,7 +124,7 @@ def mixture(
     def local(x: jax.Array, experts: jax.Array, weights: jax.Array, back: Any, *into: Any) -> jax.Array:
         flat, width = experts.reshape(-1), experts.shape[-1]
         order = jnp.argsort(flat)
-        place, sizes = jnp.argsort(order), jnp.bincount(flat, length=count)
+        place, sizes = jnp.argsort(order), jnp.sum(flat[:, None] == jnp.arange(count), axis=0)
         copies = permuted(jnp.repeat(x.reshape(-1, x.shape[-1]), width, axis=0), order, place)
         inner = [keep(_product(kernel, copies, sizes), MLP) for kernel in into]
         gate, up = inner if len(inner) == 2 else jnp.split(inner[0], 2, axis=-1)

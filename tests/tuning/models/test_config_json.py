@@ -106,6 +106,11 @@ def test_llama3_falls_back_to_the_models_context():
         ("mistral", {"layer_types": ["full_attention"] * 7}, "layer_types is"),
         ("mixtral", {"router_jitter_noise": 0.1}, "router_jitter_noise is 0.1, supported is 0.0"),
         ("mixtral", {"num_experts_per_tok": 9}, "num_experts_per_tok is 9, supported is at most 8"),
+        (
+            "mixtral",
+            {"num_local_experts": 10**6},
+            "num_local_experts is 1000000, supported is at most 14285 of a layer",
+        ),
         ("qwen3_moe", {"decoder_sparse_step": 2}, "decoder_sparse_step is 2, supported is 1"),
         ("qwen3_moe", {"mlp_only_layers": [0]}, r"mlp_only_layers is \[0\], supported is \[\]"),
         ("qwen3_moe", {"use_sliding_window": True}, "use_sliding_window is True, supported is False"),
