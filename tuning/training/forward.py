@@ -96,7 +96,7 @@ def logps_and_entropy(
 def logps_entropy_and_router(
     graph: Any, params: Any, batch: Batch, temperature: float, compute: Compute
 ) -> tuple[jax.Array, jax.Array, Router]:
-    """`logps_and_entropy`, and what the routers say."""
+    """`logps_and_entropy`, and the balance of the routers."""
     decoder: Decoder = assemble(graph, params)
     every, sums = _hidden(decoder, batch, compute, replay=True)
     hidden = _states(batch, every, masked_tokens(batch, "at_CT"))

@@ -8,7 +8,6 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
-from jax.sharding import NamedSharding, PartitionSpec
 
 from rlhf.tuning.axes import Axes
 from rlhf.tuning.compile_target import compiling_for, target_platform
@@ -17,6 +16,7 @@ from rlhf.tuning.models.config import tiny
 from rlhf.tuning.models.decoder import UNLIMITED, AttentionSpec, abstract_decoder
 from rlhf.tuning.models.splash import block
 from tests.aot.shapes import abstract_mesh
+from tests.tuning.models.lowering import lowered_for_tpu
 from tests.tuning.models.rows import alone, packed, value_and_grads
 from tests.tuning.programs import printed
 
@@ -94,25 +94,6 @@ def test_what_was_traced_for_one_platform_is_not_taken_for_another():
         program(1.0)
     program(1.0)
     assert traced == [jax.default_backend(), "tpu"]
-
-
-def lowered_for_tpu(mesh, length, config):
-    """The text of a training pass for a TPU of these devices, without a compiler for it."""
-    graph, shapes = abstract_decoder(config)
-
-    def on(*axes):
-        return NamedSharding(mesh, PartitionSpec(*axes))
-
-    params = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=on()), shapes)
-    ints = jax.ShapeDtypeStruct((8, length), jnp.int32, sharding=on(("data", "fsdp")))
-
-    def loss(params, tokens, group, positions):
-        attention = att.packed_attention(group, None)
-        return nnx.merge(graph, params)(tokens, positions, attention, dtype=jnp.bfloat16)[0].astype(jnp.float32).sum()
-
-    with compiling_for("tpu"), jax.sharding.use_abstract_mesh(mesh):
-        traced = jax.jit(jax.grad(loss)).trace(params, ints, ints, ints)
-        return traced.lower(lowering_platforms=("tpu",)).as_text()
 
 
 @pytest.mark.slow

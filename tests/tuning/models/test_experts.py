@@ -16,8 +16,8 @@ from rlhf.tuning.rollout.engine.engine import Engine
 from rlhf.tuning.rollout.engine.paged.engine import PagedEngine
 from tests.aot.shapes import abstract_mesh
 from tests.support import QUICK
+from tests.tuning.models.lowering import lowered_for_tpu
 from tests.tuning.models.mixtures import MIXTURE
-from tests.tuning.models.test_attention import lowered_for_tpu
 from tests.tuning.programs import printed
 
 EXACT = 1e-12
