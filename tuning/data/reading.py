@@ -82,6 +82,11 @@ class Examples(Sequence[Group]):
         return np.diff(self.prompts_N2)[:, 0] + self.lengths_NC.sum(axis=1)
 
     @property
+    def positions_N(self) -> np.ndarray:
+        """Tokens of each example's prompt and longest completion: the positions that it takes."""
+        return np.diff(self.prompts_N2)[:, 0] + self.lengths_NC.max(axis=1)
+
+    @property
     def lengths_NC(self) -> np.ndarray:
         """Tokens of each completion."""
         return np.diff(self.completions_NC2)[..., 0]
