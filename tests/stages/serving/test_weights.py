@@ -11,8 +11,8 @@ import httpx
 import jax
 import pytest
 
-from rlhf.stages.serving.follow import Follower
 from rlhf.stages.serving.programs import endpoint
+from rlhf.stages.serving.serve import Follower
 from rlhf.stages.serving.server import Server
 from rlhf.stages.serving.settings import Named, ServeOptions
 from rlhf.stages.serving.weights import Weights
