@@ -1,6 +1,8 @@
 """Requests of the API as requests of the engine, with the ids that their sessions have recorded.
 
 `ChatRenderer` has conversations of the API as token ids, with calls and results of tools, by the tokenizer's template.
+
+Prometheus metrics of one server.
 """
 
 from __future__ import annotations
@@ -15,10 +17,11 @@ import queue
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from typing import Any, TypeVar
 
+from prometheus_client import CollectorRegistry, Counter, Histogram
+
 from rlhf.stages.serving.answers import Choice, Completed, Spoken, Text
 from rlhf.stages.serving.api import ANY, Asked, ChatRequest, Message
 from rlhf.stages.serving.errors import RequestError
-from rlhf.stages.serving.metrics import Metrics
 from rlhf.stages.serving.sessions import Call, Session, Sessions, signatures_of
 from rlhf.stages.serving.settings import Named
 from rlhf.stages.serving.tools import Offer, same_call, without_thoughts
@@ -27,6 +30,22 @@ from rlhf.tuning.chat.renderer import Renderer
 from rlhf.tuning.chat.schemas import MOST_BYTES
 from rlhf.tuning.chat.template import Template
 from rlhf.tuning.models.tokenizer import begins_with_bos
+
+
+class Metrics:
+    """The counters of one server; their names begin with `rlhf_serve_`."""
+
+    def __init__(self) -> None:
+        self.registry = CollectorRegistry()
+        options: dict[str, Any] = {"namespace": "rlhf_serve", "registry": self.registry}
+        buckets = (0.1, 0.5, 1.0, 5.0, 30.0, 120.0, 600.0)
+        self.requests = Counter(
+            "requests", "Answers; status 0 if the client left before.", ["route", "status"], **options
+        )
+        self.seconds = Histogram("request_seconds", "Time of an answer.", buckets=buckets, **options)
+        self.prompt_tokens = Counter("prompt_tokens", "Tokens of prompts.", **options)
+        self.completion_tokens = Counter("completion_tokens", "Sampled tokens.", **options)
+
 
 KEPT = 32
 """Renderers that are cached, by tools: each is checked when it is built."""

@@ -33,7 +33,7 @@ def kl_divergence(log_p: jax.Array, log_q: jax.Array) -> jax.Array:
 def generalised_jsd(
     student_logits: jax.Array,
     teacher_logits: jax.Array,
-    beta: float = 0.5,
+    beta: float,
     temperature: float = 1.0,
     cut: HeadCut | None = None,
 ) -> jax.Array:

@@ -271,7 +271,7 @@ SCHEDULES: dict[str, Callable[[float, float, int], optax.Schedule]] = {
 """Schedules by name, of (peak, end, steps after the warm-up)."""
 
 
-def schedule_of(settings: OptimizerSettings, total_steps: int = 1) -> optax.Schedule:
+def schedule_of(settings: OptimizerSettings, total_steps: int) -> optax.Schedule:
     """A linear warm-up, then the schedule's decay; `total_steps` is the end of a schedule without `decay_steps`."""
     s, peak = settings, settings.learning_rate
     after = max(1, (s.decay_steps or total_steps) - s.warmup_steps)

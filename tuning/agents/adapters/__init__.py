@@ -21,8 +21,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from rlhf.tuning.agents import tools
-from rlhf.tuning.agents.adapters.arena import Arena
-from rlhf.tuning.agents.adapters.gym import Gym, made, text_actions
+from rlhf.tuning.agents.adapters.gym import Arena, Gym, made, text_actions
 from rlhf.tuning.agents.adapters.step_environment import Adapted, Stepped
 from rlhf.tuning.agents.adapters.tool_environment import Methods, Tooled
 from rlhf.tuning.agents.contract import Spec
