@@ -20,13 +20,12 @@ from rlhf.stages.common.compilation import configure_jax
 from rlhf.stages.sampling.settings import NATIVE
 from rlhf.stages.serving.access import AccessError, keys_of
 from rlhf.stages.serving.api import TOP_LOGPROBS
-from rlhf.stages.serving.app import make_app
+from rlhf.stages.serving.app import Weights, make_app
 from rlhf.stages.serving.policy import folder_of, open_policy
 from rlhf.stages.serving.server import Server
 from rlhf.stages.serving.sessions import Sessions
 from rlhf.stages.serving.settings import Named, Serve
 from rlhf.stages.serving.web import Web
-from rlhf.stages.serving.weights import Weights
 from rlhf.stages.store import registry
 from rlhf.stages.store.artifacts import Store
 from rlhf.stages.store.registry import Entry

@@ -30,9 +30,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
 
-def above_margin(
-    a_PS: np.ndarray, b_PS: np.ndarray, level: float, least: float, seed: int = 0, clusters: Clusters = None
-) -> float:
+def above_margin(a_PS: np.ndarray, b_PS: np.ndarray, level: float, least: float, clusters: Clusters = None) -> float:
     """p of a one-sided test whether the mean of b - a is above `least`, by Gaffke's bound over clusters.
 
     Arrays and clusters are as of `statistics.paired_difference`. level: the smallest relevant p; fewer draws are made
@@ -46,7 +44,7 @@ def above_margin(
     # Spacings are exponential numbers over their sum; those of equal clusters are added up, to a gamma number.
     kinds, counts = np.unique(np.stack([np.append(sums, worst), np.append(sizes, size)]), axis=1, return_counts=True)
     draws = draws_for(level)
-    rng = np.random.default_rng(seed)
+    rng = np.random.default_rng(0)
     rows, not_above = max(1, CHUNK // len(counts)), 0
     for start in range(0, draws, rows):
         weights = rng.gamma(counts, size=(min(rows, draws - start), len(counts)))
@@ -76,7 +74,7 @@ class SignFlip:
 
 
 def sign_flip(
-    a_PS: np.ndarray, b_PS: np.ndarray, level: float, least: float = 0.0, seed: int = 0, clusters: Clusters = None
+    a_PS: np.ndarray, b_PS: np.ndarray, level: float, least: float = 0.0, clusters: Clusters = None
 ) -> SignFlip:
     """Tests one-sided whether b - a is above `least`, by the signs of the differences of clusters.
 
@@ -99,7 +97,7 @@ def sign_flip(
     sizes, counts = np.unique(np.abs(sums), return_counts=True)
     seen = float(sums.sum()) - 10.0**-_DIGITS * len(sums)
     p = _exact(sizes, counts, seen)
-    return SignFlip(_drawn(sizes, counts, seen, level, seed) if p is None else p, len(sums))
+    return SignFlip(_drawn(sizes, counts, seen, level) if p is None else p, len(sums))
 
 
 def draws_for(level: float) -> int:
@@ -122,10 +120,10 @@ def _exact(sizes: np.ndarray, counts: Sequence[int] | np.ndarray, seen: float) -
     return min(1.0, float(chances[sums >= seen].sum()))
 
 
-def _drawn(sizes: np.ndarray, counts: np.ndarray, seen: float, level: float, seed: int) -> float:
+def _drawn(sizes: np.ndarray, counts: np.ndarray, seen: float, level: float) -> float:
     """As `_exact`, from random signs."""
     draws = draws_for(level)
-    rng = np.random.default_rng(seed)
+    rng = np.random.default_rng(0)
     rows, as_large = max(1, CHUNK // len(sizes)), 0
     for start in range(0, draws, rows):
         positive = rng.binomial(counts, 0.5, (min(rows, draws - start), len(sizes)))

@@ -215,17 +215,17 @@ def _rmsprop(b1: float, b2: float, eps: float) -> optax.GradientTransformation:
 
 def _adafactor(b1: float, b2: float, eps: float) -> optax.GradientTransformation:
     momentum = [optax.ema(b1, debias=False)] if b1 else []
-    return optax.chain(optax.scale_by_factored_rms(), _clip_by_matrix(1.0), *momentum)
+    return optax.chain(optax.scale_by_factored_rms(), _clip_by_matrix(), *momentum)
 
 
-def _clip_by_matrix(limit: float) -> optax.GradientTransformation:
-    """Scales the update of each matrix down to a root mean square of `limit` (Shazeer and Stern, 2018, section 6)."""
+def _clip_by_matrix() -> optax.GradientTransformation:
+    """Scales the update of each matrix down to a root mean square of 1 (Shazeer and Stern, 2018, section 6)."""
 
     def one(path: Any, x: jax.Array) -> jax.Array:
         # Layers are stacked: each has one matrix or vector.
         axes = tuple(range(1 if "layers" in jax.tree_util.keystr(path) else 0, x.ndim))
         rms = jnp.sqrt(jnp.mean(jnp.square(x), axis=axes, keepdims=True))
-        return x / jnp.maximum(1.0, rms / limit)
+        return x / jnp.maximum(1.0, rms)
 
     return optax.stateless(lambda updates, params: jax.tree_util.tree_map_with_path(one, updates))
 
