@@ -21,7 +21,7 @@ def _reader(path: Path) -> GGUFReader:
             # Each string of the metadata is several views, which cost three times as much of numpy's class for maps.
             super().__setattr__(name, value.view(np.ndarray) if name == "data" else value)
 
-        def _get(self, offset: int, dtype: Any, count: int, override_order: Any) -> Any:
+        def _get(self, offset: int, dtype: Any, count: int = 1, override_order: Any = None) -> Any:
             # The reader would go through an array of any count, with empty values past the file's end.
             if offset + np.dtype(dtype).itemsize * int(count) > len(self.data):
                 raise ValueError("it ends before its values do")
