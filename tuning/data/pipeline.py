@@ -219,18 +219,13 @@ class Write(beam.DoFn):
 
     def table(self, rows: list[dict[str, Any]], columns: dict[str, pa.DataType]) -> pa.Table:
         """Return the rows with their shards as a table."""
-        return table_of([row | {"shard": shard_of(row["key"], self.shards)} for row in rows], columns)
+        return table_of([row | {"shard": hash64(row["key"]) % self.shards} for row in rows], columns)
 
     def publish(self, name: str, table: pa.Table) -> dict[str, str]:
         """Write a piece and return its checksum by its name."""
         data = ipc_bytes(table)
         publish(f"{self.folder}/{name}", data)
         return {name: hashlib.sha256(data).hexdigest()}
-
-
-def shard_of(key: str, shards: int) -> int:
-    """Return the shard of all rows with this key."""
-    return hash64(key) % shards
 
 
 def _placed(entry: Entry, draft: Draft, label: str) -> Iterator[dict[str, Any]]:
