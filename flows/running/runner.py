@@ -211,7 +211,7 @@ def run_plain(
 
 
 def run_stages(session: Session, chosen: Collection[str] | None, make: Make) -> None:
-    """Make the nodes (`rlhf.flows.running.gating.stages_of`) one after another, or concurrently on several workers.
+    """Make the nodes (`stages_of`) one after another, or concurrently on several workers.
 
     After an error no further stage begins, the running ones may finish, and the first error is raised. An exception in
     this thread, such as Ctrl-C, ends running stages within seconds.
