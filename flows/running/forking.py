@@ -10,7 +10,7 @@ from typing import Any
 from rlhf.flows.graph.build import Node, build
 from rlhf.flows.recipe.model import Recipe, RecipeError
 from rlhf.flows.recipe.reading import checked, with_sets
-from rlhf.flows.recipe.recorded import as_written
+from rlhf.flows.recipe.rescore import as_written
 
 
 def forked(record: dict[str, Any], at: str, sets: list[str], store: str) -> Recipe:

@@ -58,7 +58,7 @@ def mean_interval(
     return mean, *_bootstrap(values, names, confidence, seed)
 
 
-def wilson(mean: float, n: int, z: float = 1.96) -> tuple[float, float]:
+def wilson(mean: float, n: int, z: float) -> tuple[float, float]:
     """Wilson's score interval of a proportion `mean` of `n` trials (Wilson, 1927); z = 1.96 is 95 %."""
     centre = (mean + z * z / (2 * n)) / (1 + z * z / n)
     half = z * np.sqrt(mean * (1 - mean) / n + z * z / (4 * n * n)) / (1 + z * z / n)
