@@ -32,7 +32,7 @@ def forked(record: dict[str, Any], at: str, sets: list[str], store: str) -> Reci
         done = ", ".join(n for n, e in record["nodes"].items() if "digest" in e and not n.startswith("evaluate."))
         raise RecipeError(f"--at {at}: run {name} has no finished {node}; finished are {done or 'none'}")
     fork = {"run": name, "node": node, "digest": entry["digest"], "earlier": earlier}
-    values, options = with_sets(as_written(recipe) | {"fork": fork}, sets)
+    values, options = with_sets(as_written(recipe, shares_data=node != "base") | {"fork": fork}, sets)
     return checked(values | {"store": store}, Path(f"run {name}"), options=options)
 
 

@@ -61,6 +61,11 @@ def outcomes_of(ctx: Context, names: Sequence[str], rollouts: Sequence[Completio
         ctx.progress(start + len(shard), len(groups), "groups")
     if not ctx.is_primary:
         return {}
+    from rlhf.tuning.rewards.totals import Part, bounded
+
+    for name, reward in config.rewards.items():
+        part = Part(name, **reward.part)
+        found[name] = {i: bounded(outcome, part) for i, outcome in found[name].items()}
     # The first failure of the others ends the run (`rlhf.tuning.rewards.totals`).
     may_fail = {name: reward.function for name, reward in config.rewards.items() if reward.on_failure != "stop"}
     outcomes = {name: [found[name][i] for i in sorted(found[name])] for name in names if name in may_fail}

@@ -29,6 +29,7 @@ from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pyarrow as pa
 
 from rlhf.tuning import digest_cache
@@ -484,29 +485,39 @@ def batch_lines(batch: pa.RecordBatch) -> Iterator[bytes]:
     text. Null fields of structs in lists are left out, because such structs have the fields of all rows, such as the
     arguments of calls of different tools. Raises ValueError for a value of another type.
     """
-    for i, column in enumerate(batch.columns):
-        # By its text, else 0.1 would have the decimals of the next double.
-        text, doubles = (_with_floats(column.type, kind) for kind in (pa.string(), pa.float64()))
-        if doubles != column.type:
-            batch = batch.set_column(i, batch.field(i).name, column.cast(text).cast(doubles))
+    readers = {field.name: reader for field in batch.schema if (reader := _by_text(field.type)) is not None}
     for row in batch.to_pylist(maps_as_pydicts="strict"):
+        row |= {name: read(row[name]) for name, read in readers.items()}
         yield json.dumps(_without_nulls(row), default=_as_text).encode()
 
 
-def _with_floats(given: pa.DataType, kind: pa.DataType) -> pa.DataType:
-    """Return the type with another kind of its floats of 32 bits, in lists, maps and structs too."""
-    if pa.types.is_float32(given):
-        return kind
-    if pa.types.is_struct(given):
-        return pa.struct([field.with_type(_with_floats(field.type, kind)) for field in given])
-    if pa.types.is_map(given):
-        return pa.map_(given.key_type, _with_floats(given.item_type, kind))
-    if pa.types.is_fixed_size_list(given):
-        return pa.list_(given.value_field.with_type(_with_floats(given.value_type, kind)), given.list_size)
-    for is_list, list_of in ((pa.types.is_list, pa.list_), (pa.types.is_large_list, pa.large_list)):
-        if is_list(given):
-            return list_of(given.value_field.with_type(_with_floats(given.value_type, kind)))
-    return given
+def _by_text(given: pa.DataType) -> Callable[[Any], Any] | None:
+    """Return what reads a value of the type with each float of 16 or 32 bits as the number that its text is.
+
+    Else 0.1 would have the decimals of its bits. None where the type has no such floats.
+    """
+    is_half, types = pa.types.is_float16(given), pa.types
+    if is_half or types.is_float32(given):
+        kind = np.float16 if is_half else np.float32
+        return lambda value: value if value is None or value.is_integer() else float(str(kind(value)))
+    if types.is_struct(given):
+        fields = {field.name: read for field in given if (read := _by_text(field.type)) is not None}
+        return (lambda value: value and value | {n: read(value[n]) for n, read in fields.items()}) if fields else None
+    of_values = types.is_dictionary(given) or types.is_run_end_encoded(given)
+    if not of_values and not types.is_map(given) and not any(is_list(given) for is_list in _LISTS):
+        return None
+    inner = _by_text(given.item_type if types.is_map(given) else given.value_type)
+    if inner is None or of_values:
+        return inner
+    if types.is_map(given):
+        return lambda value: value and {n: inner(one) for n, one in value.items()}
+    return lambda value: value and list(map(inner, value))
+
+
+_LISTS = (
+    pa.types.is_list, pa.types.is_large_list, pa.types.is_fixed_size_list, pa.types.is_list_view,
+    pa.types.is_large_list_view,
+)  # fmt: skip
 
 
 def _without_nulls(value: Any, within: bool = False) -> Any:

@@ -338,11 +338,14 @@ def rules(plan: Plan) -> Step:
         for entry in block.alive():
             view = view_of(entry.record, block.part.label)
             for name, function in functions.items():
+                where = f"{block.part.label}, record {entry.number}: the rule {name}"
                 try:
                     verdict = function(view)
                 except Exception as error:  # a user's function may raise anything
-                    where = f"{block.part.label}, record {entry.number}"
-                    bad[entry.position] = f"{where}: the rule {name} raised {type(error).__name__}: {error}"
+                    bad[entry.position] = f"{where} raised {type(error).__name__}: {error}"
+                    break
+                if not _is_answer(verdict):
+                    bad[entry.position] = f"{where} returned {verdict!r:.60}: expected True, False, None or a reason"
                     break
                 if verdict not in (None, True):
                     entry.fate = verdict if isinstance(verdict, str) else name.rpartition(":")[2]
@@ -352,6 +355,13 @@ def rules(plan: Plan) -> Step:
         return {"dead": len(bad), **dropped}
 
     return step
+
+
+def _is_answer(verdict: Any) -> bool:
+    """Whether a rule may return this; a match, or the number of something, would be read as its opposite."""
+    if isinstance(verdict, str):
+        return verdict != ""
+    return verdict is None or (isinstance(verdict, int | np.bool_) and verdict in (0, 1))
 
 
 def view_of(record: Record, source: str) -> dict[str, Any]:

@@ -191,15 +191,17 @@ def majority(correct_PS: np.ndarray, answers_PS: Sequence[Sequence[Hashable | No
     return float(np.mean(shares))
 
 
-def constant_baseline(answers: Sequence[str]) -> tuple[str, float]:
+def constant_baseline(answers: Sequence[str], forms: Sequence[str] | None = None) -> tuple[str, float]:
     """The most common answer, and the share of problems that always giving it would solve.
 
-    Raises ValueError without an answer.
+    forms: of each answer a text that is the same for equal answers; None: the answer itself. Raises ValueError without
+    an answer.
     """
     if not answers:
         raise ValueError("a constant answer needs at least one problem that has an answer")
-    answer, count = Counter(answers).most_common(1)[0]
-    return answer, count / len(answers)
+    forms = list(answers if forms is None else forms)
+    form, count = Counter(forms).most_common(1)[0]
+    return answers[forms.index(form)], count / len(answers)
 
 
 def win_rate(good: Any, bad: Any) -> float:
