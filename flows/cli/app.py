@@ -27,7 +27,9 @@ from rlhf.flows.cli import (  # noqa: F401
 from rlhf.flows.cli.shared import app
 from rlhf.flows.orchestration.exit import leave
 from rlhf.stages.store.disk import disk_fault
+from rlhf.stages.store.keys import without_userinfo
 from rlhf.stages.worker.interpreter import add_current_folder, escape_output
+from rlhf.tuning.rewards.failures import kind_of
 
 
 def main() -> None:
@@ -40,6 +42,10 @@ def main() -> None:
     except BaseException as e:
         if isinstance(e, Exception) and (fault := disk_fault(e, Path())):
             sys.exit(f"failed: {fault.strerror}")
+        # Clients of object stores have their own errors of connections.
+        if isinstance(e, Exception) and kind_of(e) == "outage":
+            text = without_userinfo(f"{type(e).__name__}: {e}")
+            e = SystemExit(f"failed: {text}\nfinished stages are kept; the same command continues")
         leave(e)
 
 

@@ -26,6 +26,7 @@ from rlhf.stages.store.disk import FULL
 from rlhf.stages.store.exclusive import create
 from rlhf.stages.store.json_schemas import HOLDER
 from rlhf.tuning.retries import retried
+from rlhf.tuning.rewards.failures import kind_of
 
 T = TypeVar("T")
 
@@ -202,7 +203,8 @@ def _again(action: Callable[[], T]) -> T:
         action,
         tries=TRIES,
         first_seconds=FIRST_PAUSE_SECONDS,
-        passing=lambda e: isinstance(e, OSError) and e.errno not in FULL,
+        # Clients of object stores have their own errors of connections.
+        passing=lambda e: getattr(e, "errno", None) not in FULL and (isinstance(e, OSError) or kind_of(e) == "outage"),
     )
 
 

@@ -182,6 +182,26 @@ def test_a_store_that_is_away_for_a_moment_ends_no_wait_and_no_finished_work(tmp
     Disturbed.disturb()
 
 
+class Unreachable(Exception):
+    """As botocore's: no OSError, with one of a package among its causes."""
+
+
+def test_an_error_of_a_connection_that_is_no_oserror_ends_no_wait_either(tmp_path, monkeypatch):
+    monkeypatch.setattr(leases, "FIRST_PAUSE_SECONDS", 0.01)
+    tried: list[int] = []
+
+    def action():
+        tried.append(1)
+        if len(tried) < 4:
+            raise Unreachable from ConnectionRefusedError(111, "Connection refused")
+        return "answer"
+
+    assert leases._again(action) == "answer"
+    with pytest.raises(leases.ArtifactError):
+        leases._again(lambda: tried.append(1) or (_ for _ in ()).throw(leases.ArtifactError("not JSON")))
+    assert len(tried) == 5
+
+
 def test_a_request_that_fails_once_keeps_no_lease_of_a_process_that_lives_on(tmp_path):
     store = Store(f"disturbed://{tmp_path.name}", tmp_path)
     with lease(store, "sft", "k" * 64, print):
