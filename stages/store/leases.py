@@ -25,8 +25,8 @@ from rlhf.stages.store.artifacts import ArtifactError, Store
 from rlhf.stages.store.disk import FULL
 from rlhf.stages.store.exclusive import create
 from rlhf.stages.store.json_schemas import HOLDER
+from rlhf.stages.store.readonly import ReadOnlyStore
 from rlhf.tuning.retries import retried
-from rlhf.tuning.rewards.failures import kind_of
 
 T = TypeVar("T")
 
@@ -198,13 +198,12 @@ class Watch:
 
 
 def _again(action: Callable[[], T]) -> T:
-    # A full disk stays full.
+    # A full disk stays full. Clients of object stores have their own errors, which are not an OSError.
     return retried(
         action,
         tries=TRIES,
         first_seconds=FIRST_PAUSE_SECONDS,
-        # Clients of object stores have their own errors of connections.
-        passing=lambda e: getattr(e, "errno", None) not in FULL and (isinstance(e, OSError) or kind_of(e) == "outage"),
+        passing=lambda e: not isinstance(e, ArtifactError | ReadOnlyStore) and getattr(e, "errno", None) not in FULL,
     )
 
 

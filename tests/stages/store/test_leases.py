@@ -8,6 +8,7 @@ import time
 from pathlib import Path
 
 import pytest
+from botocore.exceptions import EndpointConnectionError
 
 from rlhf.stages.store import leases
 from rlhf.stages.store.artifacts import Store
@@ -182,10 +183,6 @@ def test_a_store_that_is_away_for_a_moment_ends_no_wait_and_no_finished_work(tmp
     Disturbed.disturb()
 
 
-class Unreachable(Exception):
-    """As botocore's: no OSError, with one of a package among its causes."""
-
-
 def test_an_error_of_a_connection_that_is_no_oserror_ends_no_wait_either(tmp_path, monkeypatch):
     monkeypatch.setattr(leases, "FIRST_PAUSE_SECONDS", 0.01)
     tried: list[int] = []
@@ -193,7 +190,7 @@ def test_an_error_of_a_connection_that_is_no_oserror_ends_no_wait_either(tmp_pat
     def action():
         tried.append(1)
         if len(tried) < 4:
-            raise Unreachable from ConnectionRefusedError(111, "Connection refused")
+            raise EndpointConnectionError(endpoint_url="http://store")
         return "answer"
 
     assert leases._again(action) == "answer"
