@@ -228,7 +228,7 @@ def run_recipe(
     name: str | None,
     force: set[str] | None,
     only: set[str] | None,
-    standing: Standing | None = None,
+    standing: Standing | None,
 ) -> str:
     """Run the flow in this process for the command line; return the run's status."""
     name = name or f"{recipe.name}-{generate_slug(2)}"

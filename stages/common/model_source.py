@@ -108,10 +108,10 @@ def _is_read(name: str) -> bool:
     return any(fnmatch.fnmatch(name, pattern) for pattern in HUB_FILES)
 
 
-def snapshot(name: str, files: Sequence[str] = HUB_FILES, field: str = "base.source") -> Path:
+def snapshot(name: str, files: Sequence[str] = HUB_FILES) -> Path:
     """Return the folder of a Hub repository's files in the local cache, after a download of missing ones.
 
-    field: the setting with the repository's name. Raise SourceMissing.
+    Raise SourceMissing.
     """
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OfflineModeIsEnabled
@@ -122,9 +122,9 @@ def snapshot(name: str, files: Sequence[str] = HUB_FILES, field: str = "base.sou
     except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OfflineModeIsEnabled, ConnectionError) as error:
         reason = str(error).strip().splitlines()[0]
         raise SourceMissing(
-            f"{field}: {repository} is not in the local cache and cannot be fetched from the hub ({reason}). Run "
+            f"base.source: {repository} is not in the local cache and cannot be fetched from the hub ({reason}). Run "
             f"`hf download {repository} --local-dir FOLDER` where there is a network (after `hf auth login` for a "
-            f"gated model), copy the folder here, and give its path as {field}"
+            "gated model), copy the folder here, and give its path as base.source"
         ) from error
     return Path(folder)
 

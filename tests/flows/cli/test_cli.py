@@ -16,7 +16,7 @@ import yaml
 from rlhf.flows.cli import launch
 from rlhf.flows.recipe.model import Recipe
 from rlhf.flows.recipe.reading import load_recipe
-from rlhf.flows.running.record_writer import now
+from rlhf.flows.running.session import now
 from rlhf.stages.auditing.audit import LAWS
 from rlhf.stages.store.artifacts import Store
 from tests.flows.commands import typed
