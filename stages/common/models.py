@@ -208,24 +208,32 @@ def load_scorer(ctx: Context, artifact: Artifact, *, frozen: bool = False) -> tu
     return cached(ctx, name, load)
 
 
+_below: dict[str, Artifact] = {}
+"""Results of `below` by URL and digest: each round walks only over the rounds since the last."""
+
+
 def below(artifact: Artifact) -> Artifact:
-    """Return the artifact under an adapter: the policy before the stage, or before the first round of its updates.
+    """Return the artifact that training started from: the policy before the stage, or the first round of its updates.
 
     Raises RuntimeError, naming both, if it is not stored any more.
     """
-    lora = artifact.manifest["config"]["lora"]
-    while True:
+    first = ""
+    while (name := f"{artifact.url} {artifact.digest}") not in _below:
+        first = first or name
         inputs = artifact.manifest["inputs"]
         ref = inputs.get("policy") or inputs["base"]
         parent = artifact.store.with_digest(ref["stage"], ref["key"], ref["digest"])
         if parent is None:
             raise RuntimeError(
-                f"{artifact.url} is an adapter over {ref['stage']}/{ref['key'][:12]}, which is gone from "
+                f"{artifact.url} was trained from {ref['stage']}/{ref['key'][:12]}, which is gone from "
                 f"{artifact.store.shown}: restore it from a backup, or run the recipe again"
             )
-        if not artifact.stage == parent.stage == "update" or parent.manifest["config"].get("lora") != lora:
-            return parent
-        artifact = parent
+        one, two = artifact.manifest["config"], parent.manifest["config"]
+        if not artifact.stage == parent.stage == "update" or one.get("lora") != two.get("lora"):
+            _below[name] = parent
+        else:
+            artifact = parent
+    return _below.setdefault(first or name, _below[name])
 
 
 def save_model(ctx: Context, kind: Literal["decoder", "scorer"], config: DecoderConfig, params: Any) -> None:
