@@ -72,8 +72,6 @@ class Programs:
     """Key of the server."""
     sessions: Sessions
     terms: Callable[[Episode], Terms]
-    failed: Callable[[], object] = lambda: None
-    """Whether the engine has: every call of a program fails from then on."""
     ending: threading.Event = dataclasses.field(default_factory=threading.Event)
 
     def play(self, episodes: Sequence[Episode], live: int) -> Generator[Ended, None, None]:
@@ -170,8 +168,8 @@ class Programs:
                 os.close(end)
 
     def _wait(self, process: subprocess.Popen[bytes], deadline: float) -> bool:
-        """Return whether the program ended before its deadline, the end of all programs and a failure of the engine."""
-        while not (self.ending.is_set() or self.failed()) and (left := deadline - time.monotonic()) > 0:
+        """Return whether the program ended before its deadline and before the end of all programs."""
+        while not self.ending.is_set() and (left := deadline - time.monotonic()) > 0:
             with contextlib.suppress(subprocess.TimeoutExpired):
                 process.wait(min(left, 0.5))
                 return True
@@ -346,8 +344,7 @@ def play_episodes(
         key = secrets.token_urlsafe(32)
         with endpoint(server, key) as url:
             limit = min(settings.processes, engine.slots_for(tokens))
-            programs = Programs(settings, url, key, sessions, terms, lambda: live.failure)
-            with contextlib.closing(programs.play(episodes, limit)) as plays:
+            with contextlib.closing(Programs(settings, url, key, sessions, terms).play(episodes, limit)) as plays:
                 for one in plays:
                     if live.failure is not None:
                         # Programs are not at fault.
