@@ -208,8 +208,8 @@ def load_scorer(ctx: Context, artifact: Artifact, *, frozen: bool = False) -> tu
     return cached(ctx, name, load)
 
 
-_below: dict[str, Artifact] = {}
-"""Results of `below` by URL and digest: each round walks only over the rounds since the last."""
+_firsts: dict[str, Artifact] = {}
+"""By URL and digest of an artifact the first round of its updates: each walks only over the rounds since the last."""
 
 
 def below(artifact: Artifact) -> Artifact:
@@ -217,23 +217,22 @@ def below(artifact: Artifact) -> Artifact:
 
     Raises RuntimeError, naming both, if it is not stored any more.
     """
-    first = ""
-    while (name := f"{artifact.url} {artifact.digest}") not in _below:
-        first = first or name
-        inputs = artifact.manifest["inputs"]
+    name = f"{artifact.url} {artifact.digest}"
+    first = _firsts.get(name, artifact)
+    while True:
+        inputs = first.manifest["inputs"]
         ref = inputs.get("policy") or inputs["base"]
-        parent = artifact.store.with_digest(ref["stage"], ref["key"], ref["digest"])
+        parent = first.store.with_digest(ref["stage"], ref["key"], ref["digest"])
         if parent is None:
             raise RuntimeError(
-                f"{artifact.url} was trained from {ref['stage']}/{ref['key'][:12]}, which is gone from "
-                f"{artifact.store.shown}: restore it from a backup, or run the recipe again"
+                f"{first.url} was trained from {ref['stage']}/{ref['key'][:12]}, which is gone from "
+                f"{first.store.shown}: restore it from a backup, or run the recipe again"
             )
-        one, two = artifact.manifest["config"], parent.manifest["config"]
-        if not artifact.stage == parent.stage == "update" or one.get("lora") != two.get("lora"):
-            _below[name] = parent
-        else:
-            artifact = parent
-    return _below.setdefault(first or name, _below[name])
+        one, two = first.manifest["config"], parent.manifest["config"]
+        if not first.stage == parent.stage == "update" or one.get("lora") != two.get("lora"):
+            _firsts[name] = first
+            return parent
+        first = _firsts.get(f"{parent.url} {parent.digest}", parent)
 
 
 def save_model(ctx: Context, kind: Literal["decoder", "scorer"], config: DecoderConfig, params: Any) -> None:
