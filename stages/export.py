@@ -25,18 +25,19 @@ class Config(StageConfig):
 def lineage(artifact: Artifact) -> list[dict[str, Any]]:
     """Return the artifact and its ancestors, nearest first, each once."""
     history: dict[str, dict[str, Any]] = {}
-    queue = [artifact]
+    queue, seen = [artifact], {artifact.key}
     while queue:
         current = queue.pop(0)
-        if current.key in history:
-            continue
         manifest = current.manifest
         names = ("stage", "key", "digest", "seed", "config", "inputs", "versions", "device")
         history[current.key] = {name: manifest[name] for name in names} | {"config": published(manifest["config"])}
         for ref in manifest["inputs"].values():
+            if ref["key"] in seen:
+                continue
             parent = current.store.with_digest(ref["stage"], ref["key"], ref["digest"])
             # An ancestor that is no longer stored ends its branch of the history.
             if parent is not None:
+                seen.add(parent.key)
                 queue.append(parent)
     return list(history.values())
 

@@ -11,6 +11,7 @@ from rlhf.flows.cli.checks import check
 from rlhf.flows.cli.run import RunTitle
 from rlhf.flows.cli.shared import AsJson, NoPrefect, Sets, StoreUrl, app, out, print_json, record_of, usage_error
 from rlhf.stages.store.artifacts import Store
+from rlhf.stages.store.keys import published
 
 
 @app.command()
@@ -41,7 +42,8 @@ def fork(
         raise usage_error(f"{to} exists: name another file with --to")
     import yaml
 
-    text = yaml.safe_dump(recipe.model_dump(mode="json"), sort_keys=False, allow_unicode=True, width=120)
+    values = published(recipe.model_dump(mode="json"))
+    text = yaml.safe_dump(values, sort_keys=False, allow_unicode=True, width=120)
     to.write_text(text, encoding="utf-8")
     out.print(f"recipe  {to}")
 

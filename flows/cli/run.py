@@ -28,6 +28,7 @@ from rlhf.flows.recipe.model import RecipeError
 from rlhf.flows.recipe.reading import checked
 from rlhf.flows.records import candidates, finished_nodes
 from rlhf.stages.store.artifacts import Store
+from rlhf.stages.store.keys import published
 
 if TYPE_CHECKING:
     from rlhf.flows.graph.plan import Planned
@@ -110,7 +111,7 @@ def plan(
     if config:
         import yaml
 
-        values = resolved.model_dump(mode="json")
+        values = published(resolved.model_dump(mode="json"))
         typer.echo(yaml.safe_dump(values, sort_keys=False, allow_unicode=True, width=120), nl=False)
         return
     planned = make_plan(resolved)

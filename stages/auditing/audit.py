@@ -8,12 +8,14 @@ from typing import Any
 from rlhf.stages.auditing import evaluations, lineage, prompts, rounds, scores, selection, trajectories, updates
 from rlhf.stages.auditing.laws import Finding, Law
 from rlhf.stages.auditing.run import AuditedRun, Completions, Round
-from rlhf.stages.store.artifacts import Store
+from rlhf.stages.store.artifacts import ArtifactError, Store
 from rlhf.tuning.rows import OtherColumns
 
 MODULES = (lineage, prompts, rounds, trajectories, scores, updates, selection, evaluations)
 LAWS: list[Law] = [law for module in MODULES for law in module.LAWS]
 """Every law, in the order in which data flows."""
+FORM = (ArithmeticError, AttributeError, LookupError, TypeError, ValueError, ArtifactError, FileNotFoundError)
+"""Errors of artifacts that do not have the form that a law expects."""
 OVER: dict[str, Callable[[AuditedRun], Iterable[AuditedRun | Round | Completions]]] = {
     "run": lambda run: [run],
     "rounds": lambda run: run.rounds,
@@ -26,7 +28,8 @@ def audit(store: Store, record: Mapping[str, Any], laws: Sequence[Law] = LAWS) -
     """Check a run; return one finding for each law.
 
     All laws over rounds check a round before the next one is read: each table is read once, and one round is in memory
-    at a time. A table of another version is left out. Any other error of a law violates that law alone.
+    at a time. A table of another version is left out. An error of form violates its law alone. Others, as of a disk or
+    a network, say nothing about the run, and are raised.
     """
     run = AuditedRun(store, record)
     findings = [Finding(law) for law in laws]
@@ -40,6 +43,9 @@ def audit(store: Store, record: Mapping[str, Any], laws: Sequence[Law] = LAWS) -
                     active.remove(finding)
                     finding.left_out.append(f"a table is of another version: {e}")
                 except Exception as e:
+                    # Those that pyarrow raises for a damaged file have no number.
+                    if not isinstance(e, FORM) and not (type(e) is OSError and e.errno is None):
+                        raise
                     active.remove(finding)
                     finding.broken.append(f"the artifacts do not have the expected form: {type(e).__name__}: {e}")
     return findings

@@ -208,24 +208,31 @@ def load_scorer(ctx: Context, artifact: Artifact, *, frozen: bool = False) -> tu
     return cached(ctx, name, load)
 
 
+_firsts: dict[str, Artifact] = {}
+"""By URL and digest of an artifact the first round of its updates: each walks only over the rounds since the last."""
+
+
 def below(artifact: Artifact) -> Artifact:
-    """Return the artifact under an adapter: the policy before the stage, or before the first round of its updates.
+    """Return the artifact that training started from: the policy before the stage, or the first round of its updates.
 
     Raises RuntimeError, naming both, if it is not stored any more.
     """
-    lora = artifact.manifest["config"]["lora"]
+    name = f"{artifact.url} {artifact.digest}"
+    first = _firsts.get(name, artifact)
     while True:
-        inputs = artifact.manifest["inputs"]
+        inputs = first.manifest["inputs"]
         ref = inputs.get("policy") or inputs["base"]
-        parent = artifact.store.with_digest(ref["stage"], ref["key"], ref["digest"])
+        parent = first.store.with_digest(ref["stage"], ref["key"], ref["digest"])
         if parent is None:
             raise RuntimeError(
-                f"{artifact.url} is an adapter over {ref['stage']}/{ref['key'][:12]}, which is gone from "
-                f"{artifact.store.shown}: restore it from a backup, or run the recipe again"
+                f"{first.url} was trained from {ref['stage']}/{ref['key'][:12]}, which is gone from "
+                f"{first.store.shown}: restore it from a backup, or run the recipe again"
             )
-        if not artifact.stage == parent.stage == "update" or parent.manifest["config"].get("lora") != lora:
+        one, two = first.manifest["config"], parent.manifest["config"]
+        if not first.stage == parent.stage == "update" or one.get("lora") != two.get("lora"):
+            _firsts[name] = first
             return parent
-        artifact = parent
+        first = _firsts.get(f"{parent.url} {parent.digest}", parent)
 
 
 def save_model(ctx: Context, kind: Literal["decoder", "scorer"], config: DecoderConfig, params: Any) -> None:

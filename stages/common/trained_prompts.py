@@ -85,16 +85,12 @@ def trained_names(policy: Artifact) -> set[str]:
     Raise ArtifactError if an ancestor is not in the store any more, because its training data is unknown.
     """
     found: set[str] = set()
-    seen: set[tuple[str, str, str]] = set()
+    seen = {(policy.stage, policy.key, policy.digest)}
     # By digest and part: the data, and the ids of its rows (None: all). Rounds share a table, which is read once.
     tables: dict[tuple[str, str], tuple[Artifact, set[str] | None]] = {}
     waiting = [policy]
     while waiting:
         artifact = waiting.pop()
-        identity = (artifact.stage, artifact.key, artifact.digest)
-        if identity in seen:
-            continue
-        seen.add(identity)
         if artifact.has(f"{FOLDER}/"):
             found.update(read_names(artifact))
             continue
@@ -103,10 +99,12 @@ def trained_names(policy: Artifact) -> set[str]:
         for role, ref in artifact.manifest["inputs"].items():
             if ref["stage"] in _BLIND or chosen not in (None, role):
                 continue
-            source = _input(artifact, role, ref)
             if ref["stage"] not in DATA:
-                waiting.append(source)
+                if (name := (ref["stage"], ref["key"], ref["digest"])) not in seen:
+                    seen.add(name)
+                    waiting.append(_input(artifact, role, ref))
                 continue
+            source = _input(artifact, role, ref)
             ids = _sampled(artifact) if artifact.stage in _SAMPLED else None
             for part in _parts(artifact, role):
                 before = tables.get((source.digest, part), (source, set()))[1]

@@ -5,7 +5,6 @@ Servers that are started here live as long as the worker: the next round gives t
 
 from __future__ import annotations
 
-import atexit
 import contextlib
 import dataclasses
 import functools
@@ -45,7 +44,7 @@ _transfers: dict[Path, Any] = {}
 _loading = threading.Lock()
 """Held while a policy is loaded or written: servers get theirs side by side, from one copy and one folder."""
 _at_rest = contextlib.ExitStack()
-"""Ends the present stage's use of servers that sleep."""
+"""Ends the present stage's use of servers."""
 _places: set[str] = set()
 """Folders and URLs below which this worker stores weights for servers."""
 
@@ -65,14 +64,14 @@ def open_engine(ctx: Context, settings: EngineSettings, quantize: str, context: 
         # Written from the devices, before the servers need their memory.
         policy.folder()
         _at_rest.callback(_off_devices(ctx.memory, f"decoder:{ctx.inputs['policy'].digest}"))
-        _at_rest.callback(remote.sleep)
+    _at_rest.callback(remote.sleep if settings.sleep else remote.close)
     remote.load(policy)
     ctx.metrics_line(servers=len(remote.gaps), logprob_gap=max(remote.gaps.values()))
     return remote
 
 
 def rest() -> None:
-    """Lay servers to sleep, and move the worker's values back to the devices. The worker calls it after each stage."""
+    """Leave the servers, or lay them to sleep and move the values back. The worker calls it after each stage."""
     _at_rest.close()
 
 
@@ -102,7 +101,8 @@ def _off_devices(memory: dict[str, Any], stays: str) -> Callable[[], None]:
 
 
 def end_all() -> None:
-    """Ends the servers that were started here and removes their weights; a kill of the worker ends them too."""
+    """End the servers that were started here and remove their weights. The worker calls it at its end; a kill of the
+    worker ends the servers too."""
     for name in list(_started):
         _end(name)
     for place in _places:
@@ -113,7 +113,11 @@ def end_all() -> None:
 
 
 def _end(name: str) -> None:
-    for server in _started.pop(name)[1]:
+    servers = _started.pop(name)[1]
+    # All at a time: a worker has seconds to end.
+    for server in servers:
+        server.child.leave()
+    for server in servers:
         server.child.end()
 
 
@@ -204,12 +208,10 @@ def _own(root: str) -> str:
         name, _, number = old.rstrip("/").rpartition("/")[2].rpartition("-")
         dead = number.isdigit() and not Path("/proc", number).exists() and Path("/proc").exists()
         if name == host and dead:
-            with contextlib.suppress(FileNotFoundError):
+            # It is another user's, or another worker removes it too.
+            with contextlib.suppress(OSError):
                 fs.rm(old, recursive=True)
     own = f"{path}/{host}-{pid}"
-    # Once, with the first folder.
-    if not _places:
-        atexit.register(end_all)
     _places.add(fs.unstrip_protocol(own))
     return own
 

@@ -95,6 +95,9 @@ def residues(store: Store, found: list[Version], roots: Roots, old: float) -> It
         for path in _below(store.scratch / "runs", 1):
             if path.name not in names:
                 yield from _local("log", path, old)
+    # A worker that is at work writes its servers' weights again where they are gone.
+    for path in _below(store.scratch / "engines", 1):
+        yield from _local("weights", path, old)
     for path in sorted(filter(is_partial, store.scratch.rglob(".*.part"))):
         yield from _local("partial", path, old)
 

@@ -18,6 +18,7 @@ import json
 import os
 import re
 import shutil
+import time
 import uuid
 from collections.abc import Iterable
 from pathlib import Path
@@ -36,6 +37,8 @@ CHECKPOINTS = "checkpoints"
 MIRRORED, SEALED = ".mirrored", ".sealed"
 OF_PROCESS = ".process-"
 """Separates key and number in the names of the folders of processes after the first."""
+SHARE, SHORT_SECONDS = 0.1, 1.0
+"""A growing journal is sent whole: a share of the stage's time at most goes to that, if it takes longer."""
 CHUNK = re.compile(r"/\d+/c(/[\d/]+)?$")
 """Files of a checkpoint with values; the others describe them."""
 
@@ -52,6 +55,8 @@ class WorkFolder:
         index = multihost.process_index()
         self.path = store.scratch / "work" / stage / (f"{key}{OF_PROCESS}{index}" if index else key)
         self._key, self._store = key, store
+        self._due: dict[Path, float] = {}
+        """When a journal is mirrored next."""
         self._shared = store.join("work", stage, key)
         """The folder that all processes see; in a local store it is that of process 0."""
         self._is_copy = index > 0 or not store.is_local
@@ -120,7 +125,7 @@ class WorkFolder:
         """Whether a unit fits its seal. A checkpoint in the shared folder may lack chunks here."""
         try:
             wanted = sums_of(self._seal_of(unit).read_bytes())
-        except OSError:
+        except FileNotFoundError:
             return False
         found = self._sums(unit)
         if wanted is not None and self._is_step(unit) and self._is_copy and self._mark_of(unit).exists():
@@ -244,7 +249,11 @@ class WorkFolder:
 
     def _mirror(self) -> None:
         for path in self.path.glob("*.jsonl"):
-            self._store.fs.put_file(str(path), self._there(path))
+            began = time.monotonic()
+            if began >= self._due.get(path, 0.0):
+                self._store.fs.put_file(str(path), self._there(path))
+                took = time.monotonic() - began
+                self._due[path] = began + (took / SHARE if took > SHORT_SECONDS else 0.0)
         for unit in self._units():
             if self._mark_of(unit).exists():
                 continue

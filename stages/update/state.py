@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 from rlhf.stages.common.models import (
     TRAINER,
+    below,
     load_base,
     load_frozen,
     load_scorer,
@@ -248,18 +249,9 @@ def continues(config: Config, artifact: Artifact) -> bool:
     return artifact.stage == NAME and artifact.manifest["config"].get("lora") == config.model_dump(mode="json")["lora"]
 
 
-_starts: dict[str, Artifact] = {}
-"""By the URL of an update's artifact the start of its rounds: each round walks only over the rounds since the last."""
-
-
 def start_of(config: Config, policy: Artifact) -> Artifact:
     """Return the artifact of the first policy of this run of updates, which ends in `policy`."""
-    passed: list[str] = []
-    while continues(config, policy):
-        passed.append(policy.url)
-        policy = _starts.get(policy.url) or input_of(policy, "policy")
-    _starts.update(dict.fromkeys(passed, policy))
-    return policy
+    return below(policy) if continues(config, policy) else policy
 
 
 def bases(ctx: Context) -> tuple[Base | None, Base | None]:

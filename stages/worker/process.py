@@ -288,6 +288,9 @@ def main() -> None:
             traceback.print_exc()
         raise
     finally:
+        # Not at exit, which comes after the end of all threads, and in a group never.
+        if (servers := sys.modules.get(SERVERS)) is not None:
+            servers.end_all()
         if multihost.process_count() > 1:
             # JAX would wait for the other processes, which may have ended already.
             for stream in (sys.stdout, sys.stderr):

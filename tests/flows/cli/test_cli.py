@@ -104,9 +104,12 @@ def test_plan_tells_what_a_run_would_do(rlhf_here, smoke_store):
     assert "rows by source" not in rlhf_here("plan", "smoke", *sets, "--set", "data.sft_fraction=0.3").stdout
 
 
-def test_plan_config_prints_a_recipe_that_reads_back_with_presets_and_defaults(tmp_path):
-    sets = ["rl.update={algorithm: dapo, prompts_per_step: 4}", "export=null"]
+def test_plan_config_prints_a_recipe_that_reads_back_with_presets_and_defaults(tmp_path, monkeypatch):
+    monkeypatch.setenv("HF_TOKEN", "hf_secret")
+    engine = "{kind: vllm, version: '1', command: serve, environment: {HF_TOKEN: '***'}}"
+    sets = ["rl.update={algorithm: dapo, prompts_per_step: 4}", f"rl.rollout.engine={engine}", "export=null"]
     shown = typed("plan", "smoke", "--config", *[w for s in sets for w in ("--set", s)])
+    assert "HF_TOKEN: '***'" in shown.stdout and "hf_secret" not in shown.stdout
     path = tmp_path / "resolved.yaml"
     path.write_text(shown.stdout)
     resolved = load_recipe("smoke", sets=sets)

@@ -1,5 +1,6 @@
 """Each law holds in a run that nothing has touched, and is broken where an artifact says something else."""
 
+import errno
 import sys
 import weakref
 from collections import Counter
@@ -51,6 +52,24 @@ def test_a_law_counts_what_its_unit_names(run):
     assert found["evaluations"] == f"{evaluations} scores"
     assert found["places"] == "24 places"
     assert found["on-policy"] == "3 tables"
+
+
+def test_an_outage_breaks_no_law(tmp_path):
+    """The gate would refuse the policy for it, and its decision is kept."""
+
+    nothing = Store(str(tmp_path)), {"name": "", "nodes": {}, "recipe": {}}
+
+    def law(error):
+        def check(part, finding):
+            raise error
+
+        return [Law("one", "", "runs", check, "run")]
+
+    for error in (KeyError("place"), OSError("Corrupt snappy compressed data")):
+        assert "expected form" in audit(*nothing, law(error))[0].broken[0]
+    for error in (ConnectionError("no endpoint"), OSError(errno.EIO, "disk"), MemoryError()):
+        with pytest.raises(type(error)):
+            audit(*nothing, law(error))
 
 
 def swap_scores(rows):

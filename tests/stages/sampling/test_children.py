@@ -3,10 +3,14 @@
 import os
 import signal
 import sys
+from pathlib import Path
+from unittest.mock import Mock
 
 import psutil
 import pytest
+from fsspec.implementations.local import LocalFileSystem
 
+from rlhf.stages.sampling import servers
 from rlhf.tuning.rollout.servers.child import Child
 from rlhf.tuning.rollout.servers.kinds import KINDS
 from rlhf.tuning.rollout.servers.protocol import ServerLost
@@ -104,10 +108,46 @@ def test_a_kill_leaves_nothing_behind(tmp_path, victim):
     owner.communicate()
 
 
-def test_a_command_that_ends_at_once_is_told_with_its_log(tmp_path, policy):
+def test_a_command_that_ends_at_once_is_told_with_its_log(tmp_path, policy, capsys):
     def command(folder, port):
-        return [sys.executable, "-c", "import sys; sys.exit('no such model')"]
+        return [
+            sys.executable,
+            "-c",
+            "import sys; print('the cause', *range(30), sep='\\n'); sys.exit('no such model')",
+        ]
 
     server = RemoteServer(child=Child(command, {}, tmp_path / "log"))
-    with pytest.raises(ServerLost, match=r"(?s)is gone: it ended with status 1.*no such model"):
+    with pytest.raises(ServerLost, match=r"(?s)is gone: it ended with status 1.*no such model") as lost:
         remote(server).load(policy("first"))
+    # The worker's log outlives the server's.
+    assert "the cause" not in str(lost.value) and "\nthe cause\n" in capsys.readouterr().out
+
+
+def test_servers_end_together_and_take_their_weights_along(tmp_path, monkeypatch):
+    def child(number):
+        return Mock(leave=lambda: calls.append(f"leave {number}"), end=lambda: calls.append(f"end {number}"))
+
+    calls: list[str] = []
+    (tmp_path / "weights").mkdir()
+    monkeypatch.setattr(servers, "_started", {"one": (0, [Mock(child=child(i)) for i in range(2)])})
+    monkeypatch.setattr(servers, "_places", {str(tmp_path / "weights")})
+    servers.end_all()
+    assert calls == ["leave 0", "leave 1", "end 0", "end 1"] and not (tmp_path / "weights").exists()
+
+
+def test_weights_that_dead_workers_have_left_are_removed(tmp_path, monkeypatch):
+    own = Path(servers._own(str(tmp_path))).name
+    dead, foreign, other = (f"{own.rpartition('-')[0]}-{2**22 + 1}", f"{own.rpartition('-')[0]}-{2**22 + 2}", "pod-1-7")
+    for name in (dead, foreign, other):
+        (tmp_path / name / "model").mkdir(parents=True)
+        (tmp_path / name / "model" / "weights").write_text("w")
+    remove = LocalFileSystem.rm
+
+    def refuse(self, path, recursive):
+        if path.endswith(foreign):
+            raise PermissionError(path)
+        remove(self, path, recursive=recursive)
+
+    monkeypatch.setattr(LocalFileSystem, "rm", refuse)
+    servers._own(str(tmp_path))
+    assert sorted(path.name for path in tmp_path.iterdir()) == sorted([other, foreign])

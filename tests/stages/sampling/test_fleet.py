@@ -248,7 +248,7 @@ def test_one_of_two_servers_is_enough(url, policy, native):
     engine = remote(RemoteServer("http://127.0.0.1:9"), RemoteServer(url), start_seconds=0.5)
     engine.load(policy("first"))
     same(run(engine, GREEDY), native["first"])
-    assert any("going on without a server: http://127.0.0.1:9" in line for line in engine.lines)
+    assert any("a server is given up: http://127.0.0.1:9" in line for line in engine.lines)
 
 
 @pytest.mark.slow

@@ -186,12 +186,16 @@ def test_work_of_the_dead_goes_and_work_to_go_on_with_stays(store):
     partial = store.scratch / "sub" / ".weights.1-2.part"
     partial.parent.mkdir(parents=True)
     partial.write_bytes(b"half")
+    # Of servers of a pod that is gone.
+    weights = store.scratch / "engines" / "pod-1-7"
+    weights.mkdir(parents=True)
+    (weights / "model").write_bytes(b"w")
     run = dataclasses.replace(run_of("r", [], "kept"), pending=frozenset({("sft", "failed")}))
     assert not survey(store, roots(run), Limits()).residues
     with lease(store, "sft", "live", print):
         done = collect(store, lambda: roots(run), NOW)
-    assert {r.kind for r in done.residues} == {"work", "damaged", "orphan", "partial"}
-    assert store.names("work", "sft") == ["failed", "live"] and not partial.exists()
+    assert {r.kind for r in done.residues} == {"work", "damaged", "orphan", "weights", "partial"}
+    assert store.names("work", "sft") == ["failed", "live"] and not (partial.exists() or weights.exists())
     assert not store.names("damaged") and not store.names("artifacts", "sft")
 
 

@@ -2,6 +2,7 @@
 
 import os
 import shutil
+import time
 from pathlib import Path
 
 import pytest
@@ -41,6 +42,21 @@ def test_a_mirror_that_was_cut_short_is_not_used(remote, tmp_path):
     remote.fs.rm(next(p for p in remote.fs.find(remote.join("work")) if p.endswith(".mirrored/rollouts-00000")))
     found = WorkFolder(fresh(remote, tmp_path), "sft", KEY).open()
     assert [p for p in found.rglob("*") if p.is_file()] == []
+
+
+def test_a_large_journal_is_sent_for_a_share_of_the_time(remote, monkeypatch):
+    monkeypatch.setattr("rlhf.stages.store.work.SHORT_SECONDS", 0.0)
+    folder, sent = WorkFolder(remote, "sft", KEY), []
+    (folder.open() / "episodes.jsonl").write_text("{}")
+    monkeypatch.setattr(remote.fs, "put_file", lambda *names: time.sleep(0.1) or sent.append(names))
+    for _ in range(3):
+        folder.save()
+    assert len(sent) == 1
+    monkeypatch.setattr("rlhf.stages.store.work.SHORT_SECONDS", 1.0)
+    folder = WorkFolder(remote, "sft", KEY)
+    for _ in range(3):
+        folder.save()
+    assert len(sent) == 4
 
 
 def test_the_machine_that_has_the_work_does_not_fetch_it(remote, tmp_path):

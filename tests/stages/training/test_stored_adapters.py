@@ -127,5 +127,5 @@ def test_a_collection_keeps_the_base_of_an_adapter_and_a_missing_one_is_named(tm
     assert [v.key for v in freed.garbage] == [other.key]
     load_policy(lab.context(settings(sft)), made)
     collect(lab.store, lambda: Roots((), frozenset({lab.data.digest})), everything)
-    with pytest.raises(RuntimeError, match=f"sft/{made.key} is an adapter over base/{lab.base.key}, which is gone"):
+    with pytest.raises(RuntimeError, match=f"sft/{made.key} was trained from base/{lab.base.key}, which is gone"):
         load_policy(lab.context(settings(sft)), made)

@@ -89,4 +89,4 @@ def test_the_start_of_many_rounds_is_read_once(tmp_path):
         policy = store.commit(folder, manifest | {"config": {"lora": None}})
     get = store.get
     store.get = lambda *key: reads.append(key) or get(*key)
-    assert [start_of(Config(), policy).stage for _ in range(2)] == ["sft", "sft"] and len(reads) == 5
+    assert [start_of(Config(), policy).stage for _ in range(2)] == ["sft", "sft"] and len(reads) == 6

@@ -43,6 +43,10 @@ def gpus_of_servers(words: Sequence[str], servers: int, environment: Mapping[str
     return [gpus[i * each : (i + 1) * each] for i in range(servers)]
 
 
+LOG_LINES = 500
+"""Lines of a server's log that outlive it: the cause of its end stands above the traces of its other processes."""
+
+
 class Child:
     """One server; each start selects a free port."""
 
@@ -83,18 +87,27 @@ class Child:
         self.starts += 1
         return f"http://127.0.0.1:{port}"
 
+    def leave(self) -> None:
+        """Begin the end of the server."""
+        if self._process is not None:
+            assert self._process.stdin is not None
+            with contextlib.suppress(BrokenPipeError):
+                self._process.stdin.close()
+
     def end(self) -> None:
         """End the server and every process that it started."""
         if self._process is None:
             return
-        assert self._process.stdin is not None
-        with contextlib.suppress(BrokenPipeError):
-            self._process.stdin.close()
+        self.leave()
         self._process.wait()
         self._process = None
 
     def obituary(self) -> str:
-        """Describe its end, with the last lines of its log."""
-        how = "has not been started" if self._process is None else f"ended with status {self._process.poll()}"
+        """Describe its state, with the last lines of its log; prints more of them, as the log ends with the worker."""
+        if self._process is None:
+            return "it has not been started"
+        how = "runs" if self.alive else f"ended with status {self._process.poll()}"
         lines = self.log.read_text(errors="replace").splitlines() if self.log.exists() else []
-        return "\n    ".join([f"it {how}\n  log: {self.log}", *[line for line in lines if line.strip()][-5:]])
+        print(f"---- the end of {self.log} ----", *lines[-LOG_LINES:], sep="\n", flush=True)
+        where = f"the worker's log has the last {LOG_LINES} lines of {self.log}"
+        return "\n    ".join([f"it {how}\n  {where}", *[line for line in lines if line.strip()][-5:]])

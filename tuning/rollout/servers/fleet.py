@@ -53,6 +53,10 @@ class Options:
     """Whether each request has its own seed."""
 
 
+class StageEnded(RuntimeError):
+    """A request has outlived its stage."""
+
+
 UNUSABLE = (ServerLost, ServerRefused, StalePolicy)
 """Errors after which the other servers continue."""
 
@@ -81,20 +85,21 @@ class Fleet:
         """
         self._policy, self._dead, self.gaps = policy, {}, {}
         with concurrent.futures.ThreadPoolExecutor(len(self._servers)) as pool:
-            prepared = {server: pool.submit(self._prepare, server) for server in self._servers}
-        for server, result in prepared.items():
-            try:
+            prepared = [pool.submit(self._prepare, server, policy) for server in self._servers]
+        for result in prepared:
+            with contextlib.suppress(*UNUSABLE):
                 result.result()
-            except UNUSABLE as error:
-                self._dead[server] = error
-                self._log(f"going on without a server: {error}")
         if len(self._dead) == len(self._servers):
             raise list(self._dead.values())[-1]
 
+    def close(self) -> None:
+        """Leave the servers and the trainer to others until the next `load`: a request that still runs gets neither."""
+        with self._trainer:
+            self._policy = None
+
     def sleep(self) -> None:
-        """Have the servers give their GPUs' memory back until the next `load`; a server that fails to is ended."""
-        # A request that still runs must not wake its server up again.
-        self._policy = None
+        """As `close`, and have the servers give their GPUs' memory back; a server that fails to is ended."""
+        self.close()
         # The next policy replaces all weights but those under an adapter.
         discard = self._options.sync != "adapter"
 
@@ -172,6 +177,7 @@ class Fleet:
         """Losses since its last answer."""
         while True:
             lost: list[Exception] = []
+            proofs = server.proofs
 
             async def work(client: httpx.AsyncClient, lost: list[Exception] = lost) -> None:
                 nonlocal losses
@@ -197,7 +203,7 @@ class Fleet:
 
             many = httpx.Limits(max_connections=None, max_keepalive_connections=None)
             async with httpx.AsyncClient(limits=many, **server.options) as client:
-                tasks = [asyncio.create_task(work(client)) for _ in range(self._options.concurrency)]
+                tasks = [asyncio.create_task(work(client)) for _ in range(min(self._options.concurrency, len(bodies)))]
                 try:
                     await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
                 finally:
@@ -208,10 +214,9 @@ class Fleet:
             try:
                 if losses == self._options.tries:
                     raise ServerLost(f"{server.url} was lost {losses} times without an answer; the last: {lost[0]}")
-                await asyncio.to_thread(self._prepare, server)
+                await asyncio.to_thread(self._prepare, server, policy, proofs)
             except UNUSABLE as e:
-                self._dead[server] = e
-                self._log(f"a server is given up: {e}")
+                self._give_up(server, e)
                 if len(self._dead) == len(self._servers):
                     results.put_nowait(e)
                 return
@@ -244,43 +249,73 @@ class Fleet:
             raise ServerLost(f"it gave the token id {largest}; the policy's are below {policy.vocabulary}")
         return done
 
-    def _prepare(self, server: RemoteServer) -> None:
+    def _prepare(self, server: RemoteServer, policy: Policy, proofs: int | None = None) -> None:
         """Make a server healthy, give it the policy's weights, check its log-probabilities and record the gap.
 
-        Raises ServerLost, ServerRefused or StalePolicy.
+        proofs: those of the server when the caller began to use it; if there are more by now, it is ready.
+        Raises ServerLost, ServerRefused or StalePolicy for a server that is given up, and StageEnded after `close`.
         """
-        options, began = self._options, time.monotonic()
+        began = time.monotonic()
         with server.lock:
-            policy = self._policy
-            if policy is None:
-                raise ServerLost(f"{server.url} sleeps: its stage has ended")
-            fresh = server.child is not None and not server.answers()
-            if fresh:
-                self._start(server, policy)
-            elif server.child is None:
-                server.wait(options.wait_seconds if self.gaps else options.start_seconds)
+            self._check(policy)
+            if proofs not in (None, server.proofs):
+                return
+            # All requests that have lost it come here, one after another.
+            if server in self._dead:
+                raise self._dead[server]
             try:
-                self._wake(server, "weights")
-                gap = self._prove(server, policy)
+                gap = self._proved(server, policy)
             except UNUSABLE as e:
-                if server.asleep:
-                    # Nobody knows which memory it has.
-                    server.end()
-                if fresh or server.child is None or options.sync not in ("auto", "restart"):
-                    raise
-                if options.sync != "restart":
-                    self._log(f"{e}\n  it is started again")
-                self._start(server, policy)
-                gap = self._prove(server, policy)
+                self._give_up(server, e)
+                raise
+            server.proofs += 1
         self.gaps[server.url] = gap
         self._log(
             f"{self._kind.name} at {server.url} has policy {policy.digest[:12]} after "
             f"{time.monotonic() - began:.1f} s; its log-probabilities are {gap:.2g} from the trainer's"
         )
 
+    def _give_up(self, server: RemoteServer, error: Exception) -> None:
+        if server not in self._dead:
+            self._dead[server] = error
+            self._log(f"a server is given up: {error}")
+
+    def _proved(self, server: RemoteServer, policy: Policy) -> float:
+        """Make a server healthy and give it the policy's weights; return its gap. Raises as `_prepare` does."""
+        options = self._options
+        fresh = server.child is not None and not server.answers()
+        if fresh:
+            self._start(server, policy)
+        elif server.child is None:
+            seconds = options.wait_seconds if self.gaps else options.start_seconds
+            if not server.answers():
+                self._log(f"waiting up to {seconds:g} s for {server.url} to become healthy")
+            server.wait(seconds)
+        self._check(policy)
+        try:
+            self._wake(server, "weights")
+            return self._prove(server, policy)
+        except UNUSABLE as e:
+            if server.asleep:
+                # Nobody knows which memory it has.
+                server.end()
+            if fresh or server.child is None or options.sync not in ("auto", "restart"):
+                raise
+            if options.sync != "restart":
+                self._log(f"{e}\n  it is started again")
+            self._start(server, policy)
+            return self._prove(server, policy)
+
+    def _check(self, policy: Policy) -> None:
+        if self._policy is not policy:
+            raise StageEnded(f"the stage of policy {policy.digest[:12]} has ended")
+
     def _start(self, server: RemoteServer, policy: Policy) -> None:
         """Start the child on the policy's folder, wait until it is healthy, and name its weights."""
+        self._check(policy)
         server.start(policy.folder())
+        assert server.child is not None
+        self._log(f"{self._kind.name} starts at {server.url}; its log is {server.child.log}")
         server.wait(self._options.start_seconds)
         # A version without names of weights still has those of its start.
         with contextlib.suppress(ServerRefused):
@@ -338,6 +373,7 @@ class Fleet:
                 pairs.append((request.prompt, completion.tokens))
                 theirs += completion.logps
         with self._trainer:
+            self._check(policy)
             ours = policy.logps(pairs, policy.probe[0].sampling.temperature or 1.0)
         return float(np.mean(np.abs(np.concatenate([np.asarray(x, np.float64) for x in ours]) - np.asarray(theirs))))
 

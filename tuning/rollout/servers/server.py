@@ -46,6 +46,8 @@ class RemoteServer:
         self.asleep: list[str] = []
         """Tags of the memory that it has given back."""
         self.lock = threading.Lock()
+        self.proofs = 0
+        """How often it has proved its weights."""
 
     @property
     def url(self) -> str:
@@ -87,7 +89,7 @@ class RemoteServer:
                 last = f"{type(e).__name__} {e}".strip()
             left = deadline - time.monotonic()
             if left <= 0:
-                log = "" if self.child is None else f"; its log is {self.child.log}"
+                log = "" if self.child is None else f": {self.child.obituary()}"
                 raise ServerLost(f"{self.url}/health was not well within {seconds:g} s (last: {last}){log}")
             time.sleep(min(pause(attempt, FIRST_PAUSE, 2.0), left))
             attempt += 1

@@ -1,6 +1,8 @@
 """Answers of no sense cost a server its prompts, which go to the other one; they end no run and are no completions."""
 
+import asyncio
 import contextlib
+import dataclasses
 import http.server
 import json
 import ssl
@@ -12,7 +14,7 @@ import httpx
 import pytest
 
 from rlhf.tuning.rollout.requests import RefusedRequest, Request, Sampling
-from rlhf.tuning.rollout.servers.fleet import Fleet, Options
+from rlhf.tuning.rollout.servers.fleet import Fleet, Options, StageEnded
 from rlhf.tuning.rollout.servers.protocol import Policy, ServerLost, ServerRefused
 from rlhf.tuning.rollout.servers.server import RemoteServer
 from rlhf.tuning.rollout.servers.streaming import Turns
@@ -42,6 +44,9 @@ class Handler(http.server.BaseHTTPRequestHandler):
     def do_POST(self):
         asked = json.loads(self.rfile.read(int(self.headers["content-length"])))
         fault = self.server.fault if asked["max_tokens"] == 3 else None
+        if fault == "down":
+            self.send_error(500)
+            return
         ids = ([5, 6, 1000] if fault == "vocabulary" else IDS)[: asked["max_tokens"]]
         choices = [
             {"index": i, "token_ids": ids, "logprobs": {"token_logprobs": [-1.0] * len(ids)}} for i in range(asked["n"])
@@ -84,7 +89,9 @@ def test_prompts_of_a_server_that_answers_nonsense_go_to_the_other(fault):
 def test_a_server_that_takes_no_names_of_weights_has_those_of_its_start():
     server = Mock()
     server.post.side_effect = ServerRefused("/update_weight_version answered 404")
-    Fleet(VLLM(), [server], Options())._start(server, POLICY)
+    fleet = Fleet(VLLM(), [server], Options())
+    fleet._policy = POLICY
+    fleet._start(server, POLICY)
     assert server.given == "D"
 
 
@@ -109,6 +116,90 @@ def test_turns_of_a_prompt_stay_on_one_server_and_prompts_are_on_all(monkeypatch
             while not turns.idle:
                 ended |= {(update.number, update.sample) for update in turns.step()}
     assert len(ended) == 24 and len(used) == 6 and len({url for _, url in used}) == 2
+
+
+def counted(calls):
+    """A policy whose log-probabilities take a moment and are noted."""
+
+    def logps(pairs, temperature):
+        calls.append(1)
+        time.sleep(0.1)
+        return POLICY.logps(pairs, temperature)
+
+    return dataclasses.replace(POLICY, logps=logps)
+
+
+def test_a_server_that_many_turns_have_lost_proves_its_weights_once():
+    calls: list[int] = []
+    with servers("down") as (_, bad):
+        fleet = Fleet(VLLM(), [bad], Options())
+        fleet.load(counted(calls))
+        with contextlib.closing(Turns(fleet, 16)) as turns:
+            for turn in range(16):
+                turns.submit(Request([1, 2], 3, Sampling(), (), seed=1, counter=turn))
+            # Each is lost four times.
+            with pytest.raises(ServerLost, match="was lost 4 times|has lost its server 4 times"):
+                while not turns.idle:
+                    turns.step()
+    assert 1 < len(calls) < 12
+
+
+def test_a_server_that_is_gone_is_waited_for_once(monkeypatch):
+    def wait(self, seconds):
+        waits.append(seconds)
+        raise ServerLost("gone")
+
+    waits: list[float] = []
+    monkeypatch.setattr(RemoteServer, "wait", wait)
+    fleet = Fleet(VLLM(), [RemoteServer("http://127.0.0.1:9", retries=0)], Options())
+    fleet._policy, fleet.gaps = POLICY, {"before": 0.0}
+    with contextlib.closing(Turns(fleet, 8)) as turns:
+        for turn in range(8):
+            turns.submit(Request([1, 2], 3, Sampling(), (), seed=1, counter=turn))
+        with pytest.raises(ServerLost, match="gone"):
+            while not turns.idle:
+                turns.step()
+    turns._threads.shutdown(wait=True)
+    assert waits == [0.0, 60.0]
+
+
+def test_a_turn_takes_no_more_tasks_of_a_server_than_it_has_requests(monkeypatch):
+    tasks = []
+
+    async def sample(*_):
+        tasks.append(len(asyncio.all_tasks()))
+        return []
+
+    monkeypatch.setattr(Fleet, "_sample", sample)
+    fleet = Fleet(VLLM(), [RemoteServer(f"http://127.0.0.1:{port}") for port in range(3)], Options())
+    fleet._policy = POLICY
+    list(fleet.run([Request([1, 2], 3, Sampling(), (), seed=1)]))
+    assert tasks[0] <= 7
+
+
+def test_what_outlives_a_stage_uses_neither_its_servers_nor_the_trainer():
+    """The next stage gives servers another policy, and the trainer may be training."""
+    calls: list[int] = []
+    with servers("down") as (good, bad):
+        fleet = Fleet(VLLM(), [bad, good], Options(concurrency=1))
+        fleet.load(counted(calls))
+        with bad.lock:
+            assert len(list(fleet.run([Request([1, 2], 3, Sampling(), (), seed=1, counter=i) for i in range(4)]))) == 4
+            before = len(calls), bad.proofs
+            fleet.close()
+        time.sleep(0.5)
+        with bad.lock:
+            assert (len(calls), bad.proofs) == before
+        with pytest.raises(StageEnded, match="the stage of policy D has ended"):
+            fleet._prepare(bad, POLICY)
+
+
+def test_a_wait_for_a_server_is_said():
+    said = []
+    fleet = Fleet(VLLM(), [RemoteServer("http://127.0.0.1:9", retries=0)], Options(start_seconds=0.1), said.append)
+    with pytest.raises(ServerLost):
+        fleet.load(POLICY)
+    assert said[0] == "waiting up to 0.1 s for http://127.0.0.1:9 to become healthy"
 
 
 def test_clients_of_a_server_share_its_ssl_context():
