@@ -10,7 +10,7 @@ from tests.flows.report.support import Maker, recipe_of
 pytest.importorskip("pandas")
 
 
-@pytest.fixture(params=["local", "s3"])
+@pytest.fixture(params=["local", pytest.param("s3", marks=pytest.mark.slow)])
 def opened(request, tmp_path, monkeypatch):
     """A store with one run, here and on an S3 server."""
     monkeypatch.setenv("RLHF_SCRATCH", str(tmp_path / "scratch"))

@@ -1,6 +1,5 @@
 """`rlhf sweep` computes shared stages once, resumes after kill -9, and stops losers early."""
 
-import signal
 import subprocess
 from pathlib import Path
 
@@ -16,7 +15,6 @@ from tests.flows.commands import typed
 from tests.support import RLHF, until
 
 AXES = ("rl.update.kl_coef=0.01,0.02", "rl.update.optimizer.learning_rate=0.001,0.002")
-SHARED = {"base", "prepare", "sft", "reward", "round-000.rollout", "round-000.score", "evaluate.base", "evaluate.sft"}
 
 
 def states(store: Path) -> dict[str, dict[str, str]]:
@@ -45,30 +43,30 @@ def test_mistakes_are_errors_of_one_line(store):
 @pytest.mark.slow
 def test_a_killed_sweep_resumes_and_shares_stages(tmp_path, rlhf):
     store = tmp_path / "store"
-    command = ["sweep", "smoke", *AXES, "--set", "rl.rounds=1", "--set", f"store={store}", "--no-prefect"]
+    axes = ("sft.optimizer.learning_rate=0.001,0.002", "export.name=a,b")
+    command = ["sweep", "smoke", *axes, "--set", "rl=null", "--set", f"store={store}", "--no-prefect"]
     with subprocess.Popen([RLHF, *command], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL) as process:
-        second = "round-000.update"
-        until(lambda: any(n.endswith(".2") and second in nodes for n, nodes in states(store).items()), 1200)
-        process.send_signal(signal.SIGKILL)
+        try:
+            until(lambda: any(n.endswith(".3") and "sft" in nodes for n, nodes in states(store).items()), 500)
+        finally:
+            process.kill()
     first = states(store)
     said = rlhf(*command).stdout
+    assert "28 stages, 12 of them different" in said
+    assert "3 intervals against the first setting hold together at 95 %" in said
     [sweep] = sweeps(Store(str(store)))
     found = states(store)
-    assert list(found) == sweep["runs"] and len(found) == 4
-    made = [(run, node) for run, nodes in found.items() for node, state in nodes.items() if state == "made"]
-    assert {node for run, node in made if run != sweep["runs"][0]} == {"round-000.update", "evaluate.rl", "export"}
-    # Each shared stage was made once, by the first run, which the second command left alone.
-    assert [run for run, node in made if node in SHARED] == [sweep["runs"][0]] * len(SHARED)
-    assert first[sweep["runs"][0]] == found[sweep["runs"][0]]
-    assert "3 intervals against the first setting hold together at 95 %" in said
-    assert [len(s["scores"]) for s in sweep["settings"]] == [1] * 4
+    assert list(found) == sweep["runs"] and [len(s["scores"]) for s in sweep["settings"]] == [1] * 4
+    made = [{node for node, state in nodes.items() if state == "made"} for nodes in found.values()]
+    every, own = set(found[sweep["runs"][0]]), {"sft", "evaluate.sft", "export"}
+    # The first run makes what all share, and the second command leaves it alone.
+    assert made == [every, {"export"}, own, {"export"}] and len(every) == 7
+    assert all(first[run] == found[run] for run in sweep["runs"][:2])
     assert (store / "sweeps" / sweep["name"] / "report.html").is_file()
-    # The same command again computes nothing and runs nothing.
-    again = rlhf(*command).stdout
-    assert "30 hit" not in again and states(store) == found and "0 to compute" in again
+    # The same command again runs nothing, and the runs stay.
+    assert "12 hit, 0 to compute" in rlhf(*command).stdout and states(store) == found
     assert {run.name for run in roots_of(Store(str(store)), Retention(keep=1)).runs if run.why} == set(found)
-    frame = package.open(str(store)).sweep("smoke")
-    assert list(frame.score) == [s["score"] for s in sweep["settings"]]
+    assert list(package.open(str(store)).sweep("smoke").score) == [s["score"] for s in sweep["settings"]]
 
 
 @pytest.mark.slow
@@ -90,9 +88,8 @@ def test_halving_stops_the_worse_setting_and_the_better_one_reuses_its_rounds(tm
 @pytest.mark.slow
 def test_a_variant_that_fails_stops_no_other(tmp_path, rlhf):
     (tmp_path / "broken.py").write_text("def f(prompts, completions, **_):\n    raise RuntimeError('always')\n")
-    axis = "rl.score.rewards.exact.function=broken:f,exact_match"
-    store = tmp_path / "store"
-    command = ["sweep", "smoke", axis, "--set", "rl.rounds=1", "--store", store, "--no-prefect"]
+    store, without = tmp_path / "store", ("--set", "rl=null", "--set", "reward=null")
+    command = ["sweep", "smoke", "evaluate.judge=broken:f,exact_match", *without, "--store", store, "--no-prefect"]
     done = rlhf(*command, code=1, cwd=tmp_path)
     [sweep] = sweeps(Store(str(store)))
     assert [s["statuses"] for s in sweep["settings"]] == [["failed"], ["finished"]]
