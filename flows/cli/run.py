@@ -32,6 +32,11 @@ from rlhf.stages.store.artifacts import Store
 if TYPE_CHECKING:
     from rlhf.flows.graph.plan import Planned
 
+MOST_REASONS = 20
+"""Lines about a miss in `plan`."""
+FEW_REASONS = 3
+"""Lines of an earlier stage that are repeated."""
+
 RunTitle = Annotated[str | None, typer.Option("--name", help="Name of the run; two words are chosen if left out.")]
 
 OwnStore = Annotated[
@@ -124,11 +129,12 @@ def plan(
         ]
         print_json(about | {"nodes": nodes})
         return
+    seen: set[str] = set()
     for label, group in _folded(planned):
         count = f" ({len(group)} nodes)" if len(group) > 1 else ""
         nearest = next((f"  (nearest: run {p.nearest})" for p in group if p.nearest), "")
         out.print(f"{group[0].state:<6} {label}{count}{nearest}")
-        for reason in group[0].reasons if group[0].state == "miss" else ():
+        for reason in _shortened(group[0].reasons, seen) if group[0].state == "miss" else ():
             out.print(f"         {reason}")
     rows = rows_by_source(sources) if sources else ()
     for line in [*(f"  {row}" for row in rows), *(f"! {remark}" for remark in remarks)]:
@@ -140,6 +146,23 @@ def plan(
         out.print(f"On an accelerator the rounds compile at most {rl.update.programs} programs to train{sampling}.")
     if counts["waits"]:
         out.print("A waiting stage runs again only if its inputs, settings or code have changed.")
+
+
+def _shortened(reasons: Sequence[str], seen: set[str]) -> list[str]:
+    """Return the lines of `plan` about a miss; `seen` gathers those of earlier stages.
+
+    After an upgrade many stages have many reasons, and most of them in common.
+    """
+    new = [reason for reason in reasons if reason not in seen]
+    if len(reasons) - len(new) < FEW_REASONS:
+        new = list(reasons)
+    seen.update(new)
+    lines, common = new[:MOST_REASONS], len(reasons) - len(new)
+    if common:
+        lines.append(f"and {common} of the lines above")
+    if len(new) > MOST_REASONS:
+        lines.append(f"and {len(new) - MOST_REASONS} more lines: rlhf plan --json")
+    return lines
 
 
 def expected(planned: Sequence[Planned]) -> tuple[list[float], int]:

@@ -154,6 +154,10 @@ class Store:
             self.fs, root = fsspec.core.url_to_fs(url, **options)
         except ImportError as e:
             raise ArtifactError(f"the store {self.shown}: {remedy(url, e)}") from e
+        if url.startswith(("http:", "https:")):
+            raise ArtifactError(
+                f"the store {self.shown}: HTTP has no way to write or list; say a folder, s3:// or gs://"
+            )
         self.is_local = transfers.is_local(self.fs)
         self.root = os.path.abspath(root) if self.is_local else root.rstrip("/")
         name = hashlib.sha256(url.encode()).hexdigest()[:12]

@@ -36,6 +36,7 @@ def test_for_eight_gpus_it_lowers_to_kernels_of_theirs_without_a_square_of_token
         assert "forward_kernel" in text and not re.search(rf"{LENGTH}x{LENGTH}x", text)
 
 
+@pytest.mark.slow
 def test_shared_prompts_on_gpus_have_no_square_of_tokens_either():
     case = Case("grpo", "small", "h100x8", completion=80)
     text = lowered(case, mesh_of("grpo"))[0].as_text()
@@ -55,6 +56,7 @@ def test_pages_are_read_by_the_kernels_of_tpus_and_of_gpus(program, parts):
     assert on_gpu.count("stablehlo.while") == 1
 
 
+@pytest.mark.slow
 def test_with_tensor_and_an_adapter_it_lowers_too():
     mesh = abstract_mesh(Axes(1, 4, 2), 8)
     for marks in ({"tensor": 2}, {"tensor": 2, "lora": 8}):

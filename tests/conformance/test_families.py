@@ -164,6 +164,7 @@ def test_logits_and_gradients_equal_transformers(family):
         np.testing.assert_allclose(ours[name], expected[name], atol=EXACT, err_msg=name)
 
 
+@pytest.mark.slow
 def test_packed_rows_equal_rows_of_their_own(family):
     draw = np.random.default_rng(4).integers
     # Prompts and completions longer than the window, so that a window by column would be seen.

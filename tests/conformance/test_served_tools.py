@@ -65,6 +65,7 @@ def test_a_conversation_with_tools_only_grows_and_reads_as_the_template_writes_i
     assert [len(part.calls) for part in session.parts()] == [2]
 
 
+@pytest.mark.slow
 def test_a_call_that_is_asked_for_is_begun_in_the_familys_form(server):
     job = server.read(asked(tool_choice={"type": "function", "function": {"name": "add"}}), None)
     plain = server.read(asked(), None)

@@ -27,6 +27,7 @@ PROJECT = Path(__file__).parents[2]
 SHIM = pytest.mark.skipif(sys.platform != "linux" or shutil.which("gcc") is None, reason="needs Linux and a C compiler")
 
 
+@pytest.mark.slow
 @SHIM
 @pytest.mark.parametrize("step", [29, pytest.param(1, marks=pytest.mark.slow)])
 def test_each_operation_in_the_life_of_an_artifact_may_fail_once(step):

@@ -124,6 +124,7 @@ def test_the_files_of_a_request_are_those_of_its_key(session, monkeypatch):
     assert parts == key_parts(run.nodes["score"], run.made)
 
 
+@pytest.mark.slow
 def test_an_input_that_was_replaced_meanwhile_is_the_one_of_the_key_or_refused(session, tmp_path):
     run, _, _ = session
     # Another key: an artifact of the old rollouts would be a hit.

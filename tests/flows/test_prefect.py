@@ -147,6 +147,7 @@ def test_a_run_leaves_artifacts_to_look_at(prefect: Prefect, made: dict[str, Any
     assert {f"{n.replace('.', '-')}-metrics" for n in NODES} <= set(found)
 
 
+@pytest.mark.slow
 def test_a_second_run_is_cached_and_starts_no_worker(prefect: Prefect, cached: dict[str, Any], folder: Path) -> None:
     assert cached["state_name"] == "Completed", cached["state"]
     tasks = prefect.task_runs(cached)

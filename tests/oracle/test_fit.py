@@ -89,6 +89,7 @@ def test_sft(case: str, product: Product, prepared: Any) -> None:
     assert_same(f"sft {case}", start, policy.dense, model.weights_of(product.weights(made)))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("lora", [None, pytest.param(LORA, marks=pytest.mark.slow)])
 def test_reward_model(lora: Any, product: Product, prepared: Any) -> None:
     config = COMMON | {"centering": 0.05, "margin_weight": 0.5, "lora": lora}

@@ -19,6 +19,7 @@ FAST = ("grpo", "ppo")
 NAMES = [name for name, entry in ALGORITHMS.items() if not entry.turns]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("algorithm", [a if a in FAST else pytest.param(a, marks=pytest.mark.slow) for a in NAMES])
 def test_every_algorithm(algorithm: str, product: Product) -> None:
     more = {"constant": 5.0} if presets(algorithm).get("aggregation") == "constant" else {}

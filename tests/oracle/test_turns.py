@@ -44,6 +44,7 @@ CASES: dict[str, dict[str, Any]] = {
 FAST = ("ppo over turns", "gigpo")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case", [c if c in FAST else pytest.param(c, marks=pytest.mark.slow) for c in CASES])
 def test_trajectories(case: str, product: Product) -> None:
     now = check_episodes(case, product, RUN | CASES[case], played())

@@ -65,6 +65,7 @@ def test_runs_and_show(rlhf_here, smoke_store):
     assert Path(re.search(r"^log +(.+)$", shown, re.MULTILINE).group(1)).is_file()
 
 
+@pytest.mark.slow
 def test_an_audit_has_a_line_for_each_law_a_table_in_the_report_and_an_exit_status(rlhf_here, store):
     out = rlhf_here("audit", "first", "--store", store).stdout
     # The smoke run is no fork, has no baselines of ReMax, and chooses no policy.
@@ -234,6 +235,7 @@ def test_a_stage_that_fails_ends_with_status_1_and_what_was_done_is_kept(rlhf, r
     assert "NonFinite" in shown and " 0.0 s" not in shown and re.search(r"failed +\d+\.\d s", shown)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("error", "advice"),
     [
@@ -305,6 +307,7 @@ def test_an_empty_store_is_not_well(rlhf_here, tmp_path):
     assert f"no artifacts in {tmp_path / 'mount'}" in rlhf_here("verify", "--store", tmp_path / "mount", code=2).stderr
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("node", ["export", pytest.param("round-000.update", marks=pytest.mark.slow)])
 def test_chat_answers_each_line(rlhf, store, node):
     """Round 0 stores no weights: its policy is made again from its rollouts."""

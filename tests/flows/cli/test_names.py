@@ -33,6 +33,7 @@ def unfinished(place: Store, name: str = "k1", **changes) -> dict:
     return record
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("status", ["running", "failed", "interrupted"])
 def test_the_same_command_goes_on_with_an_unfinished_run_of_its_name(store, status):
     place = Store(str(store))

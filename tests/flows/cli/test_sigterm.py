@@ -50,6 +50,7 @@ def test_sigterm_ends_a_run_without_prefect_as_interrupted(started, tmp_path):
     assert psutil.wait_procs(begun, timeout=10)[1] == []
 
 
+@pytest.mark.slow
 def test_sigterm_ends_a_cached_run_that_starts_no_server_as_interrupted(started, store, tmp_path):
     run = started("run", "smoke", "--name", "drained", "--store", str(store), PREFECT_HOME=str(tmp_path))
     until(lambda: Store(str(store)).read_json("runs", "drained", "run.json"))

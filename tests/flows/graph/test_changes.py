@@ -2,7 +2,7 @@
 
 import pytest
 
-from rlhf.flows.cli.run import _folded
+from rlhf.flows.cli.run import _folded, _shortened
 from rlhf.flows.graph.build import build
 from rlhf.flows.graph.changes import changed_lines, reasons_of
 from rlhf.flows.graph.keying import key_of, key_parts
@@ -140,3 +140,11 @@ def test_folded_lines_say_which_rounds_and_stages_they_are_about(smoke_store):
     assert any("refill" in label for _, label in labels)
     more = [Planned(n.node, "waits", [], None) for n in planned if n.node.name.startswith("round-")]
     assert [label for label, _ in _folded(more)] == ["rounds 0 to 2: rollout, score, refill, update"]
+
+
+def test_many_reasons_are_shown_once_and_in_part():
+    seen = set()
+    assert _shortened(["never made"], seen) == _shortened(["never made"], seen) == ["never made"]
+    reasons = [f"code module_{i} changed" for i in range(30)]
+    assert _shortened(reasons, seen) == [*reasons[:20], "and 10 more lines: rlhf plan --json"]
+    assert _shortened([*reasons[:4], "seed: 1 -> 2"], seen) == ["seed: 1 -> 2", "and 4 of the lines above"]

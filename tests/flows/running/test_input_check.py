@@ -17,6 +17,7 @@ from tests.flows.lines import Lines
 from tests.flows.running.support import ALL, recipe
 
 
+@pytest.mark.slow
 def test_a_key_and_its_request_have_the_inputs_of_one_moment(tmp_path, smoke_store, monkeypatch):
     """Another thread makes a damaged input again, with other content, while this one waits to look at it."""
     shutil.copytree(smoke_store, tmp_path / "store")

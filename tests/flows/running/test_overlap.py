@@ -118,6 +118,7 @@ def test_what_ends_the_run_itself_ends_what_is_at_work(told, monkeypatch):
     assert found.at_work == {}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("there", "workers"),
     [

@@ -118,6 +118,7 @@ def test_what_an_artifact_says_otherwise_breaks_a_law(run, node, part, edit, law
     assert any(name in found[law][0] for name in (node, node.split(".")[0]))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("split", "column"), [("prompts", "prompt"), ("sft", "prompt_ids"), ("sft", "turns")])
 def test_a_held_out_prompt_that_is_trained_on_is_leakage(run, split, column):
     data = AuditedRun(*run).artifacts["prepare"]
@@ -164,6 +165,7 @@ def test_a_missing_artifact_is_named(run):
     assert case == f"round-002.score with digest {gone.digest[:12]} is missing or damaged; `rlhf run` recomputes it"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("node", "role", "other"),
     [

@@ -73,6 +73,7 @@ def longer(count):
     return change(token_ids=lambda ids: ids + [5] * count, logprobs=lambda old: old + [-0.1] * count)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("node", "part", "edit", "law"),
     [

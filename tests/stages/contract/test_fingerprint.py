@@ -306,6 +306,7 @@ def test_an_edit_of_the_project_reaches_these_stages_and_no_others(tree, unedite
     assert {name for name in modules() if after[name] != unedited[name]} == touched
 
 
+@pytest.mark.slow
 def test_the_docstring_of_a_built_in_tool_is_content(tree, unedited):
     path = tree / "src" / f"{TOOL.replace('.', '/')}.py"
     text = path.read_text()

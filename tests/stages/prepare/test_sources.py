@@ -48,6 +48,7 @@ def test_each_source_feeds_the_outputs_that_it_is_for_and_its_own_share_is_held_
     assert f"<td>{files['pairs']}</td>" in (out / "card.html").read_text().split("Rows by source")[1]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("splits", "source", "fits"),
     [(["sft", "prompts"], "chats", "sft, prompts"), (["preference", "sft"], "pairs", "sft, preference")],

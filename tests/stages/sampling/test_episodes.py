@@ -96,6 +96,7 @@ def test_every_task_has_its_episodes_and_each_has_an_end(made):
     assert all(e.success == (e.reward == 1) for e in episodes)
 
 
+@pytest.mark.slow
 def test_the_trained_ids_are_the_sampled_ids_and_nothing_else_is(made):
     """Id by id: the rollout row is the turns one after another, with holes where nobody sampled (R3, R27)."""
     turns: dict[tuple[int, int], list[TurnRow]] = {}

@@ -56,6 +56,7 @@ def test_greedy_completions_are_the_native_engines_before_and_after_an_update(
     assert {c.stop for c in native["first"]} == {"eos", "length"}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["vllm", "sglang"])
 def test_samples_are_the_trainers_by_temperature_and_depend_on_seed_counter_and_number(kind, url, policy):
     engine = remote(RemoteServer(url), kind=kind)

@@ -76,6 +76,7 @@ def test_a_server_that_computes_in_another_type_is_refused(native_server, shared
     assert server.policy == "first"
 
 
+@pytest.mark.slow
 def test_a_damaged_file_is_refused_and_the_old_policy_stays(native_server, shared, native):
     server, url = native_server()
     damaged = dataclasses.replace(shared("second").transfer(), files={"model.safetensors": "0" * 64})

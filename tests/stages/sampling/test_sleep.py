@@ -44,6 +44,7 @@ def test_a_server_wakes_up_for_its_weights_gets_the_new_policy_and_then_takes_it
     assert state.slept == ["sleep weights kv_cache discard", "wake weights", "load", "wake kv_cache"] * 3
 
 
+@pytest.mark.slow
 def test_weights_under_an_adapter_stay_in_the_hosts_memory(url, state, policy, native):
     engine = remote(RemoteServer(url), sync="adapter")
     engine.load(policy("first"))

@@ -86,6 +86,7 @@ def test_a_request_whose_time_is_over_before_the_engine_has_taken_it_leaves_it_n
         assert {done.stop for done in made[0][0].result()} == {"cancelled"}
 
 
+@pytest.mark.slow
 def test_an_engine_that_hangs_keeps_nobody_who_closes_it(params):
     with living(params) as live:
         stream = live.submit(Request([5, 6], 150, seed=1))

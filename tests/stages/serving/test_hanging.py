@@ -49,6 +49,7 @@ def start():
         process.communicate()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("number", [pytest.param(signal.SIGINT, marks=pytest.mark.slow), signal.SIGTERM])
 def test_a_signal_ends_a_server_whose_engine_hangs(start, number):
     port = free_port()

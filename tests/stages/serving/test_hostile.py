@@ -77,6 +77,7 @@ def broken(tokens):
     raise RuntimeError("this request's own code failed")
 
 
+@pytest.mark.slow
 def test_a_step_that_fails_ends_its_requests_and_not_the_engine(params):
     """A search for stop strings that raises stands for any failure of a step."""
     with living(params) as live, serving(served(live)) as url:

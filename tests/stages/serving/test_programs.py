@@ -73,6 +73,7 @@ def test_how_programs_end_is_how_their_episodes_end(made):
     assert 'expected {"reward": NUMBER' in reasons["wrong"]
 
 
+@pytest.mark.slow
 def test_turns_are_drawn_by_the_episodes_names_whatever_the_client_asks(made, engine):
     """Seed and temperature are the stage's: each turn is the engine's answer to the recorded ids."""
     for place in (0, 7):

@@ -24,7 +24,7 @@ ENGINE = {
     f"engine.{name}"
     for name in (
         *("cache", "url", "servers", "sync", "folder", "concurrency", "timeout"),
-        *("start_seconds", "wait_seconds", "tries", "tolerance", "key_variable"),
+        *("start_seconds", "wait_seconds", "tries", "tolerance", "key_variable", "sleep"),
     )
 }
 EXECUTION = {

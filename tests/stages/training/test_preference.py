@@ -9,6 +9,7 @@ from rlhf.stages import preference, reward
 from tests.stages.training.support import data, lines_of, perform, rows_of, settings
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("loss", ["dpo", pytest.param("orpo", marks=pytest.mark.slow)])
 def test_preference_on_pairs(loss, base, memory, judged, tmp_path):
     inputs = {"policy": base, "data": judged, "tokenizer": base}

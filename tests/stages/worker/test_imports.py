@@ -12,6 +12,7 @@ from rlhf.stages.worker.protocol import Request
 HEAVY = ("jax", "flax", "optax", "orbax", "grain", "torch", "prefect", "transformers", "apache_beam")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "statement",
     [

@@ -288,6 +288,7 @@ worker.close()
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("started_in", [pytest.param("main", marks=pytest.mark.slow), "thread"])
 def test_it_is_gone_two_seconds_after_its_parent_is_killed(tmp_path, started_in):
     parent = python(PARENT, tmp_path, Path(__file__).parents[3], started_in, stdin=subprocess.PIPE)

@@ -99,6 +99,7 @@ def test_a_gap_past_the_limit_ends_the_round(by, options):
         run_round(RoundData.from_rows(rows, scores), config, CONFIG, start)
 
 
+@pytest.mark.slow
 def test_a_gap_of_later_steps_ends_the_round_too():
     """Of a worker with other weights, say, whose rollouts come last."""
     rows, _ = sampled()

@@ -95,6 +95,7 @@ def test_sampled_ids_stay_and_all_ids_read_as_the_whole_rendering(renderers, nam
     assert ids == tokenizer.encode(rendered(tokenizer, messages), add_special_tokens=False)
 
 
+@pytest.mark.slow
 def test_the_first_context_is_that_of_other_prompts(renderers):
     for name in {*FAMILIES} - {*FOLDED, "llama"} & {*renderers}:
         assert renderers[name].first([user("Hi")]) == chat_prompt_ids(t.of_family(name), [user("Hi")])

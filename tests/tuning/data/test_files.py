@@ -211,6 +211,7 @@ else:
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "head", "line"),
     [

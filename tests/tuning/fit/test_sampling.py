@@ -34,6 +34,7 @@ def sampled(model=MODEL, samples=64, limits=LIMITS, compute=EXACT, **options):
     return Sampled(model, samples, limits, compute, options)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("cache", ["slots", "paged"])
 @pytest.mark.parametrize(
     ("samples", "most", "room"),

@@ -17,6 +17,7 @@ from tests.tuning.fit.steps import asked, elsewhere
 from tests.tuning.programs import printed
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("model", "kind", "devices"),
     [

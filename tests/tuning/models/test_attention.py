@@ -21,6 +21,7 @@ from tests.tuning.models.rows import alone, packed, value_and_grads
 from tests.tuning.programs import printed
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("rows", "softcap", "window", "by_layer"),
     [

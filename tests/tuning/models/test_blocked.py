@@ -26,6 +26,7 @@ def attend(form, q, k, v, segments, window, scale, softcap):
     return plain_attention(q, k, v, visible(segments, window, 0, q.shape[1], q.shape[1]), scale, softcap)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("form", "length", "window", "softcap"),
     [("blocks", 40, 17, 2.0), ("blocks", 300, 17, 2.0), ("whole rows", 40, 17, 2.0), ("whole rows", 40, None, None)]

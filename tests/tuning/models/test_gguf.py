@@ -97,6 +97,7 @@ def read_all(checkpoint: GGUFCheckpoint) -> dict[str, np.ndarray]:
     return {name: checkpoint.read(name) for name in checkpoint.shapes}
 
 
+@pytest.mark.slow
 def test_smollm2_config(smollm2: GGUFCheckpoint) -> None:
     config = smollm2.config()
     expected = {

@@ -64,6 +64,7 @@ def test_kernels_kept_in_the_type_of_computation_change_no_bit():
     np.testing.assert_array_equal(logps(lora, trainable, frozen, "bfloat16"), logps(lora, trainable, wide, "bfloat16"))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "lora",
     [

@@ -49,6 +49,7 @@ SETTINGS: dict[str, Any] = {
 """A tokenizer of six tokens."""
 
 
+@pytest.mark.slow
 def test_special_tokens_and_limits(tokenizer: PreTrainedTokenizerFast) -> None:
     assert len(tokenizer) == 49152
     assert tokenizer.model_max_length == 8192

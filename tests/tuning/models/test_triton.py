@@ -21,6 +21,7 @@ def segments(rows):
     return Segments(group, jnp.zeros_like(group) if branch is None else branch, positions)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("rows", "softcap", "window"),
     [

@@ -67,12 +67,16 @@ def cluster():
     from ray.cluster_utils import Cluster
 
     folder = tempfile.mkdtemp(prefix="ray", dir="/tmp")
-    cluster = Cluster(initialize_head=True, head_node_args={**SMALL, "temp_dir": folder})
-    for _ in range(2):
-        cluster.add_node(**SMALL)
-    yield cluster
-    ray.shutdown()
-    cluster.shutdown()
+    # A cluster writes its address there, and does not make the folder.
+    os.mkdir(f"{folder}/ray")
+    with pytest.MonkeyPatch.context() as environment:
+        environment.setenv("RAY_TMPDIR", folder)
+        cluster = Cluster(initialize_head=True, head_node_args={**SMALL, "temp_dir": folder})
+        for _ in range(2):
+            cluster.add_node(**SMALL)
+        yield cluster
+        ray.shutdown()
+        cluster.shutdown()
     shutil.rmtree(folder, ignore_errors=True)
 
 
@@ -137,6 +141,7 @@ def test_a_session_has_a_process_of_its_own_which_ends_with_all_that_it_has_star
     pool.end(2)
 
 
+@pytest.mark.slow
 def test_what_a_process_has_started_ends_with_its_crash_and_with_its_deadline(pool, tmp_path):
     file = tmp_path / "pid"
     assert results(pool, job("start_and_end", str(file))) == ["crash: the process ended: status 0"]

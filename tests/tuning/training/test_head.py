@@ -16,6 +16,7 @@ def naive(hidden, targets, weight, temperature, softcap=None):
     return jnp.take_along_axis(logp, targets[:, None], -1)[:, 0], entropy
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("float64")
 @pytest.mark.parametrize("kept", [0, 10**6])
 @pytest.mark.parametrize("elements", [1, 5 * 128, 10**6])

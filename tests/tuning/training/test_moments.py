@@ -68,6 +68,7 @@ def test_every_rule_goes_down_with_moments_in_bfloat16(name):
     assert sum(leaf.dtype == jnp.bfloat16 for leaf in jax.tree.leaves(state)) == MOMENTS[name]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["adamw", "muon", pytest.param("adafactor", marks=pytest.mark.slow), *SLOW])
 def test_every_rule_computes_the_same_with_moments_in_the_hosts_memory(name):
     with jax.enable_x64():
@@ -78,6 +79,7 @@ def test_every_rule_computes_the_same_with_moments_in_the_hosts_memory(name):
     assert sum(x.sharding.memory_kind == HOST_MEMORY for x in jax.tree.leaves(state)) == MOMENTS[name]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "moments"),
     [("adamw", "bfloat16"), ("adamw", "host"), ("adafactor", "float32")]

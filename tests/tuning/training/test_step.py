@@ -41,6 +41,7 @@ def sgd_step(layout):
     return make_step(loss_fn, sgd, 2)(params, sgd.init(params), batches_of(layout))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "layout", [Layout(64, 1), *(pytest.param(one, marks=pytest.mark.slow) for one in (Layout(128, 1), Layout(64, 3)))]
 )

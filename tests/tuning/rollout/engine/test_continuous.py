@@ -185,6 +185,7 @@ def test_a_thousand_requests_stay_within_the_memory_for_the_cache():
         loaded(Limits(cache_bytes=1000)).submit(Request([1], 5))
 
 
+@pytest.mark.slow
 def test_new_weights_are_sampled_at_once_without_a_new_program_and_without_old_caches():
     engine = loaded()
     requests = requests_of(4, seed=6, samples=2)
@@ -208,6 +209,7 @@ def test_a_caller_that_leaves_early_leaves_the_engine_free():
     assert len(dict(engine.run(requests))) == 8
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("options", "gap"),
     [

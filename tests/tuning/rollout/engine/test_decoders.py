@@ -69,6 +69,7 @@ def trainers(config, params, tokens, positions, dtype):
     return decoder.logits(hidden), parts
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("config", "quantization", "dtype"),
     [

@@ -142,6 +142,7 @@ def fed_tokens(engine):
     return counts
 
 
+@pytest.mark.slow
 def test_a_group_shares_the_full_blocks_of_its_prompt():
     prompt = np.random.default_rng(0).integers(0, 97, 3 * PAGE + 5).tolist()
     engine = paged()
