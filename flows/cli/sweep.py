@@ -188,8 +188,8 @@ def _print_results(record: dict[str, Any]) -> None:
     for s in sorted(record["settings"], key=lambda s: -(s["score"] or 0.0)):
         d = s["difference"]
         said = f"{d['mean']:+.3f} [{d['low']:+.3f}, {d['high']:+.3f}]  {d['verdict']}" if d else s["reason"]
-        seeds = "  ".join(show(score) for score in s["scores"]) if len(s["runs"]) > 1 else ""
+        seeds = f" ({', '.join(map(show, s['scores']))})" if len(s["scores"]) > 1 else ""
         said = "the first" if s is record["settings"][0] else said
-        rows.append((*s["values"].values(), show(s["score"]), seeds, said, s["node"] or "", ", ".join(s["statuses"])))
+        rows.append((*s["values"].values(), show(s["score"]) + seeds, said, s["node"] or "", ", ".join(s["statuses"])))
     places = [place for place in record["axes"] if place in record["settings"][0]["values"]]
-    print_table((*places, "score", "by seed", "against the first", "after", "status"), rows, ("score",))
+    print_table((*places, "score", "against the first", "after", "status"), rows)

@@ -47,7 +47,7 @@ def test_a_killed_sweep_resumes_and_shares_stages(tmp_path, rlhf):
     command = ["sweep", "smoke", *axes, "--set", "rl=null", "--set", f"store={store}", "--no-prefect"]
     with subprocess.Popen([RLHF, *command], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL) as process:
         try:
-            until(lambda: any(n.endswith(".3") and "sft" in nodes for n, nodes in states(store).items()), 500)
+            until(lambda: any(n.endswith(".3") and "sft" in nodes for n, nodes in states(store).items()), 1200)
         finally:
             process.kill()
     first = states(store)
