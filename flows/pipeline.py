@@ -39,6 +39,7 @@ from rlhf.stages.store import runs
 from rlhf.stages.store.artifacts import ArtifactError, Store
 from rlhf.stages.store.keys import published, without_userinfo
 from rlhf.stages.store.registry import RegistryError
+from rlhf.stages.store.transfers import is_unreachable
 from rlhf.stages.worker.client import StageFailed, WorkerDied
 
 NAME = "rlhf-pipeline"
@@ -204,7 +205,7 @@ def _command(session: Session, command: str = "") -> str:
 def _failed(session: Session, error: Exception) -> State[Any]:
     """Return the flow's last state after an error; alerts forward its message."""
     said = str(error)
-    if not isinstance(error, EXPECTED):
+    if not isinstance(error, EXPECTED) and not is_unreachable(error):
         get_run_logger().error("the run ended with an unexpected error", exc_info=error)
         said = f"{type(error).__name__}: {error}"
     # Prefect gives the same name to its own limits of time: automations can tell it from other failures.
@@ -227,7 +228,7 @@ def run_recipe(
     name: str | None,
     force: set[str] | None,
     only: set[str] | None,
-    standing: Standing | None = None,
+    standing: Standing | None,
 ) -> str:
     """Run the flow in this process for the command line; return the run's status."""
     name = name or f"{recipe.name}-{generate_slug(2)}"

@@ -242,12 +242,14 @@ def _verdicts(
 
 def _about(config: Config, problems: Sequence[PromptRow]) -> dict[str, Any]:
     """Return metrics of the problems alone."""
+    from rlhf.tuning.evaluation.answers import answer_of
     from rlhf.tuning.evaluation.statistics import constant_baseline
 
     about: dict[str, Any] = {"problems": len(problems), "samples": config.samples}
     answers = [problem.answer for problem in problems if problem.answer is not None]
     if answers and config.judge in COMPARING:
-        about["constant_answer"], about["constant_score"] = constant_baseline(answers)
+        forms = [answer_of(config.judge, {}, answer) or answer for answer in answers]
+        about["constant_answer"], about["constant_score"] = constant_baseline(answers, forms)
     return about
 
 

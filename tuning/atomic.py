@@ -39,15 +39,13 @@ def whole_file(path: Path) -> Iterator[Path]:
 
 
 @contextmanager
-def whole_folder(path: Path, synced: bool = True) -> Iterator[Path]:
-    """Like `whole_file`, for a new folder. If `path` exists by then, it stays and the new folder is dropped.
-
-    synced: whether it has to outlive a loss of power."""
+def whole_folder(path: Path) -> Iterator[Path]:
+    """Like `whole_file`, for a new folder. If `path` exists by then, it stays and the new folder is dropped."""
     partial = _partial(path)
     partial.mkdir()
     try:
         yield partial
-        for below in [*partial.rglob("*"), partial] if synced else ():
+        for below in [*partial.rglob("*"), partial]:
             _sync(below)
         try:
             partial.rename(path)

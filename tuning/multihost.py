@@ -26,6 +26,8 @@ T = TypeVar("T")
 
 ADDRESS, COUNT, INDEX = "JAX_COORDINATOR_ADDRESS", "JAX_NUM_PROCESSES", "JAX_PROCESS_ID"
 """JAX's own environment variables, by which the launcher of the processes describes their group."""
+MAIN = "main"
+"""The channel of exchanges that no other thread makes."""
 LONGEST_MS = 30 * 24 * 3600 * 1000
 """A stage may keep the others waiting for as long as its limits allow: a lost process ends the wait, not the clock."""
 
@@ -126,25 +128,25 @@ def is_primary() -> bool:
     return _group.index == 0
 
 
-def from_primary(make: Callable[[], Any], channel: str = "main") -> Any:
+def from_primary(make: Callable[[], Any]) -> Any:
     """Return the JSON value of `make`, which is called on process 0 alone, on every process."""
-    return json.loads(bytes_from_primary(lambda: json.dumps(make()).encode(), channel)) if _group.count > 1 else make()
+    return json.loads(bytes_from_primary(lambda: json.dumps(make()).encode())) if _group.count > 1 else make()
 
 
-def bytes_from_primary(make: Callable[[], bytes], channel: str = "main") -> bytes:
+def bytes_from_primary(make: Callable[[], bytes]) -> bytes:
     """Return the bytes of `make`, which is called on process 0 alone, on every process."""
     if _group.count == 1:
         return make()
-    key = _next(channel)
+    key = _next(MAIN)
     if _group.index == 0:
         value = make()
         _group.client.key_value_set_bytes(key, value)
-        _group.unread[channel].append(key)
+        _group.unread[MAIN].append(key)
         return value
     return bytes(_group.client.blocking_key_value_get_bytes(key, LONGEST_MS))
 
 
-def gather(value: Any, channel: str = "main") -> list[Any]:
+def gather(value: Any, channel: str = MAIN) -> list[Any]:
     """Return the JSON values of all processes, in the order of their numbers, on every process.
 
     channel: values of different channels may be shared by different threads at a time; within one the order counts.
@@ -162,9 +164,7 @@ def gather(value: Any, channel: str = "main") -> list[Any]:
     return found
 
 
-def to_primary(
-    values: Iterable[T], encode: Callable[[T], bytes], decode: Callable[[bytes], T], channel: str = "main"
-) -> Iterator[T]:
+def to_primary(values: Iterable[T], encode: Callable[[T], bytes], decode: Callable[[bytes], T]) -> Iterator[T]:
     """On process 0 yields the values of all processes as they arrive; on the others sends theirs and yields nothing.
 
     The order is that of arrival. encode and decode: a value as bytes, and back.
@@ -172,7 +172,7 @@ def to_primary(
     if _group.count == 1:
         yield from values
         return
-    key, client = _next(channel), _group.client
+    key, client = _next(MAIN), _group.client
     if _group.index > 0:
         number = 0
         for number, value in enumerate(values, start=1):
@@ -220,7 +220,7 @@ def alone() -> Iterator[None]:
         _group.index, _group.count = before
 
 
-def barrier(channel: str = "main") -> None:
+def barrier(channel: str = MAIN) -> None:
     """Return when every process has called this."""
     gather(None, channel)
 

@@ -207,6 +207,9 @@ class OfCompletion(Protocol):
     def sample(self) -> int: ...
 
 
+T = TypeVar("T", bound=OfCompletion)
+
+
 def names_of(rows: Iterable[OfCompletion]) -> list[tuple[int, int]]:
     """(place, sample) of each row, [N]."""
     return [(row.place, row.sample) for row in rows]
@@ -218,14 +221,20 @@ def numbers_of_groups(rows: Iterable[OfCompletion]) -> list[int]:
     return [numbers.setdefault(row.place, len(numbers)) for row in rows]
 
 
+def grouped(rows: Iterable[T]) -> dict[tuple[int, int], list[T]]:
+    """The rows of each completion by place and sample; each group keeps the order of the table."""
+    groups: dict[tuple[int, int], list[T]] = {}
+    for row in rows:
+        groups.setdefault((row.place, row.sample), []).append(row)
+    return groups
+
+
 def by_trajectory(rows: Iterable[CompletionRow]) -> list[list[CompletionRow]]:
     """The rows of each completion, in the order of the first ones: one, or of a trajectory all of its parts in order.
 
     Raises ValueError where a part is missing or there twice.
     """
-    found: dict[tuple[int, int], list[CompletionRow]] = {}
-    for row in rows:
-        found.setdefault((row.place, row.sample), []).append(row)
+    found = grouped(rows)
     for (place, sample), parts in found.items():
         # Null in tables that were filled without the column.
         parts.sort(key=lambda row: row.part or 0)

@@ -28,6 +28,8 @@ from rlhf.flows.cli import (  # noqa: F401
 from rlhf.flows.cli.shared import app
 from rlhf.flows.orchestration.exit import leave
 from rlhf.stages.store.disk import disk_fault
+from rlhf.stages.store.keys import without_userinfo
+from rlhf.stages.store.transfers import is_unreachable
 from rlhf.stages.worker.interpreter import add_current_folder, escape_output
 
 
@@ -41,6 +43,9 @@ def main() -> None:
     except BaseException as e:
         if isinstance(e, Exception) and (fault := disk_fault(e, Path())):
             sys.exit(f"failed: {fault.strerror}")
+        if isinstance(e, Exception) and is_unreachable(e):
+            text = without_userinfo(f"failed: {type(e).__name__}: {e}")
+            e = SystemExit(f"{text}; finished stages are kept, and the same command continues")
         leave(e)
 
 

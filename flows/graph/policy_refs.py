@@ -10,8 +10,7 @@ import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
-from rlhf.flows.recipe.gate import BASE
-from rlhf.flows.recipe.model import Recipe, RecipeError
+from rlhf.flows.recipe.model import BASE, Recipe, RecipeError
 from rlhf.stages.gate.decide import PROMOTED
 from rlhf.stages.store import registry, runs
 from rlhf.stages.store.artifacts import Store

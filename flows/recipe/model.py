@@ -1,4 +1,7 @@
-"""A recipe's sections, and the checks between them. `rlhf.flows.recipe.reading` reads one from a YAML file."""
+"""A recipe's sections, and the checks between them. `rlhf.flows.recipe.reading` reads one from a YAML file.
+
+Three settings name a champion: the gate, the policy that training starts from, and new data.
+"""
 
 from __future__ import annotations
 
@@ -7,19 +10,19 @@ from typing import Annotated, Any, get_args
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from rlhf.flows.recipe.fork import Fork, check_fork
-from rlhf.flows.recipe.gate import BASE, Data, Name, check_gate
 from rlhf.flows.recipe.retention import Retention
 from rlhf.flows.recipe.rl import RL, shape_of
 from rlhf.flows.recipe.workers import Workers
 from rlhf.stages.base import Config as BaseConfig
-from rlhf.stages.contract.definition import Reads
+from rlhf.stages.contract.definition import Reads, execution_setting
 from rlhf.stages.contract.registry import by_section
 from rlhf.stages.distill import POLICIES
 from rlhf.stages.distill import Config as DistillConfig
 from rlhf.stages.evaluate import Config as EvaluateConfig
 from rlhf.stages.export import Config as ExportConfig
-from rlhf.stages.gate.settings import Gate
+from rlhf.stages.gate.settings import PROMOTE, Gate
 from rlhf.stages.preference import Config as PreferenceConfig
+from rlhf.stages.prepare.settings import Config as DataConfig
 from rlhf.stages.prepare.settings import Verifier
 from rlhf.stages.reward import Config as RewardConfig
 from rlhf.stages.rollout import Config as RolloutConfig
@@ -28,6 +31,53 @@ from rlhf.stages.score.settings import Reward
 from rlhf.stages.sft import Config as SFTConfig
 from rlhf.stages.update.settings import Config as UpdateConfig
 from rlhf.stages.update.settings import aggregation_of
+from rlhf.tuning.names import nearest
+
+BASE = "base"
+"""`start_from`: the model of the section base."""
+Name = Annotated[str, Field(pattern=r"^[a-z][a-z0-9_.-]{0,63}$")]
+
+
+class Data(DataConfig):
+    """Data preparation, and the part of it that a run trains on."""
+
+    new_since: Name | None = execution_setting(None)
+    """A name of the registry, such as champion: train only on prompts that neither its policy nor those before it were
+    trained on; a run without any ends as `nothing new`. Needs `start_from` of that name. null: all of the data."""
+
+    def prepared(self) -> DataConfig:
+        """The settings of the stage prepare alone."""
+        return DataConfig(**{name: getattr(self, name) for name in DataConfig.model_fields})
+
+
+def check_gate(gate: Gate, evaluate: EvaluateConfig | None, has_environment: bool, labels: list[str]) -> None:
+    """Raises ValueError for a gate that could not decide.
+
+    labels: names of the policies that the run evaluates; the gate decides about the last one.
+    """
+    if evaluate is None:
+        raise ValueError("gate decides by evaluations, and the section evaluate is null: give it, or leave gate out")
+    if gate.first not in (PROMOTE, *labels[:-1]):
+        others = ", ".join([PROMOTE, *labels[:-1]])
+        raise ValueError(f"gate.first {gate.first!r}: expected an earlier policy of the run, or promote: {others}")
+    judges = ["score", *evaluate.judges]
+    if gate.metric not in judges:
+        raise ValueError(f"gate.metric {gate.metric!r} has no value for each problem; {nearest(gate.metric, judges)}")
+    # An environment adds other metrics to an evaluation.
+    known = metrics_of(evaluate)
+    for section in ("floors", "guards") if not has_environment else ():
+        for name in getattr(gate, section):
+            if name not in known:
+                raise ValueError(f"gate.{section}.{name} is no metric of an evaluation; {nearest(name, known)}")
+
+
+def metrics_of(evaluate: EvaluateConfig) -> list[str]:
+    """The names of the figures of an evaluation without an environment."""
+    passes = [f"pass_at_{k}" for k in range(1, evaluate.samples + 1)]
+    most = [f"maj_at_{evaluate.samples}"] if evaluate.samples > 1 else []
+    other = ["mean_length", "truncated", "answered", "score_of_ended", "judge_failures", "not_applicable"]
+    return ["score", *passes, *most, *other, *evaluate.judges]
+
 
 Seconds = Annotated[float, Field(gt=0)]
 

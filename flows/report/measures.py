@@ -84,14 +84,22 @@ MEASURES = (
 def judged_reward(recipe: Mapping[str, Any]) -> str | None:
     """Return the reward whose mean is the pass rate: the evaluation's judge, else a built-in check; None without one.
 
-    The mean of any other reward is not a share of correct completions.
+    The mean of any other reward is not a share of correct completions, nor is that of one that moves 0 or 1: scores
+    have the values after `squash` and `clip`.
     """
     rewards = ((recipe.get("rl") or {}).get("score") or {}).get("rewards") or {}
-    functions = {reward.get("function"): name for name, reward in sorted(rewards.items(), reverse=True)}
+    plain = [(name, reward) for name, reward in sorted(rewards.items(), reverse=True) if not _moves(reward)]
+    functions = {reward.get("function"): name for name, reward in plain}
     wanted = ((recipe.get("evaluate") or {}).get("judge"), *CHECKS)
     # The environment's rewards may be any numbers: the measure `success` is the share of successful episodes.
     usable = [name for name in wanted if name not in (None, "reward_model", "environment")]
     return next((functions[name] for name in usable if name in functions), None)
+
+
+def _moves(reward: Mapping[str, Any]) -> bool:
+    """Whether a reward of 0 or 1 has another value after shaping."""
+    low, high = reward.get("clip") or (0.0, 1.0)
+    return reward.get("squash", "none") != "none" or low > 0.0 or high < 1.0
 
 
 def finished_rounds(record: Mapping[str, Any]) -> dict[int, dict[str, dict[str, Any]]]:

@@ -10,7 +10,6 @@ from typing import Any
 
 from rlhf.flows.graph.build import Node
 from rlhf.flows.recipe.model import Recipe, RecipeError
-from rlhf.flows.recipe.workers import Workers
 from rlhf.flows.running.cluster import Cluster, shared_memory
 from rlhf.flows.running.cluster_role import RoleWorkers
 from rlhf.stages.contract.registry import stage
@@ -69,7 +68,7 @@ class Crew:
 
     def of(self, node: Node) -> str:
         """Return the name of the worker that makes a node."""
-        return worker_of(self._settings, node)
+        return ONLY if self._settings is None else self._settings.of(stage(node.stage).work)
 
     def run(
         self, node: Node, request: Request, on_event: Callable[[Report], None], check_time: Callable[[], None]
@@ -94,11 +93,6 @@ class Crew:
                 ends.callback(self._cluster.close)
             for worker in self._workers.values():
                 ends.callback(worker.close)
-
-
-def worker_of(workers: Workers | None, node: Node) -> str:
-    """Return the name of the worker that makes a node: `ONLY` if a run has a single one."""
-    return ONLY if workers is None else workers.of(stage(node.stage).work)
 
 
 def log_of_worker(log: Path, name: str) -> Path:

@@ -10,7 +10,7 @@ from typing import Any
 from rlhf.flows.graph.build import Node, build
 from rlhf.flows.recipe.model import Recipe, RecipeError
 from rlhf.flows.recipe.reading import checked, with_sets
-from rlhf.flows.recipe.recorded import as_written
+from rlhf.flows.recipe.rescore import as_written
 
 
 def forked(record: dict[str, Any], at: str, sets: list[str], store: str) -> Recipe:
@@ -32,7 +32,7 @@ def forked(record: dict[str, Any], at: str, sets: list[str], store: str) -> Reci
         done = ", ".join(n for n, e in record["nodes"].items() if "digest" in e and not n.startswith("evaluate."))
         raise RecipeError(f"--at {at}: run {name} has no finished {node}; finished are {done or 'none'}")
     fork = {"run": name, "node": node, "digest": entry["digest"], "earlier": earlier}
-    values, options = with_sets(as_written(recipe) | {"fork": fork}, sets)
+    values, options = with_sets(as_written(recipe, shares_data=node != "base") | {"fork": fork}, sets)
     return checked(values | {"store": store}, Path(f"run {name}"), options=options)
 
 

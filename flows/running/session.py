@@ -1,15 +1,19 @@
 """One run: derives the key of each node, asks the store, sends misses to a worker, and keeps the record.
 
-The Prefect flow (`rlhf.flows.pipeline`) and the plain runner both drive it.
+The Prefect flow (`rlhf.flows.pipeline`) and the plain runner both drive it. `InputCheck` checks that the
+inputs of a stage have the bytes that were committed; `Saver` writes the record.
 """
 
 from __future__ import annotations
 
+import contextlib
+import datetime
 import os
 import socket
 import threading
 import time
-from collections.abc import Collection, Mapping
+from collections import defaultdict
+from collections.abc import Callable, Collection, Mapping
 from contextlib import nullcontext, suppress
 from functools import partial
 from typing import Any
@@ -23,20 +27,111 @@ from rlhf.flows.records import log_of
 from rlhf.flows.report.console import ConsoleReporter
 from rlhf.flows.report.formats import duration
 from rlhf.flows.running.crew import Crew
-from rlhf.flows.running.input_check import InputCheck
 from rlhf.flows.running.naming import before, entries_of, free_name
 from rlhf.flows.running.recipe_warnings import of_data
-from rlhf.flows.running.record_writer import Saver, now
 from rlhf.stages.contract.source_archive import keep
 from rlhf.stages.store import runs
-from rlhf.stages.store.artifacts import Artifact, Store
+from rlhf.stages.store.artifacts import Artifact, ArtifactError, Store
+from rlhf.stages.store.damage import set_aside
 from rlhf.stages.store.disk import disk_fault
 from rlhf.stages.store.keys import published, without_userinfo
 from rlhf.stages.store.leases import lease, this_process
 from rlhf.stages.store.reserve import keep_room, with_room
+from rlhf.stages.store.runs import Recorder
 from rlhf.stages.store.work import WorkFolder
 from rlhf.stages.worker.client import CodeChanged, StageFailed, WorkerDied
 from rlhf.stages.worker.protocol import Heartbeat, Log, Progress, Report, Request
+
+SAVE_SECONDS = 2.0
+"""A changed record is written within this time; a garbage collection waits longer (`rlhf.stages.store.collect`)."""
+SIGN_SECONDS = 60.0
+"""An unchanged record is written this often, as a sign of life for other hosts."""
+
+
+def now() -> str:
+    """Return the time in ISO 8601, in UTC, with milliseconds."""
+    return datetime.datetime.now(datetime.UTC).isoformat(timespec="milliseconds")
+
+
+class Saver:
+    """Writes a record that several threads change; a thread writes it while all of them wait for something."""
+
+    def __init__(self, store: Store, record: dict[str, Any], lock: threading.RLock):
+        """lock: of the record."""
+        self._record, self._lock = record, lock
+        self._recorder = Recorder(store, record["name"])
+        self._saved, self._is_new = 0.0, False
+        self._ended = threading.Event()
+        threading.Thread(target=self._keep_saved, daemon=True).start()
+
+    def save(self, soon: bool = False) -> None:
+        """Write the record.
+
+        soon: a record that was written in the last `SAVE_SECONDS` is written after them.
+        """
+        with self._lock:
+            self._is_new = True
+            if soon and time.monotonic() - self._saved < SAVE_SECONDS:
+                return
+            self._saved = time.monotonic()
+            self._record["saved"] = now()
+            self._recorder.write(self._record)
+            self._is_new = False
+
+    def end(self) -> None:
+        """Leave all further saves to the caller."""
+        self._ended.set()
+
+    def _keep_saved(self) -> None:
+        while not self._ended.wait(SAVE_SECONDS):
+            # The next save repeats a failed one.
+            with self._lock, contextlib.suppress(Exception):
+                due = self._is_new or time.monotonic() - self._saved > SIGN_SECONDS
+                if due and not self._ended.is_set():
+                    self.save()
+
+
+class InputCheck:
+    """The artifacts that a run has checked. A disk may change bytes and keep the size; bytes from a remote store are
+    checked on arrival."""
+
+    def __init__(self, store: Store, log: Callable[[str], None], check_time: Callable[[], None]):
+        """check_time: called each second by a thread that waits for another thread's check; it may raise."""
+        self._store, self._log, self._check_time = store, log, check_time
+        self.checked: set[str] = set()
+        """Digests of artifacts whose bytes are right."""
+        self._lock = threading.Lock()
+        self._checks = defaultdict[str, threading.RLock](threading.RLock)
+        """By digest. While a thread recomputes an artifact it waits only for checks of that artifact's inputs, so two
+        threads never wait for each other."""
+
+    def ensure(
+        self, name: str, artifact: Artifact, made: Callable[[], Mapping[str, Artifact]], recompute: Callable[[], object]
+    ) -> None:
+        """Recompute the artifact of a node if it is damaged, with a warning.
+
+        made: the current artifacts of nodes; if the node's is another one, another thread has recomputed it.
+        """
+        if not self._store.is_local or artifact.digest in self.checked:
+            return
+        with self._lock:
+            check = self._checks[artifact.digest]
+        while not check.acquire(timeout=1.0):
+            self._check_time()
+        try:
+            if artifact.digest in self.checked or made()[name].digest != artifact.digest:
+                return
+            if fault := self._store.verify(artifact):
+                moved = set_aside(self._store, artifact.stage, artifact.key, self._log, self._check_time)
+                self._log(f"! {name}: {moved or fault}; computed again")
+                recompute()
+                # An artifact that another run has recorded is not computed again.
+                if moved is None and (fault := self._store.verify(made()[name])):
+                    raise ArtifactError(f"{name}: {made()[name].url} is damaged ({fault})")
+            self.checked.add(artifact.digest)
+        finally:
+            check.release()
+
 
 EDITS = 3
 """Number of times that a stage is repeated because its code was edited while it ran."""

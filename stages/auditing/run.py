@@ -7,8 +7,8 @@ import functools
 import hashlib
 import json
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import Any, TypeVar
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
 
 import numpy as np
 import pyarrow as pa
@@ -17,26 +17,17 @@ from rlhf.stages.common.tables import batches, read_table
 from rlhf.stages.store.artifacts import Artifact, Store
 from rlhf.tuning.agents.rows import TrajectoryRow, TurnRow
 from rlhf.tuning.columns import list_rows
-from rlhf.tuning.rows import CompletionRow, FateRow, RefusedRow, Row, ScoreRow, VerdictRow
+from rlhf.tuning.rows import CompletionRow, FateRow, RefusedRow, ScoreRow, VerdictRow, grouped
 
 ROUND = re.compile(r"round-(\d+)\.(.+)")
 
 Name = tuple[int, int]
 """Place and sample of a completion."""
-R = TypeVar("R", bound=Row)
 
 
 def name_of(row: Any) -> Name:
     """Return the place and the sample of a row."""
     return row.place, row.sample
-
-
-def grouped(rows: Iterable[R]) -> dict[Name, list[R]]:
-    """Group rows by completion; each group keeps the order of the table."""
-    groups: dict[Name, list[R]] = {}
-    for row in rows:
-        groups.setdefault(name_of(row), []).append(row)
-    return groups
 
 
 @dataclasses.dataclass(frozen=True)

@@ -107,14 +107,15 @@ def _call(sampled: Completions, finding: Finding) -> None:
 def _values(sampled: Completions, reward: Mapping[str, Any], rows: Sequence[CompletionRow]) -> list[float | None]:
     """Compute a reward of some completions. Raises Outage."""
     from rlhf.tuning.rewards.processes import evaluate
-    from rlhf.tuning.rewards.totals import Part, shaped
+    from rlhf.tuning.rewards.totals import Part, bounded, shaped
 
     # Functions get the conversation of an episode.
     episodes = sampled.episodes if sampled.is_played else {}
     samples = [sample_of(row, episodes) for row in rows]
     limits = {"seconds": reward["seconds"], "megabytes": reward["megabytes"]}
-    part = Part("", squash=reward["squash"], clip=reward["clip"] and tuple(reward["clip"]))
-    outcomes = evaluate(reward["function"], reward["arguments"], samples, **limits)
+    part = Part("", reward["weight"], squash=reward["squash"], clip=reward["clip"] and tuple(reward["clip"]))
+    called = evaluate(reward["function"], reward["arguments"], samples, **limits)
+    outcomes = [bounded(outcome, part) for outcome in called]
     return [None if outcome.value is None else shaped(outcome.value, part) for outcome in outcomes]
 
 

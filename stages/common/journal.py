@@ -3,6 +3,8 @@
 A call is identified by its completions and by all inputs of the function, so a completion that was sampled again and
 differs is judged again. The journal stores values only. A call that failed in an earlier try is repeated, because the
 failure may have ended that try; it becomes content only if the stage succeeds (R25).
+
+Lines have a checksum: readers skip a line that a kill has cut off or a disk has changed.
 """
 
 from __future__ import annotations
@@ -12,14 +14,35 @@ import hashlib
 import itertools
 import json
 import time
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+import zlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, BinaryIO
 from urllib.parse import quote
 
-from rlhf.stages.common.checked_lines import read_lines, write_line
 from rlhf.stages.contract.definition import Context
 from rlhf.tuning.rewards.samples import Outcome, Sample
 from rlhf.tuning.rows import CompletionRow
+
+
+def write_line(file: BinaryIO, text: str) -> None:
+    """Append a line of JSON to an open file and flush it, so that a kill cannot lose it."""
+    data = text.encode()
+    # The newline comes first, because the previous line may be cut off.
+    file.write(b"\n%08x %s" % (zlib.crc32(data), data))
+    file.flush()
+
+
+def read_lines(path: Path) -> Iterator[Any]:
+    """Yield the values of the whole lines of a file, if it exists; a file may have gigabytes."""
+    if not path.exists():
+        return
+    with path.open("rb") as file:
+        for line in file:
+            checksum, _, data = line.rstrip(b"\n").partition(b" ")
+            if checksum == b"%08x" % zlib.crc32(data):
+                yield json.loads(data)
+
 
 TELL_SECONDS = 600.0
 """Seconds between reports of slow calls: a silent stage counts as hung (`limits.stall_seconds`)."""

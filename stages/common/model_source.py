@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import contextlib
 import fnmatch
 import functools
 import importlib.util
+import os
 import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path, PurePosixPath
 from typing import Any
 from urllib.parse import urlsplit
 
-from rlhf.stages.store.disk import sha256_file
+from rlhf.stages.store.disk import make_room, sha256_file
 from rlhf.stages.store.keys import digest, without_userinfo
 from rlhf.tuning import digest_cache
 from rlhf.tuning.atomic import whole_folder
@@ -59,7 +61,7 @@ def locate(source: str) -> Path | None:
 def _fetched(url: str) -> Path:
     """Return the local copy of a file or folder at an fsspec URL, downloaded once for each state of its files.
 
-    Raise SourceMissing.
+    On a full disk it takes the place of copies that nobody has used lately. Raise SourceMissing.
     """
     from rlhf.tuning.data.remote import SourceError, again, filesystem
 
@@ -73,8 +75,13 @@ def _fetched(url: str) -> Path:
             files = {path: (f"{name}{path.partition(root)[2]}", one) for path, one in found.items()}
             files = {path: one for path, one in files.items() if _is_read(one[0].partition("/")[2])}
         state = sorted((local, _state(one)) for local, one in files.values())
-        folder = digest_cache.folder().with_name("models") / digest([url, repr(state)])
-        if not folder.is_dir():
+        folder = digest_cache.folder().with_name("models") / digest(url) / digest(repr(state))
+        if folder.is_dir():
+            # The time of its last use.
+            with contextlib.suppress(OSError):
+                os.utime(folder)
+        else:
+            make_room(folder.parents[1], sum(one.get("size") or 0 for _, one in files.values()))
             with whole_folder(folder) as partial:
                 for path, (local, _) in files.items():
                     (partial / local).parent.mkdir(parents=True, exist_ok=True)
@@ -101,10 +108,10 @@ def _is_read(name: str) -> bool:
     return any(fnmatch.fnmatch(name, pattern) for pattern in HUB_FILES)
 
 
-def snapshot(name: str, files: Sequence[str] = HUB_FILES, field: str = "base.source") -> Path:
+def snapshot(name: str, files: Sequence[str] = HUB_FILES) -> Path:
     """Return the folder of a Hub repository's files in the local cache, after a download of missing ones.
 
-    field: the setting with the repository's name. Raise SourceMissing.
+    Raise SourceMissing.
     """
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OfflineModeIsEnabled
@@ -115,9 +122,9 @@ def snapshot(name: str, files: Sequence[str] = HUB_FILES, field: str = "base.sou
     except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OfflineModeIsEnabled, ConnectionError) as error:
         reason = str(error).strip().splitlines()[0]
         raise SourceMissing(
-            f"{field}: {repository} is not in the local cache and cannot be fetched from the hub ({reason}). Run "
+            f"base.source: {repository} is not in the local cache and cannot be fetched from the hub ({reason}). Run "
             f"`hf download {repository} --local-dir FOLDER` where there is a network (after `hf auth login` for a "
-            f"gated model), copy the folder here, and give its path as {field}"
+            "gated model), copy the folder here, and give its path as base.source"
         ) from error
     return Path(folder)
 

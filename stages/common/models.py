@@ -280,6 +280,12 @@ def vocabulary(base: Artifact) -> int:
     return int(_config(base)["vocab_size"])
 
 
+def positions(base: Artifact) -> int | None:
+    """Return the number of positions that the base model was made for; None if its config has none."""
+    found = _config(base).get("max_position_embeddings")
+    return None if found is None else int(found)
+
+
 def _config(base: Artifact) -> Any:
     return json.loads(base.local("model/config.json").read_bytes())
 

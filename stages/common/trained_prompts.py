@@ -1,6 +1,6 @@
 """The prompts that a policy and its ancestors were trained on, found by way of manifests.
 
-A prompt has one name by its text, and one by each of its turns without the system's (`rlhf.tuning.data.overlap`); a
+A prompt has one name by its text, and one by each of its turns without the system's (`rlhf.tuning.data.pipeline`); a
 document has one by its content. The walk ends at a policy that stores the names of its ancestors (stage `start`).
 """
 

@@ -34,7 +34,7 @@ class Parameters:
     @property
     def texts(self) -> tuple[str, ...]:
         """The parameters of a reward that get prompts and completions: by name if they have these names, else the
-        first two; for a reward in verl's form all that verl passes (`rlhf.tuning.rewards.calls`)."""
+        first two; for a reward in verl's form all that verl passes (`rlhf.tuning.rewards.processes`)."""
         if "solution_str" in self.named:
             return ("data_source", "solution_str", "ground_truth", "extra_info")
         names = ("prompts", "completions")
@@ -173,7 +173,7 @@ def check_arguments(
 
 
 def check_required(
-    parameters: Parameters, arguments: Collection[str], where: str, function: str, given: Collection[str] = ()
+    parameters: Parameters, arguments: Collection[str], where: str, function: str, given: Collection[str]
 ) -> None:
     """Raise ValueError, naming `where`, for a parameter without a default that gets no value."""
     missing = [n for n in parameters.required if n not in arguments and n not in given]

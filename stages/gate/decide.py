@@ -44,8 +44,8 @@ class Compared:
     unscored: int
     """Completions of the policy without a score, which count as the lowest."""
     p: float
-    """The larger of two: of Gaffke's bound on the mean (`rlhf.tuning.evaluation.margin`), and, where `min_difference`
-    is not below 0, of the test by signs (`rlhf.tuning.evaluation.permutation`)."""
+    """The larger of two (`rlhf.tuning.evaluation.permutation`): of Gaffke's bound on the mean, and, where
+    `min_difference` is not below 0, of the test by signs."""
     level: float
     """The largest p at which the policy counts as better."""
     clusters: int
@@ -78,8 +78,7 @@ def compare(config: Config, before: Judged, after: Judged, excluded: Set[int]) -
 
     excluded: places of problems that are left out. Raises ValueError for evaluations of different problems.
     """
-    from rlhf.tuning.evaluation.margin import above_margin
-    from rlhf.tuning.evaluation.permutation import sign_flip
+    from rlhf.tuning.evaluation.permutation import above_margin, sign_flip
     from rlhf.tuning.evaluation.statistics import paired_difference, problem_means
     from rlhf.tuning.evaluation.verdicts import without_gain
 

@@ -17,7 +17,7 @@ import math
 from collections.abc import Generator, Sequence
 from typing import TYPE_CHECKING, Any
 
-from rlhf.stages.common.checked_lines import read_lines, write_line
+from rlhf.stages.common.journal import read_lines, write_line
 from rlhf.stages.common.models import load_policy, load_tokenizer, stop_ids
 from rlhf.stages.contract.definition import Context
 from rlhf.stages.sampling.environment import PROGRAMS, Environment

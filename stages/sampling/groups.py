@@ -68,7 +68,7 @@ class Scored:
         return {row.place: counted[row.place] if trainable.get(row.place) else [] for row in rollouts}
 
 
-def read_trajectories(rollouts: Artifact, columns: Collection[str] = ()) -> list[list[CompletionRow]]:
+def read_trajectories(rollouts: Artifact, columns: Collection[str]) -> list[list[CompletionRow]]:
     """Read the rows of each completion of a rollout table (`rlhf.tuning.rows.by_trajectory`).
 
     columns: names of those to read; none: all.

@@ -57,7 +57,9 @@ def open_engine(ctx: Context, settings: EngineSettings, quantize: str, context: 
 
     names = ("sync", "concurrency", "tries", "start_seconds", "wait_seconds", "tolerance", "version", "seeds")
     policy = _policy(ctx, settings, quantize, requests)
-    servers = _servers(ctx, settings, context)
+    positions = load_rounded(ctx, ctx.inputs["policy"], quantize)[0].max_positions
+    # `context` is bucketed and may exceed the positions.
+    servers = _servers(ctx, settings, min(context, positions), min(positions, max(USUAL_CONTEXT, context)))
     remote = Fleet(KINDS[settings.kind], servers, Options(**{n: getattr(settings, n) for n in names}), ctx.log)
     if settings.sleep:
         # Written from the devices, before the servers need their memory.
@@ -115,8 +117,11 @@ def _end(name: str) -> None:
         server.child.end()
 
 
-def _servers(ctx: Context, settings: EngineSettings, context: int) -> list[Any]:
-    """Return running servers at their URLs, or those of this worker, which are started if none fits."""
+def _servers(ctx: Context, settings: EngineSettings, context: int, room: int) -> list[Any]:
+    """Return running servers at their URLs, or those of this worker, which are started if none fits.
+
+    context: tokens that they need. room: tokens that they get if they are started.
+    """
     from rlhf.tuning.device import choose
     from rlhf.tuning.rollout.servers.child import gpus_of_servers
     from rlhf.tuning.rollout.servers.server import RemoteServer
@@ -138,7 +143,6 @@ def _servers(ctx: Context, settings: EngineSettings, context: int) -> list[Any]:
     for name in [n for n, (started, _) in _started.items() if n != wanted or started < context]:
         _end(name)
     if wanted not in _started:
-        room = min(load_rounded(ctx, ctx.inputs["policy"], "none")[0].max_positions, max(USUAL_CONTEXT, context))
         words = [*settings.words, *settings.arguments]
         gpus = gpus_of_servers(words, settings.servers, os.environ | settings.environment)
         if choose().platform == "gpu" and not settings.sleep and "CUDA_VISIBLE_DEVICES" not in settings.environment:

@@ -1,36 +1,241 @@
-"""The routes of the OpenAI-compatible server: answers whole or as streams of events."""
+"""The routes of the OpenAI-compatible server: answers whole or as streams of events.
+
+`Guard` is ASGI middleware: keys, the check of `Host`, and limits on the number, size and time of requests. FastAPI's
+dependencies do not fit: they run after the routes have been matched, and have no limit of time on a stream. Slow
+clients and the number of connections are a proxy's job (docs/guides/serving.md).
+
+`POST /weights` names files below the server's root, which replace its weights without a restart. Running requests
+finish on the old policy, and later ones wait for the new one. If a policy does not fit, the server refuses it and keeps
+the old one.
+"""
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import functools
 import hmac
 import importlib.metadata
 import json
 import logging
+import tempfile
+import threading
 import time
 import uuid
-from collections.abc import AsyncIterator, Iterator, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, MutableMapping, Sequence
+from pathlib import Path
 from typing import Annotated, Any, TypeVar
 
-# FastAPI looks up annotations of routes in this module.
 from fastapi import FastAPI, Request, Response
 from fastapi.responses import JSONResponse, StreamingResponse
 from prometheus_client import CONTENT_TYPE_PLAIN_0_0_4, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, InfoMetricFamily
 from pydantic import BaseModel, ConfigDict, Field
+from starlette.datastructures import Headers
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
+from starlette.routing import Match
 
+from rlhf.stages.serving.access import is_loopback, owner_of
 from rlhf.stages.serving.answers import Completed
 from rlhf.stages.serving.api import Asked, ChatRequest, CompletionRequest
 from rlhf.stages.serving.errors import ClientGone, RequestError, answer_of, error_of
-from rlhf.stages.serving.guard import OWNER, WEIGHTS, Guard
-from rlhf.stages.serving.server import Job, Server
+from rlhf.stages.serving.server import Job, Metrics, Server
 from rlhf.stages.serving.sessions import Session
 from rlhf.stages.serving.settings import ServeOptions
-from rlhf.stages.serving.weights import Given, Weights
 from rlhf.tuning.rollout.engine.live import EngineStopped
 from rlhf.tuning.rollout.requests import Completion
+from rlhf.tuning.rollout.servers.transfer import pull
+
+
+class NotTaken(RequestError):
+    """This server takes no weights."""
+
+    status, code = 403, "weights_not_taken"
+
+
+class Given(BaseModel):
+    """POST /weights: a `Transfer` below the server's root."""
+
+    model_config = ConfigDict(extra="forbid")
+    policy: Annotated[str, Field(min_length=1, max_length=256)]
+    """Its name in answers (`weight_version`)."""
+    folder: Annotated[str, Field(max_length=1024)]
+    """Its folder below the root."""
+    files: dict[str, Annotated[str, Field(pattern="^[0-9a-f]{64}$")]]
+    """SHA-256 of each file by its name."""
+
+
+class Weights:
+    """Changes the policy of one server. Thread-safe."""
+
+    def __init__(self, server: Server, root: str | None):
+        """root: folder or fsspec URL of policies; None: the server takes none."""
+        self._server, self._root = server, root
+        self._lock = threading.Lock()
+        """Held while a policy is read."""
+
+    def take(self, given: Given) -> dict[str, str]:
+        """Serve a policy from now on, unless it is served already.
+
+        Raises NotTaken, ValueError for files that are missing, damaged or of another model, and WeightsLost.
+        """
+        if self._root is None:
+            raise NotTaken("this server takes no weights: start it with --take-weights and a folder or URL")
+        with self._lock, tempfile.TemporaryDirectory(prefix="rlhf-weights-") as scratch:
+            if self._server.policy != given.policy:
+                try:
+                    folder = pull(self._root, given.folder, given.files, Path(scratch))
+                except FileNotFoundError as error:
+                    raise ValueError(
+                        f"{given.folder} is not complete below the root of this server: {error}"
+                    ) from error
+                self._swap(given.policy, folder)
+        return {"policy": given.policy}
+
+    def change(self, policy: str, folder: Path) -> None:
+        """Serve the policy of a model folder of this machine. Raises UnsupportedModel and WeightsLost."""
+        with self._lock:
+            self._swap(policy, folder)
+
+    def _swap(self, policy: str, folder: Path) -> None:
+        self._server.live.swap(functools.partial(self._load, policy, folder))
+
+    def _load(self, name: str, folder: Path, engine: Any, generation: int) -> None:
+        from rlhf.tuning.models.config import UnsupportedModel
+        from rlhf.tuning.rollout.engine.folder import load_folder
+        from rlhf.tuning.rollout.engine.live import WeightsLost
+
+        try:
+            load_folder(engine, folder)
+        except UnsupportedModel:
+            raise
+        except Exception as error:
+            self._server.policies[generation - 1] = None
+            raise WeightsLost(f"policy {name} could not be loaded, and the old one was dropped: {error}") from error
+        self._server.policies[generation] = name
+
+
+Message = MutableMapping[str, Any]
+Receive = Callable[[], Awaitable[Message]]
+Send = Callable[[Message], Awaitable[None]]
+
+OPEN = ("/health", "/ready")
+"""Answered without a key and without limits: supervisors act on them."""
+OWNER = "rlhf.owner"
+"""In a request's scope: the position of its key."""
+WEIGHTS = "/weights"
+"""Not counted as a request: a busy server takes weights too."""
+LAST_WORD_SECONDS = 5.0
+
+
+class Refused(RequestError):
+    """A request that is over a limit or has no key."""
+
+    def __init__(self, status: int, message: str, code: str, **headers: str):
+        super().__init__(message)
+        # The rest of the body is not read.
+        self.status, self.code, self.headers = status, code, headers | {"connection": "close"}
+
+
+class Guard:
+    """An ASGI application around a FastAPI application."""
+
+    def __init__(self, app: Any, metrics: Metrics, options: ServeOptions | None = None, keys: Sequence[str] = ()):
+        self._app, self._metrics, self._options, self._keys = app, metrics, options or ServeOptions(), keys
+        self.busy = 0
+        """Requests that are being answered."""
+
+    @property
+    def full(self) -> bool:
+        """Whether a further request would be refused."""
+        return self.busy >= self._options.requests
+
+    async def __call__(self, scope: Message, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            return
+        began, status, streams = time.monotonic(), 0, False
+
+        async def watch(message: Message) -> None:
+            nonlocal status, streams
+            if message["type"] == "http.response.start":
+                headers = dict(message["headers"])
+                status, streams = message["status"], headers.get(b"content-type", b"").startswith(b"text/event-stream")
+            elif not message.get("more_body", False):
+                streams = False
+            await send(message)
+
+        seconds = self._options.request_seconds
+        limit = asyncio.timeout(seconds)
+        try:
+            async with limit:
+                await self._answer(scope, receive, watch)
+        except Refused as refused:
+            await (await answer_of(None, refused))(scope, receive, watch)
+        except TimeoutError:
+            # The application has timeouts too.
+            if not limit.expired():
+                raise
+            message = f"no whole answer within {seconds:g} s: ask for fewer samples or tokens (--request-seconds)"
+            answer = await answer_of(None, Refused(504, message, "time_limit"))
+            # A client that reads nothing does not take the error either.
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(LAST_WORD_SECONDS):
+                    if status == 0:
+                        await answer(scope, receive, watch)
+                    elif streams:
+                        await watch({"type": "http.response.body", "body": b"data: " + bytes(answer.body) + b"\n\n"})
+        finally:
+            matches = (route.path for route in self._app.routes if route.matches(scope)[0] is Match.FULL)
+            self._metrics.requests.labels(next(matches, "other"), status).inc()
+            self._metrics.seconds.observe(time.monotonic() - began)
+
+    async def _answer(self, scope: Message, receive: Receive, send: Send) -> None:
+        if scope["path"] in OPEN and scope["method"] == "GET":
+            await self._app(scope, receive, send)
+            return
+        headers = Headers(scope=scope)
+        scope[OWNER] = owner_of(self._keys, headers.get("authorization", "").encode("latin-1"))
+        if scope[OWNER] is None:
+            fault = (
+                "this server does not take the key that was sent" if "authorization" in headers else "a key is needed"
+            )
+            text = f"{fault}: send one of its keys as `Authorization: Bearer KEY`"
+            raise Refused(401, text, "invalid_api_key", **{"www-authenticate": "Bearer"})
+        host = headers.get("host", "localhost")
+        if not self._keys and not is_loopback(host):
+            # DNS rebinding: a page in a browser has pointed its own name at this machine.
+            raise Refused(403, f"Host is {host!r}: without a key, send a loopback address or localhost", "host")
+        if scope["method"] != "POST":
+            await self._app(scope, receive, send)
+            return
+        counted = scope["path"] != WEIGHTS
+        if counted and self.full:
+            text = f"{self._options.requests} requests are being answered (--requests): ask again"
+            raise Refused(429, text, "too_many_requests", **{"retry-after": "1"})
+        self.busy += counted
+        try:
+            await self._app(scope, self._limited(headers, receive), send)
+        finally:
+            self.busy -= counted
+
+    def _limited(self, headers: Headers, receive: Receive) -> Receive:
+        """Return `receive` for a body of a limited size. It raises Refused for a larger one."""
+        left = limit = int(self._options.body_megabytes * 2**20)
+
+        async def receive_limited() -> Message:
+            nonlocal left
+            message = await receive()
+            left -= len(message.get("body", b""))
+            if left < 0:
+                # A client reads the answer after it has sent its whole body.
+                while message.get("more_body"):
+                    message = await receive()
+                raise Refused(413, f"the body is larger than {limit} bytes (--body-megabytes)", "body_too_large")
+            return message
+
+        return receive_limited
+
 
 ModelT = TypeVar("ModelT", bound=BaseModel)
 

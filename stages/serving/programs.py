@@ -45,8 +45,9 @@ from rlhf.tuning.chat import Message
 from rlhf.tuning.parallel.children import clean_environment
 from rlhf.tuning.rollout.servers import keeper
 
-ANSWERS = ("answer", "answers", "tests")
-"""Columns of a prompt that built-in rewards read as its answer."""
+ANSWERS = ("answer", "answers", "tests", "entry")
+"""Columns of a prompt, and fields within them, that built-in rewards read as its answer; reasoning-gym's `entry` often
+has it, and so has the field `extra_info` of verl's data."""
 TAIL_BYTES = 65536
 """Bytes of a program's output in which its last lines are looked for."""
 START_SECONDS = 60.0
@@ -139,7 +140,8 @@ class Programs:
         limited = [*LIMITED, str(self.settings.megabytes * 1024)] if sys.platform == "linux" else []
         here = clean_environment()
         url = f"{self.url}/sessions/{session.name}"
-        row = {name: value for name, value in episode.task.row.items() if name not in ANSWERS}
+        whole = dict(episode.task.row)
+        row = without_answers(whole)
         environment = {
             **here,
             # Loopback is reached without the machine's proxies.
@@ -149,7 +151,8 @@ class Programs:
             "RLHF_SESSION": url,
             "RLHF_TASK": json.dumps({**row, "seed": episode.task.seed, "sample": episode.sample}, ensure_ascii=False),
         }
-        grader = {name: episode.task.row.get(name) for name in ANSWERS} | {"reward_key": session.reward_key}
+        grader = dict.fromkeys(ANSWERS) | {name: value for name, value in whole.items() if row.get(name) != value}
+        grader |= {"reward_key": session.reward_key}
         ends = [_pipe_with(json.dumps(grader).encode())] if self.settings.agent_grades else []
         if ends:
             environment[keeper.GRADER] = str(ends[0])
@@ -174,6 +177,13 @@ class Programs:
                 process.wait(min(left, 0.5))
                 return True
         return False
+
+
+def without_answers(value: Any) -> Any:
+    """Return a JSON value without `ANSWERS`, at any depth."""
+    if isinstance(value, dict):
+        return {name: without_answers(part) for name, part in value.items() if name not in ANSWERS}
+    return [without_answers(part) for part in value] if isinstance(value, list) else value
 
 
 def _pipe_with(data: bytes) -> int:

@@ -1,4 +1,9 @@
-"""Requests of the API as requests of the engine, with the ids that their sessions have recorded."""
+"""Requests of the API as requests of the engine, with the ids that their sessions have recorded.
+
+`ChatRenderer` has conversations of the API as token ids, with calls and results of tools, by the tokenizer's template.
+
+Prometheus metrics of one server.
+"""
 
 from __future__ import annotations
 
@@ -9,19 +14,90 @@ import dataclasses
 import functools
 import json
 import queue
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from typing import Any, TypeVar
 
+from prometheus_client import CollectorRegistry, Counter, Histogram
+
 from rlhf.stages.serving.answers import Choice, Completed, Spoken, Text
-from rlhf.stages.serving.api import ANY, Asked, ChatRequest
-from rlhf.stages.serving.chat_rendering import ChatRenderer
+from rlhf.stages.serving.api import ANY, Asked, ChatRequest, Message
 from rlhf.stages.serving.errors import RequestError
-from rlhf.stages.serving.metrics import Metrics
 from rlhf.stages.serving.sessions import Call, Session, Sessions, signatures_of
 from rlhf.stages.serving.settings import Named
 from rlhf.stages.serving.tools import Offer, same_call, without_thoughts
+from rlhf.tuning.chat import calls
+from rlhf.tuning.chat.renderer import Renderer
 from rlhf.tuning.chat.schemas import MOST_BYTES
+from rlhf.tuning.chat.template import Template
 from rlhf.tuning.models.tokenizer import begins_with_bos
+
+
+class Metrics:
+    """The counters of one server; their names begin with `rlhf_serve_`."""
+
+    def __init__(self) -> None:
+        self.registry = CollectorRegistry()
+        options: dict[str, Any] = {"namespace": "rlhf_serve", "registry": self.registry}
+        buckets = (0.1, 0.5, 1.0, 5.0, 30.0, 120.0, 600.0)
+        self.requests = Counter(
+            "requests", "Answers; status 0 if the client left before.", ["route", "status"], **options
+        )
+        self.seconds = Histogram("request_seconds", "Time of an answer.", buckets=buckets, **options)
+        self.prompt_tokens = Counter("prompt_tokens", "Tokens of prompts.", **options)
+        self.completion_tokens = Counter("completion_tokens", "Sampled tokens.", **options)
+
+
+KEPT = 32
+"""Renderers that are cached, by tools: each is checked when it is built."""
+
+
+class ChatRenderer:
+    """Renders messages with the model's template."""
+
+    def __init__(self, tokenizer: Any, tool_format: str = "auto"):
+        self._tokenizer = tokenizer
+        self.form = calls.resolve(tool_format, str(tokenizer.chat_template or ""))
+        """The format of calls."""
+        self._renderer = functools.lru_cache(KEPT)(self._make_renderer)
+
+    def renderer(self, tools: Sequence[calls.Schema], options: Mapping[str, Any]) -> Renderer:
+        """Return the renderer for these tools and values of the template. Raises TemplateRefused, a ValueError."""
+        # In the order of the request, which the template writes.
+        return self._renderer(json.dumps([list(tools), options]))
+
+    def _make_renderer(self, given: str) -> Renderer:
+        tools, options = json.loads(given)
+        return Renderer(self._tokenizer, tools, None, self.form, options)
+
+    def context(self, asked: ChatRequest) -> list[int]:
+        """Return the ids of a conversation through the header of the next answer, as training data has them.
+
+        Raises TemplateRefused, a ValueError, such as for roles that do not alternate.
+        """
+        messages = self.messages(asked.messages)
+        template = Template(self._tokenizer, asked.schemas, None, self.form, asked.chat_template_kwargs)
+        has_tools = asked.tools or any(m.role == "tool" or m.tool_calls for m in asked.messages)
+        return template.plain_ids(messages) if has_tools else template.ids(messages)
+
+    def call_start(self, offer: Offer) -> list[int]:
+        """Return the ids of the beginning of a call that the request asks for."""
+        return Template(self._tokenizer, (), None, self.form).begun(offer.call_start) if offer.call_start else []
+
+    def messages(self, messages: Sequence[Message]) -> list[dict[str, Any]]:
+        """Return messages as training data has them: text, calls with their arguments as objects, names of tools."""
+        written: list[dict[str, Any]] = []
+        names: dict[str | None, str] = {}
+        for message in messages:
+            one: dict[str, Any] = {"role": message.role, "content": message.text}
+            if message.role == "tool":
+                named = {"tool_call_id": message.tool_call_id, "name": message.name or names.get(message.tool_call_id)}
+                one |= {key: value for key, value in named.items() if value}
+            if message.tool_calls:
+                names |= {call.id: call.function.name for call in message.tool_calls}
+                one["tool_calls"] = [call.model_dump(exclude_none=True) for call in message.tool_calls]
+            written.append(one)
+        return written
+
 
 READERS = 2
 """Requests that are rendered and tokenized at a time."""

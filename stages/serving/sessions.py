@@ -190,10 +190,12 @@ class Session:
 
     def find_ids(self, kind: str, prompt: list[int]) -> Call | None:
         """Return the latest call with the most ids that begin a prompt."""
-        lengths = {
-            call: len(ids) for call in self.calls if call.kind == kind and prompt[: len(ids := call.ids())] == ids
-        }
-        return max(lengths, key=lambda call: (lengths[call], call.number), default=None)
+        lengths: dict[Call | None, int] = {None: 0}
+        for call in self.calls:
+            start, own = lengths.get(call.before, -1), [*call.context_ids, *call.token_ids]
+            if start >= 0 and call.kind == kind and prompt[start : start + len(own)] == own:
+                lengths[call] = start + len(own)
+        return max(lengths, key=lambda call: (lengths[call], -1 if call is None else call.number))
 
     def open(self, kind: str, before: Call | None, context_ids: list[int], **fields: Any) -> Call:
         """Return a new call. Raises LimitReached after the last turn of the session."""

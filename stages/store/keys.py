@@ -131,7 +131,10 @@ def published(value: Any, place: tuple[str, ...] = ()) -> Any:
 def _content(value: Any) -> Any:
     # Who reads does not decide what is read. A query may, and manifests hold what is in a key: secrets by digest.
     if isinstance(value, str):
-        return _QUERY.sub(lambda found: f"{found[1]}{HIDDEN}{digest(found[0])[:16]}", _USERINFO.sub("", value))
+        # In a text, such as a system prompt, it is what a model reads.
+        read = re.search(r"\s", value) is not None
+        text = _USERINFO.sub(lambda found: f"{HIDDEN}{digest(found[0])[:16]}@" if read else "", value)
+        return _QUERY.sub(lambda found: f"{found[1]}{HIDDEN}{digest(found[0])[:16]}", text)
     if isinstance(value, BaseModel):
         return config_content(value)
     if isinstance(value, list | tuple):

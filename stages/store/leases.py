@@ -25,6 +25,7 @@ from rlhf.stages.store.artifacts import ArtifactError, Store
 from rlhf.stages.store.disk import FULL
 from rlhf.stages.store.exclusive import create
 from rlhf.stages.store.json_schemas import HOLDER
+from rlhf.stages.store.readonly import ReadOnlyStore
 from rlhf.tuning.retries import retried
 
 T = TypeVar("T")
@@ -197,12 +198,12 @@ class Watch:
 
 
 def _again(action: Callable[[], T]) -> T:
-    # A full disk stays full.
+    # A full disk stays full. Clients of object stores have their own errors, which are not an OSError.
     return retried(
         action,
         tries=TRIES,
         first_seconds=FIRST_PAUSE_SECONDS,
-        passing=lambda e: isinstance(e, OSError) and e.errno not in FULL,
+        passing=lambda e: not isinstance(e, ArtifactError | ReadOnlyStore) and getattr(e, "errno", None) not in FULL,
     )
 
 

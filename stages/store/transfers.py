@@ -13,6 +13,7 @@ from fsspec import AbstractFileSystem
 from rlhf.stages.store import disk
 from rlhf.tuning import multihost
 from rlhf.tuning.atomic import is_partial
+from rlhf.tuning.errors import with_causes
 
 AT_ONCE = 16
 """Files that are read, hashed or transferred at a time."""
@@ -51,6 +52,14 @@ def files_of(folder: Path) -> list[dict[str, Any]]:
     sums = checksums(folder, sorted(p for p in folder.rglob("*") if p.is_file()))
     files = {n: {"path": n, "size": (folder / n).stat().st_size, "sha256": s} for n, s in sums.items()}
     return [found for _, found in sorted(joined(folder, files, "main").items())]
+
+
+def is_unreachable(error: BaseException) -> bool:
+    """Whether a client of an object store has lost its connection. Each has its own errors, with such a cause."""
+    return any(
+        isinstance(cause, ConnectionError | TimeoutError) or type(cause).__module__.startswith("aiohttp")
+        for cause in with_causes(error)
+    )
 
 
 def is_local(fs: AbstractFileSystem) -> bool:

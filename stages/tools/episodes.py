@@ -10,18 +10,17 @@ import importlib.metadata
 import itertools
 import json
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, TypeVar, get_args
+from typing import Any, get_args
 
 from rlhf.stages.common.tables import read_table
 from rlhf.stages.store.artifacts import Artifact
 from rlhf.tuning.agents.contract import Status
 from rlhf.tuning.agents.rows import TrajectoryRow, TurnRow
 from rlhf.tuning.atomic import whole_file
-from rlhf.tuning.rows import CompletionRow
+from rlhf.tuning.rows import CompletionRow, grouped
 
-R = TypeVar("R", TurnRow, CompletionRow)
 VERSION = "ATIF-v1.4"
 STATUSES: tuple[str, ...] = get_args(Status)
 NOTES = (
@@ -39,19 +38,12 @@ def selected(artifact: Artifact, wanted: Wanted) -> list[TrajectoryRow]:
 
 def trajectories(artifact: Artifact, name: str, wanted: Wanted) -> Iterator[tuple[TrajectoryRow, dict[str, Any]]]:
     """Yield each selected episode with its trajectory. `name` begins the `session_id`."""
-    turns = _grouped(read_table(artifact, "turns/", TurnRow))
-    rows = _grouped(read_table(artifact, "rollouts/", CompletionRow))
+    turns = grouped(read_table(artifact, "turns/", TurnRow))
+    rows = grouped(read_table(artifact, "rollouts/", CompletionRow))
     environment = artifact.manifest["config"].get("environment") or {}
     for episode in selected(artifact, wanted):
         of = episode.place, episode.sample
         yield episode, trajectory(episode, turns.get(of, []), rows[of], name, environment)
-
-
-def _grouped(rows: Iterable[R]) -> dict[tuple[int, int], list[R]]:
-    groups: dict[tuple[int, int], list[R]] = {}
-    for row in rows:
-        groups.setdefault((row.place, row.sample), []).append(row)
-    return groups
 
 
 def write(artifact: Artifact, name: str, wanted: Wanted, folder: Path) -> int:

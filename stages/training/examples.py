@@ -6,7 +6,7 @@ import copy
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from rlhf.stages.common.models import load_tokenizer, vocabulary
+from rlhf.stages.common.models import load_tokenizer, positions, vocabulary
 from rlhf.stages.common.tables import table_paths
 from rlhf.stages.contract.definition import Context
 from rlhf.stages.store.artifacts import Artifact
@@ -75,6 +75,7 @@ def train_and_heldout(ctx: Context, data: Artifact, part: str, fraction: float, 
     train, held = _divided(ctx, data, part, fraction)
     for table in (train, held):
         _check_ids(ctx, part, table)
+        _tell_of_long(ctx, part, table)
     if most and len(held) > most:
         held = held.only(whole_groups(held.groups(), most, ctx.seed, "measured"))
     return train, held
@@ -89,6 +90,20 @@ def _check_ids(ctx: Context, part: str, table: Table) -> None:
         raise ValueError(
             f"{part} holds token {largest} ({token!r}), expected ids below the model's {rows} rows: remove the token "
             "from the data, or fit the base model to its tokenizer (model.resize_token_embeddings(len(tokenizer)))"
+        )
+
+
+def _tell_of_long(ctx: Context, part: str, table: Table) -> None:
+    """Log how many rows are longer than the model's positions: rotary angles go on, and the model has seen none."""
+    most = positions(ctx.inputs["tokenizer"])
+    if most is None or not len(table):
+        return
+    sizes = table.examples.positions_N
+    if count := int((sizes > most).sum()):
+        ctx.log(
+            f"{part}: {count} of {len(sizes)} rows have more tokens than the model's {most} positions ({sizes.max()} "
+            "in the longest): sampling never reaches those positions. Lower data.max_prompt_tokens and "
+            "data.max_completion_tokens, or take a base model with a longer context"
         )
 
 

@@ -6,6 +6,9 @@ The artifact's content is `policy.json`, the fingerprint of the new policy. Weig
 With `lora` the rounds train one adapter over the policy before the first of them, and PPO's critic is one over the
 reward model. An adapter is small: every round keeps it, as content under `adapter/` and with its moments in `state/`.
 The frozen policy is on the devices once: without its adapter it is the reference too.
+
+Each completion of a round has a fate in its update: trained, or left out for a reason (R16, R24). An error says why a
+round's rewards teach nothing, and limits the number of such rounds in a row (R25).
 """
 
 from __future__ import annotations
@@ -13,8 +16,11 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import json
+import math
 import time
 from typing import TYPE_CHECKING, Any
+
+import numpy as np
 
 from rlhf.stages.common.models import ADAPTER, TRAINER
 from rlhf.stages.common.tables import read_table
@@ -24,14 +30,122 @@ from rlhf.stages.sampling.groups import OF_TURNS, TRAINED, Scored, chosen_groups
 from rlhf.stages.store.artifacts import Artifact
 from rlhf.stages.training.adapters import lora_config, name_of
 from rlhf.stages.update import state as states
-from rlhf.stages.update.no_signal import check_idle, idle_metrics
-from rlhf.stages.update.outcomes import FATES, fates_of
 from rlhf.stages.update.settings import Config
 from rlhf.stages.update.state import NAME, State
-from rlhf.tuning.rows import FateRow, ScoreRow, write_table
+from rlhf.tuning.rows import CompletionRow, FateRow, ScoreRow, write_table
 
 if TYPE_CHECKING:
     from rlhf.tuning.algorithms.diagnostics import Coefficients
+    from rlhf.tuning.algorithms.round_data import RoundData
+    from rlhf.tuning.algorithms.rounds import RoundResult
+
+UNREWARDED = "has a reward: each reward returned None for it, or failed"
+ADVICE = (
+    "Read the samples of the last round. If nothing is right, use easier prompts, more completions per prompt or "
+    "rl.refills; if all is right, use fewer rl.rounds. A custom reward that compares completions needs "
+    "rl.score.rewards.NAME.batch: group. rl.update.max_idle_rounds allows more such rounds"
+)
+ADVICE_UNREWARDED = (
+    "A built-in reward has none for a problem without an answer: give the data its answers (data.fields, data.rename), "
+    "or use a reward in rl.score.rewards that needs none; a custom one returns a number if it applies"
+)
+
+
+class IdleRounds(RuntimeError):
+    """Too many rounds in a row taught nothing."""
+
+
+def idle_metrics(data: RoundData, metrics: dict[str, Any], config: Config, parent: Artifact) -> dict[str, Any]:
+    """Explain why a round taught nothing (`idle`), and count such rounds in a row (`idle_rounds`).
+
+    Returns nothing for a round with a finite step and completions that the rewards tell apart: a step for KL or entropy
+    alone teaches nothing. metrics: of the round. parent: the artifact whose policy the round started from.
+    """
+    if metrics["steps"] > metrics.get("skipped", 0) and metrics["informative"]:
+        return {}
+    before = parent.metrics.get("idle_rounds", 0) if parent.stage == "update" else 0
+    return {"idle": _reason(data, metrics, config), "idle_rounds": before + 1}
+
+
+def _reason(data: RoundData, metrics: dict[str, Any], config: Config) -> str:
+    steps, truncated = metrics["steps"], config.truncated
+    if steps and steps == metrics.get("skipped"):
+        return f"the gradients of all {steps} steps were not finite"
+    everyone = len(data.completions)
+    lost = int((~data.valid_N).sum())
+    if lost == everyone:
+        return f"none of the {everyone} completions {UNREWARDED}"
+    # A completion without a reward may have been cut off too: it counts once.
+    cut = int((data.valid_N & data.truncated_N).sum())
+    if truncated != "keep" and lost + cut == everyone:
+        return f"all completions with a reward were cut off at max_tokens ({cut}), and truncated is {truncated}"
+    kept = f" and {'kept' if truncated == 'keep' else 'masked'}" if cut else ""
+    left = f"{lost} of {everyone} have no reward, {cut} were cut off{kept}"
+    return f"the completions of each prompt score alike ({left}){'; its steps had other terms alone' if steps else ''}"
+
+
+def check_idle(metrics: dict[str, Any], limit: int) -> None:
+    """Raise IdleRounds if the round is the last of `limit` in a row that taught nothing."""
+    count = metrics.get("idle_rounds", 0)
+    if count >= limit:
+        advice = ADVICE_UNREWARDED if metrics["idle"].endswith(UNREWARDED) else ADVICE
+        raise IdleRounds(f"{count} rounds in a row have taught nothing; in this one {metrics['idle']}. {advice}")
+
+
+FATES = "fates"
+"""The folder of an update that holds the table."""
+VARIED = "the totals of other groups vary more (keep_most_varied)"
+TIED = "the rewards of its group are equal"
+COUNTED = f"{TIED}: it counts in denominators, KL and entropy alone"
+NO_BASELINE = "the greedy completion of its prompt, the baseline, has no reward"
+
+
+def fates_of(
+    sampled: Scored, chosen: Scored, result: RoundResult, truncated: str, greedy_N: np.ndarray | None = None
+) -> list[FateRow]:
+    """Return one row for each completion, in the order of sampling.
+
+    sampled: all of the round and its refills. chosen: those that the round trains on, in the order of the result's
+    arrays. truncated: the setting of that name. greedy_N: the baseline of each chosen completion if it is the reward of
+    its prompt's greedy completion, NaN without one.
+    """
+    numbers = {(row.place, row.sample): number for number, row in enumerate(chosen.rollouts)}
+    teaching = {row.place for row, signal in zip(chosen.rollouts, result.signal_N, strict=True) if signal}
+
+    def fate(rollout: CompletionRow, score: ScoreRow, number: int | None) -> tuple[str, str | None]:
+        if number is not None and result.trained_N[number]:
+            return "trained", None if result.signal_N[number] else COUNTED
+        if score.total is None or rollout.stop == "failed":
+            reason = "its episode failed" if rollout.stop == "failed" else "no reward applies to it"
+            return "failed", score.failure or reason
+        if number is None:
+            return "spare", f"{TIED}, or the round has as many groups as it wants without it"
+        if result.filtered_N[number]:
+            return "filtered", VARIED
+        if truncated != "keep" and rollout.stop == "length":
+            return "truncated", "it was cut off at max_tokens, and such completions are masked"
+        if greedy_N is not None and not np.isfinite(greedy_N[number]):
+            return "unchosen", NO_BASELINE
+        if rollout.place not in teaching:
+            return "tied", TIED
+        return "unchosen", "the algorithm trains on other completions of its group"
+
+    rows = []
+    for rollout, score in zip(sampled.rollouts, sampled.scores, strict=True):
+        number = numbers.get((rollout.place, rollout.sample))
+        what, reason = fate(rollout, score, number)
+        advantage = float(result.advantages_N[number]) if number is not None and what == "trained" else math.nan
+        rows.append(
+            FateRow(
+                place=rollout.place,
+                sample=rollout.sample,
+                prompt_id=rollout.prompt_id,
+                fate=what,
+                reason=reason,
+                advantage=None if math.isnan(advantage) else advantage,
+            )
+        )
+    return rows
 
 
 def source_digests(config: Config) -> dict[str, str]:

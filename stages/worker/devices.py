@@ -14,7 +14,7 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -73,7 +73,7 @@ def with_dtype(config: C, far: bool) -> C:
     return config.model_copy(update={"compute": compute.model_copy(update={"dtype": "auto"})})
 
 
-def confined(devices: Sequence[int], kind: str, environment: Mapping[str, str] = os.environ) -> dict[str, str]:
+def confined(devices: Sequence[int], kind: str) -> dict[str, str]:
     """Return the variables that limit a process to these accelerators of its host; without any, to the processor.
 
     devices: their numbers, or indices into the list of a variable that already limits this process.
@@ -90,12 +90,12 @@ def confined(devices: Sequence[int], kind: str, environment: Mapping[str, str] =
     if platform != "gpu":
         raise ValueError(f"this machine computes on {kind} and has no numbered accelerators: leave devices out")
     # ROCm reads CUDA's variable too; its own one is narrowed where it is in use.
-    names = [name for name in GPU_VARIABLES if name in environment] or ["CUDA_VISIBLE_DEVICES"]
+    names = [name for name in GPU_VARIABLES if name in os.environ] or ["CUDA_VISIBLE_DEVICES"]
     found = {}
     for name in names:
-        seen = [part.strip() for part in environment.get(name, "").split(",") if part.strip()]
+        seen = [part.strip() for part in os.environ.get(name, "").split(",") if part.strip()]
         if seen and max(devices) >= len(seen):
-            raise ValueError(f"there is no device {max(devices)} among the {len(seen)} of {name}={environment[name]}")
+            raise ValueError(f"there is no device {max(devices)} among the {len(seen)} of {name}={os.environ[name]}")
         found[name] = ",".join(seen[number] if seen else str(number) for number in devices)
     return found
 

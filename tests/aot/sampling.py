@@ -12,12 +12,12 @@ from rlhf.tuning.models.decoder import decoder_graph
 from rlhf.tuning.models.sharding import shardings
 from rlhf.tuning.rollout.engine import cache, programs
 from rlhf.tuning.rollout.engine.decoders import lay_out
+from rlhf.tuning.rollout.engine.engine import abstract_weights
 from rlhf.tuning.rollout.engine.paged import attention
 from rlhf.tuning.rollout.engine.paged import programs as paged
 from rlhf.tuning.rollout.engine.placement import cache_shardings
 from rlhf.tuning.rollout.engine.rows import blank_rows
 from rlhf.tuning.rollout.engine.slots import Slot, pack, row_arrays
-from rlhf.tuning.rollout.engine.weights import abstract_weights
 from tests.aot.cases import Case
 from tests.aot.shapes import kernels, model_of, on_all, placed
 

@@ -27,10 +27,10 @@ from rlhf.tuning.models.config import DecoderConfig
 from rlhf.tuning.models.decoder import AttentionSpec, decoder_graph
 from rlhf.tuning.models.triton import triton_attention
 from rlhf.tuning.rollout.engine import cache, programs
+from rlhf.tuning.rollout.engine.engine import abstract_weights
 from rlhf.tuning.rollout.engine.paged import attention
 from rlhf.tuning.rollout.engine.paged import programs as paged
 from rlhf.tuning.rollout.engine.rows import blank_rows
-from rlhf.tuning.rollout.engine.weights import abstract_weights
 from tests.bench.measure import memory_bandwidth
 
 STEPS, PAGE, DTYPE = 16, 64, "bfloat16"

@@ -5,7 +5,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from rlhf.tuning.losses import distillation, head, sft
+from rlhf.tuning.losses import distillation_head, head, sft
 from rlhf.tuning.losses.aggregate import aggregate, count
 from rlhf.tuning.losses.masks import masked
 
@@ -83,7 +83,7 @@ def gkd_jsd(case: Case) -> dict[str, Any]:
     mode = MODES[case.param("agg", "token_mean")]
 
     def total(z: jax.Array) -> tuple[jax.Array, jax.Array]:
-        tokens = distillation.generalised_jsd(z, case["teacher_logits"], beta, temperature)
+        tokens = distillation_head.generalised_jsd(z, case["teacher_logits"], beta, temperature)
         return aggregate(tokens, mask, mode, n_tokens=n_tokens, n_sequences=counts.n_sequences), tokens
 
     (loss, tokens), grad = jax.value_and_grad(total, has_aux=True)(case["student_logits"])
@@ -94,7 +94,7 @@ def gkd_jsd(case: Case) -> dict[str, Any]:
 def divergence(case: Case) -> dict[str, Any]:
     case.known("mixture", "alpha*teacher + (1-alpha)*student")
     case.known("weights", JSD_WEIGHTS.format("alpha", ""))
-    out = distillation.generalised_jsd(case["student_logits"], case["teacher_logits"], case.param("alpha"))
+    out = distillation_head.generalised_jsd(case["student_logits"], case["teacher_logits"], case.param("alpha"))
     return {"per_token": out}
 
 
@@ -102,4 +102,4 @@ def divergence(case: Case) -> dict[str, Any]:
 @op("distillation", "reverse_kl")
 def plain_kl(case: Case) -> dict[str, Any]:
     beta = {"KL(teacher||student)": 0.0, "KL(student||teacher)": 1.0}[case.param("direction")]
-    return {"per_token": distillation.generalised_jsd(case["student_logits"], case["teacher_logits"], beta)}
+    return {"per_token": distillation_head.generalised_jsd(case["student_logits"], case["teacher_logits"], beta)}

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from rlhf.stages.common.checked_lines import read_lines
+from rlhf.stages.common.journal import read_lines
 from rlhf.stages.sampling.environment import Environment
 from rlhf.tuning.agents.rows import TrajectoryRow
 from rlhf.tuning.rows import CompletionRow

@@ -114,11 +114,33 @@ def test_a_fork_may_be_at_a_stage_before_the_rounds_and_change_the_algorithm():
         ("preference={loss: orpo}", "preference.loss=exo-pair"),
         ("preference={}", "preference.lora={rank: 2}"),
         ("preference={}", "preference.optimizer.name=lion"),
+        ("rl.update={algorithm: ppo, lora: {rank: 2}, critic: {gamma: 0.9}}", "rl.update.lora=null"),
+        ("rl.update={algorithm: ppo, critic: {gamma: 0.9}}", "rl.update.lora={rank: 2}"),
+        ("rl.update={algorithm: ppo, critic: {optimizer: {name: lion}}}", "rl.update.critic.optimizer.name=adamw"),
     ],
 )
 def test_another_choice_brings_its_own_defaults(first, change):
     fork, wanted = forked(record_of(first), "sft", [change], ".rlhf"), load_recipe("smoke", sets=[first, change])
     assert (fork.rl, fork.preference) == (wanted.rl, wanted.preference)
+
+
+def test_settings_that_follow_from_other_sections_follow_from_the_new_ones(tmp_path):
+    path = tmp_path / "game.yaml"
+    path.write_text("environment: {name: guess}\nrl: {update: {algorithm: ppo, critic: {start: policy}}}")
+    shaped, plain = "rl.score.rewards={e: {function: environment, squash: sigmoid}}", "rl.score.rewards.e.squash=none"
+    record = of_recipe(load_recipe(str(path), sets=[shaped]), "first")
+    assert record["recipe"]["rl"]["update"]["credit"] == "trajectory"
+    assert forked(record, "sft", [plain], ".rlhf").rl == load_recipe(str(path), sets=[shaped, plain]).rl
+    named = of_recipe(load_recipe(str(path), sets=["rl.update.credit=trajectory"]), "first")
+    assert forked(named, "sft", [], ".rlhf").rl.update.credit == "trajectory"
+
+
+def test_the_data_follows_from_the_new_sections_only_where_it_is_not_shared():
+    without = ["rl=null", "reward=null"]
+    assert forked(record_of("data.sft_fraction=0.3"), "base", without, ".rlhf").data.sft_fraction == 0.3
+    record = of_recipe(load_recipe("smoke", {"data": {"source": "addition"}}, sets=["rl.rounds=1"]), "first")
+    assert forked(record, "base", without, ".rlhf").data.splits == load_recipe("smoke", sets=without).data.splits
+    assert forked(record, "prepare", without, ".rlhf").data.splits == load_recipe("smoke").data.splits
 
 
 def test_what_a_recipe_names_itself_stays_whatever_else_changes():

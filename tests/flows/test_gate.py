@@ -14,7 +14,7 @@ from rich.console import Console
 from rlhf.flows.recipe.reading import load_recipe
 from rlhf.flows.report.console import ConsoleReporter
 from rlhf.flows.running.closing import close, status_at_end
-from rlhf.flows.running.gating import stages_of
+from rlhf.flows.running.runner import stages_of
 from rlhf.flows.running.session import Session
 from rlhf.stages.store import registry
 from tests.flows.nights import BAD, GOOD, Nights, records, states

@@ -4,8 +4,8 @@ import pytest
 
 from rlhf.flows.recipe.model import RecipeError
 from rlhf.flows.recipe.reading import load_recipe
-from rlhf.flows.running.gating import stages_of
 from rlhf.flows.running.recipe_warnings import of_data, of_recipe
+from rlhf.flows.running.runner import stages_of
 from rlhf.flows.running.session import Session
 from tests.flows.commands import typed
 from tests.flows.lines import Lines

@@ -14,7 +14,7 @@ from rlhf.flows.recipe.reading import load_recipe
 from rlhf.flows.recipe.retention import Retention
 from rlhf.flows.report.console import ConsoleReporter
 from rlhf.flows.retention import roots_of
-from rlhf.flows.running import record_writer, session
+from rlhf.flows.running import session
 from rlhf.flows.running.session import Session
 from rlhf.stages.store import runs
 from rlhf.stages.store.artifacts import ArtifactError, Store
@@ -32,7 +32,7 @@ def again(store: Path, **options) -> Session:
 @pytest.fixture
 def run(store, monkeypatch):
     """A session over a store that has everything."""
-    monkeypatch.setattr(record_writer, "SAVE_SECONDS", 1e9)
+    monkeypatch.setattr(session, "SAVE_SECONDS", 1e9)
     return again(store)
 
 
@@ -54,8 +54,8 @@ def test_a_run_that_could_not_begin_shows_no_signs_of_life(store, monkeypatch):
         raise OSError("the disk is full")
 
     ended = []
-    monkeypatch.setattr(record_writer.Saver, "save", fail)
-    monkeypatch.setattr(record_writer.Saver, "end", lambda self: ended.append(self))
+    monkeypatch.setattr(session.Saver, "save", fail)
+    monkeypatch.setattr(session.Saver, "end", lambda self: ended.append(self))
     with pytest.raises(OSError):
         again(store)
     assert len(ended) == 1
@@ -64,8 +64,8 @@ def test_a_run_that_could_not_begin_shows_no_signs_of_life(store, monkeypatch):
 @pytest.mark.parametrize("waits", ["sources", "bytes"])
 def test_what_a_run_has_found_is_in_its_record_however_long_it_reads_data_or_inputs(store, monkeypatch, waits):
     """A collection waits ten seconds for that; ten minutes of silence are the end of a run to another host."""
-    monkeypatch.setattr(record_writer, "SAVE_SECONDS", 0.2)
-    monkeypatch.setattr(record_writer, "SIGN_SECONDS", 0.5)
+    monkeypatch.setattr(session, "SAVE_SECONDS", 0.2)
+    monkeypatch.setattr(session, "SIGN_SECONDS", 0.5)
     run, ends = again(store), threading.Event()
     for name in ("base", "prepare"):
         assert run.run_node(name)[0] == "hit"
@@ -225,7 +225,7 @@ def test_a_try_that_ends_early_keeps_what_the_tries_before_it_have_made_and_begu
     first, place = again(store), Store(str(store))
     for node in ("base", "prepare"):
         first.run_node(node)
-    begun = {"stage": "sft", "key": "0" * 64, "started": record_writer.now(), "state": "failed", "error": "an outage"}
+    begun = {"stage": "sft", "key": "0" * 64, "started": session.now(), "state": "failed", "error": "an outage"}
     first.record["nodes"]["sft"] = begun
     first.finish("failed")
     again(store).finish("interrupted")

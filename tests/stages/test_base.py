@@ -1,6 +1,8 @@
 """A base model is the snapshot of its revision with every end that it names; one that is missing says how to get it."""
 
 import json
+import os
+import shutil
 from types import SimpleNamespace
 
 import numpy as np
@@ -54,7 +56,17 @@ def test_a_url_is_fetched_once_for_each_of_its_states(tmp_path, monkeypatch):
     with pytest.raises(OSError, match="tells no version of a file"):
         _state({"size": 1, "name": "a"})
     fs.pipe("/models/tiny/config.json", b"[]")
-    assert (locate(url) / "config.json").read_text() == "[]"
+    second = locate(url)
+    assert (second / "config.json").read_text() == "[]" and first.exists()
+    # On a full disk those that nobody has used for a while make room, as what a kill has left does.
+    left = first.parents[1] / ".killed.part"
+    left.mkdir()
+    for old in (first.parent, left):
+        os.utime(old, (0, 0))
+    monkeypatch.setattr(shutil, "disk_usage", lambda place: SimpleNamespace(free=0, total=1))
+    fs.pipe("/models/tiny/config.json", b"3")
+    assert (locate(url) / "config.json").read_text() == "3"
+    assert second.exists() and not first.exists() and not left.exists()
     with pytest.raises(SourceMissing, match="^base.source: memory://models/none cannot be read: FileNotFoundError"):
         locate("memory://models/none")
 

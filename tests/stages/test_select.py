@@ -6,7 +6,7 @@ import pytest
 
 from rlhf.stages import select
 from rlhf.stages.store.artifacts import Store
-from rlhf.stages.update.outcomes import FATES
+from rlhf.stages.update.stage import FATES
 from rlhf.tuning.rows import FateRow, write_table
 from tests.stages.support import context
 

@@ -6,8 +6,8 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from rlhf.tuning.background_compile import start
 from rlhf.tuning.precision import ROUNDED, using
+from rlhf.tuning.rollout.engine.engine import start
 
 
 def test_an_error_of_it_is_left_to_the_call_that_needs_the_program(caplog):

@@ -51,13 +51,13 @@ def mismatch_means(sums: Mapping[str, float]) -> dict[str, float]:
     return means | {name: ratio_quantile(bins, share) for name, share in QUANTILES.items()}
 
 
-def pass_histogram(totals_N: np.ndarray, groups_N: np.ndarray, valid_N: np.ndarray, bins: int = 5) -> list[int]:
+def pass_histogram(totals_N: np.ndarray, groups_N: np.ndarray, valid_N: np.ndarray) -> list[int]:
     """Prompts by the share of their completions that are right: whose total is above the middle of the round's totals.
 
     The middle is that of the 5 % and 95 % quantiles, which rare penalties and bonuses do not move. If these are equal,
     as in a round that is all right or all wrong, a total is right that is above 0 and not below them.
     """
-    counts = [0] * bins
+    counts = [0] * 5
     totals = totals_N[valid_N]
     if not len(totals):
         return counts
@@ -67,7 +67,7 @@ def pass_histogram(totals_N: np.ndarray, groups_N: np.ndarray, valid_N: np.ndarr
     for group in np.unique(groups_N[valid_N]):
         share = right_N[(groups_N == group) & valid_N].mean()
         # A share of 1 belongs to the last bin.
-        counts[min(bins - 1, int(share * bins))] += 1
+        counts[min(4, int(share * 5))] += 1
     return counts
 
 

@@ -61,7 +61,7 @@ class Learner:
         """Parameters as the forward passes take them, the frozen ones included."""
         return self.params if self.base is None else join(self.base.graph, self.params, self.base.frozen)
 
-    def start_step(self, step: StepFn, batches: Sequence[dict[str, Any]], divided: bool = False) -> Callable[[], Sums]:
+    def start_step(self, step: StepFn, batches: Sequence[dict[str, Any]], divided: bool) -> Callable[[], Sums]:
         """Starts an optimizer step on micro-batches; a function that waits for the sums of its metrics."""
         # (frozen base, the frozen argument of the loss itself), as `lora.over` takes them.
         frozen = None if self.base is None else (self.base.frozen, None)

@@ -8,6 +8,8 @@ The algorithm is found by name (`rlhf.tuning.algorithms.algorithm`); nothing her
 PPO brings a critic. While the device computes one optimizer step, a thread packs the next one's rows.
 
 Axes: N completions of the round, C completions of a micro-batch, T completion tokens.
+
+`Tally` has sums over the optimizer steps of a round, and the metrics that follow from them (R19).
 """
 
 from __future__ import annotations
@@ -16,7 +18,7 @@ import dataclasses
 import functools
 import itertools
 import time
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -24,13 +26,12 @@ import jax.numpy as jnp
 import numpy as np
 
 from rlhf.tuning.algorithms import ppo
-from rlhf.tuning.algorithms.diagnostics import Coefficients, plain
+from rlhf.tuning.algorithms.diagnostics import Coefficients, mismatch_means, plain, summarise
 from rlhf.tuning.algorithms.flat import Column
 from rlhf.tuning.algorithms.learner import Learner, critic_step, policy_step, step_flops
 from rlhf.tuning.algorithms.round_data import RoundData
 from rlhf.tuning.algorithms.selection import Selection
 from rlhf.tuning.algorithms.settings import Objective, RoundSettings
-from rlhf.tuning.algorithms.tally import Tally
 from rlhf.tuning.compile_target import few_shapes
 from rlhf.tuning.device import choose
 from rlhf.tuning.losses.rewards import kl_penalty
@@ -42,6 +43,78 @@ from rlhf.tuning.training.completions import logps_program, run_pass, values_pro
 from rlhf.tuning.training.prefetch import one_ahead, one_behind
 from rlhf.tuning.training.speed import Meter
 from rlhf.tuning.training.step import StepFn, Sums, counted
+
+
+@dataclasses.dataclass
+class Tally:
+    """Sums over the steps of policy and critic. A step that was skipped trained nothing, and its sums need not be
+    finite (R24)."""
+
+    by_sampler: bool = False
+    """Whether log pi_old is the sampler's: then only steps before the policy's first move measure the gap between
+    sampler and trainer (`mismatch_kl`); later steps measure the policy's drift from the sampler (`drift_kl`)."""
+    sums: Counter[str] = dataclasses.field(default_factory=Counter)
+    apart: Counter[str] = dataclasses.field(default_factory=Counter)
+    """The same, of steps that measure the gap between sampler and trainer."""
+    drifts: list[float] = dataclasses.field(default_factory=list)
+    """`drift_kl` of each step that measures it."""
+    norms: list[float] = dataclasses.field(default_factory=list)
+    """Of the gradients of each step that was not skipped."""
+    skipped: int = 0
+    trained: float = 0.0
+    """Tokens in the loss."""
+    tokens: int = 0
+    """Tokens in rows, padding not counted."""
+    value_sums: Counter[str] = dataclasses.field(default_factory=Counter)
+    value_steps: int = 0
+
+    def add(self, step: Sums, unpacked: int = 0) -> dict[str, float]:
+        """Adds a step of the policy; its own metrics. unpacked: tokens of the loss that were in no micro-batch."""
+        # A norm is not a sum: kept apart from what is added over steps.
+        norm, skip = step.pop("grad_norm"), step.pop("skipped")
+        apart = mismatch_means(step)
+        if self.by_sampler and self.norms:
+            apart = {"drift_kl": apart["mismatch_kl"]} if apart else {}
+            self.drifts += apart.values()
+        elif not skip:
+            self.apart.update(step)
+        self.skipped += int(skip)
+        if not skip:
+            self.norms.append(norm)
+            self.sums.update(step)
+            self.trained += step["old_n_tokens"] + unpacked
+        return {"grad_norm": norm} | summarise(step) | apart
+
+    def add_value(self, step: Sums) -> None:
+        """Adds a step of the critic."""
+        if not step["skipped"]:
+            self.value_sums.update(step)
+            self.value_steps += 1
+
+    def metrics(self) -> dict[str, Any]:
+        """Of the policy over the round."""
+        metrics: dict[str, Any] = {"steps": len(self.norms) + self.skipped, "skipped": self.skipped}
+        metrics["row_tokens"] = self.tokens
+        if self.drifts:
+            metrics["drift_kl"] = max(self.drifts)
+        if self.norms:
+            metrics |= summarise(self.sums) | mismatch_means(self.apart)
+            metrics |= {"loss": self.sums["loss"] / len(self.norms), "grad_norm": float(np.mean(self.norms))}
+            # Of all epochs: for audits, which count what may be trained on in the tables.
+            metrics["trained_tokens"] = round(self.trained)
+        return metrics
+
+    def value_metrics(self, returns: np.ndarray) -> dict[str, float]:
+        """Of the critic; none where it made no step. returns: of the tokens that were trained."""
+        if not self.value_steps:
+            return {}
+        n = max(self.value_sums["n_tokens"], 1.0)
+        return {
+            "value_loss": self.value_sums["loss"] / self.value_steps,
+            "value_clipped": self.value_sums["value_clipped"] / n,
+            # All returns of a round may be equal.
+            "value_explained": 1.0 - self.value_sums["value_error_sq"] / n / max(float(np.var(returns)), 1e-12),
+        }
 
 
 @dataclasses.dataclass(frozen=True)

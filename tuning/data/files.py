@@ -7,10 +7,15 @@ spooled: converted to compressed pieces of JSON Lines, one for each part.
 
     a.jsonl    |--- part ---|--- part ---|-- part --|      byte ranges, each ending with a line
     b.parquet  |group|group| |group|group| |group|         ranges of row groups
+
+Records of a stream are read one by one with a limit of `LONGEST`, so that a decompressed file never fills memory.
+`json` reads a whole list and `csv` a whole unclosed cell; streaming JSON parsers are not among the dependencies.
 """
 
 from __future__ import annotations
 
+import codecs
+import csv
 import dataclasses
 import datetime
 import decimal
@@ -24,12 +29,141 @@ from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pyarrow as pa
 
 from rlhf.tuning import digest_cache
 from rlhf.tuning.data.folders import check_one_split, files_of
-from rlhf.tuning.data.lines import csv_rows, json_values, whole_lines
 from rlhf.tuning.data.remote import SourceError, again, filesystem, open_input, publish, read_range, type_of
+
+LONGEST = 2**26
+"""Maximum bytes of a record. A file without line ends would otherwise be held whole, decompressed."""
+READ = 1 << 20
+
+
+def whole_lines(file: Any, size: int) -> Iterator[bytes]:
+    """Yield the content of a binary file in blocks that end with a line: about `size` bytes, or one longer line.
+
+    Raises ValueError if a line is longer than `LONGEST`.
+    """
+    pending, held, number = list[bytes](), 0, 1
+    while block := file.read(min(size, LONGEST)):
+        cut = block.rfind(b"\n") + 1
+        if held + (block.find(b"\n") if cut else len(block)) > LONGEST:
+            raise ValueError(f"line {number} is longer than {LONGEST} bytes: end each record with a newline")
+        if not cut:
+            pending.append(block)
+            held += len(block)
+            continue
+        number += block.count(b"\n")
+        yield b"".join([*pending, block[:cut]])
+        pending, held = ([block[cut:]], len(block) - cut) if cut < len(block) else ([], 0)
+    if pending:
+        yield b"".join(pending)
+
+
+def text_lines(text: Any) -> Iterator[str]:
+    """Yield the lines of a text file with their ends. Raises ValueError as `whole_lines` does."""
+    number = 1
+    while line := text.readline(LONGEST + 1):
+        if len(line) > LONGEST:
+            raise ValueError(f"line {number} is longer than {LONGEST} characters: end each record with a newline")
+        yield line
+        number += 1
+
+
+def csv_rows(text: Any, delimiter: str) -> Iterator[dict[str, str] | list[str]]:
+    """Yield the rows of a CSV file as objects with the header's names.
+
+    A row with more or fewer cells than the header is a list, which `parse_record` rejects. Raises ValueError for a
+    header that names a column twice, and for an unpaired quotation mark, which would take all later rows into its cell.
+    """
+    csv.field_size_limit(LONGEST)
+    rows, line = csv.reader(text_lines(text), delimiter=delimiter, strict=True), 1
+    try:
+        header = next(rows, [])
+        if len(set(header)) < len(header):
+            raise ValueError(f"the first line names a column twice: {header}")
+        line = rows.line_num + 1
+        for cells in rows:
+            if cells:
+                yield dict(zip(header, cells, strict=True)) if len(cells) == len(header) else cells
+            line = rows.line_num + 1
+    except csv.Error as error:
+        raise ValueError(
+            f"the row that begins in line {line} has an unpaired quotation mark ({error}); a cell that begins with one "
+            "ends with one, and a mark within the cell is doubled"
+        ) from None
+
+
+class _Text:
+    """Text that was read from a UTF-8 stream and not yet consumed."""
+
+    def __init__(self, stream: Any):
+        self._stream, self._decoder = stream, codecs.getincrementaldecoder("utf-8-sig")()
+        self.held, self.at, self.ended = "", 0, False
+
+    def more(self) -> None:
+        """Read as much again as is held, so that repeated parsing does not take quadratic time."""
+        held = self.held[self.at :]
+        block = self._stream.read(max(READ, len(held)))
+        self.ended = not block
+        self.held, self.at = held + self._decoder.decode(block, self.ended), 0
+
+    def next(self) -> str:
+        """Return the next character that is not a space, without consuming it; "" at the end."""
+        while True:
+            while self.at < len(self.held) and self.held[self.at] in " \t\r\n":
+                self.at += 1
+            if self.at < len(self.held) or self.ended:
+                return self.held[self.at : self.at + 1]
+            self.more()
+
+
+def json_values(stream: Any) -> Iterator[Any]:
+    """Yield the elements of one JSON list, or one value. Raises ValueError for invalid JSON or above `LONGEST`."""
+    text, number = _Text(stream), 1
+    if text.next() != "[":
+        yield _json_value(text, number)
+        _check_end(text)
+        return
+    text.at += 1
+    if text.next() == "]":
+        text.at += 1
+    else:
+        while True:
+            yield _json_value(text, number)
+            mark, number = text.next(), number + 1
+            text.at += 1
+            if mark == "]":
+                break
+            if mark != ",":
+                raise ValueError(f"expected a comma before element {number} of its list, got {mark!r}")
+    _check_end(text)
+
+
+def _json_value(text: _Text, number: int) -> Any:
+    """Consume and return the next value."""
+    text.next()
+    while True:
+        try:
+            value, end = json.JSONDecoder().raw_decode(text.held, text.at)
+            # A number may continue in unread text.
+            if end < len(text.held) or text.ended:
+                text.at = end
+                return value
+        except json.JSONDecodeError as error:
+            if text.ended:
+                raise ValueError(f"element {number} of its list is not valid JSON: {error.msg}") from error
+            if len(text.held) - text.at > LONGEST:
+                raise ValueError(f"element {number} of its list is invalid, or longer than {LONGEST} bytes") from error
+        text.more()
+
+
+def _check_end(text: _Text) -> None:
+    if mark := text.next():
+        raise ValueError(f"expected nothing after the end of its JSON, got {mark!r}")
+
 
 KINDS = {
     ".jsonl": "lines",
@@ -44,7 +178,6 @@ COMPRESSIONS = {".gz": "gzip", ".zst": "zstd", ".bz2": "bz2"}
 SUFFIXES = (*KINDS, *(kind + packed for kind in (".jsonl", ".json", ".csv", ".tsv") for packed in COMPRESSIONS))
 # Protocols with byte ranges; files of `memory:` are private to a process.
 _RANGES = {"file", "local", "s3", "s3a", "gs", "gcs", "abfs", "abfss", "az", "hf"}
-_READ_BYTES = 1 << 20
 
 
 @dataclasses.dataclass(frozen=True)
@@ -142,7 +275,7 @@ def file_digest(url: str) -> str:
     def read() -> str:
         sha = hashlib.sha256()
         with open_input(url) as file:
-            while block := file.read(_READ_BYTES):
+            while block := file.read(READ):
                 sha.update(block)
         return sha.hexdigest()
 
@@ -256,7 +389,7 @@ def _lines(file: DataFile) -> Iterator[bytes]:
 
 def _split_stream(stream: Any) -> Iterator[bytes]:
     """Yield lines without their newlines; carriage returns stay, and `read_part` strips them."""
-    for block in whole_lines(stream, _READ_BYTES):
+    for block in whole_lines(stream, READ):
         yield from block.removesuffix(b"\n").split(b"\n")
 
 
@@ -352,29 +485,39 @@ def batch_lines(batch: pa.RecordBatch) -> Iterator[bytes]:
     text. Null fields of structs in lists are left out, because such structs have the fields of all rows, such as the
     arguments of calls of different tools. Raises ValueError for a value of another type.
     """
-    for i, column in enumerate(batch.columns):
-        # By its text, else 0.1 would have the decimals of the next double.
-        text, doubles = (_with_floats(column.type, kind) for kind in (pa.string(), pa.float64()))
-        if doubles != column.type:
-            batch = batch.set_column(i, batch.field(i).name, column.cast(text).cast(doubles))
+    readers = {field.name: reader for field in batch.schema if (reader := _by_text(field.type)) is not None}
     for row in batch.to_pylist(maps_as_pydicts="strict"):
+        row |= {name: read(row[name]) for name, read in readers.items()}
         yield json.dumps(_without_nulls(row), default=_as_text).encode()
 
 
-def _with_floats(given: pa.DataType, kind: pa.DataType) -> pa.DataType:
-    """Return the type with another kind of its floats of 32 bits, in lists, maps and structs too."""
-    if pa.types.is_float32(given):
-        return kind
-    if pa.types.is_struct(given):
-        return pa.struct([field.with_type(_with_floats(field.type, kind)) for field in given])
-    if pa.types.is_map(given):
-        return pa.map_(given.key_type, _with_floats(given.item_type, kind))
-    if pa.types.is_fixed_size_list(given):
-        return pa.list_(given.value_field.with_type(_with_floats(given.value_type, kind)), given.list_size)
-    for is_list, list_of in ((pa.types.is_list, pa.list_), (pa.types.is_large_list, pa.large_list)):
-        if is_list(given):
-            return list_of(given.value_field.with_type(_with_floats(given.value_type, kind)))
-    return given
+def _by_text(given: pa.DataType) -> Callable[[Any], Any] | None:
+    """Return what reads a value of the type with each float of 16 or 32 bits as the number that its text is.
+
+    Else 0.1 would have the decimals of its bits. None where the type has no such floats.
+    """
+    is_half, types = pa.types.is_float16(given), pa.types
+    if is_half or types.is_float32(given):
+        kind = np.float16 if is_half else np.float32
+        return lambda value: value if value is None or value.is_integer() else float(str(kind(value)))
+    if types.is_struct(given):
+        fields = {field.name: read for field in given if (read := _by_text(field.type)) is not None}
+        return (lambda value: value and value | {n: read(value[n]) for n, read in fields.items()}) if fields else None
+    of_values = types.is_dictionary(given) or types.is_run_end_encoded(given)
+    if not of_values and not types.is_map(given) and not any(is_list(given) for is_list in _LISTS):
+        return None
+    inner = _by_text(given.item_type if types.is_map(given) else given.value_type)
+    if inner is None or of_values:
+        return inner
+    if types.is_map(given):
+        return lambda value: value and {n: inner(one) for n, one in value.items()}
+    return lambda value: value and list(map(inner, value))
+
+
+_LISTS = (
+    pa.types.is_list, pa.types.is_large_list, pa.types.is_fixed_size_list, pa.types.is_list_view,
+    pa.types.is_large_list_view,
+)  # fmt: skip
 
 
 def _without_nulls(value: Any, within: bool = False) -> Any:

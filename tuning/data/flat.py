@@ -88,13 +88,13 @@ def _convert(path: Path, before: type, after: type) -> None:
             array.write(np.frombuffer(block, before).astype(after).data)
 
 
-def load_flat(folder: Path, texts: int, mapped: bool = True) -> tuple[np.ndarray, np.ndarray | None, np.ndarray]:
+def load_flat(folder: Path, texts: int) -> tuple[np.ndarray, np.ndarray | None, np.ndarray]:
     """The tokens, the mask or None, and the spans of the texts in them, [rows, texts, 2], which take no memory.
 
-    texts: of each row, its prompt among them. mapped: else they are read into memory.
+    texts: of each row, its prompt among them.
     Raises FlatError where the arrays are of another kind or do not belong together.
     """
-    found = {name: _load(folder / f"{name}.npy", mapped) for name in DTYPES if (folder / f"{name}.npy").exists()}
+    found = {name: _load(folder / f"{name}.npy") for name in DTYPES if (folder / f"{name}.npy").exists()}
     tokens, mask, offsets = (found.get(name) for name in DTYPES)
     if tokens is None or offsets is None:
         raise FlatError(f"{folder} has {sorted(found)}, expected tokens and offsets: {_ADVICE}")
@@ -119,11 +119,11 @@ def load_flat(folder: Path, texts: int, mapped: bool = True) -> tuple[np.ndarray
 _ADVICE = "the data is damaged or of another version; prepare it again"
 
 
-def _load(path: Path, mapped: bool) -> np.ndarray:
+def _load(path: Path) -> np.ndarray:
     """Return an array of one axis, of a type that belongs to its name."""
     wanted = " or ".join(kind.__name__ for kind in DTYPES[path.stem])
     try:
-        array: np.ndarray = np.load(path, "r" if mapped else None)
+        array: np.ndarray = np.load(path, "r")
     except Exception as error:  # the parser of a damaged header may raise anything
         raise FlatError(f"{path} is not an array of {wanted} ({error}): {_ADVICE}") from error
     if array.dtype not in DTYPES[path.stem] or array.ndim != 1:

@@ -135,7 +135,7 @@ class _Hashes:
 def _fault(pieces: Pieces, gone: np.ndarray, ids: _Hashes, groups: _Hashes, prompts: _Hashes) -> str | None:
     """Return the error message for an id of two records, or for a group or prompt that is both held out and trained.
 
-    Prompts are compared by the hashes of their texts, tokens and turns (`rlhf.tuning.data.overlap`).
+    Prompts are compared by the hashes of their texts, tokens and turns (`rlhf.tuning.data.pipeline`).
     """
     names = Counter(line["id"] for line in _lines(pieces, "id_hash", ids.repeated()))
     if twice := [name for name, count in names.items() if count > 1]:

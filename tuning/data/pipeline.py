@@ -10,10 +10,12 @@ runner nor the size of blocks changes the result. `rlhf.tuning.data.merge` build
 A worker reads its part itself, with fsspec, and holds one block at a time: no data passes through the runner, and
 memory does not grow with the input. A finished block has a receipt; a restarted run processes only parts without all
 their receipts.
-"""
 
-# mypy: disable-error-code="no-untyped-call"
-# Beam's transforms have no annotations.
+Hashes of prompts find a held-out prompt in training data. Prompts share a 60-bit hash if their texts agree (as
+`rlhf.tuning.texts.normal` writes them), or the tokens before the trained ones, or the turns before the trained one
+without the system's. System turns are left out because a recipe adds a system prompt to records without one, and
+another system prompt does not make another question.
+"""
 
 from __future__ import annotations
 
@@ -28,7 +30,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import apache_beam as beam
 import grpc
@@ -37,13 +39,64 @@ from apache_beam.metrics import Metrics
 from apache_beam.options.pipeline_options import PipelineOptions
 
 from rlhf.tuning.data.blocks import Block, Draft, Entry, Plan
+from rlhf.tuning.data.conversations import contexts
 from rlhf.tuning.data.files import Part, read_part
-from rlhf.tuning.data.overlap import hash64, prompt_names, turn_names
+from rlhf.tuning.data.json_kinds import canonical_json, comparable
 from rlhf.tuning.data.receipts import count_receipts, write_receipt
 from rlhf.tuning.data.remote import publish
 from rlhf.tuning.data.runners import Runner, RunnerError, flags_of, reach
 from rlhf.tuning.data.schema import DEAD, LEDGER, ORDER, SCHEMAS, ipc_bytes, table_of
 from rlhf.tuning.data.steps import STEPS, wanted_steps
+from rlhf.tuning.texts import normal
+
+if TYPE_CHECKING:
+    from rlhf.tuning.data.blocks import Draft
+    from rlhf.tuning.data.records import Record
+
+
+def hash64(text: str) -> int:
+    """Return the first 60 bits of the text's sha256, which fit a signed integer too."""
+    return int(hashlib.sha256(text.encode()).hexdigest()[:15], 16)
+
+
+def turn_names(record: Record, output: str) -> list[int]:
+    """Return hashes of the turns that a row of `output` answers: of a held-out prompt, or before trained turns.
+
+    Hashes of two records that both name their group never agree, because their groups state which records belong
+    together: only the system's turn may tell tasks apart.
+    """
+    if record.text is not None:
+        return []
+    held_out = output.startswith("heldout")
+    turns, ends = record.prompt, [len(record.prompt)]
+    if output == "sft" and record.conversation is not None:
+        turns = record.conversation
+        ends = [i for i, message in enumerate(turns) if message["role"] == "assistant"]
+    # A held-out hash of either kind meets a trained one of its kind; a record that names its group has one kind alone.
+    kinds = ["held out" if held_out else "trained"] if record.named_group else ["held out", "trained"]
+    names: set[int] = set()
+    said, anything = hashlib.sha256(), False
+    for number, message in enumerate(turns, start=1):
+        if message["role"] != "system":
+            said.update(canonical_json(comparable(message)).encode() + b"\n")
+            anything = True
+        # Here the assistant answers.
+        if number in ends and anything:
+            names |= {hash64(f"{kind} {said.hexdigest()}") for kind in kinds}
+    return sorted(names)
+
+
+def prompt_names(record: Record, drafts: Iterable[Draft]) -> list[int]:
+    """Return hashes of a record's rows: of the prompt's text, and of tokens and turns before the trained ones."""
+    if record.text is not None:
+        return []
+    names = {hash64(normal(record.prompt_text))}
+    for draft in drafts:
+        before = contexts(draft.ids["prompt_ids"], draft.ids.get("completion_ids", []), draft.mask)
+        names.update(hash64(" ".join(map(str, context))) for context in set(before))
+        names.update(turn_names(record, draft.output))
+    return sorted(names)
+
 
 # Limits the number of Python objects where records are much smaller than a block.
 BLOCK_RECORDS = 8192
@@ -166,18 +219,13 @@ class Write(beam.DoFn):
 
     def table(self, rows: list[dict[str, Any]], columns: dict[str, pa.DataType]) -> pa.Table:
         """Return the rows with their shards as a table."""
-        return table_of([row | {"shard": shard_of(row["key"], self.shards)} for row in rows], columns)
+        return table_of([row | {"shard": hash64(row["key"]) % self.shards} for row in rows], columns)
 
     def publish(self, name: str, table: pa.Table) -> dict[str, str]:
         """Write a piece and return its checksum by its name."""
         data = ipc_bytes(table)
         publish(f"{self.folder}/{name}", data)
         return {name: hashlib.sha256(data).hexdigest()}
-
-
-def shard_of(key: str, shards: int) -> int:
-    """Return the shard of all rows with this key."""
-    return hash64(key) % shards
 
 
 def _placed(entry: Entry, draft: Draft, label: str) -> Iterator[dict[str, Any]]:

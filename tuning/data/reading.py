@@ -11,14 +11,13 @@ Suffixes: N examples, C completions of an example.
 from __future__ import annotations
 
 import dataclasses
-import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 from typing import overload
 
 import numpy as np
 
-from rlhf.tuning.data.flat import load_flat, write_flat
+from rlhf.tuning.data.flat import load_flat
 from rlhf.tuning.data.shuffle import shuffled
 from rlhf.tuning.training.batch import Group
 
@@ -82,6 +81,11 @@ class Examples(Sequence[Group]):
         return np.diff(self.prompts_N2)[:, 0] + self.lengths_NC.sum(axis=1)
 
     @property
+    def positions_N(self) -> np.ndarray:
+        """Tokens of each example's prompt and longest completion: the positions that it takes."""
+        return np.diff(self.prompts_N2)[:, 0] + self.lengths_NC.max(axis=1)
+
+    @property
     def lengths_NC(self) -> np.ndarray:
         """Tokens of each completion."""
         return np.diff(self.completions_NC2)[..., 0]
@@ -92,27 +96,13 @@ class Examples(Sequence[Group]):
         return int(self.lengths_NC.max(initial=0))
 
 
-def map_examples(folder: Path, completions: Sequence[str] = ("completion",), mapped: bool = True) -> Examples:
+def map_examples(folder: Path, completions: Sequence[str] = ("completion",)) -> Examples:
     """Return the examples in arrays of `rlhf.tuning.data.flat`; `completions` names those of a row.
 
     Files are mapped: nothing is copied, and memory holds recently read pages. Raises FlatError.
     """
-    tokens, mask, spans = load_flat(folder, 1 + len(completions), mapped)
+    tokens, mask, spans = load_flat(folder, 1 + len(completions))
     return Examples(tokens, mask, spans[:, 0], spans[:, 1:])
-
-
-def read_examples(
-    paths: Sequence[str | Path], completions: Sequence[str] = ("completion",), folder: Path | None = None
-) -> Examples:
-    """Return the examples of Parquet shards without arrays; columns as in `rlhf.tuning.data.flat.write_flat`.
-
-    Shards are decoded once, a row group at a time. With `folder` the arrays are mapped files there, already unlinked,
-    so that they take no memory and disappear with the process.
-    """
-    with tempfile.TemporaryDirectory(dir=folder) as scratch:
-        write_flat(paths, completions, Path(scratch))
-        # A mapping outlives the removal of its file.
-        return map_examples(Path(scratch), completions, mapped=folder is not None)
 
 
 class Steps(Sequence[list[int]]):

@@ -33,7 +33,7 @@ class SftRow(Row):
     group: Text
     """Group of the record, which no split divides; the prompt's, where the record names none."""
     turns: Hashes | None = None
-    """Hashes of the turns before each that is trained, the system's left out (`rlhf.tuning.data.overlap`)."""
+    """Hashes of the turns before each that is trained, the system's left out (`rlhf.tuning.data.pipeline`)."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -58,7 +58,7 @@ def mean_interval(
     return mean, *_bootstrap(values, names, confidence, seed)
 
 
-def wilson(mean: float, n: int, z: float = 1.96) -> tuple[float, float]:
+def wilson(mean: float, n: int, z: float) -> tuple[float, float]:
     """Wilson's score interval of a proportion `mean` of `n` trials (Wilson, 1927); z = 1.96 is 95 %."""
     centre = (mean + z * z / (2 * n)) / (1 + z * z / n)
     half = z * np.sqrt(mean * (1 - mean) / n + z * z / (4 * n * n)) / (1 + z * z / n)
@@ -233,15 +233,17 @@ def majority(correct_PS: np.ndarray, answers_PS: Sequence[Sequence[Hashable | No
     return float(np.mean(shares))
 
 
-def constant_baseline(answers: Sequence[str]) -> tuple[str, float]:
+def constant_baseline(answers: Sequence[str], forms: Sequence[str] | None = None) -> tuple[str, float]:
     """The most common answer, and the share of problems that always giving it would solve.
 
-    Raises ValueError without an answer.
+    forms: of each answer a text that is the same for equal answers; None: the answer itself. Raises ValueError without
+    an answer.
     """
     if not answers:
         raise ValueError("a constant answer needs at least one problem that has an answer")
-    answer, count = Counter(answers).most_common(1)[0]
-    return answer, count / len(answers)
+    forms = list(answers if forms is None else forms)
+    form, count = Counter(forms).most_common(1)[0]
+    return answers[forms.index(form)], count / len(answers)
 
 
 def win_rate(good: Any, bad: Any) -> float:

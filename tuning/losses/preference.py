@@ -39,7 +39,7 @@ class PairLoss(NamedTuple):
 def bradley_terry(
     chosen_scores_B: jax.Array,
     rejected_scores_B: jax.Array,
-    margin: jax.Array | None = None,
+    margin: jax.Array | None,
     centering: float = 0.0,
 ) -> jax.Array:
     """Reward-model loss, [B]: -log sigmoid(c - r - margin) + centering (c + r)^2.
@@ -224,12 +224,12 @@ def kto(
     logps_B: jax.Array,
     ref_logps_B: jax.Array,
     desirable_B: jax.Array,
-    kl: jax.Array | float = 0.0,
+    kl: jax.Array | float,
     *,
     beta: float,
-    loss: Literal["kto", "apo-zero-unpaired"] = "kto",
-    desirable_weight: float = 1.0,
-    undesirable_weight: float = 1.0,
+    loss: Literal["kto", "apo-zero-unpaired"],
+    desirable_weight: float,
+    undesirable_weight: float,
 ) -> tuple[jax.Array, jax.Array]:
     """KTO (arXiv:2402.01306) on unpaired samples: losses and implicit rewards, both [B].
 

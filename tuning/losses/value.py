@@ -12,7 +12,7 @@ def value_loss(
     mask_BT: jax.Array,
     *,
     old_values_BT: jax.Array,
-    clip: float | None = None,
+    clip: float | None,
     factor: float = 0.5,
 ) -> tuple[jax.Array, dict[str, jax.Array]]:
     """Squared error of the predicted values, optionally clipped about the old values. All arguments [B, T].

@@ -57,7 +57,7 @@ class AttentionSpec:
 Attention = Callable[[jax.Array, jax.Array, jax.Array, AttentionSpec, Any], tuple[jax.Array, Any]]
 
 
-def rms_norm(x: jax.Array, weight: jax.Array, eps: float, offset: float = 0.0) -> jax.Array:
+def rms_norm(x: jax.Array, weight: jax.Array, eps: float, offset: float) -> jax.Array:
     """Root-mean-square normalisation in at least float32 (Zhang and Sennrich, 2019).
 
     With an offset the factor is weight + offset, applied before rounding to the type of x (Gemma).

@@ -36,7 +36,7 @@ def segment_attention(
     window: int | None,
     scale: float,
     softcap: float | None,
-    number: jax.Array | None = None,
+    number: jax.Array | None,
 ) -> jax.Array:
     """Attention [B, L, N, H] to the earlier tokens of a token's own group; with a window, to the `window` newest.
 

@@ -152,9 +152,9 @@ _DIRECTIVES: Final = ("-d", "-m", "-y", "-H", "-I", "-M", *"aAwdbBmyYHIpMSfjUWcx
 
 def with_template(
     tokenizer: PreTrainedTokenizerFast,
-    template: str | None = None,
-    defaults: Mapping[str, Any] | None = None,
-    date: str = CHAT_DATE,
+    template: str | None,
+    defaults: Mapping[str, Any] | None,
+    date: str,
 ) -> None:
     """Give the tokenizer another chat template, values that its template reads by default, and a date.
 
@@ -214,7 +214,7 @@ def render(
     return str(text)
 
 
-def template_of(tokenizer: PreTrainedTokenizerFast, tools: bool = False) -> str:
+def template_of(tokenizer: PreTrainedTokenizerFast, tools: bool) -> str:
     """The text of the chat template, its clock set to the tokenizer's date. Raises ValueError where there is none."""
     if not tokenizer.chat_template:
         raise ValueError("the tokenizer has no chat template; name a file with one in base.chat_template")

@@ -3,7 +3,7 @@
     Pool        submits jobs and polls results                                     pool.py
       Local     one host process on this machine                                   local.py
       Node      an actor on each node of a Ray cluster, each with a Local host     cluster.py
-    host        imports the target once and forks one child a job or session       host.py, child.py
+    host        imports the target once and forks one child a job or session       host.py
 
 Nothing here imports JAX or numpy.
 """

@@ -7,12 +7,24 @@ kills all children with their descendants, and ends.
                     {"end": session, "seconds"}
     host to owner   {"ready": processes} or {"refused": "..."}, then {"job": 7, "value"} or {"job": 7, "failure": kind,
                     "message": "..."}
+
+A child has one session, or one stateless job after another: it makes the target and answers jobs.
+
+    host to child   {"job": 7, "payload": ..., "megabytes": 1024}
+    child to host   {"started": true} when it has read that, or {"refused": "..."}, then {"job": 7, "value": ...} or
+                    {"job": 7, "error": "..."}
+
+The code that a host has loaded has to be that of its pool: a node may have other files or packages.
 """
 
 from __future__ import annotations
 
 import contextlib
+import functools
 import gc
+import hashlib
+import importlib.metadata
+import importlib.util
 import json
 import os
 import selectors
@@ -20,17 +32,119 @@ import shutil
 import signal
 import socket
 import sys
+import sysconfig
 import tempfile
 import time
 import traceback
 from collections import deque
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NoReturn
 
 from rlhf.tuning.parallel import children
-from rlhf.tuning.parallel.child import describe, serve, target_of
-from rlhf.tuning.parallel.code import loaded_code
+from rlhf.tuning.parallel.children import memory_limit, status_of
 from rlhf.tuning.parallel.messages import PIECE, Inbox, pack
+
+_INSTALLED = tuple({sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib")})
+
+
+def loaded_code(target: str) -> dict[str, str]:
+    """Return the SHA-256 of the source of each loaded module, and the version of each installed package, by name.
+
+    target: `module:Class`; its module counts although it may not be loaded.
+    """
+    found = {}
+    for name in {*sys.modules, target.partition(":")[0]} - {"__main__"}:
+        if (code := _code_of(name)) is not None:
+            found[name] = code
+    return found
+
+
+def difference(there: Mapping[str, str]) -> str | None:
+    """Return a sentence on the first module or package that differs from that of this process; None if all agree."""
+    for name, code in sorted(there.items()):
+        if (own := _code_of(name)) != code:
+            what = "is missing here" if own is None else f"is {own[:12]} here and {code[:12]} there"
+            return f"{name} {what}: give the hosts the same code and packages"
+    return None
+
+
+def _code_of(name: str) -> str | None:
+    module = sys.modules.get(name)
+    try:
+        spec = module.__spec__ if module is not None else importlib.util.find_spec(name)
+    except (AttributeError, ImportError, ValueError):
+        return None
+    if spec is None or not spec.origin or not spec.origin.endswith(".py"):
+        return None
+    if spec.origin.startswith(_INSTALLED):
+        return None if "." in name else _version(name)
+    try:
+        return hashlib.sha256(Path(spec.origin).read_bytes()).hexdigest()
+    except OSError:
+        return None
+
+
+@functools.cache
+def _version(name: str) -> str | None:
+    try:
+        return importlib.metadata.version(name)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+REASON_CHARACTERS = 500
+"""Length to which the message of an error is cut."""
+
+
+def target_of(name: str) -> Any:
+    """Import the class `module:Class` that a pool names."""
+    module, _, attribute = name.partition(":")
+    return getattr(importlib.import_module(module), attribute)
+
+
+def serve(stream: socket.socket, target: str, arguments: Mapping[str, Any], session: bool, folder: str) -> None:
+    """Answer jobs until the stream ends; temporary files are below `folder`."""
+    # Both: subprocesses read the environment, this process may have read it.
+    tempfile.tempdir = os.environ["TMPDIR"] = folder
+    try:
+        make = target_of(target)
+        make.load(**arguments)
+        handler = make(**arguments)
+    # A module may raise anything as it is imported, SystemExit too.
+    except BaseException as error:
+        stream.sendall(pack({"refused": describe(error)}))
+        return
+    held, own = status_of("VmData"), os.getpid()
+    with stream.makefile("rb") as jobs:
+        for line in jobs:
+            job = json.loads(line)
+            # Its time begins: a round of long completions takes a while to arrive.
+            stream.sendall(pack({"started": True}))
+            number = {"job": job["job"]}
+            # A session keeps what it allocates; a stateless job begins with what the process already holds.
+            held = held if session else status_of("VmData")
+            try:
+                with memory_limit(held + job["megabytes"] * 1024):
+                    answer = pack({**number, "value": handler(job["payload"])})
+            except MemoryError:
+                answer = pack({**number, "error": f"MemoryError: more than {job['megabytes']} MB"})
+            # A user's code may raise anything, SystemExit and KeyboardInterrupt among them.
+            except BaseException as error:
+                answer = pack({**number, "error": describe(error)})
+            if os.getpid() != own:
+                # The job has forked: only the child itself answers and takes the next job.
+                os._exit(1)
+            stream.sendall(answer)
+    handler.close()
+
+
+def describe(error: BaseException) -> str:
+    """Describe an exception in one line, with the file and line that raised it."""
+    frames = traceback.extract_tb(error.__traceback__)
+    place = f" ({Path(frames[-1].filename).name}:{frames[-1].lineno})" if frames else ""
+    return f"{type(error).__name__}: {error}".replace("\n", " ")[:REASON_CHARACTERS] + place
+
 
 LOAD_SECONDS = 600
 """Longest time to import the target."""

@@ -27,8 +27,7 @@ from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from typing import Any, Literal, Protocol, TypeVar
 
 from rlhf.tuning.parallel.children import cores
-from rlhf.tuning.parallel.code import difference
-from rlhf.tuning.parallel.host import TRIES
+from rlhf.tuning.parallel.host import TRIES, difference
 from rlhf.tuning.parallel.local import Deliver, Local
 
 CLUSTER = "RLHF_CLUSTER"

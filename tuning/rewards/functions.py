@@ -96,7 +96,7 @@ def number_match(
     return _judged(verdict, completions, answer, metadata, extract)
 
 
-def last_number(text: str, extract: str | None = None, seconds: float | None = None) -> numbers.Written | None:
+def last_number(text: str, extract: str | None, seconds: float | None = None) -> numbers.Written | None:
     """The number of a completion, as `number_match` reads it; None without one."""
     return numbers.last(final(spoken(text)) if extract is None else extracted(text, extract, seconds), seconds)
 

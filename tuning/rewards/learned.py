@@ -48,7 +48,7 @@ def rendered(template: Template, messages: Sequence[Mapping[str, Any]], pad: int
 
 
 def score_groups(
-    config: DecoderConfig, params: Any, groups: Sequence[Group], *, dtype: str = "auto", budget: int = 0
+    config: DecoderConfig, params: Any, groups: Sequence[Group], *, dtype: str, budget: int = 0
 ) -> np.ndarray:
     """Score of every completion, [max id + 1] float32, indexed by the ids in `groups`.
 

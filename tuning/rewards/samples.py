@@ -62,7 +62,7 @@ class Outcome:
 
 
 LARGEST = 1e30
-"""The largest magnitude of a reward: totals, their squares within a group, and tables are float32."""
+"""The largest magnitude of a reward: tables are float32. That of a part of a total is smaller."""
 
 
 def outcome_of(value: float | None) -> Outcome:

@@ -34,9 +34,8 @@ from rlhf.tuning.allowed import NotAllowed, check_isolation
 from rlhf.tuning.parallel.children import kill
 from rlhf.tuning.python_syntax import parse
 from rlhf.tuning.rewards import confine
-from rlhf.tuning.rewards.answers import tests_of
+from rlhf.tuning.rewards.answers import runnable, tests_of
 from rlhf.tuning.rewards.failures import Outage
-from rlhf.tuning.rewards.programs import runnable
 from rlhf.tuning.rewards.texts import begun, spoken
 
 Isolation = Literal["required", "best-effort"]

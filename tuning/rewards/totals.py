@@ -50,6 +50,19 @@ def shaped(value: float, part: Part) -> float:
     return value
 
 
+LARGEST = 1e15
+"""Largest weighted value: squares of the totals of a round are float32, and where one is infinite its group, or the
+round, has no advantage left."""
+
+
+def bounded(outcome: Outcome, part: Part) -> Outcome:
+    """The outcome; a failure where its value after squash and clip is beyond `LARGEST`."""
+    value = 0.0 if outcome.value is None else shaped(outcome.value, part)
+    if max(1.0, abs(part.weight)) * abs(value) <= LARGEST:
+        return outcome
+    return Outcome(None, f"{value:g} with weight {part.weight:g} is beyond {LARGEST:g}: clip it, or lower its weight")
+
+
 def _sigmoid(value: float) -> float:
     # exp overflows for large arguments, so its argument is negative on either side.
     if value >= 0:
@@ -61,6 +74,8 @@ Scale = tuple[float, float]
 """Mean and standard deviation of a reward over the round."""
 EPS = 1e-4
 """Added to standard deviations."""
+EQUAL = 1e-9
+"""Values whose range is no larger share of the largest of them are equal."""
 
 
 def totals(
@@ -104,10 +119,18 @@ def scales_of(
     for column, part in zip(columns, parts, strict=True):
         if part.normalise == "batch":
             values_B = _values(column)
-            values_B = values_B[np.isfinite(values_B) & ~dropped_B]
-            deviation = float(values_B.std(ddof=1)) if len(values_B) > 1 else 0.0
-            scales[part.name] = (float(values_B.mean()) if len(values_B) else 0.0, deviation or 1.0)
+            scales[part.name] = _scale(values_B[np.isfinite(values_B) & ~dropped_B])
     return scales
+
+
+def _scale(values: np.ndarray) -> Scale:
+    if not len(values):
+        return 0.0, 1.0
+    # The mean of equal values may be another number than they, and so may values that are equal but for rounding.
+    least = values.min()
+    mean = float(least + (values - least).mean())
+    differ = np.ptp(values) > EQUAL * np.abs(values).max()
+    return mean, float((values - least).std(ddof=1)) if differ else 1.0
 
 
 def _dropped(columns: Sequence[Sequence[Outcome]], parts: Sequence[Part], unscored: Unscored) -> np.ndarray:

@@ -162,9 +162,7 @@ def plan_rows(groups: Sequence[Group], row_tokens: int, prompts: Prompts = "shar
     return [row for block in plan_blocks(groups, row_tokens, prompts) for row in block]
 
 
-def plan_blocks(
-    groups: Sequence[Group], row_tokens: int, prompts: Prompts = "shared", slots: int = 0
-) -> list[list[list[Group]]]:
+def plan_blocks(groups: Sequence[Group], row_tokens: int, prompts: Prompts, slots: int = 0) -> list[list[list[Group]]]:
     """The rows of `plan_rows` in blocks that one micro-batch has to hold: a row each, but for the rows of a trajectory,
     or of completions side by side, that together exceed one.
 

@@ -66,7 +66,7 @@ def per_completion(
     *,
     like: Sequence[Group] | None = None,
     whole: bool = False,
-    mesh: Mesh | None = None,
+    mesh: Mesh | None,
 ) -> np.ndarray:
     """`forward(batch)` [C] of every completion as [max id + 1], in the order of the groups' ids.
 

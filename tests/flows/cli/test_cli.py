@@ -6,6 +6,8 @@ import re
 import resource
 import signal
 import subprocess
+import threading
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 import psutil
@@ -15,7 +17,7 @@ import yaml
 from rlhf.flows.cli import launch
 from rlhf.flows.recipe.model import Recipe
 from rlhf.flows.recipe.reading import load_recipe
-from rlhf.flows.running.record_writer import now
+from rlhf.flows.running.session import now
 from rlhf.stages.auditing.audit import LAWS
 from rlhf.stages.store.artifacts import Store
 from tests.flows.commands import typed
@@ -182,6 +184,35 @@ def test_a_store_that_does_not_answer_is_named_in_one_line(rlhf_here, s3, monkey
         S3FileSystem.clear_instance_cache()
     assert error.startswith("error: the store s3://bucket/x cannot be reached: EndpointConnectionError: ")
     assert closed in error and error.count("\n") == 1
+
+
+class _Listed(BaseHTTPRequestHandler):
+    """A store that lists a run, and is gone for the next request."""
+
+    def do_HEAD(self):
+        self.send_error(404)
+
+    def do_GET(self):
+        body = b"<ListBucketResult><Contents><Key>x/runs/a/run.json</Key><Size>2</Size></Contents></ListBucketResult>"
+        self.send_response(200)
+        self.send_header("Content-Length", str(len(body)))
+        self.end_headers()
+        self.wfile.write(body)
+        self.server.socket.close()
+
+    def log_message(self, *_):
+        pass
+
+
+def test_a_store_that_is_lost_during_a_command_is_named_in_one_line(rlhf, monkeypatch):
+    with ThreadingHTTPServer(("127.0.0.1", 0), _Listed) as server:
+        for name, value in (("MAX_ATTEMPTS", "1"), ("ACCESS_KEY_ID", "a"), ("SECRET_ACCESS_KEY", "b")):
+            monkeypatch.setenv(f"AWS_{name}", value)
+        monkeypatch.setenv("AWS_ENDPOINT_URL", f"http://127.0.0.1:{server.server_port}")
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        error = rlhf("runs", "--store", "s3://bucket/x", code=1).stderr
+    assert error.startswith("failed: EndpointConnectionError: Could not connect") and error.count("\n") == 1
+    assert "and the same command continues" in error
 
 
 @pytest.mark.slow

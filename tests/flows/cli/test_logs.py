@@ -10,8 +10,7 @@ import pytest
 from rlhf.flows.cli.logs import _lines, _Tail
 from rlhf.flows.recipe.reading import load_recipe
 from rlhf.flows.report.console import ConsoleReporter
-from rlhf.flows.running.record_writer import now
-from rlhf.flows.running.session import Session
+from rlhf.flows.running.session import Session, now
 from rlhf.stages.store.artifacts import Store
 from rlhf.stages.store.leases import this_process
 from tests.flows.commands import typed

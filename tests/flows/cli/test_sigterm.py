@@ -80,7 +80,7 @@ def test_a_signal_during_the_start_is_recorded_too(tmp_path, monkeypatch):
         saver.save(soon)
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("rlhf.flows.running.record_writer.Saver.save", interrupted)
+    monkeypatch.setattr("rlhf.flows.running.session.Saver.save", interrupted)
     recipe = load_recipe("smoke", sets=[f"store={tmp_path}"])
     with pytest.raises(KeyboardInterrupt):
         Session(recipe, ConsoleReporter(), "early")

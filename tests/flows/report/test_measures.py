@@ -29,6 +29,25 @@ def test_the_judge_is_the_pass_rate_or_a_built_in_check_and_nothing_else():
     assert judged_reward(recipe(a="mine:f", c="reward_model")) is None
 
 
+@pytest.mark.parametrize(
+    ("shape", "judges"),
+    [
+        ({"squash": "sigmoid"}, False),
+        ({"clip": [0.25, 0.75]}, False),
+        ({"clip": [-1.0, 0.5]}, False),
+        ({"clip": [0.0, 1.0]}, True),
+        ({"squash": "none", "clip": None, "weight": 0.5, "normalise": "group"}, True),
+    ],
+)
+def test_a_reward_whose_rights_and_wrongs_are_moved_is_no_pass_rate(shape, judges):
+    shaped = recipe(a="exact_match")
+    shaped["rl"]["score"]["rewards"]["a"] |= shape
+    assert judged_reward(shaped) == ("a" if judges else None)
+    # Another reward of the same check may tell.
+    shaped["rl"]["score"]["rewards"]["b"] = {"function": "exact_match"}
+    assert judged_reward(shaped) == ("a" if judges else "b")
+
+
 @pytest.mark.parametrize(("value", "rates"), [(0.5, [0.25, 0.5]), (4.5, [None, None])])
 def test_the_mean_of_a_judge_that_gives_other_numbers_is_no_pass_rate(value, rates):
     series = round_series(record(recipe("mine:f", a="mine:f"), {"reward_a": 0.25}, {"reward_a": value}))

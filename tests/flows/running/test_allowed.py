@@ -6,7 +6,7 @@ import pytest
 
 from rlhf.flows.recipe.model import RecipeError
 from rlhf.flows.recipe.reading import load_recipe
-from rlhf.flows.running.allowed import check_allowed
+from rlhf.flows.running.checks import check_allowed
 from rlhf.tuning.agents.adapters.gym import made
 from rlhf.tuning.algorithms import algorithm
 from rlhf.tuning.algorithms.objective import Objective

@@ -4,7 +4,7 @@ import os
 import subprocess
 import sys
 
-from rlhf.flows.running.code_package import write_package
+from rlhf.flows.running.cluster import write_package
 
 
 def test_code_that_travels_is_loaded_on_a_node_with_an_installed_project(tmp_path):

@@ -5,7 +5,7 @@ import json
 import pytest
 
 from rlhf.flows.recipe.reading import load_recipe
-from rlhf.flows.running.gating import stages_of
+from rlhf.flows.running.runner import stages_of
 from rlhf.flows.running.session import Session
 from rlhf.stages.store import registry
 from rlhf.stages.store.artifacts import ArtifactError

@@ -8,9 +8,8 @@ import types
 
 import pytest
 
-from rlhf.flows.running import crew, input_check
-from rlhf.flows.running.input_check import InputCheck
-from rlhf.flows.running.session import Session
+from rlhf.flows.running import crew
+from rlhf.flows.running.session import InputCheck, Session
 from rlhf.stages.store.artifacts import Artifact
 from rlhf.stages.worker.client import StageFailed
 from tests.flows.lines import Lines
@@ -46,7 +45,7 @@ def test_a_key_and_its_request_have_the_inputs_of_one_moment(tmp_path, smoke_sto
 
     monkeypatch.setattr(session, "_make_or_read", made_or_read)
     monkeypatch.setattr(session.store, "verify", lambda a: "flipped" if a.digest == base.digest else None)
-    monkeypatch.setattr(input_check, "set_aside", lambda *_: "aside")
+    monkeypatch.setattr("rlhf.flows.running.session.set_aside", lambda *_: "aside")
     monkeypatch.setattr(crew.Crew, "run", run)
     threads = [threading.Thread(target=_run_node, args=(session, name)) for name in ("sft", "evaluate.base")]
     threads[0].start()
@@ -119,7 +118,7 @@ def test_two_threads_that_find_the_same_damage_make_it_again_once_and_a_stopped_
         made["n"] = artifact("c")
 
     looks = InputCheck(disk, told.append, check)
-    monkeypatch.setattr(input_check, "set_aside", lambda *_: "aside")
+    monkeypatch.setattr("rlhf.flows.running.session.set_aside", lambda *_: "aside")
     first, second = (look(looks, artifact("a"), made, again) for _ in range(2))
     disk.may_end["a"].set()
     for thread in (first, second):

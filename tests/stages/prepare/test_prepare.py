@@ -10,8 +10,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from rlhf.stages.prepare import stage as prepare
-from rlhf.stages.prepare.card import write_card
-from rlhf.stages.prepare.stage import Config, PrepareError
+from rlhf.stages.prepare.stage import Config, PrepareError, write_card
 from rlhf.stages.store.artifacts import Store
 from rlhf.stages.store.keys import config_content, digest
 from rlhf.stages.store.work import WorkFolder

@@ -16,9 +16,8 @@ from fastapi import FastAPI, Request
 from fastapi.responses import JSONResponse
 
 from rlhf.stages.serving import app as serving
-from rlhf.stages.serving.guard import Guard
-from rlhf.stages.serving.metrics import Metrics
-from rlhf.stages.serving.server import Server
+from rlhf.stages.serving.app import Guard
+from rlhf.stages.serving.server import Metrics, Server
 from rlhf.tuning.models.huggingface import random_params, read_config
 from rlhf.tuning.models.tokenizer import load_tokenizer
 from rlhf.tuning.rollout.engine.engine import Engine

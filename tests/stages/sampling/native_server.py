@@ -4,10 +4,9 @@ import argparse
 from pathlib import Path
 from typing import Any
 
-from rlhf.stages.serving.app import make_app
+from rlhf.stages.serving.app import Weights, make_app
 from rlhf.stages.serving.serve import serve
 from rlhf.stages.serving.server import Server
-from rlhf.stages.serving.weights import Weights
 from rlhf.tuning.models.huggingface import read_config
 from rlhf.tuning.models.tokenizer import load_tokenizer
 from rlhf.tuning.rollout.engine.decoders import Quantization

@@ -10,8 +10,8 @@ import pytest
 
 from rlhf.stages import base as base_model
 from rlhf.stages import evaluate, rollout
-from rlhf.stages.common.checked_lines import read_lines
 from rlhf.stages.common.compilation import configure_jax
+from rlhf.stages.common.journal import read_lines
 from rlhf.stages.sampling.environment import Environment
 from rlhf.stages.sampling.episodes import EnvironmentFailed
 from rlhf.stages.score import stage as score

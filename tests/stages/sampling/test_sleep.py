@@ -1,5 +1,6 @@
 """Servers that sleep between stages: the order of calls, failures in each phase, arrays of the worker, and GPUs."""
 
+import json
 import sys
 
 import jax
@@ -151,7 +152,9 @@ def test_gpus_are_divided_over_servers_by_the_size_of_their_parallelism():
 def test_a_stage_starts_servers_on_their_own_gpus_and_leaves_them_asleep(tmp_path):
     configure_jax()
     memory: dict[str, object] = {}
-    _, base = perform(base_model, base_model.Config(source="random:tiny"), tmp_path / "base", memory)
+    _, base = perform(base_model, base_model.Config(source="random:tiny"), tmp_path / "base", {})
+    config_file = base.path / "model" / "config.json"
+    config_file.write_text(json.dumps(json.loads(config_file.read_text()) | {"max_position_embeddings": 80}))
     table = [
         {"id": f"p{i}", "prompt_ids": ids("1+1=", end=False), "prompt": "1+1=", "answer": "2", "metadata": "{}"}
         for i in range(4)
@@ -173,9 +176,10 @@ def test_a_stage_starts_servers_on_their_own_gpus_and_leaves_them_asleep(tmp_pat
     logs: list[str] = []
     on_devices: list[bool] = []
     try:
-        for number in range(2):
+        # The second context has a bucket of 96 tokens.
+        for number, tokens in enumerate((4, 70)):
             config = rollout.Config(
-                prompts=4, completions=2, max_tokens=4, shard_prompts=2, engine=engine, round=number
+                prompts=4, completions=2, max_tokens=tokens, shard_prompts=2, engine=engine, round=number
             )
             ctx = context(config, tmp_path / f"out-{number}", inputs=given, memory=memory, log=logs.append)
             ctx.progress = lambda *a, **k: on_devices.append(isinstance(memory["trainer:old"], jax.Array))

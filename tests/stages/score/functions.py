@@ -10,6 +10,11 @@ def shares(prompts, completions, **_):
     return [len(c) / 10 for c in completions]
 
 
+def exploding(prompts, completions, **_):
+    """A number that no statistic can take, for one text."""
+    return [1e20 if c == "44" else 1.0 for c in completions]
+
+
 def weighed(prompts, completions, **_):
     """A number of its own for each text."""
     return [sum((i + 1) * ord(c) for i, c in enumerate(text)) / 1000 for text in completions]

@@ -11,8 +11,8 @@ from rlhf.stages import scorer
 from rlhf.stages.prepare import stage as prepare
 from rlhf.stages.prepare.settings import Config as DataConfig
 from rlhf.stages.sampling.episode_tables import conversation_of
-from rlhf.stages.score.outcomes import outcomes_of
 from rlhf.stages.score.settings import MODEL, Reward
+from rlhf.stages.score.stage import outcomes_of
 from rlhf.tuning.chat.template import Template
 from rlhf.tuning.models.byte_tokenizer import byte_tokenizer
 from rlhf.tuning.models.config import UnsupportedModel

@@ -27,6 +27,15 @@ from tests.stages.score.support import TEXTS, context, table
 from tests.stages.training.support import Folder
 
 
+def test_a_reward_that_no_statistic_can_take_is_a_failure(tmp_path, rollouts):
+    rewards = {"a": Reward(function="tests.stages.score.functions:exploding")}
+    with pytest.raises(TooManyFailures, match=r"failed on 1 of 6 completions.*1e\+20 with weight 1 is beyond 1e\+15"):
+        score.run(context(tmp_path / "a", rollouts, rewards=rewards, max_failed_fraction=0.0)[0])
+    ctx, _ = context(tmp_path / "b", rollouts, rewards=rewards, max_failed_fraction=0.5)
+    assert score.run(ctx)["failed"] == pytest.approx(1 / 6)
+    assert [row.total for row in table(ctx)[1]] == [1.0] * 5 + [None]
+
+
 def test_what_is_scored_apart_is_on_the_scale_of_its_round(tmp_path, rollouts):
     rewards = {
         "shares": Reward(function="tests.stages.score.functions:shares", normalise="batch", clip=[0.0, 0.15], weight=3),

@@ -9,8 +9,8 @@ import httpx
 import pytest
 
 from rlhf.stages.serving.access import AccessError, is_loopback, keys_of, owner_of
-from rlhf.stages.serving.guard import Guard
-from rlhf.stages.serving.metrics import Metrics
+from rlhf.stages.serving.app import Guard
+from rlhf.stages.serving.server import Metrics
 from rlhf.stages.serving.settings import ServeOptions
 from tests.stages.serving.support import served, serving
 from tests.stages.support import running

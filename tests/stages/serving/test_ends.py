@@ -16,12 +16,10 @@ import pytest
 
 from rlhf.stages.serving import app as routes
 from rlhf.stages.serving import web
-from rlhf.stages.serving.app import make_app
-from rlhf.stages.serving.guard import Guard
-from rlhf.stages.serving.metrics import Metrics
+from rlhf.stages.serving.app import Guard, make_app
 from rlhf.stages.serving.programs import endpoint
 from rlhf.stages.serving.serve import end_with, main
-from rlhf.stages.serving.server import Server
+from rlhf.stages.serving.server import Metrics, Server
 from rlhf.stages.serving.settings import PolicyPlace, Serve, ServeOptions
 from rlhf.stages.serving.web import Web
 from rlhf.tuning.rollout.engine.live import EngineStopped

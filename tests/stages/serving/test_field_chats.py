@@ -8,9 +8,9 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
 from rlhf.stages.serving.api import ChatRequest
-from rlhf.stages.serving.chat_rendering import ChatRenderer
+from rlhf.stages.serving.server import ChatRenderer
 from rlhf.tuning.chat.template import Template
-from rlhf.tuning.data import drafts
+from rlhf.tuning.data import steps
 from rlhf.tuning.data.blocks import Block, Entry, Plan
 from rlhf.tuning.data.conversations import sample, tokenized
 from rlhf.tuning.data.records import RecordError, parse_record
@@ -30,8 +30,8 @@ def drafted(made, folder, raw, output="sft", **settings):
     plan = Plan(str(folder), [output], **settings)
     entry = Entry(0, 1, b"{}", parse_record(raw, "x.jsonl", 1), [output])
     block = Block("b", SimpleNamespace(label="x.jsonl"), 0, 1, [entry])
-    drafts.render(plan)(block)
-    drafts.tokenize(plan)(block)
+    steps.render(plan)(block)
+    steps.tokenize(plan)(block)
     return [draft.ids for draft in entry.drafts], [letter["reason"] for letter in block.dead]
 
 

@@ -117,6 +117,8 @@ def test_a_command_of_the_policy_gets_neither_answer_nor_secrets_nor_the_key_of_
     monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "of-the-worker")
     settings = PLAIN.model_copy(update={"agent_grades": grades, "tries": 1})
     gold = {"answer": "gold-42", "answers": ["gold-42"], "tests": ["assert f() == 'gold-42'"]}
+    # Of verl's data, and of reasoning-gym.
+    gold |= {"extra_info": {"index": 1, "parts": [{"answer": "gold-42"}]}, "entry": {"expression": "gold-42"}}
     [ended] = play(engine, [{"do": "stolen", "file": str(tmp_path / "seen"), **gold}], settings)
     assert (ended.status, ended.reward, ended.success) == ("done", None, None)
     seen = json.loads((tmp_path / "seen").read_text())

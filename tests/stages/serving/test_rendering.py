@@ -8,7 +8,7 @@ import itertools
 import pytest
 
 from rlhf.stages.serving.api import ChatRequest
-from rlhf.stages.serving.chat_rendering import ChatRenderer
+from rlhf.stages.serving.server import ChatRenderer
 from rlhf.tuning.chat.template import Template, TemplateRefused
 from rlhf.tuning.data.conversations import ConversationError, NoPrefix, sample, tokenized
 from rlhf.tuning.models.tokenizer import turn_end

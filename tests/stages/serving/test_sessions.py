@@ -262,6 +262,20 @@ def test_calls_and_text_that_a_template_leaves_out_take_of_the_sessions_tokens()
     assert session.open("chat" + "t" * 16_000, None, [1], messages=[], signatures=(), policy=None).size == 1128
 
 
+def test_ids_are_found_among_many_calls():
+    """The time grew with the product of calls and their tokens: 42 s here."""
+    session, before = Session("a"), None
+    for number in range(30_000):
+        before = before if number % 2000 else None
+        before = session.open("text", before, [1], messages=[], signatures=(), policy=None)
+        before.token_ids = [2]
+        session.keep(before, {"content": "x"}, ("assistant", "x", ()))
+    began = time.process_time()
+    assert session.find_ids("text", [1, 2] * 1990 + [3]).number == 28_000 + 1989
+    assert session.find_ids("text", [2]) is None and session.find_ids("chat", [1, 2]) is None
+    assert time.process_time() - began < 10
+
+
 def with_a_large_one(calls):
     sessions = Sessions(max_sessions=3, tokens=10**8)
     session = sessions.of_call("big")

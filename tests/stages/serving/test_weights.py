@@ -11,11 +11,11 @@ import httpx
 import jax
 import pytest
 
-from rlhf.stages.serving.follow import Follower
+from rlhf.stages.serving.app import Weights
 from rlhf.stages.serving.programs import endpoint
+from rlhf.stages.serving.serve import Follower
 from rlhf.stages.serving.server import Server
 from rlhf.stages.serving.settings import Named, ServeOptions
-from rlhf.stages.serving.weights import Weights
 from rlhf.stages.store import registry
 from rlhf.stages.store.artifacts import Store
 from rlhf.stages.store.registry import Policy

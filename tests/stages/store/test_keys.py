@@ -203,6 +203,12 @@ def test_who_reads_a_url_is_neither_in_a_key_nor_in_a_record():
     }
 
 
+def test_an_address_in_a_text_that_a_model_reads_is_content():
+    prompts = ("Log in at ssh://alice@host first.", "Log in at ssh://bob@host first.", "Log in at ssh://host first.")
+    keys = [str(config_content(stage("prepare").config(system_prompt=prompt))) for prompt in prompts]
+    assert len(set(keys)) == 3 and not any("alice" in key or "bob" in key for key in keys)
+
+
 def test_what_episodes_are_played_in_is_no_secret():
     """The section and the reward of that name are settings; a manifest without them could not be audited."""
     recipe = {"environment": {"name": "guess", "turns": 3}, "score": {"rewards": {"environment": {"weight": 1.0}}}}

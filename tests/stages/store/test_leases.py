@@ -8,6 +8,7 @@ import time
 from pathlib import Path
 
 import pytest
+from botocore.exceptions import EndpointConnectionError
 
 from rlhf.stages.store import leases
 from rlhf.stages.store.artifacts import Store
@@ -180,6 +181,22 @@ def test_a_store_that_is_away_for_a_moment_ends_no_wait_and_no_finished_work(tmp
         assert Disturbed.calls.count("cat_file") > 3 and Disturbed.calls.count("open_xb") > 2
         Disturbed.disturb(cat_file=["before"] * 10**5)
     Disturbed.disturb()
+
+
+def test_an_error_of_a_connection_that_is_no_oserror_ends_no_wait_either(tmp_path, monkeypatch):
+    monkeypatch.setattr(leases, "FIRST_PAUSE_SECONDS", 0.01)
+    tried: list[int] = []
+
+    def action():
+        tried.append(1)
+        if len(tried) < 4:
+            raise EndpointConnectionError(endpoint_url="http://store")
+        return "answer"
+
+    assert leases._again(action) == "answer"
+    with pytest.raises(leases.ArtifactError):
+        leases._again(lambda: tried.append(1) or (_ for _ in ()).throw(leases.ArtifactError("not JSON")))
+    assert len(tried) == 5
 
 
 def test_a_request_that_fails_once_keeps_no_lease_of_a_process_that_lives_on(tmp_path):

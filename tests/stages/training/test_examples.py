@@ -15,11 +15,11 @@ from tests.stages.support import context
 from tests.stages.training.support import Folder, data, rows_of
 
 
-def over(tmp_path, seed=3, rows=50_000):
+def over(tmp_path, seed=3, rows=50_000, log=print, **config):
     base = Folder(tmp_path / "base", "base")
     base.local("model").mkdir(parents=True, exist_ok=True)
-    base.local("model/config.json").write_text(json.dumps({"vocab_size": rows}))
-    return context(None, tmp_path, tmp_path / "work", inputs={"tokenizer": base}, seed=seed)
+    base.local("model/config.json").write_text(json.dumps({"vocab_size": rows} | config))
+    return context(None, tmp_path, tmp_path / "work", inputs={"tokenizer": base}, seed=seed, log=log)
 
 
 def tables(tmp_path, part, rows, seed=3, fraction=0.25):
@@ -130,3 +130,23 @@ def test_a_token_that_the_model_has_no_row_for_is_refused_by_name(tmp_path, plac
     ):
         train_and_heldout(over(tmp_path, rows=rows), made, "sft", 0.0)
     assert len(train_and_heldout(over(tmp_path, rows=rows + 1), made, "sft", 0.0)[0]) == 8
+
+
+@pytest.mark.parametrize("place", ["prompt_ids", "chosen_ids", "rejected_ids"])
+def test_rows_beyond_the_positions_of_the_model_are_told(tmp_path, place):
+    rows, lines = rows_of("preference", 8), []
+    fits = max(len(row["prompt_ids"]) + len(row[name]) for row in rows for name in ("chosen_ids", "rejected_ids"))
+    made = data(tmp_path / "fits", preference=rows)
+    train_and_heldout(over(tmp_path, log=lines.append, max_position_embeddings=fits), made, "preference", 0.0)
+    assert lines == []
+    for row in rows[:3]:
+        row[place] = [*row[place], *[5] * fits]
+    longest = max(len(row["prompt_ids"]) + len(row[name]) for row in rows for name in ("chosen_ids", "rejected_ids"))
+    made = data(tmp_path / "long", preference=rows)
+    train_and_heldout(over(tmp_path, log=lines.append, max_position_embeddings=fits), made, "preference", 0.0)
+    (line,) = lines
+    assert line.startswith(f"preference: 3 of 8 rows have more tokens than the model's {fits} positions ({longest} in ")
+    assert "data.max_prompt_tokens" in line and "data.max_completion_tokens" in line
+    # A config may not say.
+    train_and_heldout(over(tmp_path, log=lines.append), made, "preference", 0.0)
+    assert lines == [line]

@@ -9,9 +9,8 @@ import pytest
 from rlhf.stages.contract.registry import stage
 from rlhf.stages.sampling.groups import Scored, chosen_groups
 from rlhf.stages.store.artifacts import Artifact, Store
-from rlhf.stages.update.no_signal import IdleRounds, check_idle, idle_metrics
-from rlhf.stages.update.outcomes import NO_BASELINE, fates_of
 from rlhf.stages.update.settings import Config
+from rlhf.stages.update.stage import NO_BASELINE, IdleRounds, check_idle, fates_of, idle_metrics
 from rlhf.tuning.algorithms.round_data import RoundData
 from rlhf.tuning.algorithms.rounds import RoundResult
 from rlhf.tuning.algorithms.selection import Selection

@@ -31,7 +31,7 @@ def test_the_flow_process_and_the_modules_of_stages_load_nothing_heavy(statement
 
 
 @pytest.mark.parametrize(
-    "module", ["rlhf.tuning.parallel.child", "rlhf.tuning.agents.adapters.gym", "rlhf.tuning.rewards.calls"]
+    "module", ["rlhf.tuning.parallel.host", "rlhf.tuning.agents.adapters.gym", "rlhf.tuning.rewards.processes"]
 )
 def test_a_module_that_children_alone_load_is_that_of_the_key_when_the_stage_ends(module):
     files = reached(module).files

@@ -8,8 +8,7 @@ import numpy as np
 import pytest
 
 from rlhf.tuning.agents.contract import Fault, Observed, Spec, Task
-from rlhf.tuning.agents.episode import state
-from rlhf.tuning.agents.processes import EnvironmentRefused, Environments
+from rlhf.tuning.agents.processes import EnvironmentRefused, Environments, state
 
 OWN = "tests.tuning.agents.own_environments"
 LIMITS = {"reset_seconds": 20.0, "step_seconds": 20.0, "megabytes": 256}

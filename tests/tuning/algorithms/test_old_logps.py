@@ -10,8 +10,7 @@ import pytest
 from rlhf.tuning.algorithms import rounds
 from rlhf.tuning.algorithms.learner import Learner
 from rlhf.tuning.algorithms.round_data import RoundData
-from rlhf.tuning.algorithms.rounds import Mismatch, check_step, run_round
-from rlhf.tuning.algorithms.tally import Tally
+from rlhf.tuning.algorithms.rounds import Mismatch, Tally, check_step, run_round
 from rlhf.tuning.losses.importance import RATIO_EDGES
 from rlhf.tuning.training.step import copy
 from tests.tuning.algorithms import support

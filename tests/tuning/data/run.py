@@ -7,6 +7,7 @@ import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -14,8 +15,9 @@ from typing import Any
 
 import numpy as np
 
-from rlhf.tuning.data import files, gather, merge, pipeline
+from rlhf.tuning.data import files, gather, merge, pipeline, reading
 from rlhf.tuning.data.blocks import Plan
+from rlhf.tuning.data.flat import write_flat
 from rlhf.tuning.data.receipts import read_receipts
 from rlhf.tuning.data.schema import SCHEMAS, table_of, write_parquet
 from rlhf.tuning.data.steps import STEPS, wanted_steps
@@ -80,6 +82,14 @@ def letters(folder: Path) -> list[dict[str, Any]]:
     """Dead letters in the order of their records."""
     read = gather.Pieces(folder / "gathered", 1, str(folder / "pieces"), blocks(folder))
     return [row for table in read.dead() for row in table.to_pylist()]
+
+
+def examples_of(paths: list[Path], completions: tuple[str, ...] = ("completion",)) -> reading.Examples:
+    """The examples of shards as training maps them."""
+    with tempfile.TemporaryDirectory() as folder:
+        write_flat(paths, completions, Path(folder))
+        # A mapping outlives the removal of its file.
+        return reading.map_examples(Path(folder), completions)
 
 
 def shards(folder: Path, rows: list[dict[str, Any]], output: str = "sft", files: int = 2) -> list[Path]:

@@ -7,6 +7,7 @@ import json
 import time
 import uuid
 
+import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
@@ -39,6 +40,9 @@ def test_bytes_are_utf8_text_and_other_types_have_one_json_form(read, tmp_path, 
             "tags": pa.array([[("k", 1)], []], pa.map_(pa.string(), pa.int64())),
             "answer": pa.array([0.1, 1e10], pa.float32()),
             "scores": pa.array([[{"x": 0.1, "y": [("z", [0.2])]}], []], pa.list_(pa.struct(scores))),
+            "half": pa.array(np.asarray([0.1, 65504], np.float16)),
+            "halves": pa.array([[np.float16(3.3)], None], pa.large_list(pa.float16())),
+            "level": pa.array([0.3, None], pa.float32()).dictionary_encode(),
         }
     )
     path = tmp_path / f"data{suffix}"
@@ -54,6 +58,8 @@ def test_bytes_are_utf8_text_and_other_types_have_one_json_form(read, tmp_path, 
     assert first["tags"] == {"k": 1} and second["tags"] == {}
     assert (first["answer"], second["answer"]) == (0.1, 1e10)
     assert (first["scores"], second["scores"]) == ([{"x": 0.1, "y": {"z": [0.2]}}], [])
+    assert (first["half"], second["half"], first["halves"], second["halves"]) == (0.1, 65504, [3.3], None)
+    assert (first["level"], second["level"]) == (0.3, None)
     assert suffix == ".parquet" or first["name"] == str(uuid.UUID(int=1))
 
 

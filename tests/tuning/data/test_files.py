@@ -17,8 +17,8 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from rlhf.tuning.data import files, lines
-from rlhf.tuning.data.lines import json_values, text_lines, whole_lines
+from rlhf.tuning.data import files
+from rlhf.tuning.data.files import json_values, text_lines, whole_lines
 from rlhf.tuning.data.remote import SourceError
 from tests.tuning.data.run import parts_of
 
@@ -173,7 +173,7 @@ LISTS = [
 @pytest.mark.parametrize("text", LISTS)
 @pytest.mark.parametrize("size", [1, 3, 1 << 20])
 def test_a_list_is_what_json_says_however_it_is_read(monkeypatch, text, size):
-    monkeypatch.setattr(lines, "READ", size)
+    monkeypatch.setattr(files, "READ", size)
     whole = json.loads(text)
     assert list(json_values(io.BytesIO(b"\xef\xbb\xbf" + text.encode()))) == (
         whole if isinstance(whole, list) else [whole]
@@ -187,14 +187,14 @@ def test_what_is_no_list_is_refused(text):
 
 
 def test_a_record_has_a_longest_size(monkeypatch):
-    monkeypatch.setattr(lines, "LONGEST", 100)
+    monkeypatch.setattr(files, "LONGEST", 100)
     fits, long = b"a" * 99 + b"\n", b"a" * 101 + b"\n"
     assert b"".join(whole_lines(io.BytesIO(fits * 5), 30)) == fits * 5
     with pytest.raises(ValueError, match="line 3 is longer than 100 bytes"):
         list(whole_lines(io.BytesIO(fits * 2 + long), 30))
     with pytest.raises(ValueError, match="line 2 is longer than 100 characters"):
         list(text_lines(io.StringIO(fits.decode() + long.decode())))
-    monkeypatch.setattr(lines, "READ", 10)
+    monkeypatch.setattr(files, "READ", 10)
     with pytest.raises(ValueError, match="element 2 of its list is invalid, or longer than 100 bytes"):
         list(json_values(io.BytesIO(b'["a", "' + b"a" * 1000 + b'"]')))
 

@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import re
 
 import numpy as np
 import pytest
@@ -127,6 +128,21 @@ def test_a_rule_may_answer_with_numpys_booleans(plan, tmp_path):
     ruled = dataclasses.replace(plan, rules=(f"{__name__}:decides",))
     run(ruled, tmp_path, *[{"prompt": prompt, "completion": "x", "split": "sft"} for prompt in "abcd"])
     assert {row["prompt"] for row in rows(ruled, "sft", tmp_path)} == {"a", "d"}
+
+
+def answers_oddly(record):
+    return {"a": re.search("a", record["prompt"]), "b": "", "c": 3, "d": np.ones(2, bool), "e": 0.0}.get(
+        record["prompt"]
+    )
+
+
+def test_a_rule_that_answers_neither_yes_nor_no_nor_a_reason_is_at_fault(plan, tmp_path):
+    """A match is true and no match is None, which keeps: such a rule would drop what it is to keep."""
+    ruled = dataclasses.replace(plan, rules=(f"{__name__}:answers_oddly",))
+    run(ruled, tmp_path, *[{"prompt": prompt, "completion": "x", "split": "sft"} for prompt in "abcdef"])
+    assert {row["prompt"] for row in rows(ruled, "sft", tmp_path)} == {"f"}
+    reasons = [letter["reason"] for letter in letters(tmp_path)]
+    assert len(reasons) == 5 and "returned '': expected True, False, None or a reason" in reasons[1]
 
 
 def test_pairs_of_equal_tokens_are_dropped(plan, tmp_path):

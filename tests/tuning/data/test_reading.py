@@ -6,17 +6,17 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from rlhf.tuning.data.reading import Steps, read_examples
+from rlhf.tuning.data.reading import Steps
 from rlhf.tuning.data.shuffle import shuffled
-from tests.tuning.data.run import shards
+from tests.tuning.data.run import examples_of, shards
 
 IDS = st.lists(st.integers(0, 50_000), min_size=1, max_size=8)
 WIDE = {"max_examples": 40, "deadline": None, "suppress_health_check": [HealthCheck.function_scoped_fixture]}
 
 
 @settings(**WIDE)
-@given(st.lists(st.tuples(IDS, IDS, st.booleans()), max_size=20), st.booleans())
-def test_examples_are_what_was_written(tmp_path, drawn, mapped):
+@given(st.lists(st.tuples(IDS, IDS, st.booleans()), max_size=20))
+def test_examples_are_what_was_written(tmp_path, drawn):
     masks = [[i % 2 for i in range(len(c))] if masked else None for _, c, masked in drawn]
     paths = shards(
         tmp_path,
@@ -25,9 +25,8 @@ def test_examples_are_what_was_written(tmp_path, drawn, mapped):
             for (p, c, _), m in zip(drawn, masks, strict=True)
         ],
     )
-    found = read_examples(paths, folder=tmp_path if mapped else None)
-    assert isinstance(found.tokens, np.memmap) == mapped
-    assert len(found) == len(drawn) and sorted(tmp_path.iterdir()) == paths
+    found = examples_of(paths)
+    assert isinstance(found.tokens, np.memmap) and len(found) == len(drawn)
     for i, (group, (prompt, completion, _), mask) in enumerate(zip(found, drawn, masks, strict=True)):
         assert (group.prompt, group.completions, list(group.ids)) == (prompt, [completion], [i])
         trained = [1] * len(completion) if mask is None else mask
@@ -41,7 +40,7 @@ def test_examples_are_what_was_written(tmp_path, drawn, mapped):
 @given(st.lists(st.tuples(IDS, IDS, IDS), min_size=2, max_size=20))
 def test_pairs_stand_together_and_can_be_taken_apart(tmp_path, drawn):
     rows = [{"prompt_ids": p, "chosen_ids": c, "rejected_ids": r} for p, c, r in drawn]
-    found = read_examples(shards(tmp_path, rows, "preference"), ("chosen", "rejected"))
+    found = examples_of(shards(tmp_path, rows, "preference"), ("chosen", "rejected"))
     assert [(g.prompt, g.completions, list(g.ids)) for g in found] == [
         (p, [c, r], [2 * i, 2 * i + 1]) for i, (p, c, r) in enumerate(drawn)
     ]

@@ -76,9 +76,7 @@ def other(name, value):
     return pickle.dumps(versions.Versions(versions.here() | {name: value}))
 
 
-@pytest.mark.parametrize(
-    "name", ["numpy", "apache-beam", "Python", "rlhf.tuning.data.drafts", "rlhf.tuning.data.added"]
-)
+@pytest.mark.parametrize("name", ["numpy", "apache-beam", "Python", "rlhf.tuning.data.steps", "rlhf.tuning.data.added"])
 def test_what_differs_is_named_with_both_versions(name):
     told = rf"^{name} is {versions.here().get(name, 'absent')} in this worker and 0.1 in the run: build the image"
     with pytest.raises(versions.OtherVersion, match=told):
@@ -103,7 +101,7 @@ def test_an_image_of_another_commit_makes_no_rows(plan, tmp_path):
     with (
         by_hand.job_server(tmp_path) as (jobs, _),
         by_hand.worker_pool(tmp_path, packages) as (workers, _),
-        pytest.raises(Exception, match=r"rlhf.tuning.data.drafts is \w+ in this worker and \w+ in"),
+        pytest.raises(Exception, match=r"rlhf.tuning.data.steps is \w+ in this worker and \w+ in"),
     ):
         pipeline.run(parts, plan, str(tmp_path / "pieces"), runner=Runner("PortableRunner", 1, jobs | workers))
     assert not (tmp_path / "pieces").exists()

@@ -7,8 +7,7 @@ import pytest
 from scipy.special import betaincc
 
 from rlhf.tuning.evaluation import permutation
-from rlhf.tuning.evaluation.margin import above_margin
-from rlhf.tuning.evaluation.permutation import sign_flip
+from rlhf.tuning.evaluation.permutation import above_margin, sign_flip
 from rlhf.tuning.evaluation.statistics import paired_difference
 
 

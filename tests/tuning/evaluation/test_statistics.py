@@ -144,6 +144,7 @@ def test_the_majority_decides_and_ties_are_shared():
 
 def test_constant_baseline_is_the_share_of_the_most_common_answer():
     assert constant_baseline(["1", "2", "1", "3"]) == ("1", 0.5)
+    assert constant_baseline(["8", "7.0", "8", "7", "7.00"], ["8.0", "7.0", "8.0", "7.0", "7.0"]) == ("7.0", 0.6)
 
 
 def test_calibration_error_is_small_for_honest_gaps_and_large_for_boasts():

@@ -5,8 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from rlhf.tuning.losses.distillation import generalised_jsd
-from rlhf.tuning.losses.distillation_head import token_divergences
+from rlhf.tuning.losses.distillation_head import generalised_jsd, token_divergences
 
 M, D, E, V = 21, 6, 10, 33
 

@@ -11,7 +11,7 @@ import psutil
 import pytest
 
 from rlhf.tuning.parallel.children import PASS, clean_environment
-from rlhf.tuning.parallel.code import difference, loaded_code
+from rlhf.tuning.parallel.host import difference, loaded_code
 from rlhf.tuning.parallel.pool import CLUSTER, Job, Pool, Refused
 from tests.support import python
 

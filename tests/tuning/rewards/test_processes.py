@@ -17,10 +17,9 @@ import psutil
 import pytest
 
 from rlhf.tuning.parallel.pool import TRIES
-from rlhf.tuning.rewards.calls import Call, keyword_arguments
 from rlhf.tuning.rewards.failures import OUTAGES, Outage
 from rlhf.tuning.rewards.functions import exact_match, number_match
-from rlhf.tuning.rewards.processes import attempt, call_seconds, evaluate
+from rlhf.tuning.rewards.processes import Call, attempt, call_seconds, evaluate, keyword_arguments
 from rlhf.tuning.rewards.samples import Sample
 from tests.judge_server import judge_server
 from tests.tuning.rewards.left import running

@@ -12,9 +12,9 @@ import uuid
 
 import pytest
 
+from rlhf.tuning.rewards.answers import runnable
 from rlhf.tuning.rewards.failures import Outage
 from rlhf.tuning.rewards.processes import evaluate
-from rlhf.tuning.rewards.programs import runnable
 from rlhf.tuning.rewards.samples import Sample
 from rlhf.tuning.rewards.sandbox import code_of, code_passes, gaps, longest_seconds, may_deceive, run_python
 from tests.tuning.rewards.left import running

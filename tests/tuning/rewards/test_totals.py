@@ -1,10 +1,12 @@
 """Several rewards become one number: weighted, normalised and clipped in a fixed order, without what failed."""
 
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from rlhf.tuning.algorithms.advantages import group_advantages
 from rlhf.tuning.rewards.samples import Outcome
-from rlhf.tuning.rewards.totals import Part, RewardFailed, scales_of, totals
+from rlhf.tuning.rewards.totals import Part, RewardFailed, bounded, scales_of, totals
 
 GROUPS = [0, 0, 1, 1]
 
@@ -47,3 +49,24 @@ def test_totals_on_a_given_scale_and_where_the_round_ties():
     # Only centred: there is no deviation to divide by.
     np.testing.assert_allclose(totals([some], [part], [0, 1], scales=tied)[0], [8.0, 18.0], rtol=2e-4)
     assert scales_of([every], [Part("a", normalise="group")]) == {}
+
+
+@pytest.mark.parametrize("values", [[0.1] * 3, [0.9] * 100, [0.1 + 0.2, 0.3, 0.3], [1e-12] * 5, [0.0, 0.0], []])
+def test_rewards_that_are_equal_but_for_rounding_have_no_deviation(values):
+    """The mean of three times 0.1 is not 0.1, and a deviation of 1e-17 would make a refill's total 5000."""
+    mean, deviation = scales_of([given(*values)], [Part("a", normalise="batch")])["a"]
+    assert deviation == 1.0 and mean == pytest.approx(np.mean(values) if values else 0.0)
+
+
+def test_a_value_whose_square_float32_cannot_hold_has_failed():
+    """Its group would have a deviation that is infinite, and advantages of 0."""
+    said = "1e+20 with weight 1 is beyond 1e+15: clip it, or lower its weight"
+    assert bounded(Outcome(1e20), Part("a")) == Outcome(None, said)
+    assert bounded(Outcome(-1e14), Part("a", weight=100.0)).failure is not None
+    for outcome in (Outcome(1.0), Outcome(None), Outcome(None, "timeout")):
+        assert bounded(outcome, Part("a", weight=100.0)) == outcome
+    assert bounded(Outcome(1e20), Part("a", clip=(-1.0, 1.0))) == Outcome(1e20)
+    values = np.asarray([1e15, -1e15, 0.0, 0.0], np.float32)
+    for normalisation in ("std", "batch-std"):
+        found = np.asarray(group_advantages(jnp.asarray(values), np.zeros(4, int), normalisation=normalisation))
+        np.testing.assert_allclose(found, [1.2247, -1.2247, 0, 0], atol=1e-3)

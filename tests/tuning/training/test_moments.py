@@ -9,8 +9,7 @@ import pytest
 from rlhf.tuning.device import HOST_MEMORY, check_host_memory
 from rlhf.tuning.mesh import init_state, state_shapes
 from rlhf.tuning.training.checkpoint import Checkpoints
-from rlhf.tuning.training.moments import rounded, stochastically_rounded
-from rlhf.tuning.training.optimizers import OPTIMIZERS, optimizer_of
+from rlhf.tuning.training.optimizers import OPTIMIZERS, optimizer_of, rounded, stochastically_rounded
 from rlhf.tuning.training.step import NonFinite, make_step
 from tests.support import QUICK
 from tests.tuning.programs import printed

@@ -19,15 +19,20 @@ holds the tokens of its last run; a later prompt that begins with them starts af
   decoding feeds it next.
 - Shapes come from two short ladders (`pool`) and the sizes of chunks. No setting of a request is part of a shape, so
   no request compiles anything.
+
+The weights are in the layout of decoding, on the engine's devices. Programs compile in threads before they are needed;
+JAX keeps the compiled program for the later call.
 """
 
 from __future__ import annotations
 
 import collections
 import functools
+import gc
+import logging
 import operator
 import threading
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any, Literal, cast
 
 import jax
@@ -35,24 +40,128 @@ import numpy as np
 from flax import nnx
 from jax.sharding import Mesh
 
-from rlhf.tuning import background_compile
 from rlhf.tuning.cpu.kernels import Kernels, build, has_compiler
 from rlhf.tuning.models.config import DecoderConfig
+from rlhf.tuning.models.decoder import abstract_decoder, decoder_graph
 from rlhf.tuning.models.matmul import factor_type
-from rlhf.tuning.precision import without_float64
+from rlhf.tuning.precision import in_real, without_float64
 from rlhf.tuning.rollout.engine import programs
 from rlhf.tuning.rollout.engine.batches import Batches
 from rlhf.tuning.rollout.engine.cache import KV
 from rlhf.tuning.rollout.engine.cpu import attention, products
-from rlhf.tuning.rollout.engine.decoders import Graph, Quantization
+from rlhf.tuning.rollout.engine.decoders import Graph, Quantization, lay_out
 from rlhf.tuning.rollout.engine.limits import Limits
-from rlhf.tuning.rollout.engine.placement import Place
+from rlhf.tuning.rollout.engine.placement import Place, put_weights
 from rlhf.tuning.rollout.engine.pool import Pool
 from rlhf.tuning.rollout.engine.rows import Decoded
 from rlhf.tuning.rollout.engine.scores import Scores, prompt_scores
 from rlhf.tuning.rollout.engine.slots import Run, Slot, pack, row_arrays
-from rlhf.tuning.rollout.engine.weights import Weights
 from rlhf.tuning.rollout.requests import Request, Update
+
+_log = logging.getLogger(__name__)
+
+
+def start(lowered: Callable[[], Any]) -> threading.Thread:
+    """Starts a thread that compiles what `lowered` returns. Join it before the call, which else compiles too."""
+    # Of now, as JAX keeps the program under them: its own context managers reach one thread alone, and the process may
+    # go on to other settings.
+    exact: bool = jax.config.jax_enable_x64  # type: ignore[attr-defined]
+    precision: str | None = jax.config.jax_default_matmul_precision  # type: ignore[attr-defined]
+
+    def compile_it() -> None:
+        try:
+            with jax.enable_x64(exact), jax.default_matmul_precision(precision):
+                lowered().compile()
+        except Exception as error:
+            # The call that needs the program meets it too.
+            _log.warning("a program did not compile ahead, and does so where it is called: %r", error)
+
+    # No daemon: an exit waits for it. Python ends daemons by an exception that XLA does not bear: the process aborts.
+    thread = threading.Thread(target=compile_it, name="compile", daemon=False)
+    thread.start()
+    return thread
+
+
+class Weights:
+    """One policy's weights at a time."""
+
+    def __init__(
+        self, config: DecoderConfig, place: Place, *, rolled: bool, quantization: Quantization, dtype: str
+    ) -> None:
+        """Arguments as of `Engine`; `rolled` as of `decoders.lay_out`."""
+        self._config, self.quantized = config, quantization == "int8"
+        self.place = place
+        """Where they are."""
+        self.dtype = dtype
+        """Type of the matrices of layers, unless they are quantised."""
+        self._graph = decoder_graph(config)
+        # A joined kernel cannot be sharded over heads (see `lay_out`).
+        join = not isinstance(place, Mesh)
+        self._options: dict[str, Any] = {"join": join, "rolled": rolled, "quantization": quantization, "dtype": dtype}
+        self._now: tuple[Graph, nnx.State] | None = None
+
+    @property
+    def now(self) -> tuple[Graph, nnx.State]:
+        """Graph and state of the decoder. RuntimeError before the first weights, and after they were dropped."""
+        if self._now is None:
+            raise RuntimeError("the engine has no weights; call load(params) first")
+        return self._now
+
+    @functools.cached_property
+    def shapes(self) -> tuple[Graph, nnx.State]:
+        """The graph, and the state as shapes."""
+        return abstract_weights(self._graph, self._config, **self._options)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes that a step reads."""
+        return sum(x.nbytes for x in jax.tree.leaves(self._now))
+
+    def laid_out(self, params: nnx.State) -> tuple[Graph, nnx.State]:
+        """(graph, state) of parameters in the layout of decoding, on the devices of the parameters."""
+        was = gc.isenabled()
+        gc.disable()
+        try:
+            return lay_out(self._graph, in_real(params), **self._options)
+        finally:
+            # Cycles of references in flax's flattening would hold the arrays. Nothing grows old meanwhile, so only
+            # young objects are searched: a process that has traced many programs has millions of older ones.
+            gc.collect(1)
+            if was:
+                gc.enable()
+
+    def load(self, params: nnx.State) -> None:
+        """Lays parameters out, and moves them to the place."""
+        # Dropped before the new weights are laid out: memory need not hold both.
+        self.drop()
+        graph, state = self.laid_out(params)
+        if isinstance(self.place, Mesh):
+            state = put_weights(state, self.place)
+        elif self.place is not None:
+            state = jax.device_put(state, self.place)
+        self.use(graph, state)
+
+    def use(self, graph: Graph, state: nnx.State) -> None:
+        """As `load`, with weights that are laid out and in place."""
+        self._now = graph, state
+
+    def drop(self) -> None:
+        """Gives them up, for memory."""
+        self._now = None
+
+
+def abstract_weights(graph: Graph, config: DecoderConfig, **options: Any) -> tuple[Graph, nnx.State]:
+    """(graph, shapes) of `lay_out` with these options for a decoder's float32 parameters, which need not exist."""
+    graphs: list[Graph] = []
+
+    def state_of(params: nnx.State) -> nnx.State:
+        laid_out, state = lay_out(graph, params, **options)
+        # The graph is static: it cannot be a result of eval_shape.
+        graphs.append(laid_out)
+        return state
+
+    shapes = jax.eval_shape(state_of, abstract_decoder(config)[1])
+    return graphs[0], shapes
 
 
 class Engine(Batches):
@@ -149,7 +258,7 @@ class Engine(Batches):
         rows = row_arrays(slots, self._pool.capacity, self._limits.steps)
         arguments = *self.weights.shapes, jax.eval_shape(lambda: self._pool.cache)
         self._compiling = [
-            background_compile.start(program)
+            start(program)
             for program in (
                 # In the threads, since the options wait for the kernels to be built.
                 lambda: programs.prefill.lower(*arguments, chunk, prefixed=prefixed, **self._program_options),

@@ -119,7 +119,7 @@ class Live:
 
         return self.submit_all([request], notify)[0]
 
-    def submit_all(self, requests: Sequence[Request], notify: Callable[[], None] | None = None) -> list[Stream]:
+    def submit_all(self, requests: Sequence[Request], notify: Callable[[], None] | None) -> list[Stream]:
         """As `submit`, all of them or none, and all with the same weights."""
 
         def order() -> list[Stream]:

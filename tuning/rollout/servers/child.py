@@ -15,7 +15,7 @@ from pathlib import Path
 from rlhf.tuning.rollout.servers import keeper
 
 
-def gpus_of_servers(words: Sequence[str], servers: int, environment: Mapping[str, str] = os.environ) -> list[list[str]]:
+def gpus_of_servers(words: Sequence[str], servers: int, environment: Mapping[str, str]) -> list[list[str]]:
     """Divide the NVIDIA GPUs of an environment over several servers: neighbours each.
 
     words: of their command line, whose sizes of parallelism multiply to the GPUs of one server. The result has values

@@ -82,7 +82,7 @@ def _check(folder: Path, files: Mapping[str, str]) -> None:
 @contextlib.contextmanager
 def _locked(folder: Path) -> Iterator[None]:
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-    if folder.stat().st_uid != os.getuid():
+    if folder.lstat().st_uid != os.getuid():
         raise PermissionError(f"{folder} belongs to another user: remove it")
     with (folder / "lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)

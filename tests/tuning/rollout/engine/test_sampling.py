@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from rlhf.tuning.rollout.engine.sampling import BLOCK, Controls, inverse_cdf, sample
+from rlhf.tuning.rollout.engine.rows import BLOCK, Controls, inverse_cdf, sample
 from rlhf.tuning.rollout.requests import Sampling
 
 torch = pytest.importorskip("torch", reason="parity needs torch")

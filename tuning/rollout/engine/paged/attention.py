@@ -62,7 +62,7 @@ class Ragged(NamedTuple, Generic[Array]):
     """[1] number of sequences; the others, after them, are padding."""
 
 
-def kernel_for(platform: str, config: DecoderConfig, kv: str, dtype: str, parts: int = 1) -> Kernel | None:
+def kernel_for(platform: str, config: DecoderConfig, kv: str, dtype: str, parts: int) -> Kernel | None:
     """The kernel that takes this model over `parts` devices, with keys and values and computation of these types."""
     if kv != dtype or kv not in ("bfloat16", "float32") or config.num_kv_heads % parts:
         return None
