@@ -17,8 +17,6 @@ from rlhf.flows.graph.build import with_inputs
 from rlhf.flows.recipe.model import RecipeError, policies_of
 from rlhf.flows.records import SWEEP, SWEEPS, WHOLE, status_of
 from rlhf.flows.report.formats import show
-from rlhf.flows.running.naming import compared
-from rlhf.flows.running.record_writer import now
 from rlhf.stages.store import runs
 from rlhf.stages.store.artifacts import Store
 from rlhf.stages.store.keys import digest
@@ -101,6 +99,9 @@ def _variants(recipe: str, axes: Sequence[str], sets: list[str], halving: bool) 
 
 def _record(store: Store, variants: Sequence[Variant], rungs: Sequence[int]) -> dict[str, Any]:
     """Return the record of a sweep, whose name follows from its recipes, with a run for each variant."""
+    from rlhf.flows.running.naming import compared
+    from rlhf.flows.running.session import now
+
     recipe = variants[0].recipe.name
     name = f"{recipe}-{digest([compared(v.recipe.model_dump(mode='json')) for v in variants])[:8]}"
     settings: dict[str, dict[str, Any]] = {}

@@ -13,8 +13,7 @@ from rlhf.flows.graph.build import Node
 from rlhf.flows.graph.plan import Planned, plan
 from rlhf.flows.recipe.field_paths import whole
 from rlhf.flows.recipe.model import Recipe, RecipeError
-from rlhf.flows.recipe.reading import load_recipe
-from rlhf.flows.recipe.text import Unusable, parse, short
+from rlhf.flows.recipe.reading import Unusable, load_recipe, parse, short
 from rlhf.stages.store.keys import config_content, digest
 
 MOST = 1000
