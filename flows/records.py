@@ -8,7 +8,7 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-from rlhf.stages.store import runs
+from rlhf.stages.store import json_schemas, runs
 from rlhf.stages.store.artifacts import ArtifactError, Store
 from rlhf.stages.store.leases import beats, booted, holder_of, is_gone, rebooted
 from rlhf.stages.store.manifests import is_inside
@@ -28,6 +28,8 @@ PARTIAL = "partial"
 REFUSED, NOTHING_NEW = "refused", "nothing new"
 DECIDED = {"promoted": "Promoted", REFUSED: "Refused", NOTHING_NEW: "Nothing new"}
 """Prefect's name of a run's last state by the decision of its gate; `Completed` without a gate."""
+SWEEPS, SWEEP = "sweeps", "sweep.json"
+"""Folder of sweeps in a store, and the record of one."""
 LISTED = 8
 """Maximum number of runs that an error lists."""
 WHOLE = ("finished", REFUSED, NOTHING_NEW)
@@ -76,7 +78,7 @@ def _record(store: Store, name: str) -> dict[str, Any] | None:
     return record
 
 
-def status_of(record: dict[str, Any], store: Store, boot: float | None = None) -> str:
+def status_of(record: Mapping[str, Any], store: Store, boot: float | None = None) -> str:
     """Return one of `WHOLE`, `running`, `partial`, `interrupted` (by Ctrl-C), `failed` or `killed`.
 
     boot: the time of this host's boot in seconds since 1970; None: as the system reports it.
@@ -111,7 +113,13 @@ def summary_of(record: dict[str, Any], store: Store) -> dict[str, Any]:
     }
 
 
-def _is_silent(record: dict[str, Any], store: Store, boot: float) -> bool:
+def sweeps(store: Store) -> list[dict[str, Any]]:
+    """Return the record of every sweep, oldest first. Raises ArtifactError for an unreadable one."""
+    found = [store.read_record(json_schemas.SWEEP, SWEEPS, name, SWEEP) for name in store.names(SWEEPS)]
+    return sorted(filter(None, found), key=lambda sweep: sweep["started"])
+
+
+def _is_silent(record: Mapping[str, Any], store: Store, boot: float) -> bool:
     """Whether a run whose process this host cannot see has ended, by its signs of life."""
     if any(e["state"] == "running" and beats(store, e["stage"], e["key"]) for e in record["nodes"].values()):
         return False

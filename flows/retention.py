@@ -8,7 +8,7 @@ from collections import defaultdict
 from typing import Any
 
 from rlhf.flows.recipe.retention import Retention
-from rlhf.flows.records import WHOLE, all_runs, sign_of, status_of
+from rlhf.flows.records import WHOLE, all_runs, sign_of, status_of, sweeps
 from rlhf.stages.store.artifacts import Store
 from rlhf.stages.store.pins import pins
 from rlhf.stages.store.reachability import Roots, Run
@@ -24,6 +24,8 @@ def roots_of(store: Store, retention: Retention, recipe: str | None = None) -> R
     # The pins and the registry first: a name that is given meanwhile belongs to an older run or artifact.
     pinned = pins(store)
     named = {text for run, _, _, digest in referenced(store) for text in (run, digest)}
+    # The newest sweep of each recipe.
+    swept = {run for sweep in {sweep["recipe"]: sweep for sweep in sweeps(store)}.values() for run in sweep["runs"]}
     newer: dict[tuple[str, str], int] = defaultdict(int)
     found = []
     for record in reversed(all_runs(store)):
@@ -38,6 +40,7 @@ def roots_of(store: Store, retention: Retention, recipe: str | None = None) -> R
             "running": status == "running",
             "named by the registry": name in named,
             f"pinned: {note}" if note else "pinned": name in pinned,
+            "of the newest sweep of its recipe": name in swept,
             f"of the last {days or 0:g} days": days is not None and age < datetime.timedelta(days=days),
             "of another recipe": recipe not in (None, of),
             f"one of the newest {retention.keep}": newer[kind] <= retention.keep,

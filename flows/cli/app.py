@@ -23,6 +23,7 @@ from rlhf.flows.cli import (  # noqa: F401
     promote,
     run,
     settings,
+    sweep,
 )
 from rlhf.flows.cli.shared import app
 from rlhf.flows.orchestration.exit import leave

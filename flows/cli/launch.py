@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
+from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
 import typer
@@ -64,9 +66,8 @@ def launch(
         plain = no_prefect or not (force or only or standing) and _is_cached(recipe)
         if plain and not no_prefect:
             interrupt_at_sigterm()
-        status = (run_plain if plain else run_with_prefect)(
-            recipe, name=name, force=force, only=only, standing=standing
-        )
+        with contextlib.nullcontext() if plain else prefect_flow() as run:
+            status = (run or run_plain)(recipe, name=name, force=force, only=only, standing=standing)
     except (ArtifactError, RegistryError, RunTooLong) as e:
         err.print(f"failed: {e}")
         raise typer.Exit(1) from e
@@ -118,17 +119,12 @@ def _advice(error: StageFailed | WorkerDied | OSError) -> str:
     return " and reused: change what the message names, in the recipe, the data or the code, and run again"
 
 
-def run_with_prefect(
-    recipe: Recipe,
-    *,
-    name: str | None,
-    force: set[str] | None,
-    only: set[str] | None,
-    standing: Standing | None = None,
-) -> str:
-    """Run the flow in this process, on Prefect's configured server or on a private one that ends with it.
+@contextlib.contextmanager
+def prefect_flow(*tags: str) -> Iterator[Callable[..., str]]:
+    """Give a function that runs the flow in this process and returns the run's status.
 
-    Returns the run's status.
+    The server is Prefect's configured one, else a private one that ends with the block. A block within it has the same
+    server and tags.
     """
     for setting, value in QUIET.items():
         # Keep the user's settings.
@@ -150,6 +146,8 @@ def run_with_prefect(
             os.environ |= {"PREFECT_API_URL": server.url, "PREFECT_API_AUTH_STRING": server.auth}
             reach_directly()
             refresh_global_settings_context()
+        from prefect import tags as tagged
+
         from rlhf.flows.orchestration.cancellation import BEGIN_SECONDS, answer_error
         from rlhf.flows.pipeline import run_recipe
 
@@ -158,7 +156,8 @@ def run_with_prefect(
         # Early: Prefect would try for minutes before it reports a missing server.
         elif (error := answer_error(BEGIN_SECONDS)) is not None:
             raise error
-        return run_recipe(recipe, name=name, force=force, only=only, standing=standing)
+        with tagged(*tags):
+            yield run_recipe
     except ServerFailed as e:
         raise SystemExit(f"failed: {e}") from None
     except TransportError as e:

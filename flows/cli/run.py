@@ -53,7 +53,7 @@ OnCluster = Annotated[
 ]
 
 
-def _with(sets: list[str] | None, store: str | None, cluster: str | None) -> list[str]:
+def with_options(sets: list[str] | None, store: str | None, cluster: str | None) -> list[str]:
     given = {"store": store, "workers.cluster": cluster}
     # Quoted, because `--set` reads YAML: a path may look like a comment or a mapping.
     texts = {field: json.dumps(value, ensure_ascii=False) for field, value in given.items() if value is not None}
@@ -84,7 +84,7 @@ def run(
 
     if wait and name is None:
         raise usage_error("--wait needs --name NAME, the run to wait for")
-    resolved = read_recipe(recipe, _with(sets, store, cluster))
+    resolved = read_recipe(recipe, with_options(sets, store, cluster))
     nodes = {n.name: n for n in nodes_of(resolved)}
     forced = select(nodes, force) if force else None
     part = with_inputs(nodes, select(nodes, ",".join(only).split(","))) if only else None
@@ -107,7 +107,7 @@ def plan(
     from rlhf.flows.running.recipe_warnings import of_data
     from rlhf.stages.prepare.dropped_records import rows_by_source
 
-    resolved = read_recipe(recipe, _with(sets, store, cluster))
+    resolved = read_recipe(recipe, with_options(sets, store, cluster))
     if config:
         import yaml
 
@@ -119,7 +119,7 @@ def plan(
     sources = [source for metrics in data for source in metrics.get("sources", ())]
     remarks = [line for metrics in data for line in of_data(resolved, metrics)]
     counts = {s: sum(p.state == s for p in planned) for s in ("hit", "miss", "waits")}
-    known, untimed = _expected(planned)
+    known, untimed = expected(planned)
     if as_json:
         about: dict[str, Any] = {"recipe": resolved.name, "store": Store(resolved.store).shown, "counts": counts}
         about |= {"seconds": sum(known) if known else None, "untimed": untimed, "remarks": remarks, "sources": sources}
@@ -140,9 +140,8 @@ def plan(
     rows = rows_by_source(sources) if sources else ()
     for line in [*(f"  {row}" for row in rows), *(f"! {remark}" for remark in remarks)]:
         out.print(line)
-    more = f" and {untimed} stages of kinds that were never computed" if untimed else ""
-    guess = f"; about {sum(known):.0f} s by earlier times of such stages, without start-up{more}" if known else ""
-    out.print(f"{counts['hit']} hit, {counts['miss']} miss, {counts['waits']} wait for an earlier miss{guess}")
+    waits = f"{counts['waits']} wait for an earlier miss{guess(known, untimed)}"
+    out.print(f"{counts['hit']} hit, {counts['miss']} miss, {waits}")
     if (rl := resolved.rl) is not None:
         sampling = f" and {rl.rollout.programs} to decode" if rl.rollout.programs else ""
         out.print(f"On an accelerator the rounds compile at most {rl.update.programs} programs to train{sampling}.")
@@ -167,7 +166,7 @@ def _shortened(reasons: Sequence[str], seen: set[str]) -> list[str]:
     return lines
 
 
-def _expected(planned: list[Planned]) -> tuple[list[float], int]:
+def expected(planned: Sequence[Planned]) -> tuple[list[float], int]:
     """Return the expected seconds of the nodes to compute, and the number of those without an estimate.
 
     A new node, such as one of a further round, takes the mean of its stage.
@@ -179,6 +178,12 @@ def _expected(planned: list[Planned]) -> tuple[list[float], int]:
     todo = [p for p in planned if p.state != "hit"]
     known = [p.seconds if p.seconds is not None else fmean(times[p.node.stage]) for p in todo if p.node.stage in times]
     return known, len(todo) - len(known)
+
+
+def guess(known: list[float], untimed: int) -> str:
+    """Return the end of a line with the expected time."""
+    more = f" and {untimed} stages of kinds that were never computed" if untimed else ""
+    return f"; about {sum(known):.0f} s by earlier times of such stages, without start-up{more}" if known else ""
 
 
 @app.command()

@@ -31,6 +31,8 @@ class Planned:
     """The run whose artifact the reasons compare with: that with the fewest differences."""
     metrics: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     """Metrics of the artifact of a hit."""
+    digest: str = ""
+    """Its digest."""
 
 
 def plan(recipe: Recipe, force: set[str] | None = None) -> list[Planned]:
@@ -62,7 +64,8 @@ def plan(recipe: Recipe, force: set[str] | None = None) -> list[Planned]:
                 continue
         check_point(node, artifact)
         artifacts[node.name] = artifact
-        planned.append(Planned(node, "hit", [], artifact.manifest["seconds"], metrics=artifact.metrics))
+        seconds = artifact.manifest["seconds"]
+        planned.append(Planned(node, "hit", [], seconds, metrics=artifact.metrics, digest=artifact.digest))
     return planned
 
 

@@ -38,12 +38,17 @@ def write_report(store: Store, run_name: str) -> str:
 
 def render(store: Store, record: Mapping[str, Any]) -> str:
     """Return the page as text."""
+    return rendered("report.html.j2", view(store, record))
+
+
+def rendered(template: str, values: Mapping[str, Any]) -> str:
+    """Return a page of a template."""
     from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
     loader = FileSystemLoader(Path(__file__).parent / "templates")
     jinja = Environment(loader=loader, autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True)
     jinja.filters |= {"num": show, "duration": duration, "when": when, "visible": visible}
-    return jinja.get_template("report.html.j2").render(view(store, record))
+    return jinja.get_template(template).render(values)
 
 
 def view(store: Store, record: Mapping[str, Any]) -> dict[str, Any]:

@@ -117,7 +117,7 @@ def _changes(record: dict[str, Any], recipe: Recipe) -> list[str]:
     before = _numbered(record.get("given", old))
     now = _numbered(recipe.model_dump(mode="json", exclude_unset=True))
     pairs = (merge(new, before), new), (old, merge(old, now))
-    return list(dict.fromkeys(line for a, b in pairs for line in differences(_compared(a), _compared(b))))
+    return list(dict.fromkeys(line for a, b in pairs for line in differences(compared(a), compared(b))))
 
 
 def _numbered(value: Any) -> Any:
@@ -127,6 +127,7 @@ def _numbered(value: Any) -> Any:
     return {name: _numbered(item) for name, item in value.items()} if isinstance(value, dict) else value
 
 
-def _compared(values: dict[str, Any]) -> dict[str, Any]:
+def compared(values: dict[str, Any]) -> dict[str, Any]:
+    """Return the settings of a recipe that determine its artifacts."""
     # Records have no secrets, so the comparison has none.
     return {k: v for k, v in published(values).items() if k not in FREE}

@@ -4,16 +4,20 @@ from __future__ import annotations
 
 import dataclasses
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from rlhf.stages.common.compilation import configure_jax
 from rlhf.stages.common.models import load_policy, load_tokenizer, stop_ids
 from rlhf.stages.contract.definition import Context
-from rlhf.stages.serving.settings import PolicyPlace
+from rlhf.stages.serving.settings import ChatOptions, PolicyPlace
 from rlhf.stages.store.artifacts import Artifact, ArtifactError, Store
 
 TYPICAL_PROMPT = 64
 """Tokens of a typical first prompt, whose programs compile while weights are read."""
+SLOTS = 32
+"""Prompts that `answers` decodes at a time."""
 NO_POLICY = ("reward",)
 """Stages whose model scores text."""
 
@@ -83,6 +87,37 @@ def open_policy(place: PolicyPlace) -> Opened:
     folder = folder_of(artifact)
     config, params = load_policy(ctx, artifact) if folder is None else (read_config(folder), None)
     return Opened(artifact, config, load_tokenizer(ctx, base), stop_ids(ctx, base), folder, params)
+
+
+def answers(place: PolicyPlace, prompts: Sequence[str], options: ChatOptions, system: str | None = None) -> list[str]:
+    """Return the answer of a policy to each prompt, in this process. Raises RefusedRequest for a prompt that is too
+    long."""
+    import jax
+
+    from rlhf.tuning.axes import Axes
+    from rlhf.tuning.chat.template import Template
+    from rlhf.tuning.device import choose
+    from rlhf.tuning.rollout.engine.limits import Limits
+    from rlhf.tuning.rollout.engine.placement import sampling_mesh
+    from rlhf.tuning.rollout.requests import Request, Sampling
+
+    configure_jax()
+    policy, device = open_policy(place), choose()
+    template, head = Template(policy.tokenizer), [{"role": "system", "content": system}] if system else []
+    requests = [
+        Request(
+            template.ids([*head, {"role": "user", "content": prompt}]),
+            options.max_tokens,
+            Sampling(options.temperature),
+            policy.stop_ids,
+            counter=number,
+        )
+        for number, prompt in enumerate(prompts)
+    ]
+    mesh = sampling_mesh(Axes(1, 1, options.tensor), jax.local_devices()[: options.tensor])
+    limits = Limits(slots=min(SLOTS, len(requests)), chunks=device.chunk_tokens)
+    ended = dict(policy.engine(limits, device.compute.dtype, mesh).run(requests))
+    return [policy.tokenizer.decode(ended[i][0].tokens, skip_special_tokens=True) for i in range(len(requests))]
 
 
 def folder_of(artifact: Artifact) -> Path | None:

@@ -51,12 +51,23 @@ class Parted(TypedDict):
     parts: list[Annotated[list[int], Field(min_length=3, max_length=3)]]
 
 
+class Sweep(TypedDict):
+    """Of a sweep, with its runs."""
+
+    name: str
+    recipe: str
+    started: str
+    runs: list[str]
+    settings: list[dict[str, Any]]
+
+
 SUMS: TypeAdapter[Any] = TypeAdapter(dict[str, str])
 """Checksums of files by their paths in a folder."""
 MANIFEST: TypeAdapter[Any] = TypeAdapter(Manifest)
 COMMITTED: TypeAdapter[Any] = TypeAdapter(Committed)
 HOLDER: TypeAdapter[Any] = TypeAdapter(Holder)
 PARTED: TypeAdapter[Any] = TypeAdapter(Parted)
+SWEEP: TypeAdapter[Any] = TypeAdapter(Sweep)
 
 
 def misfit(value: Any, form: TypeAdapter[Any]) -> str | None:

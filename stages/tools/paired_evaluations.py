@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from pydantic import ValidationError
@@ -37,10 +38,17 @@ class Paired:
     """Places of the shared prompts in both."""
     prompts: tuple[int, int]
     """Prompts of each."""
-    difference: Difference | None
-    """Of their scores on the shared prompts."""
+    judged: tuple[Judged, Judged] | None
+    """Their verdicts on the shared prompts, at equal places."""
     reason: str = ""
-    """Why there is no difference."""
+    """Why there are none."""
+
+    @property
+    def difference(self) -> Difference | None:
+        """Of their scores on the shared prompts."""
+        from rlhf.tuning.evaluation.verdicts import difference
+
+        return None if self.judged is None else difference(*self.judged)
 
 
 def problems_of(evaluation: Artifact, tokens: bool) -> dict[int, Problem]:
@@ -59,8 +67,6 @@ def problems_of(evaluation: Artifact, tokens: bool) -> dict[int, Problem]:
 
 def paired(before: Artifact, after: Artifact) -> Paired:
     """Compare the second evaluation with the first on the prompts that both have, at any place."""
-    from rlhf.tuning.evaluation.verdicts import difference
-
     # Tokens, because no text shows the recipe's system prompt.
     tokens = _tokenizer(before) == _tokenizer(after)
     first, second = problems_of(before, tokens), problems_of(after, tokens)
@@ -75,7 +81,25 @@ def paired(before: Artifact, after: Artifact) -> Paired:
     old = _at(verdicts_of(before), [place for place, _ in places])
     new = _at(verdicts_of(after), [place for _, place in places])
     # A group may have another name in larger data: use that of the second for both.
-    return Paired(places, counts, difference(dataclasses.replace(old, groups=new.groups), new))
+    return Paired(places, counts, (dataclasses.replace(old, groups=new.groups), new))
+
+
+def against_first(settings: Sequence[Sequence[Paired]], comparisons: int) -> list[Difference]:
+    """Return the difference of each setting from the first one, by `statistics.differences_from_first`.
+
+    settings: for each other setting and seed, the first setting's evaluation paired with its own. Raises ValueError if
+    a pair is not compared, or has no problem with a score on both sides.
+    """
+    from rlhf.tuning.evaluation.statistics import differences_from_first
+    from rlhf.tuning.evaluation.verdicts import Difference
+
+    runs, counts = [], []
+    for pairs in settings:
+        judged = [pair.judged for pair in pairs if pair.judged is not None]
+        runs.append([(old.correct_PS, new.correct_PS, new.groups) for old, new in judged])
+        counts.append(sum(new.problems for _, new in judged))
+    ends = differences_from_first(runs, comparisons) if runs else []
+    return [Difference(*end, count) for end, count in zip(ends, counts, strict=True)]
 
 
 def _tokenizer(evaluation: Artifact) -> str | None:

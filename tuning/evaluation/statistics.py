@@ -66,9 +66,16 @@ def wilson(mean: float, n: int, z: float) -> tuple[float, float]:
 
 
 def paired_difference(
-    a_PS: np.ndarray, b_PS: np.ndarray, confidence: float = 0.95, seed: int = 0, clusters: Clusters = None
+    a_PS: np.ndarray,
+    b_PS: np.ndarray,
+    confidence: float = 0.95,
+    seed: int = 0,
+    clusters: Clusters = None,
+    resample: bool = True,
 ) -> tuple[float, float, float]:
     """Mean of b - a with a bootstrap interval over clusters of problems, Student's below `FEW` clusters (`_few`).
+
+    resample: False: Student's for any number of clusters.
 
     Both are [problems, samples], their rows match by problem, and problems without a score on either side are left out.
     Where no problem differs, all differ by a whole point, or those of a few clusters differ alike, neither has a width:
@@ -78,16 +85,51 @@ def paired_difference(
     # Differences are resampled, not each side: the difficulty that a problem has for both cancels.
     values, names = paired_gaps(a_PS, b_PS, clusters)
     mean, count = float(values.mean()), len(set(names))
+    many = resample and count >= FEW
     # A difference is at most a whole point, unless one is larger.
     most = max(1.0, float(np.abs(values).max()))
     # Equal differences of scores are equal up to rounding.
-    alike = np.ptp(values) == 0 and mean in (-1.0, 0.0, 1.0) if count >= FEW else np.ptp(values) < 1e-9 * most
+    alike = np.ptp(values) == 0 and mean in (-1.0, 0.0, 1.0) if many else np.ptp(values) < 1e-9 * most
     if alike:
         unseen = wilson(0.0, count, _z(confidence))[1]
         return mean, max(-most, mean * (1 - unseen) - unseen * most), min(most, mean * (1 - unseen) + unseen * most)
-    if count < FEW:
+    if not many:
         return mean, *_few(values, names, confidence, (-most, most))
     return mean, *_bootstrap(values, names, confidence, seed)
+
+
+def differences_from_first(
+    settings: Sequence[Sequence[tuple[np.ndarray, np.ndarray, Sequence[Hashable]]]], comparisons: int
+) -> list[tuple[float, float, float]]:
+    """Differences of several settings from a first one: (mean, low, high) of each. The intervals hold together at 95 %.
+
+    settings: for each other setting and seed the scores of the first one and its own, as of `paired_difference`, with
+    the clusters. comparisons: number of intervals that hold together, each at 1 - 0.05 / comparisons (Bonferroni).
+    Intervals over problems are Student's: so far out, the tails of a bootstrap are too light.
+
+    With several seeds an interval covers other problems and other seeds. The variance of a run beyond its setting and
+    its seed is pooled over all settings (randomised blocks; Montgomery, Design and Analysis of Experiments, 4.1).
+    Student's half-width of it and that over problems add up in quadrature (Zou and Donner, Statistics in Medicine 27,
+    2008). With one seed an interval is of these policies alone.
+    """
+    confidence = 1 - 0.05 / comparisons
+    # The first setting differs from itself by 0; an effect of a seed on all settings cancels.
+    means_KR = np.asarray([[0.0] * len(settings[0]), *([paired_gaps(*runs)[0].mean() for runs in s] for s in settings)])
+    rest_KR = means_KR - means_KR.mean(axis=0) - means_KR.mean(axis=1, keepdims=True) + means_KR.mean()
+    others, seeds = len(settings), means_KR.shape[1]
+    half = 0.0
+    if seeds > 1:
+        freedom = others * (seeds - 1)
+        variance = 2 * (rest_KR**2).sum() / freedom / seeds
+        half = float(stdtrit(freedom, (1 + confidence) / 2) * np.sqrt(variance))
+    found = []
+    for runs in settings:
+        first, own, clusters = (list(part) for part in zip(*runs, strict=True))
+        names = [name for of_run in clusters for name in of_run]
+        sides = np.concatenate(first), np.concatenate(own)
+        mean, low, high = paired_difference(*sides, confidence, clusters=names, resample=False)
+        found.append((mean, mean - float(np.hypot(mean - low, half)), mean + float(np.hypot(high - mean, half))))
+    return found
 
 
 def paired_gaps(a_PS: np.ndarray, b_PS: np.ndarray, clusters: Clusters) -> tuple[np.ndarray, list[Hashable]]:

@@ -1,5 +1,6 @@
 """The command line as people use it: real processes on the store of a real run."""
 
+import contextlib
 import os
 import re
 import resource
@@ -425,7 +426,8 @@ def test_a_syntax_error_in_a_users_module_names_its_line(rlhf, smoke_store, tmp_
 def started(monkeypatch, tmp_path):
     """The ways in which runs were started."""
     ways = []
-    monkeypatch.setattr(launch, "run_with_prefect", lambda recipe, **_: ways.append("prefect"))
+    run = contextlib.nullcontext(lambda recipe, **_: ways.append("prefect"))
+    monkeypatch.setattr(launch, "prefect_flow", lambda: run)
     monkeypatch.setattr("rlhf.flows.running.runner.run_plain", lambda recipe, **_: ways.append("plain"))
     monkeypatch.setenv("PREFECT_HOME", str(tmp_path / "no-profiles"))
     monkeypatch.delenv("PREFECT_API_URL", raising=False)
