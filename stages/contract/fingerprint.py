@@ -149,7 +149,8 @@ def reached(*roots: str, folder: Path | None = None) -> Code:
     queue = list(roots)
     while queue:
         name = queue.pop()
-        if name in seen or f"{name}.".startswith(INFRASTRUCTURE):
+        # The top package holds the client of notebooks, which imports everything and which no stage calls.
+        if name in seen or name == OWN or f"{name}.".startswith(INFRASTRUCTURE):
             continue
         seen.add(name)
         path = _source(name, folder, only)

@@ -38,12 +38,13 @@ def kl_per_token(
     value_clamp: Clamp | None = None,
     straight_through: StraightThrough | None = None,
     old_logps_BT: jax.Array | None = None,
+    weight_max: float | None = None,
 ) -> jax.Array:
     """KL estimate of every token, [B, T]; 0 where masked.
 
     log_ratio_clamp limits d = ref_logps - logps, value_clamp the estimate; clamps stop the gradient outside.
     straight_through keeps the value and takes the gradient of the unclamped k2 ("k2"), or of that times the
-    stop-gradient weight exp(logps - old_logps), ("weighted-k2", for off-policy samples).
+    stop-gradient weight exp(logps - old_logps), limited to `weight_max` ("weighted-k2", for off-policy samples).
     Raises ValueError for an unknown kind.
     """
     if mask_BT is not None:
@@ -70,7 +71,7 @@ def kl_per_token(
         assert old_logps_BT is not None
         old = old_logps_BT if mask_BT is None else masked(old_logps_BT, mask_BT)
         weight = jnp.exp(jnp.clip(jax.lax.stop_gradient(logps_BT) - old, -20, 20))
-        surrogate = weight * surrogate
+        surrogate = (weight if weight_max is None else jnp.minimum(weight, weight_max)) * surrogate
     # In the forward pass the surrogate cancels; in the backward pass only the surrogate is left.
     return jax.lax.stop_gradient(value - surrogate) + surrogate
 

@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from rlhf.flows.cli.run import _with
+from rlhf.flows.cli.run import with_options
 from rlhf.flows.cli.settings import every_setting
 from rlhf.flows.recipe.model import Recipe
 from rlhf.flows.recipe.reading import RECIPES, load_recipe, with_sets
@@ -81,5 +81,5 @@ def test_init_leaves_a_file_that_is_there(tmp_path):
 
 @pytest.mark.parametrize("store", ["/data/runs #2", "2026", "{a}", "~", 'a "b" \\c: ü'])
 def test_the_store_of_a_command_is_its_text(store):
-    values, _ = with_sets({}, _with(None, store, None))
+    values, _ = with_sets({}, with_options(None, store, None))
     assert values == {"store": store}

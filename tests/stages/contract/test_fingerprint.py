@@ -340,6 +340,11 @@ def test_a_module_of_the_project_that_moves_leaves_every_stage_as_it_was(tree, u
     assert after == unedited
 
 
+def test_no_stage_reaches_the_flows_nor_the_client_of_notebooks():
+    for module in modules().values():
+        assert [name for name in reached(module).modules if name == "rlhf" or name.startswith("rlhf.flows")] == []
+
+
 def test_every_stage_names_its_own_module_and_no_infrastructure():
     for module in modules().values():
         found = reached(module).modules
