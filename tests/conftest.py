@@ -54,6 +54,14 @@ def pytest_collection() -> Iterator[None]:
         gc.enable()
 
 
+@pytest.hookimpl(trylast=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """The first file that reads the smoke run begins, and makes it; the others come last: they would wait for it."""
+    reads = {item.path for item in items if "smoke_store" in getattr(item, "fixturenames", ())}
+    first = next((item.path for item in items if item.path in reads), None)
+    items.sort(key=lambda item: 0 if item.path == first else 2 if item.path in reads else 1)
+
+
 def pytest_collection_finish() -> None:
     """Programs are lowered in one MLIR context: JAX makes one for each, which takes 4 ms and is kept with its program.
 

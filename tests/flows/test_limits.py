@@ -16,6 +16,8 @@ from tests.flows.running.support import recipe
 from tests.stages.worker.support import workers_are
 from tests.support import write_files
 
+pytestmark = pytest.mark.slow
+
 
 def record(folder, name):
     return Store(str(folder / "store")).read_json("runs", name, "run.json")

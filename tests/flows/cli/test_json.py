@@ -7,12 +7,13 @@ import pytest
 
 from tests.flows.commands import typed
 
+pytestmark = pytest.mark.slow
+
 
 def shown(store: Path, *arguments: str, code: int = 0) -> dict:
     return json.loads(typed(*arguments, "--json", "--store", store, code=code).stdout)
 
 
-@pytest.mark.slow
 def test_names_of_policies_with_their_histories(store):
     for reason in ("it is the first", "again"):
         typed("promote", "first", "--store", store, "--reason", reason, code=2 * (reason == "again"))
@@ -20,7 +21,6 @@ def test_names_of_policies_with_their_histories(store):
     assert entry["policy"]["run"] == "first" and entry["reason"] == "it is the first"
 
 
-@pytest.mark.slow
 def test_what_they_say_is_what_the_text_says(store):
     assert {n["state"] for n in shown(store, "plan", "smoke")["nodes"]} == {"hit"}
     assert [r["name"] for r in shown(store, "runs")["runs"]] == ["first"]
@@ -83,7 +83,6 @@ def test_what_looks_works_and_a_damaged_artifact_is_told_not_moved(look, rlhf):
     assert "the report was not written" in look("audit", "first", code=1).stderr
 
 
-@pytest.mark.slow
 def test_what_would_change_it_is_refused(look, rlhf):
     for command in (["run", "smoke", "--no-prefect"], ["run", "smoke"], ["pin", "first"], ["report", "first"]):
         assert "RLHF_READ_ONLY is set: unset it to change a store" in look(*command, code=2, command=rlhf).stderr

@@ -14,6 +14,8 @@ from rlhf.flows.running.session import Session
 from rlhf.stages.store.artifacts import Store
 from tests.support import RLHF, until
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.fixture
 def started(tmp_path):
@@ -38,7 +40,6 @@ def children(process):
     return psutil.Process(process.pid).children(recursive=True)
 
 
-@pytest.mark.slow
 def test_sigterm_ends_a_run_without_prefect_as_interrupted(started, tmp_path):
     run = started("run", "smoke", "--no-prefect", "--name", "drained", "--store", str(tmp_path / "store"))
     begun = children(run)
@@ -50,7 +51,6 @@ def test_sigterm_ends_a_run_without_prefect_as_interrupted(started, tmp_path):
     assert psutil.wait_procs(begun, timeout=10)[1] == []
 
 
-@pytest.mark.slow
 def test_sigterm_ends_a_cached_run_that_starts_no_server_as_interrupted(started, store, tmp_path):
     run = started("run", "smoke", "--name", "drained", "--store", str(store), PREFECT_HOME=str(tmp_path))
     until(lambda: Store(str(store)).read_json("runs", "drained", "run.json"))

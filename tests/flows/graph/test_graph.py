@@ -264,6 +264,7 @@ def rounds(stage: str) -> set[str]:
 EVALUATIONS = {"evaluate.base", "evaluate.sft", "evaluate.rl"}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("sets", "reached"),
     [

@@ -7,6 +7,8 @@ from rlhf.stages.gate.decide import compare
 from rlhf.stages.gate.settings import Config
 from rlhf.tuning.evaluation.verdicts import Judged
 
+pytestmark = pytest.mark.slow
+
 COUNT = 60
 TIMEOUT = "took longer than 10 s"
 

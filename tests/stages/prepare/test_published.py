@@ -16,6 +16,8 @@ from rlhf.tuning.models.tokenizer import save_tokenizer
 from rlhf.tuning.rewards.functions import BUILT_IN
 from tests.stages.training.support import Folder, perform
 
+pytestmark = pytest.mark.slow
+
 RECIPES = Path(__file__).parents[3] / "examples" / "public"
 
 

@@ -13,6 +13,8 @@ from rlhf.stages.worker.process import Events, run_request
 from tests.stages.prepare.support import request, write
 from tests.stages.store.disturbed import Disturbed
 
+pytestmark = pytest.mark.slow
+
 KEY = "d" * 64
 RECORDS = [{"prompt": f"p{number}", "completion": f"c{number}"} for number in range(50)]
 SPLITS = {"splits": ["sft", "heldout"], "sft_fraction": 1.0}
@@ -48,7 +50,6 @@ def begun_by_others(scratch):
         file.write("of another preparation")
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("place", ["bucket", "folder"])
 def test_what_workers_share_goes_behind_the_commit_and_nothing_else(prepare, s3, tmp_path, place):
     scratch = f"{s3}/kept" if place == "bucket" else str(tmp_path / "scratch")

@@ -5,10 +5,11 @@ import pytest
 from rlhf.stages.prepare.stage import Config, PrepareError
 from tests.stages.prepare.support import rows, write
 
+pytestmark = pytest.mark.slow
+
 FORMS = [lambda text: f"{text} \n", lambda text: f" {text.replace(' ', '  ')}", lambda text: text.replace("1", "１")]
 
 
-@pytest.mark.slow
 def test_forms_of_one_prompt_are_held_out_or_trained_on_together(run, tmp_path):
     forms = {f"What is {i} plus 1?": FORMS[i % 3](f"What is {i} plus 1?") for i in range(60)}
     records = [{"prompt": prompt, "completion": "x"} for both in forms.items() for prompt in both]

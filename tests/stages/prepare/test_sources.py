@@ -8,6 +8,8 @@ from pydantic import ValidationError
 from rlhf.stages.prepare.stage import Config, PrepareError
 from tests.stages.prepare.support import rows, write
 
+pytestmark = pytest.mark.slow
+
 
 def chat(i):
     return {"messages": [{"role": "user", "content": f"Chat {i}?"}, {"role": "assistant", "content": f"Yes, {i}."}]}
@@ -29,7 +31,6 @@ def starts(out, output):
     return {row["prompt"].split()[0] for row in rows(out, output)}
 
 
-@pytest.mark.slow
 def test_each_source_feeds_the_outputs_that_it_is_for_and_its_own_share_is_held_out(run, files, capsys):
     stated = {"chats": ["sft"], "pairs": ["preference"], "math": ["prompts"]}
     metrics, out = run(Config(sources=[{"source": files[name], "for": uses} for name, uses in stated.items()]))
@@ -48,7 +49,6 @@ def test_each_source_feeds_the_outputs_that_it_is_for_and_its_own_share_is_held_
     assert f"<td>{files['pairs']}</td>" in (out / "card.html").read_text().split("Rows by source")[1]
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("splits", "source", "fits"),
     [(["sft", "prompts"], "chats", "sft, prompts"), (["preference", "sft"], "pairs", "sft, preference")],

@@ -33,8 +33,9 @@ from tests.stages.sampling.support import GREEDY, STOPS, TOKENIZER, remote, requ
 from tests.stages.support import running
 from tests.support import until
 
+pytestmark = pytest.mark.slow
 
-@pytest.mark.slow
+
 @pytest.mark.parametrize(
     ("kind", "way", "path"),
     [
@@ -56,7 +57,6 @@ def test_greedy_completions_are_the_native_engines_before_and_after_an_update(
     assert {c.stop for c in native["first"]} == {"eos", "length"}
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["vllm", "sglang"])
 def test_samples_are_the_trainers_by_temperature_and_depend_on_seed_counter_and_number(kind, url, policy):
     engine = remote(RemoteServer(url), kind=kind)
@@ -75,7 +75,6 @@ def test_samples_are_the_trainers_by_temperature_and_depend_on_seed_counter_and_
     assert [c.tokens for c in other] != tokens[0]
 
 
-@pytest.mark.slow
 def test_the_same_policy_is_not_loaded_twice(url, state, policy):
     engine = remote(RemoteServer(url))
     engine.load(policy("second"))
@@ -104,7 +103,6 @@ def test_log_probabilities_before_the_temperature_are_found_out(url, policy):
         remote(RemoteServer(url)).load(raw)
 
 
-@pytest.mark.slow
 def test_a_server_that_does_not_say_whose_weights_it_has_must_prove_them(state, policy, native):
     """`rlhf serve` of a policy that is no artifact, and servers without development endpoints."""
     with running(make_app(Server(state.live, TOKENIZER, "policy", (), 256))) as url:
@@ -115,7 +113,6 @@ def test_a_server_that_does_not_say_whose_weights_it_has_must_prove_them(state, 
             engine.load(policy("second"))
 
 
-@pytest.mark.slow
 def test_answers_of_other_weights_are_thrown_away(url, state, policy, fleet, native):
     engine = fleet(concurrency=2)
     stream = engine.run(GREEDY)
@@ -128,7 +125,6 @@ def test_answers_of_other_weights_are_thrown_away(url, state, policy, fleet, nat
     assert state.version == "first"
 
 
-@pytest.mark.slow
 def test_a_transfer_that_fails_is_finished_and_leaves_a_server_without_a_policy(url, state, shared, native):
     damaged = dataclasses.replace(shared("second").transfer(), files={"model.safetensors": "0" * 64})
     with pytest.raises(ServerLost, match="/update_weights answered 500"):
@@ -173,7 +169,6 @@ def proxy(url):
         yield make
 
 
-@pytest.mark.slow
 def test_a_busy_gateway_is_asked_again(proxy, policy, native):
     place, bodies = proxy(lambda number, body: number % 3 == 0, 503)
     engine = remote(RemoteServer(place), concurrency=4)
@@ -184,7 +179,6 @@ def test_a_busy_gateway_is_asked_again(proxy, policy, native):
     assert len(engine.lines) == 1
 
 
-@pytest.mark.slow
 def test_a_server_that_fails_at_everything_is_given_up(proxy, policy):
     """It is healthy and passes its probe, again and again."""
     probes = [r.counter for r in policy("first").probe]
@@ -197,7 +191,6 @@ def test_a_server_that_fails_at_everything_is_given_up(proxy, policy):
     assert len(bodies) < 40
 
 
-@pytest.mark.slow
 def test_what_a_server_declines_ends_the_run_with_its_words(fleet):
     engine = fleet()
     long = Asked([1] * 300, 5, Sampling(1.0), STOPS)
@@ -251,7 +244,6 @@ def test_one_of_two_servers_is_enough(url, policy, native):
     assert any("a server is given up: http://127.0.0.1:9" in line for line in engine.lines)
 
 
-@pytest.mark.slow
 def test_leaving_early_ends_what_runs(state, fleet):
     engine = fleet(concurrency=2)
     before = threading.active_count()

@@ -17,6 +17,8 @@ from tests.stages.sampling.support import GREEDY, remote, run, same
 from tests.stages.support import running
 from tests.support import free_port
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.fixture
 def native_server(folders):
@@ -31,7 +33,6 @@ def native_server(folders):
         yield make
 
 
-@pytest.mark.slow
 def test_policies_go_to_two_servers_and_none_is_read_twice(native_server, shared, native):
     places = [native_server()[1] for _ in range(2)]
     engine = remote(*map(RemoteServer, places), kind="native")
@@ -52,7 +53,6 @@ def test_a_server_that_keeps_its_old_weights_under_the_new_name_is_found_out(nat
         remote(RemoteServer(url), kind="native").load(shared("second"))
 
 
-@pytest.mark.slow
 def test_answers_of_a_policy_that_somebody_else_has_given_are_thrown_away(native_server, shared, native):
     server, url = native_server()
     engine = remote(RemoteServer(url), kind="native", concurrency=2)
@@ -66,7 +66,6 @@ def test_answers_of_a_policy_that_somebody_else_has_given_are_thrown_away(native
     assert server.policy == "first"
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("sync", ["auto", "none"])
 @pytest.mark.parametrize(("dtype", "computes"), [("bfloat16", "float32"), ("float32", "int8")])
 def test_a_server_that_computes_in_another_type_is_refused(native_server, shared, sync, dtype, computes):
@@ -76,7 +75,6 @@ def test_a_server_that_computes_in_another_type_is_refused(native_server, shared
     assert server.policy == "first"
 
 
-@pytest.mark.slow
 def test_a_damaged_file_is_refused_and_the_old_policy_stays(native_server, shared, native):
     server, url = native_server()
     damaged = dataclasses.replace(shared("second").transfer(), files={"model.safetensors": "0" * 64})
@@ -122,7 +120,6 @@ def program(folders, tmp_path):
         process.wait()
 
 
-@pytest.mark.slow
 def test_a_policy_that_was_acknowledged_and_lost_by_a_restart_is_given_again(program, shared, native):
     process, port = program()
     engine = remote(RemoteServer(f"http://127.0.0.1:{port}"), kind="native", concurrency=1, wait_seconds=120)

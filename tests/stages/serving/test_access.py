@@ -16,6 +16,8 @@ from tests.stages.serving.support import served, serving
 from tests.stages.support import running
 from tests.support import until
 
+pytestmark = pytest.mark.slow
+
 KEY, OTHER = "k" * 24, "another-key-of-a-server"
 OPTIONS = ServeOptions(body_megabytes=20_000 / 2**20, requests=2, request_seconds=20.0)
 
@@ -42,7 +44,6 @@ def test_a_header_without_one_of_the_keys_opens_nothing(header):
     assert owner_of([KEY, OTHER], header.encode("latin-1")) is None
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("headers", [{}, {"authorization": f"Bearer {KEY}x"}])
 def test_without_a_key_nothing_is_answered_but_whether_it_lives(guarded, headers):
     fault = "this server does not take the key that was sent" if headers else "a key is needed"

@@ -27,13 +27,14 @@ from rlhf.tuning.rollout.requests import Request
 from tests.stages.serving.support import CONTEXT, STOPS, TOKENIZER, living, served, serving
 from tests.support import until
 
+pytestmark = pytest.mark.slow
+
 SAID = {"prompt": "ab", "max_tokens": 2, "temperature": 0}
 
 
 LONG = SAID | {"max_tokens": 190, "n": 64, "ignore_eos": True, "temperature": 1}
 
 
-@pytest.mark.slow
 def test_an_answer_that_takes_too_long_ends_with_its_reason(live):
     with serving(served(live), ServeOptions(request_seconds=0.3)) as url:
         answer = httpx.post(f"{url}/v1/completions", json=LONG, timeout=60)
@@ -66,7 +67,6 @@ def hanging(live):
         thread.join(20)
 
 
-@pytest.mark.slow
 def test_a_request_whose_time_is_over_before_the_engine_has_taken_it_leaves_it_nothing(live):
     made = []
 
@@ -84,7 +84,6 @@ def test_a_request_whose_time_is_over_before_the_engine_has_taken_it_leaves_it_n
         assert {done.stop for done in made[0][0].result()} == {"cancelled"}
 
 
-@pytest.mark.slow
 def test_an_engine_that_hangs_keeps_nobody_who_closes_it(params):
     with living(params) as live:
         stream = live.submit(Request([5, 6], 150, seed=1))
@@ -205,7 +204,6 @@ sys.stdin.read()
 """
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("first", ["", "GET /health HTTP/1.1\\r\\nHost: localhost\\r\\n\\r\\n"], ids=["none", "one"])
 def test_silent_connections_leave_files_to_the_process_and_are_dropped(live, monkeypatch, first):
     monkeypatch.setattr(web, "HEAD_SECONDS", 3.0)

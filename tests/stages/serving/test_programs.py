@@ -26,6 +26,8 @@ from rlhf.tuning.rows import PromptRow, by_trajectory
 from tests.stages.serving.support import CONFIG, LIMITS, QUESTION, RESULT, STOPS, TOKENIZER, conversation
 from tests.support import until
 
+pytestmark = pytest.mark.slow
+
 HERE = Path(__file__).parent
 PLAIN = Environment(
     agent=["python", str(HERE / "plain_agent.py")], turns=3, tries=2, processes=4, max_tokens=150, agent_grades=True
@@ -55,7 +57,6 @@ def made(engine):
     return list(zip(kinds, play(engine, [{"do": kind, "answer": "5"} for kind in kinds], temperature=HOT), strict=True))
 
 
-@pytest.mark.slow
 def test_how_programs_end_is_how_their_episodes_end(made):
     assert [(kind, e.status, e.reward, e.success, e.tries, len(e.turns)) for kind, e in made] == [
         ("two_turns", "done", 0.25, True, 1, 2),
@@ -73,7 +74,6 @@ def test_how_programs_end_is_how_their_episodes_end(made):
     assert 'expected {"reward": NUMBER' in reasons["wrong"]
 
 
-@pytest.mark.slow
 def test_turns_are_drawn_by_the_episodes_names_whatever_the_client_asks(made, engine):
     """Seed and temperature are the stage's: each turn is the engine's answer to the recorded ids."""
     for place in (0, 7):
@@ -204,7 +204,6 @@ def test_a_program_that_cannot_be_started_is_a_failure_of_its_own(engine):
     assert "cannot be started" in ended.reason
 
 
-@pytest.mark.slow
 def test_an_unchanged_program_of_openais_sdk_is_an_agent(engine):
     pytest.importorskip("openai")
     settings = PLAIN.model_copy(update={"agent": [sys.executable, str(HERE / "openai_agent.py")]})

@@ -24,6 +24,8 @@ from rlhf.tuning.rollout.engine.live import Live, WeightsLost
 from rlhf.tuning.rollout.servers.transfer import digests
 from tests.stages.serving.support import CONFIG, CONTEXT, STOPS, TOKENIZER, living, served, serving
 
+pytestmark = pytest.mark.slow
+
 KEY = "k" * 24
 PARAMS = {
     name: jax.tree.map(lambda x: x * 4 if x.ndim > 1 else x, random_params(CONFIG, seed))
@@ -102,7 +104,6 @@ def failed(answer, status, text, code=None):
     assert text in answer.json()["error"]["message"]
 
 
-@pytest.mark.slow
 def test_a_policy_answers_once_it_is_loaded_and_may_be_given_again(asked, tokens):
     server = asked(options=ServeOptions.model_construct(requests=0))
     assert server.give("new").json() == {"policy": "new"}
@@ -162,7 +163,6 @@ def test_an_answer_that_would_be_of_two_policies_is_refused(asked):
     assert (given, again["weight_version"]) == ([200], "new")
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "changes", "message"),
     [

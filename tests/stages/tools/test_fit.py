@@ -14,6 +14,8 @@ from rlhf.tuning.fit.machines import machine
 from rlhf.tuning.models.config import tiny
 from tests.aot.shapes import MODELS
 
+pytestmark = pytest.mark.slow
+
 ON = machine("v5e-4")
 MODEL = tiny(512)
 
@@ -116,7 +118,6 @@ def limited(monkeypatch, size):
     return machine("cpu")
 
 
-@pytest.mark.slow
 def test_a_smaller_micro_batch_makes_room_where_the_sums_fit_and_the_peak_does_not(monkeypatch):
     values = {"examples_per_step": 16, "compute": {"tokens_per_micro_batch": 1024}}
     free = run(machine("cpu"), sft=values)

@@ -20,6 +20,8 @@ from rlhf.stages.worker.protocol import Log, Request
 from tests.stages.worker.support import ignore, request, workers_are
 from tests.support import with_devices
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.fixture
 def group(tmp_path, monkeypatch):
@@ -44,7 +46,6 @@ def test_the_reports_and_the_manifest_are_those_of_process_0_and_each_process_ha
     assert group.logs == [tmp_path / "worker.log", tmp_path / "worker-1.log"] and all(p.exists() for p in group.logs)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("how", "kind", "said"),
     [
@@ -116,7 +117,6 @@ def of_export(store: Path) -> tuple[Request, Artifact]:
     return asked, made["export"]
 
 
-@pytest.mark.slow
 def test_two_processes_make_what_one_makes_and_listen_on_loopback_alone(store, tmp_path, monkeypatch):
     """The export gathers every parameter: its digest is that of one process."""
     for name, value in with_devices(1, os.environ["XLA_FLAGS"]).items():

@@ -17,6 +17,8 @@ from tests.tuning.algorithms import support
 from tests.tuning.algorithms.support import rollouts, settings
 from tests.tuning.tiny import CONFIG, PARAMS
 
+pytestmark = pytest.mark.slow
+
 
 # Not at import: every process of the tests imports every module.
 @functools.cache
@@ -46,7 +48,6 @@ def passes_of(monkeypatch):
     return names
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("algorithm", "options"),
     [
@@ -70,7 +71,6 @@ def test_where_sampler_and_trainer_agree_a_round_is_the_same_without_the_pass(al
     assert by_sampler.metrics["effective_sample_size"] == pytest.approx(1, abs=1e-5)
 
 
-@pytest.mark.slow
 def test_the_first_step_tells_the_gap_of_its_tokens_and_later_ones_none():
     steps = []
     config = settings(old_logps="sampler", epochs=2, max_mismatch_kl=1.0)
@@ -83,7 +83,6 @@ def test_the_first_step_tells_the_gap_of_its_tokens_and_later_ones_none():
     assert metrics["trained_tokens"] == 2 * sum(len(r.token_ids) for r in sampled()[0])
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     "by", [-1.0, np.nan], ids=["a sampler that disagrees", "log-probabilities that are no numbers"]
 )
@@ -98,7 +97,6 @@ def test_a_gap_past_the_limit_ends_the_round(by, options):
         run_round(RoundData.from_rows(rows, scores), config, CONFIG, start)
 
 
-@pytest.mark.slow
 def test_a_gap_of_later_steps_ends_the_round_too():
     """Of a worker with other weights, say, whose rollouts come last."""
     rows, _ = sampled()

@@ -18,6 +18,8 @@ from rlhf.tuning.training.step import copy
 from tests.tuning.algorithms.support import PROMPTS, rows_of, scores_of, settings
 from tests.tuning.models.mixtures import MIXTURE
 
+pytestmark = pytest.mark.slow
+
 PARAMS = jax.tree.map(lambda x: 3 * x if x.ndim > 1 else x, random_params(MIXTURE, 3))
 EXPERTS = MIXTURE.num_layers, MIXTURE.experts_per_token
 
@@ -66,7 +68,6 @@ def test_with_a_replay_the_mismatch_is_rounding_and_a_round_comes_again_to_the_b
     assert fingerprint(first.policy.params) == fingerprint(again.policy.params) != fingerprint(PARAMS)
 
 
-@pytest.mark.slow
 def test_other_experts_than_those_that_sampled_are_a_mismatch():
     other = trained(rows=noisy(), max_mismatch_kl=10.0, prompts_per_step=6)
     assert other.metrics["mismatch_kl"] > 1e-3
@@ -76,7 +77,6 @@ def test_other_experts_than_those_that_sampled_are_a_mismatch():
     assert fingerprint(free.policy.params) == fingerprint(plain.policy.params)
 
 
-@pytest.mark.slow
 def test_the_balance_loss_spreads_tokens():
     moved = trained(router_aux=30.0, epochs=12).metrics["busiest_expert"]
     assert moved < trained(epochs=12).metrics["busiest_expert"]

@@ -18,6 +18,7 @@ def sweep(rng, settings, seeds, of_seed=0.0, gains=None):
     return [[(right[0, r], right[k, r], groups) for r in range(seeds)] for k in range(1, settings)]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("settings", "seeds", "of_seed"), [(6, 1, 0.0), (4, 3, 0.5), (2, 2, 0.5)], ids=str)
 def test_at_most_one_sweep_in_twenty_finds_a_difference_where_there_is_none(settings, seeds, of_seed):
     rng = np.random.default_rng(0)

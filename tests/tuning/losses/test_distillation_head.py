@@ -7,6 +7,8 @@ import pytest
 
 from rlhf.tuning.losses.distillation_head import generalised_jsd, token_divergences
 
+pytestmark = pytest.mark.slow
+
 M, D, E, V = 21, 6, 10, 33
 
 

@@ -72,6 +72,7 @@ def test_a_mixture_is_the_weighted_sum_of_its_experts(normalise):
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=EXACT), found, expected)
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("float64")
 def test_the_balance_loss_is_that_of_transformers():
     torch = pytest.importorskip("torch")

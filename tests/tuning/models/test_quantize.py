@@ -8,6 +8,8 @@ from jax.scipy.stats import norm
 
 from rlhf.tuning.models.quantize import BLOCK, FORMATS, NF4, NF4_LEVELS, Int8
 
+pytestmark = pytest.mark.slow
+
 # Whole blocks, and pieces of them in a stack; the others are between.
 SHAPES = [(128, 24), (2, 100, 7), *(pytest.param(s, marks=pytest.mark.slow) for s in ((3, 128, 24), (48, 10)))]
 
@@ -43,7 +45,6 @@ def test_int8_errs_by_half_a_step_at_most(shape):
     assert bool(jnp.all(error <= bound * 1.0001)) and float(jnp.max(error / bound)) > 0.9
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("shape", SHAPES)
 def test_nf4_errs_by_half_a_gap_and_the_rounding_of_its_absmax_at_most(shape):
     w = kernel(*shape)
@@ -80,7 +81,6 @@ def test_a_stack_is_its_layers_and_zero_stays_zero(name):
     assert not together[1].any()
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("name", FORMATS)
 def test_a_product_and_its_gradient_are_those_of_the_dense_kernel(name, dtype):

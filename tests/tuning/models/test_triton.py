@@ -13,6 +13,8 @@ from rlhf.tuning.models.decoder import UNLIMITED, AttentionSpec
 from rlhf.tuning.models.remat import POLICIES
 from tests.tuning.models.rows import LENGTH, alone, packed, value_and_grads
 
+pytestmark = pytest.mark.slow
+
 SHARED, APART = packed(), alone()
 
 
@@ -21,7 +23,6 @@ def segments(rows):
     return Segments(group, jnp.zeros_like(group) if branch is None else branch, positions)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("rows", "softcap", "window"),
     [

@@ -21,6 +21,8 @@ from rlhf.tuning.training.batch import Group, Layout, micro_batches
 from rlhf.tuning.training.forward import logps_and_entropy
 from tests.tuning.models.mixtures import MIXTURE
 
+pytestmark = pytest.mark.slow
+
 PARAMS = jax.tree.map(lambda x: x * 4 if x.ndim > 1 else x, random_params(MIXTURE, 5))
 GRAPH = decoder_graph(MIXTURE)
 RNG = np.random.default_rng(0)
@@ -106,7 +108,6 @@ def test_other_experts_give_other_logprobs_and_the_recorded_ones_give_them_back(
     assert np.abs(wrong - free).max() > 0.1
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("options", [{"slots": 1}, {"slots": 8, "chunks": (64,), "steps": 16}])
 def test_samples_and_records_depend_on_no_neighbour(options):
     other = sampled(Engine(MIXTURE, limits=Limits(**options)))
@@ -116,7 +117,6 @@ def test_samples_and_records_depend_on_no_neighbour(options):
             np.testing.assert_allclose(a.logps, b.logps, atol=1e-5)
 
 
-@pytest.mark.slow
 def test_without_kernels_and_in_bfloat16_it_samples_too(monkeypatch):
     monkeypatch.setenv("CC", "/nowhere")
     assert [c.tokens for p in sampled() for c in p] == [c.tokens for p in found() for c in p]

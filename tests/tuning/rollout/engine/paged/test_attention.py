@@ -14,6 +14,8 @@ from rlhf.tuning.rollout.engine.paged.attention import Ragged, attend_ragged, ga
 from rlhf.tuning.rollout.engine.paged.pages import NOWHERE, Pages, block_name
 from tests.tuning.tiny import CONFIG
 
+pytestmark = pytest.mark.slow
+
 PAGE, WIDTH, COUNT = 16, 5, 24
 
 
@@ -57,7 +59,6 @@ def test_it_is_the_formula_of_the_kernel(heads, group, size, window, softcap, qu
     np.testing.assert_allclose(found[: sum(queries)], wanted, atol=2e-6)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("heads", "group", "softcap", "queries", "keys"),
     [
