@@ -45,7 +45,7 @@ def main() -> None:
             sys.exit(f"failed: {fault.strerror}")
         if isinstance(e, Exception) and is_unreachable(e):
             text = without_userinfo(f"failed: {type(e).__name__}: {e}")
-            e = SystemExit(f"{text}; finished stages are kept, and the same command continues")
+            e = SystemExit(f"{text}; check the network and the credentials, and repeat the command")
         leave(e)
 
 

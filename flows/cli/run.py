@@ -157,8 +157,8 @@ def _shortened(reasons: Sequence[str], seen: set[str]) -> list[str]:
     new = [reason for reason in reasons if reason not in seen]
     if len(reasons) - len(new) < FEW_REASONS:
         new = list(reasons)
-    seen.update(new)
     lines, common = new[:MOST_REASONS], len(reasons) - len(new)
+    seen.update(lines)
     if common:
         lines.append(f"and {common} of the lines above")
     if len(new) > MOST_REASONS:

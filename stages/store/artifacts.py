@@ -154,7 +154,7 @@ class Store:
             self.fs, root = fsspec.core.url_to_fs(url, **options)
         except ImportError as e:
             raise ArtifactError(f"the store {self.shown}: {remedy(url, e)}") from e
-        if url.startswith(("http:", "https:")):
+        if url.rpartition("::")[2].startswith(("http:", "https:")):
             raise ArtifactError(
                 f"the store {self.shown}: HTTP has no way to write or list; say a folder, s3:// or gs://"
             )

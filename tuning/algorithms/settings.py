@@ -77,7 +77,7 @@ class Objective:
     importance_max: Annotated[float, Field(ge=1)] = 2.0
     """Upper end of the range of importance weights."""
     router_aux: NotNegative = 0.0
-    """Weight of the load-balancing loss of a mixture of experts, of each micro-batch."""
+    """Weight of the load-balancing loss of a mixture of experts, which depends on the size of micro-batches."""
     beta: Positive = 0.1
     """Strength of online-dpo's pull to the reference."""
     step_advantage_w: NotNegative = 1.0

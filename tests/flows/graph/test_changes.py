@@ -148,3 +148,5 @@ def test_many_reasons_are_shown_once_and_in_part():
     reasons = [f"code module_{i} changed" for i in range(30)]
     assert _shortened(reasons, seen) == [*reasons[:20], "and 10 more lines: rlhf plan --json"]
     assert _shortened([*reasons[:4], "seed: 1 -> 2"], seen) == ["seed: 1 -> 2", "and 4 of the lines above"]
+    # Those that were not shown are not above.
+    assert _shortened(reasons, seen) == [*reasons[20:], "and 20 of the lines above"]

@@ -16,8 +16,6 @@ from tests.stages.serving.support import served, serving
 from tests.stages.support import running
 from tests.support import until
 
-pytestmark = pytest.mark.slow
-
 KEY, OTHER = "k" * 24, "another-key-of-a-server"
 OPTIONS = ServeOptions(body_megabytes=20_000 / 2**20, requests=2, request_seconds=20.0)
 

@@ -314,7 +314,7 @@ def test_a_folder_that_fsspec_would_read_as_a_chain_is_refused(tmp_path):
 
 
 def test_a_store_at_an_address_that_only_reads_is_refused():
-    for url in ("http://127.0.0.1:9/x", "https://user:word@example.org/x"):
+    for url in ("http://127.0.0.1:9/x", "https://user:word@example.org/x", "simplecache::http://127.0.0.1:9/x"):
         with pytest.raises(ArtifactError, match="HTTP has no way to write or list; say a folder, s3:// or gs://") as e:
             Store(url)
         assert "word" not in str(e.value)
