@@ -215,7 +215,7 @@ def test_a_store_that_is_lost_during_a_command_is_named_in_one_line(rlhf, monkey
         threading.Thread(target=server.serve_forever, daemon=True).start()
         error = rlhf("runs", "--store", "s3://bucket/x", code=1).stderr
     assert error.startswith("failed: EndpointConnectionError: Could not connect") and error.count("\n") == 1
-    assert "and the same command continues" in error
+    assert error.endswith("; check the network and the credentials, and repeat the command\n")
 
 
 @pytest.mark.slow
