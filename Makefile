@@ -11,7 +11,7 @@ export PIP_DISABLE_PIP_VERSION_CHECK := 1
 # Images of Python set it: then each process would compile all that it imports again, JAX alone for 1.5 s.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: venv demo test test-all compiled coverage test-slow faults year test-vllm test-device tpu gpu-aot lint docs bench profile lock clean
+.PHONY: venv demo test test-all compiled coverage test-slow faults year test-vllm test-device tpu gpu-aot lint docs bench lock clean
 
 # What users need, and nothing to run.
 venv: $(VENV)/.ready
@@ -113,10 +113,6 @@ $(VENV)/.ready-bench: $(VENV)/.ready infra/requirements-bench.txt
 
 bench: $(VENV)/.ready-bench
 	$(BIN)/python -m tests.bench $(ARGS)
-
-# Where the time of a step goes, by operation, with the machine's bounds: python -m tests.bench.profile --help
-profile: $(VENV)/.ready
-	$(BIN)/python -m tests.bench.profile $(ARGS)
 
 # Writes the pinned requirement files again from pyproject.toml.
 lock: $(VENV)/.ready
