@@ -51,7 +51,7 @@ def commit(url: str, folder: Path, files: int, last: int = 0, how: str = "new") 
 
 @pytest.mark.parametrize("kind", ["file", pytest.param("s3", marks=pytest.mark.slow)])
 def test_a_commit_that_is_killed_leaves_nothing_or_everything(kind, tmp_path, request):
-    files, kills = (20, 6) if kind == "file" else (15, 4)
+    files, kills = 15, 4
     base = str(tmp_path) if kind == "file" else f"{request.getfixturevalue('s3')}/{tmp_path.name}"
     calls = commit(f"{base}/whole", tmp_path, files)
     # At the first call, at the last, and between them.

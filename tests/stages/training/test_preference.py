@@ -35,16 +35,6 @@ def test_preference_on_pairs(loss, base, memory, judged, tmp_path):
 
 
 @pytest.mark.slow
-def test_kto_on_pairs_taken_apart(base, memory, judged, tmp_path):
-    inputs = {"policy": base, "reference": base, "tokenizer": base, "data": judged}
-    metrics, _ = perform(preference, settings(preference, loss="kto"), tmp_path / "kto", memory, **inputs)
-    assert (metrics["examples"], metrics["heldout_completions"]) == (64, 24)
-    assert metrics["heldout_loss_before"] == pytest.approx(0.5, rel=1e-5)
-    assert metrics["heldout_loss"] < 0.49
-    assert metrics["heldout_accuracy"] > 0.95 and metrics["heldout_margin"] > 0.02
-
-
-@pytest.mark.slow
 def test_kto_on_labels_and_that_micro_batches_change_nothing(base, memory, judged, tmp_path):
     inputs = {"policy": base, "reference": base, "tokenizer": base, "labelled": judged}
     found = []

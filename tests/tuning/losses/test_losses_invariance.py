@@ -1,4 +1,4 @@
-"""Global normalisers and masked junk of the policy, KL and value losses."""
+"""Global normalisers of the policy, KL and value losses; masked junk behind completions and between their tokens."""
 
 import jax
 import jax.numpy as jnp
@@ -17,6 +17,8 @@ B, T = 5, 6
 PARTS = (slice(B), slice(2), slice(2, B))
 LENGTHS = np.array([1, 6, 3, 5, 2])
 MASK = (np.arange(T)[None] < LENGTHS[:, None]).astype(np.int32)
+# Observations between sampled tokens.
+MASK[1, 2:4] = MASK[3, 0] = 0
 RANDOM = np.random.default_rng(0)
 DATA = {
     "logps": -RANDOM.exponential(1.0, (B, T)),
@@ -31,7 +33,7 @@ pytestmark = pytest.mark.usefixtures("float64")
 @pytest.mark.slow
 def test_counts_and_metric_sums_add_up_over_parts() -> None:
     added = Counts(*map(sum, zip(count(MASK[:2]), count(MASK[2:]), strict=True)))
-    assert added == count(MASK) == (LENGTHS.sum(), B)
+    assert added == count(MASK) == (MASK.sum(), B)
     # A row that is marked counts although its tokens have gone; padding does not.
     assert count(np.zeros((3, T)), np.array([True, True, False])) == (0, 2)
 
