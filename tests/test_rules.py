@@ -174,7 +174,7 @@ HELD = {
     "R27": [
         "tests/tuning/algorithms/test_trajectories.py::test_rows_of_a_trajectory_change_no_gradient",
         "tests/tuning/losses/test_losses_invariance.py::test_masked_junk_changes_nothing",
-        "tests/tuning/losses/test_losses_turns.py::test_gae_over_holes_is_that_of_a_plain_loop",
+        "tests/tuning/losses/test_losses_invariance.py::test_gae_over_holes_is_that_of_a_plain_loop",
         "tests/tuning/algorithms/test_trajectories.py::test_a_failed_episode_leaves_everything_and_a_limit_goes_on",
         "tests/oracle/test_turns.py::test_trajectories",
         "tests/stages/sampling/test_episodes.py::test_the_trained_ids_are_the_sampled_ids_and_nothing_else_is",

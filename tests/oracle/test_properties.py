@@ -17,6 +17,8 @@ from tests.oracle.rounds import COMMON, check_round
 from tests.oracle.support import COMMONLY
 from tests.oracle.tables import Drawn
 
+pytestmark = pytest.mark.slow
+
 # Few values of each setting: every new combination compiles a program.
 RECIPES: dict[str, st.SearchStrategy[Any]] = {
     "algorithm": st.sampled_from(sorted(name for name, entry in ALGORITHMS.items() if not entry.turns)),
@@ -74,7 +76,6 @@ def check(product: Product, recipe: dict[str, Any], drawn: list[Drawn]) -> None:
     check_round(f"{recipe}", product, recipe, drawn)
 
 
-@pytest.mark.slow
 @settings(max_examples=12, **COMMONLY)
 @given(table=st.integers(1, 9), prompts=st.integers(1, 12), rounds_=st.integers(1, 4), seed=st.integers(0, 2**31 - 1))
 def test_each_prompt_is_drawn_once_a_pass(table: int, prompts: int, rounds_: int, seed: int) -> None:
@@ -92,7 +93,6 @@ def test_each_prompt_is_drawn_once_a_pass(table: int, prompts: int, rounds_: int
         assert len(one) < table or sorted(one) == list(range(table))
 
 
-@pytest.mark.slow
 @settings(max_examples=12, **COMMONLY)
 @given(
     table=st.integers(1, 12),
@@ -120,7 +120,6 @@ def test_refills_draw_each_prompt_once_too(
     assert len(set(one)) == len(one) == table - table % size
 
 
-@pytest.mark.slow
 @settings(max_examples=4, **COMMONLY)
 @given(drawn=rounds())
 def test_tables(product: Product, drawn: list[Drawn]) -> None:
@@ -129,7 +128,6 @@ def test_tables(product: Product, drawn: list[Drawn]) -> None:
     check(product, recipe | {"epochs": 2, "prompts_per_step": 8}, drawn)
 
 
-@pytest.mark.slow
 @settings(max_examples=40, **COMMONLY)
 @given(recipe=recipes(), drawn=rounds())
 def test_recipes_and_tables(product: Product, recipe: dict[str, Any], drawn: list[Drawn]) -> None:

@@ -53,19 +53,6 @@ def test_a_server_that_keeps_its_old_weights_under_the_new_name_is_found_out(nat
         remote(RemoteServer(url), kind="native").load(shared("second"))
 
 
-def test_answers_of_a_policy_that_somebody_else_has_given_are_thrown_away(native_server, shared, native):
-    server, url = native_server()
-    engine = remote(RemoteServer(url), kind="native", concurrency=2)
-    engine.load(shared("first"))
-    stream = engine.run(GREEDY)
-    found = dict([next(stream)])
-    remote(RemoteServer(url), kind="native").load(shared("second"))
-    found |= dict(stream)
-    assert any("was given policy second while it sampled from first" in line for line in engine.lines)
-    same([found[i] for i in range(len(GREEDY))], native["first"])
-    assert server.policy == "first"
-
-
 @pytest.mark.parametrize("sync", ["auto", "none"])
 @pytest.mark.parametrize(("dtype", "computes"), [("bfloat16", "float32"), ("float32", "int8")])
 def test_a_server_that_computes_in_another_type_is_refused(native_server, shared, sync, dtype, computes):

@@ -14,8 +14,9 @@ from rlhf.tuning.models.decoder import decoder_graph
 from tests.stages.training.support import FAST, data, lines_of, perform, rows_of, settings
 from tests.tuning.tiny import CONFIG, PARAMS
 
+pytestmark = pytest.mark.slow
 
-@pytest.mark.slow
+
 def test_the_loss_on_examples_kept_out_is_measured_before_between_and_after(base, memory, tmp_path):
     table = data(tmp_path / "data", sft=rows_of("sft", 16), heldout_sft=rows_of("sft", 8, 500))
     inputs = {"base": base, "data": table, "tokenizer": base}
@@ -32,14 +33,12 @@ def test_the_loss_on_examples_kept_out_is_measured_before_between_and_after(base
     assert metrics["checkpoint_bytes"] > 3 * 3 * 4 * 50_000
 
 
-@pytest.mark.slow
 def test_no_examples_is_said(base, memory, tmp_path):
     table = data(tmp_path / "data", sft=[])
     with pytest.raises(ValueError, match="sft has 0 rows .* give more data"):
         perform(sft, settings(sft), tmp_path / "sft", memory, base=base, data=table, tokenizer=base)
 
 
-@pytest.mark.slow
 def test_training_ends_when_the_held_out_loss_no_longer_falls(base, memory, tmp_path):
     """A rate at which it grows from some step on; the two measurements after the least end the stage."""
     table = data(tmp_path / "data", sft=rows_of("sft", 16), heldout_sft=rows_of("sft", 8, 500))
@@ -56,7 +55,6 @@ def test_training_ends_when_the_held_out_loss_no_longer_falls(base, memory, tmp_
         perform(sft, config, tmp_path / "none", memory, **alone)
 
 
-@pytest.mark.slow
 def test_a_step_is_read_after_the_next_one_has_begun(tmp_path):
     events = []
 

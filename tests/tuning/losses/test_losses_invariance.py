@@ -1,5 +1,7 @@
 """Global normalisers of the policy, KL and value losses; masked junk behind completions and between their tokens."""
 
+import math
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -7,6 +9,7 @@ import pytest
 
 from rlhf.tuning.losses import importance, value
 from rlhf.tuning.losses.aggregate import Counts, aggregate, count
+from rlhf.tuning.losses.importance import RATIO_EDGES, log_ratio_bins, ratio_quantile
 from rlhf.tuning.losses.kl import kl_per_token
 from rlhf.tuning.losses.masks import sampled_mask
 from rlhf.tuning.losses.returns import gae, whiten
@@ -107,6 +110,18 @@ def test_masked_junk_in_other_terms(junk: float) -> None:
         assert np.isfinite(got[name]).all(), name
 
 
+def test_gae_over_holes_is_that_of_a_plain_loop() -> None:
+    rewards, values, after = DATA["logps"], DATA["old"], np.array([0.0, 0.7, 0.0, 0.3, 0.1])
+    wanted = np.zeros((B, T))
+    for b in range(B):
+        following, a = after[b], 0.0
+        for t in reversed(np.flatnonzero(MASK[b])):
+            a = rewards[b, t] + 0.9 * following - values[b, t] + 0.9 * 0.8 * a
+            wanted[b, t], following = a, values[b, t]
+    found, _ = gae(rewards, values, MASK > 0, 0.9, 0.8, bootstrap_B=after)
+    np.testing.assert_allclose(found, wanted, rtol=1e-12, atol=1e-12)
+
+
 def test_tokens_of_infinite_sampler_logprob_leave_both_sides() -> None:
     rollout = DATA["old"].copy()
     rollout[1, 2], rollout[3, 0] = -np.inf, np.nan
@@ -133,3 +148,24 @@ def test_losses_trace_and_keep_float32(name: str) -> None:
     losses, sums = jax.eval_shape(loss_fn, *arrays, jax.ShapeDtypeStruct((B, T), jnp.int32))
     assert losses.shape == (B, T) and losses.dtype == jnp.float32
     assert all(x.shape == () and x.dtype == jnp.float32 for x in sums.values())
+
+
+def quantiles(log_ratios):
+    old = jnp.asarray([log_ratios])
+    found = log_ratio_bins(old, jnp.zeros_like(old), jnp.ones_like(old))
+    bins = [float(found[f"ratio_bin_{i:02d}"]) for i in range(len(RATIO_EDGES) + 1)]
+    return [ratio_quantile(bins, share) for share in (0.01, 0.5, 0.99)]
+
+
+def test_a_trainer_that_agrees_with_the_sampler_has_ratios_of_1():
+    assert quantiles([0.0] * 100) == [1.0, 1.0, 1.0]
+    assert quantiles([5e-4, -5e-4] * 50) == [1.0, 1.0, 1.0]
+
+
+def test_quantiles_lie_in_the_bin_of_what_they_are_of():
+    low, middle, high = quantiles([-0.4] * 10 + [0.0] * 80 + [0.25] * 10)
+    assert math.exp(-0.5) <= low <= math.exp(-0.3) and middle == 1.0 and math.exp(0.2) <= high <= math.exp(0.3)
+
+
+def test_what_is_beyond_all_borders_counts_as_the_border():
+    assert quantiles([9.0] * 100) == pytest.approx([math.exp(2.0)] * 3)
