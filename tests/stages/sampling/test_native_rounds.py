@@ -20,7 +20,6 @@ from rlhf.stages.sampling.settings import EngineSettings
 from rlhf.tuning import multihost
 from rlhf.tuning.device import Compute
 from rlhf.tuning.models.huggingface import load_decoder, save_decoder
-from rlhf.tuning.rollout.servers.protocol import ServerRefused
 from rlhf.tuning.rows import CompletionRow, read_table
 from rlhf.tuning.training.completions import token_logps
 from tests.stages.sampling.native_server import app_over, server_over
@@ -90,14 +89,6 @@ def test_a_round_by_a_native_server_has_the_rows_of_the_trainer(inputs, url, nam
     assert len(list((folder / "shared").rglob("*.safetensors"))) == 1
     servers.end_all()
     assert not list((folder / "shared").rglob("*.safetensors"))
-
-
-def test_a_server_of_another_version_is_refused(inputs, url):
-    folder, memory, served, trained, prompts = inputs
-    engine = engine_at(url, str(folder / "shared"), version="0.0")
-    config = rollout.Config(prompts=3, completions=2, max_tokens=6, engine=engine)
-    with pytest.raises(ServerRefused, match="and 0.0 was asked for"):
-        perform(rollout, config, folder / "refused", memory, policy=trained, tokenizer=served, data=prompts)
 
 
 @pytest.mark.slow
