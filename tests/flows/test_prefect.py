@@ -107,8 +107,8 @@ def test_the_form_describes_every_field_of_the_recipe(prefect: Prefect) -> None:
     assert all(p["description"] for p in schema["properties"].values())
     models = schema["definitions"]
     assert all(f.get("description") for m in models.values() for f in m["properties"].values())
-    # Everything else has a default; these have none, and are written by `rlhf fork` and `rlhf backfill`.
-    assert {name for name, m in models.items() if "required" in m} == {"Earlier", "FinishedPolicy"}
+    # Everything else has a default; the rounds of before a fork have none, and are written by `rlhf fork`.
+    assert {name for name, m in models.items() if "required" in m} == {"Earlier"}
     assert all(m["additionalProperties"] is False for m in models.values())
 
 
