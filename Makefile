@@ -108,11 +108,7 @@ $(VENV)/.ready-dev: $(VENV)/.ready $(DEV_REQUIREMENTS)
 	touch $@
 
 # One JSON line each: python -m tests.bench --help
-$(VENV)/.ready-bench: $(VENV)/.ready infra/requirements-bench.txt
-	infra/install.sh $(VENV) infra/requirements-bench.txt
-	touch $@
-
-bench: $(VENV)/.ready-bench
+bench: $(VENV)/.ready
 	$(BIN)/python -m tests.bench $(ARGS)
 
 # Writes the pinned requirement files again from pyproject.toml.

@@ -41,10 +41,10 @@ HELD = {
         "tests/conformance/test_vectors.py::test_case",
     ],
     "R8": [
-        "tests/tuning/losses/test_losses_kl_gradient.py::test_gradient_of_k1_as_a_loss_is_zero",
-        "tests/tuning/losses/test_losses_kl_gradient.py::test_gradient_of_k2_is_exact_and_that_of_k3_is_not",
-        "tests/tuning/losses/test_losses_kl_gradient.py::test_straight_through_has_both",
-        "tests/tuning/losses/test_losses_kl_gradient.py::test_k1_in_the_reward_gives_the_exact_gradient",
+        "tests/tuning/losses/test_losses_invariance.py::test_gradient_of_k1_as_a_loss_is_zero",
+        "tests/tuning/losses/test_losses_invariance.py::test_gradient_of_k2_is_exact_and_that_of_k3_is_not",
+        "tests/tuning/losses/test_losses_invariance.py::test_straight_through_has_both",
+        "tests/tuning/losses/test_losses_invariance.py::test_k1_in_the_reward_gives_the_exact_gradient",
     ],
     "R9": [
         "tests/tuning/losses/test_losses_groups.py::test_failed_samples_leave_every_statistic",

@@ -3,12 +3,15 @@
 import contextlib
 import os
 import signal
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
 import psutil
 import pytest
 
+from rlhf.flows.running.cluster import write_package
 from rlhf.stages.store.artifacts import Store
 from tests.flows.running.cluster_run import Run, sets
 from tests.flows.running.ray_cluster import RayCluster, ray_cluster
@@ -131,3 +134,16 @@ def test_any_node_may_be_lost_in_any_stage(cluster, tmp_path, stage):
     run.until(f"`ray start --address={cluster.address}` on", 240)
     cluster.command(f"add {node}")
     assert "try 2 of" in run.ends(seconds=600)
+
+
+def test_code_that_travels_is_loaded_on_a_node_with_an_installed_project(tmp_path):
+    package = tmp_path / "code.zip"
+    write_package(package, tmp_path)
+    installed = tmp_path / "installed" / "rlhf" / "stages"
+    installed.mkdir(parents=True)
+    for folder in (installed.parent, installed):
+        (folder / "__init__.py").touch()
+    environment = os.environ | {"PYTHONPATH": f"{package}{os.pathsep}{tmp_path / 'installed'}"}
+    script = "import rlhf.stages, rlhf.tuning.names; print(rlhf.stages.__file__, rlhf.tuning.names.__file__)"
+    done = subprocess.run([sys.executable, "-c", script], env=environment, capture_output=True, text=True, check=True)
+    assert all(place.startswith(str(package)) for place in done.stdout.split()), done.stdout
