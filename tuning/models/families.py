@@ -16,6 +16,13 @@ EVERYWHERE: Final[dict[str, tuple[Any, ...]]] = {
     "quantization_config": (None,),
     "use_bidirectional_attention": (False, None),
 }
+MULTIPLIERS: Final = {
+    "embedding_multiplier": "embed_scale",
+    "attention_multiplier": "query_scale",
+    "residual_multiplier": "residual_scale",
+    "logits_scaling": "logits_divisor",
+}
+"""Factors by their names in config.json: the fields of `DecoderConfig`, of families with a default for them."""
 _SILU: Final[dict[str, tuple[Any, ...]]] = {"hidden_act": ("silu",)}
 _GELU: Final[dict[str, tuple[Any, ...]]] = {"hidden_activation": ("gelu_pytorch_tanh",)}
 # Fields of DecoderConfig that both Gemmas share.
@@ -42,6 +49,8 @@ class Family:
     """Reads `attn_logit_softcapping` and `final_logit_softcapping`."""
     sizes: Mapping[str, str] = dataclasses.field(default_factory=dict)
     """Sizes that other families lack or name differently: fields of DecoderConfig by their names in config.json."""
+    layered_rope: bool = False
+    """Writes the rotary parameters of each type of layer apart."""
     tensors: Mapping[str, str] = dataclasses.field(default_factory=dict)
     """Modules with names of their own, by the parameter's name in a layer; `{}` is the number of an expert."""
 
@@ -51,6 +60,8 @@ _WINDOWED: Final = _PLAIN | {"sliding_window": 4096}
 _QWEN: Final = _WINDOWED | {"max_window_layers": 28}
 _GEMMA_DEFAULTS: Final = _WINDOWED | {"tie_word_embeddings": True, "head_dim": 256, "query_pre_attn_scalar": 256}
 _BOTH: Final = ("attention_bias", "mlp_bias")
+_OLMO: Final = {"rms_norm_eps": 1e-5, "num_key_value_heads": None, "max_position_embeddings": 2048}
+_OLMO_TRAITS: Final = {"qk_norm_joint": True, "input_norms": False, "post_norms": True}
 _ROUTED: Final = {"router_aux_loss_coef": 0.001, "output_router_logits": False}
 
 FAMILIES: Final[dict[str, Family]] = {
@@ -73,6 +84,24 @@ FAMILIES: Final[dict[str, Family]] = {
     "qwen2": Family("Qwen2", _SILU, _QWEN, {"qkv_bias": True}, windows="switch"),
     "qwen3": Family(
         "Qwen3", _SILU, _QWEN | {"head_dim": 128}, {"qk_norm": True}, biases=("attention_bias",), windows="switch"
+    ),
+    "olmo2": Family("Olmo2", _SILU, _PLAIN | _OLMO, _OLMO_TRAITS, biases=("attention_bias",)),
+    "olmo3": Family(
+        "Olmo3",
+        _SILU,
+        # Windowed layers of a file without `rope_parameters` ignore its theta, as those of Gemma 3.
+        _WINDOWED | _OLMO | {"rope_theta": 5e5, "rope_local_base_freq": 5e5, "sliding_window_pattern": 4},
+        _OLMO_TRAITS,
+        biases=("attention_bias",),
+        windows="pattern",
+        layered_rope=True,
+    ),
+    "granite": Family(
+        "Granite",
+        _SILU,
+        _PLAIN | {"num_key_value_heads": None, "max_position_embeddings": 2048} | dict.fromkeys(MULTIPLIERS, 1.0),
+        {},
+        biases=_BOTH,
     ),
     "gemma2": Family(
         "Gemma2",
