@@ -20,7 +20,7 @@ from rlhf.flows.orchestration.cancellation import Cancellation, give_up_soon, se
 from rlhf.flows.orchestration.prefect_artifacts import (
     PrefectReporter,
     errors_logged,
-    rename_flow_run,
+    label_flow_run,
     show_artifact,
     show_command,
     show_run,
@@ -31,10 +31,11 @@ from rlhf.flows.recipe.overrides import recipe_parameters, values_of
 from rlhf.flows.recipe.reading import load_recipe
 from rlhf.flows.records import DECIDED, REFUSED
 from rlhf.flows.running.checks import check, try_algorithm
-from rlhf.flows.running.closing import close, evaluations_of, status_after, status_at_end, summary
+from rlhf.flows.running.closing import close, evaluations_of, findings, status_after, status_at_end, summary
 from rlhf.flows.running.runner import run_stages
 from rlhf.flows.running.session import RunTooLong, Session
 from rlhf.stages.contract.registry import stage as find_stage
+from rlhf.stages.gate.decide import PROMOTED
 from rlhf.stages.store import runs
 from rlhf.stages.store.artifacts import ArtifactError, Store
 from rlhf.stages.store.keys import published, without_userinfo
@@ -76,7 +77,7 @@ def stage_task(run: str, node: str) -> State[Any]:
     reporter = session.reporter
     assert isinstance(reporter, PrefectReporter)
     with errors_logged():
-        show_artifact(reporter.display, node, artifact)
+        show_artifact(reporter.display, session, node, artifact)
     return Completed(message=find_stage(artifact.stage).figures(artifact.metrics) or "made", data=result)
 
 
@@ -121,6 +122,7 @@ def rlhf_pipeline(
             try_algorithm(resolved)
         name = free_name(resolved, run_name)
         session = Session(resolved, reporter, name, None, standing)
+        reporter.recipe = resolved.name
     except EXPECTED as e:
         if from_command is not None:
             raise
@@ -154,18 +156,24 @@ def _run(session: Session, force: list[str], only: list[str]) -> State[Any]:
     assert isinstance(reporter, PrefectReporter)
     _sessions[session.name] = session
     cancellation = Cancellation(session.stop)
+    states: dict[str, State[Any]] = {}
     try:
         with errors_logged():
-            if session.name != str(runtime.flow_run.name) and runtime.flow_run.run_count <= 1:
-                rename_flow_run(session.name)
-            show_command(reporter.display, session.name, _command(session))
+            label_flow_run(session.name if runtime.flow_run.run_count <= 1 else None, f"recipe:{recipe.name}")
+            show_command(reporter.display, session, _command(session))
         reporter.console.print(f"run {session.name}  store {session.store.shown}")
         session.force = select(session.nodes, force)
         chosen = with_inputs(session.nodes, select(session.nodes, only)) if only else None
         task = stage_task.with_options(retries=recipe.retries, retry_condition_fn=is_dead_worker)
-        run_stages(
-            session, chosen, lambda node: task(session.name, node, return_state=True).result(raise_on_failure=True)
-        )
+
+        def make(node: str) -> object:
+            # Prefect draws an edge from each input.
+            inputs = dict.fromkeys(source.node for source in session.nodes[node].inputs.values())
+            needs = [states[name] for name in inputs if name in states]
+            states[node] = task(session.name, node, return_state=True, wait_for=needs)
+            return states[node].result(raise_on_failure=True)
+
+        run_stages(session, chosen, make)
     except BaseException as raised:
         e = _own(raised)
         close(session, status_after(e), e)
@@ -182,12 +190,16 @@ def _run(session: Session, force: list[str], only: list[str]) -> State[Any]:
     # Display last, and guarded: by now everything is in the store.
     status = status_at_end(session)
     report = close(session, status)
+    found = findings(session)
     with errors_logged():
-        show_run(reporter.display, session, report)
-    summary(session, reporter, report)
+        show_run(reporter.display, session, report, found, _command(session))
+    summary(session, reporter, report, found)
     scores = {label: metrics["score"] for label, metrics in evaluations_of(session).items()}
     decision = session.record.get("decision") or {}
     name = DECIDED.get(decision.get("decision", ""), "Completed")
+    if recipe.gate is not None and decision.get("decision") == PROMOTED:
+        with errors_logged():
+            label_flow_run(None, recipe.gate.name)
     said = "; ".join(decision.get("reasons", [])) or None
     if status == REFUSED:
         said = f"{said}. Type: {_command(session)}; {_command(session, 'champions')}"

@@ -54,8 +54,8 @@ def all_runs(store: Store) -> list[dict[str, Any]]:
     return sorted(filter(None, found), key=lambda record: record["started"])
 
 
-def readable_runs(store: Store) -> list[dict[str, Any]]:
-    """Return every readable run's record, oldest first, with a warning for each other one."""
+def readable_runs(store: Store, names: Iterable[str] | None = None) -> list[dict[str, Any]]:
+    """Return the readable records of runs, by default of all, oldest first; warn about each other one."""
 
     def read(name: str) -> dict[str, Any] | None:
         try:
@@ -64,7 +64,7 @@ def readable_runs(store: Store) -> list[dict[str, Any]]:
             logging.getLogger("rlhf").warning("run %s is left out: %s", name, error)
             return None
 
-    found = runs.in_parallel(store, read, runs.names(store))
+    found = runs.in_parallel(store, read, runs.names(store) if names is None else names)
     return sorted(filter(None, found), key=lambda record: record["started"])
 
 

@@ -152,6 +152,7 @@ STAGE = Stage(
     Config,
     run,
     sources=source_digests,
+    draws=lambda config: config.source == "random:tiny",
     processes=lambda config: "primary",
     work="data",
     section="base",

@@ -260,6 +260,8 @@ STAGE = Stage(
     run,
     sources=source_digests,
     loads=loads,
+    # Greedy completions depend on no seed; an environment may.
+    draws=lambda config: config.temperature > 0 or config.environment is not None,
     work="sample",
     section="evaluate",
     title="evaluation",

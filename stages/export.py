@@ -87,6 +87,7 @@ STAGE = Stage(
     1,
     Config,
     run,
+    draws=lambda config: False,
     work="data",
     section="export",
     title="export",

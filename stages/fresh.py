@@ -79,6 +79,7 @@ STAGE = Stage(
     run,
     libraries=("pyarrow", "numpy"),
     computes=lambda config: False,
+    draws=lambda config: False,
     processes=lambda config: "primary",
     work="data",
     title="new data",

@@ -41,6 +41,7 @@ STAGE = Stage(
     run,
     loads=loads,
     sources=sources,
+    draws=lambda config: config.environment is not None,
     work="sample",
     title="greedy completions",
     makes="rollouts",

@@ -40,6 +40,7 @@ STAGE = Stage(
     run,
     sources=lambda config: file_digests(config.source),
     computes=lambda config: False,
+    draws=lambda config: False,
     processes=lambda config: "primary",
     work="data",
     title="ready reward model",

@@ -69,6 +69,7 @@ STAGE = Stage(
     Config,
     run,
     restore=restore,
+    draws=lambda config: False,
     processes=lambda config: "primary",
     work="data",
     title="best of RL",

@@ -49,6 +49,7 @@ STAGE = Stage(
     1,
     Config,
     run,
+    draws=lambda config: False,
     processes=lambda config: "primary",
     work="data",
     title="start",

@@ -2,16 +2,33 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
-from rlhf.flows.cli.checks import check
-from rlhf.flows.cli.run import RunTitle
-from rlhf.flows.cli.shared import AsJson, NoPrefect, Sets, StoreUrl, app, out, print_json, record_of, usage_error
+from rlhf.flows.cli.checks import check, read_recipe
+from rlhf.flows.cli.run import OnCluster, OwnStore, RunTitle, with_options
+from rlhf.flows.cli.shared import (
+    AsJson,
+    NoPrefect,
+    RecipeName,
+    Sets,
+    StoreUrl,
+    app,
+    artifact_of,
+    named,
+    out,
+    print_json,
+    record_of,
+    usage_error,
+)
+from rlhf.flows.recipe.model import BASE, FinishedPolicy, Recipe, trained_sections
+from rlhf.stages.base import Config as BaseConfig
+from rlhf.stages.contract.registry import stage
 from rlhf.stages.store.artifacts import Store
-from rlhf.stages.store.keys import published
+from rlhf.stages.store.keys import SHOWN, config_content, differences, published
 
 
 @app.command()
@@ -46,6 +63,65 @@ def fork(
     text = yaml.safe_dump(values, sort_keys=False, allow_unicode=True, width=120)
     to.write_text(text, encoding="utf-8")
     out.print(f"recipe  {to}")
+
+
+@app.command()
+def backfill(
+    recipe: RecipeName,
+    runs: Annotated[
+        list[str],
+        typer.Argument(metavar="POLICY...", help="Runs, `RUN:NODE` for an earlier policy of one, or `champion`."),
+    ],
+    sets: Sets = None,
+    store: OwnStore = None,
+    cluster: OnCluster = None,
+    name: RunTitle = None,
+    no_prefect: NoPrefect = False,
+) -> None:
+    """Evaluate finished policies by a recipe's data and evaluation, and compare them in pairs. Nothing is trained.
+
+    A policy is taken as its run stored it, whatever code changed. The same command resumes, and reuses evaluations.
+    """
+    from rlhf.flows.cli.launch import launch
+
+    whole = read_recipe(recipe, with_options(sets, store, cluster))
+    if whole.evaluate is None:
+        raise usage_error("evaluate is null: name a recipe with an evaluation")
+    policies = dict(_policy_of(whole, text) for text in runs)
+    left_out = dict.fromkeys([*trained_sections(), "gate", "export", "fork", "retention"])
+    data = whole.data.model_copy(update={"new_since": None})
+    more = {"name": f"{whole.name[:55]}-backfill", "start_from": BASE, "data": data, "backfill": policies}
+    evaluated = whole.model_copy(update=left_out | more)
+    check(evaluated)
+    launch(evaluated, no_prefect, name=name)
+
+
+def _policy_of(recipe: Recipe, text: str) -> tuple[str, FinishedPolicy]:
+    """Return the policy that RUN, RUN:NODE or a registered name stands for, with its name in the evaluation."""
+    name, _, asked = text.partition(":")
+    record, node = named(recipe.store, name, asked)
+    known = [n for n, e in record["nodes"].items() if _is_policy(e)]
+    if asked != node:
+        # A registered name, of one policy.
+        label = name if not asked else ""
+    else:
+        label, node = f"{record['name']}.{asked}".rstrip("."), node or (known or [""])[-1]
+    if not label or node not in known:
+        raise usage_error(f"{text}: expected a finished policy of run {record['name']}: {', '.join(known) or 'none'}")
+    own = BaseConfig.model_validate_json(json.dumps(record["recipe"]["base"]), context=SHOWN)
+    if changed := differences(config_content(own), config_content(recipe.base)):
+        raise usage_error(
+            f"{text}: the policy would read another model's prompts (base.{changed[0]}): name a recipe whose section "
+            f"base is that of run {record['name']}"
+        )
+    found = artifact_of(Store(recipe.store), record, node)
+    ref = found.manifest["inputs"]["policy"] if found.stage == "export" else {}
+    of = FinishedPolicy(run=record["name"], **{"stage": found.stage, "key": found.key, "digest": found.digest} | ref)
+    return label, of
+
+
+def _is_policy(entry: dict[str, Any]) -> bool:
+    return "digest" in entry and (entry["stage"] == "export" or stage(entry["stage"]).makes == "policy")
 
 
 @app.command()

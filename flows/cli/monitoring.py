@@ -1,8 +1,9 @@
-"""Commands about a store over many runs: its history and metrics."""
+"""Commands about a store over many runs: its history, metrics and pages."""
 
 from __future__ import annotations
 
 import contextlib
+import socket
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -69,6 +70,28 @@ def metrics(
     with contextlib.suppress(KeyboardInterrupt):
         thread.join()
     server.shutdown()
+
+
+@app.command()
+def ui(
+    store: StoreUrl,
+    port: Annotated[int, typer.Option("--port", min=0, max=65535, help="Port of 127.0.0.1; 0: any free one.")] = 8270,
+) -> None:
+    """Show a store in this machine's browser until Ctrl-C: runs as they go, comparisons, sweeps, lineage.
+
+    The pages only read, and answer this machine alone; from another one type `ssh -L 8270:127.0.0.1:8270 HOST`.
+    """
+    from rlhf.flows.report.ui import make_app
+    from rlhf.stages.serving.web import Web
+
+    place = Store(store)
+    try:
+        listener = socket.create_server(("127.0.0.1", port))
+    except OSError as e:
+        raise usage_error(f"--port {port}: {e.strerror}; choose another port") from e
+    err.print(f"runs of {place.shown} on http://127.0.0.1:{listener.getsockname()[1]}")
+    with listener, contextlib.suppress(KeyboardInterrupt):
+        Web(make_app(place), "127.0.0.1", port).run(sockets=[listener])
 
 
 def _line(event: dict[str, Any]) -> str:

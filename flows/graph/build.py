@@ -94,6 +94,10 @@ def build(recipe: Recipe, standing: Standing = Standing()) -> list[Node]:  # noq
         # A section that makes no policy, such as the reward model, is not evaluated.
         if graph.roles["policy"] not in policies.values():
             policies[section] = graph.roles["policy"]
+    for name, other in recipe.backfill.items():
+        if name in policies:
+            raise RecipeError(f"backfill.{name}: this run makes a policy of that name; give this one another")
+        policies[name] = graph.hold(f"policy.{name}", other.stage, other.key, other.digest)
     if recipe.evaluate is not None:
         _evaluated(graph, policies, standing)
     if recipe.export is not None:
@@ -106,9 +110,8 @@ def _evaluated(graph: _Graph, policies: dict[str, Input], standing: Standing) ->
     recipe, champion = graph.recipe, standing.champion
     judged = dict(policies)
     if champion is not None:
-        held = champion.stage, champion.key, champion.digest
-        graph.nodes.append(Node(CHAMPION, champion.stage, StageConfig(), {}, 0, held=held))
-        judged = {"base": judged.pop("base"), CHAMPION: Input(CHAMPION)} | judged
+        held = graph.hold(CHAMPION, champion.stage, champion.key, champion.digest)
+        judged = {"base": judged.pop("base"), CHAMPION: held} | judged
         if standing.start is not None and standing.start.digest == champion.digest:
             # It is the same policy.
             del judged["start"]
@@ -207,13 +210,18 @@ class _Graph:
         inputs: dict[str, Input] = {}
         for input_name, reads in definition.inputs(config, self.recipe.data.splits).items():
             inputs |= _resolved(input_name, reads, available)
-        seed = derive_seed(self.recipe.seed, stage, *seed_names)
+        seed = derive_seed(self.recipe.seed, stage, *seed_names) if definition.draws(config) else 0
         device = None if workers is None else workers.named[workers.of(definition.work)].device
         self.nodes.append(Node(name, stage, config, inputs, seed, taken, device=device))
         output = Input(name)
         if definition.makes and not roles:
             self.roles[definition.makes] = output
         return output
+
+    def hold(self, name: str, stage: str, key: str, digest: str) -> Input:
+        """Adds an artifact of the store as a node, and returns it."""
+        self.nodes.append(Node(name, stage, StageConfig(), {}, 0, held=(stage, key, digest)))
+        return Input(name)
 
 
 def _resolved(name: str, reads: Reads, roles: Mapping[str, Input]) -> dict[str, Input]:

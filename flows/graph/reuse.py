@@ -75,7 +75,8 @@ def _check_settings(node: Node, artifact: Artifact) -> None:
     if node.taken is not None:
         old, new = ({name: value for name, value in s.items() if name not in FOLLOWS} for s in (old, new))
     lines = [setting(node.stage, line) for line in differences(old, new)]
-    if node.taken is None and artifact.manifest["seed"] != node.seed:
+    draws = find_stage(node.stage).draws(node.config)
+    if node.taken is None and draws and artifact.manifest["seed"] != node.seed:
         lines.append("seed: another")
     if not lines:
         return

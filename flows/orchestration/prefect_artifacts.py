@@ -72,13 +72,14 @@ class PrefectReporter(ConsoleReporter):
 
     def __init__(self, silent: bool):
         super().__init__(LoggedConsole(silent))
+        self.recipe = "run"
         self.display = Display()
         self._progress: dict[str, ProgressBar] = {}
         """By running stage; only the thread of its stage uses a bar."""
 
     def stage_started(self, node: Node) -> None:
         super().stage_started(node)
-        self._progress[node.name] = ProgressBar(artifact_key(node.name, "progress"))
+        self._progress[node.name] = ProgressBar(artifact_key(self.recipe, node.name, "progress"))
 
     def progress(self, node: Node, event: Progress) -> None:
         super().progress(node, event)
@@ -124,11 +125,16 @@ def _artifact(kind: str, key: str, data: Any, description: str | None = None) ->
 
 def _show_table(display: Display, key: str, rows: Sequence[Mapping[str, Any]], description: str) -> None:
     data = json.dumps([{name: _cell(value) for name, value in row.items()} for row in rows])
-    display.put(key, lambda client: client.create_artifact(_artifact("table", key, data, description)))
+    _show(display, _artifact("table", key, data, description))
 
 
-def _show_text(display: Display, key: str, markdown: str, description: str | None = None) -> None:
-    display.put(key, lambda client: client.create_artifact(_artifact("markdown", key, markdown, description)))
+def _show_text(display: Display, key: str, markdown: str, description: str) -> None:
+    _show(display, _artifact("markdown", key, markdown, description))
+
+
+def _show(display: Display, artifact: ArtifactCreate) -> None:
+    # Stages of several rounds have the same key.
+    display.put(f"{artifact.key}: {artifact.description}", lambda client: client.create_artifact(artifact))
 
 
 @contextlib.contextmanager
@@ -140,22 +146,28 @@ def errors_logged() -> Iterator[None]:
         not_shown(e)
 
 
-def rename_flow_run(name: str) -> None:
-    """Give the current flow run the name of its run in the store."""
+def label_flow_run(name: str | None, *tags: str) -> None:
+    """Give the current flow run more tags, and the name of its run in the store unless that is None."""
     with get_client(sync_client=True) as client:
-        client.update_flow_run(runtime.flow_run.id, name=name)
+        present = client.read_flow_run(runtime.flow_run.id).tags
+        client.update_flow_run(runtime.flow_run.id, name=name, tags=list(dict.fromkeys([*present, *tags])))
 
 
-def artifact_key(*names: str) -> str:
-    """Return a key that Prefect accepts: [a-z0-9-]."""
-    return re.sub(r"[^a-z0-9]+", "-", "-".join(names).lower()).strip("-")
+def artifact_key(recipe: str, node: str, kind: str) -> str:
+    """Return a key that Prefect accepts: [a-z0-9-].
+
+    The runs and rounds of a recipe share keys: the page of a key is their history.
+    """
+    text = "-".join([recipe, re.sub(r"^round-\d+\.", "", node), kind])
+    return re.sub(r"[^a-z0-9]+", "-", text.lower()).strip("-")
 
 
-def show_artifact(display: Display, node: str, artifact: Artifact) -> None:
+def show_artifact(display: Display, session: Session, node: str, artifact: Artifact) -> None:
     """Attach a table of metrics to the task run and, if the stage has any, a table of completions."""
     rows = [{"metric": k, "value": v} for k, v in artifact.metrics.items()]
-    place = f"{artifact.stage} {artifact.key[:12]}"
-    _show_table(display, artifact_key(node, "metrics"), rows, place)
+    place = f"{node} of run {session.name}: {artifact.stage} {artifact.key[:12]}"
+    recipe = session.recipe.name
+    _show_table(display, artifact_key(recipe, node, "metrics"), rows, place)
     samples = find_stage(artifact.stage).samples
     if samples:
         # The import of pyarrow takes as long as a cached run: only a stage that ran pays for it.
@@ -163,7 +175,7 @@ def show_artifact(display: Display, node: str, artifact: Artifact) -> None:
 
         lines = ["| prompt | completion | stop |", "|---|---|---|"]
         lines += [_sample_line(row) for row in first_rows(artifact, samples, SAMPLES, SAMPLE_COLUMNS)]
-        _show_text(display, artifact_key(node, "sample"), "\n".join(lines), place)
+        _show_text(display, artifact_key(recipe, node, "sample"), "\n".join(lines), place)
 
 
 def _sample_line(row: Mapping[str, Any]) -> str:
@@ -181,28 +193,36 @@ def _cell(value: Any) -> int | float | str:
     return value if isinstance(value, int | float | str) else json.dumps(value)
 
 
-def show_command(display: Display, run: str, command: str) -> None:
+def show_command(display: Display, session: Session, command: str) -> None:
     """Attach the command that shows the run: alerts of a killed run link to this page."""
-    _show_text(display, "run", f"`{command}`", f"run {run}")
+    _show_text(display, artifact_key(session.recipe.name, "", "run"), f"`{command}`", f"run {session.name}")
 
 
-def show_run(display: Display, session: Session, report: str | None) -> None:
-    """Attach the evaluation table, the gate's decision, the curves and a link to the report to the flow run."""
+def show_run(display: Display, session: Session, report: str | None, found: Sequence[Any], command: str) -> None:
+    """Attach the evaluation table, the gate's decision, the curves and the findings to the flow run.
+
+    found: what `rlhf run` prints at its end. command: prints it again.
+    """
+    recipe, of_run = session.recipe.name, f"run {session.name}"
     rows = [
         {"policy": k, "score": round(m["score"], 4), "low": round(m["score_low"], 4), "high": round(m["score_high"], 4)}
         for k, m in evaluations_of(session).items()
     ]
     if rows:
-        _show_table(display, "evaluation", rows, f"held-out problems, run {session.name}")
+        _show_table(display, artifact_key(recipe, "", "evaluation"), rows, f"held-out problems, {of_run}")
     if checks := decision_rows(session.record):
-        _show_table(display, "gate", checks, f"{outcome(session.record['decision'])}, run {session.name}")
-    if report:
-        link = report if "://" in report else f"file://{report}"
-        _show_text(display, "report", f"[report of {session.name}]({link})")
+        said = f"{outcome(session.record['decision'])}, {of_run}"
+        _show_table(display, artifact_key(recipe, "", "gate"), checks, said)
+    text = io.StringIO()
+    PlainConsole(file=text, highlight=False, markup=False, width=120).print(*found, sep="\n")
+    # A browser opens no file from a server's page.
+    place = f"Report: `{report}`\n\n" if report else ""
+    markdown = f"{place}Shown by `{command}`\n\n```text\n{text.getvalue().replace('```', '` ` `')}\n```"
+    _show_text(display, artifact_key(recipe, "", "report"), markdown, of_run)
     # Drawing costs a second, and a cached run has the curves of an earlier one.
     image = curves_png_data(session.record) if session.crew.starts else None
     if image:
-        _show_text(display, "curves", f"![curves]({image})", f"rounds of {session.name}")
+        _show_text(display, artifact_key(recipe, "", "curves"), f"![curves]({image})", f"rounds of {of_run}")
 
 
 def wait_until_recorded(flow_run: UUID) -> None:

@@ -97,6 +97,21 @@ class Limits(BaseModel):
     """Time that a whole run may take, waits and retries included, before it fails; null: any."""
 
 
+class FinishedPolicy(BaseModel):
+    """The artifact of a policy that another run has trained."""
+
+    model_config = ConfigDict(extra="forbid", strict=True, frozen=True)
+
+    run: str
+    """Name of the run."""
+    stage: str
+    """Stage and key: the place of the artifact in the store."""
+    key: str
+    """See `stage`."""
+    digest: Annotated[str, Field(pattern="^[0-9a-f]{64}$")]
+    """Digest of the artifact; the run ends if it differs."""
+
+
 class RecipeError(ValueError):
     """An invalid recipe; the message has the place and the remedy."""
 
@@ -157,6 +172,8 @@ class Recipe(BaseModel):
     """Runs of this recipe's name to keep when a run finishes; the others are collected. null: all."""
     fork: Fork | None = None
     """The stage of another run from which this one continues; `rlhf fork` writes it. null: none."""
+    backfill: dict[str, FinishedPolicy] = {}
+    """Policies of other runs to evaluate, by name; `rlhf backfill` writes it."""
     base: BaseConfig = BaseConfig()
     """The model to start from."""
     data: Data = Data()

@@ -42,7 +42,15 @@ def _comparisons(sweep: Mapping[str, Any]) -> int:
 
 
 def conclude(store: Store, sweep: dict[str, Any]) -> str:
-    """Fill in the results of a sweep's settings, write its record and page, and return the page's address.
+    """Fill in the results of a sweep's settings, write its record and page, and return the page's address."""
+    page = sweep_page(store, sweep)
+    store.write_json(sweep, SWEEPS, sweep["name"], SWEEP)
+    store.write_bytes(page.encode(errors="replace"), SWEEPS, sweep["name"], "report.html")
+    return store.address(SWEEPS, sweep["name"], "report.html")
+
+
+def sweep_page(store: Store, sweep: dict[str, Any]) -> str:
+    """Fill in the results so far of a sweep's settings, and return its page.
 
     A setting gets `node` (its last evaluation that all its runs have; None without one), `scores` by seed, their mean
     `score`, `statuses`, and `difference` from the first setting or the `reason` that there is none.
@@ -56,12 +64,9 @@ def conclude(store: Store, sweep: dict[str, Any]) -> str:
         setting["score"] = sum(filter(None, scores)) / len(scores) if scores else None
         setting |= {"difference": None, "reason": "" if done else "not evaluated"}
     _compare(views, sweep)
-    store.write_json(sweep, SWEEPS, sweep["name"], SWEEP)
     charts = [chart for setting in sweep["settings"] for chart in _rewards(views[setting["runs"][0]], setting)]
     values = {"sweep": sweep, "note": note_of(sweep), "charts": charts, "label_of": label_of}
-    page = rendered("sweep.html.j2", values)
-    store.write_bytes(page.encode(errors="replace"), SWEEPS, sweep["name"], "report.html")
-    return store.address(SWEEPS, sweep["name"], "report.html")
+    return rendered("sweep.html.j2", values)
 
 
 def _score(view: RunView, node: str) -> float | None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from rlhf.flows.records import NOTHING_NEW, PARTIAL, REFUSED, WHOLE
@@ -15,6 +16,8 @@ from rlhf.stages.store.artifacts import Artifact, ArtifactError
 from rlhf.stages.store.keys import without_userinfo
 
 if TYPE_CHECKING:
+    from rich.table import Table
+
     from rlhf.stages.common.verdicts import Difference
 
 
@@ -102,16 +105,19 @@ def _collect(session: Session) -> None:
         session.line(f"collected {len(done.runs)} runs and {len(done.garbage)} artifacts, {done.freed:,} bytes")
 
 
-def summary(session: Session, reporter: ConsoleReporter, report: str | None) -> None:
-    """Print the evaluations, and the places of the exported model and the report."""
-    evaluations = evaluations_of(session)
-    if evaluations:
-        reporter.console.print(closing_table(evaluations))
+def findings(session: Session) -> list[Table | str]:
+    """Return the evaluations with their differences, and the gate's decision, for people."""
+    found: list[Table | str] = []
+    if evaluations := evaluations_of(session):
         compared = difference_lines(_differences(session))
-        for line in [*compared, *level_notes(evaluations)]:
-            reporter.console.print(line, soft_wrap=True)
-    for line in decision_lines(session.record):
-        reporter.console.print(line, soft_wrap=True)
+        found = [closing_table(evaluations), *compared, *level_notes(evaluations)]
+    return [*found, *decision_lines(session.record)]
+
+
+def summary(session: Session, reporter: ConsoleReporter, report: str | None, found: Sequence[Table | str]) -> None:
+    """Print the findings, and the places of the exported model and the report."""
+    for part in found:
+        reporter.console.print(part, soft_wrap=isinstance(part, str))
     if status_at_end(session) == PARTIAL:
         left = f"{len(session.made)} of {len(session.nodes)} stages"
         reporter.console.print(f"partial: {left}; `rlhf run` of the whole recipe makes the others")

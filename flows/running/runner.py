@@ -26,7 +26,7 @@ from rlhf.flows.recipe.model import Recipe
 from rlhf.flows.records import refusal_of
 from rlhf.flows.report.console import ConsoleReporter
 from rlhf.flows.running.checks import check_columns
-from rlhf.flows.running.closing import close, status_after, status_at_end, summary
+from rlhf.flows.running.closing import close, findings, status_after, status_at_end, summary
 from rlhf.flows.running.session import Session
 from rlhf.stages.gate.decide import NOTHING_NEW, PROMOTED, REFUSED
 from rlhf.stages.store import registry
@@ -206,7 +206,7 @@ def run_plain(
         close(session, status_after(e), e)
         raise
     status = status_at_end(session)
-    summary(session, reporter, close(session, status))
+    summary(session, reporter, close(session, status), findings(session))
     return status
 
 

@@ -49,7 +49,7 @@ class Context:
     work: Path
     """A local folder that survives a kill, for checkpoints and finished shards; all tries at this key share it."""
     seed: int
-    """The root of all randomness of this stage (derived from the run's seed and the stage's name)."""
+    """The root of all randomness of this stage (from the run's seed and the stage's name), or 0 if it `draws` none."""
     progress: Progress
     """Reports finished work; the rate and the time left follow from the calls."""
     log: Callable[[str], None]
@@ -133,6 +133,8 @@ class Stage:
     """Libraries whose versions are part of the key."""
     computes: Callable[[Any], bool] = lambda config: True
     """Settings -> whether it computes on the device, whose kind is then part of the key: bits differ between kinds."""
+    draws: Callable[[Any], bool] = lambda config: True
+    """Settings -> whether the result depends on `ctx.seed`. If not, the seed is 0: all runs share the artifact."""
     processes: Callable[[Any], Processes] = lambda config: "all"
     """Settings -> the processes of a group that run it: all, each with its devices, or only process 0."""
     restore: Callable[[Context, Artifact], tuple[Any, Any]] | None = None

@@ -190,6 +190,7 @@ STAGE = Stage(
     run,
     libraries=("numpy", "scipy", "pyarrow"),
     computes=lambda config: False,
+    draws=lambda config: False,
     processes=lambda config: "primary",
     work="data",
     section="gate",

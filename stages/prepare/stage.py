@@ -470,6 +470,7 @@ STAGE = Stage(
     sources=source_digests,
     libraries=("tokenizers", "transformers", "pyarrow", "numpy", "jinja2", "regex"),
     computes=lambda config: False,
+    draws=lambda config: False,
     processes=lambda config: "primary",
     work="data",
     section="data",

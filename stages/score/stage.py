@@ -331,6 +331,7 @@ STAGE = Stage(
     run,
     sources=source_digests,
     computes=lambda config: config.learned,
+    draws=lambda config: False,
     processes=lambda config: "all" if config.learned else "primary",
     work="score",
     section="rl.score",

@@ -420,11 +420,17 @@ class Store:
                     self.fs.rmdir(place)
 
     def read_bytes(self, *parts: str) -> bytes | None:
-        """Return a file's content; None if there is none. One request: a second one could see another file."""
+        """Return a file's content; None if there is none."""
         try:
-            return self.fs.cat_file(self.join(*parts))  # type: ignore[no-any-return]
+            return self.cat(self.join(*parts))
         except (FileNotFoundError, NotADirectoryError):
             return None
+
+    def cat(self, path: str) -> bytes:
+        """Return the content of a path of the file system in one request: a second one could see another file."""
+        # s3fs asks for the size first, to read a large file in parts.
+        options = {"max_concurrency": 1} if "s3" in self.fs.protocol else {}
+        return bytes(self.fs.cat_file(path, **options))
 
     def read_json(self, *parts: str) -> Any | None:
         """Return the JSON value of a file; None if there is no file, or it holds `null`."""

@@ -157,7 +157,7 @@ class WorkFolder:
 
     def _shared_seal(self, unit: Path) -> bytes | None:
         with contextlib.suppress(FileNotFoundError):
-            return bytes(self._store.fs.cat_file(f"{self._markers}/{self._name(unit)}"))
+            return self._store.cat(f"{self._markers}/{self._name(unit)}")
         return None
 
     def _download(self, shared: list[str]) -> None:
@@ -192,7 +192,7 @@ class WorkFolder:
     def _arrived(self, unit: Path, aside: Path) -> None:
         """Download one unit by way of `aside`, a checkpoint without its chunks; skip it if it does not fit its seal."""
         marker = f"{self._markers}/{self._name(unit)}"
-        seal = self._store.fs.cat_file(marker)
+        seal = self._store.cat(marker)
         known = sums_of(seal) or {}
         wanted = {name: sha256 for name, sha256 in known.items() if not (self._is_step(unit) and is_chunk(f"/{name}"))}
 

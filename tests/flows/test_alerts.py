@@ -128,4 +128,4 @@ def test_a_server_calls_for_each_night_that_a_person_must_know_of(prefect: Prefe
         typed = f"rlhf show smoke-late --store '{store}'"
         assert "took longer than its 0.0 s (`limits.run_seconds`)" in body["body"] and f"Type: {typed}" in body["body"]
         assert "smoke-late" in command(prefect, "show", "smoke-late", "--store", store)
-        assert prefect.artifacts(prefect.flow_run("smoke-late"))["run"]["data"] == f"`{typed}`"
+        assert prefect.artifacts(prefect.flow_run("smoke-late"))["smoke-run"]["data"] == f"`{typed}`"

@@ -154,7 +154,7 @@ def test_prefect_tells_the_ends_of_nights_apart(tmp_path, rlhf):
             rlhf(*arguments, code=code, cwd=nights.folder, env=prefect.env)
             run = prefect.flow_run(name)
             seen.append((run["state_type"], run["state_name"]))
-            rows = json.loads(prefect.artifacts(run)["gate"]["data"])
+            rows = json.loads(prefect.artifacts(run)["night-gate"]["data"])
             assert [row["check"] for row in rows] == ["min_difference", "audit"]
         assert seen == [("COMPLETED", "Promoted"), ("COMPLETED", "Nothing new"), ("COMPLETED", "Refused")]
 

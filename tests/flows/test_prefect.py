@@ -107,8 +107,8 @@ def test_the_form_describes_every_field_of_the_recipe(prefect: Prefect) -> None:
     assert all(p["description"] for p in schema["properties"].values())
     models = schema["definitions"]
     assert all(f.get("description") for m in models.values() for f in m["properties"].values())
-    # Everything else has a default; the rounds of before a fork have none, and are written by `rlhf fork`.
-    assert {name for name, m in models.items() if "required" in m} == {"Earlier"}
+    # Everything else has a default; these have none, and are written by `rlhf fork` and `rlhf backfill`.
+    assert {name for name, m in models.items() if "required" in m} == {"Earlier", "FinishedPolicy"}
     assert all(m["additionalProperties"] is False for m in models.values())
 
 
@@ -139,12 +139,27 @@ def test_a_run_that_would_overlap_waits_for_the_one_before_it(prefect: Prefect, 
 
 def test_a_run_leaves_artifacts_to_look_at(prefect: Prefect, made: dict[str, Any], folder: Path) -> None:
     found = prefect.artifacts(made)
-    kinds = {"sft-metrics": "table", "evaluation": "table", "round-001-rollout-sample": "markdown"}
+    kinds = {"smoke-sft-metrics": "table", "smoke-evaluation": "table", "smoke-rollout-sample": "markdown"}
     assert {k: found[k]["type"] for k in kinds} == kinds
-    assert [r["policy"] for r in json.loads(found["evaluation"]["data"])] == ["base", "sft", "rl"]
-    assert found["curves"]["data"].startswith("![curves](data:image/png;base64,")
-    assert f"file://{folder / 'store' / 'runs' / 'smoke-made' / 'report.html'}" in found["report"]["data"]
-    assert {f"{n.replace('.', '-')}-metrics" for n in NODES} <= set(found)
+    assert [r["policy"] for r in json.loads(found["smoke-evaluation"]["data"])] == ["base", "sft", "rl"]
+    assert found["smoke-curves"]["data"].startswith("![curves](data:image/png;base64,")
+    report = found["smoke-report"]["data"]
+    assert f"`{folder / 'store' / 'runs' / 'smoke-made' / 'report.html'}`" in report
+    assert "pass@2" in report and "SFT against base" in report
+    # A key's page is a history: of the runs of a recipe and, for a stage of a round, of the rounds.
+    metrics = {f"smoke-{n.rpartition('round-')[2].partition('.')[2] or n}" for n in NODES if n.startswith("round-")}
+    assert {f"{name}-metrics" for name in metrics} | {"smoke-evaluate-base-metrics"} <= set(found)
+    of_rollouts = prefect.post("/artifacts/filter", artifacts={"key": {"any_": ["smoke-rollout-metrics"]}})
+    rounds = {a["description"].partition(" ")[0] for a in of_rollouts if a["flow_run_id"] == made["id"]}
+    assert rounds == {f"round-00{i}.rollout" for i in range(3)}
+
+
+def test_the_graph_of_a_run_has_edges_and_its_page_has_tags(prefect: Prefect, made: dict[str, Any]) -> None:
+    assert "recipe:smoke" in made["tags"]
+    tasks = prefect.task_runs(made)
+    names = {task["id"]: name for name, task in tasks.items()}
+    of_update = {names[one["id"]] for one in tasks["round-001.update"]["task_inputs"]["wait_for"]}
+    assert {"round-000.update", "round-001.rollout", "round-001.score"} <= of_update
 
 
 @pytest.mark.slow

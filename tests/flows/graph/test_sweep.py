@@ -55,7 +55,10 @@ def test_nodes_are_one_if_their_settings_seed_and_ancestors_are():
     assert same == {
         "base", "prepare", "sft", "reward", "round-000.rollout", "round-000.score", "evaluate.base", "evaluate.sft"
     }  # fmt: skip
+    # The model of smoke is random.
     assert not set(plain.values()) & set(seeded.values())
+    one, two = (names(f"seed={seed}", "base.source=hub:org/name", "evaluate.temperature=0") for seed in (0, 1))
+    assert {name for name in one if one[name] == two[name]} == {"base", "prepare", "evaluate.base"}
     # Execution settings and further nodes change nothing.
     assert names("evaluate.every=1", "rl.score.workers=2").items() >= plain.items()
 

@@ -67,8 +67,9 @@ class Maker:
         metrics = getattr(self, f"make_{node.stage}")(node, out)
         sources = {"model.gguf": "a1b2c3d4e5f60718" * 4} if node.stage == "base" else {}
         code = {f"stages.{node.stage}": digest(node.stage)[:16], "rlhf.tuning.device": "0123456789abcdef"}
-        parts = {"stage": node.stage, "code": code, "sources": sources, "seed": node.seed}
-        inputs = {n: {"stage": made[i.node].stage, "key": made[i.node].key} for n, i in node.inputs.items()}
+        parts = {"stage": node.stage, "code": code, "sources": sources, "seed": node.seed, "config": {}, "inputs": {}}
+        read = {n: made[i.node] for n, i in node.inputs.items()}
+        inputs = {n: {"stage": a.stage, "key": a.key, "digest": a.digest} for n, a in read.items()}
         manifest = {"stage": node.stage, "key": digest([node.name, node.seed]), "key_parts": parts, "inputs": inputs}
         manifest |= {"config": node.config.model_dump(mode="json"), "seed": node.seed, "metrics": metrics}
         manifest |= {"versions": {"jax": "0.10.2", "numpy": "2.4.6"}, "python": "3.11.7", "host": "laptop"}

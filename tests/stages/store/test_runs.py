@@ -133,3 +133,17 @@ def test_records_of_a_store_far_away_are_read_side_by_side_and_in_their_order(fa
     Distant.begin(0.02)
     found = runs.in_parallel(far, lambda name: runs.read(far, name)["number"], runs.names(far))
     assert list(found) == list(range(64)) and Distant.requests <= 65
+
+
+def test_a_record_on_s3_is_one_request(s3, monkeypatch):
+    store = Store(f"{s3}/one-request")
+    Recorder(store, "one").write(record())
+    asked = []
+    call = type(store.fs)._call_s3
+
+    async def counted(fs, method, *args, **options):
+        asked.append(method)
+        return await call(fs, method, *args, **options)
+
+    monkeypatch.setattr(type(store.fs), "_call_s3", counted)
+    assert runs.read(store, "one") is not None and asked == ["get_object"]
