@@ -72,6 +72,7 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
         {"embedding_multiplier": 3.0, "attention_multiplier": 0.2, "residual_multiplier": 0.4, "logits_scaling": 1.7}
         | {"mlp_bias": True},
     ),
+    "gemma": ("Gemma", {"attention_bias": True, "hidden_act": "gelu"}),
     "gemma2": (
         "Gemma2",
         {"sliding_window": WINDOW, "query_pre_attn_scalar": 13, "hidden_activation": "gelu_pytorch_tanh"}
@@ -89,6 +90,7 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
         {"num_experts": 7, "num_experts_per_tok": 3, "moe_intermediate_size": 11, "attention_bias": True}
         | {"tie_word_embeddings": True},
     ),
+    "olmoe": ("Olmoe", {"num_experts": 5, "num_experts_per_tok": 2, "head_dim": 4}),
     "qwen3_moe_normalised": (
         "Qwen3Moe",
         {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 8, "norm_topk_prob": True},
@@ -143,7 +145,7 @@ def case(name: str, folder: Path) -> SimpleNamespace:
 
 
 # What they switch on is on in the others too, or is small.
-RARE = ("llama_biased", "smollm3", "mistral", "qwen2", "qwen3", "qwen3_yarn", "olmo2", "qwen3_moe_normalised")
+RARE = ("llama_biased", "smollm3", "mistral", "qwen2", "qwen3", "qwen3_yarn", "olmo2", "gemma", "qwen3_moe_normalised")
 
 
 @pytest.fixture(params=[pytest.param(n, marks=pytest.mark.slow) if n in RARE else n for n in FAMILIES], scope="module")
@@ -305,8 +307,8 @@ def test_a_score_head_is_a_sequence_classifier(family, tmp_path):
     config, again = hf.load_scalar_head(tmp_path)
     assert fingerprint(again) == fingerprint(params)
     with torch.no_grad():
-        if family.config.family == "granite":
-            # transformers has no classifier of this family.
+        if family.config.family in ("granite", "olmoe"):
+            # transformers has no classifier of them.
             hidden = family.model.model(torch.tensor(TOKENS)).last_hidden_state
             theirs = hidden[:, -1].numpy() @ np.asarray(params["score"][...])
         else:

@@ -138,10 +138,12 @@ def from_hugging_face(values: Mapping[str, Any], source: str) -> DecoderConfig:
     if family.tensors:
         traits |= _routed(file, sizes)
     traits |= {own: file.number(name, file.read(name)) for name, own in MULTIPLIERS.items() if name in family.defaults}
-    if family.softcaps:
-        # Gemma: logits are scaled by this size rather than the head's, embeddings by sqrt(hidden).
-        traits["query_scale"] = file.number("query_pre_attn_scalar", file.read("query_pre_attn_scalar")) ** -0.5
+    if "norm_offset" in family.traits:
+        # Gemma.
         traits["embed_scale"] = hidden**0.5
+    if family.softcaps:
+        # Logits are scaled by this size rather than the head's.
+        traits["query_scale"] = file.number("query_pre_attn_scalar", file.read("query_pre_attn_scalar")) ** -0.5
         traits["attention_softcap"] = file.cap("attn_logit_softcapping")
         traits["final_softcap"] = file.cap("final_logit_softcapping")
     return DecoderConfig(

@@ -25,8 +25,9 @@ MULTIPLIERS: Final = {
 """Factors by their names in config.json: the fields of `DecoderConfig`, of families with a default for them."""
 _SILU: Final[dict[str, tuple[Any, ...]]] = {"hidden_act": ("silu",)}
 _GELU: Final[dict[str, tuple[Any, ...]]] = {"hidden_activation": ("gelu_pytorch_tanh",)}
-# Fields of DecoderConfig that both Gemmas share.
-_GEMMA: Final[dict[str, Any]] = {"activation": "gelu_tanh", "post_norms": True, "norm_offset": 1.0}
+# Fields of DecoderConfig that all Gemmas share, and those after the first.
+_GEMMA1: Final[dict[str, Any]] = {"activation": "gelu_tanh", "norm_offset": 1.0}
+_GEMMA: Final[dict[str, Any]] = _GEMMA1 | {"post_norms": True}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -62,6 +63,8 @@ _GEMMA_DEFAULTS: Final = _WINDOWED | {"tie_word_embeddings": True, "head_dim": 2
 _BOTH: Final = ("attention_bias", "mlp_bias")
 _OLMO: Final = {"rms_norm_eps": 1e-5, "num_key_value_heads": None, "max_position_embeddings": 2048}
 _OLMO_TRAITS: Final = {"qk_norm_joint": True, "input_norms": False, "post_norms": True}
+_EXPERTS: Final = {"num_experts": "num_experts", "num_experts_per_tok": "experts_per_token"}
+_IN_MLP: Final = {"router": "mlp.gate"} | {n: f"mlp.experts.{{}}.{n}_proj" for n in ("gate", "up", "down")}
 _ROUTED: Final = {"router_aux_loss_coef": 0.001, "output_router_logits": False}
 
 FAMILIES: Final[dict[str, Family]] = {
@@ -102,6 +105,14 @@ FAMILIES: Final[dict[str, Family]] = {
         _PLAIN | {"num_key_value_heads": None, "max_position_embeddings": 2048} | dict.fromkeys(MULTIPLIERS, 1.0),
         {},
         biases=_BOTH,
+    ),
+    "gemma": Family(
+        "Gemma",
+        # The first releases say gelu, and transformers takes it for this.
+        {"hidden_act": ("gelu_pytorch_tanh", "gelu")},
+        _PLAIN | {"tie_word_embeddings": True, "head_dim": 256},
+        _GEMMA1,
+        biases=("attention_bias",),
     ),
     "gemma2": Family(
         "Gemma2",
@@ -148,11 +159,20 @@ FAMILIES: Final[dict[str, Family]] = {
         | _ROUTED,
         {"qk_norm": True},
         biases=("attention_bias",),
-        sizes={
-            "moe_intermediate_size": "intermediate_size",
-            "num_experts": "num_experts",
-            "num_experts_per_tok": "experts_per_token",
-        },
-        tensors={"router": "mlp.gate"} | {name: f"mlp.experts.{{}}.{name}_proj" for name in ("gate", "up", "down")},
+        sizes={"moe_intermediate_size": "intermediate_size"} | _EXPERTS,
+        tensors=_IN_MLP,
+    ),
+    "olmoe": Family(
+        "Olmoe",
+        _SILU | {"clip_qkv": (None,)},
+        _PLAIN
+        | {"rms_norm_eps": 1e-5, "num_key_value_heads": None, "max_position_embeddings": 4096}
+        | {"num_experts": 64, "num_experts_per_tok": 8, "norm_topk_prob": False}
+        | _ROUTED
+        | {"router_aux_loss_coef": 0.01},
+        {"qk_norm_joint": True},
+        biases=("attention_bias",),
+        sizes=_EXPERTS,
+        tensors=_IN_MLP,
     ),
 }
