@@ -216,12 +216,12 @@ def _rope_entry(file: _File, name: str, entry: Mapping[str, Any], theta: float) 
     factor, *rest = (file.number(f"{name}.{field}", filled[field]) for field in required)
     if kind == "linear":
         return base, RopeScaling(kind, factor)
-    low, high, original, *amplitude = rest
+    low, high, original = rest[:3]
     if low >= high:
         raise file.refusal(f"{name}.{required[1]}", low, f"a number below {required[2]}, {high}")
     if not isinstance(whole := filled.get("truncate", True), bool):
         raise file.refusal(f"{name}.truncate", whole, "true or false")
-    return base, RopeScaling(kind, factor, low, high, int(original), *amplitude, whole=whole)
+    return base, RopeScaling(kind, factor, low, high, int(original), rest[3] if optional else 1.0, whole)
 
 
 def _yarn(file: _File, name: str, entry: Mapping[str, Any]) -> dict[str, Any]:
@@ -338,7 +338,7 @@ def _write_rope(config: DecoderConfig) -> dict[str, Any]:
     layered = FAMILIES[config.family].layered_rope
     if config.local_rope_theta is not None and not layered:
         values["rope_local_base_freq"] = config.local_rope_theta
-    scaling, entry = config.rope_scaling, {"rope_type": "default"}
+    scaling, entry = config.rope_scaling, dict[str, Any](rope_type="default")
     if scaling is not None:
         kind, *numbers = dataclasses.astuple(scaling)
         entry = {"rope_type": kind} | dict(zip(ROPE_FIELDS[kind], numbers, strict=False))
