@@ -75,6 +75,8 @@ class Programs:
     """Key of the server."""
     sessions: Sessions
     terms: Callable[[Episode], Terms]
+    failed: Callable[[], object]
+    """Whether the engine has: from then on every call of a program fails."""
     ending: threading.Event = dataclasses.field(default_factory=threading.Event)
 
     def play(self, episodes: Sequence[Episode], live: int) -> Generator[Ended, None, None]:
@@ -101,7 +103,7 @@ class Programs:
                 with contextlib.suppress(UnknownSession):
                     self.sessions.remove(session.name)
             ended = ended_of(episode, session, fault, tries, time.monotonic() - began)
-            if ended.status != "failed" or self.ending.is_set():
+            if ended.status != "failed" or self.ending.is_set() or self.failed():
                 break
         return ended
 
@@ -173,8 +175,8 @@ class Programs:
                 os.close(end)
 
     def _wait(self, process: subprocess.Popen[bytes], deadline: float) -> bool:
-        """Return whether the program ended before its deadline and before the end of all programs."""
-        while not self.ending.is_set() and (left := deadline - time.monotonic()) > 0:
+        """Return whether the program ended before its deadline, the end of all programs and a failure of the engine."""
+        while not (self.ending.is_set() or self.failed()) and (left := deadline - time.monotonic()) > 0:
             with contextlib.suppress(subprocess.TimeoutExpired):
                 process.wait(min(left, 0.5))
                 return True
@@ -369,7 +371,8 @@ def play_episodes(
         key = secrets.token_urlsafe(32)
         with endpoint(server, key) as url:
             limit = min(settings.processes, engine.slots_for(tokens))
-            with contextlib.closing(Programs(settings, url, key, sessions, terms).play(episodes, limit)) as plays:
+            programs = Programs(settings, url, key, sessions, terms, lambda: live.failure)
+            with contextlib.closing(programs.play(episodes, limit)) as plays:
                 for one in plays:
                     if live.failure is not None:
                         # Programs are not at fault.

@@ -167,6 +167,14 @@ def test_lost_servers_end_the_stage_and_are_named():
         play(Turns(Lost(), 4), [{"do": "two_turns"}] * 2, PLAIN.model_copy(update={"tries": 1}))
 
 
+def test_programs_that_ignore_errors_do_not_hold_a_stage_whose_engine_has_failed(tmp_path):
+    began = time.monotonic()
+    tasks = [{"do": "ignore", "pids": str(tmp_path / str(place))} for place in range(2)]
+    with pytest.raises(EngineStopped, match="http://host:8000 was lost 4 times"):
+        play(Turns(Lost(), 4), tasks, PLAIN.model_copy(update={"episode_seconds": 200.0, "tries": 2}))
+    assert time.monotonic() - began < 150
+
+
 def test_a_program_may_end_its_own_session(engine):
     settings = PLAIN.model_copy(update={"agent_grades": True, "tries": 1})
     [ended] = play(engine, [{"do": "delete", "answer": "4"}], settings)
