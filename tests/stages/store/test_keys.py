@@ -19,6 +19,7 @@ from rlhf.stages.store.keys import (
     differences,
     digest,
     published,
+    variables_by_digest,
 )
 
 # How a stage computes, not what. Everything else of its config is in the key.
@@ -204,12 +205,15 @@ def test_who_reads_a_url_is_neither_in_a_key_nor_in_a_record():
     config, other = (stage("base").config(source=f"s3://{user}bucket/a@b") for user in ("me:secret@", "you:hidden@"))
     assert config_content(config) == config_content(other)
     assert config_content(config)["source"] == "s3://bucket/a@b"
-    engine = {"environment": {"A": "secret"}}
+    engine = {"environment": {"A_KEY": "secret", "A": "secret"}}
     record = {"data": {"source": [{"source": "ftp://me:secret@host/x y"}]}, "engine": engine}
-    assert published(record) == {
+    shown = published(record)
+    variables = variables_by_digest(engine["environment"])
+    assert shown == {
         "data": {"source": [{"source": "ftp://host/x y"}]},
-        "engine": {"environment": {"A": "***"}},
+        "engine": {"environment": {"A_KEY": "***", "A": f"***{variables['A']}"}},
     }
+    assert published(shown) == shown and variables_by_digest(shown["engine"]["environment"]) == variables
 
 
 def test_an_address_in_a_text_that_a_model_reads_is_content():
