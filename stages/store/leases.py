@@ -76,6 +76,26 @@ def host_scope() -> str:
     return " ".join(parts)
 
 
+def process_folder() -> str:
+    """Return the name of this process's own folder: host, PID namespace and process id."""
+    return f"{_space()}-{os.getpid()}"
+
+
+def _space() -> str:
+    # Containers may share a name, and processes of other namespaces are not in /proc.
+    with contextlib.suppress(OSError):
+        return f"{socket.gethostname()}-{os.stat('/proc/self/ns/pid').st_ino}"
+    return socket.gethostname()
+
+
+def is_alive(folder: str) -> bool | None:
+    """Whether the process of a folder (`process_folder`) lives; None if it is not seen from here."""
+    space, _, number = folder.rpartition("-")
+    if space != _space() or not number.isdigit() or not Path("/proc").exists():
+        return None
+    return Path("/proc", number).exists()
+
+
 @contextmanager
 def lease(
     store: Store, stage: str, key: str, on_wait: Callable[[str], None], check_time: Callable[[], None] = lambda: None
