@@ -108,7 +108,7 @@ def lease(
     path = store.join("leases", name)
     token = uuid.uuid4().hex
     announced, watch = False, Watch()
-    store.fs.makedirs(store.join("leases"), exist_ok=True)
+    _again(lambda: store.fs.makedirs(store.join("leases"), exist_ok=True))
     while not _again(lambda: create(store, path, _record(token))):
         holder = _again(lambda: holder_of(store, stage, key))
         # Released in between.
@@ -118,13 +118,13 @@ def lease(
         if holder["token"] == token:
             break
         if watch.dead(holder):
-            with contextlib.suppress(FileNotFoundError):
-                store.remove(path)
-            if create(store, path, _record(token)):
-                # A process that saw the same stale lease may still remove the one just created; then that process wins.
-                time.sleep(SETTLE_SECONDS)
-                if (holder_of(store, stage, key) or {}).get("token") == token:
-                    break
+            _again(functools.partial(_release, store, stage, key, holder["token"]))
+            # Of a request whose answer was lost the next try returns False, too: the token decides.
+            _again(lambda: create(store, path, _record(token)))
+            # A process that saw the same stale lease may still remove the one just created; then that process wins.
+            time.sleep(SETTLE_SECONDS)
+            if (_again(lambda: holder_of(store, stage, key)) or {}).get("token") == token:
+                break
             continue
         if not announced:
             host = holder["host"].split()[0]
@@ -155,9 +155,10 @@ def lease(
             retried(lambda: _release(store, stage, key, token), tries=2, first_seconds=FIRST_PAUSE_SECONDS)
 
 
-def _release(store: Store, stage: str, key: str, token: str) -> None:
+def _release(store: Store, stage: str, key: str, token: str | None) -> None:
     if (holder_of(store, stage, key) or {}).get("token") == token:
-        store.remove(store.join("leases", _name(stage, key)))
+        with contextlib.suppress(FileNotFoundError):
+            store.remove(store.join("leases", _name(stage, key)))
 
 
 class _Held(Exception):
