@@ -226,8 +226,8 @@ def test_an_address_in_a_text_that_a_model_reads_is_content():
     assert published(settings) == settings
     for place in ("command", "agent", "tools", "api_key"):
         assert published({place: [f"-c {text}"]}) == {place: ["-c Use GET http://tool/find?key=*** or ssh://host."]}
-    data = config_content(stage("prepare").config(source="s3://me:secret@bucket/my data.jsonl"))
-    assert data["source"] == "s3://bucket/my data.jsonl"
+    place = config_content(stage("base").config(source="s3://me:secret@bucket/my model"))
+    assert place["source"] == "s3://bucket/my model"
 
 
 def test_what_episodes_are_played_in_is_no_secret():
