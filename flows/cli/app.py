@@ -11,6 +11,7 @@ from pathlib import Path
 
 from rlhf.flows.cli import (  # noqa: F401
     audit,
+    datasets,
     derive,
     episodes,
     fit,

@@ -24,6 +24,9 @@ from pydantic import ValidationError
 from rlhf.flows.recipe.field_paths import hint, lines_of, mappings_in, merge, whole
 from rlhf.flows.recipe.model import Recipe, RecipeError
 from rlhf.flows.recipe.secrets import secrets_in
+from rlhf.stages.store import datasets
+from rlhf.stages.store.artifacts import Store
+from rlhf.stages.store.datasets import DatasetError
 from rlhf.tuning.allowed import NotAllowed, check_file
 
 Mistake = Mapping[str, Any]
@@ -88,6 +91,8 @@ def _of_meant_form(mistakes: list[Mistake]) -> list[Mistake]:
     return bounded[:1] or [{**mistakes[0], "msg": _EXPECTED + " or ".join(expected)}]
 
 
+DATASETS = ("source", "sources", "decontaminate")
+"""Settings of data that may name data sets."""
 LARGEST = 2**20
 """Bytes of a recipe."""
 DEEPEST = 40
@@ -322,10 +327,30 @@ def checked(values: dict[str, Any], path: Path, node: yaml.Node | None = None, o
             "variable in capitals (key_variable of a judge), or give it to a server by engine.environment"
         )
     try:
+        values = _with_datasets(values)
+    except DatasetError as e:
+        raise RecipeError(f"{path}: data: {e}") from e
+    try:
         # Through JSON: strict JSON input may give lists and floats as YAML writes them.
         return Recipe.model_validate_json(json.dumps(values))
     except ValidationError as e:
         raise RecipeError("\n".join(_explain(path, node, options, m) for m in settled(e.errors(), values))) from e
+
+
+def _with_datasets(values: dict[str, Any]) -> dict[str, Any]:
+    """Return the values with the URL of a version in place of each `dataset:NAME`. Raises DatasetError."""
+    store = str(values.get("store") or Recipe.model_fields["store"].default)
+
+    def located(part: Any) -> Any:
+        if isinstance(part, str) and part.startswith(datasets.PREFIX):
+            return datasets.located(Store(store), part)
+        if isinstance(part, list):
+            return [located(item) for item in part]
+        if isinstance(part, dict):
+            return part | {name: located(part[name]) for name in DATASETS if name in part}
+        return part
+
+    return values | {"data": located(values["data"])} if "data" in values else values
 
 
 def _explain(path: Path, node: Any, options: Collection[str], error: Any) -> str:

@@ -50,8 +50,8 @@ class SourceSettings(FieldSettings):
 
     source: str = execution_setting("addition")
     """Built-in task (addition, reasoning_gym, critics, words), environment (guess, calculator, frozenlake, or
-    episodes for one of your own), `module:function`, or path, folder, glob or URL of files; in the key by content, not
-    by name."""
+    episodes for one of your own), `module:function`, path, folder, glob or URL of files, or `dataset:NAME` of the
+    store; in the key by content, not by name."""
     source_args: dict[str, Scalar] = Field(default_factory=dict)
     """Arguments of the task or function."""
     layout: Layout = "auto"

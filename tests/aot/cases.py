@@ -55,6 +55,7 @@ PAIR = 768
 SMALL = Case("sft", "small", "v5e:2x2", completion=256)
 SMALL_GPU = Case("sft", "small", "h100x8", completion=256)
 """The programs that are compiled soonest: changes for the worse are tried on them."""
+MIXTURE_GPU = Case("sft", "qwen3-30b-a3b", "h100x8")
 CASES = [
     SMALL,
     Case("sft", "qwen3-0.6b", "v5e:2x4"),
@@ -94,6 +95,14 @@ CASES = [
     Case("mixed", "llama-3-8b", "h100x8", paged=True),
     Case("decode", "llama-3-8b", "h100x8", tensor=2, paged=True),
     Case("sft", "qwen3-32b", "h100x8", tensor=2, lora=16),
+    Case("sft", "qwen3-30b-a3b", "v5e:4x4", lora=16),
+    Case("grpo", "qwen3-30b-a3b", "v5e:8x8", rows=1),
+    Case("decode", "qwen3-30b-a3b", "v5e:2x4", tensor=4),
+    MIXTURE_GPU,
+    Case("grpo", "qwen3-30b-a3b", "h100x8"),
+    Case("prefill", "qwen3-30b-a3b", "h100x8"),
+    Case("decode", "qwen3-30b-a3b", "h100x8"),
+    Case("decode", "qwen3-30b-a3b", "h100x8", tensor=2),
 ]
 
 

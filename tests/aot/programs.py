@@ -25,7 +25,7 @@ from rlhf.tuning.fit.sharded_sizes import frozen, trees
 from rlhf.tuning.mesh import make_mesh, row_shards, state_shardings, under
 from rlhf.tuning.models.config import DecoderConfig
 from rlhf.tuning.models.decoder import decoder_graph, scalar_graph
-from rlhf.tuning.models.lora import LoraConfig, over, tuned_graph
+from rlhf.tuning.models.lora import over, tuned_graph
 from rlhf.tuning.models.sharding import CONTEXT, ROWS, shardings
 from rlhf.tuning.models.sharding import parts as parts_of
 from rlhf.tuning.settings import OptimizerSettings
@@ -35,7 +35,7 @@ from rlhf.tuning.training.optimizers import optimizer_of
 from rlhf.tuning.training.step import LossFn, counted, step_programs
 from tests.aot.cases import PROMPT, TRAINING, Case
 from tests.aot.sampling import sampling
-from tests.aot.shapes import kernels, model_of, on_all, placed
+from tests.aot.shapes import adapter_of, kernels, model_of, on_all, placed
 
 COMPUTE = Compute("bfloat16", remat="full")
 CHIP = "TPU v5 lite"
@@ -99,7 +99,7 @@ def _packed(case: Case, mesh: Any) -> tuple[Any, float]:
             return score.trace(placed(shapes, shardings(shapes, mesh)), batch), 2.0 * layer
 
     role: Any = "scalar" if case.program == "reward" else "decoder"
-    lora = LoraConfig(rank=case.lora) if case.lora else None
+    lora = adapter_of(case)
     loss = _loss(case, config)
     trained, base = trees(config, role, lora, COMPUTE.dtype)
     below = None

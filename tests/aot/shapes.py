@@ -11,6 +11,7 @@ from rlhf.tuning.axes import Axes
 from rlhf.tuning.mesh import axis_sizes
 from rlhf.tuning.models.config import DecoderConfig
 from rlhf.tuning.models.config_json import from_hugging_face
+from rlhf.tuning.models.lora import PROJECTIONS, LoraConfig
 from tests.aot.cases import Case
 
 _LLAMA = {
@@ -40,6 +41,10 @@ MODELS: dict[str, dict[str, Any]] = {
     "llama-3-70b": _LLAMA | _sizes(8192, 28672, 80, 64),
     "qwen3-0.6b": _QWEN3 | _sizes(1024, 3072, 28, 16) | {"tie_word_embeddings": True},
     "qwen3-32b": _QWEN3 | _sizes(5120, 25600, 64, 64) | {"tie_word_embeddings": False},
+    "qwen3-30b-a3b": _QWEN3
+    | _sizes(2048, 6144, 48, 32)
+    | {"model_type": "qwen3_moe", "num_key_value_heads": 4, "tie_word_embeddings": False}
+    | {"num_experts": 128, "num_experts_per_tok": 8, "moe_intermediate_size": 768, "norm_topk_prob": True},
     # Wide enough for the kernels of attention and for each axis to be cut, and no wider.
     "small": _QWEN3
     | _sizes(512, 1024, 2, 4)
@@ -71,10 +76,18 @@ def model_of(case: Case, layers: int | None = None) -> DecoderConfig:
     return dataclasses.replace(config, num_layers=layers, **flags)
 
 
+def adapter_of(case: Case) -> LoraConfig | None:
+    """The adapter that is trained; experts have none."""
+    if not case.lora:
+        return None
+    return LoraConfig(rank=case.lora, targets=("q", "k", "v", "o") if public(case.model).num_experts else PROJECTIONS)
+
+
 def kernels(config: DecoderConfig) -> int:
-    """Weights of a layer's matrices."""
+    """Weights of a layer's matrices that a token meets."""
     heads = config.head_dim * 2 * (config.num_heads + config.num_kv_heads)
-    return config.hidden_size * (heads + 3 * config.intermediate_size)
+    inner = 3 * config.intermediate_size * (config.experts_per_token or 1)
+    return config.hidden_size * (heads + inner + config.num_experts)
 
 
 def abstract_mesh(axes: Axes, count: int) -> AbstractMesh:

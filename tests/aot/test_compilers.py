@@ -7,7 +7,7 @@ import pytest
 
 from rlhf.tuning.fit.needs import peak
 from tests.aot.bounds import PAGE, committed, table
-from tests.aot.cases import CASES, SMALL, SMALL_GPU
+from tests.aot.cases import CASES, MIXTURE_GPU, SMALL, SMALL_GPU
 from tests.tuning.fit.steps import elsewhere
 
 
@@ -34,7 +34,7 @@ def test_the_docs_have_the_table_of_the_bounds():
 
 @pytest.mark.aot
 @pytest.mark.timeout(1000)
-@pytest.mark.parametrize("case", [SMALL, SMALL_GPU], ids=name_of)
+@pytest.mark.parametrize("case", [SMALL, SMALL_GPU, MIXTURE_GPU], ids=name_of)
 def test_fit_has_the_peak_of_the_compiler(case):
     step, on = elsewhere(case)
     known, needs = committed()[case.name], step.needs(on)

@@ -3,6 +3,7 @@
 import dataclasses
 import json
 import os
+import re
 import subprocess
 import sys
 
@@ -49,3 +50,20 @@ def test_int8_weights_take_no_more_temporary_memory_than_those_of_bfloat16():
         committed()[dataclasses.replace(DECODE, int8=int8).name]["temporary_mb"] for int8 in (False, True)
     )
     assert of_int8 <= of_bfloat16
+
+
+@pytest.mark.aot
+@pytest.mark.timeout(1000)
+@pytest.mark.parametrize(
+    "case",
+    [
+        Case("decode", "qwen3-30b-a3b", "h100x8", layers=2),
+        Case("decode", "qwen3-30b-a3b", "v5e:2x4", tensor=4, layers=2),
+    ],
+    ids=lambda case: f"{case.platform} {case.name}",
+)
+def test_a_mixture_multiplies_no_row_with_every_expert_and_copies_no_kernel(case, tmp_path):
+    text, row = compiled(case, tmp_path / "decode.hlo")
+    assert not re.search(rf"\[(128,{SLOTS * 8}|{SLOTS * 8},128),(2048|768|192|1536)\]", text)
+    # Kernels of one projection into the experts of a layer.
+    assert row["temporary_mb"] < 128 * 2048 * 768 * 2 / case.tensor / 1e6

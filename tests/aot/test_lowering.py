@@ -61,3 +61,12 @@ def test_with_tensor_and_an_adapter_it_lowers_too():
     mesh = abstract_mesh(Axes(1, 4, 2), 8)
     for marks in ({"tensor": 2}, {"tensor": 2, "lora": 8}):
         assert "tpu_custom_call" in lowered(Case("sft", "small", "v5e:2x4", **marks), mesh)[0].as_text()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("program", ["sft", "decode"])
+def test_a_mixture_on_gpus_has_kernels_of_its_own_for_products(program):
+    text = lowered(Case(program, "qwen3-30b-a3b", "h100x8", layers=1), mesh_of(program))[0].as_text()
+    assert "ragged_dot" not in text
+    # Two projections into an expert and one back; in training forward, forward again, and two gradients.
+    assert ("kernels_kernel" in text) == (program == "sft") and "rows_kernel" in text

@@ -51,12 +51,20 @@ class DecoderConfig:
     mlp_bias: bool = False
     qk_norm: bool = False
     """RMSNorm over each head of queries and keys, before rotation (Qwen 3, Gemma 3)."""
+    qk_norm_joint: bool = False
+    """RMSNorm over all heads of queries, and of keys, at once (OLMo)."""
+    input_norms: bool = True
+    """RMSNorm of what attention and the MLP read (OLMo has `post_norms` alone)."""
     post_norms: bool = False
     """Another RMSNorm on the output of attention and of the MLP, before each is added (Gemma)."""
     norm_offset: float = 0.0
     """Added to every norm's weight; Gemma stores weights around 0 and multiplies by 1 + w in float32."""
     embed_scale: float | None = None
-    """Factor of the embeddings (Gemma)."""
+    """Factor of the embeddings (Gemma, Granite)."""
+    residual_scale: float | None = None
+    """Factor of the outputs of attention and of the MLP (Granite)."""
+    logits_divisor: float | None = None
+    """Divides the last hidden states that the LM head reads, and so the logits (Granite)."""
     query_scale: float | None = None
     """Factor of the attention logits; head_dim ** -0.5 where None."""
     attention_softcap: float | None = None
@@ -91,12 +99,12 @@ class DecoderConfig:
         """Whether the layer is windowed."""
         return self.sliding_window is not None and (not self.sliding_layers or self.sliding_layers[layer])
 
-    def frequencies(self) -> tuple[np.ndarray, np.ndarray]:
-        """Distinct rotary frequencies [U, H/2], and which of them each layer uses [layers].
+    def frequencies(self) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """Distinct rotary frequencies [U, H/2], their amplitudes [U], and which of them each layer uses [layers].
 
         A layer without positions has frequencies of zero: it rotates by nothing.
         """
-        rows = []
+        rows, amplitudes = [], np.ones(self.num_layers)
         for layer in range(self.num_layers):
             if self.rope_layers and not self.rope_layers[layer]:
                 rows.append(np.zeros(self.head_dim // 2))
@@ -104,10 +112,11 @@ class DecoderConfig:
                 rows.append(frequencies(self.head_dim, self.local_rope_theta))
             else:
                 rows.append(frequencies(self.head_dim, self.rope_theta, self.rope_scaling))
+                amplitudes[layer] = self.rope_scaling.amplitude if self.rope_scaling else 1.0
         # Most models have one set: their tables are computed once, not layer by layer.
-        distinct, row_of_layer = np.unique(np.stack(rows), axis=0, return_inverse=True)
+        distinct, row_of_layer = np.unique(np.column_stack([amplitudes, rows]), axis=0, return_inverse=True)
         # Some releases of NumPy 2 return the inverse with a second axis.
-        return distinct, row_of_layer.reshape(-1)
+        return distinct[:, 1:], distinct[:, 0], row_of_layer.reshape(-1)
 
 
 def tiny(vocab_size: int) -> DecoderConfig:

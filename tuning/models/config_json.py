@@ -8,16 +8,23 @@ transformers 5. The first is written, since releases 4 and 5 both read it.
 from __future__ import annotations
 
 import dataclasses
+import math
 import sys
 from collections.abc import Mapping
 from typing import Any, Final
 
 from rlhf.tuning.models.config import DecoderConfig, UnsupportedModel
-from rlhf.tuning.models.families import EVERYWHERE, FAMILIES, Family
+from rlhf.tuning.models.families import EVERYWHERE, FAMILIES, MULTIPLIERS, Family
 from rlhf.tuning.models.rope import RopeScaling
 
-LLAMA3_FIELDS: Final = ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings")
-
+ROPE_FIELDS: Final = {
+    "default": (),
+    "linear": ("factor",),
+    "llama3": ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"),
+    "yarn": ("factor", "beta_slow", "beta_fast", "original_max_position_embeddings", "attention_factor"),
+}
+"""Required numbers of each `rope_type`, as `RopeScaling` has them."""
+_YARN: Final = ("mscale", "mscale_all_dim", "truncate")
 
 _TYPES: Final[dict[str, tuple[type, str]]] = {
     "model_type": (str, "a string"),
@@ -130,10 +137,13 @@ def from_hugging_face(values: Mapping[str, Any], source: str) -> DecoderConfig:
         traits["rope_layers"] = tuple(rotates)
     if family.tensors:
         traits |= _routed(file, sizes)
-    if family.softcaps:
-        # Gemma: logits are scaled by this size rather than the head's, embeddings by sqrt(hidden).
-        traits["query_scale"] = file.number("query_pre_attn_scalar", file.read("query_pre_attn_scalar")) ** -0.5
+    traits |= {own: file.number(name, file.read(name)) for name, own in MULTIPLIERS.items() if name in family.defaults}
+    if "norm_offset" in family.traits:
+        # Gemma.
         traits["embed_scale"] = hidden**0.5
+    if family.softcaps:
+        # Logits are scaled by this size rather than the head's.
+        traits["query_scale"] = file.number("query_pre_attn_scalar", file.read("query_pre_attn_scalar")) ** -0.5
         traits["attention_softcap"] = file.cap("attn_logit_softcapping")
         traits["final_softcap"] = file.cap("final_logit_softcapping")
     return DecoderConfig(
@@ -185,15 +195,17 @@ def _rope(file: _File) -> dict[str, Any]:
 def _rope_entry(file: _File, name: str, entry: Mapping[str, Any], theta: float) -> tuple[float, RopeScaling | None]:
     """Theta and scaling of one dictionary of rotary parameters; `theta` is the default."""
     kind = entry.get("rope_type", entry.get("type", "default"))
-    required = {"default": (), "linear": ("factor",), "llama3": LLAMA3_FIELDS}.get(kind)
-    if required is None:
-        raise file.refusal(f"{name}.rope_type", kind, "default, linear or llama3")
+    if kind not in ROPE_FIELDS:
+        raise file.refusal(f"{name}.rope_type", kind, "default, linear, llama3 or yarn")
+    required, optional = ROPE_FIELDS[kind], _YARN if kind == "yarn" else ()
     # transformers falls back to the model's context length for the original one.
     filled = {"original_max_position_embeddings": file.read("max_position_embeddings")} | dict(entry)
+    if kind == "yarn":
+        filled = _yarn(file, name, {field: value for field, value in filled.items() if value is not None})
     for field, value in entry.items():
         if field == "partial_rotary_factor" and value in (1, 1.0):
             continue
-        if field not in ("rope_type", "type", "rope_theta", *required) and value is not None:
+        if field not in ("rope_type", "type", "rope_theta", *required, *optional) and value is not None:
             raise file.refusal(f"{name}.{field}", value, f"absence, with rope_type {kind!r}")
     missing = [field for field in required if filled.get(field) is None]
     if missing:
@@ -204,10 +216,26 @@ def _rope_entry(file: _File, name: str, entry: Mapping[str, Any], theta: float) 
     factor, *rest = (file.number(f"{name}.{field}", filled[field]) for field in required)
     if kind == "linear":
         return base, RopeScaling(kind, factor)
-    low, high, original = rest
+    low, high, original = rest[:3]
     if low >= high:
-        raise file.refusal(f"{name}.low_freq_factor", low, f"a number below high_freq_factor, {high}")
-    return base, RopeScaling(kind, factor, low, high, int(original))
+        raise file.refusal(f"{name}.{required[1]}", low, f"a number below {required[2]}, {high}")
+    if not isinstance(whole := filled.get("truncate", True), bool):
+        raise file.refusal(f"{name}.truncate", whole, "true or false")
+    return base, RopeScaling(kind, factor, low, high, int(original), rest[3] if optional else 1.0, whole)
+
+
+def _yarn(file: _File, name: str, entry: Mapping[str, Any]) -> dict[str, Any]:
+    """The entry with the values that transformers gives to absent fields."""
+    factor, scale, every = (
+        file.number(f"{name}.{field}", entry.get(field) or 1.0) for field in ("factor", "mscale", "mscale_all_dim")
+    )
+
+    def amplitude(by: float) -> float:
+        return 0.1 * by * math.log(factor) + 1.0 if factor > 1 else 1.0
+
+    both = entry.get("mscale") and entry.get("mscale_all_dim")
+    grown = amplitude(scale) / amplitude(every) if both else amplitude(1.0)
+    return {"beta_slow": 1, "beta_fast": 32, "attention_factor": grown} | dict(entry)
 
 
 def _windows(file: _File, layers: int) -> dict[str, Any]:
@@ -280,6 +308,7 @@ def to_hugging_face(config: DecoderConfig, *, scalar: bool = False, **extra: Any
     values |= {name: allowed[0] for name, allowed in family.fixed.items() if allowed[0] is not None}
     biases = {"attention_bias": config.output_bias, "mlp_bias": config.mlp_bias}
     values |= {name: biases[name] for name in family.biases} | _write_rope(config) | _write_windows(config, family)
+    values |= {name: getattr(config, own) for name, own in MULTIPLIERS.items() if name in family.defaults}
     if "no_rope_layer_interval" in family.defaults:
         values["no_rope_layers"] = [int(r) for r in config.rope_layers] or [1] * config.num_layers
     if family.tensors:
@@ -306,13 +335,19 @@ def to_hugging_face(config: DecoderConfig, *, scalar: bool = False, **extra: Any
 
 def _write_rope(config: DecoderConfig) -> dict[str, Any]:
     values: dict[str, Any] = {"rope_theta": config.rope_theta}
-    if config.local_rope_theta is not None:
+    layered = FAMILIES[config.family].layered_rope
+    if config.local_rope_theta is not None and not layered:
         values["rope_local_base_freq"] = config.local_rope_theta
-    scaling = config.rope_scaling
+    scaling, entry = config.rope_scaling, dict[str, Any](rope_type="default")
     if scaling is not None:
         kind, *numbers = dataclasses.astuple(scaling)
-        fields = LLAMA3_FIELDS if kind == "llama3" else LLAMA3_FIELDS[:1]
-        values["rope_scaling"] = {"rope_type": kind} | dict(zip(fields, numbers, strict=False))
+        entry = {"rope_type": kind} | dict(zip(ROPE_FIELDS[kind], numbers, strict=False))
+        entry |= {"truncate": scaling.whole} if kind == "yarn" else {}
+        values["rope_scaling"] = entry
+    if layered:
+        windowed = {"rope_type": "default", "rope_theta": config.local_rope_theta}
+        whole = entry | {"rope_theta": config.rope_theta}
+        values["rope_parameters"] = {"full_attention": whole, "sliding_attention": windowed}
     return values
 
 

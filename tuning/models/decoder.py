@@ -71,6 +71,10 @@ def rms_norm(x: jax.Array, weight: jax.Array, eps: float, offset: float) -> jax.
     return x32.astype(x.dtype) * weight.astype(x.dtype)
 
 
+def _scaled(x: jax.Array, factor: float | None) -> jax.Array:
+    return x if factor is None else x * jnp.asarray(factor, x.dtype)
+
+
 class Layer(nnx.Module):
     """Attention and a gated MLP or a mixture of such, each on a normalised residual stream and added to it."""
 
@@ -82,12 +86,12 @@ class Layer(nnx.Module):
             # The factor, weight + offset, starts at 1.
             return nnx.Param(jnp.full(size, 1.0 - c.norm_offset, real()))
 
-        self.attention_norm = norm(d)
+        if c.input_norms:
+            self.attention_norm, self.mlp_norm = norm(d), norm(d)
         self.q = Linear(d, c.num_heads * h, bias=c.qkv_bias, rngs=rngs)
         self.k = Linear(d, c.num_kv_heads * h, bias=c.qkv_bias, rngs=rngs)
         self.v = Linear(d, c.num_kv_heads * h, bias=c.qkv_bias, rngs=rngs)
         self.o = Linear(c.num_heads * h, d, bias=c.output_bias, back=True, rngs=rngs)
-        self.mlp_norm = norm(d)
         if c.num_experts:
             self.router = nnx.Param(INIT(rngs.params(), (c.num_experts, d), real()))
             linear: Any = functools.partial(Experts, c.num_experts)
@@ -97,6 +101,8 @@ class Layer(nnx.Module):
         self.down = linear(f, d, back=True, rngs=rngs)
         if c.qk_norm:
             self.q_norm, self.k_norm = norm(h), norm(h)
+        elif c.qk_norm_joint:
+            self.q_norm, self.k_norm = norm(c.num_heads * h), norm(c.num_kv_heads * h)
         if c.post_norms:
             self.attention_post_norm, self.mlp_post_norm = norm(d), norm(d)
 
@@ -113,7 +119,10 @@ class Layer(nnx.Module):
         rows = x_BLD.shape[:2]
 
         # `keep` names what the backward pass may keep: see `remat`.
-        q, k, v = (keep(constrain(x, *INNER), HEADS) for x in self._into_heads(self._norm(x_BLD, self.attention_norm)))
+        read = self._norm(x_BLD, self.attention_norm) if c.input_norms else x_BLD
+        q, k, v = (keep(constrain(x, *INNER), HEADS) for x in self._into_heads(read))
+        if c.qk_norm_joint:
+            q, k = self._norm(q, self.q_norm), self._norm(k, self.k_norm)
         q = q.reshape(*rows, c.num_heads, c.head_dim)
         k, v = (x.reshape(*rows, c.num_kv_heads, c.head_dim) for x in (k, v))
         if c.qk_norm:
@@ -121,9 +130,10 @@ class Layer(nnx.Module):
         out, cache = attention(rotate(q, *rope), rotate(k, *rope), v, spec, cache)
         out = constrain(self.o(constrain(out.reshape(*rows, -1), *INNER)), *STREAM)
         out = self._norm(keep(out, RESIDUAL), self.attention_post_norm) if c.post_norms else out
-        x_BLD = keep(x_BLD + out, RESIDUAL)
+        x_BLD = keep(x_BLD + _scaled(out, c.residual_scale), RESIDUAL)
 
-        normed, activation = self._norm(x_BLD, self.mlp_norm), _ACTIVATIONS[c.activation]
+        normed = self._norm(x_BLD, self.mlp_norm) if c.input_norms else x_BLD
+        activation = _ACTIVATIONS[c.activation]
         if c.num_experts:
             count, router = c.experts_per_token, self.router[...]
             experts, weights, cache = routed(normed, router, count, c.normalise_experts, routing, cache)
@@ -132,7 +142,8 @@ class Layer(nnx.Module):
         else:
             gate, up = (keep(constrain(x, *INNER), MLP) for x in self._into_mlp(normed))
             out = constrain(self.down(activation(gate) * up), *STREAM)
-        return x_BLD + (self._norm(keep(out, MLP), self.mlp_post_norm) if c.post_norms else out), cache
+        out = self._norm(keep(out, MLP), self.mlp_post_norm) if c.post_norms else out
+        return x_BLD + _scaled(out, c.residual_scale), cache
 
     def _into_heads(self, normed: jax.Array) -> Sequence[jax.Array]:
         return self.q(normed), self.k(normed), self.v(normed)
@@ -177,8 +188,13 @@ class Decoder(nnx.Module):
 
     def embed(self, tokens: jax.Array, dtype: Any) -> jax.Array:
         """Embeddings of tokens [...] as the first layer reads them, [..., D] in `dtype`."""
-        x = embedded(self.embedding[...], tokens, dtype)
-        return x if self.config.embed_scale is None else x * jnp.asarray(self.config.embed_scale, dtype)
+        return _scaled(embedded(self.embedding[...], tokens, dtype), self.config.embed_scale)
+
+    def last(self, x: jax.Array) -> jax.Array:
+        """Hidden states after the last norm, as the LM head reads them."""
+        c = self.config
+        x = rms_norm(x, self.norm[...], c.norm_eps, c.norm_offset)
+        return x if c.logits_divisor is None else _scaled(x, 1 / c.logits_divisor)
 
     def logits(self, hidden: jax.Array) -> jax.Array:
         """Logits [..., V] of final hidden states [..., D], accumulated in at least float32.
@@ -218,7 +234,7 @@ class Decoder(nnx.Module):
             return layer(keep(x, INPUT), rope, attention, spec, layer_cache, routing)
 
         x_BLD, cache = jax.lax.scan(rematerialised(body, remat), x_BLD, (state, differs, cache))
-        return rms_norm(x_BLD, self.norm[...], c.norm_eps, c.norm_offset), cache
+        return self.last(x_BLD), cache
 
 
 def by_layer(
@@ -230,8 +246,8 @@ def by_layer(
     One set of frequencies and one window are constants of the loop; several are picked layer by layer.
     """
     c = config
-    distinct, row_of_layer = c.frequencies()
-    tables = rope_tables(positions_BL, distinct)
+    distinct, amplitudes, row_of_layer = c.frequencies()
+    tables = rope_tables(positions_BL, distinct, amplitudes)
     slides = [c.slides(layer) for layer in range(c.num_layers)]
     window = c.sliding_window if all(slides) else None
     differs = {}
@@ -261,6 +277,7 @@ class ScalarHead(nnx.Module):
         """Hidden states [..., D] to scores [...], in float32 at least: bfloat16 would round differences away."""
         # Exact also where the device by default rounds the inputs of float32 products.
         wide = hidden.astype(jnp.promote_types(hidden.dtype, jnp.float32))
+        wide = _scaled(wide, self.decoder.config.logits_divisor)
         return jnp.matmul(wide, self.score[...].astype(wide.dtype), precision="highest")
 
 

@@ -14,6 +14,7 @@ R = T X copies, I inputs, O outputs.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -21,18 +22,19 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from rlhf.tuning.compile_target import target_platform
+from rlhf.tuning.compile_target import LANES, target_platform
+from rlhf.tuning.models import grouped as gpu
 from rlhf.tuning.models.linear import INIT
 from rlhf.tuning.models.matmul import factor
 from rlhf.tuning.models.remat import MLP, keep
-from rlhf.tuning.models.sharding import CONTEXT, FSDP, ROWS, TENSOR, dividing, mesh_in_use, spec
+from rlhf.tuning.models.sharding import CONTEXT, FSDP, ROWS, TENSOR, dividing, mesh_in_use, scattered_sum, spec
 from rlhf.tuning.precision import of_gradients, real
 
 # routing(probabilities_BLE, chosen_BLX, cache of this layer) -> (experts_BLX, new cache of this layer)
 Routing = Callable[[jax.Array, jax.Array, Any], tuple[jax.Array, Any]]
 
-BLOCK = 64
-"""Rows of a product on CPU."""
+BLOCK, TILE = 64, 512
+"""Rows of a product on CPU; rows, inputs and outputs of a block on TPU at most."""
 _BY_ROWS = jax.lax.RaggedDotDimensionNumbers((((0,), (0,)), ((), ())), [0], [])
 
 
@@ -121,14 +123,16 @@ def mixture(
     gathers over `fsdp`, and its part of the feed-forward over `tensor`.
     """
 
-    def local(x: jax.Array, experts: jax.Array, weights: jax.Array, back: Any, *into: Any) -> jax.Array:
+    def local(
+        x: jax.Array, experts: jax.Array, weights: jax.Array, back: Any, *into: Any, cut: bool = False
+    ) -> jax.Array:
         flat, width = experts.reshape(-1), experts.shape[-1]
         order = jnp.argsort(flat)
         place, sizes = jnp.argsort(order), jnp.sum(flat[:, None] == jnp.arange(count), axis=0)
         copies = permuted(jnp.repeat(x.reshape(-1, x.shape[-1]), width, axis=0), order, place)
-        inner = [keep(_product(kernel, copies, sizes), MLP) for kernel in into]
+        inner = [keep(_product(kernel, copies, sizes, 1 if cut else None), MLP) for kernel in into]
         gate, up = inner if len(inner) == 2 else jnp.split(inner[0], 2, axis=-1)
-        out = permuted(_product(back, activation(gate) * up, sizes), place, order)
+        out = permuted(_product(back, activation(gate) * up, sizes, 2 if cut else None), place, order)
         shares = out.reshape(*experts.shape, -1).astype(weights.dtype) * weights[..., None]
         return shares.sum(axis=-2).astype(x.dtype)
 
@@ -139,10 +143,7 @@ def mixture(
     hidden, inner = dividing(mesh, back.shape[2], FSDP), dividing(mesh, back.shape[1], TENSOR)
 
     def device(x: jax.Array, experts: jax.Array, weights: jax.Array, back: jax.Array, *into: jax.Array) -> jax.Array:
-        if hidden:
-            back = jax.lax.all_gather(back, hidden, axis=2, tiled=True)
-            into = tuple(jax.lax.all_gather(kernel, hidden, axis=1, tiled=True) for kernel in into)
-        out = local(x, experts, weights, back, *into)
+        out = local(x, experts, weights, back, *into, cut=bool(hidden))
         return jax.lax.psum(out, inner) if inner else out
 
     tokens, kernels = spec(rows, columns), (spec((), inner, hidden), *[spec((), hidden, inner)] * len(into))
@@ -150,8 +151,9 @@ def mixture(
     return cut(x_BLD, experts_BLX, weights_BLX, back, *into)
 
 
-def _product(kernel: Any, x_RI: jax.Array, sizes_E: jax.Array) -> jax.Array:
-    out: jax.Array = kernel.grouped(x_RI, sizes_E) if hasattr(kernel, "grouped") else grouped(x_RI, kernel, sizes_E)
+def _product(kernel: Any, x_RI: jax.Array, sizes_E: jax.Array, cut: int | None) -> jax.Array:
+    stored = hasattr(kernel, "grouped")
+    out: jax.Array = kernel.grouped(x_RI, sizes_E) if stored else grouped(x_RI, kernel, sizes_E, cut)
     return out
 
 
@@ -167,19 +169,46 @@ permuted.defvjp(
 )
 
 
-@jax.custom_vjp
-def grouped(x_RI: jax.Array, kernels_EIO: jax.Array, sizes_E: jax.Array) -> jax.Array:
+@functools.partial(jax.custom_vjp, nondiff_argnums=(3,))
+def grouped(x_RI: jax.Array, kernels_EIO: jax.Array, sizes_E: jax.Array, cut: int | None = None) -> jax.Array:
     """Products of rows, sorted by expert, with the kernel of each: [R, O] in the type of x; the kernels' gradient
-    accumulates in their own."""
-    return _by_expert(x_RI, kernels_EIO.astype(x_RI.dtype), sizes_E)
+    accumulates in their own.
+
+    cut: inside `shard_map`, the dimension of which each device of `fsdp` has a part: the parts are gathered in the
+    type of x, and each device keeps its part of the gradient.
+    """
+    return _by_expert(x_RI, _whole(kernels_EIO, x_RI.dtype, cut), sizes_E)
 
 
-def _by_expert(x_RI: jax.Array, kernels_EIO: jax.Array, sizes_E: jax.Array) -> jax.Array:
-    kind, x, kernels = x_RI.dtype, factor(x_RI), factor(kernels_EIO)
-    if target_platform() != "cpu":
+def _whole(kernels: jax.Array, kind: Any, cut: int | None) -> jax.Array:
+    kernels = kernels.astype(kind)
+    return kernels if cut is None else jax.lax.all_gather(kernels, FSDP, axis=cut, tiled=True)
+
+
+def _by_expert(x_RI: jax.Array, kernels: jax.Array, sizes_E: jax.Array, transposed: bool = False) -> jax.Array:
+    """[R, O] of kernels [E, I, O]; transposed: [E, O, I]."""
+    kind, x, kernels, platform = x_RI.dtype, factor(x_RI), factor(kernels), target_platform()
+    if platform == "gpu" and gpu.suits(x, kernels):
+        return gpu.of_rows(x, kernels, sizes_E, transposed)
+    if platform == "tpu" and (transposed or kernels.shape[2] % LANES):
+        return _by_transposed(x, kernels if transposed else kernels.mT, sizes_E, kind)
+    kernels = kernels.mT if transposed else kernels
+    if platform != "cpu":
         return jax.lax.ragged_dot(x, kernels, sizes_E, preferred_element_type=kind)
     # XLA on CPU multiplies every row with every kernel.
     return in_blocks(x, sizes_E, kernels.shape[2], kind, lambda rows, expert: _dot(rows, kernels[expert], kind))
+
+
+def _by_transposed(x_RI: jax.Array, kernels_EOI: jax.Array, sizes_E: jax.Array, kind: Any) -> jax.Array:
+    """The product on TPU by JAX's kernel for it. XLA's own first copies kernels whose outputs are not last in memory:
+    those that are read backwards, and narrow ones, which a TPU keeps so."""
+    from jax.experimental.pallas.ops.tpu.megablox.gmm import gmm
+
+    rows = min(TILE, max(LANES, -(-len(x_RI) // len(sizes_E) // LANES) * LANES))
+    tiling = rows, *(min(TILE, size) for size in kernels_EOI.shape[:0:-1])
+    x = jnp.pad(x_RI, ((0, -len(x_RI) % rows), (0, 0)))
+    out: jax.Array = gmm(x, kernels_EOI, sizes_E.astype(jnp.int32), kind, tiling, transpose_rhs=True)
+    return out[: len(x_RI)]
 
 
 def _dot(x: jax.Array, y: jax.Array, kind: Any) -> jax.Array:
@@ -219,30 +248,39 @@ def _blocks(sizes_E: jax.Array, size: int, value: jax.Array, block: Callable[...
     return jax.lax.while_loop(lambda state: state[0] < ends_E[-1], step, start)[1]
 
 
-def _forward(x: jax.Array, kernels: jax.Array, sizes: jax.Array) -> tuple[jax.Array, tuple[jax.Array, ...]]:
-    out = grouped(x, kernels, sizes)
+def _forward(
+    x: jax.Array, kernels: jax.Array, sizes: jax.Array, cut: int | None
+) -> tuple[jax.Array, tuple[jax.Array, ...]]:
+    out = grouped(x, kernels, sizes, cut)
     with of_gradients():
         return out, (factor(x), kernels, sizes)
 
 
 @of_gradients()
-def _backward(saved: tuple[jax.Array, ...], g_RO: jax.Array) -> tuple[jax.Array, jax.Array, None]:
-    x_RI, kernels, sizes_E = saved
-    accumulate = jnp.promote_types(g_RO.dtype, kernels.dtype)
-    dx = _by_expert(g_RO, kernels.mT.astype(g_RO.dtype), sizes_E)
-    x, g = factor(x_RI), factor(g_RO)
-    if target_platform() != "cpu":
-        sums = jax.lax.ragged_dot_general(x, g, sizes_E, _BY_ROWS, preferred_element_type=accumulate)
-        return dx, sums.astype(kernels.dtype), None
+def _backward(cut: int | None, saved: tuple[jax.Array, ...], g: jax.Array) -> tuple[jax.Array, jax.Array, None]:
+    x, kernels, sizes = saved
+    sums = _by_kernel(factor(x), factor(g), sizes, jnp.promote_types(g.dtype, kernels.dtype))
+    if cut is not None:
+        sums = scattered_sum(sums, FSDP, cut)
+    return _by_expert(g, _whole(kernels, g.dtype, cut), sizes, True), sums.astype(kernels.dtype), None
+
+
+def _by_kernel(x: jax.Array, g: jax.Array, sizes_E: jax.Array, kind: Any) -> jax.Array:
+    """[E, I, O]: x^T g of the rows of each expert."""
+    platform = target_platform()
+    if platform == "gpu" and gpu.suits(x, g):
+        return gpu.of_kernels(x, g, sizes_E, kind)
+    if platform != "cpu":
+        return jax.lax.ragged_dot_general(x, g, sizes_E, _BY_ROWS, preferred_element_type=kind)
     size = _block_size(x, sizes_E)
     x, g = (jnp.pad(a, ((0, size), (0, 0))) for a in (x, g))
 
     def add(sums: jax.Array, expert: jax.Array, first: jax.Array, end: jax.Array) -> jax.Array:
         rows, back = (jax.lax.dynamic_slice_in_dim(a, first, size) for a in (x, g))
         own = jnp.where((first + jnp.arange(size) < end)[:, None], rows, 0)
-        return sums.at[expert].add(_dot(own.T, back, accumulate))
+        return sums.at[expert].add(_dot(own.T, back, kind))
 
-    return dx, _blocks(sizes_E, size, jnp.zeros(kernels.shape, accumulate), add).astype(kernels.dtype), None
+    return _blocks(sizes_E, size, jnp.zeros((len(sizes_E), x.shape[1], g.shape[1]), kind), add)
 
 
 grouped.defvjp(_forward, _backward)

@@ -16,10 +16,18 @@ EVERYWHERE: Final[dict[str, tuple[Any, ...]]] = {
     "quantization_config": (None,),
     "use_bidirectional_attention": (False, None),
 }
+MULTIPLIERS: Final = {
+    "embedding_multiplier": "embed_scale",
+    "attention_multiplier": "query_scale",
+    "residual_multiplier": "residual_scale",
+    "logits_scaling": "logits_divisor",
+}
+"""Factors by their names in config.json: the fields of `DecoderConfig`, of families with a default for them."""
 _SILU: Final[dict[str, tuple[Any, ...]]] = {"hidden_act": ("silu",)}
 _GELU: Final[dict[str, tuple[Any, ...]]] = {"hidden_activation": ("gelu_pytorch_tanh",)}
-# Fields of DecoderConfig that both Gemmas share.
-_GEMMA: Final[dict[str, Any]] = {"activation": "gelu_tanh", "post_norms": True, "norm_offset": 1.0}
+# Fields of DecoderConfig that all Gemmas share, and those after the first.
+_GEMMA1: Final[dict[str, Any]] = {"activation": "gelu_tanh", "norm_offset": 1.0}
+_GEMMA: Final[dict[str, Any]] = _GEMMA1 | {"post_norms": True}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -42,6 +50,8 @@ class Family:
     """Reads `attn_logit_softcapping` and `final_logit_softcapping`."""
     sizes: Mapping[str, str] = dataclasses.field(default_factory=dict)
     """Sizes that other families lack or name differently: fields of DecoderConfig by their names in config.json."""
+    layered_rope: bool = False
+    """Writes the rotary parameters of each type of layer apart."""
     tensors: Mapping[str, str] = dataclasses.field(default_factory=dict)
     """Modules with names of their own, by the parameter's name in a layer; `{}` is the number of an expert."""
 
@@ -51,6 +61,10 @@ _WINDOWED: Final = _PLAIN | {"sliding_window": 4096}
 _QWEN: Final = _WINDOWED | {"max_window_layers": 28}
 _GEMMA_DEFAULTS: Final = _WINDOWED | {"tie_word_embeddings": True, "head_dim": 256, "query_pre_attn_scalar": 256}
 _BOTH: Final = ("attention_bias", "mlp_bias")
+_OLMO: Final = {"rms_norm_eps": 1e-5, "num_key_value_heads": None, "max_position_embeddings": 2048}
+_OLMO_TRAITS: Final = {"qk_norm_joint": True, "input_norms": False, "post_norms": True}
+_EXPERTS: Final = {"num_experts": "num_experts", "num_experts_per_tok": "experts_per_token"}
+_IN_MLP: Final = {"router": "mlp.gate"} | {n: f"mlp.experts.{{}}.{n}_proj" for n in ("gate", "up", "down")}
 _ROUTED: Final = {"router_aux_loss_coef": 0.001, "output_router_logits": False}
 
 FAMILIES: Final[dict[str, Family]] = {
@@ -73,6 +87,32 @@ FAMILIES: Final[dict[str, Family]] = {
     "qwen2": Family("Qwen2", _SILU, _QWEN, {"qkv_bias": True}, windows="switch"),
     "qwen3": Family(
         "Qwen3", _SILU, _QWEN | {"head_dim": 128}, {"qk_norm": True}, biases=("attention_bias",), windows="switch"
+    ),
+    "olmo2": Family("Olmo2", _SILU, _PLAIN | _OLMO, _OLMO_TRAITS, biases=("attention_bias",)),
+    "olmo3": Family(
+        "Olmo3",
+        _SILU,
+        # Windowed layers of a file without `rope_parameters` ignore its theta, as those of Gemma 3.
+        _WINDOWED | _OLMO | {"rope_theta": 5e5, "rope_local_base_freq": 5e5, "sliding_window_pattern": 4},
+        _OLMO_TRAITS,
+        biases=("attention_bias",),
+        windows="pattern",
+        layered_rope=True,
+    ),
+    "granite": Family(
+        "Granite",
+        _SILU,
+        _PLAIN | {"num_key_value_heads": None, "max_position_embeddings": 2048} | dict.fromkeys(MULTIPLIERS, 1.0),
+        {},
+        biases=_BOTH,
+    ),
+    "gemma": Family(
+        "Gemma",
+        # The first releases say gelu, and transformers takes it for this.
+        {"hidden_act": ("gelu_pytorch_tanh", "gelu")},
+        _PLAIN | {"tie_word_embeddings": True, "head_dim": 256},
+        _GEMMA1,
+        biases=("attention_bias",),
     ),
     "gemma2": Family(
         "Gemma2",
@@ -119,11 +159,20 @@ FAMILIES: Final[dict[str, Family]] = {
         | _ROUTED,
         {"qk_norm": True},
         biases=("attention_bias",),
-        sizes={
-            "moe_intermediate_size": "intermediate_size",
-            "num_experts": "num_experts",
-            "num_experts_per_tok": "experts_per_token",
-        },
-        tensors={"router": "mlp.gate"} | {name: f"mlp.experts.{{}}.{name}_proj" for name in ("gate", "up", "down")},
+        sizes={"moe_intermediate_size": "intermediate_size"} | _EXPERTS,
+        tensors=_IN_MLP,
+    ),
+    "olmoe": Family(
+        "Olmoe",
+        _SILU | {"clip_qkv": (None,)},
+        _PLAIN
+        | {"rms_norm_eps": 1e-5, "num_key_value_heads": None, "max_position_embeddings": 4096}
+        | {"num_experts": 64, "num_experts_per_tok": 8, "norm_topk_prob": False}
+        | _ROUTED
+        | {"router_aux_loss_coef": 0.01},
+        {"qk_norm_joint": True},
+        biases=("attention_bias",),
+        sizes=_EXPERTS,
+        tensors=_IN_MLP,
     ),
 }

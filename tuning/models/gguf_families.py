@@ -136,7 +136,7 @@ def _llama3_scaling(file: GGUFFile, values: Values, factors: np.ndarray) -> Valu
 
     The tensor does not say from which context the model was extended, nor the bounds; all releases share them.
     """
-    from rlhf.tuning.models.config_json import LLAMA3_FIELDS
+    from rlhf.tuning.models.config_json import ROPE_FIELDS
     from rlhf.tuning.models.rope import RopeScaling, frequencies
 
     scaling = RopeScaling("llama3", float(factors.max()), 1.0, 4.0, 8192)
@@ -149,7 +149,7 @@ def _llama3_scaling(file: GGUFFile, values: Values, factors: np.ndarray) -> Valu
             "the only one supported; convert from the Hugging Face folder instead, where config.json names it"
         )
     _, *numbers = dataclasses.astuple(scaling)
-    return {"rope_type": "llama3"} | dict(zip(LLAMA3_FIELDS, numbers, strict=True))
+    return {"rope_type": "llama3"} | dict(zip(ROPE_FIELDS["llama3"], numbers, strict=False))
 
 
 def expected_tensors(name: str, config: Values) -> dict[str, tuple[str, tuple[int, ...]]]:

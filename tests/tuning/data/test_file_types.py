@@ -43,7 +43,7 @@ def test_bytes_are_utf8_text_and_other_types_have_one_json_form(read, tmp_path, 
             "half": pa.array(np.asarray([0.1, 65504], np.float16)),
             "halves": pa.array([[np.float16(3.3)], None], pa.large_list(pa.float16())),
             "level": pa.array([0.3, None], pa.float32()).dictionary_encode(),
-            "whole": pa.array([123456789, 1e23], pa.float32()),
+            "whole": pa.array(np.asarray([123456789, 1e23], np.float32)),
             "tensor": pa.ExtensionArray.from_storage(
                 pa.fixed_shape_tensor(pa.float32(), [1]), pa.array([[0.1], [0.2]], pa.list_(pa.float32(), 1))
             ),

@@ -19,14 +19,13 @@ from rlhf.tuning.fit.training import Packed
 from rlhf.tuning.mesh import over_devices, row_shards, state_shapes, under
 from rlhf.tuning.models.config import DecoderConfig, tiny
 from rlhf.tuning.models.decoder import abstract_decoder, decoder_graph
-from rlhf.tuning.models.lora import LoraConfig
 from rlhf.tuning.models.sharding import ROWS
 from rlhf.tuning.settings import ComputeSettings
 from rlhf.tuning.training.batch import Group, choose_rows, micro_batches
 from rlhf.tuning.training.optimizers import optimizer_of
 from rlhf.tuning.training.step import counted, step_programs
 from tests.aot.cases import PROMPT, Case
-from tests.aot.shapes import public
+from tests.aot.shapes import adapter_of, public
 from tests.tuning.models.mixtures import mixture
 
 MODELS = {
@@ -70,7 +69,7 @@ def elsewhere(case: Case) -> tuple[Packed, Machine]:
     model = public(case.model)
     grpo = partial(policy_loss, decoder_graph(model), find(OBJECTIVE), OBJECTIVE)
     loss = grpo if case.program == "grpo" else partial(sft_loss, decoder_graph(model))
-    lora = LoraConfig(rank=case.lora) if case.lora else None
+    lora = adapter_of(case)
     compute = ComputeSettings(tokens_per_micro_batch=rows * length, mesh=mesh)
     return dataclasses.replace(step, model=model, make_loss=loss, groups=groups, compute=compute, lora=lora), on
 

@@ -12,7 +12,8 @@ SIZES = {
 }  # fmt: skip
 CLASSES = {
     "llama": "Llama", "smollm3": "SmolLM3", "mistral": "Mistral", "qwen2": "Qwen2", "qwen3": "Qwen3",
-    "gemma2": "Gemma2", "gemma3_text": "Gemma3Text", "mixtral": "Mixtral", "qwen3_moe": "Qwen3Moe",
+    "olmo2": "Olmo2", "olmo3": "Olmo3", "granite": "Granite", "gemma": "Gemma", "gemma2": "Gemma2",
+    "gemma3_text": "Gemma3Text", "mixtral": "Mixtral", "qwen3_moe": "Qwen3Moe", "olmoe": "Olmoe",
 }  # fmt: skip
 LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
 
@@ -33,6 +34,9 @@ def read(family: str, **changes) -> DecoderConfig:
         ("qwen3_moe", {"num_experts": 16, "norm_topk_prob": True, "output_router_logits": True}),
         ("smollm3", {"use_sliding_window": True, "sliding_window": 9}),
         ("gemma3_text", {"sliding_window_pattern": 3}),
+        ("qwen3", {"rope_scaling": {"rope_type": "yarn", "factor": 4.0}}),
+        ("olmo3", {"rope_theta": 2e3, "rope_scaling": {"rope_type": "yarn", "factor": 8.0}}),
+        ("granite", {"logits_scaling": 8.0, "residual_multiplier": 0.22}),
         (
             "gemma3_text",
             {"rope_theta": 7e5, "rope_local_base_freq": 99.0, "rope_scaling": {"rope_type": "linear", "factor": 8}},
@@ -83,7 +87,11 @@ def test_llama3_falls_back_to_the_models_context():
         ("gemma3_text", {"use_bidirectional_attention": True}, "use_bidirectional_attention is True"),
         ("gemma3_text", {"attn_logit_softcapping": 50.0}, "attn_logit_softcapping is 50.0"),
         ("gemma2", {"attn_logit_softcapping": -1.0}, "attn_logit_softcapping is -1.0, supported is a positive number"),
-        ("qwen2", {"rope_scaling": {"type": "yarn", "factor": 4.0}}, "rope_scaling.rope_type is 'yarn'"),
+        ("qwen2", {"rope_scaling": {"type": "longrope", "factor": 4.0}}, "rope_scaling.rope_type is 'longrope'"),
+        ("qwen2", {"rope_scaling": {"type": "yarn"}}, "rope_scaling.factor missing, with rope_type 'yarn'"),
+        ("qwen2", {"rope_scaling": {"type": "yarn", "factor": "4"}}, "rope_scaling.factor is '4'"),
+        ("qwen2", {"rope_scaling": {"type": "yarn", "factor": 4, "truncate": 1}}, "rope_scaling.truncate is 1"),
+        ("granite", {"logits_scaling": 0}, "logits_scaling is 0, supported is a positive number"),
         ("llama", {"rope_parameters": {"rope_type": "dynamic"}}, "rope_parameters.rope_type is 'dynamic'"),
         ("llama", {"rope_scaling": LLAMA3 | {"beta": 2}}, "rope_scaling.beta is 2"),
         ("llama", {"rope_scaling": {"rope_type": "linear"}}, "rope_scaling.factor missing, with rope_type 'linear'"),
@@ -104,6 +112,7 @@ def test_llama3_falls_back_to_the_models_context():
         ("qwen3", {"layer_types": ["sliding_attention"] * 7}, "layer_types is .* without use_sliding_window"),
         ("qwen2", {"use_sliding_window": True, "sliding_window": 0, "max_window_layers": 1}, "sliding_window is 0"),
         ("mistral", {"layer_types": ["full_attention"] * 7}, "layer_types is"),
+        ("olmoe", {"clip_qkv": 8.0}, "clip_qkv is 8.0, supported is None"),
         ("mixtral", {"router_jitter_noise": 0.1}, "router_jitter_noise is 0.1, supported is 0.0"),
         ("mixtral", {"num_experts_per_tok": 9}, "num_experts_per_tok is 9, supported is at most 8"),
         (

@@ -22,7 +22,7 @@ import numpy as np
 from flax import nnx
 
 from rlhf.tuning.compile_target import target_platform
-from rlhf.tuning.models.decoder import Attention, AttentionSpec, Decoder, Layer, by_layer, rms_norm
+from rlhf.tuning.models.decoder import Attention, AttentionSpec, Decoder, Layer, by_layer
 from rlhf.tuning.models.experts import Routing, as_chosen
 from rlhf.tuning.models.linear import Linear
 from rlhf.tuning.models.matmul import factor, soft_cap
@@ -103,7 +103,6 @@ class DecodingDecoder(nnx.Module):
 
         Tokens that are not live are zeros in every layer (but for biases): `products` skips rows of zeros.
         """
-        c = self.config
         x = jnp.where(live_BL[..., None], self.rest.embed(tokens_BL, dtype), 0)
 
         def of_live(q: jax.Array, k: jax.Array, v: jax.Array, spec: AttentionSpec, mine: Any) -> Any:
@@ -111,7 +110,7 @@ class DecodingDecoder(nnx.Module):
             return jnp.where(live_BL[..., None, None], out, 0), mine
 
         x, new = self._through_layers(x, positions_BL, (of_live, routing), cache, new)
-        return rms_norm(x, self.rest.norm[...], c.norm_eps, c.norm_offset), new
+        return self.rest.last(x), new
 
     def _through_layers(
         self, x: jax.Array, positions: jax.Array, ways: Ways, cache: Sequence[Stack], new: Sequence[Stack]
@@ -130,8 +129,8 @@ class UnrolledDecoder(DecodingDecoder):
         self, x: jax.Array, positions: jax.Array, ways: Ways, cache: Sequence[Stack], new: Sequence[Stack]
     ) -> tuple[jax.Array, list[Stack]]:
         c = self.config
-        distinct, row_of_layer = c.frequencies()
-        cos, sin = rope_tables(positions, distinct)
+        distinct, amplitudes, row_of_layer = c.frequencies()
+        cos, sin = rope_tables(positions, distinct, amplitudes)
         changed = []
 
         # Nested jit: traced once for all layers with the same graph, frequencies and window.
