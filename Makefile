@@ -11,7 +11,7 @@ export PIP_DISABLE_PIP_VERSION_CHECK := 1
 # Images of Python set it: then each process would compile all that it imports again, JAX alone for 1.5 s.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: venv demo test test-all compiled coverage test-slow faults year test-vllm test-device tpu gpu-aot lint docs bench profile lock clean
+.PHONY: venv demo test test-all coverage test-slow faults year test-vllm test-device tpu gpu-aot lint docs bench lock clean
 
 # What users need, and nothing to run.
 venv: $(VENV)/.ready
@@ -20,13 +20,14 @@ demo: $(VENV)/.ready
 	$(BIN)/rlhf run demo $(ARGS)
 
 test: $(VENV)/.ready-dev
-	$(MAKE) --jobs=2 lint compiled
+	$(MAKE) --jobs=2 lint $(VENV)/.compiled
 	$(BIN)/pytest $(ARGS)
 
 # What tests import, compiled by Python once, on the core that the check of types leaves free: each process of the tests
 # would compile it. Errors are told by the tests.
-compiled: $(VENV)/.ready-dev
+$(VENV)/.compiled: $(VENV)/.ready-dev
 	@$(BIN)/pytest --collect-only --numprocesses=0 >$(VENV)/collected.log || true
+	touch $@
 
 coverage: $(VENV)/.ready-dev
 	$(BIN)/pytest --cov --cov-report= $(ARGS)
@@ -107,16 +108,8 @@ $(VENV)/.ready-dev: $(VENV)/.ready $(DEV_REQUIREMENTS)
 	touch $@
 
 # One JSON line each: python -m tests.bench --help
-$(VENV)/.ready-bench: $(VENV)/.ready infra/requirements-bench.txt
-	infra/install.sh $(VENV) infra/requirements-bench.txt
-	touch $@
-
-bench: $(VENV)/.ready-bench
+bench: $(VENV)/.ready
 	$(BIN)/python -m tests.bench $(ARGS)
-
-# Where the time of a step goes, by operation, with the machine's bounds: python -m tests.bench.profile --help
-profile: $(VENV)/.ready
-	$(BIN)/python -m tests.bench.profile $(ARGS)
 
 # Writes the pinned requirement files again from pyproject.toml.
 lock: $(VENV)/.ready

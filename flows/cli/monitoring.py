@@ -94,6 +94,21 @@ def ui(
         Web(make_app(place), "127.0.0.1", port).run(sockets=[listener])
 
 
+@app.command()
+def mcp(store: StoreUrl) -> None:
+    """Answer an agent's questions about a store by the Model Context Protocol, over standard input and output.
+
+    For example: `claude mcp add rlhf -- rlhf mcp --store STORE`. The tools only read.
+    """
+    from rlhf.flows.mcp_server import make_server
+
+    try:
+        server = make_server(store)
+    except ImportError as e:
+        raise usage_error(str(e)) from e
+    server.run("stdio")
+
+
 def _line(event: dict[str, Any]) -> str:
     """`2026-11-24 10:00:00 UTC  user@host  run  smoke-x  finished  0123456789 (dirty)  rlhf run smoke`."""
     commit, forced, run = (event.get("commit") or "")[:10], event.get("forced"), event.get("run")

@@ -60,7 +60,7 @@ def _changed(written: Mapping[str, Any], plain: Mapping[str, Any]) -> dict[str, 
     changed = {n: v for n, v in written.items() if v != plain[n]}
     rule = {n: v for n, v in written["optimizer"].items() if v != plain["optimizer"][n]}
     changed["optimizer"] = rule | _name(written)
-    if "critic" in changed:
+    if "critic" in written:
         changed["critic"] = _changed(written["critic"], plain["critic"])
     return changed
 

@@ -8,7 +8,7 @@
     /artifacts/STAGE/KEY.html           an artifact with all its ancestors, also those of other runs
 
 The addresses are those of the saved pages, so that links between them hold in both. Nothing is written. The pages have
-no scripts; a browser reads those of unfinished runs again.
+no scripts; a browser reads the pages of an unfinished run again.
 """
 
 from __future__ import annotations
@@ -118,7 +118,6 @@ class _Pages:
         evaluated = {label for row in rows for label in row["scores"]}
         return _page(
             "ui_index.html.j2",
-            refresh=any(row["status"] == "running" for row in rows),
             store=self._store.shown,
             runs=rows,
             # The policies of a backfill are in its report.

@@ -35,7 +35,7 @@ from rlhf.stages.store.artifacts import Artifact, ArtifactError, Store
 from rlhf.stages.store.damage import set_aside
 from rlhf.stages.store.disk import disk_fault
 from rlhf.stages.store.keys import published, without_userinfo
-from rlhf.stages.store.leases import lease, this_process
+from rlhf.stages.store.leases import clear, lease, this_process
 from rlhf.stages.store.reserve import keep_room, with_room
 from rlhf.stages.store.runs import Recorder
 from rlhf.stages.store.work import WorkFolder
@@ -341,10 +341,12 @@ class Session:
         return state, artifact
 
     def _tidy(self, stage: str, key: str) -> None:
-        """Remove the work on this host that a kill just after a commit has left."""
+        """Remove the work on this host, and the lease, that a kill just after a commit has left."""
         work = WorkFolder(self.store, stage, key)
         if work.path.exists():
             work.drop()
+        if not self.store.read_only:
+            clear(self.store, stage, key)
 
     def _recompute_damaged(self, inputs: Mapping[str, Artifact], begun: Begun) -> bool:
         """Recompute damaged inputs of a node; return whether one has other content now."""

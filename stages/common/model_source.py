@@ -13,7 +13,7 @@ from pathlib import Path, PurePosixPath
 from typing import Any
 from urllib.parse import urlsplit
 
-from rlhf.stages.store.disk import make_room, sha256_file
+from rlhf.stages.store.disk import make_room, remove_whole, sha256_file, sizes_below
 from rlhf.stages.store.keys import digest, without_userinfo
 from rlhf.tuning import digest_cache
 from rlhf.tuning.atomic import whole_folder
@@ -76,19 +76,29 @@ def _fetched(url: str) -> Path:
             files = {path: one for path, one in files.items() if _is_read(one[0].partition("/")[2])}
         state = sorted((local, _state(one)) for local, one in files.values())
         folder = digest_cache.folder().with_name("models") / digest(url) / digest(repr(state))
-        if folder.is_dir():
-            # The time of its last use.
-            with contextlib.suppress(OSError):
-                os.utime(folder)
-        else:
-            make_room(folder.parents[1], sum(one.get("size") or 0 for _, one in files.values()))
+        sizes = {local: one.get("size") for local, one in files.values()}
+        if not _has_all(folder, sizes):
+            if folder.exists():
+                remove_whole(folder)
+            make_room(folder.parents[1], sum(size or 0 for size in sizes.values()))
             with whole_folder(folder) as partial:
                 for path, (local, _) in files.items():
                     (partial / local).parent.mkdir(parents=True, exist_ok=True)
                     again(functools.partial(fs.get_file, path, str(partial / local)), url)
+                if not _has_all(partial, sizes):
+                    raise OSError("its copy has other files, or of other sizes; run the same command again")
+        # The time of its last use.
+        with contextlib.suppress(OSError):
+            os.utime(folder)
     except (SourceError, OSError) as error:
         raise SourceMissing(f"base.source: {without_userinfo(f'{url} cannot be read: {error!r}')}") from error
     return folder / name
+
+
+def _has_all(folder: Path, sizes: Mapping[str, int | None]) -> bool:
+    """Whether a copy has these files with these sizes, where the store has said them."""
+    found = sizes_below(folder)
+    return all(name in found and size in (None, found[name]) for name, size in sizes.items())
 
 
 def _state(info: Mapping[str, Any]) -> tuple[Any, str]:

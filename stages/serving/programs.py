@@ -45,9 +45,11 @@ from rlhf.tuning.chat import Message
 from rlhf.tuning.parallel.children import clean_environment
 from rlhf.tuning.rollout.servers import keeper
 
-ANSWERS = ("answer", "answers", "tests", "entry")
+ANSWERS = ("answer", "answers", "ground_truth", "tests", "entry")
 """Columns of a prompt, and fields within them, that built-in rewards read as its answer; reasoning-gym's `entry` often
-has it, and so has the field `extra_info` of verl's data."""
+has it, and so have the fields `extra_info` and `create_kwargs` of verl's data."""
+ASKED = ("prompt", "prompt_messages", "prompt_system")
+"""Columns that the policy reads."""
 TAIL_BYTES = 65536
 """Bytes of a program's output in which its last lines are looked for."""
 START_SECONDS = 60.0
@@ -73,6 +75,8 @@ class Programs:
     """Key of the server."""
     sessions: Sessions
     terms: Callable[[Episode], Terms]
+    failed: Callable[[], object]
+    """Whether the engine has: from then on every call of a program fails."""
     ending: threading.Event = dataclasses.field(default_factory=threading.Event)
 
     def play(self, episodes: Sequence[Episode], live: int) -> Generator[Ended, None, None]:
@@ -99,7 +103,7 @@ class Programs:
                 with contextlib.suppress(UnknownSession):
                     self.sessions.remove(session.name)
             ended = ended_of(episode, session, fault, tries, time.monotonic() - began)
-            if ended.status != "failed" or self.ending.is_set():
+            if ended.status != "failed" or self.ending.is_set() or self.failed():
                 break
         return ended
 
@@ -141,7 +145,7 @@ class Programs:
         here = clean_environment()
         url = f"{self.url}/sessions/{session.name}"
         whole = dict(episode.task.row)
-        row = without_answers(whole)
+        row = without_answers(whole) | {name: whole[name] for name in ASKED if name in whole}
         environment = {
             **here,
             # Loopback is reached without the machine's proxies.
@@ -171,8 +175,8 @@ class Programs:
                 os.close(end)
 
     def _wait(self, process: subprocess.Popen[bytes], deadline: float) -> bool:
-        """Return whether the program ended before its deadline and before the end of all programs."""
-        while not self.ending.is_set() and (left := deadline - time.monotonic()) > 0:
+        """Return whether the program ended before its deadline, the end of all programs and a failure of the engine."""
+        while not (self.ending.is_set() or self.failed()) and (left := deadline - time.monotonic()) > 0:
             with contextlib.suppress(subprocess.TimeoutExpired):
                 process.wait(min(left, 0.5))
                 return True
@@ -180,21 +184,34 @@ class Programs:
 
 
 def without_answers(value: Any) -> Any:
-    """Return a JSON value without `ANSWERS`, at any depth."""
+    """Return a JSON value without `ANSWERS`, at any depth and in texts of JSON. The properties of a schema stay."""
     if isinstance(value, dict):
-        return {name: without_answers(part) for name, part in value.items() if name not in ANSWERS}
+        parts = {name: part for name, part in value.items() if name not in ANSWERS}
+        return {n: part if n == "properties" and _are_schemas(part) else without_answers(part) for n, part in parts.items()}
+    if isinstance(value, str) and value.lstrip()[:1] in ("{", "["):
+        with contextlib.suppress(ValueError, RecursionError):
+            found = json.loads(value)
+            if (rest := without_answers(found)) != found:
+                return json.dumps(rest, ensure_ascii=False)
     return [without_answers(part) for part in value] if isinstance(value, list) else value
 
 
+def _are_schemas(value: Any) -> bool:
+    return isinstance(value, dict) and all(isinstance(part, dict) for part in value.values())
+
+
 def _pipe_with(data: bytes) -> int:
-    """Return a descriptor from which data can be read once. Raises OSError for more than a pipe holds (64 KiB)."""
+    """Return a descriptor from which data can be read once."""
     end, start = os.pipe()
-    os.set_blocking(start, False)
-    with open(start, "wb", buffering=0) as pipe:
-        written = pipe.write(data)
-    if written != len(data):
-        os.close(end)
-        raise OSError(f"its answer has {len(data)} bytes, more than a pipe holds")
+
+    def write() -> None:
+        # More than a pipe holds waits for its reader, or for the end of the program.
+        with contextlib.suppress(BrokenPipeError), open(start, "wb", buffering=0) as pipe:
+            left = memoryview(data)
+            while left:
+                left = left[pipe.write(left) or 0 :]
+
+    threading.Thread(target=write, name="grader", daemon=True).start()
     return end
 
 
@@ -354,7 +371,8 @@ def play_episodes(
         key = secrets.token_urlsafe(32)
         with endpoint(server, key) as url:
             limit = min(settings.processes, engine.slots_for(tokens))
-            with contextlib.closing(Programs(settings, url, key, sessions, terms).play(episodes, limit)) as plays:
+            programs = Programs(settings, url, key, sessions, terms, lambda: live.failure)
+            with contextlib.closing(programs.play(episodes, limit)) as plays:
                 for one in plays:
                     if live.failure is not None:
                         # Programs are not at fault.

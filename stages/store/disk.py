@@ -10,13 +10,14 @@ import os
 import re
 import shutil
 import time
+import uuid
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
 from safetensors import SafetensorError
 
-from rlhf.tuning.atomic import whole_file
+from rlhf.tuning.atomic import is_partial, whole_file
 from rlhf.tuning.errors import with_causes
 
 FETCHES = 3
@@ -191,11 +192,32 @@ def make_room(downloads: Path, size: int) -> None:
 
     The least recently used ones go first; those that were used in the last `UNUSED_SECONDS` stay.
     """
-    # Other processes remove some too, and begin to use others.
+    if not downloads.is_dir() or shutil.disk_usage(downloads).free >= size:
+        return
+    for path in sorted(downloads.glob("*/*"), key=_last_used):
+        # Other processes begin to use some.
+        if _last_used(path) < time.time() - UNUSED_SECONDS and shutil.disk_usage(downloads).free < size:
+            # Others are another user's.
+            with contextlib.suppress(PermissionError):
+                remove_whole(path)
+
+
+def _last_used(path: Path) -> float:
+    """Return the time of the newest file of a folder, which may be written now, or of the folder itself."""
+    times = [0.0]
+    for one in (path, *path.rglob("*")):
+        with contextlib.suppress(FileNotFoundError):
+            times.append(one.stat().st_mtime)
+    return max(times)
+
+
+def remove_whole(path: Path) -> None:
+    """Remove a folder: a kill in between leaves no part of it under its name."""
+    aside = path if is_partial(path) else path.with_name(f".{path.name}.{uuid.uuid4().hex[:8]}.part")
+    # Another process removes it too.
     with contextlib.suppress(FileNotFoundError):
-        for path in sorted(downloads.glob("*/*"), key=lambda path: path.stat().st_mtime):
-            if path.stat().st_mtime < time.time() - UNUSED_SECONDS and shutil.disk_usage(downloads).free < size:
-                shutil.rmtree(path, ignore_errors=True)
+        path.rename(aside)
+        shutil.rmtree(aside, ignore_errors=True)
 
 
 def _room(place: Path) -> str:

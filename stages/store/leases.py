@@ -165,6 +165,12 @@ def unless_held(store: Store, stage: str, key: str, step: Callable[[Callable[[],
     return False
 
 
+def clear(store: Store, stage: str, key: str) -> None:
+    """Remove the lease that a process left which was killed after its commit; `rlhf gc` does it in a remote store."""
+    if store.is_local and store.exists("leases", _name(stage, key)):
+        unless_held(store, stage, key, lambda check: None)
+
+
 def check(store: Store, stage: str, key: str, token: str) -> None:
     """Raise LeaseLost if the lease of a key does not have this token."""
     holder = _again(lambda: holder_of(store, stage, key))

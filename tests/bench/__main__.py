@@ -13,7 +13,6 @@ from tests.bench.inputs import SHAPES
 WORKS = dict.fromkeys(["W2", "W2lora", "W4", "W6"], "training")
 WORKS |= dict.fromkeys(["W1", "W1b", "shared", "decode1", "decode8"], "rollouts")
 WORKS |= dict.fromkeys(["W3", "W5"], "rl")
-WORKS |= dict.fromkeys(["data", "datasets"], "data")
 
 
 def main() -> None:
@@ -31,8 +30,7 @@ def main() -> None:
 
         precision.use(args.dtype)
         for work in args.works:
-            dtype = {} if WORKS[work] == "data" else {"dtype": args.dtype}
-            import_module(f"tests.bench.{WORKS[work]}").run(work, args.model, args.repeats, **dtype)
+            import_module(f"tests.bench.{WORKS[work]}").run(work, args.model, args.repeats, dtype=args.dtype)
         return
     failed = 0
     for work in args.works or WORKS:

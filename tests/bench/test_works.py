@@ -10,11 +10,9 @@ from rlhf.stages.worker.client import worker_environment
 from tests.bench.__main__ import WORKS
 from tests.oracle.support import ROOT
 
-MODELS = [work for work, module in WORKS.items() if module in ("training", "rollouts", "rl")]
-
 
 @pytest.mark.slow
-@pytest.mark.parametrize("work", MODELS)
+@pytest.mark.parametrize("work", WORKS)
 def test_a_measurement_ends_with_one_line_of_results(work):
     command = [sys.executable, "-m", "tests.bench", work, "--model", "tiny", "--repeats", "1", "--here"]
     done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, env=worker_environment())

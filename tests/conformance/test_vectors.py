@@ -3,11 +3,12 @@
 `RLHF_VECTORS` names another folder of vectors. A file, op, parameter, input or expected value that the runner does not
 know fails. Cases tagged `peer_quirk` record a defect of the implementation they come from and are counted apart.
 
-`make test` runs a case where it is the first of its implementation's function with these parameters, with this batch,
-with these tags, or that expects these values; `make test-slow` runs the others, which are the same with other numbers.
+`make test` runs the first cases of each implementation's function: of each tag, of each set of expected values, and a
+few with other parameters or another batch. `make test-slow` runs the others.
 """
 
 import json
+from collections import Counter, defaultdict
 from collections.abc import Iterator
 from typing import Any
 
@@ -18,25 +19,28 @@ from .harness import FOLDER, OPS, Case, load
 
 FAMILIES = {family for family, _ in OPS}
 CASES = load()
+INPUT, FEW = "input", 3
 
 
 def kinds(case: Case) -> Iterator[tuple[Any, ...]]:
-    """What a case may be the first to show."""
-    function = case.id.rpartition("/")[0]
-    yield function, "parameters", json.dumps(case.raw["params"], sort_keys=True)
-    yield function, "batch", case.raw.get("batch"), *sorted(case.own)
-    yield function, "expected", *sorted(name for name, value in case.raw["expected"].items() if value is not None)
-    for tag in case.tags:
-        yield function, "tag", tag
+    """What a case may be the first to show of its function; an input where that is what differs."""
+    yield "expected", *sorted(name for name, value in case.raw["expected"].items() if value is not None)
+    yield from (("tag", tag) for tag in case.tags)
+    yield INPUT, "parameters", json.dumps(case.raw["params"], sort_keys=True)
+    yield INPUT, "batch", case.raw.get("batch"), *sorted(case.own)
 
 
 def marked(cases: list[Case]) -> Iterator[Any]:
-    """The cases, those slow that show nothing for the first time."""
-    seen: set[tuple[Any, ...]] = set()
+    """The cases; slow are those that show nothing new, or nothing but other inputs after a few of their function."""
+    seen: defaultdict[str, set[tuple[Any, ...]]] = defaultdict(set)
+    quick: Counter[str] = Counter()
     for case in cases:
-        shown = set(kinds(case))
-        yield pytest.param(case, id=case.id, marks=[pytest.mark.slow] if shown <= seen else [])
-        seen |= shown
+        function = case.id.rpartition("/")[0]
+        new = set(kinds(case)) - seen[function]
+        runs = any(kind[0] != INPUT for kind in new) or (bool(new) and quick[function] < FEW)
+        yield pytest.param(case, id=case.id, marks=[] if runs else [pytest.mark.slow])
+        seen[function] |= new
+        quick[function] += runs
 
 
 def test_folder_has_known_files() -> None:

@@ -29,7 +29,7 @@ SHIM = pytest.mark.skipif(sys.platform != "linux" or shutil.which("gcc") is None
 
 @pytest.mark.slow
 @SHIM
-@pytest.mark.parametrize("step", [29, pytest.param(1, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("step", [29, 1])
 def test_each_operation_in_the_life_of_an_artifact_may_fail_once(step):
     # In memory: a busy disk takes a hundred times as long to sync.
     memory = "/dev/shm" if os.access("/dev/shm", os.W_OK) else None

@@ -17,6 +17,8 @@ from tests.faults.storm.ground import digests
 from tests.faults.support import SETTINGS as OF_FAULTS
 from tests.faults.support import Run, shards
 
+pytestmark = pytest.mark.slow
+
 # A byte a call in a file beside it.
 SLOW_REWARD = """
 import pathlib, time
@@ -72,7 +74,6 @@ def check(run: Run, undisturbed: Path) -> None:
     assert store.fs.find(store.join("work")) == []
 
 
-@pytest.mark.slow
 def test_training_goes_on_from_its_checkpoint(store, undisturbed):
     place = store("base", "prepare")
     first = Run(place, "first", sets=SETTINGS)
@@ -100,7 +101,6 @@ def test_training_goes_on_from_its_checkpoint(store, undisturbed):
     assert len(lines) == second.record()["nodes"]["sft"]["metrics"]["steps"]
 
 
-@pytest.mark.slow
 def test_a_round_goes_on_from_its_shards_and_a_lost_policy_is_made_again(store, undisturbed):
     place = store("base", "prepare", "sft", "reward")
     first = Run(place, "first", sets=SETTINGS)
@@ -132,7 +132,6 @@ def test_a_round_goes_on_from_its_shards_and_a_lost_policy_is_made_again(store, 
     check(third, undisturbed)
 
 
-@pytest.mark.slow
 def test_with_a_retry_the_run_goes_on_by_itself(store, undisturbed):
     place = store("base", "prepare", "sft", "reward")
     run = Run(place, "first", sets=SETTINGS, retries=1)
@@ -146,7 +145,6 @@ def test_with_a_retry_the_run_goes_on_by_itself(store, undisturbed):
     check(run, undisturbed)
 
 
-@pytest.mark.slow
 def test_a_score_that_is_finished_is_not_made_again(store, undisturbed, tmp_path):
     place = store("base", "prepare", "sft", "reward", "rollout")
     (tmp_path / "slow_reward.py").write_text(SLOW_REWARD)
@@ -170,7 +168,6 @@ def test_a_score_that_is_finished_is_not_made_again(store, undisturbed, tmp_path
     assert second.record()["nodes"]["round-000.score"]["metrics"]["completions"] == 128
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("moment", ["rollout", "update"])
 def test_the_whole_run_is_killed(store, undisturbed, moment):
     place = store("base", "prepare", "sft", "reward")
@@ -196,17 +193,3 @@ def test_the_whole_run_is_killed(store, undisturbed, moment):
     else:
         assert second.state("round-000.score") == "hit"
     check(second, undisturbed)
-
-
-@pytest.mark.slow
-def test_the_flow_alone_is_killed(store, undisturbed):
-    """Its worker leaves at once, without being asked; nothing goes on computing for nobody."""
-    place = store("base", "prepare", "sft", "reward")
-    first = Run(place, "first", sets=SETTINGS)
-    first.until(lambda: shards(place, "rollout", "rollouts") >= 1)
-    family = first.family()
-    first.process.kill()
-    first.process.wait()
-    left = psutil.wait_procs(family, timeout=20)[1]
-    # Whoever inherits what has ended may be slow to bury it.
-    assert [p for p in left if p.is_running() and p.status() != psutil.STATUS_ZOMBIE] == []

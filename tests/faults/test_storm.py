@@ -79,3 +79,14 @@ def test_a_loss_of_power_takes_what_was_not_synced_and_nothing_else(tmp_path):
     Loss(place, log, graves, Worst()).strike()
     left = {path.relative_to(place).as_posix(): path.read_text() for path in place.rglob("*") if path.is_file()}
     assert left == {"named": "x", "kept": "x", "emptied": "", "old": "old", "kept-too": "before"}
+
+
+@pytest.mark.slow
+def test_twelve_nights_end_as_they_must(tmp_path):
+    command = [sys.executable, "-m", "tests.faults.year", "--nights", "12", "--folder", str(tmp_path)]
+    done = subprocess.run(command, cwd=PROJECT, capture_output=True, text=True, timeout=1500)
+    rows = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
+    assert done.returncode == 0, done.stdout
+    assert rows[-1] == {"ended": {"promoted": 2, "nothing new": 7, "refused": 2, "failed": 1}, "alerts": 3}
+    [hung] = [row for row in rows[:-1] if row["ended"] == "failed"]
+    assert hung["state"] == "TimedOut" and "limits.run_seconds" in hung["message"]

@@ -2,6 +2,7 @@
 behind a commit is removed."""
 
 import shutil
+import time
 
 import pytest
 
@@ -9,6 +10,7 @@ from rlhf.flows.recipe.reading import load_recipe
 from rlhf.flows.report.console import ConsoleReporter
 from rlhf.flows.running.session import Session
 from rlhf.stages.store.artifacts import Store
+from rlhf.stages.store.leases import this_process
 
 
 @pytest.mark.slow
@@ -35,13 +37,16 @@ def test_a_changed_byte_in_an_input_is_found_before_a_stage_reads_it(store, reco
     assert "! base: " in out and "model.safetensors has checksum" in out and "computed again" in out
 
 
-def test_work_that_a_kill_just_after_a_commit_has_left_is_removed(store, record):
+def test_work_and_the_lease_that_a_kill_just_after_a_commit_has_left_are_removed(store, record):
     nodes = record(store, "first")["nodes"]
     others = ("base", "prepare")
     for stage in others:
         (store / "work" / stage / nodes[stage]["key"] / "checkpoints").mkdir(parents=True)
+        gone = {"token": "a" * 32, "beat": time.time()} | this_process() | {"started": 1.0}
+        Store(str(store)).write_json(gone, "leases", f"{stage}-{nodes[stage]['key']}.json")
     run = Session(load_recipe("smoke", sets=[f"store={store}"]), ConsoleReporter(), "again")
     for stage in others:
         assert run.run_node(stage)[0] == "hit"
         assert not (store / "work" / stage / nodes[stage]["key"]).exists()
+    assert list((store / "leases").iterdir()) == []
     run.finish("failed")

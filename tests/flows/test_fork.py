@@ -124,6 +124,22 @@ def test_another_choice_brings_its_own_defaults(first, change):
     assert (fork.rl, fork.preference) == (wanted.rl, wanted.preference)
 
 
+@pytest.mark.parametrize(
+    "sets",
+    [
+        ["preference={loss: simpo, lora: {rank: 2}, optimizer: {name: lion}}"],
+        ["rl.update={algorithm: ppo, critic: {optimizer: {name: lion}}}"],
+        ["rl.update={algorithm: ppo, critic: {optimizer: {name: lion, beta2: 0.9}}}"],
+        ["rl.update={algorithm: ppo, optimizer: {name: lion}, critic: {optimizer: {name: sgd}, gamma: 0.9}}"],
+        ["rl.update={algorithm: ppo, lora: {rank: 2}, critic: {optimizer: {name: muon}}}"],
+        ["sft.optimizer.name=lion", "reward={optimizer: {name: muon, beta2: 0.9}}", "rl.update.optimizer.name=sgd"],
+    ],
+)
+def test_a_fork_without_changes_has_the_recipe_of_its_run(sets):
+    wanted = load_recipe("smoke", sets=sets).model_dump(exclude={"fork"})
+    assert forked(record_of(*sets), "sft", [], ".rlhf").model_dump(exclude={"fork"}) == wanted
+
+
 def test_settings_that_follow_from_other_sections_follow_from_the_new_ones(tmp_path):
     path = tmp_path / "game.yaml"
     path.write_text("environment: {name: guess}\nrl: {update: {algorithm: ppo, critic: {start: policy}}}")

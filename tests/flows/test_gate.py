@@ -21,8 +21,9 @@ from tests.flows.nights import BAD, GOOD, Nights, records, states
 from tests.flows.prefect_server import prefect_server
 from tests.support import RLHF, until, write_files
 
+pytestmark = pytest.mark.slow
 
-@pytest.mark.slow
+
 def test_better_is_promoted_the_same_is_nothing_new_and_worse_is_refused(tmp_path, rlhf, rlhf_here, monkeypatch):
     monkeypatch.chdir(tmp_path)
     nights = Nights(tmp_path, rlhf)
@@ -54,7 +55,6 @@ def test_better_is_promoted_the_same_is_nothing_new_and_worse_is_refused(tmp_pat
     assert "run worse is at its end (refused)" in rlhf_here(*nights.arguments("worse"), code=2).stderr
 
 
-@pytest.mark.slow
 def test_nights_with_growing_data(tmp_path, rlhf):
     of = {"start_from": "champion", "gate": {"guards": {"truncated": {"rise": 0.5}}}}
     nights = Nights(
@@ -85,7 +85,6 @@ def test_nights_with_growing_data(tmp_path, rlhf):
     assert five["nodes"]["fresh"]["state"] == "hit"
 
 
-@pytest.mark.slow
 def test_a_kill_between_decision_and_promotion_costs_nothing(tmp_path, rlhf):
     nights = Nights(tmp_path, rlhf)
     with (tmp_path / "log").open("w") as log:
@@ -100,7 +99,6 @@ def test_a_kill_between_decision_and_promotion_costs_nothing(tmp_path, rlhf):
     assert states(record, "made") <= {"export"}
 
 
-@pytest.mark.slow
 def test_a_policy_that_was_taken_back_is_not_promoted_from_the_cache(tmp_path, rlhf):
     nights = Nights(tmp_path, rlhf, gate={"first": "promote"})
     nights.run("weak", "--set", "sft.epochs=1", "--set", "sft.optimizer.learning_rate=1e-6")
@@ -118,7 +116,6 @@ def test_a_policy_that_was_taken_back_is_not_promoted_from_the_cache(tmp_path, r
     assert nights.run("after")["status"] == "nothing new"
 
 
-@pytest.mark.slow
 def test_it_is_decided_again_where_the_champion_has_changed_meanwhile(tmp_path, rlhf):
     nights = Nights(tmp_path, rlhf)
     nights.run("good")
@@ -143,7 +140,6 @@ def test_it_is_decided_again_where_the_champion_has_changed_meanwhile(tmp_path, 
     assert "decided again" in (tmp_path / "out").read_text()
 
 
-@pytest.mark.slow
 def test_prefect_tells_the_ends_of_nights_apart(tmp_path, rlhf):
     nights = Nights(tmp_path / "nights", rlhf)
     with prefect_server(tmp_path) as prefect:
@@ -159,7 +155,6 @@ def test_prefect_tells_the_ends_of_nights_apart(tmp_path, rlhf):
         assert seen == [("COMPLETED", "Promoted"), ("COMPLETED", "Nothing new"), ("COMPLETED", "Refused")]
 
 
-@pytest.mark.slow
 def test_a_champion_of_another_tokenizer_or_one_that_is_gone_is_told_before_any_training(tmp_path, rlhf):
     nights = Nights(tmp_path, rlhf)
     first = nights.run("first")

@@ -107,8 +107,8 @@ def test_the_form_describes_every_field_of_the_recipe(prefect: Prefect) -> None:
     assert all(p["description"] for p in schema["properties"].values())
     models = schema["definitions"]
     assert all(f.get("description") for m in models.values() for f in m["properties"].values())
-    # Everything else has a default; these have none, and are written by `rlhf fork` and `rlhf backfill`.
-    assert {name for name, m in models.items() if "required" in m} == {"Earlier", "FinishedPolicy"}
+    # Everything else has a default; the rounds of before a fork have none, and are written by `rlhf fork`.
+    assert {name for name, m in models.items() if "required" in m} == {"Earlier"}
     assert all(m["additionalProperties"] is False for m in models.values())
 
 
@@ -137,6 +137,7 @@ def test_a_run_that_would_overlap_waits_for_the_one_before_it(prefect: Prefect, 
     assert waited["start_time"] > made["end_time"]
 
 
+@pytest.mark.slow
 def test_a_run_leaves_artifacts_to_look_at(prefect: Prefect, made: dict[str, Any], folder: Path) -> None:
     found = prefect.artifacts(made)
     kinds = {"smoke-sft-metrics": "table", "smoke-evaluation": "table", "smoke-rollout-sample": "markdown"}
@@ -172,6 +173,7 @@ def test_a_second_run_is_cached_and_starts_no_worker(prefect: Prefect, cached: d
     assert record(folder / "store", cached["name"])["worker_starts"] == 0
 
 
+@pytest.mark.slow
 def test_a_name_that_is_taken_is_made_another_one_in_the_store_and_in_prefect(cached: dict[str, Any]) -> None:
     assert cached["name"] == f"smoke-made-{cached['id'][-8:]}"
 
@@ -217,6 +219,7 @@ def test_cron_fires(prefect: Prefect, due: dict[str, Any]) -> None:
     wait_for(lambda: prefect.http.delete(f"/deployments/{due['id']}").status_code in (204, 404), 60, "its end")
 
 
+@pytest.mark.slow
 def test_the_page_of_a_cached_run_says_so(prefect: Prefect, cached: dict[str, Any]) -> None:
     page = f"{prefect.ui}/runs/flow-run/{cached['id']}"
     for seconds in 20, 60, 120:  # of the page's own clock; how many it needs depends on the machine

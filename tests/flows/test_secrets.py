@@ -1,6 +1,7 @@
-"""What is secret in a recipe, or in the environment of a run, is in nothing that the run writes."""
+"""What is secret in a recipe or the environment is in nothing that a run writes; no process of a run can be reached."""
 
 import http.server
+import ipaddress
 import json
 import re
 import subprocess
@@ -15,6 +16,7 @@ from rlhf.flows.pipeline import rlhf_pipeline
 from rlhf.flows.recipe.model import RecipeError
 from rlhf.flows.recipe.reading import load_recipe
 from rlhf.stages.store.keys import config_content, published, without_userinfo
+from tests.sockets import LISTENERS, listeners
 from tests.stages.sampling.http_server import VERSION
 from tests.support import RLHF
 
@@ -165,3 +167,37 @@ def test_a_run_with_a_secret_in_every_place_writes_none_of_them(tmp_path, monkey
     assert {"run.json", "report.html", "manifest.json", "worker.log"} <= {path.name for path in files}
     found = {(path.name, *re.findall(rb"PLANTED-\w+", path.read_bytes())) for path in files}
     assert not [entry for entry in found if len(entry) > 1]
+
+
+LISTEN = """
+import socket, time
+server = socket.create_server(("", 0), family=socket.{family})
+datagrams = socket.socket(socket.{family}, socket.SOCK_DGRAM)
+datagrams.bind(("", 0))
+print("listening", flush=True)
+time.sleep(1)
+"""
+
+
+@pytest.mark.parametrize(("family", "address"), [("AF_INET", "0.0.0.0"), ("AF_INET6", "::")])
+def test_a_process_that_listens_to_the_network_is_seen(family, address):
+    shell = [sys.executable, "-c", LISTEN.format(family=family)]
+    with listeners() as found:
+        subprocess.run(["sh", "-c", '"$@"; true', "sh", *shell], check=True, capture_output=True)
+    assert address in found
+
+
+def beyond(found):
+    """Addresses that are not this machine's alone."""
+    return [address for address in found if not ipaddress.ip_address(address).is_loopback]
+
+
+def test_no_stage_of_a_run_listens_to_the_network(smoke_store):
+    assert beyond(json.loads((smoke_store.parent / LISTENERS).read_text())) == []
+
+
+@pytest.mark.slow
+def test_no_process_that_prepares_data_listens_to_the_network(rlhf, tmp_path):
+    with listeners() as found:
+        rlhf("run", "smoke", "--no-prefect", "--only", "prepare", "--set", "data.workers=2", "--store", tmp_path / "s")
+    assert beyond(found) == []

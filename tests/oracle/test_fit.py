@@ -90,7 +90,7 @@ def test_sft(case: str, product: Product, prepared: Any) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("lora", [None, pytest.param(LORA, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("lora", [None, LORA])
 def test_reward_model(lora: Any, product: Product, prepared: Any) -> None:
     config = COMMON | {"centering": 0.05, "margin_weight": 0.5, "lora": lora}
     made, _, settings = product.run(reward, config, {"base": product.base, "data": prepared, "tokenizer": product.base})
@@ -115,7 +115,7 @@ LOSSES: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("case", ["dpo", *slow(*list(LOSSES)[1:])])
+@pytest.mark.parametrize("case", LOSSES)
 def test_preference_on_pairs(case: str, product: Product, prepared: Any) -> None:
     config = COMMON | {"loss": case} | LOSSES[case]
     alone = config["loss"] in ("orpo", "simpo", "cpo")
@@ -146,7 +146,7 @@ def test_preference_on_labels(source: str, loss: str, product: Product, prepared
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("divergence", ["jsd", *slow("forward-kl", "reverse-kl")])
+@pytest.mark.parametrize("divergence", ["jsd", "forward-kl", "reverse-kl"])
 def test_distillation(divergence: str, product: Product, prepared: Any) -> None:
     config = COMMON | {"divergence": divergence, "on_policy": 0.0, "temperature": 1.5, "heldout_fraction": 0.0}
     config |= {"beta": 0.3} if divergence == "jsd" else {}

@@ -1,6 +1,5 @@
 """Random recipes on random tables: stage and oracle agree, or the recipe is refused when it is read."""
 
-from collections import Counter
 from typing import Any
 
 import pytest
@@ -8,14 +7,14 @@ from hypothesis import given, note, settings
 from hypothesis import strategies as st
 from pydantic import ValidationError
 
-from rlhf.stages.sampling.order import prompts_of_refill, prompts_of_round
 from rlhf.stages.update import stage as update
 from rlhf.tuning.algorithms.registry import ALGORITHMS, presets
-from tests.oracle.plain import order
 from tests.oracle.product import Product
 from tests.oracle.rounds import COMMON, check_round
 from tests.oracle.support import COMMONLY
 from tests.oracle.tables import Drawn
+
+pytestmark = pytest.mark.slow
 
 # Few values of each setting: every new combination compiles a program.
 RECIPES: dict[str, st.SearchStrategy[Any]] = {
@@ -74,53 +73,6 @@ def check(product: Product, recipe: dict[str, Any], drawn: list[Drawn]) -> None:
     check_round(f"{recipe}", product, recipe, drawn)
 
 
-@pytest.mark.slow
-@settings(max_examples=12, **COMMONLY)
-@given(table=st.integers(1, 9), prompts=st.integers(1, 12), rounds_=st.integers(1, 4), seed=st.integers(0, 2**31 - 1))
-def test_each_prompt_is_drawn_once_a_pass(table: int, prompts: int, rounds_: int, seed: int) -> None:
-    """Whatever the rounds' size: they are stretches of passes that have every prompt once, as the oracle has them."""
-    walk: list[int] = []
-    for number in range(rounds_):
-        drawn = prompts_of_round(prompts, table, number, seed)
-        assert drawn == order.prompts_of_round(number, prompts, table, seed)
-        walk += drawn
-        counts = Counter(walk)
-        assert max(counts.values()) - min(counts[i] for i in range(table)) <= 1
-    for start in range(0, len(walk), table):
-        one = walk[start : start + table]
-        assert len(set(one)) == len(one)
-        assert len(one) < table or sorted(one) == list(range(table))
-
-
-@pytest.mark.slow
-@settings(max_examples=12, **COMMONLY)
-@given(
-    table=st.integers(1, 12),
-    wanted=st.integers(0, 12),
-    prompts=st.integers(1, 12),
-    refills=st.integers(1, 3),
-    seed=st.integers(0, 2**31 - 1),
-    data=st.data(),
-)
-def test_refills_draw_each_prompt_once_too(
-    table: int, wanted: int, prompts: int, refills: int, seed: int, data: st.DataObject
-) -> None:
-    """No prompt that the round has, none twice, and as many as there are; from places of their order that refills of
-    other rounds do not begin at."""
-    used = set(data.draw(st.lists(st.integers(0, table - 1), max_size=table)))
-    for number in range(refills):
-        drawn = prompts_of_refill(wanted, table, number * prompts, seed, used)
-        assert len(set(drawn)) == len(drawn) == min(wanted, table - len(used))
-        assert not used & set(drawn) and set(drawn) <= set(range(table))
-        used |= set(drawn)
-    # With nothing in the way a pass of refills has every prompt once.
-    size = min(prompts, table)
-    starts = range(0, table - table % size, size)
-    one = [i for start in starts for i in prompts_of_refill(size, table, start, seed, set())]
-    assert len(set(one)) == len(one) == table - table % size
-
-
-@pytest.mark.slow
 @settings(max_examples=4, **COMMONLY)
 @given(drawn=rounds())
 def test_tables(product: Product, drawn: list[Drawn]) -> None:
@@ -129,7 +81,6 @@ def test_tables(product: Product, drawn: list[Drawn]) -> None:
     check(product, recipe | {"epochs": 2, "prompts_per_step": 8}, drawn)
 
 
-@pytest.mark.slow
 @settings(max_examples=40, **COMMONLY)
 @given(recipe=recipes(), drawn=rounds())
 def test_recipes_and_tables(product: Product, recipe: dict[str, Any], drawn: list[Drawn]) -> None:

@@ -12,15 +12,13 @@ from tests.oracle.product import Product
 from tests.oracle.rounds import COMMON, assert_fates, check_round, update_once
 from tests.oracle.tables import Drawn, round_of
 
-FAST = ("grpo", "ppo")
-
+pytestmark = pytest.mark.slow
 
 # Those of turns are in test_turns.py.
 NAMES = [name for name, entry in ALGORITHMS.items() if not entry.turns]
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("algorithm", [a if a in FAST else pytest.param(a, marks=pytest.mark.slow) for a in NAMES])
+@pytest.mark.parametrize("algorithm", NAMES)
 def test_every_algorithm(algorithm: str, product: Product) -> None:
     more = {"constant": 5.0} if presets(algorithm).get("aggregation") == "constant" else {}
     # Two passes: in the second one pi is no longer pi_old.
@@ -69,7 +67,6 @@ OPTIONS: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("case", OPTIONS)
 def test_options(case: str, product: Product) -> None:
     check_round(case, product, {"algorithm": "grpo"} | OPTIONS[case], awkward())
@@ -84,14 +81,12 @@ TIED = {
 }
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("case", TIED)
 def test_a_round_that_ties_on_the_task(case: str, product: Product) -> None:
     drawn = [Drawn(p, p, i, 3 + p + i, 1.0) for p in range(2) for i in range(3)]
     check_round(case, product, TIED[case], drawn)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("lora", [None, {"rank": 2, "alpha": 4.0}])
 def test_two_rounds_with_what_they_pass_on(lora: Any, product: Product) -> None:
     """Moments of the optimizer and adapted coefficients go from round to round; the second one is stale."""
@@ -116,7 +111,6 @@ def test_two_rounds_with_what_they_pass_on(lora: Any, product: Product) -> None:
     assert_same(f"two rounds {'lora' if lora else ''}", start, learner.model.dense, found)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("truncated", "trained"),
     [("keep", [0, 0, 0, 1, 1, 3, 3]), ("mask-loss", [0, 0, 1, 1, 3, 3]), ("mask", [1, 1, 3, 3, 5, 5])],

@@ -41,11 +41,10 @@ CASES: dict[str, dict[str, Any]] = {
         "truncated": "mask",
     },
 }
-FAST = ("ppo over turns", "gigpo")
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("case", [c if c in FAST else pytest.param(c, marks=pytest.mark.slow) for c in CASES])
+@pytest.mark.parametrize("case", CASES)
 def test_trajectories(case: str, product: Product) -> None:
     now = check_episodes(case, product, RUN | CASES[case], played())
     assert "failed" in {c.fate for c in now.completions} and sum(c.fate == "trained" for c in now.completions) > 3

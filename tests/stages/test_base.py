@@ -12,6 +12,7 @@ from safetensors.numpy import load_file, save_file
 from rlhf.stages import base
 from rlhf.stages.base import Config, run, source_digests
 from rlhf.stages.common.model_source import HUB_FILES, SourceMissing, _state, locate, token_ids_of
+from rlhf.stages.store.disk import make_room
 from rlhf.tuning.models import huggingface
 from rlhf.tuning.models.byte_tokenizer import byte_tokenizer
 from rlhf.tuning.models.config import UnsupportedModel, tiny
@@ -59,16 +60,55 @@ def test_a_url_is_fetched_once_for_each_of_its_states(tmp_path, monkeypatch):
     second = locate(url)
     assert (second / "config.json").read_text() == "[]" and first.exists()
     # On a full disk those that nobody has used for a while make room, as what a kill has left does.
-    left = first.parents[1] / ".killed.part"
-    left.mkdir()
-    for old in (first.parent, left):
+    left, live = first.parents[1] / ".killed.part", first.parents[1] / ".live.part"
+    for begun in (left, live):
+        begun.mkdir()
+    for old in (first.parent, *first.parent.rglob("*"), left, live):
         os.utime(old, (0, 0))
+    # A long download.
+    (live / "model.safetensors").write_text("written now")
+    os.utime(live, (0, 0))
     monkeypatch.setattr(shutil, "disk_usage", lambda place: SimpleNamespace(free=0, total=1))
     fs.pipe("/models/tiny/config.json", b"3")
     assert (locate(url) / "config.json").read_text() == "3"
-    assert second.exists() and not first.exists() and not left.exists()
+    assert second.exists() and live.exists() and not first.exists() and not left.exists()
     with pytest.raises(SourceMissing, match="^base.source: memory://models/none cannot be read: FileNotFoundError"):
         locate("memory://models/none")
+
+
+def test_half_a_copy_is_no_model(tmp_path, monkeypatch):
+    import fsspec
+
+    monkeypatch.setenv("RLHF_SCRATCH", str(tmp_path / "scratch"))
+    fs = fsspec.filesystem("memory")
+    fs.pipe({f"/models/half/{name}": b"{}" for name in ("config.json", "a.jinja", "tokenizer.json")})
+    url = "memory://models/half"
+    copy = locate(url)
+    (copy / "a.jinja").unlink()
+    (copy / "config.json").write_text("{")
+    assert sorted(source_digests(Config(source=url))) == ["a.jinja", "config.json", "tokenizer.json"]
+    assert (copy / "config.json").read_text() == "{}"
+    # A kill while the copy makes room for another.
+    monkeypatch.setattr(shutil, "disk_usage", lambda place: SimpleNamespace(free=0, total=1))
+    for old in (copy.parent, *copy.parent.rglob("*")):
+        os.utime(old, (0, 0))
+    monkeypatch.setattr(shutil, "rmtree", lambda folder, **options: os.unlink(folder / "half" / "a.jinja"))
+    make_room(copy.parents[2], 1)
+    assert not copy.exists() and len(list(copy.parents[1].glob(".*.part/half/*"))) == 2
+    # A download whose folder is gone in the middle.
+    get = type(fs).get_file
+
+    def gone(self, source, target, **options):
+        if source.endswith("tokenizer.json"):
+            os.unlink(os.path.join(os.path.dirname(target), "a.jinja"))
+        return get(self, source, target, **options)
+
+    monkeypatch.undo()
+    monkeypatch.setenv("RLHF_SCRATCH", str(tmp_path / "other"))
+    monkeypatch.setattr(type(fs), "get_file", gone)
+    with pytest.raises(SourceMissing, match="its copy has other files, or of other sizes"):
+        locate(url)
+    assert not list((tmp_path / "other" / "models").rglob("half"))
 
 
 def test_a_name_of_the_hub_without_its_prefix_is_told_with_it(tmp_path, monkeypatch):

@@ -26,6 +26,12 @@ def collect(scene: Scene) -> None:
         scene.damaged |= {place for place in scene.before if place not in found}
         scene.says([*COLLECT, "--store", scene.url])
         scene.struck("collection beside a run", *at)
+        if not grounds.record(scene.url, run.name).get("nodes"):
+            # It was finished before the collection looked, which keeps no run that is.
+            scene.damaged |= found
+            if scene.over(run) != 0:
+                raise Broken(f"a collection has removed the record of a live run:\n{run.output()[-3000:]}")
+            break
         if gone := found - grounds.committed(scene.url).keys():
             raise Broken(f"a collection has removed what a live run had found: {sorted(gone)}")
         worker = run.worker()

@@ -274,11 +274,7 @@ def test_a_stage_that_fails_ends_with_status_1_and_what_was_done_is_kept(rlhf, r
     ("error", "advice"),
     [
         ("ConnectionRefusedError('no answer')", "finished stages are kept; the same command continues"),
-        pytest.param(
-            "ValueError('no such column')",
-            "finished stages are kept and reused: change what the message names, in the",
-            marks=pytest.mark.slow,
-        ),
+        ("ValueError('no such column')", "finished stages are kept and reused: change what the message names, in the"),
     ],
 )
 def test_the_same_command_is_advised_only_where_it_may_go_on(rlhf, tmp_path, error, advice):
@@ -342,7 +338,7 @@ def test_an_empty_store_is_not_well(rlhf_here, tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("node", ["export", pytest.param("round-000.update", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("node", ["export", "round-000.update"])
 def test_chat_answers_each_line(rlhf, store, node):
     """Round 0 stores no weights: its policy is made again from its rollouts."""
     options = ["--store", store, "--node", node, "--max-tokens", "4", "--temperature", "0"]

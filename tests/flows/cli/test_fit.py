@@ -8,6 +8,8 @@ import yaml
 
 from tests.flows.commands import typed
 
+pytestmark = pytest.mark.slow
+
 CONFIG = {
     "model_type": "llama",
     "vocab_size": 1024,
@@ -28,7 +30,6 @@ def fit(folder, *arguments, source=None, code=0, **sections):
     return typed("fit", path, *arguments, code=code).output
 
 
-@pytest.mark.slow
 def test_every_stage_of_a_recipe_has_its_sums_without_weights_or_a_compiler(tmp_path):
     (tmp_path / "config.json").write_text(json.dumps(CONFIG))
     rewards = {"exact": {"function": "exact_match"}, "model": {"function": "reward_model"}}
@@ -46,7 +47,6 @@ def test_every_stage_of_a_recipe_has_its_sums_without_weights_or_a_compiler(tmp_
         assert stage["verdict"] == "unknown" and "install jax-cuda13-plugin" in stage["why"]
 
 
-@pytest.mark.slow
 def test_this_machine_compiles_the_steps_and_fits(tmp_path):
     (tmp_path / "config.json").write_text(json.dumps(CONFIG))
     sections = {"sft": {"examples_per_step": 2}, "rl": None, "evaluate": None}
@@ -54,7 +54,6 @@ def test_this_machine_compiles_the_steps_and_fits(tmp_path):
     assert "sft: fits, held 0.0" in output and ", peak 0.0" in output
 
 
-@pytest.mark.slow
 def test_peaks_that_take_too_long_are_left_out(tmp_path):
     (tmp_path / "config.json").write_text(json.dumps(CONFIG | {"hidden_size": 2048, "intermediate_size": 8192}))
     sections = {"reward": {}, "preference": {}, "rl": {"update": {"algorithm": "ppo"}}}
@@ -63,7 +62,6 @@ def test_peaks_that_take_too_long_are_left_out(tmp_path):
     assert "the peak is not computed within 1 s; raise --seconds" in output
 
 
-@pytest.mark.slow
 def test_a_stage_without_room_shows_settings_that_make_some(tmp_path):
     large = {"hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 32, "vocab_size": 128256}
     (tmp_path / "config.json").write_text(json.dumps(CONFIG | large))
@@ -74,7 +72,6 @@ def test_a_stage_without_room_shows_settings_that_make_some(tmp_path):
     assert "with --set sft.optimizer.moments=host --set sft.lora.rank=16: unknown, held 1" in output
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
@@ -89,7 +86,6 @@ def test_an_unknown_machine_or_model_is_a_usage_error(tmp_path, arguments, messa
     assert message in capfd.readouterr().err
 
 
-@pytest.mark.slow
 def test_settings_are_no_arguments_of_a_process(tmp_path, monkeypatch):
     """The machine's other users see arguments, and a recipe may hold what its servers are given in secret."""
     seen, started = [], subprocess.run
@@ -105,7 +101,6 @@ def test_settings_are_no_arguments_of_a_process(tmp_path, monkeypatch):
     assert "rollout: sampled by vllm servers, whose memory is not counted" in output
 
 
-@pytest.mark.slow
 def test_prompts_are_cut_to_half_of_the_models_positions(tmp_path):
     (tmp_path / "config.json").write_text(json.dumps(CONFIG))
     sections = {"data": {"max_prompt_tokens": 300}, "sft": None, "evaluate": None}

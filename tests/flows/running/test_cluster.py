@@ -3,16 +3,21 @@
 import contextlib
 import os
 import signal
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
 import psutil
 import pytest
 
+from rlhf.flows.running.cluster import write_package
 from rlhf.stages.store.artifacts import Store
 from tests.flows.running.cluster_run import Run, sets
 from tests.flows.running.ray_cluster import RayCluster, ray_cluster
 from tests.support import until
+
+pytestmark = pytest.mark.slow
 
 TRAIN = ["workers.train={hosts: 2, resources: {train: 1}}"]
 ROLES = [*TRAIN, "workers.sample={resources: {sample: 1}}", "workers.score={resources: {score: 1}}"]
@@ -53,7 +58,6 @@ def workers() -> set[int]:
     return found
 
 
-@pytest.mark.slow
 @pytest.mark.timeout(400)
 def test_a_lost_node_is_named_and_the_run_resumes_with_the_artifacts_of_a_local_one(cluster, tmp_path):
     local = Run(tmp_path / "local", "--only", "sft", *sets(LOCAL[:1]))
@@ -71,7 +75,6 @@ def test_a_lost_node_is_named_and_the_run_resumes_with_the_artifacts_of_a_local_
     assert "---- sft (sft " in log.read_text()
 
 
-@pytest.mark.slow
 def test_resources_that_no_node_has_are_named_with_the_nodes(cluster, tmp_path):
     roles = ["workers.train={gpus: 2}", "workers.wait_seconds=3"]
     text = on(cluster, tmp_path / "store", "--only", "sft", roles=roles).ends(1)
@@ -79,7 +82,6 @@ def test_resources_that_no_node_has_are_named_with_the_nodes(cluster, tmp_path):
     assert "No such resources within 3 s (workers.wait_seconds)" in text
 
 
-@pytest.mark.slow
 def test_a_node_that_would_compute_other_bits_is_refused_before_its_first_stage(cluster, tmp_path):
     environment = cluster.environment | {"JAX_DEFAULT_MATMUL_PRECISION": "highest"}
     run = Run(tmp_path / "store", "--cluster", cluster.address, "--only", "sft", *sets(TRAIN), environment=environment)
@@ -89,13 +91,11 @@ def test_a_node_that_would_compute_other_bits_is_refused_before_its_first_stage(
     )
 
 
-@pytest.mark.slow
 def test_an_address_that_nobody_answers_is_refused_within_seconds(tmp_path):
     run = Run(tmp_path / "store", "--cluster", "127.0.0.1:9")
     assert "workers.cluster: no connection to Ray at 127.0.0.1:9 (ConnectionRefusedError" in run.ends(2, 60)
 
 
-@pytest.mark.slow
 def test_workers_end_with_the_driver_of_their_run(cluster, tmp_path):
     run = on(cluster, tmp_path / "store", "--only", "sft", roles=TRAIN)
     run.until("role train runs on node")
@@ -106,7 +106,6 @@ def test_workers_end_with_the_driver_of_their_run(cluster, tmp_path):
     until(lambda: not workers(), 60, 0.5)
 
 
-@pytest.mark.slow
 @pytest.mark.timeout(3600)
 @pytest.mark.parametrize("recipe, more", [("smoke", ["rl.staleness=1"]), ("guess", FEW)])
 def test_a_run_with_all_roles_on_a_cluster_makes_the_artifacts_of_a_local_one(cluster, tmp_path, recipe, more):
@@ -117,7 +116,6 @@ def test_a_run_with_all_roles_on_a_cluster_makes_the_artifacts_of_a_local_one(cl
     assert run.nodes() == local.nodes()
 
 
-@pytest.mark.slow
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("stage", ["round-000.rollout", "round-000.score", "round-000.update"])
 def test_any_node_may_be_lost_in_any_stage(cluster, tmp_path, stage):
@@ -136,3 +134,16 @@ def test_any_node_may_be_lost_in_any_stage(cluster, tmp_path, stage):
     run.until(f"`ray start --address={cluster.address}` on", 240)
     cluster.command(f"add {node}")
     assert "try 2 of" in run.ends(seconds=600)
+
+
+def test_code_that_travels_is_loaded_on_a_node_with_an_installed_project(tmp_path):
+    package = tmp_path / "code.zip"
+    write_package(package, tmp_path)
+    installed = tmp_path / "installed" / "rlhf" / "stages"
+    installed.mkdir(parents=True)
+    for folder in (installed.parent, installed):
+        (folder / "__init__.py").touch()
+    environment = os.environ | {"PYTHONPATH": f"{package}{os.pathsep}{tmp_path / 'installed'}"}
+    script = "import rlhf.stages, rlhf.tuning.names; print(rlhf.stages.__file__, rlhf.tuning.names.__file__)"
+    done = subprocess.run([sys.executable, "-c", script], env=environment, capture_output=True, text=True, check=True)
+    assert all(place.startswith(str(package)) for place in done.stdout.split()), done.stdout

@@ -124,7 +124,7 @@ def test_what_ends_the_run_itself_ends_what_is_at_work(told, monkeypatch):
     [
         # What is left for the workers that train, sample and score is each round.
         (("base", "prepare", "sft", "reward", "evaluate", "export"), 3),
-        pytest.param((), 4, marks=pytest.mark.slow),
+        ((), 4),
     ],
     ids=["rounds", "all"],
 )

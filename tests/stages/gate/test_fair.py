@@ -149,7 +149,7 @@ def table(gaps: np.ndarray) -> tuple[Judged, Judged]:
 
 @pytest.mark.parametrize(
     ("problems", "lost"),
-    [(100, 0.02), pytest.param(150, 0.01, marks=pytest.mark.slow), pytest.param(500, 0.005, marks=pytest.mark.slow)],
+    [(100, 0.02), (150, 0.01), (500, 0.005)],
 )
 def test_many_small_gains_and_a_few_whole_losses_are_no_better_policy_more_often_than_said(problems, lost):
     # Gains of a quarter on four times as many problems as are lost whole: the true mean is 0.

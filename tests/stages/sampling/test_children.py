@@ -36,7 +36,6 @@ def pids(tmp_path, name="pids-0"):
 
 @pytest.mark.slow
 def test_a_started_server_that_is_killed_is_started_again_and_nothing_is_lost(child, tmp_path, policy, native):
-
     engine = remote(RemoteServer(child=child), concurrency=2)
     engine.load(policy("first"))
     # Long samples, so that there is a middle.
@@ -65,7 +64,6 @@ def test_a_started_server_that_is_killed_is_started_again_and_nothing_is_lost(ch
 def test_the_others_take_over_from_a_lost_server_and_its_owner_keeps_nothing(
     child, tmp_path, folders, url, policy, native
 ):
-
     place = child.start(folders["first"])
     lost = RemoteServer(place)
     lost.wait(120)

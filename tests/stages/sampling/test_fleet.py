@@ -28,6 +28,7 @@ from rlhf.tuning.rollout.requests import Request as Asked
 from rlhf.tuning.rollout.servers.kinds import KINDS
 from rlhf.tuning.rollout.servers.protocol import ServerLost, ServerRefused, StalePolicy, sample_seed
 from rlhf.tuning.rollout.servers.server import RemoteServer
+from rlhf.tuning.rollout.servers.streaming import Turns
 from tests.stages.sampling.http_server import VERSION
 from tests.stages.sampling.support import GREEDY, STOPS, TOKENIZER, remote, requests_of, run, same, trainer
 from tests.stages.support import running
@@ -232,11 +233,6 @@ def test_an_answer_that_never_ends_is_given_up():
         RemoteServer(place, timeout=0.5).post("/v1/completions", {})
 
 
-def test_a_server_that_is_not_there(policy):
-    with pytest.raises(ServerLost, match="http://127.0.0.1:9/health was not well within 0.5 s"):
-        remote(RemoteServer("http://127.0.0.1:9"), start_seconds=0.5).load(policy("first"))
-
-
 def test_one_of_two_servers_is_enough(url, policy, native):
     engine = remote(RemoteServer("http://127.0.0.1:9"), RemoteServer(url), start_seconds=0.5)
     engine.load(policy("first"))
@@ -278,3 +274,44 @@ def test_an_adapter_takes_the_place_of_that_of_the_round_before(tmp_path):
         target = _adapter(tmp_path, SimpleNamespace(digest=digest, local=lambda part: source))
         assert (target / "adapter_config.json").read_text() == digest
     assert sorted(path.name for path in tmp_path.iterdir()) == [f"adapter-{'b' * 16}", "from", "model-0"]
+
+
+def ended(turns, *numbers):
+    found = {}
+    while not set(numbers) <= found.keys():
+        found |= {u.number: u.completion for u in turns.step()}
+    return [found[n] for n in numbers]
+
+
+@pytest.mark.slow
+def test_turns_are_those_of_the_native_engine_in_any_order(fleet, native):
+    turns = Turns(fleet(), 3)
+    assert turns.idle and turns.slots_for(10_000) == 3
+    numbers = [turns.submit(dataclasses.replace(r, samples=1, keep=True)) for r in GREEDY]
+    dropped = turns.submit(dataclasses.replace(GREEDY[0], samples=1))
+    turns.cancel(dropped)
+    found = ended(turns, *reversed(numbers))[::-1]
+    same([[c] for c in found], native["first"])
+    assert turns.idle and turns.step() == []
+    turns.release(numbers[0])
+
+
+def test_what_a_server_raises_ends_the_step(fleet):
+    turns = Turns(fleet(), 1)
+    turns.submit(dataclasses.replace(GREEDY[0], samples=1, prompt=[10**6]))
+    with pytest.raises(ServerRefused, match="1000000"):
+        for _ in range(1000):
+            turns.step()
+
+
+def test_what_a_server_raises_for_a_cancelled_request_reaches_nobody(fleet, native):
+    with contextlib.closing(Turns(fleet(), 1)) as turns:
+        # One at a time: the answer of the second comes behind the error of the first.
+        refused = turns.submit(dataclasses.replace(GREEDY[0], samples=1, prompt=[10**6]))
+        number = turns.submit(dataclasses.replace(GREEDY[0], samples=1))
+        turns.cancel(refused)
+        same([ended(turns, number)], native["first"][:1])
+        turns.submit(dataclasses.replace(GREEDY[0], samples=1))
+    assert turns.idle and turns.step() == []
+    with pytest.raises(RuntimeError, match="shutdown"):
+        turns.submit(dataclasses.replace(GREEDY[0], samples=1))

@@ -98,11 +98,22 @@ def crash():
 
 def hang():
     say("one")
+    sleep_on()
+
+
+def sleep_on():
     sleep = [sys.executable, "-c", "import time; time.sleep(600)"]
     children = [subprocess.Popen(sleep), subprocess.Popen(sleep, start_new_session=True)]
     with open(TASK["pids"], "a") as file:
         file.write("".join(f"{child.pid}\n" for child in children))
     time.sleep(600)
+
+
+def ignore():
+    try:
+        say("one")
+    except (OSError, urllib.error.URLError):
+        sleep_on()
 
 
 def large():

@@ -281,6 +281,16 @@ LARGE = {
 
 UNREAD = ("objects", "fields of a message")
 """Cases whose large values reach nothing."""
+KINDS = (
+    "an enum that is compared pairwise",
+    "ids and a text",
+    "a text",
+    "fields",
+    "messages",
+    "a long call",
+    *UNREAD[:1],
+)
+"""Cases of which the others are variants."""
 
 
 def described(text):
@@ -311,7 +321,7 @@ def during(url, action):
     return results[0], slowest, peak / 2**20
 
 
-@pytest.mark.parametrize("case", LARGE)
+@pytest.mark.parametrize("case", [c if c in KINDS else pytest.param(c, marks=pytest.mark.slow) for c in LARGE])
 def test_one_request_does_not_stop_the_server_nor_fill_its_memory(url, case):
     fields = LARGE[case]()
     body = fields if isinstance(fields, bytes) else json.dumps(fields, separators=(",", ":")).encode()

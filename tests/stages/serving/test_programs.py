@@ -12,7 +12,7 @@ import pytest
 
 from rlhf.stages.sampling.environment import Environment, modules_of, source_digests
 from rlhf.stages.serving import programs, sessions
-from rlhf.stages.serving.programs import play_episodes, reward_of
+from rlhf.stages.serving.programs import play_episodes, reward_of, without_answers
 from rlhf.tuning.agents.contract import Task
 from rlhf.tuning.agents.play import turn_seed
 from rlhf.tuning.agents.trajectory import Episode, completion_rows, from_values, to_line, trajectory_row, turn_rows
@@ -117,13 +117,30 @@ def test_a_command_of_the_policy_gets_neither_answer_nor_secrets_nor_the_key_of_
     monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "of-the-worker")
     settings = PLAIN.model_copy(update={"agent_grades": grades, "tries": 1})
     gold = {"answer": "gold-42", "answers": ["gold-42"], "tests": ["assert f() == 'gold-42'"]}
-    # Of verl's data, and of reasoning-gym.
-    gold |= {"extra_info": {"index": 1, "parts": [{"answer": "gold-42"}]}, "entry": {"expression": "gold-42"}}
+    # Of verl's data, also as text, and of reasoning-gym.
+    tool = {"calc": {"create_kwargs": {"ground_truth": "gold-42"}}}
+    gold |= {"extra_info": {"index": 1, "parts": [{"answer": "gold-42"}], "tools_kwargs": tool}}
+    gold |= {"text": json.dumps(gold["extra_info"]), "list": '[{"ground_truth": "gold-42"}]'}
+    gold |= {"entry": {"expression": "gold-42"}}
     [ended] = play(engine, [{"do": "stolen", "file": str(tmp_path / "seen"), **gold}], settings)
     assert (ended.status, ended.reward, ended.success) == ("done", None, None)
     seen = json.loads((tmp_path / "seen").read_text())
     assert (seen["statuses"], seen["opened"]) == ([403, 403], [])
     assert "gold-42" not in str(seen) and "of-the-worker" not in str(seen)
+
+
+def test_what_is_no_answer_reaches_the_program():
+    schema = {"type": "object", "properties": {"answer": {"type": "string"}}, "required": ["answer"]}
+    row = {"tools": [{"function": {"name": "submit", "parameters": schema}}], "text": "[1,  2]", "open": '{"answer"'}
+    row |= {"schema": json.dumps({"properties": schema["properties"]}, indent=1), "deep": "[" * 100_000}
+    assert without_answers(row) == row
+
+
+def test_a_program_that_grades_gets_answers_of_any_size(engine):
+    settings = PLAIN.model_copy(update={"agent_grades": True, "tries": 1})
+    large = {"tests": ["x" * 2**20], "answer": "4"}
+    read, unread = play(engine, [{"do": "fork", **large}, {"do": "two_turns", **large}], settings)
+    assert [(one.status, one.reward, one.success) for one in (read, unread)] == [("done", 2, True), ("done", 0.25, True)]
 
 
 def test_nothing_is_sampled_outside_of_a_session(engine):
@@ -148,6 +165,14 @@ def test_lost_servers_end_the_stage_and_are_named():
     """They are no fault of programs, whose episodes would be content."""
     with pytest.raises(EngineStopped, match="http://host:8000 was lost 4 times"):
         play(Turns(Lost(), 4), [{"do": "two_turns"}] * 2, PLAIN.model_copy(update={"tries": 1}))
+
+
+def test_programs_that_ignore_errors_do_not_hold_a_stage_whose_engine_has_failed(tmp_path):
+    began = time.monotonic()
+    tasks = [{"do": "ignore", "pids": str(tmp_path / str(place))} for place in range(2)]
+    with pytest.raises(EngineStopped, match="http://host:8000 was lost 4 times"):
+        play(Turns(Lost(), 4), tasks, PLAIN.model_copy(update={"episode_seconds": 200.0, "tries": 2}))
+    assert time.monotonic() - began < 150
 
 
 def test_a_program_may_end_its_own_session(engine):

@@ -134,7 +134,8 @@ for number in range(5):
     print(sorted(path.name[63] for path in scratch.glob("fetched/update/*")))
     # Hours ago.
     for old in scratch.glob("fetched/update/*") if number != 2 else ():
-        os.utime(old, (int(old.name[:64]),) * 2)
+        for path in (old, *old.rglob("*")):
+            os.utime(path, (int(old.name[:64]),) * 2)
 """
 
 

@@ -1,4 +1,4 @@
-"""Rounds of RL on real rollouts of a small model raise the reward, and leave alone what carries no signal."""
+"""Rounds of RL on real rollouts of a small model leave alone what carries no signal."""
 
 import dataclasses
 import gc
@@ -13,26 +13,8 @@ from rlhf.tuning.algorithms.flat import Column
 from rlhf.tuning.algorithms.round_data import RoundData
 from rlhf.tuning.algorithms.rounds import Mismatch, run_round
 from rlhf.tuning.algorithms.selection import Selection
-from rlhf.tuning.algorithms.settings import CriticSettings
-from rlhf.tuning.settings import OptimizerSettings
-from tests.tuning.algorithms.support import PROMPTS, learners, play, rollouts, settings, trained
+from tests.tuning.algorithms.support import PROMPTS, learners, rollouts, settings, trained
 from tests.tuning.tiny import CONFIG, PARAMS
-
-
-@pytest.mark.parametrize("normalisation", ["std", pytest.param("none", marks=pytest.mark.slow)])
-def test_grpo_raises_the_reward(normalisation):
-    rewards, metrics = play(settings(normalisation=normalisation), 8)
-    assert np.mean(rewards[-2:]) > np.mean(rewards[:2]) + 0.15
-    assert all(abs(m["mismatch_kl"]) < 1e-5 for m in metrics)
-    assert metrics[0]["steps"] == 2
-
-
-@pytest.mark.slow
-def test_ppo_raises_the_reward_and_its_critic_learns():
-    critic = CriticSettings(optimizer=OptimizerSettings(learning_rate=0.01))
-    rewards, metrics = play(settings("ppo", critic=critic, kl_in_reward=0.0), 8)
-    assert np.mean(rewards[-2:]) > np.mean(rewards[:2]) + 0.1
-    assert metrics[-1]["value_loss"] < metrics[0]["value_loss"]
 
 
 def test_groups_without_variance_and_failed_samples_leave_the_update():
@@ -60,7 +42,7 @@ def test_a_round_without_any_signal_changes_nothing():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("prompts", [pytest.param(1, marks=pytest.mark.slow), 6])
+@pytest.mark.parametrize("prompts", [1, 6])
 def test_a_round_that_ties_on_the_task_moves_no_policy_by_whitened_noise(prompts):
     """Divided by their spread over the round, a critic's error or a KL of any size would be advantages of 1."""
     rows, scores = rollouts(PARAMS, 0)

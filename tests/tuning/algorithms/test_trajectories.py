@@ -84,7 +84,7 @@ ROUNDS = {
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", [n if n == "dapo" else pytest.param(n, marks=pytest.mark.slow) for n in ROUNDS])
+@pytest.mark.parametrize("name", ROUNDS)
 def test_rows_of_a_trajectory_change_no_gradient(name):
     config = settings(name, **FLOAT64 | ROUNDS[name])
     whole, of_whole = trained(config, *tables())

@@ -41,8 +41,8 @@ def sampled(model=MODEL, samples=64, limits=LIMITS, compute=EXACT, **options):
     [
         (64, 8, FULL),
         (5, 32, 2**30),
-        pytest.param(64, 8, 2**30, marks=pytest.mark.slow),
-        pytest.param(5, 32, FULL, marks=pytest.mark.slow),
+        (64, 8, 2**30),
+        (5, 32, FULL),
     ],
     ids=["many-full", "few-free", "many-free", "few-full"],
 )

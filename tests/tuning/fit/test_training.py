@@ -22,10 +22,10 @@ from tests.tuning.programs import printed
     ("model", "kind", "devices"),
     [
         ("tiny", "sft", 8),
-        pytest.param("tiny", "grpo", 1, marks=pytest.mark.slow),
-        pytest.param("mixture", "grpo", 1, marks=pytest.mark.slow),
-        pytest.param("0.1b", "grpo", 8, marks=pytest.mark.slow),
-        pytest.param("0.1b", "sft", 1, marks=pytest.mark.slow),
+        ("tiny", "grpo", 1),
+        ("mixture", "grpo", 1),
+        ("0.1b", "grpo", 8),
+        ("0.1b", "sft", 1),
     ],
 )
 def test_sums_and_peak_are_those_of_the_program_that_runs(model, kind, devices):

@@ -26,7 +26,7 @@ def whole(student, head, teacher, teacher_head, beta, temperature):
 
 
 @pytest.mark.usefixtures("float64")
-@pytest.mark.parametrize(("beta", "chunk"), [(0.0, 4), (0.3, 7), pytest.param(1.0, 64, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(("beta", "chunk"), [(0.0, 4), (0.3, 7), (1.0, 64)])
 def test_chunks_change_nothing(beta, chunk):
     @jax.jit
     def chunked(student, head):

@@ -1,4 +1,7 @@
-"""Global normalisers and masked junk of the policy, KL and value losses."""
+"""Global normalisers of the policy, KL and value losses; masked junk behind completions and between their tokens."""
+
+import math
+from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
@@ -7,6 +10,7 @@ import pytest
 
 from rlhf.tuning.losses import importance, value
 from rlhf.tuning.losses.aggregate import Counts, aggregate, count
+from rlhf.tuning.losses.importance import RATIO_EDGES, log_ratio_bins, ratio_quantile
 from rlhf.tuning.losses.kl import kl_per_token
 from rlhf.tuning.losses.masks import sampled_mask
 from rlhf.tuning.losses.returns import gae, whiten
@@ -17,6 +21,8 @@ B, T = 5, 6
 PARTS = (slice(B), slice(2), slice(2, B))
 LENGTHS = np.array([1, 6, 3, 5, 2])
 MASK = (np.arange(T)[None] < LENGTHS[:, None]).astype(np.int32)
+# Observations between sampled tokens.
+MASK[1, 2:4] = MASK[3, 0] = 0
 RANDOM = np.random.default_rng(0)
 DATA = {
     "logps": -RANDOM.exponential(1.0, (B, T)),
@@ -31,7 +37,7 @@ pytestmark = pytest.mark.usefixtures("float64")
 @pytest.mark.slow
 def test_counts_and_metric_sums_add_up_over_parts() -> None:
     added = Counts(*map(sum, zip(count(MASK[:2]), count(MASK[2:]), strict=True)))
-    assert added == count(MASK) == (LENGTHS.sum(), B)
+    assert added == count(MASK) == (MASK.sum(), B)
     # A row that is marked counts although its tokens have gone; padding does not.
     assert count(np.zeros((3, T)), np.array([True, True, False])) == (0, 2)
 
@@ -105,6 +111,18 @@ def test_masked_junk_in_other_terms(junk: float) -> None:
         assert np.isfinite(got[name]).all(), name
 
 
+def test_gae_over_holes_is_that_of_a_plain_loop() -> None:
+    rewards, values, after = DATA["logps"], DATA["old"], np.array([0.0, 0.7, 0.0, 0.3, 0.1])
+    wanted = np.zeros((B, T))
+    for b in range(B):
+        following, a = after[b], 0.0
+        for t in reversed(np.flatnonzero(MASK[b])):
+            a = rewards[b, t] + 0.9 * following - values[b, t] + 0.9 * 0.8 * a
+            wanted[b, t], following = a, values[b, t]
+    found, _ = gae(rewards, values, MASK > 0, 0.9, 0.8, bootstrap_B=after)
+    np.testing.assert_allclose(found, wanted, rtol=1e-12, atol=1e-12)
+
+
 def test_tokens_of_infinite_sampler_logprob_leave_both_sides() -> None:
     rollout = DATA["old"].copy()
     rollout[1, 2], rollout[3, 0] = -np.inf, np.nan
@@ -131,3 +149,85 @@ def test_losses_trace_and_keep_float32(name: str) -> None:
     losses, sums = jax.eval_shape(loss_fn, *arrays, jax.ShapeDtypeStruct((B, T), jnp.int32))
     assert losses.shape == (B, T) and losses.dtype == jnp.float32
     assert all(x.shape == () and x.dtype == jnp.float32 for x in sums.values())
+
+
+def quantiles(log_ratios):
+    old = jnp.asarray([log_ratios])
+    found = log_ratio_bins(old, jnp.zeros_like(old), jnp.ones_like(old))
+    bins = [float(found[f"ratio_bin_{i:02d}"]) for i in range(len(RATIO_EDGES) + 1)]
+    return [ratio_quantile(bins, share) for share in (0.01, 0.5, 0.99)]
+
+
+def test_a_trainer_that_agrees_with_the_sampler_has_ratios_of_1():
+    assert quantiles([0.0] * 100) == [1.0, 1.0, 1.0]
+    assert quantiles([5e-4, -5e-4] * 50) == [1.0, 1.0, 1.0]
+
+
+def test_quantiles_lie_in_the_bin_of_what_they_are_of():
+    low, middle, high = quantiles([-0.4] * 10 + [0.0] * 80 + [0.25] * 10)
+    assert math.exp(-0.5) <= low <= math.exp(-0.3) and middle == 1.0 and math.exp(0.2) <= high <= math.exp(0.3)
+
+
+def test_what_is_beyond_all_borders_counts_as_the_border():
+    assert quantiles([9.0] * 100) == pytest.approx([math.exp(2.0)] * 3)
+
+
+LOGITS = np.array([0.3, -1.2, 0.8, 0.1, -0.4])
+REF = np.array([-0.5, 0.4, 0.2, 0.9, -1.0])
+
+
+def logps(logits: jax.Array) -> tuple[jax.Array, jax.Array]:
+    return jax.nn.log_softmax(logits), jax.nn.log_softmax(jnp.asarray(REF))
+
+
+def of_policy(estimate: Callable[[jax.Array, jax.Array], jax.Array]) -> tuple[jax.Array, jax.Array]:
+    """Mean over tokens sampled from the policy, and its gradient; the sampling itself carries none."""
+
+    def mean(logits: jax.Array) -> jax.Array:
+        logp, logq = logps(logits)
+        return (jax.lax.stop_gradient(jnp.exp(logp)) * estimate(logp[:, None], logq[:, None])[:, 0]).sum()
+
+    return jax.value_and_grad(mean)(jnp.asarray(LOGITS))
+
+
+def both(**options: str) -> tuple[jax.Array, jax.Array]:
+    return of_policy(lambda logp, logq: kl_per_token(logp, logq, **options))
+
+
+def true() -> tuple[jax.Array, jax.Array]:
+    def exact(logits: jax.Array) -> jax.Array:
+        logp, logq = logps(logits)
+        return (jnp.exp(logp) * (logp - logq)).sum()
+
+    return jax.value_and_grad(exact)(jnp.asarray(LOGITS))
+
+
+def test_gradient_of_k1_as_a_loss_is_zero() -> None:
+    np.testing.assert_allclose(both(kind="k1")[1], 0, atol=1e-12)
+
+
+def test_gradient_of_k2_is_exact_and_that_of_k3_is_not() -> None:
+    np.testing.assert_allclose(both(kind="k2")[1], true()[1], rtol=1e-10)
+    assert np.abs(both(kind="k3")[1] - true()[1]).max() > 0.05
+
+
+@pytest.mark.parametrize("kind", ["k1", "k3"])
+def test_straight_through_has_both(kind: str) -> None:
+    np.testing.assert_allclose(both(kind=kind)[0], true()[0], rtol=1e-10)
+    for found, wanted in zip(both(kind=kind, straight_through="k2"), true(), strict=True):
+        np.testing.assert_allclose(found, wanted, rtol=1e-10)
+
+
+def test_weighted_k2_is_exact_off_policy() -> None:
+    old = jax.nn.log_softmax(jnp.asarray([0.0, 0.5, -0.5, 0.2, 0.1]))
+
+    def off_policy(logits: jax.Array) -> jax.Array:
+        estimate = kl_per_token(*logps(logits), "k3", straight_through="weighted-k2", old_logps_BT=old)
+        return (jnp.exp(old) * estimate).sum()
+
+    np.testing.assert_allclose(jax.grad(off_policy)(jnp.asarray(LOGITS)), true()[1], rtol=1e-10)
+
+
+def test_k1_in_the_reward_gives_the_exact_gradient() -> None:
+    found = of_policy(lambda logp, logq: jax.lax.stop_gradient(kl_per_token(logp, logq, "k1")) * logp)
+    np.testing.assert_allclose(found[1], true()[1], rtol=1e-10)

@@ -1,14 +1,13 @@
 """One model on 1, 2, 4 and 8 devices, and on two processes: the same losses and parameters, whichever axis cuts what;
 checkpoints move between meshes."""
 
-import socket
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
 from rlhf.tuning.axes import Axes
 from rlhf.tuning.mesh import make_mesh
-from tests.support import QUICK
+from tests.support import QUICK, free_port
 from tests.tuning.programs import printed
 
 PROGRAM = "training.mesh_program"
@@ -56,9 +55,7 @@ def test_quantised_kernels_are_cut_too_and_an_adapter_learns_the_same(found, kin
 
 @pytest.mark.slow
 def test_two_processes_train_one_model(found, tmp_path):
-    with socket.socket() as s:
-        s.bind(("127.0.0.1", 0))
-        port = s.getsockname()[1]
+    port = free_port()
     with ThreadPoolExecutor(2) as pool:
         both = list(pool.map(lambda i: printed(PROGRAM, tmp_path, i, 2, port, devices=2), range(2)))
     assert both[0] == both[1] and both[0]["devices"] == 4

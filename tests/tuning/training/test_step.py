@@ -42,9 +42,7 @@ def sgd_step(layout):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "layout", [Layout(64, 1), *(pytest.param(one, marks=pytest.mark.slow) for one in (Layout(128, 1), Layout(64, 3)))]
-)
+@pytest.mark.parametrize("layout", [Layout(64, 1), *(one for one in (Layout(128, 1), Layout(64, 3)))])
 def test_every_split_into_micro_batches_gives_the_same_step(layout):
     whole, _, sums = sgd_step(Layout(64, 100))
     split, _, split_sums = sgd_step(layout)

@@ -214,9 +214,9 @@ def test_a_caller_that_leaves_early_leaves_the_engine_free():
     ("options", "gap"),
     [
         ({"kv_cache_dtype": "int8"}, 0.05),
-        pytest.param({"kv_cache_dtype": "bfloat16"}, 0.05, marks=pytest.mark.slow),
-        pytest.param({"quantization": "int8"}, 0.1, marks=pytest.mark.slow),
-        pytest.param({"dtype": "bfloat16"}, 0.1, marks=pytest.mark.slow),
+        ({"kv_cache_dtype": "bfloat16"}, 0.05),
+        ({"quantization": "int8"}, 0.1),
+        ({"dtype": "bfloat16"}, 0.1),
         ({"dtype": "bfloat16", "quantization": "int8"}, 0.2),
     ],
 )

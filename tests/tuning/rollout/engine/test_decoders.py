@@ -85,8 +85,8 @@ def trainers(config, params, tokens, positions, dtype):
     [
         (False, True, False),
         (True, True, True),
-        pytest.param(False, False, False, marks=pytest.mark.slow),
-        pytest.param(True, True, False, marks=pytest.mark.slow),
+        (False, False, False),
+        (True, True, False),
     ],
 )
 def test_a_layout_is_the_trainers_decoder(config, quantization, dtype, rolled, join, by_kernel):

@@ -42,10 +42,10 @@ def batch(heads, group, size, lengths, queries, padding=3):
 @pytest.mark.parametrize(
     ("heads", "group", "size", "window", "softcap", "queries"),
     [
-        pytest.param(2, 3, 64, None, None, (1, 70, 3, 16), marks=pytest.mark.slow),
-        pytest.param(1, 4, 128, 7, None, (1, 70, 3, 16), marks=pytest.mark.slow),
+        (2, 3, 64, None, None, (1, 70, 3, 16)),
+        (1, 4, 128, 7, None, (1, 70, 3, 16)),
         (2, 1, 128, 20, 3.0, (1, 70, 3, 16)),
-        pytest.param(2, 2, 64, 9, 2.0, (1, 1, 1, 1), marks=pytest.mark.slow),
+        (2, 2, 64, 9, 2.0, (1, 1, 1, 1)),
     ],
 )
 def test_it_is_the_formula_of_the_kernel(heads, group, size, window, softcap, queries):
