@@ -186,4 +186,6 @@ class OpenRun:
             store=artifact.store.url, stage=artifact.stage, key=artifact.key, digest=artifact.digest, base=base
         )
         options = ChatOptions(temperature=temperature, max_tokens=max_tokens)
-        return answers(place, prompts, options, system or self.record["recipe"]["data"].get("system_prompt"))
+        if system is None:
+            system = self.record["recipe"]["data"].get("system_prompt")
+        return answers(place, prompts, options, system)

@@ -216,7 +216,7 @@ def _command(session: Session, command: str = "") -> str:
 
 def _failed(session: Session, error: Exception) -> State[Any]:
     """Return the flow's last state after an error; alerts forward its message."""
-    said = str(error)
+    said = str(error) or type(error).__name__
     if not isinstance(error, EXPECTED) and not is_unreachable(error):
         get_run_logger().error("the run ended with an unexpected error", exc_info=error)
         said = f"{type(error).__name__}: {error}"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import traceback
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
@@ -43,9 +44,20 @@ def audit(store: Store, record: Mapping[str, Any], laws: Sequence[Law] = LAWS) -
                     active.remove(finding)
                     finding.left_out.append(f"a table is of another version: {e}")
                 except Exception as e:
-                    # Those that pyarrow raises for a damaged file have no number.
-                    if not isinstance(e, FORM) and not (type(e) is OSError and e.errno is None):
+                    if not _is_of_form(e, store):
                         raise
                     active.remove(finding)
                     finding.broken.append(f"the artifacts do not have the expected form: {type(e).__name__}: {e}")
     return findings
+
+
+def _is_of_form(error: Exception, store: Store) -> bool:
+    """Whether an error is of artifacts, and not of the disk, the network or the service that has them."""
+    client = type(store.fs).__module__.partition(".")[0]
+    places = (frame.f_globals.get("__name__", "") for frame, _ in traceback.walk_tb(error.__traceback__))
+    # Clients of object stores have ValueError and an OSError without a number for refused requests and outages.
+    refused = not store.is_local and any(place.partition(".")[0] == client for place in places)
+    if refused and not isinstance(error, FileNotFoundError):
+        return False
+    # Those that pyarrow raises for a damaged file have no number.
+    return isinstance(error, FORM) or (type(error) is OSError and error.errno is None)

@@ -13,7 +13,6 @@ import json
 import os
 import secrets
 import shutil
-import socket
 import threading
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -26,6 +25,7 @@ from rlhf.stages.contract.definition import Context
 from rlhf.stages.sampling.settings import EngineSettings
 from rlhf.stages.store.artifacts import Artifact
 from rlhf.stages.store.keys import digest
+from rlhf.stages.store.leases import is_alive, process_folder
 from rlhf.tuning.allowed import check_key
 from rlhf.tuning.atomic import whole_folder
 
@@ -199,19 +199,12 @@ def _place(ctx: Context, settings: EngineSettings) -> Path:
 def _own(root: str) -> str:
     """This worker's folder below a folder or URL. Those of dead workers of this machine are removed."""
     fs, path = fsspec.core.url_to_fs(root)
-    host, pid = socket.gethostname(), os.getpid()
-    with contextlib.suppress(OSError):
-        # Containers may share a name, and processes of other namespaces are not in /proc.
-        host += f"-{os.stat('/proc/self/ns/pid').st_ino}"
     for old in fs.ls(path, detail=False) if fs.exists(path) else ():
-        # Without /proc nothing is known of other processes: their folders stay.
-        name, _, number = old.rstrip("/").rpartition("/")[2].rpartition("-")
-        dead = number.isdigit() and not Path("/proc", number).exists() and Path("/proc").exists()
-        if name == host and dead:
+        if is_alive(old.rstrip("/").rpartition("/")[2]) is False:
             # It is another user's, or another worker removes it too.
             with contextlib.suppress(OSError):
                 fs.rm(old, recursive=True)
-    own = f"{path}/{host}-{pid}"
+    own = f"{path}/{process_folder()}"
     _places.add(fs.unstrip_protocol(own))
     return own
 
@@ -225,7 +218,7 @@ def _policy(ctx: Context, settings: EngineSettings, quantize: str, requests: Seq
     adapts, adapter = settings.sync == "adapter" and lora is not None, None
     base, kind = (below(artifact), lora["quantize"]) if adapts else (artifact, quantize)
     if adapts:
-        adapter = _adapter(_place(ctx, settings), artifact)
+        adapter = functools.partial(_adapter, ctx, settings, artifact)
     # Counters that no prompt has: a probe must not repeat the draw of a rollout.
     probe = [
         dataclasses.replace(r, max_tokens=min(r.max_tokens, PROBE_TOKENS), samples=1, counter=2**31 + i)
@@ -244,13 +237,17 @@ def _policy(ctx: Context, settings: EngineSettings, quantize: str, requests: Seq
     )
 
 
-def _adapter(place: Path, artifact: Artifact) -> Path:
+def _adapter(ctx: Context, settings: EngineSettings, artifact: Artifact) -> Path:
     """The policy's adapter as a folder, which replaces the folder of the policy before it."""
-    target = place / f"{ADAPTER}-{artifact.digest[:16]}"
-    for old in place.glob(f"{ADAPTER}-*"):
-        shutil.rmtree(old)
-    shutil.copytree(artifact.local(f"{ADAPTER}/"), target)
-    return target
+    with _loading:
+        place = _place(ctx, settings)
+        target = place / f"{ADAPTER}-{artifact.digest[:16]}"
+        if not target.exists():
+            for old in place.glob(f"{ADAPTER}-*"):
+                shutil.rmtree(old)
+            with whole_folder(target) as partial:
+                shutil.copytree(artifact.local(f"{ADAPTER}/"), partial, dirs_exist_ok=True)
+        return target
 
 
 def _name(artifact: Artifact, quantize: str) -> str:

@@ -51,8 +51,8 @@ class EngineSettings(StageConfig):
     but for the folder of the program."""
     environment: Annotated[dict[str, str], KeyForm(variables_by_digest)] = {}
     """Variables of started servers. Their digests are in the key of rollouts, but for names that say they are secrets
-    (HF_TOKEN, OPENAI_API_KEY); records have the names alone. The value `***` takes the variable of that name from
-    where rlhf runs, which is how a run is repeated from its record."""
+    (HF_TOKEN, OPENAI_API_KEY). Records have `***` with the digest in place of the value. `***` takes the variable of
+    that name from where rlhf runs, and with a digest only the same value."""
     servers: int = execution_setting(1, ge=1)
     """Servers to start. Several divide this machine's NVIDIA GPUs, or those that CUDA_VISIBLE_DEVICES in `environment`
     lists: each gets as many as the sizes of its parallelism in `arguments` take."""
@@ -90,10 +90,14 @@ class EngineSettings(StageConfig):
     def _known(cls, variables: dict[str, str], info: ValidationInfo) -> dict[str, str]:
         if info.context == SHOWN:
             return variables
-        missing = [n for n, v in variables.items() if v == HIDDEN and n not in os.environ]
-        if missing:
-            raise ValueError(f"the value of {missing[0]} is not recorded: export {missing[0]}, or set it in the recipe")
-        return {n: os.environ[n] if v == HIDDEN else v for n, v in variables.items()}
+        hidden = {n: v.removeprefix(HIDDEN) for n, v in variables.items() if v.startswith(HIDDEN)}
+        here = {n: os.environ[n] for n in hidden if n in os.environ}
+        digests = variables_by_digest(here)
+        for n, recorded in hidden.items():
+            if n not in here or (recorded and digests.get(n) != recorded):
+                other = ", and here it has another" if n in here else ""
+                raise ValueError(f"the value of {n} is not recorded{other}: export {n}, or set it in the recipe")
+        return variables | here
 
     @model_validator(mode="after")
     def _meaningful(self) -> EngineSettings:

@@ -187,7 +187,9 @@ def without_answers(value: Any) -> Any:
     """Return a JSON value without `ANSWERS`, at any depth and in texts of JSON. The properties of a schema stay."""
     if isinstance(value, dict):
         parts = {name: part for name, part in value.items() if name not in ANSWERS}
-        return {n: part if n == "properties" and _are_schemas(part) else without_answers(part) for n, part in parts.items()}
+        return {
+            n: part if n == "properties" and _are_schemas(part) else without_answers(part) for n, part in parts.items()
+        }
     if isinstance(value, str) and value.lstrip()[:1] in ("{", "["):
         with contextlib.suppress(ValueError, RecursionError):
             found = json.loads(value)

@@ -37,7 +37,7 @@ from fsspec.implementations.local import LocalFileSystem
 from rlhf.stages.store import audit_log, readonly, runs
 from rlhf.stages.store.artifacts import MANIFEST, Store
 from rlhf.stages.store.json_schemas import COMMITTED
-from rlhf.stages.store.leases import beats, remove_stale, unless_held
+from rlhf.stages.store.leases import beats, is_alive, remove_stale, unless_held
 from rlhf.stages.store.reachability import Roots, Version, reach, versions
 from rlhf.stages.store.reserve import keep_room, with_room
 from rlhf.stages.store.work import OF_PROCESS
@@ -95,9 +95,10 @@ def residues(store: Store, found: list[Version], roots: Roots, old: float) -> It
         for path in _below(store.scratch / "runs", 1):
             if path.name not in names:
                 yield from _local("log", path, old)
-    # A worker that is at work writes its servers' weights again where they are gone.
+    # A live worker that is not seen from here writes its servers' weights again.
     for path in _below(store.scratch / "engines", 1):
-        yield from _local("weights", path, old)
+        for residue in () if is_alive(path.name) else _local("weights", path, old):
+            yield dataclasses.replace(residue, remove=functools.partial(_unless_alive, path.name, residue.remove))
     for path in sorted(filter(is_partial, store.scratch.rglob(".*.part"))):
         yield from _local("partial", path, old)
 
@@ -111,6 +112,11 @@ def _unless_made(store: Store, stage: str, key: str, leftovers: Iterator[Residue
             residue.remove()
 
         yield dataclasses.replace(residue, remove=functools.partial(unless_held, store, stage, key, remove))
+
+
+def _unless_alive(folder: str, remove: Callable[[], object]) -> object:
+    # Another worker may have got the number meanwhile.
+    return False if is_alive(folder) else remove()
 
 
 def _leases(store: Store, old: float) -> Iterator[Residue]:

@@ -24,7 +24,7 @@ EXECUTION: dict[str, Any] = {"execution": True}
 
 
 HIDDEN = "***"
-"""The text that records have in place of a variable's value."""
+"""The text that records have in place of a variable's value, or before its digest."""
 SHOWN = "shown"
 """The context in which settings from a record are validated only to be shown: hidden values may be missing."""
 # User and password of a URL.
@@ -33,6 +33,9 @@ _QUERY = re.compile(
     r"([?&](?:[\w.-]*(?:signature|token|secret|passw|credential|api[-_]?key|accesskey)[\w.-]*|sig|auth|key)=)[^&#\s\"']+",
     re.IGNORECASE,
 )
+# A text of several words, that a model may read, and no URL.
+_TEXT = re.compile(r"\s*(?!\S*://)\S+\s+\S")
+_COMMANDS = ("command", "agent", "tools", "arguments", "name")
 # Variables that say who asks, not what is computed.
 _SECRET = re.compile(r"(TOKEN|SECRET|PASSWORD|PASSWD|CREDENTIALS?|KEY|AUTH|AUTHORIZATION)(_|$)", re.IGNORECASE)
 
@@ -103,10 +106,15 @@ def is_secret(name: str) -> bool:
 
 
 def variables_by_digest(variables: Any) -> Any:
-    """For a key: digests of environment variables by name, but for those whose names say that they are secrets."""
+    """For a key: digests of environment variables by name, but for those whose names say that they are secrets.
+
+    The values may be those of `published`.
+    """
     if not isinstance(variables, Mapping):
         return digest(variables)
-    return {n: digest([n, v])[:16] for n, v in variables.items() if not _SECRET.search(n)}
+    ordinary = {n: v for n, v in variables.items() if not is_secret(n)}
+    hidden = {n: v.removeprefix(HIDDEN) for n, v in ordinary.items() if isinstance(v, str) and v.startswith(HIDDEN)}
+    return {n: hidden[n] if n in hidden else digest([n, v])[:16] for n, v in ordinary.items()}
 
 
 def program_and_words(command: Any) -> list[str]:
@@ -117,22 +125,26 @@ def program_and_words(command: Any) -> list[str]:
 
 def published(value: Any, place: tuple[str, ...] = ()) -> Any:
     """Settings as they are written to a store, shown and exported: URLs without user and password, variables of an
-    engine's `environment` by name alone."""
+    engine's `environment` by digest, secret ones by name alone. Texts that a model may read stay as they are."""
     if isinstance(value, Mapping):
         # The section environment of a recipe, and a reward of that name, are no variables.
         if place[-2:] == ("engine", "environment"):
-            return dict.fromkeys(value, HIDDEN)
+            digests = variables_by_digest(value)
+            return {n: f"{HIDDEN}{digests.get(n, '')}" for n in value}
         return {k: published(v, (*place, str(k))) for k, v in value.items()}
     if isinstance(value, list | tuple):
-        return [published(v) for v in value]
-    return without_userinfo(value) if isinstance(value, str) else value
+        return [published(v, place) for v in value]
+    if not isinstance(value, str):
+        return value
+    opens = any(name in _COMMANDS or is_secret(name) for name in place[-1:])
+    return value if _TEXT.match(value) and not opens else without_userinfo(value)
 
 
 def _content(value: Any) -> Any:
     # Who reads does not decide what is read. A query may, and manifests hold what is in a key: secrets by digest.
     if isinstance(value, str):
         # In a text, such as a system prompt, it is what a model reads.
-        read = re.search(r"\s", value) is not None
+        read = _TEXT.match(value) is not None
         text = _USERINFO.sub(lambda found: f"{HIDDEN}{digest(found[0])[:16]}@" if read else "", value)
         return _QUERY.sub(lambda found: f"{found[1]}{HIDDEN}{digest(found[0])[:16]}", text)
     if isinstance(value, BaseModel):

@@ -76,6 +76,26 @@ def host_scope() -> str:
     return " ".join(parts)
 
 
+def process_folder() -> str:
+    """Return the name of this process's own folder: host, PID namespace and process id."""
+    return f"{_space()}-{os.getpid()}"
+
+
+def _space() -> str:
+    # Containers may share a name, and processes of other namespaces are not in /proc.
+    with contextlib.suppress(OSError):
+        return f"{socket.gethostname()}-{os.stat('/proc/self/ns/pid').st_ino}"
+    return socket.gethostname()
+
+
+def is_alive(folder: str) -> bool | None:
+    """Whether the process of a folder (`process_folder`) lives; None if it is not seen from here."""
+    space, _, number = folder.rpartition("-")
+    if space != _space() or not number.isdigit() or not Path("/proc").exists():
+        return None
+    return Path("/proc", number).exists()
+
+
 @contextmanager
 def lease(
     store: Store, stage: str, key: str, on_wait: Callable[[str], None], check_time: Callable[[], None] = lambda: None
@@ -88,7 +108,7 @@ def lease(
     path = store.join("leases", name)
     token = uuid.uuid4().hex
     announced, watch = False, Watch()
-    store.fs.makedirs(store.join("leases"), exist_ok=True)
+    _again(lambda: store.fs.makedirs(store.join("leases"), exist_ok=True))
     while not _again(lambda: create(store, path, _record(token))):
         holder = _again(lambda: holder_of(store, stage, key))
         # Released in between.
@@ -98,13 +118,13 @@ def lease(
         if holder["token"] == token:
             break
         if watch.dead(holder):
-            with contextlib.suppress(FileNotFoundError):
-                store.remove(path)
-            if create(store, path, _record(token)):
-                # A process that saw the same stale lease may still remove the one just created; then that process wins.
-                time.sleep(SETTLE_SECONDS)
-                if (holder_of(store, stage, key) or {}).get("token") == token:
-                    break
+            _again(functools.partial(_release, store, stage, key, holder["token"]))
+            # Of a request whose answer was lost the next try returns False, too: the token decides.
+            _again(lambda: create(store, path, _record(token)))
+            # A process that saw the same stale lease may still remove the one just created; then that process wins.
+            time.sleep(SETTLE_SECONDS)
+            if (_again(lambda: holder_of(store, stage, key)) or {}).get("token") == token:
+                break
             continue
         if not announced:
             host = holder["host"].split()[0]
@@ -135,9 +155,10 @@ def lease(
             retried(lambda: _release(store, stage, key, token), tries=2, first_seconds=FIRST_PAUSE_SECONDS)
 
 
-def _release(store: Store, stage: str, key: str, token: str) -> None:
+def _release(store: Store, stage: str, key: str, token: str | None) -> None:
     if (holder_of(store, stage, key) or {}).get("token") == token:
-        store.remove(store.join("leases", _name(stage, key)))
+        with contextlib.suppress(FileNotFoundError):
+            store.remove(store.join("leases", _name(stage, key)))
 
 
 class _Held(Exception):

@@ -113,7 +113,8 @@ def test_adapters_follow_the_policy(model, server):
         save_adapter(model.folder / name, adapter, LORA, "first")
         model.params[name] = merge(model.config, "decoder", model.params["first"], adapter, LORA)
         began = time.monotonic()
-        engine.load(model.policy(name, base="first", adapter=model.folder / name, folder=lambda: model.place("first")))
+        folders = {"adapter": lambda name=name: model.folder / name, "folder": lambda: model.place("first")}
+        engine.load(model.policy(name, base="first", **folders))
         seconds = time.monotonic() - began
         requests = model.requests(6, 0.8, samples=2, tokens=16)
         found = run(engine, requests)

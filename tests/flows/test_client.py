@@ -34,6 +34,16 @@ def test_a_run_is_read_as_frames_from_local_and_remote_stores(opened):
     assert run.path("export", "content.json").is_file()
 
 
+def test_an_empty_system_prompt_is_none(opened, monkeypatch):
+    asked = []
+    monkeypatch.setattr("rlhf.stages.serving.policy.answers", lambda *given: asked.append(given[-1]))
+    run = opened.run("demo")
+    run.record["recipe"]["data"]["system_prompt"] = "of the recipe"
+    for system in (None, "", "other"):
+        run.generate(["1 + 1 ="], system=system)
+    assert asked == ["of the recipe", "", "other"]
+
+
 def test_reading_writes_nothing(smoke_store):
     def tree():
         return {path: path.stat().st_mtime_ns for path in smoke_store.rglob("*")}

@@ -12,6 +12,7 @@ from rlhf.flows.recipe.model import Recipe, RecipeError
 from rlhf.flows.recipe.reading import load_recipe
 from rlhf.flows.running.forking import forked
 from rlhf.stages.store.artifacts import Store
+from rlhf.stages.store.keys import published
 from rlhf.tuning.algorithms.registry import ALGORITHMS
 
 DIGEST = "0" * 64
@@ -138,6 +139,12 @@ def test_another_choice_brings_its_own_defaults(first, change):
 def test_a_fork_without_changes_has_the_recipe_of_its_run(sets):
     wanted = load_recipe("smoke", sets=sets).model_dump(exclude={"fork"})
     assert forked(record_of(*sets), "sft", [], ".rlhf").model_dump(exclude={"fork"}) == wanted
+
+
+def test_a_fork_from_a_record_has_the_texts_that_the_policy_reads():
+    record = record_of()
+    record["recipe"]["data"]["system_prompt"] = text = "Use GET http://tool/find?key=guess or ssh://alice@host."
+    assert forked(record | {"recipe": published(record["recipe"])}, "base", [], ".rlhf").data.system_prompt == text
 
 
 def test_settings_that_follow_from_other_sections_follow_from_the_new_ones(tmp_path):

@@ -105,7 +105,7 @@ URLS = {
 @pytest.mark.parametrize("url", URLS)
 def test_urls_are_written_without_what_opens_them(url):
     assert without_userinfo(url) == URLS[url]
-    assert published({"a": [url]}) == {"a": [URLS[url]]}
+    assert published({"command": [url]}) == {"command": [URLS[url]]}
     recipe = load_recipe("smoke", sets=[f"data.source={json.dumps(url.partition(': ')[0].removeprefix('error at '))}"])
     assert "SECRET" not in json.dumps(config_content(recipe.data))
 

@@ -499,7 +499,9 @@ def _by_text(given: pa.DataType) -> Callable[[Any], Any] | None:
     is_half, types = pa.types.is_float16(given), pa.types
     if is_half or types.is_float32(given):
         kind = np.float16 if is_half else np.float32
-        return lambda value: value if value is None or value.is_integer() else float(str(kind(value)))
+        return lambda value: value if value is None else float(str(kind(value)))
+    if isinstance(given, pa.BaseExtensionType):
+        return _by_text(given.storage_type)
     if types.is_struct(given):
         fields = {field.name: read for field in given if (read := _by_text(field.type)) is not None}
         return (lambda value: value and value | {n: read(value[n]) for n, read in fields.items()}) if fields else None

@@ -359,9 +359,7 @@ def rules(plan: Plan) -> Step:
 
 def _is_answer(verdict: Any) -> bool:
     """Whether a rule may return this; a match, or the number of something, would be read as its opposite."""
-    if isinstance(verdict, str):
-        return verdict != ""
-    return verdict is None or (isinstance(verdict, int | np.bool_) and verdict in (0, 1))
+    return verdict != "" if isinstance(verdict, str) else verdict is None or isinstance(verdict, bool | np.bool_)
 
 
 def view_of(record: Record, source: str) -> dict[str, Any]:

@@ -52,7 +52,8 @@ def test_a_host_that_others_reach_is_not_served_without_a_key(tmp_path):
         assert "set RLHF_API_KEY" in done.stderr or "cannot be read" in done.stderr
 
 
-@pytest.mark.parametrize("options", [(), pytest.param(("--cache", "paged"), marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("options", [(), ("--cache", "paged")])
 def test_the_command_serves_the_policy_of_a_run(smoke_store, tmp_path, options):
     with _served(smoke_store, tmp_path / "log", *options) as client:
         [model] = client.get("/v1/models").raise_for_status().json()["data"]

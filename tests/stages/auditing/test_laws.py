@@ -74,6 +74,23 @@ def test_an_outage_breaks_no_law(tmp_path):
             audit(*nothing, law(error))
 
 
+@pytest.mark.parametrize("error", [OSError("Forbidden: https://host/o"), ValueError("Bad Request: https://host/o")])
+def test_a_refusal_of_an_object_store_breaks_no_law(monkeypatch, error):
+    """gcsfs has no other errors for those."""
+
+    def read(run, finding):
+        run.store.read_json("artifacts", "sft", "k", "manifest.json")
+
+    def refuse(*args):
+        raise error
+
+    store = Store("memory://refused")
+    store.write_json({}, "artifacts", "sft", "k", "manifest.json")
+    monkeypatch.setattr(type(store.fs), "_strip_protocol", refuse)
+    with pytest.raises(type(error), match="https://host/o"):
+        audit(store, {"name": "", "nodes": {}, "recipe": {}}, [Law("one", "", "runs", read, "run")])
+
+
 def swap_scores(rows):
     """As a join by prompt and sample would leave them."""
     rows[0]["rewards"], rows[5]["rewards"] = rows[5]["rewards"], rows[0]["rewards"]

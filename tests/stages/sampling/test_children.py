@@ -1,5 +1,6 @@
 """Engines over HTTP whose servers run in processes of their own: started, lost, started again, and gone at the end."""
 
+import contextlib
 import os
 import signal
 import sys
@@ -119,6 +120,14 @@ def test_a_command_that_ends_at_once_is_told_with_its_log(tmp_path, policy, caps
         remote(server).load(policy("first"))
     # The worker's log outlives the server's.
     assert "the cause" not in str(lost.value) and "\nthe cause\n" in capsys.readouterr().out
+    # Once for each start, and a full disk of the worker's log is no reason to lose the message.
+    assert "no such model" in server.child.obituary() and capsys.readouterr().out == ""
+    server.child.starts += 1
+    with open("/dev/full", "w") as full, contextlib.redirect_stdout(full):
+        assert "no such model" in server.child.obituary()
+        # What the stream still holds.
+        with contextlib.suppress(OSError):
+            full.close()
 
 
 def test_servers_end_together_and_take_their_weights_along(tmp_path, monkeypatch):

@@ -8,6 +8,7 @@ import asyncio
 import contextlib
 import dataclasses
 import json
+import shutil
 import socket
 import subprocess
 import threading
@@ -266,14 +267,18 @@ def test_the_weights_of_a_worker_in_another_container_stay(tmp_path):
 
 def test_an_adapter_takes_the_place_of_that_of_the_round_before(tmp_path):
     """Else a thousand rounds leave a thousand of them on the disk."""
-    (tmp_path / "model-0").mkdir()
-    source = tmp_path / "from"
+    settings, source = SimpleNamespace(folder=str(tmp_path / "engines")), tmp_path / "from"
     source.mkdir()
+    target = source
     for digest in ("a" * 64, "b" * 64, "b" * 64):
         (source / "adapter_config.json").write_text(digest)
-        target = _adapter(tmp_path, SimpleNamespace(digest=digest, local=lambda part: source))
+        target = _adapter(None, settings, SimpleNamespace(digest=digest, local=lambda part: source))
         assert (target / "adapter_config.json").read_text() == digest
-    assert sorted(path.name for path in tmp_path.iterdir()) == [f"adapter-{'b' * 16}", "from", "model-0"]
+    assert [path.name for path in target.parent.iterdir()] == [f"adapter-{'b' * 16}"]
+    # A server that is lost gets it again where a collection has removed it.
+    shutil.rmtree(target.parent)
+    assert _adapter(None, settings, SimpleNamespace(digest="b" * 64, local=lambda part: source)) == target
+    assert target.exists()
 
 
 def ended(turns, *numbers):

@@ -6,7 +6,7 @@ from rlhf.flows.graph.build import build
 from rlhf.flows.recipe.model import RecipeError
 from rlhf.flows.recipe.reading import load_recipe
 from rlhf.stages.sampling.settings import EngineSettings
-from rlhf.stages.store.keys import config_content, published
+from rlhf.stages.store.keys import SHOWN, config_content, published
 
 URL = ["rl.rollout.engine.kind=vllm", "rl.rollout.engine.url=http://127.0.0.1:8000", "rl.rollout.engine.version='1.0'"]
 
@@ -93,6 +93,19 @@ def test_a_variable_that_a_record_hides_comes_from_the_environment(monkeypatch):
         EngineSettings.model_validate(values)
     monkeypatch.setenv("HF_TOKEN", "mine")
     assert EngineSettings.model_validate(values).environment == {"HF_TOKEN": "mine"}
+
+
+def test_a_variable_of_a_record_is_never_another_one_of_the_environment(monkeypatch):
+    settings = EngineSettings(kind="vllm", version="1", command="c", environment={"CUDA_VISIBLE_DEVICES": "1"})
+    values = published({"engine": settings.model_dump()})["engine"]
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0")
+    with pytest.raises(ValueError, match="CUDA_VISIBLE_DEVICES is not recorded, and here it has another: export"):
+        EngineSettings.model_validate(values)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "1")
+    assert EngineSettings.model_validate(values) == settings
+    # Shown, its key is that of the run.
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES")
+    assert config_content(EngineSettings.model_validate(values, context=SHOWN)) == config_content(settings)
 
 
 def test_how_the_native_engine_holds_numbers_is_content():

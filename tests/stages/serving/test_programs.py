@@ -140,7 +140,8 @@ def test_a_program_that_grades_gets_answers_of_any_size(engine):
     settings = PLAIN.model_copy(update={"agent_grades": True, "tries": 1})
     large = {"tests": ["x" * 2**20], "answer": "4"}
     read, unread = play(engine, [{"do": "fork", **large}, {"do": "two_turns", **large}], settings)
-    assert [(one.status, one.reward, one.success) for one in (read, unread)] == [("done", 2, True), ("done", 0.25, True)]
+    assert (read.status, read.reward, read.success) == ("done", 2, True)
+    assert (unread.status, unread.reward, unread.success) == ("done", 0.25, True)
 
 
 def test_nothing_is_sampled_outside_of_a_session(engine):

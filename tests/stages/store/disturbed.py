@@ -50,6 +50,16 @@ class Disturbed(MemoryFileSystem):
             data[len(data) // 2] ^= 1
             Path(target).write_bytes(data)
 
+    def rm_file(self, path: str) -> None:
+        if self._next("rm_file"):
+            raise OSError(errno.EIO, "Input/output error")
+        super().rm_file(path)
+
+    def makedirs(self, path: str, exist_ok: bool = False) -> None:
+        if self._next("makedirs"):
+            raise OSError(errno.EIO, "Input/output error")
+        super().makedirs(path, exist_ok)
+
     def find(self, path: str, *rest: Any, **named: Any) -> Any:
         fault = self._next("find")
         if fault == "nothing":

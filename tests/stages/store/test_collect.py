@@ -19,7 +19,7 @@ from rlhf.stages.store.artifacts import MANIFEST, Store
 from rlhf.stages.store.audit_log import events
 from rlhf.stages.store.collect import Limits, collect, survey
 from rlhf.stages.store.keys import digest
-from rlhf.stages.store.leases import lease, this_process
+from rlhf.stages.store.leases import lease, process_folder, this_process
 from rlhf.stages.store.pins import pin, pins, unpin
 from rlhf.stages.store.reachability import versions
 from tests.stages.store.disturbed import Disturbed
@@ -188,14 +188,18 @@ def test_work_of_the_dead_goes_and_work_to_go_on_with_stays(store):
     partial.write_bytes(b"half")
     # Of servers of a pod that is gone.
     weights = store.scratch / "engines" / "pod-1-7"
-    weights.mkdir(parents=True)
-    (weights / "model").write_bytes(b"w")
+    # Of a live worker without a lease, which waits for the next stage.
+    live = store.scratch / "engines" / process_folder()
+    for folder in (weights, live):
+        folder.mkdir(parents=True)
+        (folder / "model").write_bytes(b"w")
     run = dataclasses.replace(run_of("r", [], "kept"), pending=frozenset({("sft", "failed")}))
     assert not survey(store, roots(run), Limits()).residues
     with lease(store, "sft", "live", print):
         done = collect(store, lambda: roots(run), NOW)
     assert {r.kind for r in done.residues} == {"work", "damaged", "orphan", "weights", "partial"}
     assert store.names("work", "sft") == ["failed", "live"] and not (partial.exists() or weights.exists())
+    assert (live / "model").exists()
     assert not store.names("damaged") and not store.names("artifacts", "sft")
 
 

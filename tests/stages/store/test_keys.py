@@ -11,7 +11,16 @@ from pydantic import BaseModel
 
 from rlhf.flows.recipe.reading import load_recipe
 from rlhf.stages.contract.registry import modules, stage
-from rlhf.stages.store.keys import NotCanonical, canonical, config_content, derive_seed, differences, digest, published
+from rlhf.stages.store.keys import (
+    NotCanonical,
+    canonical,
+    config_content,
+    derive_seed,
+    differences,
+    digest,
+    published,
+    variables_by_digest,
+)
 
 # How a stage computes, not what. Everything else of its config is in the key.
 COMPUTE = {
@@ -196,17 +205,29 @@ def test_who_reads_a_url_is_neither_in_a_key_nor_in_a_record():
     config, other = (stage("base").config(source=f"s3://{user}bucket/a@b") for user in ("me:secret@", "you:hidden@"))
     assert config_content(config) == config_content(other)
     assert config_content(config)["source"] == "s3://bucket/a@b"
-    record = {"data": {"source": [{"source": "ftp://me:secret@host/x"}]}, "engine": {"environment": {"A": "secret"}}}
-    assert published(record) == {
-        "data": {"source": [{"source": "ftp://host/x"}]},
-        "engine": {"environment": {"A": "***"}},
+    engine = {"environment": {"A_KEY": "secret", "A": "secret"}}
+    record = {"data": {"source": [{"source": "ftp://me:secret@host/x y"}]}, "engine": engine}
+    shown = published(record)
+    variables = variables_by_digest(engine["environment"])
+    assert shown == {
+        "data": {"source": [{"source": "ftp://host/x y"}]},
+        "engine": {"environment": {"A_KEY": "***", "A": f"***{variables['A']}"}},
     }
+    assert published(shown) == shown and variables_by_digest(shown["engine"]["environment"]) == variables
 
 
 def test_an_address_in_a_text_that_a_model_reads_is_content():
     prompts = ("Log in at ssh://alice@host first.", "Log in at ssh://bob@host first.", "Log in at ssh://host first.")
     keys = [str(config_content(stage("prepare").config(system_prompt=prompt))) for prompt in prompts]
     assert len(set(keys)) == 3 and not any("alice" in key or "bob" in key for key in keys)
+    # A record that says another prompt than the run had would sample other rollouts.
+    text = "Use GET http://tool/find?key=guess or ssh://alice@host."
+    settings = {"data": {"system_prompt": text}, "rewards": [{"arguments": {"rubric": text}}]}
+    assert published(settings) == settings
+    for place in ("command", "agent", "tools", "api_key"):
+        assert published({place: [f"-c {text}"]}) == {place: ["-c Use GET http://tool/find?key=*** or ssh://host."]}
+    place = config_content(stage("base").config(source="s3://me:secret@bucket/my model"))
+    assert place["source"] == "s3://bucket/my model"
 
 
 def test_what_episodes_are_played_in_is_no_secret():

@@ -183,6 +183,19 @@ def test_a_store_that_is_away_for_a_moment_ends_no_wait_and_no_finished_work(tmp
     Disturbed.disturb()
 
 
+@pytest.mark.parametrize("fault", ["before", "after"])
+def test_a_lease_of_the_dead_is_taken_over_in_spite_of_a_store_that_is_away_for_a_moment(tmp_path, monkeypatch, fault):
+    monkeypatch.setattr(leases, "FIRST_PAUSE_SECONDS", 0.01)
+    store = Store(f"disturbed://{tmp_path.name}", tmp_path)
+    put(store, pid=2**22 + 1)
+    # The first request to create it finds the lease of the dead.
+    looks = ["", "before", "", "", "before"]
+    Disturbed.disturb(makedirs=["before"], rm_file=["before"], open_xb=["", fault], cat_file=looks)
+    with lease(store, "sft", "k" * 64, lambda line: pytest.fail(line)) as token:
+        assert record(store)["token"] == token
+        assert not any(Disturbed.faults.values())
+
+
 def test_an_error_of_a_connection_that_is_no_oserror_ends_no_wait_either(tmp_path, monkeypatch):
     monkeypatch.setattr(leases, "FIRST_PAUSE_SECONDS", 0.01)
     tried: list[int] = []

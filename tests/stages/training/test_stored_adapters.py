@@ -117,6 +117,7 @@ def test_the_export_and_the_start_of_another_run_hold_the_merged_model(lab, tune
     assert exported.has("adapter/")
 
 
+@pytest.mark.slow
 def test_a_collection_keeps_the_base_of_an_adapter_and_a_missing_one_is_named(tmp_path):
     lab = Lab(tmp_path)
     made, _ = lab.sft(lab.base)

@@ -3,6 +3,7 @@
 import numpy as np
 
 from rlhf.tuning.algorithms.learner import Learner
+from rlhf.tuning.algorithms.round_data import RoundData
 from rlhf.tuning.algorithms.rounds import run_round
 from rlhf.tuning.algorithms.settings import RoundSettings
 from rlhf.tuning.models.huggingface import scalar_head_params
@@ -56,6 +57,18 @@ def learners(config):
 def trained(config, data, **options):
     """A round from that start."""
     return run_round(data, config, CONFIG, *learners(config), **options)
+
+
+def play(config, rounds, reference=None):
+    """Trains through several rounds: (mean reward before each, metrics of each)."""
+    (policy, critic), rewards, metrics = learners(config), [], []
+    for r in range(rounds):
+        rows, scores = rollouts(policy.params, r)
+        rewards.append(np.mean([s.total for s in scores]))
+        result = run_round(RoundData.from_rows(rows, scores), config, CONFIG, policy, critic, reference=reference)
+        policy, critic = result.policy, result.critic
+        metrics.append(result.metrics)
+    return rewards, metrics
 
 
 def settings(algorithm="grpo", **changes):

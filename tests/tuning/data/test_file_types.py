@@ -43,11 +43,15 @@ def test_bytes_are_utf8_text_and_other_types_have_one_json_form(read, tmp_path, 
             "half": pa.array(np.asarray([0.1, 65504], np.float16)),
             "halves": pa.array([[np.float16(3.3)], None], pa.large_list(pa.float16())),
             "level": pa.array([0.3, None], pa.float32()).dictionary_encode(),
+            "whole": pa.array(np.asarray([123456789, 1e23], np.float32)),
+            "tensor": pa.ExtensionArray.from_storage(
+                pa.fixed_shape_tensor(pa.float32(), [1]), pa.array([[0.1], [0.2]], pa.list_(pa.float32(), 1))
+            ),
         }
     )
     path = tmp_path / f"data{suffix}"
     if suffix == ".parquet":
-        pq.write_table(table.drop_columns(["name"]), path)
+        pq.write_table(table.drop_columns(["name", "tensor"]), path)
     else:
         with pa.OSFile(str(path), "wb") as sink, pa.ipc.new_stream(sink, table.schema) as writer:
             writer.write_table(table)
@@ -58,9 +62,10 @@ def test_bytes_are_utf8_text_and_other_types_have_one_json_form(read, tmp_path, 
     assert first["tags"] == {"k": 1} and second["tags"] == {}
     assert (first["answer"], second["answer"]) == (0.1, 1e10)
     assert (first["scores"], second["scores"]) == ([{"x": 0.1, "y": {"z": [0.2]}}], [])
-    assert (first["half"], second["half"], first["halves"], second["halves"]) == (0.1, 65504, [3.3], None)
+    assert (first["half"], second["half"], first["halves"], second["halves"]) == (0.1, 65500, [3.3], None)
+    assert (first["whole"], second["whole"]) == (123456790, 1e23)
     assert (first["level"], second["level"]) == (0.3, None)
-    assert suffix == ".parquet" or first["name"] == str(uuid.UUID(int=1))
+    assert suffix == ".parquet" or (first["name"], first["tensor"]) == (str(uuid.UUID(int=1)), [0.1])
 
 
 def test_fields_of_other_rows_are_absent_from_tools_and_calls(read, tmp_path):

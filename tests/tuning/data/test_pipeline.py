@@ -131,18 +131,17 @@ def test_a_rule_may_answer_with_numpys_booleans(plan, tmp_path):
 
 
 def answers_oddly(record):
-    return {"a": re.search("a", record["prompt"]), "b": "", "c": 3, "d": np.ones(2, bool), "e": 0.0}.get(
-        record["prompt"]
-    )
+    odd = {"a": re.search("a", record["prompt"]), "b": "", "c": 3, "d": np.ones(2, bool), "e": 0.0, "g": 1, "h": 0}
+    return odd.get(record["prompt"])
 
 
 def test_a_rule_that_answers_neither_yes_nor_no_nor_a_reason_is_at_fault(plan, tmp_path):
     """A match is true and no match is None, which keeps: such a rule would drop what it is to keep."""
     ruled = dataclasses.replace(plan, rules=(f"{__name__}:answers_oddly",))
-    run(ruled, tmp_path, *[{"prompt": prompt, "completion": "x", "split": "sft"} for prompt in "abcdef"])
+    run(ruled, tmp_path, *[{"prompt": prompt, "completion": "x", "split": "sft"} for prompt in "abcdefgh"])
     assert {row["prompt"] for row in rows(ruled, "sft", tmp_path)} == {"f"}
     reasons = [letter["reason"] for letter in letters(tmp_path)]
-    assert len(reasons) == 5 and "returned '': expected True, False, None or a reason" in reasons[1]
+    assert len(reasons) == 7 and "returned '': expected True, False, None or a reason" in reasons[1]
 
 
 def test_pairs_of_equal_tokens_are_dropped(plan, tmp_path):

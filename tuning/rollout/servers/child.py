@@ -54,7 +54,7 @@ class Child:
         """command: returns the command line for a model's folder and a port. log: file for the server's output."""
         self.command, self.environment, self.log = command, dict(environment), log
         self._process: subprocess.Popen[bytes] | None = None
-        self.starts = 0
+        self.starts = self._printed = 0
 
     @property
     def alive(self) -> bool:
@@ -108,6 +108,10 @@ class Child:
             return "it has not been started"
         how = "runs" if self.alive else f"ended with status {self._process.poll()}"
         lines = self.log.read_text(errors="replace").splitlines() if self.log.exists() else []
-        print(f"---- the end of {self.log} ----", *lines[-LOG_LINES:], sep="\n", flush=True)
+        if self._printed != self.starts:
+            self._printed = self.starts
+            # A worker's log may be on a full disk.
+            with contextlib.suppress(OSError):
+                print(f"---- the end of {self.log} ----", *lines[-LOG_LINES:], sep="\n", flush=True)
         where = f"the worker's log has the last {LOG_LINES} lines of {self.log}"
         return "\n    ".join([f"it {how}\n  {where}", *[line for line in lines if line.strip()][-5:]])

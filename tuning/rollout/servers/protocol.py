@@ -55,8 +55,8 @@ class Policy:
     """Number of token ids; None: unknown."""
     base: str = ""
     """Name of the dense weights under an adapter."""
-    adapter: Path | None = None
-    """A folder in PEFT's format over `base`; None if the policy is dense."""
+    adapter: Callable[[], Path] | None = None
+    """Returns a folder in PEFT's format over `base`, written as `folder` is; None if the policy is dense."""
 
     @property
     def weights(self) -> str:

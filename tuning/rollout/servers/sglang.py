@@ -112,7 +112,7 @@ class SGLang:
         assert policy.adapter is not None
         with contextlib.suppress(ServerRefused):
             server.post("/unload_lora_adapter", {"lora_name": policy.digest})
-        server.post("/load_lora_adapter", {"lora_name": policy.digest, "lora_path": str(policy.adapter)})
+        server.post("/load_lora_adapter", {"lora_name": policy.digest, "lora_path": str(policy.adapter())})
         if previous not in (None, policy.digest):
             with contextlib.suppress(ServerRefused):
                 server.post("/unload_lora_adapter", {"lora_name": previous})

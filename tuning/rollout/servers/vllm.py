@@ -167,6 +167,6 @@ class VLLM:
         assert policy.adapter is not None
         known = {m["id"] for m in server.get("/v1/models")["data"]}
         if policy.digest not in known:
-            server.post("/v1/load_lora_adapter", {"lora_name": policy.digest, "lora_path": str(policy.adapter)})
+            server.post("/v1/load_lora_adapter", {"lora_name": policy.digest, "lora_path": str(policy.adapter())})
         if previous in known - {policy.digest}:
             server.post("/v1/unload_lora_adapter", {"lora_name": previous})
