@@ -96,11 +96,8 @@ CASES = [
     Case("decode", "llama-3-8b", "h100x8", tensor=2, paged=True),
     Case("sft", "qwen3-32b", "h100x8", tensor=2, lora=16),
     Case("sft", "qwen3-30b-a3b", "v5e:4x4", lora=16),
-    Case("grpo", "qwen3-30b-a3b", "v5e:8x8", rows=1),
     Case("decode", "qwen3-30b-a3b", "v5e:2x4", tensor=4),
     MIXTURE_GPU,
-    Case("grpo", "qwen3-30b-a3b", "h100x8"),
-    Case("prefill", "qwen3-30b-a3b", "h100x8"),
     Case("decode", "qwen3-30b-a3b", "h100x8"),
     Case("decode", "qwen3-30b-a3b", "h100x8", tensor=2),
 ]

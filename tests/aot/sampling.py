@@ -8,6 +8,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from rlhf.tuning.cpu.kernels import Kernels
 from rlhf.tuning.fit.sharded_sizes import shapes_of
+from rlhf.tuning.mesh import under
 from rlhf.tuning.models.decoder import decoder_graph
 from rlhf.tuning.models.sharding import shardings
 from rlhf.tuning.rollout.engine import cache, programs
@@ -51,13 +52,16 @@ def sampling(case: Case, mesh: Any) -> tuple[Any, float]:
     options: Any = {"kv": "bfloat16", "dtype": "bfloat16", "kernels": Kernels()}
     if case.program == "prefill":
         chunk, _, prefixed = pack([Slot() for _ in range(slots)], CHUNK)
-        traced = programs.prefill.trace(laid_out, weights, held, on_all(chunk, mesh), prefixed=prefixed, **options)
+        with under(mesh if config.num_experts else None):
+            traced = programs.prefill.trace(laid_out, weights, held, on_all(chunk, mesh), prefixed=prefixed, **options)
         # A chunk is one row, which every replica computes. No kernel: each pair of tokens is multiplied.
         pairs = 2 * config.num_heads * config.head_dim * CHUNK
         return traced, 2.0 * config.num_layers * CHUNK * (kernels(config) + pairs) / parts
     rows = on_all(row_arrays([Slot() for _ in range(slots)], CAPACITY, STEPS), mesh)
     wake, most = on_all((np.int32(slots), np.int32(STEPS)), mesh)
-    traced = programs.decode.trace(laid_out, weights, held, rows, wake, most, steps=STEPS, top=0, **options)
+    # As the engine does.
+    with under(mesh if config.num_experts else None):
+        traced = programs.decode.trace(laid_out, weights, held, rows, wake, most, steps=STEPS, top=0, **options)
     head = config.hidden_size * config.vocab_size
     read = 2 * config.num_heads * config.head_dim * (CAPACITY + STEPS)
     return traced, 2.0 * (config.num_layers * (kernels(config) + read) + head) * SLOTS / parts

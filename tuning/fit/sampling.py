@@ -116,7 +116,8 @@ def _decoding(engine: Engine, rows: int, length: int, mesh: Any) -> Any:
     batch, one = on_all((blank_rows(rows), np.int32(1)), mesh)
     options = engine.decode_options
     if not isinstance(engine, PagedEngine):
-        return programs.decode.trace(graph, weights, cache, batch, one, one, **options)
+        with engine.tracing:
+            return programs.decode.trace(graph, weights, cache, batch, one, one, **options)
     table = on_all(np.zeros((rows, length), np.int32), mesh)
     # The kernel asks the mesh for its chip.
     with under(mesh):

@@ -120,19 +120,19 @@ def mixture(
 
     into: the kernels of gate and up, or of both joined. Each kernel is an array [E, in, out], or a module with
     `grouped(rows, sizes)`. count: E. On a mesh each device computes its own rows and columns, with kernels that it
-    gathers over `fsdp`, and its part of the feed-forward over `tensor`.
+    gathers over `fsdp`, whole experts if it divides them, and its part of the feed-forward over `tensor`.
     """
 
     def local(
-        x: jax.Array, experts: jax.Array, weights: jax.Array, back: Any, *into: Any, cut: bool = False
+        x: jax.Array, experts: jax.Array, weights: jax.Array, back: Any, *into: Any, cuts: Any = (None, None)
     ) -> jax.Array:
         flat, width = experts.reshape(-1), experts.shape[-1]
         order = jnp.argsort(flat)
         place, sizes = jnp.argsort(order), jnp.sum(flat[:, None] == jnp.arange(count), axis=0)
         copies = permuted(jnp.repeat(x.reshape(-1, x.shape[-1]), width, axis=0), order, place)
-        inner = [keep(_product(kernel, copies, sizes, 1 if cut else None), MLP) for kernel in into]
+        inner = [keep(_product(kernel, copies, sizes, cuts[0]), MLP) for kernel in into]
         gate, up = inner if len(inner) == 2 else jnp.split(inner[0], 2, axis=-1)
-        out = permuted(_product(back, activation(gate) * up, sizes, 2 if cut else None), place, order)
+        out = permuted(_product(back, activation(gate) * up, sizes, cuts[1]), place, order)
         shares = out.reshape(*experts.shape, -1).astype(weights.dtype) * weights[..., None]
         return shares.sum(axis=-2).astype(x.dtype)
 
@@ -140,13 +140,15 @@ def mixture(
     if mesh is None:
         return local(x_BLD, experts_BLX, weights_BLX, back, *into)
     rows, columns = dividing(mesh, x_BLD.shape[0], ROWS), dividing(mesh, x_BLD.shape[1], CONTEXT)
-    hidden, inner = dividing(mesh, back.shape[2], FSDP), dividing(mesh, back.shape[1], TENSOR)
+    inner, whole = dividing(mesh, back.shape[1], TENSOR), dividing(mesh, count, FSDP)
+    hidden = () if whole else dividing(mesh, back.shape[2], FSDP)
+    cuts = (0, 0) if whole else (1, 2) if hidden else (None, None)
 
     def device(x: jax.Array, experts: jax.Array, weights: jax.Array, back: jax.Array, *into: jax.Array) -> jax.Array:
-        out = local(x, experts, weights, back, *into, cut=bool(hidden))
+        out = local(x, experts, weights, back, *into, cuts=cuts)
         return jax.lax.psum(out, inner) if inner else out
 
-    tokens, kernels = spec(rows, columns), (spec((), inner, hidden), *[spec((), hidden, inner)] * len(into))
+    tokens, kernels = spec(rows, columns), (spec(whole, inner, hidden), *[spec(whole, hidden, inner)] * len(into))
     cut = jax.shard_map(device, in_specs=(*[tokens] * 3, *kernels), out_specs=tokens, check_vma=False)
     return cut(x_BLD, experts_BLX, weights_BLX, back, *into)
 

@@ -17,6 +17,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 
@@ -37,7 +38,7 @@ def of_rows(x_RI: jax.Array, kernels: jax.Array, sizes_E: jax.Array, transposed:
     rows, size_in, size_out = len(x_RI), x_RI.shape[1], kernels.shape[1 if transposed else 2]
     block = _rows(rows, len(sizes_E))
     # Those of an expert, whose last may be short; blocks beyond the last expert's have no rows.
-    ends, counts = jnp.cumsum(sizes_E), -(-sizes_E // block)
+    ends, counts = jnp.cumsum(sizes_E), _blocks(sizes_E.astype(jnp.int32), block)
     last, number = jnp.cumsum(counts), jnp.arange(rows // block + min(rows, len(sizes_E)))
     expert = jnp.minimum(jnp.sum(last <= number[:, None], axis=1), len(sizes_E) - 1)
     first = (ends - sizes_E)[expert] + (number - (last - counts)[expert]) * block
@@ -60,6 +61,11 @@ def of_kernels(x_RI: jax.Array, g_RO: jax.Array, sizes_E: jax.Array, kind: Any) 
 
 def _rows(rows: int, experts: int) -> int:
     return min(ROWS, max(LEAST, pl.next_power_of_2(pl.cdiv(rows, experts))))
+
+
+def _blocks(rows: jax.Array, block: int) -> jax.Array:
+    """Blocks that so many rows fill."""
+    return jax.lax.div(rows + (block - 1), np.int32(block))
 
 
 def _part(size: int, most: int) -> int:
@@ -120,5 +126,5 @@ def _kernels_kernel(ends: Any, x: Any, g: Any, out: Any, *, block: int, wide: in
         return total + plgpu.dot(left, right, trans_a=True)
 
     kind = jnp.promote_types(x.dtype, jnp.float32)
-    total = jax.lax.fori_loop(0, (end - start + block - 1) // block, add, jnp.zeros((wide, width), kind))
+    total = jax.lax.fori_loop(0, _blocks(end - start, block), add, jnp.zeros((wide, width), kind))
     out[(expert, *here)] = total.astype(out.dtype)

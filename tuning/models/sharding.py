@@ -73,11 +73,22 @@ def path_names(path: Any) -> tuple[str, ...]:
 
 
 def _of_parameter(path: Any, leaf: Any, mesh: Mesh | AbstractMesh) -> PartitionSpec:
-    rule = _rule(path_names(path), leaf.dtype)
+    names = path_names(path)
+    rule = _rule(names, leaf.dtype)
+    if (count := _experts(names, leaf.shape)) and count % mesh.shape[FSDP] == 0:
+        # Whole experts, which a device gathers as they are in memory.
+        rule = (FSDP, *(None if a == FSDP else a for a in rule))
     # The rule is of the last dimensions; a leading axis of layers is not sharded, since the scan slices it.
     dims = leaf.shape[len(leaf.shape) - len(rule) :]
     axes = [a if a and size % mesh.shape[a] == 0 else None for a, size in zip(rule, dims, strict=True)]
     return PartitionSpec(*[None] * (len(leaf.shape) - len(rule)), *axes)
+
+
+def _experts(names: tuple[str, ...], shape: tuple[int, ...]) -> int:
+    """The experts that a kernel holds; 0: it is of none. Layers are stacked, or numbered, or it is in one of them."""
+    at = names.index("layers") + 1 if "layers" in names else 0
+    stacked = at > 0 and not names[at].isdigit()
+    return shape[-3] if names[-1] == "kernel" and len(shape) - stacked == 3 else 0
 
 
 def mesh_in_use() -> AbstractMesh | None:

@@ -33,6 +33,7 @@ import logging
 import operator
 import threading
 from collections.abc import Callable, Collection, Sequence
+from contextlib import AbstractContextManager
 from typing import Any, Literal, cast
 
 import jax
@@ -41,6 +42,7 @@ from flax import nnx
 from jax.sharding import Mesh
 
 from rlhf.tuning.cpu.kernels import Kernels, build, has_compiler
+from rlhf.tuning.mesh import under
 from rlhf.tuning.models.config import DecoderConfig
 from rlhf.tuning.models.decoder import abstract_decoder, decoder_graph
 from rlhf.tuning.models.lora import refuse_experts
@@ -334,7 +336,8 @@ class Engine(Batches):
         size = self._chunk_size(len(prompt) - 1)
         graph, weights = self._use("score", f"chunk={size}", f"prompt={self._pool.capacity_for(len(prompt))}")
         program = functools.partial(programs.score, graph, weights, top=self._top, **self._program_options)
-        return prompt_scores(prompt, self._pool.scratch(len(prompt)), size, program)
+        with self.tracing:
+            return prompt_scores(prompt, self._pool.scratch(len(prompt)), size, program)
 
     def release(self, number: int) -> None:
         """Gives up the slot that is kept for an ended request (`Request.keep`); for others it does nothing."""
@@ -442,9 +445,10 @@ class Engine(Batches):
             prefixed = "many"
         start = {"none": "from the start", "one": "after a prefix", "many": "after prefixes"}[prefixed]
         graph, weights = self._use("prefill", f"chunk={size}", start)
-        self._pool.cache = programs.prefill(
-            graph, weights, self._pool.cache, chunk, prefixed=prefixed, **self._program_options
-        )
+        with self.tracing:
+            self._pool.cache = programs.prefill(
+                graph, weights, self._pool.cache, chunk, prefixed=prefixed, **self._program_options
+            )
         for i, count in pieces:
             run = self._pool.slots[i].run
             assert run is not None
@@ -463,15 +467,21 @@ class Engine(Batches):
         graph, weights = self._use("decode")
         rows = row_arrays(self._pool.slots, self._pool.capacity, steps)
         wake, most = self._wake(len(live), crowded), np.int32(1 if first else steps)
-        self._pool.cache, decoded = programs.decode(
-            graph, weights, self._pool.cache, rows, wake, most, **self.decode_options
-        )
+        with self.tracing:
+            self._pool.cache, decoded = programs.decode(
+                graph, weights, self._pool.cache, rows, wake, most, **self.decode_options
+            )
         return decoded
 
     def _wake(self, live: int, crowded: bool) -> np.int32:
         """How many of the live rows end before the host looks, until when they still cost time: 1/8 if runs wait for a
         slot, else 3/4, since a smaller number of slots may then do."""
         return np.int32(max(1, live // 8 if crowded or self._waiting else live - live // 4))
+
+    @property
+    def tracing(self) -> AbstractContextManager[Any]:
+        """Within it programs are traced for the place: kernels of experts need its mesh (`experts.mixture`)."""
+        return under(self.loading_mesh if self.config.num_experts else None)
 
     @property
     def _program_options(self) -> dict[str, Any]:
