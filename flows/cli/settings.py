@@ -16,10 +16,10 @@ from pydantic.fields import FieldInfo
 from rich.text import Text
 
 from rlhf.flows.cli.shared import app, out, usage_error
-from rlhf.flows.recipe.field_paths import is_managed, models_in
+from rlhf.flows.recipe.field_paths import OPTIMIZER, is_managed, models_in
 from rlhf.flows.recipe.model import Recipe
 from rlhf.stages.contract.field_docs import field_docs
-from rlhf.tuning.names import nearest
+from rlhf.tuning.names import closest, nearest
 
 
 class Setting(NamedTuple):
@@ -40,8 +40,11 @@ def settings(
     """List the settings of a recipe or section with type, default and meaning."""
     found = [s for s in every_setting() if section is None or f"{s.place}.".startswith(f"{section}.")]
     if not found:
-        places = {s.place for s in every_setting()} | {s.place.rpartition(".")[0] for s in every_setting()}
-        raise usage_error(f"unknown setting {section!r}; {nearest(section or '', sorted(places - {''}))}")
+        places = {s.place for s in every_setting()} | {s.place.rpartition(".")[0] for s in every_setting()} - {""}
+        if not closest(section or "", places):
+            # All places are too many for a message.
+            places = {place.partition(".")[0] for place in places}
+        raise usage_error(f"unknown setting {section!r}; {nearest(section or '', sorted(places))}")
     # One line each, for grep.
     for s in found:
         out.print(Text.assemble((f"{s.place}: {s.kind} = {s.default}", "bold"), f"  {s.text}"))
@@ -79,16 +82,19 @@ def _commented(file: Path) -> Iterator[str]:
         parts = place.split(".")
         for depth, part in enumerate(parts):
             name = ".".join(parts[: depth + 1])
-            if name in written:
+            # The settings of an optimizer may be written one level up.
+            if name in written or part == OPTIMIZER:
                 continue
             written.add(name)
-            indent = "  " * depth
+            indent = "  " * (depth - (OPTIMIZER in parts[:depth]))
             mark = f"{indent}# "
             yield from textwrap.wrap(
                 settings[name].text, 100, initial_indent=mark, subsequent_indent=mark, break_on_hyphens=False
             )
             default = {"rl.score.rewards": "{exact: {function: exact_match}}"}.get(name, settings[name].default)
-            yield f"{indent}{part}: {default}" if name == place else f"{indent}{part}:"
+            # The default of a rate follows the method and the adapter: a written one stays.
+            sign = "# " if part == "learning_rate" else ""
+            yield f"{indent}{sign}{part}: {default}" if name == place else f"{indent}{part}:"
 
 
 def every_setting(
