@@ -10,6 +10,7 @@ import pytest
 
 from docs.generate import COMMAND, REFERENCE, pages
 from rlhf.flows.cli.settings import every_setting
+from rlhf.flows.recipe.field_paths import hint
 from tests.flows.commands import typed
 from tests.pages import PACKAGES, ROOT
 
@@ -86,9 +87,25 @@ def test_every_key_of_a_document_is_on_the_page(smoke_store, command):
     assert found and [key for key in found if re.split(r"\W+", key)[-1] not in words] == []
 
 
+VALUES = {"loss_type", "ipo", "orpo", "simpo", "kto", "dapo", "qlora", "KTOConfig"}
 SECTIONS = (
     "base|data|sft|preference|reward|distill|rl|evaluate|environment|export|SECTION|optimizer|lora|compute|engine"
 )
+
+
+@pytest.mark.parametrize(("page", "count"), [("from-trl.md", 40), ("from-axolotl.md", 20)])
+def test_a_name_of_another_library_is_an_error_that_names_the_setting_of_its_row(page, count):
+    rows = re.findall(r"^\| (.*?) \| (.*?) \|(.*)$", (ROOT / "docs" / "guides" / page).read_text(), re.MULTILINE)
+    names = {n: f"{here} {more}" for theirs, here, more in rows for n in re.findall(r"`(\w+)(?:: [\w, ]+)?`", theirs)}
+    places = {setting.place.rpartition(".")[2] for setting in every_setting()}
+    # Our own names, and values of axolotl's `rl` and `adapter`.
+    names = {n: row for n, row in names.items() if n not in places and n not in VALUES}
+    assert len(names) > count
+    for name, row in names.items():
+        said = hint(["rl", name] if "rl." in row else [name])
+        assert not said.startswith("there "), (name, said)
+        if "did you mean" in said:
+            assert said.removeprefix("did you mean ").rstrip("?").rpartition(".")[2] in row, (name, said, row)
 
 
 @pytest.mark.parametrize("page", ["from-trl.md", "from-axolotl.md"])

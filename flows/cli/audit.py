@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import typer
 
-from rlhf.flows.cli.shared import AsJson, RunName, StoreUrl, app, err, out, print_json, record_of
+from rlhf.flows.cli.shared import AsJson, RunName, StoreUrl, app, err, out, print_json, record_of, usage_error
 from rlhf.stages.auditing.audit import audit
 from rlhf.stages.auditing.laws import Finding
 from rlhf.stages.store.artifacts import Store
@@ -22,6 +22,8 @@ def audit_run(store: StoreUrl, run_name: RunName = None, as_json: AsJson = False
     """
     place, record = Store(store), record_of(store, run_name)
     findings = audit(place, record)
+    if not any(finding.checked or finding.left_out for finding in findings):
+        raise usage_error(f"run {record['name']} has no finished stage to check yet")
     laws = [finding.as_json() for finding in findings]
     broken = [finding.law.name for finding in findings if finding.broken]
     report = _write(place, record["name"], laws)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from typing import Any
 
 import typer
@@ -72,7 +73,8 @@ def show(store: StoreUrl, run_name: RunName = None, as_json: AsJson = False) -> 
         out.print(f"error   {error}")
     for line in decision_lines(record):
         out.print(line)
-    none = {"report": f"none: type `rlhf report {record['name']}`", "log": "none: no worker was started"}
+    command = shlex.join(["rlhf", "report", record["name"], "--store", store])
+    none = {"report": f"none: type `{command}`", "log": "none: no worker was started"}
     for name, where in _places(record, place).items():
         out.print(f"{name:<7} {where or none[name]}")
 

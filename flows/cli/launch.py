@@ -53,7 +53,7 @@ def launch(
     from rlhf.stages.store.registry import RegistryError
     from rlhf.stages.worker.client import StageFailed, WorkerDied
 
-    refuse(recipe.store)
+    refuse(Store(recipe.store))
     # Prefect handles SIGTERM itself.
     if no_prefect:
         interrupt_at_sigterm()

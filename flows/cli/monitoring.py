@@ -53,8 +53,11 @@ def metrics(
     place = Store(store)
     found = registry_of(place)
     if to is not None:
-        # Atomic.
-        write_to_textfile(str(to), found)
+        try:
+            # Atomic.
+            write_to_textfile(str(to), found)
+        except OSError as e:
+            raise usage_error(f"--to {to}: {e.strerror}; name a file in a folder that this user may write to") from e
     if serve is None:
         if to is None:
             typer.echo(generate_latest(found), nl=False)

@@ -24,7 +24,7 @@ from rlhf.stages.serving.access import AccessError
 from rlhf.stages.store.artifacts import IT_STAYS, Artifact, ArtifactError, Store
 from rlhf.stages.store.audit_log import append
 from rlhf.stages.store.readonly import ReadOnlyStore
-from rlhf.stages.store.registry import RegistryError, current
+from rlhf.stages.store.registry import CHAMPION, RegistryError, current
 from rlhf.stages.worker import interpreter
 from rlhf.stages.worker.client import worker_environment
 
@@ -190,7 +190,12 @@ def named(store: str, name: str | None, node: str) -> tuple[dict[str, Any], str]
     """
     entry = current(Store(store), name) if name is not None else None
     if entry is None:
-        return record_of(store, name, node), node
+        try:
+            return record_of(store, name, node), node
+        except UnknownRun as e:
+            if name != CHAMPION:
+                raise
+            raise UnknownRun(f"{e}; no policy has the name {name} yet: `rlhf promote RUN` gives it") from e
     policy, record = entry.policy, record_of(store, entry.policy.run)
     err.print(f"{name} is run {policy.run}, entry {entry.number}")
     of_entry = {"stage": policy.stage, "key": policy.key, "digest": policy.digest}
@@ -212,9 +217,9 @@ def artifact_of(store: Store, record: dict[str, Any], node: str) -> Artifact:
             f"`rlhf export {record['name']} --force` exports it anyway, and --node names another policy"
         )
     if entry is None or "digest" not in entry:
-        raise usage_error(
-            f"run {record['name']} has no finished {node}; name another --node: {', '.join(record['nodes'])}"
-        )
+        done = ", ".join(name for name, e in record["nodes"].items() if "digest" in e)
+        other = f"name another --node: {done}" if done else "no stage is finished yet"
+        raise usage_error(f"run {record['name']} has no finished {node}; {other}")
     # By digest: another run may have recomputed the key.
     artifact = store.with_digest(entry["stage"], entry["key"], entry["digest"])
     if artifact is None:

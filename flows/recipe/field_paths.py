@@ -25,7 +25,7 @@ OPTIMIZER = "optimizer"
 SYNONYMS = {
     "model": "base.source", "base_model": "base.source", "model_name_or_path": "base.source",
     "dataset": "data.source", "dataset_name": "data.source", "train_dataset": "data.source", "datasets": "data.sources",
-    "eval_dataset": "data.sources", "val_set_size": "data.heldout_fraction", "sequence_len": "data.max_prompt_tokens",
+    "val_set_size": "data.heldout_fraction", "sequence_len": "data.max_prompt_tokens",
     "max_length": "data.max_prompt_tokens", "max_prompt_length": "data.max_prompt_tokens",
     "num_train_epochs": "epochs", "num_epochs": "epochs", "num_iterations": "update.epochs",
     "per_device_train_batch_size": "examples_per_step update.prompts_per_step", "batch_size": "examples_per_step",
@@ -39,9 +39,36 @@ SYNONYMS = {
     "vllm_server_base_url": "engine.url", "reward_funcs": "score.rewards", "reward_weights": "rewards.*.weight",
     "beta": "update.kl_coef", "epsilon": "clip_low", "epsilon_high": "clip_high", "scale_rewards": "normalisation",
     "loss_type": "preference.loss sft.loss update.algorithm", "tensor_parallel_size": "mesh.tensor",
-    "output_dir": "store", "lora_dropout": "", "neftune_noise_alpha": "", "push_to_hub": "", "hub_model_id": "",
+    "output_dir": "store", "adapter": "lora", "use_peft": "lora", "lora_target_linear": "targets",
+    "mask_truncated_completions": "update.truncated", "evals_per_epoch": "heldout_every evaluate.every",
+    "saves_per_epoch": "checkpoint_every", "fsdp": "compute.mesh", "deepspeed": "compute.mesh", "fp16": "compute.dtype",
+    "dp_shard_size": "compute.mesh", "context_parallel_size": "mesh.context", "delta": "update.dual_clip",
+    "vllm_importance_sampling_mode": "update.correction", "vllm_mode": "engine.command",
+    "vllm_enable_sleep_mode": "engine.sleep", "excess_length_strategy": "data.too_long",
+    "center_rewards_coefficient": "reward.centering", "sync_ref_model": "rl.reference_every",
+    "ref_model_sync_steps": "rl.reference_every", "generation_batch_size": "rollout.prompts",
+    "steps_per_generation": "rollout.prompts", "use_adaptive_entropy": "update.entropy_target",
+    "entropy_coef_delta": "update.entropy_step", "adam_beta1": "optimizer.beta1", "adam_beta2": "optimizer.beta2",
+    "adam_epsilon": "optimizer.epsilon", "reward_model": "reward",
 }  # fmt: skip
-"""Ends of places by the names in TRL and axolotl, with alternatives by section; empty: not supported."""
+"""Ends of places by the names in TRL and axolotl, with alternatives by section."""
+_NOT_HERE = "not supported; the page docs/explanation/not-here.md has alternatives"
+_ALWAYS = "rows are always packed, and the assistant's turns alone are trained on: leave it out"
+ANSWERS = {
+    "packing": _ALWAYS, "sample_packing": _ALWAYS, "assistant_only_loss": _ALWAYS, "completion_only_loss": _ALWAYS,
+    "dataset_exact_deduplication": "equal records are always merged; data.near_duplicates drops near ones",
+    "test_datasets": "add a source with `for: [heldout]` to data.sources",
+    "eval_dataset": "add a source with `for: [heldout]` to data.sources, or set data.heldout_fraction",
+    "model_revision": "write it into base.source: hub:ORG/NAME@REVISION",
+    "max_steps": "set rl.rounds, or epochs in another section",
+    "report_to": "set WANDB_PROJECT, TRACKIO_PROJECT or MLFLOW_TRACKING_URI; TensorBoard's files are always written",
+    "special_tokens": "the tokenizer of base.source has them", "logging_steps": "every step is logged: leave it out",
+    "load_in_8bit": "set lora.quantize: int8 in a section that trains",
+    "flash_attention": "chosen for the device: leave it out",
+} | dict.fromkeys(("lora_dropout", "use_dora", "neftune_noise_alpha", "push_to_hub", "hub_model_id"), _NOT_HERE) | (
+    dict.fromkeys(("repetition_penalty",), "a rollout has none: its ratios would be biased")
+)  # fmt: skip
+"""Sentences for names of TRL and axolotl without a setting here."""
 
 
 def is_managed(model: type[BaseModel], name: str) -> bool:
@@ -77,10 +104,10 @@ def hint(place: Sequence[str]) -> str:
     places = list(_every_place(Recipe, ""))
     names = dict.fromkeys(p.rpartition(".")[2] for p in places)
     # A name of another section is not a typing error in this one.
-    if place[-1] not in {*names, *SYNONYMS} and closest(place[-1], fields):
+    if place[-1] not in {*names, *SYNONYMS, *ANSWERS} and closest(place[-1], fields):
         return nearest(place[-1], fields)
-    if SYNONYMS.get(place[-1]) == "":
-        return "docs/explanation/not-here.md says what to use"
+    if said := ANSWERS.get(place[-1]):
+        return said
     ends = SYNONYMS.get(place[-1]) or closest(place[-1], names) or ""
     same = [p for p in places if f".{p}".endswith(tuple(f".{end}" for end in ends.split()))]
     if not same:

@@ -267,7 +267,7 @@ class Store:
 
     def set_aside(self, stage: str, key: str) -> str:
         """Move an artifact to `damaged/` (never delete it), and return its new address."""
-        readonly.refuse(self.shown)
+        readonly.refuse(self)
         place = self.join("artifacts", stage, key)
         aside = ("damaged", stage, f"{key[:16]}-{uuid.uuid4().hex[:6]}")
         target = self.join(*aside)
@@ -340,7 +340,7 @@ class Store:
         files: `transfers.files_of(folder)`, if the caller has it. check: called before the files are written and before
         the manifest is; raises if another process makes this artifact.
         """
-        readonly.refuse(self.shown)
+        readonly.refuse(self)
         stage, key = manifest["stage"], manifest["key"]
         files = transfers.files_of(folder) if files is None else files
         made = manifest | {
@@ -402,13 +402,13 @@ class Store:
 
     def remove(self, path: str) -> None:
         """Remove one file; raise FileNotFoundError if there is none and the file system reports that."""
-        readonly.refuse(self.shown)
+        readonly.refuse(self)
         # To `fs.rm` a `[` or `*` in the root is a pattern, which may match files of other stores.
         self.fs.rm_file(path)
 
     def remove_folder(self, path: str) -> None:
         """Remove a folder with its content."""
-        readonly.refuse(self.shown)
+        readonly.refuse(self)
         found = self.fs.find(path, withdirs=True, detail=True)
         # The deepest first: a folder must be empty.
         for place in [*sorted(found, reverse=True), path]:
@@ -459,7 +459,7 @@ class Store:
 
     def write_bytes(self, data: bytes, *parts: str) -> None:
         """Write a file in one atomic step, synced to disk in a local store."""
-        readonly.refuse(self.shown)
+        readonly.refuse(self)
         path = self.join(*parts)
         if self.is_local:
             disk.write_synced(Path(path), data)

@@ -18,6 +18,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from rlhf.stages.store import readonly
 from rlhf.stages.store.artifacts import ArtifactError, Store
 from rlhf.stages.store.exclusive import create
 from rlhf.stages.store.keys import HIDDEN, is_secret, without_userinfo
@@ -40,6 +41,7 @@ def append(store: Store, what: str, **fields: Any) -> str | None:
     event = {"at": at.isoformat(timespec="milliseconds"), "by": who(), "what": what}
     event |= {"command": without_secrets(sys.argv)} | fields | checkout(PROJECT)
     try:
+        readonly.refuse(store)
         store.fs.makedirs(store.join(FOLDER), exist_ok=True)
         name = f"{at.strftime('%Y%m%dT%H%M%S%f')}-{uuid.uuid4().hex[:8]}.json"
         create(store, store.join(FOLDER, name), json.dumps(event, indent=1, ensure_ascii=False, default=str).encode())

@@ -227,7 +227,7 @@ def collect(store: Store, read: Callable[[], Roots], limits: Limits) -> Survey:
 
     read: returns what runs, pins and the registry keep now; called more than once.
     """
-    readonly.refuse(store.shown)
+    readonly.refuse(store)
     done = with_room(store, lambda: _collected(store, read, limits))
     keep_room(store)
     return done

@@ -13,7 +13,7 @@ from rlhf.stages.store.artifacts import Store
 
 def create(store: Store, path: str, data: bytes) -> bool:
     """Creates a file with its content; False where there is one already."""
-    readonly.refuse(store.shown)
+    readonly.refuse(store)
     try:
         # A link appears with its content; a file that is opened is empty at first, and could be read so.
         if store.is_local and _link(path, data):

@@ -25,7 +25,7 @@ from rlhf.stages.store.artifacts import ArtifactError, Store
 from rlhf.stages.store.disk import FULL
 from rlhf.stages.store.exclusive import create
 from rlhf.stages.store.json_schemas import HOLDER
-from rlhf.stages.store.readonly import ReadOnlyStore
+from rlhf.stages.store.readonly import ReadOnlyStore, refuse
 from rlhf.tuning.retries import retried
 
 T = TypeVar("T")
@@ -108,6 +108,7 @@ def lease(
     path = store.join("leases", name)
     token = uuid.uuid4().hex
     announced, watch = False, Watch()
+    refuse(store)
     _again(lambda: store.fs.makedirs(store.join("leases"), exist_ok=True))
     while not _again(lambda: create(store, path, _record(token))):
         holder = _again(lambda: holder_of(store, stage, key))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
+from typing import Any
 
 VARIABLE = "RLHF_READ_ONLY"
 _REFUSALS = (errno.EACCES, errno.EPERM, errno.EROFS)
@@ -18,10 +19,15 @@ def asked() -> bool:
     return os.environ.get(VARIABLE, "") not in ("", "0")
 
 
-def refuse(place: str) -> None:
-    """Raise ReadOnlyStore if the environment forbids changes of stores."""
+def refuse(store: Any) -> None:
+    """Raise ReadOnlyStore if the environment forbids changes of stores, or this user may not write to a store."""
     if asked():
-        raise ReadOnlyStore(f"{place} would be changed, and {VARIABLE} is set: unset it to change a store")
+        raise ReadOnlyStore(f"{store.shown} would be changed, and {VARIABLE} is set: unset it to change a store")
+    if store.read_only:
+        raise ReadOnlyStore(
+            f"{store.shown} would be changed, and this user may not write to it, or its disk is read-only: make it "
+            "writable, or name another store (--store)"
+        )
 
 
 def unwritable(folder: str) -> bool:

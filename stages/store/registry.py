@@ -17,6 +17,7 @@ from collections.abc import Callable
 
 from pydantic import TypeAdapter
 
+from rlhf.stages.store import readonly
 from rlhf.stages.store.artifacts import Store
 from rlhf.stages.store.exclusive import create
 from rlhf.stages.store.pins import who
@@ -212,6 +213,7 @@ def _append(store: Store, name: str, entry: Callable[[list[Entry], int], Entry],
     for _ in range(tries):
         before = history(store, name)
         made = entry(before, before[-1].number + 1 if before else 1)
+        readonly.refuse(store)
         store.fs.makedirs(store.join(FOLDER, name), exist_ok=True)
         path = store.join(FOLDER, name, f"{made.number:06d}.json")
         if create(store, path, json.dumps(dataclasses.asdict(made), indent=1).encode()):

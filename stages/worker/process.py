@@ -51,6 +51,7 @@ _COMPILING = tuple(
     os.path.join("jax", "_src", *path)
     for path in (("compiler.py",), ("interpreters", "partial_eval.py"), ("interpreters", "mlir.py"))
 )
+_IMPORTING = "<frozen importlib._bootstrap>"
 WRITES_MODELS = ("sft", "distill", "preference", "reward")
 """Stages of hours whose artifact is a model, always."""
 
@@ -70,13 +71,15 @@ class Events:
 
 
 def is_compiling() -> bool:
-    """Whether a thread of this process is in JAX's tracing, lowering or compilation."""
+    """Whether a thread of this process is in JAX's tracing, lowering or compilation, and not importing it."""
     for frame in list(sys._current_frames().values()):
         at: FrameType | None = frame
+        files = set()
         while at is not None:
-            if at.f_code.co_filename.endswith(_COMPILING):
-                return True
+            files.add(at.f_code.co_filename)
             at = at.f_back
+        if any(file.endswith(_COMPILING) for file in files) and _IMPORTING not in files:
+            return True
     return False
 
 

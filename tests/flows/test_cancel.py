@@ -8,12 +8,14 @@ import sys
 import threading
 import uuid
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from prefect.context import refresh_global_settings_context
 from prefect.exceptions import TerminationSignal
 
 from rlhf.flows.orchestration import cancellation
+from rlhf.flows.pipeline import _failed
 from rlhf.flows.report.terminal import LastingConsole
 from rlhf.flows.running.closing import status_after
 from rlhf.flows.running.session import _ended_by
@@ -27,6 +29,11 @@ from tests.support import RLHF
 def test_a_run_that_was_stopped_has_not_failed(error):
     assert status_after(error) == "interrupted" and _ended_by(error) == {"state": "interrupted"}
     assert status_after(StageFailed("reward")) == "failed" and _ended_by(StageFailed("x"))["state"] == "failed"
+
+
+def test_a_failed_run_says_why_where_its_error_has_no_text(tmp_path):
+    session = SimpleNamespace(name="first", store=Store(str(tmp_path)))
+    assert _failed(session, TimeoutError()).message.startswith("run first: TimeoutError. Type: rlhf show first")
 
 
 def test_a_console_that_nobody_reads_any_more_ends_nothing():

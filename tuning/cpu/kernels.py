@@ -11,6 +11,7 @@ import logging
 import os
 import platform
 import shutil
+import signal
 import subprocess
 import tempfile
 import threading
@@ -38,6 +39,10 @@ KV_TYPES = {"float32": "FLOAT", "bfloat16": "BFLOAT", "int8": "INT8"}
 _LOCK = threading.Lock()
 _REGISTERED: set[str] = set()
 _log = logging.getLogger(__name__)
+
+
+SECONDS = 600.0
+"""Limit of one call of the compiler."""
 
 
 class Kernels(NamedTuple):
@@ -77,7 +82,8 @@ def _build(kv: str, compiler: str) -> Kernels:
     try:
         name, library = built(kv, compiler)
     except (OSError, subprocess.SubprocessError) as e:
-        said = getattr(e, "stderr", None) or e
+        # Of a compiler that was ended for its time, warnings would hide the reason.
+        said = (isinstance(e, subprocess.CalledProcessError) and e.stderr) or e
         _log.warning("`%s` built no kernels, so XLA does their work, slower: %s", compiler, said)
         return Kernels()
     # Programs in the compilation cache call a kernel by name, so another build must have another name.
@@ -94,8 +100,7 @@ def _build(kv: str, compiler: str) -> Kernels:
 
 def built(kv: str, compiler: str) -> tuple[str, ctypes.CDLL]:
     """(hash of everything that the build depends on, library). Raises OSError or SubprocessError."""
-    run = functools.partial(subprocess.run, capture_output=True, text=True, errors="replace", timeout=120, check=True)
-    version = run([compiler, "--version"]).stdout
+    version = _run([compiler, "--version"])
     texts = (source.read_text() for source in SOURCES)
     options = (*OPTIONS, f"-DKV={KV_TYPES[kv]}")
     parts = (*texts, *options, version, jaxlib.__version__, _processor())
@@ -115,13 +120,27 @@ def built(kv: str, compiler: str) -> tuple[str, ctypes.CDLL]:
         objects = [str(Path(own) / f"{source.stem}.o") for source in sources]
         # In parallel: a first start waits for them.
         with concurrent.futures.ThreadPoolExecutor() as threads:
-            list(threads.map(lambda source, o: run([*command, "-c", str(source), "-o", o]), sources, objects))
-        run([*command, "-shared", *objects, "-o", str(built), "-lm"])
+            list(threads.map(lambda source, o: _run([*command, "-c", str(source), "-o", o]), sources, objects))
+        _run([*command, "-shared", *objects, "-o", str(built), "-lm"])
         if kept is not None:
             # A disk may be full. The loader crashes on a library that a lost machine has cut short.
             with contextlib.suppress(OSError), whole_file(kept) as partial:
                 shutil.copy(built, partial)
         return name, ctypes.CDLL(str(built))
+
+
+def _run(command: list[str]) -> str:
+    """Run a compiler and return its output; its own processes end with it. Raises OSError or SubprocessError."""
+    pipe = subprocess.PIPE
+    with subprocess.Popen(command, stdout=pipe, stderr=pipe, text=True, errors="replace", process_group=0) as process:
+        try:
+            out, err = process.communicate(timeout=SECONDS)
+        except BaseException:
+            os.killpg(process.pid, signal.SIGKILL)
+            raise
+    if process.returncode:
+        raise subprocess.CalledProcessError(process.returncode, command, out, err)
+    return out
 
 
 def _processor() -> str:

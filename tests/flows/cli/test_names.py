@@ -194,6 +194,12 @@ def test_rescore_takes_the_newest_run_with_all_rollouts_and_leaves_no_victim(sto
     runs = {p.name for p in (store / "runs").iterdir()}
     done = typed("rescore", "k1", "--reward", "number_match", "--no-prefect", "--store", store, code=2)
     assert "run k1 has no finished round-001.rollout" in done.stderr and "Traceback" not in done.stderr
+    done = typed("promote", "k1", "--store", store, code=2)
+    listed = done.stderr.partition("name another --node: ")[2].strip().split(", ")
+    assert all("digest" in place.read_json("runs", "k1", "run.json")["nodes"][name] for name in listed)
+    assert "`rlhf promote RUN` gives it" in typed("serve", "champion", "--store", store, code=2).stderr
+    assert f"rlhf report k1 --store {store}" in typed("show", "k1", "--store", store).output
+    assert "name a file in a folder" in typed("metrics", "--to", "/proc/x.prom", "--store", store, code=2).stderr
     assert {p.name for p in (store / "runs").iterdir()} == runs
     # Stops before anything is made: no reward of that name.
     done = typed("rescore", "--reward", "mine=nonesuch", "--no-prefect", "--store", store, code=2)

@@ -64,7 +64,7 @@ def test_a_file_without_a_name_has_that_of_the_file_and_one_without_settings_is_
         ("preference: {loss_type: ipo}\n", "preference.loss_type: unknown key; did you mean preference.loss?"),
         (
             "sft: {lora: {lora_dropout: 0.1}}\n",
-            "sft.lora.lora_dropout: unknown key; docs/explanation/not-here.md says what to use",
+            "sft.lora.lora_dropout: unknown key; not supported; the page docs/explanation/not-here.md",
         ),
         ("sft:\n  epochs: two\n", "mine.yaml:2: sft.epochs: Input should be a valid integer (found 'two')"),
         ("sft: 3\n", "mine.yaml:1: sft: Input should be a mapping (found 3)"),

@@ -110,10 +110,17 @@ def files(store: Store) -> dict[str, int]:
     return {path: entry["size"] for path, entry in store.fs.find(store.root, detail=True).items()}
 
 
-def test_with_the_variable_nothing_is_written_or_removed(store, tmp_path, monkeypatch):
+@pytest.mark.parametrize("why", ["RLHF_READ_ONLY is set: unset it", "this user may not write to it"])
+def test_nothing_is_written_to_or_removed_from_a_read_only_store(store, tmp_path, monkeypatch, why):
     store.write_json({}, "pins", "first.json")
     before = files(store)
-    monkeypatch.setenv("RLHF_READ_ONLY", "1")
+    if "READ_ONLY" in why:
+        monkeypatch.setenv("RLHF_READ_ONLY", "1")
+    else:
+        # As where the disk is read-only: no folder can be made either.
+        store.read_only = True
+        monkeypatch.setattr(type(store.fs), "makedirs", lambda *_, **__: 1 / 0)
+        monkeypatch.setattr(type(store.fs), "mkdir", lambda *_, **__: 1 / 0)
     made = write_files(tmp_path / "made", model="weights")
     for change in (
         lambda: store.write_json({}, "x.json"),
@@ -126,9 +133,9 @@ def test_with_the_variable_nothing_is_written_or_removed(store, tmp_path, monkey
         lambda: unpin(store, "first"),
         lambda: lease(store, "sft", KEY, print).__enter__(),
     ):
-        with pytest.raises(ReadOnlyStore, match="RLHF_READ_ONLY is set: unset it"):
+        with pytest.raises(ReadOnlyStore, match=why):
             change()
-    assert "RLHF_READ_ONLY" in str(audit_log.append(store, "pin"))
+    assert why in str(audit_log.append(store, "pin"))
     assert files(store) == before and made.exists()
 
 

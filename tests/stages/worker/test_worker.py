@@ -10,6 +10,7 @@ import subprocess
 import sys
 import threading
 import time
+import types
 from pathlib import Path
 
 import psutil
@@ -321,7 +322,7 @@ def test_the_worker_lies_on_huge_pages_unless_the_user_decides(monkeypatch):
     assert worker_environment()["GLIBC_TUNABLES"] == "glibc.malloc.hugetlb=0"
 
 
-def test_a_compilation_is_seen_from_any_thread():
+def test_a_compilation_is_seen_from_any_thread(monkeypatch):
     import jax
 
     traced: list[bool] = []
@@ -337,6 +338,12 @@ def test_a_compilation_is_seen_from_any_thread():
     compiled = jax.jit(program)
     compiled(1.0)
     assert traced == [True] and not is_compiling()
+    # While JAX is imported it runs modules that compile.
+    seen = types.SimpleNamespace(f_code=types.SimpleNamespace(co_filename="x/jax/_src/compiler.py"))
+    seen.f_back = types.SimpleNamespace(f_code=types.SimpleNamespace(co_filename="<frozen importlib._bootstrap>"))
+    seen.f_back.f_back = None
+    monkeypatch.setattr(sys, "_current_frames", lambda: {0: seen})
+    assert not is_compiling()
 
 
 def test_the_room_that_a_model_needs_is_not_that_of_data_teachers_and_moments():

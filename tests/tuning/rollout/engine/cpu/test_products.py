@@ -1,10 +1,12 @@
 """The products of decoding in C: the same for a row whatever its neighbours, and none for rows of zeros."""
 
+import contextlib
 import functools
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+import psutil
 import pytest
 
 from rlhf.tuning.cpu import kernels
@@ -144,3 +146,17 @@ def test_without_the_kernel_it_is_the_same_product(rows, kind):
     x, weight, scale = operands(rows, 80, 50, kind)
     found = products.product(x, among_others(weight), 1, None, scale)
     np.testing.assert_allclose(found, by_kernel(x, weight, scale), atol=2e-5)
+
+
+def test_a_compiler_that_takes_too_long_is_ended_with_its_processes_and_named(tmp_path, monkeypatch, caplog):
+    slow = tmp_path / "cc"
+    slow.write_text(
+        f"#!/bin/sh\n[ $1 = --version ] && exit\necho harmless >&2\nsleep 60 & echo $! > {tmp_path}/pid\nwait\n"
+    )
+    slow.chmod(0o755)
+    monkeypatch.setattr(kernels, "SECONDS", 2.0)
+    with caplog.at_level("WARNING"):
+        assert kernels._build.__wrapped__("float32", str(slow)) == kernels.Kernels()
+    assert "timed out after 2" in caplog.text and "harmless" not in caplog.text
+    with contextlib.suppress(psutil.NoSuchProcess):
+        assert psutil.Process(int((tmp_path / "pid").read_text())).status() == psutil.STATUS_ZOMBIE
