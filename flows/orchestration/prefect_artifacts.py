@@ -201,7 +201,7 @@ def show_command(display: Display, session: Session, command: str) -> None:
 def show_run(display: Display, session: Session, report: str | None, found: Sequence[Any], command: str) -> None:
     """Attach the evaluation table, the gate's decision, the curves and the findings to the flow run.
 
-    found: what `rlhf run` prints at its end. command: prints it again.
+    found: the lines that `rlhf run` prints at its end. command: prints them again.
     """
     recipe, of_run = session.recipe.name, f"run {session.name}"
     rows = [

@@ -54,7 +54,7 @@ class DecoderConfig:
     qk_norm_joint: bool = False
     """RMSNorm over all heads of queries, and of keys, at once (OLMo)."""
     input_norms: bool = True
-    """RMSNorm of what attention and the MLP read (OLMo has `post_norms` alone)."""
+    """RMSNorm of the inputs of attention and of the MLP (OLMo has `post_norms` alone)."""
     post_norms: bool = False
     """Another RMSNorm on the output of attention and of the MLP, before each is added (Gemma)."""
     norm_offset: float = 0.0
