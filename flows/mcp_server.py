@@ -78,7 +78,7 @@ def make_server(url: str) -> Any:
     @tool
     def samples(run: str, round: int, most: int = 10) -> str:
         """Return completions of a round with their rewards, the best and the worst first."""
-        frame = store.run(run).samples(round).sort_values("total")
+        frame = store.run(run).samples(round).dropna(subset="total").sort_values("total")
         half = max(1, most // 2)
         chosen = frame if len(frame) <= most else frame.iloc[[*range(half), *range(-half, 0)]]
         return _csv(chosen[[c for c in ("prompt", "answer", "text", "stop", "total") if c in chosen]])

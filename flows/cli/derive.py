@@ -25,6 +25,7 @@ from rlhf.flows.cli.shared import (
     usage_error,
 )
 from rlhf.flows.recipe.model import BASE, FinishedPolicy, Recipe, trained_sections
+from rlhf.flows.records import WHOLE
 from rlhf.stages.base import Config as BaseConfig
 from rlhf.stages.contract.registry import stage
 from rlhf.stages.store.artifacts import Store
@@ -108,16 +109,19 @@ def _policy_of(recipe: Recipe, text: str) -> tuple[str, FinishedPolicy]:
         label, node = f"{record['name']}.{asked}".rstrip("."), node or (known or [""])[-1]
     if not label or node not in known:
         raise usage_error(f"{text}: expected a finished policy of run {record['name']}: {', '.join(known) or 'none'}")
+    if not asked and label == record["name"] and record["status"] not in WHOLE:
+        raise usage_error(f"{text}: the run is {record['status']}: name a policy of it, such as {text}:{node}")
     own = BaseConfig.model_validate_json(json.dumps(record["recipe"]["base"]), context=SHOWN)
     if changed := differences(config_content(own), config_content(recipe.base)):
         raise usage_error(
             f"{text}: the policy would read another model's prompts (base.{changed[0]}): name a recipe whose section "
             f"base is that of run {record['name']}"
         )
-    found = artifact_of(Store(recipe.store), record, node)
-    ref = found.manifest["inputs"]["policy"] if found.stage == "export" else {}
-    of = FinishedPolicy(run=record["name"], **{"stage": found.stage, "key": found.key, "digest": found.digest} | ref)
-    return label, of
+    place = Store(recipe.store)
+    found, base = artifact_of(place, record, node), artifact_of(place, record, "base")
+    ref = {"stage": found.stage, "key": found.key, "digest": found.digest}
+    ref |= found.manifest["inputs"]["policy"] if found.stage == "export" else {}
+    return label, FinishedPolicy(run=record["name"], base=base.key, base_digest=base.digest, **ref)
 
 
 def _is_policy(entry: dict[str, Any]) -> bool:

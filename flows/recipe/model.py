@@ -110,6 +110,10 @@ class FinishedPolicy(BaseModel):
     """See `stage`."""
     digest: Annotated[str, Field(pattern="^[0-9a-f]{64}$")]
     """Digest of the artifact; the run ends if it differs."""
+    base: str
+    """Key of the run's base model, which has the tokenizer and the chat template."""
+    base_digest: str
+    """Its digest."""
 
 
 class RecipeError(ValueError):
@@ -318,7 +322,7 @@ class Recipe(BaseModel):
     @model_validator(mode="after")
     def _possible(self) -> Recipe:
         policies = [n for n in type(self).model_fields if n in trained_sections() - {"reward"}]
-        if not any(getattr(self, n) for n in policies):
+        if not self.backfill and not any(getattr(self, n) for n in policies):
             raise ValueError(f"{', '.join(policies)} are all null: nothing would be trained")
         teacher = self.distill.teacher if self.distill is not None else "base"
         # The base is always there.

@@ -69,7 +69,7 @@ def _answer(page: Callable[[Request], Response]) -> Callable[[Request], Response
     def answer(request: Request) -> Response:
         try:
             return page(request)
-        except (UnknownRun, KeyError) as e:
+        except (UnknownRun, KeyError, ValueError) as e:
             return _page("ui_error.html.j2", 404, said=str(e.args[0]))
         except (ArtifactError, OSError) as e:
             return _page("ui_error.html.j2", 503, said=f"{type(e).__name__}: {e}")

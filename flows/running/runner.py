@@ -143,15 +143,16 @@ def _nothing_new(data: Artifact) -> str | None:
 
 
 def _check_tokenizers(session: Session) -> None:
-    """Raises ArtifactError if a policy that the run starts from or compares with has another tokenizer."""
+    """Raises ArtifactError if a policy that the run starts from or compares with has another tokenizer or template."""
     base, standing = session.made["base"], session.standing
-    for held in filter(None, (standing.start, standing.champion)):
+    others = {held.name: held for held in (standing.start, standing.champion) if held is not None}
+    for name, held in (others | session.recipe.backfill).items():
         other = session.store.with_digest("base", held.base, held.base_digest)
         if other is None or other.part_digest(TOKENIZER) != base.part_digest(TOKENIZER):
             raise ArtifactError(
-                f"{held.name} (run {held.run}) has another tokenizer than base.source {session.recipe.base.source}, or "
-                "its base model is gone: the two cannot be compared on the same prompts; use another name (gate.name, "
-                "start_from), or that base"
+                f"{name} (run {held.run}) has another tokenizer or chat template than base.source "
+                f"{session.recipe.base.source}, or its base model is gone: the two cannot be compared on the same "
+                "prompts; use another policy (gate.name, start_from), or that base"
             )
 
 

@@ -187,19 +187,17 @@ def without_answers(value: Any) -> Any:
     """Return a JSON value without `ANSWERS`, at any depth and in texts of JSON. The properties of a schema stay."""
     if isinstance(value, dict):
         parts = {name: part for name, part in value.items() if name not in ANSWERS}
-        return {
-            n: part if n == "properties" and _are_schemas(part) else without_answers(part) for n, part in parts.items()
-        }
-    if isinstance(value, str) and value.lstrip()[:1] in ("{", "["):
-        with contextlib.suppress(ValueError, RecursionError):
+        is_schema = value.get("type") == "object"
+        return {n: part if n == "properties" and is_schema else without_answers(part) for n, part in parts.items()}
+    if isinstance(value, str) and value.lstrip()[:1] in ("{", "[") and any(name in value for name in ANSWERS):
+        try:
             found = json.loads(value)
-            if (rest := without_answers(found)) != found:
-                return json.dumps(rest, ensure_ascii=False)
+            rest = without_answers(found)
+            return value if rest == found else json.dumps(rest, ensure_ascii=False)
+        except (ValueError, RecursionError):
+            # Of another form, such as Python's.
+            return ""
     return [without_answers(part) for part in value] if isinstance(value, list) else value
-
-
-def _are_schemas(value: Any) -> bool:
-    return isinstance(value, dict) and all(isinstance(part, dict) for part in value.values())
 
 
 def _pipe_with(data: bytes) -> int:

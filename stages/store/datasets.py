@@ -18,7 +18,7 @@ from pathlib import Path
 
 from pydantic import TypeAdapter
 
-from rlhf.stages.store import disk, pins, transfers
+from rlhf.stages.store import disk, pins, readonly, transfers
 from rlhf.stages.store.artifacts import Store
 from rlhf.stages.store.exclusive import create
 from rlhf.stages.store.keys import digest
@@ -60,6 +60,7 @@ def add(store: Store, name: str, paths: Sequence[Path]) -> tuple[Version, bool]:
     """
     if not _NAME.fullmatch(name):
         raise DatasetError(f"{name!r} is not a valid name of a data set: expected a-z, 0-9, '_', '.' and '-'")
+    readonly.refuse(store)
     files = _files(paths)
     marks = {path: disk.mark_of(path) for path in files.values()}
     sums = dict(zip(files, transfers.each(disk.sha256_file, files.values()), strict=True))
@@ -86,7 +87,9 @@ def _files(paths: Sequence[Path]) -> dict[str, Path]:
     for given in paths:
         if not given.exists():
             raise DatasetError(f"{given} is not there")
-        below = sorted(path for path in given.rglob("*") if path.is_file()) if given.is_dir() else [given]
+        below = sorted(path for path in given.rglob("*") if not path.is_dir()) if given.is_dir() else [given]
+        if links := [path for path in (given, *given.rglob("*")) if path.is_symlink() and not path.is_file()]:
+            raise DatasetError(f"{links[0]} is a link that is no file: name the folder that it points to")
         for path in below:
             target = path.relative_to(given).as_posix() if given.is_dir() else path.name
             if target in found:

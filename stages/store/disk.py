@@ -205,8 +205,9 @@ def make_room(downloads: Path, size: int) -> None:
 def _last_used(path: Path) -> float:
     """Return the time of the newest file of a folder, which may be written now, or of the folder itself."""
     times = [0.0]
-    for one in (path, *path.rglob("*")):
-        with contextlib.suppress(FileNotFoundError):
+    # Another process may remove it meanwhile.
+    with contextlib.suppress(FileNotFoundError):
+        for one in (path, *path.rglob("*")):
             times.append(one.stat().st_mtime)
     return max(times)
 

@@ -36,6 +36,7 @@ _QUERY = re.compile(
 # A text of several words, that a model may read, and no URL.
 _TEXT = re.compile(r"\s*(?!\S*://)\S+\s+\S")
 _COMMANDS = ("command", "agent", "tools", "arguments", "name")
+_PASSWORD = re.compile(r"://[^\s/@:]*:[^\s/@]+@")
 # Variables that say who asks, not what is computed.
 _SECRET = re.compile(r"(TOKEN|SECRET|PASSWORD|PASSWD|CREDENTIALS?|KEY|AUTH|AUTHORIZATION)(_|$)", re.IGNORECASE)
 
@@ -137,6 +138,8 @@ def published(value: Any, place: tuple[str, ...] = ()) -> Any:
     if not isinstance(value, str):
         return value
     opens = any(name in _COMMANDS or is_secret(name) for name in place[-1:])
+    # An argument may be an address in several words, such as a connection's.
+    opens = opens or (_PASSWORD.search(value) is not None and not {*_COMMANDS}.isdisjoint(place))
     return value if _TEXT.match(value) and not opens else without_userinfo(value)
 
 

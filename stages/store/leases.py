@@ -189,7 +189,8 @@ def unless_held(store: Store, stage: str, key: str, step: Callable[[Callable[[],
 
 def clear(store: Store, stage: str, key: str) -> None:
     """Remove the lease that a process left which was killed after its commit; `rlhf gc` does it in a remote store."""
-    if store.is_local and store.exists("leases", _name(stage, key)):
+    # Of a process on another host it would have to wait for a sign of life.
+    if store.is_local and (holder := holder_of(store, stage, key)) is not None and is_gone(holder):
         unless_held(store, stage, key, lambda check: None)
 
 

@@ -31,8 +31,10 @@ def refuse(store: Any) -> None:
 
 
 def unwritable(folder: str) -> bool:
-    """Whether a folder exists and this user may not write to it, or the disk is read-only."""
-    return os.path.isdir(folder) and not os.access(folder, os.W_OK)
+    """Whether a store's folder exists, and this user may write neither to it nor to its folders, or the disk is
+    read-only."""
+    folders = [folder, *(os.path.join(folder, name) for name in ("artifacts", "runs"))]
+    return os.path.isdir(folder) and not any(os.path.isdir(one) and os.access(one, os.W_OK) for one in folders)
 
 
 def refused(error: Exception) -> bool:

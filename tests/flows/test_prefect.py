@@ -155,6 +155,7 @@ def test_a_run_leaves_artifacts_to_look_at(prefect: Prefect, made: dict[str, Any
     assert rounds == {f"round-00{i}.rollout" for i in range(3)}
 
 
+@pytest.mark.slow
 def test_the_graph_of_a_run_has_edges_and_its_page_has_tags(prefect: Prefect, made: dict[str, Any]) -> None:
     assert "recipe:smoke" in made["tags"]
     tasks = prefect.task_runs(made)

@@ -491,6 +491,9 @@ def batch_lines(batch: pa.RecordBatch) -> Iterator[bytes]:
         yield json.dumps(_without_nulls(row), default=_as_text).encode()
 
 
+LARGEST_WHOLE = 1e15
+
+
 def _by_text(given: pa.DataType) -> Callable[[Any], Any] | None:
     """Return what reads a value of the type with each float of 16 or 32 bits as the number that its text is.
 
@@ -499,7 +502,13 @@ def _by_text(given: pa.DataType) -> Callable[[Any], Any] | None:
     is_half, types = pa.types.is_float16(given), pa.types
     if is_half or types.is_float32(given):
         kind = np.float16 if is_half else np.float32
-        return lambda value: value if value is None else float(str(kind(value)))
+
+        def number(value: float | None) -> float | None:
+            # A whole number is stored as it is, up to a size that no text would write out.
+            exact = value is None or (abs(value) < LARGEST_WHOLE and value == round(value))
+            return value if exact else float(str(kind(value)))
+
+        return number
     if isinstance(given, pa.BaseExtensionType):
         return _by_text(given.storage_type)
     if types.is_struct(given):

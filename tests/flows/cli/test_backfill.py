@@ -4,8 +4,12 @@ import json
 
 import pytest
 
+from rlhf.flows.recipe.reading import checked, load_recipe
+from rlhf.flows.report.console import ConsoleReporter
 from rlhf.flows.report.run_view import RunView
-from rlhf.stages.store.artifacts import Store
+from rlhf.flows.running.runner import _check_tokenizers
+from rlhf.flows.running.session import Session
+from rlhf.stages.store.artifacts import ArtifactError, Store
 from tests.flows.commands import typed
 
 
@@ -25,6 +29,7 @@ def test_old_policies_are_evaluated_as_they_are_and_compared_in_pairs(store, rlh
         ("evaluate.first.sft", "made"), ("evaluate.champion", "hit"),
     ]  # fmt: skip
     # The champion is the policy of the run.
+    assert checked(made["recipe"], path).backfill.keys() == {"first", "first.sft", "champion"}
     last = Store(str(store)).get(first["nodes"]["export"]["stage"], first["nodes"]["export"]["key"])
     assert made["nodes"]["policy.first"]["digest"] == last.manifest["inputs"]["policy"]["digest"]
     assert made["nodes"]["policy.first.sft"]["digest"] == first["nodes"]["sft"]["digest"]
@@ -51,3 +56,23 @@ def test_old_policies_are_evaluated_as_they_are_and_compared_in_pairs(store, rlh
 def test_policies_that_cannot_be_evaluated_are_refused(smoke_store, words, said):
     done = typed("backfill", "smoke", *words, "--no-prefect", "--store", smoke_store, code=2)
     assert said in done.stderr
+
+
+def test_a_policy_of_another_template_is_refused_before_anything_is_evaluated(store, record):
+    """The file of the template may have another content under the same name: bases are compared by their files."""
+    first = record(store, "first")["nodes"]
+    ends = {name: first[name][name_of] for name, name_of in (("sft", "digest"), ("base", "key"))}
+    policy = {"run": "first", "stage": "sft", "key": first["sft"]["key"], "digest": ends["sft"]}
+    other = first["prepare"]
+    sets = [f"store={store}", "sft=null", "reward=null", "rl=null", "export=null"]
+    for base, said in ((ends["base"], None), ("0" * 64, "another tokenizer or chat template")):
+        whole = policy | {"base": base, "base_digest": first["base"]["digest"] if said is None else other["digest"]}
+        recipe = load_recipe("smoke", sets=[*sets, f"backfill={json.dumps({'first': whole})}"])
+        run = Session(recipe, ConsoleReporter(), f"of-{base[:4]}")
+        run.run_node("base")
+        if said is None:
+            _check_tokenizers(run)
+        else:
+            with pytest.raises(ArtifactError, match=said):
+                _check_tokenizers(run)
+        run.finish("failed")

@@ -40,7 +40,7 @@ class Maker:
         made = {}
         for node in build(self.recipe):
             if node.name == until:
-                key = digest([node.name, node.seed])
+                key = digest([node.name, self.recipe.seed])
                 entry = {"stage": node.stage, "key": key, "started": self.clock.isoformat()}
                 self.record["nodes"][node.name] = entry | {"state": "failed", "error": error}
                 self.record["status"] = "failed"
@@ -63,14 +63,19 @@ class Maker:
     def artifact(self, node, made):
         out = self.tmp / f"out-{self.name}-{node.name}"
         out.mkdir(parents=True)
-        (out / "content.json").write_text(json.dumps([node.name, node.seed]))
+        (out / "content.json").write_text(json.dumps([node.name, self.recipe.seed]))
         metrics = getattr(self, f"make_{node.stage}")(node, out)
         sources = {"model.gguf": "a1b2c3d4e5f60718" * 4} if node.stage == "base" else {}
         code = {f"stages.{node.stage}": digest(node.stage)[:16], "rlhf.tuning.device": "0123456789abcdef"}
         parts = {"stage": node.stage, "code": code, "sources": sources, "seed": node.seed, "config": {}, "inputs": {}}
         read = {n: made[i.node] for n, i in node.inputs.items()}
         inputs = {n: {"stage": a.stage, "key": a.key, "digest": a.digest} for n, a in read.items()}
-        manifest = {"stage": node.stage, "key": digest([node.name, node.seed]), "key_parts": parts, "inputs": inputs}
+        manifest = {
+            "stage": node.stage,
+            "key": digest([node.name, self.recipe.seed]),
+            "key_parts": parts,
+            "inputs": inputs,
+        }
         manifest |= {"config": node.config.model_dump(mode="json"), "seed": node.seed, "metrics": metrics}
         manifest |= {"versions": {"jax": "0.10.2", "numpy": "2.4.6"}, "python": "3.11.7", "host": "laptop"}
         manifest |= {"device": "cpu:cpu x1" if node.stage != "prepare" else "none", "run": self.name}

@@ -131,9 +131,11 @@ def test_a_command_of_the_policy_gets_neither_answer_nor_secrets_nor_the_key_of_
 
 def test_what_is_no_answer_reaches_the_program():
     schema = {"type": "object", "properties": {"answer": {"type": "string"}}, "required": ["answer"]}
-    row = {"tools": [{"function": {"name": "submit", "parameters": schema}}], "text": "[1,  2]", "open": '{"answer"'}
-    row |= {"schema": json.dumps({"properties": schema["properties"]}, indent=1), "deep": "[" * 100_000}
+    row = {"tools": [{"function": {"name": "submit", "parameters": schema}}], "text": "[1,  2]", "open": '{"x"'}
+    row |= {"schema": json.dumps(schema, indent=1), "deep": "[" * 100_000}
     assert without_answers(row) == row
+    hidden = ["{'ground_truth': '42'}", '{"answer": 1}\n{"answer": 2}', {"properties": {"p": {"answer": "42"}}}]
+    assert without_answers(hidden) == ["", "", {"properties": {"p": {}}}]
 
 
 def test_a_program_that_grades_gets_answers_of_any_size(engine):

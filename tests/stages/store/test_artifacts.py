@@ -277,7 +277,9 @@ def test_json_is_written_in_one_step(tmp_path):
     writer.stdout.readline()
     while store.read_json("runs", "r", "run.json") is None:
         time.sleep(0.01)
-    seen = {store.read_json("runs", "r", "run.json")["i"] for _ in range(100)}
+    seen, deadline = set(), time.monotonic() + 120
+    while len(seen) < 3 and time.monotonic() < deadline:
+        seen |= {store.read_json("runs", "r", "run.json")["i"] for _ in range(100)}
     writer.kill()
     writer.communicate()
     assert len(seen) > 1

@@ -9,6 +9,7 @@ from rlhf.flows.recipe.reading import load_recipe
 from rlhf.stages.store import datasets
 from rlhf.stages.store.artifacts import Store
 from rlhf.stages.store.datasets import DatasetError
+from rlhf.stages.store.readonly import ReadOnlyStore
 from tests.flows.commands import typed
 
 
@@ -95,13 +96,23 @@ def test_unknown_names_are_refused_with_the_nearest_one(store, rows, name, said)
 def test_files_that_cannot_be_one_version_are_refused(store, rows, tmp_path):
     rows("2 + 2 = ", "a/rows.jsonl")
     (tmp_path / "empty").mkdir()
+    (tmp_path / "linked").mkdir()
+    (tmp_path / "linked" / "more").symlink_to(tmp_path / "a")
     for paths, said in (
         ([tmp_path / "no"], "is not there"),
         ([tmp_path / "empty"], "no files in"),
+        ([tmp_path / "linked"], "is a link that is no file"),
         ([rows("1 + 3 = "), tmp_path / "a" / "rows.jsonl"], "have one name"),
     ):
         with pytest.raises(DatasetError, match=said):
             datasets.add(store, "sums", paths)
+
+
+def test_nothing_of_a_version_is_written_to_a_read_only_store(store, rows, monkeypatch):
+    monkeypatch.setenv("RLHF_READ_ONLY", "1")
+    with pytest.raises(ReadOnlyStore):
+        datasets.add(store, "sums", [rows("2 + 2 = ")])
+    assert store.names(datasets.FOLDER) == []
 
 
 def test_the_commands_store_and_list_versions(tmp_path, rows):

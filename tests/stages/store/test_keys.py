@@ -224,6 +224,8 @@ def test_an_address_in_a_text_that_a_model_reads_is_content():
     text = "Use GET http://tool/find?key=guess or ssh://alice@host."
     settings = {"data": {"system_prompt": text}, "rewards": [{"arguments": {"rubric": text}}]}
     assert published(settings) == settings
+    dsn = {"arguments": {"dsn": "host=db url=postgres://u:pw@db/x", "j": '{"url": "s3://k:s@b/x"}'}}
+    assert "pw" not in str(published(dsn)) and "k:s" not in str(published(dsn))
     for place in ("command", "agent", "tools", "api_key"):
         assert published({place: [f"-c {text}"]}) == {place: ["-c Use GET http://tool/find?key=*** or ssh://host."]}
     place = config_content(stage("base").config(source="s3://me:secret@bucket/my model"))
