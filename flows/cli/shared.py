@@ -214,7 +214,7 @@ def artifact_of(store: Store, record: dict[str, Any], node: str) -> Artifact:
     if entry is not None and entry["state"] == REFUSED:
         raise usage_error(
             f"run {record['name']} has no {node}: its gate has refused the policy ({refusal_of(record)}); "
-            f"`rlhf export {record['name']} --force` exports it anyway, and --node names another policy"
+            f"`rlhf export {record['name']} --force` exports it anyway"
         )
     if entry is None or "digest" not in entry:
         done = ", ".join(name for name, e in record["nodes"].items() if "digest" in e)

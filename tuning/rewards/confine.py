@@ -139,6 +139,8 @@ def private_root(folder: str, prefixes: list[str]) -> None:
     prefixes: folders of Python, readable in it.
     """
     root = f"{folder}/root"
+    # Another user passes through the folders that are made here.
+    os.umask(0o022)
     os.mkdir(root)
     _mount("none", "/", None, MS_REC | MS_PRIVATE)
     _mount("tmpfs", root, "tmpfs", MS_NOSUID | MS_NODEV, f"size={DISK_BYTES},nr_inodes=4096,mode=755")

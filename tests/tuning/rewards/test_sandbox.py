@@ -438,3 +438,11 @@ def test_a_machine_that_refuses_namespaces_is_told_and_strays_end_there_too():
     assert json.loads(done.stdout) == [["network", "files", "processes"], 0, [0.0, 1.0, 0.0]]
     assert f"{Outage.__name__}: on this machine the code of completions can reach: network, files" in done.stderr
     assert running(token) == []
+
+
+def test_the_sandbox_is_the_same_for_a_user_who_keeps_files_private():
+    before = os.umask(0o077)
+    try:
+        assert gaps.__wrapped__() == gaps()
+    finally:
+        os.umask(before)
