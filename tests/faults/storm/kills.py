@@ -113,8 +113,9 @@ def kill_reward(scene: Scene) -> None:
 def kill_beam(scene: Scene) -> None:
     """Processes that prepare the data die."""
     scene.partly("prepare")
+    sets = {"data.workers": 2, "data.chunk_megabytes": 0.01}
     for _ in range(2):
-        run, done = scene.start(sets={"data.workers": 2, "data.chunk_megabytes": 0.01}), False
+        run, done = scene.start(sets=sets), False
         while not run.over and not done:
             for process in run.find("multiprocessing", "spawn_main"):
                 scene.pause(0.5)
@@ -127,7 +128,7 @@ def kill_beam(scene: Scene) -> None:
         scene.over(run)
         if run.process.returncode == 0:
             break
-    scene.finish(sets={"data.workers": 2})
+    scene.finish(sets=sets)
 
 
 def stop(scene: Scene) -> None:
