@@ -82,7 +82,8 @@ def ui(
 ) -> None:
     """Show a store in this machine's browser until Ctrl-C: runs as they go, comparisons, sweeps, lineage.
 
-    The pages only read, and answer this machine alone; from another one type `ssh -L 8270:127.0.0.1:8270 HOST`.
+    The pages only read, and answer every user of this machine and nobody else. From another machine type
+    `ssh -L 8270:127.0.0.1:8270 HOST`.
     """
     from rlhf.flows.report.ui import make_app
     from rlhf.stages.serving.web import Web

@@ -69,9 +69,9 @@ def _answer(page: Callable[[Request], Response]) -> Callable[[Request], Response
     def answer(request: Request) -> Response:
         try:
             return page(request)
-        except (UnknownRun, KeyError, ValueError) as e:
-            return _page("ui_error.html.j2", 404, said=str(e.args[0]))
-        except (ArtifactError, OSError) as e:
+        except UnknownRun as e:
+            return _page("ui_error.html.j2", 404, said=str(e))
+        except (ArtifactError, OSError, ValueError) as e:
             return _page("ui_error.html.j2", 503, said=f"{type(e).__name__}: {e}")
 
     return answer
@@ -165,7 +165,7 @@ class _Pages:
         stage, key = request.path_params["stage"], request.path_params["key"]
         found = self._store.get(stage, key) if is_inside(stage) and is_inside(key) else None
         if found is None:
-            raise KeyError(f"no artifact {stage}/{key} in {self._store.shown}")
+            raise UnknownRun(f"no artifact {stage}/{key} in {self._store.shown}")
         used = [
             (record["name"], name)
             for record in self._runs()
@@ -178,8 +178,8 @@ class _Pages:
         name = request.path_params["sweep"]
         record = self._store.read_json(SWEEPS, name, SWEEP) if is_inside(name) else None
         if record is None:
-            raise KeyError(f"no sweep {name} in {self._store.shown}")
-        return HTMLResponse(sweep_page(self._store, record))
+            raise UnknownRun(f"no sweep {name} in {self._store.shown}")
+        return HTMLResponse(sweep_page(self._store, record).encode(errors="replace"))
 
     def compare(self, request: Request) -> Response:
         names = [request.query_params.get(which, "") for which in ("first", "second")]

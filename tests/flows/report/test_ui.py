@@ -1,5 +1,6 @@
 """The pages of `rlhf ui`: every link is answered, nothing is written, and no other site can ask."""
 
+import json
 import re
 import subprocess
 from urllib.parse import urljoin, urlsplit
@@ -98,6 +99,15 @@ def test_a_page_reads_the_records_that_changed(ui, store, monkeypatch):
 def test_two_runs_are_compared(ui):
     found = page(ui, "/compare.html?first=demo-1.1&second=failed").text
     assert "seed: 1 -> 2" in found and "demo-1.1" in found
+
+
+def test_a_store_that_fails_is_no_missing_page(ui, store, monkeypatch):
+    monkeypatch.setattr("rlhf.flows.report.ui.registry.names", lambda _: (_ for _ in ()).throw(OSError("away")))
+    answer = ui.get("/")
+    assert answer.status_code == 503 and "OSError: away" in Page(answer.text).text
+    sweep = store.read_json("sweeps", "demo-1", "sweep.json")
+    store.write_bytes(json.dumps(sweep | {"recipe": "half a pair \ud83d"}).encode(), "sweeps", "demo-1", "sweep.json")
+    assert ui.get("/sweeps/demo-1/report.html").status_code == 200
 
 
 @pytest.mark.parametrize("path", ["/runs/no/report.html", "/artifacts/sft/..%2F..%2Fetc.html", "/compare.html", "/x"])
