@@ -50,6 +50,7 @@ def facts_of_machine() -> dict[str, Any]:
     from rlhf.stages.common.xla_flags import FLAGS, value_of
     from rlhf.tuning.cpu.kernels import build
     from rlhf.tuning.device import choose, memory_kinds
+    from rlhf.tuning.rewards.failures import Outage
     from rlhf.tuning.rewards.sandbox import gaps
 
     device, driver, versions = choose(), nvidia_driver(), library_versions()
@@ -57,6 +58,12 @@ def facts_of_machine() -> dict[str, Any]:
     kernels = build() if device.platform == "cpu" else None
     # XLA alone computes on several devices.
     in_c = "a kernel in C" if kernels and kernels.fused_forward and device.count == 1 and not half else None
+    warnings = warnings_of(device.platform, driver, device.memory_bytes, versions["jax"])
+    reachable = None
+    try:
+        reachable = list(gaps())
+    except Outage as error:
+        warnings.append(f"rewards and tools that run code cannot: {error}")
     fused = {"gpu": "Triton" if half else None, "tpu": "splash", "cpu": in_c}.get(device.platform)
     return {
         "device": {"platform": device.platform, "kind": device.kind, "count": device.count},
@@ -74,17 +81,20 @@ def facts_of_machine() -> dict[str, Any]:
         "row_tokens_per_step": device.row_tokens_per_step,
         "row_tokens_undivided": device.row_tokens_undivided,
         "rollout_rows": device.rollout_rows,
-        "sandbox_gaps": list(gaps()),
+        "sandbox_gaps": reachable,
         "python": sys.version.split()[0],
         "nvidia_driver": driver,
         "versions": versions,
-        "warnings": warnings_of(device.platform, driver, device.memory_bytes, versions["jax"]),
+        "warnings": warnings,
     }
 
 
 def show(facts: dict[str, Any]) -> None:
     """Print the facts as a table."""
     device, several, whole = facts["device"], facts["row_tokens_per_step"], facts["row_tokens_undivided"]
+    sandbox = ""
+    if facts["sandbox_gaps"] is not None:
+        sandbox = f"code of completions can reach {', '.join(facts['sandbox_gaps']) or 'nothing of this machine'}"
     rows = [
         ("device", f"{device['platform']} ({device['kind']}) x {device['count']}, {facts['cores']} cores"),
         ("driver", facts["nvidia_driver"]),
@@ -98,7 +108,7 @@ def show(facts: dict[str, Any]) -> None:
         *(("flag", f"{flag['name']}={flag['value']}: {flag['why']}") for flag in facts["flags"]),
         ("micro-batch", f"{several} row tokens{f', {whole} as a whole step' if whole != several else ''}"),
         ("rollout rows", f"{facts['rollout_rows']} at a time"),
-        ("sandbox", f"code of completions can reach {', '.join(facts['sandbox_gaps']) or 'nothing of this machine'}"),
+        ("sandbox", sandbox),
         ("python", facts["python"]),
         *facts["versions"].items(),
         *(("warning", warning) for warning in facts["warnings"]),

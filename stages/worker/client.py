@@ -112,11 +112,17 @@ class Stall:
         return f"{what}, and was ended"
 
 
-def last_lines(log: Path) -> str:
-    """Return the end of a worker's log, as the last part of an error."""
+def size_of(log: Path) -> int:
+    """Return the bytes of a worker's log; 0 without one."""
+    return log.stat().st_size if log.exists() else 0
+
+
+def last_lines(log: Path, begin: int) -> str:
+    """Return the end of a worker's log, of the bytes from `begin`, as the last part of an error."""
     tail = ""
     if log.exists():
         with log.open(errors="replace") as f:
+            f.seek(begin)
             tail = "".join(f"\n    {line.rstrip()}" for line in deque(f, maxlen=LOG_LINES))
     return f"{RESUMES}\n  log: {log}{tail}"
 
@@ -146,6 +152,7 @@ class Worker:
         self._cause = ""
         self._check_time: Callable[[], None] = any_time
         self._busy = 0.0
+        self._begin = 0
 
     @property
     def logs(self) -> list[Path]:
@@ -198,6 +205,7 @@ class Worker:
         for `stall_seconds`, or takes longer than `stage_seconds`.
         """
         self._check_time, self._busy = check_time, 0.0
+        self._begin = size_of(self.log)
         if self._process is None or self._process.poll() is not None:
             self.close()
             # The kernel ends it with the thread that starts it.
@@ -296,7 +304,7 @@ class Worker:
             if -code == signal.SIGKILL:
                 cause += " (the kernel does this when memory runs out; `dmesg` tells)"
         who = f"the worker (pid {self._process.pid})"
-        return f"{who} {cause} in stage {request.stage}\n{last_lines(self.log)}"
+        return f"{who} {cause} in stage {request.stage}\n{last_lines(self.log, self._begin)}"
 
     def kill(self) -> None:
         """End the worker at once; its stage can resume from the work folder."""

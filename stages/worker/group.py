@@ -32,6 +32,7 @@ from rlhf.stages.worker.client import (
     WorkerDied,
     any_time,
     last_lines,
+    size_of,
 )
 from rlhf.stages.worker.protocol import Done, Heartbeat, Log, Progress, Report, Request
 from rlhf.tuning import multihost
@@ -82,6 +83,7 @@ class ProcessGroup:
         self.log, self.stall_seconds, self.starts = log, stall_seconds, 0
         self._start, self._members = start, list[Member]()
         self._logs = [log]
+        self._begin = 0
 
     @property
     def logs(self) -> list[Path]:
@@ -92,6 +94,7 @@ class ProcessGroup:
         self, request: Request, on_event: Callable[[Report], None], check_time: Callable[[], None] = any_time
     ) -> dict[str, Any]:
         """Run one stage on all processes and return the manifest; raises as `Worker.run`, and names the process."""
+        self._begin = size_of(self.log)
         if not self._members:
             self._members = list(self._start(lambda line: on_event(Log(line)), check_time))
             self._logs = [log for member in self._members for log in member.logs]
@@ -164,7 +167,7 @@ class ProcessGroup:
                     member.write_stacks()
                 names = ", ".join(member.where for member in self._members)
                 raise WorkerDied(
-                    f"the process group ({names}) {cause} in stage {request.stage}\n{last_lines(self.log)}"
+                    f"the process group ({names}) {cause} in stage {request.stage}\n{last_lines(self.log, self._begin)}"
                 )
         return made, errors
 

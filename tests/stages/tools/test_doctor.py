@@ -2,7 +2,8 @@
 
 import pytest
 
-from rlhf.stages.tools.doctor import nvidia_driver, warnings_of
+from rlhf.stages.tools.doctor import facts_of_machine, nvidia_driver, show, warnings_of
+from rlhf.tuning.rewards import sandbox
 
 OPEN = """NVRM version: NVIDIA UNIX Open Kernel Module for x86_64  580.65.06  Release Build  (dvs-builder)
 GCC version:  gcc version 12.3.0 (Ubuntu 12.3.0-1ubuntu1~22.04)
@@ -31,3 +32,14 @@ def test_warnings_name_the_fault(platform, driver, memory, expected):
     found = warnings_of(platform, driver, memory, "0.10.2")
     assert len(found) == len(expected)
     assert all(text in warning for text, warning in zip(expected, found, strict=True))
+
+
+def test_a_machine_whose_sandbox_runs_no_program_gets_its_facts_and_a_warning(monkeypatch, capsys):
+    monkeypatch.setattr(sandbox, "_run", lambda *_, **__: 1)
+    sandbox.gaps.cache_clear()
+    facts = facts_of_machine()
+    sandbox.gaps.cache_clear()
+    assert facts["sandbox_gaps"] is None
+    assert any("no program runs in the sandbox (status 1)" in warning for warning in facts["warnings"])
+    show(facts)
+    assert "rewards and tools that run code cannot: no program runs" in capsys.readouterr().out

@@ -204,6 +204,7 @@ def test_a_try_whose_lease_was_taken_over_says_so_and_has_an_output_folder_of_it
 @pytest.mark.slow
 def test_a_worker_that_is_killed_at_work_says_how_it_died_and_what_is_left(doomed, tmp_path):
     killed: list[int] = []
+    doomed.log.write_text("a line of an earlier stage\n")
 
     def kill() -> None:
         while doomed.pid is None:
@@ -221,6 +222,7 @@ def test_a_worker_that_is_killed_at_work_says_how_it_died_and_what_is_left(doome
     assert "in stage base" in text
     assert "finished stages, shards and checkpoints are kept; the same command goes on from there" in text
     assert str(doomed.log) in text
+    assert "an earlier stage" not in text
     assert Store(str(tmp_path)).all_keys() == []
     # The next request gets a fresh one.
     doomed.run(request(tmp_path), ignore)
