@@ -94,6 +94,7 @@ CASES = [
     Case("decode", "llama-3-8b", "h100x8", paged=True),
     Case("mixed", "llama-3-8b", "h100x8", paged=True),
     Case("decode", "llama-3-8b", "h100x8", tensor=2, paged=True),
+    Case("decode", "gemma-3-12b", "h100x8", paged=True),
     Case("sft", "qwen3-32b", "h100x8", tensor=2, lora=16),
     Case("decode", "qwen3-30b-a3b", "v5e:2x4", tensor=4),
     MIXTURE_GPU,

@@ -4,8 +4,9 @@ Axes: P pages, S tokens of a page, K key-value heads, H head size, C queries, N 
 longest sequence. A layer's pages are one array: keys and values of a head one after the other, as the kernels
 of JAX read them. For TPUs, and without a kernel, it is "kv" [P, S, 2 K, H]
 (`jax.experimental.pallas.ops.tpu.ragged_paged_attention`); for GPUs "by_head" [2 K, P, S, H]
-(`jax.experimental.pallas.ops.gpu.paged_attention`, in Triton). That kernel takes one query a sequence: prompts are read
-by `gathered`, as everything is on other platforms. The program for GPUs was compiled for an H100, not run on one.
+(`_triton_kernel`, as `jax.experimental.pallas.ops.gpu.paged_attention`, which has no sliding window). That kernel takes
+one query a sequence: prompts are read by `gathered`, as everything is on other platforms. The program for GPUs was
+compiled for an H100, not run on one.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from jax.sharding import PartitionSpec
 from rlhf.tuning.compile_target import LANES, target_platform
 from rlhf.tuning.models.config import DecoderConfig
 from rlhf.tuning.models.decoder import AttentionSpec
+from rlhf.tuning.models.matmul import soft_cap
 from rlhf.tuning.rollout.engine.arrays import Array
 from rlhf.tuning.rollout.engine.cache import KV, attend, within_window
 
@@ -68,9 +70,8 @@ def kernel_for(platform: str, config: DecoderConfig, kv: str, dtype: str, parts:
     if kv != dtype or kv not in ("bfloat16", "float32") or config.num_kv_heads % parts or config.num_experts:
         return None
     if platform == "gpu":
-        # Blocks of Triton are powers of two; the kernel has no window, and products of float32 would be in TF32.
-        takes = kv == "bfloat16" and config.head_dim in (32, 64, 128, 256)
-        return "gpu" if takes and not any(map(config.slides, range(config.num_layers))) else None
+        # Blocks of Triton are powers of two, and products of float32 would be in TF32.
+        return "gpu" if kv == "bfloat16" and config.head_dim in (32, 64, 128, 256) else None
     if platform != "tpu":
         return None
     if config.head_dim > LANES:
@@ -212,12 +213,11 @@ def _last_queries(
 ) -> jax.Array:
     """Attention of one query a sequence [R, N, H] over its `length_R` tokens; zeros where there is none.
 
-    The body is JAX's. Its call is made here, since that of `paged_attention` wants keys and values in two arrays, so
-    two writes a layer, and rounds the parts of a sequence to bfloat16 before it adds them up.
+    `paged_attention` wants keys and values in two arrays, so two writes a layer, and rounds the parts of a sequence to
+    bfloat16 before it adds them up.
     """
     from jax.experimental import pallas as pl
     from jax.experimental.pallas import triton
-    from jax.experimental.pallas.ops.gpu.paged_attention import DEFAULT_MASK_VALUE, paged_attention_kernel
 
     rows, heads, size = q_RNH.shape
     pairs, count, tokens, _ = pages.shape
@@ -231,6 +231,7 @@ def _last_queries(
     parts = min(pl.next_power_of_2(blocks), pl.next_power_of_2(pl.cdiv(PROGRAMS, rows * k)), 16)
     width = pl.cdiv(blocks, parts) * together
     table_RW = jnp.pad(table_RW, ((0, 0), (0, parts * width - table_RW.shape[1])))
+    first_R = jnp.zeros_like(length_R) if spec.window is None else jnp.maximum(length_R - spec.window, 0)
 
     def of_pages(second: int) -> pl.BlockSpec:
         return pl.BlockSpec((None, count, tokens, size), lambda r, k, part: (2 * k + second, 0, 0, 0))
@@ -241,33 +242,66 @@ def _last_queries(
 
     out_specs, out_shape = zip(result(block, size), result(block), result(block), strict=True)
     out, norm, most = pl.pallas_call(
-        functools.partial(
-            paged_attention_kernel,
-            num_heads=group,
-            pages_per_compute_block=together,
-            mask_value=DEFAULT_MASK_VALUE,
-            attn_logits_soft_cap=spec.softcap,
-        ),
+        functools.partial(_triton_kernel, together=together, softcap=spec.softcap),
         grid=(rows, k, parts),
         in_specs=[
             pl.BlockSpec((None, None, block, size), lambda r, k, part: (r, k, 0, 0)),
             of_pages(0),
-            None,
             of_pages(1),
-            None,
             pl.BlockSpec((None, width), lambda r, k, part: (r, part)),
-            pl.BlockSpec((1,), lambda r, k, part: (r,)),
+            pl.BlockSpec((None, 2), lambda r, k, part: (r, 0)),
         ],
         out_specs=out_specs,
         out_shape=out_shape,
         compiler_params=triton.CompilerParams(num_warps=4, num_stages=2),
         interpret=target_platform() == "cpu",
         name="paged_attention",
-    )(q, pages, None, pages, None, table_RW, length_R)
+    )(q, pages, pages, table_RW, jnp.stack([first_R, length_R], axis=1))
     weight = jnp.exp(most - most.max(axis=0))
     total = jnp.maximum((norm * weight).sum(axis=0), jnp.finfo(jnp.float32).tiny)
     out = (out * weight[..., None]).sum(axis=0) / total[..., None]
     return out[:, :, :group].reshape(q_RNH.shape).astype(q_RNH.dtype)
+
+
+def _triton_kernel(
+    q_ref: Any,
+    k_ref: Any,
+    v_ref: Any,
+    table_ref: Any,
+    span_ref: Any,
+    out_ref: Any,
+    norm_ref: Any,
+    most_ref: Any,
+    *,
+    together: int,
+    softcap: float | None,
+) -> None:
+    """One part of a sequence for the queries of a key head: the values by their weights, the sum of weights, and the
+    largest logit. It reads `together` pages at a time, those with keys from `span_ref[0]` to `span_ref[1]` alone."""
+    from jax.experimental import pallas as pl
+    from jax.experimental.pallas import triton
+
+    q, (count, size), keys = q_ref[...], q_ref.shape, together * k_ref.shape[-2]
+    blocks = table_ref.shape[0] // together
+    # Of this part: its first position is 0.
+    first, end = (span_ref[i] - pl.program_id(2) * blocks * keys for i in range(2))
+
+    def body(number: jax.Array, carried: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
+        out, norm, most = carried
+        page = table_ref[pl.ds(number * together, together)]
+        k, v = (ref[page].reshape(keys, size) for ref in (k_ref, v_ref))
+        logits = soft_cap(triton.dot(q, k.T), softcap)
+        place = number * keys + jnp.arange(keys)
+        seen = jnp.broadcast_to((place >= first) & (place < end), logits.shape)
+        logits = jnp.where(seen, logits, -1e30)
+        now = jnp.maximum(most, logits.max(axis=-1))
+        weights, kept = jnp.exp(logits - now[:, None]), jnp.exp(most - now)
+        out = kept[:, None] * out + triton.dot(weights.astype(v.dtype), v)
+        return out, kept * norm + weights.sum(axis=-1), now
+
+    nothing = tuple(jnp.full(shape, x, jnp.float32) for shape, x in (((count, size), 0), (count, 0), (count, -1e30)))
+    last = jnp.minimum(blocks, pl.cdiv(jnp.maximum(end, 0), keys))
+    out_ref[...], norm_ref[...], most_ref[...] = jax.lax.fori_loop(jnp.maximum(first, 0) // keys, last, body, nothing)
 
 
 def gathered(

@@ -60,19 +60,23 @@ def test_it_is_the_formula_of_the_kernel(heads, group, size, window, softcap, qu
 
 
 @pytest.mark.parametrize(
-    ("heads", "group", "softcap", "queries", "keys"),
+    ("heads", "group", "softcap", "queries", "keys", "window"),
     [
-        (2, 3, None, (1, 1, 1, 1), 128),
+        (2, 3, None, (1, 1, 1, 1), 128, None),
         # A part for each page, and more parts than pages; one sequence has no query.
-        (1, 4, 3.0, (1, 70, 0, 1), 16),
+        (1, 4, 3.0, (1, 70, 0, 1), 16, None),
+        # From within a page, from a page's first token and from the sequence's; of a block of two pages, and a part.
+        (1, 2, None, (1, 1, 1, 1), 32, 16),
+        (1, 2, 2.0, (1, 70, 0, 1), 16, 33),
+        (1, 2, None, (1, 1, 1, 1), 128, 100),
     ],
 )
-def test_the_kernel_for_gpus_is_what_is_gathered(heads, group, softcap, queries, keys, monkeypatch):
+def test_the_kernel_for_gpus_is_what_is_gathered(heads, group, softcap, queries, keys, window, monkeypatch):
     """In Pallas' interpreter: there is no such device here."""
     monkeypatch.setattr(attention, "TRITON_KEYS", keys)
     single = max(queries) == 1
     q, pages, ragged = batch(heads, group, 32, (33, 70, 9, 80), queries)
-    spec = AttentionSpec(32**-0.5, softcap, None, jnp.zeros(()))
+    spec = AttentionSpec(32**-0.5, softcap, window, jnp.zeros(()))
     by_head = pages.transpose(2, 0, 1, 3)
     found = jax.jit(lambda q, pages: attend_ragged(q, pages, ragged, spec, single=single, kernel="gpu"))(q, by_head)
     wanted = gathered(q, pages, ragged, spec, single=single)
@@ -127,7 +131,7 @@ def test_the_kernel_takes_what_it_checks(heads, size, kv, dtype, parts, takes):
         (96, "bfloat16", 1, None, False),
         (128, "float32", 1, None, False),
         (128, "bfloat16", 4, None, False),
-        (128, "bfloat16", 1, 64, False),
+        (128, "bfloat16", 1, 64, True),
     ],
 )
 def test_the_kernel_for_gpus_takes_what_triton_can_cut(size, kv, parts, window, takes):

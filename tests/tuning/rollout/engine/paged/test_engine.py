@@ -61,10 +61,10 @@ def assert_same(found, wanted):
 
 
 @functools.cache
-def expected():
+def expected(config=CONFIG):
     """What slots give for the mixed requests."""
     requests = requests_of(20)
-    completions = dict(slots().run(requests))
+    completions = dict(slots(config).run(requests))
     return requests, [completions[i] for i in range(len(requests))]
 
 
@@ -83,11 +83,13 @@ def test_mixed_requests_get_from_pages_what_they_get_from_slots(pages):
 
 
 @pytest.mark.slow
-def test_the_kernel_for_gpus_gives_the_same_samples(monkeypatch):
+@pytest.mark.parametrize("window", [None, 7, 24])
+def test_the_kernel_for_gpus_gives_the_same_samples(window, monkeypatch):
     """In Pallas' interpreter, prompts and completions mixed, with pages for some at a time."""
-    requests, wanted = expected()
+    config = dataclasses.replace(CONFIG, sliding_window=window)
+    requests, wanted = expected(config)
     monkeypatch.setattr(paged_engine, "kernel_for", lambda *_: "gpu")
-    engine = paged(9)
+    engine = paged(9, config)
     found, _ = ended(engine, requests)
     assert engine._seats.cache[0].keys() == {"by_head"}
     assert_same(found, wanted)
