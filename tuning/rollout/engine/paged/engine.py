@@ -31,8 +31,6 @@ class PagedEngine(Engine):
     cpu_kernels = False
 
     def _make_pool(self, rolled: bool) -> PagedPool:
-        if self._kv == "int8":
-            raise ValueError("the cache is paged, and kv_cache_dtype is int8: pages hold no scales; say cache: slots")
         if self.config.num_experts:
             raise ValueError("the cache is paged, and pages do not hold the experts of their tokens: say cache: slots")
         place = self._place

@@ -130,6 +130,19 @@ def test_every_kind_of_attention_gives_what_slots_give(kind):
     assert_same(found, [wanted[i] for i in range(len(requests))])
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("kernel", [None, "gpu"])
+def test_int8_keys_and_values_give_what_slots_give(kernel, monkeypatch):
+    monkeypatch.setattr(Engine, "cpu_kernels", False)
+    monkeypatch.setattr(paged_engine, "kernel_for", lambda *_: kernel)
+    requests = requests_of(4)
+    wanted = dict(slots(kv_cache_dtype="int8").run(requests))
+    engine = paged(9, kv_cache_dtype="int8")
+    found, _ = ended(engine, requests)
+    assert {x.dtype for x in jax.tree.leaves(engine._seats.cache)} == {np.dtype("int8"), np.dtype("float32")}
+    assert_same(found, [wanted[i] for i in range(len(requests))])
+
+
 def fed_tokens(engine):
     """Makes an engine count the tokens of the prompts that it feeds."""
     counts = []
@@ -238,8 +251,6 @@ def test_prompts_are_scored_beside_the_pages():
 def test_settings_choose_the_cache():
     assert type(engine_at(None, CONFIG)) is Engine
     assert isinstance(engine_at(None, CONFIG, cache="paged"), PagedEngine)
-    with pytest.raises(ValueError, match="pages hold no scales; say cache: slots"):
-        engine_at(None, CONFIG, cache="paged", kv_cache_dtype="int8")
 
 
 def test_an_engine_that_failed_serves_what_comes_next():
