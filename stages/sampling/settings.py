@@ -109,10 +109,6 @@ class EngineSettings(StageConfig):
                     f"{changed[0]} has no meaning with kind native in the worker; say kind: vllm or sglang, or url: "
                     "where rlhf serve is"
                 )
-            if self.cache == "paged" and self.kv_cache_dtype == "int8":
-                raise ValueError(
-                    "cache: paged takes no kv_cache_dtype: int8, whose scales pages do not hold; say slots"
-                )
             return self
         for name in NATIVE:
             if getattr(self, name) != type(self).model_fields[name].default:

@@ -31,6 +31,8 @@ class Case:
     """Whether the cache of decoding is in pages; that of a mixed step always is."""
     int8: bool = False
     """Whether the engine's matrices are int8."""
+    kv8: bool = False
+    """Whether the pages' keys and values are int8."""
     layers: int = 4
     """Of the engine's model, whose layers are compiled one by one: bytes and FLOPs are those of so many."""
 
@@ -39,7 +41,7 @@ class Case:
         """PROGRAM MODEL TOPOLOGY; what differs from the usual is written behind the program."""
         marks = [self.program]
         marks += [f"{name}{size}" for name in ("data", "tensor", "context") if (size := getattr(self, name)) > 1]
-        marks += [mark for mark in ("paged", "int8") if getattr(self, mark)]
+        marks += [mark for mark in ("paged", "kv8", "int8") if getattr(self, mark)]
         marks += [f"lora{self.lora}"] if self.lora else []
         if (self.rows, self.completion) != (ROWS_A_DEVICE, COMPLETION) and self.program in ("sft", "grpo"):
             marks.append(f"{self.rows}x{PROMPT + self.completion}")
@@ -92,8 +94,10 @@ CASES = [
     Case("decode", "llama-3-8b", "h100x8", int8=True),
     Case("decode", "llama-3-8b", "h100x8", tensor=2),
     Case("decode", "llama-3-8b", "h100x8", paged=True),
+    Case("decode", "llama-3-8b", "h100x8", paged=True, kv8=True),
     Case("mixed", "llama-3-8b", "h100x8", paged=True),
     Case("decode", "llama-3-8b", "h100x8", tensor=2, paged=True),
+    Case("decode", "gemma-3-12b", "h100x8", paged=True),
     Case("sft", "qwen3-32b", "h100x8", tensor=2, lora=16),
     Case("decode", "qwen3-30b-a3b", "v5e:2x4", tensor=4),
     MIXTURE_GPU,

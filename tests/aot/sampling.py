@@ -70,9 +70,10 @@ def sampling(case: Case, mesh: Any) -> tuple[Any, float]:
 def _paged(case: Case, mesh: Any, config: Any, graph: Any, weights: Any) -> tuple[Any, float]:
     """As `sampling`, with pages for as many tokens; tables are as wide as the longest sequence."""
     parts = mesh.shape["tensor"]
-    kernel = attention.kernel_for(case.platform, config, "bfloat16", "bfloat16", parts)
+    kv: Any = "int8" if case.kv8 else "bfloat16"
+    kernel = attention.kernel_for(case.platform, config, kv, "bfloat16", parts)
     width = (CAPACITY + STEPS) // PAGE
-    stacks = jax.eval_shape(lambda: attention.make(config, 1 + SLOTS * CAPACITY // PAGE, PAGE, "bfloat16", kernel))
+    stacks = jax.eval_shape(lambda: attention.make(config, 1 + SLOTS * CAPACITY // PAGE, PAGE, kv, kernel))
     held = placed(stacks, cache_shardings(stacks, mesh))
     rows, table = on_all((blank_rows(SLOTS), np.zeros((SLOTS, width), np.int32)), mesh)
     over = mesh if kernel and parts > 1 else None

@@ -11,7 +11,7 @@ from rlhf.stages.worker.client import worker_environment
 from tests.bench.inputs import SHAPES
 
 WORKS = dict.fromkeys(["W2", "W2lora", "W4", "W6"], "training")
-WORKS |= dict.fromkeys(["W1", "W1b", "shared", "decode1", "decode8"], "rollouts")
+WORKS |= dict.fromkeys(["W1", "W1b", "shared", "decode1", "decode8", "host64", "host256", "host1024"], "rollouts")
 WORKS |= dict.fromkeys(["W3", "W5"], "rl")
 
 

@@ -1,11 +1,28 @@
-"""Generation: W1 (16 prompts, 64 tokens each), W1b (64, lengths that vary), shared prompts, and decoding alone."""
+"""Generation: W1 (16 prompts, 64 tokens each), W1b (64, lengths that vary), shared prompts, decoding alone, the host.
 
+`host64`, `host256` and `host1024` are the time of the host for a decoding step of the paged engine with so many rows:
+CPU seconds of its thread for Python, the transfer of arguments and the dispatch. In place of the engine's programs run
+programs with the same arguments and results, which compute nothing: they give the same pages back, and tokens that
+follow from the rows. The model has 32 layers, and so as many arrays as one of 8 billion parameters; a sequence has a
+table of 128 pages. `mixed_s` is that of a mixed step, which makes one token of each row.
+"""
+
+import dataclasses
+import statistics
+import time
 from typing import Any
 
+import jax
+import jax.numpy as jnp
+
 from rlhf.tuning.device import choose
+from rlhf.tuning.models.config import tiny
 from rlhf.tuning.models.huggingface import random_params
 from rlhf.tuning.rollout.engine.engine import Engine
 from rlhf.tuning.rollout.engine.limits import Limits
+from rlhf.tuning.rollout.engine.paged import engine as paged
+from rlhf.tuning.rollout.engine.paged.attention import page_bytes
+from rlhf.tuning.rollout.engine.rows import Decoded, Rows
 from rlhf.tuning.rollout.requests import Request
 from rlhf.tuning.shapes import bucket
 from tests.bench import inputs
@@ -30,6 +47,9 @@ def requests_of(work: str, vocabulary: int) -> list[Request]:
 
 def run(work: str, model: str, repeats: int, dtype: str = "auto") -> None:
     """dtype: of activations; `fast` with products as `precision.use` has set them."""
+    if work.startswith("host"):
+        host(int(work.removeprefix("host")), max(repeats, 3))
+        return
     config = config_of(model)
     requests = requests_of(work, config.vocab_size)
     kind = choose(dtype).compute.dtype
@@ -54,3 +74,64 @@ def run(work: str, model: str, repeats: int, dtype: str = "auto") -> None:
         peak_memory_mb=round(peak_memory_mb()),
         cache_mb=round(engine.cache_bytes / 2**20), programs=engine.programs, **extra,
     )  # fmt: skip
+
+
+HOST_MODEL = dataclasses.replace(tiny(97), num_layers=32, num_kv_heads=1, head_dim=8, max_positions=8192)
+PAGES = 6
+"""Of a sequence of the measurement of the host."""
+
+
+def host(rows: int, repeats: int) -> None:
+    """Emit the host's median seconds for a decoding step and for a mixed step."""
+    limits = Limits(slots=rows, context=8192, chunks=(1024,))
+    room = (1 + rows * PAGES) * page_bytes(HOST_MODEL, limits.page_tokens, "float32", None)
+    engine = paged.PagedEngine(HOST_MODEL, limits=dataclasses.replace(limits, cache_bytes=room))
+    engine.load(random_params(HOST_MODEL, 0))
+    programs = paged.mixed, paged.decode
+    paged.mixed, paged.decode = (jax.jit(f, static_argnames=_STATIC, donate_argnums=2) for f in (_mixed, _decode))
+    try:
+        prompts = inputs.prompts(rows, 16, 16, HOST_MODEL.vocab_size)
+        for i, prompt in enumerate(prompts[1:]):
+            engine.submit(Request(prompt, 1000, stop_ids=(1, 2), seed=5, counter=i))
+        while any(seat.pending > 1 for seat in engine._seats.seats) or not engine.steps:
+            engine.step()
+        decoding, mixing = [_seconds(engine) for _ in range(3 + repeats)][3:], []
+        for i in range(1 + repeats):
+            number = engine.submit(Request(prompts[0], 1000, seed=6, counter=i))
+            mixing.append(_seconds(engine))
+            engine.cancel(number)
+            engine.step()
+    finally:
+        paged.mixed, paged.decode = programs
+    step = statistics.median(decoding) / limits.steps
+    mixed = statistics.median(mixing[1:])
+    emit(f"host{rows}", "tiny", median_s=round(step, 6), mixed_s=round(mixed, 6), run_s=[round(s, 5) for s in decoding])
+
+
+def _seconds(engine: Engine) -> float:
+    start = time.thread_time()
+    engine.step()
+    return time.thread_time() - start
+
+
+_STATIC = ("graph", "steps", "top", "dtype", "kernel", "mesh")
+
+
+def _mixed(graph: Any, weights: Any, pages: Any, fed: Any, rows: Rows[jax.Array], **_: Any) -> Any:
+    return pages, _decoded(rows, 1)
+
+
+def _decode(
+    graph: Any, weights: Any, pages: Any, table_RW: Any, rows: Rows[jax.Array], *_: Any, steps: int, **__: Any
+) -> Any:
+    return pages, _decoded(rows, steps)
+
+
+def _decoded(rows: Rows[jax.Array], steps: int) -> Decoded[jax.Array]:
+    tokens_RT = (rows.token_R[:, None] + jnp.arange(steps, dtype=jnp.int32)) % 7 + 50
+    nothing = jnp.zeros((*tokens_RT.shape, 0))
+    made_R = jnp.where(rows.live_R, jnp.minimum(steps, rows.left_R), 0)
+    logps_RT = -0.1 * tokens_RT.astype(jnp.float32)
+    return Decoded(
+        tokens_RT, logps_RT, nothing.astype(jnp.int32), nothing, made_R, rows.live_R & (made_R < rows.left_R)
+    )

@@ -58,9 +58,12 @@ class Completion:
     [tokens, layers, experts of a token] of `DecoderConfig.expert_type`."""
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass
 class Update:
-    """The tokens that one step of an engine added to one sample of a request."""
+    """The tokens that one step of an engine added to one sample of a request.
+
+    Not frozen: a step makes one for each row, and each field of a frozen one takes a call.
+    """
 
     number: int
     sample: int

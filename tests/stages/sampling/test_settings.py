@@ -50,7 +50,6 @@ def sets(**values):
         ([*URL, *sets(quantization="int8")], "is of kind native in the worker; give servers `arguments`"),
         ([*URL, *sets(kv_cache_dtype="int8")], "kv_cache_dtype is of kind native"),
         ([*URL, *sets(cache="paged")], "cache is of kind native"),
-        (sets(cache="paged", kv_cache_dtype="int8"), "whose scales pages do not hold; say slots"),
         ([*URL, *sets(timout=5)], "unknown key; did you mean timeout?"),
     ],
 )

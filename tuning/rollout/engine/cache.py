@@ -150,23 +150,22 @@ def experts_of(cache: list[Stack], slot: int, tokens: int) -> bytes:
 
 
 def stored(k_RCKH: jax.Array, v_RCKH: jax.Array, kv: KV) -> Layer:
-    """New keys and values in the layout and type of the cache, with C in place of S.
-
-    int8 codes are x / scale, rounded, with one float32 scale = max |x| / 127 for the H numbers of a token's head.
-    """
+    """New keys and values in the layout and type of the cache, with C in place of S."""
     k, v = jnp.transpose(k_RCKH, (0, 2, 3, 1)), jnp.transpose(v_RCKH, (0, 2, 1, 3))
     if kv != "int8":
         return {"k": _as_stored(k.astype(kv)), "v": _as_stored(v.astype(kv))}
 
-    def encode(x: jax.Array, head_axis: int) -> tuple[jax.Array, jax.Array]:
-        scale = jnp.max(jnp.abs(x.astype(jnp.float32)), axis=head_axis, keepdims=True) / 127
-        # A head of zeros has scale 0 and codes 0.
-        codes = jnp.round(x / jnp.where(scale > 0, scale, 1.0))
-        return codes.astype(jnp.int8), jnp.squeeze(scale, head_axis)
-
     k_codes, k_scale = encode(k, 2)
     v_codes, v_scale = encode(v, 3)
     return {"k": k_codes, "v": v_codes, "k_scale": k_scale, "v_scale": v_scale}
+
+
+def encode(x: jax.Array, head_axis: int) -> tuple[jax.Array, jax.Array]:
+    """int8 codes x / scale, rounded, with one float32 scale = max |x| / 127 for the H numbers of a token's head."""
+    scale = jnp.max(jnp.abs(x.astype(jnp.float32)), axis=head_axis, keepdims=True) / 127
+    # A head of zeros has scale 0 and codes 0.
+    codes = jnp.round(x / jnp.where(scale > 0, scale, 1.0))
+    return codes.astype(jnp.int8), jnp.squeeze(scale, head_axis)
 
 
 def attend(

@@ -32,8 +32,22 @@ from rlhf.tuning.models.sharding import path_names
 from rlhf.tuning.rollout.engine.cache import Stack
 from rlhf.tuning.rollout.engine.cpu import products
 
-Graph = nnx.GraphDef[Any]
-"""The static half of a module; its other half is an `nnx.State`."""
+
+@jax.tree_util.register_static
+class Graph(nnx.GraphDef[Any]):
+    """The static half of a module; its other half is an `nnx.State`.
+
+    It keeps its hash, which each call of a program asks for: that of 32 layers takes milliseconds.
+    """
+
+    @functools.cached_property
+    def _hash(self) -> int:
+        return super().__hash__()
+
+    def __hash__(self) -> int:
+        return self._hash
+
+
 Quantization = Literal["none", "int8"]
 """Of the weight matrices of layers; int8 as in `quantize.Int8`."""
 Ways = tuple[Attention, Routing]
@@ -184,7 +198,7 @@ class RolledDecoder(DecodingDecoder):
 
 def _prepared(
     graph: Any, layer: Any, join: bool, rolled: bool, quantization: Quantization, dtype: str
-) -> tuple[Graph, nnx.State]:
+) -> tuple[Any, nnx.State]:
     """One layer, as (graph, state)."""
     int8 = quantization == "int8"
     # Weights that become int8 are not cast before: they would be rounded twice.
@@ -260,6 +274,10 @@ def lay_out(
     abstract = nnx.eval_shape(lambda s: nnx.merge(*_prepared(stack, _layer(s, 0), rolled=rolled, **options)), stacked)
     like = nnx.split(abstract)[0]
     if rolled:
-        return nnx.split(RolledDecoder(decoder, nnx.merge(like, _states(stack, stacked, **options))))
-    layers = [nnx.merge(like, _state(stack, stacked, np.int32(i), **options)) for i in range(decoder.config.num_layers)]
-    return nnx.split(UnrolledDecoder(decoder, layers))
+        made: nnx.Module = RolledDecoder(decoder, nnx.merge(like, _states(stack, stacked, **options)))
+    else:
+        numbers = np.arange(decoder.config.num_layers, dtype=np.int32)
+        made = UnrolledDecoder(decoder, [nnx.merge(like, _state(stack, stacked, i, **options)) for i in numbers])
+    definition, state = nnx.split(made)
+    # Arrays alone: each call of a program would sort the metadata of every variable.
+    return Graph(definition.nodes, definition.attributes, definition.num_leaves), nnx.as_pure(state)

@@ -30,7 +30,6 @@ import collections
 import functools
 import gc
 import logging
-import operator
 import threading
 from collections.abc import Callable, Collection, Sequence
 from contextlib import AbstractContextManager
@@ -392,11 +391,20 @@ class Engine(Batches):
             return updates
         arrays = jax.tree.map(np.asarray, decoded)
         self.steps += int(arrays.made_R.max())
-        return updates + [
-            self._advance(slot, jax.tree.map(operator.itemgetter(i), arrays))
-            for i, slot in enumerate(self._under_way)
-            if slot is not None and slot.run is not None
-        ]
+        tokens, logps, made, live = (
+            x.tolist() for x in (arrays.tokens_RT, arrays.logps_RT, arrays.made_R, arrays.live_R)
+        )
+        ids, best = (arrays.top_ids_RTN.tolist(), arrays.top_logps_RTN.tolist()) if self._top else ((), ())
+        top: list[list[tuple[int, float]]] = []
+        for i, slot in enumerate(self._under_way):
+            if slot is None or slot.run is None:
+                continue
+            count = made[i]
+            if ids:
+                pairs = zip(ids[i][:count], best[i][:count], strict=True)
+                top = [list(zip(*pair, strict=True)) for pair in pairs]
+            updates.append(self._advance(slot, tokens[i][:count], logps[i][:count], top, live[i]))
+        return updates
 
     def _open(self, requests: Sequence[Request]) -> None:
         if self.idle:
@@ -492,17 +500,21 @@ class Engine(Batches):
         """The static arguments of the decoding program."""
         return {"steps": self._limits.steps, "top": self._top, **self._program_options}
 
-    def _advance(self, slot: Slot, row: Decoded[np.ndarray]) -> Update:
+    def _advance(
+        self, slot: Slot, tokens: list[int], logps: list[float], top: list[list[tuple[int, float]]], live: bool
+    ) -> Update:
         """Adds a run of decoding to the run of a slot; frees the slot if its completion has ended."""
         run = slot.run
         assert run is not None
         before = len(run.tokens)
-        stop = slot.advance(row)
+        stop = slot.advance(tokens, logps, top, live)
+        if stop == "string":
+            tokens, logps, top = run.tokens[before:], run.logps[before:], run.top[before:]
         if stop and run.request.routing and self.config.num_experts:
             # The last token has met no expert.
             run.routing = experts_of(self._pool.cache, self._pool.slots.index(slot), run.prefill_tokens)
         completion = self._pool.leave(slot).completion(stop) if stop else None
-        return Update(run.number, run.sample, run.tokens[before:], run.logps[before:], completion, run.top[before:])
+        return Update(run.number, run.sample, tokens, logps, completion, top)
 
     def _end_cancelled(self) -> list[Update]:
         if not self._cancelled:

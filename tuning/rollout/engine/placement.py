@@ -110,7 +110,7 @@ def cache_shardings(cache: Any, mesh: Mesh) -> Any:
     """A sharding for each array of the caches; heads that `tensor` does not divide evenly are not sharded."""
 
     def one(name: str, x: Any) -> NamedSharding:
-        axis = 0 if name == "by_head" else 2
+        axis = 0 if name.startswith("by_head") else 2
         # Experts of tokens have no heads.
         heads = "tensor" if x.shape[axis] % mesh.shape["tensor"] == 0 and name != "experts" else None
         return NamedSharding(mesh, PartitionSpec(*[None] * axis, heads))

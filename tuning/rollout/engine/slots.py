@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Sequence
 
 import numpy as np
 
 from rlhf.tuning.rollout.engine.cache import WINDOW, Entries
 from rlhf.tuning.rollout.engine.programs import Chunk, Prefixed
-from rlhf.tuning.rollout.engine.rows import Decoded, Rows, blank_rows
-from rlhf.tuning.rollout.requests import Completion, Request
+from rlhf.tuning.rollout.engine.rows import Rows, blank_rows
+from rlhf.tuning.rollout.requests import Completion, Request, Sampling
 
 
 @dataclasses.dataclass(eq=False)
@@ -72,24 +73,24 @@ class Slot:
         """Whether it has a run, and the run's prompt is cached."""
         return self.run is not None and len(self.held) >= self.run.prefill_tokens
 
-    def advance(self, row: Decoded[np.ndarray]) -> str | None:
+    def advance(
+        self, tokens: list[int], logps: list[float], top: list[list[tuple[int, float]]], live: bool
+    ) -> str | None:
         """Adds a run of decoding (one row of it) to its run; why the completion has ended, or None."""
         run = self.run
         assert run is not None
-        before, fed, count = len(run.tokens), run.next_input, int(row.made_R)
-        run.tokens += row.tokens_RT[:count].tolist()
-        run.logps += row.logps_RT[:count].tolist()
-        if row.top_ids_RTN.shape[-1]:
-            pairs = zip(row.top_ids_RTN[:count].tolist(), row.top_logps_RTN[:count].tolist(), strict=True)
-            run.top += [list(zip(ids, logps, strict=True)) for ids, logps in pairs]
         # The newest token is not cached: the next step feeds it.
-        self.held += [fed, *run.tokens[before:-1]]
+        self.held.append(run.next_input)
+        self.held += tokens[:-1]
+        run.tokens += tokens
+        run.logps += logps
+        run.top += top
         # Stop strings come after: the program ends a row by ids and length only, so a string may end it earlier.
-        kept = run.request.find_stop(run.tokens) if run.request.find_stop and count else None
+        kept = run.request.find_stop(run.tokens) if run.request.find_stop and tokens else None
         if kept is not None:
             del run.tokens[kept:], run.logps[kept:], run.top[kept:]
             return "string"
-        return None if row.live_R else ("eos" if run.tokens[-1] in run.request.stop_ids else "length")
+        return None if live else ("eos" if run.tokens[-1] in run.request.stop_ids else "length")
 
     @property
     def prefilling(self) -> bool:
@@ -119,19 +120,27 @@ def longest_prefix(slots: list[Slot], run: Run) -> tuple[Slot | None, int]:
     return (best, most) if enough else (None, 0)
 
 
-def fill_row(rows: Rows[np.ndarray], i: int, slot: Slot) -> None:
-    """Makes row `i` live, with the run of a slot that decodes."""
-    run = slot.run
-    assert run is not None
-    rows.token_R[i] = run.next_input
-    rows.length_R[i] = len(slot.held)
-    rows.left_R[i] = run.left
-    rows.made_R[i] = len(run.tokens)
-    rows.live_R[i] = True
-    rows.origin_R3[i] = run.request.seed & 0xFFFFFFFF, run.request.counter, run.sample
-    rows.stops_RE[i, : len(run.request.stop_ids)] = run.request.stop_ids
-    for name, value in dataclasses.asdict(run.request.sampling).items():
-        getattr(rows.controls, f"{name}_R")[i] = value
+def fill_rows(rows: Rows[np.ndarray], at: list[int], slots: Sequence[Slot]) -> None:
+    """Makes the rows `at` live, with the runs of slots that decode: column by column, as there are a thousand rows."""
+    if not at:
+        return
+    runs = [slot.run for slot in slots if slot.run is not None]
+    rows.token_R[at] = [run.next_input for run in runs]
+    rows.length_R[at] = [len(slot.held) for slot in slots]
+    rows.made_R[at] = [len(run.tokens) for run in runs]
+    rows.live_R[at] = True
+    rows.left_R[at] = [run.request.max_tokens for run in runs]
+    rows.left_R[at] -= rows.made_R[at]
+    rows.origin_R3[at] = [(run.request.seed & 0xFFFFFFFF, run.request.counter, run.sample) for run in runs]
+    # Requests of a round share their stop ids and settings.
+    numbers: dict[tuple[tuple[int, ...], Sampling], int] = {}
+    kind = [numbers.setdefault((run.request.stop_ids, run.request.sampling), len(numbers)) for run in runs]
+    stops = np.full((len(numbers), rows.stops_RE.shape[1]), -1, np.int32)
+    for i, (ids, _) in enumerate(numbers):
+        stops[i, : len(ids)] = ids
+    rows.stops_RE[at] = stops[kind]
+    for name, column in rows.controls._asdict().items():
+        column[at] = np.asarray([getattr(sampling, name[:-2]) for _, sampling in numbers])[kind]
 
 
 def row_arrays(slots: list[Slot], capacity: int, steps: int) -> Rows[np.ndarray]:
@@ -139,15 +148,16 @@ def row_arrays(slots: list[Slot], capacity: int, steps: int) -> Rows[np.ndarray]
 
     Rows of free slots, and of slots that still prefill, are not live.
     """
-    rows = blank_rows(len(slots))
+    rows, live = blank_rows(len(slots)), []
     for i, slot in enumerate(slots):
-        if not slot.decoding:
-            # Decoding writes `steps` tokens after those of every slot, live or not. If there is no room for them,
-            # it overwrites the last ones, which then count as held no longer.
-            del slot.held[max(0, capacity - steps) :]
-            rows.length_R[i] = len(slot.held)
+        if slot.decoding:
+            live.append(i)
             continue
-        fill_row(rows, i, slot)
+        # Decoding writes `steps` tokens after those of every slot, live or not. If there is no room for them,
+        # it overwrites the last ones, which then count as held no longer.
+        del slot.held[max(0, capacity - steps) :]
+        rows.length_R[i] = len(slot.held)
+    fill_rows(rows, live, [slots[i] for i in live])
     return rows
 
 

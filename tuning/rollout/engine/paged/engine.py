@@ -19,7 +19,7 @@ from rlhf.tuning.rollout.engine.paged.attention import Kernel, Ragged, kernel_fo
 from rlhf.tuning.rollout.engine.paged.pool import PagedPool, Seat
 from rlhf.tuning.rollout.engine.paged.programs import Fed, decode, mixed
 from rlhf.tuning.rollout.engine.rows import Decoded, Rows, blank_rows
-from rlhf.tuning.rollout.engine.slots import fill_row
+from rlhf.tuning.rollout.engine.slots import fill_rows
 
 FEWEST_ROWS, ROW_STEP = 4, 4
 """Rows of a batch are 4, 16, 64, ... and the most."""
@@ -31,8 +31,6 @@ class PagedEngine(Engine):
     cpu_kernels = False
 
     def _make_pool(self, rolled: bool) -> PagedPool:
-        if self._kv == "int8":
-            raise ValueError("the cache is paged, and kv_cache_dtype is int8: pages hold no scales; say cache: slots")
         if self.config.num_experts:
             raise ValueError("the cache is paged, and pages do not hold the experts of their tokens: say cache: slots")
         place = self._place
@@ -67,9 +65,10 @@ class PagedEngine(Engine):
         self._seats.cache, decoded = mixed(graph, weights, self._seats.cache, fed, arrays, **self._paged_options)
         self._under_way = [seat if count == seat.pending else None for seat, count in pieces]
         for seat, count in pieces:
-            first = len(seat.held)
-            # The last token counts as held once the one that it makes is known.
-            seat.held += seat.between(first, first + count - (count == seat.pending))
+            if seat.pending > 1:
+                first = len(seat.held)
+                # The last token counts as held once the one that it makes is known.
+                seat.held += seat.between(first, first + count - (count == seat.pending))
         return decoded
 
     def _rows_of(self, sequences: int, mixed: bool = False) -> int:
@@ -82,23 +81,27 @@ class PagedEngine(Engine):
     def _fed(self, pieces: list[tuple[Seat, int]], count: int, size: int) -> tuple[Fed[np.ndarray], Rows[np.ndarray]]:
         """The tokens of a mixed step, and its rows."""
         page = self._limits.page_tokens
+        seats, number_R = [seat for seat, _ in pieces], np.asarray([number for _, number in pieces])
+        used, end_R = len(seats), np.cumsum(number_R)
+        first_R = np.asarray([len(seat.held) for seat in seats])
         tokens, positions, place = (np.zeros(size, np.int32) for _ in range(3))
-        rows, length, last = blank_rows(count), np.zeros(count, np.int32), np.zeros(count, np.int32)
-        starts = np.zeros(count + 1, np.int32)
-        start = 0
-        for i, (seat, number) in enumerate(pieces):
-            first, end = len(seat.held), start + number
-            at = np.arange(first, first + number)
-            tokens[start:end] = seat.between(first, first + number)
-            positions[start:end] = at
-            place[start:end] = np.asarray(seat.pages)[at // page] * page + at % page
-            if number == seat.pending:
-                fill_row(rows, i, seat)
-            length[i], last[i], start = first + number, end - 1, end
-            starts[i + 1 :] = end
-        seats = [seat for seat, _ in pieces]
-        ragged = Ragged(place, length, self._table(seats, count), starts, np.asarray([len(seats)], np.int32))
-        return Fed(tokens, positions, ragged, last), rows
+        length, last, starts = (np.zeros(n, np.int32) for n in (count, count, count + 1))
+        length[:used], last[:used] = first_R + number_R, end_R - 1
+        starts[1 : used + 1], starts[used + 1 :] = end_R, end_R[-1]
+        # The row of each token, and the token's position.
+        row_C = np.repeat(np.arange(used), number_R)
+        at_C = np.arange(len(row_C)) + (first_R - end_R + number_R)[row_C]
+        table = self._seats.table(seats, count)
+        tokens[: len(row_C)] = [
+            token
+            for (seat, number), first in zip(pieces, first_R.tolist(), strict=True)
+            for token in seat.between(first, first + number)
+        ]
+        positions[: len(row_C)] = at_C
+        place[: len(row_C)] = table[row_C, at_C // page] * page + at_C % page
+        rows, live = blank_rows(count), [i for i, (seat, number) in enumerate(pieces) if number == seat.pending]
+        fill_rows(rows, live, [seats[i] for i in live])
+        return Fed(tokens, positions, Ragged(place, length, table, starts, np.asarray([used], np.int32)), last), rows
 
     def _decode(self, crowded: bool) -> Decoded[jax.Array] | None:
         """Begins a run of decoding; None if nothing decodes."""
@@ -109,18 +112,11 @@ class PagedEngine(Engine):
         self._under_way = seats
         count = self._rows_of(len(seats))
         rows = blank_rows(count)
-        for i, seat in enumerate(seats):
-            fill_row(rows, i, seat)
+        fill_rows(rows, list(range(len(seats))), seats)
         graph, weights = self._use_paged("decode", count)
-        table, wake = self._table(seats, count), self._wake(len(seats), crowded)
+        table, wake = self._seats.table(seats, count), self._wake(len(seats), crowded)
         self._seats.cache, decoded = decode(graph, weights, self._seats.cache, table, rows, wake, **self.decode_options)
         return decoded
-
-    def _table(self, seats: list[Seat], count: int) -> np.ndarray:
-        table = np.zeros((count, self._seats.table_width), np.int32)
-        for i, seat in enumerate(seats):
-            table[i, : len(seat.pages)] = seat.pages
-        return table
 
     def _use_paged(self, name: str, rows: int, *shape: str) -> Any:
         self._programs_used.add((name, f"rows={rows}", f"pages={self._seats.table_width}", *shape))

@@ -13,6 +13,8 @@ import functools
 import itertools
 from collections.abc import Collection
 
+import numpy as np
+
 from rlhf.tuning.models.config import DecoderConfig
 from rlhf.tuning.rollout.engine.cache import KV, Stack
 from rlhf.tuning.rollout.engine.limits import Limits
@@ -34,18 +36,22 @@ class Seat(Slot):
     """For the tokens that it holds, and some that come next."""
     names: list[BlockName] = dataclasses.field(default_factory=list)
     """Of its full blocks."""
+    row: int = 0
+    """The row of its pages in the pool's table."""
 
     @property
     def pending(self) -> int:
         """Tokens of its prompt and completion that are not cached; the last one makes the next."""
         assert self.run is not None
-        return self.run.prefill_tokens + 1 - len(self.held)
+        return len(self.run.request.prompt) + len(self.run.tokens) - len(self.held)
 
     def between(self, first: int, end: int) -> list[int]:
         """Tokens of its prompt and completion from place `first` to `end`."""
         assert self.run is not None
         prompt, tokens = self.run.request.prompt, self.run.tokens
         split = len(prompt)
+        if first >= split:
+            return tokens[first - split : end - split]
         return [*prompt[first:end], *tokens[max(0, first - split) : max(0, end - split)]]
 
 
@@ -61,6 +67,9 @@ class PagedPool(Pool):
         self.preempted: list[Run] = []
         """Runs that have lost their seats and wait again, for the engine to take."""
         self._pages = Pages(1)
+        # The pages of each seat, and the rows that no seat has.
+        self._table = np.zeros((0, 0), np.int32)
+        self._rows: list[int] = []
 
     @property
     def capacity(self) -> int:
@@ -114,6 +123,7 @@ class PagedPool(Pool):
         self.name_blocks(slot)
         self._pages.drop(slot.pages)
         self.seats.remove(slot)
+        self._rows.append(slot.row)
         run, slot.run, slot.pages = slot.run, None, []
         return run
 
@@ -126,17 +136,17 @@ class PagedPool(Pool):
 
     def admit(self, waiting: collections.deque[Run]) -> None:
         """Seats waiting runs, in order, while there are seats and pages for their first tokens."""
-        for seat in self.seats:
-            self.name_blocks(seat)
-        if not waiting:
-            return
         fitting = list(itertools.islice(self._fitting(waiting), max(0, self.most_seats - len(self.seats))))
+        if not fitting:
+            return
+        self._name_all()
         if not self.seats:
             self._make_pages()
+        self._widen_table()
         # Pages that seated prompts will still take.
         owed = sum(max(0, self._pages_for(len(s.held) + s.pending) - len(s.pages)) for s in self.seats)
         for run in fitting:
-            seat = Seat(run, generation=self.generation)
+            seat = Seat(run, generation=self.generation, row=self._rows[-1])
             self.find_blocks(seat)
             # One more for its completion, and one for that of each other.
             owed += self._pages_for(run.prefill_tokens + 1) - len(seat.pages) + 1
@@ -144,6 +154,7 @@ class PagedPool(Pool):
                 self._pages.drop(seat.pages)
                 break
             self.seats.append(seat)
+            self._rows.pop()
             waiting.popleft()
 
     def pieces(self, chunk: int) -> list[tuple[Seat, int]]:
@@ -151,18 +162,19 @@ class PagedPool(Pool):
 
         A seat waits if an earlier one computes its next block in this step.
         """
+        self._name_all()
         computing: set[BlockName] = set()
         planned = []
         for seat in list(self.seats):
             if seat.run is None:
                 # Preempted by an earlier one.
                 continue
-            self.find_blocks(seat)
-            wanted = 1 if seat.pending == 1 else min(seat.pending, chunk)
-            name = self._next_name(seat)
+            if seat.pending > 1:
+                self.find_blocks(seat)
+            beginning = seat.pending > 1
+            wanted, name = (min(seat.pending, chunk), self._next_name(seat)) if beginning else (1, None)
             if wanted == 0 or name in computing:
                 continue
-            beginning = seat.pending > 1
             count = min(wanted, self._reserve(seat, wanted))
             if count <= 0:
                 continue
@@ -179,9 +191,24 @@ class PagedPool(Pool):
             if seat.run is None or seat.pending > 1:
                 continue
             wanted = min(steps, seat.run.left)
-            if self._reserve(seat, wanted) >= wanted:
+            held = len(seat.pages) * self._size - len(seat.held)
+            if held >= wanted or self._reserve(seat, wanted) >= wanted:
                 planned.append(seat)
         return planned
+
+    def table(self, seats: list[Seat], rows: int) -> np.ndarray:
+        """The pages of these seats, [rows, pages of the longest sequence]. Entries past a seat's own are of no use."""
+        table = np.zeros((rows, self.table_width), np.int32)
+        table[: len(seats)] = self._table[[seat.row for seat in seats], : table.shape[1]]
+        return table
+
+    def _widen_table(self) -> None:
+        """Makes room for the longest sequence and all seats."""
+        rows, width = self._table.shape
+        added = max(0, self.most_seats - rows), max(0, self.table_width - width)
+        if any(added):
+            self._rows += range(rows, rows + added[0])
+            self._table = np.pad(self._table, [(0, n) for n in added])
 
     def find_blocks(self, seat: Seat) -> None:
         """Gives a seat the pages of its next blocks that others have computed."""
@@ -192,8 +219,13 @@ class PagedPool(Pool):
             # At a block's end further pages are only reserved: they hold nothing.
             self._pages.drop(seat.pages[len(seat.names) :])
             seat.pages[len(seat.names) :] = [page]
+            self._table[seat.row, len(seat.names)] = page
             seat.held += seat.between(len(seat.held), len(seat.held) + self._size)
             seat.names.append(name)
+
+    def _name_all(self) -> None:
+        for seat in self.seats:
+            self.name_blocks(seat)
 
     def name_blocks(self, seat: Seat) -> None:
         """Makes the blocks that a seat has filled known to others."""
@@ -213,6 +245,7 @@ class PagedPool(Pool):
         """Gives up all seats with their runs and memory, which a program that failed may have left invalid."""
         self.seats, self.preempted = [], []
         self.cache, self._pages = [], Pages(1)
+        self._table, self._rows = np.zeros((0, 0), np.int32), []
 
     def forget(self) -> None:
         """Begins a generation of weights: from now on no run takes over a cache of earlier ones.
@@ -277,6 +310,7 @@ class PagedPool(Pool):
         while len(seat.pages) * self._size < len(seat.held) + tokens:
             page = self._pages.take()
             if page is not None:
+                self._table[seat.row, len(seat.pages)] = page
                 seat.pages.append(page)
             elif self.seats[-1] is seat:
                 break

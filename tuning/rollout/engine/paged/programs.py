@@ -133,7 +133,7 @@ def _attend(
 ) -> tuple[jax.Array, tuple[Stack, Stack, int]]:
     """Attention of one row of tokens, after their keys and values are written; `mine` is (nothing, pages, 0)."""
     nothing, layer, number = mine
-    ((name, pages),) = layer.items()
-    pages = write(pages, k[0], v[0], ragged.place_C, kernel, mesh)
-    out = attend_ragged(q[0], pages, ragged, spec, single=single, kernel=kernel, mesh=mesh)
-    return out[None], (nothing, {name: pages}, number)
+    layer = write(layer, k[0], v[0], ragged.place_C, kernel, mesh)
+    pages, *scales = layer.values()
+    out = attend_ragged(q[0], pages, ragged, spec, single=single, kernel=kernel, mesh=mesh, scales=[*scales, None][0])
+    return out[None], (nothing, layer, number)

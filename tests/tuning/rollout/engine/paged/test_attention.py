@@ -60,19 +60,23 @@ def test_it_is_the_formula_of_the_kernel(heads, group, size, window, softcap, qu
 
 
 @pytest.mark.parametrize(
-    ("heads", "group", "softcap", "queries", "keys"),
+    ("heads", "group", "softcap", "queries", "keys", "window"),
     [
-        (2, 3, None, (1, 1, 1, 1), 128),
+        (2, 3, None, (1, 1, 1, 1), 128, None),
         # A part for each page, and more parts than pages; one sequence has no query.
-        (1, 4, 3.0, (1, 70, 0, 1), 16),
+        (1, 4, 3.0, (1, 70, 0, 1), 16, None),
+        # From within a page, from a page's first token and from the sequence's; of a block of two pages, and a part.
+        (1, 2, None, (1, 1, 1, 1), 32, 16),
+        (1, 2, 2.0, (1, 70, 0, 1), 16, 33),
+        (1, 2, None, (1, 1, 1, 1), 128, 100),
     ],
 )
-def test_the_kernel_for_gpus_is_what_is_gathered(heads, group, softcap, queries, keys, monkeypatch):
+def test_the_kernel_for_gpus_is_what_is_gathered(heads, group, softcap, queries, keys, window, monkeypatch):
     """In Pallas' interpreter: there is no such device here."""
     monkeypatch.setattr(attention, "TRITON_KEYS", keys)
     single = max(queries) == 1
     q, pages, ragged = batch(heads, group, 32, (33, 70, 9, 80), queries)
-    spec = AttentionSpec(32**-0.5, softcap, None, jnp.zeros(()))
+    spec = AttentionSpec(32**-0.5, softcap, window, jnp.zeros(()))
     by_head = pages.transpose(2, 0, 1, 3)
     found = jax.jit(lambda q, pages: attend_ragged(q, pages, ragged, spec, single=single, kernel="gpu"))(q, by_head)
     wanted = gathered(q, pages, ragged, spec, single=single)
@@ -83,15 +87,14 @@ def test_pages_by_head_have_the_same_keys_and_values_and_drop_padding():
     k, v = jax.random.normal(jax.random.key(0), (2, 3, 2, 8))
     place = jnp.asarray([1, PAGE + 5, 2 * PAGE])
     padding, other = (jnp.zeros((3, PAGE, 4, 8)).at[0].set(7.0) for _ in range(2))
-    wanted = write(other, k, v, place).at[0].set(padding[0])
-    found = write(padding.transpose(2, 0, 1, 3), k, v, place, "gpu")
+    wanted = write({"kv": other}, k, v, place)["kv"].at[0].set(padding[0])
+    found = write({"by_head": padding.transpose(2, 0, 1, 3)}, k, v, place, "gpu")["by_head"]
     np.testing.assert_array_equal(found, wanted.transpose(2, 0, 1, 3))
 
 
 def test_keys_and_values_of_a_head_are_neighbours_and_small_heads_are_padded():
-    pages = write(
-        jnp.ones((3, 4, 4, 8)), jnp.full((2, 2, 5), 2.0), jnp.full((2, 2, 5), 3.0), jnp.asarray([4 + 1, 8 + 3])
-    )
+    k, v = jnp.full((2, 2, 5), 2.0), jnp.full((2, 2, 5), 3.0)
+    pages = write({"kv": jnp.ones((3, 4, 4, 8))}, k, v, jnp.asarray([4 + 1, 8 + 3]))["kv"]
     assert pages[1, 1].tolist() == [[2.0] * 5 + [0.0] * 3, [3.0] * 5 + [0.0] * 3] * 2
     assert (pages[2, 3] == pages[1, 1]).all() and float(jnp.sum(pages != 1)) == 2 * 4 * 8
 
@@ -126,13 +129,15 @@ def test_the_kernel_takes_what_it_checks(heads, size, kv, dtype, parts, takes):
         (256, "bfloat16", 2, None, True),
         (96, "bfloat16", 1, None, False),
         (128, "float32", 1, None, False),
+        (128, "int8", 1, 64, True),
         (128, "bfloat16", 4, None, False),
-        (128, "bfloat16", 1, 64, False),
+        (128, "bfloat16", 1, 64, True),
     ],
 )
 def test_the_kernel_for_gpus_takes_what_triton_can_cut(size, kv, parts, window, takes):
     config = dataclasses.replace(CONFIG, num_heads=8, num_kv_heads=2, head_dim=size, sliding_window=window)
-    assert (kernel_for("gpu", config, kv, kv, parts) == "gpu") == takes
+    dtype = "bfloat16" if kv == "int8" else kv
+    assert (kernel_for("gpu", config, kv, dtype, parts) == "gpu") == takes
 
 
 def test_pages_are_taken_shared_found_and_forgotten():

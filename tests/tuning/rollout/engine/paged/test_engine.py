@@ -61,10 +61,10 @@ def assert_same(found, wanted):
 
 
 @functools.cache
-def expected():
+def expected(config=CONFIG):
     """What slots give for the mixed requests."""
     requests = requests_of(20)
-    completions = dict(slots().run(requests))
+    completions = dict(slots(config).run(requests))
     return requests, [completions[i] for i in range(len(requests))]
 
 
@@ -83,11 +83,13 @@ def test_mixed_requests_get_from_pages_what_they_get_from_slots(pages):
 
 
 @pytest.mark.slow
-def test_the_kernel_for_gpus_gives_the_same_samples(monkeypatch):
+@pytest.mark.parametrize("window", [None, 7, 24])
+def test_the_kernel_for_gpus_gives_the_same_samples(window, monkeypatch):
     """In Pallas' interpreter, prompts and completions mixed, with pages for some at a time."""
-    requests, wanted = expected()
+    config = dataclasses.replace(CONFIG, sliding_window=window)
+    requests, wanted = expected(config)
     monkeypatch.setattr(paged_engine, "kernel_for", lambda *_: "gpu")
-    engine = paged(9)
+    engine = paged(9, config)
     found, _ = ended(engine, requests)
     assert engine._seats.cache[0].keys() == {"by_head"}
     assert_same(found, wanted)
@@ -125,6 +127,19 @@ def test_every_kind_of_attention_gives_what_slots_give(kind):
     requests = requests_of(5, seed=3, sampling=Sampling(), samples=2, max_tokens=16)
     found, _ = ended(engine, requests)
     wanted = dict(slots(config, params).run(requests))
+    assert_same(found, [wanted[i] for i in range(len(requests))])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kernel", [None, "gpu"])
+def test_int8_keys_and_values_give_what_slots_give(kernel, monkeypatch):
+    monkeypatch.setattr(Engine, "cpu_kernels", False)
+    monkeypatch.setattr(paged_engine, "kernel_for", lambda *_: kernel)
+    requests = requests_of(4)
+    wanted = dict(slots(kv_cache_dtype="int8").run(requests))
+    engine = paged(9, kv_cache_dtype="int8")
+    found, _ = ended(engine, requests)
+    assert {x.dtype for x in jax.tree.leaves(engine._seats.cache)} == {np.dtype("int8"), np.dtype("float32")}
     assert_same(found, [wanted[i] for i in range(len(requests))])
 
 
@@ -236,8 +251,6 @@ def test_prompts_are_scored_beside_the_pages():
 def test_settings_choose_the_cache():
     assert type(engine_at(None, CONFIG)) is Engine
     assert isinstance(engine_at(None, CONFIG, cache="paged"), PagedEngine)
-    with pytest.raises(ValueError, match="pages hold no scales; say cache: slots"):
-        engine_at(None, CONFIG, cache="paged", kv_cache_dtype="int8")
 
 
 def test_an_engine_that_failed_serves_what_comes_next():
