@@ -95,6 +95,11 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
         "Qwen3Moe",
         {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 8, "norm_topk_prob": True},
     ),
+    "gpt_oss": (
+        "GptOss",
+        {"sliding_window": WINDOW, "num_local_experts": 5, "num_experts_per_tok": 2, "head_dim": 16}
+        | {"rope_parameters": YARN | {"truncate": False, "rope_theta": 2e3}},
+    ),
 }
 
 
@@ -130,7 +135,7 @@ def torch_model(name: str) -> Any:
     config._attn_implementation = config._experts_implementation = "eager"
     model = getattr(transformers, classes.get(prefix, f"{prefix}ForCausalLM"))(config).eval()
     for parameter_name, p in model.named_parameters():
-        spread = 0.5 if "norm" in parameter_name or "bias" in parameter_name else 0.35
+        spread = 0.5 if any(word in parameter_name for word in ("norm", "bias", "sinks")) else 0.35
         torch.nn.init.normal_(p, 1.0 if "norm" in parameter_name and "emma" not in prefix else 0.0, spread)
     return model
 
@@ -169,7 +174,7 @@ def run(graph, params, tokens, positions=None, group=None, branch=None, remat="p
 
 def as_stored(config, named):
     """Values of parameters by the names of files: transformers joins the experts of a layer, and gate and up."""
-    if not config.num_experts:
+    if not config.num_experts or config.paired_experts:
         yield from named.items()
         return
     modules = FAMILY_TABLE[config.family].tensors
@@ -183,7 +188,7 @@ def as_stored(config, named):
             case "experts.down_proj":
                 parts = {"down": value}
             case "gate.weight":
-                yield f"{layer}.{modules['router']}.weight", value
+                yield f"{layer}.{modules['router']}", value
                 continue
             case _:
                 yield name, value

@@ -34,7 +34,7 @@ class DecoderConfig:
     family: str = "llama"
     """The `model_type` under which it is saved."""
     activation: str = "silu"
-    """Of the MLP's gate: `silu` or `gelu_tanh`."""
+    """Of the MLP's gate: `silu`, `gelu_tanh` or `clamped_swiglu`."""
     rope_scaling: RopeScaling | None = None
     """Of layers that see everything and, unless `local_rope_theta` is set, of windowed ones too."""
     local_rope_theta: float | None = None
@@ -49,6 +49,7 @@ class DecoderConfig:
     output_bias: bool = False
     """Bias of the attention's output projection."""
     mlp_bias: bool = False
+    """Biases of the MLP's projections, or of those of experts."""
     qk_norm: bool = False
     """RMSNorm over each head of queries and keys, before rotation (Qwen 3, Gemma 3)."""
     qk_norm_joint: bool = False
@@ -71,11 +72,16 @@ class DecoderConfig:
     """Attention logits z become c * tanh(z / c) (Gemma 2)."""
     final_softcap: float | None = None
     """The same for the logits of the LM head."""
+    sinks: bool = False
+    """Whether each head has a logit that takes its share of the softmax and adds nothing (gpt-oss)."""
     num_experts: int = 0
     """Experts of every layer, in place of its MLP; 0: none."""
     experts_per_token: int = 0
     normalise_experts: bool = False
     """Whether the weights of a token's experts sum to 1 (Mixtral)."""
+    router_bias: bool = False
+    paired_experts: bool = False
+    """Whether gate and up of experts are one projection, whose outputs alternate (gpt-oss)."""
     router_aux: float = 0.0
     """Weight of the load-balancing loss in SFT (`experts.balance`)."""
 

@@ -51,9 +51,11 @@ class _File:
         if "num_experts" in self.family.defaults and "num_local_experts" in values:
             # As transformers 5 writes it.
             self.values = {"num_experts": values["num_local_experts"], **values}
+        if isinstance(quantized := self.values.get("quantization_config"), dict) and "quant_method" in quantized:
+            self.values = self.values | {"quantization_config": quantized["quant_method"]}
         for name, allowed in (EVERYWHERE | dict(self.family.fixed)).items():
-            if name in values and values[name] not in allowed:
-                raise self.refusal(name, values[name], repr(allowed[0]))
+            if name in self.values and self.values[name] not in allowed:
+                raise self.refusal(name, self.values[name], repr(allowed[-1] if allowed[0] is None else allowed[0]))
 
     def refusal(self, name: str, value: Any, supported: str) -> UnsupportedModel:
         return UnsupportedModel(f"{self.source}: {name} is {value!r}, supported is {supported}")
@@ -188,7 +190,7 @@ def _rope(file: _File) -> dict[str, Any]:
         if entries[0] != entries[1]:
             raise file.refusal("rope_scaling", old, f"the value of rope_parameters, {new!r}")
     name = "rope_parameters" if new else "rope_scaling"
-    base, scaling = _rope_entry(file, name, new or old or {}, theta)
+    base, scaling = _rope_entry(file, name, new or old or file.family.defaults.get("rope_scaling", {}), theta)
     return local | {"rope_theta": base, "rope_scaling": scaling}
 
 

@@ -29,12 +29,21 @@ from rlhf.tuning.models.sharding import INNER, STREAM, constrain, with_cut_gradi
 from rlhf.tuning.models.vocabulary import embedded
 from rlhf.tuning.precision import real
 
+SWIGLU_ALPHA, SWIGLU_LIMIT = 1.702, 7.0
+"""Of `clamped_swiglu`: slope in the sigmoid, largest gate and absolute value of up."""
 UNLIMITED = np.iinfo(np.int32).max
 """The window of a layer with full attention, in a model with windowed layers."""
 
-_ACTIVATIONS: dict[str, Callable[[jax.Array], jax.Array]] = {
-    "silu": jax.nn.silu,
-    "gelu_tanh": functools.partial(jax.nn.gelu, approximate=True),
+
+def _clamped_swiglu(gate: jax.Array, up: jax.Array) -> jax.Array:
+    gate, up = jnp.minimum(gate, SWIGLU_LIMIT), jnp.clip(up, -SWIGLU_LIMIT, SWIGLU_LIMIT)
+    return gate * jax.nn.sigmoid(SWIGLU_ALPHA * gate) * (up + 1)
+
+
+_GATED: dict[str, Callable[[jax.Array, jax.Array], jax.Array]] = {
+    "silu": lambda gate, up: jax.nn.silu(gate) * up,
+    "gelu_tanh": lambda gate, up: jax.nn.gelu(gate, approximate=True) * up,
+    "clamped_swiglu": _clamped_swiglu,
 }
 
 
@@ -52,6 +61,8 @@ class AttentionSpec:
     """Positions of the queries."""
     sliding_window: int | None = None
     """The window of the layers that have one, where `window` is an array: it is this, or wider than any row."""
+    sinks_N: jax.Array | None = None
+    """A logit of each head that takes part in the softmax without a key or a value."""
 
 
 # attention(q_BLNH, k_BLKH, v_BLKH, spec, cache of this layer) -> (out_BLNH, new cache of this layer)
@@ -92,12 +103,18 @@ class Layer(nnx.Module):
         self.k = Linear(d, c.num_kv_heads * h, bias=c.qkv_bias, rngs=rngs)
         self.v = Linear(d, c.num_kv_heads * h, bias=c.qkv_bias, rngs=rngs)
         self.o = Linear(c.num_heads * h, d, bias=c.output_bias, back=True, rngs=rngs)
+        if c.sinks:
+            self.sinks = nnx.Param(jnp.zeros(c.num_heads, real()))
+        linear: Any = functools.partial(Linear, bias=c.mlp_bias)
         if c.num_experts:
             self.router = nnx.Param(INIT(rngs.params(), (c.num_experts, d), real()))
-            linear: Any = functools.partial(Experts, c.num_experts)
+            linear = functools.partial(Experts, c.num_experts, bias=c.mlp_bias)
+        if c.router_bias:
+            self.router_bias = nnx.Param(jnp.zeros(c.num_experts, real()))
+        if c.paired_experts:
+            self.gate_up = linear(d, 2 * f, rngs=rngs)
         else:
-            linear = functools.partial(Linear, bias=c.mlp_bias)
-        self.gate, self.up = linear(d, f, rngs=rngs), linear(d, f, rngs=rngs)
+            self.gate, self.up = linear(d, f, rngs=rngs), linear(d, f, rngs=rngs)
         self.down = linear(f, d, back=True, rngs=rngs)
         if c.qk_norm:
             self.q_norm, self.k_norm = norm(h), norm(h)
@@ -127,37 +144,41 @@ class Layer(nnx.Module):
         k, v = (x.reshape(*rows, c.num_kv_heads, c.head_dim) for x in (k, v))
         if c.qk_norm:
             q, k = self._norm(q, self.q_norm), self._norm(k, self.k_norm)
+        if c.sinks:
+            spec = dataclasses.replace(spec, sinks_N=self.sinks[...])
         out, cache = attention(rotate(q, *rope), rotate(k, *rope), v, spec, cache)
         out = constrain(self.o(constrain(out.reshape(*rows, -1), *INNER)), *STREAM)
         out = self._norm(keep(out, RESIDUAL), self.attention_post_norm) if c.post_norms else out
         x_BLD = keep(x_BLD + _scaled(out, c.residual_scale), RESIDUAL)
 
         normed = self._norm(x_BLD, self.mlp_norm) if c.input_norms else x_BLD
-        activation = _ACTIVATIONS[c.activation]
         if c.num_experts:
-            count, router = c.experts_per_token, self.router[...]
-            experts, weights, cache = routed(normed, router, count, c.normalise_experts, routing, cache)
-            into, back = self._kernels(self._before_activation), *self._kernels((self.down,))
-            out = constrain(mixture(normed, experts, weights, into, back, c.num_experts, activation), *STREAM)
+            router, bias = self.router[...], self.router_bias[...] if c.router_bias else None
+            experts, weights, cache = routed(
+                normed, router, c.experts_per_token, c.normalise_experts, routing, cache, bias
+            )
+            into = [m.parts() for m in self._before_activation]
+            out = mixture(normed, experts, weights, into, self.down.parts(), c.num_experts, self._gated)
         else:
-            gate, up = (keep(constrain(x, *INNER), MLP) for x in self._into_mlp(normed))
-            out = constrain(self.down(activation(gate) * up), *STREAM)
+            out = self.down(self._gated([keep(constrain(m(normed), *INNER), MLP) for m in self._before_activation]))
+        out = constrain(out, *STREAM)
         out = self._norm(keep(out, MLP), self.mlp_post_norm) if c.post_norms else out
         return x_BLD + _scaled(out, c.residual_scale), cache
 
     def _into_heads(self, normed: jax.Array) -> Sequence[jax.Array]:
         return self.q(normed), self.k(normed), self.v(normed)
 
-    def _into_mlp(self, normed: jax.Array) -> Sequence[jax.Array]:
-        return [linear(normed) for linear in self._before_activation]
-
     @property
     def _before_activation(self) -> Sequence[Any]:
-        return self.gate, self.up
+        return (self.gate_up,) if self.config.paired_experts else (self.gate, self.up)
 
-    @staticmethod
-    def _kernels(modules: Sequence[Any]) -> list[Any]:
-        return [m.kernel[...] if isinstance(m.kernel, nnx.Variable) else m.kernel for m in modules]
+    def _gated(self, inner: Sequence[jax.Array]) -> jax.Array:
+        """Input of `down`, from outputs of `_before_activation`."""
+        if self.config.paired_experts:
+            inner = inner[0][..., ::2], inner[0][..., 1::2]
+        elif len(inner) == 1:
+            inner = jnp.split(inner[0], 2, axis=-1)
+        return _GATED[self.config.activation](*inner)
 
     def _norm(self, x: jax.Array, weight: nnx.Param) -> jax.Array:
         return rms_norm(x, weight[...], self.config.norm_eps, self.config.norm_offset)

@@ -53,7 +53,8 @@ class Family:
     layered_rope: bool = False
     """Writes the rotary parameters of each type of layer apart."""
     tensors: Mapping[str, str] = dataclasses.field(default_factory=dict)
-    """Modules with names of their own, by the parameter's name in a layer; `{}` is the number of an expert."""
+    """Modules with names of their own, by the parameter's name in a layer; `{}` is the number of an expert. By a whole
+    path in a layer: tensors that are stored as the parameter is."""
 
 
 _PLAIN: Final = {"rope_theta": 10_000.0, "tie_word_embeddings": False}
@@ -64,7 +65,8 @@ _BOTH: Final = ("attention_bias", "mlp_bias")
 _OLMO: Final = {"rms_norm_eps": 1e-5, "num_key_value_heads": None, "max_position_embeddings": 2048}
 _OLMO_TRAITS: Final = {"qk_norm_joint": True, "input_norms": False, "post_norms": True}
 _EXPERTS: Final = {"num_experts": "num_experts", "num_experts_per_tok": "experts_per_token"}
-_IN_MLP: Final = {"router": "mlp.gate"} | {n: f"mlp.experts.{{}}.{n}_proj" for n in ("gate", "up", "down")}
+_LOCAL_EXPERTS: Final = {"num_local_experts": "num_experts", "num_experts_per_tok": "experts_per_token"}
+_IN_MLP: Final = {"router": "mlp.gate.weight"} | {n: f"mlp.experts.{{}}.{n}_proj" for n in ("gate", "up", "down")}
 _ROUTED: Final = {"router_aux_loss_coef": 0.001, "output_router_logits": False}
 
 FAMILIES: Final[dict[str, Family]] = {
@@ -142,9 +144,9 @@ FAMILIES: Final[dict[str, Family]] = {
         | _ROUTED,
         {"normalise_experts": True},
         windows="all",
-        sizes={"num_local_experts": "num_experts", "num_experts_per_tok": "experts_per_token"},
+        sizes=_LOCAL_EXPERTS,
         tensors={
-            "router": "block_sparse_moe.gate",
+            "router": "block_sparse_moe.gate.weight",
             "gate": "block_sparse_moe.experts.{}.w1",
             "up": "block_sparse_moe.experts.{}.w3",
             "down": "block_sparse_moe.experts.{}.w2",
@@ -174,5 +176,26 @@ FAMILIES: Final[dict[str, Family]] = {
         biases=("attention_bias",),
         sizes=_EXPERTS,
         tensors=_IN_MLP,
+    ),
+    "gpt_oss": Family(
+        "GptOss",
+        _SILU
+        | {"attention_bias": (True,), "swiglu_limit": (7.0,), "swiglu_alpha": (1.702,)}
+        | {"quantization_config": (None, "mxfp4")},
+        _PLAIN
+        | {"head_dim": 64, "rope_theta": 150_000.0, "rms_norm_eps": 1e-5, "sliding_window": 128}
+        | {"num_local_experts": 128, "num_experts_per_tok": 4, "max_position_embeddings": 131_072}
+        | _ROUTED
+        | {
+            "rope_scaling": {"rope_type": "yarn", "factor": 32.0, "beta_fast": 32.0, "beta_slow": 1.0}
+            | {"truncate": False, "original_max_position_embeddings": 4096}
+        },
+        dict.fromkeys(("qkv_bias", "output_bias", "mlp_bias", "router_bias", "sinks", "paired_experts"), True)
+        | {"activation": "clamped_swiglu", "normalise_experts": True},
+        windows="pattern",
+        sizes=_LOCAL_EXPERTS,
+        tensors={"router": "mlp.router.weight", "router_bias": "mlp.router.bias", "sinks": "self_attn.sinks"}
+        | {f"{n}.kernel": f"mlp.experts.{n}_proj" for n in ("gate_up", "down")}
+        | {f"{n}.bias": f"mlp.experts.{n}_proj_bias" for n in ("gate_up", "down")},
     ),
 }

@@ -13,7 +13,7 @@ SIZES = {
 CLASSES = {
     "llama": "Llama", "smollm3": "SmolLM3", "mistral": "Mistral", "qwen2": "Qwen2", "qwen3": "Qwen3",
     "olmo2": "Olmo2", "olmo3": "Olmo3", "granite": "Granite", "gemma": "Gemma", "gemma2": "Gemma2",
-    "gemma3_text": "Gemma3Text", "mixtral": "Mixtral", "qwen3_moe": "Qwen3Moe", "olmoe": "Olmoe",
+    "gemma3_text": "Gemma3Text", "mixtral": "Mixtral", "qwen3_moe": "Qwen3Moe", "olmoe": "Olmoe", "gpt_oss": "GptOss",
 }  # fmt: skip
 LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
 
@@ -113,6 +113,10 @@ def test_llama3_falls_back_to_the_models_context():
         ("qwen2", {"use_sliding_window": True, "sliding_window": 0, "max_window_layers": 1}, "sliding_window is 0"),
         ("mistral", {"layer_types": ["full_attention"] * 7}, "layer_types is"),
         ("olmoe", {"clip_qkv": 8.0}, "clip_qkv is 8.0, supported is None"),
+        ("gpt_oss", {"swiglu_limit": 5.0}, "swiglu_limit is 5.0, supported is 7.0"),
+        ("gpt_oss", {"attention_bias": False}, "attention_bias is False, supported is True"),
+        ("gpt_oss", {"quantization_config": {"quant_method": "gptq"}}, "quantization_config is 'gptq'.*'mxfp4'"),
+        ("llama", {"quantization_config": {"quant_method": "mxfp4"}}, "quantization_config is 'mxfp4'"),
         ("mixtral", {"router_jitter_noise": 0.1}, "router_jitter_noise is 0.1, supported is 0.0"),
         ("mixtral", {"num_experts_per_tok": 9}, "num_experts_per_tok is 9, supported is at most 8"),
         (

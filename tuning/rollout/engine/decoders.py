@@ -56,9 +56,6 @@ class JoinedLayer(Layer):
         ends = np.cumsum([c.num_heads, c.num_kv_heads]) * c.head_dim
         return jnp.split(self.qkv(normed), ends.tolist(), axis=-1)
 
-    def _into_mlp(self, normed: jax.Array) -> Sequence[jax.Array]:
-        return jnp.split(self.gate_up(normed), 2, axis=-1)
-
     @property
     def _before_activation(self) -> Sequence[Any]:
         return (self.gate_up,)
@@ -191,7 +188,10 @@ def _prepared(
     layer = nnx.merge(
         graph, jax.tree_util.tree_map_with_path(functools.partial(_narrow, None if int8 else dtype), layer)
     )
-    for name, parts in (_TOGETHER if join else _APART).items():
+    parts_of = _TOGETHER if join else _APART
+    if layer.config.paired_experts:
+        parts_of = {name: parts_of[name] for name in parts_of if name not in ("gate", "up")} | {"gate_up": ("gate_up",)}
+    for name, parts in parts_of.items():
         linears = [getattr(layer, part) for part in parts]
         whole, kernels = linears[0], [linear.kernel[...] for linear in linears]
         if rolled:
