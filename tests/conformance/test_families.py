@@ -95,6 +95,17 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
         "Qwen3Moe",
         {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 8, "norm_topk_prob": True},
     ),
+    "qwen2_moe": (
+        "Qwen2Moe",
+        {"num_experts": 5, "num_experts_per_tok": 2, "moe_intermediate_size": 11, "norm_topk_prob": True}
+        | {"shared_expert_intermediate_size": 14, "head_dim": 4},
+    ),
+    "glm4_moe": (
+        "Glm4Moe",
+        {"n_routed_experts": 6, "num_experts_per_tok": 3, "moe_intermediate_size": 11, "n_shared_experts": 2}
+        | {"first_k_dense_replace": 0, "num_nextn_predict_layers": 0, "routed_scaling_factor": 1.8, "use_qk_norm": True}
+        | {"attention_bias": True, "head_dim": 12, "partial_rotary_factor": 0.5},
+    ),
     "gpt_oss": (
         "GptOss",
         {"sliding_window": WINDOW, "num_local_experts": 5, "num_experts_per_tok": 2, "head_dim": 16}
@@ -134,7 +145,8 @@ def torch_model(name: str) -> Any:
     classes = {"Gemma3Text": "Gemma3ForCausalLM"}
     config._attn_implementation = config._experts_implementation = "eager"
     model = getattr(transformers, classes.get(prefix, f"{prefix}ForCausalLM"))(config).eval()
-    for parameter_name, p in model.named_parameters():
+    choices = ((name, x) for name, x in model.named_buffers() if name.endswith("e_score_correction_bias"))
+    for parameter_name, p in (*model.named_parameters(), *choices):
         spread = 0.5 if any(word in parameter_name for word in ("norm", "bias", "sinks")) else 0.35
         torch.nn.init.normal_(p, 1.0 if "norm" in parameter_name and "emma" not in prefix else 0.0, spread)
     return model
@@ -215,6 +227,9 @@ def test_logits_and_gradients_equal_transformers(family):
     np.testing.assert_allclose(value, out.loss.item(), rtol=EXACT)
     expected = dict(as_stored(family.config, {n: p.grad.numpy() for n, p in family.model.named_parameters()}))
     ours = tensors_from_params(family.config, nnx.to_pure_dict(grads), np.float64)
+    # Experts are chosen with it, and nothing else: a choice has no gradient.
+    choices = [ours.pop(name) for name in list(ours) if name.endswith("e_score_correction_bias")]
+    assert len(choices) == family.config.score_bias * family.config.num_layers and not np.any(choices)
     assert ours.keys() == expected.keys()
     for name in expected:
         assert np.abs(expected[name]).max() > 0, f"{name} has no gradient to compare"

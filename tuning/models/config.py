@@ -39,6 +39,8 @@ class DecoderConfig:
     """Of layers that see everything and, unless `local_rope_theta` is set, of windowed ones too."""
     local_rope_theta: float | None = None
     """Theta of windowed layers, unscaled, where it differs from `rope_theta` (Gemma 3)."""
+    rotary_factor: float = 1.0
+    """The part of each head, from its beginning, that is rotated."""
     rope_layers: tuple[bool, ...] = ()
     """Which layers rotate queries and keys; empty for all (SmolLM3 leaves some without positions)."""
     sliding_window: int | None = None
@@ -82,6 +84,16 @@ class DecoderConfig:
     router_bias: bool = False
     paired_experts: bool = False
     """Whether gate and up of experts are one projection, whose outputs alternate (gpt-oss)."""
+    sigmoid_router: bool = False
+    """Whether an expert's score is the sigmoid of its logit; else they are a softmax (GLM 4.5)."""
+    score_bias: bool = False
+    """Whether experts are chosen by their scores plus a number of each expert, which has no gradient."""
+    expert_scale: float | None = None
+    """Factor of the weights of a token's experts."""
+    shared_size: int = 0
+    """Hidden units of an MLP that every token passes next to its experts; 0: none."""
+    shared_switch: bool = False
+    """Whether the sigmoid of a product with the token scales the output of that MLP (Qwen 2 MoE)."""
     router_aux: float = 0.0
     """Weight of the load-balancing loss in SFT (`experts.balance`)."""
 
@@ -97,6 +109,11 @@ class DecoderConfig:
         return self.num_layers * idle * 3 * self.hidden_size * self.intermediate_size
 
     @property
+    def rotary_dim(self) -> int:
+        """Numbers of a head that are rotated."""
+        return int(self.head_dim * self.rotary_factor)
+
+    @property
     def attention_scale(self) -> float:
         """Factor of the attention logits."""
         return self.head_dim**-0.5 if self.query_scale is None else self.query_scale
@@ -106,18 +123,19 @@ class DecoderConfig:
         return self.sliding_window is not None and (not self.sliding_layers or self.sliding_layers[layer])
 
     def frequencies(self) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """Distinct rotary frequencies [U, H/2], their amplitudes [U], and which of them each layer uses [layers].
+        """Distinct rotary frequencies [U, rotary_dim / 2], their amplitudes [U], and which of them each layer uses
+        [layers].
 
         A layer without positions has frequencies of zero: it rotates by nothing.
         """
         rows, amplitudes = [], np.ones(self.num_layers)
         for layer in range(self.num_layers):
             if self.rope_layers and not self.rope_layers[layer]:
-                rows.append(np.zeros(self.head_dim // 2))
+                rows.append(np.zeros(self.rotary_dim // 2))
             elif self.local_rope_theta is not None and self.slides(layer):
-                rows.append(frequencies(self.head_dim, self.local_rope_theta))
+                rows.append(frequencies(self.rotary_dim, self.local_rope_theta))
             else:
-                rows.append(frequencies(self.head_dim, self.rope_theta, self.rope_scaling))
+                rows.append(frequencies(self.rotary_dim, self.rope_theta, self.rope_scaling))
                 amplitudes[layer] = self.rope_scaling.amplitude if self.rope_scaling else 1.0
         # Most models have one set: their tables are computed once, not layer by layer.
         distinct, row_of_layer = np.unique(np.column_stack([amplitudes, rows]), axis=0, return_inverse=True)

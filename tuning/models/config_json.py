@@ -24,6 +24,7 @@ ROPE_FIELDS: Final = {
     "yarn": ("factor", "beta_slow", "beta_fast", "original_max_position_embeddings", "attention_factor"),
 }
 """Required numbers of each `rope_type`, as `RopeScaling` has them."""
+_PARTIAL: Final = "partial_rotary_factor"
 _YARN: Final = ("mscale", "mscale_all_dim", "truncate")
 
 _TYPES: Final[dict[str, tuple[type, str]]] = {
@@ -53,9 +54,11 @@ class _File:
             self.values = {"num_experts": values["num_local_experts"], **values}
         if isinstance(quantized := self.values.get("quantization_config"), dict) and "quant_method" in quantized:
             self.values = self.values | {"quantization_config": quantized["quant_method"]}
-        for name, allowed in (EVERYWHERE | dict(self.family.fixed)).items():
-            if name in self.values and self.values[name] not in allowed:
-                raise self.refusal(name, self.values[name], repr(allowed[-1] if allowed[0] is None else allowed[0]))
+        defaults = self.family.defaults
+        everywhere = {name: allowed for name, allowed in EVERYWHERE.items() if name not in defaults}
+        for name, allowed in (everywhere | dict(self.family.fixed)).items():
+            if (value := self.values.get(name, defaults.get(name, allowed[0]))) not in allowed:
+                raise self.refusal(name, value, repr(allowed[-1] if allowed[0] is None else allowed[0]))
 
     def refusal(self, name: str, value: Any, supported: str) -> UnsupportedModel:
         return UnsupportedModel(f"{self.source}: {name} is {value!r}, supported is {supported}")
@@ -134,7 +137,11 @@ def from_hugging_face(values: Mapping[str, Any], source: str) -> DecoderConfig:
     # Families without such a bias ignore the field.
     attention, mlp = (n in family.biases and n in values and file.flag(n) for n in ("attention_bias", "mlp_bias"))
     traits: dict[str, Any] = {"qkv_bias": attention, "output_bias": attention, "mlp_bias": mlp}
-    traits |= _rope(file) | _windows(file, layers)
+    traits |= _rope(file, sizes["head_dim"]) | _windows(file, layers)
+    if "use_qk_norm" in family.defaults:
+        traits["qk_norm"] = file.flag("use_qk_norm")
+    if "n_shared_experts" in family.defaults:
+        traits["shared_size"] = file.positive("n_shared_experts") * sizes["intermediate_size"]
     if "no_rope_layer_interval" in family.defaults and not all(rotates := _rope_pattern(file, layers)):
         traits["rope_layers"] = tuple(rotates)
     if family.tensors:
@@ -164,12 +171,13 @@ def _routed(file: _File, sizes: Mapping[str, int]) -> dict[str, Any]:
     most = MOST_EXPERTS // sizes["num_layers"]
     if sizes["num_experts"] > most:
         raise file.refusal(_sizes(file.family)["num_experts"], sizes["num_experts"], f"at most {most} of a layer")
-    aux = file.flag("output_router_logits") and file.cap("router_aux_loss_coef")
-    normalised = "norm_topk_prob" in file.family.defaults and file.flag("norm_topk_prob")
+    defaults = file.family.defaults
+    aux = "router_aux_loss_coef" in defaults and file.flag("output_router_logits") and file.cap("router_aux_loss_coef")
+    normalised = "norm_topk_prob" in defaults and file.flag("norm_topk_prob")
     return {"router_aux": float(aux or 0), "normalise_experts": normalised}
 
 
-def _rope(file: _File) -> dict[str, Any]:
+def _rope(file: _File, head_dim: int) -> dict[str, Any]:
     """Theta and scaling, from either layout; Gemma 3 has a second, unscaled theta for its windowed layers."""
     new, old = file.values.get("rope_parameters"), file.values.get("rope_scaling")
     theta = file.read("rope_theta")
@@ -189,8 +197,17 @@ def _rope(file: _File) -> dict[str, Any]:
         entries = [_rope_entry(file, *pair, theta) for pair in (("rope_parameters", new), ("rope_scaling", old))]
         if entries[0] != entries[1]:
             raise file.refusal("rope_scaling", old, f"the value of rope_parameters, {new!r}")
-    name = "rope_parameters" if new else "rope_scaling"
-    base, scaling = _rope_entry(file, name, new or old or file.family.defaults.get("rope_scaling", {}), theta)
+    name, entry = (
+        "rope_parameters" if new else "rope_scaling",
+        new or old or file.family.defaults.get("rope_scaling", {}),
+    )
+    base, scaling = _rope_entry(file, name, entry, theta)
+    if _PARTIAL in file.family.defaults:
+        part = entry.get(_PARTIAL) or file.values.get(_PARTIAL) or file.family.defaults[_PARTIAL]
+        factor = file.number(_PARTIAL, part)
+        if factor > 1 or int(head_dim * factor) % 2 or head_dim * factor < 2:
+            raise file.refusal(_PARTIAL, part, f"an even part of the head's {head_dim} numbers")
+        local["rotary_factor"] = factor
     return local | {"rope_theta": base, "rope_scaling": scaling}
 
 
@@ -205,7 +222,7 @@ def _rope_entry(file: _File, name: str, entry: Mapping[str, Any], theta: float) 
     if kind == "yarn":
         filled = _yarn(file, name, {field: value for field, value in filled.items() if value is not None})
     for field, value in entry.items():
-        if field == "partial_rotary_factor" and value in (1, 1.0):
+        if field == _PARTIAL and (value in (1, 1.0) or field in file.family.defaults):
             continue
         if field not in ("rope_type", "type", "rope_theta", *required, *optional) and value is not None:
             raise file.refusal(f"{name}.{field}", value, f"absence, with rope_type {kind!r}")
@@ -308,12 +325,18 @@ def to_hugging_face(config: DecoderConfig, *, scalar: bool = False, **extra: Any
         "torch_dtype": "float32",
     }
     values |= {name: allowed[0] for name, allowed in family.fixed.items() if allowed[0] is not None}
-    biases = {"attention_bias": config.output_bias, "mlp_bias": config.mlp_bias}
+    biases = {"attention_bias": config.qkv_bias, "mlp_bias": config.mlp_bias}
     values |= {name: biases[name] for name in family.biases} | _write_rope(config) | _write_windows(config, family)
     values |= {name: getattr(config, own) for name, own in MULTIPLIERS.items() if name in family.defaults}
     if "no_rope_layer_interval" in family.defaults:
         values["no_rope_layers"] = [int(r) for r in config.rope_layers] or [1] * config.num_layers
-    if family.tensors:
+    if _PARTIAL in family.defaults:
+        values[_PARTIAL] = config.rotary_factor
+    if "use_qk_norm" in family.defaults:
+        values["use_qk_norm"] = config.qk_norm
+    if "n_shared_experts" in family.defaults:
+        values["n_shared_experts"] = config.shared_size // config.intermediate_size
+    if "router_aux_loss_coef" in family.defaults:
         values["output_router_logits"] = config.router_aux > 0
         values["router_aux_loss_coef"] = config.router_aux or family.defaults["router_aux_loss_coef"]
     if "norm_topk_prob" in family.defaults:

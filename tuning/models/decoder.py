@@ -22,7 +22,7 @@ from flax import nnx
 from rlhf.tuning.models.config import DecoderConfig
 from rlhf.tuning.models.experts import Experts, Routing, as_chosen, mixture, routed
 from rlhf.tuning.models.linear import INIT, Linear
-from rlhf.tuning.models.matmul import factor, soft_cap
+from rlhf.tuning.models.matmul import factor, matmul, soft_cap
 from rlhf.tuning.models.remat import HEADS, INPUT, MLP, RESIDUAL, keep, rematerialised
 from rlhf.tuning.models.rope import rope_tables, rotate
 from rlhf.tuning.models.sharding import INNER, STREAM, constrain, with_cut_gradients
@@ -111,6 +111,13 @@ class Layer(nnx.Module):
             linear = functools.partial(Experts, c.num_experts, bias=c.mlp_bias)
         if c.router_bias:
             self.router_bias = nnx.Param(jnp.zeros(c.num_experts, real()))
+        if c.score_bias:
+            self.score_bias = nnx.Param(jnp.zeros(c.num_experts, real()))
+        if c.shared_size:
+            self.shared_gate, self.shared_up = (Linear(d, c.shared_size, rngs=rngs) for _ in range(2))
+            self.shared_down = Linear(c.shared_size, d, back=True, rngs=rngs)
+        if c.shared_switch:
+            self.shared_switch = nnx.Param(INIT(rngs.params(), (1, d), real()))
         if c.paired_experts:
             self.gate_up = linear(d, 2 * f, rngs=rngs)
         else:
@@ -153,17 +160,33 @@ class Layer(nnx.Module):
 
         normed = self._norm(x_BLD, self.mlp_norm) if c.input_norms else x_BLD
         if c.num_experts:
-            router, bias = self.router[...], self.router_bias[...] if c.router_bias else None
-            experts, weights, cache = routed(
-                normed, router, c.experts_per_token, c.normalise_experts, routing, cache, bias
-            )
-            into = [m.parts() for m in self._before_activation]
-            out = mixture(normed, experts, weights, into, self.down.parts(), c.num_experts, self._gated)
+            out, cache = self._routed(normed, routing, cache)
         else:
-            out = self.down(self._gated([keep(constrain(m(normed), *INNER), MLP) for m in self._before_activation]))
+            out = self._mlp(normed, self._before_activation, self.down)
         out = constrain(out, *STREAM)
         out = self._norm(keep(out, MLP), self.mlp_post_norm) if c.post_norms else out
         return x_BLD + _scaled(out, c.residual_scale), cache
+
+    def _mlp(self, normed: jax.Array, into: Sequence[Linear], back: Linear) -> jax.Array:
+        return back(self._gated([keep(constrain(m(normed), *INNER), MLP) for m in into]))
+
+    def _routed(self, normed: jax.Array, routing: Routing, cache: Any) -> tuple[jax.Array, Any]:
+        """Output of the experts of each token, and of the MLP that all share, with the new cache."""
+        c = self.config
+        bias, choice = (
+            getattr(self, name)[...] if there else None
+            for name, there in (("router_bias", c.router_bias), ("score_bias", c.score_bias))
+        )
+        options = c.experts_per_token, c.normalise_experts, routing, cache, bias, c.sigmoid_router, choice
+        experts, weights, cache = routed(normed, self.router[...], *options)
+        into, back = [m.parts() for m in self._before_activation], self.down.parts()
+        out = mixture(normed, experts, _scaled(weights, c.expert_scale), into, back, c.num_experts, self._gated)
+        if c.shared_size:
+            shared = self._mlp(normed, (self.shared_gate, self.shared_up), self.shared_down)
+            if c.shared_switch:
+                shared *= jax.nn.sigmoid(matmul(normed, self.shared_switch[...].T))
+            out += constrain(shared, *STREAM)
+        return out, cache
 
     def _into_heads(self, normed: jax.Array) -> Sequence[jax.Array]:
         return self.q(normed), self.k(normed), self.v(normed)

@@ -1,9 +1,9 @@
 """Mixtures of experts: the router, and one path of tokens to their experts and back.
 
-    probabilities    softmax over all experts, in at least float32
-    chosen           the most probable ones of each token
+    scores           softmax over all experts, or the sigmoid of each, in at least float32
+    chosen           those of each token with the highest scores
     experts          those that `Routing` says: the chosen ones, or recorded ones
-    weights          the probabilities of the experts, divided by their sum if the family does
+    weights          the scores of the experts, divided by their sum if the family does
     copies           a row for each expert of a token, sorted by expert
     products         of each expert's rows with its matrices
     output           rows in the order of tokens, weighted and added
@@ -108,17 +108,25 @@ def routed(
     routing: Routing,
     cache: Any,
     bias_E: jax.Array | None = None,
+    sigmoid: bool = False,
+    choice_E: jax.Array | None = None,
 ) -> tuple[jax.Array, jax.Array, Any]:
     """(experts [B, L, X], their weights in at least float32, new cache), with `count` experts a token.
 
-    A gradient reaches the router through the weights.
+    A gradient reaches the router through the weights. sigmoid: scores are no softmax; routing is given their shares.
+    choice_E: added to scores where experts are chosen (Wang et al., 2024, arXiv:2408.15664).
     """
     wide = x_BLD.astype(jnp.promote_types(x_BLD.dtype, jnp.float32))
     # Exact: a rounded probability would choose another expert than the sampler's.
     logits = jnp.einsum("bld,ed->ble", wide, router_ED.astype(wide.dtype), precision="highest")
-    probs = jax.nn.softmax(logits if bias_E is None else logits + bias_E.astype(wide.dtype))
-    experts, cache = routing(probs, jax.lax.top_k(probs, count)[1], cache)
-    weights = jnp.take_along_axis(probs, experts, axis=-1)
+    logits = logits if bias_E is None else logits + bias_E.astype(wide.dtype)
+    probs = scores = jax.nn.softmax(logits)
+    if sigmoid:
+        scores = jax.nn.sigmoid(logits)
+        probs = scores / scores.sum(-1, keepdims=True)
+    ranked = scores if choice_E is None else scores + choice_E.astype(wide.dtype)
+    experts, cache = routing(probs, jax.lax.top_k(ranked, count)[1], cache)
+    weights = jnp.take_along_axis(scores, experts, axis=-1)
     return experts, weights / weights.sum(-1, keepdims=True) if normalise else weights, cache
 
 

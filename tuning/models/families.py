@@ -9,7 +9,7 @@ import dataclasses
 from collections.abc import Mapping
 from typing import Any, Final
 
-# Features that no supported family implements, with the values that switch them off.
+# Features of no family, or of those with a default for them alone, with the values that switch them off.
 EVERYWHERE: Final[dict[str, tuple[Any, ...]]] = {
     "attention_dropout": (0, 0.0, None),
     "partial_rotary_factor": (1, 1.0, None),
@@ -21,6 +21,7 @@ MULTIPLIERS: Final = {
     "attention_multiplier": "query_scale",
     "residual_multiplier": "residual_scale",
     "logits_scaling": "logits_divisor",
+    "routed_scaling_factor": "expert_scale",
 }
 """Factors by their names in config.json: the fields of `DecoderConfig`, of families with a default for them."""
 _SILU: Final[dict[str, tuple[Any, ...]]] = {"hidden_act": ("silu",)}
@@ -67,6 +68,11 @@ _OLMO_TRAITS: Final = {"qk_norm_joint": True, "input_norms": False, "post_norms"
 _EXPERTS: Final = {"num_experts": "num_experts", "num_experts_per_tok": "experts_per_token"}
 _LOCAL_EXPERTS: Final = {"num_local_experts": "num_experts", "num_experts_per_tok": "experts_per_token"}
 _IN_MLP: Final = {"router": "mlp.gate.weight"} | {n: f"mlp.experts.{{}}.{n}_proj" for n in ("gate", "up", "down")}
+_MOE_SIZES: Final = {"moe_intermediate_size": "intermediate_size"} | _EXPERTS
+# Layers of one stack are alike: all of them have experts.
+_ALL_ROUTED: Final[dict[str, tuple[Any, ...]]] = (
+    {"decoder_sparse_step": (1,), "mlp_only_layers": ([], None), "use_sliding_window": (False, None)}
+)  # fmt: skip
 _ROUTED: Final = {"router_aux_loss_coef": 0.001, "output_router_logits": False}
 
 FAMILIES: Final[dict[str, Family]] = {
@@ -104,7 +110,9 @@ FAMILIES: Final[dict[str, Family]] = {
     "granite": Family(
         "Granite",
         _SILU,
-        _PLAIN | {"num_key_value_heads": None, "max_position_embeddings": 2048} | dict.fromkeys(MULTIPLIERS, 1.0),
+        _PLAIN
+        | {"num_key_value_heads": None, "max_position_embeddings": 2048}
+        | {"embedding_multiplier": 1.0, "attention_multiplier": 1.0, "residual_multiplier": 1.0, "logits_scaling": 1.0},
         {},
         biases=_BOTH,
     ),
@@ -154,14 +162,13 @@ FAMILIES: Final[dict[str, Family]] = {
     ),
     "qwen3_moe": Family(
         "Qwen3Moe",
-        # Layers of one stack are alike: all of them have experts.
-        _SILU | {"decoder_sparse_step": (1,), "mlp_only_layers": ([], None), "use_sliding_window": (False, None)},
+        _SILU | _ALL_ROUTED,
         _PLAIN
         | {"moe_intermediate_size": 768, "num_experts": 128, "num_experts_per_tok": 8, "norm_topk_prob": False}
         | _ROUTED,
         {"qk_norm": True},
         biases=("attention_bias",),
-        sizes={"moe_intermediate_size": "intermediate_size"} | _EXPERTS,
+        sizes=_MOE_SIZES,
         tensors=_IN_MLP,
     ),
     "olmoe": Family(
@@ -176,6 +183,38 @@ FAMILIES: Final[dict[str, Family]] = {
         biases=("attention_bias",),
         sizes=_EXPERTS,
         tensors=_IN_MLP,
+    ),
+    "qwen2_moe": Family(
+        "Qwen2Moe",
+        _SILU | _ALL_ROUTED | {"qkv_bias": (True,)},
+        _PLAIN
+        | {"num_key_value_heads": 16, "moe_intermediate_size": 1408, "shared_expert_intermediate_size": 5632}
+        | {"num_experts": 60, "num_experts_per_tok": 4, "norm_topk_prob": False, "max_position_embeddings": 32_768}
+        | _ROUTED,
+        {"qkv_bias": True, "shared_switch": True},
+        sizes=_MOE_SIZES | {"shared_expert_intermediate_size": "shared_size"},
+        tensors=_IN_MLP
+        | {"shared_switch": "mlp.shared_expert_gate.weight"}
+        | {f"shared_{n}": f"mlp.shared_expert.{n}_proj" for n in ("gate", "up", "down")},
+    ),
+    "glm4_moe": Family(
+        "Glm4Moe",
+        _SILU
+        # Layers of one stack are alike: all of them have experts.
+        | {"first_k_dense_replace": (0,), "n_group": (1,), "topk_group": (1,), "output_router_logits": (False,)}
+        | {"num_nextn_predict_layers": (0,)},
+        _PLAIN
+        | {"rms_norm_eps": 1e-5, "partial_rotary_factor": 0.5, "max_position_embeddings": 131_072}
+        | {"moe_intermediate_size": 1408, "n_routed_experts": 128, "num_experts_per_tok": 8, "n_shared_experts": 1}
+        | {"norm_topk_prob": True, "routed_scaling_factor": 1.0, "use_qk_norm": False}
+        | {"first_k_dense_replace": 1, "num_nextn_predict_layers": 1},
+        {"sigmoid_router": True, "score_bias": True, "output_bias": False},
+        biases=("attention_bias",),
+        sizes={"moe_intermediate_size": "intermediate_size", "n_routed_experts": "num_experts"}
+        | {"num_experts_per_tok": "experts_per_token"},
+        tensors=_IN_MLP
+        | {"score_bias": "mlp.gate.e_score_correction_bias"}
+        | {f"shared_{n}": f"mlp.shared_experts.{n}_proj" for n in ("gate", "up", "down")},
     ),
     "gpt_oss": Family(
         "GptOss",

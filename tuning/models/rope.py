@@ -75,7 +75,9 @@ def rope_tables(
 
 
 def rotate(x_BLNH: jax.Array, cos: jax.Array, sin: jax.Array) -> jax.Array:
-    """Rotates the halves of each head (the Hugging Face convention: pairs are i and i + H/2)."""
+    """Rotates the halves of each head, or of its beginning for which there are angles (the Hugging Face convention:
+    pairs are i and i + H/2)."""
     x32 = x_BLNH.astype(jnp.promote_types(x_BLNH.dtype, jnp.float32))
-    left, right = jnp.split(x32, 2, axis=-1)
-    return jnp.concatenate([left * cos - right * sin, right * cos + left * sin], axis=-1).astype(x_BLNH.dtype)
+    half = cos.shape[-1]
+    left, right, rest = jnp.split(x32, (half, 2 * half), axis=-1)
+    return jnp.concatenate([left * cos - right * sin, right * cos + left * sin, rest], axis=-1).astype(x_BLNH.dtype)

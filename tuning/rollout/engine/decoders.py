@@ -189,6 +189,8 @@ def _prepared(
         graph, jax.tree_util.tree_map_with_path(functools.partial(_narrow, None if int8 else dtype), layer)
     )
     parts_of = _TOGETHER if join else _APART
+    if layer.config.shared_size:
+        parts_of = parts_of | {name: (name,) for name in ("shared_gate", "shared_up", "shared_down")}
     if layer.config.paired_experts:
         parts_of = {name: parts_of[name] for name in parts_of if name not in ("gate", "up")} | {"gate_up": ("gate_up",)}
     for name, parts in parts_of.items():
