@@ -95,6 +95,12 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
         "Qwen3Moe",
         {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 8, "norm_topk_prob": True},
     ),
+    "phi3": (
+        "Phi3",
+        {"hidden_size": 48, "head_dim": 8, "partial_rotary_factor": 0.75, "sliding_window": WINDOW}
+        | {"original_max_position_embeddings": 32}
+        | {"rope_scaling": {"type": "longrope", "short_factor": [1.1, 1.7, 3.0], "long_factor": [2.0, 3.0, 4.0]}},
+    ),
     "qwen2_moe": (
         "Qwen2Moe",
         {"num_experts": 5, "num_experts_per_tok": 2, "moe_intermediate_size": 11, "norm_topk_prob": True}
@@ -322,12 +328,14 @@ def test_sampler_trainer_and_transformers_agree_on_logprobs(family):
 def test_a_score_head_is_a_sequence_classifier(family, tmp_path):
     from transformers import AutoModelForSequenceClassification
 
-    params = hf.scalar_head_params(family.config, family.params, jax.random.normal(jax.random.key(0), (24,)))
+    params = hf.scalar_head_params(
+        family.config, family.params, jax.random.normal(jax.random.key(0), (family.config.hidden_size,))
+    )
     hf.save_decoder(tmp_path, family.config, params, {"pad_token_id": 0})
     config, again = hf.load_scalar_head(tmp_path)
     assert fingerprint(again) == fingerprint(params)
     with torch.no_grad():
-        if family.config.family in ("granite", "olmoe"):
+        if family.config.family in ("granite", "olmoe", "glm4_moe"):
             # transformers has no classifier of them.
             hidden = family.model.model(torch.tensor(TOKENS)).last_hidden_state
             theirs = hidden[:, -1].numpy() @ np.asarray(params["score"][...])

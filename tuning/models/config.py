@@ -47,6 +47,8 @@ class DecoderConfig:
     """How many positions a query of a windowed layer sees, its own included."""
     sliding_layers: tuple[bool, ...] = ()
     """Which layers are windowed; empty for all where `sliding_window` is set."""
+    joined: bool = False
+    """Whether q, k and v are one projection, and gate and up another (Phi 3)."""
     qkv_bias: bool = False
     output_bias: bool = False
     """Bias of the attention's output projection."""

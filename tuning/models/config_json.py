@@ -22,9 +22,12 @@ ROPE_FIELDS: Final = {
     "linear": ("factor",),
     "llama3": ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"),
     "yarn": ("factor", "beta_slow", "beta_fast", "original_max_position_embeddings", "attention_factor"),
+    "longrope": (),
 }
 """Required numbers of each `rope_type`, as `RopeScaling` has them."""
 _PARTIAL: Final = "partial_rotary_factor"
+_ORIGINAL: Final = "original_max_position_embeddings"
+_LONGROPE: Final = ("short_factor", "long_factor", "attention_factor", _ORIGINAL)
 _YARN: Final = ("mscale", "mscale_all_dim", "truncate")
 
 _TYPES: Final[dict[str, tuple[type, str]]] = {
@@ -138,6 +141,9 @@ def from_hugging_face(values: Mapping[str, Any], source: str) -> DecoderConfig:
     attention, mlp = (n in family.biases and n in values and file.flag(n) for n in ("attention_bias", "mlp_bias"))
     traits: dict[str, Any] = {"qkv_bias": attention, "output_bias": attention, "mlp_bias": mlp}
     traits |= _rope(file, sizes["head_dim"]) | _windows(file, layers)
+    if (scaling := traits["rope_scaling"]) is not None and scaling.kind == "longrope":
+        # Longer sequences have other angles from their first token on: a sampler cannot know which.
+        sizes["max_positions"] = min(sizes["max_positions"], scaling.original_positions)
     if "use_qk_norm" in family.defaults:
         traits["qk_norm"] = file.flag("use_qk_norm")
     if "n_shared_experts" in family.defaults:
@@ -208,15 +214,22 @@ def _rope(file: _File, head_dim: int) -> dict[str, Any]:
         if factor > 1 or int(head_dim * factor) % 2 or head_dim * factor < 2:
             raise file.refusal(_PARTIAL, part, f"an even part of the head's {head_dim} numbers")
         local["rotary_factor"] = factor
+        pairs = int(head_dim * factor) // 2
+        if scaling and scaling.kind == "longrope" and {len(scaling.short), len(scaling.long)} != {pairs}:
+            sizes = [len(scaling.short), len(scaling.long)]
+            raise file.refusal(f"lengths of {name}.short_factor and long_factor", sizes, f"{pairs} pairs of a head")
     return local | {"rope_theta": base, "rope_scaling": scaling}
 
 
 def _rope_entry(file: _File, name: str, entry: Mapping[str, Any], theta: float) -> tuple[float, RopeScaling | None]:
     """Theta and scaling of one dictionary of rotary parameters; `theta` is the default."""
     kind = entry.get("rope_type", entry.get("type", "default"))
-    if kind not in ROPE_FIELDS:
-        raise file.refusal(f"{name}.rope_type", kind, "default, linear, llama3 or yarn")
-    required, optional = ROPE_FIELDS[kind], _YARN if kind == "yarn" else ()
+    # As the first releases of Phi 3 name it.
+    kind = "longrope" if kind == "su" else kind
+    known = ("default", "longrope") if _ORIGINAL in file.family.defaults else ("default", "linear", "llama3", "yarn")
+    if kind not in known:
+        raise file.refusal(f"{name}.rope_type", kind, ", ".join(known))
+    required, optional = ROPE_FIELDS[kind], {"yarn": _YARN, "longrope": _LONGROPE}.get(kind, ())
     # transformers falls back to the model's context length for the original one.
     filled = {"original_max_position_embeddings": file.read("max_position_embeddings")} | dict(entry)
     if kind == "yarn":
@@ -232,6 +245,8 @@ def _rope_entry(file: _File, name: str, entry: Mapping[str, Any], theta: float) 
     base = file.number(f"{name}.rope_theta", entry.get("rope_theta", theta))
     if kind == "default":
         return base, None
+    if kind == "longrope":
+        return base, _longrope(file, name, entry)
     factor, *rest = (file.number(f"{name}.{field}", filled[field]) for field in required)
     if kind == "linear":
         return base, RopeScaling(kind, factor)
@@ -241,6 +256,26 @@ def _rope_entry(file: _File, name: str, entry: Mapping[str, Any], theta: float) 
     if not isinstance(whole := filled.get("truncate", True), bool):
         raise file.refusal(f"{name}.truncate", whole, "true or false")
     return base, RopeScaling(kind, factor, low, high, int(original), rest[3] if optional else 1.0, whole)
+
+
+def _longrope(file: _File, name: str, entry: Mapping[str, Any]) -> RopeScaling:
+    """The scaling, with the amplitude that transformers gives it by default."""
+    original, most = file.positive(_ORIGINAL), file.positive("max_position_embeddings")
+    if (own := entry.get(_ORIGINAL)) not in (None, original):
+        raise file.refusal(f"{name}.{_ORIGINAL}", own, f"that of the model, {original}")
+    divisors = []
+    for field in ("short_factor", "long_factor"):
+        if not isinstance(entry.get(field), list):
+            raise file.refusal(f"{name}.{field}", entry.get(field), "a list of numbers")
+        divisors.append(tuple(file.number(f"{name}.{field}", divisor) for divisor in entry[field]))
+    given = entry.get("attention_factor")
+    amplitude = grown(most, original) if given is None else file.number(f"{name}.attention_factor", given)
+    return RopeScaling("longrope", most / original, 1.0, 4.0, original, amplitude, True, *divisors)
+
+
+def grown(positions: float, original: int) -> float:
+    """The amplitude of longrope for an extended context."""
+    return math.sqrt(1 + math.log(positions / original) / math.log(original)) if positions > original else 1.0
 
 
 def _yarn(file: _File, name: str, entry: Mapping[str, Any]) -> dict[str, Any]:
@@ -368,6 +403,13 @@ def _write_rope(config: DecoderConfig) -> dict[str, Any]:
         kind, *numbers = dataclasses.astuple(scaling)
         entry = {"rope_type": kind} | dict(zip(ROPE_FIELDS[kind], numbers, strict=False))
         entry |= {"truncate": scaling.whole} if kind == "yarn" else {}
+        if kind == "longrope":
+            values[_ORIGINAL], most = scaling.original_positions, round(scaling.factor * scaling.original_positions)
+            values["max_position_embeddings"] = most
+            # transformers 4 takes no other field.
+            entry = {"type": kind, "short_factor": list(scaling.short), "long_factor": list(scaling.long)}
+            if scaling.amplitude != grown(most, scaling.original_positions):
+                entry["attention_factor"] = scaling.amplitude
         values["rope_scaling"] = entry
     if layered:
         windowed = {"rope_type": "default", "rope_theta": config.local_rope_theta}

@@ -99,9 +99,12 @@ class Layer(nnx.Module):
 
         if c.input_norms:
             self.attention_norm, self.mlp_norm = norm(d), norm(d)
-        self.q = Linear(d, c.num_heads * h, bias=c.qkv_bias, rngs=rngs)
-        self.k = Linear(d, c.num_kv_heads * h, bias=c.qkv_bias, rngs=rngs)
-        self.v = Linear(d, c.num_kv_heads * h, bias=c.qkv_bias, rngs=rngs)
+        if c.joined:
+            self.qkv = Linear(d, (c.num_heads + 2 * c.num_kv_heads) * h, bias=c.qkv_bias, rngs=rngs)
+        else:
+            self.q = Linear(d, c.num_heads * h, bias=c.qkv_bias, rngs=rngs)
+            self.k = Linear(d, c.num_kv_heads * h, bias=c.qkv_bias, rngs=rngs)
+            self.v = Linear(d, c.num_kv_heads * h, bias=c.qkv_bias, rngs=rngs)
         self.o = Linear(c.num_heads * h, d, bias=c.output_bias, back=True, rngs=rngs)
         if c.sinks:
             self.sinks = nnx.Param(jnp.zeros(c.num_heads, real()))
@@ -118,7 +121,7 @@ class Layer(nnx.Module):
             self.shared_down = Linear(c.shared_size, d, back=True, rngs=rngs)
         if c.shared_switch:
             self.shared_switch = nnx.Param(INIT(rngs.params(), (1, d), real()))
-        if c.paired_experts:
+        if c.joined or c.paired_experts:
             self.gate_up = linear(d, 2 * f, rngs=rngs)
         else:
             self.gate, self.up = linear(d, f, rngs=rngs), linear(d, f, rngs=rngs)
@@ -188,12 +191,17 @@ class Layer(nnx.Module):
             out += constrain(shared, *STREAM)
         return out, cache
 
+    # Projections of one input are joined in some families, and for decoding (`rlhf.tuning.rollout.engine.decoders`).
+
     def _into_heads(self, normed: jax.Array) -> Sequence[jax.Array]:
-        return self.q(normed), self.k(normed), self.v(normed)
+        if not hasattr(self, "qkv"):
+            return self.q(normed), self.k(normed), self.v(normed)
+        ends = np.cumsum([self.config.num_heads, self.config.num_kv_heads]) * self.config.head_dim
+        return jnp.split(self.qkv(normed), ends.tolist(), axis=-1)
 
     @property
     def _before_activation(self) -> Sequence[Any]:
-        return (self.gate_up,) if self.config.paired_experts else (self.gate, self.up)
+        return (self.gate_up,) if hasattr(self, "gate_up") else (self.gate, self.up)
 
     def _gated(self, inner: Sequence[jax.Array]) -> jax.Array:
         """Input of `down`, from outputs of `_before_activation`."""

@@ -184,6 +184,15 @@ FAMILIES: Final[dict[str, Family]] = {
         sizes=_EXPERTS,
         tensors=_IN_MLP,
     ),
+    "phi3": Family(
+        "Phi3",
+        _SILU | {"resid_pdrop": (0, 0.0), "embd_pdrop": (0, 0.0)},
+        _PLAIN
+        | {"rms_norm_eps": 1e-5, "num_key_value_heads": None, "sliding_window": None, "partial_rotary_factor": 1.0}
+        | {"max_position_embeddings": 4096, "original_max_position_embeddings": 4096},
+        {"joined": True},
+        windows="all",
+    ),
     "qwen2_moe": Family(
         "Qwen2Moe",
         _SILU | _ALL_ROUTED | {"qkv_bias": (True,)},

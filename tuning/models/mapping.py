@@ -28,6 +28,8 @@ PROJECTIONS: Final = {
     "gate": "mlp.gate_proj",
     "up": "mlp.up_proj",
     "down": "mlp.down_proj",
+    "qkv": "self_attn.qkv_proj",
+    "gate_up": "mlp.gate_up_proj",
 }
 NORMS: Final = {
     "attention_norm": "input_layernorm",
