@@ -48,7 +48,8 @@ def load_adapter(folder: Path, shapes: Any) -> Any:
 def save_adapter(folder: Path, trainable: Any, lora: LoraConfig, base: str | None = None) -> None:
     """Writes a trainable tree of `lora.tune` in PEFT's format; `base` is the name or path of the model below it."""
     tensors: dict[str, np.ndarray] = {}
-    scalar, adapted = False, set()
+    scalar = False
+    adapted: set[str] = set()
     for path, value in flatten_dict(nnx.to_pure_dict(trainable)).items():
         adapted.add(path[-3])
         # An adapter's factor of all layers is no larger than one layer of the model.
