@@ -56,7 +56,7 @@ class _File:
             # As transformers 5 writes it.
             self.values = {"num_experts": values["num_local_experts"], **values}
         if isinstance(quantized := self.values.get("quantization_config"), dict) and "quant_method" in quantized:
-            self.values = self.values | {"quantization_config": quantized["quant_method"]}
+            self.values = {**self.values, "quantization_config": quantized["quant_method"]}
         defaults = self.family.defaults
         everywhere = {name: allowed for name, allowed in EVERYWHERE.items() if name not in defaults}
         for name, allowed in (everywhere | dict(self.family.fixed)).items():
