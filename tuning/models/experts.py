@@ -146,7 +146,7 @@ def mixture(
     gathers over `fsdp`, whole experts if it divides them, and its part of the feed-forward over `tensor`.
     """
     kernels, biases = zip(*into, strict=True)
-    kernel, bias = back
+    (kernel, bias), tokens_in = back, (x_BLD, experts_BLX, weights_BLX)
 
     def local(
         x: jax.Array,
@@ -155,6 +155,7 @@ def mixture(
         back: Any,
         into: Any,
         biases: Any,
+        *,
         cuts: Any = (None, None),
     ) -> jax.Array:
         flat, width = experts.reshape(-1), experts.shape[-1]
@@ -174,8 +175,7 @@ def mixture(
 
     mesh = mesh_in_use()
     if mesh is None:
-        out = local(x_BLD, experts_BLX, weights_BLX, kernel, kernels, biases)
-        return _with_shares(out, experts_BLX, weights_BLX, bias)
+        return _with_shares(local(*tokens_in, kernel, kernels, biases), experts_BLX, weights_BLX, bias)
     rows, columns = dividing(mesh, x_BLD.shape[0], ROWS), dividing(mesh, x_BLD.shape[1], CONTEXT)
     inner, whole = dividing(mesh, kernel.shape[1], TENSOR), dividing(mesh, count, FSDP)
     hidden = () if whole else dividing(mesh, kernel.shape[2], FSDP)
@@ -188,8 +188,7 @@ def mixture(
     tokens, of_kernels = spec(rows, columns), (spec(whole, inner, hidden), spec(whole, hidden, inner))
     in_specs = *[tokens] * 3, *of_kernels, spec((), inner)
     cut = jax.shard_map(device, in_specs=in_specs, out_specs=tokens, check_vma=False)
-    out = cut(x_BLD, experts_BLX, weights_BLX, kernel, kernels, biases)
-    return _with_shares(out, experts_BLX, weights_BLX, bias)
+    return _with_shares(cut(*tokens_in, kernel, kernels, biases), experts_BLX, weights_BLX, bias)
 
 
 def _with_shares(
