@@ -49,6 +49,12 @@ def fit(
     `model` is the DecoderConfig of `params`. The task's loss and columns see a tuned model in place of parameters,
     its `sample` and `measure` get merged ones.
     """
+    scaling, longest = model.rope_scaling, int(task.examples.positions_N.max())
+    if scaling and scaling.kind == "longrope" and longest > model.max_positions:
+        raise ValueError(
+            f"an example takes {longest} positions, and the short factors of this model's longrope hold for "
+            f"{model.max_positions}: lower data.max_prompt_tokens or data.max_completion_tokens"
+        )
     task = dataclasses.replace(task, flops=_flops(task, model, role, config))
     if config.lora is None:
         return training.fit(ctx, task, params, config, frozen)

@@ -95,6 +95,28 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
         "Qwen3Moe",
         {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 8, "norm_topk_prob": True},
     ),
+    "phi3": (
+        "Phi3",
+        {"hidden_size": 48, "head_dim": 8, "partial_rotary_factor": 0.75, "sliding_window": WINDOW}
+        | {"original_max_position_embeddings": 32}
+        | {"rope_scaling": {"type": "longrope", "short_factor": [1.1, 1.7, 3.0], "long_factor": [2.0, 3.0, 4.0]}},
+    ),
+    "qwen2_moe": (
+        "Qwen2Moe",
+        {"num_experts": 5, "num_experts_per_tok": 2, "moe_intermediate_size": 11, "norm_topk_prob": True}
+        | {"shared_expert_intermediate_size": 14, "head_dim": 4},
+    ),
+    "glm4_moe": (
+        "Glm4Moe",
+        {"n_routed_experts": 6, "num_experts_per_tok": 3, "moe_intermediate_size": 11, "n_shared_experts": 2}
+        | {"first_k_dense_replace": 0, "num_nextn_predict_layers": 0, "routed_scaling_factor": 1.8, "use_qk_norm": True}
+        | {"attention_bias": True, "head_dim": 12, "partial_rotary_factor": 0.5},
+    ),
+    "gpt_oss": (
+        "GptOss",
+        {"sliding_window": WINDOW, "num_local_experts": 5, "num_experts_per_tok": 2, "head_dim": 16}
+        | {"rope_parameters": YARN | {"truncate": False, "rope_theta": 2e3}},
+    ),
 }
 
 
@@ -129,8 +151,9 @@ def torch_model(name: str) -> Any:
     classes = {"Gemma3Text": "Gemma3ForCausalLM"}
     config._attn_implementation = config._experts_implementation = "eager"
     model = getattr(transformers, classes.get(prefix, f"{prefix}ForCausalLM"))(config).eval()
-    for parameter_name, p in model.named_parameters():
-        spread = 0.5 if "norm" in parameter_name or "bias" in parameter_name else 0.35
+    choices = ((name, x) for name, x in model.named_buffers() if name.endswith("e_score_correction_bias"))
+    for parameter_name, p in (*model.named_parameters(), *choices):
+        spread = 0.5 if any(word in parameter_name for word in ("norm", "bias", "sinks")) else 0.35
         torch.nn.init.normal_(p, 1.0 if "norm" in parameter_name and "emma" not in prefix else 0.0, spread)
     return model
 
@@ -169,7 +192,7 @@ def run(graph, params, tokens, positions=None, group=None, branch=None, remat="p
 
 def as_stored(config, named):
     """Values of parameters by the names of files: transformers joins the experts of a layer, and gate and up."""
-    if not config.num_experts:
+    if not config.num_experts or config.paired_experts:
         yield from named.items()
         return
     modules = FAMILY_TABLE[config.family].tensors
@@ -183,7 +206,7 @@ def as_stored(config, named):
             case "experts.down_proj":
                 parts = {"down": value}
             case "gate.weight":
-                yield f"{layer}.{modules['router']}.weight", value
+                yield f"{layer}.{modules['router']}", value
                 continue
             case _:
                 yield name, value
@@ -210,6 +233,9 @@ def test_logits_and_gradients_equal_transformers(family):
     np.testing.assert_allclose(value, out.loss.item(), rtol=EXACT)
     expected = dict(as_stored(family.config, {n: p.grad.numpy() for n, p in family.model.named_parameters()}))
     ours = tensors_from_params(family.config, nnx.to_pure_dict(grads), np.float64)
+    # Experts are chosen with it, and nothing else: a choice has no gradient.
+    choices = [ours.pop(name) for name in list(ours) if name.endswith("e_score_correction_bias")]
+    assert len(choices) == family.config.score_bias * family.config.num_layers and not np.any(choices)
     assert ours.keys() == expected.keys()
     for name in expected:
         assert np.abs(expected[name]).max() > 0, f"{name} has no gradient to compare"
@@ -302,12 +328,14 @@ def test_sampler_trainer_and_transformers_agree_on_logprobs(family):
 def test_a_score_head_is_a_sequence_classifier(family, tmp_path):
     from transformers import AutoModelForSequenceClassification
 
-    params = hf.scalar_head_params(family.config, family.params, jax.random.normal(jax.random.key(0), (24,)))
+    params = hf.scalar_head_params(
+        family.config, family.params, jax.random.normal(jax.random.key(0), (family.config.hidden_size,))
+    )
     hf.save_decoder(tmp_path, family.config, params, {"pad_token_id": 0})
     config, again = hf.load_scalar_head(tmp_path)
     assert fingerprint(again) == fingerprint(params)
     with torch.no_grad():
-        if family.config.family in ("granite", "olmoe"):
+        if family.config.family in ("granite", "olmoe", "glm4_moe"):
             # transformers has no classifier of them.
             hidden = family.model.model(torch.tensor(TOKENS)).last_hidden_state
             theirs = hidden[:, -1].numpy() @ np.asarray(params["score"][...])

@@ -149,6 +149,10 @@ class Template:
         """The form of calls: the given one, or the one that auto stands for here."""
         if not template:
             raise self._refused("is missing", "name a file with one in base.chat_template")
+        if tools and tool_format == "auto" and "<|channel|>" in template:
+            raise self._refused(
+                "writes calls into channels (harmony), which nothing here reads", "use it without tools"
+            )
         self._abilities = _abilities(tokenizer, template, json.dumps(self._options))
         native = bool(tools) and _writes_tools(tokenizer, tools, self._options)
         self._tools = tools if native else ()

@@ -81,7 +81,7 @@ def packed_attention(
         context = parts(mesh_in_use(), _context(length))
         if implementation is None and fused.suits(q, k, v, spec.softcap):
             segments = Segments(group_BL, branches_BL, spec.positions_BL)
-            return fused.fused_attention(q, k, v, segments, spec.window, spec.scale), cache
+            return fused.fused_attention(q, k, v, segments, spec.window, spec.scale, spec.sinks_N), cache
         how = implementation or choose(q, spec.softcap, shared=branch_BL is not None, context=context)
         if how in ("blocked", "triton"):
             by_segments = blocked_attention if how == "blocked" else triton.triton_attention
@@ -97,10 +97,10 @@ def packed_attention(
 
             attend = splash.masked_attention
 
-        def masked(q: jax.Array, k: jax.Array, v: jax.Array, mask: jax.Array) -> jax.Array:
-            return attend(q, k, v, mask[:, 0], spec.scale, spec.softcap)
+        def masked(q: jax.Array, k: jax.Array, v: jax.Array, sinks: jax.Array | None, mask: jax.Array) -> jax.Array:
+            return attend(q, k, v, mask[:, 0], spec.scale, spec.softcap, sinks)
 
-        return _by_device(masked, q, k, v, mask), cache
+        return _by_device(masked, q, k, v, spec.sinks_N, mask), cache
 
     return attention
 
@@ -111,16 +111,18 @@ def _context(length: int) -> tuple[str, ...]:
     return () if mesh is None else dividing(mesh, length, CONTEXT)
 
 
-def _by_device(attend: Callable[..., jax.Array], q: jax.Array, k: jax.Array, v: jax.Array, *of_rows: Any) -> jax.Array:
-    """`attend(q, k, v, *of_rows)` by each device of the mesh for its own rows, heads and, over `context`, columns of
-    the queries, with the keys and values of whole rows.
+def _by_device(
+    attend: Callable[..., jax.Array], q: jax.Array, k: jax.Array, v: jax.Array, sinks: jax.Array | None, *of_rows: Any
+) -> jax.Array:
+    """`attend(q, k, v, sinks, *of_rows)` by each device of the mesh for its own rows, heads and, over `context`,
+    columns of the queries, with the keys and values of whole rows.
 
     `of_rows` are trees of arrays [B, L], of masks [B, 1, L, L], whose queries are cut too, and of scalars that are the
     same everywhere. Rows, heads or columns that their axes do not divide are not cut.
     """
     mesh = mesh_in_use()
     if mesh is None:
-        return attend(q, k, v, *of_rows)
+        return attend(q, k, v, sinks, *of_rows)
     rows, columns = dividing(mesh, q.shape[0], ROWS) or None, _context(q.shape[1]) or None
     devices = parts(mesh, TENSOR)
     heads = TENSOR if dividing(mesh, q.shape[2], TENSOR) else None
@@ -130,19 +132,19 @@ def _by_device(attend: Callable[..., jax.Array], q: jax.Array, k: jax.Array, v: 
         copies = next(c for c in range(1, each + 1) if each % c == 0 and k.shape[2] * c % devices == 0)
         k, v = (jnp.repeat(x, copies, axis=2) if copies > 1 else x for x in (k, v))
 
-    def local(q: jax.Array, k: jax.Array, v: jax.Array, *of_rows: Any) -> jax.Array:
+    def local(q: jax.Array, k: jax.Array, v: jax.Array, *rest: Any) -> jax.Array:
         if columns:
             k, v = (jax.lax.all_gather(x, columns, axis=1, tiled=True) for x in (k, v))
-        return attend(q, k, v, *of_rows)
+        return attend(q, k, v, *rest)
 
     def cut(x: Any) -> PartitionSpec:
         axes = (rows, None, columns) if jnp.ndim(x) == 4 else (rows,)
         return PartitionSpec(*axes[: jnp.ndim(x)])
 
     by_head = PartitionSpec(rows, columns, heads, None)
-    specs = (by_head,) * 3 + jax.tree.map(cut, of_rows)
+    specs = (by_head,) * 3 + (PartitionSpec(heads), *jax.tree.map(cut, of_rows))
     # Mosaic's kernels say nothing of how their outputs vary over devices.
-    return jax.shard_map(local, in_specs=specs, out_specs=by_head, check_vma=False)(q, k, v, *of_rows)
+    return jax.shard_map(local, in_specs=specs, out_specs=by_head, check_vma=False)(q, k, v, sinks, *of_rows)
 
 
 def _number(q: jax.Array, k: jax.Array) -> jax.Array | None:
@@ -155,13 +157,15 @@ def _columns(
 ) -> jax.Array:
     """`attend` of the queries of each device, which are all of a row's columns or those from `segments.first`."""
 
-    def local(q: jax.Array, k: jax.Array, v: jax.Array, segments: Segments, window: Any = spec.window) -> jax.Array:
+    def local(
+        q: jax.Array, k: jax.Array, v: jax.Array, sinks: Any, segments: Segments, window: Any = spec.window
+    ) -> jax.Array:
         if (number := _number(q, k)) is not None:
             segments = segments._replace(first=number * q.shape[1])
-        return attend(q, k, v, segments, window, spec.scale, spec.softcap)
+        return attend(q, k, v, segments, window, spec.scale, spec.softcap, sinks)
 
     windows = (spec.window,) if isinstance(spec.window, jax.Array) else ()
-    return _by_device(local, q, k, v, segments, *windows)
+    return _by_device(local, q, k, v, spec.sinks_N, segments, *windows)
 
 
 def _segments(q: jax.Array, k: jax.Array, v: jax.Array, group_BL: jax.Array, spec: AttentionSpec) -> jax.Array:
@@ -169,13 +173,13 @@ def _segments(q: jax.Array, k: jax.Array, v: jax.Array, group_BL: jax.Array, spe
     from rlhf.tuning.models.splash import segment_attention
 
     def within(window: int | None) -> Callable[..., jax.Array]:
-        def local(q: jax.Array, k: jax.Array, v: jax.Array, group_BL: jax.Array) -> jax.Array:
-            return segment_attention(q, k, v, group_BL, window, spec.scale, spec.softcap, _number(q, k))
+        def local(q: jax.Array, k: jax.Array, v: jax.Array, sinks: Any, group_BL: jax.Array) -> jax.Array:
+            return segment_attention(q, k, v, group_BL, window, spec.scale, spec.softcap, _number(q, k), sinks)
 
         return lambda *arrays: _by_device(local, *arrays)
 
     if not isinstance(spec.window, jax.Array):
-        return within(spec.window)(q, k, v, group_BL)
+        return within(spec.window)(q, k, v, spec.sinks_N, group_BL)
     # The mask is part of the program: one for layers with a window and one for those without, chosen layer by layer.
     slides = spec.window == spec.sliding_window
-    return jax.lax.cond(slides, within(spec.sliding_window), within(None), q, k, v, group_BL)
+    return jax.lax.cond(slides, within(spec.sliding_window), within(None), q, k, v, spec.sinks_N, group_BL)

@@ -71,8 +71,11 @@ def blocked_attention(
     window: jax.Array | int | None,
     scale: float,
     softcap: float | None,
+    sinks_N: jax.Array | None = None,
 ) -> jax.Array:
     """softmax(mask(cap(scale * q k))) v, [B, L, N, H] in the type of v; logits and sums in at least float32.
+
+    sinks_N: logits of one more key for each head, which has no value.
 
     The queries are all columns of the row, or those from `segments.first`. Such a part meets all keys: where it begins
     is not known when the program is made.
@@ -88,12 +91,18 @@ def blocked_attention(
     # Padding is a separate group (-1), so that each of its queries sees itself and the softmax is finite.
     group, branch = pad(segments.group_BL, value=-1), pad(segments.branch_BL)
     padded = Segments(group, branch, pad(segments.positions_BL), segments.first)
-    out = _attention(pad(q_BLNH, of_queries), pad(k_BLKH), pad(v_BLKH), padded, window, scale, softcap)
+    out = _attention(pad(q_BLNH, of_queries), pad(k_BLKH), pad(v_BLKH), sinks_N, padded, window, scale, softcap)
     return out[:, :length]
 
 
 def plain_attention(
-    q_BLNH: jax.Array, k_BSKH: jax.Array, v_BSKH: jax.Array, seen_BLS: jax.Array, scale: float, softcap: float | None
+    q_BLNH: jax.Array,
+    k_BSKH: jax.Array,
+    v_BSKH: jax.Array,
+    seen_BLS: jax.Array,
+    scale: float,
+    softcap: float | None,
+    sinks_N: jax.Array | None = None,
 ) -> jax.Array:
     """softmax(mask(cap(scale * q k))) v, [B, L, N, H] in the type of v, with all logits in memory at once.
 
@@ -106,9 +115,25 @@ def plain_attention(
     z = _logits(q.reshape(*q.shape[:2], -1, q.shape[-1]), k, q.shape[2], scale, softcap)
     # Weights of half types sum to 1 before they are rounded: divided after the product, the two ways through which a
     # gradient reaches the logits would be rounded apart, and what keys have in common would not cancel.
-    weights = jax.nn.softmax(jnp.where(seen_BLS[:, None, None], z, -jnp.inf), axis=-1).astype(v.dtype)
+    z = jnp.where(seen_BLS[:, None, None], z, -jnp.inf)
+    if sinks_N is not None:
+        sinks = by_shared(sinks_N, z)
+        z = jnp.concatenate([z, jnp.broadcast_to(sinks, (*z.shape[:-1], 1))], axis=-1)
+    weights = jax.nn.softmax(z, axis=-1)[..., : k.shape[2]].astype(v.dtype)
     out = _dot(weights.reshape(*q.shape[:2], -1, k.shape[2]), v, 3, 2)
     return _by_token(out.reshape(*q.shape[:4], -1).astype(v.dtype))
+
+
+def by_shared(sinks_N: jax.Array, z: jax.Array) -> jax.Array:
+    """Logits of heads for arrays like z [B, K, G, ...], in its type."""
+    return sinks_N.astype(z.dtype).reshape(*z.shape[1:3], *[1] * (z.ndim - 3))
+
+
+def of_sinks(sinks_N: jax.Array, normaliser: jax.Array, g_dot_out: jax.Array, axes: tuple[int, ...]) -> jax.Array:
+    """The gradient of sinks, a sum over these axes of rows and queries: that of the logit of a key with no value."""
+    shape = [1 if axis in axes else size for axis, size in enumerate(normaliser.shape)]
+    weights = jnp.exp(sinks_N.astype(normaliser.dtype).reshape(shape) - normaliser)
+    return -jnp.sum(weights * g_dot_out, axis=axes).reshape(sinks_N.shape).astype(sinks_N.dtype)
 
 
 def _stripes(length: int, keys: int, part: bool) -> list[tuple[int, int, int]]:
@@ -167,7 +192,7 @@ def _joined(blocks: list[jax.Array]) -> jax.Array:
     return stacked.transpose(1, 2, 3, 0, 4, 5).reshape(b, k, g, n * q, h)
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(5, 6))
+@functools.partial(jax.custom_vjp, nondiff_argnums=(6, 7))
 def _attention(*args: Any) -> jax.Array:
     return _forward(*args)[0]
 
@@ -176,6 +201,7 @@ def _forward(
     q_BLNH: jax.Array,
     k_BLKH: jax.Array,
     v_BLKH: jax.Array,
+    sinks_N: jax.Array | None,
     segments: Segments,
     window: jax.Array | int | None,
     scale: float,
@@ -194,8 +220,12 @@ def _forward(
         z = jnp.where(visible(segments, window, start, BLOCK, stop)[:, None, None], z, -jnp.inf)
         # Every token sees itself, so the maximum is finite.
         top = jnp.max(z, axis=-1, keepdims=True)
+        if sinks_N is not None:
+            top = jnp.maximum(top, by_shared(sinks_N, z))
         e = jnp.exp(z - top)
         total = jnp.sum(e, axis=-1, keepdims=True)
+        if sinks_N is not None:
+            total += jnp.exp(by_shared(sinks_N, z) - top)
         weights = e.astype(v.dtype).reshape(*e.shape[:2], -1, stop)
         # Dividing after the product takes H divisions a query in place of S.
         out = _dot(weights, v[:, :, :stop], 3, 2).reshape(*e.shape[:4], -1) / total
@@ -208,7 +238,7 @@ def _forward(
         outs.append(out)
         normalisers.append(normaliser)
     out, normaliser = (keep(_joined(x), ATTENTION) for x in (outs, normalisers))
-    return _by_token(out), (q, k, v, segments, window, out, normaliser)
+    return _by_token(out), (q, k, v, sinks_N, segments, window, out, normaliser)
 
 
 def _backward(
@@ -221,21 +251,21 @@ def _backward(
     where n is the saved log-normaliser of a query, log(sum(exp(z))). The chain rule back through each of them:
 
         dv = p^T g
-        dp = g v^T
+        dp = g v^T                     of a sink 0
         dz = p * (dp - sum(p * dp))    of the softmax; the sum over keys is g . o, as p v = o, unless o is rounded
         ds = dz * (1 - (z / c)^2)      of the softcap; tanh' = 1 - tanh^2
         dq = scale * ds k = scale * (ds (k - m) + sum(ds) m), for any m
         dk = scale * ds^T q
     """
-    q, k, v, segments, window, out, normaliser = saved
+    q, k, v, sinks_N, segments, window, out, normaliser = saved
     heads, groups = q.shape[1], q.shape[2]
     g = _by_head(g_BLNH, heads)
     # sum(p * dp), one number a query, without p.
     g_dot_out = jnp.sum(g.astype(_accumulator(g)) * out.astype(_accumulator(out)), axis=-1, keepdims=True)
     rounds = k.dtype != _accumulator(k)
     if rounds:
-        # Without a softcap ds sums to 0, but rounded it does not: what keys have in common would be left. Columns that
-        # fill a block up are 0.
+        # Without a softcap and sinks ds sums to 0, but rounded it does not: what keys have in common would be left.
+        # Columns that fill a block up are 0.
         there = jnp.any(k != 0, axis=3, keepdims=True)
         mean = jnp.sum(k, axis=2, keepdims=True, dtype=_accumulator(k)) / jnp.sum(there, axis=2, keepdims=True).clip(1)
     k_own = (k - mean).astype(k.dtype) if rounds else k
@@ -260,7 +290,7 @@ def _backward(
         flat = (*p.shape[:2], -1, stop)
         p_rows, ds_rows = p.astype(v.dtype).reshape(flat), ds.astype(k.dtype).reshape(flat)
         dq = _dot(ds_rows, k_own[:, :, :stop], 3, 2).reshape(*p.shape[:4], -1)
-        if rounds and softcap is not None:
+        if rounds and (softcap is not None or sinks_N is not None):
             dq += jnp.sum(ds, axis=-1, keepdims=True) * mean[:, :, None]
         dk, dv = sums
         return (dk + _dot(q_rows, ds_rows, 2, 2), dv + _dot(g_rows, p_rows, 2, 2)), dq
@@ -275,7 +305,10 @@ def _backward(
         dqs.append(dq)
     dq_BLNH = _by_token(_joined(dqs)).astype(q.dtype)
     dk_BLKH, dv_BLKH = (x.transpose(0, 3, 1, 2).astype(k.dtype) for x in (dk, dv))
-    return dq_BLNH, dk_BLKH, dv_BLKH, None, None
+    d_sinks = None
+    if sinks_N is not None:
+        d_sinks = of_sinks(sinks_N, normaliser[..., 0], g_dot_out[..., 0], (0, 3))
+    return dq_BLNH, dk_BLKH, dv_BLKH, d_sinks, None, None
 
 
 _attention.defvjp(_forward, _backward)

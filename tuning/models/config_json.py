@@ -22,8 +22,12 @@ ROPE_FIELDS: Final = {
     "linear": ("factor",),
     "llama3": ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"),
     "yarn": ("factor", "beta_slow", "beta_fast", "original_max_position_embeddings", "attention_factor"),
+    "longrope": (),
 }
 """Required numbers of each `rope_type`, as `RopeScaling` has them."""
+_PARTIAL: Final = "partial_rotary_factor"
+_ORIGINAL: Final = "original_max_position_embeddings"
+_LONGROPE: Final = ("short_factor", "long_factor", "attention_factor", _ORIGINAL)
 _YARN: Final = ("mscale", "mscale_all_dim", "truncate")
 
 _TYPES: Final[dict[str, tuple[type, str]]] = {
@@ -51,9 +55,13 @@ class _File:
         if "num_experts" in self.family.defaults and "num_local_experts" in values:
             # As transformers 5 writes it.
             self.values = {"num_experts": values["num_local_experts"], **values}
-        for name, allowed in (EVERYWHERE | dict(self.family.fixed)).items():
-            if name in values and values[name] not in allowed:
-                raise self.refusal(name, values[name], repr(allowed[0]))
+        if isinstance(quantized := self.values.get("quantization_config"), dict) and "quant_method" in quantized:
+            self.values = {**self.values, "quantization_config": quantized["quant_method"]}
+        defaults = self.family.defaults
+        everywhere = {name: allowed for name, allowed in EVERYWHERE.items() if name not in defaults}
+        for name, allowed in (everywhere | dict(self.family.fixed)).items():
+            if (value := self.values.get(name, defaults.get(name, allowed[0]))) not in allowed:
+                raise self.refusal(name, value, repr(allowed[-1] if allowed[0] is None else allowed[0]))
 
     def refusal(self, name: str, value: Any, supported: str) -> UnsupportedModel:
         return UnsupportedModel(f"{self.source}: {name} is {value!r}, supported is {supported}")
@@ -132,7 +140,14 @@ def from_hugging_face(values: Mapping[str, Any], source: str) -> DecoderConfig:
     # Families without such a bias ignore the field.
     attention, mlp = (n in family.biases and n in values and file.flag(n) for n in ("attention_bias", "mlp_bias"))
     traits: dict[str, Any] = {"qkv_bias": attention, "output_bias": attention, "mlp_bias": mlp}
-    traits |= _rope(file) | _windows(file, layers)
+    traits |= _rope(file, sizes["head_dim"]) | _windows(file, layers)
+    if (scaling := traits["rope_scaling"]) is not None and scaling.kind == "longrope":
+        # Longer sequences have other angles from their first token on: a sampler cannot know which.
+        sizes["max_positions"] = min(sizes["max_positions"], scaling.original_positions)
+    if "use_qk_norm" in family.defaults:
+        traits["qk_norm"] = file.flag("use_qk_norm")
+    if "n_shared_experts" in family.defaults:
+        traits["shared_size"] = file.positive("n_shared_experts") * sizes["intermediate_size"]
     if "no_rope_layer_interval" in family.defaults and not all(rotates := _rope_pattern(file, layers)):
         traits["rope_layers"] = tuple(rotates)
     if family.tensors:
@@ -162,12 +177,13 @@ def _routed(file: _File, sizes: Mapping[str, int]) -> dict[str, Any]:
     most = MOST_EXPERTS // sizes["num_layers"]
     if sizes["num_experts"] > most:
         raise file.refusal(_sizes(file.family)["num_experts"], sizes["num_experts"], f"at most {most} of a layer")
-    aux = file.flag("output_router_logits") and file.cap("router_aux_loss_coef")
-    normalised = "norm_topk_prob" in file.family.defaults and file.flag("norm_topk_prob")
+    defaults = file.family.defaults
+    aux = "router_aux_loss_coef" in defaults and file.flag("output_router_logits") and file.cap("router_aux_loss_coef")
+    normalised = "norm_topk_prob" in defaults and file.flag("norm_topk_prob")
     return {"router_aux": float(aux or 0), "normalise_experts": normalised}
 
 
-def _rope(file: _File) -> dict[str, Any]:
+def _rope(file: _File, head_dim: int) -> dict[str, Any]:
     """Theta and scaling, from either layout; Gemma 3 has a second, unscaled theta for its windowed layers."""
     new, old = file.values.get("rope_parameters"), file.values.get("rope_scaling")
     theta = file.read("rope_theta")
@@ -187,23 +203,39 @@ def _rope(file: _File) -> dict[str, Any]:
         entries = [_rope_entry(file, *pair, theta) for pair in (("rope_parameters", new), ("rope_scaling", old))]
         if entries[0] != entries[1]:
             raise file.refusal("rope_scaling", old, f"the value of rope_parameters, {new!r}")
-    name = "rope_parameters" if new else "rope_scaling"
-    base, scaling = _rope_entry(file, name, new or old or {}, theta)
+    name, entry = (
+        "rope_parameters" if new else "rope_scaling",
+        new or old or file.family.defaults.get("rope_scaling", {}),
+    )
+    base, scaling = _rope_entry(file, name, entry, theta)
+    if _PARTIAL in file.family.defaults:
+        part = entry.get(_PARTIAL) or file.values.get(_PARTIAL) or file.family.defaults[_PARTIAL]
+        factor = file.number(_PARTIAL, part)
+        if factor > 1 or int(head_dim * factor) % 2 or head_dim * factor < 2:
+            raise file.refusal(_PARTIAL, part, f"an even part of the head's {head_dim} numbers")
+        local["rotary_factor"] = factor
+        pairs = int(head_dim * factor) // 2
+        if scaling and scaling.kind == "longrope" and {len(scaling.short), len(scaling.long)} != {pairs}:
+            sizes = [len(scaling.short), len(scaling.long)]
+            raise file.refusal(f"lengths of {name}.short_factor and long_factor", sizes, f"{pairs} pairs of a head")
     return local | {"rope_theta": base, "rope_scaling": scaling}
 
 
 def _rope_entry(file: _File, name: str, entry: Mapping[str, Any], theta: float) -> tuple[float, RopeScaling | None]:
     """Theta and scaling of one dictionary of rotary parameters; `theta` is the default."""
     kind = entry.get("rope_type", entry.get("type", "default"))
-    if kind not in ROPE_FIELDS:
-        raise file.refusal(f"{name}.rope_type", kind, "default, linear, llama3 or yarn")
-    required, optional = ROPE_FIELDS[kind], _YARN if kind == "yarn" else ()
+    # As the first releases of Phi 3 name it.
+    kind = "longrope" if kind == "su" else kind
+    known = ("default", "longrope") if _ORIGINAL in file.family.defaults else ("default", "linear", "llama3", "yarn")
+    if kind not in known:
+        raise file.refusal(f"{name}.rope_type", kind, ", ".join(known))
+    required, optional = ROPE_FIELDS[kind], {"yarn": _YARN, "longrope": _LONGROPE}.get(kind, ())
     # transformers falls back to the model's context length for the original one.
     filled = {"original_max_position_embeddings": file.read("max_position_embeddings")} | dict(entry)
     if kind == "yarn":
         filled = _yarn(file, name, {field: value for field, value in filled.items() if value is not None})
     for field, value in entry.items():
-        if field == "partial_rotary_factor" and value in (1, 1.0):
+        if field == _PARTIAL and (value in (1, 1.0) or field in file.family.defaults):
             continue
         if field not in ("rope_type", "type", "rope_theta", *required, *optional) and value is not None:
             raise file.refusal(f"{name}.{field}", value, f"absence, with rope_type {kind!r}")
@@ -213,6 +245,8 @@ def _rope_entry(file: _File, name: str, entry: Mapping[str, Any], theta: float) 
     base = file.number(f"{name}.rope_theta", entry.get("rope_theta", theta))
     if kind == "default":
         return base, None
+    if kind == "longrope":
+        return base, _longrope(file, name, entry)
     factor, *rest = (file.number(f"{name}.{field}", filled[field]) for field in required)
     if kind == "linear":
         return base, RopeScaling(kind, factor)
@@ -222,6 +256,26 @@ def _rope_entry(file: _File, name: str, entry: Mapping[str, Any], theta: float) 
     if not isinstance(whole := filled.get("truncate", True), bool):
         raise file.refusal(f"{name}.truncate", whole, "true or false")
     return base, RopeScaling(kind, factor, low, high, int(original), rest[3] if optional else 1.0, whole)
+
+
+def _longrope(file: _File, name: str, entry: Mapping[str, Any]) -> RopeScaling:
+    """The scaling, with the amplitude that transformers gives it by default."""
+    original, most = file.positive(_ORIGINAL), file.positive("max_position_embeddings")
+    if (own := entry.get(_ORIGINAL)) not in (None, original):
+        raise file.refusal(f"{name}.{_ORIGINAL}", own, f"that of the model, {original}")
+    divisors = []
+    for field in ("short_factor", "long_factor"):
+        if not isinstance(entry.get(field), list):
+            raise file.refusal(f"{name}.{field}", entry.get(field), "a list of numbers")
+        divisors.append(tuple(file.number(f"{name}.{field}", divisor) for divisor in entry[field]))
+    given = entry.get("attention_factor")
+    amplitude = grown(most, original) if given is None else file.number(f"{name}.attention_factor", given)
+    return RopeScaling("longrope", most / original, 1.0, 4.0, original, amplitude, True, *divisors)
+
+
+def grown(positions: float, original: int) -> float:
+    """The amplitude of longrope for an extended context."""
+    return math.sqrt(1 + math.log(positions / original) / math.log(original)) if positions > original else 1.0
 
 
 def _yarn(file: _File, name: str, entry: Mapping[str, Any]) -> dict[str, Any]:
@@ -306,12 +360,18 @@ def to_hugging_face(config: DecoderConfig, *, scalar: bool = False, **extra: Any
         "torch_dtype": "float32",
     }
     values |= {name: allowed[0] for name, allowed in family.fixed.items() if allowed[0] is not None}
-    biases = {"attention_bias": config.output_bias, "mlp_bias": config.mlp_bias}
+    biases = {"attention_bias": config.qkv_bias, "mlp_bias": config.mlp_bias}
     values |= {name: biases[name] for name in family.biases} | _write_rope(config) | _write_windows(config, family)
     values |= {name: getattr(config, own) for name, own in MULTIPLIERS.items() if name in family.defaults}
     if "no_rope_layer_interval" in family.defaults:
         values["no_rope_layers"] = [int(r) for r in config.rope_layers] or [1] * config.num_layers
-    if family.tensors:
+    if _PARTIAL in family.defaults:
+        values[_PARTIAL] = config.rotary_factor
+    if "use_qk_norm" in family.defaults:
+        values["use_qk_norm"] = config.qk_norm
+    if "n_shared_experts" in family.defaults:
+        values["n_shared_experts"] = config.shared_size // config.intermediate_size
+    if "router_aux_loss_coef" in family.defaults:
         values["output_router_logits"] = config.router_aux > 0
         values["router_aux_loss_coef"] = config.router_aux or family.defaults["router_aux_loss_coef"]
     if "norm_topk_prob" in family.defaults:
@@ -343,6 +403,13 @@ def _write_rope(config: DecoderConfig) -> dict[str, Any]:
         kind, *numbers = dataclasses.astuple(scaling)
         entry = {"rope_type": kind} | dict(zip(ROPE_FIELDS[kind], numbers, strict=False))
         entry |= {"truncate": scaling.whole} if kind == "yarn" else {}
+        if kind == "longrope":
+            values[_ORIGINAL], most = scaling.original_positions, round(scaling.factor * scaling.original_positions)
+            values["max_position_embeddings"] = most
+            # transformers 4 takes no other field.
+            entry = {"type": kind, "short_factor": list(scaling.short), "long_factor": list(scaling.long)}
+            if scaling.amplitude != grown(most, scaling.original_positions):
+                entry["attention_factor"] = scaling.amplitude
         values["rope_scaling"] = entry
     if layered:
         windowed = {"rope_type": "default", "rope_theta": config.local_rope_theta}

@@ -22,19 +22,28 @@ from flax import nnx
 from rlhf.tuning.models.config import DecoderConfig
 from rlhf.tuning.models.experts import Experts, Routing, as_chosen, mixture, routed
 from rlhf.tuning.models.linear import INIT, Linear
-from rlhf.tuning.models.matmul import factor, soft_cap
+from rlhf.tuning.models.matmul import factor, matmul, soft_cap
 from rlhf.tuning.models.remat import HEADS, INPUT, MLP, RESIDUAL, keep, rematerialised
 from rlhf.tuning.models.rope import rope_tables, rotate
 from rlhf.tuning.models.sharding import INNER, STREAM, constrain, with_cut_gradients
 from rlhf.tuning.models.vocabulary import embedded
 from rlhf.tuning.precision import real
 
+SWIGLU_ALPHA, SWIGLU_LIMIT = 1.702, 7.0
+"""Of `clamped_swiglu`: slope in the sigmoid, largest gate and absolute value of up."""
 UNLIMITED = np.iinfo(np.int32).max
 """The window of a layer with full attention, in a model with windowed layers."""
 
-_ACTIVATIONS: dict[str, Callable[[jax.Array], jax.Array]] = {
-    "silu": jax.nn.silu,
-    "gelu_tanh": functools.partial(jax.nn.gelu, approximate=True),
+
+def _clamped_swiglu(gate: jax.Array, up: jax.Array) -> jax.Array:
+    gate, up = jnp.minimum(gate, SWIGLU_LIMIT), jnp.clip(up, -SWIGLU_LIMIT, SWIGLU_LIMIT)
+    return gate * jax.nn.sigmoid(SWIGLU_ALPHA * gate) * (up + 1)
+
+
+_GATED: dict[str, Callable[[jax.Array, jax.Array], jax.Array]] = {
+    "silu": lambda gate, up: jax.nn.silu(gate) * up,
+    "gelu_tanh": lambda gate, up: jax.nn.gelu(gate, approximate=True) * up,
+    "clamped_swiglu": _clamped_swiglu,
 }
 
 
@@ -52,6 +61,8 @@ class AttentionSpec:
     """Positions of the queries."""
     sliding_window: int | None = None
     """The window of the layers that have one, where `window` is an array: it is this, or wider than any row."""
+    sinks_N: jax.Array | None = None
+    """A logit of each head that takes part in the softmax without a key or a value."""
 
 
 # attention(q_BLNH, k_BLKH, v_BLKH, spec, cache of this layer) -> (out_BLNH, new cache of this layer)
@@ -88,16 +99,32 @@ class Layer(nnx.Module):
 
         if c.input_norms:
             self.attention_norm, self.mlp_norm = norm(d), norm(d)
-        self.q = Linear(d, c.num_heads * h, bias=c.qkv_bias, rngs=rngs)
-        self.k = Linear(d, c.num_kv_heads * h, bias=c.qkv_bias, rngs=rngs)
-        self.v = Linear(d, c.num_kv_heads * h, bias=c.qkv_bias, rngs=rngs)
+        if c.joined:
+            self.qkv = Linear(d, (c.num_heads + 2 * c.num_kv_heads) * h, bias=c.qkv_bias, rngs=rngs)
+        else:
+            self.q = Linear(d, c.num_heads * h, bias=c.qkv_bias, rngs=rngs)
+            self.k = Linear(d, c.num_kv_heads * h, bias=c.qkv_bias, rngs=rngs)
+            self.v = Linear(d, c.num_kv_heads * h, bias=c.qkv_bias, rngs=rngs)
         self.o = Linear(c.num_heads * h, d, bias=c.output_bias, back=True, rngs=rngs)
+        if c.sinks:
+            self.sinks = nnx.Param(jnp.zeros(c.num_heads, real()))
+        linear: Any = functools.partial(Linear, bias=c.mlp_bias)
         if c.num_experts:
             self.router = nnx.Param(INIT(rngs.params(), (c.num_experts, d), real()))
-            linear: Any = functools.partial(Experts, c.num_experts)
+            linear = functools.partial(Experts, c.num_experts, bias=c.mlp_bias)
+        if c.router_bias:
+            self.router_bias = nnx.Param(jnp.zeros(c.num_experts, real()))
+        if c.score_bias:
+            self.score_bias = nnx.Param(jnp.zeros(c.num_experts, real()))
+        if c.shared_size:
+            self.shared_gate, self.shared_up = (Linear(d, c.shared_size, rngs=rngs) for _ in range(2))
+            self.shared_down = Linear(c.shared_size, d, back=True, rngs=rngs)
+        if c.shared_switch:
+            self.shared_switch = nnx.Param(INIT(rngs.params(), (1, d), real()))
+        if c.joined or c.paired_experts:
+            self.gate_up = linear(d, 2 * f, rngs=rngs)
         else:
-            linear = functools.partial(Linear, bias=c.mlp_bias)
-        self.gate, self.up = linear(d, f, rngs=rngs), linear(d, f, rngs=rngs)
+            self.gate, self.up = linear(d, f, rngs=rngs), linear(d, f, rngs=rngs)
         self.down = linear(f, d, back=True, rngs=rngs)
         if c.qk_norm:
             self.q_norm, self.k_norm = norm(h), norm(h)
@@ -127,37 +154,62 @@ class Layer(nnx.Module):
         k, v = (x.reshape(*rows, c.num_kv_heads, c.head_dim) for x in (k, v))
         if c.qk_norm:
             q, k = self._norm(q, self.q_norm), self._norm(k, self.k_norm)
+        if c.sinks:
+            spec = dataclasses.replace(spec, sinks_N=self.sinks[...])
         out, cache = attention(rotate(q, *rope), rotate(k, *rope), v, spec, cache)
         out = constrain(self.o(constrain(out.reshape(*rows, -1), *INNER)), *STREAM)
         out = self._norm(keep(out, RESIDUAL), self.attention_post_norm) if c.post_norms else out
         x_BLD = keep(x_BLD + _scaled(out, c.residual_scale), RESIDUAL)
 
         normed = self._norm(x_BLD, self.mlp_norm) if c.input_norms else x_BLD
-        activation = _ACTIVATIONS[c.activation]
         if c.num_experts:
-            count, router = c.experts_per_token, self.router[...]
-            experts, weights, cache = routed(normed, router, count, c.normalise_experts, routing, cache)
-            into, back = self._kernels(self._before_activation), *self._kernels((self.down,))
-            out = constrain(mixture(normed, experts, weights, into, back, c.num_experts, activation), *STREAM)
+            out, cache = self._routed(normed, routing, cache)
         else:
-            gate, up = (keep(constrain(x, *INNER), MLP) for x in self._into_mlp(normed))
-            out = constrain(self.down(activation(gate) * up), *STREAM)
+            out = self._mlp(normed, self._before_activation, self.down)
+        out = constrain(out, *STREAM)
         out = self._norm(keep(out, MLP), self.mlp_post_norm) if c.post_norms else out
         return x_BLD + _scaled(out, c.residual_scale), cache
 
-    def _into_heads(self, normed: jax.Array) -> Sequence[jax.Array]:
-        return self.q(normed), self.k(normed), self.v(normed)
+    def _mlp(self, normed: jax.Array, into: Sequence[Linear], back: Linear) -> jax.Array:
+        return back(self._gated([keep(constrain(m(normed), *INNER), MLP) for m in into]))
 
-    def _into_mlp(self, normed: jax.Array) -> Sequence[jax.Array]:
-        return [linear(normed) for linear in self._before_activation]
+    def _routed(self, normed: jax.Array, routing: Routing, cache: Any) -> tuple[jax.Array, Any]:
+        """Output of the experts of each token, and of the MLP that all share, with the new cache."""
+        c = self.config
+        bias, choice = (
+            getattr(self, name)[...] if there else None
+            for name, there in (("router_bias", c.router_bias), ("score_bias", c.score_bias))
+        )
+        options = c.experts_per_token, c.normalise_experts, routing, cache, bias, c.sigmoid_router, choice
+        experts, weights, cache = routed(normed, self.router[...], *options)
+        into, back = [m.parts() for m in self._before_activation], self.down.parts()
+        out = mixture(normed, experts, _scaled(weights, c.expert_scale), into, back, c.num_experts, self._gated)
+        if c.shared_size:
+            shared = self._mlp(normed, (self.shared_gate, self.shared_up), self.shared_down)
+            if c.shared_switch:
+                shared *= jax.nn.sigmoid(matmul(normed, self.shared_switch[...].T))
+            out += constrain(shared, *STREAM)
+        return out, cache
+
+    # Projections of one input are joined in some families, and for decoding (`rlhf.tuning.rollout.engine.decoders`).
+
+    def _into_heads(self, normed: jax.Array) -> Sequence[jax.Array]:
+        if not hasattr(self, "qkv"):
+            return self.q(normed), self.k(normed), self.v(normed)
+        ends = np.cumsum([self.config.num_heads, self.config.num_kv_heads]) * self.config.head_dim
+        return jnp.split(self.qkv(normed), ends.tolist(), axis=-1)
 
     @property
     def _before_activation(self) -> Sequence[Any]:
-        return self.gate, self.up
+        return (self.gate_up,) if hasattr(self, "gate_up") else (self.gate, self.up)
 
-    @staticmethod
-    def _kernels(modules: Sequence[Any]) -> list[Any]:
-        return [m.kernel[...] if isinstance(m.kernel, nnx.Variable) else m.kernel for m in modules]
+    def _gated(self, inner: Sequence[jax.Array]) -> jax.Array:
+        """Input of `down`, from outputs of `_before_activation`."""
+        if self.config.paired_experts:
+            inner = inner[0][..., ::2], inner[0][..., 1::2]
+        elif len(inner) == 1:
+            inner = jnp.split(inner[0], 2, axis=-1)
+        return _GATED[self.config.activation](*inner)
 
     def _norm(self, x: jax.Array, weight: nnx.Param) -> jax.Array:
         return rms_norm(x, weight[...], self.config.norm_eps, self.config.norm_offset)

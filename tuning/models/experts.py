@@ -1,9 +1,9 @@
 """Mixtures of experts: the router, and one path of tokens to their experts and back.
 
-    probabilities    softmax over all experts, in at least float32
-    chosen           the most probable ones of each token
+    scores           softmax over all experts, or the sigmoid of each, in at least float32
+    chosen           those of each token with the highest scores
     experts          those that `Routing` says: the chosen ones, or recorded ones
-    weights          the probabilities of the experts, divided by their sum if the family does
+    weights          the scores of the experts, divided by their sum if the family does
     copies           a row for each expert of a token, sorted by expert
     products         of each expert's rows with its matrices
     output           rows in the order of tokens, weighted and added
@@ -44,8 +44,17 @@ class Experts(nnx.Module):
 
     kernel: Any
 
-    def __init__(self, count: int, size_in: int, size_out: int, *, back: bool = False, rngs: nnx.Rngs):
+    def __init__(
+        self, count: int, size_in: int, size_out: int, *, bias: bool = False, back: bool = False, rngs: nnx.Rngs
+    ):
         self.kernel = nnx.Param(INIT(rngs.params(), (count, size_in, size_out), real()))
+        if bias:
+            self.bias = nnx.Param(jnp.zeros((count, size_out), real()))
+
+    def parts(self) -> tuple[Any, jax.Array | None]:
+        """The kernel, as an array or as the module that stores it, and the bias."""
+        kernel = self.kernel[...] if isinstance(self.kernel, nnx.Variable) else self.kernel
+        return kernel, self.bias[...] if hasattr(self, "bias") else None
 
 
 def as_chosen(probs_BLE: jax.Array, chosen_BLX: jax.Array, cache: Any) -> tuple[jax.Array, Any]:
@@ -92,18 +101,32 @@ def router_means(sums: Mapping[str, float]) -> dict[str, float]:
 
 
 def routed(
-    x_BLD: jax.Array, router_ED: jax.Array, count: int, normalise: bool, routing: Routing, cache: Any
+    x_BLD: jax.Array,
+    router_ED: jax.Array,
+    count: int,
+    normalise: bool,
+    routing: Routing,
+    cache: Any,
+    bias_E: jax.Array | None = None,
+    sigmoid: bool = False,
+    choice_E: jax.Array | None = None,
 ) -> tuple[jax.Array, jax.Array, Any]:
     """(experts [B, L, X], their weights in at least float32, new cache), with `count` experts a token.
 
-    A gradient reaches the router through the weights.
+    A gradient reaches the router through the weights. sigmoid: scores are no softmax; routing is given their shares.
+    choice_E: added to scores where experts are chosen (Wang et al., 2024, arXiv:2408.15664).
     """
     wide = x_BLD.astype(jnp.promote_types(x_BLD.dtype, jnp.float32))
     # Exact: a rounded probability would choose another expert than the sampler's.
     logits = jnp.einsum("bld,ed->ble", wide, router_ED.astype(wide.dtype), precision="highest")
-    probs = jax.nn.softmax(logits)
-    experts, cache = routing(probs, jax.lax.top_k(probs, count)[1], cache)
-    weights = jnp.take_along_axis(probs, experts, axis=-1)
+    logits = logits if bias_E is None else logits + bias_E.astype(wide.dtype)
+    probs = scores = jax.nn.softmax(logits)
+    if sigmoid:
+        scores = jax.nn.sigmoid(logits)
+        probs = scores / scores.sum(-1, keepdims=True)
+    ranked = scores if choice_E is None else scores + choice_E.astype(wide.dtype)
+    experts, cache = routing(probs, jax.lax.top_k(ranked, count)[1], cache)
+    weights = jnp.take_along_axis(scores, experts, axis=-1)
     return experts, weights / weights.sum(-1, keepdims=True) if normalise else weights, cache
 
 
@@ -111,46 +134,72 @@ def mixture(
     x_BLD: jax.Array,
     experts_BLX: jax.Array,
     weights_BLX: jax.Array,
-    into: Sequence[Any],
-    back: Any,
+    into: Sequence[tuple[Any, jax.Array | None]],
+    back: tuple[Any, jax.Array | None],
     count: int,
-    activation: Callable[[jax.Array], jax.Array],
+    gated: Callable[[Sequence[jax.Array]], jax.Array],
 ) -> jax.Array:
-    """The weighted sum of each token's experts, back(activation(gate) * up), [B, L, D] in the type of x.
+    """The weighted sum of each token's experts, back(gated([into(x)])), [B, L, D] in the type of x.
 
-    into: the kernels of gate and up, or of both joined. Each kernel is an array [E, in, out], or a module with
+    into, back: kernels and biases [E, out] of the projections. Each kernel is an array [E, in, out], or a module with
     `grouped(rows, sizes)`. count: E. On a mesh each device computes its own rows and columns, with kernels that it
     gathers over `fsdp`, whole experts if it divides them, and its part of the feed-forward over `tensor`.
     """
+    kernels, biases = zip(*into, strict=True)
+    (kernel, bias), tokens_in = back, (x_BLD, experts_BLX, weights_BLX)
 
     def local(
-        x: jax.Array, experts: jax.Array, weights: jax.Array, back: Any, *into: Any, cuts: Any = (None, None)
+        x: jax.Array,
+        experts: jax.Array,
+        weights: jax.Array,
+        back: Any,
+        into: Any,
+        biases: Any,
+        *,
+        cuts: Any = (None, None),
     ) -> jax.Array:
         flat, width = experts.reshape(-1), experts.shape[-1]
         order = jnp.argsort(flat)
         place, sizes = jnp.argsort(order), jnp.sum(flat[:, None] == jnp.arange(count), axis=0)
         copies = permuted(jnp.repeat(x.reshape(-1, x.shape[-1]), width, axis=0), order, place)
-        inner = [keep(_product(kernel, copies, sizes, cuts[0]), MLP) for kernel in into]
-        gate, up = inner if len(inner) == 2 else jnp.split(inner[0], 2, axis=-1)
-        out = permuted(_product(back, activation(gate) * up, sizes, cuts[1]), place, order)
+        products = [_product(kernel, copies, sizes, cuts[0]) for kernel in into]
+        # A product, since the gradient of a gather is a sum in any order on GPUs.
+        of_expert = jax.nn.one_hot(flat[order], count, dtype=x.dtype)
+        inner = [
+            y if b is None else y + jnp.dot(of_expert, b.astype(x.dtype), precision="highest")
+            for y, b in zip(products, biases, strict=True)
+        ]
+        out = permuted(_product(back, gated([keep(x, MLP) for x in inner]), sizes, cuts[1]), place, order)
         shares = out.reshape(*experts.shape, -1).astype(weights.dtype) * weights[..., None]
         return shares.sum(axis=-2).astype(x.dtype)
 
     mesh = mesh_in_use()
     if mesh is None:
-        return local(x_BLD, experts_BLX, weights_BLX, back, *into)
+        return _with_shares(local(*tokens_in, kernel, kernels, biases), experts_BLX, weights_BLX, bias)
     rows, columns = dividing(mesh, x_BLD.shape[0], ROWS), dividing(mesh, x_BLD.shape[1], CONTEXT)
-    inner, whole = dividing(mesh, back.shape[1], TENSOR), dividing(mesh, count, FSDP)
-    hidden = () if whole else dividing(mesh, back.shape[2], FSDP)
+    inner, whole = dividing(mesh, kernel.shape[1], TENSOR), dividing(mesh, count, FSDP)
+    hidden = () if whole else dividing(mesh, kernel.shape[2], FSDP)
     cuts = (0, 0) if whole else (1, 2) if hidden else (None, None)
 
-    def device(x: jax.Array, experts: jax.Array, weights: jax.Array, back: jax.Array, *into: jax.Array) -> jax.Array:
-        out = local(x, experts, weights, back, *into, cuts=cuts)
+    def device(*arrays: Any) -> jax.Array:
+        out = local(*arrays, cuts=cuts)
         return jax.lax.psum(out, inner) if inner else out
 
-    tokens, kernels = spec(rows, columns), (spec(whole, inner, hidden), *[spec(whole, hidden, inner)] * len(into))
-    cut = jax.shard_map(device, in_specs=(*[tokens] * 3, *kernels), out_specs=tokens, check_vma=False)
-    return cut(x_BLD, experts_BLX, weights_BLX, back, *into)
+    tokens, of_kernels = spec(rows, columns), (spec(whole, inner, hidden), spec(whole, hidden, inner))
+    in_specs = *[tokens] * 3, *of_kernels, spec((), inner)
+    cut = jax.shard_map(device, in_specs=in_specs, out_specs=tokens, check_vma=False)
+    return _with_shares(cut(*tokens_in, kernel, kernels, biases), experts_BLX, weights_BLX, bias)
+
+
+def _with_shares(
+    out_BLD: jax.Array, experts_BLX: jax.Array, weights_BLX: jax.Array, bias_ED: jax.Array | None
+) -> jax.Array:
+    """The output with the weighted biases of each token's experts."""
+    if bias_ED is None:
+        return out_BLD
+    each = jax.nn.one_hot(experts_BLX, len(bias_ED), dtype=weights_BLX.dtype)
+    weights_BLE = jnp.einsum("blx,blxe->ble", weights_BLX, each)
+    return out_BLD + jnp.dot(weights_BLE, bias_ED, precision="highest").astype(out_BLD.dtype)
 
 
 def _product(kernel: Any, x_RI: jax.Array, sizes_E: jax.Array, cut: int | None) -> jax.Array:

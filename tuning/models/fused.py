@@ -15,7 +15,7 @@ import numpy as np
 
 from rlhf.tuning.compile_target import target_platform
 from rlhf.tuning.cpu.kernels import build
-from rlhf.tuning.models.blocked import Segments
+from rlhf.tuning.models.blocked import Segments, of_sinks
 from rlhf.tuning.models.remat import ATTENTION, keep
 from rlhf.tuning.models.sharding import mesh_in_use
 
@@ -42,10 +42,11 @@ def fused_attention(
     segments: Segments,
     window: jax.Array | int | None,
     scale: float,
+    sinks_N: jax.Array | None = None,
 ) -> jax.Array:
     """softmax(mask(scale * q k)) v, [B, L, N, H], of float32 arrays that `suits` accepts, all columns of their rows.
 
-    window: at least 1; it has no gradient.
+    sinks_N: as of `blocked_attention`. window: at least 1; it has no gradient.
     """
     if isinstance(window, jax.Array):
         limit = jnp.minimum(window, jnp.asarray(_NO_WINDOW, window.dtype))
@@ -54,31 +55,43 @@ def fused_attention(
     columns = tuple(jnp.broadcast_to(x, q_BLNH.shape[:2]) for x in segments[:3])
     kernels = build()
     names = str(kernels.fused_forward), str(kernels.fused_backward)
-    return _attention(q_BLNH, k_BLKH, v_BLKH, tuple(x.astype(jnp.int32) for x in (*columns, limit)), scale, names)
+    spans = tuple(x.astype(jnp.int32) for x in (*columns, limit))
+    return _attention(q_BLNH, k_BLKH, v_BLKH, sinks_N, spans, scale, names)
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(4, 5))
+@functools.partial(jax.custom_vjp, nondiff_argnums=(5, 6))
 def _attention(*args: Any) -> jax.Array:
     return _forward(*args)[0]
 
 
 def _forward(
-    q: jax.Array, k: jax.Array, v: jax.Array, columns: tuple[jax.Array, ...], scale: float, names: tuple[str, str]
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    sinks: jax.Array | None,
+    columns: tuple[jax.Array, ...],
+    scale: float,
+    names: tuple[str, str],
 ) -> tuple[jax.Array, tuple[Any, ...]]:
     shapes = jax.ShapeDtypeStruct(q.shape, jnp.float32), jax.ShapeDtypeStruct(q.shape[:3], jnp.float32)
     call = jax.ffi.ffi_call(names[0], shapes, vmap_method="sequential")
-    out, normaliser = (keep(x, ATTENTION) for x in call(q, k, v, *columns, scale=np.float32(scale)))
-    return out, (q, k, v, columns, out, normaliser)
+    out, normaliser = call(q, k, v, *columns, scale=np.float32(scale))
+    if sinks is not None:
+        total = jnp.logaddexp(normaliser, sinks)
+        out, normaliser = out * jnp.exp(normaliser - total)[..., None], total
+    out, normaliser = (keep(x, ATTENTION) for x in (out, normaliser))
+    return out, (q, k, v, sinks, columns, out, normaliser)
 
 
 def _backward(
     scale: float, names: tuple[str, str], saved: tuple[Any, ...], g: jax.Array
 ) -> tuple[jax.Array | None, ...]:
     """As in `blocked`."""
-    q, k, v, columns, out, normaliser = saved
+    q, k, v, sinks, columns, out, normaliser = saved
     shapes = tuple(jax.ShapeDtypeStruct(x.shape, jnp.float32) for x in (q, k, v))
     call = jax.ffi.ffi_call(names[1], shapes, vmap_method="sequential")
-    return *call(q, k, v, *columns, out, normaliser, g, scale=np.float32(scale)), None
+    d_sinks = None if sinks is None else of_sinks(sinks, normaliser, jnp.sum(g * out, axis=-1), (0, 1))
+    return *call(q, k, v, *columns, out, normaliser, g, scale=np.float32(scale)), d_sinks, None
 
 
 _attention.defvjp(_forward, _backward)

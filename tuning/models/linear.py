@@ -12,6 +12,8 @@ from rlhf.tuning.models.matmul import matmul
 from rlhf.tuning.precision import real, rounds_products
 
 INIT = nnx.initializers.normal(0.02)
+JOINED = {"qkv": ("q", "k", "v"), "gate_up": ("gate", "up")}
+"""Projections of one input that are joined into one product, in the order of their outputs."""
 
 
 class Linear(nnx.Module):

@@ -18,7 +18,7 @@ from flax import nnx
 
 from rlhf.tuning.models.config import DecoderConfig
 from rlhf.tuning.models.decoder import Decoder, ScalarHead, decoder_graph, scalar_graph
-from rlhf.tuning.models.linear import Linear
+from rlhf.tuning.models.linear import JOINED, Linear
 from rlhf.tuning.models.matmul import thin
 from rlhf.tuning.models.quantize import FORMATS
 from rlhf.tuning.models.tensors import narrowed
@@ -79,6 +79,15 @@ def linears(model: Any) -> list[tuple[str, Linear]]:
     return [(str(path[-1]), node) for path, node in sorted(nodes, key=lambda item: tuple(map(str, item[0])))]
 
 
+def adapted(name: str, targets: tuple[str, ...]) -> bool:
+    """Whether a projection gets an adapter. Raises ValueError for one that joins targets with others."""
+    parts = JOINED.get(name, (name,))
+    wanted = [part for part in parts if part in targets]
+    if 0 < len(wanted) < len(parts):
+        raise ValueError(f"lora.targets: {', '.join(parts)} are one projection of this model: name all of them or none")
+    return bool(wanted)
+
+
 def _model(config: DecoderConfig, role: Role) -> Any:
     return {"decoder": Decoder, "scalar": ScalarHead}[role](config, rngs=nnx.Rngs(0))
 
@@ -103,7 +112,7 @@ def _tuned(model: Any, lora: LoraConfig, seed: int) -> tuple[Any, Any, Any]:
         *layers, size_in, size_out = linear.kernel.shape
         if lora.quantize != "none":
             linear.kernel = FORMATS[lora.quantize](linear.kernel[...])
-        if name in lora.targets:
+        if adapted(name, lora.targets):
             # The key depends on the projection's number alone, whichever projections are targets.
             shape, own = (*layers, size_in, lora.rank), jax.random.fold_in(key, number)
             if lora.init == "kaiming":

@@ -28,6 +28,8 @@ PROJECTIONS: Final = {
     "gate": "mlp.gate_proj",
     "up": "mlp.up_proj",
     "down": "mlp.down_proj",
+    "qkv": "self_attn.qkv_proj",
+    "gate_up": "mlp.gate_up_proj",
 }
 NORMS: Final = {
     "attention_norm": "input_layernorm",
@@ -55,13 +57,15 @@ def tensor_names(paths: Iterable[Path], config: DecoderConfig) -> dict[Path, Nam
     """The tensors of each parameter of a decoder, in the order of `paths`; KeyError for an unknown one."""
     paths = list(paths)
     norms = POST_NORMS if ("layers", "mlp_post_norm") in paths else NORMS
-    modules = norms | PROJECTIONS | dict(FAMILIES[config.family].tensors)
+    own = FAMILIES[config.family].tensors
+    modules = norms | PROJECTIONS | dict(own)
     names: dict[Path, Names] = {}
     for path in paths:
-        name = _TOP.get(path[0], "")
+        name, whole = _TOP.get(path[0], ""), own.get(".".join(path[1:]))
         if path[0] == "layers":
-            name = f"model.layers.{{}}.{modules[path[1]]}.{'bias' if path[-1] == 'bias' else 'weight'}"
+            module = whole or f"{modules[path[1]]}.{'bias' if path[-1] == 'bias' else 'weight'}"
+            name = f"model.layers.{{}}.{module}"
         sizes = (config.num_layers, config.num_experts)[: name.count("{}")]
         tensors = {at: name.format(*at) for at in itertools.product(*map(range, sizes))}
-        names[path] = Names(tensors, transposed=path[-1] == "kernel")
+        names[path] = Names(tensors, transposed=path[-1] == "kernel" and not whole)
     return names

@@ -16,7 +16,7 @@ from flax.traverse_util import flatten_dict, unflatten_dict
 from safetensors.numpy import load_file, save_file
 
 from rlhf.tuning import multihost
-from rlhf.tuning.models.lora import PROJECTIONS, LoraConfig
+from rlhf.tuning.models.lora import LoraConfig
 from rlhf.tuning.models.mapping import PROJECTIONS as MODULES
 
 CONFIG, TENSORS = "adapter_config.json", "adapter_model.safetensors"
@@ -49,7 +49,9 @@ def save_adapter(folder: Path, trainable: Any, lora: LoraConfig, base: str | Non
     """Writes a trainable tree of `lora.tune` in PEFT's format; `base` is the name or path of the model below it."""
     tensors: dict[str, np.ndarray] = {}
     scalar = False
+    adapted: set[str] = set()
     for path, value in flatten_dict(nnx.to_pure_dict(trainable)).items():
+        adapted.add(path[-3])
         # An adapter's factor of all layers is no larger than one layer of the model.
         host = multihost.to_host(value)
         if path == ("score",):
@@ -68,7 +70,7 @@ def save_adapter(folder: Path, trainable: Any, lora: LoraConfig, base: str | Non
         "modules_to_save": ["score"] if scalar else None,
         "peft_type": "LORA",
         "r": lora.rank,
-        "target_modules": [MODULES[name].split(".")[1] for name in PROJECTIONS if name in lora.targets],
+        "target_modules": [module.split(".")[1] for name, module in MODULES.items() if name in adapted],
         "task_type": "SEQ_CLS" if scalar else "CAUSAL_LM",
         "use_dora": False,
         "use_rslora": lora.use_rslora,

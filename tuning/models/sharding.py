@@ -32,9 +32,9 @@ INNER = (ROWS, CONTEXT, TENSOR)
 """Axes of activations between two projections, [B, L, heads or feed-forward]."""
 Axis = str | Sequence[str] | None
 """Mesh axes of one dimension."""
-_INTO = {"q", "k", "v", "gate", "up"}
+_INTO = {"q", "k", "v", "qkv", "gate", "up", "gate_up", "shared_gate", "shared_up"}
 """Projections out of the residual stream: sharded by output over `tensor`."""
-_BACK = {"o", "down"}
+_BACK = {"o", "down", "shared_down"}
 """Projections back into it: sharded by input, so that only their sums cross devices."""
 
 

@@ -37,10 +37,12 @@ def segment_attention(
     scale: float,
     softcap: float | None,
     number: jax.Array | None,
+    sinks_N: jax.Array | None = None,
 ) -> jax.Array:
     """Attention [B, L, N, H] to the earlier tokens of a token's own group; with a window, to the `window` newest.
 
-    number: the queries are those of this one of the equal parts of the row's columns; None: all.
+    number: the queries are those of this one of the equal parts of the row's columns; None: all. sinks_N: as of
+    `blocked.blocked_attention`.
     """
     queries, heads = q_BLNH.shape[1:3]
     length = k_BLKH.shape[1]
@@ -52,13 +54,19 @@ def segment_attention(
 
     def row(q: jax.Array, k: jax.Array, v: jax.Array, group_L: jax.Array) -> jax.Array:
         own = group_L if number is None else jax.lax.dynamic_slice_in_dim(group_L, number * queries, queries)
-        return kernel(q, k, v, segment_ids=splash.SegmentIds(own, group_L))
+        return kernel(q, k, v, segment_ids=splash.SegmentIds(own, group_L), sinks=sinks_N)
 
     return _by_rows(row, q_BLNH, k_BLKH, v_BLKH, group_BL, scale)
 
 
 def masked_attention(
-    q_BLNH: jax.Array, k_BLKH: jax.Array, v_BLKH: jax.Array, mask_BLL: jax.Array, scale: float, softcap: float | None
+    q_BLNH: jax.Array,
+    k_BLKH: jax.Array,
+    v_BLKH: jax.Array,
+    mask_BLL: jax.Array,
+    scale: float,
+    softcap: float | None,
+    sinks_N: jax.Array | None = None,
 ) -> jax.Array:
     """Attention [B, L, N, H] where `mask_BLL` [B, queries, keys] is true."""
 
@@ -69,7 +77,7 @@ def masked_attention(
         for name in ("fwd_mask_info", "dq_mask_info", "dkv_mask_info"):
             info = getattr(kernel, name)
             setattr(kernel, name, info._replace(is_dynamic_mask=True))
-        return kernel(q, k, v)
+        return kernel(q, k, v, sinks=sinks_N)
 
     return _by_rows(row, q_BLNH, k_BLKH, v_BLKH, mask_BLL, scale)
 

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import jax
+import ml_dtypes
 import numpy as np
 from flax import nnx
 from flax.traverse_util import flatten_dict, unflatten_dict
@@ -33,6 +34,8 @@ if TYPE_CHECKING:
 INDEX = "model.safetensors.index.json"
 KINDS = {"F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16"}
 """Types of tensors that are read, by their names in safetensors files."""
+MXFP4 = ("_blocks", "_scales")
+"""Ends of the names of a matrix in MXFP4: pairs of numbers in 4 bits, and one scale for 32 of them."""
 THREADS = 4
 """Slices that are read at a time."""
 MATRICES = ("kernel", "embedding", "head")
@@ -58,7 +61,8 @@ class Tensors:
     """The tensors of a folder, open for reading by several threads; to be used in a `with` block.
 
     The files are those of `model.safetensors.index.json`, which says where a tensor is, else `model.safetensors`, else
-    all `*.safetensors`.
+    all `*.safetensors`. A pair of `NAME_blocks` and `NAME_scales` is read as NAME: a matrix in MXFP4 of each expert,
+    [E, in, out], as bfloat16, which holds its values exactly.
 
     Raises FileNotFoundError naming a file that is not there, ValueError naming one that cannot be read, and
     UnsupportedModel for a tensor of a type that is not in `KINDS`, or in two files without an index.
@@ -67,6 +71,8 @@ class Tensors:
     def __init__(self, folder: Path):
         self.folder, self._stack = folder, contextlib.ExitStack()
         self._files: dict[str, Any] = {}
+        self._pairs: dict[str, list[Any]] = {}
+        packed: dict[str, Any] = {}
         self.kinds: dict[str, str] = {}
         """The type of each tensor, as one of `KINDS`."""
         self.shapes: dict[str, tuple[int, ...]] = {}
@@ -83,13 +89,34 @@ class Tensors:
                             f"{path}: {name} is in another file of the folder too; keep one model's files there"
                         )
                     found = file.get_slice(name)
+                    if found.get_dtype() == "U8" and name.endswith(MXFP4):
+                        packed[name] = file
+                        continue
                     if found.get_dtype() not in KINDS:
                         raise UnsupportedModel(
                             f"{path}: {name} is of type {found.get_dtype()}, supported are F64, F32, F16 and BF16"
                         )
                     self._files[name], self.kinds[name] = file, found.get_dtype()
                     self.shapes[name] = tuple(found.get_shape())
+            self._unpack(packed)
             self._stack = opened.pop_all()
+
+    def _unpack(self, packed: Mapping[str, Any]) -> None:
+        """Adds the matrices of the pairs in MXFP4 among these tensors."""
+        for name in sorted({name.rpartition("_")[0] for name in packed}):
+            pair = [packed.get(name + end) for end in MXFP4]
+            shapes = [
+                () if file is None else tuple(file.get_slice(name + end).get_shape())
+                for file, end in zip(pair, MXFP4, strict=True)
+            ]
+            if len(shapes[0]) != 4 or shapes[0] != (*shapes[1], 16):
+                raise UnsupportedModel(
+                    f"{self.folder}: {name} has blocks {shapes[0]} and scales {shapes[1]}, supported are "
+                    "[experts, out, in / 32, 16] and [experts, out, in / 32]"
+                )
+            experts, out, groups, _ = shapes[0]
+            self._pairs[name], self.kinds[name] = pair, "BF16"
+            self.shapes[name] = experts, 32 * groups, out
 
     @property
     def source(self) -> str:
@@ -106,13 +133,30 @@ class Tensors:
 
     def __exit__(self, *error: Any) -> None:
         self._files.clear()
+        self._pairs.clear()
         self._stack.close()
 
     def read(self, name: str, cut: Cut | None = None) -> np.ndarray:
         """A tensor, or a part of it, in its own type."""
+        if name in self._pairs:
+            return self._dequantized(name, cut or (slice(None),) * 3)
         file = self._files[name]
         whole: np.ndarray = file.get_tensor(name) if cut is None else file.get_slice(name)[cut]
         return whole
+
+    def _dequantized(self, name: str, cut: Cut) -> np.ndarray:
+        blocks, scales = (file.get_slice(name + end) for file, end in zip(self._pairs[name], MXFP4, strict=True))
+        experts, into, outs = (range(size)[part] for size, part in zip(self.shapes[name], cut, strict=True))
+        value = np.empty((len(experts), len(into), len(outs)), KINDS["BF16"])
+        # One expert at a time: its numbers in float32 are four times as large as those stored.
+        for row, expert in zip(value, experts, strict=True):
+            codes, scale = (file[expert : expert + 1, cut[2]][0] for file in (blocks, scales))
+            # The first number of a byte is in its low bits.
+            pairs = np.stack([codes & 15, codes >> 4], axis=-1).view(ml_dtypes.float4_e2m1fn)
+            grouped = pairs.reshape(*scale.shape, 32).astype(np.float32)
+            whole = grouped * scale.view(ml_dtypes.float8_e8m0fnu).astype(np.float32)[..., None]
+            row[...] = whole.reshape(len(outs), -1)[:, cut[1]].T
+        return value
 
 
 def _files(folder: Path) -> tuple[dict[str, str], list[Path]]:

@@ -28,7 +28,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 
 from rlhf.tuning.compile_target import target_platform
-from rlhf.tuning.models.blocked import Segments
+from rlhf.tuning.models.blocked import Segments, of_sinks
 from rlhf.tuning.models.matmul import soft_cap
 from rlhf.tuning.models.remat import ATTENTION, keep
 
@@ -47,8 +47,11 @@ def triton_attention(
     window: jax.Array | int | None,
     scale: float,
     softcap: float | None,
+    sinks_N: jax.Array | None = None,
 ) -> jax.Array:
     """softmax(mask(cap(scale * q k))) v, [B, L, N, H] in the type of v; logits and sums in float32.
+
+    sinks_N: as of `blocked.blocked_attention`.
 
     The queries are all columns of the row, or those from `segments.first`. The columns of a group follow one another,
     and within it those of the prompt and of each branch, in this order.
@@ -60,7 +63,7 @@ def triton_attention(
     limits_B4L = _limits(segments, window)
     if segments.first is not None:
         limits_B4L = jax.lax.dynamic_slice_in_dim(limits_B4L, segments.first, q.shape[1], axis=2)
-    return _attention(q, k, v, limits_B4L, scale, softcap)[..., :size]
+    return _attention(q, k, v, sinks_N, limits_B4L, scale, softcap)[..., :size]
 
 
 def _limits(segments: Segments, window: jax.Array | int | None) -> jax.Array:
@@ -123,7 +126,7 @@ def _over_keys(refs: Sequence[Any], groups: int, body: Callable[..., Any], carry
 
 def _forward_kernel(*refs: Any, groups: int, scale: float, cap: float | None) -> None:
     """Output and log-normaliser of a block of queries of one head, with a running maximum."""
-    q_ref, k_ref, v_ref, out_ref, norm_ref = refs[2:]
+    q_ref, k_ref, v_ref, sinks_ref, out_ref, norm_ref = refs[2:]
     b, columns, n = here = _place()
     q = q_ref[here]
 
@@ -136,8 +139,8 @@ def _forward_kernel(*refs: Any, groups: int, scale: float, cap: float | None) ->
         return out * shrink[:, None] + plgpu.dot(e.astype(v.dtype), v), higher, total * shrink + jnp.sum(e, axis=1)
 
     zeros = jnp.zeros(BLOCK, norm_ref.dtype)
-    # Until a query meets its first key, what it sums is of no keys: the first one shrinks that to nothing.
-    carry = jnp.zeros(q.shape, norm_ref.dtype), zeros + _LOW, zeros
+    # The first key shrinks a sink of _LOW, and sums of no keys before it, to nothing.
+    carry = jnp.zeros(q.shape, norm_ref.dtype), zeros + sinks_ref[n], zeros + 1
     out, top, total = _over_keys(refs, groups, body, carry)
     out_ref[here] = (out / total[:, None]).astype(out_ref.dtype)
     norm_ref[b, n, columns] = top + jnp.log(total)
@@ -203,28 +206,36 @@ def _call(kernel: Any, arrays: Sequence[jax.Array], outputs: Sequence[Any], *opt
     )(*arrays)
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(4, 5))
+@functools.partial(jax.custom_vjp, nondiff_argnums=(5, 6))
 def _attention(*args: Any) -> jax.Array:
     return _forward(*args)[0]
 
 
 def _forward(
-    q: jax.Array, k: jax.Array, v: jax.Array, limits: jax.Array, scale: float, cap: float | None
-) -> tuple[jax.Array, tuple[jax.Array, ...]]:
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    sinks: jax.Array | None,
+    limits: jax.Array,
+    scale: float,
+    cap: float | None,
+) -> tuple[jax.Array, tuple[Any, ...]]:
     b, length, n, _ = q.shape
     norms = jax.ShapeDtypeStruct((b, n, length), jnp.promote_types(q.dtype, jnp.float32))
-    arrays = limits, _blocks(limits, k.shape[1])[0], q, k, v
+    logits = jnp.full(n, _LOW, norms.dtype) if sinks is None else sinks.astype(norms.dtype)
+    arrays = limits, _blocks(limits, k.shape[1])[0], q, k, v, logits
     out, norm = (keep(x, ATTENTION) for x in _call(_forward_kernel, arrays, (q, norms), n // k.shape[2], scale, cap))
-    return out, (q, k, v, limits, out, norm)
+    return out, (q, k, v, sinks, limits, out, norm)
 
 
-def _backward(scale: float, cap: float | None, saved: tuple[jax.Array, ...], g: jax.Array) -> tuple[Any, ...]:
-    q, k, v, limits, out, norm = saved
+def _backward(scale: float, cap: float | None, saved: tuple[Any, ...], g: jax.Array) -> tuple[Any, ...]:
+    q, k, v, sinks, limits, out, norm = saved
     g_dot_out = jnp.einsum("blnh,blnh->bnl", g, out, preferred_element_type=norm.dtype)
     of_queries, of_keys = _blocks(limits, k.shape[1])
     arrays, options = (q, g, norm, g_dot_out, k, v), (q.shape[2] // k.shape[2], scale, cap)
     (dq,) = _call(_queries_kernel, (limits, of_queries, *arrays), (q,), *options)
-    return dq, *_call(_keys_kernel, (limits, of_keys, *arrays), (k, v), *options), None
+    d_sinks = None if sinks is None else of_sinks(sinks, norm, g_dot_out, (0, 2))
+    return dq, *_call(_keys_kernel, (limits, of_keys, *arrays), (k, v), *options), d_sinks, None
 
 
 _attention.defvjp(_forward, _backward)

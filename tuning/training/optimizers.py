@@ -285,14 +285,14 @@ def schedule_of(settings: OptimizerSettings, total_steps: int) -> optax.Schedule
 
 
 def decays(params: Any) -> Any:
-    """Which parameters weight decay applies to: matrices, not norms, biases or scalar heads."""
+    """Which parameters weight decay applies to: matrices, not norms, biases, sinks or scalar heads."""
     return jax.tree_util.tree_map_with_path(_is_matrix, params)
 
 
 def _is_matrix(path: Any, leaf: Any) -> bool:
     # Layers are stacked, so a norm's or a bias's weights have two axes as well.
     name = jax.tree_util.keystr(path)
-    return leaf.ndim >= 2 and not any(word in name for word in ("norm", "bias", "score"))
+    return leaf.ndim >= 2 and not any(word in name for word in ("norm", "bias", "score", "sinks"))
 
 
 def _is_kernel(path: Any, leaf: Any) -> bool:

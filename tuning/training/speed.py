@@ -32,7 +32,7 @@ def forward_flops(config: DecoderConfig, groups: Sequence[Group], *, head: bool 
     c = config
     # Weights of a layer that a token meets: q and o, k and v, and three matrices of the MLP, or of each of its experts
     # with the router. Each costs 2 FLOPs a token, the factor below.
-    forward = 3 * c.intermediate_size * max(1, c.experts_per_token) + c.num_experts
+    forward = 3 * (c.intermediate_size * max(1, c.experts_per_token) + c.shared_size) + c.num_experts
     kernels = c.hidden_size * (c.head_dim * (2 * c.num_heads + 2 * c.num_kv_heads) + forward)
     tokens = sum(g.size for g in groups)
     windows = [c.sliding_window if c.slides(layer) else None for layer in range(c.num_layers)]

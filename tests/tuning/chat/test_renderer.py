@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 
 from rlhf.tuning.chat.calls import instructions
 from rlhf.tuning.chat.renderer import Renderer, TemplateRefused
+from rlhf.tuning.chat.template import Template
 from rlhf.tuning.models.tokenizer import control_ids, turn_end
 from tests.tuning.chat import templates as t
 from tests.tuning.chat.templates import ADD, TOOLS, chat_prompt_ids
@@ -212,6 +213,15 @@ def test_the_system_text_describes_tools_that_a_template_moves():
     tokenizer = t.of_family("mistral")
     text = tokenizer.decode(Renderer(tokenizer, TOOLS).first([user("a")]))
     assert text == rendered(tokenizer, [user(f"{instructions(TOOLS, 'hermes')}\n\na")])
+
+
+def test_tools_of_a_template_that_writes_channels_are_refused():
+    template = t.CHATML.replace("<|im_start|>{{ m.role }}\n", "<|im_start|>{{ m.role }}<|channel|>final<|message|>")
+    tokenizer = t.tokenizer(template, ("<|im_start|>", "<|im_end|>", "<|channel|>", "<|message|>"))
+    with pytest.raises(TemplateRefused, match="channels .harmony., which nothing here reads; use it without tools"):
+        Template(tokenizer, TOOLS)
+    text = Template(tokenizer).write([user("Hi"), {"role": "assistant", "content": "Yes."}])
+    assert text.endswith("<|im_start|>assistant<|channel|>final<|message|>Yes.<|im_end|>\n")
 
 
 def test_the_clock_of_a_template_stands_still():

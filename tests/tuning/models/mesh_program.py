@@ -1,5 +1,6 @@
 """Attention on meshes of this program's devices and without one: the largest gaps; run by `test_attention`."""
 
+import dataclasses
 import json
 
 import jax
@@ -30,17 +31,20 @@ block of queries, so splash is not asked."""
 def loss(implementation, group, branch, spec):
     attention = att.packed_attention(group, branch, implementation)
     weight = jax.random.normal(jax.random.key(1), (2, LENGTH, 4, 16))
-    return lambda arrays: jnp.sum(
-        jnp.where((group > 0)[..., None, None], attention(*arrays, spec, None)[0] * weight, 0)
-    )
+
+    def of(arrays):
+        q, k, v, *sinks = arrays
+        own = dataclasses.replace(spec, sinks_N=sinks[0] if sinks else None)
+        return jnp.sum(jnp.where((group > 0)[..., None, None], attention(q, k, v, own, None)[0] * weight, 0))
+
+    return of
 
 
-def arrays():
-    keys = jax.random.split(jax.random.key(0), 3)
-    return [jax.random.normal(k, (2, LENGTH, n, 16)) for k, n in zip(keys, (4, 2, 2), strict=True)]
+def gap(implementation, rows, axes, window, by_layer, sinks=()):
+    def arrays():
+        keys = jax.random.split(jax.random.key(0), 3)
+        return [*(jax.random.normal(k, (2, LENGTH, n, 16)) for k, n in zip(keys, (4, 2, 2), strict=True)), *sinks]
 
-
-def gap(implementation, rows, axes, window, by_layer):
     group, branch, positions = rows
     spec = AttentionSpec(0.3, 3.0, jnp.int32(window) if by_layer else window, positions, by_layer)
     program = jax.jit(jax.value_and_grad(loss(implementation, group, branch, spec)))
@@ -84,4 +88,7 @@ gaps["copies, triton"] = gap("triton", packed(), MESHES["copies"], 20, None)
 gaps["columns, triton"] = gap("triton", alone(), MESHES["columns"], None, None)
 gaps["windows by layer, columns, triton"] = gap("triton", packed(), MESHES["columns"], 20, 20)
 gaps["a sum in groups"] = gap_of_groups()
+for implementation, rows in {"plain": packed(), "blocked": packed(), "triton": packed(), "splash": alone()}.items():
+    sinks = [jnp.arange(4.0)]
+    gaps[f"sinks, {implementation}"] = gap(implementation, rows, MESHES["copies"], 20, None, sinks)
 print(json.dumps(gaps))

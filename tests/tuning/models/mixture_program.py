@@ -1,6 +1,7 @@
 """A mixture on meshes of this program's devices and without one; run by `test_experts`."""
 
 import dataclasses
+import functools
 import json
 import tempfile
 from pathlib import Path
@@ -23,28 +24,43 @@ from tests.tuning.tiny import ragged_groups
 MESHES = {"fsdp": Axes(1, 4, 1), "data fsdp tensor": Axes(2, 2, 2), "fsdp tensor context": Axes(1, 2, 2, 2)}
 use("float64")
 CONFIG = dataclasses.replace(MIXTURE, normalise_experts=False)
-PARAMS = jax.tree.map(lambda x: 4 * x if x.ndim > 2 else x, random_params(CONFIG, 3))
+BIASED = {"paired_experts": True, "mlp_bias": True, "router_bias": True, "activation": "clamped_swiglu", "sinks": True}
+
+
+def params_of(config):
+    def one(path, x):
+        noise = 0.1 * jax.random.normal(jax.random.key(len(str(path))), x.shape)
+        return 4 * x if x.ndim > 2 and "bias" not in str(path) else x + noise
+
+    return jax.tree_util.tree_map_with_path(one, random_params(config, 3))
+
+
 GROUPS = ragged_groups(7, count=12)
 
 
-def loss(params, batch):
+def loss(config, params, batch):
     logps, entropy, (aux, sums) = logps_entropy_and_router(
-        decoder_graph(CONFIG), params, batch, 1.0, Compute("float64", remat="full")
+        decoder_graph(config), params, batch, 1.0, Compute("float64", remat="full")
     )
     return jnp.sum(logps) + 0.1 * jnp.sum(entropy) + aux, sums
 
 
-def found(mesh, params):
+def found(config, mesh, params):
     (batch,) = micro_batches(GROUPS, layout=Layout(64, 8), completion_tokens=8, shards=row_shards(mesh))
     with under(mesh):
-        return jax.jit(jax.value_and_grad(loss, has_aux=True))(params, put_batch(batch.arrays(), mesh))
+        program = jax.jit(jax.value_and_grad(functools.partial(loss, config), has_aux=True))
+        return program(params, put_batch(batch.arrays(), mesh))
 
 
-gaps, wanted = {}, found(None, PARAMS)
-for name, axes in MESHES.items():
-    mesh = make_mesh(axes, jax.devices()[: axes.data * axes.fsdp * axes.tensor * axes.context])
-    both = zip(*map(jax.tree.leaves, (found(mesh, put_params(PARAMS, mesh)), wanted)), strict=True)
-    gaps[name] = max(float(np.abs(np.asarray(a) - np.asarray(b)).max()) for a, b in both)
+gaps = {}
+for kind, config in {"plain": CONFIG, "biased": dataclasses.replace(CONFIG, **BIASED)}.items():
+    params = params_of(config)
+    wanted = found(config, None, params)
+    for name, axes in MESHES.items():
+        mesh = make_mesh(axes, jax.devices()[: axes.data * axes.fsdp * axes.tensor * axes.context])
+        both = zip(*map(jax.tree.leaves, (found(config, mesh, put_params(params, mesh)), wanted)), strict=True)
+        gaps[f"{kind} {name}"] = max(float(np.abs(np.asarray(a) - np.asarray(b)).max()) for a, b in both)
+PARAMS = params_of(CONFIG)
 with tempfile.TemporaryDirectory() as folder:
     save_decoder(Path(folder), CONFIG, PARAMS, {}, dtype="float64")
     mesh = make_mesh(Axes(1, 2, 2), jax.devices()[:4])

@@ -1,5 +1,7 @@
 """Packed rows for tests of attention, with prompts that completions share and without, and attention of them."""
 
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -64,8 +66,10 @@ def value_and_grads(implementation, spec, length=LENGTH, rows=None):
     real = (group > 0)[..., None, None]
 
     def loss(arrays):
-        out = attention(*arrays, spec, None)[0]
+        q, k, v, *sinks = arrays
+        out = attention(q, k, v, dataclasses.replace(spec, sinks_N=sinks[0] if sinks else None), None)[0]
         return jnp.sum(jnp.where(real, out * weight, 0)), jnp.where(real, out, 0)
 
-    (_, out), grads = jax.jit(jax.value_and_grad(loss, has_aux=True))(qkv(length))
+    given = qkv(length) + ([] if spec.sinks_N is None else [spec.sinks_N])
+    (_, out), grads = jax.jit(jax.value_and_grad(loss, has_aux=True))(given)
     return out, grads

@@ -45,10 +45,33 @@ def test_values_and_gradients_of_splash_are_those_of_the_plain_form(rows, softca
         np.testing.assert_allclose(ours, theirs, atol=1e-5)
 
 
+@pytest.mark.parametrize(
+    ("implementation", "rows", "window"),
+    [
+        ("blocked", packed, None),
+        (None, packed, 20),
+        *(
+            pytest.param(*given, marks=pytest.mark.slow)
+            for given in (
+                ("blocked", packed, 20), (None, packed, None), ("triton", packed, 20), ("triton", alone, None),
+                ("splash", packed, 20), ("splash", alone, None), ("splash", alone, 20),
+            )
+        ),
+    ],
+)  # fmt: skip
+def test_sinks_take_their_share_in_every_implementation(implementation, rows, window):
+    """None: by the kernel for CPUs where there is one."""
+    spec = AttentionSpec(0.3, None, window, rows()[2], sinks_N=jnp.array([-1.0, 2.0, 0.5, 4.0]))
+    found, expected = (value_and_grads(one, spec, rows=rows()) for one in (implementation, "plain"))
+    assert len(found[1]) == 4
+    for ours, theirs in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
+        np.testing.assert_allclose(ours, theirs, atol=3e-5)
+
+
 @pytest.mark.slow
 def test_every_implementation_is_the_same_on_a_mesh():
     gaps = printed("models.mesh_program")
-    assert len(gaps) == 27
+    assert len(gaps) == 31
     assert {name: gap for name, gap in gaps.items() if gap > 1e-4} == {}
 
 

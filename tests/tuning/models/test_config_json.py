@@ -13,13 +13,19 @@ SIZES = {
 CLASSES = {
     "llama": "Llama", "smollm3": "SmolLM3", "mistral": "Mistral", "qwen2": "Qwen2", "qwen3": "Qwen3",
     "olmo2": "Olmo2", "olmo3": "Olmo3", "granite": "Granite", "gemma": "Gemma", "gemma2": "Gemma2",
-    "gemma3_text": "Gemma3Text", "mixtral": "Mixtral", "qwen3_moe": "Qwen3Moe", "olmoe": "Olmoe",
+    "gemma3_text": "Gemma3Text", "mixtral": "Mixtral", "qwen3_moe": "Qwen3Moe", "olmoe": "Olmoe", "gpt_oss": "GptOss",
+    "phi3": "Phi3", "qwen2_moe": "Qwen2Moe", "glm4_moe": "Glm4Moe",
 }  # fmt: skip
 LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
 
 
+# Fields whose defaults are refused.
+NEEDED = {"glm4_moe": {"first_k_dense_replace": 0, "num_nextn_predict_layers": 0}}
+LONGROPE = {"type": "longrope", "short_factor": [1.0, 2.0], "long_factor": [3.0, 4.0]}
+
+
 def read(family: str, **changes) -> DecoderConfig:
-    return from_hugging_face(SIZES | {"model_type": family} | changes, "here/config.json")
+    return from_hugging_face(SIZES | {"model_type": family} | NEEDED.get(family, {}) | changes, "here/config.json")
 
 
 @pytest.mark.slow
@@ -37,6 +43,8 @@ def read(family: str, **changes) -> DecoderConfig:
         ("qwen3", {"rope_scaling": {"rope_type": "yarn", "factor": 4.0}}),
         ("olmo3", {"rope_theta": 2e3, "rope_scaling": {"rope_type": "yarn", "factor": 8.0}}),
         ("granite", {"logits_scaling": 8.0, "residual_multiplier": 0.22}),
+        ("phi3", {"rope_scaling": LONGROPE, "partial_rotary_factor": 0.5, "original_max_position_embeddings": 16}),
+        ("glm4_moe", {"use_qk_norm": True, "n_shared_experts": 3, "partial_rotary_factor": 0.25}),
         (
             "gemma3_text",
             {"rope_theta": 7e5, "rope_local_base_freq": 99.0, "rope_scaling": {"rope_type": "linear", "factor": 8}},
@@ -47,6 +55,7 @@ def read(family: str, **changes) -> DecoderConfig:
 def test_what_a_file_leaves_out_is_what_transformers_assumes(family, changes):
     """A short old file, and the whole of what transformers makes of it, mean the same."""
     transformers = pytest.importorskip("transformers")
+    changes |= NEEDED.get(family, {})
     whole = getattr(transformers, f"{CLASSES[family]}Config")(**SIZES, **changes).to_dict()
     assert read(family, **changes) == from_hugging_face(whole, "whole")
 
@@ -113,6 +122,26 @@ def test_llama3_falls_back_to_the_models_context():
         ("qwen2", {"use_sliding_window": True, "sliding_window": 0, "max_window_layers": 1}, "sliding_window is 0"),
         ("mistral", {"layer_types": ["full_attention"] * 7}, "layer_types is"),
         ("olmoe", {"clip_qkv": 8.0}, "clip_qkv is 8.0, supported is None"),
+        ("glm4_moe", {"first_k_dense_replace": 1}, "first_k_dense_replace is 1, supported is 0"),
+        ("glm4_moe", {"n_group": 2}, "n_group is 2, supported is 1"),
+        (
+            "glm4_moe",
+            {"partial_rotary_factor": 0.3, "head_dim": 10},
+            "partial_rotary_factor is 0.3, supported is an even",
+        ),
+        ("qwen2_moe", {"qkv_bias": False}, "qkv_bias is False, supported is True"),
+        ("phi3", {"rope_scaling": LLAMA3}, "rope_scaling.rope_type is 'llama3', supported is default, longrope"),
+        (
+            "phi3",
+            {"rope_scaling": LONGROPE},
+            r"lengths of rope_scaling.short_factor and long_factor is \[2, 2\].*4 pairs",
+        ),
+        ("phi3", {"rope_scaling": LONGROPE | {"factor": 4.0}}, "rope_scaling.factor is 4.0, supported is absence"),
+        ("phi3", {"rope_scaling": {"type": "su"}}, "rope_scaling.short_factor is None, supported is a list of numbers"),
+        ("gpt_oss", {"swiglu_limit": 5.0}, "swiglu_limit is 5.0, supported is 7.0"),
+        ("gpt_oss", {"attention_bias": False}, "attention_bias is False, supported is True"),
+        ("gpt_oss", {"quantization_config": {"quant_method": "gptq"}}, "quantization_config is 'gptq'.*'mxfp4'"),
+        ("llama", {"quantization_config": {"quant_method": "mxfp4"}}, "quantization_config is 'mxfp4'"),
         ("mixtral", {"router_jitter_noise": 0.1}, "router_jitter_noise is 0.1, supported is 0.0"),
         ("mixtral", {"num_experts_per_tok": 9}, "num_experts_per_tok is 9, supported is at most 8"),
         (
@@ -145,6 +174,18 @@ def test_llama3_falls_back_to_the_models_context():
 def test_what_would_be_guessed_is_refused_by_file_and_field(family, changes, message):
     with pytest.raises(UnsupportedModel, match=message):
         read(family, **changes)
+
+
+def test_longrope_ends_with_the_original_context():
+    phi = {"rope_scaling": LONGROPE, "partial_rotary_factor": 0.5, "original_max_position_embeddings": 16}
+    config = read("phi3", **phi)
+    assert (config.max_positions, config.rotary_dim) == (16, 4)
+    written = to_hugging_face(config)
+    assert (written["max_position_embeddings"], written["rope_scaling"]) == (64, LONGROPE)
+    assert (
+        "attention_factor"
+        in to_hugging_face(read("phi3", **phi | {"rope_scaling": LONGROPE | {"attention_factor": 2}}))["rope_scaling"]
+    )
 
 
 @pytest.mark.parametrize("name", ["hidden_size", "num_hidden_layers", "vocab_size", "model_type"])

@@ -74,7 +74,8 @@ def test_a_mixture_is_the_weighted_sum_of_its_experts(normalise):
 
     def ours(x, router, gate, up, back):
         experts, weights, _ = routed(x, router, 2, normalise, as_chosen, None)
-        return mixture(x, experts, weights, [gate, up], back, 5, jax.nn.silu)
+        into = [(gate, None), (up, None)]
+        return mixture(x, experts, weights, into, (back, None), 5, lambda inner: jax.nn.silu(inner[0]) * inner[1])
 
     def plain(x, router, gate, up, back):
         probs = jax.nn.softmax(x @ router.T)

@@ -1,5 +1,6 @@
 """Adapter folders hold a trained tree bit for bit, under the names of PEFT."""
 
+import dataclasses
 import json
 
 import jax
@@ -7,7 +8,7 @@ import jax.numpy as jnp
 import pytest
 from safetensors.numpy import load_file
 
-from rlhf.tuning.models.huggingface import scalar_head_params
+from rlhf.tuning.models.huggingface import random_params, scalar_head_params
 from rlhf.tuning.models.identity import fingerprint
 from rlhf.tuning.models.lora import LoraConfig, tune
 from rlhf.tuning.models.peft import save_adapter
@@ -32,6 +33,20 @@ def test_the_folder_has_the_names_and_shapes_of_peft(folder):
     values = json.loads((folder / "adapter_config.json").read_text())
     assert values["target_modules"] == ["q_proj", "down_proj"] and values["use_rslora"]
     assert (values["r"], values["lora_alpha"], values["base_model_name_or_path"]) == (3, 5.0, "the-base")
+
+
+def test_joined_projections_are_targets_where_all_of_their_parts_are(tmp_path):
+    config = dataclasses.replace(CONFIG, family="phi3", joined=True)
+    params = random_params(config, 0)
+    lora = LoraConfig(rank=2, targets=("q", "k", "v", "down"))
+    trainable, _ = tune(config, "decoder", params, lora, seed=1)
+    assert set(trainable["layers"]) == {"qkv", "down"}
+    save_adapter(tmp_path, trainable, lora)
+    assert json.loads((tmp_path / "adapter_config.json").read_text())["target_modules"] == ["down_proj", "qkv_proj"]
+    with pytest.raises(
+        ValueError, match="lora.targets: q, k, v are one projection of this model: name all of them or none"
+    ):
+        tune(config, "decoder", params, dataclasses.replace(lora, targets=("q", "v")), seed=1)
 
 
 @pytest.mark.slow

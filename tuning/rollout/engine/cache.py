@@ -195,8 +195,14 @@ def attend(
         z = soft_cap(z * spec.scale, spec.softcap).reshape(r, heads, c, -1, z.shape[-1])
         # Not -inf: a row that sees nothing (padding, an empty slot) would become NaN.
         logits.append(jnp.where(mask[:, None, :, None], z, -1e30).reshape(r, heads, -1, z.shape[-1]))
-    most = functools.reduce(jnp.maximum, [z.max(axis=-1, keepdims=True) for z in logits])
+    tops = [z.max(axis=-1, keepdims=True) for z in logits]
+    if spec.sinks_N is not None:
+        each = spec.sinks_N.astype(accumulate).reshape(1, heads, 1, -1)
+        tops.append(jnp.broadcast_to(each, (r, heads, c, n // heads)).reshape(tops[0].shape))
+    most = functools.reduce(jnp.maximum, tops)
     out, norm = jnp.zeros((), accumulate), jnp.zeros((), accumulate)
+    if spec.sinks_N is not None:
+        norm = jnp.exp(tops[-1] - most)
     for z, (part, _) in zip(logits, parts, strict=True):
         weights = jnp.exp(z - most)
         # The norm is of the weights alone: the scales below belong to the values.

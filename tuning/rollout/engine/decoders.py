@@ -24,7 +24,7 @@ from flax import nnx
 from rlhf.tuning.compile_target import target_platform
 from rlhf.tuning.models.decoder import Attention, AttentionSpec, Decoder, Layer, by_layer
 from rlhf.tuning.models.experts import Routing, as_chosen
-from rlhf.tuning.models.linear import Linear
+from rlhf.tuning.models.linear import JOINED
 from rlhf.tuning.models.matmul import factor, soft_cap
 from rlhf.tuning.models.quantize import Int8
 from rlhf.tuning.models.rope import rope_tables
@@ -52,30 +52,9 @@ Quantization = Literal["none", "int8"]
 """Of the weight matrices of layers; int8 as in `quantize.Int8`."""
 Ways = tuple[Attention, Routing]
 """How layers attend and route."""
-JOINED = {"qkv": ("q", "k", "v"), "gate_up": ("gate", "up")}
-"""Projections joined into one product, in the order of their outputs."""
 _APART = {name: (name,) for name in ("q", "k", "v", "o", "gate", "up", "down")}
 _TOGETHER = {name: _APART[name] for name in ("o", "down")} | JOINED
 """The products of a layer, and the projections that each consists of."""
-
-
-class JoinedLayer(Layer):
-    """A layer with the projections of one input joined into one product."""
-
-    qkv: Linear
-    gate_up: Linear
-
-    def _into_heads(self, normed: jax.Array) -> Sequence[jax.Array]:
-        c = self.config
-        ends = np.cumsum([c.num_heads, c.num_kv_heads]) * c.head_dim
-        return jnp.split(self.qkv(normed), ends.tolist(), axis=-1)
-
-    def _into_mlp(self, normed: jax.Array) -> Sequence[jax.Array]:
-        return jnp.split(self.gate_up(normed), 2, axis=-1)
-
-    @property
-    def _before_activation(self) -> Sequence[Any]:
-        return (self.gate_up,)
 
 
 class DecodingDecoder(nnx.Module):
@@ -205,7 +184,14 @@ def _prepared(
     layer = nnx.merge(
         graph, jax.tree_util.tree_map_with_path(functools.partial(_narrow, None if int8 else dtype), layer)
     )
-    for name, parts in (_TOGETHER if join else _APART).items():
+    parts_of = _TOGETHER if join else _APART
+    if layer.config.joined:
+        parts_of = {name: (name,) for name in _TOGETHER}
+    if layer.config.shared_size:
+        parts_of = parts_of | {name: (name,) for name in ("shared_gate", "shared_up", "shared_down")}
+    if layer.config.paired_experts:
+        parts_of = {name: parts_of[name] for name in parts_of if name not in ("gate", "up")} | {"gate_up": ("gate_up",)}
+    for name, parts in parts_of.items():
         linears = [getattr(layer, part) for part in parts]
         whole, kernels = linears[0], [linear.kernel[...] for linear in linears]
         if rolled:
@@ -217,9 +203,6 @@ def _prepared(
         for part in parts:
             delattr(layer, part)
         setattr(layer, name, whole)
-    if join:
-        # Only two methods differ. A new JoinedLayer would first allocate its parameters.
-        layer.__class__ = JoinedLayer
     return nnx.split(layer)
 
 

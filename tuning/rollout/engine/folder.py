@@ -13,10 +13,10 @@ from rlhf.tuning.compile_target import target_platform
 from rlhf.tuning.models.config import DecoderConfig, UnsupportedModel
 from rlhf.tuning.models.decoder import abstract_decoder
 from rlhf.tuning.models.huggingface import as_stored, load_decoder, read_config
+from rlhf.tuning.models.linear import JOINED
 from rlhf.tuning.models.mapping import tensor_names
 from rlhf.tuning.models.tensors import Place, Tensors, check, load_tensors
 from rlhf.tuning.precision import without_float64
-from rlhf.tuning.rollout.engine.decoders import JOINED
 from rlhf.tuning.rollout.engine.engine import Engine
 from rlhf.tuning.rollout.engine.replicas import Replicas
 

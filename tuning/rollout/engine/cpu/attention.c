@@ -4,7 +4,7 @@
 // LANES), S cached tokens, T new ones, L layers. Arguments: q [R, K, A, H], already scaled; keys [L, P, K, H, S] and
 // values [L, P, K, S, H]; the same of the new tokens, N and T in place of P and S; the layer's number, a scalar, int32;
 // spans [R, 6], int32: of the cached tokens that a row sees slot, first and end, then the same of the new ones, never
-// empty together; for keys and values in int8 what a token's are multiplied by, [L, P, K, S], float32, in the order of
+// empty together; the sink of each head [K * A], -inf for none; for keys and values in int8 what a token's are multiplied by, [L, P, K, S], float32, in the order of
 // the keys and values. Attribute: softcap, float32, 0 for none. Result [R, K, A, H]. Keys and values are of the type KV
 // that this is compiled for, all else is float32.
 #include <math.h>
@@ -98,15 +98,15 @@ INLINE void values_of(int queries, const float *weights, int64_t stride, const c
   for (; h < size; h += LANES) value_tile(queries, 1, weights, stride, at(values, h), size, count, out + h);
 }
 
-// Weights e^(s - max) in place of `count` scores, and their sum. What lies behind them up to a whole vector is lost.
-INLINE float soft_max(float *scores, int64_t count, float softcap) {
+// Weights e^(s - max) in place of `count` scores, and their sum with that of the sink, a score without a value. What lies behind them up to a whole vector is lost.
+INLINE float soft_max(float *scores, int64_t count, float softcap, float sink) {
   int64_t whole = (count + LANES - 1) / LANES * LANES;
   if (softcap > 0)
     for (int64_t i = 0; i < count; i++) scores[i] = softcap * tanhf(scores[i] / softcap);
   for (int64_t i = count; i < whole; i++) scores[i] = -INFINITY;
   vec most = load(scores);
   for (int64_t i = LANES; i < whole; i += LANES) most = larger(most, load(scores + i));
-  float maximum = most[0];
+  float maximum = most[0] > sink ? most[0] : sink;
   for (int i = 1; i < LANES; i++) maximum = most[i] > maximum ? most[i] : maximum;
   for (int64_t i = 0; i < whole; i += LANES) store(scores + i, exponential(load(scores + i) - maximum));
   for (int64_t i = count; i < whole; i++) scores[i] = 0;
@@ -114,7 +114,7 @@ INLINE float soft_max(float *scores, int64_t count, float softcap) {
   for (int64_t i = 0; i < whole; i += LANES) sums += load(scores + i);
   float sum = 0;
   for (int i = 0; i < LANES; i++) sum += sums[i];
-  return sum;
+  return sum + expf(sink - maximum);
 }
 
 // One function for each number of query heads: constants in the loops above.
@@ -147,7 +147,7 @@ typedef struct {
 
 typedef struct {
   Tokens cached, new;
-  const float *q;
+  const float *q, *sinks;
   const int32_t *spans;
   float *out;
   float softcap;
@@ -190,7 +190,8 @@ static void attend(const Work *w, int64_t pair, float *scores) {
     score(w, &w->cached, pair, queries, q, scores);
     score(w, &w->new, pair, queries, q, scores + far);
     float sum[QUERIES];
-    for (int a = 0; a < queries; a++) sum[a] = soft_max(scores + a * w->stride, far + near, w->softcap);
+    const float *sinks = w->sinks + pair % w->heads * w->group + first;
+    for (int a = 0; a < queries; a++) sum[a] = soft_max(scores + a * w->stride, far + near, w->softcap, sinks[a]);
     memset(out, 0, sizeof(float) * queries * size);
     add_values(w, &w->cached, pair, queries, scores, out);
     add_values(w, &w->new, pair, queries, scores + far, out);
@@ -224,10 +225,11 @@ XLA_FFI_Error *attention(XLA_FFI_CallFrame *frame) {
   XLA_FFI_Buffer *out = frame->rets.rets[0];
   int64_t layer = *(const int32_t *)args[5]->data;
   Work work = {
-      .cached = tokens_of(args + 1, args + 7, layer, 0),
-      .new = tokens_of(args + 3, args + 9, layer, 3),
+      .cached = tokens_of(args + 1, args + 8, layer, 0),
+      .new = tokens_of(args + 3, args + 10, layer, 3),
       .q = args[0]->data,
       .spans = args[6]->data,
+      .sinks = args[7]->data,
       .out = out->data,
       .softcap = *(float *)((XLA_FFI_Scalar *)frame->attrs.attrs[0])->value,
       .rows = args[0]->dims[0],

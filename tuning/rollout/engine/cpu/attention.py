@@ -81,5 +81,7 @@ def attend(
     stacks = [part[name] for part in (far, near) for name in ("k", "v")]
     scales = [part[name] for part in (far, near) for name in ("k_scale", "v_scale") if name in part]
     table = jnp.stack([jnp.broadcast_to(x, (r,)).astype(jnp.int32) for x in columns], axis=-1)
-    out = call(q, *stacks, jnp.asarray(number, jnp.int32), table, *scales, softcap=np.float32(spec.softcap or 0))
+    sinks = jnp.full(n, -jnp.inf, jnp.float32) if spec.sinks_N is None else spec.sinks_N.astype(jnp.float32)
+    where = jnp.asarray(number, jnp.int32), table, sinks
+    out = call(q, *stacks, *where, *scales, softcap=np.float32(spec.softcap or 0))
     return out.reshape(q_RNH.shape).astype(q_RNH.dtype)

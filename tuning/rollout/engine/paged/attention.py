@@ -68,8 +68,8 @@ class Ragged(NamedTuple, Generic[Array]):
 
 def kernel_for(platform: str, config: DecoderConfig, kv: str, dtype: str, parts: int) -> Kernel | None:
     """The kernel that takes this model over `parts` devices, with keys and values and computation of these types."""
-    # Pages have no place for the experts of their tokens.
-    if config.num_kv_heads % parts or config.num_experts:
+    # Pages have no place for the experts of their tokens, and the kernels none for sinks.
+    if config.num_kv_heads % parts or config.num_experts or config.sinks:
         return None
     if platform == "gpu":
         # Blocks of Triton are powers of two, and products of float32 would be in TF32.
