@@ -190,7 +190,7 @@ def _levels(environment: Environment, problems: Sequence[PromptRow]) -> dict[str
 
     # With tools alone the data names the task.
     names = {environment.name} if environment.name else {problem.source for problem in problems}
-    if len(names) > 1 or not names <= set(BUILT_IN):
+    if len(names) > 1 or not names <= set(BUILT_IN) or not hasattr(BUILT_IN[str(*names)], "levels"):
         return {}
     tasks = [task_of(problem) for problem in problems]
     levels = BUILT_IN[str(*names)].levels(tasks, turns=environment.turns, **environment.arguments)

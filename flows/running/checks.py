@@ -35,7 +35,7 @@ NAMING = (
     *("source", "sources", "function", "judge", "algorithm", "name", "tools", "rules", "renderer", "parser", "actions"),
 )
 """Settings of any section whose texts may be `module:function`."""
-OTHERS = ("random", "hub", "gem", "gymnasium", "textarena", "mcp")
+OTHERS = ("random", "hub", "gem", "gymnasium", "openenv", "textarena", "mcp")
 """Words before a colon that are not modules."""
 
 

@@ -20,7 +20,7 @@ PROGRAMS = "rlhf.stages.serving.programs"
 """The module that plays episodes by a program."""
 AGENT_SECONDS = 600.0
 """Default wall-clock limit of a program's episode."""
-PREFIXES = ("gem", "gymnasium", "textarena", "mcp")
+PREFIXES = ("gem", "gymnasium", "openenv", "textarena", "mcp")
 """Prefixes of names that are not modules."""
 FUNCTIONS = ("renderer", "parser")
 """Arguments that may name functions: of gymnasium's environments, and of custom classes."""
@@ -32,8 +32,8 @@ class Environment(StageConfig):
     """The environment of a policy: a rollout is an episode of one or many turns."""
 
     name: str | None = None
-    """Built in (guess, frozenlake), gem:ID, gymnasium:ID, textarena:ID, or a custom module:Class: a text environment
-    with gymnasium's tuple, or a class that TRL's environment_factory takes; null: tools alone."""
+    """Built in (guess, frozenlake, harbor), gem:ID, gymnasium:ID, textarena:ID, openenv:URL, or a custom module:Class:
+    a text environment with gymnasium's tuple, or a class that TRL's environment_factory takes; null: tools alone."""
     arguments: dict[str, Value | list[Value]] = {}
     """Keyword arguments of the environment's constructor."""
     tools: list[str] = []
@@ -152,5 +152,5 @@ def source_digests(environment: Environment) -> dict[str, str]:
 def _package(kind: str) -> dict[str, str]:
     from rlhf.stages.contract.fingerprint import library_versions
 
-    name = {"gem": "gem-llm"}.get(kind, kind)
+    name = {"gem": "gem-llm", "openenv": "websockets"}.get(kind, kind)
     return {f"package:{n}": v for n, v in library_versions((name,)).items()}

@@ -133,10 +133,10 @@ def enter_namespaces() -> list[str]:
     return []
 
 
-def private_root(folder: str, prefixes: list[str]) -> None:
+def private_root(folder: str, prefixes: list[str], folders: list[str]) -> None:
     """Makes a root folder of its own, with the files of `folder` in the current one. Raises OSError.
 
-    prefixes: folders of Python, readable in it.
+    prefixes: folders of Python, readable in it. folders: names of further folders at the root to write in.
     """
     root = f"{folder}/root"
     # Another user passes through the folders that are made here.
@@ -150,7 +150,7 @@ def private_root(folder: str, prefixes: list[str]) -> None:
         if os.path.exists(path) and not any(path == s or path.startswith(f"{s}/") for s in seen):
             seen.append(path)
             _show(path, root + path)
-    for name in ("proc", "tmp", "sandbox", "dev/shm"):
+    for name in ("proc", "tmp", "sandbox", "dev/shm", *folders):
         os.makedirs(f"{root}/{name}", exist_ok=True)
         os.chmod(f"{root}/{name}", 0o1777)
     with open(f"{root}/dev/zero", "wb") as file:
@@ -356,7 +356,7 @@ def main(plan: dict[str, Any]) -> int:
     def init() -> int:
         if "files" not in missing:
             try:
-                private_root(plan["folder"], plan["prefixes"])
+                private_root(plan["folder"], plan["prefixes"], plan["folders"])
             except OSError as error:
                 missing.append(f"files ({error.strerror})")
         # Before the program runs: it cannot speak for this process.

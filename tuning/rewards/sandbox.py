@@ -168,10 +168,15 @@ def _defined(code: str) -> set[str]:
     return names
 
 
-def run_python(code: str, stdin: str = "", *, seconds: float, megabytes: int) -> tuple[int, str]:
-    """(exit status, standard output) of a Python program; status 137 where it was killed."""
+def run_python(
+    code: str, stdin: str = "", *, seconds: float, megabytes: int, folders: Sequence[str] = ()
+) -> tuple[int, str]:
+    """(exit status, standard output) of a Python program; status 137 where it was killed.
+
+    folders: names of folders at the root that it may write in, besides its own.
+    """
     with tempfile.TemporaryFile() as out:
-        status = _run(["main.py"], code, stdin, out, seconds, megabytes)
+        status = _run(["main.py"], code, stdin, out, seconds, megabytes, folders=folders)
         out.seek(0)
         return status, out.read().decode(errors="replace")
 
@@ -282,6 +287,7 @@ def _run(
     megabytes: int,
     keep: Sequence[int] = (),
     report: int | None = None,
+    folders: Sequence[str] = (),
 ) -> int:
     """The exit status of a Python with these arguments, in a folder with the code as main.py."""
     with tempfile.TemporaryDirectory() as folder, tempfile.TemporaryFile() as source:
@@ -299,6 +305,7 @@ def _run(
             "seconds": seconds,
             "megabytes": megabytes,
             "report": report,
+            "folders": folders,
         }
         # Files, not pipes: a child of the program may hold a pipe open, and reading to its end would block.
         process = subprocess.Popen(

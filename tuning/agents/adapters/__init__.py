@@ -4,6 +4,7 @@
 |---|---|
 | `guess`, ... | built in (`rlhf.tuning.agents.environments`) |
 | `gem:ID`, `gymnasium:ID`, `textarena:ID` | registered with that package |
+| `openenv:URL` | a server of OpenEnv |
 | `module:Class` | gymnasium's tuple of five or of four, objects with these as attributes, or TRL's environment class |
 | none | the tools alone |
 
@@ -158,9 +159,13 @@ def _maker(spec: Spec) -> Adapted:
     name = str(spec.name)
     prefix, colon, rest = name.partition(":")
     if not colon:
-        return Stepped(_of(built_in(name), spec.arguments))
+        return _own(built_in(name), dict(spec.arguments))
+    if prefix == "openenv":
+        from rlhf.tuning.agents.adapters.openenv import OpenEnv
+
+        return OpenEnv(rest, spec)
     if prefix not in PACKAGES:
-        return _own(name, dict(spec.arguments))
+        return _own(function_of(name), dict(spec.arguments))
     try:
         library = importlib.import_module(prefix)
     except ImportError as error:
@@ -186,8 +191,7 @@ def built_in(name: str) -> Callable[..., Any]:
     return environment
 
 
-def _own(name: str, arguments: dict[str, Any]) -> Adapted:
-    target = function_of(name)
+def _own(target: Callable[..., Any], arguments: dict[str, Any]) -> Adapted:
     if isinstance(target, type) and (not hasattr(target, "step") or hasattr(target, "get_reward")):
         return Methods(target, _of(target, arguments))
     given = {key: arguments.pop(key) for key in ("renderer", "parser", "actions") if text_actions(arguments, key)}

@@ -4,7 +4,7 @@ A module of this package has
 
     ENVIRONMENT    the class of a text environment (`rlhf.tuning.agents.contract`); None where tools alone make the
     episode records(seed=0, transcripts=..., prompts=..., heldout=..., **arguments)    raw records: a data source by its
-    name levels(tasks, turns=None, **arguments)    success without learning on these tasks
+    name levels(tasks, turns=None, **arguments)    success without learning on these tasks; harbor has neither
 
 `arguments` are those of the class. Nothing draws from a global generator: a seed alone makes an episode.
 """
@@ -15,7 +15,7 @@ import importlib
 from collections.abc import Iterator, Mapping
 from types import ModuleType
 
-NAMES = ("guess", "calculator", "frozenlake")
+NAMES = ("guess", "calculator", "frozenlake", "harbor")
 
 
 class _Modules(Mapping[str, ModuleType]):

@@ -257,7 +257,7 @@ def test_products_have_the_levels_of_their_answers():
         BUILT_IN["calculator"].levels([Task(0)])
 
 
-@pytest.mark.parametrize("name", sorted(BUILT_IN))
+@pytest.mark.parametrize("name", sorted(set(BUILT_IN) - {"harbor"}))
 def test_levels_want_tasks(name):
     with pytest.raises(ValueError, match="there are none"):
         BUILT_IN[name].levels([])
