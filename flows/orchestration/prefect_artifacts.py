@@ -52,8 +52,8 @@ CELL_CHARACTERS = 120
 class LoggedConsole(LastingConsole):
     """A console whose lines also go to the flow run's log; with `silent` only there."""
 
-    def __init__(self, silent: bool):
-        super().__init__(highlight=False, markup=False, width=log_width() or (160 if silent else None))
+    def __init__(self, silent: bool, line_start: str):
+        super().__init__(line_start, highlight=False, markup=False, width=log_width() or (160 if silent else None))
         self._silent = silent
 
     def print(self, *objects: Any, **options: Any) -> None:
@@ -70,8 +70,8 @@ class LoggedConsole(LastingConsole):
 class PrefectReporter(ConsoleReporter):
     """The console's lines, and a progress artifact on the task run."""
 
-    def __init__(self, silent: bool):
-        super().__init__(LoggedConsole(silent))
+    def __init__(self, silent: bool, line_start: str = ""):
+        super().__init__(LoggedConsole(silent, line_start))
         self.recipe = "run"
         self.display = Display()
         self._progress: dict[str, ProgressBar] = {}
@@ -220,7 +220,7 @@ def show_run(display: Display, session: Session, report: str | None, found: Sequ
     markdown = f"{place}Shown by `{command}`\n\n```text\n{text.getvalue().replace('```', '` ` `')}\n```"
     _show_text(display, artifact_key(recipe, "", "report"), markdown, of_run)
     # Drawing costs a second, and a cached run has the curves of an earlier one.
-    image = curves_png_data(session.record) if session.crew.starts else None
+    image = curves_png_data(session.record) if session.worker_starts else None
     if image:
         _show_text(display, artifact_key(recipe, "", "curves"), f"![curves]({image})", f"rounds of {of_run}")
 

@@ -55,15 +55,28 @@ class WorkerSettings(BaseModel):
     @property
     def shares(self) -> list[list[int]] | None:
         """The devices of each process of this host; None where they are not listed."""
+        return None if self.devices is None else _parts(self.devices, self.hosts)
+
+    def divided(self, count: int) -> list[WorkerSettings]:
+        """Return the settings of each of several workers, which divide the listed devices evenly, in order.
+
+        Raises ValueError if the devices cannot be divided.
+        """
         if self.devices is None:
-            return None
-        size = len(self.devices) // self.hosts
-        return [self.devices[i * size : (i + 1) * size] for i in range(self.hosts)]
+            return [self] * count
+        if len(self.devices) % (count * self.hosts):
+            raise ValueError(f"{len(self.devices)} devices cannot be divided among {count} workers (--workers)")
+        return [self.model_copy(update={"devices": part}) for part in _parts(self.devices, count)]
 
     def bundle(self) -> dict[str, float]:
         """The resources of one host by Ray's names; without those of a TPU slice."""
         found = {"CPU": 1.0 if self.cpus is None else self.cpus, "GPU": float(self.gpus or 0), **(self.resources or {})}
         return {name: amount for name, amount in found.items() if amount}
+
+
+def _parts(devices: list[int], count: int) -> list[list[int]]:
+    size = len(devices) // count
+    return [devices[i * size : (i + 1) * size] for i in range(count)]
 
 
 class Workers(BaseModel):
@@ -111,6 +124,11 @@ class Workers(BaseModel):
         if self.cluster is not None and self.data is None:
             found[DATA] = WorkerSettings()
         return {work: settings for work, settings in found.items() if settings is not None}
+
+    def divided(self, count: int) -> list[Workers]:
+        """Return the roles of each of several crews (`WorkerSettings.divided`); a cluster reserves devices for each."""
+        roles = {} if self.cluster is not None else {n: role.divided(count) for n, role in self.named.items()}
+        return [self.model_copy(update={n: parts[i] for n, parts in roles.items()}) for i in range(count)]
 
     def on_cluster(self, name: str) -> bool:
         """Whether the role's workers run on the cluster."""

@@ -5,11 +5,13 @@ from __future__ import annotations
 import contextlib
 import os
 import sys
+import textwrap
 from collections.abc import Iterable
 from typing import Any
 
 from rich.console import Console, ConsoleOptions
 from rich.segment import Segment
+from rich.text import Text
 
 from rlhf.tuning.names import plain
 
@@ -30,6 +32,25 @@ class PlainConsole(Console):
 
 class LastingConsole(PlainConsole):
     """A console that becomes silent after its reader has ended (`| head`, a `tee`). Rich would exit."""
+
+    def __init__(self, line_start: str = "", **options: Any):
+        """line_start: the text before each line; with one there is no live display, so that several can alternate."""
+        super().__init__(**options)
+        self.line_start = line_start
+
+    @property
+    def is_terminal(self) -> bool:
+        """As `Console.is_terminal`."""
+        return super().is_terminal and not self.line_start
+
+    def print(self, *objects: Any, **options: Any) -> None:
+        """As `Console.print`."""
+        if self.line_start:
+            with self.capture() as found:
+                super().print(*objects, **options)
+            objects = (Text.from_ansi(textwrap.indent(found.get(), self.line_start, bool)),)
+            options = {"soft_wrap": True, "end": ""}
+        super().print(*objects, **options)
 
     def _write_buffer(self) -> None:
         try:
