@@ -115,7 +115,8 @@ def rlhf_pipeline(
         skip: Sections of the recipe to leave out.
     """
     from_command = _resolved.get()
-    reporter = PrefectReporter(silent=from_command is None, line_start=line_start(run_name))
+    reporter = PrefectReporter(silent=from_command is None)
+    reporter.console.line_start = line_start(run_name)
     try:
         resolved, standing = from_command or (load_recipe(recipe, values_of(fields) | dict.fromkeys(skip or [])), None)
         if from_command is None:

@@ -25,7 +25,6 @@ from rlhf.stages.store.keys import digest
 if TYPE_CHECKING:
     from rlhf.flows.graph.plan import Planned
     from rlhf.flows.graph.sweep import Variant
-    from rlhf.flows.running.crew import Crew
 
 
 @app.command()
@@ -57,9 +56,8 @@ def sweep(
     Variants that differ in the seed alone are repetitions of one setting. Intervals are against the first setting and
     hold together. The same command resumes; a variant that fails does not stop the others.
     """
-    from rlhf.flows.cli.launch import prefect_flow
     from rlhf.flows.report.sweep import conclude, note_of
-    from rlhf.flows.running.crew import check_workers, crews_of
+    from rlhf.flows.running.crew import check_workers
 
     variants, rungs = _variants(recipe, axes, with_options(sets, store, cluster), halving)
     check_workers(variants[0].recipe, (), workers)
@@ -69,17 +67,9 @@ def sweep(
     if plan:
         return
     place.write_json(record, SWEEPS, record["name"], SWEEP)
-    is_cached = all(p.state == "hit" for variant in variants for p in variant.planned)
-    # Cached stages need no cluster.
-    lent = variants[0].recipe.model_copy(update={"workers": None} if is_cached else {})
     interrupt_at_sigterm()
     try:
-        # One server for all runs.
-        with (
-            contextlib.nullcontext() if no_prefect or is_cached else prefect_flow(f"sweep:{record['name']}"),
-            crews_of(lent, record["name"], workers) as crews,
-        ):
-            failed = _run_all(place, record, variants, crews, no_prefect)
+        failed = _run_all(place, record, variants, workers, no_prefect)
     except KeyboardInterrupt as e:
         raise typer.Exit(130) from e
     page = conclude(place, record)
@@ -92,26 +82,44 @@ def sweep(
 
 
 def _run_all(
-    store: Store, record: dict[str, Any], variants: Sequence[Variant], crews: Sequence[Crew], no_prefect: bool
+    store: Store, record: dict[str, Any], variants: Sequence[Variant], workers: int, no_prefect: bool
 ) -> list[str]:
     """Run the variants; return the names of the failed runs."""
+    from rlhf.flows.cli.launch import prefect_flow
     from rlhf.flows.graph.sweep import needs_of
+    from rlhf.flows.running.crew import crews_of
     from rlhf.flows.running.runner import interruptible
     from rlhf.flows.running.sharing import Sharing
 
     of_run = dict(zip(record["runs"], variants, strict=True))
-    sharing = Sharing(crews, needs_of({name: [p.node for p in v.planned] for name, v in of_run.items()}))
-    rungs, failed = len(record["settings"][0]["nodes"]), list[str]()
+    needs = needs_of({name: [p.node for p in variant.planned] for name, variant in of_run.items()})
+    is_cached = all(p.state == "hit" for variant in variants for p in variant.planned)
+    # Cached stages need no cluster.
+    lent = variants[0].recipe.model_copy(update={"workers": None} if is_cached else {})
+    failed: list[str] = []
 
     def run() -> None:
         alive = record["settings"]
+        rungs = len(alive[0]["nodes"])
         for rung in range(rungs):
             alive = _better_half(store, alive, rung - 1) if rung else alive
             until = {name: of["nodes"][rung] if rung + 1 < rungs else None for of in alive for name in of["runs"]}
             jobs = {n: partial(_run, store, of_run[n], n, node, no_prefect) for n, node in until.items()}
             failed.extend(sharing.run_all({n: job for n, job in jobs.items() if n not in failed}))
 
-    interruptible(run, sharing.stopped.set)
+    # One server for all runs.
+    with (
+        contextlib.nullcontext() if no_prefect or is_cached else prefect_flow(f"sweep:{record['name']}") as flow,
+        crews_of(lent, record["name"], workers) as crews,
+    ):
+        sharing = Sharing(crews, needs)
+        try:
+            interruptible(run, sharing.stopped.set)
+        finally:
+            if flow is not None:
+                from rlhf.flows.orchestration.cancellation import send_events
+
+                send_events()
     return failed
 
 

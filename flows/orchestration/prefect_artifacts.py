@@ -52,8 +52,8 @@ CELL_CHARACTERS = 120
 class LoggedConsole(LastingConsole):
     """A console whose lines also go to the flow run's log; with `silent` only there."""
 
-    def __init__(self, silent: bool, line_start: str):
-        super().__init__(line_start, highlight=False, markup=False, width=log_width() or (160 if silent else None))
+    def __init__(self, silent: bool):
+        super().__init__(highlight=False, markup=False, width=log_width() or (160 if silent else None))
         self._silent = silent
 
     def print(self, *objects: Any, **options: Any) -> None:
@@ -70,8 +70,8 @@ class LoggedConsole(LastingConsole):
 class PrefectReporter(ConsoleReporter):
     """The console's lines, and a progress artifact on the task run."""
 
-    def __init__(self, silent: bool, line_start: str = ""):
-        super().__init__(LoggedConsole(silent, line_start))
+    def __init__(self, silent: bool):
+        super().__init__(LoggedConsole(silent))
         self.recipe = "run"
         self.display = Display()
         self._progress: dict[str, ProgressBar] = {}

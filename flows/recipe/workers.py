@@ -55,28 +55,18 @@ class WorkerSettings(BaseModel):
     @property
     def shares(self) -> list[list[int]] | None:
         """The devices of each process of this host; None where they are not listed."""
-        return None if self.devices is None else _parts(self.devices, self.hosts)
+        return None if self.devices is None else [part.devices or [] for part in self.divided(self.hosts)]
 
     def divided(self, count: int) -> list[WorkerSettings]:
-        """Return the settings of each of several workers, which divide the listed devices evenly, in order.
-
-        Raises ValueError if the devices cannot be divided.
-        """
-        if self.devices is None:
-            return [self] * count
-        if len(self.devices) % (count * self.hosts):
-            raise ValueError(f"{len(self.devices)} devices cannot be divided among {count} workers (--workers)")
-        return [self.model_copy(update={"devices": part}) for part in _parts(self.devices, count)]
+        """Return the settings of each of several workers, which divide the listed devices evenly, in order."""
+        found, size = self.devices, len(self.devices or ()) // count
+        parts = [found and found[i * size : (i + 1) * size] for i in range(count)]
+        return [self.model_copy(update={"devices": part}) for part in parts]
 
     def bundle(self) -> dict[str, float]:
         """The resources of one host by Ray's names; without those of a TPU slice."""
         found = {"CPU": 1.0 if self.cpus is None else self.cpus, "GPU": float(self.gpus or 0), **(self.resources or {})}
         return {name: amount for name, amount in found.items() if amount}
-
-
-def _parts(devices: list[int], count: int) -> list[list[int]]:
-    size = len(devices) // count
-    return [devices[i * size : (i + 1) * size] for i in range(count)]
 
 
 class Workers(BaseModel):

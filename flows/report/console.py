@@ -33,9 +33,8 @@ LINE_SECONDS = 10.0
 class ConsoleReporter:
     """Live bars on a terminal, else a line for each running stage every ten seconds."""
 
-    def __init__(self, console: Console | None = None, line_start: str = ""):
-        """line_start: the text before each line, without bars."""
-        self.console = console or LastingConsole(line_start, highlight=False, markup=False, width=log_width())
+    def __init__(self, console: LastingConsole | None = None):
+        self.console = console or LastingConsole(highlight=False, markup=False, width=log_width())
         self._lock = threading.RLock()
         self._bars: Progress | None = None
         """While a stage runs; shown on a terminal."""

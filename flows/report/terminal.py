@@ -33,10 +33,8 @@ class PlainConsole(Console):
 class LastingConsole(PlainConsole):
     """A console that becomes silent after its reader has ended (`| head`, a `tee`). Rich would exit."""
 
-    def __init__(self, line_start: str = "", **options: Any):
-        """line_start: the text before each line; with one there is no live display, so that several can alternate."""
-        super().__init__(**options)
-        self.line_start = line_start
+    line_start = ""
+    """The text before each line; with one there is no live display, so that lines of several consoles can alternate."""
 
     @property
     def is_terminal(self) -> bool:

@@ -140,9 +140,11 @@ def check_workers(recipe: Recipe, nodes: Collection[Node], crews: int = 1) -> No
                 "that they divide, such as [0, 1]"
             )
         try:
-            for part in settings.divided(crews) if settings.devices else ():
-                for share in part.shares or ():
-                    confined(share, kind)
+            parts, count = crews * settings.hosts, len(settings.devices or ())
+            if count % parts:
+                raise ValueError(f"{count} devices cannot be divided among {crews} workers (--workers)")
+            for part in settings.divided(parts) if count else ():
+                confined(part.devices or [], kind)
         except ValueError as e:
             raise RecipeError(f"{at}: {e}") from e
     for node in nodes if not on_cpu else ():

@@ -199,7 +199,8 @@ def run_plain(
     only: nodes to run, with the inputs of each; None runs all.
     standing: the policies of names; None: as the registry has them now.
     """
-    reporter = ConsoleReporter(line_start=line_start(name))
+    reporter = ConsoleReporter()
+    reporter.console.line_start = line_start(name)
     session = Session(recipe, reporter, name, force, standing)
     try:
         reporter.console.print(f"run {session.name}  store {session.store.shown}")

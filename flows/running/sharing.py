@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Collection, Mapping, Sequence
-from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
+from concurrent.futures import ThreadPoolExecutor, as_completed
 from contextvars import ContextVar, copy_context
 
 from rlhf.flows.graph.build import Node
@@ -43,48 +43,52 @@ class Sharing:
         """The next stages of the runs that lack only a place."""
 
     def run_all(self, jobs: Mapping[str, Callable[[], bool]]) -> list[str]:
-        """Do the jobs of runs in threads, each when there is a place; return the runs whose job returns False.
+        """Do the jobs of runs in threads, the longest first; return the runs whose job returns False.
 
         After an exception all runs end, and it is raised.
         """
-        pending = sorted(jobs, key=lambda run: -len(self._needs[run]))
-        at_work: dict[Future[bool], str] = {}
-        failed = []
-        with ThreadPoolExecutor(len(pending) or 1, "run") as pool:
+        order = enumerate(sorted(jobs, key=lambda run: -len(self._needs[run])))
+        with ThreadPoolExecutor(len(jobs) or 1, "run") as pool:
+            # Runs that wait for a stage come first.
+            runs = {pool.submit(copy_context().run, self._run, jobs[run], run, (1, n, run)): run for n, run in order}
             try:
-                while pending or at_work:
-                    if pending and self._begins(pending[0]):
-                        run = pending.pop(0)
-                        at_work[pool.submit(copy_context().run, self._run, run, jobs[run])] = run
-                        continue
-                    for future in wait(at_work, LOOK_SECONDS, FIRST_COMPLETED).done:
-                        run = at_work.pop(future)
-                        if not future.result():
-                            failed.append(run)
+                return [runs[future] for future in as_completed(runs) if not future.result()]
             except BaseException:
                 self.stopped.set()
                 raise
-        return failed
 
-    def _begins(self, run: str) -> bool:
-        with self._changed:
-            if begins := bool(self._free) and not self._waiting:
-                self._places[run] = self._free.pop(0)
-            return begins
-
-    def _run(self, run: str, job: Callable[[], bool]) -> bool:
+    def _run(self, job: Callable[[], bool], run: str, need: Need) -> bool:
         SHARING.set(self)
         try:
+            self._wait(run, {need}, self._check)
             return job()
         finally:
             with self._changed:
                 self._leave(run)
+
+    def _check(self) -> None:
+        if self.stopped.is_set():
+            raise KeyboardInterrupt
 
     def _leave(self, run: str) -> None:
         self._waiting.pop(run, None)
         if (place := self._places.pop(run, None)) is not None:
             self._free.append(place)
             self._changed.notify_all()
+
+    def _wait(self, run: str, needs: Collection[Need], check: Callable[[], None]) -> None:
+        """Leave the run's place; wait until no other run makes one of these stages, and for a place."""
+        with self._changed:
+            while True:
+                self._leave(run)
+                check()
+                if free := [need for need in needs if need not in self._at_work]:
+                    self._waiting[run] = min(free)
+                    if self._free and min(free) == min(self._waiting.values()):
+                        del self._waiting[run]
+                        self._places[run] = self._free.pop(0)
+                        return
+                self._changed.wait(LOOK_SECONDS)
 
     def crew_of(self, run: str) -> Crew:
         """Return the workers of a run, which has a place."""
@@ -109,18 +113,7 @@ class Sharing:
 
         check: called each second; its error ends the wait, without a place.
         """
-        needs = {self._needs[run][node.name] for node in nodes}
-        with self._changed:
-            while True:
-                self._leave(run)
-                check()
-                if free := needs - self._at_work:
-                    self._waiting[run] = min(free)
-                    if self._free and min(free) == min(self._waiting.values()):
-                        del self._waiting[run]
-                        self._places[run] = self._free.pop(0)
-                        return
-                self._changed.wait(LOOK_SECONDS)
+        self._wait(run, [self._needs[run][node.name] for node in nodes], check)
 
 
 SHARING: ContextVar[Sharing | None] = ContextVar("sharing", default=None)

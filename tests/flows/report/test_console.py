@@ -5,7 +5,6 @@ import os
 import re
 
 import pytest
-from rich.console import Console
 from rich.table import Table
 
 from rlhf.flows.graph.build import build
@@ -25,7 +24,7 @@ METRICS = {
 
 def reporting() -> tuple[ConsoleReporter, io.StringIO]:
     out = io.StringIO()
-    return ConsoleReporter(Console(file=out, width=200, highlight=False)), out
+    return ConsoleReporter(LastingConsole(file=out, width=200, highlight=False)), out
 
 
 def lines_of(state: str, **changes: dict) -> str:
@@ -121,7 +120,8 @@ def test_texts_of_others_cannot_rewrite_a_terminal():
 
 def test_each_line_of_one_of_several_runs_begins_with_its_name():
     file = io.StringIO()
-    reporter = ConsoleReporter(LastingConsole("one | ", file=file, force_terminal=True, width=40))
+    reporter = ConsoleReporter(LastingConsole(file=file, force_terminal=True, width=40))
+    reporter.console.line_start = "one | "
     reporter.stage_started(NODES["sft"])
     reporter.line(f"two\n{'long ' * 20}")
     metrics = {"problems": 32, "samples": 1, "score": 0.5, "score_low": 0.3, "score_high": 0.7}
