@@ -5,13 +5,13 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import threading
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator
 from pathlib import Path
 from typing import Any
 
 from rlhf.flows.graph.build import Node
 from rlhf.flows.recipe.model import Recipe, RecipeError
-from rlhf.flows.recipe.workers import Workers, WorkerSettings
+from rlhf.flows.recipe.workers import Workers
 from rlhf.flows.records import log_of
 from rlhf.flows.running.cluster import Cluster, shared_memory
 from rlhf.flows.running.cluster_role import RoleWorkers
@@ -37,8 +37,9 @@ class Crew:
         limits = (recipe.limits.stall_seconds, recipe.limits.stage_seconds)
         shared = shared_memory(recipe)
         self._workers: dict[str, Worker | ProcessGroup] = {}
-        roles: Mapping[str, WorkerSettings] = {ONLY: WorkerSettings()} if workers is None else workers.named
-        for role, settings in roles.items():
+        if workers is None:
+            self._workers[ONLY] = Worker(log, *limits, shared)
+        for role, settings in workers.named.items() if workers is not None else ():
             path = log_of_worker(log, role)
             if cluster is not None and workers is not None and workers.on_cluster(role):
                 self._workers[role] = RoleWorkers(cluster, role, settings, path)
