@@ -211,6 +211,7 @@ def test_workers_that_there_cannot_be_are_refused_by_name(monkeypatch, tmp_path)
     assert "3 chips of a TPU are not a part of a host: give it 1, 2, 4 or 8" in refused(
         "tpu:TPU v5 lite", "workers.train={devices: [0, 1, 2]}"
     )
+    monkeypatch.setattr(crew, "device_kind", lambda: gpu)
     several = functools.partial(check_workers, nodes=(), crews=2)
     with pytest.raises(RecipeError, match=r"workers.train.devices: this machine has gpu.*two workers"):
         several(recipe(tmp_path))
