@@ -38,7 +38,7 @@ test-all: test test-slow
 
 # Long tests (whole runs, kills, clusters, several devices) and further variants.
 test-slow: $(VENV)/.ready-dev
-	$(BIN)/pytest -m slow $(ARGS)
+	$(BIN)/pytest -m slow --timeout=3600 $(ARGS)
 
 # Random faults on the recipe smoke. A storm that was cut goes on where its folder is given again.
 faults: $(VENV)/.ready-dev

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import shlex
+import traceback
 from contextvars import ContextVar
 from typing import Any
 
@@ -125,10 +126,12 @@ def rlhf_pipeline(
         name = free_name(resolved, run_name)
         session = Session(resolved, reporter, name, None, standing)
         reporter.recipe = resolved.name
-    except EXPECTED as e:
+    except Exception as e:
         if from_command is not None:
             raise
-        return Failed(message=without_userinfo(f"no run of recipe {recipe} began: {e}"), data=e)
+        if not isinstance(e, EXPECTED):
+            _log_traceback(e)
+        return Failed(message=without_userinfo(f"no run of recipe {recipe} began: {e}"))
     if runtime.deployment.name:
         session.command["command"] = f"prefect deployment run {NAME}/{runtime.deployment.name}"
     try:
@@ -220,12 +223,22 @@ def _failed(session: Session, error: Exception) -> State[Any]:
     """Return the flow's last state after an error; alerts forward its message."""
     said = str(error) or type(error).__name__
     if not isinstance(error, EXPECTED) and not is_unreachable(error):
-        get_run_logger().error("the run ended with an unexpected error", exc_info=error)
+        _log_traceback(error)
         said = f"{type(error).__name__}: {error}"
     # Prefect gives the same name to its own limits of time: automations can tell it from other failures.
     name = "TimedOut" if isinstance(error, RunTooLong) else "Failed"
     said = without_userinfo(said).rstrip(".")
-    return Failed(name=name, message=f"run {session.name}: {said}. Type: {_command(session)}", data=error)
+    return Failed(name=name, message=f"run {session.name}: {said}. Type: {_command(session)}", data=_kept(error))
+
+
+def _kept(error: Exception) -> Exception | None:
+    """The error, for the command line. Under a worker Prefect would log it with the URLs of its text."""
+    return error if _resolved.get() is not None else None
+
+
+def _log_traceback(error: Exception) -> None:
+    trace = without_userinfo("".join(traceback.format_exception(error)))
+    get_run_logger().error("the run ended with an unexpected error\n%s", trace)
 
 
 def _own(error: BaseException) -> BaseException:

@@ -31,9 +31,9 @@ def cache_folder(variable: str, name: str) -> Path:
         raise OSError(f"this user has no home folder: set {variable} to a folder") from None
 
 
-def closest(name: str, known: Iterable[str]) -> str | None:
-    """The name among `known` that `name` probably meant; None if none is similar."""
-    return next(iter(difflib.get_close_matches(name, list(known), 1)), None)
+def closest(name: str, known: Iterable[str], ratio: float = 0.6) -> str | None:
+    """The name among `known` that `name` probably meant; None if none has this ratio of equal characters."""
+    return next(iter(difflib.get_close_matches(name, list(known), 1, ratio)), None)
 
 
 def nearest(name: str, known: Iterable[str], also: str = "") -> str:

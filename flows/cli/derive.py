@@ -25,7 +25,7 @@ from rlhf.flows.cli.shared import (
     usage_error,
 )
 from rlhf.flows.recipe.model import BASE, FinishedPolicy, Recipe, trained_sections
-from rlhf.flows.records import WHOLE, sweeps
+from rlhf.flows.records import WHOLE, status_of, sweeps
 from rlhf.stages.base import Config as BaseConfig
 from rlhf.stages.contract.registry import stage
 from rlhf.stages.store.artifacts import Store
@@ -121,8 +121,8 @@ def _policy_of(recipe: Recipe, text: str) -> tuple[str, FinishedPolicy]:
         label, node = f"{record['name']}.{asked}".rstrip("."), node or (known or [""])[-1]
     if not label or node not in known:
         raise usage_error(f"{text}: expected a finished policy of run {record['name']}: {', '.join(known) or 'none'}")
-    if not asked and label == record["name"] and record["status"] not in WHOLE:
-        raise usage_error(f"{text}: the run is {record['status']}: name a policy of it, such as {text}:{node}")
+    if not asked and label == record["name"] and (status := status_of(record, Store(recipe.store))) not in WHOLE:
+        raise usage_error(f"{text}: the run is {status}: name a policy of it, such as {text}:{node}")
     own = BaseConfig.model_validate_json(json.dumps(record["recipe"]["base"]), context=SHOWN)
     if changed := differences(config_content(own), config_content(recipe.base)):
         raise usage_error(

@@ -45,7 +45,7 @@ def metrics(
         typer.Option("--serve", metavar="[HOST:]PORT", help="Answer scrapes until Ctrl-C; HOST is 127.0.0.1."),
     ] = None,
 ) -> None:
-    """Print the state of a store as Prometheus metrics: runs, seconds, hits, speed, bytes, waits, age."""
+    """Print the state of a store as Prometheus metrics: runs, scores, seconds, hits, speed, bytes, age."""
     from prometheus_client import generate_latest, start_http_server, write_to_textfile
 
     from rlhf.flows.report.prometheus import registry_of

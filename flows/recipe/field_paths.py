@@ -27,7 +27,7 @@ SYNONYMS = {
     "dataset": "data.source", "dataset_name": "data.source", "train_dataset": "data.source", "datasets": "data.sources",
     "val_set_size": "data.heldout_fraction", "sequence_len": "data.max_prompt_tokens",
     "max_length": "data.max_prompt_tokens", "max_prompt_length": "data.max_prompt_tokens",
-    "num_train_epochs": "epochs", "num_epochs": "epochs", "num_iterations": "update.epochs",
+    "num_train_epochs": "epochs rounds", "num_epochs": "epochs rounds", "num_iterations": "update.epochs",
     "per_device_train_batch_size": "examples_per_step update.prompts_per_step", "batch_size": "examples_per_step",
     "micro_batch_size": "examples_per_step", "gradient_accumulation_steps": "examples_per_step update.prompts_per_step",
     "optim": "optimizer.name", "lr": "learning_rate", "lr_scheduler": "schedule", "lr_scheduler_type": "schedule",
@@ -48,11 +48,13 @@ SYNONYMS = {
     "center_rewards_coefficient": "reward.centering", "sync_ref_model": "rl.reference_every",
     "ref_model_sync_steps": "rl.reference_every", "generation_batch_size": "rollout.prompts",
     "steps_per_generation": "rollout.prompts", "use_adaptive_entropy": "update.entropy_target",
+    "rpo_alpha": "preference.sft_weight", "dataset_text_field": "data.rename",
     "entropy_coef_delta": "update.entropy_step", "adam_beta1": "optimizer.beta1", "adam_beta2": "optimizer.beta2",
     "adam_epsilon": "optimizer.epsilon", "reward_model": "reward",
 }  # fmt: skip
 """Ends of places by the names in TRL and axolotl, with alternatives by section."""
 _NOT_HERE = "not supported; the page docs/explanation/not-here.md has alternatives"
+_LOGS = "set WANDB_PROJECT, TRACKIO_PROJECT or MLFLOW_TRACKING_URI; TensorBoard's files are always written"
 _ALWAYS = "rows are always packed, and the assistant's turns alone are trained on: leave it out"
 ANSWERS = {
     "packing": _ALWAYS, "sample_packing": _ALWAYS, "assistant_only_loss": _ALWAYS, "completion_only_loss": _ALWAYS,
@@ -61,11 +63,20 @@ ANSWERS = {
     "eval_dataset": "add a source with `for: [heldout]` to data.sources, or set data.heldout_fraction",
     "model_revision": "write it into base.source: hub:ORG/NAME@REVISION",
     "max_steps": "set rl.rounds, or epochs in another section",
-    "report_to": "set WANDB_PROJECT, TRACKIO_PROJECT or MLFLOW_TRACKING_URI; TensorBoard's files are always written",
+    "sft.max_steps": "set sft.epochs, or take fewer records", "eval_sample_packing": _ALWAYS,
+    "rl.loss_type": "did you mean rl.update.aggregation (TRL's grpo and dapo), or rl.update.algorithm (its others)?",
+    "importance_sampling_level": "rl.update.algorithm: gspo has ratios of sequences", "train_on_inputs": _ALWAYS,
+    "log_completions": "completions are always stored: leave it out", "pad_to_sequence_len": _ALWAYS,
+    "group_by_length": _ALWAYS, "dataset_prepared_path": "the store keeps prepared data: leave it out",
+    "tf32": "chosen for the device: leave it out", "tokenizer_type": "the files of base.source say it: leave it out",
+    "model_type": "the files of base.source say it: leave it out",
+    "resume_from_checkpoint": "the same command resumes: leave it out",
     "special_tokens": "the tokenizer of base.source has them", "logging_steps": "every step is logged: leave it out",
     "load_in_8bit": "set lora.quantize: int8 in a section that trains",
     "flash_attention": "chosen for the device: leave it out",
-} | dict.fromkeys(("lora_dropout", "use_dora", "neftune_noise_alpha", "push_to_hub", "hub_model_id"), _NOT_HERE) | (
+} | dict.fromkeys(("report_to", "wandb_project", "wandb_entity", "wandb_name", "wandb_watch"), _LOGS) | (
+    dict.fromkeys(("dropout", "bias", "lora_modules_to_save", "modules_to_save"), _NOT_HERE)
+) | dict.fromkeys(("lora_dropout", "use_dora", "neftune_noise_alpha", "push_to_hub", "hub_model_id"), _NOT_HERE) | (
     dict.fromkeys(("repetition_penalty",), "a rollout has none: its ratios would be biased")
 )  # fmt: skip
 """Sentences for names of TRL and axolotl without a setting here."""
@@ -106,9 +117,10 @@ def hint(place: Sequence[str]) -> str:
     # A name of another section is not a typing error in this one.
     if place[-1] not in {*names, *SYNONYMS, *ANSWERS} and closest(place[-1], fields):
         return nearest(place[-1], fields)
-    if said := ANSWERS.get(place[-1]):
+    if said := ANSWERS.get(f"{place[0]}.{place[-1]}") or ANSWERS.get(place[-1]):
         return said
-    ends = SYNONYMS.get(place[-1]) or closest(place[-1], names) or ""
+    # A name that is only similar to one of another section would name a setting that means something else.
+    ends = SYNONYMS.get(place[-1]) or closest(place[-1], names, 0.88) or ""
     same = [p for p in places if f".{p}".endswith(tuple(f".{end}" for end in ends.split()))]
     if not same:
         return nearest(place[-1], fields)

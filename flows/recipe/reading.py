@@ -21,12 +21,14 @@ from typing import Any
 import yaml
 from pydantic import ValidationError
 
-from rlhf.flows.recipe.field_paths import hint, lines_of, mappings_in, merge, whole
+from rlhf.flows.recipe.field_paths import SYNONYMS, hint, lines_of, mappings_in, merge, whole
 from rlhf.flows.recipe.model import Recipe, RecipeError
 from rlhf.flows.recipe.secrets import secrets_in
+from rlhf.stages.prepare.settings import ALONE
 from rlhf.stages.store import datasets
 from rlhf.stages.store.artifacts import Store
 from rlhf.stages.store.datasets import DatasetError
+from rlhf.stages.store.keys import WRITTEN
 from rlhf.tuning.allowed import NotAllowed, check_file
 
 Mistake = Mapping[str, Any]
@@ -268,7 +270,7 @@ def load_recipe(name: str, overrides: dict[str, Any] | None = None, sets: list[s
         # A form may send an empty mapping for a field that nobody has filled in.
         values = _laid(values, [name], value, [place for place, mapping in mappings_in([name], value) if mapping])
     values, options = with_sets(values, sets or [])
-    return checked(values, path, node, options)
+    return checked(values, path, node, options, WRITTEN)
 
 
 def _laid(values: dict[str, Any], place: list[str], given: Any, replaced: list[Sequence[str]]) -> dict[str, Any]:
@@ -276,8 +278,16 @@ def _laid(values: dict[str, Any], place: list[str], given: Any, replaced: list[S
     for where, part in [*((mapping, None) for mapping in replaced), (place, given)]:
         for name in reversed(where):
             part = {name: part}
-        values = merge(values, part)
+        values = merge(_without_source(values, part), part)
     return values
+
+
+def _without_source(values: dict[str, Any], part: Any) -> dict[str, Any]:
+    """Return the values without the one source of their data if `part` has several."""
+    data, given = values.get("data"), part.get("data") if isinstance(part, dict) else None
+    if not (isinstance(data, dict) and isinstance(given, dict) and given.get("sources")):
+        return values
+    return values | {"data": {name: value for name, value in data.items() if name not in ALONE}}
 
 
 def with_sets(values: dict[str, Any], sets: list[str]) -> tuple[dict[str, Any], list[str]]:
@@ -316,10 +326,17 @@ def _check_items(values: Any, parts: list[str], item: str) -> None:
             values = values.get(name) if isinstance(values, dict) else None
 
 
-def checked(values: dict[str, Any], path: Path, node: yaml.Node | None = None, options: Collection[str] = ()) -> Recipe:
+def checked(
+    values: dict[str, Any],
+    path: Path,
+    node: yaml.Node | None = None,
+    options: Collection[str] = (),
+    context: str | None = None,
+) -> Recipe:
     """Validate a recipe's values. Raises RecipeError with the line or the option of each mistake.
 
     path: the recipe's file. node: its parsed YAML; None if there is no file. options: dotted places of `--set`.
+    context: `WRITTEN` for values that a user has written, not those of a record.
     """
     for place in secrets_in(values):
         raise RecipeError(
@@ -332,7 +349,7 @@ def checked(values: dict[str, Any], path: Path, node: yaml.Node | None = None, o
         raise RecipeError(f"{path}: data: {e}") from e
     try:
         # Through JSON: strict JSON input may give lists and floats as YAML writes them.
-        return Recipe.model_validate_json(json.dumps(values))
+        return Recipe.model_validate_json(json.dumps(values), context=context)
     except ValidationError as e:
         raise RecipeError("\n".join(_explain(path, node, options, m) for m in settled(e.errors(), values))) from e
 
@@ -373,6 +390,9 @@ def _explain(path: Path, node: Any, options: Collection[str], error: Any) -> str
     if error["type"] == "extra_forbidden":
         return f"{where}: unknown key; {hint(place)}"
     message = error["msg"].removeprefix("Value error, ")
+    unused = re.match(r"(\w+) has no meaning with", message)
+    if unused and unused[1] in SYNONYMS:
+        message += f"; {hint([*place, unused[1]])}"
     value = error.get("input")
     if value is None and error["type"] != "missing":
         return f"{where}: {message.replace('Input should be', 'expected')}, not null: leave it out for its default"

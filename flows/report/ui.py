@@ -142,7 +142,7 @@ class _Pages:
             for name, entry in record["nodes"].items()
         ]
         running = status_of(record, self._store) == "running"
-        return _page("ui_lineage.html.j2", refresh=running, record=record, rows=rows)
+        return _page("ui_lineage.html.j2", refresh=running, record=record, rows=rows, graph=placed(rows))
 
     def _origin(
         self, record: Mapping[str, Any], name: str, artifact: Artifact | None, earlier: Sequence[Mapping[str, Any]]
@@ -195,6 +195,22 @@ class _Pages:
 
     def _rendered(self, name: str, version: str) -> bytes:
         return render(self._store, self._record(name)).encode(errors="replace")
+
+
+def placed(rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """Return the columns and lines of a drawing of nodes: a column by the longest way to a node, lines by its stage."""
+    column: dict[str, int] = {}
+    cells: dict[str, dict[int, list[str]]] = {}
+    for row in rows:
+        column[row["name"]] = 1 + max((column.get(name, -1) for name in row["inputs"]), default=-1)
+        cells.setdefault(row["stage"], {}).setdefault(column[row["name"]], []).append(row["name"])
+    lines: dict[str, int] = {}
+    places, height = dict[str, tuple[int, int]](), 0
+    for stage, of_stage in cells.items():
+        lines[stage] = height
+        places |= {name: (x, height + i) for x, names in of_stage.items() for i, name in enumerate(names)}
+        height += max(map(len, of_stage.values()))
+    return {"places": places, "lines": lines, "width": 1 + max(column.values(), default=0), "height": height}
 
 
 def ancestors(artifact: Artifact) -> list[dict[str, Any]]:

@@ -151,7 +151,7 @@ def _check_tokenizers(session: Session) -> None:
         other = session.store.with_digest("base", held.base, held.base_digest)
         if other is None or other.part_digest(TOKENIZER) != base.part_digest(TOKENIZER):
             raise ArtifactError(
-                f"{name} (run {held.run}) has another tokenizer or chat template than base.source "
+                f"{name} (run {held.run}) has another tokenizer, chat template or model than base.source "
                 f"{session.recipe.base.source}, or its base model is gone: the two cannot be compared on the same "
                 "prompts; use another policy (gate.name, start_from), or that base"
             )

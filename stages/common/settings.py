@@ -28,18 +28,23 @@ def with_defaults(values: Any, by: str, table: Mapping[str, Mapping[str, Any]]) 
 
 
 def refuse_unused(
-    config: BaseModel, by: str, uses: Mapping[str, Collection[str]], defaults: Mapping[str, Any] | None = None
+    config: BaseModel,
+    by: str,
+    uses: Mapping[str, Collection[str]],
+    defaults: Mapping[str, Any] | None = None,
+    given: Collection[str] = (),
 ) -> None:
     """Raise ValueError for a setting that differs from its default although the choice in the field `by` ignores it.
 
-    uses: setting -> choices that read it. defaults: of the choice, in place of the fields' defaults.
+    uses: setting -> choices that read it. defaults: of the choice, in place of the fields' defaults. given: settings
+    that may not have their default either.
     """
     choice = getattr(config, by)
     for name, choices in uses.items():
         default = (defaults or {}).get(name, type(config).model_fields[name].default)
-        if choice not in choices and getattr(config, name) != default:
+        if choice not in choices and (getattr(config, name) != default or name in given):
             # The default of a section is too long for the message.
-            instead = "" if isinstance(default, BaseModel) else f", or set it to {default}"
+            instead = "" if isinstance(default, BaseModel) or name in given else f", or set it to {default}"
             raise ValueError(
                 f"{name} has no meaning with {by} {choice}; it belongs to {', '.join(choices)}. Leave it out{instead}"
             )

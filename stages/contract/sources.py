@@ -10,7 +10,7 @@ from pathlib import Path
 
 from rlhf.stages.contract import signatures
 from rlhf.stages.contract.fingerprint import OWN, Code, find_spec, library_versions, package_versions, reached
-from rlhf.tuning.names import closest, nearest
+from rlhf.tuning.names import closest
 from rlhf.tuning.python_syntax import parse
 
 
@@ -20,14 +20,14 @@ def function_digests(name: str, where: str) -> dict[str, str]:
     Empty for a built-in, whose code the stage reaches by import. Raises ValueError, naming `where`,
     for a function that is not there; nothing is executed.
     """
-    from rlhf.tuning.rewards.functions import BUILT_IN, PACKAGES
+    from rlhf.tuning.rewards.functions import BUILT_IN, PACKAGES, near
 
     if name in PACKAGES:
         return {f"package:{n}": v for n, v in library_versions(PACKAGES[name]).items()}
     if name in BUILT_IN:
         return {}
     if ":" not in name:
-        raise ValueError(f"{where}: no reward function {name!r}; {nearest(name, BUILT_IN, 'module:function')}")
+        raise ValueError(f"{where}: no reward function {name!r}; {near(name)}")
     return user_digests(name, where)
 
 

@@ -141,7 +141,9 @@ def checks_of(
         said = "all laws of the audit hold" if not broken else f"{len(broken)} laws of the audit are broken: "
         checks.append(Check("audit", float(len(broken)), 0.0, not broken, said + "; ".join(broken)))
     if withdrawn is not None:
-        said = f"this policy was rolled back before ({withdrawn}): `rlhf promote --force` promotes it by hand"
+        said = (
+            f"this policy was rolled back before ({withdrawn}): promote its run by name, with --force, to take it back"
+        )
         checks.append(Check("rollback", None, None, False, said))
     return checks
 

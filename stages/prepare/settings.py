@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
-from pydantic import ConfigDict, Field, model_validator
+from pydantic import ConfigDict, Field, ValidationInfo, model_validator
 
 from rlhf.stages.contract.definition import StageConfig, execution_setting
+from rlhf.stages.store.keys import WRITTEN
 
 if TYPE_CHECKING:
     from rlhf.tuning.data.runners import Runner
@@ -150,14 +151,15 @@ class Config(SourceSettings):
     """Runner of the Beam pipeline."""
 
     @model_validator(mode="after")
-    def _consistent(self) -> Config:
+    def _consistent(self, info: ValidationInfo) -> Config:
         from rlhf.tuning.data import runners
 
-        given = [
-            n for n in ALONE if getattr(self, n) != type(self).model_fields[n].get_default(call_default_factory=True)
-        ]
-        if self.sources and given:
-            raise ValueError(f"`sources` stands in place of `{given[0]}`: give one of them")
+        own = {n: type(self).model_fields[n].get_default(call_default_factory=True) for n in ALONE}
+        written = self.model_fields_set if info.context == WRITTEN else ()
+        if self.sources and (given := [n for n in ALONE if n in written or getattr(self, n) != own[n]]):
+            raise ValueError(
+                f"`sources` stands in place of `{given[0]}`, which each entry of `sources` may have: give one of them"
+            )
         runners.check(self.beam_runner(), self.runner.scratch)
         return self
 

@@ -22,6 +22,7 @@ import contextlib
 import dataclasses
 import json
 import os
+import re
 import secrets
 import subprocess
 import sys
@@ -48,6 +49,8 @@ from rlhf.tuning.rollout.servers import keeper
 ANSWERS = ("answer", "answers", "ground_truth", "tests", "entry")
 """Columns of a prompt, and fields within them, that built-in rewards read as its answer; reasoning-gym's `entry` often
 has it, and so have the fields `extra_info` and `create_kwargs` of verl's data."""
+# In a dict's text: of JSON, of Python, and with escaped quotes.
+_ANSWER_KEY = re.compile(rf"""["']({"|".join(ANSWERS)})\\*["']\s*:""")
 ASKED = ("prompt", "prompt_messages", "prompt_system")
 """Columns that the policy reads."""
 TAIL_BYTES = 65536
@@ -187,9 +190,9 @@ def without_answers(value: Any) -> Any:
     """Return a JSON value without `ANSWERS`, at any depth and in texts of JSON. The properties of a schema stay."""
     if isinstance(value, dict):
         parts = {name: part for name, part in value.items() if name not in ANSWERS}
-        is_schema = value.get("type") == "object"
+        is_schema = _is_schema(value)
         return {n: part if n == "properties" and is_schema else without_answers(part) for n, part in parts.items()}
-    if isinstance(value, str) and value.lstrip()[:1] in ("{", "[") and any(name in value for name in ANSWERS):
+    if isinstance(value, str) and value.lstrip()[:1] in ("{", "[") and _ANSWER_KEY.search(value):
         try:
             found = json.loads(value)
             rest = without_answers(found)
@@ -198,6 +201,14 @@ def without_answers(value: Any) -> Any:
             # Of another form, such as Python's.
             return ""
     return [without_answers(part) for part in value] if isinstance(value, list) else value
+
+
+def _is_schema(value: dict[str, Any]) -> bool:
+    kinds = value.get("type")
+    is_object = "object" in kinds if isinstance(kinds, list) else kinds == "object"
+    properties = value.get("properties")
+    names = isinstance(properties, dict) and all(isinstance(part, dict) for part in properties.values())
+    return names and (is_object or "required" in value or "$schema" in value)
 
 
 def _pipe_with(data: bytes) -> int:

@@ -36,6 +36,8 @@ MANIFEST = "manifest.json"
 NOT_CONTENT = ("state/", "logs/")
 """Folders of an artifact that downstream keys ignore."""
 
+BUCKETS = {"s3", "gs", "abfs"}
+"""Protocols of file systems whose URLs begin with a bucket."""
 IT_STAYS = "it stays where it is: the store is read-only here"
 
 
@@ -157,6 +159,11 @@ class Store:
         if url.rpartition("::")[2].startswith(("http:", "https:")):
             raise ArtifactError(
                 f"the store {self.shown}: HTTP has no way to write or list; say a folder, s3:// or gs://"
+            )
+        if {self.fs.protocol, *self.fs.protocol} & BUCKETS and "@" in root.partition("/")[0]:
+            raise ArtifactError(
+                f"the store {self.shown}: the keys of a bucket come from the environment, such as AWS_ACCESS_KEY_ID or "
+                "GOOGLE_APPLICATION_CREDENTIALS, and not from its URL"
             )
         self.is_local = transfers.is_local(self.fs)
         self.root = os.path.abspath(root) if self.is_local else root.rstrip("/")

@@ -88,8 +88,10 @@ def _files(paths: Sequence[Path]) -> dict[str, Path]:
         if not given.exists():
             raise DatasetError(f"{given} is not there")
         below = sorted(path for path in given.rglob("*") if not path.is_dir()) if given.is_dir() else [given]
-        if links := [path for path in (given, *given.rglob("*")) if path.is_symlink() and not path.is_file()]:
-            raise DatasetError(f"{links[0]} is a link that is no file: name the folder that it points to")
+        if others := [path for path in below if not path.is_file()]:
+            raise DatasetError(f"{others[0]} is no file: expected files and folders")
+        if links := [path for path in given.rglob("*") if path.is_symlink() and path.is_dir()]:
+            raise DatasetError(f"{links[0]} is a link to a folder: name the folder that it points to")
         for path in below:
             target = path.relative_to(given).as_posix() if given.is_dir() else path.name
             if target in found:

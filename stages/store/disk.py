@@ -225,8 +225,9 @@ def _room(place: Path) -> str:
     usage = shutil.disk_usage(_existing(place))
     room = f"{usage.free / 1e6:,.0f} MB left of {usage.total / 1e6:,.0f}"
     return (
-        f"the disk of {place} has {room}. Make room there (`rlhf gc` lists what it can delete; if it has no room for "
-        f"its own small files, delete the log of an old run, runs/NAME/worker.log), {AGAIN}"
+        f"the disk of {place} has {room}. Make room there (`rlhf gc` with the run's --store lists what it can "
+        "delete; if it has no room for its own small files, delete the log of an old run, runs/NAME/worker.log), "
+        f"{AGAIN}"
     )
 
 

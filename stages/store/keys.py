@@ -27,6 +27,8 @@ HIDDEN = "***"
 """The text that records have in place of a variable's value, or before its digest."""
 SHOWN = "shown"
 """The context in which settings from a record are validated only to be shown: hidden values may be missing."""
+WRITTEN = "written"
+"""The context in which the settings that a user has written are validated: none of them may be without effect."""
 # User and password of a URL.
 _USERINFO = re.compile(r"(?<=://)[^/?#\s\"']*@")
 _QUERY = re.compile(

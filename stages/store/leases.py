@@ -9,6 +9,7 @@ lease (`check`): a machine that was suspended must not write while another one m
 from __future__ import annotations
 
 import contextlib
+import errno
 import functools
 import json
 import os
@@ -227,12 +228,15 @@ class Watch:
 
 
 def _again(action: Callable[[], T]) -> T:
-    # A full disk stays full. Clients of object stores have their own errors, which are not an OSError.
+    # A full disk stays full, and a local folder another user's. Clients of object stores have their own errors.
     return retried(
         action,
         tries=TRIES,
         first_seconds=FIRST_PAUSE_SECONDS,
-        passing=lambda e: not isinstance(e, ArtifactError | ReadOnlyStore) and getattr(e, "errno", None) not in FULL,
+        passing=lambda e: (
+            not isinstance(e, ArtifactError | ReadOnlyStore)
+            and getattr(e, "errno", None) not in {*FULL, errno.EACCES, errno.EROFS}
+        ),
     )
 
 

@@ -26,9 +26,7 @@ def main() -> None:
     try:
         import torch
     except ImportError:
-        sys.exit(
-            "--verify compares with transformers on torch, which is not installed; type `pip install torch` (CPU build)"
-        )
+        sys.exit("--verify compares with transformers on torch, which is not installed; type `pip install torch`")
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True)

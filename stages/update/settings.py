@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from typing import Any, Literal
 
-from pydantic import model_validator
+from pydantic import ValidationInfo, model_validator
 
 from rlhf.stages.common.settings import Compute, Lora, Optimizer, Trained, refuse_unused
 from rlhf.stages.contract.definition import execution_setting
+from rlhf.stages.store.keys import WRITTEN
 from rlhf.tuning.algorithms import registry
 from rlhf.tuning.algorithms import settings as core
 from rlhf.tuning.shapes import ROW_LENGTHS
@@ -69,7 +70,7 @@ class Config(Trained, core.RoundSettings):  # type: ignore[misc]
         return {**registry.presets(name), **values}
 
     @model_validator(mode="after")
-    def _consistent(self) -> Config:
+    def _consistent(self, info: ValidationInfo) -> Config:
         entry = registry.find(self.algorithm)
         if self.kl_kind == "k1":
             raise ValueError(
@@ -107,7 +108,9 @@ class Config(Trained, core.RoundSettings):  # type: ignore[misc]
             raise ValueError(
                 "critic.bootstrap_truncated has no meaning where truncated: mask leaves such completions out"
             )
-        refuse_unused(self, "algorithm", registry.USES, entry.presets)
+        # TRL calls kl_coef so.
+        given = {"beta"} & self.model_fields_set if info.context == WRITTEN else ()
+        refuse_unused(self, "algorithm", registry.USES, entry.presets, given)
         return self
 
     def _by_sampler(self) -> None:

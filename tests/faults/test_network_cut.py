@@ -40,6 +40,8 @@ class Network:
             "RAY_worker_niceness": "0",
             "RAY_health_check_period_ms": "1000",
             "RAY_health_check_failure_threshold": "10",
+            # Other tests of this process keep Ray on loopback.
+            "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "1",
         }
         self.nodes: list[subprocess.Popen[bytes] | None] = [None, None]
 

@@ -17,7 +17,7 @@ from tests.flows.alerts import FILE, automations, block, receiving
 from tests.flows.prefect_server import Prefect, prefect_server, wait_for
 from tests.support import RLHF
 
-NAMES = ["failed", "crashed", "cancelled", "refused", "no run of default", "no worker in local"]
+NAMES = ["failed", "crashed", "cancelled", "refused", "lost", "no run of default", "no worker in local"]
 
 
 def made() -> dict[str, AutomationCore]:
@@ -56,7 +56,8 @@ def test_each_end_of_a_run_calls_where_a_person_must_know_of_it():
         **dict.fromkeys(("Late", "Running", "Completed", "Promoted", "Nothing new", "AwaitingConcurrencySlot"), None),
     }.items():
         happened = event(state, flow=NAME, deployment="another")
-        assert [name for name, a in made().items() if covers(a, happened)] == ([called] if called else []), state
+        calls = {name: a for name, a in made().items() if name != "lost"}
+        assert [name for name, a in calls.items() if covers(a, happened)] == ([called] if called else []), state
         assert not any(covers(a, event(state, flow="other")) for a in made().values())
 
 
@@ -67,6 +68,14 @@ def test_a_night_of_one_deployment_does_not_silence_the_alert_of_another(state: 
     assert not covers(silence, event(state, flow=NAME, deployment="smoke"))
     assert not covers(silence, event("Failed", flow=NAME, deployment="default"))
     assert silence.trigger.within.total_seconds() == 26 * 3600
+
+
+@pytest.mark.parametrize(
+    "state", ["heartbeat", "Failed", "TimedOut", "Crashed", "Cancelled", "Completed", *DECIDED.values()]
+)
+def test_a_run_that_speaks_or_has_ended_is_not_lost(state: str):
+    assert covers(made()["lost"], event(state, flow=NAME))
+    assert not covers(made()["lost"], event("Running", flow=NAME))
 
 
 @pytest.fixture(scope="module")
@@ -95,8 +104,9 @@ def test_a_server_calls_for_each_night_that_a_person_must_know_of(prefect: Prefe
         block_id = block(prefect, receiver)
         file = tmp_path / "alerts.yaml"
         # Silence of 11 seconds.
-        file.write_text(FILE.read_text().replace("BLOCK_ID", block_id).replace("within: 93600", "within: 11"))
-        assert "Created 6 automation(s)" in prefect.command("automation", "create", "--from-file", str(file))
+        text = FILE.read_text().replace("BLOCK_ID", block_id)
+        file.write_text(text.replace("within: 93600", "within: 11").replace("within: 900", "within: 11"))
+        assert "Created 7 automation(s)" in prefect.command("automation", "create", "--from-file", str(file))
         found = wait_for(lambda: receiver.alert("no run of rlhf-pipeline/default"), 120, "a call that no run has ended")
         assert "Type: prefect flow-run ls --flow-name rlhf-pipeline" in found["body"]
 
@@ -115,6 +125,15 @@ def test_a_server_calls_for_each_night_that_a_person_must_know_of(prefect: Prefe
             body = wait_for(lambda name=name: receiver.alert(f" {name}: "), 60, f"a call of {name}")
             assert body["subject"].endswith(f"] {name}: {state}") and message in body["body"]
             assert f"{prefect.ui}/runs/flow-run/" in body["body"]
+        # The process of a run is gone, and nobody says so.
+        of = prefect.post("/flows/", name=NAME)["id"]
+        gone = prefect.post("/flow_runs/", flow_id=of, name="gone", state={"type": "RUNNING"})["id"]
+        beat = event("heartbeat", flow=NAME).model_dump(mode="json", exclude={"received"})
+        beat["resource"]["prefect.resource.id"] = f"prefect.flow-run.{gone}"
+        prefect.http.post("/events", json=[beat]).raise_for_status()
+        found = wait_for(lambda: receiver.alert(" gone: "), 120, "a call of the lost run")
+        assert found["subject"] == "[error] gone: Crashed" and "silent for 15 minutes" in found["body"]
+        nights["gone"] = ("CRASHED", "Crashed", "")
         # Each called once, and nothing else called.
         called = [b["subject"] for b in receiver.bodies if "no run of" not in b["subject"]]
         assert len(called) == len(nights)

@@ -85,6 +85,22 @@ def test_a_deployment_refuses_a_secret_among_its_parameters(parameters):
     assert "abc" not in str(error.value).partition("[type=")[0]
 
 
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"data": {"source": "http://bob:hunter2@127.0.0.1:1/x.jsonl?sig=hunter2"}},
+        {"store": "s3://AKIA:hunter2@rlhf/store"},
+    ],
+)
+def test_a_deployments_run_that_cannot_begin_has_no_secret_in_its_state(tmp_path, monkeypatch, fields):
+    monkeypatch.setattr("rlhf.tuning.data.remote.FIRST_WAIT_SECONDS", 0.001)
+    # Prefect logs the traceback of a state's data.
+    ended = rlhf_pipeline.fn(**{"recipe": "smoke", "store": str(tmp_path / "store"), **fields})
+    assert ended.is_failed() and ended.data is None
+    assert ended.message.startswith("no run of recipe smoke began: ") and "hunter2" not in ended.message
+    assert "ConnectionRefusedError" in ended.message or "keys of a bucket come from the environment" in ended.message
+
+
 def test_parameters_without_a_secret_pass():
     rewards = {"j": {"function": "judge", "arguments": {"url": "http://host/v1?a=1", "key_variable": "MY_KEY"}}}
     parameters = {"recipe": "demo", "rl": {"rounds": 3, "score": {"rewards": rewards}}, "store": "s3://bucket/x"}

@@ -15,6 +15,7 @@ import signal
 import subprocess
 import tempfile
 import threading
+import time
 from pathlib import Path
 from typing import NamedTuple
 
@@ -43,6 +44,7 @@ _log = logging.getLogger(__name__)
 
 SECONDS = 600.0
 """Limit of one call of the compiler."""
+WAIT_SECONDS = 0.2
 
 
 class Kernels(NamedTuple):
@@ -119,8 +121,14 @@ def built(kv: str, compiler: str) -> tuple[str, ctypes.CDLL]:
         command = [compiler, *options, f"-I{jax.ffi.include_dir()}", f"-I{_HERE}"]
         objects = [str(Path(own) / f"{source.stem}.o") for source in sources]
         # In parallel: a first start waits for them.
+        over = threading.Event()
         with concurrent.futures.ThreadPoolExecutor() as threads:
-            list(threads.map(lambda source, o: _run([*command, "-c", str(source), "-o", o]), sources, objects))
+            try:
+                list(threads.map(lambda s, o: _run([*command, "-c", str(s), "-o", o], over), sources, objects))
+            except BaseException:
+                # Ctrl-C reaches this thread alone.
+                over.set()
+                raise
         _run([*command, "-shared", *objects, "-o", str(built), "-lm"])
         if kept is not None:
             # A disk may be full. The loader crashes on a library that a lost machine has cut short.
@@ -129,12 +137,21 @@ def built(kv: str, compiler: str) -> tuple[str, ctypes.CDLL]:
         return name, ctypes.CDLL(str(built))
 
 
-def _run(command: list[str]) -> str:
-    """Run a compiler and return its output; its own processes end with it. Raises OSError or SubprocessError."""
-    pipe = subprocess.PIPE
+def _run(command: list[str], over: threading.Event | None = None) -> str:
+    """Run a compiler and return its output; its own processes end with it, and when `over` is set.
+
+    Raises OSError or SubprocessError.
+    """
+    pipe, deadline = subprocess.PIPE, time.monotonic() + SECONDS
     with subprocess.Popen(command, stdout=pipe, stderr=pipe, text=True, errors="replace", process_group=0) as process:
         try:
-            out, err = process.communicate(timeout=SECONDS)
+            while True:
+                try:
+                    out, err = process.communicate(timeout=WAIT_SECONDS)
+                    break
+                except subprocess.TimeoutExpired:
+                    if time.monotonic() > deadline or (over is not None and over.is_set()):
+                        raise subprocess.TimeoutExpired(command, SECONDS) from None
         except BaseException:
             os.killpg(process.pid, signal.SIGKILL)
             raise

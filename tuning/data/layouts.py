@@ -200,7 +200,11 @@ def _verifiable(raw: Raw) -> Raw:
                 metadata["answers"] = answer
         metadata |= {"reward": {k: v for k, v in spec.items() if k != "ground_truth" and v is not None}}
     elif raw.get("answer") is None:
-        raise LayoutError("answer", "an answer, as there is no `reward_model`", "nothing")
+        raise LayoutError(
+            "answer",
+            "an answer, or verl's `reward_model` with one (data.rename and data.fields give a field another name)",
+            "nothing",
+        )
     # Fields of verl's data sets: rewards find them in the metadata.
     for name in ("data_source", "ability", "extra_info", "info", "task"):
         if raw.get(name) is not None:

@@ -67,9 +67,19 @@ def again(action: Callable[[], T], what: str) -> T:
 
 def type_of(fs: Any, path: str, what: str) -> str | None:
     """Return "file", "directory", or None if nothing exists."""
+
+    def info() -> Any:
+        try:
+            return fs.info(path)
+        except FileNotFoundError as error:
+            # Over HTTP any failure is called a missing file.
+            if error.__cause__ is None or isinstance(error.__cause__, FileNotFoundError):
+                raise
+            raise error.__cause__ from None
+
     # `fs.exists` and `fs.isdir` return False on any error, including network errors.
     try:
-        return str(again(lambda: fs.info(path), what)["type"])
+        return str(again(info, what)["type"])
     except FileNotFoundError:
         return None
 

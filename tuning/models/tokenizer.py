@@ -109,9 +109,7 @@ def load_tokenizer(folder: str | Path) -> PreTrainedTokenizerFast:
 
     folder = Path(folder)
     if not (folder / "tokenizer.json").is_file():
-        raise FileNotFoundError(
-            f"{folder}: no tokenizer.json; give a folder written by save_tokenizer or another fast tokenizer"
-        )
+        raise FileNotFoundError(f"{folder}: no tokenizer.json: save a fast tokenizer there with its save_pretrained")
     # Not AutoTokenizer: with a config.json next to it, that may pick a class that rebuilds the pre-tokenizer.
     tokenizer: PreTrainedTokenizerFast = PreTrainedTokenizerFast.from_pretrained(str(folder), local_files_only=True)
     return tokenizer

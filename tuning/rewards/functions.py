@@ -305,12 +305,18 @@ def least_seconds(name: str, arguments: Mapping[str, Any]) -> float:
     return limits[name](**arguments) if name in limits else 0.0
 
 
+def near(name: str) -> str:
+    """Return the hint for an unknown name: `module:function` for one with a dot, else the nearest built-in."""
+    module, dot, function = name.rpartition(".")
+    return f"did you mean {module}:{function}?" if dot else nearest(name, BUILT_IN, "module:function")
+
+
 def find(name: str) -> RewardFn:
     """The built-in called `name`, or the function of `module:function`. Raises ValueError that names the known ones."""
     if name in BUILT_IN:
         return BUILT_IN[name]
     if ":" not in name:
-        raise ValueError(f"no reward function {name!r}; {nearest(name, BUILT_IN, 'module:function')}")
+        raise ValueError(f"no reward function {name!r}; {near(name)}")
     try:
         return function_of(name)
     except ValueError as error:

@@ -65,7 +65,7 @@ def test_a_policy_of_another_template_is_refused_before_anything_is_evaluated(st
     policy = {"run": "first", "stage": "sft", "key": first["sft"]["key"], "digest": ends["sft"]}
     other = first["prepare"]
     sets = [f"store={store}", "sft=null", "reward=null", "rl=null", "export=null"]
-    for base, said in ((ends["base"], None), ("0" * 64, "another tokenizer or chat template")):
+    for base, said in ((ends["base"], None), ("0" * 64, "another tokenizer, chat template or model")):
         whole = policy | {"base": base, "base_digest": first["base"]["digest"] if said is None else other["digest"]}
         recipe = load_recipe("smoke", sets=[*sets, f"backfill={json.dumps({'first': whole})}"])
         run = Session(recipe, ConsoleReporter(), f"of-{base[:4]}")

@@ -1,6 +1,7 @@
 """The command line as people use it: real processes on the store of a real run."""
 
 import contextlib
+import json
 import os
 import re
 import resource
@@ -85,6 +86,14 @@ def test_an_audit_has_a_line_for_each_law_a_table_in_the_report_and_an_exit_stat
     out = rlhf_here("audit", "first", "--store", store, code=1).stdout
     assert re.search(r"^  BROKEN +artifacts .*\n +round-00\d.score with digest \w+ is missing", out, re.MULTILINE)
     assert "laws are broken: artifacts" in out
+
+
+def test_an_audit_of_a_run_without_a_finished_stage_says_so(rlhf_here, smoke_store, tmp_path):
+    record = json.loads((smoke_store / "runs" / "first" / "run.json").read_text())
+    (tmp_path / "runs" / "first").mkdir(parents=True)
+    (tmp_path / "runs" / "first" / "run.json").write_text(json.dumps(record | {"status": "failed", "nodes": {}}))
+    said = rlhf_here("audit", "first", "--store", tmp_path, code=2).stderr
+    assert "run first has no finished stage to check yet" in said
 
 
 def test_a_run_that_is_not_there(rlhf_here, smoke_store, tmp_path):

@@ -1,8 +1,10 @@
 """Options `--set`: each reaches every place of a recipe, lies over its file, and is named where it is wrong."""
 
+from pathlib import Path
+
 import pytest
 
-from rlhf.flows.recipe.reading import load_recipe
+from rlhf.flows.recipe.reading import checked, load_recipe
 from tests.flows.recipe.support import refused
 
 
@@ -50,6 +52,46 @@ def test_a_mapping_among_the_parameters_of_a_deployment_takes_its_place_too():
     rl = {"rounds": 1, "score": {"rewards": {"mine": {"function": "tagged"}}}}
     loaded = load_recipe("smoke", {"rl": rl, "data": {"source_args": {}}, "evaluate": None}).rl
     assert list(loaded.score.rewards) == ["mine"] and loaded.rollout == load_recipe("smoke").rl.rollout
+
+
+def test_several_sources_take_the_place_of_the_recipes_one_and_no_option_hides_behind_them(recipe):
+    loaded = load_recipe("smoke", sets=["data.sources=[{source: a.jsonl}]"]).data
+    assert [s.source for s in loaded.all_sources()] == ["a.jsonl"]
+    assert load_recipe("smoke", {"data": {"sources": [{"source": "a.jsonl"}]}}).data.sources == loaded.sources
+    several = recipe("data: {sources: [{source: a.jsonl}]}\n")
+    both = "data={source: addition, sources: [{source: a.jsonl}]}"
+    for said in (refused(several, sets=["data.source=addition"]), refused("smoke", sets=[both])):
+        assert "`sources` stands in place of `source`, which each entry of `sources` may have" in said
+    # A record has every setting.
+    record = load_recipe(several).model_dump(mode="json")
+    assert checked(record, Path("run first")).data.sources[0].source == "a.jsonl"
+
+
+def test_trls_beta_is_kl_coef_and_has_no_default_under_that_name():
+    for beta in ("0.1", "0.5"):
+        said = refused("smoke", sets=[f"rl.update.beta={beta}"])
+        assert "beta has no meaning with algorithm grpo" in said and "did you mean rl.update.kl_coef?" in said
+
+
+@pytest.mark.parametrize(
+    ("place", "said"),
+    [
+        ("sft.lora.dropout", "not supported"),
+        ("sft.packing_strategy", "there are "),
+        ("preference.truncation_mode", "there are "),
+        ("rl.num_train_epochs", "did you mean rl.rounds?"),
+        ("sft.num_train_epochs", "did you mean sft.epochs?"),
+        ("preference.rpo_alpha", "did you mean preference.sft_weight?"),
+        ("rl.importance_sampling_level", "gspo"),
+        ("sft.learning_rte", "did you mean sft.optimizer.learning_rate?"),
+        ("sft.max_steps", "set sft.epochs"),
+        ("train_on_inputs", "leave it out"),
+        ("wandb_project", "set WANDB_PROJECT"),
+    ],
+)
+def test_a_name_of_other_libraries_or_a_typing_error_names_the_setting_that_is_meant_and_no_other(place, said):
+    found = refused("smoke", sets=[f"{place}=1"])
+    assert f"{place}: unknown key; " in found and said in found
 
 
 def test_set_opens_a_section_that_is_null(recipe):

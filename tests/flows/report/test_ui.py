@@ -8,7 +8,7 @@ from urllib.parse import urljoin, urlsplit
 import pytest
 from starlette.testclient import TestClient
 
-from rlhf.flows.report.ui import make_app
+from rlhf.flows.report.ui import make_app, placed
 from rlhf.stages.store import registry
 from rlhf.stages.store.artifacts import Store
 from tests.browser import browse
@@ -84,6 +84,21 @@ def test_lineage_reaches_the_base_through_all_runs(ui, store):
     found = page(ui, f"/artifacts/export/{key}.html").text
     for words in ("update/", "rollout/", "prepare/", "base/", "Runs with it demo-1.1 (export)"):
         assert words in found
+
+
+def test_the_graph_has_a_column_for_each_step_and_a_line_for_each_stage(ui):
+    ways = {"base": [], "evaluate.a": ["base"], "evaluate.b": ["base"], "sft": ["base", "gone"], "evaluate": ["sft"]}
+    found = placed([{"name": n, "stage": n.partition(".")[0], "inputs": inputs} for n, inputs in ways.items()])
+    assert found["places"] == {
+        "base": (0, 0),
+        "evaluate.a": (1, 1),
+        "evaluate.b": (1, 2),
+        "evaluate": (2, 1),
+        "sft": (1, 3),
+    }
+    assert (found["lines"], found["width"], found["height"]) == ({"base": 0, "evaluate": 1, "sft": 3}, 3, 4)
+    drawn = ui.get("/runs/failed/lineage.html").text
+    assert drawn.count("<circle") == len(re.findall("<tr id=", drawn)) and "seed: another" in drawn.split("</svg>")[0]
 
 
 def test_a_page_reads_the_records_that_changed(ui, store, monkeypatch):

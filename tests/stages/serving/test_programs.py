@@ -133,9 +133,14 @@ def test_what_is_no_answer_reaches_the_program():
     schema = {"type": "object", "properties": {"answer": {"type": "string"}}, "required": ["answer"]}
     row = {"tools": [{"function": {"name": "submit", "parameters": schema}}], "text": "[1,  2]", "open": '{"x"'}
     row |= {"schema": json.dumps(schema, indent=1), "deep": "[" * 100_000}
+    prose = ["[Easy] Write a function; it must pass the tests.", "{x | x > 3}: what is the answer?"]
+    any_of = {"type": ["object", "null"], "properties": {"answer": {"type": "string"}}}
+    row |= {"prose": prose, "any_of": any_of, "untyped": {"properties": schema["properties"], "required": ["answer"]}}
     assert without_answers(row) == row
     hidden = ["{'ground_truth': '42'}", '{"answer": 1}\n{"answer": 2}', {"properties": {"p": {"answer": "42"}}}]
-    assert without_answers(hidden) == ["", "", {"properties": {"p": {}}}]
+    hidden += [{"type": "object", "properties": {"answer": "42"}}]
+    emptied = ["", "", {"properties": {"p": {}}}, {"type": "object", "properties": {}}]
+    assert without_answers(hidden) == emptied
 
 
 def test_a_program_that_grades_gets_answers_of_any_size(engine):

@@ -1,6 +1,7 @@
 """Named data sets: versions that never change, taken by name when a recipe is read."""
 
 import json
+import os
 
 import pytest
 
@@ -98,14 +99,19 @@ def test_files_that_cannot_be_one_version_are_refused(store, rows, tmp_path):
     (tmp_path / "empty").mkdir()
     (tmp_path / "linked").mkdir()
     (tmp_path / "linked" / "more").symlink_to(tmp_path / "a")
+    (tmp_path / "pipes").mkdir()
+    os.mkfifo(tmp_path / "pipes" / "rows.jsonl")
+    (tmp_path / "other").symlink_to(tmp_path / "a")
     for paths, said in (
         ([tmp_path / "no"], "is not there"),
         ([tmp_path / "empty"], "no files in"),
-        ([tmp_path / "linked"], "is a link that is no file"),
+        ([tmp_path / "linked"], "linked/more is a link to a folder"),
+        ([tmp_path / "pipes"], "rows.jsonl is no file"),
         ([rows("1 + 3 = "), tmp_path / "a" / "rows.jsonl"], "have one name"),
     ):
         with pytest.raises(DatasetError, match=said):
             datasets.add(store, "sums", paths)
+    assert list(datasets.add(store, "sums", [tmp_path / "other"])[0].files) == ["rows.jsonl"]
 
 
 def test_nothing_of_a_version_is_written_to_a_read_only_store(store, rows, monkeypatch):

@@ -1,5 +1,6 @@
 """Two that want the same key do the work once; the lease of a dead holder is taken over."""
 
+import errno
 import json
 import signal
 import subprocess
@@ -153,6 +154,21 @@ def test_a_process_id_that_was_given_to_another_process_is_dead():
     assert leases.Watch().dead(holder | {"started": holder["started"] - 500})
     # One whose start is not known may be another's, or alive.
     assert leases.is_gone(holder | {"started": None}) is None
+
+
+def test_a_folder_of_another_user_is_no_outage(tmp_path, monkeypatch):
+    store = Store(str(tmp_path / "store"))
+    denied = PermissionError(errno.EACCES, "Permission denied", store.join("leases"))
+    tries: list[object] = []
+
+    def makedirs(*given: object, **_: object) -> None:
+        tries.append(given)
+        raise denied
+
+    monkeypatch.setattr(store.fs, "makedirs", makedirs)
+    with pytest.raises(PermissionError, match="leases"), lease(store, "sft", "k" * 64, print):
+        pass
+    assert len(tries) == 1
 
 
 def test_a_lease_whose_creation_was_not_answered_is_ones_own(tmp_path):

@@ -2,6 +2,10 @@
 
 import contextlib
 import functools
+import signal
+import subprocess
+import sys
+import time
 
 import jax
 import jax.numpy as jnp
@@ -148,15 +152,35 @@ def test_without_the_kernel_it_is_the_same_product(rows, kind):
     np.testing.assert_allclose(found, by_kernel(x, weight, scale), atol=2e-5)
 
 
-def test_a_compiler_that_takes_too_long_is_ended_with_its_processes_and_named(tmp_path, monkeypatch, caplog):
-    slow = tmp_path / "cc"
-    slow.write_text(
+@pytest.fixture
+def slow(tmp_path):
+    """A compiler that takes a minute in a process of its own, whose id it writes into the file `pid`."""
+    program = tmp_path / "cc"
+    program.write_text(
         f"#!/bin/sh\n[ $1 = --version ] && exit\necho harmless >&2\nsleep 60 & echo $! > {tmp_path}/pid\nwait\n"
     )
-    slow.chmod(0o755)
+    program.chmod(0o755)
+    return program
+
+
+def assert_gone(pid):
+    with contextlib.suppress(psutil.NoSuchProcess):
+        assert psutil.Process(int(pid.read_text())).status() == psutil.STATUS_ZOMBIE
+
+
+def test_ctrl_c_ends_the_compilers(slow, tmp_path):
+    program = f"from rlhf.tuning.cpu import kernels; kernels.build('float32', {str(slow)!r})"
+    with subprocess.Popen([sys.executable, "-c", program], stderr=subprocess.PIPE, text=True) as process:
+        while not ((tmp_path / "pid").exists() and (tmp_path / "pid").read_text().endswith("\n")):
+            time.sleep(0.05)
+        process.send_signal(signal.SIGINT)
+        assert "KeyboardInterrupt" in process.communicate(timeout=30)[1]
+    assert_gone(tmp_path / "pid")
+
+
+def test_a_compiler_that_takes_too_long_is_ended_with_its_processes_and_named(slow, tmp_path, monkeypatch, caplog):
     monkeypatch.setattr(kernels, "SECONDS", 2.0)
     with caplog.at_level("WARNING"):
         assert kernels._build.__wrapped__("float32", str(slow)) == kernels.Kernels()
     assert "timed out after 2" in caplog.text and "harmless" not in caplog.text
-    with contextlib.suppress(psutil.NoSuchProcess):
-        assert psutil.Process(int((tmp_path / "pid").read_text())).status() == psutil.STATUS_ZOMBIE
+    assert_gone(tmp_path / "pid")
