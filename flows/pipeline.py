@@ -35,6 +35,7 @@ from rlhf.flows.running.checks import check, try_algorithm
 from rlhf.flows.running.closing import close, evaluations_of, findings, status_after, status_at_end, summary
 from rlhf.flows.running.runner import run_stages
 from rlhf.flows.running.session import RunTooLong, Session
+from rlhf.flows.running.sharing import SHARING, line_start
 from rlhf.stages.contract.registry import stage as find_stage
 from rlhf.stages.gate.decide import PROMOTED
 from rlhf.stages.store import runs
@@ -116,6 +117,7 @@ def rlhf_pipeline(
     """
     from_command = _resolved.get()
     reporter = PrefectReporter(silent=from_command is None)
+    reporter.console.line_start = line_start(run_name)
     try:
         resolved, standing = from_command or (load_recipe(recipe, values_of(fields) | dict.fromkeys(skip or [])), None)
         if from_command is None:
@@ -272,8 +274,10 @@ def run_recipe(
         raise error from e
     finally:
         _resolved.reset(token)
-        _errors.clear()
-        send_events()
+        _errors.pop(name, None)
+        # It ends services that other runs use.
+        if SHARING.get() is None:
+            send_events()
     wait_until_recorded(state.state_details.flow_run_id)
     if state.is_cancelling() or state.is_cancelled():
         # It may have ended before it noticed.

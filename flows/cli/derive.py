@@ -25,7 +25,7 @@ from rlhf.flows.cli.shared import (
     usage_error,
 )
 from rlhf.flows.recipe.model import BASE, FinishedPolicy, Recipe, trained_sections
-from rlhf.flows.records import WHOLE, status_of
+from rlhf.flows.records import WHOLE, status_of, sweeps
 from rlhf.stages.base import Config as BaseConfig
 from rlhf.stages.contract.registry import stage
 from rlhf.stages.store.artifacts import Store
@@ -71,7 +71,10 @@ def backfill(
     recipe: RecipeName,
     runs: Annotated[
         list[str],
-        typer.Argument(metavar="POLICY...", help="Runs, `RUN:NODE` for an earlier policy of one, or `champion`."),
+        typer.Argument(
+            metavar="POLICY...",
+            help="Runs, `RUN:NODE` for an earlier policy of one, a sweep for all of its finished runs, or `champion`.",
+        ),
     ],
     sets: Sets = None,
     store: OwnStore = None,
@@ -88,7 +91,16 @@ def backfill(
     whole = read_recipe(recipe, with_options(sets, store, cluster))
     if whole.evaluate is None:
         raise usage_error("evaluate is null: name a recipe with an evaluation")
-    policies = dict(_policy_of(whole, text) for text in runs)
+    swept = {
+        sweep["name"]: [
+            run
+            for setting in sweep["settings"]
+            for run, status in zip(setting["runs"], setting.get("statuses", ()), strict=False)
+            if status in WHOLE
+        ]
+        for sweep in sweeps(Store(whole.store))
+    }
+    policies = dict(_policy_of(whole, text) for given in runs for text in swept.get(given) or [given])
     left_out = dict.fromkeys([*trained_sections(), "gate", "export", "fork", "retention"])
     data = whole.data.model_copy(update={"new_since": None})
     more = {"name": f"{whole.name[:55]}-backfill", "start_from": BASE, "data": data, "backfill": policies}

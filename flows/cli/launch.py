@@ -47,6 +47,7 @@ def launch(
     from rlhf.flows.running.naming import before, wait_until_ended
     from rlhf.flows.running.runner import run_plain
     from rlhf.flows.running.session import RunTooLong
+    from rlhf.flows.running.sharing import line_start
     from rlhf.stages.store.artifacts import ArtifactError, Store
     from rlhf.stages.store.disk import disk_fault
     from rlhf.stages.store.readonly import refuse
@@ -54,6 +55,7 @@ def launch(
     from rlhf.stages.worker.client import StageFailed, WorkerDied
 
     refuse(Store(recipe.store))
+    start = line_start(name)
     # Prefect handles SIGTERM itself.
     if no_prefect:
         interrupt_at_sigterm()
@@ -69,17 +71,17 @@ def launch(
         with contextlib.nullcontext() if plain else prefect_flow() as run:
             status = (run or run_plain)(recipe, name=name, force=force, only=only, standing=standing)
     except (ArtifactError, RegistryError, RunTooLong) as e:
-        err.print(f"failed: {e}")
+        err.print(f"{start}failed: {e}")
         raise typer.Exit(1) from e
     except (StageFailed, WorkerDied, OSError) as e:
         text = str(e)
         if isinstance(e, OSError):
             full = disk_fault(e, Store(recipe.store).scratch)
             text = f"{type(e).__name__}: {e}" if full is None else str(full.strerror)
-        err.print(f"failed: {text}\nfinished stages are kept{_advice(e)}")
+        err.print(f"{start}failed: {text}\nfinished stages are kept{_advice(e)}")
         raise typer.Exit(1) from e
     except KeyboardInterrupt as e:
-        err.print(f"{str(e) or 'interrupted'}; finished stages are kept; the same command continues")
+        err.print(f"{start}{str(e) or 'interrupted'}; finished stages are kept; the same command continues")
         raise typer.Exit(130) from e
     if status == REFUSED:
         raise typer.Exit(GATE)

@@ -7,6 +7,7 @@ import math
 import os
 import signal
 import sys
+import threading
 import time
 from collections.abc import Collection, Iterable, Sequence
 from types import FrameType
@@ -139,9 +140,11 @@ def note(store: Store, what: str, **fields: Any) -> None:
 def interrupt_at_sigterm() -> None:
     """Let SIGTERM end this process as Ctrl-C does, so that the run is recorded as interrupted.
 
-    The first process of a container ignores SIGTERM by default. A job manager may send several signals at once: those
-    within ONCE_SECONDS of the first do not interrupt the recording.
+    Only in the main thread: Python allows no others. The first process of a container ignores SIGTERM by default. A job
+    manager may send several signals at once: those within ONCE_SECONDS of the first do not interrupt the recording.
     """
+    if threading.current_thread() is not threading.main_thread():
+        return
     first, warned = -math.inf, False
 
     def interrupt(number: int, frame: FrameType | None) -> None:

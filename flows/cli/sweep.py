@@ -6,13 +6,14 @@ import contextlib
 import itertools
 import math
 from collections.abc import Iterable, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from rlhf.flows.cli.checks import check, read_recipe
 from rlhf.flows.cli.run import OnCluster, OwnStore, expected, guess, with_options
-from rlhf.flows.cli.shared import NoPrefect, RecipeName, Sets, app, err, out, print_table
+from rlhf.flows.cli.shared import NoPrefect, RecipeName, Sets, app, err, interrupt_at_sigterm, out, print_table
 from rlhf.flows.graph.build import with_inputs
 from rlhf.flows.recipe.model import RecipeError, policies_of
 from rlhf.flows.records import SWEEP, SWEEPS, WHOLE, status_of
@@ -39,6 +40,14 @@ def sweep(
     halving: Annotated[
         bool, typer.Option("--halving", help="Stop the worse half of the settings early, several times, by score.")
     ] = False,
+    workers: Annotated[
+        int,
+        typer.Option(
+            min=1,
+            help="Number of workers that share the stages; with roles, of each. They divide the devices of the recipe, "
+            "such as workers.train.devices=[0,1].",
+        ),
+    ] = 1,
     plan: Annotated[bool, typer.Option("--plan", help="Print the plan of all runs, and run nothing.")] = False,
     no_prefect: NoPrefect = False,
 ) -> None:
@@ -47,28 +56,22 @@ def sweep(
     Variants that differ in the seed alone are repetitions of one setting. Intervals are against the first setting and
     hold together. The same command resumes; a variant that fails does not stop the others.
     """
-    from rlhf.flows.cli.launch import prefect_flow
     from rlhf.flows.report.sweep import conclude, note_of
+    from rlhf.flows.running.crew import check_workers
 
     variants, rungs = _variants(recipe, axes, with_options(sets, store, cluster), halving)
+    check_workers(variants[0].recipe, (), workers)
     place = Store(variants[0].recipe.store)
     record = _record(place, variants, rungs)
     _print_plan(record, variants)
     if plan:
         return
     place.write_json(record, SWEEPS, record["name"], SWEEP)
-    of_run = dict(zip(record["runs"], variants, strict=True))
-    failed: dict[str, None] = {}
-    is_cached = all(p.state == "hit" for variant in variants for p in variant.planned)
-    # One server for all runs.
-    with contextlib.nullcontext() if no_prefect or is_cached else prefect_flow(f"sweep:{record['name']}"):
-        alive = record["settings"]
-        for rung in range(len(rungs) + 1):
-            alive = _better_half(place, alive, rung - 1) if rung else alive
-            for setting, name in ((of, name) for of in alive for name in of["runs"]):
-                until = setting["nodes"][rung] if rung < len(rungs) else None
-                if name not in failed and not _run(place, of_run[name], name, until, no_prefect):
-                    failed[name] = None
+    interrupt_at_sigterm()
+    try:
+        failed = _run_all(place, record, variants, workers, no_prefect)
+    except KeyboardInterrupt as e:
+        raise typer.Exit(130) from e
     page = conclude(place, record)
     _print_results(record)
     for line in filter(None, (note_of(record), f"page  {page}")):
@@ -76,6 +79,48 @@ def sweep(
     if failed:
         err.print(f"failed: {', '.join(failed)}; the same command tries again")
         raise typer.Exit(1)
+
+
+def _run_all(
+    store: Store, record: dict[str, Any], variants: Sequence[Variant], workers: int, no_prefect: bool
+) -> list[str]:
+    """Run the variants; return the names of the failed runs."""
+    from rlhf.flows.cli.launch import prefect_flow
+    from rlhf.flows.graph.sweep import needs_of
+    from rlhf.flows.running.crew import crews_of
+    from rlhf.flows.running.runner import interruptible
+    from rlhf.flows.running.sharing import Sharing
+
+    of_run = dict(zip(record["runs"], variants, strict=True))
+    needs = needs_of({name: [p.node for p in variant.planned] for name, variant in of_run.items()})
+    is_cached = all(p.state == "hit" for variant in variants for p in variant.planned)
+    # Cached stages need no cluster.
+    lent = variants[0].recipe.model_copy(update={"workers": None} if is_cached else {})
+    failed: list[str] = []
+
+    def run() -> None:
+        alive = record["settings"]
+        rungs = len(alive[0]["nodes"])
+        for rung in range(rungs):
+            alive = _better_half(store, alive, rung - 1) if rung else alive
+            until = {name: of["nodes"][rung] if rung + 1 < rungs else None for of in alive for name in of["runs"]}
+            jobs = {n: partial(_run, store, of_run[n], n, node, no_prefect) for n, node in until.items()}
+            failed.extend(sharing.run_all({n: job for n, job in jobs.items() if n not in failed}))
+
+    # One server for all runs.
+    with (
+        contextlib.nullcontext() if no_prefect or is_cached else prefect_flow(f"sweep:{record['name']}") as flow,
+        crews_of(lent, record["name"], workers) as crews,
+    ):
+        sharing = Sharing(crews, needs)
+        try:
+            interruptible(run, sharing.stopped.set)
+        finally:
+            if flow is not None:
+                from rlhf.flows.orchestration.cancellation import send_events
+
+                send_events()
+    return failed
 
 
 def _variants(recipe: str, axes: Sequence[str], sets: list[str], halving: bool) -> tuple[list[Variant], list[int]]:

@@ -6,6 +6,7 @@ import dataclasses
 import itertools
 import math
 import re
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -18,6 +19,8 @@ from rlhf.stages.store.keys import config_content, digest
 
 MOST = 1000
 """Maximum number of variants."""
+SHARED = ("store", "workers", "limits")
+"""Sections that all variants of a sweep have in common."""
 SEED = "seed"
 """The axis whose values are repetitions of one setting."""
 
@@ -57,8 +60,8 @@ def axes_of(texts: Sequence[str]) -> dict[str, list[str]]:
             raise RecipeError(f"{short(text)}: {e}") from e
         if not place or not values or len(set(values)) < len(values):
             raise RecipeError(f"{short(text)}: expected different values, such as seed=0..2 or sft.epochs=1,2")
-        if place == "store":
-            raise RecipeError("store: the variants of a sweep share one store")
+        if (section := place.partition(".")[0]) in SHARED:
+            raise RecipeError(f"{section}: the variants of a sweep share it")
         if whole(place.split(".")) in [whole(other.split(".")) for other in axes]:
             raise RecipeError(f"{place} appears twice: list all of its values at once")
         axes[place] = values
@@ -105,6 +108,22 @@ def identities(nodes: Sequence[Node]) -> dict[str, str]:
             [node.stage, config_content(node.config), inputs, node.seed, other, node.digest, node.device]
         )
     return found
+
+
+Need = tuple[int, int, str]
+"""Of a stage: minus the longest chain of stages after it, minus the number of runs that have it, and its identity."""
+
+
+def needs_of(runs: Mapping[str, Sequence[Node]]) -> dict[str, dict[str, Need]]:
+    """Return the need of each node of each run; equal stages have equal ones, and the most urgent one is the least."""
+    found = {run: identities(nodes) for run, nodes in runs.items()}
+    chains, sharers = Counter[str](), Counter(name for names in found.values() for name in names.values())
+    for run, names in found.items():
+        for node in reversed(runs[run]):
+            longer = chains[names[node.name]] + 1
+            for source in node.inputs.values():
+                chains[names[source.node]] = max(chains[names[source.node]], longer)
+    return {run: {n: (-chains[i], -sharers[i], i) for n, i in names.items()} for run, names in found.items()}
 
 
 def rungs_of(rounds: int, settings: int) -> list[int]:

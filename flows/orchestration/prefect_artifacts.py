@@ -220,7 +220,7 @@ def show_run(display: Display, session: Session, report: str | None, found: Sequ
     markdown = f"{place}Shown by `{command}`\n\n```text\n{text.getvalue().replace('```', '` ` `')}\n```"
     _show_text(display, artifact_key(recipe, "", "report"), markdown, of_run)
     # Drawing costs a second, and a cached run has the curves of an earlier one.
-    image = curves_png_data(session.record) if session.crew.starts else None
+    image = curves_png_data(session.record) if session.worker_starts else None
     if image:
         _show_text(display, artifact_key(recipe, "", "curves"), f"![curves]({image})", f"rounds of {of_run}")
 

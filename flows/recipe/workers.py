@@ -55,10 +55,13 @@ class WorkerSettings(BaseModel):
     @property
     def shares(self) -> list[list[int]] | None:
         """The devices of each process of this host; None where they are not listed."""
-        if self.devices is None:
-            return None
-        size = len(self.devices) // self.hosts
-        return [self.devices[i * size : (i + 1) * size] for i in range(self.hosts)]
+        return None if self.devices is None else [part.devices or [] for part in self.divided(self.hosts)]
+
+    def divided(self, count: int) -> list[WorkerSettings]:
+        """Return the settings of each of several workers, which divide the listed devices evenly, in order."""
+        found, size = self.devices, len(self.devices or ()) // count
+        parts = [found and found[i * size : (i + 1) * size] for i in range(count)]
+        return [self.model_copy(update={"devices": part}) for part in parts]
 
     def bundle(self) -> dict[str, float]:
         """The resources of one host by Ray's names; without those of a TPU slice."""
@@ -111,6 +114,11 @@ class Workers(BaseModel):
         if self.cluster is not None and self.data is None:
             found[DATA] = WorkerSettings()
         return {work: settings for work, settings in found.items() if settings is not None}
+
+    def divided(self, count: int) -> list[Workers]:
+        """Return the roles of each of several crews (`WorkerSettings.divided`); a cluster reserves devices for each."""
+        roles = {} if self.cluster is not None else {n: role.divided(count) for n, role in self.named.items()}
+        return [self.model_copy(update={n: parts[i] for n, parts in roles.items()}) for i in range(count)]
 
     def on_cluster(self, name: str) -> bool:
         """Whether the role's workers run on the cluster."""

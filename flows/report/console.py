@@ -33,7 +33,7 @@ LINE_SECONDS = 10.0
 class ConsoleReporter:
     """Live bars on a terminal, else a line for each running stage every ten seconds."""
 
-    def __init__(self, console: Console | None = None):
+    def __init__(self, console: LastingConsole | None = None):
         self.console = console or LastingConsole(highlight=False, markup=False, width=log_width())
         self._lock = threading.RLock()
         self._bars: Progress | None = None

@@ -5,11 +5,13 @@ from __future__ import annotations
 import contextlib
 import os
 import sys
+import textwrap
 from collections.abc import Iterable
 from typing import Any
 
 from rich.console import Console, ConsoleOptions
 from rich.segment import Segment
+from rich.text import Text
 
 from rlhf.tuning.names import plain
 
@@ -30,6 +32,23 @@ class PlainConsole(Console):
 
 class LastingConsole(PlainConsole):
     """A console that becomes silent after its reader has ended (`| head`, a `tee`). Rich would exit."""
+
+    line_start = ""
+    """The text before each line; with one there is no live display, so that lines of several consoles can alternate."""
+
+    @property
+    def is_terminal(self) -> bool:
+        """As `Console.is_terminal`."""
+        return super().is_terminal and not self.line_start
+
+    def print(self, *objects: Any, **options: Any) -> None:
+        """As `Console.print`."""
+        if self.line_start:
+            with self.capture() as found:
+                super().print(*objects, **options)
+            objects = (Text.from_ansi(textwrap.indent(found.get(), self.line_start, bool)),)
+            options = {"soft_wrap": True, "end": ""}
+        super().print(*objects, **options)
 
     def _write_buffer(self) -> None:
         try:

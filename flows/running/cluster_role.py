@@ -152,11 +152,6 @@ class ClusterWorker:
         self._leaving: Any = None
 
     @property
-    def logs(self) -> list[Path]:
-        """The files of its output."""
-        return [self.log]
-
-    @property
     def pid(self) -> int | None:
         """The process of the actor, on its host."""
         return int(self.about["pid"])
@@ -173,7 +168,9 @@ class ClusterWorker:
         import ray
 
         store = self._cluster.store
-        sent = dataclasses.replace(request, store=store.root if store.is_local else request.store, elsewhere=True)
+        url = store.root if store.is_local else request.store
+        # The worker has a log on its host, of which the run gets a copy.
+        self.log, sent = Path(request.log), dataclasses.replace(request, store=url, elsewhere=True, log="")
         self._number += 1
         read = 0
         try:
@@ -321,7 +318,7 @@ class RoleWorkers(ProcessGroup):
 
         kind = self._settings.device or device_kind()
         # Another folder may have the store's name on a node: only the run's store has the run's record.
-        record = self._cluster.store.join("runs", self._cluster.run)
+        record = str(self.log.parent)
         found = [(actor, _answer(actor.describe.remote(kind, record), check)) for actor in actors]
         # A TPU numbers its hosts, and JAX numbers processes as the TPU does.
         numbers = {node["NodeID"]: int(node["Labels"].get("ray.io/tpu-worker-id", 0)) for node in ray.nodes()}

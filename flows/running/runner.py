@@ -28,6 +28,7 @@ from rlhf.flows.report.console import ConsoleReporter
 from rlhf.flows.running.checks import check_columns
 from rlhf.flows.running.closing import close, findings, status_after, status_at_end, summary
 from rlhf.flows.running.session import Session
+from rlhf.flows.running.sharing import LOOK_SECONDS, line_start
 from rlhf.stages.gate.decide import NOTHING_NEW, PROMOTED, REFUSED
 from rlhf.stages.store import registry
 from rlhf.stages.store.artifacts import Artifact, ArtifactError
@@ -199,6 +200,7 @@ def run_plain(
     standing: the policies of names; None: as the registry has them now.
     """
     reporter = ConsoleReporter()
+    reporter.console.line_start = line_start(name)
     session = Session(recipe, reporter, name, force, standing)
     try:
         reporter.console.print(f"run {session.name}  store {session.store.shown}")
@@ -218,21 +220,33 @@ def run_stages(session: Session, chosen: Collection[str] | None, make: Make) -> 
     this thread, such as Ctrl-C, ends running stages within seconds.
     """
     session.chosen = chosen
-    if session.recipe.workers is None:
+    if session.recipe.workers is None and session.sharing is None:
         for node in stages_of(session, chosen):
             make(node.name)
         return
+
+    def coordinate() -> None:
+        agenda = Agenda(session, chosen)
+        _run_overlapped(session, agenda, make)
+        agenda.promote()
+
+    interruptible(coordinate, session.stop)
+
+
+def interruptible(action: Callable[[], None], stop: Callable[[], None]) -> None:
+    """Run an action in another thread, and raise its error.
+
+    After an exception in this thread, such as Ctrl-C, call `stop`, wait for the end of the action, and raise.
+    """
     began, over, results = list[None](), list[None](), list[BaseException | None]()
     changed = queue.SimpleQueue[None]()
 
-    def coordinate() -> None:
+    def run() -> None:
         began.append(None)
         error: BaseException | None = None
         try:
             if not over:
-                agenda = Agenda(session, chosen)
-                _run_overlapped(session, agenda, make)
-                agenda.promote()
+                action()
         except BaseException as e:
             error = e
         results.append(error)
@@ -246,12 +260,12 @@ def run_stages(session: Session, chosen: Collection[str] | None, make: Make) -> 
     # Python raises signals in the main thread only. `threading` and `concurrent.futures` hold locks in Python code, and
     # an exception there would leave them locked: a second thread uses them, and this one only waits.
     try:
-        _thread.start_new_thread(contextvars.copy_context().run, (coordinate,))
+        _thread.start_new_thread(contextvars.copy_context().run, (run,))
         wait_for_result()
     except BaseException:
-        # A thread that has not begun yet sees the mark, and begins no stage.
+        # A thread that has not begun yet sees the mark, and begins nothing.
         over.append(None)
-        session.stop()
+        stop()
         if began:
             wait_for_result()
         raise
@@ -263,17 +277,28 @@ def _run_overlapped(session: Session, agenda: Agenda, make: Make) -> None:
     at_work: dict[str, tuple[Node, Future[object]]] = {}
     """The stage of each busy worker, by the worker's name."""
     first: Exception | None = None
+    sharing = session.sharing
     with ThreadPoolExecutor(len(session.crew.names), "stage") as pool:
         try:
             while True:
+                elsewhere = []
                 for node in agenda.ready() if first is None else ():
-                    if (worker := session.crew.of(node)) not in at_work:
+                    if (worker := session.crew.of(node)) in at_work:
+                        continue
+                    if sharing is None or sharing.take(session.name, node):
                         at_work[worker] = node, pool.submit(contextvars.copy_context().run, make, node.name)
+                    else:
+                        elsewhere.append(node)
+                if not at_work and sharing is not None and elsewhere:
+                    sharing.rest(session.name, elsewhere, session.check)
+                    continue
                 if not at_work:
                     break
-                done, _ = wait([future for _, future in at_work.values()], return_when=FIRST_COMPLETED)
+                done, _ = wait([future for _, future in at_work.values()], LOOK_SECONDS, FIRST_COMPLETED)
                 for worker in [name for name, (_, future) in at_work.items() if future in done]:
                     node, future = at_work.pop(worker)
+                    if sharing is not None:
+                        sharing.end(session.name, node)
                     try:
                         future.result()
                         agenda.made(node)

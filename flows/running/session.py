@@ -26,9 +26,10 @@ from rlhf.flows.recipe.model import Recipe
 from rlhf.flows.records import log_of
 from rlhf.flows.report.console import ConsoleReporter
 from rlhf.flows.report.formats import duration
-from rlhf.flows.running.crew import Crew
+from rlhf.flows.running.crew import crews_of, log_of_worker
 from rlhf.flows.running.naming import before, entries_of, free_name
 from rlhf.flows.running.recipe_warnings import of_data
+from rlhf.flows.running.sharing import SHARING
 from rlhf.stages.contract.source_archive import keep
 from rlhf.stages.store import runs
 from rlhf.stages.store.artifacts import Artifact, ArtifactError, Store
@@ -160,6 +161,9 @@ class Session:
         self.store = Store(recipe.store)
         self.reporter = reporter
         self.name = name or free_name(self.store, recipe.name)
+        self.log = log_of(self.store, self.name)
+        self.sharing = SHARING.get()
+        """Of the runs of a sweep."""
         self.command: dict[str, str] = {}
         """`command` for the audit log, if the user's command did not start this process."""
         self.force = force or set()
@@ -172,6 +176,7 @@ class Session:
         self._at: dict[str, str] = {}
         """The current stages by node, each with the reason that it waits."""
         self._stopped = threading.Event()
+        self._ends = contextlib.ExitStack()
         self._lock = threading.RLock()
         """Of the record and of `made`."""
         # A generated name is free. Of two commands with one name, the second waits and sees the first one's record.
@@ -195,8 +200,10 @@ class Session:
         self.standing = standing or standing_of(recipe, self.store, self.name if unfinished is not None else None)
         self.nodes = {n.name: n for n in build(recipe, self.standing)}
         self._places = {name: place for place, name in enumerate(self.nodes)}
-        log = log_of(self.store, self.name)
-        self.crew = Crew(recipe, self.name, log)
+        own = crews_of(recipe, self.name, 1)
+        self._crews = self._ends.enter_context(own) if self.sharing is None else self.sharing.crews
+        # Names of workers are the same in all.
+        self.crew = self._crews[0]
         earlier = {} if unfinished is None else entries_of(self.store, self.name)
         # Nodes that an earlier try was forced to make, and has made.
         self._forced = {node for node, entry in earlier.items() if entry.get("forced") and "digest" in entry}
@@ -209,7 +216,7 @@ class Session:
             "host": socket.gethostname(),
             "pid": os.getpid(),
             "process": this_process(),
-            "log": str(next(iter(self.crew.logs), log)),
+            "log": str(log_of_worker(self.log, self.crew.names[0])),
             "tries": 1 + (unfinished or {"tries": 0}).get("tries", 1),
             "nodes": earlier,
         }
@@ -220,6 +227,11 @@ class Session:
         self._saver = Saver(self.store, self.record, self._lock)
         self.save()
         keep_room(self.store)
+
+    @property
+    def worker_starts(self) -> int:
+        """The number of worker processes that made its stages."""
+        return sum(run == self.name for crew in self._crews for run, *_ in crew.used)
 
     def line(self, text: str) -> None:
         """Report a line."""
@@ -235,8 +247,8 @@ class Session:
 
     @property
     def is_stopped(self) -> bool:
-        """Whether `stop` was called."""
-        return self._stopped.is_set()
+        """Whether `stop` was called, or its sweep stopped."""
+        return self._stopped.is_set() or (self.sharing is not None and self.sharing.stopped.is_set())
 
     def check(self) -> None:
         """Raises KeyboardInterrupt if the run was stopped, RunTooLong if it has passed its time limit."""
@@ -391,8 +403,9 @@ class Session:
                 case Heartbeat():
                     self.reporter.compiling(node)
 
+        crew = self.crew if self.sharing is None else self.sharing.crew_of(self.name)
         try:
-            manifest = self.crew.run(node, request, on_event, self.check)
+            manifest = crew.run(node, request, on_event, self.check)
         except CodeChanged:
             raise
         except StageFailed as e:
@@ -405,14 +418,14 @@ class Session:
     def finish(self, status: str) -> None:
         """End the workers and close the record; a remote store gets their logs."""
         try:
-            self.crew.finish()
+            self._ends.close()
         except Exception as e:
             # An open record would report a run at work.
             self.line(f"a worker of run {self.name} did not end well ({type(e).__name__}: {e})")
         finally:
             self._saver.end()
             self._store_log()
-            self.record |= {"status": status, "ended": now(), "worker_starts": self.crew.starts}
+            self.record |= {"status": status, "ended": now(), "worker_starts": self.worker_starts}
             if status in ("failed", "interrupted"):
                 self._save_if_possible()
             else:
@@ -420,13 +433,11 @@ class Session:
 
     def _store_log(self) -> None:
         """Copy the logs to a remote store, so that `rlhf logs` finds them on any machine."""
-        for path in self.crew.logs if not self.store.is_local else ():
+        for path in self.log.parent.glob(f"{self.log.stem}*") if not self.store.is_local else ():
             try:
-                # A worker that did not start has no log.
-                if path.exists():
-                    with path.open("rb") as log:
-                        log.seek(max(0, path.stat().st_size - LOG_BYTES))
-                        self.store.write_bytes(log.read(LOG_BYTES), "runs", self.name, path.name)
+                with path.open("rb") as log:
+                    log.seek(max(0, path.stat().st_size - LOG_BYTES))
+                    self.store.write_bytes(log.read(LOG_BYTES), "runs", self.name, path.name)
             except Exception as e:
                 # A log must not turn a finished run into a failed one.
                 self.line(f"the worker's log stays on this machine ({type(e).__name__}: {e})")

@@ -137,8 +137,9 @@ class Worker:
         stage_seconds: float | None = None,
         variables: Mapping[str, str] = MappingProxyType({}),
     ):
-        """log: file of its output. stall_seconds: time that a stage may report nothing, `COMPILING` times as long while
-        it compiles. stage_seconds: time that a stage may take. variables: further variables of its environment."""
+        """log: file of its output, until a request names another. stall_seconds: time that a stage may report nothing,
+        `COMPILING` times as long while it compiles. stage_seconds: time that a stage may take. variables: further
+        variables of its environment."""
         self.log = log
         self.variables = variables
         self.stall_seconds = stall_seconds
@@ -153,11 +154,6 @@ class Worker:
         self._check_time: Callable[[], None] = any_time
         self._busy = 0.0
         self._begin = 0
-
-    @property
-    def logs(self) -> list[Path]:
-        """The files of its output."""
-        return [self.log]
 
     @property
     def where(self) -> str:
@@ -205,6 +201,7 @@ class Worker:
         for `stall_seconds`, or takes longer than `stage_seconds`.
         """
         self._check_time, self._busy = check_time, 0.0
+        self.log = Path(request.log or self.log)
         self._begin = size_of(self.log)
         if self._process is None or self._process.poll() is not None:
             self.close()

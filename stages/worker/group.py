@@ -12,6 +12,7 @@ collective. The next request starts a new group, which resumes from checkpoints 
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import math
 import queue
 import re
@@ -49,8 +50,6 @@ class Member(Protocol):
     """One process of a group: a `rlhf.stages.worker.client.Worker`, or one on another host."""
 
     @property
-    def logs(self) -> list[Path]: ...
-    @property
     def pid(self) -> int | None: ...
     @property
     def where(self) -> str: ...
@@ -77,27 +76,21 @@ class ProcessGroup:
     def __init__(self, start: Start, log: Path, stall_seconds: float | None = None):
         """start: makes the members of a new group, without limits for a lack of progress.
 
-        log: the file of the output of process 0. stall_seconds: time that all members together may report nothing;
-        `client.COMPILING` times as long while one compiles.
+        log: the file of the output of process 0, until a request names another. stall_seconds: time that all members
+        together may report nothing; `client.COMPILING` times as long while one compiles.
         """
         self.log, self.stall_seconds, self.starts = log, stall_seconds, 0
         self._start, self._members = start, list[Member]()
-        self._logs = [log]
         self._begin = 0
-
-    @property
-    def logs(self) -> list[Path]:
-        """The files of the output of all processes."""
-        return self._logs
 
     def run(
         self, request: Request, on_event: Callable[[Report], None], check_time: Callable[[], None] = any_time
     ) -> dict[str, Any]:
         """Run one stage on all processes and return the manifest; raises as `Worker.run`, and names the process."""
+        self.log = Path(request.log or self.log)
         self._begin = size_of(self.log)
         if not self._members:
             self._members = list(self._start(lambda line: on_event(Log(line)), check_time))
-            self._logs = [log for member in self._members for log in member.logs]
             self.starts += 1
         over, events = threading.Event(), queue.SimpleQueue[tuple[int, Report | Done | BaseException]]()
 
@@ -106,8 +99,9 @@ class ProcessGroup:
                 raise _Ended
 
         def work(number: int, member: Member) -> None:
+            own = dataclasses.replace(request, log=str(log_of_process(self.log, number)))
             try:
-                manifest = member.run(request, lambda report: events.put((number, report)), check_over)
+                manifest = member.run(own, lambda report: events.put((number, report)), check_over)
                 events.put((number, Done(manifest)))
             except BaseException as e:
                 events.put((number, e))

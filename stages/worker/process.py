@@ -319,6 +319,8 @@ def _serve(lines: Iterable[bytes], memory: dict[str, Any], events: Events) -> No
             # The parent has died in the middle of a request.
             return
         request = Request.parse(line)
+        if request.log:
+            write_to(request.log)
         now = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
         with contextlib.suppress(OSError):
             # `rlhf logs --node NODE` finds this line. The log's disk may be full, which fails no stage.
@@ -338,6 +340,13 @@ def _serve(lines: Iterable[bytes], memory: dict[str, Any], events: Events) -> No
             # SystemExit and the like: reported, and then the worker ends.
             if not isinstance(e, Exception):
                 raise
+
+
+def write_to(path: str) -> None:
+    """Append this process's output to another file; it stays with the old one if that cannot be opened."""
+    with contextlib.suppress(OSError), open(path, "ab") as log:
+        for descriptor in (1, 2):
+            os.dup2(log.fileno(), descriptor)
 
 
 def failure_of(error: BaseException, store: str) -> Failed:

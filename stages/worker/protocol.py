@@ -40,6 +40,8 @@ class Request:
     """Set to the run's name where an artifact with this key is replaced: a retry in that run resumes its own work."""
     elsewhere: bool = False
     """Whether the run is on another host, from whose code the key was derived."""
+    log: str = ""
+    """The file that gets the worker's output from now on; empty: the file that it had."""
 
     def line(self) -> str:
         """Return the request as a line of JSON."""

@@ -50,10 +50,9 @@ def measure(rounds: int, milliseconds: float) -> dict[str, Any]:
     """One number of rounds."""
     import io
 
-    from rich.console import Console
-
     from rlhf.flows.graph.plan import plan
     from rlhf.flows.report.console import ConsoleReporter
+    from rlhf.flows.report.terminal import LastingConsole
     from rlhf.flows.running.session import Session
     from tests.stages.store.distant import Distant
 
@@ -63,7 +62,7 @@ def measure(rounds: int, milliseconds: float) -> dict[str, Any]:
         nodes = fill(recipe, Path(folder))
         Distant.begin()
         began, cpu = time.monotonic(), time.process_time()
-        session = Session(recipe, ConsoleReporter(Console(file=io.StringIO())), "one")
+        session = Session(recipe, ConsoleReporter(LastingConsole(file=io.StringIO())), "one")
         for name in list(session.nodes):
             state, _ = session.run_node(name)
             assert state == "hit", name

@@ -75,24 +75,24 @@ def test_a_reward_that_is_edited_is_what_the_next_score_is_made_by(session):
     assert second.metrics["reward_mine"] == 0.25
     assert second.key != first.key
     assert "mine_edited was edited after it was loaded; a fresh worker makes it" in lines.lines[-1]
-    assert run.crew.starts == 2
+    assert run.worker_starts == 2
 
     # Remarks change no key and no result.
     write_files(folder, **{"mine_edited.py": "# a remark\n" + REWARD.replace("1.0", "0.25")})
     assert run.run_node("score") == ("hit", run.made["score"])
-    assert run.crew.starts == 2
+    assert run.worker_starts == 2
 
 
 @pytest.mark.slow
 def test_a_score_whose_reward_is_edited_meanwhile_is_made_again(session):
     run, lines, folder = session
-    before = run.crew.starts
+    before = run.worker_starts
     known = run.store.all_keys()
     write_files(folder, **{"mine_edited.py": EDITOR.format(other=REWARD.replace("1.0", "2.0"))})
     _, made = run.run_node("score")
     assert made.metrics["reward_mine"] == 2.0
     assert "mine_edited was edited while score ran; a fresh worker makes it" in lines.lines[-1]
-    assert run.crew.starts <= before + 2
+    assert run.worker_starts <= before + 2
     # What the function of before returned was kept under no key.
     assert set(run.store.all_keys()) - set(known) == {("score", made.key)}
     assert key_of(key_parts(run.nodes["score"], run.made)) == made.key

@@ -9,10 +9,10 @@ import json
 import subprocess
 
 import pytest
-from rich.console import Console
 
 from rlhf.flows.recipe.reading import load_recipe
 from rlhf.flows.report.console import ConsoleReporter
+from rlhf.flows.report.terminal import LastingConsole
 from rlhf.flows.running.closing import close, status_at_end
 from rlhf.flows.running.runner import stages_of
 from rlhf.flows.running.session import Session
@@ -123,7 +123,7 @@ def test_it_is_decided_again_where_the_champion_has_changed_meanwhile(tmp_path, 
     rlhf("promote", "good", "--store", nights.url, "--node", "base")
     nights.has([*records(32, GOOD), *records(8, GOOD, 500)])
     recipe = load_recipe(str(nights.folder / "night.yaml"), sets=[f"data.source={tmp_path / 'records.jsonl'}"])
-    session = Session(recipe, ConsoleReporter(Console(file=(tmp_path / "out").open("w"))), "late")
+    session = Session(recipe, ConsoleReporter(LastingConsole(file=(tmp_path / "out").open("w"))), "late")
     made = []
     for node in stages_of(session):
         if node.name == "export" and made.count("gate") == 1:

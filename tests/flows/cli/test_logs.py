@@ -116,10 +116,10 @@ def test_a_log_that_is_gone_from_this_host_is_not_looked_for_elsewhere(tmp_path)
 
 def test_the_end_of_a_run_copies_its_log_to_a_remote_store():
     run = Session(load_recipe("smoke", sets=["store=memory://copied"]), ConsoleReporter(), "first")
-    write_files(run.crew.logs[0].parent, **{"worker.log": "of the worker\n"})
+    write_files(run.log.parent, **{"worker.log": "of the worker\n"})
     run.finish("failed")
-    assert run.record["log"] == str(run.crew.logs[0])
-    run.crew.logs[0].unlink()
+    assert run.record["log"] == str(run.log)
+    run.log.unlink()
     assert shown(run.store) == "of the worker\n"
 
 

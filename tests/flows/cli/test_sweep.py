@@ -1,5 +1,6 @@
 """`rlhf sweep` computes shared stages once, resumes after kill -9, and stops losers early."""
 
+import datetime
 import subprocess
 from pathlib import Path
 
@@ -10,7 +11,7 @@ from rlhf.flows.recipe.retention import Retention
 from rlhf.flows.records import sweeps
 from rlhf.flows.retention import roots_of
 from rlhf.stages.store import runs
-from rlhf.stages.store.artifacts import Store
+from rlhf.stages.store.artifacts import Artifact, Store
 from tests.flows.commands import typed
 from tests.support import RLHF, until
 
@@ -67,6 +68,51 @@ def test_a_killed_sweep_resumes_and_shares_stages(tmp_path, rlhf):
     assert "12 hit, 0 to compute" in rlhf(*command).stdout and states(store) == found
     assert {run.name for run in roots_of(Store(str(store)), Retention(keep=1)).runs if run.why} == set(found)
     assert list(package.open(str(store)).sweep("smoke").score) == [s["score"] for s in sweep["settings"]]
+
+
+def finish(*command: object) -> None:
+    done = subprocess.run([RLHF, *map(str, command)], capture_output=True, text=True, timeout=3000)
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+def made(store: Path) -> dict[tuple[str, str], Artifact]:
+    place = Store(str(store))
+    return {(stage, key): place.get(stage, key) for stage, key in place.all_keys()}
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(3600)
+def test_two_workers_make_what_one_makes_at_the_same_time_and_nothing_twice_also_after_a_kill(tmp_path):
+    store, alone = tmp_path / "store", tmp_path / "alone"
+    axis = "sft.optimizer.learning_rate=0.001,0.002"
+    command = ["sweep", "smoke", axis, "--set", "rl=null", "--set", "reward=null", "--no-prefect", "--store"]
+    with subprocess.Popen([RLHF, *command, str(store), "--workers", "2"], stdout=-3, stderr=-3) as process:
+        try:
+            until(lambda: [nodes.get("sft") for nodes in states(store).values()] == ["running"] * 2, 1200)
+        finally:
+            process.kill()
+    before = made(store)
+    assert {stage for stage, _ in before} == {"base", "prepare"}
+    finish(*command, store, "--workers", "2")
+    after = made(store)
+    assert {key: artifact.manifest for key, artifact in before.items()}.items() <= {
+        key: artifact.manifest for key, artifact in after.items()
+    }.items()
+    nodes = [node for of_run in states(store).values() for node, state in of_run.items() if state == "made"]
+    assert sorted(nodes) == ["evaluate.base", *["evaluate.sft"] * 2, *["export"] * 2, *["sft"] * 2]
+    one, two = (a.manifest for (stage, _), a in after.items() if stage == "sft")
+    begun = [datetime.datetime.fromisoformat(m["started"]) for m in (one, two)]
+    assert abs(begun[0] - begun[1]).total_seconds() < min(one["seconds"], two["seconds"])
+    # Each run's log has the output of its stages alone.
+    logs = {n: (store / "runs" / n / "worker.log").read_text() for n in states(store)}
+    assert all("---- sft (sft " in text for text in logs.values())
+    assert sum(text.count("---- evaluate.base ") for text in logs.values()) == 1
+    finish(*command, alone)
+    assert {key: a.digest for key, a in after.items()} == {key: a.digest for key, a in made(alone).items()}
+    (sweep,) = sweeps(Store(str(store)))
+    typed("backfill", "smoke", sweep["name"], "--set", "rl=null", "--no-prefect", "--store", store, "--name", "again")
+    record = runs.read(Store(str(store)), "again")
+    assert {f"policy.{name}" for name in sweep["runs"]} <= record["nodes"].keys()
 
 
 @pytest.mark.slow

@@ -5,7 +5,7 @@ import math
 import pytest
 
 from rlhf.flows.graph.build import build
-from rlhf.flows.graph.sweep import axes_of, identities, rungs_of, variants_of
+from rlhf.flows.graph.sweep import axes_of, identities, needs_of, rungs_of, variants_of
 from rlhf.flows.recipe.model import RecipeError
 from rlhf.flows.recipe.reading import load_recipe
 
@@ -30,7 +30,8 @@ def test_values_are_split_at_commas_and_ranges_count():
         (["=1,2"], "expected different values"),
         (["sft=[1"], "not YAML"),
         (["sft.learning_rate=1,2", "sft.optimizer.learning_rate=3"], "appears twice"),
-        (["store=a,b"], "share one store"),
+        (["store=a,b"], "store: the variants of a sweep share it"),
+        (["workers.train={},null"], "workers: the variants of a sweep share it"),
         (["seed=0..1000000"], "1000 at most"),
     ],
     ids=str,
@@ -61,6 +62,16 @@ def test_nodes_are_one_if_their_settings_seed_and_ancestors_are():
     assert {name for name in one if one[name] == two[name]} == {"base", "prepare", "evaluate.base"}
     # Execution settings and further nodes change nothing.
     assert names("evaluate.every=1", "rl.score.workers=2").items() >= plain.items()
+
+
+def test_the_longest_chain_is_needed_most_then_what_most_runs_have():
+    sets = {"one": [], "two": ["rl.update.kl_coef=0.02"], "long": ["rl.rounds=4"]}
+    found = needs_of({name: build(load_recipe("smoke", sets=of)) for name, of in sets.items()})
+    one, two, long = found.values()
+    assert one["base"] == two["base"] == long["base"] and one["base"][:2] == (-15, -3)
+    assert one["round-000.rollout"] == two["round-000.rollout"] < one["evaluate.base"]
+    assert one["round-000.update"] == long["round-000.update"] < two["round-000.update"]
+    assert min(one["sft"], one["reward"]) == one["sft"] and one["export"][0] == 0
 
 
 def test_the_union_counts_each_stage_once(smoke_store):

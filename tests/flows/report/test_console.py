@@ -5,7 +5,6 @@ import os
 import re
 
 import pytest
-from rich.console import Console
 from rich.table import Table
 
 from rlhf.flows.graph.build import build
@@ -25,7 +24,7 @@ METRICS = {
 
 def reporting() -> tuple[ConsoleReporter, io.StringIO]:
     out = io.StringIO()
-    return ConsoleReporter(Console(file=out, width=200, highlight=False)), out
+    return ConsoleReporter(LastingConsole(file=out, width=200, highlight=False)), out
 
 
 def lines_of(state: str, **changes: dict) -> str:
@@ -117,6 +116,19 @@ def test_texts_of_others_cannot_rewrite_a_terminal():
     console.print(table)
     shown = re.sub(r"\x1b\[[0-9;]*m", "", file.getvalue())
     assert not re.search(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u202e]", shown) and shown.count("\ufffd") == 20
+
+
+def test_each_line_of_one_of_several_runs_begins_with_its_name():
+    file = io.StringIO()
+    reporter = ConsoleReporter(LastingConsole(file=file, force_terminal=True, width=40))
+    reporter.console.line_start = "one | "
+    reporter.stage_started(NODES["sft"])
+    reporter.line(f"two\n{'long ' * 20}")
+    metrics = {"problems": 32, "samples": 1, "score": 0.5, "score_low": 0.3, "score_high": 0.7}
+    reporter.console.print(closing_table({"base": metrics | {"truncated": 0.0, "mean_length": 4.0}}))
+    lines = re.sub(r"\x1b\[[0-9;]*m", "", file.getvalue()).splitlines()
+    assert lines[0].split() == ["one", "|", "sft", "started"] and len(lines[2]) > 100
+    assert len(lines) > 5 and all(line.startswith("one | ") for line in lines)
 
 
 def test_a_terminal_that_is_closed_ends_no_run():

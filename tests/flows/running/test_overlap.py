@@ -1,5 +1,6 @@
 """Stages run beside each other, as inputs and workers allow; artifacts and records are those of one worker."""
 
+import functools
 import os
 import shutil
 import signal
@@ -210,6 +211,15 @@ def test_workers_that_there_cannot_be_are_refused_by_name(monkeypatch, tmp_path)
     assert "3 chips of a TPU are not a part of a host: give it 1, 2, 4 or 8" in refused(
         "tpu:TPU v5 lite", "workers.train={devices: [0, 1, 2]}"
     )
+    monkeypatch.setattr(crew, "device_kind", lambda: gpu)
+    several = functools.partial(check_workers, nodes=(), crews=2)
+    with pytest.raises(RecipeError, match=r"workers.train.devices: this machine has gpu.*two workers"):
+        several(recipe(tmp_path))
+    with pytest.raises(RecipeError, match=r"3 devices cannot be divided among 2 workers \(--workers\)"):
+        several(recipe(tmp_path, "workers.train={devices: [0, 1, 2]}"))
+    listed = recipe(tmp_path, "workers.train={devices: [0, 1, 2, 3], hosts: 2}")
+    several(listed)
+    assert [part.train.shares for part in listed.workers.divided(2)] == [[[0], [1]], [[2], [3]]]
     assert "the 2 processes of this worker share this machine's gpu" in refused(gpu, "workers.train={hosts: 2}")
 
 
@@ -217,7 +227,7 @@ def test_workers_next_to_servers_that_sleep_return_memory(monkeypatch, tmp_path)
     server = ["rl.rollout.engine={kind: vllm, version: '1', command: c, sleep: true}"]
 
     def variables(*sets):
-        made = crew.Crew(recipe(tmp_path, *sets), "run", tmp_path / "log")
+        made = crew.Crew(recipe(tmp_path, *sets), "run")
         return [worker.variables for worker in made._workers.values()]
 
     assert variables() == variables("workers.train={}") == [{}]

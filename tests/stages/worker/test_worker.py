@@ -92,6 +92,13 @@ def test_it_starts_with_the_first_request_and_makes_an_artifact(warm, tmp_path):
     assert all(isinstance(e, Log | Progress) for e in events)
 
 
+def test_its_output_goes_to_the_file_that_a_request_names(warm, tmp_path):
+    for name in ("one", "two"):
+        warm.run(dataclasses.replace(request(tmp_path / name), log=str(tmp_path / f"{name}.log")), ignore)
+    assert [(tmp_path / f"{name}.log").read_text().count("---- base (base ") for name in ("one", "two")] == [1, 1]
+    assert warm.starts == 1
+
+
 @pytest.mark.parametrize(
     "event",
     [
