@@ -62,7 +62,7 @@ def test_a_file_without_a_name_has_that_of_the_file_and_one_without_settings_is_
         ),
         (
             "rl: {update: {loss_type: dapo}}\n",
-            "rl.update.loss_type: unknown key; did you mean rl.update.aggregation (TRL's grpo and dapo), or rl.update.a",
+            "rl.update.loss_type: unknown key; did you mean rl.update.aggregation (TRL's grpo and dapo), or rl.up",
         ),
         ("preference: {loss_type: ipo}\n", "preference.loss_type: unknown key; did you mean preference.loss?"),
         (
