@@ -70,8 +70,12 @@ def stage_task(run: str, node: str) -> State[Any]:
         session.reporter.line(f"{node}: try {attempt} of {session.recipe.retries + 1} with a fresh worker")
     try:
         state, artifact = session.run_node(node)
-    except WorkerDied as e:
-        session.reporter.line(f"{node}: {e}")
+    except (StageFailed, WorkerDied, ArtifactError) as e:
+        if isinstance(e, WorkerDied):
+            session.reporter.line(f"{node}: {e}")
+        # Prefect logs and stores the error of a task.
+        if (text := without_userinfo(str(e))) != str(e):
+            raise type(e)(text) from None
         raise
     result = {"stage": artifact.stage, "key": artifact.key, "digest": artifact.digest}
     if state == "hit":

@@ -25,11 +25,12 @@ from rlhf.flows.cli.shared import (
     usage_error,
 )
 from rlhf.flows.recipe.model import BASE, FinishedPolicy, Recipe, trained_sections
+from rlhf.flows.recipe.reading import readable
 from rlhf.flows.records import WHOLE, status_of, sweeps
 from rlhf.stages.base import Config as BaseConfig
 from rlhf.stages.contract.registry import stage
 from rlhf.stages.store.artifacts import Store
-from rlhf.stages.store.keys import SHOWN, config_content, differences, published
+from rlhf.stages.store.keys import SHOWN, config_content, differences
 
 
 @app.command()
@@ -60,8 +61,7 @@ def fork(
         raise usage_error(f"{to} exists: name another file with --to")
     import yaml
 
-    values = published(recipe.model_dump(mode="json"))
-    text = yaml.safe_dump(values, sort_keys=False, allow_unicode=True, width=120)
+    text = yaml.safe_dump(readable(recipe), sort_keys=False, allow_unicode=True, width=120)
     to.write_text(text, encoding="utf-8")
     out.print(f"recipe  {to}")
 

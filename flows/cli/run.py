@@ -25,10 +25,9 @@ from rlhf.flows.cli.shared import (
     usage_error,
 )
 from rlhf.flows.recipe.model import RecipeError
-from rlhf.flows.recipe.reading import checked
+from rlhf.flows.recipe.reading import checked, readable
 from rlhf.flows.records import candidates, finished_nodes
 from rlhf.stages.store.artifacts import Store
-from rlhf.stages.store.keys import published
 
 if TYPE_CHECKING:
     from rlhf.flows.graph.plan import Planned
@@ -111,8 +110,7 @@ def plan(
     if config:
         import yaml
 
-        values = published(resolved.model_dump(mode="json"))
-        typer.echo(yaml.safe_dump(values, sort_keys=False, allow_unicode=True, width=120), nl=False)
+        typer.echo(yaml.safe_dump(readable(resolved), sort_keys=False, allow_unicode=True, width=120), nl=False)
         return
     planned = make_plan(resolved)
     data = [p.metrics for p in planned if p.node.stage == "prepare"]

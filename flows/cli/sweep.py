@@ -199,6 +199,10 @@ def _run(store: Store, variant: Variant, name: str, until: str | None, no_prefec
         if e.exit_code != 1:
             raise
         return False
+    except RecipeError as e:
+        # Such as data that its rewards cannot judge: the other variants go on.
+        err.print(f"{name}: {e}")
+        return False
     return True
 
 

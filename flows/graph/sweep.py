@@ -15,6 +15,7 @@ from rlhf.flows.graph.plan import Planned, plan
 from rlhf.flows.recipe.field_paths import whole
 from rlhf.flows.recipe.model import Recipe, RecipeError
 from rlhf.flows.recipe.reading import Unusable, load_recipe, parse, short
+from rlhf.stages.contract.registry import stage
 from rlhf.stages.store.keys import config_content, digest
 
 MOST = 1000
@@ -99,13 +100,23 @@ def variants_of(recipe: str, axes: Mapping[str, Sequence[str]], sets: Sequence[s
 
 
 def identities(nodes: Sequence[Node]) -> dict[str, str]:
-    """Return a hash of each node's settings, seed and ancestors: nodes of equal hashes have equal keys."""
+    """Return a hash of each node's settings, data, seed and ancestors: nodes of equal hashes have equal keys."""
     found: dict[str, str] = {}
     for node in nodes:
         inputs = {name: [found[source.node], *source.parts] for name, source in node.inputs.items()}
         other = [node.taken or node.shared, node.name] if node.taken or node.shared else node.held
         found[node.name] = digest(
-            [node.stage, config_content(node.config), inputs, node.seed, other, node.digest, node.device]
+            [
+                node.stage,
+                config_content(node.config),
+                # Its settings hold no names of files.
+                stage("prepare").sources(node.config) if node.stage == "prepare" else {},
+                inputs,
+                node.seed,
+                other,
+                node.digest,
+                node.device,
+            ]
         )
     return found
 

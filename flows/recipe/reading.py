@@ -28,7 +28,7 @@ from rlhf.stages.prepare.settings import ALONE
 from rlhf.stages.store import datasets
 from rlhf.stages.store.artifacts import Store
 from rlhf.stages.store.datasets import DatasetError
-from rlhf.stages.store.keys import WRITTEN
+from rlhf.stages.store.keys import WRITTEN, published
 from rlhf.tuning.allowed import NotAllowed, check_file
 
 Mistake = Mapping[str, Any]
@@ -279,6 +279,16 @@ def _laid(values: dict[str, Any], place: list[str], given: Any, replaced: list[S
         for name in reversed(where):
             part = {name: part}
         values = merge(_without_source(values, part), part)
+    return values
+
+
+def readable(recipe: Recipe) -> dict[str, Any]:
+    """Return the values of a recipe, with defaults, for a file: `checked` refuses those that are without effect."""
+    values = published(recipe.model_dump(mode="json"))
+    if recipe.data.sources:
+        values["data"] = {name: value for name, value in values["data"].items() if name not in ALONE}
+    for name in recipe.rl.update.ignored if recipe.rl is not None else ():
+        del values["rl"]["update"][name]
     return values
 
 

@@ -290,7 +290,7 @@ def _run_overlapped(session: Session, agenda: Agenda, make: Make) -> None:
                     else:
                         elsewhere.append(node)
                 if not at_work and sharing is not None and elsewhere:
-                    sharing.rest(session.name, elsewhere, session.check)
+                    session.rest(elsewhere)
                     continue
                 if not at_work:
                     break

@@ -231,7 +231,7 @@ class Session:
     @property
     def worker_starts(self) -> int:
         """The number of worker processes that made its stages."""
-        return sum(run == self.name for crew in self._crews for run, *_ in crew.used)
+        return sum(run == self.name for crew in self._crews for run, *_ in list(crew.used))
 
     def line(self, text: str) -> None:
         """Report a line."""
@@ -249,6 +249,20 @@ class Session:
     def is_stopped(self) -> bool:
         """Whether `stop` was called, or its sweep stopped."""
         return self._stopped.is_set() or (self.sharing is not None and self.sharing.stopped.is_set())
+
+    def rest(self, nodes: Collection[Node]) -> None:
+        """Wait until the run may make one of these nodes, in a sweep. The time is none of the run's."""
+        assert self.sharing is not None
+        since = time.monotonic()
+
+        def check() -> None:
+            if self.is_stopped:
+                raise KeyboardInterrupt
+
+        try:
+            self.sharing.rest(self.name, nodes, check)
+        finally:
+            self._began += time.monotonic() - since
 
     def check(self) -> None:
         """Raises KeyboardInterrupt if the run was stopped, RunTooLong if it has passed its time limit."""

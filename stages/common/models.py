@@ -289,8 +289,9 @@ def vocabulary(base: Artifact) -> int:
 
 def positions(base: Artifact) -> int | None:
     """Return the number of positions that the base model was made for; None if its config has none."""
-    found = _config(base).get("max_position_embeddings")
-    return None if found is None else int(found)
+    from rlhf.tuning.models.positions import positions_in
+
+    return positions_in(_config(base))
 
 
 def _config(base: Artifact) -> Any:

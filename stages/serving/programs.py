@@ -192,14 +192,14 @@ def without_answers(value: Any) -> Any:
         parts = {name: part for name, part in value.items() if name not in ANSWERS}
         is_schema = _is_schema(value)
         return {n: part if n == "properties" and is_schema else without_answers(part) for n, part in parts.items()}
-    if isinstance(value, str) and value.lstrip()[:1] in ("{", "[") and _ANSWER_KEY.search(value):
+    if isinstance(value, str) and value.lstrip()[:1] in ("{", "["):
         try:
             found = json.loads(value)
             rest = without_answers(found)
             return value if rest == found else json.dumps(rest, ensure_ascii=False)
         except (ValueError, RecursionError):
             # Of another form, such as Python's.
-            return ""
+            return "" if _ANSWER_KEY.search(value) else value
     return [without_answers(part) for part in value] if isinstance(value, list) else value
 
 

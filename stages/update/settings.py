@@ -69,6 +69,12 @@ class Config(Trained, core.RoundSettings):  # type: ignore[misc]
             values = values | {"critic": CriticSettings.with_rate(critic, adapter=True)}
         return {**registry.presets(name), **values}
 
+    @property
+    def ignored(self) -> list[str]:
+        """The settings that the algorithm does not read, which have their defaults."""
+        uses = registry.USES if self.entry is not None else {}
+        return [name for name, algorithms in uses.items() if self.algorithm not in algorithms]
+
     @model_validator(mode="after")
     def _consistent(self, info: ValidationInfo) -> Config:
         entry = registry.find(self.algorithm)

@@ -1,7 +1,8 @@
 """One round's policy update from scored rollouts.
 
-The artifact's content is `policy.json`, the fingerprint of the new policy. Weights and optimizer are stored under
-`state/` every `checkpoint_every` rounds; `rlhf.stages.update.state` rebuilds the policies between.
+The artifact's content is `policy.json`, the fingerprints of the new policy, its moments and its critic. Weights and
+optimizer are stored under `state/` every `checkpoint_every` rounds; `rlhf.stages.update.state` rebuilds the policies
+between.
 
 With `lora` the rounds train one adapter over the policy before the first of them, and PPO's critic is one over the
 reward model. An adapter is small: every round keeps it, as content under `adapter/` and with its moments in `state/`.
@@ -165,7 +166,8 @@ def run(ctx: Context) -> dict[str, Any]:
     state, metrics = _advance(ctx, None, first=True)
     # Here and not in `_advance`, which also replays rounds that have been committed.
     check_idle(metrics, ctx.config.max_idle_rounds)
-    content = {"fingerprint": states.fingerprint_of(state), "round": ctx.config.round}
+    content = {"fingerprint": states.fingerprint_of(state), "trainer": states.fingerprint_of_trainer(state)}
+    content |= {"round": ctx.config.round}
     if ctx.config.kl_target is not None or ctx.config.entropy_target is not None:
         assert state.coefficients is not None
         content |= dataclasses.asdict(state.coefficients)

@@ -89,6 +89,13 @@ def fingerprint_of(state: State) -> str:
     return hashlib.sha256(f"{dense}{fingerprint(state.adapter)}".encode()).hexdigest()
 
 
+def fingerprint_of_trainer(state: State) -> str:
+    """Return the fingerprint of moments and critic: the next round depends on them, also after an equal policy."""
+    from rlhf.tuning.models.identity import fingerprint
+
+    return fingerprint({"opt_state": state.opt_state, "critic": state.critic, "critic_opt": state.critic_opt})
+
+
 def save(ctx: Context, state: State) -> int:
     """Writes the state below `state/`; of a policy with an adapter, the adapter alone.
 

@@ -154,6 +154,8 @@ def torch_model(name: str) -> Any:
     choices = ((name, x) for name, x in model.named_buffers() if name.endswith("e_score_correction_bias"))
     for parameter_name, p in (*model.named_parameters(), *choices):
         spread = 0.5 if any(word in parameter_name for word in ("norm", "bias", "sinks")) else 0.35
+        # A larger one would leave experts without a token.
+        spread = 0.1 if "e_score_correction" in parameter_name else spread
         torch.nn.init.normal_(p, 1.0 if "norm" in parameter_name and "emma" not in prefix else 0.0, spread)
     return model
 

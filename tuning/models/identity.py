@@ -30,8 +30,11 @@ Part = tuple[int, int, str]
 
 
 def fingerprint(params: Any) -> str:
-    """Return the SHA-256 that identifies a policy. Every process of a group calls this at the same place."""
-    named = jax.tree_util.tree_leaves_with_path(nnx.to_pure_dict(params))
+    """Return the SHA-256 that identifies a policy, or a dictionary of trees.
+
+    Every process of a group calls this at the same place.
+    """
+    named = jax.tree_util.tree_leaves_with_path(params if isinstance(params, dict) else nnx.to_pure_dict(params))
     leaves = sorted(((jax.tree_util.keystr(path), leaf) for path, leaf in named), key=lambda entry: entry[0])
     with ThreadPoolExecutor(os.cpu_count(), thread_name_prefix="fingerprint") as threads:
         own = [_parts(leaf, threads) for _, leaf in leaves]

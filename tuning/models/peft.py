@@ -51,12 +51,12 @@ def save_adapter(folder: Path, trainable: Any, lora: LoraConfig, base: str | Non
     scalar = False
     adapted: set[str] = set()
     for path, value in flatten_dict(nnx.to_pure_dict(trainable)).items():
-        adapted.add(path[-3])
         # An adapter's factor of all layers is no larger than one layer of the model.
         host = multihost.to_host(value)
         if path == ("score",):
             tensors[_SCORE], scalar = host[None], True
             continue
+        adapted.add(path[-3])
         for i, matrix in enumerate(host):
             tensors[_name(path, i)] = np.ascontiguousarray(matrix.T)
     values = {

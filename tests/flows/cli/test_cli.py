@@ -126,6 +126,9 @@ def test_plan_config_prints_a_recipe_that_reads_back_with_presets_and_defaults(t
     assert load_recipe(str(path)).model_dump() == resolved.model_dump()
     values = yaml.safe_load(shown.stdout)
     assert list(values) == list(Recipe.model_fields)
+    sources = ["data.sources=[{source: addition}]", "rl=null"]
+    path.write_text(typed("plan", "smoke", "--config", *[w for s in sources for w in ("--set", s)]).stdout)
+    assert load_recipe(str(path)).model_dump() == load_recipe("smoke", sets=sources).model_dump()
     assert values["export"] is None
     # A preset of the algorithm and a default of the stage, neither of which the recipe names.
     assert values["rl"]["update"]["clip_high"] == resolved.rl.update.clip_high != values["rl"]["update"]["clip_low"]

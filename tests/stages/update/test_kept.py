@@ -228,3 +228,13 @@ def test_the_first_round_starts_at_the_reference_and_at_what_was_sampled(kind, t
     # One step: both are those of the policy before it.
     assert metrics["steps"] == 1
     assert abs(metrics["kl"]) < 1e-6 and abs(metrics["mismatch_kl"]) < 1e-6
+
+
+def test_an_equal_policy_with_another_critic_is_another_artifact(tmp_path):
+    rounds = Rounds(tmp_path)
+    configs = [settings(0, None, algorithm="ppo", critic={"learning_rate": rate}) for rate in (0.001, 0.1)]
+    inputs = rounds.inputs(configs[0], rounds.base)
+    one, other = (rounds.run(config, inputs, {})[0] for config in configs)
+    assert policy_of(one) == policy_of(other)
+    # The next round would continue differently: neither its key nor a worker's memory may take one for the other.
+    assert one.digest != other.digest

@@ -1,6 +1,7 @@
 """GGUF reading: exact on a tiny file written here, and by likelihood on the real SmolLM2 file."""
 
 import dataclasses
+import json
 import struct
 from collections.abc import Iterator
 from pathlib import Path
@@ -227,6 +228,11 @@ def test_positions_are_read_without_the_file(tmp_path: Path) -> None:
     (tmp_path / "text.gguf").write_bytes(b"this is a text file")
     assert positions_of(tmp_path / "text.gguf") is None
     assert positions_of(tmp_path) is None
+    longrope = {"rope_type": "longrope", "original_max_position_embeddings": 4096}
+    for scaling in ({"rope_parameters": longrope}, {"rope_scaling": longrope}, {"rope_scaling": {"type": "su"}}):
+        config = {"max_position_embeddings": 131072, "original_max_position_embeddings": 4096, **scaling}
+        (tmp_path / "config.json").write_text(json.dumps(config))
+        assert positions_of(tmp_path) == 4096
     (tmp_path / "config.json").write_text('{"max_position_embeddings": 77}')
     assert positions_of(tmp_path) == 77
 

@@ -49,7 +49,6 @@ def test_joined_projections_are_targets_where_all_of_their_parts_are(tmp_path):
         tune(config, "decoder", params, dataclasses.replace(lora, targets=("q", "v")), seed=1)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("role", ["decoder", "scalar"])
 def test_a_folder_holds_the_adapter_bit_for_bit(role, tmp_path):
     params = PARAMS if role == "decoder" else scalar_head_params(CONFIG, PARAMS, jnp.arange(float(CONFIG.hidden_size)))

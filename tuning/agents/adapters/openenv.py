@@ -113,7 +113,7 @@ class OpenEnv(Adapted):
         definitions, fields = self._action.get("$defs", {}), dict(self._action.get("properties", {}))
         fields.pop("metadata", None)
         value: Any = text.strip()
-        with contextlib.suppress(ValueError):
+        with contextlib.suppress(ValueError, RecursionError):
             value = json.loads(text)
         if isinstance(value, Mapping) and value.keys() <= fields.keys():
             return value

@@ -76,7 +76,7 @@ if not given["results"]:
     with tarfile.open(fileobj=kept, mode="w") as tar:
         tar.add(given["work"], ".")
 found = [open(path).read(4096) for path in given["results"] if os.path.isfile(path)]
-print(json.dumps([status, output, base64.b64encode(kept.getvalue()).decode(), *found[:1]]))
+print(json.dumps([status, output, base64.b64encode(kept.getvalue()).decode(), *found]))
 """
 
 
@@ -92,7 +92,7 @@ class Shell:
         self.settings, self._work, self._variables, self._files = opened(folder)
 
     def run(self, command: Sequence[str], seconds: float, table: str = "", tests: bool = False) -> tuple[Any, ...]:
-        """Run a command; return exit status (None past the time), output, and the reward's file if there is one.
+        """Run a command; return exit status (None past the time), output, and the reward's files.
 
         table: of further variables, and name of a folder of the task that the command sees.
         tests: whether it is the last command, which writes a reward.
@@ -118,7 +118,7 @@ class Shell:
         return done, output, *found
 
     def reward(self) -> float:
-        """Run the tests. Raises RuntimeError if they give no finite number, alone or as `reward`."""
+        """Run the tests. Raises RuntimeError if not exactly one file has a finite number, alone or as `reward`."""
         seconds = float(table_of(self.settings, "verifier").get("timeout_sec", 600.0))
         command = f"mkdir -p {LOGS} /logs/artifacts && bash /tests/test.sh"
         status, output, *found = self.run(["bash", "-c", command], seconds, "tests", tests=True)
@@ -126,7 +126,8 @@ class Shell:
         with contextlib.suppress(IndexError, ValueError, TypeError, KeyError):
             value = json.loads(found[0])
             number = float(value["reward"] if isinstance(value, Mapping) else value)
-        if status is None or not math.isfinite(number):
+        # A program of the policy may have written the second.
+        if status is None or len(found) != 1 or not math.isfinite(number):
             end = f"took longer than {seconds:g} s" if status is None else f"expected a reward, found {found}"
             raise RuntimeError(f"tests/test.sh of {self.folder}: {end}; its output ends {output[-200:]!r}")
         return number
@@ -142,8 +143,12 @@ class Harbor:
     def __init__(self, seconds: float = 8.0) -> None:
         self._seconds = seconds
 
-    def reset(self, harbor: str, sha256: str) -> None:
-        """Begins the task of a folder. Raises ValueError if its files are not those of the record."""
+    def reset(self, harbor: str, sha256: str, most: float) -> None:
+        """Begins the task of a folder. Raises ValueError if its files are not those of the record.
+
+        most: the reward of the task's solution, which none exceeds.
+        """
+        self._most = most
         # Without its own files the sandbox would write into this machine's.
         refuse_gaps("required")
         if digest(Path(harbor)) != sha256:
@@ -162,8 +167,22 @@ class Harbor:
         raise ToolError(f"{f'exit status {status}' if status else 'ended by the time limit'}\n{output}")
 
     def get_reward(self) -> float:
-        """Runs the tests."""
-        return self._shell.reward()
+        """Runs the tests.
+
+        They gave the solution a reward here, so that a policy whose files hang them, break them or write a larger
+        reward gets 0.
+        """
+        try:
+            reward = self._shell.reward()
+        except (RuntimeError, ToolError) as error:
+            print(f"reward 0: {error}")
+            return 0.0
+        if reward > self._most:
+            print(
+                f"reward 0: tests/test.sh of {self._shell.folder} gave {reward:g}, and {self._most:g} to the solution"
+            )
+            return 0.0
+        return reward
 
 
 def table_of(settings: Mapping[str, Any], name: str) -> Mapping[str, Any]:
@@ -189,6 +208,9 @@ def opened(folder: Path) -> tuple[dict[str, Any], str, dict[str, str], str]:
         settings = tomllib.loads((folder / "task.toml").read_text("utf-8"))
     except (OSError, ValueError) as error:
         raise Refused(f"task.toml cannot be read: {error}") from error
+    shown = (*SYSTEM, sys.prefix, sys.base_prefix)
+    if above := next((path for path in shown if folder.resolve().is_relative_to(Path(path).resolve())), None):
+        raise Refused(f"the task is below {above}, which programs in the sandbox read: move it elsewhere")
     for table, names in UNMET.items():
         # Variables too are checked here.
         literal(settings, table)
@@ -199,6 +221,8 @@ def opened(folder: Path) -> tuple[dict[str, Any], str, dict[str, str], str]:
         raise Refused("task.toml: verifier.environment_mode is separate, and the tests run where the policy worked")
     if missing := next((name for name in ("instruction.md", "tests/test.sh") if not (folder / name).is_file()), None):
         raise Refused(f"{missing} is missing")
+    if (there / ".dockerignore").exists():
+        raise Refused("environment/.dockerignore is not read: remove the files that it names, and it")
     if compose := next(there.glob("*compose.y*ml"), None):
         raise Refused(f"environment/{compose.name}: the sandbox has no services")
     if (image := environment.get("docker_image")) is None:
@@ -229,6 +253,8 @@ def built(folder: Path) -> tuple[str, dict[str, str], list[tuple[Path, str]]]:
     text = re.sub(r"^\s*#.*$", "", file.read_text("utf-8"), flags=re.MULTILINE).replace("\\\n", " ")
     for line in filter(None, map(str.strip, text.splitlines())):
         word, *words = shlex.split(line)
+        if "$" in line:
+            raise Refused(f"environment/Dockerfile: `{line[:80]}` has a variable: write its value")
         match word.upper(), words:
             case "FROM", [image]:
                 check_image(image, "environment/Dockerfile")
@@ -272,25 +298,29 @@ def packed(files: Sequence[tuple[Path, str]]) -> str:
 
 
 def digest(folder: Path) -> str:
-    """Return a hash of the names and contents of a task's files."""
+    """Return a hash of the names, modes and contents of a task's files."""
     files = sorted(path for path in folder.rglob("*") if path.is_file())
-    content = [(str(path.relative_to(folder)), hashlib.sha256(path.read_bytes()).hexdigest()) for path in files]
+    content = [
+        (str(path.relative_to(folder)), path.stat().st_mode & 0o111, hashlib.sha256(path.read_bytes()).hexdigest())
+        for path in files
+    ]
     return hashlib.sha256(json.dumps(content).encode()).hexdigest()
 
 
 def record(folder: Path) -> dict[str, Any]:
     """Return the record of a task. Raises Refused, also for a task that its own solution does not solve here."""
     shell = Shell(folder)
-    if (folder / "solution" / "solve.sh").is_file():
-        try:
-            shell.run(["bash", "/solution/solve.sh"], 600.0, "solution")
-            reward = shell.reward()
-        except (RuntimeError, ToolError) as error:
-            raise Refused(f"its solution fails here: {error}") from error
-        if reward <= 0:
-            raise Refused(f"its solution gets the reward {reward:g} here")
+    if not (folder / "solution" / "solve.sh").is_file():
+        raise Refused("solution/solve.sh is missing: without it nothing shows that the tests can run here")
+    try:
+        shell.run(["bash", "/solution/solve.sh"], 600.0, "solution")
+        reward = shell.reward()
+    except (RuntimeError, ToolError) as error:
+        raise Refused(f"its solution fails here: {error}") from error
+    if reward <= 0:
+        raise Refused(f"its solution gets the reward {reward:g} here")
     text = re.sub(r"\A((<!--.*canary.*-->|#.*canary.*)?\s*\n)+", "", (folder / "instruction.md").read_text("utf-8"))
-    metadata = {"harbor": str(folder), "sha256": digest(folder)}
+    metadata = {"harbor": str(folder), "sha256": digest(folder), "most": reward}
     return {"id": folder.name, "prompt": text.strip(), "metadata": metadata}
 
 

@@ -211,8 +211,8 @@ def _side_by_side(weights: Sequence[jax.Array]) -> jax.Array:
 
 
 def _narrow(dtype: str | None, path: Any, x: jax.Array) -> jax.Array:
-    # The trainer's router reads its weights as they are.
-    return x if path_names(path)[-1] == "router" else _cast(x, dtype)
+    # The trainer reads weights of routers and biases of experts as they are.
+    return x if path_names(path)[-1] in ("router", "bias") else _cast(x, dtype)
 
 
 def _cast(x: jax.Array, dtype: str | None) -> jax.Array:

@@ -130,17 +130,21 @@ def test_an_environment_that_fails_gives_no_reward(tasks):
         assert failed("hello") == 0.0
         (tasks / "hello" / "instruction.md").write_text("Another.")
         assert "has changed since its record was written" in failed("hello")
-        found["median"]["sha256"] = ""
-        for text, fault in {
-            "echo lost >&2": r"expected a reward, found []; its output ends 'lost\n'",
-            "echo one > /logs/verifier/reward.txt": "expected a reward, found ['one\\n']",
-            "echo NaN > /logs/verifier/reward.txt": "expected a reward, found ['NaN\\n']",
-            "sleep 60": "took longer than 1 s",
-        }.items():
+        # What the policy's files may do to tests that the solution has passed.
+        for text in (
+            "echo lost >&2",
+            "echo one > /logs/verifier/reward.txt",
+            "echo NaN > /logs/verifier/reward.txt",
+            "sleep 60",
+            "echo 1000000 > /logs/verifier/reward.txt",
+            "echo 1 > /logs/verifier/reward.txt; echo 1 > /logs/verifier/reward.json",
+        ):
             (tasks / "median" / "tests" / "test.sh").write_text(text)
             (tasks / "median" / "task.toml").write_text("[verifier]\ntimeout_sec = 1\n")
             found["median"]["sha256"] = harbor.digest(tasks / "median")
-            assert fault in failed("median")
+            assert failed("median") == 0.0
+            done, records = rows()
+            assert "its solution " in done.stderr or records["median"]["most"] == 1e6, text
 
 
 REFUSED = {
@@ -149,12 +153,15 @@ REFUSED = {
         "FROM ghcr.io/team/tools:1\nWORKDIR /app": "image ghcr.io/team/tools:1 may hold programs",
         "FROM python:3.12-slim": "the work folder is /: expected one such as /app",
         "FROM ubuntu\nWORKDIR /usr/src": "the work folder is /usr/src",
-        f"FROM ubuntu\nWORKDIR {sys.prefix}/..": "which holds this Python",
+        # The second where this checkout is below /tmp or /root.
+        f"FROM ubuntu\nWORKDIR {sys.prefix}/..": "which holds this Python|: expected one such as /app",
+        "FROM ubuntu\nENV APP=/app\nWORKDIR $APP": "has a variable: write its value",
         "FROM ubuntu\nWORKDIR /app\nCOPY no.txt .": "COPY no.txt names no file",
         "FROM ubuntu\nWORKDIR /app\nCOPY ../tests .": "COPY ../tests names no file",
         "FROM ubuntu\nWORKDIR /app\nCOPY . /etc/": "to a place outside of /app",
         "FROM ubuntu\nWORKDIR /app\nCOPY --from=uv /uv /app/": "`COPY --from=uv.*` needs a container",
     },
+    "environment/.dockerignore": {"*.txt": "environment/.dockerignore is not read"},
     "environment/docker-compose.yaml": {"services: {}": "environment/docker-compose.yaml: the sandbox has no services"},
     "task.toml": {
         "[environment]\ngpus = 1": "environment has gpus",
@@ -190,5 +197,5 @@ def test_a_task_with_a_plain_image_starts_with_the_files_of_its_environment(task
     with (tasks / "median" / "task.toml").open("a") as file:
         file.write(image)
     environment, bash = begun(harbor.record(tasks / "hello")["metadata"])
-    harbor_row = {"harbor": "tasks/median", "sha256": harbor.digest(tasks / "median")}
+    harbor_row = {"harbor": "tasks/median", "sha256": harbor.digest(tasks / "median"), "most": 1.0}
     assert begun(harbor_row)[1]("pwd; ls").split() == ["/app", "numbers.txt"]
