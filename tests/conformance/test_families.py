@@ -108,7 +108,7 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "glm4_moe": (
         "Glm4Moe",
-        {"n_routed_experts": 6, "num_experts_per_tok": 3, "moe_intermediate_size": 11, "n_shared_experts": 2}
+        {"n_routed_experts": 4, "num_experts_per_tok": 3, "moe_intermediate_size": 11, "n_shared_experts": 2}
         | {"first_k_dense_replace": 0, "num_nextn_predict_layers": 0, "routed_scaling_factor": 1.8, "use_qk_norm": True}
         | {"attention_bias": True, "head_dim": 12, "partial_rotary_factor": 0.5},
     ),
@@ -170,7 +170,18 @@ def case(name: str, folder: Path) -> SimpleNamespace:
 
 
 # What they switch on is on in the others too, or is small.
-RARE = ("llama_biased", "smollm3", "mistral", "qwen2", "qwen3", "qwen3_yarn", "olmo2", "gemma", "qwen3_moe_normalised")
+RARE = (
+    "llama_biased",
+    "smollm3",
+    "mistral",
+    "qwen2",
+    "qwen3",
+    "qwen3_yarn",
+    "olmo2",
+    "gemma",
+    "qwen3_moe_normalised",
+    "qwen2_moe",
+)
 
 
 @pytest.fixture(params=[pytest.param(n, marks=pytest.mark.slow) if n in RARE else n for n in FAMILIES], scope="module")

@@ -143,8 +143,9 @@ def test_an_environment_that_fails_gives_no_reward(tasks):
             (tasks / "median" / "task.toml").write_text("[verifier]\ntimeout_sec = 1\n")
             found["median"]["sha256"] = harbor.digest(tasks / "median")
             assert failed("median") == 0.0
-            done, records = rows()
-            assert "its solution " in done.stderr or records["median"]["most"] == 1e6, text
+            if "000" not in text:
+                with pytest.raises(harbor.Refused, match="its solution fails here"):
+                    harbor.record(tasks / "median")
 
 
 REFUSED = {
