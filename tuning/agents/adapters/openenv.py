@@ -97,9 +97,12 @@ class OpenEnv(Adapted):
         records: list[Mapping[str, Any]] = []
         reward, done = 0.0, not (parsed.calls or parsed.errors)
         for call in parsed.calls:
-            answer = self._ask("step", {"type": "call_tool", "tool_name": call.name, "arguments": call.arguments})
-            reward, done = reward + (answer["reward"] or 0.0), answer["done"]
-            result = _result(answer["observation"])
+            try:
+                answer = self._ask("step", {"type": "call_tool", "tool_name": call.name, "arguments": call.arguments})
+                reward, done = reward + (answer["reward"] or 0.0), answer["done"]
+                result = _result(answer["observation"])
+            except InvalidAction as error:
+                result = f"{ERROR}{error}"
             messages.append({"role": "tool", "name": call.name, "content": result})
             failed = result.startswith(ERROR)
             records.append({"name": call.name, "arguments": call.arguments, "result": result, "failed": failed})

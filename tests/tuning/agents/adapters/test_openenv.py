@@ -190,3 +190,16 @@ def test_a_text_is_the_only_field_of_an_action_or_all_as_json():
         environment._parsed("1 2")
     with pytest.raises(ValueError, match=r"does not combine with environment\.tools"):
         adapters.make(Spec("openenv:http://127.0.0.1:1", tools=["calculator"]))
+
+
+def test_a_call_of_the_wrong_form_is_a_mistake_of_the_policy(monkeypatch):
+    def refuse(*_):
+        raise InvalidAction("Invalid action. arguments.message: a text")
+
+    environment = OpenEnv("http://127.0.0.1:1", Spec("openenv:http://127.0.0.1:1", tool_format="hermes"))
+    schema = {"type": "object", "properties": {"message": {}}}
+    environment._tools = [{"type": "function", "function": {"name": "echo", "parameters": schema}}]
+    monkeypatch.setattr(environment, "_ask", refuse)
+    messages, reward, done, _, info = environment.step(call(message=3))
+    assert messages[0]["content"] == "error: Invalid action. arguments.message: a text"
+    assert (reward, done, info["calls"][0]["failed"]) == (0.0, False, True)
